@@ -1,0 +1,51 @@
+# make setup      the environment
+# make pretrain   train the tiny recipe on 2 ranks; again resumes, FRESH=1 starts over
+# make test       the test suite, lint and types apart (make lint, make types)
+# make check      all three
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+RANKS ?= 2
+SPEC ?= tools/recipes/stdlib-tiny.toml
+FRESH ?= 0
+export OMP_NUM_THREADS ?= 1
+# torchrun's default shared store can leave a restart hanging; each attempt gets its own.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE := 1
+
+.PHONY: setup pretrain test lint types check megablocks clean
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,lint]"
+	touch $@
+
+setup: $(VENV)/.ready
+
+pretrain: setup
+	$(PY) tools/pretrain.py $(SPEC) --prepare $(if $(filter 1,$(FRESH)),--fresh)
+	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
+	    tools/pretrain.py $(SPEC)
+
+test: setup
+	$(PY) -m pytest
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: setup
+	$(PY) -m mypy
+
+check: lint types test
+
+# On a CUDA machine. The pins of megablocks 0.10 are older than its code: install without them.
+megablocks: setup
+	@$(PY) -c "import torch, sys; sys.exit(0 if torch.cuda.is_available() else \
+	    'make megablocks needs a CUDA device: megablocks does not import without one')"
+	$(PY) -m pip install --no-deps --no-build-isolation \
+	    "megablocks==0.10.0" "stanford-stk==0.7.1" "grouped_gemm==0.3.0"
+	$(PY) -m pip install triton
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

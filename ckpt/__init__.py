@@ -1,0 +1,1 @@
+"""Zarr checkpoints: layout, commit, reshard. It knows tensors, not experts."""

@@ -1,0 +1,103 @@
+"""The experts of one layer: many small SwiGLU networks over one sorted batch of rows.
+
+Legend: R rows received, D d_model, F d_ff, E experts held here (all of them, or a rank's block).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe.config import Backend
+from parallel import local_shard
+
+ExpertsFn = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(x_RD, rows_per_expert_E, w_gate_EDF, w_up_EDF, w_down_EFD) -> y_RD."""
+
+
+def experts_loop(
+    x_RD: Tensor,
+    rows_per_expert_E: Tensor,
+    w_gate_EDF: Tensor,
+    w_up_EDF: Tensor,
+    w_down_EFD: Tensor,
+) -> Tensor:
+    """The plain path: three products per expert, in any dtype and any shape."""
+    outputs = []
+    # unbind, not w[e]: the backward of an index makes a full-size gradient for every expert.
+    chunks = x_RD.split(rows_per_expert_E.tolist())
+    weights = zip(w_gate_EDF.unbind(0), w_up_EDF.unbind(0), w_down_EFD.unbind(0), strict=True)
+    for x, (w_gate, w_up, w_down) in zip(chunks, weights, strict=True):
+        outputs.append((F.silu(x @ w_gate) * (x @ w_up)) @ w_down)
+    return torch.cat(outputs)
+
+
+def experts_grouped_mm(
+    x_RD: Tensor,
+    rows_per_expert_E: Tensor,
+    w_gate_EDF: Tensor,
+    w_up_EDF: Tensor,
+    w_down_EFD: Tensor,
+) -> Tensor:
+    """The fast path: one grouped product for all experts, three in all.
+
+    No row may be missing: rows_per_expert_E sums to R. Nothing here waits for an accelerator.
+    """
+    ends_E = rows_per_expert_E.cumsum(0).to(torch.int32)
+    gate_RF = F.grouped_mm(x_RD, w_gate_EDF, offs=ends_E)
+    up_RF = F.grouped_mm(x_RD, w_up_EDF, offs=ends_E)
+    y_RD: Tensor = F.grouped_mm(F.silu(gate_RF) * up_RF, w_down_EFD, offs=ends_E)
+    if y_RD.requires_grad:
+        # An expanded gradient, such as .sum() hands down, is refused by grouped_mm's backward.
+        y_RD.register_hook(Tensor.contiguous)
+    return y_RD
+
+
+def choose_backend(backend: Backend, d_model: int, d_ff: int, dtype: torch.dtype) -> ExpertsFn:
+    """The one place where a path is chosen.
+
+    Raises ValueError where ``grouped_mm`` is asked for and cannot run: rows must be multiples of
+    16 bytes, in float32, bfloat16 or float16.
+    """
+    row = 16 // dtype.itemsize
+    possible = (
+        dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and d_model % row == 0
+        and d_ff % row == 0
+    )
+    if backend == "grouped_mm" and not possible:
+        raise ValueError(
+            f"moe.backend (grouped_mm) must have float32, bfloat16 or float16 and moe.d_model "
+            f"({d_model}) and moe.d_ff ({d_ff}) multiples of {row} for {dtype}; use loop or auto"
+        )
+    return experts_grouped_mm if possible and backend != "loop" else experts_loop
+
+
+class GroupedExperts(nn.Module):
+    """SwiGLU experts, w_down(silu(x w_gate) * (x w_up)), stacked along their first dim."""
+
+    def __init__(
+        self, num_experts: int, d_model: int, d_ff: int, backend: Backend = "auto"
+    ) -> None:
+        super().__init__()
+        self.backend = backend
+        self.w_gate = nn.Parameter(torch.empty(num_experts, d_model, d_ff))
+        self.w_up = nn.Parameter(torch.empty(num_experts, d_model, d_ff))
+        self.w_down = nn.Parameter(torch.empty(num_experts, d_ff, d_model))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal, with standard deviation fan_in ** -0.5."""
+        for weight in (self.w_gate, self.w_up, self.w_down):
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+
+    def forward(self, x_RD: Tensor, rows_per_expert_E: Tensor) -> Tensor:
+        """[R, D] rows sorted by expert and [E] int64 counts of them -> [R, D]. R may be 0."""
+        w_gate, w_up, w_down = (local_shard(w) for w in (self.w_gate, self.w_up, self.w_down))
+        # The layer's dtype is its weights': under mixed precision FSDP has cast them.
+        x_RD = x_RD.to(w_gate.dtype)
+        run = choose_backend(self.backend, w_gate.shape[1], w_gate.shape[2], w_gate.dtype)
+        return run(x_RD, rows_per_expert_E, w_gate, w_up, w_down)

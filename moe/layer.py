@@ -1,0 +1,114 @@
+"""The MoE layer: route, dispatch, experts, combine.
+
+Legend: B batch, S sequence, T = B·S tokens, D d_model, E experts, K top_k.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe.config import MoEConfig
+from moe.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
+from moe.experts import GroupedExperts
+from router import TopKRouter
+
+
+class MoEAux(NamedTuple):
+    """What a layer reports besides its output. All of it is about the tokens of this call."""
+
+    load_balance_loss: Tensor
+    """Scalar float32, not yet weighted."""
+    z_loss: Tensor
+    """Scalar float32, not yet weighted."""
+    loss: Tensor
+    """load_balance_weight · load_balance_loss + z_loss_weight · z_loss: add this to the loss."""
+    tokens_per_expert_E: Tensor
+    """[E] int64 over all experts, wherever they live; sums to T·K."""
+
+
+class MoEOutput(NamedTuple):
+    """A NamedTuple, so that FSDP and pipelining find the tensors in it."""
+
+    hidden: Tensor
+    """Shaped as the input."""
+    aux: MoEAux
+
+
+class SwiGLU(nn.Module):
+    """w_down(silu(w_gate x) * w_up x): a dense feed-forward layer, and the shared experts."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.w_gate = nn.Linear(d_model, d_ff, bias=False)
+        self.w_up = nn.Linear(d_model, d_ff, bias=False)
+        self.w_down = nn.Linear(d_ff, d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        out: Tensor = self.w_down(F.silu(self.w_gate(x)) * self.w_up(x))
+        return out
+
+
+class MoELayer(nn.Module):
+    """A mixture-of-experts feed-forward layer for any PyTorch model.
+
+    Plain, it runs in one process. ``parallel.apply_expert_parallel`` spreads its experts over
+    ranks from outside; results are the same. Nothing is left behind by a forward: the auxiliary
+    losses are in the output, so activation recomputation cannot count them twice.
+
+    Example::
+
+        layer = MoELayer(MoEConfig(d_model=64, d_ff=128, num_experts=8, top_k=2))
+        hidden, aux = layer(torch.randn(4, 16, 64))
+        (hidden.square().mean() + aux.loss).backward()
+    """
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.router = TopKRouter(config.d_model, config)
+        self.experts = GroupedExperts(
+            config.num_experts, config.d_model, config.d_ff, config.backend
+        )
+        self.shared_experts = (
+            SwiGLU(config.d_model, config.num_shared_experts * config.d_ff)
+            if config.num_shared_experts
+            else None
+        )
+        self.dispatcher: Dispatcher = LocalDispatcher()
+
+    def use_expert_group(self, group: dist.ProcessGroup) -> None:
+        """Exchange tokens over ``group``; ``parallel.apply_expert_parallel`` calls this."""
+        self.dispatcher = AllToAllDispatcher(group)
+
+    def forward(self, x: Tensor) -> MoEOutput:
+        """[..., D] -> the same shape and dtype, and what the router did.
+
+        Under expert parallelism every rank of the group must call, with any number of tokens,
+        none included. Raises ValueError where the last dim is not d_model.
+        """
+        if x.shape[-1] != self.config.d_model:
+            raise ValueError(
+                f"the input's last dim ({x.shape[-1]}) must be moe.d_model ({self.config.d_model})"
+            )
+        x_TD = x.reshape(x.numel() // x.shape[-1], x.shape[-1])
+
+        routed = self.router(x_TD)
+        dispatched = self.dispatcher.dispatch(x_TD, routed)
+        y_RD = self.experts(dispatched.x_RD, dispatched.rows_per_expert_E)
+        y_TD = self.dispatcher.combine(y_RD, dispatched)
+
+        if self.shared_experts is not None:
+            y_TD = y_TD + self.shared_experts(x_TD)
+        aux = MoEAux(
+            load_balance_loss=routed.load_balance_loss,
+            z_loss=routed.z_loss,
+            loss=self.config.load_balance_weight * routed.load_balance_loss
+            + self.config.z_loss_weight * routed.z_loss,
+            tokens_per_expert_E=routed.tokens_per_expert_E,
+        )
+        return MoEOutput(y_TD.to(x.dtype).view(x.shape), aux)

@@ -1,0 +1,33 @@
+"""Process meshes, shard layouts, collectives, and functions that apply layouts to models."""
+
+from parallel.apply import (
+    ExpertParallelModule,
+    apply_expert_parallel,
+    apply_fsdp,
+    expert_modules,
+    expert_parameter_names,
+    local_shard,
+    set_gradient_sync,
+)
+from parallel.collectives import all_gather_rows, all_to_all, exchange_counts
+from parallel.config import ParallelConfig
+from parallel.layout import ShardLayout, Topology, parse_topology
+from parallel.mesh import ParallelDims
+
+__all__ = [
+    "ExpertParallelModule",
+    "ParallelConfig",
+    "ParallelDims",
+    "ShardLayout",
+    "Topology",
+    "all_gather_rows",
+    "all_to_all",
+    "apply_expert_parallel",
+    "apply_fsdp",
+    "exchange_counts",
+    "expert_modules",
+    "expert_parameter_names",
+    "local_shard",
+    "parse_topology",
+    "set_gradient_sync",
+]

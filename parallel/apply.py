@@ -1,0 +1,135 @@
+"""Lay a model out over meshes, from outside: the modules themselves know no ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol, cast, runtime_checkable
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from parallel.layout import FSDP_DENSE_DIM, FSDP_EXPERT_DIM
+from parallel.mesh import ParallelDims
+
+
+@runtime_checkable
+class ExpertParallelModule(Protocol):
+    """A layer whose experts can live on different ranks.
+
+    Every parameter of ``experts`` has the expert as its first dim.
+    """
+
+    experts: nn.Module
+
+    def use_expert_group(self, group: dist.ProcessGroup) -> None:
+        """Exchange tokens over ``group``; called once the experts' parameters are cut."""
+        ...
+
+
+def expert_modules(model: nn.Module) -> Iterator[ExpertParallelModule]:
+    """The layers of ``model`` that have experts, in the order of ``model.modules()``."""
+    for module in model.modules():
+        if isinstance(module, ExpertParallelModule):
+            yield module
+
+
+def expert_parameter_names(model: nn.Module) -> set[str]:
+    """The names, as in ``model.named_parameters()``, of the parameters that belong to experts."""
+    ids = {id(p) for module in expert_modules(model) for p in module.experts.parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in ids}
+
+
+def local_shard(parameter: Tensor) -> Tensor:
+    """The part of a parameter that this rank computes with; a plain tensor is its own."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def apply_expert_parallel(model: nn.Module, ep_mesh: DeviceMesh) -> nn.Module:
+    """Give each rank of ``ep_mesh`` its block of every layer's experts, and a dispatcher.
+
+    Parameters become DTensors cut along the expert dim, with the logical shape [E, ...], so that
+    any tool that understands DTensor sees the whole layer. No values move: as with fully_shard,
+    every rank must have built the same ones (from one seed, or on the meta device).
+
+    Raises ValueError where a layer's experts are not a multiple of the ranks.
+    """
+    ranks = ep_mesh.size()
+    if ranks == 1:
+        return model
+    for module in expert_modules(model):
+        for owner in module.experts.modules():
+            for name, parameter in list(owner.named_parameters(recurse=False)):
+                if parameter.shape[0] % ranks:
+                    raise ValueError(
+                        f"moe.num_experts ({parameter.shape[0]}) must be a multiple of "
+                        f"parallel.ep ({ranks})"
+                    )
+                cut = distribute_tensor(parameter, ep_mesh, [Shard(0)], src_data_rank=None)
+                owner.register_parameter(
+                    name, nn.Parameter(cut, requires_grad=parameter.requires_grad)
+                )
+        module.use_expert_group(ep_mesh.get_group())
+    return model
+
+
+def apply_fsdp(
+    model: nn.Module,
+    dims: ParallelDims,
+    blocks: Sequence[nn.Module],
+    reshard_after_forward: bool = True,
+) -> nn.Module:
+    """Shard parameters, gradients and optimizer state with FSDP2, experts over their own mesh.
+
+    Gradients are summed over ranks, never averaged: the loss is normalized by the step's global
+    count of target tokens, so that a rank with fewer tokens weighs less.
+
+    Args:
+        model: after :func:`apply_expert_parallel`.
+        dims: the meshes; where there is one rank, nothing is done.
+        blocks: the submodules whose parameters are gathered together, outermost layers first;
+            what is in none of them belongs to ``model`` itself.
+        reshard_after_forward: free gathered parameters between forward and backward (ZeRO-3), or
+            keep them (ZeRO-2).
+    """
+    t = dims.topology
+    if t.world == 1:
+        return model
+    sharded: list[nn.Module] = []
+    alone: set[nn.Parameter] = set()
+    for module in expert_modules(model):
+        if t.efsdp * t.dp_replicate == 1:
+            # Each expert is on one rank alone: there is nothing to gather and nothing to reduce,
+            # and a mesh of one would still copy every expert twice a step.
+            alone.update(module.experts.parameters())
+        else:
+            fully_shard(
+                module.experts,
+                mesh=dims.efsdp_mesh,
+                reshard_after_forward=reshard_after_forward,
+                shard_placement_fn=lambda _: Shard(FSDP_EXPERT_DIM),
+            )
+            sharded.append(module.experts)
+    for block in (*blocks, model):
+        fully_shard(
+            block,
+            mesh=dims.fsdp_mesh,
+            reshard_after_forward=reshard_after_forward and block is not model,
+            shard_placement_fn=lambda _: Shard(FSDP_DENSE_DIM),
+            ignored_params=alone,
+        )
+        sharded.append(block)
+    for module_ in sharded:
+        fsdp = cast(FSDPModule, module_)
+        fsdp.set_gradient_divide_factor(1.0)
+        # Without this a divide factor asks gloo for a reduction that it does not have.
+        fsdp.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def set_gradient_sync(model: nn.Module, sync: bool) -> None:
+    """Reduce gradients in the coming backward, or let them accumulate on each rank."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(sync)

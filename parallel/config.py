@@ -1,0 +1,57 @@
+"""The ``[parallel]`` section of a job spec."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from parallel.layout import Topology
+
+
+class ParallelConfig(BaseModel):
+    """Degrees of every parallel axis, and what FSDP keeps between forward and backward.
+
+    ``dp_shard = -1`` takes the ranks that the other axes leave over. Attention and dense layers
+    use ``pp x dp_replicate x dp_shard x cp x tp``; experts use the same ranks folded as
+    ``efsdp x ep`` (arXiv 2504.14960, "parallel folding").
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    pp: int = Field(default=1, ge=1)
+    dp_replicate: int = Field(default=1, ge=1)
+    dp_shard: int = Field(default=-1, ge=-1)
+    cp: int = Field(default=1, ge=1)
+    tp: int = Field(default=1, ge=1)
+    ep: int = Field(default=1, ge=1)
+    reshard_after_forward: bool = True
+
+    def topology(self, world: int) -> Topology:
+        """Resolve to ``world`` ranks.
+
+        Raises ValueError, naming the degrees, where they do not multiply to ``world``.
+        """
+        others = self.pp * self.dp_replicate * self.cp * self.tp
+        dp_shard = self.dp_shard
+        if dp_shard == 0:
+            raise ValueError("parallel.dp_shard (0) must be -1 (the ranks left over) or at least 1")
+        if dp_shard == -1:
+            if world % others:
+                raise ValueError(
+                    f"world size ({world}) must be a multiple of pp x dp_replicate x cp x tp "
+                    f"({self.pp} x {self.dp_replicate} x {self.cp} x {self.tp} = {others})"
+                )
+            dp_shard = world // others
+        if dp_shard * others != world:
+            raise ValueError(
+                f"parallel degrees pp x dp_replicate x dp_shard x cp x tp "
+                f"({self.pp} x {self.dp_replicate} x {dp_shard} x {self.cp} x {self.tp} = "
+                f"{dp_shard * others}) must multiply to the world size ({world})"
+            )
+        return Topology(
+            pp=self.pp,
+            dp_replicate=self.dp_replicate,
+            dp_shard=dp_shard,
+            cp=self.cp,
+            tp=self.tp,
+            ep=self.ep,
+        )

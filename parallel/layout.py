@@ -1,0 +1,224 @@
+"""Who holds which slice of which array, as plain arithmetic.
+
+Nothing here touches torch or a process group: the layout of any rank of any topology can be
+worked out on one laptop. Checkpoints are written and resharded from this alone.
+
+The dense axes multiply to the world, outermost first: ``pp x dp_replicate x dp_shard x cp x tp``.
+Experts are folded onto the same ranks: ``efsdp x ep = dp_shard x cp x tp``, ``ep`` innermost, so
+that the ranks which exchange tokens are neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import product
+
+Box = tuple[tuple[int, int], ...]
+"""A half-open range per dim of an array: ``((start, stop), ...)`` in logical coordinates."""
+
+# The axes that an array may be split over, in groups that each decompose a rank number in full.
+# "fsdp" is dp_shard and cp taken together, as fully_shard sees them.
+_BASES: tuple[tuple[str, ...], ...] = (
+    ("pp", "dp_replicate", "fsdp", "tp"),
+    ("pp", "dp_replicate", "efsdp", "ep"),
+    ("world",),
+)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The degree of every parallel axis; a pure description, valid without any process."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            degree = getattr(self, field.name)
+            if degree < 1:
+                raise ValueError(f"parallel.{field.name} ({degree}) must be at least 1")
+        inner = self.dp_shard * self.cp * self.tp
+        if inner % self.ep:
+            raise ValueError(
+                f"parallel.ep ({self.ep}) must divide dp_shard x cp x tp "
+                f"({self.dp_shard} x {self.cp} x {self.tp} = {inner})"
+            )
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return self.pp * self.dp_replicate * self.fsdp * self.tp
+
+    @property
+    def fsdp(self) -> int:
+        """The number of ranks that share one copy of a dense parameter: dp_shard x cp."""
+        return self.dp_shard * self.cp
+
+    @property
+    def efsdp(self) -> int:
+        """The number of ranks that share one copy of an expert: dp_shard x cp x tp / ep."""
+        return self.fsdp * self.tp // self.ep
+
+    def size(self, axis: str) -> int:
+        """The degree of ``axis``, a field or one of fsdp, efsdp and world."""
+        return int(getattr(self, axis))
+
+    def as_dict(self) -> dict[str, int]:
+        """The six degrees by name, as a manifest records them."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def describe(self) -> str:
+        """The degrees above one, for people: ``dp_shard=2 ep=2``, or ``1 rank``."""
+        parts = [f"{name}={degree}" for name, degree in self.as_dict().items() if degree > 1]
+        return " ".join(parts) or "1 rank"
+
+
+def parse_topology(text: str) -> Topology:
+    """Read ``"dp_shard=4,ep=2"``. A dp_shard left out is the least that ``ep`` needs.
+
+    Raises ValueError for an unknown axis, a degree that is no whole number, or an ep that does
+    not divide dp_shard x cp x tp.
+    """
+    names = [field.name for field in fields(Topology)]
+    degrees: dict[str, int] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        name, equals, value = part.partition("=")
+        if name not in names or not equals:
+            raise ValueError(f"layout ({part}) must be AXIS=DEGREE with AXIS one of {names}")
+        if not value.isdecimal():
+            raise ValueError(f"layout {name} ({value}) must be a whole number of at least 1")
+        degrees[name] = int(value)
+    if "dp_shard" not in degrees:
+        shared = degrees.get("cp", 1) * degrees.get("tp", 1)
+        degrees["dp_shard"] = max(1, degrees.get("ep", 1) // max(1, shared))
+    return Topology(**degrees)
+
+
+def split_evenly(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
+    """Cut a range as torch.chunk does: ceil(n / parts) each, the last ones short or empty."""
+    step = -(-(stop - start) // parts)
+    return [(min(start + i * step, stop), min(start + (i + 1) * step, stop)) for i in range(parts)]
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """The slices of one array over the ranks of a topology.
+
+    ``splits`` has, for each dim, the axes that cut it, outermost first; an axis that cuts no dim
+    holds copies. Capital letters are logical sizes: ``shape`` is never a local shape.
+    """
+
+    shape: tuple[int, ...]
+    splits: tuple[tuple[str, ...], ...]
+    topology: Topology
+
+    def __post_init__(self) -> None:
+        used = [axis for axes in self.splits for axis in axes]
+        assert len(self.splits) == len(self.shape), (self.shape, self.splits)
+        assert len(set(used)) == len(used), f"an axis splits two dims: {self.splits}"
+        assert any(set(used) <= set(basis) for basis in _BASES), f"no basis holds {used}"
+
+    @cached_property
+    def _basis(self) -> tuple[str, ...]:
+        used = {axis for axes in self.splits for axis in axes}
+        return next(basis for basis in _BASES if used <= set(basis))
+
+    def _coordinates(self, rank: int) -> dict[str, int]:
+        coordinates = {}
+        for axis in reversed(self._basis):
+            rank, coordinates[axis] = divmod(rank, self.topology.size(axis))
+        return coordinates
+
+    def box(self, rank: int) -> Box:
+        """The slice that ``rank`` holds; empty in a dim where there was less than one part each."""
+        coordinates = self._coordinates(rank)
+        box = []
+        for size, axes in zip(self.shape, self.splits, strict=True):
+            extent = (0, size)
+            for axis in axes:
+                extent = split_evenly(*extent, self.topology.size(axis))[coordinates[axis]]
+            box.append(extent)
+        return tuple(box)
+
+    @cached_property
+    def num_replicas(self) -> int:
+        """How many ranks hold each slice."""
+        used = {axis for axes in self.splits for axis in axes}
+        return math.prod(self.topology.size(a) for a in self._basis if a not in used)
+
+    def replica_index(self, rank: int) -> int:
+        """Which of the ranks that hold the same slice ``rank`` is, from 0."""
+        used = {axis for axes in self.splits for axis in axes}
+        coordinates = self._coordinates(rank)
+        index = 0
+        for axis in self._basis:
+            if axis not in used:
+                index = index * self.topology.size(axis) + coordinates[axis]
+        return index
+
+    def grain(self) -> tuple[int, ...]:
+        """The largest regular grid of which no cell crosses from one rank's slice to another's.
+
+        A zarr grid is regular while nested uneven splits are not; a cell of the greatest common
+        divisor of all boundaries always fits. Only the last cell of a dim may be short.
+        """
+        return tuple(
+            self._grain_of(size, axes) for size, axes in zip(self.shape, self.splits, strict=True)
+        )
+
+    def _grain_of(self, size: int, axes: tuple[str, ...]) -> int:
+        extents = [(0, size)]
+        for axis in axes:
+            parts = self.topology.size(axis)
+            extents = [piece for extent in extents for piece in split_evenly(*extent, parts)]
+        inner = {start for start, _ in extents if 0 < start < size}
+        return math.gcd(*inner) if inner else max(size, 1)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common part of two boxes, or None where there is none. Scalars intersect in ``()``."""
+    common = tuple((max(s, t), min(e, f)) for (s, e), (t, f) in zip(a, b, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def cells(box: Box, cell: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The grid coordinates of every cell that touches ``box``, in row-major order."""
+    ranges = (
+        range(start // step, -(-stop // step)) if start < stop else range(0)
+        for (start, stop), step in zip(box, cell, strict=True)
+    )
+    return product(*ranges)
+
+
+def cell_box(coordinates: tuple[int, ...], cell: tuple[int, ...], shape: tuple[int, ...]) -> Box:
+    """The part of the array that a grid cell covers, clipped to the array's ``shape``."""
+    return tuple(
+        (i * step, min((i + 1) * step, size))
+        for i, step, size in zip(coordinates, cell, shape, strict=True)
+    )
+
+
+# How fully_shard cuts a parameter, and so how a checkpoint's grid is cut: dense parameters along
+# their first dim; experts, whose first dim is the expert and belongs to ep, along the second.
+FSDP_DENSE_DIM = 0
+FSDP_EXPERT_DIM = 1
+
+
+def dense_splits(ndim: int) -> tuple[tuple[str, ...], ...]:
+    """Splits of a dense parameter of ``ndim`` dims."""
+    return tuple(("fsdp",) if dim == FSDP_DENSE_DIM else () for dim in range(ndim))
+
+
+def expert_splits(ndim: int) -> tuple[tuple[str, ...], ...]:
+    """Splits of an expert parameter [E, ...] of ``ndim`` dims, at least 2."""
+    assert ndim >= 2, "an expert parameter needs a dim besides the expert's"
+    return tuple(
+        ("ep",) if dim == 0 else ("efsdp",) if dim == FSDP_EXPERT_DIM else () for dim in range(ndim)
+    )

@@ -1,0 +1,70 @@
+"""Process meshes: the dense axes and the expert axes, folded over the same ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from parallel.layout import Topology
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """The meshes of one topology over the default process group.
+
+    A mesh is a collective to make, so every rank asks for the same ones in the same order; all
+    are made by :meth:`build`, none on first use.
+    """
+
+    topology: Topology
+    fsdp_mesh: DeviceMesh
+    """[dp_replicate, fsdp]: dense parameters are copied over the first axis, cut over the other."""
+    efsdp_mesh: DeviceMesh
+    """[dp_replicate, efsdp]: the same for experts."""
+    ep_mesh: DeviceMesh
+    """[ep]: the ranks that exchange tokens."""
+
+    @staticmethod
+    def build(topology: Topology, device_type: str) -> ParallelDims:
+        """Make the meshes. The default process group must exist and have the topology's world.
+
+        Raises ValueError where it has another size.
+        """
+        world = dist.get_world_size()
+        if topology.world != world:
+            raise ValueError(
+                f"topology ({topology.describe()} = {topology.world} ranks) "
+                f"must have the world size ({world})"
+            )
+        t = topology
+        # Both foldings must come from one root: DTensors of unrelated meshes cannot be composed,
+        # and fully_shard over efsdp takes parameters that are already DTensors over ep.
+        # _unflatten is torch's private name for that; it is used in this module alone.
+        root = init_device_mesh(device_type, (world,), mesh_dim_names=("world",))
+        dense = root._unflatten(
+            0, (t.pp, t.dp_replicate, t.fsdp, t.tp), ("pp", "dp_replicate", "fsdp", "tp")
+        )
+        expert = root._unflatten(
+            0, (t.pp, t.dp_replicate, t.efsdp, t.ep), ("pp", "dp_replicate", "efsdp", "ep")
+        )
+        replicated = t.dp_replicate > 1
+        return ParallelDims(
+            topology=topology,
+            fsdp_mesh=dense["dp_replicate", "fsdp"] if replicated else dense["fsdp"],
+            efsdp_mesh=expert["dp_replicate", "efsdp"] if replicated else expert["efsdp"],
+            ep_mesh=expert["ep"],
+        )
+
+    @cached_property
+    def dp_rank(self) -> int:
+        """This rank's place among those that take different sequences."""
+        inner = self.topology.cp * self.topology.tp
+        return dist.get_rank() % (self.topology.world // self.topology.pp) // inner
+
+    @property
+    def dp_size(self) -> int:
+        """How many ranks take different sequences: dp_replicate x dp_shard."""
+        return self.topology.dp_replicate * self.topology.dp_shard

@@ -1,0 +1,1 @@
+"""The reference training system: spec, model, data, loop, barrier, metrics."""

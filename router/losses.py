@@ -1,0 +1,42 @@
+"""Auxiliary losses that keep a router balanced and its logits small.
+
+Legend: T tokens, E experts, K top_k.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def load_balance_loss(probs_TE: Tensor, tokens_per_expert_E: Tensor, top_k: int) -> Tensor:
+    """Switch load-balancing loss, E · Σ_i f_i · P_i (Fedus et al., arXiv 2101.03961, eqs. 4-6).
+
+    f_i = count_i / (T·K) is the fraction of assignments that expert i got, and P_i the mean over
+    tokens of its probability. The loss is 1 when both are uniform; its gradient flows through P.
+
+    Args:
+        probs_TE: [T, E] scores normalized to sum to one over the experts, float32.
+        tokens_per_expert_E: [E] int64, assignments of these T tokens; sums to T·K.
+        top_k: K.
+
+    Returns:
+        A scalar; 0 for no tokens.
+    """
+    num_tokens, num_experts = probs_TE.shape
+    tokens = max(num_tokens, 1)
+    f_E = tokens_per_expert_E.to(probs_TE.dtype) / (tokens * top_k)
+    p_E = probs_TE.sum(0) / tokens
+    return num_experts * torch.dot(f_E, p_E)
+
+
+def z_loss(logits_TE: Tensor) -> Tensor:
+    """Router z-loss, mean over tokens of logsumexp(logits)² (Zoph et al., arXiv 2202.08906, eq. 5).
+
+    Args:
+        logits_TE: [T, E] float32.
+
+    Returns:
+        A scalar; 0 for no tokens.
+    """
+    return logits_TE.logsumexp(-1).square().sum() / max(logits_TE.shape[0], 1)

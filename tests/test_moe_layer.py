@@ -1,0 +1,170 @@
+"""The layer in one process, against a for-loop oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from moe import MoEConfig, MoELayer
+from moe.experts import experts_grouped_mm, experts_loop
+from tests import oracle
+
+D, F, E, K = 16, 24, 6, 2
+
+
+def make_layer(seed: int = 0, **fields: object) -> MoELayer:
+    torch.manual_seed(seed)
+    layer = MoELayer(MoEConfig(**{"d_model": D, "d_ff": F, "num_experts": E, "top_k": K, **fields}))
+    with torch.no_grad():
+        layer.router.weight.mul_(20)  # decided scores, so that gradients of the weights count
+    return layer
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-6)
+
+
+def oracle_of(layer: MoELayer, x: torch.Tensor):
+    c, e = layer.config, layer.experts
+    s = layer.shared_experts
+    shared = None if s is None else (s.w_gate.weight, s.w_up.weight, s.w_down.weight)
+    return oracle.moe_forward(
+        x, layer.router.weight, e.w_gate, e.w_up, e.w_down,
+        c.top_k, c.score_func, c.renormalize, shared,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["loop", "grouped_mm"])
+@pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("num_shared_experts", [0, 2])
+def test_matches_the_oracle(backend, score_func, renormalize, num_shared_experts):
+    layer = make_layer(
+        backend=backend,
+        score_func=score_func,
+        renormalize=renormalize,
+        num_shared_experts=num_shared_experts,
+        load_balance_weight=0.3,
+        z_loss_weight=0.2,
+    )
+    x = torch.randn(20, D)
+    grad_y = torch.randn(20, D)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+
+    out = layer(inputs[0])
+    ((out.hidden * grad_y).sum() + out.aux.loss).backward()
+    actual = {n: p.grad.clone() for n, p in layer.named_parameters()}
+    layer.zero_grad()
+    y, balance, z, counts = oracle_of(layer, inputs[1])
+    ((y * grad_y).sum() + 0.3 * balance + 0.2 * z).backward()
+
+    close(out.hidden, y)
+    close(out.aux.load_balance_loss, balance)
+    close(out.aux.z_loss, z)
+    assert out.aux.tokens_per_expert_E.tolist() == counts
+    close(inputs[0].grad, inputs[1].grad)
+    for name, parameter in layer.named_parameters():
+        close(actual[name], parameter.grad)
+        assert parameter.grad.abs().sum() > 0, f"{name} got no gradient: the test shows nothing"
+
+
+@pytest.mark.parametrize("backend", ["loop", "grouped_mm"])
+def test_an_expert_nobody_chose_gets_a_zero_gradient(backend):
+    layer = make_layer(backend=backend)
+    x = torch.randn(12, D).abs()
+    with torch.no_grad():
+        layer.router.weight[3] = -10.0
+    out = layer(x)
+    out.hidden.square().sum().backward()
+    assert out.aux.tokens_per_expert_E[3] == 0
+    close(out.hidden, oracle_of(layer, x)[0])
+    for parameter in layer.experts.parameters():
+        assert parameter.grad[3].abs().sum() == 0
+        assert parameter.grad[0].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["loop", "grouped_mm"])
+@pytest.mark.parametrize("shape", [(0, D), (0, 7, D), (3, 0, D)])
+def test_an_empty_batch_is_ordinary(backend, shape):
+    layer = make_layer(backend=backend, num_shared_experts=1)
+    x = torch.randn(shape, requires_grad=True)
+    out = layer(x)
+    (out.hidden.sum() + out.aux.loss).backward()
+    assert out.hidden.shape == shape
+    assert out.aux.loss == 0
+    assert out.aux.tokens_per_expert_E.tolist() == [0] * E
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() == 0, name
+
+
+def test_leading_dims_do_not_matter():
+    layer = make_layer()
+    x = torch.randn(2, 3, 5, D)
+    torch.testing.assert_close(
+        layer(x).hidden, layer(x.view(30, D)).hidden.view(x.shape), rtol=0, atol=0
+    )
+
+
+def test_a_summed_output_has_a_gradient():
+    # .sum() hands down an expanded gradient, which grouped_mm itself refuses.
+    layer = make_layer(backend="grouped_mm")
+    layer(torch.randn(4, D)).hidden.sum().backward()
+    assert layer.experts.w_down.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_paths_agree(dtype):
+    torch.manual_seed(1)
+    weights = [torch.randn(E, *s).to(dtype) / 4 for s in ((D, F), (D, F), (F, D))]
+    rows = torch.tensor([3, 0, 5, 1, 0, 2])
+    x = torch.randn(int(rows.sum()), D).to(dtype)
+    tolerance = 2e-5 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(
+        experts_grouped_mm(x, rows, *weights),
+        experts_loop(x, rows, *weights),
+        rtol=tolerance,
+        atol=tolerance,
+    )
+
+
+def test_backward_is_the_same_twice():
+    grads = []
+    for _ in range(2):
+        layer = make_layer()
+        x = torch.randn(64, D, generator=torch.Generator().manual_seed(3))
+        layer(x).hidden.square().sum().backward()
+        grads.append([p.grad for p in layer.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_recomputation_counts_losses_once():
+    layer = make_layer(load_balance_weight=1.0)
+    x = torch.randn(30, D)
+    plain = layer(x).aux.loss
+    plain.backward()
+    expected = layer.router.weight.grad.clone()
+    layer.zero_grad()
+    out = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+    out.aux.loss.backward()
+    assert torch.equal(out.aux.loss, plain)
+    assert torch.equal(layer.router.weight.grad, expected)
+
+
+def test_a_layer_with_odd_sizes_falls_back_or_says_why():
+    assert make_layer(d_model=10, d_ff=7)(torch.randn(5, 10)).hidden.shape == (5, 10)
+    layer = make_layer(d_model=10, d_ff=7, backend="grouped_mm")
+    with pytest.raises(ValueError, match=r"moe.d_model \(10\) and moe.d_ff \(7\) multiples of 4"):
+        layer(torch.randn(5, 10))
+
+
+def test_bad_configurations_name_the_field_and_the_rule():
+    with pytest.raises(ValidationError, match=r"moe.top_k \(7\) must be at most moe.num_experts"):
+        make_layer(top_k=7)
+    with pytest.raises(ValidationError, match=r"moe.renormalize \(true\) must be false"):
+        make_layer(top_k=1)
+    with pytest.raises(ValidationError, match="no_such_field"):
+        make_layer(no_such_field=1)
+    with pytest.raises(ValueError, match=r"last dim \(5\) must be moe.d_model \(16\)"):
+        make_layer()(torch.randn(2, 5))

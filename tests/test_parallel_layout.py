@@ -1,0 +1,113 @@
+"""Layouts as arithmetic: slices, copies, grids and folding."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallel import ParallelConfig, ShardLayout, Topology, parse_topology
+from parallel.layout import cell_box, cells, intersect
+
+topologies = st.builds(
+    lambda pp, dr, ep, more, cp, tp: Topology(
+        pp=pp, dp_replicate=dr, dp_shard=ep * more, cp=cp, tp=tp, ep=ep
+    ),
+    *(st.integers(1, 3) for _ in range(6)),
+)
+SPLITS = [
+    ((), ("fsdp",)),
+    (("pp",), ("fsdp",)),
+    (("tp", "fsdp"), ()),
+    (("fsdp",), ("tp",)),
+    (("ep",), ("efsdp",)),
+    (("pp", "ep"), ("efsdp",)),
+    (("world",), ()),
+]
+
+
+@settings(max_examples=150, deadline=None)
+@given(topologies, st.tuples(st.integers(0, 13), st.integers(0, 13)), st.sampled_from(SPLITS))
+def test_slices_cover_an_array_and_copies_are_counted(topology, shape, splits):
+    layout = ShardLayout(shape, splits, topology)
+    holders: dict[tuple[int, int], list[int]] = {}
+    for rank in range(topology.world):
+        (a, b), (c, d) = layout.box(rank)
+        for i in range(a, b):
+            for j in range(c, d):
+                holders.setdefault((i, j), []).append(rank)
+    assert set(holders) == {(i, j) for i in range(shape[0]) for j in range(shape[1])}
+    for ranks in holders.values():
+        assert len(ranks) == layout.num_replicas
+        assert sorted(layout.replica_index(r) for r in ranks) == list(range(layout.num_replicas))
+
+
+@settings(max_examples=150, deadline=None)
+@given(topologies, st.tuples(st.integers(0, 30), st.integers(0, 30)), st.sampled_from(SPLITS))
+def test_no_cell_of_the_grain_crosses_a_boundary(topology, shape, splits):
+    layout = ShardLayout(shape, splits, topology)
+    grain = layout.grain()
+    covered = 0
+    for rank in range(topology.world):
+        box = layout.box(rank)
+        for coordinates in cells(box, grain):
+            cell = cell_box(coordinates, grain, shape)
+            assert intersect(cell, box) == cell
+            covered += math.prod(stop - start for start, stop in cell)
+    assert covered == math.prod(shape) * layout.num_replicas
+
+
+def test_one_even_split_keeps_one_cell_per_rank():
+    layout = ShardLayout((10, 6), (("fsdp",), ()), Topology(dp_shard=4))
+    assert [layout.box(r)[0] for r in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 10)]
+    assert layout.grain() == (3, 6)
+
+
+def test_folding_keeps_exchanging_ranks_together():
+    topology = Topology(dp_shard=2, cp=2, tp=2, ep=4)
+    experts = ShardLayout((8, 4), (("ep",), ("efsdp",)), topology)
+    assert [experts.box(r) for r in (0, 1, 3, 4)] == [
+        ((0, 2), (0, 2)),
+        ((2, 4), (0, 2)),
+        ((6, 8), (0, 2)),
+        ((0, 2), (2, 4)),
+    ]
+
+
+def test_dp_shard_takes_the_ranks_left_over():
+    assert ParallelConfig(ep=2).topology(4) == Topology(dp_shard=4, ep=2)
+    assert ParallelConfig(dp_replicate=2).topology(6) == Topology(dp_replicate=2, dp_shard=3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "world", "message"),
+    [
+        ({"dp_shard": 3}, 4, r"= 3\) must multiply to the world size \(4\)"),
+        ({"dp_replicate": 3}, 4, r"world size \(4\) must be a multiple of .* = 3\)"),
+        ({"ep": 3}, 4, r"parallel.ep \(3\) must divide dp_shard x cp x tp \(4 x 1 x 1 = 4\)"),
+        ({"dp_shard": 0}, 4, r"parallel.dp_shard \(0\) must be -1"),
+        ({"tp": 0}, 4, "tp"),
+    ],
+)
+def test_degrees_that_cannot_work_are_refused(fields, world, message):
+    with pytest.raises(ValueError, match=message):
+        ParallelConfig(**fields).topology(world)
+
+
+def test_a_layout_is_read_from_text():
+    assert parse_topology("ep=4") == Topology(dp_shard=4, ep=4)
+    assert parse_topology("dp_shard=4, ep=2,dp_replicate=2") == Topology(
+        dp_shard=4, ep=2, dp_replicate=2
+    )
+    assert parse_topology("") == Topology()
+    for text, message in [
+        ("zz=2", r"layout \(zz=2\) must be AXIS=DEGREE"),
+        ("ep", r"layout \(ep\) must be"),
+        ("ep=two", r"layout ep \(two\) must be a whole number"),
+        ("ep=0", r"parallel.ep \(0\) must be at least 1"),
+        ("ep=3,dp_shard=2", r"parallel.ep \(3\) must divide"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            parse_topology(text)
