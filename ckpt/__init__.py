@@ -1,1 +1,39 @@
 """Zarr checkpoints: layout, commit, reshard. It knows tensors, not experts."""
+
+from ckpt.format import (
+    ArrayRecord,
+    CheckpointError,
+    Manifest,
+    committed_steps,
+    manifest_path,
+    objects_dir,
+    read_manifest,
+)
+from ckpt.load import load, open_group, read_box, verify
+from ckpt.reshard import reshard
+from ckpt.retain import remove_uncommitted, retain
+from ckpt.save import Agree, SaveInfo, planned_bytes, save
+from ckpt.tensors import ArraySpec, LocalArray
+
+__all__ = [
+    "Agree",
+    "ArrayRecord",
+    "ArraySpec",
+    "CheckpointError",
+    "LocalArray",
+    "Manifest",
+    "SaveInfo",
+    "committed_steps",
+    "load",
+    "manifest_path",
+    "objects_dir",
+    "open_group",
+    "planned_bytes",
+    "read_box",
+    "read_manifest",
+    "remove_uncommitted",
+    "reshard",
+    "retain",
+    "save",
+    "verify",
+]

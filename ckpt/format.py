@@ -1,0 +1,253 @@
+"""What a checkpoint is on disk: names, records, the manifest, and zarr's metadata.
+
+::
+
+    ROOT/manifests/step-00000300.json             written last; it exists if and only if the
+                                                  checkpoint exists
+    ROOT/objects/SAVE_ID/zarr.json                a zarr v3 group ...
+    ROOT/objects/SAVE_ID/model/embed/weight/      ... of stacked arrays
+        zarr.json
+        c/0/0                                     one object: a zarr shard, one writer
+
+Everything under a save id is immutable. The manifest lists every object with its length and
+CRC32C, so that a missing one is an error and never zarr's fill value.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import google_crc32c
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from parallel.layout import ShardLayout, Topology, cells
+
+# How a logical dtype is stored. zarr has no bfloat16 or float8: they are kept as bit patterns.
+STORAGE_DTYPES = {
+    "float64": "float64",
+    "float32": "float32",
+    "float16": "float16",
+    "bfloat16": "uint16",
+    "float8_e4m3fn": "uint8",
+    "float8_e5m2": "uint8",
+    "int64": "int64",
+    "int32": "int32",
+    "int16": "int16",
+    "int8": "int8",
+    "uint8": "uint8",
+    "bool": "bool",
+}
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written, or is not whole, or is not the one asked for."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ArrayRecord(_Record):
+    """One stored array. Shapes are logical; ``splits`` is as in ShardLayout."""
+
+    name: str
+    shape: tuple[int, ...]
+    logical_dtype: str
+    splits: tuple[tuple[str, ...], ...]
+    shard_shape: tuple[int, ...]
+    chunk_shape: tuple[int, ...]
+    attributes: dict[str, Any] = {}
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the stored numbers."""
+        return np.dtype(STORAGE_DTYPES[self.logical_dtype])
+
+    def layout(self, topology: Topology) -> ShardLayout:
+        """Who holds which slice under ``topology``."""
+        return ShardLayout(self.shape, self.splits, topology)
+
+    def keys(self) -> Iterator[str]:
+        """The key of every object of this array, below its save id."""
+        whole = tuple((0, size) for size in self.shape)
+        for coordinates in cells(whole, self.shard_shape):
+            yield object_key(self.name, coordinates)
+
+
+class ObjectRecord(_Record):
+    """One stored file: its length in bytes, and the CRC32C of all of them."""
+
+    bytes: int
+    crc32c: int
+
+
+class Manifest(_Record):
+    """A committed checkpoint. ``state`` is the saver's own, plain JSON."""
+
+    format: Literal["convoy-checkpoint"] = "convoy-checkpoint"
+    format_version: Literal[1] = 1
+    save_id: str
+    step: int
+    created: str
+    topology: dict[str, int]
+    arrays: list[ArrayRecord]
+    objects: dict[str, ObjectRecord]
+    state: dict[str, Any]
+    spec: dict[str, Any]
+    spec_hash: str
+    versions: dict[str, str]
+
+    def array(self, name: str) -> ArrayRecord:
+        """The record of one array. Raises CheckpointError where there is none."""
+        for record in self.arrays:
+            if record.name == name:
+                return record
+        raise CheckpointError(f"checkpoint step {self.step} has no array {name}")
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all objects."""
+        return sum(record.bytes for record in self.objects.values())
+
+
+def object_key(array_name: str, coordinates: tuple[int, ...]) -> str:
+    """zarr's default chunk key: ``NAME/c/0/1``."""
+    return "/".join((array_name, "c", *map(str, coordinates)))
+
+
+def objects_dir(root: Path, save_id: str) -> Path:
+    """The folder of one save's objects, itself a zarr group."""
+    return root / "objects" / save_id
+
+
+def manifest_path(root: Path, step: int) -> Path:
+    """The manifest of one step."""
+    return root / "manifests" / f"step-{step:08d}.json"
+
+
+def crc32c(data: bytes | np.ndarray, value: int = 0) -> int:
+    """CRC32C of ``data``, continued from ``value``."""
+    return int(google_crc32c.extend(value, data))
+
+
+def metadata_objects(arrays: list[ArrayRecord]) -> dict[str, bytes]:
+    """Every zarr.json of a save: the groups on the way, and each array's."""
+    files = {"zarr.json": _group_metadata()}
+    for record in arrays:
+        parts = record.name.split("/")
+        for depth in range(1, len(parts)):
+            files["/".join((*parts[:depth], "zarr.json"))] = _group_metadata()
+        files[f"{record.name}/zarr.json"] = _array_metadata(record)
+    return files
+
+
+def _group_metadata() -> bytes:
+    return _dump({"zarr_format": 3, "node_type": "group", "attributes": {}})
+
+
+def _array_metadata(record: ArrayRecord) -> bytes:
+    little = {"name": "bytes", "configuration": {"endian": "little"}}
+    sharding = {
+        "chunk_shape": record.chunk_shape,
+        "codecs": [little, {"name": "crc32c"}],
+        "index_codecs": [little, {"name": "crc32c"}],
+        "index_location": "end",
+    }
+    return _dump(
+        {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": record.shape,
+            "data_type": record.dtype.name,
+            "chunk_grid": {
+                "name": "regular",
+                "configuration": {"chunk_shape": record.shard_shape},
+            },
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "fill_value": False if record.dtype == np.bool_ else 0,
+            "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+            "attributes": {"logical_dtype": record.logical_dtype, **record.attributes},
+        }
+    )
+
+
+def _dump(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest's bytes, with a checksum of their own."""
+    body = _dump(manifest.model_dump(mode="json"))
+    return b'{"crc32c":%d,"manifest":%s}\n' % (crc32c(body), body)
+
+
+_ENVELOPE = re.compile(rb'\{"crc32c":(\d{1,10}),"manifest":(.*)\}\n', re.DOTALL)
+
+
+def decode_manifest(data: bytes, where: Path) -> Manifest:
+    """The inverse. Raises CheckpointError for any changed byte, naming the file."""
+    match = _ENVELOPE.fullmatch(data)
+    if match is None or crc32c(match[2]) != int(match[1]):
+        raise CheckpointError(f"manifest {where} is damaged: its checksum does not match")
+    try:
+        manifest = Manifest.model_validate_json(match[2])
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise CheckpointError(
+            f"manifest {where} is not of this format: {field}: {first['msg']}"
+        ) from None
+    _check_coverage(manifest, where)
+    return manifest
+
+
+def _check_coverage(manifest: Manifest, where: Path) -> None:
+    expected = set(metadata_objects(manifest.arrays))
+    for record in manifest.arrays:
+        expected.update(record.keys())
+    missing = sorted(expected - set(manifest.objects))
+    extra = sorted(set(manifest.objects) - expected)
+    if missing or extra:
+        what, names = ("lacks", missing) if missing else ("has a stray", extra)
+        raise CheckpointError(f"manifest {where} {what} object {names[0]} ({len(names)} in all)")
+
+
+def read_manifest(root: Path, step: int | None = None) -> Manifest:
+    """The manifest of ``step``, or of the newest one.
+
+    Raises CheckpointError where there is none, or where it is damaged: an older one is never
+    taken silently in its place.
+    """
+    steps = committed_steps(root)
+    if step is None:
+        if not steps:
+            raise CheckpointError(f"no checkpoint in {root}: its manifests folder lists none")
+        step = steps[-1]
+    elif step not in steps:
+        raise CheckpointError(f"no checkpoint of step {step} in {root}; there are {steps}")
+    path = manifest_path(root, step)
+    return decode_manifest(path.read_bytes(), path)
+
+
+def committed_steps(root: Path) -> list[int]:
+    """The steps that have a manifest, ascending."""
+    folder = root / "manifests"
+    if not folder.is_dir():
+        return []
+    names = (re.fullmatch(r"step-(\d{8,})\.json", entry.name) for entry in folder.iterdir())
+    return sorted(int(name[1]) for name in names if name)
+
+
+def fsync_dir(path: Path) -> None:
+    """Make the entries of a folder durable."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,88 @@
+"""Small trees of arrays for checkpoint tests, and ranks played by threads where that is enough."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from ckpt import ArraySpec, LocalArray, Manifest, SaveInfo, save
+from parallel.layout import Topology
+
+SPECS = [
+    ArraySpec("model/embed/weight", (13, 6), torch.float32, (("fsdp",), ())),
+    ArraySpec("model/layers/norm/weight", (3, 6), torch.float32, ((), ("fsdp",)), {"layers": [0]}),
+    ArraySpec("model/layers/moe/experts/w_gate", (2, 4, 6, 5), torch.bfloat16,
+              ((), ("ep",), ("efsdp",), ())),
+    ArraySpec("rng/torch", (2, 40), torch.uint8, (("world",), ())),
+]  # fmt: skip
+
+
+def full_values(spec: ArraySpec, seed: int = 0) -> torch.Tensor:
+    """Random bits, NaNs among them: a copy must not care."""
+    generator = torch.Generator().manual_seed(seed * 1000 + sum(map(ord, spec.name)))
+    if spec.dtype == torch.bool:
+        return torch.randint(0, 2, spec.shape, generator=generator).bool()
+    size = spec.dtype.itemsize
+    raw = torch.randint(0, 256, (*spec.shape, size), generator=generator, dtype=torch.uint8)
+    return raw.view(spec.dtype).squeeze(-1).clone()
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().unsqueeze(-1).view(torch.uint8)
+
+
+def local_array(spec: ArraySpec, topology: Topology, rank: int, values=None) -> LocalArray:
+    """``rank``'s slice of ``values``, or room for it; stacked arrays as a tensor for each layer."""
+    box = spec.layout(topology).box(rank)
+    slices = tuple(slice(*extent) for extent in box)
+    if values is None:
+        values = torch.zeros(spec.shape, dtype=spec.dtype)
+    local = values[slices].clone()
+    stacked = "layers/" in spec.name
+    return LocalArray(spec, box, list(local.unbind(0)) if stacked else [local], stacked)
+
+
+def pieces(array: LocalArray) -> torch.Tensor:
+    return torch.stack(array.pieces) if array.stacked else array.pieces[0]
+
+
+def info(step: int, topology: Topology, save_id: str | None = None) -> SaveInfo:
+    return SaveInfo(
+        save_id=save_id or f"{step:08d}-test",
+        step=step,
+        topology=topology,
+        state={"cursor": step * 8},
+        spec={"model": {"d_model": 6}},
+        spec_hash="0" * 64,
+    )
+
+
+def save_with_threads(
+    root: Path, step: int, topology: Topology, specs=SPECS, seed: int = 0, save_id=None
+) -> Manifest:
+    barrier = threading.Barrier(topology.world)
+    words = [True] * topology.world
+
+    def run(rank: int) -> Manifest | None:
+        def agree(ok: bool) -> bool:
+            words[rank] = ok
+            barrier.wait(20)
+            result = all(words)
+            barrier.wait(20)
+            return result
+
+        arrays = [local_array(s, topology, rank, full_values(s, seed)) for s in specs]
+        return save(root, info(step, topology, save_id), arrays, rank, agree)
+
+    with ThreadPoolExecutor(topology.world) as pool:
+        futures = [pool.submit(run, rank) for rank in range(topology.world)]
+    # The rank that failed knows why; the others only that one did.
+    errors = [e for f in futures if (e := f.exception()) is not None]
+    for error in sorted(errors, key=lambda e: "another rank" in str(e)):
+        raise error
+    manifest = futures[0].result()
+    assert manifest is not None
+    return manifest

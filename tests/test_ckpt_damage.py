@@ -1,0 +1,187 @@
+"""A missing object, a truncated one and a flipped bit are refused, naming the object."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt
+from parallel.layout import Topology
+from tests.checkpoints import SPECS, full_values, info, local_array, save_with_threads
+
+
+@pytest.fixture
+def saved(tmp_path) -> tuple[Path, ckpt.Manifest]:
+    return tmp_path, save_with_threads(tmp_path, 5, Topology(dp_shard=2, ep=2))
+
+
+def object_files(root: Path, manifest: ckpt.Manifest) -> list[Path]:
+    keys = [key for key in manifest.objects if not key.endswith("zarr.json")]
+    assert len(keys) >= 7
+    return [ckpt.objects_dir(root, manifest.save_id) / key for key in keys]
+
+
+def load_everything(root: Path) -> None:
+    """As a run with two ranks would, and as one with one would."""
+    manifest = ckpt.read_manifest(root)
+    for topology in (Topology(dp_shard=2, ep=2), Topology()):
+        for rank in range(topology.world):
+            ckpt.load(root, manifest, [local_array(s, topology, rank) for s in SPECS])
+
+
+def refused(root: Path, path: Path, damage: str, reader) -> None:
+    original = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    elif damage == "truncated":
+        path.write_bytes(original[:-1])
+    elif damage == "longer":
+        path.write_bytes(original + b"\0")
+    elif damage == "empty":
+        path.write_bytes(b"")
+    else:
+        position = int(len(original) * float(damage))
+        changed = bytearray(original)
+        changed[position] ^= 1
+        path.write_bytes(bytes(changed))
+    with pytest.raises(ckpt.CheckpointError) as error:
+        reader()
+    assert str(path) in str(error.value), "the object must be named"
+    assert "\n" not in str(error.value)
+    path.write_bytes(original)
+
+
+DAMAGE = ["missing", "truncated", "longer", "empty", "0.0", "0.3", "0.6", "0.99"]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_objects_are_refused_at_load(saved, damage):
+    root, manifest = saved
+    load_everything(root)
+    for path in object_files(root, manifest):
+        refused(root, path, damage, lambda: load_everything(root))
+    load_everything(root)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_files_of_any_kind_are_found_by_verify(saved, damage):
+    root, manifest = saved
+    folder = ckpt.objects_dir(root, manifest.save_id)
+    for key in manifest.objects:
+        refused(root, folder / key, damage, lambda: ckpt.verify(root, manifest))
+    ckpt.verify(root, manifest)
+
+
+@pytest.mark.parametrize("damage", DAMAGE[1:])
+def test_a_damaged_manifest_is_refused_and_never_passed_over(saved, damage):
+    root, _ = saved
+    save_with_threads(root, 6, Topology(dp_shard=2, ep=2), seed=1)
+    path = ckpt.manifest_path(root, 6)
+    refused(root, path, damage, lambda: ckpt.read_manifest(root))
+    assert ckpt.read_manifest(root, 5).step == 5
+
+
+def test_one_flipped_bit_in_a_part_that_is_read_alone(saved):
+    # A reader of a part does not sum the whole object: the chunk's own checksum must speak.
+    root, _ = saved
+    spec = ckpt.ArraySpec("w", (64, 1024), torch.float32, ((), ()))
+    manifest = save_with_threads(root, 9, Topology(), [spec])
+    record = manifest.array("w")
+    cut = record.model_copy(update={"chunk_shape": (1, 1024)})
+    from ckpt.save import commit, write_cells, write_metadata
+
+    folder = ckpt.objects_dir(root, "fine-chunks")
+    array = local_array(spec, Topology(), 0, full_values(spec))
+    objects = write_metadata(folder, [cut]) | write_cells(folder, cut, [(0, 0)], array.read)
+    manifest = commit(root, info(10, Topology(), "fine-chunks"), [cut], objects)
+    path = folder / "w/c/0/0"
+    box = ((7, 9), (0, 1024))
+    expected = full_values(spec)[7:9].numpy().tobytes()
+    assert ckpt.read_box(root, manifest, cut, box).tobytes() == expected
+
+    data = bytearray(path.read_bytes())
+    data[8 * 4100 + 77] ^= 4
+    path.write_bytes(bytes(data))
+    with pytest.raises(ckpt.CheckpointError, match=r"w/c/0/0 is damaged: the CRC32C of chunk 8"):
+        ckpt.read_box(root, manifest, cut, box)
+
+
+def test_a_manifest_that_forgets_an_object_is_refused(saved):
+    root, manifest = saved
+    from ckpt.format import encode_manifest
+
+    forgotten = next(key for key in manifest.objects if "/c/" in key)
+    objects = {k: v for k, v in manifest.objects.items() if k != forgotten}
+    path = ckpt.manifest_path(root, 5)
+    path.write_bytes(encode_manifest(manifest.model_copy(update={"objects": objects})))
+    with pytest.raises(ckpt.CheckpointError, match=f"lacks object {forgotten}"):
+        ckpt.read_manifest(root)
+
+
+def test_the_plain_zarr_view_checks_that_objects_are_there(saved):
+    # zarr-python itself returns zeros for a missing object.
+    root, manifest = saved
+    path = object_files(root, manifest)[0]
+    path.unlink()
+    with pytest.raises(ckpt.CheckpointError, match="is missing"):
+        ckpt.open_group(root)
+
+
+def test_no_checkpoint_is_one_line(tmp_path):
+    with pytest.raises(ckpt.CheckpointError, match="no checkpoint in"):
+        ckpt.read_manifest(tmp_path)
+    save_with_threads(tmp_path, 5, Topology())
+    with pytest.raises(ckpt.CheckpointError, match=r"no checkpoint of step 4 .* there are \[5\]"):
+        ckpt.read_manifest(tmp_path, 4)
+
+
+def test_a_folder_that_ranks_do_not_share_is_told(tmp_path):
+    topology = Topology(dp_shard=2)
+    arrays = [local_array(s, topology, 0, full_values(s)) for s in SPECS]
+    with pytest.raises(ckpt.CheckpointError, match=r"rank 1 left no receipt .* every rank shares"):
+        ckpt.save(tmp_path, info(1, topology), arrays, 0, lambda ok: ok)
+    assert ckpt.committed_steps(tmp_path) == []
+
+
+def fails_without_trace(root: Path) -> str:
+    array = [local_array(s, Topology(), 0, full_values(s)) for s in SPECS]
+    with pytest.raises(ckpt.CheckpointError) as error:
+        ckpt.save(root, info(6, Topology()), array, 0, lambda ok: ok)
+    assert ckpt.committed_steps(root) == [5]
+    ckpt.verify(root, ckpt.read_manifest(root))
+    assert [p.name for p in (root / "objects").iterdir()] == ["00000005-test"]
+    return str(error.value)
+
+
+def test_a_write_that_fails_part_way_leaves_nothing(tmp_path):
+    save_with_threads(tmp_path, 5, Topology())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
+    try:
+        message = fails_without_trace(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "checkpoint of step 6 in" in message
+    assert "File too large" in message
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path):
+    if shutil.which("mount") is None:
+        pytest.skip("no mount command")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a small file system cannot be mounted here")
+    try:
+        save_with_threads(disk, 5, Topology())
+        free = shutil.disk_usage(disk).free
+        (disk / "filler").write_bytes(b"x" * (free - 9000))
+        assert "No space left on device" in fails_without_trace(disk)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)

@@ -1,0 +1,197 @@
+"""Bits in are bits out, whatever the layouts; and other readers see the same numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorstore
+import torch
+import zarr
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ckpt
+from ckpt.format import STORAGE_DTYPES, object_key
+from ckpt.grid import storage_grid
+from parallel.layout import ShardLayout, Topology
+from tests.checkpoints import (
+    SPECS,
+    bits,
+    full_values,
+    info,
+    local_array,
+    pieces,
+    save_with_threads,
+)
+
+topologies = st.builds(
+    lambda dr, ep, more: Topology(dp_replicate=dr, dp_shard=ep * more, ep=ep),
+    *(st.integers(1, 2) for _ in range(3)),
+)
+DTYPES = [getattr(torch, name) for name in STORAGE_DTYPES]
+
+
+def assert_loads(root, manifest, topology, specs, seed=0):
+    for rank in range(topology.world):
+        arrays = [local_array(spec, topology, rank) for spec in specs]
+        ckpt.load(root, manifest, arrays)
+        for array in arrays:
+            expected = local_array(array.spec, topology, rank, full_values(array.spec, seed))
+            assert torch.equal(bits(pieces(array)), bits(pieces(expected))), array.spec.name
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    topologies,
+    topologies,
+    st.sampled_from(DTYPES),
+    st.tuples(*(st.integers(0, 7) for _ in range(3))),
+)
+def test_any_layout_loads_under_any_other(tmp_path_factory, before, after, dtype, shape):
+    root = tmp_path_factory.mktemp("checkpoint") / "a folder with spaces, ünïcode"
+    root.mkdir()
+    specs = [
+        ckpt.ArraySpec("a/plain", shape, dtype, (("fsdp",), (), ())),
+        ckpt.ArraySpec("layers/stacked", (3, *shape), dtype, ((), ("ep",), ("efsdp",), ())),
+        ckpt.ArraySpec("scalar", (), dtype, ()),
+    ]
+    manifest = save_with_threads(root, 1, before, specs)
+    assert_loads(root, ckpt.read_manifest(root), after, specs)
+    assert ckpt.verify(root, manifest) == manifest.total_bytes
+
+    resharded = ckpt.reshard(root, manifest, root / "other", after)
+    assert_loads(root / "other", resharded, before, specs)
+    ckpt.verify(root / "other", resharded)
+    expected = save_with_threads(root / "direct", 1, after, specs)
+    assert {k: v.crc32c for k, v in resharded.objects.items()} == {
+        k: v.crc32c for k, v in expected.objects.items()
+    }, "a reshard must write what a save under that layout writes"
+
+
+@pytest.mark.parametrize("reader", ["zarr", "tensorstore"])
+def test_other_readers_see_the_same_numbers(tmp_path, reader):
+    specs = [
+        *SPECS,
+        ckpt.ArraySpec("scalar", (), torch.float64, ()),
+        ckpt.ArraySpec("flags", (9,), torch.bool, (("fsdp",),)),
+        ckpt.ArraySpec("counts", (5, 3), torch.int64, (("fsdp",), ())),
+    ]
+    manifest = save_with_threads(tmp_path, 7, Topology(dp_shard=4, ep=2), specs)
+    folder = ckpt.objects_dir(tmp_path, manifest.save_id)
+    for spec in specs:
+        if reader == "zarr":
+            seen = zarr.open_group(folder, mode="r")[spec.name][...]
+        else:
+            store = {"driver": "file", "path": str(folder / spec.name)}
+            seen = tensorstore.open({"driver": "zarr3", "kvstore": store}).result().read().result()
+        expected = full_values(spec)
+        if spec.dtype == torch.bfloat16:
+            expected = expected.view(torch.uint16)
+        assert np.asarray(seen).tobytes() == expected.numpy().tobytes(), spec.name
+        assert np.asarray(seen).shape == spec.shape
+
+
+def test_one_expert_is_one_index(tmp_path):
+    save_with_threads(tmp_path, 7, Topology(dp_shard=2, ep=2))
+    group = ckpt.open_group(tmp_path)
+    array = group["model/layers/moe/experts/w_gate"]
+    assert array.attrs["logical_dtype"] == "bfloat16"
+    expected = full_values(SPECS[2])[1, 3].view(torch.uint16).numpy()
+    assert np.array_equal(array[1, 3], expected)
+
+
+def test_every_copy_has_some_objects_to_write(tmp_path):
+    spec = ckpt.ArraySpec("w", (6, 4), torch.float32, ((), ()))
+    topology = Topology(dp_replicate=3)
+    record = spec.record(topology).model_copy(update={"shard_shape": (1, 4), "chunk_shape": (1, 4)})
+    from ckpt.save import own_cells
+
+    owned = [list(own_cells(record, record.layout(topology), rank)) for rank in range(3)]
+    assert owned == [[(0, 0), (3, 0)], [(1, 0), (4, 0)], [(2, 0), (5, 0)]]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.tuples(*(st.integers(1, 60) for _ in range(4))), topologies, st.integers(16, 4000),
+    st.integers(16, 500),
+)  # fmt: skip
+def test_objects_and_chunks_keep_to_their_sizes(shape, topology, shard_bytes, chunk_bytes):
+    layout = ShardLayout(shape, ((), ("ep",), ("efsdp",), ()), topology)
+    shard, chunk = storage_grid(layout, 4, shard_bytes, chunk_bytes)
+    assert all(s % c == 0 for s, c in zip(shard, chunk, strict=True))
+    assert all(g % s == 0 or g == n for g, s, n in zip(layout.grain(), shard, shape, strict=True))
+    assert np.prod(shard) * 4 <= max(shard_bytes, 4)
+    assert np.prod(chunk) * 4 <= max(chunk_bytes, 4)
+
+
+def test_the_planned_bytes_are_those_written(tmp_path):
+    topology = Topology(dp_shard=4, ep=2)
+    planned = 0
+    for rank in range(4):
+        arrays = [local_array(spec, topology, rank, full_values(spec)) for spec in SPECS]
+        planned += ckpt.planned_bytes(arrays, topology, rank)
+    manifest = save_with_threads(tmp_path, 1, topology)
+    written = sum(r.bytes for k, r in manifest.objects.items() if not k.endswith("zarr.json"))
+    assert planned == written
+
+
+def test_a_model_of_another_shape_is_refused_before_anything_is_written(tmp_path):
+    topology = Topology()
+    manifest = save_with_threads(tmp_path, 1, topology)
+    good = local_array(SPECS[0], topology, 0)
+    for name, shape, dtype, message in [
+        ("model/embed/weight", (14, 6), torch.float32, r"has shape \(13, 6\) but the model needs"),
+        ("model/embed/weight", (13, 6), torch.float16, "has dtype float32 but the model needs"),
+        ("model/nothing", (13, 6), torch.float32, "step 1 has no array model/nothing"),
+    ]:
+        wrong = local_array(ckpt.ArraySpec(name, shape, dtype, (("fsdp",), ())), topology, 0)
+        with pytest.raises(ckpt.CheckpointError, match=message):
+            ckpt.load(tmp_path, manifest, [good, wrong])
+        assert bits(good.pieces[0]).sum() == 0
+    with pytest.raises(ckpt.CheckpointError, match="dtype complex64; one of float64"):
+        ckpt.ArraySpec("z", (1,), torch.complex64, ((),)).record(topology)
+
+
+def test_a_step_is_never_saved_over(tmp_path):
+    first = save_with_threads(tmp_path, 3, Topology(), seed=1)
+    with pytest.raises(ckpt.CheckpointError, match="step 3 already has a checkpoint"):
+        save_with_threads(tmp_path, 3, Topology(), seed=2, save_id="again")
+    assert ckpt.read_manifest(tmp_path) == first
+    assert_loads(tmp_path, first, Topology(), SPECS, seed=1)
+    assert not ckpt.objects_dir(tmp_path, "again").exists()
+
+
+def test_retention_keeps_the_newest_and_leaves_others_whole(tmp_path):
+    for step in (1, 2, 3, 4):
+        save_with_threads(tmp_path, step, Topology(), seed=step)
+    assert ckpt.retain(tmp_path, 2) == [1, 2]
+    assert ckpt.committed_steps(tmp_path) == [3, 4]
+    assert sorted(p.name for p in (tmp_path / "objects").iterdir()) == [
+        "00000003-test",
+        "00000004-test",
+    ]
+    for step in (3, 4):
+        assert_loads(tmp_path, ckpt.read_manifest(tmp_path, step), Topology(), SPECS, seed=step)
+
+
+def test_leftovers_of_an_interrupted_save_are_removed_and_nothing_else(tmp_path):
+    save_with_threads(tmp_path, 1, Topology())
+    (tmp_path / "objects" / "00000002-dead" / "model").mkdir(parents=True)
+    (tmp_path / "objects" / ".receipts-00000002-dead").mkdir()
+    (tmp_path / "manifests" / ".00000002-dead").write_bytes(b"{")
+    assert ckpt.committed_steps(tmp_path) == [1]
+    assert ckpt.remove_uncommitted(tmp_path) == [".receipts-00000002-dead", "00000002-dead"]
+    assert_loads(tmp_path, ckpt.read_manifest(tmp_path), Topology(), SPECS)
+    assert sorted(p.name for p in (tmp_path / "manifests").iterdir()) == ["step-00000001.json"]
+
+
+def test_an_object_that_two_would_write_cannot_exist_twice(tmp_path):
+    record = SPECS[0].record(Topology())
+    from ckpt.save import write_cells
+
+    array = local_array(SPECS[0], Topology(), 0, full_values(SPECS[0]))
+    write_cells(tmp_path, record, [(0, 0)], array.read)
+    with pytest.raises(FileExistsError):
+        write_cells(tmp_path, record, [(0, 0)], array.read)
+    assert (tmp_path / object_key(record.name, (0, 0))).exists()
+    assert info(1, Topology()).step == 1
