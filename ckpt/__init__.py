@@ -12,7 +12,7 @@ from ckpt.format import (
 from ckpt.load import load, open_group, read_box, verify
 from ckpt.reshard import reshard
 from ckpt.retain import remove_uncommitted, retain
-from ckpt.save import Agree, SaveInfo, planned_bytes, save
+from ckpt.save import Agree, SaveInfo, save
 from ckpt.tensors import ArraySpec, LocalArray
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "manifest_path",
     "objects_dir",
     "open_group",
-    "planned_bytes",
     "read_box",
     "read_manifest",
     "remove_uncommitted",

@@ -27,7 +27,7 @@ from ckpt.format import (
     objects_dir,
     read_manifest,
 )
-from ckpt.shard import ReadBox, object_bytes, write_bytes, write_object
+from ckpt.shard import ReadBox, write_bytes, write_object
 from ckpt.tensors import LocalArray
 from parallel.layout import ShardLayout, Topology, cells
 
@@ -57,16 +57,6 @@ def own_cells(record: ArrayRecord, layout: ShardLayout, rank: int) -> Iterable[t
             flat = flat * size + coordinate
         if flat % layout.num_replicas == index:
             yield coordinates
-
-
-def planned_bytes(arrays: Sequence[LocalArray], topology: Topology, rank: int) -> int:
-    """The bytes of the objects that ``rank`` will write."""
-    total = 0
-    for array in arrays:
-        record = array.spec.record(topology)
-        layout = record.layout(topology)
-        total += sum(object_bytes(record, c) for c in own_cells(record, layout, rank))
-    return total
 
 
 def save(

@@ -49,13 +49,6 @@ def object_box(record: ArrayRecord, coordinates: tuple[int, ...]) -> Box:
     return cell_box(coordinates, record.shard_shape, record.shape)
 
 
-def object_bytes(record: ArrayRecord, coordinates: tuple[int, ...]) -> int:
-    """The length that an object will have, known before it is written."""
-    chunk = math.prod(record.chunk_shape) * record.dtype.itemsize + 4
-    present = sum(box is not None for box in _inner_boxes(record, coordinates))
-    return present * chunk + math.prod(_inner_grid(record)) * 16 + 4
-
-
 def write_object(
     path: Path, record: ArrayRecord, coordinates: tuple[int, ...], read_box: ReadBox
 ) -> ObjectRecord:

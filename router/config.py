@@ -15,7 +15,7 @@ class RouterConfig(BaseModel):
     Raises ValidationError (a ValueError) for top_k above num_experts.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     num_experts: int = Field(ge=1)
     top_k: int = Field(ge=1)

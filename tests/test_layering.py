@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "moe": {"router", "parallel"},
     "ckpt": {"parallel.layout"},
     "pretrain": {"router", "parallel", "moe", "ckpt"},
+    "tools": {"router", "parallel", "moe", "ckpt", "pretrain"},
 }
 OUTSIDE = {
     "router": {"torch", "pydantic"},

@@ -1,0 +1,86 @@
+"""The step barrier: one small vector from every rank, one decision on every rank.
+
+The logical model state moves forward here and nowhere else. After the backward each rank puts what
+it saw into a vector of fixed size; all see all vectors, and from the same numbers reach the same
+decision. Only :attr:`Action.COMMIT` lets the optimizer step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from enum import Enum
+
+import torch
+
+from parallel import all_gather_rows
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank brings to the barrier. All fields are floats: the vector is float64."""
+
+    loss_sum: float
+    """Summed negative log-likelihood of its target tokens, in nats."""
+    target_tokens: float
+    grad_square_sum: float
+    """Its share of the squared global gradient norm; a copy held n times counts 1/n."""
+    stop_requested: float
+    step_seconds: float
+    data_wait_seconds: float
+
+
+class Action(Enum):
+    """What every rank does next with the step."""
+
+    COMMIT = "commit"
+    SKIP = "skip"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The same on every rank."""
+
+    action: Action
+    loss: float
+    """Mean over the step's target tokens, in nats."""
+    grad_norm: float
+    """Of the gradient of the mean loss."""
+    target_tokens: int
+    stop: bool
+    """Some rank was asked to stop: commit a checkpoint after this step and end."""
+    step_seconds: float
+    """Of the slowest rank."""
+    data_wait_seconds: float
+    """Of the slowest rank."""
+
+
+def exchange(report: Report, device: torch.device) -> list[Report]:
+    """Every rank's report, in rank order. Each rank of the default group must call."""
+    row = torch.tensor(astuple(report), dtype=torch.float64, device=device)
+    rows = all_gather_rows(row).cpu().tolist()
+    return [Report(*values) for values in rows]
+
+
+def decide(reports: Sequence[Report], planned_tokens: int) -> Decision:
+    """One decision from all reports; a pure function of them.
+
+    Args:
+        reports: in rank order, which fixes the order of the sums.
+        planned_tokens: what gradients have been divided by already.
+    """
+    tokens = sum(r.target_tokens for r in reports)
+    loss = sum(r.loss_sum for r in reports) / max(tokens, 1.0)
+    square = sum(r.grad_square_sum for r in reports)
+    norm = math.sqrt(square) * planned_tokens / max(tokens, 1.0) if square >= 0 else math.nan
+    finite = math.isfinite(loss) and math.isfinite(norm) and tokens > 0
+    return Decision(
+        action=Action.COMMIT if finite else Action.SKIP,
+        loss=loss,
+        grad_norm=norm,
+        target_tokens=int(tokens),
+        stop=any(r.stop_requested for r in reports),
+        step_seconds=max(r.step_seconds for r in reports),
+        data_wait_seconds=max(r.data_wait_seconds for r in reports),
+    )

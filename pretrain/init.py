@@ -1,0 +1,67 @@
+"""First values of parameters, the same for any number of ranks.
+
+Every matrix (each expert's alone) has a generator of its own, seeded by the job's seed and the
+parameter's name. A rank makes the matrices that it holds a part of, one at a time, and keeps that
+part: no rank ever holds the model, and the values do not know how many ranks there are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from parallel import ShardLayout, expert_parameter_names, local_shard
+
+
+def init_parameters(
+    model: nn.Module, layouts: Mapping[str, ShardLayout], rank: int, seed: int, num_layers: int
+) -> None:
+    """Fill every parameter of a laid-out, materialized model in place.
+
+    Vectors (norms) are ones. Matrices are normal with standard deviation fan_in ** -0.5; what
+    writes into the residual stream is divided by sqrt(2 · num_layers) (GPT-2's scheme); the
+    embedding and the router have 0.02.
+
+    Args:
+        model: on its device; parameters may be DTensors.
+        layouts: of every parameter, by name.
+        rank: this rank.
+        seed: the job's.
+        num_layers: of the whole decoder.
+    """
+    experts = expert_parameter_names(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            box = layouts[name].box(rank)
+            local = local_shard(parameter)
+            shape = tuple(parameter.shape)
+            if name in experts:
+                std = _std(name, shape[1], num_layers)
+                rest = tuple(slice(*extent) for extent in box[1:])
+                for expert in range(*box[0]):
+                    whole = _normal(f"{name}/{expert}", shape[1:], std, seed)
+                    local[expert - box[0][0]].copy_(whole[rest])
+            elif parameter.ndim == 1:
+                local.fill_(1.0)
+            else:
+                std = _std(name, shape[-1], num_layers)
+                whole = _normal(name, shape, std, seed)
+                local.copy_(whole[tuple(slice(*extent) for extent in box)])
+
+
+def _std(name: str, fan_in: int, num_layers: int) -> float:
+    last = name.removesuffix(".weight").rsplit(".", 1)[-1]
+    if last in ("embed", "router"):
+        return 0.02
+    std = 1 / math.sqrt(fan_in)
+    return std / math.sqrt(2 * num_layers) if last in ("wo", "w_down") else std
+
+
+def _normal(name: str, shape: tuple[int, ...], std: float, seed: int) -> Tensor:
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return torch.empty(shape).normal_(std=std, generator=generator)

@@ -1,0 +1,217 @@
+"""Everything that a run is made of, built from the spec; and its checkpoints."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import ckpt
+from ckpt import CheckpointError, LocalArray, Manifest, SaveInfo
+from parallel import ParallelDims, ShardLayout, Topology, apply_expert_parallel, apply_fsdp
+from pretrain.corpus import CorpusManifest, open_corpus
+from pretrain.data import GlobalOrder, Loader, PackedSequences
+from pretrain.errors import InputError
+from pretrain.init import init_parameters
+from pretrain.log import human_bytes, say
+from pretrain.model import Decoder
+from pretrain.optim import build_adamw, set_update_count
+from pretrain.runtime import Runtime
+from pretrain.spec import JobSpec
+from pretrain.state import (
+    Progress,
+    parameter_layouts,
+    rng_arrays,
+    rng_states,
+    seed_rng,
+    set_rng_states,
+    training_arrays,
+)
+
+# A resume under another value of these would not be the same run.
+_FIXED = ("model", "moe", "data.seq_len", "data.shard_tokens", "train.global_batch_size",
+          "train.seed")  # fmt: skip
+_FREE = ("moe.backend",)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run on one rank: laid-out model, optimizer and data."""
+
+    spec: JobSpec
+    runtime: Runtime
+    topology: Topology
+    dims: ParallelDims
+    corpus: CorpusManifest
+    model: Decoder
+    optimizer: torch.optim.AdamW
+    layouts: dict[str, ShardLayout]
+    loader: Loader
+    held_out: PackedSequences
+
+    @property
+    def moe_layers(self) -> list[int]:
+        """The numbers of the layers that are MoE layers."""
+        spec = self.spec.model
+        return [] if self.spec.moe is None else list(range(spec.first_k_dense, spec.num_layers))
+
+    def arrays(self) -> list[LocalArray]:
+        """Parameters and moments, as a checkpoint has them."""
+        return training_arrays(self.model, self.optimizer, self.layouts, self.runtime.rank)
+
+
+def build_job(spec: JobSpec, runtime: Runtime) -> Job:
+    """Build on this rank; the corpus must be prepared. Parameters have their first values."""
+    topology = spec.topology(runtime.world)
+    corpus = runtime.together(lambda: open_corpus(spec.data, spec.model.vocab_size))
+    train, held_out = runtime.together(
+        lambda: (
+            PackedSequences(spec.data, corpus, "train"),
+            PackedSequences(spec.data, corpus, "val", whole=True),
+        )
+    )
+    dims = ParallelDims.build(topology, runtime.device.type)
+    with torch.device("meta"):
+        model = Decoder(spec.model, spec.moe)
+    apply_expert_parallel(model, dims.ep_mesh)
+    apply_fsdp(model, dims, list(model.layers), spec.parallel.reshard_after_forward)
+    model.to_empty(device=runtime.device)
+    layouts = parameter_layouts(model, topology)
+    init_parameters(model, layouts, runtime.rank, spec.train.seed, spec.model.num_layers)
+    loader = Loader(
+        train,
+        GlobalOrder(len(train), spec.train.seed),
+        spec.train.global_batch_size,
+        spec.train.micro_batch_size,
+        dims.dp_rank,
+        dims.dp_size,
+    )
+    optimizer = build_adamw(model, spec.optimizer)
+    return Job(spec, runtime, topology, dims, corpus, model, optimizer, layouts, loader, held_out)
+
+
+def save_checkpoint(job: Job, progress: Progress) -> Manifest | None:
+    """Commit the state as it is after ``progress.step`` steps, and let go of the oldest ones.
+
+    Raises CheckpointError on every rank where any could not write.
+    """
+    spec, runtime = job.spec, job.runtime
+    rng = rng_arrays(job.topology, runtime.rank, runtime.device)
+    info = SaveInfo(
+        save_id=f"{progress.step:08d}-{runtime.launch_id}",
+        step=progress.step,
+        topology=job.topology,
+        state={**progress.as_dict(), "corpus": job.corpus.fingerprint},
+        spec=spec.as_dict(),
+        spec_hash=spec.hash,
+    )
+    root = spec.checkpoint_path
+    manifest = ckpt.save(root, info, [*job.arrays(), *rng], runtime.rank, runtime.agree)
+    if runtime.is_first:
+        ckpt.retain(root, spec.checkpoint.keep)
+    return manifest
+
+
+def restore(job: Job) -> Progress:
+    """Load the newest checkpoint where there is one, or begin.
+
+    Raises:
+        InputError: where the checkpoint is of another model, data or batch, or of another
+            topology and the spec does not say ``on_topology_change = "reshard"``.
+        CheckpointError: where it is not whole.
+    """
+    spec, runtime, root = job.spec, job.runtime, job.spec.checkpoint_path
+    runtime.first(lambda: _ready_folder(job))
+    steps = ckpt.committed_steps(root) if runtime.is_first else []
+    step = runtime.broadcast(steps[-1] if steps else -1)
+    if step < 0:
+        seed_rng(spec.train.seed, 0, runtime.rank)
+        return Progress()
+    manifest = runtime.together(lambda: ckpt.read_manifest(root, step))
+    runtime.together(lambda: _check_resumable(job, manifest))
+    progress = runtime.together(lambda: _load(job, manifest))
+    if runtime.is_first:
+        for field, before, now in _differences(manifest.spec, spec.as_dict()):
+            say(f"spec changed since step {step}: {field} was {before}, is {now}")
+    return progress
+
+
+def _load(job: Job, manifest: Manifest) -> Progress:
+    runtime, root = job.runtime, job.spec.checkpoint_path
+    arrays = job.arrays()
+    states = rng_states(runtime.device)
+    saved_rng = {a.name for a in manifest.arrays if a.name.startswith("rng/")}
+    same_ranks = manifest.topology == job.topology.as_dict()
+    own_rng = same_ranks and saved_rng == {f"rng/{name}" for name in states}
+    if own_rng:
+        arrays += rng_arrays(job.topology, runtime.rank, runtime.device, states)
+    names = {array.spec.name for array in arrays} | saved_rng
+    stray = sorted(a.name for a in manifest.arrays if a.name not in names)
+    if stray:
+        raise CheckpointError(f"checkpoint array {stray[0]} has no place in the model")
+    ckpt.load(root, manifest, arrays)
+    if own_rng:
+        set_rng_states(states, runtime.device)
+    else:
+        seed_rng(job.spec.train.seed, manifest.step, runtime.rank)
+    values = {k: v for k, v in manifest.state.items() if k != "corpus"}
+    progress = replace(Progress(), **values)
+    set_update_count(job.optimizer, progress.step)
+    return progress
+
+
+def _ready_folder(job: Job) -> None:
+    """Remove leftovers, and see that a save will fit."""
+    root = job.spec.checkpoint_path
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        ckpt.remove_uncommitted(root)
+        probe = root / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise InputError(f"checkpoint.path ({root}) cannot be written: {error.strerror}") from None
+    specs = [array.spec for array in job.arrays()]
+    needed = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
+    free = shutil.disk_usage(root).free
+    if needed > free:
+        raise InputError(
+            f"checkpoint.path ({root}) must have room for one checkpoint ({human_bytes(needed)}); "
+            f"it has {human_bytes(free)}"
+        )
+
+
+def _check_resumable(job: Job, manifest: Manifest) -> None:
+    root, spec = job.spec.checkpoint_path, job.spec
+    where = f"the checkpoint of step {manifest.step} in {root}"
+    for field, before, now in _differences(manifest.spec, spec.as_dict()):
+        if field not in _FREE and any(field == f or field.startswith(f"{f}.") for f in _FIXED):
+            raise InputError(
+                f"{field} ({now}) must be as in {where} ({before}); start over elsewhere, or put "
+                f"it back"
+            )
+    if manifest.state["corpus"] != job.corpus.fingerprint:
+        raise InputError(
+            f"data.path ({spec.data.path}) must hold the corpus of {where}; its tokens are others"
+        )
+    if manifest.topology != job.topology.as_dict() and (
+        spec.checkpoint.on_topology_change == "abort"
+    ):
+        raise InputError(
+            f"topology ({job.topology.describe()}) must be that of {where} "
+            f"({Topology(**manifest.topology).describe()}), or "
+            f'checkpoint.on_topology_change must be "reshard"'
+        )
+
+
+def _differences(before: Any, now: Any, path: str = "") -> list[tuple[str, Any, Any]]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        found = []
+        for key in sorted(before.keys() | now.keys()):
+            inner = f"{path}.{key}" if path else key
+            found += _differences(before.get(key), now.get(key), inner)
+        return found
+    return [] if before == now else [(path, before, now)]

@@ -1,0 +1,64 @@
+"""The run's JSON lines and what a person sees."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+
+class RunLog:
+    """One JSON object a line in ``RUN_DIR/log.jsonl``; only rank 0 writes."""
+
+    def __init__(self, path: Path, spec_hash: str, enabled: bool) -> None:
+        self.spec_hash = spec_hash
+        self._file = path.open("a", buffering=1) if enabled else None
+
+    def write(self, event: str, **values: Any) -> None:
+        """Append one event."""
+        if self._file is not None:
+            # JSON has no NaN and no infinity.
+            finite = {
+                key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in values.items()
+            }
+            line = {"event": event, **finite, "spec_hash": self.spec_hash}
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        """No more events."""
+        if self._file is not None:
+            self._file.close()
+
+
+def say(text: str) -> None:
+    """Tell a person, at once."""
+    print(text, flush=True)
+
+
+def complain(text: str) -> None:
+    """Tell a person what is wrong: one line."""
+    print(f"error: {' '.join(text.split())}", file=sys.stderr, flush=True)
+
+
+def progress_line(step: int, steps: int, values: dict[str, float]) -> str:
+    """What a log interval prints."""
+    line = (
+        f"step {step:>{len(str(steps))}}/{steps}  loss {values['loss']:.4f}  "
+        f"lr {values['lr']:.2e}  grad norm {values['grad_norm']:.2f}  "
+        f"{values['tokens_per_second']:,.0f} tokens/s"
+    )
+    if "load_imbalance" in values:
+        line += f"  expert load max/mean {values['load_imbalance']:.2f}"
+    return line
+
+
+def human_bytes(count: float) -> str:
+    """``12.3 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1024
+    return f"{count:.1f} TiB"

@@ -1,0 +1,338 @@
+"""The run, from a spec to an exit code."""
+
+from __future__ import annotations
+
+import math
+import resource
+import shutil
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from prometheus_client import CollectorRegistry
+from torch import Tensor
+
+import ckpt
+from pretrain.barrier import Action, Decision, Report, decide, exchange
+from pretrain.corpus import prepare_corpus
+from pretrain.data import Cursor
+from pretrain.errors import EXIT_DONE, EXIT_TRY_AGAIN, HealthError
+from pretrain.evaluate import evaluate, generate, total_loads
+from pretrain.job import Job, build_job, restore, save_checkpoint
+from pretrain.log import RunLog, progress_line, say
+from pretrain.metrics import Endpoint, Metrics
+from pretrain.optim import set_lr
+from pretrain.runtime import Runtime, StopRequest, launched_world, lock_run, start
+from pretrain.spec import JobSpec
+from pretrain.state import Progress
+from pretrain.step import forward_backward, grad_square_sum, scale_gradients
+from pretrain.summary import Summary, show_summary
+
+
+class Training:
+    """The loop's own state: where it is, and what a log interval has gathered."""
+
+    def __init__(self, job: Job, progress: Progress, log: RunLog, metrics: Metrics) -> None:
+        self.job, self.progress, self.log, self.metrics = job, progress, log, metrics
+        self.skipped = 0
+        self.loads: Tensor | None = None
+        self.interval_tokens = 0
+        self.interval_seconds = 0.0
+
+    def step(self, stop_requested: bool) -> Decision:
+        """One step: forward, backward, barrier, and the update where all commit.
+
+        Raises HealthError on every rank after too many steps in a row that are not finite.
+        """
+        job, spec = self.job, self.job.spec
+        began = time.perf_counter()
+        batches, cursor = job.loader.step(Cursor(self.progress.cursor))
+        waited = time.perf_counter() - began
+        planned = spec.global_batch_tokens
+        result = forward_backward(job.model, batches, planned, job.runtime.device)
+        report = Report(
+            loss_sum=float(result.loss_sum),
+            target_tokens=result.target_tokens,
+            grad_square_sum=float(grad_square_sum(job.model, job.layouts)),
+            stop_requested=stop_requested,
+            step_seconds=time.perf_counter() - began,
+            data_wait_seconds=waited,
+        )
+        decision = decide(exchange(report, job.runtime.device), planned)
+        lr = spec.optimizer.lr * spec.schedule.ratio(self.progress.step, spec.train.steps)
+        if decision.action is Action.COMMIT:
+            self._commit(decision, lr, cursor, planned, began)
+            if result.tokens_per_expert_LE is not None:
+                loads = result.tokens_per_expert_LE
+                self.loads = loads if self.loads is None else self.loads + loads
+        job.optimizer.zero_grad()
+        self.metrics.record_step(decision, lr, self.progress.cursor)
+        if decision.action is Action.SKIP:
+            self._skip(decision)
+        return decision
+
+    def _commit(
+        self, decision: Decision, lr: float, cursor: Cursor, planned: int, began: float
+    ) -> None:
+        job, clip = self.job, self.job.spec.optimizer.clip_norm
+        factor = planned / decision.target_tokens
+        if clip and decision.grad_norm > clip:
+            factor *= clip / decision.grad_norm
+        scale_gradients(job.model, factor)
+        set_lr(job.optimizer, lr)
+        job.optimizer.step()
+        seconds = time.perf_counter() - began
+        before = self.progress
+        first = before.train_loss_first
+        self.progress = Progress(
+            step=before.step + 1,
+            tokens_seen=before.tokens_seen + decision.target_tokens,
+            cursor=cursor.sample_index,
+            train_loss_first=decision.loss if first is None else first,
+            train_loss_last=decision.loss,
+            train_seconds=before.train_seconds + seconds,
+        )
+        self.skipped = 0
+        self.interval_tokens += decision.target_tokens
+        self.interval_seconds += seconds
+        self.log.write(
+            "step",
+            step=self.progress.step,
+            loss=decision.loss,
+            grad_norm=decision.grad_norm,
+            lr=lr,
+            tokens_seen=self.progress.tokens_seen,
+            cursor=self.progress.cursor,
+            seconds=seconds,
+        )
+
+    def _skip(self, decision: Decision) -> None:
+        self.skipped += 1
+        step = self.progress.step + 1
+        self.log.write("skip", step=step, loss=decision.loss, grad_norm=decision.grad_norm)
+        if self.job.runtime.is_first:
+            say(f"step {step} skipped: loss {decision.loss}, grad norm {decision.grad_norm}")
+        if self.skipped >= self.job.spec.train.max_skipped_steps:
+            raise HealthError(
+                f"step {step} was not finite {self.skipped} times in a row (loss "
+                f"{decision.loss}, grad norm {decision.grad_norm}); the last good state is in "
+                f"{self.job.spec.checkpoint_path}; lower optimizer.lr or look at the data"
+            )
+
+    def report_interval(self, decision: Decision) -> None:
+        """Print and publish what the last steps gathered; every rank must call."""
+        job = self.job
+        values = {
+            "loss": decision.loss,
+            "lr": job.optimizer.param_groups[0]["lr"],
+            "grad_norm": decision.grad_norm,
+            "tokens_per_second": self.interval_tokens / self.interval_seconds,
+        }
+        rows = total_loads(job, self.loads)
+        if rows:
+            self.metrics.record_loads(job.moe_layers, rows)
+            values["load_imbalance"] = max(max(row) * len(row) / sum(row) for row in rows)
+        if job.runtime.is_first:
+            say(progress_line(self.progress.step, job.spec.train.steps, values))
+        self.log.write("interval", step=self.progress.step, **values)
+        self.loads, self.interval_tokens, self.interval_seconds = None, 0, 0.0
+
+    def validate(self) -> None:
+        """Score some held-out sequences; every rank must call."""
+        job = self.job
+        result = evaluate(job, job.spec.train.eval_sequences)
+        bits = result.bits_per_byte
+        self.log.write("eval", step=self.progress.step, loss=result.loss, bits_per_byte=bits)
+        if job.runtime.is_first:
+            say(f"validation at step {self.progress.step}: {bits:.4f} bits per byte")
+
+    def save(self) -> None:
+        """Commit a checkpoint; every rank must call."""
+        began = time.perf_counter()
+        save_checkpoint(self.job, self.progress)
+        seconds = time.perf_counter() - began
+        self.metrics.record_save(seconds)
+        path = ckpt.manifest_path(self.job.spec.checkpoint_path, self.progress.step)
+        self.log.write("checkpoint", step=self.progress.step, seconds=seconds, path=str(path))
+        if self.job.runtime.is_first:
+            say(f"checkpoint of step {self.progress.step} committed in {seconds:.2f} s")
+
+
+def train(training: Training, stop: StopRequest) -> bool:
+    """Step until the spec's last, with evaluations and checkpoints on the way.
+
+    Returns whether the run was asked to stop before that; either way the last step is committed.
+    """
+    spec = training.job.spec
+    saved = training.progress.step
+    stopped = False
+    while training.progress.step < spec.train.steps and not stopped:
+        decision = training.step(stop.requested)
+        stopped = decision.stop
+        if decision.action is Action.SKIP and not stopped:
+            continue
+        step = training.progress.step
+        if training.interval_tokens and (
+            step % spec.train.log_interval_steps == 0 or step == spec.train.steps
+        ):
+            training.report_interval(decision)
+        every = spec.train.eval_interval_steps
+        if every and step % every == 0 and step < spec.train.steps and not stopped:
+            training.validate()
+        last = stopped or step == spec.train.steps
+        if saved != step and (last or step % spec.checkpoint.interval_steps == 0):
+            training.save()
+            saved = step
+    return stopped and training.progress.step < spec.train.steps
+
+
+def run(spec: JobSpec) -> int:
+    """Pretrain as the spec says; returns the exit code.
+
+    Raises:
+        InputError, CheckpointError: nothing can be done with this spec, data or checkpoint.
+        HealthError: the loss or the gradient stayed not finite.
+    """
+    spec.topology(launched_world())
+    stop = StopRequest()
+    runtime = start(spec.train.timeout_seconds)
+    try:
+        return _run(spec, runtime, stop)
+    finally:
+        stop.restore()
+        runtime.close()
+
+
+def prepare(spec: JobSpec, fresh: bool = False) -> None:
+    """Prepare the corpus; with ``fresh``, remove the run's log, summary and checkpoints.
+
+    Raises InputError where the corpus cannot be made, or another run holds the folder.
+    """
+    prepare_corpus(spec.data, spec.model.vocab_size, say)
+    if fresh:
+        lock_run(spec.run_path)
+        for path in (spec.checkpoint_path / "manifests", spec.checkpoint_path / "objects"):
+            shutil.rmtree(path, ignore_errors=True)
+        for name in ("log.jsonl", "summary.json"):
+            (spec.run_path / name).unlink(missing_ok=True)
+
+
+def _run(spec: JobSpec, runtime: Runtime, stop: StopRequest) -> int:
+    # The lock lasts as long as this process; the kernel lets go of it even after SIGKILL.
+    runtime.first(lambda: lock_run(spec.run_path))
+    runtime.first(lambda: prepare_corpus(spec.data, spec.model.vocab_size, say))
+    job = build_job(spec, runtime)
+    began = time.perf_counter()
+    progress = restore(job)
+    log = RunLog(spec.run_path / "log.jsonl", spec.hash, runtime.is_first)
+    registry = CollectorRegistry()
+    metrics = Metrics(registry, spec, job.topology, version("convoy-moe"))
+    if progress.step:
+        metrics.restore_duration.set(time.perf_counter() - began)
+    endpoint = _serve(spec, runtime, registry)
+    _greet(job, progress, log, endpoint)
+    try:
+        training = Training(job, progress, log, metrics)
+        if train(training, stop):
+            if runtime.is_first:
+                say(f"stopped after step {training.progress.step}; the same command resumes")
+            log.write("stopped", step=training.progress.step)
+            return EXIT_TRY_AGAIN
+        _finish(job, training.progress, log)
+        return EXIT_DONE
+    finally:
+        log.close()
+        if endpoint is not None:
+            endpoint.close()
+
+
+def _serve(spec: JobSpec, runtime: Runtime, registry: CollectorRegistry) -> Endpoint | None:
+    endpoints: list[Endpoint] = []
+    if spec.metrics.port >= 0:
+        runtime.first(
+            lambda: endpoints.append(Endpoint(registry, spec.metrics.host, spec.metrics.port))
+        )
+    return endpoints[0] if endpoints else None
+
+
+def _greet(job: Job, progress: Progress, log: RunLog, endpoint: Endpoint | None) -> None:
+    spec, runtime = job.spec, job.runtime
+    parameters = sum(math.prod(p.shape) for p in job.model.parameters())
+    log.write(
+        "start",
+        step=progress.step,
+        world_size=runtime.world,
+        topology=job.topology.as_dict(),
+        parameters=parameters,
+        launch_id=runtime.launch_id,
+    )
+    if not runtime.is_first:
+        return
+    say(
+        f"{spec.name}: {parameters:,} parameters on {runtime.world} ranks "
+        f"({job.topology.describe()}), {runtime.device.type}; "
+        f"{spec.train.steps} steps of {spec.global_batch_tokens:,} tokens; spec {spec.hash[:12]}"
+    )
+    if endpoint is not None:
+        say(f"metrics at {endpoint.url}")
+    if progress.step >= spec.train.steps:
+        say(f"done already: step {progress.step} of {spec.train.steps}")
+    elif progress.step:
+        say(f"resuming after step {progress.step}")
+
+
+def _finish(job: Job, progress: Progress, log: RunLog) -> None:
+    """Write and show the summary; where it stands already, show it again."""
+    spec, runtime = job.spec, job.runtime
+    path = spec.run_path / "summary.json"
+    known = Summary.read(path) if runtime.is_first else None
+    current = known is not None and known.steps == progress.step and known.spec_hash == spec.hash
+    if not runtime.broadcast(int(current)):
+        known = _summarize(job, progress, log)
+        if runtime.is_first:
+            _write_summary(path, known)
+    if runtime.is_first and known is not None:
+        show_summary(known, spec)
+
+
+def _summarize(job: Job, progress: Progress, log: RunLog) -> Summary:
+    spec, runtime, corpus = job.spec, job.runtime, job.corpus
+    result = evaluate(job)
+    log.write(
+        "eval", step=progress.step, loss=result.loss, bits_per_byte=result.bits_per_byte, whole=True
+    )
+    text = generate(job) if spec.sample.tokens else ""
+    return Summary(
+        val_bits_per_byte=result.bits_per_byte,
+        gzip_bits_per_byte=8 * corpus.val_gzip_bytes / corpus.val_bytes,
+        xz_bits_per_byte=8 * corpus.val_xz_bytes / corpus.val_bytes,
+        train_loss_first=progress.train_loss_first,
+        train_loss_last=progress.train_loss_last,
+        tokens_per_second=progress.tokens_seen / max(progress.train_seconds, 1e-9),
+        peak_memory_bytes=runtime.maximum(peak_memory_bytes()),
+        steps=progress.step,
+        tokens=progress.tokens_seen,
+        world_size=runtime.world,
+        layout=job.topology.describe(),
+        checkpoint=str(ckpt.manifest_path(spec.checkpoint_path, progress.step)),
+        spec_hash=spec.hash,
+        moe_layers=job.moe_layers,
+        tokens_per_expert=result.tokens_per_expert_LE,
+        sample=text,
+    )
+
+
+def _write_summary(path: Path, summary: Summary) -> None:
+    draft = path.with_suffix(".tmp")
+    draft.write_text(summary.model_dump_json(indent=1) + "\n")
+    draft.replace(path)
+
+
+def peak_memory_bytes() -> int:
+    """The most memory this process has had: on its CUDA device, or else resident."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,126 @@
+"""Prometheus metrics, published by rank 0 alone and from this file alone."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from wsgiref.simple_server import WSGIServer
+
+import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from parallel import Topology
+from pretrain.barrier import Action, Decision
+from pretrain.errors import InputError
+from pretrain.spec import JobSpec
+
+
+class Metrics:
+    """The metrics of one run, in an injected registry."""
+
+    def __init__(
+        self, registry: CollectorRegistry, spec: JobSpec, topology: Topology, version: str
+    ) -> None:
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"convoy_{name}", text, labels, registry=registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"convoy_{name}", text, labels, registry=registry)
+
+        gauge("build_info", "Versions; always 1.", "version", "torch_version").labels(
+            version, torch.__version__
+        ).set(1)
+        gauge("job_info", "The job; always 1.", "name", "spec_hash").labels(
+            spec.name, spec.hash
+        ).set(1)
+        degrees = {name: str(degree) for name, degree in topology.as_dict().items()}
+        gauge("parallelism_info", "Degrees of the parallel axes; always 1.", *degrees).labels(
+            **degrees
+        ).set(1)
+        self.steps = counter("steps_total", "Committed steps.")
+        self.tokens = counter("tokens_total", "Target tokens of committed steps.")
+        self.step_duration = Histogram(
+            "convoy_step_duration_seconds",
+            "Wall time of a step on the slowest rank.",
+            buckets=[0.01 * 2**i for i in range(16)],
+            registry=registry,
+        )
+        self.loss = gauge("loss", "Mean loss of the last step in nats per token.")
+        self.grad_norm = gauge("grad_norm", "Global gradient norm of the last step, unclipped.")
+        self.learning_rate = gauge("learning_rate", "Learning rate of the last step.")
+        self.skipped = counter("skipped_steps_total", "Steps that changed nothing.", "reason")
+        self.rate = gauge("tokens_per_second", "Target tokens per second of the last step.")
+        self.data_wait = counter(
+            "data_wait_seconds_total", "Time the slowest rank waited for data."
+        )
+        self.cursor = gauge("data_cursor_samples", "The next sample index.")
+        self.imbalance = gauge(
+            "moe_expert_load_imbalance_ratio", "Largest over mean load of an expert.", "layer"
+        )
+        self.dead = gauge("moe_dead_experts", "Experts without a token in a log interval.", "layer")
+        self.save_duration = Histogram(
+            "convoy_checkpoint_duration_seconds",
+            "Time from the start of a save to its commit.",
+            ["tier", "stage"],
+            buckets=[0.01 * 2**i for i in range(16)],
+            registry=registry,
+        )
+        self.restore_duration = gauge("restore_duration_seconds", "Time of this run's restore.")
+        self.last_checkpoint = gauge(
+            "last_checkpoint_timestamp_seconds", "Unix time of the last commit."
+        )
+        self.last_step = gauge("last_step_timestamp_seconds", "Unix time of the last step.")
+
+    def record_step(self, decision: Decision, lr: float, cursor: int) -> None:
+        """After each step barrier."""
+        self.step_duration.observe(decision.step_seconds)
+        self.data_wait.inc(decision.data_wait_seconds)
+        self.last_step.set(time.time())
+        if decision.action is Action.SKIP:
+            self.skipped.labels("not_finite").inc()
+            return
+        self.steps.inc()
+        self.tokens.inc(decision.target_tokens)
+        self.loss.set(decision.loss)
+        self.grad_norm.set(decision.grad_norm)
+        self.learning_rate.set(lr)
+        self.rate.set(decision.target_tokens / decision.step_seconds)
+        self.cursor.set(cursor)
+
+    def record_loads(self, layers: list[int], tokens_per_expert: list[list[int]]) -> None:
+        """After each log interval: assignments of every expert in it, over all ranks."""
+        for layer, counts in zip(layers, tokens_per_expert, strict=True):
+            mean = sum(counts) / len(counts)
+            self.imbalance.labels(str(layer)).set(max(counts) / max(mean, 1e-9))
+            self.dead.labels(str(layer)).set(counts.count(0))
+
+    def record_save(self, seconds: float) -> None:
+        """After each commit."""
+        self.save_duration.labels("disk", "commit").observe(seconds)
+        self.last_checkpoint.set(time.time())
+
+
+class Endpoint:
+    """An HTTP server for a registry. ``port`` 0 takes a free one.
+
+    Raises InputError where the port is taken.
+    """
+
+    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+        self._server: WSGIServer
+        self._thread: threading.Thread
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except (OSError, socket.gaierror) as error:
+            raise InputError(
+                f"metrics.host and metrics.port ({host}:{port}) cannot be listened on: "
+                f"{error.strerror}; 0 takes a free port, -1 none"
+            ) from None
+        self.url = f"http://{host}:{self._server.server_port}/metrics"
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -1,0 +1,113 @@
+"""The optimizer and the learning-rate schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor, nn
+
+
+class OptimizerConfig(BaseModel):
+    """The ``[optimizer]`` section: AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    lr: float = Field(gt=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Of matrices; norms have none."""
+    clip_norm: float = Field(default=1.0, ge=0)
+    """Gradients are scaled down to this global norm; 0 leaves them."""
+
+
+class ScheduleConfig(BaseModel):
+    """The ``[schedule]`` section: warm-up, then cosine or warm-up-stable-decay (WSD)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    kind: Literal["cosine", "wsd"] = "cosine"
+    warmup_steps: int = Field(default=0, ge=0)
+    decay_steps: int = Field(default=0, ge=0)
+    """WSD alone: the last steps, over which the rate falls linearly."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> ScheduleConfig:
+        if (self.kind == "wsd") != (self.decay_steps > 0):
+            raise ValueError(
+                f"schedule.decay_steps ({self.decay_steps}) must be above 0 for wsd and 0 for "
+                f"cosine; schedule.kind is {self.kind}"
+            )
+        return self
+
+    def ratio(self, step: int, total_steps: int) -> float:
+        """The learning rate of the update that makes step ``step + 1``, as a ratio to the peak.
+
+        Linear from 1 / warmup_steps; then half a cosine to min_lr_ratio at total_steps (Loshchilov
+        and Hutter, arXiv 1608.03983, eq. 5), or constant with a linear fall over the last
+        decay_steps (Hu et al., arXiv 2404.06395, eq. 1).
+        """
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        low = self.min_lr_ratio
+        if self.kind == "cosine":
+            progress = (step - self.warmup_steps) / max(total_steps - self.warmup_steps, 1)
+            return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+        left = max(total_steps - step, 0) / self.decay_steps
+        return low + (1 - low) * min(left, 1.0)
+
+
+def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over all parameters, with its moments made at once, as zeros.
+
+    torch makes them in the first step; made here, a checkpoint has the same arrays at any step and
+    can be loaded before any.
+    """
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {
+                "params": [p for p in parameters if p.ndim >= 2],
+                "weight_decay": config.weight_decay,
+            },
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
+    for parameter in parameters:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return optimizer
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the rate of the next update."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def moments(
+    optimizer: torch.optim.Optimizer, model: nn.Module
+) -> Iterator[tuple[str, str, Tensor]]:
+    """(moment, parameter name, tensor) for every moment, in the order of the parameters."""
+    for key in ("exp_avg", "exp_avg_sq"):
+        for name, parameter in model.named_parameters():
+            yield key, name, optimizer.state[parameter][key]
+
+
+def set_update_count(optimizer: torch.optim.Optimizer, count: int) -> None:
+    """Set how many updates every parameter has had, which AdamW's bias correction needs."""
+    for state in optimizer.state.values():
+        state["step"].fill_(count)

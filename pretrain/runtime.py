@@ -1,0 +1,167 @@
+"""This process among its ranks: groups, device, signals, and doing things together."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from ckpt import CheckpointError
+from pretrain.errors import EXIT_BAD_INPUT, InputError
+
+T = TypeVar("T")
+
+# Preparing a corpus or writing a checkpoint may take long on one rank while the others wait.
+_CONTROL_TIMEOUT = timedelta(hours=1)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """One rank of a run. Made by :func:`start`, ended by :meth:`close`."""
+
+    rank: int
+    world: int
+    device: torch.device
+    control_group: dist.ProcessGroup
+    """Gloo, for decisions on the host; never used from within a step."""
+    launch_id: str
+    """The same on all ranks, and unlike any other launch's."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def agree(self, ok: bool) -> bool:
+        """A barrier that also asks: True on all ranks where all say True."""
+        word = torch.tensor(int(ok))
+        dist.all_reduce(word, dist.ReduceOp.MIN, group=self.control_group)
+        return bool(word.item())
+
+    def together(self, act: Callable[[], T]) -> T:
+        """Let each rank act, without collectives; fail on all where it fails on one.
+
+        The first rank that failed raises its own InputError or CheckpointError. The others end
+        with the same exit code in silence, so that a person reads one line.
+        """
+        value: T | None = None
+        error: InputError | CheckpointError | None = None
+        try:
+            value = act()
+        except (InputError, CheckpointError) as caught:
+            error = caught
+        failed = torch.tensor(self.rank if error else self.world)
+        dist.all_reduce(failed, dist.ReduceOp.MIN, group=self.control_group)
+        if int(failed) == self.rank and error is not None:
+            raise error
+        if int(failed) < self.world:
+            raise SystemExit(EXIT_BAD_INPUT)
+        return value  # type: ignore[return-value]
+
+    def first(self, act: Callable[[], object]) -> None:
+        """Let rank 0 act while the others wait; fail on all where it fails."""
+        self.together(lambda: act() if self.is_first else None)
+
+    def broadcast(self, value: int) -> int:
+        """Rank 0's value."""
+        word = torch.tensor(value, dtype=torch.int64)
+        dist.broadcast(word, 0, group=self.control_group)
+        return int(word)
+
+    def maximum(self, value: int) -> int:
+        """The largest value of any rank."""
+        word = torch.tensor(value, dtype=torch.int64)
+        dist.all_reduce(word, dist.ReduceOp.MAX, group=self.control_group)
+        return int(word)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        dist.destroy_process_group()
+
+
+def launched_rank() -> int:
+    """The rank that a launcher gave this process; 0 without one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def launched_world() -> int:
+    """The number of ranks that a launcher started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def start(timeout_seconds: float) -> Runtime:
+    """Join the process group that torchrun describes, or be one of one rank.
+
+    CUDA ranks take the device of their LOCAL_RANK and use NCCL for it, and gloo on the host.
+    """
+    rank, world = launched_rank(), launched_world()
+    cuda = torch.cuda.is_available()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if cuda and local_rank >= torch.cuda.device_count():
+        raise InputError(
+            f"ranks on this machine must be at most its CUDA devices "
+            f"({torch.cuda.device_count()}); this is local rank {local_rank}"
+        )
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    timeout = timedelta(seconds=timeout_seconds)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    control = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
+    assert isinstance(control, dist.ProcessGroup)
+    token = torch.tensor(secrets.randbits(62), dtype=torch.int64)
+    dist.broadcast(token, 0, group=control)
+    return Runtime(rank, world, device, control, f"{int(token):016x}")
+
+
+class StopRequest:
+    """SIGTERM or SIGINT asks for an end after the step; a second SIGINT ends at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._previous = {
+            number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)
+        }
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def restore(self) -> None:
+        """Put the former handlers back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
+def lock_run(folder: Path) -> int:
+    """Make a run's folder and hold its lock until this process ends; returns the lock's file.
+
+    Raises InputError where another process holds it, or the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise InputError(f"run_dir ({folder}) cannot be written: {error.strerror}") from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise InputError(f"run_dir ({folder}) is in use by another run") from None
+    return handle

@@ -1,0 +1,251 @@
+"""The job spec: one TOML or JSON file, composed from the config of every part."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from moe import MoEConfig
+from parallel import ParallelConfig, Topology
+from pretrain.corpus import DataConfig
+from pretrain.errors import InputError
+from pretrain.model import ModelConfig
+from pretrain.optim import OptimizerConfig, ScheduleConfig
+
+
+class TrainConfig(BaseModel):
+    """The ``[train]`` section."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    steps: int = Field(ge=1)
+    global_batch_size: int = Field(ge=1)
+    """Sequences of one step, over all ranks; never changed by the number of ranks."""
+    micro_batch_size: int = Field(ge=1)
+    """Sequences of one forward and backward on one rank."""
+    seed: int = Field(default=0, ge=0)
+    log_interval_steps: int = Field(default=10, ge=1)
+    eval_interval_steps: int = Field(default=0, ge=0)
+    """0: only at the end."""
+    eval_sequences: int = Field(default=128, ge=1)
+    """Held-out sequences of an evaluation on the way; the last one reads them all."""
+    max_skipped_steps: int = Field(default=3, ge=1)
+    """Steps skipped in a row, for a loss or gradient that is not finite, before giving up."""
+    timeout_seconds: float = Field(default=300.0, gt=0)
+    """A collective that takes longer ends the run."""
+
+
+class CheckpointConfig(BaseModel):
+    """The ``[checkpoint]`` section."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    path: str | None = None
+    """A folder that every rank shares; RUN_DIR/checkpoints where it is left out."""
+    interval_steps: int = Field(default=100, ge=1)
+    keep: int = Field(default=2, ge=1)
+    on_topology_change: Literal["abort", "reshard"] = "abort"
+    """What a resume on other ranks does."""
+
+
+class MetricsConfig(BaseModel):
+    """The ``[metrics]`` section."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    port: int = Field(default=-1, ge=-1, le=65535)
+    """Of the Prometheus endpoint on rank 0; 0 takes a free one, -1 makes none."""
+    host: str = "127.0.0.1"
+
+
+class SampleConfig(BaseModel):
+    """The ``[sample]`` section: the text that the summary ends with."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    prompt: str = ""
+    tokens: int = Field(default=0, ge=0)
+    temperature: float = Field(default=0.8, ge=0)
+    """0 takes the likeliest token."""
+
+
+class JobSpec(BaseModel):
+    """Everything that a run depends on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    run_dir: str | None = None
+    """Log, summary and checkpoints; runs/NAME where it is left out."""
+    model: ModelConfig
+    moe: MoEConfig | None = None
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig = ScheduleConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    sample: SampleConfig = SampleConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_d_model(cls, data: Any) -> Any:
+        model, moe = data.get("model"), data.get("moe")
+        if isinstance(model, dict) and isinstance(moe, dict) and "d_model" not in moe:
+            return {**data, "moe": {**moe, "d_model": model.get("d_model")}}
+        return data
+
+    @model_validator(mode="after")
+    def _check(self) -> JobSpec:
+        m, t, p = self.model, self.train, self.parallel
+        if self.moe is not None:
+            if self.moe.d_model != m.d_model:
+                raise ValueError(
+                    f"moe.d_model ({self.moe.d_model}) must be model.d_model ({m.d_model}); "
+                    f"leave it out"
+                )
+            if self.moe.num_experts < p.ep:
+                raise ValueError(
+                    f"moe.num_experts ({self.moe.num_experts}) must be at least parallel.ep "
+                    f"({p.ep})"
+                )
+            if self.moe.num_experts % p.ep:
+                raise ValueError(
+                    f"moe.num_experts ({self.moe.num_experts}) must be a multiple of parallel.ep "
+                    f"({p.ep})"
+                )
+        elif p.ep > 1:
+            raise ValueError(f"parallel.ep ({p.ep}) must be 1 where there is no [moe] section")
+        if m.d_ff == 0 and (self.moe is None or m.first_k_dense):
+            raise ValueError(
+                "model.d_ff (0) must be at least 1 where a layer is dense: "
+                "model.first_k_dense is above 0 or there is no [moe] section"
+            )
+        for axis in ("pp", "cp", "tp"):
+            if getattr(p, axis) > 1:
+                raise ValueError(
+                    f"parallel.{axis} ({getattr(p, axis)}) must be 1: the reference decoder is "
+                    f"laid out over dp_replicate, dp_shard and ep"
+                )
+        if t.micro_batch_size > t.global_batch_size:
+            raise ValueError(
+                f"train.micro_batch_size ({t.micro_batch_size}) must be at most "
+                f"train.global_batch_size ({t.global_batch_size})"
+            )
+        if self.schedule.warmup_steps + self.schedule.decay_steps > t.steps:
+            raise ValueError(
+                f"schedule.warmup_steps + decay_steps ({self.schedule.warmup_steps} + "
+                f"{self.schedule.decay_steps}) must be at most train.steps ({t.steps})"
+            )
+        if self.data.seq_len >= self.data.shard_tokens:
+            raise ValueError(
+                f"data.seq_len ({self.data.seq_len}) must be less than data.shard_tokens "
+                f"({self.data.shard_tokens}): no sequence crosses from one shard into the next"
+            )
+        return self
+
+    @property
+    def run_path(self) -> Path:
+        """The run's folder."""
+        return Path(self.run_dir or f"runs/{self.name}")
+
+    @property
+    def checkpoint_path(self) -> Path:
+        """The checkpoint folder."""
+        return Path(self.checkpoint.path or self.run_path / "checkpoints")
+
+    @property
+    def global_batch_tokens(self) -> int:
+        """Target tokens of one step."""
+        return self.train.global_batch_size * self.data.seq_len
+
+    def as_dict(self) -> dict[str, Any]:
+        """The resolved spec as plain JSON."""
+        return self.model_dump(mode="json")
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the resolved spec, whatever file or overrides it came from."""
+        text = json.dumps(self.as_dict(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def topology(self, world: int) -> Topology:
+        """The layout on ``world`` ranks. Raises InputError where the degrees do not fit."""
+        try:
+            return self.parallel.topology(world)
+        except ValueError as error:
+            raise InputError(str(error)) from None
+
+
+def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
+    """Read a spec and apply ``section.field=value`` overrides.
+
+    A value is read as TOML, or taken as a string where it is none: ``train.steps=10``,
+    ``data.source=stdlib``.
+
+    Raises InputError: one line that names the field, the value and the rule.
+    """
+    try:
+        text = path.read_text()
+        data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except OSError as error:
+        raise InputError(f"spec {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise InputError(f"spec {path} is not valid {path.suffix or 'TOML'}: {error}") from None
+    if not isinstance(data, dict):
+        raise InputError(f"spec {path} must be a table of sections")
+    for override in overrides:
+        _apply_override(data, override)
+    try:
+        return JobSpec.model_validate(data)
+    except ValidationError as error:
+        raise InputError(f"spec {path}: {_one_line(error)}") from None
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not all(key.split(".")):
+        raise InputError(f"--set ({override}) must be SECTION.FIELD=VALUE")
+    *sections, field = key.split(".")
+    for section in sections:
+        data = data.setdefault(section, {})
+        if not isinstance(data, dict):
+            raise InputError(f"--set ({override}): {section} is not a section")
+    try:
+        data[field] = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        data[field] = value
+
+
+def _one_line(error: ValidationError) -> str:
+    errors = error.errors()
+    first = errors[0]
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    location = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"]) + more
+    if first["type"] == "extra_forbidden":
+        known = _fields_at(first["loc"][:-1])
+        close = difflib.get_close_matches(str(first["loc"][-1]), known, 1)
+        hint = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
+        return f"{location}: no such field{hint}{more}"
+    if first["type"] == "missing":
+        return f"{location}: required{more}"
+    return f"{location} ({first['input']!r}): {first['msg']}{more}"
+
+
+def _fields_at(location: Sequence[int | str]) -> list[str]:
+    model: type[BaseModel] = JobSpec
+    for part in location:
+        annotation = model.model_fields[str(part)].annotation
+        candidates = [annotation, *get_args(annotation)]
+        model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+    return list(model.model_fields)

@@ -1,0 +1,95 @@
+"""Forward and backward of one step on one rank, up to the barrier.
+
+Legend: B batch, S sequence, V vocab, L MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parallel import ShardLayout, local_shard, set_gradient_sync
+from pretrain.model import DecoderOutput
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one rank's micro-batches gave; gradients are in the parameters."""
+
+    loss_sum: Tensor
+    """Scalar float64: summed negative log-likelihood in nats."""
+    target_tokens: int
+    tokens_per_expert_LE: Tensor | None
+    """[L, E] int64 of this rank's tokens; None for a model without MoE layers."""
+
+
+def next_token_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+    """Summed negative log-likelihood in nats, float32; targets of -1 do not count."""
+    return F.cross_entropy(
+        logits_BSV.flatten(0, 1).float(), targets_BS.flatten(), ignore_index=-1, reduction="sum"
+    )
+
+
+def forward_backward(
+    model: nn.Module, micro_batches: Sequence[Tensor], planned_tokens: int, device: torch.device
+) -> Pass:
+    """Accumulate the gradient of one step's loss.
+
+    The loss is the sum over micro-batches of (negative log-likelihood + target tokens · auxiliary
+    losses), divided by ``planned_tokens``: how sequences are spread over ranks does not enter, and
+    gradients are summed over ranks. Auxiliary losses are each micro-batch's own.
+
+    Args:
+        model: the laid-out decoder.
+        micro_batches: [b, S + 1] token ids; as many on every rank, some perhaps empty.
+        planned_tokens: target tokens of the step over all ranks.
+        device: where the model is.
+    """
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    target_tokens = 0
+    loads: Tensor | None = None
+    for turn, batch in enumerate(micro_batches):
+        set_gradient_sync(model, turn == len(micro_batches) - 1)
+        batch = batch.to(device, non_blocking=True)
+        targets_BS = batch[:, 1:]
+        out: DecoderOutput = model(batch[:, :-1])
+        nll = next_token_loss(out.logits, targets_BS)
+        tokens = targets_BS.numel()
+        loss = nll
+        for aux in out.aux:
+            loss = loss + tokens * aux.loss
+        (loss / planned_tokens).backward()
+        loss_sum += nll.detach()
+        target_tokens += tokens
+        if out.aux:
+            load = torch.stack([aux.tokens_per_expert_E for aux in out.aux])
+            loads = load if loads is None else loads + load
+    return Pass(loss_sum, target_tokens, loads)
+
+
+def grad_square_sum(model: nn.Module, layouts: dict[str, ShardLayout]) -> Tensor:
+    """This rank's share of the squared global gradient norm, a float64 scalar.
+
+    Summed over ranks it is the whole, on whatever meshes the parameters are: a slice that n ranks
+    hold counts 1/n on each.
+    """
+    by_copies: dict[int, list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, f"{name} got no gradient"
+        by_copies.setdefault(layouts[name].num_replicas, []).append(local_shard(parameter.grad))
+    total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    for copies, grads in by_copies.items():
+        norms = torch.stack(torch._foreach_norm(grads)).double()
+        total += norms.square().sum() / copies
+    return total
+
+
+def scale_gradients(model: nn.Module, factor: float) -> None:
+    """Multiply every gradient in place; exactly nothing for a factor of 1."""
+    if factor != 1.0:
+        grads = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
+        torch._foreach_mul_(grads, factor)

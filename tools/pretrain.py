@@ -1,0 +1,64 @@
+"""Pretrain a mixture-of-experts model as a job spec says.
+
+    python tools/pretrain.py SPEC
+    torchrun --nproc-per-node 8 tools/pretrain.py SPEC [--set train.steps=1000]
+
+Exit codes: 0 done; 2 bad spec or bad input; 3 the loss diverged; 75 stopped on request after a
+committed checkpoint, run it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+# This folder comes first on the path of a script in it, and this file has a package's name.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from ckpt import CheckpointError
+from pretrain.errors import EXIT_BAD_INPUT, EXIT_HEALTH, HealthError, InputError
+from pretrain.log import complain, say
+from pretrain.loop import prepare, run
+from pretrain.runtime import launched_rank
+from pretrain.spec import load_spec
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("spec", type=Path, help="a TOML or JSON job spec")
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="SECTION.FIELD=VALUE"
+    )
+    parser.add_argument("--print-spec", action="store_true", help="show the resolved spec and end")
+    parser.add_argument("--prepare", action="store_true", help="prepare the corpus and end")
+    parser.add_argument(
+        "--fresh", action="store_true", help="with --prepare: remove the run's checkpoints and log"
+    )
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
+    args = parser.parse_args(arguments)
+    if args.fresh and not args.prepare:
+        parser.error("--fresh goes with --prepare")
+    spec_read = False
+    try:
+        spec = load_spec(args.spec, args.overrides)
+        spec_read = True
+        if args.print_spec:
+            say(json.dumps(spec.as_dict(), indent=1))
+            return 0
+        if args.prepare:
+            prepare(spec, fresh=args.fresh)
+            return 0
+        return run(spec)
+    except (InputError, CheckpointError, HealthError) as error:
+        if args.debug:
+            raise
+        # A bad spec is the same on every rank; later on only those raise that have the reason.
+        if spec_read or launched_rank() == 0:
+            complain(str(error))
+        return EXIT_HEALTH if isinstance(error, HealthError) else EXIT_BAD_INPUT
+
+
+if __name__ == "__main__":
+    sys.exit(main())
