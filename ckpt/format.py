@@ -73,7 +73,7 @@ class ArrayRecord(_Record):
         """Who holds which slice under ``topology``."""
         return ShardLayout(self.shape, self.splits, topology)
 
-    def keys(self) -> Iterator[str]:
+    def object_keys(self) -> Iterator[str]:
         """The key of every object of this array, below its save id."""
         whole = tuple((0, size) for size in self.shape)
         for coordinates in cells(whole, self.shard_shape):
@@ -210,7 +210,7 @@ def decode_manifest(data: bytes, where: Path) -> Manifest:
 def _check_coverage(manifest: Manifest, where: Path) -> None:
     expected = set(metadata_objects(manifest.arrays))
     for record in manifest.arrays:
-        expected.update(record.keys())
+        expected.update(record.object_keys())
     missing = sorted(expected - set(manifest.objects))
     extra = sorted(set(manifest.objects) - expected)
     if missing or extra:

@@ -143,17 +143,20 @@ def _load(job: Job, manifest: Manifest) -> Progress:
     runtime, root = job.runtime, job.spec.checkpoint_path
     arrays = job.arrays()
     states = rng_states(runtime.device)
-    saved_rng = {a.name for a in manifest.arrays if a.name.startswith("rng/")}
-    same_ranks = manifest.topology == job.topology.as_dict()
-    own_rng = same_ranks and saved_rng == {f"rng/{name}" for name in states}
-    if own_rng:
-        arrays += rng_arrays(job.topology, runtime.rank, runtime.device, states)
-    names = {array.spec.name for array in arrays} | saved_rng
+    own_rng = rng_arrays(job.topology, runtime.rank, runtime.device, states)
+    saved = {a.name: a.shape for a in manifest.arrays if a.name.startswith("rng/")}
+    # A checkpoint that was resharded still has a row for each rank that it was saved on.
+    same_ranks = manifest.topology == job.topology.as_dict() and saved == {
+        a.spec.name: a.spec.shape for a in own_rng
+    }
+    if same_ranks:
+        arrays += own_rng
+    names = {array.spec.name for array in arrays} | set(saved)
     stray = sorted(a.name for a in manifest.arrays if a.name not in names)
     if stray:
         raise CheckpointError(f"checkpoint array {stray[0]} has no place in the model")
     ckpt.load(root, manifest, arrays)
-    if own_rng:
+    if same_ranks:
         set_rng_states(states, runtime.device)
     else:
         seed_rng(job.spec.train.seed, manifest.step, runtime.rank)

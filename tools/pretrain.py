@@ -14,8 +14,9 @@ import json
 import sys
 from pathlib import Path
 
-# This folder comes first on the path of a script in it, and this file has a package's name.
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
+# A script's own folder comes first on its path, and tools/pretrain.py has a package's name.
+if sys.path[0] == str(Path(__file__).resolve().parent):
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from ckpt import CheckpointError
 from pretrain.errors import EXIT_BAD_INPUT, EXIT_HEALTH, HealthError, InputError

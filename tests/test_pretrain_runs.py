@@ -1,0 +1,237 @@
+"""Whole runs on real ranks: resume is bitwise, a resize keeps the samples and the losses."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import ckpt
+from parallel import Topology
+from pretrain.corpus import prepare_corpus
+from pretrain.loop import Training
+from tests.dist import run_ranks
+from tests.jobs import events, make_spec, write_corpus, write_spec
+from tools.pretrain import main
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("job")
+    write_corpus(folder / "text")
+    spec = make_spec(folder)
+    prepare_corpus(spec.data, spec.model.vocab_size)
+    return folder
+
+
+def data_of(text: Path) -> dict[str, str]:
+    return {"source": str(text / "text"), "path": str(text / "corpus")}
+
+
+def on_rank(rank: int, arguments: list[str], stop_after: int | None) -> tuple[int, str, str]:
+    """The command itself. With ``stop_after``, the last rank gets a real SIGTERM in the step before."""
+    if stop_after is not None and rank == int(os.environ["WORLD_SIZE"]) - 1:
+        step = Training.step
+
+        def step_with_signal(self, stop_requested):
+            # The flag is read before a step: what comes during this one stops the next.
+            if self.progress.step == stop_after - 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return step(self, stop_requested)
+
+        Training.step = step_with_signal
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(arguments)
+        except SystemExit as end:
+            code = end.code
+    return code, out.getvalue(), err.getvalue()
+
+
+def launch(spec: Path, world: int, *overrides: str, stop_after=None) -> tuple[int, str, str]:
+    arguments = [str(spec), *(part for o in overrides for part in ("--set", o))]
+    results = run_ranks(on_rank, world, arguments, stop_after, group=False)
+    codes = {code for code, _, _ in results}
+    assert len(codes) == 1, results
+    for code, out, _ in results[1:]:
+        assert out == "" or code != 0, "only rank 0 speaks"
+    return codes.pop(), results[0][1], "".join(err for _, _, err in results)
+
+
+def losses(run: Path) -> list[float]:
+    found = {event["step"]: event["loss"] for event in events(run, "step")}
+    assert sorted(found) == list(range(1, len(found) + 1))
+    return [found[step] for step in sorted(found)]
+
+
+def fingerprints(run: Path) -> dict[str, int]:
+    """A checksum of every object of the newest checkpoint: parameters, moments, random states."""
+    manifest = ckpt.read_manifest(run / "checkpoints")
+    ckpt.verify(run / "checkpoints", manifest)
+    return {key: record.crc32c for key, record in manifest.objects.items()}
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel"),
+    [(1, {}), (2, {"ep": 2}), (4, {"ep": 2, "dp_replicate": 1}), (4, {"dp_replicate": 2})],
+)
+def test_a_stopped_and_resumed_run_is_bitwise_the_uninterrupted_one(
+    text, tmp_path, world, parallel
+):
+    spec = write_spec(tmp_path, parallel=parallel, data=data_of(text))
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+
+    code, out, _ = launch(spec, world, f"run_dir={straight}")
+    assert code == 0
+    assert "bits per byte" in out
+
+    code, out, _ = launch(spec, world, f"run_dir={resumed}", stop_after=4)
+    assert code == 75
+    assert "stopped after step 4" in out
+    assert ckpt.committed_steps(resumed / "checkpoints") == [3, 4]
+    code, out, _ = launch(spec, world, f"run_dir={resumed}")
+    assert code == 0
+    assert "resuming after step 4" in out
+
+    assert losses(straight) == losses(resumed)
+    assert fingerprints(straight) == fingerprints(resumed)
+    a, b = (ckpt.read_manifest(run / "checkpoints") for run in (straight, resumed))
+    for key in ("step", "tokens_seen", "cursor", "train_loss_first", "train_loss_last"):
+        assert a.state[key] == b.state[key], key
+    assert a.state["cursor"] == 6 * 8
+
+    code, out, _ = launch(spec, world, f"run_dir={resumed}")
+    assert code == 0
+    assert "done already: step 6 of 6" in out
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
+def test_a_resize_keeps_the_samples_and_the_losses(text, tmp_path, before, after):
+    sections = {
+        "data": data_of(text),
+        "train": {"steps": 24, "global_batch_size": 6, "eval_sequences": 4},
+        "checkpoint": {"interval_steps": 100},
+    }
+    spec = write_spec(tmp_path, **sections)
+    ep = {1: 1, 2: 2, 4: 4}
+    straight, resized = tmp_path / "straight", tmp_path / "resized"
+    code, *_ = launch(spec, before, f"run_dir={straight}", f"parallel.ep={ep[before]}")
+    assert code == 0
+    on_resized = f"run_dir={resized}"
+    code, *_ = launch(spec, before, on_resized, f"parallel.ep={ep[before]}", stop_after=4)
+    assert code == 75
+
+    code, _, err = launch(spec, after, on_resized, f"parallel.ep={ep[after]}")
+    assert code == 2
+    assert err.count("\n") == 1
+    assert "must be that of the checkpoint of step 4" in err
+    assert 'on_topology_change must be "reshard"' in err
+
+    code, *_ = launch(
+        spec, after, on_resized, f"parallel.ep={ep[after]}", "checkpoint.on_topology_change=reshard"
+    )
+    assert code == 0
+    a, b = losses(straight), losses(resized)
+    assert len(a) == len(b) == 24
+    for step, (x, y) in enumerate(zip(a, b, strict=True), 1):
+        assert y == pytest.approx(x, rel=1e-5), f"step {step}"
+    assert [e["cursor"] for e in events(straight, "step")] == [
+        e["cursor"] for e in events(resized, "step")
+    ]
+    assert a[-1] < a[0]
+
+
+def test_a_resharded_checkpoint_resumes_without_a_word(text, tmp_path):
+    spec = write_spec(tmp_path, data=data_of(text), parallel={"ep": 2})
+    run = tmp_path / "run"
+    code, *_ = launch(spec, 2, stop_after=4)
+    assert code == 75
+    manifest = ckpt.read_manifest(run / "checkpoints")
+    ckpt.reshard(run / "checkpoints", manifest, tmp_path / "one", Topology())
+    code, out, _ = launch(
+        spec, 1, "parallel.ep=1", f"checkpoint.path={tmp_path / 'one'}", f"run_dir={tmp_path}/b"
+    )
+    assert code == 0
+    assert "resuming after step 4" in out
+
+
+def test_a_run_that_diverges_ends_with_3_and_keeps_the_last_good_state(text, tmp_path):
+    spec = write_spec(
+        tmp_path, data=data_of(text), parallel={"ep": 2},
+        optimizer={"lr": 1e30, "clip_norm": 0.0}, checkpoint={"interval_steps": 1},
+        train={"steps": 50, "max_skipped_steps": 2},
+    )  # fmt: skip
+    code, out, err = launch(spec, 2)
+    assert code == 3
+    assert "was not finite 2 times in a row" in err
+    assert out.count("skipped: loss") == 2
+    run = tmp_path / "run"
+    good = len(events(run, "step"))
+    assert good >= 1
+    skips = events(run, "skip")
+    assert [s["step"] for s in skips] == [good + 1] * 2, "a skip moves nothing forward"
+    fingerprints(run)
+    assert ckpt.read_manifest(run / "checkpoints").step == good
+
+
+def test_evaluation_does_not_depend_on_the_ranks(text, tmp_path):
+    bits = []
+    for world in (1, 2, 4):
+        spec = write_spec(
+            tmp_path, f"{world}.json", data=data_of(text), train={"steps": 1},
+            schedule={"warmup_steps": 0}, run_dir=str(tmp_path / str(world)),
+            parallel={"ep": world}, sample={"prompt": "def f(", "tokens": 5},
+        )  # fmt: skip
+        code, out, _ = launch(spec, world)
+        assert code == 0
+        assert "sample, from 'def f('" in out
+        bits.append(
+            [e["bits_per_byte"] for e in events(tmp_path / str(world), "eval") if "whole" in e]
+        )
+    assert bits[0] == pytest.approx(bits[1], rel=1e-5)
+    assert bits[0] == pytest.approx(bits[2], rel=1e-5)
+    assert 1 < bits[0][0] < 9
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            "train.global_batch_size=4",
+            r"train.global_batch_size \(4\) must be as in the checkpoint",
+        ),
+        ("moe.top_k=1", "moe.renormalize"),
+        ("moe.d_ff=16", r"moe.d_ff \(16\) must be as in the checkpoint of step 6"),
+        ("data.seq_len=16", r"data.seq_len \(16\) must be as in"),
+        ("train.seed=1", r"train.seed \(1\) must be as in"),
+    ],
+)
+def test_a_resume_that_would_be_another_run_is_refused(text, tmp_path_factory, change, message):
+    folder = tmp_path_factory.getbasetemp() / "finished"
+    if not folder.exists():
+        folder.mkdir()
+        write_spec(folder, data=data_of(text))
+        assert launch(folder / "spec.json", 1)[0] == 0
+    before = fingerprints(folder / "run")
+    code, _, err = launch(folder / "spec.json", 1, change)
+    assert code == 2
+    assert err.count("\n") == 1
+    assert __import__("re").search(message, err), err
+    assert fingerprints(folder / "run") == before
+
+
+def test_two_runs_never_share_a_folder(text, tmp_path):
+    from pretrain.runtime import lock_run
+
+    spec = write_spec(tmp_path, data=data_of(text))
+    handle = lock_run(tmp_path / "run")
+    code, _, err = launch(spec, 1)
+    assert code == 2
+    assert err.startswith("error: run_dir (")
+    assert "in use by another run" in err
+    os.close(handle)
