@@ -6,6 +6,7 @@ from parallel.apply import (
     apply_fsdp,
     expert_modules,
     expert_parameter_names,
+    free_gathered,
     local_shard,
     set_gradient_sync,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "exchange_counts",
     "expert_modules",
     "expert_parameter_names",
+    "free_gathered",
     "local_shard",
     "parse_topology",
     "set_gradient_sync",

@@ -133,3 +133,14 @@ def set_gradient_sync(model: nn.Module, sync: bool) -> None:
     """Reduce gradients in the coming backward, or let them accumulate on each rank."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(sync)
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Let go of parameters that a forward without a backward has left gathered.
+
+    Until then ``model.parameters()`` are those copies, and not the slices that the optimizer and a
+    checkpoint are about.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -6,15 +6,30 @@ Legend: B batch, S sequence, L MoE layers, E experts.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from parallel import free_gathered
 from pretrain.corpus import bytes_per_token, end_of_document, load_tokenizer
 from pretrain.job import Job
 from pretrain.step import next_token_loss
+
+
+@contextmanager
+def inference(model: nn.Module) -> Iterator[None]:
+    """Forwards alone; afterwards the model is as training left it."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        free_gathered(model)
+        model.train()
 
 
 @dataclass(frozen=True)
@@ -49,8 +64,7 @@ def evaluate(job: Job, limit: int | None = None) -> Evaluation:
     )
     sums = torch.zeros(3, dtype=torch.float64)  # nats, tokens, bytes
     loads: Tensor | None = None
-    job.model.eval()
-    with torch.no_grad():
+    with inference(job.model):
         # As many forwards on every rank, some of them of no sequences: all exchange tokens.
         for start in range(0, count, size * ranks):
             mine = indices[start : start + size * ranks][job.dims.dp_rank :: ranks]
@@ -65,7 +79,6 @@ def evaluate(job: Job, limit: int | None = None) -> Evaluation:
             if out.aux:
                 load = torch.stack([aux.tokens_per_expert_E for aux in out.aux])
                 loads = load if loads is None else loads + load
-    job.model.train()
     dist.all_reduce(sums, group=job.runtime.control_group)
     nats, tokens, text_bytes = sums.tolist()
     return Evaluation(
@@ -98,8 +111,7 @@ def generate(job: Job) -> str:
     end = end_of_document(tokenizer)
     tokens: list[int] = tokenizer.encode(sample.prompt, add_special_tokens=False).ids or [end]
     generator = torch.Generator().manual_seed(job.spec.train.seed)
-    job.model.eval()
-    with torch.no_grad():
+    with inference(job.model):
         for _ in range(sample.tokens):
             window = torch.tensor([tokens[-job.spec.data.seq_len :]], device=job.runtime.device)
             logits = job.model(window).logits[0, -1].float().cpu()
@@ -112,5 +124,4 @@ def generate(job: Job) -> str:
             if token == end:
                 break
             tokens.append(token)
-    job.model.train()
     return str(tokenizer.decode(tokens))

@@ -33,7 +33,7 @@ def data_of(text: Path) -> dict[str, str]:
 
 
 def on_rank(rank: int, arguments: list[str], stop_after: int | None) -> tuple[int, str, str]:
-    """The command itself. With ``stop_after``, the last rank gets a real SIGTERM in the step before."""
+    """The command; with ``stop_after``, the last rank gets a real SIGTERM in the step before."""
     if stop_after is not None and rank == int(os.environ["WORLD_SIZE"]) - 1:
         step = Training.step
 
@@ -78,12 +78,20 @@ def fingerprints(run: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("world", "parallel"),
-    [(1, {}), (2, {"ep": 2}), (4, {"ep": 2, "dp_replicate": 1}), (4, {"dp_replicate": 2})],
+    [
+        (1, {}),
+        (2, {"ep": 2}),
+        (2, {"ep": 1, "reshard_after_forward": False}),
+        (4, {"ep": 2}),
+        (4, {"dp_replicate": 2}),
+    ],
 )
 def test_a_stopped_and_resumed_run_is_bitwise_the_uninterrupted_one(
     text, tmp_path, world, parallel
 ):
-    spec = write_spec(tmp_path, parallel=parallel, data=data_of(text))
+    # An evaluation just before the checkpoint must leave no trace in either.
+    train = {"eval_interval_steps": 3}
+    spec = write_spec(tmp_path, parallel=parallel, data=data_of(text), train=train)
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
 
     code, out, _ = launch(spec, world, f"run_dir={straight}")

@@ -1,0 +1,237 @@
+"""The decoder, first values, optimizer, schedule, barrier, metrics and summary, each alone."""
+
+from __future__ import annotations
+
+import math
+import urllib.request
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry, generate_latest
+
+from parallel import ParallelDims, Topology, apply_expert_parallel, apply_fsdp
+from pretrain.barrier import Action, Decision, Report, decide
+from pretrain.errors import InputError
+from pretrain.init import init_parameters
+from pretrain.metrics import Endpoint, Metrics
+from pretrain.model import Decoder, rotate
+from pretrain.optim import OptimizerConfig, ScheduleConfig, build_adamw
+from pretrain.state import parameter_layouts
+from pretrain.step import forward_backward, grad_square_sum, next_token_loss, scale_gradients
+from pretrain.summary import heat_map
+from tests.dist import run_ranks
+from tests.jobs import make_spec
+from tests.test_parallel_apply import full
+
+
+def build(spec, topology: Topology, rank: int, dims=None) -> tuple[Decoder, dict]:
+    with torch.device("meta"):
+        model = Decoder(spec.model, spec.moe)
+    if dims is not None:
+        apply_expert_parallel(model, dims.ep_mesh)
+        apply_fsdp(model, dims, list(model.layers))
+    model.to_empty(device="cpu")
+    layouts = parameter_layouts(model, topology)
+    init_parameters(model, layouts, rank, 5, spec.model.num_layers)
+    return model, layouts
+
+
+def batches(spec, count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    sizes = [2] * (count - 1) + [1]
+    shape = spec.data.seq_len + 1
+    return [torch.randint(0, spec.model.vocab_size, (n, shape), generator=generator) for n in sizes]
+
+
+def parity_on_rank(rank: int, spec, topology: Topology, count: int):
+    dims = ParallelDims.build(topology, "cpu")
+    model, layouts = build(spec, topology, rank, dims)
+    every = batches(spec, count)
+    rounds = -(-count // dims.dp_size)
+    mine = [every[i : i + 1] for i in range(dims.dp_rank, rounds * dims.dp_size, dims.dp_size)]
+    empty = torch.empty((0, spec.data.seq_len + 1), dtype=torch.int64)
+    result = forward_backward(
+        model, [b[0] if b else empty for b in mine], 1000, torch.device("cpu")
+    )
+    square = float(grad_square_sum(model, layouts))
+    values = {name: full(p.detach()) for name, p in model.named_parameters()}
+    grads = {name: full(p.grad) for name, p in model.named_parameters()}
+    loads = result.tokens_per_expert_LE
+    return float(result.loss_sum), square, loads, (values, grads) if rank == 0 else None
+
+
+@pytest.mark.parametrize(
+    ("topology", "count"),
+    [
+        (Topology(dp_shard=2, ep=2), 4),
+        (Topology(dp_shard=2), 3),
+        (Topology(dp_shard=4, ep=4), 5),
+        (Topology(dp_shard=4, ep=2), 2),
+        (Topology(dp_replicate=2, dp_shard=2, ep=2), 5),
+    ],
+    ids=str,
+)
+def test_the_model_on_ranks_is_the_model_in_one_process(tmp_path, topology, count):
+    spec = make_spec(tmp_path, moe={"num_shared_experts": 1, "z_loss_weight": 0.01})
+    model, layouts = build(spec, Topology(), 0)
+    alone = forward_backward(model, batches(spec, count), 1000, torch.device("cpu"))
+    square = float(grad_square_sum(model, layouts))
+
+    results = run_ranks(parity_on_rank, topology.world, spec, topology, count)
+
+    assert sum(r[0] for r in results) == pytest.approx(float(alone.loss_sum), rel=1e-5)
+    assert sum(r[1] for r in results) == pytest.approx(square, rel=1e-5)
+    assert torch.equal(sum(r[2] for r in results), alone.tokens_per_expert_LE)
+    values, grads = results[0][3]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(values[name], parameter.detach()), f"{name} began with other values"
+        error = (grads[name] - parameter.grad).norm() / parameter.grad.norm()
+        assert error < 1e-5, f"{name}: {error}"
+
+
+def test_the_decoder_is_causal_and_positions_matter(tmp_path):
+    spec = make_spec(tmp_path)
+    model, _ = build(spec, Topology(), 0)
+    tokens = batches(spec, 1)[0][:, :-1]
+    changed = tokens.clone()
+    changed[:, 20:] = 7
+    with torch.no_grad():
+        a, b = model(tokens).logits, model(changed).logits
+        moved = model(tokens.roll(1, 1)).logits
+    torch.testing.assert_close(a[:, :20], b[:, :20], rtol=1e-5, atol=1e-5)
+    assert (a[:, 20:] - b[:, 20:]).abs().max() > 1e-3
+    assert (moved[:, 1:] - a[:, :-1]).abs().max() > 1e-4
+    assert len(model(tokens).aux) == 2, "the first layer is dense"
+
+
+def test_rotation_keeps_lengths_and_depends_on_distance_alone():
+    x = torch.randn(1, 1, 1, 8).expand(1, 1, 16, 8)
+    y = torch.randn(1, 1, 1, 8).expand(1, 1, 16, 8)
+    q, k = rotate(x, 10000.0), rotate(y, 10000.0)
+    torch.testing.assert_close(q.norm(dim=-1), x.norm(dim=-1))
+    dots = (q[0, 0] @ k[0, 0].T).diagonal(3)
+    torch.testing.assert_close(dots, dots[:1].expand_as(dots))
+    assert (q[0, 0] @ k[0, 0].T).diagonal(1)[0] != dots[0]
+
+
+def test_masked_targets_do_not_count():
+    logits = torch.randn(2, 3, 10)
+    targets = torch.tensor([[1, 2, -1], [-1, 4, 5]])
+    log_probs = logits.log_softmax(-1)
+    expected = -sum(log_probs[b, s, targets[b, s]] for b, s in [(0, 0), (0, 1), (1, 1), (1, 2)])
+    torch.testing.assert_close(next_token_loss(logits, targets), expected)
+    assert next_token_loss(logits[:0], targets[:0]) == 0
+
+
+def test_moments_made_at_once_change_nothing():
+    torch.manual_seed(0)
+    models = [torch.nn.Linear(4, 3) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    config = OptimizerConfig(lr=0.1, eps=1e-6)
+    ours = build_adamw(models[0], config)
+    theirs = torch.optim.AdamW(
+        [
+            {"params": [models[1].weight], "weight_decay": 0.1},
+            {"params": [models[1].bias], "weight_decay": 0.0},
+        ],
+        lr=0.1, betas=(0.9, 0.95), eps=1e-6, fused=True,
+    )  # fmt: skip
+    for _ in range(3):
+        for model, optimizer in zip(models, (ours, theirs), strict=True):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_schedules():
+    cosine = ScheduleConfig(warmup_steps=4, min_lr_ratio=0.1)
+    assert [cosine.ratio(s, 14) for s in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert cosine.ratio(4, 14) == 1.0
+    assert cosine.ratio(9, 14) == pytest.approx(0.55)
+    assert cosine.ratio(14, 14) == pytest.approx(0.1)
+    wsd = ScheduleConfig(kind="wsd", warmup_steps=2, decay_steps=4, min_lr_ratio=0.0)
+    assert [wsd.ratio(s, 10) for s in range(10)] == [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]
+
+
+def report(**fields) -> Report:
+    values = {
+        "loss_sum": 20.0, "target_tokens": 10, "grad_square_sum": 4.0, "stop_requested": 0,
+        "step_seconds": 1.0, "data_wait_seconds": 0.1,
+    }  # fmt: skip
+    return Report(**{**values, **fields})
+
+
+def test_the_barrier_decides_from_all_reports():
+    decision = decide([report(), report(loss_sum=40.0, step_seconds=3.0)], 20)
+    assert decision.action is Action.COMMIT
+    assert decision.loss == 3.0
+    assert decision.grad_norm == pytest.approx(math.sqrt(8))
+    assert decision.step_seconds == 3.0
+    assert not decision.stop
+    assert decide([report(), report(stop_requested=1)], 20).stop
+    half = decide([report(), report(target_tokens=0, loss_sum=0)], 20)
+    assert half.loss == 2.0, "the mean is over the targets there were"
+    assert half.grad_norm == pytest.approx(2 * math.sqrt(8))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"loss_sum": math.nan}, {"loss_sum": math.inf}, {"grad_square_sum": math.nan},
+     {"grad_square_sum": math.inf}],
+)  # fmt: skip
+def test_one_rank_that_is_not_finite_makes_all_skip(fields):
+    assert decide([report(), report(**fields)], 20).action is Action.SKIP
+    assert decide([report(target_tokens=0), report(target_tokens=0)], 20).action is Action.SKIP
+
+
+def test_gradients_are_scaled_in_place():
+    model = torch.nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    before = model.weight.grad.clone()
+    scale_gradients(model, 0.5)
+    assert torch.equal(model.weight.grad, before * 0.5)
+
+
+def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
+    registry = CollectorRegistry()
+    spec = make_spec(tmp_path)
+    metrics = Metrics(registry, spec, Topology(dp_shard=2, ep=2), "1.0")
+    decision = Decision(Action.COMMIT, 2.5, 0.7, 256, False, 0.5, 0.1)
+    metrics.record_step(decision, 0.01, 8)
+    metrics.record_step(Decision(Action.SKIP, math.nan, 1.0, 256, False, 0.5, 0.1), 0.01, 8)
+    metrics.record_loads([1, 2], [[4, 0], [2, 2]])
+    metrics.record_save(1.5)
+    endpoint = Endpoint(registry, "127.0.0.1", 0)
+    try:
+        with urllib.request.urlopen(endpoint.url) as response:
+            text = response.read().decode()
+        with pytest.raises(InputError, match=r"metrics.port .* cannot be listened on"):
+            Endpoint(registry, "127.0.0.1", int(endpoint.url.split(":")[2].split("/")[0]))
+    finally:
+        endpoint.close()
+    for line in [
+        "convoy_steps_total 1.0",
+        "convoy_tokens_total 256.0",
+        "convoy_loss 2.5",
+        "convoy_grad_norm 0.7",
+        "convoy_learning_rate 0.01",
+        "convoy_tokens_per_second 512.0",
+        "convoy_data_cursor_samples 8.0",
+        "convoy_data_wait_seconds_total 0.2",
+        'convoy_skipped_steps_total{reason="not_finite"} 1.0',
+        'convoy_moe_expert_load_imbalance_ratio{layer="1"} 2.0',
+        'convoy_moe_expert_load_imbalance_ratio{layer="2"} 1.0',
+        'convoy_moe_dead_experts{layer="1"} 1.0',
+        'convoy_parallelism_info{cp="1",dp_replicate="1",dp_shard="2",ep="2",pp="1",tp="1"} 1.0',
+        f'convoy_job_info{{name="tiny",spec_hash="{spec.hash}"}} 1.0',
+        'convoy_checkpoint_duration_seconds_count{stage="commit",tier="disk"} 1.0',
+    ]:
+        assert line in text.splitlines(), line
+    assert generate_latest(registry).decode().count("convoy_build_info{") == 1
+
+
+def test_the_heat_map_is_dark_where_the_load_is():
+    text = heat_map([3], [[0, 10, 20, 10]])
+    assert "layer   3 |  ==@@==| max/mean 2.00, unused 1" in text

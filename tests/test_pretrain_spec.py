@@ -1,0 +1,117 @@
+"""The spec: what is refused says the field, the values and the rule, in one line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pretrain.errors import InputError
+from pretrain.spec import JobSpec, load_spec
+from tests.jobs import make_spec, tiny, write_spec
+
+RECIPE = "tools/recipes/stdlib-tiny.toml"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.stepz=3", "train.stepz: no such field; did you mean steps?"),
+        ("trian.steps=3", "trian: no such field; did you mean train?"),
+        ("moe.zzz=3", "moe.zzz: no such field; there are num_experts, top_k,"),
+        ("train.steps=ten", "train.steps ('ten'): Input should be a valid integer"),
+        ("train.steps=1.5", "train.steps (1.5): Input should be a valid integer"),
+        ("train.steps=0", "train.steps (0): Input should be greater than or equal to 1"),
+        ("optimizer.lr=nan", "optimizer.lr (nan): Input should be"),
+        ("moe.num_experts=63", "moe.num_experts (63) must be at least parallel.ep (64)"),
+        ("moe.num_experts=96", "moe.num_experts (96) must be a multiple of parallel.ep (64)"),
+        ("moe.d_model=16", "moe.d_model (16) must be model.d_model (32)"),
+        ("model.num_heads=5", "model.d_model (32) must be an even multiple of model.num_heads (5)"),
+        (
+            "model.num_kv_heads=3",
+            "model.num_heads (4) must be a multiple of model.num_kv_heads (3)",
+        ),
+        ("model.first_k_dense=4", "model.first_k_dense (4) must be at most model.num_layers (3)"),
+        ("model.d_ff=0", "model.d_ff (0) must be at least 1 where a layer is dense"),
+        ("model.vocab_size=256", "model.vocab_size (256): Input should be greater than or equal"),
+        ("parallel.tp=2", "parallel.tp (2) must be 1"),
+        ("train.micro_batch_size=9", "train.micro_batch_size (9) must be at most"),
+        ("schedule.warmup_steps=7", "schedule.warmup_steps + decay_steps (7 + 0) must be at most"),
+        ("schedule.kind=wsd", "schedule.decay_steps (0) must be above 0 for wsd"),
+        ("data.shard_tokens=32", "data.seq_len (32) must be less than data.shard_tokens (32)"),
+        ("name=a b", "name ('a b'): String should match pattern"),
+        ("train", "--set (train) must be SECTION.FIELD=VALUE"),
+        ("name.x=1", "--set (name.x=1): name is not a section"),
+    ],
+)
+def test_bad_specs_are_refused_in_one_line(tmp_path, override, message):
+    overrides = [override]
+    if override.startswith("moe.num_experts"):
+        overrides.append("parallel.ep=64")
+    with pytest.raises(InputError) as error:
+        load_spec(write_spec(tmp_path), overrides)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_are_no_spec(tmp_path):
+    with pytest.raises(InputError, match=r"cannot be read: No such file"):
+        load_spec(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("a = = 1")
+    with pytest.raises(InputError, match=r"bad.toml is not valid .toml"):
+        load_spec(tmp_path / "bad.toml")
+    (tmp_path / "list.json").write_text("[1]")
+    with pytest.raises(InputError, match="must be a table"):
+        load_spec(tmp_path / "list.json")
+    spec = tiny(tmp_path)
+    del spec["data"]["seq_len"]
+    (tmp_path / "lacks.json").write_text(json.dumps(spec))
+    with pytest.raises(InputError, match=r"data.seq_len: required"):
+        load_spec(tmp_path / "lacks.json")
+
+
+def test_degrees_must_fit_the_world(tmp_path):
+    spec = make_spec(tmp_path, parallel={"ep": 2})
+    assert spec.topology(4).describe() == "dp_shard=4 ep=2"
+    with pytest.raises(InputError, match=r"parallel.ep \(2\) must divide .* = 3\)"):
+        spec.topology(3)
+
+
+def test_the_hash_is_of_the_resolved_spec(tmp_path):
+    path = write_spec(tmp_path)
+    spec = load_spec(path)
+    assert load_spec(path, ["train.steps=6"]).hash == spec.hash
+    assert load_spec(path, ["train.steps=7"]).hash != spec.hash
+    assert JobSpec.model_validate(spec.as_dict()).hash == spec.hash
+    assert spec.moe is not None
+    assert spec.moe.d_model == 32
+
+
+def test_the_recipe_is_valid_toml_and_fits_one_and_many_ranks():
+    from pathlib import Path
+
+    spec = load_spec(Path(RECIPE))
+    assert spec.topology(2).ep == 2
+    assert spec.topology(64).world == 64
+    assert load_spec(Path(RECIPE), ["parallel.ep=1"]).topology(1).world == 1
+
+
+def test_the_readme_names_every_field_of_the_spec():
+    from pathlib import Path
+
+    readme = Path("README.md").read_text()
+
+    def fields(model, prefix):
+        for name, field in model.model_fields.items():
+            inner = [
+                t
+                for t in (field.annotation, *getattr(field.annotation, "__args__", ()))
+                if isinstance(t, type) and hasattr(t, "model_fields")
+            ]
+            if inner:
+                yield from fields(inner[0], f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}", name
+
+    missing = [full for full, name in fields(JobSpec, "") if f"`{name}`" not in readme]
+    assert not missing
