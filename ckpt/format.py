@@ -49,6 +49,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be written, or is not whole, or is not the one asked for."""
 
 
+class OtherRankError(CheckpointError):
+    """This rank did its part; another could not, and says why."""
+
+
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -18,6 +18,7 @@ from ckpt.format import (
     CheckpointError,
     Manifest,
     ObjectRecord,
+    OtherRankError,
     decode_manifest,
     encode_manifest,
     fsync_dir,
@@ -232,13 +233,10 @@ def discard(root: Path, info: SaveInfo) -> None:
 
 
 def _abandon(root: Path, info: SaveInfo, failure: OSError | CheckpointError | None) -> NoReturn:
-    if failure is not None:  # every rank has stopped writing: they have all given their word
-        discard(root, info)
+    what = f"checkpoint of step {info.step} in {root} is not saved"
+    if failure is None:
+        raise OtherRankError(f"{what}: another rank could not write its part")
+    discard(root, info)  # every rank has stopped writing: they have all given their word
     if isinstance(failure, CheckpointError):
         raise failure
-    reason = (
-        f"{failure.strerror}: {failure.filename or root}"
-        if failure
-        else "another rank could not write its part"
-    )
-    raise CheckpointError(f"checkpoint of step {info.step} in {root} is not saved: {reason}")
+    raise CheckpointError(f"{what}: {failure.strerror}: {failure.filename or root}")

@@ -56,22 +56,24 @@ def experts_grouped_mm(
     return y_RD
 
 
-def choose_backend(backend: Backend, d_model: int, d_ff: int, dtype: torch.dtype) -> ExpertsFn:
+def choose_backend(
+    backend: Backend, d_model: int, d_ff: int, dtype: torch.dtype, device_type: str
+) -> ExpertsFn:
     """The one place where a path is chosen.
 
     Raises ValueError where ``grouped_mm`` is asked for and cannot run: rows must be multiples of
-    16 bytes, in float32, bfloat16 or float16.
+    16 bytes, in bfloat16, or on a CPU in float32 or float16.
     """
     row = 16 // dtype.itemsize
-    possible = (
-        dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and d_model % row == 0
-        and d_ff % row == 0
-    )
+    dtypes = [torch.bfloat16]
+    if device_type == "cpu":
+        dtypes += [torch.float32, torch.float16]
+    possible = dtype in dtypes and d_model % row == 0 and d_ff % row == 0
     if backend == "grouped_mm" and not possible:
         raise ValueError(
-            f"moe.backend (grouped_mm) must have float32, bfloat16 or float16 and moe.d_model "
-            f"({d_model}) and moe.d_ff ({d_ff}) multiples of {row} for {dtype}; use loop or auto"
+            f"moe.backend (grouped_mm) must have moe.d_model ({d_model}) and moe.d_ff ({d_ff}) "
+            f"multiples of {row} for {dtype}, and a dtype that it takes on {device_type} "
+            f"({', '.join(map(str, dtypes))}); use loop or auto"
         )
     return experts_grouped_mm if possible and backend != "loop" else experts_loop
 
@@ -99,5 +101,7 @@ class GroupedExperts(nn.Module):
         w_gate, w_up, w_down = (local_shard(w) for w in (self.w_gate, self.w_up, self.w_down))
         # The layer's dtype is its weights': under mixed precision FSDP has cast them.
         x_RD = x_RD.to(w_gate.dtype)
-        run = choose_backend(self.backend, w_gate.shape[1], w_gate.shape[2], w_gate.dtype)
+        run = choose_backend(
+            self.backend, w_gate.shape[1], w_gate.shape[2], w_gate.dtype, w_gate.device.type
+        )
         return run(x_RD, rows_per_expert_E, w_gate, w_up, w_down)

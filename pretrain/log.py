@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pretrain.errors import InputError
+
 
 class RunLog:
     """One JSON object a line in ``RUN_DIR/log.jsonl``; only rank 0 writes."""
@@ -25,7 +27,12 @@ class RunLog:
                 for key, value in values.items()
             }
             line = {"event": event, **finite, "spec_hash": self.spec_hash}
-            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            try:
+                self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            except OSError as error:
+                raise InputError(
+                    f"run_dir: {self._file.name} cannot be written: {error.strerror}"
+                ) from None
 
     def close(self) -> None:
         """No more events."""

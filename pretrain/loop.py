@@ -24,7 +24,7 @@ from pretrain.job import Job, build_job, restore, save_checkpoint
 from pretrain.log import RunLog, progress_line, say
 from pretrain.metrics import Endpoint, Metrics
 from pretrain.optim import set_lr
-from pretrain.runtime import Runtime, StopRequest, launched_world, lock_run, start
+from pretrain.runtime import Runtime, StopRequest, lock_run, start
 from pretrain.spec import JobSpec
 from pretrain.state import Progress
 from pretrain.step import forward_backward, grad_square_sum, scale_gradients
@@ -195,7 +195,6 @@ def run(spec: JobSpec) -> int:
         InputError, CheckpointError: nothing can be done with this spec, data or checkpoint.
         HealthError: the loss or the gradient stayed not finite.
     """
-    spec.topology(launched_world())
     stop = StopRequest()
     runtime = start(spec.train.timeout_seconds)
     try:

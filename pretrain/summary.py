@@ -80,7 +80,7 @@ def show_summary(summary: Summary, spec: JobSpec) -> None:
         f"\ncheckpoint  {s.checkpoint}"
         f"\n  inspect   python tools/inspect_ckpt.py {root} --verify"
         f"\n  reshard   python tools/reshard.py {root} {root}-ep1 --layout ep=1"
-        f"\n  go on     raise train.steps and run the same command again"
+        f"\n  resume    the same command with --set train.steps={2 * s.steps}"
     )
 
 

@@ -13,6 +13,7 @@ import torch
 import ckpt
 from parallel.layout import Topology
 from tests.checkpoints import SPECS, full_values, info, local_array, save_with_threads
+from tests.dist import run_ranks
 
 
 @pytest.fixture
@@ -185,3 +186,34 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(tmp_path):
         assert "No space left on device" in fails_without_trace(disk)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def one_rank_is_out_of_room(rank: int, root: Path) -> tuple[str, str]:
+    import torch.distributed as dist
+
+    def agree(ok: bool) -> bool:
+        word = torch.tensor(int(ok))
+        dist.all_reduce(word, dist.ReduceOp.MIN)
+        return bool(word)
+
+    topology = Topology(dp_shard=2, ep=2)
+    arrays = [local_array(s, topology, rank, full_values(s, 5)) for s in SPECS]
+    ckpt.save(root, info(5, topology), arrays, rank, agree)
+    if rank == 1:
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        ckpt.save(root, info(6, topology), arrays, rank, agree)
+    except ckpt.CheckpointError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_all_ranks_learn_that_one_could_not_write(tmp_path):
+    results = run_ranks(one_rank_is_out_of_room, 2, tmp_path)
+    assert results[0][0] == "OtherRankError"
+    assert results[1][0] == "CheckpointError"
+    assert "File too large" in results[1][1]
+    assert ckpt.committed_steps(tmp_path) == [5]
+    assert [p.name for p in (tmp_path / "objects").iterdir()] == ["00000005-test"]
+    ckpt.verify(tmp_path, ckpt.read_manifest(tmp_path))

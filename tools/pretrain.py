@@ -18,11 +18,11 @@ from pathlib import Path
 if sys.path[0] == str(Path(__file__).resolve().parent):
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from ckpt import CheckpointError
+from ckpt import CheckpointError, OtherRankError
 from pretrain.errors import EXIT_BAD_INPUT, EXIT_HEALTH, HealthError, InputError
 from pretrain.log import complain, say
 from pretrain.loop import prepare, run
-from pretrain.runtime import launched_rank
+from pretrain.runtime import launched_rank, launched_world
 from pretrain.spec import load_spec
 
 
@@ -41,22 +41,23 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.fresh and not args.prepare:
         parser.error("--fresh goes with --prepare")
-    spec_read = False
+    alike = True  # until ranks act for themselves, what is wrong is the same on all
     try:
         spec = load_spec(args.spec, args.overrides)
-        spec_read = True
         if args.print_spec:
             say(json.dumps(spec.as_dict(), indent=1))
             return 0
         if args.prepare:
             prepare(spec, fresh=args.fresh)
             return 0
+        spec.topology(launched_world())
+        alike = False
         return run(spec)
     except (InputError, CheckpointError, HealthError) as error:
         if args.debug:
             raise
-        # A bad spec is the same on every rank; later on only those raise that have the reason.
-        if spec_read or launched_rank() == 0:
+        alike = alike or isinstance(error, HealthError)
+        if launched_rank() == 0 if alike else not isinstance(error, OtherRankError):
             complain(str(error))
         return EXIT_HEALTH if isinstance(error, HealthError) else EXIT_BAD_INPUT
 

@@ -1,0 +1,32 @@
+"""Which path is chosen, on devices that this machine may not have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe.experts import choose_backend, experts_grouped_mm, experts_loop
+
+
+@pytest.mark.parametrize(
+    ("backend", "sizes", "dtype", "device", "expected"),
+    [
+        ("auto", (16, 24), torch.float32, "cpu", experts_grouped_mm),
+        ("auto", (16, 24), torch.bfloat16, "cuda", experts_grouped_mm),
+        ("auto", (16, 24), torch.float32, "cuda", experts_loop),
+        ("auto", (16, 24), torch.float64, "cpu", experts_loop),
+        ("auto", (18, 24), torch.float32, "cpu", experts_loop),
+        ("auto", (16, 20), torch.bfloat16, "cpu", experts_loop),
+        ("loop", (16, 24), torch.float32, "cpu", experts_loop),
+        ("grouped_mm", (16, 24), torch.float32, "cpu", experts_grouped_mm),
+    ],
+)
+def test_the_path_follows_from_shapes_dtype_and_device(backend, sizes, dtype, device, expected):
+    assert choose_backend(backend, *sizes, dtype, device) is expected
+
+
+def test_a_path_that_was_asked_for_and_cannot_run_is_refused():
+    with pytest.raises(ValueError, match=r"a dtype that it takes on cuda \(torch.bfloat16\)"):
+        choose_backend("grouped_mm", 16, 24, torch.float32, "cuda")
+    with pytest.raises(ValueError, match=r"multiples of 2 for torch.float64"):
+        choose_backend("grouped_mm", 16, 24, torch.float64, "cpu")
