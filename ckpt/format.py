@@ -9,8 +9,8 @@
         zarr.json
         c/0/0                                     one object: a zarr shard, one writer
 
-Everything under a save id is immutable. The manifest lists every object with its length and
-CRC32C, so that a missing one is an error and never zarr's fill value.
+Everything under a save id is immutable. The manifest lists every object with its length and a
+checksum, so that a missing one is an error and never zarr's fill value.
 """
 
 from __future__ import annotations
@@ -85,10 +85,15 @@ class ArrayRecord(_Record):
 
 
 class ObjectRecord(_Record):
-    """One stored file: its length in bytes, and the CRC32C of all of them."""
+    """One stored file: its length in bytes and a checksum.
+
+    The checksum is the file's CRC32C; of a shard it is the CRC32C of its chunks' CRC32Cs, in the
+    order of its index. (The CRC of bytes that are followed by their own CRC is a constant: that of
+    a shard's whole file would be the same whatever is in it.)
+    """
 
     bytes: int
-    crc32c: int
+    checksum: int
 
 
 class Manifest(_Record):

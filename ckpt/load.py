@@ -85,7 +85,7 @@ def verify(root: Path, manifest: Manifest) -> int:
         if not path.exists():
             raise CheckpointError(f"object {path} is missing, the manifest lists it")
         found = path.read_bytes()
-        if found != data or crc32c(found) != manifest.objects[key].crc32c:
+        if found != data or crc32c(found) != manifest.objects[key].checksum:
             raise CheckpointError(f"object {path} is damaged: it is not what the manifest says")
         total += len(found)
     for record in manifest.arrays:

@@ -157,7 +157,7 @@ def _receipts(folder: Path) -> Path:
 def _write_receipt(folder: Path, rank: int, receipt: dict[str, ObjectRecord]) -> None:
     receipts = _receipts(folder)
     receipts.mkdir(parents=True, exist_ok=True)
-    body = {key: [record.bytes, record.crc32c] for key, record in receipt.items()}
+    body = {key: [record.bytes, record.checksum] for key, record in receipt.items()}
     write_bytes(receipts / f"rank-{rank}.json", json.dumps(body).encode())
 
 
@@ -170,9 +170,9 @@ def _read_receipts(folder: Path, world: int) -> dict[str, ObjectRecord]:
                 f"rank {rank} left no receipt {path}: checkpoint.path must be a folder that every "
                 f"rank shares"
             )
-        for key, (length, crc) in json.loads(path.read_bytes()).items():
+        for key, (length, checksum) in json.loads(path.read_bytes()).items():
             assert key not in objects, f"two ranks wrote {key}"
-            objects[key] = ObjectRecord(bytes=length, crc32c=crc)
+            objects[key] = ObjectRecord(bytes=length, checksum=checksum)
     shutil.rmtree(_receipts(folder))
     return objects
 

@@ -61,19 +61,19 @@ def write_object(
         read_box: the numbers of any box inside the object, in the stored dtype.
     """
     index = np.full((math.prod(_inner_grid(record)), 2), _NO_CHUNK, dtype="<u8")
+    checks = bytearray()
     with path.open("xb") as file:
-        total = 0
         for i, box in enumerate(_inner_boxes(record, coordinates)):
             if box is None:
                 continue
             data = _as_bytes(_pad(read_box(box), record.chunk_shape))
             index[i] = (file.tell(), data.nbytes + 4)
-            total = _write(file, data, total)
-        total = _write(file, _as_bytes(index), total)
+            checks += _write_checked(file, data)
+        _write_checked(file, _as_bytes(index))
         length = file.tell()
         file.flush()
         os.fsync(file.fileno())
-    return ObjectRecord(bytes=length, crc32c=total)
+    return ObjectRecord(bytes=length, checksum=crc32c(bytes(checks)))
 
 
 def write_bytes(path: Path, data: bytes) -> ObjectRecord:
@@ -82,15 +82,15 @@ def write_bytes(path: Path, data: bytes) -> ObjectRecord:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    return ObjectRecord(bytes=len(data), crc32c=crc32c(data))
+    return ObjectRecord(bytes=len(data), checksum=crc32c(data))
 
 
-def _write(file: BinaryIO, data: np.ndarray[Any, Any], total: int) -> int:
-    """Write ``data`` and its CRC32C; returns the CRC32C of the file so far."""
+def _write_checked(file: BinaryIO, data: np.ndarray[Any, Any]) -> bytes:
+    """Write ``data`` and its CRC32C; returns the latter."""
     check = crc32c(data).to_bytes(4, "little")
     file.write(data.data)
     file.write(check)
-    return crc32c(check, crc32c(data, total))
+    return check
 
 
 def _as_bytes(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -114,8 +114,9 @@ def read_object(
 ) -> Iterator[tuple[Box, np.ndarray[Any, Any]]]:
     """Read the parts of one object that lie in ``wanted``, verified before any is handed out.
 
-    A wholly wanted object is read at once and its CRC32C compared with the manifest's; of others
-    only the chunks needed are read, each against its own CRC32C.
+    A wholly wanted object is read at once; of others only the chunks needed are read, and the
+    CRC32C of the rest. Either way those of all chunks together must be what the manifest says, so
+    that no other object passes for this one, and each chunk read must be what its own says.
 
     Yields pairs of a box in the array and its numbers in the stored dtype, read-only.
     Raises CheckpointError, naming the object, where it is missing, short, long or changed.
@@ -128,13 +129,9 @@ def read_object(
                     f"object {path} has {found} bytes, the manifest says {expected.bytes}"
                 )
             whole = object_box(record, coordinates)
-            if intersect(wanted, whole) == whole:
-                data = file.read()
-                if crc32c(data) != expected.crc32c:
-                    raise CheckpointError(f"object {path} is damaged: its CRC32C does not match")
-                yield from _chunks(path, record, coordinates, wanted, _slicer(data))
-            else:
-                yield from _chunks(path, record, coordinates, wanted, _ranged(file))
+            all_of_it = intersect(wanted, whole) == whole
+            read = _slicer(file.read()) if all_of_it else _ranged(file)
+            yield from _chunks(path, record, coordinates, expected, wanted, read)
     except FileNotFoundError:
         raise CheckpointError(f"object {path} is missing, the manifest lists it") from None
 
@@ -155,29 +152,33 @@ def _chunks(
     path: Path,
     record: ArrayRecord,
     coordinates: tuple[int, ...],
+    expected: ObjectRecord,
     wanted: Box,
     read: Callable[[int, int], bytes],
 ) -> Iterator[tuple[Box, np.ndarray[Any, Any]]]:
     count = math.prod(_inner_grid(record))
-    tail = _checked(read(-(count * 16 + 4), 0), path, "the index")
-    index = np.frombuffer(tail, "<u8").reshape(count, 2)
+    tail = read(-(count * 16 + 4), 0)
+    _check(tail[:-4], tail[-4:], path, "its index")
+    entries = np.frombuffer(tail[:-4], "<u8").reshape(count, 2)
+    spans = {i: (int(s), int(s + n)) for i, (s, n) in enumerate(entries) if s != _NO_CHUNK}
+    checks = {i: read(stop - 4, stop) for i, (_, stop) in spans.items()}
+    if crc32c(b"".join(checks.values())) != expected.checksum:
+        raise CheckpointError(f"object {path} is damaged: it is not the one that was saved")
     for i, box in enumerate(_inner_boxes(record, coordinates)):
         common = None if box is None else intersect(box, wanted)
         if box is None or common is None:
             continue
-        if index[i, 0] == _NO_CHUNK:
+        if i not in spans:
             raise CheckpointError(f"object {path} lacks chunk {i}")
-        start, length = int(index[i, 0]), int(index[i, 1])
-        body = _checked(read(start, start + length), path, f"chunk {i}")
+        body = read(spans[i][0], spans[i][1] - 4)
+        _check(body, checks[i], path, f"chunk {i}")
         values = np.frombuffer(body, record.dtype).reshape(record.chunk_shape)
         yield common, values[_within(common, box)]
 
 
-def _checked(data: bytes, path: Path, what: str) -> bytes:
-    body, check = data[:-4], data[-4:]
-    if len(data) < 4 or crc32c(body) != int.from_bytes(check, "little"):
+def _check(body: bytes, check: bytes, path: Path, what: str) -> None:
+    if crc32c(body) != int.from_bytes(check, "little"):
         raise CheckpointError(f"object {path} is damaged: the CRC32C of {what} does not match")
-    return body
 
 
 def _within(box: Box, outer: Box) -> tuple[slice, ...]:

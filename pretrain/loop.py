@@ -7,6 +7,7 @@ import resource
 import shutil
 import sys
 import time
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 
@@ -197,11 +198,11 @@ def run(spec: JobSpec) -> int:
     """
     stop = StopRequest()
     runtime = start(spec.train.timeout_seconds)
-    try:
+    with ExitStack() as held:
+        held.callback(runtime.close)
+        held.callback(stop.restore)
+        runtime.first(lambda: held.enter_context(lock_run(spec.run_path)))
         return _run(spec, runtime, stop)
-    finally:
-        stop.restore()
-        runtime.close()
 
 
 def prepare(spec: JobSpec, fresh: bool = False) -> None:
@@ -211,16 +212,14 @@ def prepare(spec: JobSpec, fresh: bool = False) -> None:
     """
     prepare_corpus(spec.data, spec.model.vocab_size, say)
     if fresh:
-        lock_run(spec.run_path)
-        for path in (spec.checkpoint_path / "manifests", spec.checkpoint_path / "objects"):
-            shutil.rmtree(path, ignore_errors=True)
-        for name in ("log.jsonl", "summary.json"):
-            (spec.run_path / name).unlink(missing_ok=True)
+        with lock_run(spec.run_path):
+            for name in ("manifests", "objects"):
+                shutil.rmtree(spec.checkpoint_path / name, ignore_errors=True)
+            for name in ("log.jsonl", "summary.json"):
+                (spec.run_path / name).unlink(missing_ok=True)
 
 
 def _run(spec: JobSpec, runtime: Runtime, stop: StopRequest) -> int:
-    # The lock lasts as long as this process; the kernel lets go of it even after SIGKILL.
-    runtime.first(lambda: lock_run(spec.run_path))
     runtime.first(lambda: prepare_corpus(spec.data, spec.model.vocab_size, say))
     job = build_job(spec, runtime)
     began = time.perf_counter()

@@ -6,7 +6,8 @@ import fcntl
 import os
 import secrets
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -149,10 +150,11 @@ class StopRequest:
             signal.signal(number, handler)
 
 
-def lock_run(folder: Path) -> int:
-    """Make a run's folder and hold its lock until this process ends; returns the lock's file.
+@contextmanager
+def lock_run(folder: Path) -> Iterator[None]:
+    """Make a run's folder and hold its lock; the kernel lets go of it even after SIGKILL.
 
-    Raises InputError where another process holds it, or the folder cannot be written.
+    Raises InputError where another run holds it, or the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -164,4 +166,7 @@ def lock_run(folder: Path) -> int:
     except OSError:
         os.close(handle)
         raise InputError(f"run_dir ({folder}) is in use by another run") from None
-    return handle
+    try:
+        yield
+    finally:
+        os.close(handle)

@@ -52,6 +52,8 @@ def refused(root: Path, path: Path, damage: str, reader) -> None:
         path.write_bytes(bytes(changed))
     with pytest.raises(ckpt.CheckpointError) as error:
         reader()
+    if damage in ("truncated", "longer") and path.suffix != ".json":
+        assert "bytes, the manifest says" in str(error.value)
     assert str(path) in str(error.value), "the object must be named"
     assert "\n" not in str(error.value)
     path.write_bytes(original)
@@ -85,6 +87,31 @@ def test_a_damaged_manifest_is_refused_and_never_passed_over(saved, damage):
     path = ckpt.manifest_path(root, 6)
     refused(root, path, damage, lambda: ckpt.read_manifest(root))
     assert ckpt.read_manifest(root, 5).step == 5
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_objects_that_changed_places_are_refused(tmp_path, part):
+    # Each is whole and fits the other's place; only the manifest knows which is which.
+    spec = ckpt.ArraySpec("w", (8, 6), torch.float32, (("fsdp",), ()))
+    manifest = save_with_threads(tmp_path, 5, Topology(dp_shard=2), [spec])
+    a, b = (ckpt.objects_dir(tmp_path, manifest.save_id) / f"w/c/{i}/0" for i in (0, 1))
+    first, second = a.read_bytes(), b.read_bytes()
+    assert len(first) == len(second)
+    a.write_bytes(second)
+    b.write_bytes(first)
+    box = ((0, 4), (0, 6)) if not part else ((1, 2), (0, 6))
+    with pytest.raises(ckpt.CheckpointError, match=r"w/c/0/0 is damaged: it is not the one that"):
+        ckpt.read_box(tmp_path, manifest, manifest.array("w"), box)
+
+
+def test_checksums_tell_contents_apart(tmp_path):
+    # The CRC of a file that ends with its own CRC is a constant; a manifest of those says nothing.
+    checksums = []
+    for seed in (1, 2):
+        manifest = save_with_threads(tmp_path / str(seed), 5, Topology(), SPECS, seed)
+        keys = [k for k in manifest.objects if "/c/" in k]
+        checksums.append([manifest.objects[key].checksum for key in keys])
+    assert all(a != b for a, b in zip(*checksums, strict=True))
 
 
 def test_one_flipped_bit_in_a_part_that_is_read_alone(saved):

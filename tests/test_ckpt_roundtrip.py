@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import tensorstore
@@ -63,8 +65,8 @@ def test_any_layout_loads_under_any_other(tmp_path_factory, before, after, dtype
     assert_loads(root / "other", resharded, before, specs)
     ckpt.verify(root / "other", resharded)
     expected = save_with_threads(root / "direct", 1, after, specs)
-    assert {k: v.crc32c for k, v in resharded.objects.items()} == {
-        k: v.crc32c for k, v in expected.objects.items()
+    assert {k: v.checksum for k, v in resharded.objects.items()} == {
+        k: v.checksum for k, v in expected.objects.items()
     }, "a reshard must write what a save under that layout writes"
 
 
@@ -161,6 +163,19 @@ def test_retention_keeps_the_newest_and_leaves_others_whole(tmp_path):
     ]
     for step in (3, 4):
         assert_loads(tmp_path, ckpt.read_manifest(tmp_path, step), Topology(), SPECS, seed=step)
+
+
+def test_a_manifest_goes_before_its_objects(tmp_path, monkeypatch):
+    for step in (1, 2):
+        save_with_threads(tmp_path, step, Topology(), seed=step)
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.retain(tmp_path, 1)
+    assert ckpt.committed_steps(tmp_path) == [2]
 
 
 def test_leftovers_of_an_interrupted_save_are_removed_and_nothing_else(tmp_path):

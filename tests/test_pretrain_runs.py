@@ -73,7 +73,7 @@ def fingerprints(run: Path) -> dict[str, int]:
     """A checksum of every object of the newest checkpoint: parameters, moments, random states."""
     manifest = ckpt.read_manifest(run / "checkpoints")
     ckpt.verify(run / "checkpoints", manifest)
-    return {key: record.crc32c for key, record in manifest.objects.items()}
+    return {key: record.checksum for key, record in manifest.objects.items()}
 
 
 @pytest.mark.parametrize(
@@ -237,9 +237,10 @@ def test_two_runs_never_share_a_folder(text, tmp_path):
     from pretrain.runtime import lock_run
 
     spec = write_spec(tmp_path, data=data_of(text))
-    handle = lock_run(tmp_path / "run")
-    code, _, err = launch(spec, 1)
+    with lock_run(tmp_path / "run"):
+        code, _, err = launch(spec, 1)
     assert code == 2
     assert err.startswith("error: run_dir (")
     assert "in use by another run" in err
-    os.close(handle)
+    with lock_run(tmp_path / "run"):
+        pass

@@ -50,7 +50,7 @@ def one_error_line(text: str) -> str:
 def contents(root: Path) -> dict[str, tuple]:
     manifest = ckpt.read_manifest(root)
     ckpt.verify(root, manifest)
-    return {key: (r.bytes, r.crc32c) for key, r in manifest.objects.items()}
+    return {key: (r.bytes, r.checksum) for key, r in manifest.objects.items()}
 
 
 def test_reshard_to_one_to_four_and_back_is_bit_equal(tmp_path, capsys):
