@@ -1,5 +1,6 @@
 # make setup      the environment
-# make pretrain   train the tiny recipe on 2 ranks; again resumes, FRESH=1 starts over
+# make pretrain   train the tiny recipe on 2 ranks; again resumes, FRESH=1 starts over;
+#                 SPEC=, RANKS= and ARGS="--set train.steps=480" change it
 # make test       the test suite, lint and types apart (make lint, make types)
 # make check      all three
 
@@ -9,6 +10,7 @@ PY := $(VENV)/bin/python
 RANKS ?= 2
 SPEC ?= tools/recipes/stdlib-tiny.toml
 FRESH ?= 0
+ARGS ?=
 export OMP_NUM_THREADS ?= 1
 # torchrun's default shared store can leave a restart hanging; each attempt gets its own.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE := 1
@@ -23,9 +25,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 setup: $(VENV)/.ready
 
 pretrain: setup
-	$(PY) tools/pretrain.py $(SPEC) --prepare $(if $(filter 1,$(FRESH)),--fresh)
+	$(PY) tools/pretrain.py $(SPEC) $(ARGS) --prepare $(if $(filter 1,$(FRESH)),--fresh)
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
-	    tools/pretrain.py $(SPEC)
+	    tools/pretrain.py $(SPEC) $(ARGS)
 
 test: setup
 	$(PY) -m pytest

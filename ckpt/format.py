@@ -135,6 +135,14 @@ def objects_dir(root: Path, save_id: str) -> Path:
     return root / "objects" / save_id
 
 
+def pending_dir(root: Path, save_id: str) -> Path:
+    """Exists while a save's objects are listed by no manifest: not yet, or no more.
+
+    It holds the receipts by which ranks tell rank 0 what they have written.
+    """
+    return root / "objects" / f".pending-{save_id}"
+
+
 def manifest_path(root: Path, step: int) -> Path:
     """The manifest of one step."""
     return root / "manifests" / f"step-{step:08d}.json"
@@ -241,7 +249,11 @@ def read_manifest(root: Path, step: int | None = None) -> Manifest:
     elif step not in steps:
         raise CheckpointError(f"no checkpoint of step {step} in {root}; there are {steps}")
     path = manifest_path(root, step)
-    return decode_manifest(path.read_bytes(), path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"manifest {path} cannot be read: {error.strerror}") from None
+    return decode_manifest(data, path)
 
 
 def committed_steps(root: Path) -> list[int]:

@@ -7,9 +7,9 @@ import math
 from parallel.layout import ShardLayout
 
 SHARD_BYTES = 64 << 20
-"""An object is at most about this long: enough to stream, few enough to list."""
+"""The length that objects come near to: enough to stream, few enough to list."""
 CHUNK_BYTES = 4 << 20
-"""An inner chunk is at most about this long: the least that a reader must read to verify."""
+"""The length that inner chunks come near to: the least that a reader must read to verify."""
 
 
 def storage_grid(
@@ -22,18 +22,25 @@ def storage_grid(
 
     No object crosses from one rank's slice into another's, so that each has one writer. Leading
     dims (layer, expert) are cut first, so that an object holds whole trailing ones.
+
+    A dim that no slice's boundary cuts is cut anywhere: zarr lets the last object be short. In the
+    others a size must divide the slice's; where none near the aim does (a prime number of rows),
+    the slice stays whole in that dim and a later dim is cut.
     """
     grain = layout.grain()
+    free = [g == max(n, 1) for g, n in zip(grain, layout.shape, strict=True)]
     shard = list(grain)
     for dim, size in enumerate(grain):
         wanted = _wanted(shard, dim, itemsize, shard_bytes)
-        # A dim that no boundary cuts may be cut anywhere: zarr allows a short last object.
-        free = size == max(layout.shape[dim], 1)
-        shard[dim] = -(-size // -(-size // wanted)) if free else _divisor(size, wanted)
+        shard[dim] = _even_part(size, wanted) if free[dim] else _near_divisor(size, wanted)
     chunk = list(shard)
     for dim, size in enumerate(shard):
-        # Within an object zarr wants chunks that divide it.
-        chunk[dim] = _divisor(size, _wanted(chunk, dim, itemsize, chunk_bytes))
+        wanted = _wanted(chunk, dim, itemsize, chunk_bytes)
+        if free[dim]:
+            chunk[dim] = _even_part(size, wanted)
+            shard[dim] = chunk[dim] * -(-size // chunk[dim])  # zarr wants chunks to divide it
+        else:
+            chunk[dim] = _near_divisor(size, wanted)
     return tuple(shard), tuple(chunk)
 
 
@@ -42,5 +49,13 @@ def _wanted(shape: list[int], dim: int, itemsize: int, target: int) -> int:
     return max(1, min(shape[dim], target // max(rest, 1)))
 
 
-def _divisor(size: int, at_most: int) -> int:
-    return next(d for d in range(at_most, 0, -1) if size % d == 0)
+def _even_part(size: int, at_most: int) -> int:
+    return -(-size // -(-size // at_most))
+
+
+def _near_divisor(size: int, wanted: int) -> int:
+    """The divisor of ``size`` nearest to ``wanted``, at most; if too far below, the next above."""
+    below = next(d for d in range(wanted, 0, -1) if size % d == 0)
+    if below * 4 >= wanted:
+        return below
+    return next(d for d in range(wanted, size + 1) if size % d == 0)

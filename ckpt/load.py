@@ -20,7 +20,7 @@ from ckpt.format import (
     objects_dir,
     read_manifest,
 )
-from ckpt.shard import read_object
+from ckpt.shard import read_object, within
 from ckpt.tensors import LocalArray
 from parallel.layout import Box, cells
 
@@ -30,7 +30,7 @@ def read_box(root: Path, manifest: Manifest, record: ArrayRecord, box: Box) -> n
     out = np.empty([stop - start for start, stop in box], record.dtype)
     count = 0
     for part, values in _parts(root, manifest, record, box):
-        out[tuple(slice(s - o, e - o) for (s, e), (o, _) in zip(part, box, strict=True))] = values
+        out[within(part, box)] = values
         count += values.size
     assert count == out.size, f"{record.name} {box}: the chunks read do not cover it"
     return out
@@ -82,9 +82,12 @@ def verify(root: Path, manifest: Manifest) -> int:
     total = 0
     for key, data in metadata_objects(manifest.arrays).items():
         path = folder / key
-        if not path.exists():
-            raise CheckpointError(f"object {path} is missing, the manifest lists it")
-        found = path.read_bytes()
+        try:
+            found = path.read_bytes()
+        except FileNotFoundError:
+            raise CheckpointError(f"object {path} is missing, the manifest lists it") from None
+        except OSError as error:
+            raise CheckpointError(f"object {path} cannot be read: {error.strerror}") from None
         if found != data or crc32c(found) != manifest.objects[key].checksum:
             raise CheckpointError(f"object {path} is damaged: it is not what the manifest says")
         total += len(found)

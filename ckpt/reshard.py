@@ -6,6 +6,9 @@ import secrets
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from ckpt.format import (
     ArrayRecord,
@@ -14,11 +17,13 @@ from ckpt.format import (
     ObjectRecord,
     committed_steps,
     objects_dir,
+    pending_dir,
 )
 from ckpt.grid import storage_grid
 from ckpt.load import read_box
 from ckpt.save import SaveInfo, commit, discard, write_cells, write_metadata
-from parallel.layout import Topology, cells
+from ckpt.shard import object_box, within
+from parallel.layout import Box, Topology, cells
 
 Progress = Callable[[int], None]
 """Called with the bytes of each object that has been written."""
@@ -28,6 +33,10 @@ def record_under(record: ArrayRecord, topology: Topology) -> ArrayRecord:
     """The same array as a save under ``topology`` would store it."""
     shard, chunk = storage_grid(record.layout(topology), record.dtype.itemsize)
     return record.model_copy(update={"shard_shape": shard, "chunk_shape": chunk})
+
+
+def _part(values: np.ndarray[Any, Any], outer: Box, box: Box) -> np.ndarray[Any, Any]:
+    return values[within(box, outer)]
 
 
 def reshard(
@@ -60,12 +69,14 @@ def reshard(
         spec_hash=manifest.spec_hash,
     )
     try:
+        pending_dir(target, save_id).mkdir(parents=True)
         objects: dict[str, ObjectRecord] = write_metadata(folder, records)
         for old, new in zip(manifest.arrays, records, strict=True):
             whole = tuple((0, size) for size in new.shape)
             for coordinates in cells(whole, new.shard_shape):
-                read = partial(read_box, source, manifest, old)
-                written = write_cells(folder, new, [coordinates], read)
+                box = object_box(new, coordinates)
+                values = read_box(source, manifest, old, box)
+                written = write_cells(folder, new, [coordinates], partial(_part, values, box))
                 objects.update(written)
                 progress(sum(record.bytes for record in written.values()))
         return commit(target, info, records, objects)

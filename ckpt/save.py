@@ -26,6 +26,7 @@ from ckpt.format import (
     metadata_objects,
     object_key,
     objects_dir,
+    pending_dir,
     read_manifest,
 )
 from ckpt.shard import ReadBox, write_bytes, write_object
@@ -85,8 +86,10 @@ def save(
     """
     folder = objects_dir(root, info.save_id)
     records = [array.spec.record(info.topology) for array in arrays]
-    failure: OSError | CheckpointError | None = None
+    pending = pending_dir(root, info.save_id)
+    failure: Exception | None = None
     try:
+        pending.mkdir(parents=True, exist_ok=True)
         receipt: dict[str, ObjectRecord] = {}
         if rank == 0:
             receipt.update(write_metadata(folder, records))
@@ -94,8 +97,8 @@ def save(
             layout = record.layout(info.topology)
             coordinates = own_cells(record, layout, rank)
             receipt.update(write_cells(folder, record, coordinates, array.read))
-        _write_receipt(folder, rank, receipt)
-    except (OSError, CheckpointError) as error:
+        _write_receipt(pending, rank, receipt)
+    except Exception as error:  # the others must learn of it, whatever it is
         failure = error
     if not agree(failure is None):
         _abandon(root, info, failure)
@@ -103,9 +106,9 @@ def save(
     manifest: Manifest | None = None
     if rank == 0:
         try:
-            objects = _read_receipts(folder, info.topology.world)
+            objects = _read_receipts(pending, info.topology.world)
             manifest = commit(root, info, records, objects)
-        except (OSError, CheckpointError) as error:
+        except Exception as error:
             failure = error
     if not agree(failure is None):
         _abandon(root, info, failure)
@@ -149,22 +152,15 @@ def _sync_folders(folder: Path, keys: Iterable[str]) -> None:
         fsync_dir(parent)
 
 
-def _receipts(folder: Path) -> Path:
-    # Beside the save's folder, so that this holds what the manifest lists and nothing else.
-    return folder.parent / f".receipts-{folder.name}"
-
-
-def _write_receipt(folder: Path, rank: int, receipt: dict[str, ObjectRecord]) -> None:
-    receipts = _receipts(folder)
-    receipts.mkdir(parents=True, exist_ok=True)
+def _write_receipt(pending: Path, rank: int, receipt: dict[str, ObjectRecord]) -> None:
     body = {key: [record.bytes, record.checksum] for key, record in receipt.items()}
-    write_bytes(receipts / f"rank-{rank}.json", json.dumps(body).encode())
+    write_bytes(pending / f"rank-{rank}.json", json.dumps(body).encode())
 
 
-def _read_receipts(folder: Path, world: int) -> dict[str, ObjectRecord]:
+def _read_receipts(pending: Path, world: int) -> dict[str, ObjectRecord]:
     objects: dict[str, ObjectRecord] = {}
     for rank in range(world):
-        path = _receipts(folder) / f"rank-{rank}.json"
+        path = pending / f"rank-{rank}.json"
         if not path.exists():
             raise CheckpointError(
                 f"rank {rank} left no receipt {path}: checkpoint.path must be a folder that every "
@@ -173,7 +169,6 @@ def _read_receipts(folder: Path, world: int) -> dict[str, ObjectRecord]:
         for key, (length, checksum) in json.loads(path.read_bytes()).items():
             assert key not in objects, f"two ranks wrote {key}"
             objects[key] = ObjectRecord(bytes=length, checksum=checksum)
-    shutil.rmtree(_receipts(folder))
     return objects
 
 
@@ -200,8 +195,10 @@ def commit(
     path = manifest_path(root, info.step)
     decode_manifest(data, path)  # refuses what no reader would take
     path.parent.mkdir(parents=True, exist_ok=True)
-    for parent in (root / "objects", root, root.parent):
-        fsync_dir(parent)
+    fsync_dir(root / "objects")
+    for parent in (root, *root.resolve().parents):
+        with contextlib.suppress(OSError):  # those that are not ours may not be opened
+            fsync_dir(parent)
     draft = path.parent / f".{info.save_id}"
     write_bytes(draft, data)
     try:
@@ -209,16 +206,14 @@ def commit(
         os.link(draft, path)
     except FileExistsError:
         raise CheckpointError(
-            f"step {info.step} already has a checkpoint in {root}; move {path.name} away or save "
-            f"elsewhere"
+            f"step {info.step} already has a checkpoint in {root}; save elsewhere, or move "
+            f"{path.name} away"
         ) from None
     finally:
-        draft.unlink()
-    try:
-        fsync_dir(path.parent)
-    except OSError:
-        path.unlink()
-        raise
+        with contextlib.suppress(OSError):
+            draft.unlink()
+    fsync_dir(path.parent)
+    shutil.rmtree(pending_dir(root, info.save_id), ignore_errors=True)
     return manifest
 
 
@@ -227,16 +222,15 @@ def discard(root: Path, info: SaveInfo) -> None:
     with contextlib.suppress(CheckpointError):
         if read_manifest(root, info.step).save_id == info.save_id:
             return
-    folder = objects_dir(root, info.save_id)
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.rmtree(_receipts(folder), ignore_errors=True)
+    shutil.rmtree(objects_dir(root, info.save_id), ignore_errors=True)
+    shutil.rmtree(pending_dir(root, info.save_id), ignore_errors=True)
 
 
-def _abandon(root: Path, info: SaveInfo, failure: OSError | CheckpointError | None) -> NoReturn:
+def _abandon(root: Path, info: SaveInfo, failure: Exception | None) -> NoReturn:
     what = f"checkpoint of step {info.step} in {root} is not saved"
     if failure is None:
         raise OtherRankError(f"{what}: another rank could not write its part")
     discard(root, info)  # every rank has stopped writing: they have all given their word
-    if isinstance(failure, CheckpointError):
+    if not isinstance(failure, OSError):
         raise failure
     raise CheckpointError(f"{what}: {failure.strerror}: {failure.filename or root}")

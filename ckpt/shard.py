@@ -134,6 +134,8 @@ def read_object(
             yield from _chunks(path, record, coordinates, expected, wanted, read)
     except FileNotFoundError:
         raise CheckpointError(f"object {path} is missing, the manifest lists it") from None
+    except OSError as error:
+        raise CheckpointError(f"object {path} cannot be read: {error.strerror}") from None
 
 
 def _slicer(data: bytes) -> Callable[[int, int], bytes]:
@@ -173,7 +175,7 @@ def _chunks(
         body = read(spans[i][0], spans[i][1] - 4)
         _check(body, checks[i], path, f"chunk {i}")
         values = np.frombuffer(body, record.dtype).reshape(record.chunk_shape)
-        yield common, values[_within(common, box)]
+        yield common, values[within(common, box)]
 
 
 def _check(body: bytes, check: bytes, path: Path, what: str) -> None:
@@ -181,7 +183,8 @@ def _check(body: bytes, check: bytes, path: Path, what: str) -> None:
         raise CheckpointError(f"object {path} is damaged: the CRC32C of {what} does not match")
 
 
-def _within(box: Box, outer: Box) -> tuple[slice, ...]:
+def within(box: Box, outer: Box) -> tuple[slice, ...]:
+    """The slices that pick ``box`` out of an array that holds ``outer``."""
     return tuple(
         slice(start - base, stop - base)
         for (start, stop), (base, _) in zip(box, outer, strict=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ckpt.format import STORAGE_DTYPES, ArrayRecord, CheckpointError
 from ckpt.grid import storage_grid
+from ckpt.shard import within
 from parallel.layout import Box, ShardLayout, Topology
 
 _BIT_PATTERNS = {"uint16": torch.uint16, "uint8": torch.uint8}
@@ -80,26 +81,20 @@ class LocalArray:
     def read(self, box: Box) -> np.ndarray[Any, Any]:
         """The numbers of a box within this slice, as they are stored."""
         if not self.stacked:
-            return _to_numpy(self.pieces[0][self._slices(box, 0)])
+            return _to_numpy(self.pieces[0][within(box, self.box)])
         (first, last), base = box[0], self.box[0][0]
-        rest = self._slices(box[1:], 1)
+        rest = within(box[1:], self.box[1:])
         return np.stack([_to_numpy(self.pieces[i - base][rest]) for i in range(first, last)])
 
     def write(self, box: Box, values: np.ndarray[Any, Any]) -> None:
         """Put stored numbers into a box within this slice."""
         with torch.no_grad():
             if not self.stacked:
-                _copy(self.pieces[0][self._slices(box, 0)], values)
+                _copy(self.pieces[0][within(box, self.box)], values)
                 return
-            rest = self._slices(box[1:], 1)
+            rest = within(box[1:], self.box[1:])
             for i, value in zip(range(*box[0]), values, strict=True):
                 _copy(self.pieces[i - self.box[0][0]][rest], value)
-
-    def _slices(self, box: Box, dim: int) -> tuple[slice, ...]:
-        return tuple(
-            slice(start - base, stop - base)
-            for (start, stop), (base, _) in zip(box, self.box[dim:], strict=True)
-        )
 
 
 def _storage_view(tensor: Tensor) -> Tensor:

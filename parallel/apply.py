@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol, cast, runtime_checkable
+from typing import Protocol, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from parallel.layout import FSDP_DENSE_DIM, FSDP_EXPERT_DIM
 from parallel.mesh import ParallelDims
 
 
-@runtime_checkable
 class ExpertParallelModule(Protocol):
     """A layer whose experts can live on different ranks.
 
@@ -32,8 +31,11 @@ class ExpertParallelModule(Protocol):
 def expert_modules(model: nn.Module) -> Iterator[ExpertParallelModule]:
     """The layers of ``model`` that have experts, in the order of ``model.modules()``."""
     for module in model.modules():
-        if isinstance(module, ExpertParallelModule):
-            yield module
+        # Not isinstance: since Python 3.12 that looks past nn.Module's own way to hold submodules.
+        if isinstance(getattr(module, "experts", None), nn.Module) and callable(
+            getattr(module, "use_expert_group", None)
+        ):
+            yield cast(ExpertParallelModule, module)
 
 
 def expert_parameter_names(model: nn.Module) -> set[str]:
@@ -53,6 +55,10 @@ def apply_expert_parallel(model: nn.Module, ep_mesh: DeviceMesh) -> nn.Module:
     Parameters become DTensors cut along the expert dim, with the logical shape [E, ...], so that
     any tool that understands DTensor sees the whole layer. No values move: as with fully_shard,
     every rank must have built the same ones (from one seed, or on the meta device).
+
+    An expert's gradient is the sum over the tokens of all ranks of the mesh. The gradients of the
+    router and of everything else are each rank's own: :func:`apply_fsdp`, or an all-reduce (sum) of
+    yours, adds them up.
 
     Raises ValueError where a layer's experts are not a multiple of the ranks.
     """
@@ -83,8 +89,9 @@ def apply_fsdp(
 ) -> nn.Module:
     """Shard parameters, gradients and optimizer state with FSDP2, experts over their own mesh.
 
-    Gradients are summed over ranks, never averaged: the loss is normalized by the step's global
-    count of target tokens, so that a rank with fewer tokens weighs less.
+    Gradients are summed over ranks, never averaged: divide each rank's summed loss by the global
+    count of target tokens, so that a rank with fewer tokens weighs less. A loss that is each rank's
+    own mean must be divided by the number of ranks.
 
     Args:
         model: after :func:`apply_expert_parallel`.
@@ -130,7 +137,10 @@ def apply_fsdp(
 
 
 def set_gradient_sync(model: nn.Module, sync: bool) -> None:
-    """Reduce gradients in the coming backward, or let them accumulate on each rank."""
+    """Reduce gradients in the coming backward, or let them accumulate on each rank.
+
+    Until they are reduced each rank holds them whole.
+    """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(sync)
 

@@ -24,6 +24,8 @@ class ParallelConfig(BaseModel):
     tp: int = Field(default=1, ge=1)
     ep: int = Field(default=1, ge=1)
     reshard_after_forward: bool = True
+    """Hold parameters and gradients whole only while they are used (ZeRO-3). Where false, they are
+    held through a step (ZeRO-2), and gradients are reduced once a step, not once a micro-batch."""
 
     def topology(self, world: int) -> Topology:
         """Resolve to ``world`` ranks.

@@ -52,7 +52,13 @@ class Training:
         batches, cursor = job.loader.step(Cursor(self.progress.cursor))
         waited = time.perf_counter() - began
         planned = spec.global_batch_tokens
-        result = forward_backward(job.model, batches, planned, job.runtime.device)
+        result = forward_backward(
+            job.model,
+            batches,
+            planned,
+            job.runtime.device,
+            reduce_once=not spec.parallel.reshard_after_forward,
+        )
         report = Report(
             loss_sum=float(result.loss_sum),
             target_tokens=result.target_tokens,

@@ -35,7 +35,11 @@ def next_token_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
 
 
 def forward_backward(
-    model: nn.Module, micro_batches: Sequence[Tensor], planned_tokens: int, device: torch.device
+    model: nn.Module,
+    micro_batches: Sequence[Tensor],
+    planned_tokens: int,
+    device: torch.device,
+    reduce_once: bool = False,
 ) -> Pass:
     """Accumulate the gradient of one step's loss.
 
@@ -48,12 +52,14 @@ def forward_backward(
         micro_batches: [b, S + 1] token ids; as many on every rank, some perhaps empty.
         planned_tokens: target tokens of the step over all ranks.
         device: where the model is.
+        reduce_once: reduce gradients after the last micro-batch alone, at the cost of holding them
+            whole until then.
     """
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     target_tokens = 0
     loads: Tensor | None = None
     for turn, batch in enumerate(micro_batches):
-        set_gradient_sync(model, turn == len(micro_batches) - 1)
+        set_gradient_sync(model, not reduce_once or turn == len(micro_batches) - 1)
         batch = batch.to(device, non_blocking=True)
         targets_BS = batch[:, 1:]
         out: DecoderOutput = model(batch[:, :-1])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import ckpt
 from ckpt.format import STORAGE_DTYPES, object_key
-from ckpt.grid import storage_grid
+from ckpt.grid import CHUNK_BYTES, SHARD_BYTES, storage_grid
 from parallel.layout import ShardLayout, Topology
 from tests.checkpoints import (
     SPECS,
@@ -112,18 +112,57 @@ def test_every_copy_has_some_objects_to_write(tmp_path):
     assert owned == [[(0, 0), (3, 0)], [(1, 0), (4, 0)], [(2, 0), (5, 0)]]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     st.tuples(*(st.integers(1, 60) for _ in range(4))), topologies, st.integers(16, 4000),
     st.integers(16, 500),
 )  # fmt: skip
-def test_objects_and_chunks_keep_to_their_sizes(shape, topology, shard_bytes, chunk_bytes):
+def test_chunks_divide_objects_and_no_object_crosses_a_boundary(
+    shape, topology, shard_bytes, chunk_bytes
+):
     layout = ShardLayout(shape, ((), ("ep",), ("efsdp",), ()), topology)
     shard, chunk = storage_grid(layout, 4, shard_bytes, chunk_bytes)
     assert all(s % c == 0 for s, c in zip(shard, chunk, strict=True))
-    assert all(g % s == 0 or g == n for g, s, n in zip(layout.grain(), shard, shape, strict=True))
-    assert np.prod(shard) * 4 <= max(shard_bytes, 4)
-    assert np.prod(chunk) * 4 <= max(chunk_bytes, 4)
+    for grain, size, step in zip(layout.grain(), shape, shard, strict=True):
+        assert grain % step == 0 or grain == size
+
+
+@pytest.mark.parametrize(
+    ("shape", "splits", "topology", "most_objects"),
+    [
+        ((151669, 2048), (("fsdp",), ()), Topology(dp_shard=8), 40),  # a prime number of rows each
+        ((151936, 2048), (("fsdp",), ()), Topology(dp_shard=8), 40),
+        ((50257, 768), (("fsdp",), ()), Topology(dp_shard=2), 8),
+        ((50257, 768), (("fsdp",), ()), Topology(dp_shard=32), 32),
+        ((50257, 768), ((), ()), Topology(), 8),
+        ((48, 128, 2048, 768), ((), ("ep",), ("efsdp",), ()), Topology(dp_shard=64, ep=8), 1200),
+        ((61, 7168), ((), ("fsdp",)), Topology(dp_shard=256), 256),
+    ],
+)
+def test_objects_and_chunks_of_real_models_are_neither_tiny_nor_huge(
+    shape, splits, topology, most_objects
+):
+    shard, chunk = storage_grid(ShardLayout(shape, splits, topology), 4)
+    objects = np.prod([-(-n // s) for n, s in zip(shape, shard, strict=True)])
+    assert objects <= most_objects
+    assert np.prod(shard) * 4 <= 4 * SHARD_BYTES
+    assert np.prod(chunk) * 4 <= 4 * CHUNK_BYTES
+    chunks = np.prod([s // c for s, c in zip(shard, chunk, strict=True)])
+    assert chunks == 1 or np.prod(chunk) * 4 >= CHUNK_BYTES / 4
+
+
+def test_a_reshard_reads_each_object_of_the_source_once_for_each_of_the_target(
+    tmp_path, monkeypatch
+):
+    spec = ckpt.ArraySpec("w", (4096, 1024), torch.float32, (("fsdp",), ()))  # 4 chunks
+    manifest = save_with_threads(tmp_path / "a", 1, Topology(), [spec])
+    opened = []
+    real = ckpt.load.__globals__["read_object"]
+    monkeypatch.setitem(
+        ckpt.load.__globals__, "read_object", lambda *a: (opened.append(a[0]), real(*a))[1]
+    )
+    ckpt.reshard(tmp_path / "a", manifest, tmp_path / "b", Topology(dp_shard=2))
+    assert len(opened) == 2
 
 
 def test_a_model_of_another_shape_is_refused_before_anything_is_written(tmp_path):
@@ -165,28 +204,46 @@ def test_retention_keeps_the_newest_and_leaves_others_whole(tmp_path):
         assert_loads(tmp_path, ckpt.read_manifest(tmp_path, step), Topology(), SPECS, seed=step)
 
 
-def test_a_manifest_goes_before_its_objects(tmp_path, monkeypatch):
+def test_leftovers_of_an_interrupted_save_are_removed_and_nothing_else(tmp_path):
+    save_with_threads(tmp_path, 1, Topology())
+    objects = tmp_path / "objects"
+    (objects / "00000002-dead" / "model").mkdir(parents=True)
+    (objects / ".pending-00000002-dead").mkdir()
+    (tmp_path / "manifests" / ".00000002-dead").write_bytes(b"{")
+    # Killed between the commit and the end of a save, or just before a removal.
+    (objects / ".pending-00000001-test").mkdir()
+    assert ckpt.committed_steps(tmp_path) == [1]
+    assert ckpt.remove_uncommitted(tmp_path) == ["00000002-dead"]
+    assert_loads(tmp_path, ckpt.read_manifest(tmp_path), Topology(), SPECS)
+    assert [p.name for p in (tmp_path / "manifests").iterdir()] == ["step-00000001.json"]
+    assert [p.name for p in objects.iterdir()] == ["00000001-test"]
+
+
+def test_the_objects_of_a_manifest_that_was_moved_away_stay(tmp_path):
+    for step in (1, 2):
+        save_with_threads(tmp_path, step, Topology(), seed=step)
+    path = ckpt.manifest_path(tmp_path, 2)
+    path.rename(tmp_path / "aside.json")
+    assert ckpt.remove_uncommitted(tmp_path) == []
+    (tmp_path / "aside.json").rename(path)
+    assert_loads(tmp_path, ckpt.read_manifest(tmp_path, 2), Topology(), SPECS, seed=2)
+
+
+def test_a_removal_that_was_interrupted_is_ended_by_the_next_start(tmp_path, monkeypatch):
     for step in (1, 2):
         save_with_threads(tmp_path, step, Topology(), seed=step)
 
     def killed(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(shutil, "rmtree", killed)
-    with pytest.raises(KeyboardInterrupt):
-        ckpt.retain(tmp_path, 1)
-    assert ckpt.committed_steps(tmp_path) == [2]
-
-
-def test_leftovers_of_an_interrupted_save_are_removed_and_nothing_else(tmp_path):
-    save_with_threads(tmp_path, 1, Topology())
-    (tmp_path / "objects" / "00000002-dead" / "model").mkdir(parents=True)
-    (tmp_path / "objects" / ".receipts-00000002-dead").mkdir()
-    (tmp_path / "manifests" / ".00000002-dead").write_bytes(b"{")
-    assert ckpt.committed_steps(tmp_path) == [1]
-    assert ckpt.remove_uncommitted(tmp_path) == [".receipts-00000002-dead", "00000002-dead"]
-    assert_loads(tmp_path, ckpt.read_manifest(tmp_path), Topology(), SPECS)
-    assert sorted(p.name for p in (tmp_path / "manifests").iterdir()) == ["step-00000001.json"]
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.retain(tmp_path, 1)
+    assert ckpt.committed_steps(tmp_path) == [2], "a manifest goes before its objects"
+    assert ckpt.remove_uncommitted(tmp_path) == ["00000001-test"]
+    assert [p.name for p in (tmp_path / "objects").iterdir()] == ["00000002-test"]
+    assert_loads(tmp_path, ckpt.read_manifest(tmp_path), Topology(), SPECS, seed=2)
 
 
 def test_an_object_that_two_would_write_cannot_exist_twice(tmp_path):
