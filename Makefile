@@ -14,6 +14,8 @@ ARGS ?=
 export OMP_NUM_THREADS ?= 1
 # torchrun's default shared store can leave a restart hanging; each attempt gets its own.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE := 1
+# After SIGTERM ranks finish a step and commit a checkpoint before they are killed.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 600
 
 .PHONY: setup pretrain test lint types check megablocks clean
 

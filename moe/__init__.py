@@ -2,7 +2,7 @@
 
 from moe.config import MoEConfig
 from moe.dispatch import AllToAllDispatcher, Dispatched, Dispatcher, LocalDispatcher
-from moe.experts import GroupedExperts
+from moe.experts import GroupedExperts, choose_backend
 from moe.layer import MoEAux, MoELayer, MoEOutput, SwiGLU
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "MoELayer",
     "MoEOutput",
     "SwiGLU",
+    "choose_backend",
 ]

@@ -65,8 +65,9 @@ def choose_backend(
     16 bytes, in bfloat16, or on a CPU in float32 or float16.
     """
     row = 16 // dtype.itemsize
-    dtypes = [torch.bfloat16]
-    if device_type == "cpu":
+    dtypes = [torch.bfloat16] if device_type in ("cpu", "cuda") else []
+    # Compiled, torch takes bfloat16 alone on any device.
+    if device_type == "cpu" and not torch.compiler.is_compiling():
         dtypes += [torch.float32, torch.float16]
     possible = dtype in dtypes and d_model % row == 0 and d_ff % row == 0
     if backend == "grouped_mm" and not possible:
@@ -98,10 +99,13 @@ class GroupedExperts(nn.Module):
 
     def forward(self, x_RD: Tensor, rows_per_expert_E: Tensor) -> Tensor:
         """[R, D] rows sorted by expert and [E] int64 counts of them -> [R, D]. R may be 0."""
-        w_gate, w_up, w_down = (local_shard(w) for w in (self.w_gate, self.w_up, self.w_down))
-        # The layer's dtype is its weights': under mixed precision FSDP has cast them.
-        x_RD = x_RD.to(w_gate.dtype)
-        run = choose_backend(
-            self.backend, w_gate.shape[1], w_gate.shape[2], w_gate.dtype, w_gate.device.type
-        )
-        return run(x_RD, rows_per_expert_E, w_gate, w_up, w_down)
+        weights = [local_shard(w) for w in (self.w_gate, self.w_up, self.w_down)]
+        # The layer's dtype is its weights', since under mixed precision FSDP has cast them, or
+        # autocast's, which does not know grouped products.
+        device, dtype = x_RD.device.type, weights[0].dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        _, d_model, d_ff = weights[0].shape
+        run = choose_backend(self.backend, d_model, d_ff, dtype, device)
+        with torch.autocast(device, enabled=False):
+            return run(x_RD.to(dtype), rows_per_expert_E, *(w.to(dtype) for w in weights))

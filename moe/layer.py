@@ -103,7 +103,8 @@ class MoELayer(nn.Module):
         y_TD = self.dispatcher.combine(y_RD, dispatched)
 
         if self.shared_experts is not None:
-            y_TD = y_TD + self.shared_experts(x_TD)
+            shared = self.shared_experts
+            y_TD = y_TD + shared(x_TD.to(shared.w_gate.weight.dtype))
         aux = MoEAux(
             load_balance_loss=routed.load_balance_loss,
             z_loss=routed.z_loss,

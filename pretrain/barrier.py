@@ -28,6 +28,7 @@ class Report:
     """Its share of the squared global gradient norm; a copy held n times counts 1/n."""
     stop_requested: float
     step_seconds: float
+    """Until here, the barrier; waiting in collectives is included."""
     data_wait_seconds: float
 
 

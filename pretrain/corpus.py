@@ -18,6 +18,7 @@ import io
 import json
 import lzma
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -68,6 +69,7 @@ class CorpusManifest(BaseModel):
     source: str
     vocab_size: int
     shard_tokens: int
+    tokenizer_bytes: int
     dtype: str
     train: list[Shard]
     val: list[Shard]
@@ -102,17 +104,32 @@ def prepare_corpus(
             f"data.source ({data.source}) must have at least 2 documents with text, one to train "
             f"on and one to hold out; it has {len(documents)}"
         )
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+    partial = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
     say(f"preparing {data.path}: {len(train)} documents, {len(val)} held out")
     try:
         partial.mkdir(parents=True)
         manifest = _write(partial, data, vocab_size, train, val)
+        _make_durable(partial)
         partial.replace(folder)
     except OSError as error:
-        raise InputError(f"data.path ({data.path}) cannot be written: {error.strerror}") from None
+        if (folder / "manifest.json").exists():  # someone else was faster
+            return open_corpus(data, vocab_size)
+        raise InputError(
+            f"data.path ({data.path}) cannot be prepared: {error.strerror}: "
+            f"{error.filename or partial}"
+        ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return manifest
+
+
+def _make_durable(folder: Path) -> None:
+    for path in (*folder.iterdir(), folder, folder.parent):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def open_corpus(data: DataConfig, vocab_size: int) -> CorpusManifest:
@@ -131,6 +148,7 @@ def open_corpus(data: DataConfig, vocab_size: int) -> CorpusManifest:
         "source": data.source,
         "vocab_size": vocab_size,
         "shard_tokens": data.shard_tokens,
+        "tokenizer_bytes": data.tokenizer_bytes,
     }
     for field, value in wanted.items():
         found = getattr(manifest, field)
@@ -143,8 +161,10 @@ def open_corpus(data: DataConfig, vocab_size: int) -> CorpusManifest:
 
 
 def load_tokenizer(data: DataConfig) -> Tokenizer:
-    """The prepared corpus's tokenizer."""
-    return Tokenizer.from_file(str(Path(data.path) / "tokenizer.json"))
+    """The prepared corpus's tokenizer; the end of a document spelt out in a text is only text."""
+    tokenizer = Tokenizer.from_file(str(Path(data.path) / "tokenizer.json"))
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 def end_of_document(tokenizer: Tokenizer) -> int:
@@ -182,6 +202,7 @@ def _write(
         source=data.source,
         vocab_size=vocab_size,
         shard_tokens=data.shard_tokens,
+        tokenizer_bytes=data.tokenizer_bytes,
         dtype=dtype,
         train=shards["train"],
         val=shards["val"],
@@ -212,13 +233,14 @@ def _train_tokenizer(documents: list[Document], vocab_size: int, limit: int) -> 
         left = limit
         # By hash, so that a limit takes from everywhere and not from the first folder.
         for document in sorted(documents, key=lambda d: d.hash):
-            text = document.read()
-            yield text[:left]
-            left -= len(text)
+            raw = document.read().encode()[:left]
+            yield raw.decode(errors="ignore")
+            left -= len(raw)
             if left <= 0:
                 return
 
     tokenizer.train_from_iterator(some(), trainer)
+    tokenizer.encode_special_tokens = True
     return tokenizer
 
 

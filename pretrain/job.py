@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import ckpt
 from ckpt import CheckpointError, LocalArray, Manifest, SaveInfo
+from moe import choose_backend
 from parallel import ParallelDims, ShardLayout, Topology, apply_expert_parallel, apply_fsdp
 from pretrain.corpus import CorpusManifest, open_corpus
 from pretrain.data import GlobalOrder, Loader, PackedSequences
@@ -64,8 +67,17 @@ class Job:
 
 
 def build_job(spec: JobSpec, runtime: Runtime) -> Job:
-    """Build on this rank; the corpus must be prepared. Parameters have their first values."""
+    """Build on this rank; the corpus must be prepared. :func:`restore` gives the parameters values.
+
+    Raises InputError where the corpus is not the spec's, or the layer has no path for its sizes.
+    """
     topology = spec.topology(runtime.world)
+    if spec.moe is not None:
+        m = spec.moe
+        try:
+            choose_backend(m.backend, m.d_model, m.d_ff, torch.float32, runtime.device.type)
+        except ValueError as error:
+            raise InputError(str(error)) from None
     corpus = runtime.together(lambda: open_corpus(spec.data, spec.model.vocab_size))
     train, held_out = runtime.together(
         lambda: (
@@ -80,7 +92,6 @@ def build_job(spec: JobSpec, runtime: Runtime) -> Job:
     apply_fsdp(model, dims, list(model.layers), spec.parallel.reshard_after_forward)
     model.to_empty(device=runtime.device)
     layouts = parameter_layouts(model, topology)
-    init_parameters(model, layouts, runtime.rank, spec.train.seed, spec.model.num_layers)
     loader = Loader(
         train,
         GlobalOrder(len(train), spec.train.seed),
@@ -110,13 +121,20 @@ def save_checkpoint(job: Job, progress: Progress) -> Manifest | None:
     )
     root = spec.checkpoint_path
     manifest = ckpt.save(root, info, [*job.arrays(), *rng], runtime.rank, runtime.agree)
-    if runtime.is_first:
-        ckpt.retain(root, spec.checkpoint.keep)
+    # The others wait, without the time-out of a step: removing many objects can take long.
+    runtime.first(lambda: _retain(root, spec.checkpoint.keep))
     return manifest
 
 
+def _retain(root: Path, keep: int) -> None:
+    try:
+        ckpt.retain(root, keep)
+    except OSError as error:
+        say(f"an old checkpoint in {root} could not be removed: {error.strerror}")
+
+
 def restore(job: Job) -> Progress:
-    """Load the newest checkpoint where there is one, or begin.
+    """Load the newest checkpoint where there is one, or give parameters their first values.
 
     Raises:
         InputError: where the checkpoint is of another model, data or batch, or of another
@@ -128,6 +146,8 @@ def restore(job: Job) -> Progress:
     steps = ckpt.committed_steps(root) if runtime.is_first else []
     step = runtime.broadcast(steps[-1] if steps else -1)
     if step < 0:
+        layers = spec.model.num_layers
+        init_parameters(job.model, job.layouts, runtime.rank, spec.train.seed, layers)
         seed_rng(spec.train.seed, 0, runtime.rank)
         return Progress()
     manifest = runtime.together(lambda: ckpt.read_manifest(root, step))
@@ -172,9 +192,14 @@ def _ready_folder(job: Job) -> None:
     try:
         root.mkdir(parents=True, exist_ok=True)
         ckpt.remove_uncommitted(root)
-        probe = root / ".writable"
-        probe.touch()
-        probe.unlink()
+        # A commit needs hard links; better to know now.
+        probes = root / ".probe", root / ".probe-link"
+        for probe in probes:
+            probe.unlink(missing_ok=True)
+        probes[0].touch()
+        os.link(*probes)
+        for probe in probes:
+            probe.unlink()
     except OSError as error:
         raise InputError(f"checkpoint.path ({root}) cannot be written: {error.strerror}") from None
     specs = [array.spec for array in job.arrays()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -16,7 +17,10 @@ class RunLog:
 
     def __init__(self, path: Path, spec_hash: str, enabled: bool) -> None:
         self.spec_hash = spec_hash
-        self._file = path.open("a", buffering=1) if enabled else None
+        try:
+            self._file = path.open("a", buffering=1) if enabled else None
+        except OSError as error:
+            raise InputError(f"run_dir: {path} cannot be written: {error.strerror}") from None
 
     def write(self, event: str, **values: Any) -> None:
         """Append one event."""
@@ -30,14 +34,20 @@ class RunLog:
             try:
                 self._file.write(json.dumps(line, allow_nan=False) + "\n")
             except OSError as error:
-                raise InputError(
-                    f"run_dir: {self._file.name} cannot be written: {error.strerror}"
-                ) from None
+                # Training is worth more than its log; what matters is in the checkpoints.
+                say(f"{self._file.name} cannot be written ({error.strerror}); logging ends here")
+                self._give_up()
 
     def close(self) -> None:
         """No more events."""
         if self._file is not None:
-            self._file.close()
+            self._give_up()
+
+    def _give_up(self) -> None:
+        file, self._file = self._file, None
+        with contextlib.suppress(OSError):  # what could not be written is still in its buffer
+            if file is not None:
+                file.close()
 
 
 def say(text: str) -> None:

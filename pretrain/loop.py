@@ -75,7 +75,7 @@ class Training:
                 loads = result.tokens_per_expert_LE
                 self.loads = loads if self.loads is None else self.loads + loads
         job.optimizer.zero_grad()
-        self.metrics.record_step(decision, lr, self.progress.cursor)
+        self.metrics.record_step(decision, lr, self.progress.cursor, time.perf_counter() - began)
         if decision.action is Action.SKIP:
             self._skip(decision)
         return decision
@@ -113,6 +113,7 @@ class Training:
             tokens_seen=self.progress.tokens_seen,
             cursor=self.progress.cursor,
             seconds=seconds,
+            slowest_rank_seconds=decision.step_seconds,
         )
 
     def _skip(self, decision: Decision) -> None:
@@ -124,8 +125,8 @@ class Training:
         if self.skipped >= self.job.spec.train.max_skipped_steps:
             raise HealthError(
                 f"step {step} was not finite {self.skipped} times in a row (loss "
-                f"{decision.loss}, grad norm {decision.grad_norm}); the last good state is in "
-                f"{self.job.spec.checkpoint_path}; lower optimizer.lr or look at the data"
+                f"{decision.loss}, grad norm {decision.grad_norm}); the state after step "
+                f"{self.progress.step} is kept; lower optimizer.lr or look at the data"
             )
 
     def report_interval(self, decision: Decision) -> None:
@@ -176,7 +177,13 @@ def train(training: Training, stop: StopRequest) -> bool:
     saved = training.progress.step
     stopped = False
     while training.progress.step < spec.train.steps and not stopped:
-        decision = training.step(stop.requested)
+        try:
+            decision = training.step(stop.requested)
+        except HealthError:
+            # All ranks are here, and a step that was skipped has changed nothing.
+            if saved != training.progress.step:
+                training.save()
+            raise
         stopped = decision.stop
         if decision.action is Action.SKIP and not stopped:
             continue
@@ -207,7 +214,7 @@ def run(spec: JobSpec) -> int:
     with ExitStack() as held:
         held.callback(runtime.close)
         held.callback(stop.restore)
-        runtime.first(lambda: held.enter_context(lock_run(spec.run_path)))
+        runtime.first(lambda: held.enter_context(lock_run(spec)))
         return _run(spec, runtime, stop)
 
 
@@ -218,7 +225,7 @@ def prepare(spec: JobSpec, fresh: bool = False) -> None:
     """
     prepare_corpus(spec.data, spec.model.vocab_size, say)
     if fresh:
-        with lock_run(spec.run_path):
+        with lock_run(spec):
             for name in ("manifests", "objects"):
                 shutil.rmtree(spec.checkpoint_path / name, ignore_errors=True)
             for name in ("log.jsonl", "summary.json"):
@@ -230,7 +237,7 @@ def _run(spec: JobSpec, runtime: Runtime, stop: StopRequest) -> int:
     job = build_job(spec, runtime)
     began = time.perf_counter()
     progress = restore(job)
-    log = RunLog(spec.run_path / "log.jsonl", spec.hash, runtime.is_first)
+    log = runtime.together(lambda: RunLog(spec.run_path / "log.jsonl", spec.hash, runtime.is_first))
     registry = CollectorRegistry()
     metrics = Metrics(registry, spec, job.topology, version("convoy-moe"))
     if progress.step:

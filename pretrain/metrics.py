@@ -42,7 +42,7 @@ class Metrics:
         self.tokens = counter("tokens_total", "Target tokens of committed steps.")
         self.step_duration = Histogram(
             "convoy_step_duration_seconds",
-            "Wall time of a step on the slowest rank.",
+            "Wall time of a step, with its barrier and update.",
             buckets=[0.01 * 2**i for i in range(16)],
             registry=registry,
         )
@@ -72,9 +72,9 @@ class Metrics:
         )
         self.last_step = gauge("last_step_timestamp_seconds", "Unix time of the last step.")
 
-    def record_step(self, decision: Decision, lr: float, cursor: int) -> None:
-        """After each step barrier."""
-        self.step_duration.observe(decision.step_seconds)
+    def record_step(self, decision: Decision, lr: float, cursor: int, seconds: float) -> None:
+        """After each step, which took ``seconds`` with its barrier and update."""
+        self.step_duration.observe(seconds)
         self.data_wait.inc(decision.data_wait_seconds)
         self.last_step.set(time.time())
         if decision.action is Action.SKIP:
@@ -85,7 +85,7 @@ class Metrics:
         self.loss.set(decision.loss)
         self.grad_norm.set(decision.grad_norm)
         self.learning_rate.set(lr)
-        self.rate.set(decision.target_tokens / decision.step_seconds)
+        self.rate.set(decision.target_tokens / seconds)
         self.cursor.set(cursor)
 
     def record_loads(self, layers: list[int], tokens_per_expert: list[list[int]]) -> None:

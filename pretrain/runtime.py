@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from ckpt import CheckpointError
 from pretrain.errors import EXIT_BAD_INPUT, InputError
+from pretrain.spec import JobSpec
 
 T = TypeVar("T")
 
@@ -53,14 +53,14 @@ class Runtime:
     def together(self, act: Callable[[], T]) -> T:
         """Let each rank act, without collectives; fail on all where it fails on one.
 
-        The first rank that failed raises its own InputError or CheckpointError. The others end
-        with the same exit code in silence, so that a person reads one line.
+        The first rank that failed raises its own error. The others end with the exit code of bad
+        input in silence, so that a person reads one line, or one traceback.
         """
         value: T | None = None
-        error: InputError | CheckpointError | None = None
+        error: Exception | None = None
         try:
             value = act()
-        except (InputError, CheckpointError) as caught:
+        except Exception as caught:
             error = caught
         failed = torch.tensor(self.rank if error else self.world)
         dist.all_reduce(failed, dist.ReduceOp.MIN, group=self.control_group)
@@ -151,22 +151,34 @@ class StopRequest:
 
 
 @contextmanager
-def lock_run(folder: Path) -> Iterator[None]:
-    """Make a run's folder and hold its lock; the kernel lets go of it even after SIGKILL.
+def lock_folder(folder: Path, field: str) -> Iterator[None]:
+    """Make a folder and hold its lock; the kernel lets go of it even after SIGKILL.
 
-    Raises InputError where another run holds it, or the folder cannot be written.
+    Raises InputError, naming ``field``, where another run holds it or it cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise InputError(f"run_dir ({folder}) cannot be written: {error.strerror}") from None
+        raise InputError(f"{field} ({folder}) cannot be written: {error.strerror}") from None
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        raise InputError(f"run_dir ({folder}) is in use by another run") from None
-    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"{field} ({folder}) is in use by another run") from None
+        except OSError:
+            pass  # a file system without locks: the operator must see to it
         yield
     finally:
         os.close(handle)
+
+
+@contextmanager
+def lock_run(spec: JobSpec) -> Iterator[None]:
+    """Hold the run's folder and, should it be elsewhere, its checkpoint folder."""
+    folders = {spec.run_path.resolve(): "run_dir"}
+    folders.setdefault(spec.checkpoint_path.resolve(), "checkpoint.path")
+    with ExitStack() as held:
+        for folder, field in folders.items():
+            held.enter_context(lock_folder(folder, field))
+        yield

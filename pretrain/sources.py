@@ -37,7 +37,9 @@ class Document:
             return self.path.read_bytes().decode("utf-8", errors="replace")
         with self.path.open("rb") as file:
             file.seek(self.offset)
-            return str(json.loads(file.readline())["text"])
+            text = str(json.loads(file.readline())["text"])
+        # JSON can spell half of a surrogate pair, which is no text.
+        return text.encode("utf-8", errors="replace").decode()
 
 
 def is_held_out(document: Document) -> bool:

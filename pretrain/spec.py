@@ -180,9 +180,20 @@ class JobSpec(BaseModel):
     def topology(self, world: int) -> Topology:
         """The layout on ``world`` ranks. Raises InputError where the degrees do not fit."""
         try:
-            return self.parallel.topology(world)
+            topology = self.parallel.topology(world)
         except ValueError as error:
             raise InputError(str(error)) from None
+        if self.moe is not None and topology.efsdp > 1:
+            # fully_shard cuts a dim other than the first only evenly.
+            for field in ("d_model", "d_ff"):
+                size = getattr(self.moe, field)
+                if size % topology.efsdp:
+                    raise InputError(
+                        f"moe.{field} ({size}) must be a multiple of dp_shard / ep "
+                        f"({topology.dp_shard} / {topology.ep} = {topology.efsdp}), the ranks that "
+                        f"share an expert; raise parallel.ep or parallel.dp_replicate"
+                    )
+        return topology
 
 
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:

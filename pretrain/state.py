@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -129,4 +130,5 @@ def set_rng_states(states: dict[str, Tensor], device: torch.device) -> None:
 
 def seed_rng(seed: int, step: int, rank: int) -> None:
     """Random states for a rank that has none of its own: at the start, or after a reshard."""
-    torch.manual_seed((seed * 1_000_003 + step) * 1_000_003 + rank)
+    digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)

@@ -33,7 +33,7 @@ class Summary(BaseModel):
     spec_hash: str
     moe_layers: list[int]
     tokens_per_expert: list[list[int]]
-    """Assignments of the held-out tokens, a row for each of moe_layers."""
+    """Assignments in the held-out sequences, padding included, a row for each of moe_layers."""
     sample: str
 
     @staticmethod

@@ -54,8 +54,8 @@ def count_tokens_per_expert(expert_indices_TK: Tensor, num_experts: int) -> Tens
 class TopKRouter(nn.Module):
     """A linear map to one logit per expert, a score function, and top-k selection.
 
-    The map, the scores and the losses are in float32 whatever the model's dtype: bfloat16 logits
-    of nearby experts tie, and ties are decided by position.
+    The map, the scores and the losses are in float32 whatever the model's dtype, under autocast
+    too: in bfloat16 the logits of nearby experts tie, and which of them wins is arbitrary.
     """
 
     def __init__(self, d_model: int, config: RouterConfig) -> None:
@@ -74,8 +74,11 @@ class TopKRouter(nn.Module):
         A NaN or an infinity in ``x_TD`` is not looked for here, which would stall an accelerator at
         every layer: it reaches the loss, and the step barrier refuses the step.
         """
+        with torch.autocast(x_TD.device.type, enabled=False):
+            return self._route(F.linear(x_TD.float(), self.weight.float()))
+
+    def _route(self, logits_TE: Tensor) -> RouterOutput:
         config = self.config
-        logits_TE = F.linear(x_TD.float(), self.weight.float())
         scores_TE, probs_TE = score(logits_TE, config.score_func)
         weights_TK, indices_TK = scores_TE.topk(config.top_k, dim=-1)
         if config.renormalize:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from pydantic import ValidationError
@@ -150,6 +152,35 @@ def test_recomputation_counts_losses_once():
     out.aux.loss.backward()
     assert torch.equal(out.aux.loss, plain)
     assert torch.equal(layer.router.weight.grad, expected)
+
+
+def test_autocast_leaves_the_router_in_float32():
+    layer = make_layer(num_shared_experts=1)
+    x = torch.randn(200, D)
+    plain = layer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = layer(x)
+    assert torch.equal(plain.aux.tokens_per_expert_E, cast.aux.tokens_per_expert_E)
+    assert torch.equal(plain.aux.loss, cast.aux.loss)
+    torch.testing.assert_close(cast.hidden, plain.hidden, rtol=0.1, atol=0.05)
+    assert not torch.equal(cast.hidden, plain.hidden), "the experts are cast"
+
+
+@pytest.mark.parametrize("num_shared_experts", [0, 1])
+def test_an_input_of_another_dtype_keeps_it(num_shared_experts):
+    out = make_layer(num_shared_experts=num_shared_experts)(torch.randn(5, D).bfloat16())
+    assert out.hidden.dtype == torch.bfloat16
+
+
+def test_a_compiled_layer_gives_the_same_numbers():
+    layer = make_layer()
+    x = torch.randn(9, D)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about graph breaks
+        out = torch.compile(layer, backend="aot_eager")(x)
+    torch.testing.assert_close(out.hidden, layer(x).hidden, rtol=1e-5, atol=1e-6)
+    out.hidden.square().sum().backward()
+    assert layer.experts.w_gate.grad.abs().sum() > 0
 
 
 def test_a_layer_with_odd_sizes_falls_back_or_says_why():

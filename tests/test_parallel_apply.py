@@ -11,17 +11,20 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from moe import MoEConfig, MoELayer
 from parallel import (
+    ExpertParallelModule,
     ParallelDims,
     ShardLayout,
     Topology,
     apply_expert_parallel,
     apply_fsdp,
+    expert_modules,
     expert_parameter_names,
 )
 from parallel.layout import dense_splits, expert_splits
 from tests.dist import run_ranks
 
 D, F, E, K = 16, 24, 8, 2
+WEIGHTS = ("w_gate", "w_up", "w_down")
 
 
 class Block(nn.Module):
@@ -146,6 +149,16 @@ def test_gradients_are_those_of_one_process(topology, case, reshard):
         assert error < 1e-5, f"{name}: {error}"
     if case != "no tokens at all":
         assert reference.head.weight.grad.norm() > 0
+
+
+def test_experts_are_found_wherever_modules_keep_them():
+    # A runtime-checkable Protocol would not see them from Python 3.12 on.
+    model = make_model()
+    assert len(list(expert_modules(model))) == 2
+    names = expert_parameter_names(model)
+    assert names == {f"layers.{i}.moe.experts.{w}" for i in (0, 1) for w in WEIGHTS}
+    with pytest.raises(TypeError):
+        isinstance(model, ExpertParallelModule)
 
 
 def uneven_experts(rank: int):

@@ -152,6 +152,7 @@ def test_a_prepared_corpus_is_used_again_and_never_mistaken(prepared):
     assert prepare_corpus(data, VOCAB) == corpus
     for change, message in [
         ({"source": "stdlib"}, "was prepared with source .* the spec says stdlib"),
+        ({"tokenizer_bytes": 7}, "was prepared with tokenizer_bytes 67108864, the spec says 7"),
         ({"shard_tokens": 6000}, "was prepared with shard_tokens 5000, the spec says 6000"),
     ]:
         with pytest.raises(InputError, match=message):
@@ -188,6 +189,32 @@ def test_the_stdlib_is_found_without_site_packages():
     assert 0.03 < held_out / len(names) < 0.07
 
 
+def test_the_end_of_a_document_spelt_out_in_a_text_is_text(tmp_path):
+    (tmp_path / "text").mkdir()
+    texts = ["before <|endoftext|> after", "hello", "half a pair"]
+    lines = [{"text": text} for text in texts]
+    lines[2]["text"] += "\ud800"
+    (tmp_path / "text" / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    data = config(tmp_path, seq_len=2)
+    corpus = prepare_corpus(data, VOCAB, lambda _: None)
+    tokenizer = load_tokenizer(data)
+    tokens = np.concatenate([read_split(data, corpus, s) for s in ("train", "val")])
+    assert (tokens == end_of_document(tokenizer)).sum() == 3
+    lengths = bytes_per_token(tokenizer, VOCAB)
+    assert lengths[tokens.astype(int)].sum() == corpus.train_bytes + corpus.val_bytes
+    assert end_of_document(tokenizer) not in tokenizer.encode(texts[0]).ids
+
+
+def test_a_half_made_corpus_of_another_process_is_left_alone(tmp_path):
+    write_corpus(tmp_path / "text", 10)
+    other = tmp_path / ".corpus.0123abcd"
+    other.mkdir()
+    (other / "train-00000.bin").write_bytes(b"..")
+    prepare_corpus(config(tmp_path), VOCAB, lambda _: None)
+    assert (other / "train-00000.bin").exists()
+    assert [p.name for p in tmp_path.glob(".corpus.*")] == [other.name]
+
+
 def test_unusable_corpora_are_one_line_and_leave_nothing(tmp_path):
     (tmp_path / "text").mkdir()
     with pytest.raises(InputError, match=r"must have at least 2 documents .* it has 0"):
@@ -204,7 +231,7 @@ def test_unusable_corpora_are_one_line_and_leave_nothing(tmp_path):
 
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(InputError, match="cannot be written: Not a directory"):
+    with pytest.raises(InputError, match="cannot be prepared: Not a directory"):
         prepare_corpus(config(tmp_path, path=str(blocked / "corpus")), VOCAB, lambda _: None)
     (tmp_path / "other").mkdir()
     with pytest.raises(InputError, match="must be a prepared corpus or not exist"):

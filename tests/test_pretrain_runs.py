@@ -14,6 +14,8 @@ import ckpt
 from parallel import Topology
 from pretrain.corpus import prepare_corpus
 from pretrain.loop import Training
+from pretrain.runtime import lock_run
+from pretrain.spec import load_spec
 from tests.dist import run_ranks
 from tests.jobs import events, make_spec, write_corpus, write_spec
 from tools.pretrain import main
@@ -171,8 +173,8 @@ def test_a_resharded_checkpoint_resumes_without_a_word(text, tmp_path):
 def test_a_run_that_diverges_ends_with_3_and_keeps_the_last_good_state(text, tmp_path):
     spec = write_spec(
         tmp_path, data=data_of(text), parallel={"ep": 2},
-        optimizer={"lr": 1e30, "clip_norm": 0.0}, checkpoint={"interval_steps": 1},
-        train={"steps": 50, "max_skipped_steps": 2},
+        optimizer={"lr": 1e30, "clip_norm": 0.0}, checkpoint={"interval_steps": 50},
+        train={"steps": 50, "max_skipped_steps": 2, "seed": 20260101},
     )  # fmt: skip
     code, out, err = launch(spec, 2)
     assert code == 3
@@ -184,7 +186,7 @@ def test_a_run_that_diverges_ends_with_3_and_keeps_the_last_good_state(text, tmp
     skips = events(run, "skip")
     assert [s["step"] for s in skips] == [good + 1] * 2, "a skip moves nothing forward"
     fingerprints(run)
-    assert ckpt.read_manifest(run / "checkpoints").step == good
+    assert ckpt.read_manifest(run / "checkpoints").step == good, "no interval was due: it is saved"
 
 
 def test_evaluation_does_not_depend_on_the_ranks(text, tmp_path):
@@ -234,13 +236,15 @@ def test_a_resume_that_would_be_another_run_is_refused(text, tmp_path_factory, c
 
 
 def test_two_runs_never_share_a_folder(text, tmp_path):
-    from pretrain.runtime import lock_run
-
-    spec = write_spec(tmp_path, data=data_of(text))
-    with lock_run(tmp_path / "run"):
-        code, _, err = launch(spec, 1)
-    assert code == 2
-    assert err.startswith("error: run_dir (")
-    assert "in use by another run" in err
-    with lock_run(tmp_path / "run"):
-        pass
+    path = write_spec(tmp_path, data=data_of(text))
+    shared = f"checkpoint.path={tmp_path / 'shared'}"
+    with lock_run(load_spec(path, [shared])):
+        for overrides, field in [
+            ([], "run_dir"),
+            ([f"run_dir={tmp_path / 'other'}", shared], "checkpoint.path"),
+        ]:
+            code, _, err = launch(path, 1, *overrides)
+            assert code == 2
+            assert err.startswith(f"error: {field} (")
+            assert "in use by another run" in err
+    assert launch(path, 1, shared)[0] == 0

@@ -77,6 +77,15 @@ def test_degrees_must_fit_the_world(tmp_path):
         spec.topology(3)
 
 
+def test_what_ranks_share_of_an_expert_must_divide_it(tmp_path):
+    spec = make_spec(tmp_path)
+    with pytest.raises(InputError, match=r"moe.d_model \(32\) must be a multiple of dp_shard / ep"):
+        spec.topology(3)
+    spec = make_spec(tmp_path, moe={"d_ff": 26})
+    with pytest.raises(InputError, match=r"moe.d_ff \(26\) .* \(4 / 1 = 4\)"):
+        spec.topology(4)
+
+
 def test_the_hash_is_of_the_resolved_spec(tmp_path):
     path = write_spec(tmp_path)
     spec = load_spec(path)

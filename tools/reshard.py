@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _check_experts(manifest: ckpt.Manifest, topology: Topology) -> None:
-    """A layout that no run could have is refused, although its objects could be written."""
+    """Experts come in whole blocks; other degrees are a matter of who trains with them."""
     experts = (manifest.spec.get("moe") or {}).get("num_experts", topology.ep)
     if experts % topology.ep:
         raise ValueError(
