@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -75,11 +76,13 @@ def show_summary(summary: Summary, spec: JobSpec) -> None:
         say(heat_map(s.moe_layers, s.tokens_per_expert))
     if s.sample:
         say(f"\nsample, from {spec.sample.prompt!r}:\n{_indent(s.sample)}")
-    root = spec.checkpoint_path
+    root, python = spec.checkpoint_path, Path(sys.executable)
+    if python.is_relative_to(Path.cwd()):
+        python = python.relative_to(Path.cwd())
     say(
         f"\ncheckpoint  {s.checkpoint}"
-        f"\n  inspect   python tools/inspect_ckpt.py {root} --verify"
-        f"\n  reshard   python tools/reshard.py {root} {root}-ep1 --layout ep=1"
+        f"\n  inspect   {python} tools/inspect_ckpt.py {root} --verify"
+        f"\n  reshard   {python} tools/reshard.py {root} {root}-ep1 --layout ep=1"
         f"\n  resume    the same command with --set train.steps={2 * s.steps}"
     )
 
