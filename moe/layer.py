@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moe.config import MoEConfig
 from moe.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from moe.experts import GroupedExperts
-from router import TopKRouter
+from router import RouterOutput, TopKRouter
 
 
 class MoEAux(NamedTuple):
@@ -22,10 +22,14 @@ class MoEAux(NamedTuple):
 
     load_balance_loss: Tensor
     """Scalar float32, not yet weighted."""
+    sequence_balance_loss: Tensor
+    """Scalar float32, not yet weighted; 0 where its weight is 0."""
     z_loss: Tensor
     """Scalar float32, not yet weighted."""
     loss: Tensor
-    """load_balance_weight · load_balance_loss + z_loss_weight · z_loss: add this to the loss."""
+    """The three by their weights: add this to the loss."""
+    entropy: Tensor
+    """Scalar float32 without a gradient: mean entropy of the tokens' probabilities, in nats."""
     tokens_per_expert_E: Tensor
     """[E] int64 over all experts, wherever they live; sums to T·K."""
 
@@ -85,8 +89,11 @@ class MoELayer(nn.Module):
         """Exchange tokens over ``group``; ``parallel.apply_expert_parallel`` calls this."""
         self.dispatcher = AllToAllDispatcher(group)
 
-    def forward(self, x: Tensor) -> MoEOutput:
+    def forward(self, x: Tensor, expert_indices_TK: Tensor | None = None) -> MoEOutput:
         """[..., D] -> the same shape and dtype, and what the router did.
+
+        The dim before the last is the sequence, for the sequence-wise loss; a [T, D] input is one.
+        ``expert_indices_TK`` replays recorded choices, see :meth:`router.TopKRouter.forward`.
 
         Under expert parallelism every rank of the group must call, with any number of tokens,
         none included. Raises ValueError where the last dim is not d_model.
@@ -97,7 +104,7 @@ class MoELayer(nn.Module):
             )
         x_TD = x.reshape(x.numel() // x.shape[-1], x.shape[-1])
 
-        routed = self.router(x_TD)
+        routed = self.router(x_TD, x.shape[-2] if x.ndim > 1 else 1, expert_indices_TK)
         dispatched = self.dispatcher.dispatch(x_TD, routed)
         y_RD = self.experts(dispatched.x_RD, dispatched.rows_per_expert_E)
         y_TD = self.dispatcher.combine(y_RD, dispatched)
@@ -105,11 +112,17 @@ class MoELayer(nn.Module):
         if self.shared_experts is not None:
             shared = self.shared_experts
             y_TD = y_TD + shared(x_TD.to(shared.w_gate.weight.dtype))
-        aux = MoEAux(
+        return MoEOutput(y_TD.to(x.dtype).view(x.shape), self._aux(routed))
+
+    def _aux(self, routed: RouterOutput) -> MoEAux:
+        c = self.config
+        return MoEAux(
             load_balance_loss=routed.load_balance_loss,
+            sequence_balance_loss=routed.sequence_balance_loss,
             z_loss=routed.z_loss,
-            loss=self.config.load_balance_weight * routed.load_balance_loss
-            + self.config.z_loss_weight * routed.z_loss,
+            loss=c.load_balance_weight * routed.load_balance_loss
+            + c.sequence_balance_weight * routed.sequence_balance_loss
+            + c.z_loss_weight * routed.z_loss,
+            entropy=routed.entropy,
             tokens_per_expert_E=routed.tokens_per_expert_E,
         )
-        return MoEOutput(y_TD.to(x.dtype).view(x.shape), aux)

@@ -86,18 +86,15 @@ def evaluate(job: Job, limit: int | None = None) -> Evaluation:
         bits_per_byte=nats / math.log(2) / max(text_bytes, 1),
         tokens=int(tokens),
         text_bytes=int(text_bytes),
-        tokens_per_expert_LE=total_loads(job, loads),
+        tokens_per_expert_LE=[] if loads is None else sum_over_ranks(job, loads).tolist(),
     )
 
 
-def total_loads(job: Job, loads_LE: Tensor | None) -> list[list[int]]:
-    """Assignments of every expert over all ranks; empty for a model without MoE layers."""
-    if loads_LE is None:
-        return []
-    host = loads_LE.cpu()
+def sum_over_ranks(job: Job, values: Tensor) -> Tensor:
+    """The sum over all ranks, on the host; every rank must call."""
+    host = values.cpu().clone()
     dist.all_reduce(host, group=job.runtime.control_group)
-    rows: list[list[int]] = host.tolist()
-    return rows
+    return host
 
 
 def generate(job: Job) -> str:

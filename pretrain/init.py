@@ -24,7 +24,7 @@ def init_parameters(
 
     Vectors (norms) are ones. Matrices are normal with standard deviation fan_in ** -0.5; what
     writes into the residual stream is divided by sqrt(2 · num_layers) (GPT-2's scheme); the
-    embedding and the router have 0.02.
+    embedding and the router have 0.02. Buffers (the experts' biases) are zeros.
 
     Args:
         model: on its device; parameters may be DTensors.
@@ -35,6 +35,8 @@ def init_parameters(
     """
     experts = expert_parameter_names(model)
     with torch.no_grad():
+        for buffer in model.buffers():
+            buffer.zero_()
         for name, parameter in model.named_parameters():
             box = layouts[name].box(rank)
             local = local_shard(parameter)

@@ -20,7 +20,7 @@ from pretrain.data import GlobalOrder, Loader, PackedSequences
 from pretrain.errors import InputError
 from pretrain.init import init_parameters
 from pretrain.log import human_bytes, say
-from pretrain.model import Decoder
+from pretrain.model import Decoder, DecoderLayer
 from pretrain.optim import build_adamw, set_update_count
 from pretrain.runtime import Runtime
 from pretrain.spec import JobSpec
@@ -33,11 +33,15 @@ from pretrain.state import (
     set_rng_states,
     training_arrays,
 )
+from router import TopKRouter
 
 # A resume under another value of these would not be the same run.
 _FIXED = ("model", "moe", "data.seq_len", "data.shard_tokens", "train.global_batch_size",
           "train.seed")  # fmt: skip
-_FREE = ("moe.backend",)
+_FREE = (
+    "moe.backend", "moe.input_jitter", "moe.bias_update_rate", "moe.load_balance_weight",
+    "moe.sequence_balance_weight", "moe.z_loss_weight",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,12 @@ class Job:
         """The numbers of the layers that are MoE layers."""
         spec = self.spec.model
         return [] if self.spec.moe is None else list(range(spec.first_k_dense, spec.num_layers))
+
+    @property
+    def routers(self) -> list[TopKRouter]:
+        """The routers of those layers, in order."""
+        blocks = [layer for layer in self.model.layers if isinstance(layer, DecoderLayer)]
+        return [block.moe.router for block in blocks if block.moe is not None]
 
     def arrays(self) -> list[LocalArray]:
         """Parameters and moments, as a checkpoint has them."""

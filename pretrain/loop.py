@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from pretrain.barrier import Action, Decision, Report, decide, exchange
 from pretrain.corpus import prepare_corpus
 from pretrain.data import Cursor
 from pretrain.errors import EXIT_DONE, EXIT_TRY_AGAIN, HealthError
-from pretrain.evaluate import evaluate, generate, total_loads
+from pretrain.evaluate import evaluate, generate, sum_over_ranks
 from pretrain.job import Job, build_job, restore, save_checkpoint
 from pretrain.log import RunLog, progress_line, say
 from pretrain.metrics import Endpoint, Metrics
@@ -28,7 +29,7 @@ from pretrain.optim import set_lr
 from pretrain.runtime import Runtime, StopRequest, lock_run, start
 from pretrain.spec import JobSpec
 from pretrain.state import Progress
-from pretrain.step import forward_backward, grad_square_sum, scale_gradients
+from pretrain.step import Pass, forward_backward, grad_square_sum, scale_gradients
 from pretrain.summary import Summary, show_summary
 
 
@@ -39,6 +40,7 @@ class Training:
         self.job, self.progress, self.log, self.metrics = job, progress, log, metrics
         self.skipped = 0
         self.loads: Tensor | None = None
+        self.entropies: Tensor | None = None
         self.interval_tokens = 0
         self.interval_seconds = 0.0
 
@@ -71,9 +73,7 @@ class Training:
         lr = spec.optimizer.lr * spec.schedule.ratio(self.progress.step, spec.train.steps)
         if decision.action is Action.COMMIT:
             self._commit(decision, lr, cursor, planned, began)
-            if result.tokens_per_expert_LE is not None:
-                loads = result.tokens_per_expert_LE
-                self.loads = loads if self.loads is None else self.loads + loads
+            self._record_routing(result)
         job.optimizer.zero_grad()
         self.metrics.record_step(decision, lr, self.progress.cursor, time.perf_counter() - began)
         if decision.action is Action.SKIP:
@@ -116,6 +116,20 @@ class Training:
             slowest_rank_seconds=decision.step_seconds,
         )
 
+    def _record_routing(self, result: Pass) -> None:
+        """Add to the interval's figures, and move the experts' biases by the whole step's loads."""
+        loads, entropies = result.tokens_per_expert_LE, result.entropy_sum_L
+        if loads is None or entropies is None:
+            return
+        self.loads = loads if self.loads is None else self.loads + loads
+        self.entropies = entropies if self.entropies is None else self.entropies + entropies
+        moe = self.job.spec.moe
+        if moe is not None and moe.expert_bias and moe.bias_update_rate:
+            everywhere = loads.clone()
+            dist.all_reduce(everywhere)
+            for router, counts in zip(self.job.routers, everywhere, strict=True):
+                router.update_bias(counts)
+
     def _skip(self, decision: Decision) -> None:
         self.skipped += 1
         step = self.progress.step + 1
@@ -138,14 +152,20 @@ class Training:
             "grad_norm": decision.grad_norm,
             "tokens_per_second": self.interval_tokens / self.interval_seconds,
         }
-        rows = total_loads(job, self.loads)
-        if rows:
-            self.metrics.record_loads(job.moe_layers, rows)
+        if self.loads is not None and self.entropies is not None:
+            rows = sum_over_ranks(job, self.loads).tolist()
+            tokens = sum(rows[0]) / max(job.routers[0].config.top_k, 1)
+            entropies = (sum_over_ranks(job, self.entropies) / tokens).tolist()
+            biases = [r.expert_bias for r in job.routers if r.expert_bias is not None]
+            bias = max((float(b.abs().max()) for b in biases), default=None)
+            self.metrics.record_routing(job.moe_layers, rows, entropies, bias)
             values["load_imbalance"] = max(max(row) * len(row) / sum(row) for row in rows)
+            values["router_entropy"] = min(entropies)
         if job.runtime.is_first:
             say(progress_line(self.progress.step, job.spec.train.steps, values))
         self.log.write("interval", step=self.progress.step, **values)
-        self.loads, self.interval_tokens, self.interval_seconds = None, 0, 0.0
+        self.loads, self.entropies = None, None
+        self.interval_tokens, self.interval_seconds = 0, 0.0
 
     def validate(self) -> None:
         """Score some held-out sequences; every rank must call."""

@@ -59,6 +59,10 @@ class Metrics:
             "moe_expert_load_imbalance_ratio", "Largest over mean load of an expert.", "layer"
         )
         self.dead = gauge("moe_dead_experts", "Experts without a token in a log interval.", "layer")
+        self.entropy = gauge(
+            "moe_router_entropy_nats", "Mean entropy of a token's probabilities.", "layer"
+        )
+        self.bias = gauge("moe_router_bias_abs_max", "Largest bias of an expert, in magnitude.")
         self.save_duration = Histogram(
             "convoy_checkpoint_duration_seconds",
             "Time from the start of a save to its commit.",
@@ -88,9 +92,18 @@ class Metrics:
         self.rate.set(decision.target_tokens / seconds)
         self.cursor.set(cursor)
 
-    def record_loads(self, layers: list[int], tokens_per_expert: list[list[int]]) -> None:
-        """After each log interval: assignments of every expert in it, over all ranks."""
-        for layer, counts in zip(layers, tokens_per_expert, strict=True):
+    def record_routing(
+        self,
+        layers: list[int],
+        tokens_per_expert: list[list[int]],
+        entropies: list[float],
+        bias: float | None,
+    ) -> None:
+        """After each log interval: what the routers of ``layers`` did in it, over all ranks."""
+        if bias is not None:
+            self.bias.set(bias)
+        for layer, counts, entropy in zip(layers, tokens_per_expert, entropies, strict=True):
+            self.entropy.labels(str(layer)).set(entropy)
             mean = sum(counts) / len(counts)
             self.imbalance.labels(str(layer)).set(max(counts) / max(mean, 1e-9))
             self.dead.labels(str(layer)).set(counts.count(0))

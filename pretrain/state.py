@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,9 +39,13 @@ class Progress:
 
 
 def parameter_layouts(model: nn.Module, topology: Topology) -> dict[str, ShardLayout]:
-    """Who holds which slice of every parameter, by the parameter's name."""
+    """Who holds which slice of every parameter and buffer, by name; buffers are whole on each."""
     experts = expert_parameter_names(model)
-    return {
+    whole = {
+        name: ShardLayout(tuple(buffer.shape), ((),) * buffer.ndim, topology)
+        for name, buffer in model.named_buffers()
+    }
+    return whole | {
         name: ShardLayout(
             tuple(parameter.shape),
             (expert_splits if name in experts else dense_splits)(parameter.ndim),
@@ -56,13 +61,14 @@ def training_arrays(
     layouts: dict[str, ShardLayout],
     rank: int,
 ) -> list[LocalArray]:
-    """Parameters and moments as stacked arrays, the same list on every rank.
+    """Parameters, buffers and moments as stacked arrays, the same list on every rank.
 
     ``layers.3.moe.experts.w_gate`` is index 3 of ``model/layers/moe/experts/w_gate``, counting only
     the layers that have one; the attribute ``layers`` names them. Moments mirror the tree under
     ``optimizer/exp_avg`` and ``optimizer/exp_avg_sq``.
     """
-    arrays = list(_stack("model", model.named_parameters(), layouts, rank))
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    arrays = list(_stack("model", tensors, layouts, rank))
     for key in ("exp_avg", "exp_avg_sq"):
         named = ((name, tensor) for k, name, tensor in moments(optimizer, model) if k == key)
         arrays += _stack(f"optimizer/{key}", named, layouts, rank)

@@ -25,6 +25,8 @@ class Pass:
     target_tokens: int
     tokens_per_expert_LE: Tensor | None
     """[L, E] int64 of this rank's tokens; None for a model without MoE layers."""
+    entropy_sum_L: Tensor | None
+    """[L] float64, the routers' entropies summed over this rank's tokens; None likewise."""
 
 
 def next_token_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
@@ -58,6 +60,7 @@ def forward_backward(
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     target_tokens = 0
     loads: Tensor | None = None
+    entropies: Tensor | None = None
     for turn, batch in enumerate(micro_batches):
         set_gradient_sync(model, not reduce_once or turn == len(micro_batches) - 1)
         batch = batch.to(device, non_blocking=True)
@@ -74,7 +77,9 @@ def forward_backward(
         if out.aux:
             load = torch.stack([aux.tokens_per_expert_E for aux in out.aux])
             loads = load if loads is None else loads + load
-    return Pass(loss_sum, target_tokens, loads)
+            entropy = tokens * torch.stack([aux.entropy for aux in out.aux]).double()
+            entropies = entropy if entropies is None else entropies + entropy
+    return Pass(loss_sum, target_tokens, loads, entropies)
 
 
 def grad_square_sum(model: nn.Module, layouts: dict[str, ShardLayout]) -> Tensor:

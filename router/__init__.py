@@ -1,7 +1,7 @@
 """Who goes where: scores, selection, and the losses that keep experts balanced."""
 
 from router.config import RouterConfig
-from router.losses import load_balance_loss, z_loss
+from router.losses import load_balance_loss, sequence_balance_loss, z_loss
 from router.topk import RouterOutput, TopKRouter, count_tokens_per_expert
 
 __all__ = [
@@ -10,5 +10,6 @@ __all__ = [
     "TopKRouter",
     "count_tokens_per_expert",
     "load_balance_loss",
+    "sequence_balance_loss",
     "z_loss",
 ]

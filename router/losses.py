@@ -30,6 +30,36 @@ def load_balance_loss(probs_TE: Tensor, tokens_per_expert_E: Tensor, top_k: int)
     return num_experts * torch.dot(f_E, p_E)
 
 
+def sequence_balance_loss(
+    probs_TE: Tensor, expert_indices_TK: Tensor, seq_len: int | None
+) -> Tensor:
+    """The same loss of each sequence alone, averaged (DeepSeek-V3, arXiv 2412.19437, eqs. 17-20).
+
+    The fractions f count the choices that were made, bias and groups included. As sequences are
+    whole on a rank, the loss does not depend on how they are spread.
+
+    Args:
+        probs_TE: [T, E] scores normalized over the experts, sequence after sequence.
+        expert_indices_TK: [T, K] int64.
+        seq_len: tokens of each sequence, T being a multiple of it; None takes all as one.
+
+    Returns:
+        A scalar; 0 for no tokens.
+    """
+    T, E = probs_TE.shape
+    if T == 0:
+        return probs_TE.sum()
+    S = seq_len or T
+    sequences = T // S
+    sequence_T1 = (torch.arange(T, device=probs_TE.device) // S).unsqueeze(1)
+    flat = (sequence_T1 * E + expert_indices_TK).flatten()
+    counts = torch.zeros(sequences * E, dtype=torch.int64, device=flat.device)
+    counts.scatter_add_(0, flat, torch.ones_like(flat))
+    f = counts.view(sequences, E).to(probs_TE.dtype) / (S * expert_indices_TK.shape[1])
+    p = probs_TE.view(sequences, S, E).mean(1)
+    return E * (f * p).sum(-1).mean()
+
+
 def z_loss(logits_TE: Tensor) -> Tensor:
     """Router z-loss, mean over tokens of logsumexp(logits)² (Zoph et al., arXiv 2202.08906, eq. 5).
 

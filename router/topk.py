@@ -1,10 +1,11 @@
-"""The token-choice router: scores for every expert, the top_k of them for every token.
+"""The token-choice router: scores for every expert, and the experts of every token.
 
 Legend: T tokens, D d_model, E experts, K top_k.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from router.config import RouterConfig, ScoreFunc
-from router.losses import load_balance_loss, z_loss
+from router.losses import load_balance_loss, sequence_balance_loss, z_loss
+from router.select import forced_balance, limit_to_groups, select_top_k, sinkhorn
+
+_TINY = 1e-20
 
 
 class RouterOutput(NamedTuple):
@@ -25,22 +29,25 @@ class RouterOutput(NamedTuple):
     tokens_per_expert_E: Tensor
     """[E] int64, assignments of these tokens; sums to T·K."""
     load_balance_loss: Tensor
-    """Scalar float32, not yet weighted."""
+    """Scalar float32, not yet weighted; so are the next two."""
+    sequence_balance_loss: Tensor
     z_loss: Tensor
-    """Scalar float32, not yet weighted."""
+    entropy: Tensor
+    """Scalar float32 without a gradient: the mean over tokens of the entropy of their
+    probabilities, in nats; from 0 to log(E)."""
 
 
 def score(logits_TE: Tensor, score_func: ScoreFunc) -> tuple[Tensor, Tensor]:
     """Scores, and the same normalized to probabilities over the experts; both [T, E].
 
     Softmax scores are their own probabilities. Sigmoid scores are divided by their sum for the
-    load-balancing loss (DeepSeek-V3, arXiv 2412.19437, eq. 19).
+    balancing losses (DeepSeek-V3, arXiv 2412.19437, eq. 19).
     """
     if score_func == "softmax":
         probs_TE = logits_TE.softmax(-1)
         return probs_TE, probs_TE
     scores_TE = logits_TE.sigmoid()
-    return scores_TE, scores_TE / scores_TE.sum(-1, keepdim=True).clamp_min(1e-20)
+    return scores_TE, scores_TE / scores_TE.sum(-1, keepdim=True).clamp_min(_TINY)
 
 
 def count_tokens_per_expert(expert_indices_TK: Tensor, num_experts: int) -> Tensor:
@@ -52,42 +59,124 @@ def count_tokens_per_expert(expert_indices_TK: Tensor, num_experts: int) -> Tens
 
 
 class TopKRouter(nn.Module):
-    """A linear map to one logit per expert, a score function, and top-k selection.
+    """A linear map to one logit per expert, a score function, and a choice of top_k experts.
 
-    The map, the scores and the losses are in float32 whatever the model's dtype, under autocast
-    too: in bfloat16 the logits of nearby experts tie, and which of them wins is arbitrary.
+    The map, the scores and the losses are in ``router_dtype`` whatever the model's dtype, under
+    autocast too: in bfloat16 the logits of nearby experts tie, and which of them wins is arbitrary.
     """
+
+    expert_bias: Tensor | None
 
     def __init__(self, d_model: int, config: RouterConfig) -> None:
         super().__init__()
         self.config = config
+        self.dtype = getattr(torch, config.router_dtype)
         self.weight = nn.Parameter(torch.empty(config.num_experts, d_model))
+        bias = torch.zeros(config.num_experts, dtype=torch.float32) if config.expert_bias else None
+        self.register_buffer("expert_bias", bias)
+        if config.selection == "forced_balance":
+            warnings.warn(
+                "moe.selection is forced_balance: tokens go to experts in turn, whatever their "
+                "scores; this measures speed and trains nothing of use",
+                stacklevel=2,
+            )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Normal with standard deviation 0.02, so that first scores are close to uniform."""
         nn.init.normal_(self.weight, std=0.02)
+        if self.expert_bias is not None:
+            nn.init.zeros_(self.expert_bias)
 
-    def forward(self, x_TD: Tensor) -> RouterOutput:
+    def forward(
+        self, x_TD: Tensor, seq_len: int | None = None, expert_indices_TK: Tensor | None = None
+    ) -> RouterOutput:
         """Route [T, D] tokens; T may be 0.
 
         A NaN or an infinity in ``x_TD`` is not looked for here, which would stall an accelerator at
         every layer: it reaches the loss, and the step barrier refuses the step.
+
+        Args:
+            x_TD: the tokens, sequence after sequence.
+            seq_len: tokens of each sequence, for the sequence-wise loss; None takes all as one.
+            expert_indices_TK: [T, K] int64, recorded choices to take instead of choosing. Weights,
+                losses and gradients are as if these had been chosen.
         """
         with torch.autocast(x_TD.device.type, enabled=False):
-            return self._route(F.linear(x_TD.float(), self.weight.float()))
+            x_TD = x_TD.to(self.dtype)
+            jitter = self.config.input_jitter
+            if jitter and self.training:
+                x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - jitter, 1 + jitter)
+            logits_TE = F.linear(x_TD, self.weight.to(self.dtype))
+            return self._route(logits_TE, seq_len, expert_indices_TK)
 
-    def _route(self, logits_TE: Tensor) -> RouterOutput:
+    def _route(
+        self, logits_TE: Tensor, seq_len: int | None, recorded_TK: Tensor | None
+    ) -> RouterOutput:
         config = self.config
         scores_TE, probs_TE = score(logits_TE, config.score_func)
-        weights_TK, indices_TK = scores_TE.topk(config.top_k, dim=-1)
-        if config.renormalize:
-            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp_min(1e-20)
+        indices_TK = recorded_TK
+        if indices_TK is None:
+            indices_TK = self._select(logits_TE.detach(), scores_TE.detach())
+        weights_TK = self._weights(logits_TE, scores_TE, indices_TK)
         counts_E = count_tokens_per_expert(indices_TK, config.num_experts)
+        # Where its weight is 0 the finer loss costs nothing: it is not computed.
+        sequence_loss = logits_TE.new_zeros(())
+        if config.sequence_balance_weight:
+            sequence_loss = sequence_balance_loss(probs_TE, indices_TK, seq_len)
+        entropy = -(probs_TE.detach() * probs_TE.detach().clamp_min(_TINY).log()).sum()
         return RouterOutput(
             expert_indices_TK=indices_TK,
-            expert_weights_TK=weights_TK,
+            expert_weights_TK=weights_TK.float(),
             tokens_per_expert_E=counts_E,
-            load_balance_loss=load_balance_loss(probs_TE, counts_E, config.top_k),
-            z_loss=z_loss(logits_TE),
+            load_balance_loss=load_balance_loss(probs_TE, counts_E, config.top_k).float(),
+            sequence_balance_loss=sequence_loss.float(),
+            z_loss=z_loss(logits_TE).float(),
+            entropy=(entropy / max(logits_TE.shape[0], 1)).float(),
         )
+
+    def _select(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
+        config = self.config
+        if config.selection == "forced_balance":
+            T, E = logits_TE.shape
+            return forced_balance(T, config.top_k, E, logits_TE.device)
+        if config.selection == "sinkhorn":
+            # In evaluation there need be no batch to balance: the plain choice (as Megatron-core).
+            balanced_TE = sinkhorn(logits_TE) if self.training else logits_TE
+            return select_top_k(balanced_TE, config.top_k)
+        # Logits order as softmax scores do, and do not tie where those underflow.
+        choice_TE = logits_TE if config.softmax_after_topk else scores_TE
+        if self.expert_bias is not None:
+            choice_TE = scores_TE + self.expert_bias
+        if config.n_groups > 1:
+            choice_TE = limit_to_groups(
+                choice_TE, config.n_groups, config.topk_groups, config.topk_per_group
+            )
+        return select_top_k(choice_TE, config.top_k)
+
+    def _weights(self, logits_TE: Tensor, scores_TE: Tensor, indices_TK: Tensor) -> Tensor:
+        config = self.config
+        if config.softmax_after_topk:
+            weights_TK = logits_TE.gather(1, indices_TK).softmax(-1)
+        else:
+            weights_TK = scores_TE.gather(1, indices_TK)
+            if config.renormalize:
+                weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp_min(_TINY)
+        return weights_TK * config.route_scale
+
+    @torch.no_grad()
+    def update_bias(self, tokens_per_expert_E: Tensor) -> None:
+        """Once per step: raise the bias of experts below the mean load, lower that of those above.
+
+        b_i += u · sign(mean(n) - n_i) (Wang et al., arXiv 2408.15664, algorithm 1; DeepSeek-V3,
+        arXiv 2412.19437, section 2.1.2). No gradient flows through it, and none is disturbed.
+
+        Args:
+            tokens_per_expert_E: [E] assignments of the whole step, over all ranks, so that every
+                rank's bias stays the same.
+        """
+        assert self.expert_bias is not None, "moe.expert_bias is off"
+        # n_i against the mean as integers, E · n_i against the sum: exact for any counts.
+        counts_E = tokens_per_expert_E.to(self.expert_bias.device)
+        direction_E = torch.sign(counts_E.sum() - counts_E * len(counts_E))
+        self.expert_bias += self.config.bias_update_rate * direction_E

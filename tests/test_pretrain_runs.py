@@ -79,21 +79,21 @@ def fingerprints(run: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("world", "parallel"),
+    ("world", "parallel", "moe"),
     [
-        (1, {}),
-        (2, {"ep": 2}),
-        (2, {"ep": 1, "reshard_after_forward": False}),
-        (4, {"ep": 2}),
-        (4, {"dp_replicate": 2}),
+        (1, {}, {"input_jitter": 0.01}),
+        (2, {"ep": 2}, {"expert_bias": True, "input_jitter": 0.01}),
+        (2, {"ep": 1, "reshard_after_forward": False}, {}),
+        (4, {"ep": 2}, {}),
+        (4, {"dp_replicate": 2}, {"expert_bias": True}),
     ],
 )
 def test_a_stopped_and_resumed_run_is_bitwise_the_uninterrupted_one(
-    text, tmp_path, world, parallel
+    text, tmp_path, world, parallel, moe
 ):
     # An evaluation just before the checkpoint must leave no trace in either.
     train = {"eval_interval_steps": 3}
-    spec = write_spec(tmp_path, parallel=parallel, data=data_of(text), train=train)
+    spec = write_spec(tmp_path, parallel=parallel, data=data_of(text), train=train, moe=moe)
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
 
     code, out, _ = launch(spec, world, f"run_dir={straight}")
@@ -114,6 +114,10 @@ def test_a_stopped_and_resumed_run_is_bitwise_the_uninterrupted_one(
     for key in ("step", "tokens_seen", "cursor", "train_loss_first", "train_loss_last"):
         assert a.state[key] == b.state[key], key
     assert a.state["cursor"] == 6 * 8
+    if "expert_bias" in moe:
+        bias = ckpt.open_group(straight / "checkpoints")["model/layers/moe/router/expert_bias"]
+        assert bias.shape == (2, 4)
+        assert 0 < abs(bias[...]).max() < 0.0061, "six steps of 0.001"
 
     code, out, _ = launch(spec, world, f"run_dir={resumed}")
     assert code == 0
@@ -126,6 +130,7 @@ def test_a_resize_keeps_the_samples_and_the_losses(text, tmp_path, before, after
         "data": data_of(text),
         "train": {"steps": 24, "global_batch_size": 6, "eval_sequences": 4},
         "checkpoint": {"interval_steps": 100},
+        "moe": {"expert_bias": True, "sequence_balance_weight": 0.01},
     }
     spec = write_spec(tmp_path, **sections)
     ep = {1: 1, 2: 2, 4: 4}

@@ -1,0 +1,60 @@
+"""Which experts a token takes. Nothing here has a gradient: a choice is discrete.
+
+Legend: T tokens, E experts, K top_k, G groups.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_SINKHORN_ITERATIONS = 8
+
+
+def select_top_k(scores_TE: Tensor, top_k: int) -> Tensor:
+    """The top_k best experts of each token, best first: [T, E] -> [T, K] int64."""
+    return scores_TE.topk(top_k, dim=-1).indices
+
+
+def limit_to_groups(
+    scores_TE: Tensor, n_groups: int, topk_groups: int, topk_per_group: int
+) -> Tensor:
+    """Put every expert outside a token's best groups out of reach, at minus infinity.
+
+    Experts are in n_groups equal blocks. A group's score is the sum of its topk_per_group best; the
+    topk_groups best groups stay (DeepSeek-V3, arXiv 2412.19437, section 2.1.2, with
+    topk_per_group = 2; with groups that are nodes this limits how many nodes a token is sent to).
+
+    Args:
+        scores_TE: [T, E], bias included.
+
+    Returns:
+        [T, E].
+    """
+    T, E = scores_TE.shape
+    scores_TGe = scores_TE.view(T, n_groups, E // n_groups)
+    group_scores_TG = scores_TGe.topk(topk_per_group, dim=-1).values.sum(-1)
+    best = group_scores_TG.topk(topk_groups, dim=-1).indices
+    out_TG = torch.ones_like(group_scores_TG, dtype=torch.bool).scatter_(1, best, False)
+    return scores_TGe.masked_fill(out_TG.unsqueeze(-1), -torch.inf).view(T, E)
+
+
+def sinkhorn(logits_TE: Tensor, iterations: int = _SINKHORN_ITERATIONS) -> Tensor:
+    """Scale exp(logits) so that tokens weigh alike and experts weigh alike: [T, E] -> [T, E].
+
+    Sinkhorn's alternate normalization of rows and columns (Sinkhorn and Knopp, 1967), as used for
+    routing by Clark et al. (arXiv 2202.01169, section 3.1), in logarithms so that it cannot
+    overflow, and for a fixed number of rounds so that no accelerator is waited for. Rows end
+    normalized to 1 / T, columns nearly to 1 / E.
+    """
+    log_TE = logits_TE
+    for _ in range(iterations):
+        log_TE = log_TE - log_TE.logsumexp(0, keepdim=True)
+        log_TE = log_TE - log_TE.logsumexp(1, keepdim=True)
+    return log_TE.exp() / max(logits_TE.shape[0], 1)
+
+
+def forced_balance(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> Tensor:
+    """Experts in turn, whatever the scores: [T, K]; counts differ by at most one."""
+    flat = torch.arange(num_tokens * top_k, device=device) % num_experts
+    return flat.view(num_tokens, top_k)

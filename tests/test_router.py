@@ -1,0 +1,290 @@
+"""Routing against literal, slow oracles: scores, choices, losses and biases.
+
+Legend: T tokens, D d_model, E experts, K top_k.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from moe import MoEConfig, MoELayer
+from router import RouterConfig, TopKRouter
+from router.losses import sequence_balance_loss
+from router.select import limit_to_groups, sinkhorn
+
+T, D, E = 24, 12, 8
+
+
+def make_router(seed: int = 0, **fields: object) -> TopKRouter:
+    torch.manual_seed(seed)
+    router = TopKRouter(D, RouterConfig(**{"num_experts": E, "top_k": 3, **fields}))
+    with torch.no_grad():
+        router.weight.mul_(30)
+    return router
+
+
+def literal(router: TopKRouter, x: torch.Tensor) -> tuple[list[list[int]], list[list[float]]]:
+    """Choices and weights of every token, in Python floats (float64)."""
+    c = router.config
+    weight = router.weight.detach().double()
+    bias = [0.0] * E if router.expert_bias is None else router.expert_bias.tolist()
+    all_chosen, all_weights = [], []
+    for token in x.double():
+        logits = [float(token @ row) for row in weight]
+        total = sum(math.exp(z) for z in logits)
+        if c.score_func == "softmax":
+            scores = [math.exp(z) / total for z in logits]
+        else:
+            scores = [1 / (1 + math.exp(-z)) for z in logits]
+        choice = [s + b for s, b in zip(scores, bias, strict=True)]
+        size = E // c.n_groups
+        groups = [choice[g * size : (g + 1) * size] for g in range(c.n_groups)]
+        group_scores = [sum(sorted(g, reverse=True)[: c.topk_per_group]) for g in groups]
+        best = sorted(range(c.n_groups), key=lambda g: -group_scores[g])[: c.topk_groups]
+        allowed = [e for e in range(E) if c.n_groups == 1 or e // size in best]
+        chosen = sorted(allowed, key=lambda e: -choice[e])[: c.top_k]
+        if c.softmax_after_topk:
+            exps = [math.exp(logits[e]) for e in chosen]
+            weights = [v / sum(exps) for v in exps]
+        else:
+            weights = [scores[e] for e in chosen]
+            if c.renormalize:
+                weights = [w / sum(weights) for w in weights]
+        all_chosen.append(chosen)
+        all_weights.append([w * c.route_scale for w in weights])
+    return all_chosen, all_weights
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"renormalize": False},
+        {"score_func": "sigmoid"},
+        {"score_func": "sigmoid", "renormalize": False, "route_scale": 2.5},
+        {"softmax_after_topk": True},
+        {"router_dtype": "float64"},
+        {"top_k": 1, "renormalize": False},
+        {"n_groups": 4, "topk_groups": 2},
+        {"n_groups": 2, "topk_groups": 1, "topk_per_group": 4},
+        {"n_groups": 4, "topk_groups": 2, "score_func": "sigmoid", "expert_bias": True,
+         "route_scale": 2.5},
+        {"score_func": "softmax", "expert_bias": True},
+        {"softmax_after_topk": True, "expert_bias": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_choices_and_weights_are_the_literal_ones(fields):
+    router = make_router(**fields)
+    if router.expert_bias is not None:
+        router.expert_bias.copy_(torch.randn(E) * 0.3)
+    x = torch.randn(T, D)
+    out = router(x)
+    chosen, weights = literal(router, x)
+    assert out.expert_indices_TK.tolist() == chosen
+    torch.testing.assert_close(out.expert_weights_TK, torch.tensor(weights), rtol=1e-4, atol=1e-6)
+    counts = [sum(e in row for row in chosen) for e in range(E)]
+    assert out.tokens_per_expert_E.tolist() == counts
+
+
+def test_the_bias_moves_choices_and_nothing_else():
+    plain, biased = make_router(), make_router(expert_bias=True)
+    x = torch.randn(T, D)
+    assert torch.equal(biased(x).expert_indices_TK, plain(x).expert_indices_TK)
+    biased.expert_bias[5] = 10.0
+    out = biased(x)
+    assert (out.expert_indices_TK[:, 0] == 5).all()
+    scores = torch.nn.functional.linear(x, biased.weight).softmax(-1)
+    expected = scores.gather(1, out.expert_indices_TK)
+    torch.testing.assert_close(
+        out.expert_weights_TK, expected / expected.sum(-1, keepdim=True), rtol=1e-5, atol=1e-7
+    )
+    out.expert_weights_TK.square().sum().backward()
+    assert biased.expert_bias.grad is None
+    assert not biased.expert_bias.requires_grad
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 10**12), min_size=E, max_size=E))
+def test_a_step_moves_each_bias_towards_the_mean(counts):
+    router = make_router(expert_bias=True, bias_update_rate=0.25)
+    router.update_bias(torch.tensor(counts))
+    mean = sum(counts) / E
+    expected = [0.25 * ((mean > n) - (mean < n)) for n in counts]
+    assert router.expert_bias.tolist() == expected
+    assert list(router.state_dict()) == ["weight", "expert_bias"]
+
+
+def test_biases_balance_a_router_that_loads_one_expert():
+    router = make_router(expert_bias=True, bias_update_rate=0.005, score_func="sigmoid")
+    x = torch.randn(512, D) + 1.0
+    first = router(x).tokens_per_expert_E
+    for _ in range(400):
+        router.update_bias(router(x).tokens_per_expert_E)
+    last = router(x).tokens_per_expert_E
+    assert first.max() / first.float().mean() > 1.5
+    assert last.max() / last.float().mean() < 1.15
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_the_sequence_loss_is_the_mean_of_each_sequences_own(top_k):
+    torch.manual_seed(0)
+    probs = torch.randn(24, E).softmax(-1).requires_grad_()
+    indices = probs.detach().topk(top_k, dim=-1).indices
+    expected = 0.0
+    for b in range(4):
+        rows = range(b * 6, b * 6 + 6)
+        for e in range(E):
+            count = sum(int((indices[t] == e).sum()) for t in rows)
+            f = E / (top_k * 6) * count  # eq. 18
+            p = sum(probs[t, e] for t in rows) / 6  # eq. 20
+            expected = expected + f * p / 4  # eq. 17, averaged over sequences
+    actual = sequence_balance_loss(probs, indices, 6)
+    torch.testing.assert_close(actual, expected)
+    (grad,) = torch.autograd.grad(actual, probs)
+    (expected_grad,) = torch.autograd.grad(expected, probs)
+    torch.testing.assert_close(grad, expected_grad)
+    assert grad.abs().sum() > 0
+    assert sequence_balance_loss(probs[:0], indices[:0], 6) == 0
+    assert sequence_balance_loss(probs[:0], indices[:0], None) == 0
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [{"load_balance_weight": 1.0}, {"sequence_balance_weight": 1.0}, {"z_loss_weight": 1.0}],
+    ids=str,
+)
+def test_each_loss_reaches_the_router_once_under_recomputation(weights):
+    zero = {"load_balance_weight": 0.0, **weights}
+    torch.manual_seed(0)
+    layer = MoELayer(MoEConfig(d_model=D, d_ff=16, num_experts=E, top_k=2, **zero))
+    x = torch.randn(3, 7, D)
+    loss = layer(x).aux.loss
+    loss.backward()
+    expected = layer.router.weight.grad.clone()
+    assert expected.abs().sum() > 0
+    layer.zero_grad()
+    again = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).aux.loss
+    again.backward()
+    assert torch.equal(again, loss)
+    assert torch.equal(layer.router.weight.grad, expected)
+
+
+def test_a_sequence_is_the_dim_before_the_last():
+    torch.manual_seed(0)
+    config = {"d_model": D, "d_ff": 16, "num_experts": E, "top_k": 2}
+    layer = MoELayer(MoEConfig(**config, sequence_balance_weight=1.0))
+    x = torch.randn(3, 7, D)
+    whole = layer(x).aux.sequence_balance_loss
+    each = torch.stack([layer(row).aux.sequence_balance_loss for row in x])
+    torch.testing.assert_close(whole, each.mean())
+    assert MoELayer(MoEConfig(**config))(x).aux.sequence_balance_loss == 0
+
+
+def test_groups_leave_only_the_best_ones_in_reach():
+    scores = torch.tensor([[9.0, 0.0, 5.0, 5.0, 6.0, 1.0, 0.0, 0.0]])
+    limited = limit_to_groups(scores, 4, 2, 2)
+    inf = -math.inf
+    assert limited.tolist() == [[inf if e in (4, 5, 6, 7) else scores[0, e] for e in range(8)]]
+    limited = limit_to_groups(scores, 4, 2, 1)
+    assert limited.tolist() == [[inf if e in (2, 3, 6, 7) else scores[0, e] for e in range(8)]]
+
+
+def test_sinkhorn_balances_tokens_and_experts():
+    torch.manual_seed(0)
+    logits = torch.randn(64, E) * 2 + torch.arange(E)
+    plan = sinkhorn(logits, iterations=50)
+    torch.testing.assert_close(plan.sum(1), torch.full((64,), 1 / 64))
+    torch.testing.assert_close(plan.sum(0), torch.full((E,), 1 / E), rtol=1e-3, atol=1e-4)
+    router = make_router(selection="sinkhorn", top_k=2)
+    x = torch.randn(256, D) + 1.0
+    balanced = router(x).tokens_per_expert_E
+    router.eval()
+    plain = router(x).tokens_per_expert_E
+    assert balanced.max() < 0.75 * plain.max()
+    assert sinkhorn(torch.empty(0, E)).shape == (0, E)
+    assert torch.isfinite(sinkhorn(torch.tensor([[1000.0, -1000.0], [0.0, 0.0]]))).all()
+
+
+def test_forced_balance_says_so_and_is_even():
+    with pytest.warns(UserWarning, match="forced_balance: tokens go to experts in turn"):
+        router = make_router(selection="forced_balance")
+    out = router(torch.randn(T, D))
+    assert out.tokens_per_expert_E.tolist() == [T * 3 // E] * E
+    assert all(len(set(row)) == 3 for row in out.expert_indices_TK.tolist())
+    assert out.expert_weights_TK.requires_grad
+
+
+def test_recorded_choices_are_replayed():
+    torch.manual_seed(0)
+    layer = MoELayer(MoEConfig(d_model=D, d_ff=16, num_experts=E, top_k=2))
+    x = torch.randn(2, 5, D)
+    recorded = layer.router(x.view(10, D)).expert_indices_TK
+    with torch.no_grad():
+        layer.router.weight.add_(torch.randn_like(layer.router.weight) * 0.01)
+    replayed = layer(x, expert_indices_TK=recorded)
+    other = layer(x, expert_indices_TK=recorded.roll(1, 0))
+    assert torch.equal(
+        replayed.aux.tokens_per_expert_E, torch.bincount(recorded.flatten(), minlength=E)
+    )
+    assert not torch.equal(replayed.hidden, other.hidden)
+    replayed.hidden.sum().backward()
+    assert layer.router.weight.grad.abs().sum() > 0
+
+
+def test_jitter_is_for_training_and_of_its_size():
+    router = make_router(input_jitter=0.01)
+    x = torch.randn(200, D)
+    weights = [router(x).expert_weights_TK for _ in range(2)]
+    assert not torch.equal(*weights)
+    router.eval()
+    weights = [router(x).expert_weights_TK for _ in range(2)]
+    assert torch.equal(*weights)
+
+
+def test_entropy_is_of_the_probabilities():
+    router = make_router()
+    x = torch.randn(T, D)
+    probs = torch.nn.functional.linear(x, router.weight).softmax(-1)
+    expected = torch.distributions.Categorical(probs=probs).entropy().mean()
+    torch.testing.assert_close(router(x).entropy, expected.detach())
+    assert not router(x).entropy.requires_grad
+    with torch.no_grad():
+        router.weight.zero_()
+    assert float(router(x).entropy) == pytest.approx(math.log(E))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_router_keeps_its_dtype_whatever_the_models(dtype):
+    router = make_router().to(dtype)
+    x = torch.randn(T, D).to(dtype)
+    out = router(x)
+    expected = torch.nn.functional.linear(x.float(), router.weight.float()).softmax(-1)
+    assert out.expert_weights_TK.dtype == torch.float32
+    assert torch.equal(out.expert_indices_TK, expected.topk(3).indices)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"top_k": 9}, r"moe.top_k \(9\) must be at most moe.num_experts \(8\)"),
+        ({"n_groups": 3}, r"moe.num_experts \(8\) must be a multiple of moe.n_groups \(3\)"),
+        ({"n_groups": 2, "topk_groups": 3}, r"moe.topk_groups \(3\) must be at most moe.n_groups"),
+        ({"n_groups": 8, "topk_groups": 4}, r"moe.topk_per_group \(2\) must be at most .* = 1\)"),
+        ({"n_groups": 4}, r"moe.top_k \(3\) must be at most the experts of moe.topk_groups \(1 x"),
+        ({"top_k": 1}, r"moe.renormalize \(true\) must be false with moe.top_k \(1\)"),
+        ({"softmax_after_topk": True, "score_func": "sigmoid"}, r"moe.softmax_after_topk"),
+        ({"selection": "sinkhorn", "expert_bias": True}, r"moe.selection \(sinkhorn\) must be"),
+        ({"route_scale": 0.0}, "route_scale"),
+        ({"selection": "best"}, "selection"),
+    ],
+)
+def test_fields_that_do_not_fit_are_refused(fields, message):
+    with pytest.raises(ValidationError, match=message):
+        RouterConfig(**{"num_experts": E, "top_k": 3, **fields})
