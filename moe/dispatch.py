@@ -1,6 +1,7 @@
 """Moving tokens to their experts and back.
 
-Legend: T tokens, D d_model, E experts, K top_k, N = T·K routed rows, R rows received.
+Legend: T tokens, D d_model, E experts, K top_k, N routed rows (T·K less those dropped), R rows
+received.
 """
 
 from __future__ import annotations
@@ -54,10 +55,12 @@ class LocalDispatcher:
     def dispatch(self, x_TD: Tensor, routed: RouterOutput) -> Dispatched:
         """See :class:`Dispatcher`."""
         order_N, inverse_N = sort_by_expert(routed.expert_indices_TK)
+        if routed.dropped_TK is not None:
+            order_N = order_N[: int(routed.rows_per_expert_E.sum())]
         top_k = routed.expert_indices_TK.shape[1]
         return Dispatched(
             x_RD=permute(x_TD, order_N, inverse_N, top_k),
-            rows_per_expert_E=routed.tokens_per_expert_E,
+            rows_per_expert_E=routed.rows_per_expert_E,
             ticket=_LocalTicket(routed.expert_weights_TK, order_N, inverse_N),
         )
 
@@ -90,7 +93,7 @@ class AllToAllDispatcher:
         """See :class:`Dispatcher`. Every rank of the group must call."""
         local = self._local.dispatch(x_TD, routed)
         ranks = self.group.size()
-        sent_E = routed.tokens_per_expert_E
+        sent_E = routed.rows_per_expert_E
         received = exchange_counts(sent_E, self.group)  # [ranks, experts of this rank]
         # One copy to the host for both, since that is where a CUDA stream must be waited for.
         splits = torch.stack([sent_E.view(ranks, -1).sum(1), received.sum(1)]).tolist()

@@ -31,7 +31,11 @@ class MoEAux(NamedTuple):
     entropy: Tensor
     """Scalar float32 without a gradient: mean entropy of the tokens' probabilities, in nats."""
     tokens_per_expert_E: Tensor
-    """[E] int64 over all experts, wherever they live; sums to T·K."""
+    """[E] int64 over all experts, wherever they live, as chosen, before capacity; sums to T·K."""
+    num_dropped: Tensor
+    """Scalar int64: assignments that no expert had room for."""
+    num_rerouted: Tensor
+    """Scalar int64: assignments that took another expert than the chosen one, for want of room."""
 
 
 class MoEOutput(NamedTuple):
@@ -125,4 +129,6 @@ class MoELayer(nn.Module):
             + c.z_loss_weight * routed.z_loss,
             entropy=routed.entropy,
             tokens_per_expert_E=routed.tokens_per_expert_E,
+            num_dropped=routed.tokens_per_expert_E.sum() - routed.rows_per_expert_E.sum(),
+            num_rerouted=routed.num_rerouted,
         )

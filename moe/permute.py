@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def sort_by_expert(expert_indices_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Order routed rows by expert, ties by token.
+    """Order routed rows by expert, ties by token; what is dropped, beyond all experts, comes last.
 
     Args:
         expert_indices_TK: [T, K] int64.
@@ -33,21 +33,15 @@ def sort_by_expert(expert_indices_TK: Tensor) -> tuple[Tensor, Tensor]:
 class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, order_N: Tensor, inverse_N: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(inverse_N)
+        ctx.save_for_backward(order_N, inverse_N)
         ctx.top_k = top_k
         return x_TD.index_select(0, order_N // top_k)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
-        (grad_ND,) = grads
-        (inverse_N,) = ctx.saved_tensors
-        grad_ND = grad_ND.index_select(0, inverse_N)
-        return (
-            grad_ND.unflatten(0, (grad_ND.shape[0] // ctx.top_k, ctx.top_k)).sum(1),
-            None,
-            None,
-            None,
-        )
+        order_N, inverse_N = ctx.saved_tensors
+        grad = _spread(grads[0], order_N, inverse_N)
+        return grad.unflatten(0, (len(inverse_N) // ctx.top_k, ctx.top_k)).sum(1), None, None, None
 
 
 class _Unpermute(torch.autograd.Function):
@@ -57,7 +51,7 @@ class _Unpermute(torch.autograd.Function):
     ) -> Tensor:
         T, K = weights_TK.shape
         ctx.save_for_backward(y_ND, weights_TK, order_N, inverse_N)
-        y_TKD = y_ND.index_select(0, inverse_N).view(T, K, y_ND.shape[-1])
+        y_TKD = _spread(y_ND, order_N, inverse_N).view(T, K, y_ND.shape[-1])
         return torch.bmm(weights_TK.to(y_ND.dtype).unsqueeze(1), y_TKD).squeeze(1)
 
     @staticmethod
@@ -68,13 +62,23 @@ class _Unpermute(torch.autograd.Function):
         # In sorted order both products read and write their rows in one pass.
         grad_ND = grad_TD.index_select(0, order_N // K)
         dots_N = (y_ND.float() * grad_ND.float()).sum(-1)
-        grad_weights_TK = dots_N.index_select(0, inverse_N).view(T, K).to(weights_TK.dtype)
+        grad_weights_TK = _spread(dots_N, order_N, inverse_N).view(T, K).to(weights_TK.dtype)
         weights_N1 = weights_TK.flatten().index_select(0, order_N).unsqueeze(1)
         return grad_ND * weights_N1.to(grad_ND.dtype), grad_weights_TK, None, None
 
 
+def _spread(rows: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
+    """Sorted rows back at their assignments, T·K of them; zeros at those that were dropped."""
+    if len(order_N) == len(inverse_N):
+        return rows.index_select(0, inverse_N)
+    return rows.new_zeros(len(inverse_N), *rows.shape[1:]).index_copy_(0, order_N, rows)
+
+
 def permute(x_TD: Tensor, order_N: Tensor, inverse_N: Tensor, top_k: int) -> Tensor:
-    """Copy each token once per assignment, sorted by expert: [T, D] -> [N, D]."""
+    """Copy each token once per assignment, sorted by expert: [T, D] -> [N, D].
+
+    ``order_N`` may be cut to the assignments that were not dropped; N is then fewer than T·K.
+    """
     out: Tensor = _Permute.apply(x_TD, order_N, inverse_N, top_k)
     return out
 

@@ -69,6 +69,9 @@ def progress_line(step: int, steps: int, values: dict[str, float]) -> str:
     )
     if "load_imbalance" in values:
         line += f"  expert load max/mean {values['load_imbalance']:.2f}"
+    for name in ("dropped", "rerouted"):
+        if values.get(name):
+            line += f"  {name} {values[name]:,.0f}"
     return line
 
 

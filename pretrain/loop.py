@@ -41,6 +41,7 @@ class Training:
         self.skipped = 0
         self.loads: Tensor | None = None
         self.entropies: Tensor | None = None
+        self.moved: Tensor | None = None
         self.interval_tokens = 0
         self.interval_seconds = 0.0
 
@@ -118,11 +119,12 @@ class Training:
 
     def _record_routing(self, result: Pass) -> None:
         """Add to the interval's figures, and move the experts' biases by the whole step's loads."""
-        loads, entropies = result.tokens_per_expert_LE, result.entropy_sum_L
-        if loads is None or entropies is None:
+        loads, entropies, moved = result.tokens_per_expert_LE, result.entropy_sum_L, result.moved_L2
+        if loads is None or entropies is None or moved is None:
             return
         self.loads = loads if self.loads is None else self.loads + loads
         self.entropies = entropies if self.entropies is None else self.entropies + entropies
+        self.moved = moved if self.moved is None else self.moved + moved
         moe = self.job.spec.moe
         if moe is not None and moe.expert_bias and moe.bias_update_rate:
             everywhere = loads.clone()
@@ -152,19 +154,22 @@ class Training:
             "grad_norm": decision.grad_norm,
             "tokens_per_second": self.interval_tokens / self.interval_seconds,
         }
-        if self.loads is not None and self.entropies is not None:
+        if self.loads is not None and self.entropies is not None and self.moved is not None:
             rows = sum_over_ranks(job, self.loads).tolist()
             tokens = sum(rows[0]) / max(job.routers[0].config.top_k, 1)
             entropies = (sum_over_ranks(job, self.entropies) / tokens).tolist()
             biases = [r.expert_bias for r in job.routers if r.expert_bias is not None]
             bias = max((float(b.abs().max()) for b in biases), default=None)
-            self.metrics.record_routing(job.moe_layers, rows, entropies, bias)
+            moved = sum_over_ranks(job, self.moved).tolist()
+            self.metrics.record_routing(job.moe_layers, rows, entropies, moved, bias)
+            values["dropped"] = sum(dropped for dropped, _ in moved)
+            values["rerouted"] = sum(rerouted for _, rerouted in moved)
             values["load_imbalance"] = max(max(row) * len(row) / sum(row) for row in rows)
             values["router_entropy"] = min(entropies)
         if job.runtime.is_first:
             say(progress_line(self.progress.step, job.spec.train.steps, values))
         self.log.write("interval", step=self.progress.step, **values)
-        self.loads, self.entropies = None, None
+        self.loads, self.entropies, self.moved = None, None, None
         self.interval_tokens, self.interval_seconds = 0, 0.0
 
     def validate(self) -> None:

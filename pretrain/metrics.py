@@ -62,6 +62,12 @@ class Metrics:
         self.entropy = gauge(
             "moe_router_entropy_nats", "Mean entropy of a token's probabilities.", "layer"
         )
+        self.dropped = counter(
+            "moe_dropped_tokens_total", "Assignments that no expert had room for.", "layer"
+        )
+        self.rerouted = counter(
+            "moe_rerouted_tokens_total", "Assignments that took another expert.", "layer"
+        )
         self.bias = gauge("moe_router_bias_abs_max", "Largest bias of an expert, in magnitude.")
         self.save_duration = Histogram(
             "convoy_checkpoint_duration_seconds",
@@ -97,16 +103,20 @@ class Metrics:
         layers: list[int],
         tokens_per_expert: list[list[int]],
         entropies: list[float],
+        moved: list[list[int]],
         bias: float | None,
     ) -> None:
         """After each log interval: what the routers of ``layers`` did in it, over all ranks."""
         if bias is not None:
             self.bias.set(bias)
-        for layer, counts, entropy in zip(layers, tokens_per_expert, entropies, strict=True):
-            self.entropy.labels(str(layer)).set(entropy)
+        rows = zip(layers, tokens_per_expert, entropies, moved, strict=True)
+        for layer, counts, entropy, (dropped, rerouted) in rows:
             mean = sum(counts) / len(counts)
             self.imbalance.labels(str(layer)).set(max(counts) / max(mean, 1e-9))
             self.dead.labels(str(layer)).set(counts.count(0))
+            self.entropy.labels(str(layer)).set(entropy)
+            self.dropped.labels(str(layer)).inc(dropped)
+            self.rerouted.labels(str(layer)).inc(rerouted)
 
     def record_save(self, seconds: float) -> None:
         """After each commit."""

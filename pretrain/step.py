@@ -27,6 +27,8 @@ class Pass:
     """[L, E] int64 of this rank's tokens; None for a model without MoE layers."""
     entropy_sum_L: Tensor | None
     """[L] float64, the routers' entropies summed over this rank's tokens; None likewise."""
+    moved_L2: Tensor | None
+    """[L, 2] int64, assignments dropped and rerouted for want of room; None likewise."""
 
 
 def next_token_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
@@ -61,6 +63,7 @@ def forward_backward(
     target_tokens = 0
     loads: Tensor | None = None
     entropies: Tensor | None = None
+    moved: Tensor | None = None
     for turn, batch in enumerate(micro_batches):
         set_gradient_sync(model, not reduce_once or turn == len(micro_batches) - 1)
         batch = batch.to(device, non_blocking=True)
@@ -79,7 +82,9 @@ def forward_backward(
             loads = load if loads is None else loads + load
             entropy = tokens * torch.stack([aux.entropy for aux in out.aux]).double()
             entropies = entropy if entropies is None else entropies + entropy
-    return Pass(loss_sum, target_tokens, loads, entropies)
+            move = torch.stack([torch.stack([a.num_dropped, a.num_rerouted]) for a in out.aux])
+            moved = move if moved is None else moved + move
+    return Pass(loss_sum, target_tokens, loads, entropies, moved)
 
 
 def grad_square_sum(model: nn.Module, layouts: dict[str, ShardLayout]) -> Tensor:

@@ -42,6 +42,11 @@ class RouterConfig(BaseModel):
     topk_per_group: int = Field(default=2, ge=1)
     """A group's score is the sum of its so many best."""
 
+    capacity_policy: Literal["dropless", "fixed"] = "dropless"
+    capacity_factor: float = Field(default=1.25, gt=0)
+    """``fixed``: an expert takes ceil(T·K / E · capacity_factor) of the T tokens of a call."""
+    overflow: Literal["reroute", "drop_by_score", "drop_by_position"] = "reroute"
+
     expert_bias: bool = False
     """Balance without a loss: a bias for each expert, added to the scores for the choice alone."""
     bias_update_rate: float = Field(default=0.001, ge=0)

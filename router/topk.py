@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from router.capacity import capacity_policy
 from router.config import RouterConfig, ScoreFunc
 from router.losses import load_balance_loss, sequence_balance_loss, z_loss
 from router.select import forced_balance, limit_to_groups, select_top_k, sinkhorn
@@ -23,11 +24,17 @@ class RouterOutput(NamedTuple):
     """Where every token goes. A NamedTuple, so that FSDP and pipelining see the tensors in it."""
 
     expert_indices_TK: Tensor
-    """[T, K] int64, best first."""
+    """[T, K] int64, best first; E, beyond all experts, where the assignment is dropped."""
     expert_weights_TK: Tensor
-    """[T, K] float32, the weight of each chosen expert's output."""
+    """[T, K] float32, the weight of each expert's output; 0 where the assignment is dropped."""
+    rows_per_expert_E: Tensor
+    """[E] int64, assignments that each expert is to compute."""
+    dropped_TK: Tensor | None
+    """[T, K] bool; None under a policy that drops nothing."""
+    num_rerouted: Tensor
+    """Scalar int64: assignments that took another expert than the chosen one, for want of room."""
     tokens_per_expert_E: Tensor
-    """[E] int64, assignments of these tokens; sums to T·K."""
+    """[E] int64, assignments as they were chosen, before capacity; sums to T·K."""
     load_balance_loss: Tensor
     """Scalar float32, not yet weighted; so are the next two."""
     sequence_balance_loss: Tensor
@@ -71,6 +78,7 @@ class TopKRouter(nn.Module):
         super().__init__()
         self.config = config
         self.dtype = getattr(torch, config.router_dtype)
+        self.capacity = capacity_policy(config)
         self.weight = nn.Parameter(torch.empty(config.num_experts, d_model))
         bias = torch.zeros(config.num_experts, dtype=torch.float32) if config.expert_bias else None
         self.register_buffer("expert_bias", bias)
@@ -115,19 +123,31 @@ class TopKRouter(nn.Module):
     ) -> RouterOutput:
         config = self.config
         scores_TE, probs_TE = score(logits_TE, config.score_func)
-        indices_TK = recorded_TK
-        if indices_TK is None:
-            indices_TK = self._select(logits_TE.detach(), scores_TE.detach())
+        E = config.num_experts
+        choice_TE = self._choice(logits_TE.detach(), scores_TE.detach())
+        chosen_TK = recorded_TK
+        if chosen_TK is None:
+            chosen_TK = self._select(choice_TE)
+        counts_E = count_tokens_per_expert(chosen_TK, E)
+        placed = self.capacity.place(chosen_TK, choice_TE, scores_TE.detach())
+        indices_TK, rows_E = placed.expert_indices_TK, counts_E
         weights_TK = self._weights(logits_TE, scores_TE, indices_TK)
-        counts_E = count_tokens_per_expert(indices_TK, config.num_experts)
+        if placed.dropped_TK is not None:
+            # What a token has left keeps its weight: a drop makes its output smaller.
+            weights_TK = weights_TK.masked_fill(placed.dropped_TK, 0)
+            indices_TK = indices_TK.masked_fill(placed.dropped_TK, E)
+            rows_E = count_tokens_per_expert(indices_TK, E + 1)[:E]
         # Where its weight is 0 the finer loss costs nothing: it is not computed.
         sequence_loss = logits_TE.new_zeros(())
         if config.sequence_balance_weight:
-            sequence_loss = sequence_balance_loss(probs_TE, indices_TK, seq_len)
+            sequence_loss = sequence_balance_loss(probs_TE, chosen_TK, seq_len)
         entropy = -(probs_TE.detach() * probs_TE.detach().clamp_min(_TINY).log()).sum()
         return RouterOutput(
             expert_indices_TK=indices_TK,
             expert_weights_TK=weights_TK.float(),
+            rows_per_expert_E=rows_E,
+            dropped_TK=placed.dropped_TK,
+            num_rerouted=placed.num_rerouted,
             tokens_per_expert_E=counts_E,
             load_balance_loss=load_balance_loss(probs_TE, counts_E, config.top_k).float(),
             sequence_balance_loss=sequence_loss.float(),
@@ -135,15 +155,12 @@ class TopKRouter(nn.Module):
             entropy=(entropy / max(logits_TE.shape[0], 1)).float(),
         )
 
-    def _select(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
+    def _choice(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
+        """What experts are chosen by, [T, E]; minus infinity for those out of a token's reach."""
         config = self.config
-        if config.selection == "forced_balance":
-            T, E = logits_TE.shape
-            return forced_balance(T, config.top_k, E, logits_TE.device)
         if config.selection == "sinkhorn":
             # In evaluation there need be no batch to balance: the plain choice (as Megatron-core).
-            balanced_TE = sinkhorn(logits_TE) if self.training else logits_TE
-            return select_top_k(balanced_TE, config.top_k)
+            return sinkhorn(logits_TE) if self.training else logits_TE
         # Logits order as softmax scores do, and do not tie where those underflow.
         choice_TE = logits_TE if config.softmax_after_topk else scores_TE
         if self.expert_bias is not None:
@@ -152,7 +169,13 @@ class TopKRouter(nn.Module):
             choice_TE = limit_to_groups(
                 choice_TE, config.n_groups, config.topk_groups, config.topk_per_group
             )
-        return select_top_k(choice_TE, config.top_k)
+        return choice_TE
+
+    def _select(self, choice_TE: Tensor) -> Tensor:
+        if self.config.selection == "forced_balance":
+            T, E = choice_TE.shape
+            return forced_balance(T, self.config.top_k, E, choice_TE.device)
+        return select_top_k(choice_TE, self.config.top_k)
 
     def _weights(self, logits_TE: Tensor, scores_TE: Tensor, indices_TK: Tensor) -> Tensor:
         config = self.config

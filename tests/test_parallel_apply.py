@@ -30,12 +30,11 @@ WEIGHTS = ("w_gate", "w_up", "w_down")
 class Block(nn.Module):
     """A residual layer, so that gradients pass both through and around the experts."""
 
-    def __init__(self) -> None:
+    def __init__(self, **fields: object) -> None:
         super().__init__()
         self.proj = nn.Linear(D, D)
-        self.moe = MoELayer(
-            MoEConfig(d_model=D, d_ff=F, num_experts=E, top_k=K, num_shared_experts=1)
-        )
+        sizes = {"d_model": D, "d_ff": F, "num_experts": E, "top_k": K, "num_shared_experts": 1}
+        self.moe = MoELayer(MoEConfig(**{**sizes, **fields}))
 
     def forward(self, x):
         out = self.moe(self.proj(x))
@@ -43,9 +42,9 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, **fields: object) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Block(), Block()])
+        self.layers = nn.ModuleList([Block(**fields), Block(**fields)])
         self.head = nn.Linear(D, 3, bias=False)  # fewer rows than ranks: some hold none
 
     def forward(self, x):
@@ -56,9 +55,11 @@ class Model(nn.Module):
         return self.head(x), loss
 
 
-def make_model() -> Model:
+def make_model(case: str = "") -> Model:
     torch.manual_seed(7)
-    model = Model()
+    overflow = {"little room": "reroute", "less room": "drop_by_score"}.get(case)
+    fields = {"capacity_policy": "fixed", "capacity_factor": 0.75, "overflow": overflow}
+    model = Model(**fields) if overflow else Model()
     with torch.no_grad():
         for layer in model.layers:
             layer.moe.router.weight.mul_(20)
@@ -74,6 +75,8 @@ def batches(case: str, world: int) -> list[torch.Tensor]:
         "a rank without tokens": [0, 13, 5, 9][:world],
         "no tokens at all": [0] * world,
         "one token": [0] * (world - 1) + [1],
+        "little room": [0, 13, 5, 9][:world],
+        "less room": [16, 13, 0, 9][:world],
     }[case]
     return [torch.randn(n, D) for n in sizes]
 
@@ -89,7 +92,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 def on_rank(rank: int, topology: Topology, case: str, reshard: bool):
     dims = ParallelDims.build(topology, "cpu")
-    model = make_model()
+    model = make_model(case)
     apply_expert_parallel(model, dims.ep_mesh)
     apply_fsdp(model, dims, model.layers, reshard_after_forward=reshard)
     experts = expert_parameter_names(model)
@@ -121,6 +124,8 @@ def on_rank(rank: int, topology: Topology, case: str, reshard: bool):
         (Topology(dp_shard=2, ep=2), "a rank without tokens", True),
         (Topology(dp_shard=2, ep=2), "no tokens at all", True),
         (Topology(dp_shard=2, ep=2), "one token", False),
+        (Topology(dp_shard=2, ep=2), "little room", True),
+        (Topology(dp_shard=4, ep=4), "less room", True),
         (Topology(dp_shard=2), "a rank without tokens", True),
         (Topology(dp_replicate=2), "a rank without tokens", True),
         (Topology(dp_shard=4, ep=4), "a rank without tokens", True),
@@ -131,7 +136,7 @@ def on_rank(rank: int, topology: Topology, case: str, reshard: bool):
     ids=str,
 )
 def test_gradients_are_those_of_one_process(topology, case, reshard):
-    reference = make_model()
+    reference = make_model(case)
     expected_loss = 0.0
     for x in batches(case, topology.world):
         loss = loss_of(reference, x)

@@ -201,7 +201,7 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
     decision = Decision(Action.COMMIT, 2.5, 0.7, 256, False, 0.5, 0.1)
     metrics.record_step(decision, 0.01, 8, 0.5)
     metrics.record_step(Decision(Action.SKIP, math.nan, 1.0, 256, False, 0.5, 0.1), 0.01, 8, 0.5)
-    metrics.record_routing([1, 2], [[4, 0], [2, 2]], [0.5, 0.6], 0.25)
+    metrics.record_routing([1, 2], [[4, 0], [2, 2]], [0.5, 0.6], [[3, 4], [0, 0]], 0.25)
     metrics.record_save(1.5)
     endpoint = Endpoint(registry, "127.0.0.1", 0)
     try:
@@ -226,6 +226,8 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
         'convoy_moe_dead_experts{layer="1"} 1.0',
         'convoy_moe_router_entropy_nats{layer="2"} 0.6',
         "convoy_moe_router_bias_abs_max 0.25",
+        'convoy_moe_dropped_tokens_total{layer="1"} 3.0',
+        'convoy_moe_rerouted_tokens_total{layer="1"} 4.0',
         'convoy_parallelism_info{cp="1",dp_replicate="1",dp_shard="2",ep="2",pp="1",tp="1"} 1.0',
         f'convoy_job_info{{name="tiny",spec_hash="{spec.hash}"}} 1.0',
         'convoy_checkpoint_duration_seconds_count{stage="commit",tier="disk"} 1.0',
