@@ -24,6 +24,8 @@ class Dispatched:
 
     x_RD: Tensor
     """[R, D], sorted by the experts of this rank."""
+    weights_R: Tensor
+    """[R] float32, what each row's output is multiplied by."""
     rows_per_expert_E: Tensor
     """[experts of this rank] int64, sums to R."""
     ticket: Any
@@ -38,15 +40,15 @@ class Dispatcher(Protocol):
         ...
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
-        """Bring the experts' outputs home; weigh and sum them per token: [T, D]."""
+        """Bring the experts' outputs home and sum them per token: [T, D]."""
         ...
 
 
 @dataclass(frozen=True)
 class _LocalTicket:
-    weights_TK: Tensor
     order_N: Tensor
     inverse_N: Tensor
+    top_k: int
 
 
 class LocalDispatcher:
@@ -60,14 +62,15 @@ class LocalDispatcher:
         top_k = routed.expert_indices_TK.shape[1]
         return Dispatched(
             x_RD=permute(x_TD, order_N, inverse_N, top_k),
+            weights_R=reorder(routed.expert_weights_TK.flatten(), order_N),
             rows_per_expert_E=routed.rows_per_expert_E,
-            ticket=_LocalTicket(routed.expert_weights_TK, order_N, inverse_N),
+            ticket=_LocalTicket(order_N, inverse_N, top_k),
         )
 
     def combine(self, y_RD: Tensor, dispatched: Dispatched) -> Tensor:
         """See :class:`Dispatcher`."""
         ticket: _LocalTicket = dispatched.ticket
-        return unpermute(y_RD, ticket.weights_TK, ticket.order_N, ticket.inverse_N)
+        return unpermute(y_RD, ticket.order_N, ticket.inverse_N, ticket.top_k)
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ class AllToAllDispatcher:
         splits = torch.stack([sent_E.view(ranks, -1).sum(1), received.sum(1)]).tolist()
         input_splits, output_splits = splits[0], splits[1]
         x_RD = all_to_all(local.x_RD, input_splits, output_splits, self.group)
+        weights_R = all_to_all(local.weights_R, input_splits, output_splits, self.group)
         # Rows arrive by rank, then by expert; the experts want them by expert, then by rank.
         num_local_experts = received.shape[1]
         expert_of_row_R = torch.repeat_interleave(
@@ -109,6 +113,7 @@ class AllToAllDispatcher:
         order_R, inverse_R = sort_by_expert(expert_of_row_R.unsqueeze(1))
         return Dispatched(
             x_RD=reorder(x_RD, order_R),
+            weights_R=reorder(weights_R, order_R),
             rows_per_expert_E=received.sum(0),
             ticket=_AllToAllTicket(local, input_splits, output_splits, order_R, inverse_R),
         )

@@ -12,14 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe.config import Backend
+from moe.packed import experts_packed
 from parallel import local_shard
 
-ExpertsFn = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(x_RD, rows_per_expert_E, w_gate_EDF, w_up_EDF, w_down_EFD) -> y_RD."""
+ExpertsFn = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(x_RD, weights_R, rows_per_expert_E, w_gate_EDF, w_up_EDF, w_down_EFD) -> y_RD: for each row
+weight · w_down(silu(x w_gate) * (x w_up)). The weight is applied before w_down, which is the same
+and spares keeping the outputs for the weights' gradient."""
 
 
 def experts_loop(
     x_RD: Tensor,
+    weights_R: Tensor,
     rows_per_expert_E: Tensor,
     w_gate_EDF: Tensor,
     w_up_EDF: Tensor,
@@ -27,29 +31,38 @@ def experts_loop(
 ) -> Tensor:
     """The plain path: three products per expert, in any dtype and any shape."""
     outputs = []
+    counts = rows_per_expert_E.tolist()
     # unbind, not w[e]: the backward of an index makes a full-size gradient for every expert.
-    chunks = x_RD.split(rows_per_expert_E.tolist())
-    weights = zip(w_gate_EDF.unbind(0), w_up_EDF.unbind(0), w_down_EFD.unbind(0), strict=True)
-    for x, (w_gate, w_up, w_down) in zip(chunks, weights, strict=True):
-        outputs.append((F.silu(x @ w_gate) * (x @ w_up)) @ w_down)
+    experts = zip(
+        x_RD.split(counts),
+        weights_R.unsqueeze(1).split(counts),
+        w_gate_EDF.unbind(0),
+        w_up_EDF.unbind(0),
+        w_down_EFD.unbind(0),
+        strict=True,
+    )
+    for x, weights, w_gate, w_up, w_down in experts:
+        outputs.append((F.silu(x @ w_gate) * (x @ w_up) * weights) @ w_down)
     return torch.cat(outputs)
 
 
 def experts_grouped_mm(
     x_RD: Tensor,
+    weights_R: Tensor,
     rows_per_expert_E: Tensor,
     w_gate_EDF: Tensor,
     w_up_EDF: Tensor,
     w_down_EFD: Tensor,
 ) -> Tensor:
-    """The fast path: one grouped product for all experts, three in all.
+    """The fast path of accelerators: one grouped product for all experts, three in all.
 
     No row may be missing: rows_per_expert_E sums to R. Nothing here waits for an accelerator.
     """
     ends_E = rows_per_expert_E.cumsum(0).to(torch.int32)
     gate_RF = F.grouped_mm(x_RD, w_gate_EDF, offs=ends_E)
     up_RF = F.grouped_mm(x_RD, w_up_EDF, offs=ends_E)
-    y_RD: Tensor = F.grouped_mm(F.silu(gate_RF) * up_RF, w_down_EFD, offs=ends_E)
+    h_RF = F.silu(gate_RF) * up_RF * weights_R.unsqueeze(1)
+    y_RD: Tensor = F.grouped_mm(h_RF, w_down_EFD, offs=ends_E)
     if y_RD.requires_grad:
         # An expanded gradient, such as .sum() hands down, is refused by grouped_mm's backward.
         y_RD.register_hook(Tensor.contiguous)
@@ -61,22 +74,34 @@ def choose_backend(
 ) -> ExpertsFn:
     """The one place where a path is chosen.
 
-    Raises ValueError where ``grouped_mm`` is asked for and cannot run: rows must be multiples of
-    16 bytes, in bfloat16, or on a CPU in float32 or float16.
+    Raises ValueError where the path that is asked for cannot run: ``grouped_mm`` takes rows that
+    are multiples of 16 bytes, in bfloat16, or on a CPU in float32 or float16; ``packed`` takes
+    float32 or float64 on a CPU.
     """
+    compiling = torch.compiler.is_compiling()
     row = 16 // dtype.itemsize
     dtypes = [torch.bfloat16] if device_type in ("cpu", "cuda") else []
     # Compiled, torch takes bfloat16 alone on any device.
-    if device_type == "cpu" and not torch.compiler.is_compiling():
+    if device_type == "cpu" and not compiling:
         dtypes += [torch.float32, torch.float16]
-    possible = dtype in dtypes and d_model % row == 0 and d_ff % row == 0
-    if backend == "grouped_mm" and not possible:
+    can_group = dtype in dtypes and d_model % row == 0 and d_ff % row == 0
+    can_pack = device_type == "cpu" and dtype in (torch.float32, torch.float64) and not compiling
+    if backend == "grouped_mm" and not can_group:
         raise ValueError(
             f"moe.backend (grouped_mm) must have moe.d_model ({d_model}) and moe.d_ff ({d_ff}) "
             f"multiples of {row} for {dtype}, and a dtype that it takes on {device_type} "
             f"({', '.join(map(str, dtypes))}); use loop or auto"
         )
-    return experts_grouped_mm if possible and backend != "loop" else experts_loop
+    if backend == "packed" and not can_pack:
+        raise ValueError(
+            f"moe.backend (packed) must have float32 or float64 on a CPU, uncompiled, not {dtype} "
+            f"on {device_type}; use auto"
+        )
+    if backend == "loop":
+        return experts_loop
+    if backend == "packed" or (backend == "auto" and can_pack):
+        return experts_packed
+    return experts_grouped_mm if can_group else experts_loop
 
 
 class GroupedExperts(nn.Module):
@@ -97,8 +122,8 @@ class GroupedExperts(nn.Module):
         for weight in (self.w_gate, self.w_up, self.w_down):
             nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
-    def forward(self, x_RD: Tensor, rows_per_expert_E: Tensor) -> Tensor:
-        """[R, D] rows sorted by expert and [E] int64 counts of them -> [R, D]. R may be 0."""
+    def forward(self, x_RD: Tensor, weights_R: Tensor, rows_per_expert_E: Tensor) -> Tensor:
+        """[R, D] rows sorted by expert, their weights, [E] int64 counts -> [R, D]. R may be 0."""
         weights = [local_shard(w) for w in (self.w_gate, self.w_up, self.w_down)]
         # The layer's dtype is its weights', since under mixed precision FSDP has cast them, or
         # autocast's, which does not know grouped products.
@@ -108,4 +133,5 @@ class GroupedExperts(nn.Module):
         _, d_model, d_ff = weights[0].shape
         run = choose_backend(self.backend, d_model, d_ff, dtype, device)
         with torch.autocast(device, enabled=False):
-            return run(x_RD.to(dtype), rows_per_expert_E, *(w.to(dtype) for w in weights))
+            rows = x_RD.to(dtype), weights_R.to(dtype), rows_per_expert_E
+            return run(*rows, *(w.to(dtype) for w in weights))

@@ -110,7 +110,7 @@ class MoELayer(nn.Module):
 
         routed = self.router(x_TD, x.shape[-2] if x.ndim > 1 else 1, expert_indices_TK)
         dispatched = self.dispatcher.dispatch(x_TD, routed)
-        y_RD = self.experts(dispatched.x_RD, dispatched.rows_per_expert_E)
+        y_RD = self.experts(dispatched.x_RD, dispatched.weights_R, dispatched.rows_per_expert_E)
         y_TD = self.dispatcher.combine(y_RD, dispatched)
 
         if self.shared_experts is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -40,38 +41,34 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
         order_N, inverse_N = ctx.saved_tensors
-        grad = _spread(grads[0], order_N, inverse_N)
-        return grad.unflatten(0, (len(inverse_N) // ctx.top_k, ctx.top_k)).sum(1), None, None, None
+        return _sum_per_token(grads[0], order_N, inverse_N, ctx.top_k), None, None, None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, y_ND: Tensor, weights_TK: Tensor, order_N: Tensor, inverse_N: Tensor
-    ) -> Tensor:
-        T, K = weights_TK.shape
-        ctx.save_for_backward(y_ND, weights_TK, order_N, inverse_N)
-        y_TKD = _spread(y_ND, order_N, inverse_N).view(T, K, y_ND.shape[-1])
-        return torch.bmm(weights_TK.to(y_ND.dtype).unsqueeze(1), y_TKD).squeeze(1)
+    def forward(ctx: Any, y_ND: Tensor, order_N: Tensor, inverse_N: Tensor, top_k: int) -> Tensor:
+        ctx.save_for_backward(order_N)
+        ctx.top_k = top_k
+        return _sum_per_token(y_ND, order_N, inverse_N, top_k)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None]:
-        (grad_TD,) = grads
-        y_ND, weights_TK, order_N, inverse_N = ctx.saved_tensors
-        T, K = weights_TK.shape
-        # In sorted order both products read and write their rows in one pass.
-        grad_ND = grad_TD.index_select(0, order_N // K)
-        dots_N = (y_ND.float() * grad_ND.float()).sum(-1)
-        grad_weights_TK = _spread(dots_N, order_N, inverse_N).view(T, K).to(weights_TK.dtype)
-        weights_N1 = weights_TK.flatten().index_select(0, order_N).unsqueeze(1)
-        return grad_ND * weights_N1.to(grad_ND.dtype), grad_weights_TK, None, None
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
+        (order_N,) = ctx.saved_tensors
+        return grads[0].index_select(0, order_N // ctx.top_k), None, None, None
 
 
-def _spread(rows: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
-    """Sorted rows back at their assignments, T·K of them; zeros at those that were dropped."""
-    if len(order_N) == len(inverse_N):
-        return rows.index_select(0, inverse_N)
-    return rows.new_zeros(len(inverse_N), *rows.shape[1:]).index_copy_(0, order_N, rows)
+def _sum_per_token(rows_ND: Tensor, order_N: Tensor, inverse_N: Tensor, top_k: int) -> Tensor:
+    """[N, D] sorted rows -> [T, D], each token's rows summed, in the order of k."""
+    tokens = len(inverse_N) // top_k
+    if len(order_N) < len(inverse_N):  # some were dropped, and count as zeros
+        zeros = rows_ND.new_zeros(len(inverse_N), rows_ND.shape[1])
+        spread_ND = zeros.index_copy_(0, order_N, rows_ND)
+        return spread_ND.view(tokens, top_k, rows_ND.shape[1]).sum(1)
+    if rows_ND.device.type == "cpu" and rows_ND.dtype == torch.float32 and tokens:
+        # Gathers and sums in one pass over memory.
+        sums_TD: Tensor = F.embedding_bag(inverse_N.view(tokens, top_k), rows_ND, mode="sum")
+        return sums_TD
+    return rows_ND.index_select(0, inverse_N).view(tokens, top_k, rows_ND.shape[1]).sum(1)
 
 
 def permute(x_TD: Tensor, order_N: Tensor, inverse_N: Tensor, top_k: int) -> Tensor:
@@ -83,30 +80,29 @@ def permute(x_TD: Tensor, order_N: Tensor, inverse_N: Tensor, top_k: int) -> Ten
     return out
 
 
-def unpermute(y_ND: Tensor, weights_TK: Tensor, order_N: Tensor, inverse_N: Tensor) -> Tensor:
-    """Weigh and sum each token's rows: [N, D], [T, K] -> [T, D].
-
-    The gradient with respect to the weights is accumulated in float32.
-    """
-    out: Tensor = _Unpermute.apply(y_ND, weights_TK, order_N, inverse_N)
+def unpermute(y_ND: Tensor, order_N: Tensor, inverse_N: Tensor, top_k: int) -> Tensor:
+    """Sum each token's rows, which are weighted already: [N, D] -> [T, D]."""
+    out: Tensor = _Unpermute.apply(y_ND, order_N, inverse_N, top_k)
     return out
 
 
 class _Reorder(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, order_R: Tensor) -> Tensor:
-        ctx.save_for_backward(order_R)
-        return x_RD.index_select(0, order_R)
+    def forward(ctx: Any, x: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.rows = len(x)
+        return x.index_select(0, order)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        (grad_RD,) = grads
-        (order_R,) = ctx.saved_tensors
-        out_RD = torch.empty_like(grad_RD)
-        return out_RD.index_copy_(0, order_R, grad_RD), None
+        (grad,) = grads
+        (order,) = ctx.saved_tensors
+        # Rows that were not taken have no gradient; where all were, nothing need be cleared.
+        make = grad.new_empty if len(order) == ctx.rows else grad.new_zeros
+        return make(ctx.rows, *grad.shape[1:]).index_copy_(0, order, grad), None
 
 
-def reorder(x_RD: Tensor, order_R: Tensor) -> Tensor:
-    """``x_RD[order_R]`` for an ``order_R`` that is a permutation."""
-    out: Tensor = _Reorder.apply(x_RD, order_R)
+def reorder(x: Tensor, order: Tensor) -> Tensor:
+    """``x[order]`` along the first dim, for an ``order`` that has no row twice."""
+    out: Tensor = _Reorder.apply(x, order)
     return out

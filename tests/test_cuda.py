@@ -38,10 +38,14 @@ def test_grouped_products_agree_with_the_plain_ones_in_bfloat16():
     assert choose_backend("auto", 64, 96, torch.bfloat16, "cuda") is experts_grouped_mm
     rows = torch.tensor([5, 0, 40, 1], device="cuda")
     x = torch.randn(46, 64, device="cuda", dtype=torch.bfloat16)
+    w = torch.rand(46, device="cuda", dtype=torch.bfloat16)
     shapes = ((4, 64, 96), (4, 64, 96), (4, 96, 64))
     weights = [torch.randn(s, device="cuda", dtype=torch.bfloat16) / 8 for s in shapes]
     torch.testing.assert_close(
-        experts_grouped_mm(x, rows, *weights), experts_loop(x, rows, *weights), rtol=5e-2, atol=5e-2
+        experts_grouped_mm(x, w, rows, *weights),
+        experts_loop(x, w, rows, *weights),
+        rtol=5e-2,
+        atol=5e-2,
     )
 
 

@@ -6,16 +6,20 @@ import pytest
 import torch
 
 from moe.experts import choose_backend, experts_grouped_mm, experts_loop
+from moe.packed import experts_packed
 
 
 @pytest.mark.parametrize(
     ("backend", "sizes", "dtype", "device", "expected"),
     [
-        ("auto", (16, 24), torch.float32, "cpu", experts_grouped_mm),
+        ("auto", (16, 24), torch.float32, "cpu", experts_packed),
         ("auto", (16, 24), torch.bfloat16, "cuda", experts_grouped_mm),
         ("auto", (16, 24), torch.float32, "cuda", experts_loop),
-        ("auto", (16, 24), torch.float64, "cpu", experts_loop),
-        ("auto", (18, 24), torch.float32, "cpu", experts_loop),
+        ("auto", (16, 24), torch.float64, "cpu", experts_packed),
+        ("auto", (18, 24), torch.float32, "cpu", experts_packed),
+        ("packed", (18, 7), torch.float32, "cpu", experts_packed),
+        ("auto", (16, 24), torch.bfloat16, "cpu", experts_grouped_mm),
+        ("auto", (16, 24), torch.bfloat16, "mps", experts_loop),
         ("auto", (16, 20), torch.bfloat16, "cpu", experts_loop),
         ("loop", (16, 24), torch.float32, "cpu", experts_loop),
         ("grouped_mm", (16, 24), torch.float32, "cpu", experts_grouped_mm),
@@ -28,5 +32,7 @@ def test_the_path_follows_from_shapes_dtype_and_device(backend, sizes, dtype, de
 def test_a_path_that_was_asked_for_and_cannot_run_is_refused():
     with pytest.raises(ValueError, match=r"a dtype that it takes on cuda \(torch.bfloat16\)"):
         choose_backend("grouped_mm", 16, 24, torch.float32, "cuda")
+    with pytest.raises(ValueError, match=r"moe.backend \(packed\) must have float32 or float64"):
+        choose_backend("packed", 16, 24, torch.bfloat16, "cpu")
     with pytest.raises(ValueError, match=r"multiples of 2 for torch.float64"):
         choose_backend("grouped_mm", 16, 24, torch.float64, "cpu")

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from moe import MoEConfig, MoELayer
 from moe.experts import experts_grouped_mm, experts_loop
+from moe.packed import experts_packed
 from tests import oracle
 
 D, F, E, K = 16, 24, 6, 2
@@ -37,7 +38,7 @@ def oracle_of(layer: MoELayer, x: torch.Tensor):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", ["loop", "grouped_mm"])
+@pytest.mark.parametrize("backend", ["loop", "grouped_mm", "packed"])
 @pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("num_shared_experts", [0, 2])
@@ -71,7 +72,7 @@ def test_matches_the_oracle(backend, score_func, renormalize, num_shared_experts
         assert parameter.grad.abs().sum() > 0, f"{name} got no gradient: the test shows nothing"
 
 
-@pytest.mark.parametrize("backend", ["loop", "grouped_mm"])
+@pytest.mark.parametrize("backend", ["loop", "grouped_mm", "packed"])
 def test_an_expert_nobody_chose_gets_a_zero_gradient(backend):
     layer = make_layer(backend=backend)
     x = torch.randn(12, D).abs()
@@ -86,7 +87,7 @@ def test_an_expert_nobody_chose_gets_a_zero_gradient(backend):
         assert parameter.grad[0].isfinite().all()
 
 
-@pytest.mark.parametrize("backend", ["loop", "grouped_mm"])
+@pytest.mark.parametrize("backend", ["loop", "grouped_mm", "packed"])
 @pytest.mark.parametrize("shape", [(0, D), (0, 7, D), (3, 0, D)])
 def test_an_empty_batch_is_ordinary(backend, shape):
     layer = make_layer(backend=backend, num_shared_experts=1)
@@ -116,19 +117,29 @@ def test_a_summed_output_has_a_gradient():
     assert layer.experts.w_down.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_both_paths_agree(dtype):
+@pytest.mark.parametrize(
+    ("fast", "dtype"),
+    [
+        (experts_grouped_mm, torch.float32),
+        (experts_grouped_mm, torch.bfloat16),
+        (experts_packed, torch.float32),
+        (experts_packed, torch.float64),
+    ],
+)
+def test_every_fast_path_is_the_plain_one(fast, dtype):
     torch.manual_seed(1)
+    tolerance = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 5e-2}[dtype]
     weights = [torch.randn(E, *s).to(dtype) / 4 for s in ((D, F), (D, F), (F, D))]
     rows = torch.tensor([3, 0, 5, 1, 0, 2])
-    x = torch.randn(int(rows.sum()), D).to(dtype)
-    tolerance = 2e-5 if dtype == torch.float32 else 5e-2
-    torch.testing.assert_close(
-        experts_grouped_mm(x, rows, *weights),
-        experts_loop(x, rows, *weights),
-        rtol=tolerance,
-        atol=tolerance,
-    )
+    tensors = [torch.randn(11, D).to(dtype), torch.rand(11).to(dtype), *weights]
+    grad_y = torch.randn(11, D).to(dtype)
+    outputs = []
+    for run in (fast, experts_loop):
+        x, w, *ws = (t.clone().requires_grad_() for t in tensors)
+        y = run(x, w, rows, *ws)
+        outputs.append([y, *torch.autograd.grad(y, (x, w, *ws), grad_y)])
+    for a, b in zip(*outputs, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
 def test_backward_is_the_same_twice():

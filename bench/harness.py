@@ -1,0 +1,99 @@
+"""Interleaved timing of several subjects on the same work, as ratios to a physical limit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Row:
+    """One subject on one case."""
+
+    case: str
+    subject: str
+    metric: str
+    value: float
+    unit: str
+    ratio_to_limit: float
+    samples: list[float]
+
+
+def arguments(text: str) -> argparse.Namespace:
+    """``--quick``, ``--json FILE`` and ``--samples N``."""
+    parser = argparse.ArgumentParser(description=text.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="under a minute; for a first look")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there as well")
+    parser.add_argument("--samples", type=int, default=9, help="of each subject, interleaved")
+    return parser.parse_args()
+
+
+def interleave(
+    case: str, metric: str, subjects: dict[str, Callable[[], None]], samples: int
+) -> list[Row]:
+    """Time every subject in turn, over and over; the first round warms up and does not count.
+
+    One subject must be called ``limit``; ratios are of medians, 1 at the limit.
+    """
+    times: dict[str, list[float]] = {name: [] for name in subjects}
+    for turn in range(samples + 1):
+        for name, act in subjects.items():
+            began = time.perf_counter()
+            act()
+            if turn:
+                times[name].append(time.perf_counter() - began)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return [
+        Row(case, name, metric, medians[name], "s", medians["limit"] / medians[name], times[name])
+        for name in subjects
+    ]
+
+
+def finish(bench: str, rows: Sequence[Row], packages: Sequence[str], path: Path | None) -> None:
+    """Print a table, and write it as JSON where asked."""
+    width = max(len(row.case) for row in rows)
+    for row in rows:
+        print(
+            f"{row.case:<{width}}  {row.subject:<24} {row.value * 1e3:10.1f} ms"
+            f"  {row.ratio_to_limit:6.3f} of the limit"
+        )
+    if path is None:
+        return
+    versions = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no accelerator"
+    path.write_text(
+        json.dumps(
+            {
+                "bench": bench,
+                "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                "machine": f"{_processor()}, {torch.get_num_threads()} threads, {device}",
+                "versions": versions,
+                "rows": [asdict(row) for row in rows],
+            },
+            indent=1,
+        )
+        + "\n"
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
