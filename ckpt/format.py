@@ -143,6 +143,11 @@ def pending_dir(root: Path, save_id: str) -> Path:
     return root / "objects" / f".pending-{save_id}"
 
 
+def draft_path(root: Path, save_id: str) -> Path:
+    """Where a manifest is written before it is linked to its name."""
+    return root / "manifests" / f".{save_id}"
+
+
 def manifest_path(root: Path, step: int) -> Path:
     """The manifest of one step."""
     return root / "manifests" / f"step-{step:08d}.json"
@@ -244,7 +249,9 @@ def read_manifest(root: Path, step: int | None = None) -> Manifest:
     steps = committed_steps(root)
     if step is None:
         if not steps:
-            raise CheckpointError(f"no checkpoint in {root}: its manifests folder lists none")
+            inner = root / "checkpoints"
+            hint = f"; did you mean {inner}?" if (inner / "manifests").is_dir() else ""
+            raise CheckpointError(f"no checkpoint in {root}: no manifest in its manifests/{hint}")
         step = steps[-1]
     elif step not in steps:
         raise CheckpointError(f"no checkpoint of step {step} in {root}; there are {steps}")
@@ -253,7 +260,10 @@ def read_manifest(root: Path, step: int | None = None) -> Manifest:
         data = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"manifest {path} cannot be read: {error.strerror}") from None
-    return decode_manifest(data, path)
+    manifest = decode_manifest(data, path)
+    if manifest.step != step:
+        raise CheckpointError(f"manifest {path} is of step {manifest.step}; it was renamed")
+    return manifest
 
 
 def committed_steps(root: Path) -> list[int]:

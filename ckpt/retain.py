@@ -8,6 +8,7 @@ from pathlib import Path
 from ckpt.format import (
     CheckpointError,
     committed_steps,
+    draft_path,
     fsync_dir,
     manifest_path,
     objects_dir,
@@ -55,10 +56,9 @@ def remove_uncommitted(root: Path) -> list[str]:
         if save_id in committed:
             shutil.rmtree(marker)  # interrupted just after the commit, or just before a removal
         else:
+            draft_path(root, save_id).unlink(missing_ok=True)
             _remove(root, save_id)
             removed.append(save_id)
-    for draft in (root / "manifests").glob(".*"):
-        draft.unlink()
     return removed
 
 

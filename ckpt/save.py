@@ -20,6 +20,7 @@ from ckpt.format import (
     ObjectRecord,
     OtherRankError,
     decode_manifest,
+    draft_path,
     encode_manifest,
     fsync_dir,
     manifest_path,
@@ -199,7 +200,7 @@ def commit(
     for parent in (root, *root.resolve().parents):
         with contextlib.suppress(OSError):  # those that are not ours may not be opened
             fsync_dir(parent)
-    draft = path.parent / f".{info.save_id}"
+    draft = draft_path(root, info.save_id)
     write_bytes(draft, data)
     try:
         # link, not rename: it fails where the name is taken.

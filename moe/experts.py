@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from moe.config import Backend
 from moe.packed import experts_packed
 from parallel import local_shard
+from router import no_autocast
 
 ExpertsFn = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(x_RD, weights_R, rows_per_expert_E, w_gate_EDF, w_up_EDF, w_down_EFD) -> y_RD: for each row
@@ -117,6 +118,11 @@ class GroupedExperts(nn.Module):
         self.w_down = nn.Parameter(torch.empty(num_experts, d_ff, d_model))
         self.reset_parameters()
 
+    def extra_repr(self) -> str:
+        """What print shows."""
+        E, D, F = self.w_gate.shape
+        return f"num_experts={E}, d_model={D}, d_ff={F}, backend={self.backend}"
+
     def reset_parameters(self) -> None:
         """Normal, with standard deviation fan_in ** -0.5."""
         for weight in (self.w_gate, self.w_up, self.w_down):
@@ -128,10 +134,10 @@ class GroupedExperts(nn.Module):
         # The layer's dtype is its weights', since under mixed precision FSDP has cast them, or
         # autocast's, which does not know grouped products.
         device, dtype = x_RD.device.type, weights[0].dtype
-        if torch.is_autocast_enabled(device):
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         _, d_model, d_ff = weights[0].shape
         run = choose_backend(self.backend, d_model, d_ff, dtype, device)
-        with torch.autocast(device, enabled=False):
+        with no_autocast(device):
             rows = x_RD.to(dtype), weights_R.to(dtype), rows_per_expert_E
             return run(*rows, *(w.to(dtype) for w in weights))

@@ -102,9 +102,10 @@ class MoELayer(nn.Module):
         Under expert parallelism every rank of the group must call, with any number of tokens,
         none included. Raises ValueError where the last dim is not d_model.
         """
-        if x.shape[-1] != self.config.d_model:
+        if not x.ndim or x.shape[-1] != self.config.d_model or not x.is_floating_point():
             raise ValueError(
-                f"the input's last dim ({x.shape[-1]}) must be moe.d_model ({self.config.d_model})"
+                f"the input's last dim ({x.shape[-1] if x.ndim else 'none'}) must be moe.d_model "
+                f"({self.config.d_model}) and its dtype ({x.dtype}) a floating one"
             )
         x_TD = x.reshape(x.numel() // x.shape[-1], x.shape[-1])
 

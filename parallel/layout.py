@@ -19,6 +19,8 @@ from itertools import product
 Box = tuple[tuple[int, int], ...]
 """A half-open range per dim of an array: ``((start, stop), ...)`` in logical coordinates."""
 
+MOST_RANKS = 1 << 20
+
 # The axes that an array may be split over, in groups that each decompose a rank number in full.
 # "fsdp" is dp_shard and cp taken together, as fully_shard sees them.
 _BASES: tuple[tuple[str, ...], ...] = (
@@ -45,6 +47,8 @@ class Topology:
             if degree < 1:
                 raise ValueError(f"parallel.{field.name} ({degree}) must be at least 1")
         inner = self.dp_shard * self.cp * self.tp
+        if self.world > MOST_RANKS:
+            raise ValueError(f"a topology of {self.world} ranks must have at most {MOST_RANKS}")
         if inner % self.ep:
             raise ValueError(
                 f"parallel.ep ({self.ep}) must divide dp_shard x cp x tp "
@@ -88,10 +92,12 @@ def parse_topology(text: str) -> Topology:
     """
     names = [field.name for field in fields(Topology)]
     degrees: dict[str, int] = {}
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
+    for part in (piece.strip() for piece in text.split(",")):
         name, equals, value = part.partition("=")
-        if name not in names or not equals:
-            raise ValueError(f"layout ({part}) must be AXIS=DEGREE with AXIS one of {names}")
+        if name not in names or not equals or name in degrees:
+            raise ValueError(
+                f"layout ({part}) must be AXIS=DEGREE, each AXIS once, of {', '.join(names)}"
+            )
         if not value.isdecimal():
             raise ValueError(f"layout {name} ({value}) must be a whole number of at least 1")
         degrees[name] = int(value)
@@ -101,10 +107,10 @@ def parse_topology(text: str) -> Topology:
     return Topology(**degrees)
 
 
-def split_evenly(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
-    """Cut a range as torch.chunk does: ceil(n / parts) each, the last ones short or empty."""
+def _piece(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
+    """One part of a range, cut as torch.chunk does: ceil(n / parts) each, the last ones short."""
     step = -(-(stop - start) // parts)
-    return [(min(start + i * step, stop), min(start + (i + 1) * step, stop)) for i in range(parts)]
+    return min(start + index * step, stop), min(start + (index + 1) * step, stop)
 
 
 @dataclass(frozen=True)
@@ -143,7 +149,7 @@ class ShardLayout:
         for size, axes in zip(self.shape, self.splits, strict=True):
             extent = (0, size)
             for axis in axes:
-                extent = split_evenly(*extent, self.topology.size(axis))[coordinates[axis]]
+                extent = _piece(*extent, self.topology.size(axis), coordinates[axis])
             box.append(extent)
         return tuple(box)
 
@@ -177,7 +183,12 @@ class ShardLayout:
         extents = [(0, size)]
         for axis in axes:
             parts = self.topology.size(axis)
-            extents = [piece for extent in extents for piece in split_evenly(*extent, parts)]
+            extents = [
+                (at, min(at + step, stop))
+                for start, stop in extents
+                for step in [max(-(-(stop - start) // parts), 1)]
+                for at in range(start, stop, step)
+            ]
         inner = {start for start, _ in extents if 0 < start < size}
         return math.gcd(*inner) if inner else max(size, 1)
 

@@ -93,7 +93,9 @@ def prepare_corpus(
     """
     folder = Path(data.path)
     if folder.exists():
-        return open_corpus(data, vocab_size)
+        manifest = open_corpus(data, vocab_size)
+        say(f"using the corpus at {data.path}; data.source is not read again")
+        return manifest
     documents = find_documents(data.source)
     train = [d for d in documents if not is_held_out(d)]
     val = [d for d in documents if is_held_out(d)]
@@ -157,12 +159,17 @@ def open_corpus(data: DataConfig, vocab_size: int) -> CorpusManifest:
                 f"data.path ({data.path}) was prepared with {field} {found}, the spec says "
                 f"{value}; choose another data.path or remove that one"
             )
+    load_tokenizer(data)
     return manifest
 
 
 def load_tokenizer(data: DataConfig) -> Tokenizer:
     """The prepared corpus's tokenizer; the end of a document spelt out in a text is only text."""
-    tokenizer = Tokenizer.from_file(str(Path(data.path) / "tokenizer.json"))
+    path = Path(data.path) / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more specific
+        raise InputError(f"corpus file {path} cannot be read: {error}") from None
     tokenizer.encode_special_tokens = True
     return tokenizer
 

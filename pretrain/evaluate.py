@@ -115,7 +115,7 @@ def generate(job: Job) -> str:
             if sample.temperature == 0:
                 token = int(logits.argmax())
             else:
-                probs = (logits / sample.temperature).softmax(-1)
+                probs = (logits / max(sample.temperature, 1e-3)).softmax(-1)
                 token = int(torch.multinomial(probs, 1, generator=generator))
             token = job.runtime.broadcast(token)
             if token == end:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,6 +36,8 @@ from pretrain.state import (
     training_arrays,
 )
 from router import TopKRouter
+
+T = TypeVar("T")
 
 # A resume under another value of these would not be the same run.
 _FIXED = ("model", "moe", "data.seq_len", "data.shard_tokens", "train.global_batch_size",
@@ -160,13 +164,28 @@ def restore(job: Job) -> Progress:
         init_parameters(job.model, job.layouts, runtime.rank, spec.train.seed, layers)
         seed_rng(spec.train.seed, 0, runtime.rank)
         return Progress()
-    manifest = runtime.together(lambda: ckpt.read_manifest(root, step))
+    read = partial(ckpt.read_manifest, root, step)
+    manifest = runtime.together(lambda: _or_way_back(root, step, read))
     runtime.together(lambda: _check_resumable(job, manifest))
-    progress = runtime.together(lambda: _load(job, manifest))
+    load = partial(_load, job, manifest)
+    progress = runtime.together(lambda: _or_way_back(root, step, load))
     if runtime.is_first:
         for field, before, now in _differences(manifest.spec, spec.as_dict()):
             say(f"spec changed since step {step}: {field} was {before}, is {now}")
     return progress
+
+
+def _or_way_back(root: Path, step: int, act: Callable[[], T]) -> T:
+    """A damaged checkpoint is never passed over silently; the one before is for people to take."""
+    try:
+        return act()
+    except CheckpointError as error:
+        before = [s for s in ckpt.committed_steps(root) if s < step]
+        if not before:
+            raise
+        raise CheckpointError(
+            f"{error}; to go back to step {before[-1]}, move {ckpt.manifest_path(root, step)} away"
+        ) from None
 
 
 def _load(job: Job, manifest: Manifest) -> Progress:

@@ -20,7 +20,7 @@ import ckpt
 from pretrain.barrier import Action, Decision, Report, decide, exchange
 from pretrain.corpus import prepare_corpus
 from pretrain.data import Cursor
-from pretrain.errors import EXIT_DONE, EXIT_TRY_AGAIN, HealthError
+from pretrain.errors import EXIT_DONE, EXIT_TRY_AGAIN, HealthError, InputError
 from pretrain.evaluate import evaluate, generate, sum_over_ranks
 from pretrain.job import Job, build_job, restore, save_checkpoint
 from pretrain.log import RunLog, progress_line, say
@@ -38,6 +38,8 @@ class Training:
 
     def __init__(self, job: Job, progress: Progress, log: RunLog, metrics: Metrics) -> None:
         self.job, self.progress, self.log, self.metrics = job, progress, log, metrics
+        self.saved = progress.step
+        """The step of the newest checkpoint; 0 where there is none."""
         self.skipped = 0
         self.loads: Tensor | None = None
         self.entropies: Tensor | None = None
@@ -141,9 +143,18 @@ class Training:
         if self.skipped >= self.job.spec.train.max_skipped_steps:
             raise HealthError(
                 f"step {step} was not finite {self.skipped} times in a row (loss "
-                f"{decision.loss}, grad norm {decision.grad_norm}); the state after step "
-                f"{self.progress.step} is kept; lower optimizer.lr or look at the data"
+                f"{decision.loss}, grad norm {decision.grad_norm}); {self._way_back()}"
             )
+
+    def _way_back(self) -> str:
+        # What came just before is suspect: it is not saved over an older state that is not.
+        root = self.job.spec.checkpoint_path
+        if not self.saved:
+            return "nothing was saved; start over with a lower optimizer.lr"
+        return (
+            f"the newest checkpoint is step {self.saved} in {root}; lower optimizer.lr, and if the "
+            f"state was bad by then move its manifest away to resume from the one before"
+        )
 
     def report_interval(self, decision: Decision) -> None:
         """Print and publish what the last steps gathered; every rank must call."""
@@ -185,6 +196,7 @@ class Training:
         """Commit a checkpoint; every rank must call."""
         began = time.perf_counter()
         save_checkpoint(self.job, self.progress)
+        self.saved = self.progress.step
         seconds = time.perf_counter() - began
         self.metrics.record_save(seconds)
         path = ckpt.manifest_path(self.job.spec.checkpoint_path, self.progress.step)
@@ -199,16 +211,9 @@ def train(training: Training, stop: StopRequest) -> bool:
     Returns whether the run was asked to stop before that; either way the last step is committed.
     """
     spec = training.job.spec
-    saved = training.progress.step
     stopped = False
     while training.progress.step < spec.train.steps and not stopped:
-        try:
-            decision = training.step(stop.requested)
-        except HealthError:
-            # All ranks are here, and a step that was skipped has changed nothing.
-            if saved != training.progress.step:
-                training.save()
-            raise
+        decision = training.step(stop.requested)
         stopped = decision.stop
         if decision.action is Action.SKIP and not stopped:
             continue
@@ -221,9 +226,8 @@ def train(training: Training, stop: StopRequest) -> bool:
         if every and step % every == 0 and step < spec.train.steps and not stopped:
             training.validate()
         last = stopped or step == spec.train.steps
-        if saved != step and (last or step % spec.checkpoint.interval_steps == 0):
+        if training.saved != step and (last or step % spec.checkpoint.interval_steps == 0):
             training.save()
-            saved = step
     return stopped and training.progress.step < spec.train.steps
 
 
@@ -327,8 +331,8 @@ def _finish(job: Job, progress: Progress, log: RunLog) -> None:
     current = known is not None and known.steps == progress.step and known.spec_hash == spec.hash
     if not runtime.broadcast(int(current)):
         known = _summarize(job, progress, log)
-        if runtime.is_first:
-            _write_summary(path, known)
+        summary = known
+        runtime.first(lambda: _write_summary(path, summary))
     if runtime.is_first and known is not None:
         show_summary(known, spec)
 
@@ -362,8 +366,11 @@ def _summarize(job: Job, progress: Progress, log: RunLog) -> Summary:
 
 def _write_summary(path: Path, summary: Summary) -> None:
     draft = path.with_suffix(".tmp")
-    draft.write_text(summary.model_dump_json(indent=1) + "\n")
-    draft.replace(path)
+    try:
+        draft.write_text(summary.model_dump_json(indent=1) + "\n")
+        draft.replace(path)
+    except OSError as error:
+        raise InputError(f"run_dir: {path} cannot be written: {error.strerror}") from None
 
 
 def peak_memory_bytes() -> int:

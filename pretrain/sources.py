@@ -29,7 +29,8 @@ class Document:
     @cached_property
     def hash(self) -> int:
         """64 bits of the name's SHA-256: the same on every machine."""
-        return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8], "big")
+        name = self.name.encode("utf-8", errors="surrogateescape")
+        return int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
 
     def read(self) -> str:
         """The text. Bytes that are not UTF-8 are replaced by U+FFFD."""
@@ -48,7 +49,7 @@ def is_held_out(document: Document) -> bool:
 
 
 def find_documents(source: str) -> list[Document]:
-    """The documents of ``source``, ordered by name; empty files and binary ones are left out.
+    """The documents of ``source``, ordered by name; empty texts and binary files are left out.
 
     Args:
         source: ``stdlib``, a folder (searched in depth, hidden files left out), a file or a glob.
@@ -68,10 +69,13 @@ def find_documents(source: str) -> list[Document]:
     documents: list[Document] = []
     for path in sorted(paths):
         name = path.relative_to(root).as_posix()
-        if path.suffix == ".jsonl":
-            documents += _jsonl_documents(path, name)
-        elif _is_text(path):
-            documents.append(Document(name, path))
+        try:
+            if path.suffix == ".jsonl":
+                documents += _jsonl_documents(path, name)
+            elif _is_text(path):
+                documents.append(Document(name, path))
+        except OSError as error:
+            raise InputError(f"data.source: {path} cannot be read: {error.strerror}") from None
     return documents
 
 
@@ -109,12 +113,13 @@ def _jsonl_documents(path: Path, name: str) -> Iterator[Document]:
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
-                    usable = isinstance(json.loads(line)["text"], str)
+                    text = json.loads(line)["text"]
                 except (ValueError, KeyError, TypeError):
-                    usable = False
-                if not usable:
+                    text = None
+                if not isinstance(text, str):
                     raise InputError(
                         f"data.source: {path} line {number} must be a JSON object with a text"
                     )
-                yield Document(f"{name}#{number}", path, offset)
+                if text:
+                    yield Document(f"{name}#{number}", path, offset)
             offset += len(line)

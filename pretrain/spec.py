@@ -26,11 +26,11 @@ class TrainConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     steps: int = Field(ge=1)
-    global_batch_size: int = Field(ge=1)
+    global_batch_size: int = Field(ge=1, le=1 << 31)
     """Sequences of one step, over all ranks; never changed by the number of ranks."""
     micro_batch_size: int = Field(ge=1)
     """Sequences of one forward and backward on one rank."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
     log_interval_steps: int = Field(default=10, ge=1)
     eval_interval_steps: int = Field(default=0, ge=0)
     """0: only at the end."""
@@ -38,7 +38,7 @@ class TrainConfig(BaseModel):
     """Held-out sequences of an evaluation on the way; the last one reads them all."""
     max_skipped_steps: int = Field(default=3, ge=1)
     """Steps skipped in a row, for a loss or gradient that is not finite, before giving up."""
-    timeout_seconds: float = Field(default=300.0, gt=0)
+    timeout_seconds: float = Field(default=300.0, gt=0, le=1e6)
     """A collective that takes longer ends the run."""
 
 
@@ -209,7 +209,7 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
         data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise InputError(f"spec {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"spec {path} is not valid {path.suffix or 'TOML'}: {error}") from None
     if not isinstance(data, dict):
         raise InputError(f"spec {path} must be a table of sections")

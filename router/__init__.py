@@ -3,7 +3,7 @@
 from router.capacity import CapacityPolicy, Dropless, FixedCapacity, Placement
 from router.config import RouterConfig
 from router.losses import load_balance_loss, sequence_balance_loss, z_loss
-from router.topk import RouterOutput, TopKRouter, count_tokens_per_expert
+from router.topk import RouterOutput, TopKRouter, count_tokens_per_expert, no_autocast
 
 __all__ = [
     "CapacityPolicy",
@@ -15,6 +15,7 @@ __all__ = [
     "TopKRouter",
     "count_tokens_per_expert",
     "load_balance_loss",
+    "no_autocast",
     "sequence_balance_loss",
     "z_loss",
 ]

@@ -6,6 +6,7 @@ Legend: T tokens, D d_model, E experts, K top_k.
 from __future__ import annotations
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -65,11 +66,19 @@ def count_tokens_per_expert(expert_indices_TK: Tensor, num_experts: int) -> Tens
     return counts_E.scatter_add_(0, flat, torch.ones_like(flat))
 
 
+def no_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Autocast off, on devices that have it."""
+    if not torch.amp.is_autocast_available(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
 class TopKRouter(nn.Module):
     """A linear map to one logit per expert, a score function, and a choice of top_k experts.
 
-    The map, the scores and the losses are in ``router_dtype`` whatever the model's dtype, under
-    autocast too: in bfloat16 the logits of nearby experts tie, and which of them wins is arbitrary.
+    The map, the scores and the losses are in ``router_dtype``, or the input's dtype if that is
+    wider, whatever the model's dtype and under autocast too: in bfloat16 the logits of nearby
+    experts tie, and which of them wins is arbitrary.
     """
 
     expert_bias: Tensor | None
@@ -89,6 +98,11 @@ class TopKRouter(nn.Module):
                 stacklevel=2,
             )
         self.reset_parameters()
+
+    def extra_repr(self) -> str:
+        """What print shows."""
+        c = self.config
+        return f"d_model={self.weight.shape[1]}, num_experts={c.num_experts}, top_k={c.top_k}"
 
     def reset_parameters(self) -> None:
         """Normal with standard deviation 0.02, so that first scores are close to uniform."""
@@ -110,16 +124,22 @@ class TopKRouter(nn.Module):
             expert_indices_TK: [T, K] int64, recorded choices to take instead of choosing. Weights,
                 losses and gradients are as if these had been chosen.
         """
-        with torch.autocast(x_TD.device.type, enabled=False):
-            x_TD = x_TD.to(self.dtype)
+        dtype = torch.promote_types(self.dtype, x_TD.dtype)
+        with no_autocast(x_TD.device.type):
+            out_dtype = torch.promote_types(torch.float32, x_TD.dtype)
+            x_TD = x_TD.to(dtype)
             jitter = self.config.input_jitter
             if jitter and self.training:
                 x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - jitter, 1 + jitter)
-            logits_TE = F.linear(x_TD, self.weight.to(self.dtype))
-            return self._route(logits_TE, seq_len, expert_indices_TK)
+            logits_TE = F.linear(x_TD, self.weight.to(dtype))
+            return self._route(logits_TE, seq_len, expert_indices_TK, out_dtype)
 
     def _route(
-        self, logits_TE: Tensor, seq_len: int | None, recorded_TK: Tensor | None
+        self,
+        logits_TE: Tensor,
+        seq_len: int | None,
+        recorded_TK: Tensor | None,
+        dtype: torch.dtype,
     ) -> RouterOutput:
         config = self.config
         scores_TE, probs_TE = score(logits_TE, config.score_func)
@@ -144,15 +164,15 @@ class TopKRouter(nn.Module):
         entropy = -(probs_TE.detach() * probs_TE.detach().clamp_min(_TINY).log()).sum()
         return RouterOutput(
             expert_indices_TK=indices_TK,
-            expert_weights_TK=weights_TK.float(),
+            expert_weights_TK=weights_TK.to(dtype),
             rows_per_expert_E=rows_E,
             dropped_TK=placed.dropped_TK,
             num_rerouted=placed.num_rerouted,
             tokens_per_expert_E=counts_E,
-            load_balance_loss=load_balance_loss(probs_TE, counts_E, config.top_k).float(),
-            sequence_balance_loss=sequence_loss.float(),
-            z_loss=z_loss(logits_TE).float(),
-            entropy=(entropy / max(logits_TE.shape[0], 1)).float(),
+            load_balance_loss=load_balance_loss(probs_TE, counts_E, config.top_k).to(dtype),
+            sequence_balance_loss=sequence_loss.to(dtype),
+            z_loss=z_loss(logits_TE).to(dtype),
+            entropy=(entropy / max(logits_TE.shape[0], 1)).to(dtype),
         )
 
     def _choice(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:

@@ -160,7 +160,17 @@ def test_the_plain_zarr_view_checks_that_objects_are_there(saved):
         ckpt.open_group(root)
 
 
+def test_a_renamed_manifest_is_refused(saved):
+    root, _ = saved
+    ckpt.manifest_path(root, 5).rename(ckpt.manifest_path(root, 99))
+    with pytest.raises(ckpt.CheckpointError, match=r"00000099.json is of step 5; it was renamed"):
+        ckpt.read_manifest(root)
+
+
 def test_no_checkpoint_is_one_line(tmp_path):
+    save_with_threads(tmp_path / "run" / "checkpoints", 5, Topology())
+    with pytest.raises(ckpt.CheckpointError, match=r"did you mean .*run/checkpoints\?"):
+        ckpt.read_manifest(tmp_path / "run")
     with pytest.raises(ckpt.CheckpointError, match="no checkpoint in"):
         ckpt.read_manifest(tmp_path)
     save_with_threads(tmp_path, 5, Topology())

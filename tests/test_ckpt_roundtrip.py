@@ -210,12 +210,14 @@ def test_leftovers_of_an_interrupted_save_are_removed_and_nothing_else(tmp_path)
     (objects / "00000002-dead" / "model").mkdir(parents=True)
     (objects / ".pending-00000002-dead").mkdir()
     (tmp_path / "manifests" / ".00000002-dead").write_bytes(b"{")
+    (tmp_path / "manifests" / ".snapshot").mkdir()  # a file system's own
     # Killed between the commit and the end of a save, or just before a removal.
     (objects / ".pending-00000001-test").mkdir()
     assert ckpt.committed_steps(tmp_path) == [1]
     assert ckpt.remove_uncommitted(tmp_path) == ["00000002-dead"]
     assert_loads(tmp_path, ckpt.read_manifest(tmp_path), Topology(), SPECS)
-    assert [p.name for p in (tmp_path / "manifests").iterdir()] == ["step-00000001.json"]
+    names = sorted(p.name for p in (tmp_path / "manifests").iterdir())
+    assert names == [".snapshot", "step-00000001.json"]
     assert [p.name for p in objects.iterdir()] == ["00000001-test"]
 
 

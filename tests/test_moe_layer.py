@@ -210,3 +210,24 @@ def test_bad_configurations_name_the_field_and_the_rule():
         make_layer(no_such_field=1)
     with pytest.raises(ValueError, match=r"last dim \(5\) must be moe.d_model \(16\)"):
         make_layer()(torch.randn(2, 5))
+    with pytest.raises(ValueError, match=r"its dtype \(torch.int64\) a floating one"):
+        make_layer()(torch.ones(2, D, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"last dim \(none\)"):
+        make_layer()(torch.tensor(1.0))
+
+
+def test_in_double_the_layers_gradient_is_the_difference_quotient():
+    layer = make_layer(d_model=6, d_ff=5, backend="loop").double()
+    x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: layer(x).hidden, (x,))
+    packed = make_layer(d_model=6, d_ff=5).double()
+    torch.testing.assert_close(packed(x).hidden, layer(x).hidden, rtol=1e-12, atol=1e-12)
+
+
+def test_sizes_are_shown_and_a_meta_layer_has_shapes():
+    layer = make_layer()
+    assert "num_experts=6, top_k=2" in repr(layer)
+    assert "d_ff=24" in repr(layer)
+    meta = MoELayer(layer.config).to("meta")
+    routed = meta.router(torch.empty(7, D, device="meta"))
+    assert routed.expert_indices_TK.shape == (7, K)

@@ -101,8 +101,10 @@ def test_a_layout_is_read_from_text():
     assert parse_topology("dp_shard=4, ep=2,dp_replicate=2") == Topology(
         dp_shard=4, ep=2, dp_replicate=2
     )
-    assert parse_topology("") == Topology()
     for text, message in [
+        ("", r"layout \(\) must be AXIS=DEGREE"),
+        ("ep=2,ep=4", r"layout \(ep=4\) must be AXIS=DEGREE, each AXIS once"),
+        ("dp_shard=99999999999999999999", "ranks must have at most 1048576"),
         ("zz=2", r"layout \(zz=2\) must be AXIS=DEGREE"),
         ("ep", r"layout \(ep\) must be"),
         ("ep=two", r"layout ep \(two\) must be a whole number"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import os
 
 import numpy as np
 import pytest
@@ -237,6 +238,38 @@ def test_unusable_corpora_are_one_line_and_leave_nothing(tmp_path):
     with pytest.raises(InputError, match="must be a prepared corpus or not exist"):
         prepare_corpus(config(tmp_path, path=str(tmp_path / "other")), VOCAB)
     assert not list(tmp_path.glob(".corpus.*")), "half a corpus was left"
+
+
+def test_empty_texts_are_no_documents(tmp_path):
+    (tmp_path / "text").mkdir()
+    lines = [{"text": ""}] * 400 + [{"text": "one"}, {"text": "two"}]
+    (tmp_path / "text" / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    corpus = prepare_corpus(config(tmp_path, seq_len=2), VOCAB, lambda _: None)
+    assert (corpus.train_documents, corpus.val_documents) == (1, 1)
+    assert corpus.val_bytes == 3
+
+
+def test_files_that_cannot_be_read_or_have_odd_names(tmp_path):
+    folder = write_corpus(tmp_path / "text", 10)
+    (folder / os.fsdecode(b"caf\xe9.txt")).write_text("named in another encoding")
+    assert len(find_documents(str(folder))) == 11
+    prepare_corpus(config(tmp_path), VOCAB, lambda _: None)
+    (folder / "memory.txt").symlink_to("/proc/self/mem")
+    with pytest.raises(InputError, match=r"memory.txt cannot be read: "):
+        find_documents(str(folder))
+
+
+@pytest.mark.parametrize("damage", [None, "{}"])
+def test_a_corpus_without_its_tokenizer_is_told_at_once(tmp_path, damage):
+    write_corpus(tmp_path / "text", 10)
+    data = config(tmp_path)
+    prepare_corpus(data, VOCAB, lambda _: None)
+    path = tmp_path / "corpus" / "tokenizer.json"
+    path.unlink()
+    if damage is not None:
+        path.write_text(damage)
+    with pytest.raises(InputError, match=r"tokenizer.json cannot be read: "):
+        open_corpus(data, VOCAB)
 
 
 def test_a_shortened_shard_is_refused(tmp_path):

@@ -260,7 +260,7 @@ def test_entropy_is_of_the_probabilities():
     assert float(router(x).entropy) == pytest.approx(math.log(E))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_router_keeps_its_dtype_whatever_the_models(dtype):
     router = make_router().to(dtype)
     x = torch.randn(T, D).to(dtype)

@@ -53,6 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
         spec.topology(launched_world())
         alike = False
         return run(spec)
+    except KeyboardInterrupt:
+        return 130
     except (InputError, CheckpointError, HealthError) as error:
         if args.debug:
             raise
