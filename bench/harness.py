@@ -35,6 +35,7 @@ def arguments(text: str) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="under a minute; for a first look")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there as well")
     parser.add_argument("--samples", type=int, default=9, help="of each subject, interleaved")
+    parser.add_argument("--only", default="", help="cases whose name has this text")
     return parser.parse_args()
 
 

@@ -121,6 +121,7 @@ def bench(name: str, routing: str, samples: int) -> list[Row]:
 def main() -> None:
     args = arguments(__doc__ or "")
     cases = [(name, routing) for name in SIZES for routing in ("natural", "zipf", "worst")]
+    cases = [case for case in cases if args.only in f"{case[1]} {case[0]}"]
     if args.quick:
         cases, args.samples = [("small", "natural")], 5
     rows = [row for name, routing in cases for row in bench(name, routing, args.samples)]
