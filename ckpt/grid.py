@@ -37,7 +37,9 @@ def storage_grid(
     for dim, size in enumerate(shard):
         wanted = _wanted(chunk, dim, itemsize, chunk_bytes)
         if free[dim]:
-            chunk[dim] = _even_part(size, wanted)
+            # A last chunk beyond the array is padded: a divisor near the aim spares that.
+            below = _divisor_below(size, wanted)
+            chunk[dim] = below if below * 4 >= wanted else _even_part(size, wanted)
             shard[dim] = chunk[dim] * -(-size // chunk[dim])  # zarr wants chunks to divide it
         else:
             chunk[dim] = _near_divisor(size, wanted)
@@ -53,9 +55,13 @@ def _even_part(size: int, at_most: int) -> int:
     return -(-size // -(-size // at_most))
 
 
+def _divisor_below(size: int, wanted: int) -> int:
+    return next(d for d in range(wanted, 0, -1) if size % d == 0)
+
+
 def _near_divisor(size: int, wanted: int) -> int:
     """The divisor of ``size`` nearest to ``wanted``, at most; if too far below, the next above."""
-    below = next(d for d in range(wanted, 0, -1) if size % d == 0)
+    below = _divisor_below(size, wanted)
     if below * 4 >= wanted:
         return below
     return next(d for d in range(wanted, size + 1) if size % d == 0)

@@ -151,6 +151,13 @@ def test_objects_and_chunks_of_real_models_are_neither_tiny_nor_huge(
     assert chunks == 1 or np.prod(chunk) * 4 >= CHUNK_BYTES / 4
 
 
+def test_few_layers_are_not_padded():
+    layout = ShardLayout((3, 8, 192, 256), ((), ("ep",), ("efsdp",), ()), Topology())
+    shard, chunk = storage_grid(layout, 4)
+    assert np.prod(shard) == np.prod(layout.shape)
+    assert chunk[0] == 1
+
+
 def test_a_reshard_reads_each_object_of_the_source_once_for_each_of_the_target(
     tmp_path, monkeypatch
 ):
