@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from parallel import free_gathered
 from pretrain.corpus import bytes_per_token, end_of_document, load_tokenizer
 from pretrain.job import Job
-from pretrain.step import next_token_loss
+from pretrain.step import Routing, next_token_loss, routing_of
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def evaluate(job: Job, limit: int | None = None) -> Evaluation:
         bytes_per_token(load_tokenizer(job.spec.data), job.spec.model.vocab_size)
     )
     sums = torch.zeros(3, dtype=torch.float64)  # nats, tokens, bytes
-    loads: Tensor | None = None
+    routing: Routing | None = None
     with inference(job.model):
         # As many forwards on every rank, some of them of no sequences: all exchange tokens.
         for start in range(0, count, size * ranks):
@@ -77,16 +77,16 @@ def evaluate(job: Job, limit: int | None = None) -> Evaluation:
                 [float(nll), real.numel(), int(lengths[real].sum())], dtype=torch.float64
             )
             if out.aux:
-                load = torch.stack([aux.tokens_per_expert_E for aux in out.aux])
-                loads = load if loads is None else loads + load
+                routing = routing_of(out.aux, targets_BS.numel()).plus(routing)
     dist.all_reduce(sums, group=job.runtime.control_group)
     nats, tokens, text_bytes = sums.tolist()
+    loads = [] if routing is None else sum_over_ranks(job, routing.tokens_per_expert_LE).tolist()
     return Evaluation(
         loss=nats / tokens,
         bits_per_byte=nats / math.log(2) / max(text_bytes, 1),
         tokens=int(tokens),
         text_bytes=int(text_bytes),
-        tokens_per_expert_LE=[] if loads is None else sum_over_ranks(job, loads).tolist(),
+        tokens_per_expert_LE=loads,
     )
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from prometheus_client import CollectorRegistry
-from torch import Tensor
 
 import ckpt
 from pretrain.barrier import Action, Decision, Report, decide, exchange
@@ -29,7 +28,7 @@ from pretrain.optim import set_lr
 from pretrain.runtime import Runtime, StopRequest, lock_run, start
 from pretrain.spec import JobSpec
 from pretrain.state import Progress
-from pretrain.step import Pass, forward_backward, grad_square_sum, scale_gradients
+from pretrain.step import Routing, forward_backward, grad_square_sum, scale_gradients
 from pretrain.summary import Summary, show_summary
 
 
@@ -41,9 +40,7 @@ class Training:
         self.saved = progress.step
         """The step of the newest checkpoint; 0 where there is none."""
         self.skipped = 0
-        self.loads: Tensor | None = None
-        self.entropies: Tensor | None = None
-        self.moved: Tensor | None = None
+        self.routing: Routing | None = None
         self.interval_tokens = 0
         self.interval_seconds = 0.0
 
@@ -76,7 +73,8 @@ class Training:
         lr = spec.optimizer.lr * spec.schedule.ratio(self.progress.step, spec.train.steps)
         if decision.action is Action.COMMIT:
             self._commit(decision, lr, cursor, planned, began)
-            self._record_routing(result)
+            if result.routing is not None:
+                self._record_routing(result.routing)
         job.optimizer.zero_grad()
         self.metrics.record_step(decision, lr, self.progress.cursor, time.perf_counter() - began)
         if decision.action is Action.SKIP:
@@ -119,17 +117,12 @@ class Training:
             slowest_rank_seconds=decision.step_seconds,
         )
 
-    def _record_routing(self, result: Pass) -> None:
+    def _record_routing(self, routing: Routing) -> None:
         """Add to the interval's figures, and move the experts' biases by the whole step's loads."""
-        loads, entropies, moved = result.tokens_per_expert_LE, result.entropy_sum_L, result.moved_L2
-        if loads is None or entropies is None or moved is None:
-            return
-        self.loads = loads if self.loads is None else self.loads + loads
-        self.entropies = entropies if self.entropies is None else self.entropies + entropies
-        self.moved = moved if self.moved is None else self.moved + moved
+        self.routing = routing.plus(self.routing)
         moe = self.job.spec.moe
         if moe is not None and moe.expert_bias and moe.bias_update_rate:
-            everywhere = loads.clone()
+            everywhere = routing.tokens_per_expert_LE.clone()
             dist.all_reduce(everywhere)
             for router, counts in zip(self.job.routers, everywhere, strict=True):
                 router.update_bias(counts)
@@ -165,13 +158,13 @@ class Training:
             "grad_norm": decision.grad_norm,
             "tokens_per_second": self.interval_tokens / self.interval_seconds,
         }
-        if self.loads is not None and self.entropies is not None and self.moved is not None:
-            rows = sum_over_ranks(job, self.loads).tolist()
+        if self.routing is not None:
+            rows = sum_over_ranks(job, self.routing.tokens_per_expert_LE).tolist()
             tokens = sum(rows[0]) / max(job.routers[0].config.top_k, 1)
-            entropies = (sum_over_ranks(job, self.entropies) / tokens).tolist()
+            entropies = (sum_over_ranks(job, self.routing.entropy_sum_L) / tokens).tolist()
             biases = [r.expert_bias for r in job.routers if r.expert_bias is not None]
             bias = max((float(b.abs().max()) for b in biases), default=None)
-            moved = sum_over_ranks(job, self.moved).tolist()
+            moved = sum_over_ranks(job, self.routing.moved_L2).tolist()
             self.metrics.record_routing(job.moe_layers, rows, entropies, moved, bias)
             values["dropped"] = sum(dropped for dropped, _ in moved)
             values["rerouted"] = sum(rerouted for _, rerouted in moved)
@@ -180,8 +173,7 @@ class Training:
         if job.runtime.is_first:
             say(progress_line(self.progress.step, job.spec.train.steps, values))
         self.log.write("interval", step=self.progress.step, **values)
-        self.loads, self.entropies, self.moved = None, None, None
-        self.interval_tokens, self.interval_seconds = 0, 0.0
+        self.routing, self.interval_tokens, self.interval_seconds = None, 0, 0.0
 
     def validate(self) -> None:
         """Score some held-out sequences; every rank must call."""

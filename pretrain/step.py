@@ -12,8 +12,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe import MoEAux
 from parallel import ShardLayout, local_shard, set_gradient_sync
 from pretrain.model import DecoderOutput
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What the routers did with some tokens of this rank; it adds up."""
+
+    tokens_per_expert_LE: Tensor
+    """[L, E] int64."""
+    entropy_sum_L: Tensor
+    """[L] float64, the routers' entropies summed over the tokens."""
+    moved_L2: Tensor
+    """[L, 2] int64, assignments dropped and rerouted for want of room."""
+
+    def plus(self, before: Routing | None) -> Routing:
+        """This and what was before, or this alone."""
+        if before is None:
+            return self
+        return Routing(
+            self.tokens_per_expert_LE + before.tokens_per_expert_LE,
+            self.entropy_sum_L + before.entropy_sum_L,
+            self.moved_L2 + before.moved_L2,
+        )
+
+
+def routing_of(reports: Sequence[MoEAux], tokens: int) -> Routing:
+    """The reports of a forward of ``tokens`` tokens, one for each MoE layer and at least one."""
+    return Routing(
+        torch.stack([aux.tokens_per_expert_E for aux in reports]),
+        tokens * torch.stack([aux.entropy for aux in reports]).double(),
+        torch.stack([torch.stack([aux.num_dropped, aux.num_rerouted]) for aux in reports]),
+    )
 
 
 @dataclass(frozen=True)
@@ -23,12 +55,8 @@ class Pass:
     loss_sum: Tensor
     """Scalar float64: summed negative log-likelihood in nats."""
     target_tokens: int
-    tokens_per_expert_LE: Tensor | None
-    """[L, E] int64 of this rank's tokens; None for a model without MoE layers."""
-    entropy_sum_L: Tensor | None
-    """[L] float64, the routers' entropies summed over this rank's tokens; None likewise."""
-    moved_L2: Tensor | None
-    """[L, 2] int64, assignments dropped and rerouted for want of room; None likewise."""
+    routing: Routing | None
+    """None for a model without MoE layers."""
 
 
 def next_token_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
@@ -61,9 +89,7 @@ def forward_backward(
     """
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     target_tokens = 0
-    loads: Tensor | None = None
-    entropies: Tensor | None = None
-    moved: Tensor | None = None
+    routing: Routing | None = None
     for turn, batch in enumerate(micro_batches):
         set_gradient_sync(model, not reduce_once or turn == len(micro_batches) - 1)
         batch = batch.to(device, non_blocking=True)
@@ -78,13 +104,8 @@ def forward_backward(
         loss_sum += nll.detach()
         target_tokens += tokens
         if out.aux:
-            load = torch.stack([aux.tokens_per_expert_E for aux in out.aux])
-            loads = load if loads is None else loads + load
-            entropy = tokens * torch.stack([aux.entropy for aux in out.aux]).double()
-            entropies = entropy if entropies is None else entropies + entropy
-            move = torch.stack([torch.stack([a.num_dropped, a.num_rerouted]) for a in out.aux])
-            moved = move if moved is None else moved + move
-    return Pass(loss_sum, target_tokens, loads, entropies, moved)
+            routing = routing_of(out.aux, tokens).plus(routing)
+    return Pass(loss_sum, target_tokens, routing)
 
 
 def grad_square_sum(model: nn.Module, layouts: dict[str, ShardLayout]) -> Tensor:

@@ -3,7 +3,8 @@
 from router.capacity import CapacityPolicy, Dropless, FixedCapacity, Placement
 from router.config import RouterConfig
 from router.losses import load_balance_loss, sequence_balance_loss, z_loss
-from router.topk import RouterOutput, TopKRouter, count_tokens_per_expert, no_autocast
+from router.select import count_tokens_per_expert
+from router.topk import RouterOutput, TopKRouter, no_autocast
 
 __all__ = [
     "CapacityPolicy",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from router.config import RouterConfig
+from router.select import count_tokens_per_expert
 
 
 class Placement(NamedTuple):
@@ -104,19 +105,13 @@ def keep_within(expert_indices: Tensor, priority: Tensor | None, room_E: Tensor)
     order = order[flat[order].argsort(stable=True)]
     experts = flat[order]
     E = room_E.numel()
-    counts = torch.zeros(E + 1, dtype=torch.int64, device=flat.device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat))
+    counts = count_tokens_per_expert(flat, E + 1)
     first = counts.cumsum(0) - counts
     place = torch.arange(flat.numel(), device=flat.device) - first[experts]
     room = torch.cat([room_E, room_E.new_zeros(1)])
     kept = torch.empty_like(flat, dtype=torch.bool)
     kept[order] = place < room[experts]
     return kept.view(expert_indices.shape)
-
-
-def _count(expert_indices: Tensor, kept: Tensor, num_experts: int) -> Tensor:
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=kept.device)
-    return counts.scatter_add_(0, expert_indices.flatten(), kept.flatten().long())
 
 
 def _reroute(
@@ -127,7 +122,8 @@ def _reroute(
     waiting_TK = ~kept_TK
     rerouted = torch.zeros((), dtype=torch.int64, device=choice_TE.device)
     while bool(waiting_TK.any()):
-        room_E = capacity_E - _count(indices_TK, kept_TK, E)
+        there_TK = indices_TK.masked_fill(~kept_TK, E)
+        room_E = capacity_E - count_tokens_per_expert(there_TK, E + 1)[:E]
         # An expert is out of reach for a token that has it already. A rejected choice need not be
         # remembered: who was turned away was turned away by a full expert.
         taken_TE = torch.zeros_like(choice_TE, dtype=torch.bool)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from router.select import count_tokens_per_expert
+
 
 def load_balance_loss(probs_TE: Tensor, tokens_per_expert_E: Tensor, top_k: int) -> Tensor:
     """Switch load-balancing loss, E · Σ_i f_i · P_i (Fedus et al., arXiv 2101.03961, eqs. 4-6).
@@ -52,9 +54,7 @@ def sequence_balance_loss(
     S = seq_len or T
     sequences = T // S
     sequence_T1 = (torch.arange(T, device=probs_TE.device) // S).unsqueeze(1)
-    flat = (sequence_T1 * E + expert_indices_TK).flatten()
-    counts = torch.zeros(sequences * E, dtype=torch.int64, device=flat.device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat))
+    counts = count_tokens_per_expert(sequence_T1 * E + expert_indices_TK, sequences * E)
     f = counts.view(sequences, E).to(probs_TE.dtype) / (S * expert_indices_TK.shape[1])
     p = probs_TE.view(sequences, S, E).mean(1)
     return E * (f * p).sum(-1).mean()

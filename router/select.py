@@ -16,6 +16,14 @@ def select_top_k(scores_TE: Tensor, top_k: int) -> Tensor:
     return scores_TE.topk(top_k, dim=-1).indices
 
 
+def count_tokens_per_expert(expert_indices_TK: Tensor, num_experts: int) -> Tensor:
+    """[T, K] int64 -> [E] int64 assignments."""
+    # bincount has no deterministic CUDA kernel; adding ones as integers is exact in any order.
+    flat = expert_indices_TK.flatten()
+    counts_E = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
+    return counts_E.scatter_add_(0, flat, torch.ones_like(flat))
+
+
 def limit_to_groups(
     scores_TE: Tensor, n_groups: int, topk_groups: int, topk_per_group: int
 ) -> Tensor:

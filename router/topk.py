@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from router.capacity import capacity_policy
 from router.config import RouterConfig, ScoreFunc
 from router.losses import load_balance_loss, sequence_balance_loss, z_loss
-from router.select import forced_balance, limit_to_groups, select_top_k, sinkhorn
+from router.select import (
+    count_tokens_per_expert,
+    forced_balance,
+    limit_to_groups,
+    select_top_k,
+    sinkhorn,
+)
 
 _TINY = 1e-20
 
@@ -56,14 +62,6 @@ def score(logits_TE: Tensor, score_func: ScoreFunc) -> tuple[Tensor, Tensor]:
         return probs_TE, probs_TE
     scores_TE = logits_TE.sigmoid()
     return scores_TE, scores_TE / scores_TE.sum(-1, keepdim=True).clamp_min(_TINY)
-
-
-def count_tokens_per_expert(expert_indices_TK: Tensor, num_experts: int) -> Tensor:
-    """[T, K] int64 -> [E] int64 assignments."""
-    # bincount has no deterministic CUDA kernel; adding ones as integers is exact in any order.
-    flat = expert_indices_TK.flatten()
-    counts_E = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
-    return counts_E.scatter_add_(0, flat, torch.ones_like(flat))
 
 
 def no_autocast(device_type: str) -> AbstractContextManager[object]:

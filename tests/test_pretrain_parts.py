@@ -56,7 +56,7 @@ def parity_on_rank(rank: int, spec, topology: Topology, count: int):
     square = float(grad_square_sum(model, layouts))
     values = {name: full(p.detach()) for name, p in model.named_parameters()}
     grads = {name: full(p.grad) for name, p in model.named_parameters()}
-    loads = result.tokens_per_expert_LE
+    loads = result.routing.tokens_per_expert_LE
     return float(result.loss_sum), square, loads, (values, grads) if rank == 0 else None
 
 
@@ -81,7 +81,7 @@ def test_the_model_on_ranks_is_the_model_in_one_process(tmp_path, topology, coun
 
     assert sum(r[0] for r in results) == pytest.approx(float(alone.loss_sum), rel=1e-5)
     assert sum(r[1] for r in results) == pytest.approx(square, rel=1e-5)
-    assert torch.equal(sum(r[2] for r in results), alone.tokens_per_expert_LE)
+    assert torch.equal(sum(r[2] for r in results), alone.routing.tokens_per_expert_LE)
     values, grads = results[0][3]
     for name, parameter in model.named_parameters():
         assert torch.equal(values[name], parameter.detach()), f"{name} began with other values"
