@@ -1,20 +1,31 @@
 """The mixture-of-experts layer: route, dispatch, experts, combine."""
 
 from moe.config import MoEConfig
-from moe.dispatch import AllToAllDispatcher, Dispatched, Dispatcher, LocalDispatcher
+from moe.dispatch import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    Arrived,
+    Dispatcher,
+    FixedSplitDispatcher,
+    LocalDispatcher,
+)
 from moe.experts import GroupedExperts, choose_backend
-from moe.layer import MoEAux, MoELayer, MoEOutput, SwiGLU
+from moe.layer import FeedForward, MoEAux, MoELayer, MoEOutput
+from moe.rows import Rows
 
 __all__ = [
+    "AllGatherDispatcher",
     "AllToAllDispatcher",
-    "Dispatched",
+    "Arrived",
     "Dispatcher",
+    "FeedForward",
+    "FixedSplitDispatcher",
     "GroupedExperts",
     "LocalDispatcher",
     "MoEAux",
     "MoEConfig",
     "MoELayer",
     "MoEOutput",
-    "SwiGLU",
+    "Rows",
     "choose_backend",
 ]

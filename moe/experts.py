@@ -1,83 +1,140 @@
-"""The experts of one layer: many small SwiGLU networks over one sorted batch of rows.
+"""The experts of one layer: many small feed-forward networks over one set of rows.
 
-Legend: R rows received, D d_model, F d_ff, E experts held here (all of them, or a rank's block).
+Legend: S rows, R assignments of rows to experts, D d_model, F d_ff, E experts held here (all of
+them, or a rank's block).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
+from moe.activation import ACTIVATIONS, ActivationName
 from moe.config import Backend
+from moe.megablocks_backend import experts_megablocks, why_no_megablocks
 from moe.packed import experts_packed
+from moe.rows import RowMap, Rows, row_map, sum_rows, take_rows
+from moe.weights import ExpertWeights
 from parallel import local_shard
 from router import no_autocast
 
-ExpertsFn = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(x_RD, weights_R, rows_per_expert_E, w_gate_EDF, w_up_EDF, w_down_EFD) -> y_RD: for each row
-weight · w_down(silu(x w_gate) * (x w_up)). The weight is applied before w_down, which is the same
-and spares keeping the outputs for the weights' gradient."""
+ExpertsFn = Callable[[Rows, ExpertWeights, ActivationName], Tensor]
+"""(rows, weights, activation) -> [S, D]: for each row the sum over its assignments of weight ·
+(h w_down + b_down), h as :mod:`moe.activation` has it; zeros for a row that no expert takes.
+The weight is applied before w_down, which is the same and spares keeping what it multiplies."""
 
 
-def experts_loop(
-    x_RD: Tensor,
-    weights_R: Tensor,
-    rows_per_expert_E: Tensor,
-    w_gate_EDF: Tensor,
-    w_up_EDF: Tensor,
-    w_down_EFD: Tensor,
-) -> Tensor:
-    """The plain path: three products per expert, in any dtype and any shape."""
-    outputs = []
-    counts = rows_per_expert_E.tolist()
+def experts_loop(rows: Rows, weights: ExpertWeights, activation: ActivationName) -> Tensor:
+    """The plain path: three products per expert, in any dtype, any shape and on any device."""
+    act = ACTIVATIONS[activation]
+    counts = rows.rows_per_expert_E.tolist()
+    index = row_map(rows.source_R[: sum(counts)], len(rows.x_SD))
     # unbind, not w[e]: the backward of an index makes a full-size gradient for every expert.
-    experts = zip(
-        x_RD.split(counts),
-        weights_R.unsqueeze(1).split(counts),
-        w_gate_EDF.unbind(0),
-        w_up_EDF.unbind(0),
-        w_down_EFD.unbind(0),
-        strict=True,
-    )
-    for x, weights, w_gate, w_up, w_down in experts:
-        outputs.append((F.silu(x @ w_gate) * (x @ w_up) * weights) @ w_down)
-    return torch.cat(outputs)
+    split = [[None] * len(counts) if p is None else p.unbind(0) for p in weights]
+    x_by_expert = take_rows(rows.x_SD, index).split(counts)
+    weights_by_expert = rows.weights_R[: sum(counts)].unsqueeze(1).split(counts)
+    outputs = []
+    for x, weight, *one in zip(x_by_expert, weights_by_expert, *split, strict=True):
+        w = ExpertWeights._make(one)
+        gate = None if w.w_gate is None else _plus(x @ w.w_gate, w.b_gate)
+        h = act.hidden(gate, _plus(x @ w.w_up, w.b_up)) * weight
+        y = h @ w.w_down
+        outputs.append(y if w.b_down is None else y + weight * w.b_down)
+    return sum_rows(torch.cat(outputs), index)
 
 
-def experts_grouped_mm(
-    x_RD: Tensor,
-    weights_R: Tensor,
-    rows_per_expert_E: Tensor,
-    w_gate_EDF: Tensor,
-    w_up_EDF: Tensor,
-    w_down_EFD: Tensor,
-) -> Tensor:
+def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x + bias
+
+
+class _ActivateDown(torch.autograd.Function):
+    """h = weight · act(gate) * up, then h w_down; h is computed again in the backward, not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, name: ActivationName, *inputs: Any) -> Tensor:
+        weights_R1, ends_E, w_down_EFD, up_RF, gate_RF = inputs
+        ctx.save_for_backward(*inputs)
+        ctx.name = name
+        h_RF = ACTIVATIONS[name].hidden(gate_RF, up_RF) * weights_R1
+        return F.grouped_mm(h_RF, w_down_EFD, offs=ends_E)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        weights_R1, ends_E, w_down_EFD, up_RF, gate_RF = ctx.saved_tensors
+        dy_RD = grads[0].contiguous()
+        inputs = [t.detach().requires_grad_() for t in (weights_R1, up_RF)]
+        if gate_RF is not None:
+            inputs.append(gate_RF.detach().requires_grad_())
+        with torch.enable_grad():
+            gate = inputs[2] if gate_RF is not None else None
+            h_RF = ACTIVATIONS[ctx.name].hidden(gate, inputs[1]) * inputs[0]
+        dw_down = F.grouped_mm(h_RF.detach().t(), dy_RD, offs=ends_E)
+        dh_RF = F.grouped_mm(dy_RD, w_down_EFD.transpose(1, 2), offs=ends_E)
+        dweights_R1, dup_RF, *dgate = torch.autograd.grad(h_RF, inputs, dh_RF)
+        return None, dweights_R1, None, dw_down, dup_RF, dgate[0] if dgate else None
+
+
+def experts_grouped_mm(rows: Rows, weights: ExpertWeights, activation: ActivationName) -> Tensor:
     """The fast path of accelerators: one grouped product for all experts, three in all.
 
-    No row may be missing: rows_per_expert_E sums to R. Nothing here waits for an accelerator.
+    Nothing here waits for an accelerator. Of [R, F] it keeps the products alone.
     """
-    ends_E = rows_per_expert_E.cumsum(0).to(torch.int32)
-    gate_RF = F.grouped_mm(x_RD, w_gate_EDF, offs=ends_E)
-    up_RF = F.grouped_mm(x_RD, w_up_EDF, offs=ends_E)
-    h_RF = F.silu(gate_RF) * up_RF * weights_R.unsqueeze(1)
-    y_RD: Tensor = F.grouped_mm(h_RF, w_down_EFD, offs=ends_E)
-    if y_RD.requires_grad:
-        # An expanded gradient, such as .sum() hands down, is refused by grouped_mm's backward.
-        y_RD.register_hook(Tensor.contiguous)
-    return y_RD
+    counts_E, R = rows.rows_per_expert_E, len(rows.source_R)
+    index = row_map(rows.source_R, len(rows.x_SD))
+    ends_E = counts_E.cumsum(0).to(torch.int32)
+    # A grouped product leaves what lies past its last group as it was, forward and backward.
+    real_R1 = (torch.arange(R, device=counts_E.device) < ends_E[-1]).unsqueeze(1)
+    x_RD = torch.where(real_R1, take_rows(rows.x_SD, index), 0)
+    weights_R1 = torch.where(real_R1, rows.weights_R.unsqueeze(1), 0)
+    w = weights
+    expert_R = None if w.b_up is None else _expert_of_row(ends_E, R)
+
+    def product(w_EDF: Tensor, bias_EF: Tensor | None) -> Tensor:
+        y_RF = F.grouped_mm(x_RD, w_EDF, offs=ends_E)
+        if bias_EF is None or expert_R is None:
+            return y_RF
+        return torch.where(real_R1, y_RF + take_rows(bias_EF, expert_R), 0)
+
+    up_RF = product(w.w_up, w.b_up)
+    gate_RF = None if w.w_gate is None else product(w.w_gate, w.b_gate)
+    y_RD: Tensor = _ActivateDown.apply(activation, weights_R1, ends_E, w.w_down, up_RF, gate_RF)
+    if w.b_down is not None and expert_R is not None:
+        y_RD = y_RD + weights_R1 * take_rows(w.b_down, expert_R)
+    return sum_rows(torch.where(real_R1, y_RD, 0), index)
+
+
+def _expert_of_row(ends_E: Tensor, num_rows: int) -> RowMap:
+    places_R = torch.arange(num_rows, device=ends_E.device, dtype=ends_E.dtype)
+    expert_R = torch.searchsorted(ends_E, places_R, right=True)
+    return row_map(expert_R.clamp(max=len(ends_E) - 1), len(ends_E))
+
+
+_PATHS: dict[str, ExpertsFn] = {
+    "loop": experts_loop,
+    "grouped_mm": experts_grouped_mm,
+    "megablocks": experts_megablocks,
+    "packed": experts_packed,
+}
 
 
 def choose_backend(
     backend: Backend, d_model: int, d_ff: int, dtype: torch.dtype, device_type: str
-) -> ExpertsFn:
-    """The one place where a path is chosen.
+) -> str:
+    """The one place where a path is chosen: ``loop``, ``grouped_mm``, ``megablocks`` or ``packed``.
+
+    ``auto`` takes ``packed`` on a CPU and ``grouped_mm`` elsewhere, and where they cannot run
+    ``loop``, which always can.
 
     Raises ValueError where the path that is asked for cannot run: ``grouped_mm`` takes rows that
     are multiples of 16 bytes, in bfloat16, or on a CPU in float32 or float16; ``packed`` takes
-    float32 or float64 on a CPU.
+    float32 or float64 on a CPU; ``megablocks`` takes bfloat16 on CUDA, and must be installed.
     """
     compiling = torch.compiler.is_compiling()
     row = 16 // dtype.itemsize
@@ -98,46 +155,84 @@ def choose_backend(
             f"moe.backend (packed) must have float32 or float64 on a CPU, uncompiled, not {dtype} "
             f"on {device_type}; use auto"
         )
-    if backend == "loop":
-        return experts_loop
-    if backend == "packed" or (backend == "auto" and can_pack):
-        return experts_packed
-    return experts_grouped_mm if can_group else experts_loop
+    if backend == "megablocks":
+        why = why_no_megablocks(dtype, device_type)
+        if why:
+            raise ValueError(f"moe.backend (megablocks) {why}")
+    if backend != "auto":
+        return backend
+    if can_pack:
+        return "packed"
+    return "grouped_mm" if can_group else "loop"
 
 
 class GroupedExperts(nn.Module):
-    """SwiGLU experts, w_down(silu(x w_gate) * (x w_up)), stacked along their first dim."""
+    """Feed-forward experts of one shape, stacked along their first dim."""
 
     def __init__(
-        self, num_experts: int, d_model: int, d_ff: int, backend: Backend = "auto"
+        self,
+        num_experts: int,
+        d_model: int,
+        d_ff: int,
+        backend: Backend = "auto",
+        activation: ActivationName = "swiglu",
+        bias: bool = False,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
-        self.backend = backend
-        self.w_gate = nn.Parameter(torch.empty(num_experts, d_model, d_ff))
-        self.w_up = nn.Parameter(torch.empty(num_experts, d_model, d_ff))
-        self.w_down = nn.Parameter(torch.empty(num_experts, d_ff, d_model))
+        self.backend, self.activation, self.recompute = backend, activation, recompute
+        gated = ACTIVATIONS[activation].gated
+        E, D, F = num_experts, d_model, d_ff
+
+        def parameter(present: bool, *shape: int) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(shape)) if present else None
+
+        self.w_gate = parameter(gated, E, D, F)
+        self.w_up = nn.Parameter(torch.empty(E, D, F))
+        self.w_down = nn.Parameter(torch.empty(E, F, D))
+        self.b_gate = parameter(bias and gated, E, F)
+        self.b_up = parameter(bias, E, F)
+        self.b_down = parameter(bias, E, D)
         self.reset_parameters()
 
     def extra_repr(self) -> str:
-        """What print shows."""
-        E, D, F = self.w_gate.shape
-        return f"num_experts={E}, d_model={D}, d_ff={F}, backend={self.backend}"
+        """What print shows; ``auto`` says what it picks."""
+        E, D, F = self.w_up.shape
+        text = f"num_experts={E}, d_model={D}, d_ff={F}, {self.activation}, backend={self.backend}"
+        if self.backend == "auto":
+            picked = choose_backend("auto", D, F, self.w_up.dtype, self.w_up.device.type)
+            text += f" ({picked} for {self.w_up.dtype} on {self.w_up.device.type})"
+        return text
 
     def reset_parameters(self) -> None:
-        """Normal, with standard deviation fan_in ** -0.5."""
+        """Normal, with standard deviation fan_in ** -0.5; biases are zeros."""
         for weight in (self.w_gate, self.w_up, self.w_down):
-            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+            if weight is not None:
+                nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+        for bias in (self.b_gate, self.b_up, self.b_down):
+            if bias is not None:
+                nn.init.zeros_(bias)
 
-    def forward(self, x_RD: Tensor, weights_R: Tensor, rows_per_expert_E: Tensor) -> Tensor:
-        """[R, D] rows sorted by expert, their weights, [E] int64 counts -> [R, D]. R may be 0."""
-        weights = [local_shard(w) for w in (self.w_gate, self.w_up, self.w_down)]
+    def forward(
+        self, x_SD: Tensor, source_R: Tensor, weights_R: Tensor, rows_per_expert_E: Tensor
+    ) -> Tensor:
+        """The fields of :class:`moe.rows.Rows` -> [S, D], see :data:`ExpertsFn`. S may be 0."""
+        parameters = (self.w_gate, self.w_up, self.w_down, self.b_gate, self.b_up, self.b_down)
+        weights = ExpertWeights._make(None if p is None else local_shard(p) for p in parameters)
         # The layer's dtype is its weights', since under mixed precision FSDP has cast them, or
         # autocast's, which does not know grouped products.
-        device, dtype = x_RD.device.type, weights[0].dtype
+        device, dtype = x_SD.device.type, weights.w_up.dtype
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-        _, d_model, d_ff = weights[0].shape
-        run = choose_backend(self.backend, d_model, d_ff, dtype, device)
+        _, d_model, d_ff = weights.w_up.shape
+        run = _PATHS[choose_backend(self.backend, d_model, d_ff, dtype, device)]
         with no_autocast(device):
-            rows = x_RD.to(dtype), weights_R.to(dtype), rows_per_expert_E
-            return run(*rows, *(w.to(dtype) for w in weights))
+            rows = Rows(x_SD.to(dtype), source_R, weights_R.to(dtype), rows_per_expert_E)
+            weights = weights.map(lambda p: p.to(dtype))
+            if not (self.recompute and torch.is_grad_enabled()):
+                return run(rows, weights, self.activation)
+            # Nothing random happens in an expert, so no random state need be put back.
+            out: Tensor = checkpoint(
+                run, rows, weights, self.activation, use_reentrant=False, preserve_rng_state=False
+            )
+            return out

@@ -7,13 +7,21 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe.activation import ACTIVATIONS, ActivationName
 from moe.config import MoEConfig
-from moe.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher
+from moe.dispatch import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    Dispatcher,
+    FixedSplitDispatcher,
+    LocalDispatcher,
+)
 from moe.experts import GroupedExperts
+from moe.stopwatch import Stopwatch
 from router import RouterOutput, TopKRouter
 
 
@@ -36,6 +44,12 @@ class MoEAux(NamedTuple):
     """Scalar int64: assignments that no expert had room for."""
     num_rerouted: Tensor
     """Scalar int64: assignments that took another expert than the chosen one, for want of room."""
+    num_not_finite: Tensor
+    """Scalar int64: tokens whose logits have a NaN or an infinity; their outputs are NaN."""
+    batch_counts_E: Tensor
+    """[E] int64: give it to the step's next call, for the loss over a global batch."""
+    stopwatch: Stopwatch
+    """The rows that this rank's experts computed, and for how long, in the forward."""
 
 
 class MoEOutput(NamedTuple):
@@ -46,18 +60,22 @@ class MoEOutput(NamedTuple):
     aux: MoEAux
 
 
-class SwiGLU(nn.Module):
-    """w_down(silu(w_gate x) * w_up x): a dense feed-forward layer, and the shared experts."""
+class FeedForward(nn.Module):
+    """A dense feed-forward layer, and the shared experts: see :mod:`moe.activation`."""
 
-    def __init__(self, d_model: int, d_ff: int) -> None:
+    def __init__(
+        self, d_model: int, d_ff: int, activation: ActivationName = "swiglu", bias: bool = False
+    ) -> None:
         super().__init__()
-        self.w_gate = nn.Linear(d_model, d_ff, bias=False)
-        self.w_up = nn.Linear(d_model, d_ff, bias=False)
-        self.w_down = nn.Linear(d_ff, d_model, bias=False)
+        self.act = ACTIVATIONS[activation]
+        self.w_gate = nn.Linear(d_model, d_ff, bias=bias) if self.act.gated else None
+        self.w_up = nn.Linear(d_model, d_ff, bias=bias)
+        self.w_down = nn.Linear(d_ff, d_model, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        out: Tensor = self.w_down(F.silu(self.w_gate(x)) * self.w_up(x))
+        gate = None if self.w_gate is None else self.w_gate(x)
+        out: Tensor = self.w_down(self.act.hidden(gate, self.w_up(x)))
         return out
 
 
@@ -77,27 +95,65 @@ class MoELayer(nn.Module):
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
-        self.config = config
-        self.router = TopKRouter(config.d_model, config)
+        self.config = c = config
+        self.router = TopKRouter(c.d_model, c)
         self.experts = GroupedExperts(
-            config.num_experts, config.d_model, config.d_ff, config.backend
-        )
-        self.shared_experts = (
-            SwiGLU(config.d_model, config.num_shared_experts * config.d_ff)
-            if config.num_shared_experts
-            else None
-        )
+            c.num_experts, c.d_model, c.d_ff, c.backend, c.activation, c.ffn_bias,
+            c.recompute_experts,
+        )  # fmt: skip
+        self.shared_experts: FeedForward | None = None
+        self.shared_gate: nn.Linear | None = None
+        if c.num_shared_experts:
+            d_ff = c.num_shared_experts * c.d_ff
+            self.shared_experts = FeedForward(c.d_model, d_ff, c.activation, c.ffn_bias)
+            if c.shared_expert_gate:
+                self.shared_gate = nn.Linear(c.d_model, 1, bias=False)
         self.dispatcher: Dispatcher = LocalDispatcher()
 
-    def use_expert_group(self, group: dist.ProcessGroup) -> None:
-        """Exchange tokens over ``group``; ``parallel.apply_expert_parallel`` calls this."""
-        self.dispatcher = AllToAllDispatcher(group)
+    def use_expert_group(
+        self,
+        group: dist.ProcessGroup,
+        across_nodes: dist.ProcessGroup | None = None,
+        within_node: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Exchange tokens over ``group``; ``parallel.apply_expert_parallel`` calls this.
 
-    def forward(self, x: Tensor, expert_indices_TK: Tensor | None = None) -> MoEOutput:
+        Args:
+            group: the ranks that share the experts, in equal blocks.
+            across_nodes: of them, those at this rank's place in each node; with ``within_node``,
+                what the hierarchical dispatcher needs.
+            within_node: of them, those of this rank's node.
+
+        Raises ValueError for ``hierarchical`` without these two.
+        """
+        c = self.config
+        self.router.capacity.use_expert_group(group)
+        if c.dispatcher == "all_gather":
+            self.dispatcher = AllGatherDispatcher(group)
+        elif c.dispatcher == "fixed_split":
+            room = self.router.capacity.most
+            self.dispatcher = FixedSplitDispatcher(group, c.max_tokens, room, c.dispatch_chunks)
+        elif c.dispatcher == "all_to_all":
+            self.dispatcher = AllToAllDispatcher(group, chunks=c.dispatch_chunks)
+        elif across_nodes is None or within_node is None:
+            raise ValueError(
+                "moe.dispatcher (hierarchical) must have expert ranks on more than one node, and "
+                "more than one on each, in equal numbers; use all_to_all"
+            )
+        else:
+            self.dispatcher = AllToAllDispatcher(across_nodes, within_node, c.dispatch_chunks)
+
+    def forward(
+        self,
+        x: Tensor,
+        expert_indices_TK: Tensor | None = None,
+        counts_before_E: Tensor | None = None,
+    ) -> MoEOutput:
         """[..., D] -> the same shape and dtype, and what the router did.
 
         The dim before the last is the sequence, for the sequence-wise loss; a [T, D] input is one.
-        ``expert_indices_TK`` replays recorded choices, see :meth:`router.TopKRouter.forward`.
+        ``expert_indices_TK`` replays recorded choices and ``counts_before_E`` is what the loss over
+        a global batch needs, see :meth:`router.TopKRouter.forward`.
 
         Under expert parallelism every rank of the group must call, with any number of tokens,
         none included. Raises ValueError where the last dim is not d_model.
@@ -109,17 +165,33 @@ class MoELayer(nn.Module):
             )
         x_TD = x.reshape(x.numel() // x.shape[-1], x.shape[-1])
 
-        routed = self.router(x_TD, x.shape[-2] if x.ndim > 1 else 1, expert_indices_TK)
-        dispatched = self.dispatcher.dispatch(x_TD, routed)
-        y_RD = self.experts(dispatched.x_RD, dispatched.weights_R, dispatched.rows_per_expert_E)
-        y_TD = self.dispatcher.combine(y_RD, dispatched)
+        seq_len = x.shape[-2] if x.ndim > 1 else 1
+        routed = self.router(x_TD, seq_len, expert_indices_TK, counts_before_E)
+        arriving = self.dispatcher.dispatch(x_TD, routed)
+        # While rows are on their way, the experts that every token passes through are computed.
+        shared_TD = self._shared(x_TD)
+        stopwatch = Stopwatch(x.device)
+        returning = []
+        for arrived in arriving:
+            with stopwatch:
+                y_SD = self.experts(*arrived.rows)
+            stopwatch.rows += arrived.rows.rows_per_expert_E.sum()
+            returning.append(self.dispatcher.combine(y_SD, arrived))
+        parts = [part() for part in returning]
+        y_TD = parts[0] if len(parts) == 1 else torch.cat(parts)
 
-        if self.shared_experts is not None:
-            shared = self.shared_experts
-            y_TD = y_TD + shared(x_TD.to(shared.w_gate.weight.dtype))
-        return MoEOutput(y_TD.to(x.dtype).view(x.shape), self._aux(routed))
+        if shared_TD is not None:
+            y_TD = y_TD + shared_TD
+        return MoEOutput(y_TD.to(x.dtype).view(x.shape), self._aux(routed, stopwatch))
 
-    def _aux(self, routed: RouterOutput) -> MoEAux:
+    def _shared(self, x_TD: Tensor) -> Tensor | None:
+        if self.shared_experts is None:
+            return None
+        x_TD = x_TD.to(self.shared_experts.w_up.weight.dtype)
+        y_TD: Tensor = self.shared_experts(x_TD)
+        return y_TD if self.shared_gate is None else y_TD * self.shared_gate(x_TD).sigmoid()
+
+    def _aux(self, routed: RouterOutput, stopwatch: Stopwatch) -> MoEAux:
         c = self.config
         return MoEAux(
             load_balance_loss=routed.load_balance_loss,
@@ -132,4 +204,7 @@ class MoELayer(nn.Module):
             tokens_per_expert_E=routed.tokens_per_expert_E,
             num_dropped=routed.tokens_per_expert_E.sum() - routed.rows_per_expert_E.sum(),
             num_rerouted=routed.num_rerouted,
+            num_not_finite=routed.num_not_finite,
+            batch_counts_E=routed.batch_counts_E,
+            stopwatch=stopwatch,
         )

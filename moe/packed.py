@@ -1,100 +1,274 @@
 """The experts' fast path on a CPU: nine products per expert, everything between them in cache.
 
-Legend: R rows received, D d_model, F d_ff, E experts held here, n rows of one expert.
+Legend: S rows, R assignments of rows to experts, D d_model, F d_ff, E experts held here, n rows of
+one expert.
 
 A library's grouped product, or autograd over one product per expert, writes every intermediate to
-memory and reads it back: on a CPU that costs a quarter of the time. Here one expert's rows go
-through all of their steps before the next expert's, products write where their result belongs, and
-what is cheap to compute is computed again in the backward.
+memory and reads it back: on a CPU that costs a quarter of the time. Here a block of one expert's
+rows is gathered, goes through all of its steps and is added to the output before the next block's.
+No [R, D] exists; of [R, F] only the products are kept, and what is cheap to compute is computed
+again in the backward. Threads share the rows out between them, as small products do not gain from
+two threads inside one; which rows a thread takes depends on the counts alone, and sums have a fixed
+order, so the same call with the same number of threads gives the same bits.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_aten = torch.ops.aten
+from moe.activation import ACTIVATIONS, Activation, ActivationName
+from moe.rows import Rows
+from moe.weights import ExpertWeights
+
+BLOCK_ROWS = 1024
+_MOST_WORKERS = 8  # each has a [S, D] of its own
+_WORTH_A_WORKER = 1 << 26  # multiplications in a product, below which a thread costs more
+
+
+class _Block(NamedTuple):
+    """Some consecutive rows of one expert."""
+
+    expert: int
+    rows: slice
+
+    @property
+    def length(self) -> int:
+        """n."""
+        return int(self.rows.stop - self.rows.start)
+
+
+def _shares(counts: Sequence[int], workers: int) -> list[list[_Block]]:
+    """Cut the sorted rows into one run of blocks for each worker, all as long to within a row."""
+    total = sum(counts)
+    cuts = [total * w // workers for w in range(workers + 1)]
+    shares: list[list[_Block]] = [[] for _ in range(workers)]
+    end = 0
+    for expert, count in enumerate(counts):
+        start, end = end, end + count
+        for worker in range(workers):
+            first, last = max(start, cuts[worker]), min(end, cuts[worker + 1])
+            for a in range(first, last, BLOCK_ROWS):
+                shares[worker].append(_Block(expert, slice(a, min(a + BLOCK_ROWS, last))))
+    return shares
+
+
+def _run(work: Callable[[int], None], workers: int) -> None:
+    """``work(w)`` for every worker, side by side, each with its part of the threads."""
+    if workers == 1:
+        work(0)
+        return
+    threads = torch.get_num_threads()
+
+    def alone(worker: int) -> None:
+        # Of this thread alone; but threads that are yet to start take the last one's number.
+        torch.set_num_threads(max(threads // workers, 1))
+        with torch.no_grad():
+            work(worker)
+
+    try:
+        with ThreadPoolExecutor(workers - 1) as pool:
+            others = [pool.submit(alone, w) for w in range(1, workers)]
+            alone(0)
+            for other in others:
+                other.result()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _num_workers(rows: int, d_model: int, d_ff: int) -> int:
+    if rows * d_model * d_ff < _WORTH_A_WORKER:
+        return 1
+    return min(torch.get_num_threads(), _MOST_WORKERS)
+
+
+def _forward(
+    act: Activation, rows: Rows, weights: ExpertWeights, shares: Sequence[Sequence[_Block]]
+) -> tuple[Tensor, list[Tensor]]:
+    """[S, D] sums of each row's assignments, and the products of each block, [1 or 2, n, F]."""
+    D, F = weights.w_up.shape[1:]
+    new = rows.x_SD.new_empty
+    # Of each block its own: the allocator hands pieces of this size out again, where one tensor of
+    # all rows would be fresh pages, zeroed by the system, in every pass.
+    kept = [[new(1 + act.gated, block.length, F) for block in share] for share in shares]
+    longest = _longest(shares)
+    sums = [torch.zeros_like(rows.x_SD) for _ in shares]
+
+    def work(worker: int) -> None:
+        scratch_x, scratch_y, scratch_h = new(longest, D), new(longest, D), new(longest, F)
+        for block, products in zip(shares[worker], kept[worker], strict=True):
+            n, w = block.length, weights.of(block.expert)
+            source, weight = rows.source_R[block.rows], rows.weights_R[block.rows]
+            x, y, h, up = scratch_x[:n], scratch_y[:n], scratch_h[:n], products[0]
+            torch.index_select(rows.x_SD, 0, source, out=x)
+            _product(x, w.w_up, w.b_up, up)
+            if w.w_gate is None:
+                act.forward_out(up, h)
+            else:
+                _product(x, w.w_gate, w.b_gate, products[1])
+                act.forward_out(products[1], h)
+                h.mul_(up)
+            # Weighted here, which is the same and spares keeping y for the weights' gradient.
+            torch.mm(h.mul_(weight.unsqueeze(1)), w.w_down, out=y)
+            if w.b_down is not None:
+                y.addr_(weight, w.b_down)
+            sums[worker].index_add_(0, source, y)
+
+    _run(work, len(shares))
+    return _add_up(sums), [products for share in kept for products in share]
+
+
+def _backward(
+    act: Activation,
+    rows: Rows,
+    weights: ExpertWeights,
+    shares: Sequence[Sequence[_Block]],
+    kept: Sequence[Tensor],
+    dy_SD: Tensor,
+) -> tuple[Tensor, Tensor, ExpertWeights]:
+    """The gradients of the rows, of the assignments' weights and of the parameters."""
+    D, F = weights.w_up.shape[1:]
+    new = rows.x_SD.new_empty
+    longest = _longest(shares)
+    sums = [torch.zeros_like(rows.x_SD) for _ in shares]
+    dweights_R = torch.zeros_like(rows.weights_R)
+    grads = _Grads(weights, rows.rows_per_expert_E.tolist(), shares)
+    firsts = [sum(map(len, shares[:worker])) for worker in range(len(shares))]
+
+    def work(worker: int) -> None:
+        wide, narrow = new(3, longest, F), new(2, longest, D)
+        expert = -1
+        for number, block in enumerate(shares[worker], firsts[worker]):
+            n, w, to = block.length, weights.of(block.expert), grads.of(worker, block.expert)
+            more, expert = block.expert == expert, block.expert
+            source, weight = rows.source_R[block.rows], rows.weights_R[block.rows]
+            dh, a, b = wide[:, :n].unbind(0)
+            x, dy = narrow[:, :n].unbind(0)
+            up, gate = kept[number][0], kept[number][-1]
+            torch.index_select(rows.x_SD, 0, source, out=x)
+            torch.index_select(dy_SD, 0, source, out=dy)
+            torch.mm(dy, w.w_down.t(), out=dh)
+            # b becomes h, first without its weights, whose gradient is h's product with dh.
+            if act.gated:
+                act.forward_out(gate, a)
+                torch.mul(a, up, out=b)
+            else:
+                act.forward_out(up, b)
+            dweight = dweights_R[block.rows]
+            torch.linalg.vecdot(dh, b, out=dweight)
+            if w.b_down is not None:
+                dweight.addmv_(dy, w.b_down)
+                _accumulate(dy, weight, to.b_down, more)
+            weight = weight.unsqueeze(1)
+            _accumulate(b.mul_(weight), dy, to.w_down, more)
+            # b becomes the gradient of up, and a that of gate.
+            dh.mul_(weight)
+            if act.gated:
+                torch.mul(dh, a, out=b)
+                act.backward_out(dh.mul_(up), gate, a)
+            else:
+                act.backward_out(dh, up, b)
+            _accumulate(x, b, to.w_up, more)
+            torch.mm(b, w.w_up.t(), out=dy)  # no longer needed: it becomes the gradient of x
+            if to.b_up is not None:
+                _accumulate(b, torch.ones_like(weight[:, 0]), to.b_up, more)
+            if w.w_gate is not None:
+                _accumulate(x, a, to.w_gate, more)
+                dy.addmm_(a, w.w_gate.t())
+                if to.b_gate is not None:
+                    _accumulate(a, torch.ones_like(weight[:, 0]), to.b_gate, more)
+            sums[worker].index_add_(0, source, dy)
+
+    _run(work, len(shares))
+    return _add_up(sums), dweights_R, grads.add_up()
+
+
+def _longest(shares: Sequence[Sequence[_Block]]) -> int:
+    return max((block.length for share in shares for block in share), default=0)
+
+
+def _add_up(sums: Sequence[Tensor]) -> Tensor:
+    for other in sums[1:]:
+        sums[0].add_(other)
+    return sums[0]
+
+
+def _product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(bias, a, b, out=out)
+
+
+def _accumulate(a: Tensor, b: Tensor, to: Tensor | None, more: bool) -> None:
+    """to = a^T b, or to += a^T b; b is a matrix or a vector."""
+    assert to is not None
+    if b.ndim == 1:
+        torch.addmv(to, a.t(), b, beta=int(more), out=to)
+    else:
+        torch.addmm(to, a.t(), b, beta=int(more), out=to)
+
+
+class _Grads:
+    """The parameters' gradients, written by several workers without their meeting."""
+
+    def __init__(
+        self, weights: ExpertWeights, counts: Sequence[int], shares: Sequence[Sequence[_Block]]
+    ) -> None:
+        self.whole = weights.map(torch.empty_like)
+        for expert, count in enumerate(counts):
+            if not count:
+                self.whole.of(expert).map(Tensor.zero_)
+        # An expert whose rows began with an earlier worker has a part here, added at the end.
+        self.parts: dict[tuple[int, int], ExpertWeights] = {}
+        seen: set[int] = set()
+        for worker, share in enumerate(shares):
+            experts = {block.expert for block in share}
+            for expert in experts & seen:
+                self.parts[worker, expert] = self.whole.of(expert).map(torch.empty_like)
+            seen |= experts
+
+    def of(self, worker: int, expert: int) -> ExpertWeights:
+        """Where a worker adds up what its rows give."""
+        return self.parts.get((worker, expert)) or self.whole.of(expert)
+
+    def add_up(self) -> ExpertWeights:
+        """The whole, in the order of workers."""
+        for (_, expert), part in self.parts.items():
+            for grad, more in zip(self.whole.of(expert), part, strict=True):
+                if grad is not None and more is not None:
+                    grad.add_(more)
+        return self.whole
 
 
 class _Packed(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_RD: Tensor,
-        weights_R: Tensor,
-        rows_per_expert_E: Tensor,
-        w_gate_EDF: Tensor,
-        w_up_EDF: Tensor,
-        w_down_EFD: Tensor,
-    ) -> Tensor:
-        counts = rows_per_expert_E.tolist()
-        R, F = x_RD.shape[0], w_gate_EDF.shape[2]
-        gate_RF, up_RF = x_RD.new_empty(R, F), x_RD.new_empty(R, F)
-        y_RD = torch.empty_like(x_RD)
-        h = x_RD.new_empty(max(counts, default=0), F)
-        weights_R1 = weights_R.unsqueeze(1)
-        start = 0
-        for e, n in enumerate(counts):
-            rows = slice(start, start + n)
-            torch.mm(x_RD[rows], w_gate_EDF[e], out=gate_RF[rows])
-            torch.mm(x_RD[rows], w_up_EDF[e], out=up_RF[rows])
-            _aten.silu.out(gate_RF[rows], out=h[:n])
-            h[:n].mul_(up_RF[rows]).mul_(weights_R1[rows])
-            torch.mm(h[:n], w_down_EFD[e], out=y_RD[rows])
-            start += n
-        ctx.save_for_backward(x_RD, weights_R, gate_RF, up_RF, w_gate_EDF, w_up_EDF, w_down_EFD)
-        ctx.counts = counts
-        return y_RD
+    def forward(ctx: Any, name: ActivationName, *inputs: Any) -> Tensor:
+        rows, weights = Rows(*inputs[:4]), ExpertWeights(*inputs[4:])
+        counts = rows.rows_per_expert_E.tolist()
+        ctx.shares = _shares(counts, _num_workers(sum(counts), *weights.w_up.shape[1:]))
+        ctx.name = name
+        out, products = _forward(ACTIVATIONS[name], rows, weights, ctx.shares)
+        ctx.save_for_backward(*inputs, *products)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        dy_RD = grads[0].contiguous()
-        x_RD, weights_R, gate_RF, up_RF, w_gate_EDF, w_up_EDF, w_down_EFD = ctx.saved_tensors
-        dx_RD, dweights_R = torch.empty_like(x_RD), torch.empty_like(weights_R)
-        dw_gate, dw_up, dw_down = map(torch.empty_like, (w_gate_EDF, w_up_EDF, w_down_EFD))
-        scratch = x_RD.new_empty(3, max(ctx.counts, default=0), gate_RF.shape[1])
-        weights_R1 = weights_R.unsqueeze(1)
-        start = 0
-        for e, n in enumerate(ctx.counts):
-            rows = slice(start, start + n)
-            start += n
-            act, dh, t = scratch[:, :n].unbind(0)
-            x, dy, gate, up, w = (
-                x_RD[rows],
-                dy_RD[rows],
-                gate_RF[rows],
-                up_RF[rows],
-                weights_R1[rows],
-            )
-            torch.mm(dy, w_down_EFD[e].t(), out=dh)
-            _aten.silu.out(gate, out=act)
-            torch.mul(act, up, out=t)  # h, not yet weighted
-            torch.sum(torch.mul(dh, t), 1, out=dweights_R[rows])
-            torch.mm(t.mul_(w).t(), dy, out=dw_down[e])
-            dh.mul_(w)
-            torch.mul(dh, act, out=t)  # the gradient of up
-            _aten.silu_backward.grad_input(dh.mul_(up), gate, grad_input=act)  # and of gate
-            torch.mm(x.t(), act, out=dw_gate[e])
-            torch.mm(x.t(), t, out=dw_up[e])
-            torch.mm(act, w_gate_EDF[e].t(), out=dx_RD[rows])
-            dx_RD[rows].addmm_(t, w_up_EDF[e].t())
-        return dx_RD, dweights_R, None, dw_gate, dw_up, dw_down
+        saved = ctx.saved_tensors
+        rows, weights = Rows(*saved[:4]), ExpertWeights(*saved[4:10])
+        dx_SD, dweights_R, dparameters = _backward(
+            ACTIVATIONS[ctx.name], rows, weights, ctx.shares, saved[10:], grads[0].contiguous()
+        )
+        return None, dx_SD, None, dweights_R, None, *dparameters
 
 
-def experts_packed(
-    x_RD: Tensor,
-    weights_R: Tensor,
-    rows_per_expert_E: Tensor,
-    w_gate_EDF: Tensor,
-    w_up_EDF: Tensor,
-    w_down_EFD: Tensor,
-) -> Tensor:
-    """See :data:`moe.experts.ExpertsFn`. Saves the two [R, F] products; no second derivatives."""
-    out: Tensor = _Packed.apply(
-        x_RD, weights_R, rows_per_expert_E, w_gate_EDF, w_up_EDF, w_down_EFD
-    )
+def experts_packed(rows: Rows, weights: ExpertWeights, activation: ActivationName) -> Tensor:
+    """See :data:`moe.experts.ExpertsFn`. Keeps the [R, F] products; no second derivatives."""
+    out: Tensor = _Packed.apply(activation, *rows, *weights)
     return out

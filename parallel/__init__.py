@@ -10,12 +10,21 @@ from parallel.apply import (
     local_shard,
     set_gradient_sync,
 )
-from parallel.collectives import all_gather_rows, all_to_all, exchange_counts
+from parallel.collectives import (
+    Arriving,
+    all_gather_rows,
+    all_to_all,
+    exchange_counts,
+    gather_rows,
+    scatter_sums,
+    start_all_to_all,
+)
 from parallel.config import ParallelConfig
 from parallel.layout import ShardLayout, Topology, parse_topology
 from parallel.mesh import ParallelDims
 
 __all__ = [
+    "Arriving",
     "ExpertParallelModule",
     "ParallelConfig",
     "ParallelDims",
@@ -29,7 +38,10 @@ __all__ = [
     "expert_modules",
     "expert_parameter_names",
     "free_gathered",
+    "gather_rows",
     "local_shard",
     "parse_topology",
+    "scatter_sums",
     "set_gradient_sync",
+    "start_all_to_all",
 ]

@@ -23,7 +23,12 @@ class ExpertParallelModule(Protocol):
 
     experts: nn.Module
 
-    def use_expert_group(self, group: dist.ProcessGroup) -> None:
+    def use_expert_group(
+        self,
+        group: dist.ProcessGroup,
+        across_nodes: dist.ProcessGroup | None = None,
+        within_node: dist.ProcessGroup | None = None,
+    ) -> None:
         """Exchange tokens over ``group``; called once the experts' parameters are cut."""
         ...
 
@@ -49,7 +54,11 @@ def local_shard(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def apply_expert_parallel(model: nn.Module, ep_mesh: DeviceMesh) -> nn.Module:
+def apply_expert_parallel(
+    model: nn.Module,
+    ep_mesh: DeviceMesh,
+    node_meshes: tuple[DeviceMesh, DeviceMesh] | None = None,
+) -> nn.Module:
     """Give each rank of ``ep_mesh`` its block of every layer's experts, and a dispatcher.
 
     Parameters become DTensors cut along the expert dim, with the logical shape [E, ...], so that
@@ -60,8 +69,14 @@ def apply_expert_parallel(model: nn.Module, ep_mesh: DeviceMesh) -> nn.Module:
     router and of everything else are each rank's own: :func:`apply_fsdp`, or an all-reduce (sum) of
     yours, adds them up.
 
+    Args:
+        model: anything that holds such layers.
+        ep_mesh: the ranks that share the experts.
+        node_meshes: ``ParallelDims.ep_node_meshes``, for dispatchers that treat nodes apart.
+
     Raises ValueError where a layer's experts are not a multiple of the ranks.
     """
+    nodes = [] if node_meshes is None else [mesh.get_group() for mesh in node_meshes]
     ranks = ep_mesh.size()
     if ranks == 1:
         return model
@@ -77,7 +92,7 @@ def apply_expert_parallel(model: nn.Module, ep_mesh: DeviceMesh) -> nn.Module:
                 owner.register_parameter(
                     name, nn.Parameter(cut, requires_grad=parameter.requires_grad)
                 )
-        module.use_expert_group(ep_mesh.get_group())
+        module.use_expert_group(ep_mesh.get_group(), *nodes)
     return model
 
 

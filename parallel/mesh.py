@@ -26,12 +26,22 @@ class ParallelDims:
     """[dp_replicate, efsdp]: the same for experts."""
     ep_mesh: DeviceMesh
     """[ep]: the ranks that exchange tokens."""
+    ep_node_meshes: tuple[DeviceMesh, DeviceMesh] | None = None
+    """Of them, those at this rank's place in each node, and those of its node; None unless the ep
+    axis holds several whole nodes of more than one rank."""
 
     @staticmethod
-    def build(topology: Topology, device_type: str) -> ParallelDims:
+    def build(
+        topology: Topology, device_type: str, ranks_per_node: int | None = None
+    ) -> ParallelDims:
         """Make the meshes. The default process group must exist and have the topology's world.
 
-        Raises ValueError where it has another size.
+        Args:
+            topology: the degrees.
+            device_type: ``cpu`` or ``cuda``.
+            ranks_per_node: consecutive ranks that share a machine; None takes all as one.
+
+        Raises ValueError where the world has another size.
         """
         world = dist.get_world_size()
         if topology.world != world:
@@ -50,12 +60,22 @@ class ParallelDims:
         expert = root._unflatten(
             0, (t.pp, t.dp_replicate, t.efsdp, t.ep), ("pp", "dp_replicate", "efsdp", "ep")
         )
+        node_meshes = None
+        per_node = ranks_per_node or world
+        if 1 < per_node < t.ep and t.ep % per_node == 0:
+            by_node = root._unflatten(
+                0,
+                (t.pp, t.dp_replicate, t.efsdp, t.ep // per_node, per_node),
+                ("pp", "dp_replicate", "efsdp", "ep_across", "ep_within"),
+            )
+            node_meshes = by_node["ep_across"], by_node["ep_within"]
         replicated = t.dp_replicate > 1
         return ParallelDims(
             topology=topology,
             fsdp_mesh=dense["dp_replicate", "fsdp"] if replicated else dense["fsdp"],
             efsdp_mesh=expert["dp_replicate", "efsdp"] if replicated else expert["efsdp"],
             ep_mesh=expert["ep"],
+            ep_node_meshes=node_meshes,
         )
 
     @cached_property

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
-from moe import MoEAux, MoEConfig, MoELayer, SwiGLU
+from moe import FeedForward, MoEAux, MoEConfig, MoELayer
 
 
 class ModelConfig(BaseModel):
@@ -124,7 +124,7 @@ class DecoderLayer(nn.Module):
         self.attention = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.d_model, config.norm_eps)
         self.moe = MoELayer(moe) if moe is not None else None
-        self.ffn = SwiGLU(config.d_model, config.d_ff) if moe is None else None
+        self.ffn = FeedForward(config.d_model, config.d_ff) if moe is None else None
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, MoEAux | None]:
         """[B, S, D] -> [B, S, D], and the MoE layer's report where there is one."""

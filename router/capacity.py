@@ -1,18 +1,22 @@
-"""How many rows an expert takes, and what becomes of those over it.
+"""How many rows an expert or a rank takes, and what becomes of those over it.
 
-Legend: T tokens, K top_k, E experts, N = T·K assignments in the order of tokens, then of k.
+Legend: T tokens, K top_k, E experts, N = T·K assignments in the order of tokens, then of k; bins
+are experts or ranks, whatever has room of its own.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from router.config import RouterConfig
+from router.plan import CapacityPlan, largest_remainder
 from router.select import count_tokens_per_expert
 
 
@@ -30,6 +34,10 @@ class Placement(NamedTuple):
 class CapacityPolicy(Protocol):
     """Fits choices to the room there is."""
 
+    def most(self, num_tokens: int) -> list[int] | None:
+        """Rows that each expert takes at most of a call of up to ``num_tokens``; None: any."""
+        ...
+
     def place(self, expert_indices_TK: Tensor, choice_TE: Tensor, scores_TE: Tensor) -> Placement:
         """Place every assignment or drop it.
 
@@ -40,14 +48,76 @@ class CapacityPolicy(Protocol):
         """
         ...
 
+    def use_expert_group(self, group: dist.ProcessGroup) -> None:
+        """Experts are in equal blocks over the ranks of ``group`` from now on."""
+        ...
+
+
+class _Bins(NamedTuple):
+    """Something that has room: each expert alone, or all experts of a rank together."""
+
+    of_expert_E: Tensor
+    """[E] int64, the bin of each expert."""
+    room_B: Tensor
+    """[B] int64, assignments that each bin takes."""
+
+
+def _expert_bins(room: Sequence[int], device: torch.device) -> _Bins:
+    return _Bins(torch.arange(len(room), device=device), torch.tensor(room, device=device))
+
+
+def _rank_bins(room_B: Tensor, num_experts: int) -> _Bins:
+    ranks = len(room_B)
+    expert_E = torch.arange(num_experts, device=room_B.device)
+    return _Bins(expert_E // (num_experts // ranks), room_B)
+
 
 class Dropless:
-    """Every expert takes what comes."""
+    """Every expert takes what comes.
+
+    The worst case: all tokens of all ranks of the group choose the experts of one rank, which then
+    computes T · min(K, its experts) assignments of every rank's T tokens. ``max_received_rows``
+    bounds that: where a rank would compute more, each rank's share of its room is in proportion to
+    what it would have sent there, and the rest goes to next-best experts of ranks that have room
+    left. One small exchange of counts a layer tells. Where the bound is at least the group's mean
+    of T·K, that is enough for all; below, what no rank has room for is dropped.
+    """
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.max_received_rows = config.max_received_rows
+        self._group: dist.ProcessGroup | None = None
+
+    def use_expert_group(self, group: dist.ProcessGroup) -> None:
+        """See :class:`CapacityPolicy`."""
+        self._group = group
+
+    def most(self, num_tokens: int) -> list[int] | None:
+        """See :class:`CapacityPolicy`."""
+        return None
 
     def place(self, expert_indices_TK: Tensor, choice_TE: Tensor, scores_TE: Tensor) -> Placement:
-        """See :class:`CapacityPolicy`."""
+        """See :class:`CapacityPolicy`. With the bound, every rank of the group must call."""
+        if self.max_received_rows:
+            E = choice_TE.shape[1]
+            bins = _rank_bins(self._room(expert_indices_TK, E), E)
+            return _place(expert_indices_TK, choice_TE, scores_TE, [bins])
         none = torch.zeros((), dtype=torch.int64, device=expert_indices_TK.device)
         return Placement(expert_indices_TK, None, none)
+
+    def _room(self, expert_indices_TK: Tensor, num_experts: int) -> Tensor:
+        """[ranks] int64: what this rank may send to each rank."""
+        most = self.max_received_rows
+        ranks = 1 if self._group is None else self._group.size()
+        counts_E = count_tokens_per_expert(expert_indices_TK, num_experts)
+        sent = counts_E.view(ranks, -1).sum(1)
+        if ranks == 1:
+            return sent.clamp(max=most)
+        gathered = [torch.empty_like(sent) for _ in range(ranks)]
+        dist.all_gather(gathered, sent, group=self._group)
+        total = torch.stack(gathered).sum(0)
+        # Rounded down, shares never add up to more than there is.
+        share = torch.where(total > most, sent * most // total.clamp(min=1), sent)
+        return share + (most - total).clamp(min=0) // ranks
 
 
 def expert_capacity(num_tokens: int, top_k: int, num_experts: int, capacity_factor: float) -> int:
@@ -70,74 +140,152 @@ class FixedCapacity:
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
 
+    def use_expert_group(self, group: dist.ProcessGroup) -> None:
+        """See :class:`CapacityPolicy`; it is all the same to this one."""
+
+    def most(self, num_tokens: int) -> list[int] | None:
+        """See :class:`CapacityPolicy`."""
+        c = self.config
+        room = expert_capacity(num_tokens, c.top_k, c.num_experts, c.capacity_factor)
+        return [room] * c.num_experts
+
     def place(self, expert_indices_TK: Tensor, choice_TE: Tensor, scores_TE: Tensor) -> Placement:
         """See :class:`CapacityPolicy`."""
-        T, K = expert_indices_TK.shape
-        E = choice_TE.shape[1]
-        capacity = expert_capacity(T, K, E, self.config.capacity_factor)
-        priority_TK = None
-        if self.config.overflow != "drop_by_position":
-            priority_TK = scores_TE.gather(1, expert_indices_TK)
-        room_E = torch.full((E,), capacity, dtype=torch.int64, device=choice_TE.device)
-        kept_TK = keep_within(expert_indices_TK, priority_TK, room_E)
+        room = self.most(len(expert_indices_TK))
+        assert room is not None
+        bins = _expert_bins(room, choice_TE.device)
         if self.config.overflow == "reroute":
-            return _reroute(expert_indices_TK, choice_TE, scores_TE, kept_TK, room_E)
+            return _place(expert_indices_TK, choice_TE, scores_TE, [bins])
+        priority_TK = None
+        if self.config.overflow == "drop_by_score":
+            priority_TK = scores_TE.gather(1, expert_indices_TK)
+        kept_TK = keep_within(expert_indices_TK, priority_TK, bins.room_B)
         none = torch.zeros((), dtype=torch.int64, device=choice_TE.device)
         return Placement(expert_indices_TK, ~kept_TK, none)
 
 
-def keep_within(expert_indices: Tensor, priority: Tensor | None, room_E: Tensor) -> Tensor:
-    """Which assignments their expert has room for.
+class StragglerAwareCapacity:
+    """Each rank takes its share of a call's assignments by :class:`router.plan.CapacityPlan`.
+
+    Of T tokens a rank takes its share of ceil(T·K · rank_capacity_factor), and each of its experts
+    an equal part of the rank's share of ceil(T·K · capacity_factor). What is over either goes to
+    its next-best expert with room, and is dropped only when none has. Until a plan is set, and
+    without an expert group, shares are equal.
+    """
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.config = config
+        self.plan = CapacityPlan.equal(1)
+        self.rank = 0
+        """In the expert group."""
+
+    def use_expert_group(self, group: dist.ProcessGroup) -> None:
+        """See :class:`CapacityPolicy`."""
+        self.plan, self.rank = CapacityPlan.equal(group.size()), group.rank()
+
+    def _experts_units(self) -> list[Fraction]:
+        per_rank = self.config.num_experts // len(self.plan.units)
+        return [Fraction(u, per_rank) for u in self.plan.units for _ in range(per_rank)]
+
+    def _total(self, num_tokens: int, factor: float) -> int:
+        return expert_capacity(num_tokens, self.config.top_k, 1, factor)
+
+    def most(self, num_tokens: int) -> list[int] | None:
+        """See :class:`CapacityPolicy`."""
+        # Rounded up, since the remainders of a smaller call may fall to other experts.
+        total, units = self._total(num_tokens, self.config.capacity_factor), self._experts_units()
+        return [math.ceil(total * u / sum(units)) for u in units]
+
+    def rooms(self, num_tokens: int) -> tuple[list[int], list[int]]:
+        """Rows that each expert, and each rank, takes of a call; sums depend on the call alone."""
+        c = self.config
+        experts = self._total(num_tokens, c.capacity_factor)
+        ranks = self._total(num_tokens, c.rank_capacity_factor)
+        return (
+            largest_remainder(experts, self._experts_units()),
+            largest_remainder(ranks, [Fraction(u) for u in self.plan.units]),
+        )
+
+    def place(self, expert_indices_TK: Tensor, choice_TE: Tensor, scores_TE: Tensor) -> Placement:
+        """See :class:`CapacityPolicy`."""
+        device, E = choice_TE.device, choice_TE.shape[1]
+        experts, ranks = self.rooms(len(expert_indices_TK))
+        bins = [_expert_bins(experts, device), _rank_bins(torch.tensor(ranks, device=device), E)]
+        return _place(expert_indices_TK, choice_TE, scores_TE, bins)
+
+
+def keep_within(bins: Tensor, priority: Tensor | None, room_B: Tensor) -> Tensor:
+    """Which assignments their bin has room for.
 
     Args:
-        expert_indices: any shape, int64; E stands for none and is never kept.
+        bins: any shape, int64; B stands for none and is never kept.
         priority: of the same shape; the highest are kept, earlier ones first where they tie, or
             with None simply the earlier.
-        room_E: [E] int64.
+        room_B: [B] int64.
 
     Returns:
         bool, of the same shape.
     """
-    flat = expert_indices.flatten()
+    flat = bins.flatten()
     order = torch.arange(flat.numel(), device=flat.device)
     if priority is not None:
         order = priority.flatten().argsort(descending=True, stable=True)
     order = order[flat[order].argsort(stable=True)]
-    experts = flat[order]
-    E = room_E.numel()
-    counts = count_tokens_per_expert(flat, E + 1)
+    binned = flat[order]
+    counts = count_tokens_per_expert(flat, room_B.numel() + 1)
     first = counts.cumsum(0) - counts
-    place = torch.arange(flat.numel(), device=flat.device) - first[experts]
-    room = torch.cat([room_E, room_E.new_zeros(1)])
+    place = torch.arange(flat.numel(), device=flat.device) - first[binned]
+    room = torch.cat([room_B, room_B.new_zeros(1)])
     kept = torch.empty_like(flat, dtype=torch.bool)
-    kept[order] = place < room[experts]
-    return kept.view(expert_indices.shape)
+    kept[order] = place < room[binned]
+    return kept.view(bins.shape)
 
 
-def _reroute(
-    chosen_TK: Tensor, choice_TE: Tensor, scores_TE: Tensor, kept_TK: Tensor, capacity_E: Tensor
+def _fit(
+    asked_TK: Tensor, scores_TE: Tensor, levels: Sequence[_Bins], room: Sequence[Tensor]
+) -> Tensor:
+    """Which of the experts asked for (E for none) have room, and their ranks too: [T, K] bool."""
+    E = scores_TE.shape[1]
+    priority_TK = scores_TE.gather(1, asked_TK.clamp(max=E - 1))
+    kept_TK = asked_TK < E
+    for level, room_B in zip(levels, room, strict=True):
+        bins_TK = level.of_expert_E[asked_TK.clamp(max=E - 1)].masked_fill(~kept_TK, len(room_B))
+        kept_TK = keep_within(bins_TK, priority_TK, room_B)
+    return kept_TK
+
+
+def _room_left(indices_TK: Tensor, kept_TK: Tensor, level: _Bins) -> Tensor:
+    B = len(level.room_B)
+    bins_TK = level.of_expert_E[indices_TK].masked_fill(~kept_TK, B)
+    return level.room_B - count_tokens_per_expert(bins_TK, B + 1)[:B]
+
+
+def _place(
+    chosen_TK: Tensor, choice_TE: Tensor, scores_TE: Tensor, levels: Sequence[_Bins]
 ) -> Placement:
+    """Keep the highest scores within every level's room, and send the others to where there is."""
     E = choice_TE.shape[1]
-    indices_TK, kept_TK = chosen_TK.clone(), kept_TK.clone()
+    indices_TK = chosen_TK
+    kept_TK = _fit(chosen_TK, scores_TE, levels, [level.room_B for level in levels])
     waiting_TK = ~kept_TK
     rerouted = torch.zeros((), dtype=torch.int64, device=choice_TE.device)
     while bool(waiting_TK.any()):
-        there_TK = indices_TK.masked_fill(~kept_TK, E)
-        room_E = capacity_E - count_tokens_per_expert(there_TK, E + 1)[:E]
+        room = [_room_left(indices_TK, kept_TK, level) for level in levels]
+        full_E = torch.zeros(E, dtype=torch.bool, device=choice_TE.device)
+        for level, room_B in zip(levels, room, strict=True):
+            full_E = full_E | (room_B <= 0)[level.of_expert_E]
         # An expert is out of reach for a token that has it already. A rejected choice need not be
-        # remembered: who was turned away was turned away by a full expert.
+        # remembered: who was turned away was turned away by a full expert, or a full rank.
         taken_TE = torch.zeros_like(choice_TE, dtype=torch.bool)
         taken_TE.scatter_(1, indices_TK, kept_TK)
-        reach_TE = choice_TE.masked_fill(taken_TE | (room_E <= 0), -torch.inf)
-        best_T = reach_TE.max(-1)
+        best_T = choice_TE.masked_fill(taken_TE | full_E, -torch.inf).max(-1)
         # One assignment of a token asks at a time, or two of them might take the same expert.
         asks_TK = waiting_TK & (waiting_TK.cumsum(1) == 1)
         hopeless_T = best_T.values == -torch.inf
         waiting_TK = waiting_TK & ~hopeless_T.unsqueeze(1)
         asks_TK = asks_TK & ~hopeless_T.unsqueeze(1)
         asked_TK = torch.where(asks_TK, best_T.indices.unsqueeze(1), E)
-        priority_TK = scores_TE.gather(1, asked_TK.clamp(max=E - 1))
-        won_TK = keep_within(asked_TK, priority_TK, room_E)
+        won_TK = _fit(asked_TK, scores_TE, levels, room)
         indices_TK = torch.where(won_TK, asked_TK, indices_TK)
         kept_TK, waiting_TK = kept_TK | won_TK, waiting_TK & ~won_TK
         rerouted = rerouted + won_TK.sum()
@@ -146,4 +294,8 @@ def _reroute(
 
 def capacity_policy(config: RouterConfig) -> CapacityPolicy:
     """The policy of a config."""
-    return Dropless() if config.capacity_policy == "dropless" else FixedCapacity(config)
+    if config.capacity_policy == "fixed":
+        return FixedCapacity(config)
+    if config.capacity_policy == "straggler_aware":
+        return StragglerAwareCapacity(config)
+    return Dropless(config)

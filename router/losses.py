@@ -11,24 +11,26 @@ from torch import Tensor
 from router.select import count_tokens_per_expert
 
 
-def load_balance_loss(probs_TE: Tensor, tokens_per_expert_E: Tensor, top_k: int) -> Tensor:
+def load_balance_loss(probs_TE: Tensor, tokens_per_expert_E: Tensor) -> Tensor:
     """Switch load-balancing loss, E · Σ_i f_i · P_i (Fedus et al., arXiv 2101.03961, eqs. 4-6).
 
-    f_i = count_i / (T·K) is the fraction of assignments that expert i got, and P_i the mean over
-    tokens of its probability. The loss is 1 when both are uniform; its gradient flows through P.
+    f_i = count_i / Σ count is the fraction of assignments that expert i got, count_i / (T·K) where
+    the counts are of these T tokens, and P_i the mean over tokens of its probability. The loss is 1
+    when both are uniform; its gradient flows through P. With counts of a global batch it is the
+    loss of Qiu et al. (arXiv 2501.11873, eqs. 3 and 4): as f is the same everywhere, the mean of
+    all calls' losses, weighted by their tokens, has the mean of P over the whole batch in it.
 
     Args:
         probs_TE: [T, E] scores normalized to sum to one over the experts, float32.
-        tokens_per_expert_E: [E] int64, assignments of these T tokens; sums to T·K.
-        top_k: K.
+        tokens_per_expert_E: [E] int64 assignments, of these tokens or of more.
 
     Returns:
         A scalar; 0 for no tokens.
     """
     num_tokens, num_experts = probs_TE.shape
-    tokens = max(num_tokens, 1)
-    f_E = tokens_per_expert_E.to(probs_TE.dtype) / (tokens * top_k)
-    p_E = probs_TE.sum(0) / tokens
+    counts_E = tokens_per_expert_E.to(probs_TE.dtype)
+    f_E = counts_E / counts_E.sum().clamp(min=1)
+    p_E = probs_TE.sum(0) / max(num_tokens, 1)
     return num_experts * torch.dot(f_E, p_E)
 
 
@@ -54,8 +56,10 @@ def sequence_balance_loss(
     S = seq_len or T
     sequences = T // S
     sequence_T1 = (torch.arange(T, device=probs_TE.device) // S).unsqueeze(1)
-    counts = count_tokens_per_expert(sequence_T1 * E + expert_indices_TK, sequences * E)
-    f = counts.view(sequences, E).to(probs_TE.dtype) / (S * expert_indices_TK.shape[1])
+    # One bin more in each sequence, for places without an expert.
+    bins_TK = sequence_T1 * (E + 1) + expert_indices_TK
+    counts = count_tokens_per_expert(bins_TK, sequences * (E + 1)).view(sequences, E + 1)[:, :E]
+    f = counts.to(probs_TE.dtype) / counts.sum(1, keepdim=True).clamp(min=1)
     p = probs_TE.view(sequences, S, E).mean(1)
     return E * (f * p).sum(-1).mean()
 

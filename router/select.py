@@ -47,6 +47,23 @@ def limit_to_groups(
     return scores_TGe.masked_fill(out_TG.unsqueeze(-1), -torch.inf).view(T, E)
 
 
+def expert_choice(scores_TE: Tensor, top_k: int) -> Tensor:
+    """Each expert takes the ceil(T·K / E) tokens that score highest for it, earlier ones on a tie.
+
+    Zhou et al., arXiv 2202.09368, section 3.2, with their capacity factor c = K. A token may get
+    no expert, or all. The choice looks at all T tokens: in a causal model it lets a token depend on
+    later ones.
+
+    Returns:
+        [T, E] int64: column e is e where expert e takes the token, and E, no expert, elsewhere.
+    """
+    T, E = scores_TE.shape
+    takes = min(-(-T * top_k // E), T)
+    best = scores_TE.argsort(dim=0, descending=True, stable=True)[:takes]
+    taken_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(0, best, True)
+    return torch.where(taken_TE, torch.arange(E, device=scores_TE.device), E)
+
+
 def sinkhorn(logits_TE: Tensor, iterations: int = _SINKHORN_ITERATIONS) -> Tensor:
     """Scale exp(logits) so that tokens weigh alike and experts weigh alike: [T, E] -> [T, E].
 

@@ -1,4 +1,4 @@
-"""The token-choice router: scores for every expert, and the experts of every token.
+"""The router: scores for every expert, and the experts of every token.
 
 Legend: T tokens, D d_model, E experts, K top_k.
 """
@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,6 +19,7 @@ from router.config import RouterConfig, ScoreFunc
 from router.losses import load_balance_loss, sequence_balance_loss, z_loss
 from router.select import (
     count_tokens_per_expert,
+    expert_choice,
     forced_balance,
     limit_to_groups,
     select_top_k,
@@ -31,17 +33,26 @@ class RouterOutput(NamedTuple):
     """Where every token goes. A NamedTuple, so that FSDP and pipelining see the tensors in it."""
 
     expert_indices_TK: Tensor
-    """[T, K] int64, best first; E, beyond all experts, where the assignment is dropped."""
+    """[T, K] int64, best first; E, beyond all experts, where the assignment is dropped. Under
+    expert choice [T, E]: column e is e where expert e takes the token, and E elsewhere."""
     expert_weights_TK: Tensor
-    """[T, K] float32, the weight of each expert's output; 0 where the assignment is dropped."""
+    """Of the same shape, float32, the weight of each expert's output; 0 where there is none; NaN
+    for a token whose logits are not finite."""
     rows_per_expert_E: Tensor
     """[E] int64, assignments that each expert is to compute."""
     dropped_TK: Tensor | None
-    """[T, K] bool; None under a policy that drops nothing."""
+    """Of the same shape, bool: no expert computes it. None where every place has an expert."""
     num_rerouted: Tensor
     """Scalar int64: assignments that took another expert than the chosen one, for want of room."""
     tokens_per_expert_E: Tensor
-    """[E] int64, assignments as they were chosen, before capacity; sums to T·K."""
+    """[E] int64, assignments as they were chosen, before capacity; sums to T·K, or under expert
+    choice to E · ceil(T·K / E)."""
+    batch_counts_E: Tensor
+    """[E] int64, the assignments that the load-balancing loss counted: these tokens', or those of
+    all ranks and of the step so far. The next call of the step takes them."""
+    num_not_finite: Tensor
+    """Scalar int64: tokens with a NaN or an infinity among their logits. Their weights are NaN, so
+    that their outputs are too: they are not routed as if nothing were wrong."""
     load_balance_loss: Tensor
     """Scalar float32, not yet weighted; so are the next two."""
     sequence_balance_loss: Tensor
@@ -86,6 +97,8 @@ class TopKRouter(nn.Module):
         self.config = config
         self.dtype = getattr(torch, config.router_dtype)
         self.capacity = capacity_policy(config)
+        self.balance_group: dist.ProcessGroup | None = None
+        """Ranks whose tokens the load-balancing loss counts together, beside this one."""
         self.weight = nn.Parameter(torch.empty(config.num_experts, d_model))
         bias = torch.zeros(config.num_experts, dtype=torch.float32) if config.expert_bias else None
         self.register_buffer("expert_bias", bias)
@@ -109,18 +122,21 @@ class TopKRouter(nn.Module):
             nn.init.zeros_(self.expert_bias)
 
     def forward(
-        self, x_TD: Tensor, seq_len: int | None = None, expert_indices_TK: Tensor | None = None
+        self,
+        x_TD: Tensor,
+        seq_len: int | None = None,
+        expert_indices_TK: Tensor | None = None,
+        counts_before_E: Tensor | None = None,
     ) -> RouterOutput:
         """Route [T, D] tokens; T may be 0.
-
-        A NaN or an infinity in ``x_TD`` is not looked for here, which would stall an accelerator at
-        every layer: it reaches the loss, and the step barrier refuses the step.
 
         Args:
             x_TD: the tokens, sequence after sequence.
             seq_len: tokens of each sequence, for the sequence-wise loss; None takes all as one.
             expert_indices_TK: [T, K] int64, recorded choices to take instead of choosing. Weights,
                 losses and gradients are as if these had been chosen.
+            counts_before_E: ``batch_counts_E`` of the step's call before this one, for the loss
+                over a global batch; None in the first.
         """
         dtype = torch.promote_types(self.dtype, x_TD.dtype)
         with no_autocast(x_TD.device.type):
@@ -130,31 +146,39 @@ class TopKRouter(nn.Module):
             if jitter and self.training:
                 x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - jitter, 1 + jitter)
             logits_TE = F.linear(x_TD, self.weight.to(dtype))
-            return self._route(logits_TE, seq_len, expert_indices_TK, out_dtype)
+            return self._route(logits_TE, seq_len, expert_indices_TK, counts_before_E, out_dtype)
 
     def _route(
         self,
         logits_TE: Tensor,
         seq_len: int | None,
         recorded_TK: Tensor | None,
+        counts_before_E: Tensor | None,
         dtype: torch.dtype,
     ) -> RouterOutput:
         config = self.config
+        # Where logits are not finite scores are NaN, whatever the function: sigmoid(inf) is 1.
+        bad_T = ~logits_TE.detach().isfinite().all(-1)
         scores_TE, probs_TE = score(logits_TE, config.score_func)
         E = config.num_experts
         choice_TE = self._choice(logits_TE.detach(), scores_TE.detach())
+        choice_TE = choice_TE.masked_fill(bad_T.unsqueeze(1), 0)
         chosen_TK = recorded_TK
         if chosen_TK is None:
             chosen_TK = self._select(choice_TE)
-        counts_E = count_tokens_per_expert(chosen_TK, E)
+        counts_E = count_tokens_per_expert(chosen_TK, E + 1)[:E]
         placed = self.capacity.place(chosen_TK, choice_TE, scores_TE.detach())
-        indices_TK, rows_E = placed.expert_indices_TK, counts_E
+        indices_TK, rows_E, dropped_TK = placed.expert_indices_TK, counts_E, placed.dropped_TK
+        if config.selection == "expert_choice":
+            dropped_TK = indices_TK == E
         weights_TK = self._weights(logits_TE, scores_TE, indices_TK)
-        if placed.dropped_TK is not None:
+        weights_TK = weights_TK.masked_fill(bad_T.unsqueeze(1), torch.nan)
+        if dropped_TK is not None:
             # What a token has left keeps its weight: a drop makes its output smaller.
-            weights_TK = weights_TK.masked_fill(placed.dropped_TK, 0)
-            indices_TK = indices_TK.masked_fill(placed.dropped_TK, E)
+            weights_TK = weights_TK.masked_fill(dropped_TK, 0)
+            indices_TK = indices_TK.masked_fill(dropped_TK, E)
             rows_E = count_tokens_per_expert(indices_TK, E + 1)[:E]
+        batch_counts_E = self._batch_counts(counts_E, counts_before_E)
         # Where its weight is 0 the finer loss costs nothing: it is not computed.
         sequence_loss = logits_TE.new_zeros(())
         if config.sequence_balance_weight:
@@ -164,14 +188,25 @@ class TopKRouter(nn.Module):
             expert_indices_TK=indices_TK,
             expert_weights_TK=weights_TK.to(dtype),
             rows_per_expert_E=rows_E,
-            dropped_TK=placed.dropped_TK,
+            dropped_TK=dropped_TK,
             num_rerouted=placed.num_rerouted,
             tokens_per_expert_E=counts_E,
-            load_balance_loss=load_balance_loss(probs_TE, counts_E, config.top_k).to(dtype),
+            batch_counts_E=batch_counts_E,
+            num_not_finite=bad_T.sum(),
+            load_balance_loss=load_balance_loss(probs_TE, batch_counts_E).to(dtype),
             sequence_balance_loss=sequence_loss.to(dtype),
             z_loss=z_loss(logits_TE).to(dtype),
             entropy=(entropy / max(logits_TE.shape[0], 1)).to(dtype),
         )
+
+    def _batch_counts(self, counts_E: Tensor, counts_before_E: Tensor | None) -> Tensor:
+        """What the load-balancing loss counts, see ``load_balance_scope``."""
+        if self.config.load_balance_scope == "micro_batch":
+            return counts_E
+        batch_counts_E = counts_E.clone()
+        if self.balance_group is not None:
+            dist.all_reduce(batch_counts_E, group=self.balance_group)
+        return batch_counts_E if counts_before_E is None else batch_counts_E + counts_before_E
 
     def _choice(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
         """What experts are chosen by, [T, E]; minus infinity for those out of a token's reach."""
@@ -193,11 +228,18 @@ class TopKRouter(nn.Module):
         if self.config.selection == "forced_balance":
             T, E = choice_TE.shape
             return forced_balance(T, self.config.top_k, E, choice_TE.device)
+        if self.config.selection == "expert_choice":
+            return expert_choice(choice_TE, self.config.top_k)
         return select_top_k(choice_TE, self.config.top_k)
 
     def _weights(self, logits_TE: Tensor, scores_TE: Tensor, indices_TK: Tensor) -> Tensor:
         config = self.config
-        if config.softmax_after_topk:
+        if config.selection == "expert_choice":
+            chosen_TE = indices_TK < config.num_experts
+            weights_TK = scores_TE * chosen_TE
+            if config.renormalize:
+                weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp_min(_TINY)
+        elif config.softmax_after_topk:
             weights_TK = logits_TE.gather(1, indices_TK).softmax(-1)
         else:
             weights_TK = scores_TE.gather(1, indices_TK)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
 import torch
 from pydantic import ValidationError
 
-from moe import MoEConfig, MoELayer
-from moe.experts import experts_grouped_mm, experts_loop
-from moe.packed import experts_packed
+from moe import GroupedExperts, MoEConfig, MoELayer, packed
 from tests import oracle
 
 D, F, E, K = 16, 24, 6, 2
@@ -117,29 +116,142 @@ def test_a_summed_output_has_a_gradient():
     assert layer.experts.w_down.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize(
-    ("fast", "dtype"),
-    [
-        (experts_grouped_mm, torch.float32),
-        (experts_grouped_mm, torch.bfloat16),
-        (experts_packed, torch.float32),
-        (experts_packed, torch.float64),
-    ],
-)
-def test_every_fast_path_is_the_plain_one(fast, dtype):
+def some_experts(activation: str, bias: bool, dtype=torch.float32) -> GroupedExperts:
     torch.manual_seed(1)
-    tolerance = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 5e-2}[dtype]
-    weights = [torch.randn(E, *s).to(dtype) / 4 for s in ((D, F), (D, F), (F, D))]
-    rows = torch.tensor([3, 0, 5, 1, 0, 2])
-    tensors = [torch.randn(11, D).to(dtype), torch.rand(11).to(dtype), *weights]
-    grad_y = torch.randn(11, D).to(dtype)
+    experts = GroupedExperts(E, D, F, activation=activation, bias=bias)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return experts.to(dtype)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "gelu", "relu2"])
+@pytest.mark.parametrize("backend", ["loop", "grouped_mm", "packed"])
+def test_every_path_is_the_formula(backend, activation, bias):
+    # Rows that no expert takes, one that three take, an expert without rows, padding at the end.
+    source = torch.tensor([0, 4, 6, 4, 2, 3, 6, 0, 4, 5, 0])
+    counts = [3, 0, 4, 1, 0, 1]
+    experts = some_experts(activation, bias)
+    experts.backend = backend
+    x, w, grad = torch.randn(7, D), torch.rand(11), torch.randn(7, D)
+
+    inputs = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+    y = experts(inputs[0], source, inputs[1], torch.tensor(counts))
+    tensors = [*inputs, *experts.parameters()]
+    actual = [y, *torch.autograd.grad(y, tensors, grad)]
+
+    rows, weights = list(inputs[0].unbind()), inputs[1]
+    sums = [torch.zeros(D) for _ in rows]
+    place = 0
+    for e, count in enumerate(counts):
+        for r in range(place, place + count):
+            one = rows[source[r]]
+            up = one @ experts.w_up[e] + (experts.b_up[e] if bias else 0)
+            gate = up
+            if experts.w_gate is not None:
+                gate = one @ experts.w_gate[e] + (experts.b_gate[e] if bias else 0)
+            act = {
+                "swiglu": lambda z: z / (1 + torch.exp(-z)),
+                "geglu": lambda z: z * (1 + torch.erf(z / 2**0.5)) / 2,
+                "gelu": lambda z: z * (1 + torch.erf(z / 2**0.5)) / 2,
+                "relu2": lambda z: torch.where(z > 0, z, 0) ** 2,
+            }[activation](gate)
+            h = act * up if experts.w_gate is not None else act
+            out = h @ experts.w_down[e] + (experts.b_down[e] if bias else 0)
+            sums[source[r]] = sums[source[r]] + weights[r] * out
+        place += count
+    expected_y = torch.stack(sums)
+    expected = [expected_y, *torch.autograd.grad(expected_y, tensors, grad)]
+    for a, b in zip(actual, expected, strict=True):
+        close(a, b)
+    assert all(g.abs().sum() > 0 for g in actual)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("grouped_mm", torch.bfloat16), ("packed", torch.float64), ("loop", torch.bfloat16)],
+)
+def test_other_dtypes_are_the_plain_path_in_double(backend, dtype):
+    tolerance = {torch.float64: 1e-12, torch.bfloat16: 2e-2}[dtype]
+    experts = some_experts("swiglu", bias=True, dtype=dtype)
+    rows = (torch.randn(11, D), torch.arange(11) % 6, torch.rand(11))
+    counts = torch.tensor([3, 0, 5, 1, 0, 2])
     outputs = []
-    for run in (fast, experts_loop):
-        x, w, *ws = (t.clone().requires_grad_() for t in tensors)
-        y = run(x, w, rows, *ws)
-        outputs.append([y, *torch.autograd.grad(y, (x, w, *ws), grad_y)])
+    for module, name, to in (
+        (experts, backend, dtype),
+        (copy.deepcopy(experts).double(), "loop", torch.float64),
+    ):
+        module.backend = name
+        x, w = rows[0].to(dtype).to(to), rows[2].to(dtype).to(to)
+        y = module(x, rows[1], w, counts)
+        y.square().sum().backward()
+        outputs.append([y, *(p.grad for p in module.parameters())])
     for a, b in zip(*outputs, strict=True):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+        assert a.dtype == dtype
+        assert (a.double() - b).norm() < tolerance * b.norm()
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("skew", ["even", "one expert", "few rows"])
+def test_threads_share_the_rows_without_changing_the_sums(monkeypatch, threads, skew):
+    # Blocks and shares end inside experts, so that gradients of one expert come from two threads.
+    monkeypatch.setattr(packed, "BLOCK_ROWS", 7)
+    monkeypatch.setattr(packed, "_WORTH_A_WORKER", 0)
+    experts = some_experts("swiglu", bias=True)
+    counts = {"even": [20, 11, 0, 9, 30, 3], "one expert": [0, 0, 73, 0, 0, 0],
+              "few rows": [0, 1, 0, 0, 0, 1]}[skew]  # fmt: skip
+    R = sum(counts)
+    generator = torch.Generator().manual_seed(5)
+    x, w = torch.randn(40, D, generator=generator), torch.rand(R, generator=generator)
+    source = torch.randint(40, (R,), generator=generator)
+    before, results = torch.get_num_threads(), []
+    try:
+        for number in (1, threads, threads):
+            torch.set_num_threads(number)
+            experts.zero_grad()
+            inputs = x.clone().requires_grad_(), w.clone().requires_grad_()
+            y = experts(inputs[0], source, inputs[1], torch.tensor(counts))
+            y.square().sum().backward()
+            results.append([y, *(t.grad for t in inputs), *(p.grad for p in experts.parameters())])
+            assert torch.get_num_threads() == number
+    finally:
+        torch.set_num_threads(before)
+    for one, two, again in zip(*results, strict=True):
+        close(two, one)
+        assert torch.equal(two, again)
+
+
+def test_a_failure_in_a_thread_is_the_callers(monkeypatch):
+    def work(worker: int) -> None:
+        if worker == 1:
+            raise MemoryError("no room")
+
+    with pytest.raises(MemoryError):
+        packed._run(work, 2)
+
+
+@pytest.mark.parametrize("backend", ["grouped_mm", "packed"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_of_the_hidden_size_only_products_are_kept(backend, recompute):
+    layer = make_layer(backend=backend, d_ff=136, recompute_experts=recompute)
+    x = torch.randn(64, D)
+    plain = make_layer(backend=backend, d_ff=136)(x).hidden
+    hidden_sized = 0
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal hidden_sized
+        rows = tensor.numel() // 136
+        is_parameter = any(tensor.data_ptr() == p.data_ptr() for p in layer.parameters())
+        if tensor.shape[-1:] == (136,) and not is_parameter:
+            hidden_sized += rows
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda t: t):
+        out = layer(x).hidden
+    assert torch.equal(out, plain)
+    assert hidden_sized == (0 if recompute else 2 * 64 * K)  # gate and up
+    out.square().sum().backward()
+    assert layer.experts.w_gate.grad.abs().sum() > 0
 
 
 def test_backward_is_the_same_twice():

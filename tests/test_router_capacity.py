@@ -135,7 +135,7 @@ def test_with_room_for_all_nothing_changes(overflow):
     assert torch.equal(placed.expert_indices_TK, chosen)
     assert not placed.dropped_TK.any()
     assert placed.num_rerouted == 0
-    plain = Dropless().place(chosen, scores, scores)
+    plain = Dropless(config(4, 2, 4.0, overflow)).place(chosen, scores, scores)
     assert plain.expert_indices_TK is chosen
     assert plain.dropped_TK is None
 

@@ -1,0 +1,72 @@
+"""What experts do between their products.
+
+Legend: n rows of one expert, F d_ff.
+
+Gated: h = act(x w_gate) * (x w_up); plain: h = act(x w_up). SwiGLU and GeGLU are Shazeer's (arXiv
+2002.05202, section 2), GELU is the exact one, x · Phi(x) (Hendrycks and Gimpel, arXiv 1606.08415),
+and ReLU² is max(x, 0)² (So et al., arXiv 2109.08668).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ActivationName = Literal["swiglu", "geglu", "gelu", "relu2"]
+
+_aten = torch.ops.aten
+
+
+class Activation(NamedTuple):
+    """One activation, for autograd and into memory that is there already."""
+
+    gated: bool
+    plain: Callable[[Tensor], Tensor]
+    forward_out: Callable[[Tensor, Tensor], object]
+    """(z, out): out = act(z)."""
+    backward_out: Callable[[Tensor, Tensor, Tensor], object]
+    """(grad, z, out): out = grad · act'(z); out is neither of the others."""
+
+    def hidden(self, gate: Tensor | None, up: Tensor) -> Tensor:
+        """h from the products; with gradients."""
+        return self.plain(up) if gate is None else self.plain(gate) * up
+
+
+def _relu2_out(z: Tensor, out: Tensor) -> object:
+    return torch.clamp_min(z, 0, out=out).square_()
+
+
+def _relu2_backward_out(grad: Tensor, z: Tensor, out: Tensor) -> object:
+    return torch.clamp_min(z, 0, out=out).mul_(grad).mul_(2)
+
+
+def _silu_out(z: Tensor, out: Tensor) -> object:
+    return _aten.silu.out(z, out=out)
+
+
+def _silu_backward_out(grad: Tensor, z: Tensor, out: Tensor) -> object:
+    return _aten.silu_backward.grad_input(grad, z, grad_input=out)
+
+
+def _gelu_out(z: Tensor, out: Tensor) -> object:
+    return _aten.gelu.out(z, out=out)
+
+
+def _gelu_backward_out(grad: Tensor, z: Tensor, out: Tensor) -> object:
+    return _aten.gelu_backward.grad_input(grad, z, grad_input=out)
+
+
+def _relu2(z: Tensor) -> Tensor:
+    return F.relu(z).square()
+
+
+ACTIVATIONS: dict[ActivationName, Activation] = {
+    "swiglu": Activation(True, F.silu, _silu_out, _silu_backward_out),
+    "geglu": Activation(True, F.gelu, _gelu_out, _gelu_backward_out),
+    "gelu": Activation(False, F.gelu, _gelu_out, _gelu_backward_out),
+    "relu2": Activation(False, _relu2, _relu2_out, _relu2_backward_out),
+}

@@ -1,0 +1,146 @@
+"""The rows that a rank's experts compute, and copying and summing them along an index.
+
+Legend: T tokens, K top_k, D d_model, E experts held here, S rows that are here, R assignments of
+these rows to these experts.
+
+Autograd's own backward of ``x[index]`` is an accumulating scatter, which is slow and, on CUDA, not
+deterministic. Here both directions read: a copy's gradient sums along the sorted index.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from router import count_tokens_per_expert
+
+
+class Rows(NamedTuple):
+    """Rows, and which of them each expert takes. A row may be taken many times, or not at all."""
+
+    x_SD: Tensor
+    """[S, D]."""
+    source_R: Tensor
+    """[R] int64: the row of ``x_SD`` of each assignment, sorted by expert."""
+    weights_R: Tensor
+    """[R] what each assignment's output is multiplied by."""
+    rows_per_expert_E: Tensor
+    """[E] int64. Where it sums to less than R, the rest of R is padding and counts for nothing."""
+
+
+def sort_by_expert(expert_indices: Tensor) -> Tensor:
+    """[...] int64 -> [N] int64, the flat assignments ordered by expert, then as they came."""
+    return expert_indices.flatten().argsort(stable=True)
+
+
+def rows_of(
+    x_SD: Tensor,
+    expert_indices_SK: Tensor,
+    expert_weights_SK: Tensor,
+    experts: range,
+    length: int | None = None,
+) -> Rows:
+    """Sort the assignments of [S, D] rows that are to ``experts``; all others are left out.
+
+    Args:
+        x_SD: the rows.
+        expert_indices_SK: [S, K] int64.
+        expert_weights_SK: [S, K].
+        experts: those of this rank.
+        length: R, or a bound on it, where the host knows one. Without it R is exact on a CPU, and
+            S·K, an accelerator not being waited for, elsewhere.
+    """
+    E, K = len(experts), expert_indices_SK.shape[1]
+    local_SK = expert_indices_SK - experts.start
+    local_SK = local_SK.masked_fill((local_SK < 0) | (local_SK >= E), E)
+    order = sort_by_expert(local_SK)
+    counts_E = count_tokens_per_expert(local_SK, E + 1)[:E]
+    if length is None and order.device.type == "cpu":
+        length = int(counts_E.sum())
+    order_R = order if length is None else order[:length]
+    return Rows(x_SD, order_R // K, _pick(expert_weights_SK.flatten(), order_R), counts_E)
+
+
+class _Pick(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_N: Tensor, index_R: Tensor) -> Tensor:
+        ctx.save_for_backward(index_R)
+        ctx.shape = x_N.shape
+        return x_N.index_select(0, index_R)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        (index_R,) = ctx.saved_tensors
+        # Nothing is picked twice, so nothing is added up.
+        return grads[0].new_zeros(ctx.shape).index_copy_(0, index_R, grads[0]), None
+
+
+def _pick(x_N: Tensor, index_R: Tensor) -> Tensor:
+    """``x[index]`` for an index that has no place twice."""
+    out: Tensor = _Pick.apply(x_N, index_R)
+    return out
+
+
+class RowMap(NamedTuple):
+    """An index into S rows, and the same sorted: what a sum along it needs."""
+
+    source_R: Tensor
+    """[R] int64, each in [0, S)."""
+    order_R: Tensor
+    """[R] int64: the places of ``source_R`` by the row they name, then as they came."""
+    ends_S1: Tensor
+    """[S + 1] int64: row s has the places order_R[ends[s] : ends[s + 1]]."""
+
+
+def row_map(source_R: Tensor, num_rows: int) -> RowMap:
+    """Sort an index into ``num_rows`` rows."""
+    counts_S = count_tokens_per_expert(source_R, num_rows)
+    ends_S1 = torch.cat([counts_S.new_zeros(1), counts_S.cumsum(0)])
+    return RowMap(source_R, source_R.argsort(stable=True), ends_S1)
+
+
+def _sum(y_RD: Tensor, index: RowMap) -> Tensor:
+    rows = len(index.ends_S1) - 1
+    if not len(index.order_R) or not rows:
+        return y_RD.new_zeros(rows, y_RD.shape[1])
+    # Gathers and sums in one pass over memory, in a fixed order.
+    sums_SD: Tensor = torch.embedding_bag(
+        y_RD, index.order_R, index.ends_S1, mode=0, include_last_offset=True
+    )[0]
+    return sums_SD
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_SD: Tensor, index: RowMap) -> Tensor:
+        ctx.index = index
+        return x_SD.index_select(0, index.source_R)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        return _sum(grads[0].contiguous(), ctx.index), None
+
+
+class _SumRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_RD: Tensor, index: RowMap) -> Tensor:
+        ctx.index = index
+        return _sum(y_RD.contiguous(), index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        return grads[0].index_select(0, ctx.index.source_R), None
+
+
+def take_rows(x_SD: Tensor, index: RowMap) -> Tensor:
+    """``x[source]``: [S, D] -> [R, D]."""
+    out: Tensor = _Take.apply(x_SD, index)
+    return out
+
+
+def sum_rows(y_RD: Tensor, index: RowMap) -> Tensor:
+    """The transpose: row s of the result is the sum of those y that name it; [R, D] -> [S, D]."""
+    out: Tensor = _SumRows.apply(y_RD, index)
+    return out

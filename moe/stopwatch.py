@@ -1,0 +1,44 @@
+"""How long a rank's experts take, waiting for others excluded."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+
+class Stopwatch:
+    """Adds up intervals of one device, without waiting for it until they are asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rows: torch.Tensor | int = 0
+        """Assignments that were computed meanwhile."""
+        self._cuda = device.type == "cuda"
+        self._seconds = 0.0
+        self._began = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def __enter__(self) -> None:
+        if self._cuda:
+            self._events.append((_event(), _event()))
+            self._events[-1][0].record()
+        else:
+            self._began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        if self._cuda:
+            self._events[-1][1].record()
+        else:
+            self._seconds += time.perf_counter() - self._began
+
+    def seconds(self) -> float:
+        """The sum; on CUDA it waits for the last interval's end."""
+        milliseconds = 0.0
+        for begin, end in self._events:
+            end.synchronize()
+            milliseconds += begin.elapsed_time(end)
+        return self._seconds + milliseconds / 1000
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)

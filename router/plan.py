@@ -1,0 +1,114 @@
+"""Shares of work for ranks of different speed: the plan of straggler-aware capacity.
+
+Everything here is exact or a pure function of the numbers that all ranks exchange, so that every
+rank comes to the same plan. Nothing here measures, waits or communicates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from router.config import RouterConfig
+
+UNITS_PER_RANK = 1024
+"""A plan's total is so many units for each rank, whatever the shares."""
+
+
+def largest_remainder(total: int, weights: Sequence[Fraction]) -> list[int]:
+    """Whole numbers in proportion to ``weights`` that sum to ``total`` (Hamilton's method).
+
+    Each is its exact share rounded down; what is left goes to the largest remainders, one each,
+    and among equal ones to the first.
+    """
+    weight = sum(weights)
+    exact = [total * w / weight for w in weights]
+    whole = [math.floor(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: (whole[i] - exact[i], i))
+    for i in by_remainder[: total - sum(whole)]:
+        whole[i] += 1
+    return whole
+
+
+@dataclass(frozen=True)
+class CapacityPlan:
+    """What each rank of an expert group takes of all work, in whole units."""
+
+    units: tuple[int, ...]
+    """One for each rank; sums to UNITS_PER_RANK · ranks."""
+
+    @staticmethod
+    def equal(ranks: int) -> CapacityPlan:
+        """The same for all."""
+        return CapacityPlan((UNITS_PER_RANK,) * ranks)
+
+    @property
+    def shares(self) -> list[float]:
+        """1 for a rank that takes as much as the mean."""
+        return [u / UNITS_PER_RANK for u in self.units]
+
+
+def bounded_shares(speeds: Sequence[float], floor: float, ceiling: float) -> list[Fraction]:
+    """Shares in proportion to speed with a mean of 1, none under ``floor`` or over ``ceiling``.
+
+    Where a bound holds, the others divide what is left in proportion. floor <= 1 <= ceiling.
+    """
+    exact = [Fraction(s) for s in speeds]
+    low, high = Fraction(str(floor)), Fraction(str(ceiling))
+    ranks = len(exact)
+    # share(x) = clamp(speed · x) summed over ranks grows with x: walk its corners to the sum.
+    corners = sorted({bound / s for s in exact for bound in (low, high)})
+
+    def total(x: Fraction) -> Fraction:
+        return sum((min(max(s * x, low), high) for s in exact), Fraction(0))
+
+    below = max((x for x in corners if total(x) <= ranks), default=Fraction(0))
+    free = sum((s for s in exact if low <= s * below < high), Fraction(0))
+    x = below + (ranks - total(below)) / free if free else below
+    return [min(max(s * x, low), high) for s in exact]
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Smoothed speeds of an expert group's ranks, and the plan that is in force."""
+
+    speeds: tuple[float | None, ...]
+    """Rows per second of expert compute; None until a rank has computed any."""
+    plan: CapacityPlan
+
+    @staticmethod
+    def start(ranks: int) -> Balance:
+        """Before anything is measured."""
+        return Balance((None,) * ranks, CapacityPlan.equal(ranks))
+
+    def after(
+        self, rows: Sequence[float], seconds: Sequence[float], config: RouterConfig
+    ) -> Balance:
+        """What holds after a step in which each rank computed ``rows`` in ``seconds``.
+
+        A speed is an exponential mean with ``capacity_smoothing`` as the newest step's weight; a
+        rank that computed nothing keeps its own. The plan follows when some rank's share would
+        change by more than ``capacity_hysteresis`` of its present one, and then goes all the way.
+        """
+        speeds = []
+        for old, n, s in zip(self.speeds, rows, seconds, strict=True):
+            new = n / s if n > 0 and s > 0 and math.isfinite(n / s) else None
+            if new is None or old is None:
+                speeds.append(old if new is None else new)
+            else:
+                speeds.append(old + config.capacity_smoothing * (new - old))
+        known = [s for s in speeds if s is not None]
+        if not known:
+            return Balance(tuple(speeds), self.plan)
+        mean = sum(known) / len(known)
+        shares = bounded_shares(
+            [mean if s is None else s for s in speeds],
+            config.capacity_floor,
+            config.capacity_ceiling,
+        )
+        units = largest_remainder(UNITS_PER_RANK * len(shares), shares)
+        moved = max(abs(new - old) / old for new, old in zip(units, self.plan.units, strict=True))
+        plan = self.plan if moved <= config.capacity_hysteresis else CapacityPlan(tuple(units))
+        return Balance(tuple(speeds), plan)
