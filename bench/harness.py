@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -40,17 +41,26 @@ def arguments(text: str) -> argparse.Namespace:
 
 
 def interleave(
-    case: str, metric: str, subjects: dict[str, Callable[[], None]], samples: int
+    case: str,
+    metric: str,
+    subjects: dict[str, Callable[[], None]],
+    samples: int,
+    *,
+    warm: bool = False,
 ) -> list[Row]:
     """Time every subject in turn, over and over; the first round warms up and does not count.
 
-    One subject must be called ``limit``; ratios are of medians, 1 at the limit.
+    One subject must be called ``limit``; ratios are of medians, 1 at the limit. ``warm`` says that
+    each has done its work before: every round counts. The order changes from round to round, for
+    what a subject leaves behind, in caches and in the heap, is felt by the next.
     """
     times: dict[str, list[float]] = {name: [] for name in subjects}
-    for turn in range(samples + 1):
-        for name, act in subjects.items():
+    for turn in range(int(warm), samples + 1):
+        for name in random.Random(turn).sample(list(subjects), len(subjects)):
             began = time.perf_counter()
-            act()
+            subjects[name]()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             if turn:
                 times[name].append(time.perf_counter() - began)
     medians = {name: statistics.median(values) for name, values in times.items()}
