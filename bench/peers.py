@@ -241,6 +241,7 @@ def _quiet() -> Iterator[None]:
 def _transposed(layer: MoELayer) -> tuple[Tensor, Tensor, Tensor]:
     """Convoy's [E, D, F], [E, D, F] and [E, F, D] as most peers lay them out: outputs first."""
     experts = layer.experts
+    assert experts.w_gate is not None
     return experts.w_gate.mT, experts.w_up.mT, experts.w_down.mT
 
 

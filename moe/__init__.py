@@ -12,6 +12,7 @@ from moe.dispatch import (
 from moe.experts import GroupedExperts, choose_backend
 from moe.layer import FeedForward, MoEAux, MoELayer, MoEOutput
 from moe.rows import Rows
+from moe.stopwatch import Stopwatch
 
 __all__ = [
     "AllGatherDispatcher",
@@ -27,5 +28,6 @@ __all__ = [
     "MoELayer",
     "MoEOutput",
     "Rows",
+    "Stopwatch",
     "choose_backend",
 ]

@@ -51,6 +51,24 @@ class MoEAux(NamedTuple):
     stopwatch: Stopwatch
     """The rows that this rank's experts computed, and for how long, in the forward."""
 
+    @property
+    def load_imbalance(self) -> Tensor:
+        """Scalar: the largest over the mean load of an expert; 0 for no tokens."""
+        return self._imbalance(self.tokens_per_expert_E)
+
+    @property
+    def num_dead_experts(self) -> Tensor:
+        """Scalar int64: experts that no token of this call chose."""
+        return (self.tokens_per_expert_E == 0).sum()
+
+    def rank_imbalance(self, ranks: int) -> Tensor:
+        """Scalar: the same for ranks that hold equal blocks of experts, and this call's tokens."""
+        return self._imbalance(self.tokens_per_expert_E.view(ranks, -1).sum(1))
+
+    @staticmethod
+    def _imbalance(loads: Tensor) -> Tensor:
+        return loads.max() * len(loads) / loads.sum().clamp(min=1)
+
 
 class MoEOutput(NamedTuple):
     """A NamedTuple, so that FSDP and pipelining find the tensors in it."""

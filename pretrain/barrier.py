@@ -30,6 +30,12 @@ class Report:
     step_seconds: float
     """Until here, the barrier; waiting in collectives is included."""
     data_wait_seconds: float
+    expert_rows: float
+    """Assignments that its experts computed, in all layers."""
+    expert_seconds: float
+    """How long they took in the forward, waiting for other ranks excluded."""
+    bad_layer: float
+    """The first layer with router logits that were not finite; -1 where all were."""
 
 
 class Action(Enum):
@@ -55,6 +61,16 @@ class Decision:
     """Of the slowest rank."""
     data_wait_seconds: float
     """Of the slowest rank."""
+    bad_router: tuple[int, int] | None
+    """The first layer, and a rank, whose router logits were not finite."""
+
+    @property
+    def why(self) -> str:
+        """What a skipped step was skipped for."""
+        if self.bad_router is not None:
+            layer, rank = self.bad_router
+            return f"router logits of layer {layer} are not finite on rank {rank}"
+        return f"loss {self.loss}, grad norm {self.grad_norm}"
 
 
 def exchange(report: Report, device: torch.device) -> list[Report]:
@@ -75,7 +91,8 @@ def decide(reports: Sequence[Report], planned_tokens: int) -> Decision:
     loss = sum(r.loss_sum for r in reports) / max(tokens, 1.0)
     square = sum(r.grad_square_sum for r in reports)
     norm = math.sqrt(square) * planned_tokens / max(tokens, 1.0) if square >= 0 else math.nan
-    finite = math.isfinite(loss) and math.isfinite(norm) and tokens > 0
+    bad = [(int(r.bad_layer), rank) for rank, r in enumerate(reports) if r.bad_layer >= 0]
+    finite = math.isfinite(loss) and math.isfinite(norm) and tokens > 0 and not bad
     return Decision(
         action=Action.COMMIT if finite else Action.SKIP,
         loss=loss,
@@ -84,4 +101,5 @@ def decide(reports: Sequence[Report], planned_tokens: int) -> Decision:
         stop=any(r.stop_requested for r in reports),
         step_seconds=max(r.step_seconds for r in reports),
         data_wait_seconds=max(r.data_wait_seconds for r in reports),
+        bad_router=min(bad) if bad else None,
     )

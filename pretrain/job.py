@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 import ckpt
 from ckpt import CheckpointError, LocalArray, Manifest, SaveInfo
 from moe import choose_backend
 from parallel import ParallelDims, ShardLayout, Topology, apply_expert_parallel, apply_fsdp
+from pretrain.balance import CapacityBalance
 from pretrain.corpus import CorpusManifest, open_corpus
 from pretrain.data import GlobalOrder, Loader, PackedSequences
 from pretrain.errors import InputError
@@ -62,6 +64,8 @@ class Job:
     layouts: dict[str, ShardLayout]
     loader: Loader
     held_out: PackedSequences
+    balance: CapacityBalance | None
+    """Under straggler-aware capacity alone."""
 
     @property
     def moe_layers(self) -> list[int]:
@@ -99,10 +103,10 @@ def build_job(spec: JobSpec, runtime: Runtime) -> Job:
             PackedSequences(spec.data, corpus, "val", whole=True),
         )
     )
-    dims = ParallelDims.build(topology, runtime.device.type)
+    dims = ParallelDims.build(topology, runtime.device.type, runtime.ranks_per_node)
     with torch.device("meta"):
         model = Decoder(spec.model, spec.moe)
-    apply_expert_parallel(model, dims.ep_mesh)
+    runtime.together(lambda: _apply_expert_parallel(model, dims))
     apply_fsdp(model, dims, list(model.layers), spec.parallel.reshard_after_forward)
     model.to_empty(device=runtime.device)
     layouts = parameter_layouts(model, topology)
@@ -115,7 +119,27 @@ def build_job(spec: JobSpec, runtime: Runtime) -> Job:
         dims.dp_size,
     )
     optimizer = build_adamw(model, spec.optimizer)
-    return Job(spec, runtime, topology, dims, corpus, model, optimizer, layouts, loader, held_out)
+    balance = runtime.together(lambda: _capacity_balance(spec, topology))
+    job = Job(
+        spec, runtime, topology, dims, corpus, model, optimizer, layouts, loader, held_out, balance
+    )
+    for router in job.routers:
+        router.balance_group = dist.group.WORLD
+    return job
+
+
+def _apply_expert_parallel(model: Decoder, dims: ParallelDims) -> None:
+    try:
+        apply_expert_parallel(model, dims.ep_mesh, dims.ep_node_meshes)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+def _capacity_balance(spec: JobSpec, topology: Topology) -> CapacityBalance | None:
+    if spec.moe is None or spec.moe.capacity_policy != "straggler_aware":
+        return None
+    path = spec.train.replay_capacity_plans
+    return CapacityBalance(spec.moe, topology, Path(path) if path else None)
 
 
 def save_checkpoint(job: Job, progress: Progress) -> Manifest | None:
@@ -129,7 +153,11 @@ def save_checkpoint(job: Job, progress: Progress) -> Manifest | None:
         save_id=f"{progress.step:08d}-{runtime.launch_id}",
         step=progress.step,
         topology=job.topology,
-        state={**progress.as_dict(), "corpus": job.corpus.fingerprint},
+        state={
+            **progress.as_dict(),
+            "corpus": job.corpus.fingerprint,
+            "capacity": None if job.balance is None else job.balance.state(),
+        },
         spec=spec.as_dict(),
         spec_hash=spec.hash,
     )
@@ -209,7 +237,11 @@ def _load(job: Job, manifest: Manifest) -> Progress:
         set_rng_states(states, runtime.device)
     else:
         seed_rng(job.spec.train.seed, manifest.step, runtime.rank)
-    values = {k: v for k, v in manifest.state.items() if k != "corpus"}
+    # Speeds are of machines: on other ranks they are measured anew, from equal shares.
+    if job.balance is not None and same_ranks and manifest.state.get("capacity"):
+        job.balance.load(manifest.state["capacity"])
+        job.balance.apply(job.routers, runtime.rank)
+    values = {k: v for k, v in manifest.state.items() if k not in ("corpus", "capacity")}
     progress = replace(Progress(), **values)
     set_update_count(job.optimizer, progress.step)
     return progress

@@ -7,6 +7,7 @@ import resource
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
@@ -43,6 +44,7 @@ class Training:
         self.routing: Routing | None = None
         self.interval_tokens = 0
         self.interval_seconds = 0.0
+        self.rank_rows: list[float] = []
 
     def step(self, stop_requested: bool) -> Decision:
         """One step: forward, backward, barrier, and the update where all commit.
@@ -68,13 +70,17 @@ class Training:
             stop_requested=stop_requested,
             step_seconds=time.perf_counter() - began,
             data_wait_seconds=waited,
+            expert_rows=result.expert_rows,
+            expert_seconds=result.expert_seconds,
+            bad_layer=_bad_layer(job.moe_layers, result.routing),
         )
-        decision = decide(exchange(report, job.runtime.device), planned)
+        reports = exchange(report, job.runtime.device)
+        decision = decide(reports, planned)
         lr = spec.optimizer.lr * spec.schedule.ratio(self.progress.step, spec.train.steps)
         if decision.action is Action.COMMIT:
             self._commit(decision, lr, cursor, planned, began)
             if result.routing is not None:
-                self._record_routing(result.routing)
+                self._record_routing(result.routing, reports)
         job.optimizer.zero_grad()
         self.metrics.record_step(decision, lr, self.progress.cursor, time.perf_counter() - began)
         if decision.action is Action.SKIP:
@@ -117,9 +123,20 @@ class Training:
             slowest_rank_seconds=decision.step_seconds,
         )
 
-    def _record_routing(self, routing: Routing) -> None:
-        """Add to the interval's figures, and move the experts' biases by the whole step's loads."""
+    def _record_routing(self, routing: Routing, reports: Sequence[Report]) -> None:
+        """Add to the interval's figures, and move biases and capacity by the whole step's loads."""
         self.routing = routing.plus(self.routing)
+        before = self.rank_rows or [0.0] * len(reports)
+        self.rank_rows = [a + r.expert_rows for a, r in zip(before, reports, strict=True)]
+        balance = self.job.balance
+        if balance is not None and balance.after(self.progress.step, reports):
+            balance.apply(self.job.routers, self.job.runtime.rank)
+            self.log.write(
+                "capacity_plan",
+                step=self.progress.step,
+                plans=balance.plans,
+                relative_speeds=balance.relative_speeds,
+            )
         moe = self.job.spec.moe
         if moe is not None and moe.expert_bias and moe.bias_update_rate:
             everywhere = routing.tokens_per_expert_LE.clone()
@@ -130,13 +147,19 @@ class Training:
     def _skip(self, decision: Decision) -> None:
         self.skipped += 1
         step = self.progress.step + 1
-        self.log.write("skip", step=step, loss=decision.loss, grad_norm=decision.grad_norm)
+        self.log.write(
+            "skip",
+            step=step,
+            loss=decision.loss,
+            grad_norm=decision.grad_norm,
+            bad_router=decision.bad_router,
+        )
         if self.job.runtime.is_first:
-            say(f"step {step} skipped: loss {decision.loss}, grad norm {decision.grad_norm}")
+            say(f"step {step} skipped: {decision.why}")
         if self.skipped >= self.job.spec.train.max_skipped_steps:
             raise HealthError(
-                f"step {step} was not finite {self.skipped} times in a row (loss "
-                f"{decision.loss}, grad norm {decision.grad_norm}); {self._way_back()}"
+                f"step {step} was not finite {self.skipped} times in a row ({decision.why}); "
+                f"{self._way_back()}"
             )
 
     def _way_back(self) -> str:
@@ -166,6 +189,11 @@ class Training:
             bias = max((float(b.abs().max()) for b in biases), default=None)
             moved = sum_over_ranks(job, self.routing.moved_L2).tolist()
             self.metrics.record_routing(job.moe_layers, rows, entropies, moved, bias)
+            self.metrics.rank_imbalance.set(
+                max(self.rank_rows) * len(self.rank_rows) / max(sum(self.rank_rows), 1)
+            )
+            if job.balance is not None:
+                self.metrics.record_capacity(job.balance.shares, job.balance.relative_speeds)
             values["dropped"] = sum(dropped for dropped, _ in moved)
             values["rerouted"] = sum(rerouted for _, rerouted in moved)
             values["load_imbalance"] = max(max(row) * len(row) / sum(row) for row in rows)
@@ -174,6 +202,7 @@ class Training:
             say(progress_line(self.progress.step, job.spec.train.steps, values))
         self.log.write("interval", step=self.progress.step, **values)
         self.routing, self.interval_tokens, self.interval_seconds = None, 0, 0.0
+        self.rank_rows = []
 
     def validate(self) -> None:
         """Score some held-out sequences; every rank must call."""
@@ -195,6 +224,12 @@ class Training:
         self.log.write("checkpoint", step=self.progress.step, seconds=seconds, path=str(path))
         if self.job.runtime.is_first:
             say(f"checkpoint of step {self.progress.step} committed in {seconds:.2f} s")
+
+
+def _bad_layer(layers: list[int], routing: Routing | None) -> int:
+    """The first layer with logits that are not finite, or -1."""
+    counts = [] if routing is None else routing.not_finite_L.tolist()
+    return next((layer for layer, count in zip(layers, counts, strict=False) if count), -1)
 
 
 def train(training: Training, stop: StopRequest) -> bool:

@@ -68,6 +68,15 @@ class Metrics:
         self.rerouted = counter(
             "moe_rerouted_tokens_total", "Assignments that took another expert.", "layer"
         )
+        self.rank_imbalance = gauge(
+            "moe_rank_load_imbalance_ratio", "Largest over mean expert work of a rank."
+        )
+        self.capacity_share = gauge(
+            "moe_capacity_share", "Planned expert work of a rank over its group's mean.", "rank"
+        )
+        self.relative_speed = gauge(
+            "rank_relative_speed_ratio", "Expert speed of a rank over its group's mean.", "rank"
+        )
         self.bias = gauge("moe_router_bias_abs_max", "Largest bias of an expert, in magnitude.")
         self.save_duration = Histogram(
             "convoy_checkpoint_duration_seconds",
@@ -88,7 +97,8 @@ class Metrics:
         self.data_wait.inc(decision.data_wait_seconds)
         self.last_step.set(time.time())
         if decision.action is Action.SKIP:
-            self.skipped.labels("not_finite").inc()
+            bad_router = decision.bad_router is not None
+            self.skipped.labels("router_not_finite" if bad_router else "not_finite").inc()
             return
         self.steps.inc()
         self.tokens.inc(decision.target_tokens)
@@ -117,6 +127,12 @@ class Metrics:
             self.entropy.labels(str(layer)).set(entropy)
             self.dropped.labels(str(layer)).inc(dropped)
             self.rerouted.labels(str(layer)).inc(rerouted)
+
+    def record_capacity(self, shares: list[float], relative_speeds: list[float]) -> None:
+        """After each log interval, of all ranks in order."""
+        for rank, (share, speed) in enumerate(zip(shares, relative_speeds, strict=True)):
+            self.capacity_share.labels(str(rank)).set(share)
+            self.relative_speed.labels(str(rank)).set(speed)
 
     def record_save(self, seconds: float) -> None:
         """After each commit."""

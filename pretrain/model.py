@@ -5,6 +5,7 @@ Legend: B batch, S sequence, D d_model, H heads, G key-value heads, C head_dim, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -126,12 +127,14 @@ class DecoderLayer(nn.Module):
         self.moe = MoELayer(moe) if moe is not None else None
         self.ffn = FeedForward(config.d_model, config.d_ff) if moe is None else None
 
-    def forward(self, x_BSD: Tensor) -> tuple[Tensor, MoEAux | None]:
+    def forward(
+        self, x_BSD: Tensor, counts_before_E: Tensor | None = None
+    ) -> tuple[Tensor, MoEAux | None]:
         """[B, S, D] -> [B, S, D], and the MoE layer's report where there is one."""
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD))
         h_BSD = self.ffn_norm(x_BSD)
         if self.moe is not None:
-            hidden, aux = self.moe(h_BSD)
+            hidden, aux = self.moe(h_BSD, counts_before_E=counts_before_E)
             return x_BSD + hidden, aux
         assert self.ffn is not None
         return x_BSD + self.ffn(h_BSD), None
@@ -155,12 +158,21 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(config.d_model, config.norm_eps)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
 
-    def forward(self, tokens_BS: Tensor) -> DecoderOutput:
-        """[B, S] int64 token ids -> logits [B, S, V]; B may be 0."""
+    def forward(
+        self, tokens_BS: Tensor, counts_before: Sequence[Tensor] | None = None
+    ) -> DecoderOutput:
+        """[B, S] int64 token ids -> logits [B, S, V]; B may be 0.
+
+        ``counts_before`` are the ``batch_counts_E`` of the step's forward before this one, one for
+        each MoE layer, for load balancing over a global batch.
+        """
         x_BSD = self.embed(tokens_BS)
         reports: list[MoEAux] = []
         for layer in self.layers:
-            x_BSD, aux = layer(x_BSD)
+            before = (
+                counts_before[len(reports)] if counts_before and layer.moe is not None else None
+            )
+            x_BSD, aux = layer(x_BSD, before)
             if aux is not None:
                 reports.append(aux)
         return DecoderOutput(self.head(self.norm(x_BSD)), tuple(reports))

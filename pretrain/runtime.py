@@ -40,6 +40,11 @@ class Runtime:
     """The same on all ranks, and unlike any other launch's."""
 
     @property
+    def ranks_per_node(self) -> int:
+        """Consecutive ranks that share a machine, as the launcher says; all where none says."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+
+    @property
     def is_first(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0

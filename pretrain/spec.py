@@ -38,6 +38,8 @@ class TrainConfig(BaseModel):
     """Held-out sequences of an evaluation on the way; the last one reads them all."""
     max_skipped_steps: int = Field(default=3, ge=1)
     """Steps skipped in a row, for a loss or gradient that is not finite, before giving up."""
+    replay_capacity_plans: str = ""
+    """The log.jsonl of a run whose capacity plans are taken instead of measuring speeds."""
     timeout_seconds: float = Field(default=300.0, gt=0, le=1e6)
     """A collective that takes longer ends the run."""
 
@@ -135,6 +137,18 @@ class JobSpec(BaseModel):
                     f"parallel.{axis} ({getattr(p, axis)}) must be 1: the reference decoder is "
                     f"laid out over dp_replicate, dp_shard and ep"
                 )
+        most = t.micro_batch_size * self.data.seq_len
+        if self.moe is not None and 0 < self.moe.max_tokens < most:
+            raise ValueError(
+                f"moe.max_tokens ({self.moe.max_tokens}) must be at least train.micro_batch_size x "
+                f"data.seq_len ({t.micro_batch_size} x {self.data.seq_len} = {most})"
+            )
+        policy = None if self.moe is None else self.moe.capacity_policy
+        if t.replay_capacity_plans and policy != "straggler_aware":
+            raise ValueError(
+                f"train.replay_capacity_plans ({t.replay_capacity_plans}) must be empty unless "
+                f"moe.capacity_policy ({policy}) is straggler_aware"
+            )
         if t.micro_batch_size > t.global_batch_size:
             raise ValueError(
                 f"train.micro_batch_size ({t.micro_batch_size}) must be at most "

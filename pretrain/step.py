@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe import MoEAux
+from moe import MoEAux, Stopwatch
 from parallel import ShardLayout, local_shard, set_gradient_sync
 from pretrain.model import DecoderOutput
 
@@ -27,6 +27,8 @@ class Routing:
     """[L] float64, the routers' entropies summed over the tokens."""
     moved_L2: Tensor
     """[L, 2] int64, assignments dropped and rerouted for want of room."""
+    not_finite_L: Tensor
+    """[L] int64, tokens whose logits are not finite."""
 
     def plus(self, before: Routing | None) -> Routing:
         """This and what was before, or this alone."""
@@ -36,6 +38,7 @@ class Routing:
             self.tokens_per_expert_LE + before.tokens_per_expert_LE,
             self.entropy_sum_L + before.entropy_sum_L,
             self.moved_L2 + before.moved_L2,
+            self.not_finite_L + before.not_finite_L,
         )
 
 
@@ -45,6 +48,7 @@ def routing_of(reports: Sequence[MoEAux], tokens: int) -> Routing:
         torch.stack([aux.tokens_per_expert_E for aux in reports]),
         tokens * torch.stack([aux.entropy for aux in reports]).double(),
         torch.stack([torch.stack([aux.num_dropped, aux.num_rerouted]) for aux in reports]),
+        torch.stack([aux.num_not_finite for aux in reports]),
     )
 
 
@@ -57,6 +61,18 @@ class Pass:
     target_tokens: int
     routing: Routing | None
     """None for a model without MoE layers."""
+    stopwatches: tuple[Stopwatch, ...]
+    """Of the experts, one for each layer and micro-batch."""
+
+    @property
+    def expert_rows(self) -> int:
+        """Assignments that this rank's experts computed."""
+        return int(sum(watch.rows for watch in self.stopwatches))
+
+    @property
+    def expert_seconds(self) -> float:
+        """What they took in the forward."""
+        return sum(watch.seconds() for watch in self.stopwatches)
 
 
 def next_token_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
@@ -77,7 +93,8 @@ def forward_backward(
 
     The loss is the sum over micro-batches of (negative log-likelihood + target tokens · auxiliary
     losses), divided by ``planned_tokens``: how sequences are spread over ranks does not enter, and
-    gradients are summed over ranks. Auxiliary losses are each micro-batch's own.
+    gradients are summed over ranks. Auxiliary losses are each micro-batch's own, but for the
+    load-balancing loss with the scope of a global batch, which counts the step's so far.
 
     Args:
         model: the laid-out decoder.
@@ -90,11 +107,14 @@ def forward_backward(
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     target_tokens = 0
     routing: Routing | None = None
+    stopwatches: list[Stopwatch] = []
+    counts: Sequence[Tensor] | None = None
     for turn, batch in enumerate(micro_batches):
         set_gradient_sync(model, not reduce_once or turn == len(micro_batches) - 1)
         batch = batch.to(device, non_blocking=True)
         targets_BS = batch[:, 1:]
-        out: DecoderOutput = model(batch[:, :-1])
+        out: DecoderOutput = model(batch[:, :-1], counts)
+        counts = [aux.batch_counts_E for aux in out.aux]
         nll = next_token_loss(out.logits, targets_BS)
         tokens = targets_BS.numel()
         loss = nll
@@ -105,7 +125,8 @@ def forward_backward(
         target_tokens += tokens
         if out.aux:
             routing = routing_of(out.aux, tokens).plus(routing)
-    return Pass(loss_sum, target_tokens, routing)
+            stopwatches += [aux.stopwatch for aux in out.aux]
+    return Pass(loss_sum, target_tokens, routing, tuple(stopwatches))
 
 
 def grad_square_sum(model: nn.Module, layouts: dict[str, ShardLayout]) -> Tensor:

@@ -79,8 +79,9 @@ class Dropless:
     computes T · min(K, its experts) assignments of every rank's T tokens. ``max_received_rows``
     bounds that: where a rank would compute more, each rank's share of its room is in proportion to
     what it would have sent there, and the rest goes to next-best experts of ranks that have room
-    left. One small exchange of counts a layer tells. Where the bound is at least the group's mean
-    of T·K, that is enough for all; below, what no rank has room for is dropped.
+    left, shared in proportion to what is over. One small exchange of counts a layer tells. A bound
+    of the group's mean of T·K and a few more has room for all; below, what no rank has room for is
+    dropped.
     """
 
     def __init__(self, config: RouterConfig) -> None:
@@ -107,17 +108,25 @@ class Dropless:
     def _room(self, expert_indices_TK: Tensor, num_experts: int) -> Tensor:
         """[ranks] int64: what this rank may send to each rank."""
         most = self.max_received_rows
-        ranks = 1 if self._group is None else self._group.size()
         counts_E = count_tokens_per_expert(expert_indices_TK, num_experts)
-        sent = counts_E.view(ranks, -1).sum(1)
-        if ranks == 1:
-            return sent.clamp(max=most)
-        gathered = [torch.empty_like(sent) for _ in range(ranks)]
+        if self._group is None or self._group.size() == 1:
+            return counts_E.sum().clamp(max=most).unsqueeze(0)
+        sent = counts_E.view(self._group.size(), -1).sum(1)
+        gathered = [torch.empty_like(sent) for _ in range(self._group.size())]
         dist.all_gather(gathered, sent, group=self._group)
-        total = torch.stack(gathered).sum(0)
-        # Rounded down, shares never add up to more than there is.
-        share = torch.where(total > most, sent * most // total.clamp(min=1), sent)
-        return share + (most - total).clamp(min=0) // ranks
+        sent_SR = torch.stack(gathered)  # by rank sent from, by rank sent to
+        total_R = sent_SR.sum(0)
+        room_SR = torch.where(total_R > most, _portions(total_R.clamp(max=most), sent_SR), sent_SR)
+        over_S = (sent_SR - room_SR).sum(1)
+        room_SR = room_SR + _portions(most - total_R.clamp(max=most), over_S.unsqueeze(1))
+        return room_SR[self._group.rank()]
+
+
+def _portions(whole_R: Tensor, weights_SR: Tensor) -> Tensor:
+    """Cut each whole in proportion to a column of weights; the integer parts sum to it exactly."""
+    ends_SR = weights_SR.cumsum(0)
+    ends_SR = whole_R * ends_SR // ends_SR[-1].clamp(min=1)
+    return ends_SR.diff(dim=0, prepend=torch.zeros_like(ends_SR[:1]))
 
 
 def expert_capacity(num_tokens: int, top_k: int, num_experts: int, capacity_factor: float) -> int:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import pytest
 import torch
 
-from moe import choose_backend
+from moe import GroupedExperts, Rows, choose_backend, megablocks_backend
+from moe.weights import ExpertWeights
 
 
 @pytest.mark.parametrize(
@@ -35,3 +39,39 @@ def test_a_path_that_was_asked_for_and_cannot_run_is_refused():
         choose_backend("packed", 16, 24, torch.bfloat16, "cpu")
     with pytest.raises(ValueError, match=r"multiples of 2 for torch.float64"):
         choose_backend("grouped_mm", 16, 24, torch.float64, "cpu")
+
+
+def test_megablocks_says_what_it_needs(monkeypatch):
+    with pytest.raises(ValueError, match=r"must have bfloat16 on cuda, not torch.float32 on cpu"):
+        choose_backend("megablocks", 16, 24, torch.float32, "cpu")
+    monkeypatch.setattr(megablocks_backend, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"needs megablocks and grouped_gemm: run `make megablo"):
+        choose_backend("megablocks", 16, 24, torch.bfloat16, "cuda")
+    monkeypatch.setattr(megablocks_backend, "find_spec", lambda name: object())
+    assert choose_backend("megablocks", 16, 24, torch.bfloat16, "cuda") == "megablocks"
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_the_megablocks_path_around_its_product_is_the_plain_one(monkeypatch, activation):
+    # The product itself runs on CUDA alone; here a loop stands in for it.
+    def gmm(a, b, batch_sizes, trans_b):
+        assert batch_sizes.device.type == "cpu"
+        assert not trans_b
+        parts = zip(a.split(batch_sizes.tolist()), b.unbind(0), strict=True)
+        return torch.cat([x @ w for x, w in parts])
+
+    ops = types.SimpleNamespace(gmm=gmm)
+    monkeypatch.setitem(sys.modules, "grouped_gemm", types.SimpleNamespace(ops=ops))
+    torch.manual_seed(0)
+    experts = GroupedExperts(4, 8, 12, activation=activation, bias=True)
+    for bias in (experts.b_up, experts.b_down):
+        torch.nn.init.normal_(bias)
+    x, source = torch.randn(5, 8), torch.tensor([0, 3, 1, 1, 4, 2])
+    weights, counts = torch.rand(6), torch.tensor([2, 0, 3, 0])  # the last row is padding
+    parameters = (experts.w_gate, experts.w_up, experts.w_down, experts.b_gate, experts.b_up,
+                  experts.b_down)  # fmt: skip
+    out = megablocks_backend.experts_megablocks(
+        Rows(x, source, weights, counts), ExpertWeights(*parameters), activation
+    )
+    experts.backend = "loop"
+    torch.testing.assert_close(out, experts(x, source, weights, counts), rtol=1e-5, atol=1e-6)

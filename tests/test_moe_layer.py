@@ -343,3 +343,37 @@ def test_sizes_are_shown_and_a_meta_layer_has_shapes():
     meta = MoELayer(layer.config).to("meta")
     routed = meta.router(torch.empty(7, D, device="meta"))
     assert routed.expert_indices_TK.shape == (7, K)
+
+
+def test_diagnostics_follow_from_the_counts():
+    layer = make_layer()
+    recorded = torch.tensor([[0, 1]] * 3 + [[0, 4]])
+    aux = layer(torch.randn(4, D), recorded).aux
+    assert aux.tokens_per_expert_E.tolist() == [4, 3, 0, 0, 1, 0]
+    assert aux.load_imbalance == 4 * 6 / 8
+    assert aux.rank_imbalance(2) == 7 * 2 / 8
+    assert aux.num_dead_experts == 3
+    assert layer(torch.randn(0, D)).aux.load_imbalance == 0
+    assert aux.stopwatch.rows == 8
+    assert aux.stopwatch.seconds() > 0
+
+
+def test_shared_experts_have_a_gate_and_the_layers_activation():
+    layer = make_layer(num_shared_experts=2, shared_expert_gate=True, activation="relu2",
+                       ffn_bias=True)  # fmt: skip
+    plain = make_layer(activation="relu2", ffn_bias=True)
+    plain.load_state_dict(layer.state_dict(), strict=False)
+    x = torch.randn(5, D)
+    s = layer.shared_experts
+    h = torch.relu(x @ s.w_up.weight.T + s.w_up.bias) ** 2
+    shared = (h @ s.w_down.weight.T + s.w_down.bias) / (
+        1 + torch.exp(-x @ layer.shared_gate.weight.T)
+    )
+    close(layer(x).hidden, plain(x).hidden + shared)
+    with pytest.raises(ValidationError, match=r"moe.shared_expert_gate \(true\) must have"):
+        make_layer(shared_expert_gate=True)
+
+
+def test_print_says_which_path_auto_picks():
+    assert "backend=auto (packed for torch.float32 on cpu)" in repr(make_layer())
+    assert "backend=auto (grouped_mm for torch.bfloat16 on cpu)" in repr(make_layer().bfloat16())

@@ -158,7 +158,8 @@ def test_schedules():
 def report(**fields) -> Report:
     values = {
         "loss_sum": 20.0, "target_tokens": 10, "grad_square_sum": 4.0, "stop_requested": 0,
-        "step_seconds": 1.0, "data_wait_seconds": 0.1,
+        "step_seconds": 1.0, "data_wait_seconds": 0.1, "expert_rows": 10, "expert_seconds": 1.0,
+        "bad_layer": -1,
     }  # fmt: skip
     return Report(**{**values, **fields})
 
@@ -186,6 +187,12 @@ def test_one_rank_that_is_not_finite_makes_all_skip(fields):
     assert decide([report(target_tokens=0), report(target_tokens=0)], 20).action is Action.SKIP
 
 
+def test_a_router_that_is_not_finite_is_named_although_the_loss_is():
+    decision = decide([report(bad_layer=3), report(), report(bad_layer=2)], 30)
+    assert decision.action is Action.SKIP
+    assert decision.why == "router logits of layer 2 are not finite on rank 2"
+
+
 def test_gradients_are_scaled_in_place():
     model = torch.nn.Linear(2, 2)
     model(torch.ones(1, 2)).sum().backward()
@@ -198,9 +205,11 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
     registry = CollectorRegistry()
     spec = make_spec(tmp_path)
     metrics = Metrics(registry, spec, Topology(dp_shard=2, ep=2), "1.0")
-    decision = Decision(Action.COMMIT, 2.5, 0.7, 256, False, 0.5, 0.1)
+    decision = Decision(Action.COMMIT, 2.5, 0.7, 256, False, 0.5, 0.1, None)
     metrics.record_step(decision, 0.01, 8, 0.5)
-    metrics.record_step(Decision(Action.SKIP, math.nan, 1.0, 256, False, 0.5, 0.1), 0.01, 8, 0.5)
+    metrics.record_step(
+        Decision(Action.SKIP, math.nan, 1.0, 256, False, 0.5, 0.1, None), 0.01, 8, 0.5
+    )
     metrics.record_routing([1, 2], [[4, 0], [2, 2]], [0.5, 0.6], [[3, 4], [0, 0]], 0.25)
     metrics.record_save(1.5)
     endpoint = Endpoint(registry, "127.0.0.1", 0)

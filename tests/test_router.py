@@ -288,3 +288,86 @@ def test_the_router_keeps_its_dtype_whatever_the_models(dtype):
 def test_fields_that_do_not_fit_are_refused(fields, message):
     with pytest.raises(ValidationError, match=message):
         RouterConfig(**{"num_experts": E, "top_k": 3, **fields})
+
+
+def literal_expert_choice(scores: list[list[float]], takes: int) -> list[set[int]]:
+    """The experts of every token, where each expert takes its best tokens."""
+    T = len(scores)
+    experts: list[set[int]] = [set() for _ in range(T)]
+    for e in range(len(scores[0])):
+        for t in sorted(range(T), key=lambda t: (-scores[t][e], t))[:takes]:
+            experts[t].add(e)
+    return experts
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("tokens", [24, 3, 1, 0])
+def test_experts_choose_their_best_tokens(renormalize, tokens):
+    torch.manual_seed(0)
+    layer = MoELayer(
+        MoEConfig(d_model=D, d_ff=16, num_experts=E, top_k=3, selection="expert_choice",
+                  renormalize=renormalize)
+    )  # fmt: skip
+    with torch.no_grad():
+        layer.router.weight.mul_(30)
+    x = torch.randn(tokens, D, requires_grad=True)
+    out, takes = layer.router(x), min(-(-tokens * 3 // E), tokens)
+    scores = (x @ layer.router.weight.T).softmax(-1)
+    expected = literal_expert_choice(scores.tolist(), takes) if tokens else []
+    y = torch.zeros(tokens, D)
+    for t, experts in enumerate(expected):
+        assert {e for e in out.expert_indices_TK[t].tolist() if e < E} == experts
+        total = sum(float(scores[t, e].detach()) for e in experts) if renormalize else 1.0
+        for e in experts:
+            weight = float(scores[t, e].detach()) / total
+            assert float(out.expert_weights_TK[t, e].detach()) == pytest.approx(weight, rel=1e-4)
+            w = layer.experts
+            h = torch.nn.functional.silu(x[t] @ w.w_gate[e]) * (x[t] @ w.w_up[e])
+            y[t] = y[t] + weight * (h @ w.w_down[e]).detach()
+    assert out.tokens_per_expert_E.tolist() == out.rows_per_expert_E.tolist() == [takes] * E
+    hidden, aux = layer(x)
+    torch.testing.assert_close(hidden.detach(), y, rtol=1e-4, atol=1e-5)
+    assert aux.num_dropped == 0
+    hidden.square().sum().backward()
+    assert tokens == 0 or layer.router.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("selection", ["top_k", "expert_choice"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_not_finite_are_counted_and_never_routed_in_silence(
+    score_func, selection, bad
+):
+    torch.manual_seed(0)
+    layer = MoELayer(
+        MoEConfig(d_model=D, d_ff=16, num_experts=E, top_k=3, score_func=score_func,
+                  selection=selection)
+    )  # fmt: skip
+    x = torch.randn(6, D)
+    x[2, 0] = bad
+    with torch.no_grad():
+        layer.router.weight[:, 0] = 0.0
+        layer.router.weight[4, 0] = 1.0  # one expert's logit alone: 0 · inf is NaN for the others
+    out = layer(x)
+    assert out.aux.num_not_finite == 1
+    routed = layer.router(x)
+    used = routed.expert_indices_TK[2] < E
+    assert routed.expert_weights_TK[2][used].isnan().all()
+    others = torch.ones(6, dtype=torch.bool)
+    others[2] = False
+    assert routed.expert_weights_TK[others].isfinite().all()
+    assert selection == "expert_choice" or out.hidden[2].isnan().all()
+    assert layer(torch.randn(6, D)).aux.num_not_finite == 0
+
+
+def test_one_infinite_logit_is_enough():
+    router = make_router(score_func="sigmoid", renormalize=False)
+    with torch.no_grad():
+        router.weight.zero_()
+        router.weight[4, 0] = 3e38
+    x = torch.zeros(2, D)
+    x[1, 0] = 100.0  # the logit of expert 4 is infinite, and its sigmoid 1
+    out = router(x)
+    assert out.num_not_finite == 1
+    assert out.expert_weights_TK[1].isnan().all()
+    assert out.expert_weights_TK[0].isfinite().all()

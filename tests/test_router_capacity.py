@@ -27,25 +27,32 @@ def config(E: int, K: int, factor: float, overflow: str = "reroute") -> RouterCo
     )  # fmt: skip
 
 
-def literal_keep(asks: list[tuple[int, float]], room: list[int]) -> list[bool]:
-    """(expert, priority) in order of position -> who is kept."""
-    kept = [False] * len(asks)
-    for n in sorted(range(len(asks)), key=lambda n: (-asks[n][1], n)):
-        expert = asks[n][0]
-        if room[expert] > 0:
-            room[expert] -= 1
-            kept[n] = True
+Level = tuple[list[int], list[int]]
+"""The bin of each expert, and the room of each bin."""
+
+
+def literal_keep(asks: list[tuple[int, float]], levels: list[Level]) -> list[bool]:
+    """(expert, priority) in order of position -> who has room on every level; rooms shrink."""
+    kept = [True] * len(asks)
+    for bin_of, room in levels:
+        left = list(room)
+        for n in sorted(range(len(asks)), key=lambda n: (-asks[n][1], n)):
+            if kept[n]:
+                kept[n] = left[bin_of[asks[n][0]]] > 0
+                left[bin_of[asks[n][0]]] -= kept[n]
+    for (expert, _), ok in zip(asks, kept, strict=True):
+        for bin_of, room in levels:
+            room[bin_of[expert]] -= ok
     return kept
 
 
-def literal_place(chosen, choice, scores, capacity, overflow):
+def literal_place(chosen, choice, scores, levels, overflow):
     """The policy in words, with loops: returns [T][K] experts, None where dropped."""
     T, K, E = len(chosen), len(chosen[0]), len(choice[0])
-    room = [capacity] * E
     order = [(t, k) for t in range(T) for k in range(K)]
     by_score = overflow != "drop_by_position"
     asks = [(chosen[t][k], scores[t][chosen[t][k]] if by_score else 0.0) for t, k in order]
-    kept = literal_keep(asks, room)
+    kept = literal_keep(asks, levels)
     placed = [[None] * K for _ in range(T)]
     for (t, k), ok in zip(order, kept, strict=True):
         placed[t][k] = chosen[t][k] if ok else None
@@ -59,7 +66,8 @@ def literal_place(chosen, choice, scores, capacity, overflow):
                 continue
             reach = [
                 e for e in range(E)
-                if room[e] > 0 and e not in placed[t] and choice[t][e] > -math.inf
+                if all(room[bin_of[e]] > 0 for bin_of, room in levels)
+                and e not in placed[t] and choice[t][e] > -math.inf
             ]  # fmt: skip
             if not reach:
                 waiting[t] = []
@@ -67,11 +75,23 @@ def literal_place(chosen, choice, scores, capacity, overflow):
             best = max(reach, key=lambda e: (choice[t][e], -e))
             asks.append((best, scores[t][best]))
             who.append((t, waiting[t][0]))
-        for (t, k), (expert, _), ok in zip(who, asks, literal_keep(asks, room), strict=True):
+        for (t, k), (expert, _), ok in zip(who, asks, literal_keep(asks, levels), strict=True):
             if ok:
                 placed[t][k] = expert
                 waiting[t].remove(k)
     return placed
+
+
+def draw_choices(T: int, E: int, K: int, seed: int) -> tuple[torch.Tensor, ...]:
+    """Few distinct scores, so that ties are common; and some experts out of reach."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randint(1, 4, (T, E), generator=generator).float() / 4
+    choice = scores + torch.rand(T, E, generator=generator)
+    order = choice.argsort(1, descending=True)
+    out = torch.rand(T, E, generator=generator) < 0.3
+    out.scatter_(1, order[:, :K], False)
+    choice = choice.masked_fill(out, -math.inf)
+    return choice.topk(K, dim=1).indices, choice, scores
 
 
 @settings(max_examples=150, deadline=None)
@@ -81,16 +101,7 @@ def literal_place(chosen, choice, scores, capacity, overflow):
 )  # fmt: skip
 def test_placement_is_the_literal_one(T, E, data, overflow, factor):
     K = data.draw(st.integers(1, E))
-    # Few distinct scores, so that ties are common; and some experts out of reach.
-    seed = data.draw(st.integers(0, 10**6))
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.randint(1, 4, (T, E), generator=generator).float() / 4
-    choice = scores + torch.rand(T, E, generator=generator)
-    order = choice.argsort(1, descending=True)
-    out = torch.rand(T, E, generator=generator) < 0.3
-    out.scatter_(1, order[:, :K], False)
-    choice = choice.masked_fill(out, -math.inf)
-    chosen = choice.topk(K, dim=1).indices
+    chosen, choice, scores = draw_choices(T, E, K, data.draw(st.integers(0, 10**6)))
 
     placed = FixedCapacity(config(E, K, factor, overflow)).place(chosen, choice, scores)
 
@@ -98,8 +109,9 @@ def test_placement_is_the_literal_one(T, E, data, overflow, factor):
     expected = []
     if T:
         expected = literal_place(
-            chosen.tolist(), choice.tolist(), scores.tolist(), capacity, overflow
-        )
+            chosen.tolist(), choice.tolist(), scores.tolist(),
+            [(list(range(E)), [capacity] * E)], overflow,
+        )  # fmt: skip
     actual = placed.expert_indices_TK.masked_fill(placed.dropped_TK, -1).tolist()
     assert actual == [[-1 if e is None else e for e in row] for row in expected]
 
