@@ -145,6 +145,11 @@ class JobSpec(BaseModel):
                 f"schedule.warmup_steps + decay_steps ({self.schedule.warmup_steps} + "
                 f"{self.schedule.decay_steps}) must be at most train.steps ({t.steps})"
             )
+        if 0 < m.max_seq_len < self.data.seq_len:
+            raise ValueError(
+                f"data.seq_len ({self.data.seq_len}) must be at most model.max_seq_len "
+                f"({m.max_seq_len})"
+            )
         if self.data.seq_len >= self.data.shard_tokens:
             raise ValueError(
                 f"data.seq_len ({self.data.seq_len}) must be less than data.shard_tokens "
