@@ -42,17 +42,28 @@ def init_parameters(
             local = local_shard(parameter)
             shape = tuple(parameter.shape)
             if name in experts:
-                std = _std(name, shape[1], num_layers)
                 rest = tuple(slice(*extent) for extent in box[1:])
                 for expert in range(*box[0]):
-                    whole = _normal(f"{name}/{expert}", shape[1:], std, seed)
+                    whole = first_matrix(name, shape[1:], shape[1], num_layers, seed, expert)
                     local[expert - box[0][0]].copy_(whole[rest])
             elif parameter.ndim == 1:
                 local.fill_(1.0)
             else:
-                std = _std(name, shape[-1], num_layers)
-                whole = _normal(name, shape, std, seed)
+                whole = first_matrix(name, shape, shape[-1], num_layers, seed)
                 local.copy_(whole[tuple(slice(*extent) for extent in box)])
+
+
+def first_matrix(
+    name: str,
+    shape: tuple[int, ...],
+    fan_in: int,
+    num_layers: int,
+    seed: int,
+    expert: int | None = None,
+) -> Tensor:
+    """The first values of one matrix, or of one expert's: a function of the arguments alone."""
+    std = _std(name, fan_in, num_layers)
+    return _normal(name if expert is None else f"{name}/{expert}", shape, std, seed)
 
 
 def _std(name: str, fan_in: int, num_layers: int) -> float:
