@@ -1,0 +1,403 @@
+"""Hugging Face checkpoints: in, out and grown, held to transformers' own numbers."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckpt
+from parallel import Topology
+from pretrain.corpus import prepare_corpus
+from pretrain.hf import HFCheckpoint
+from pretrain.spec import load_spec
+from tests.hf import (
+    CASES,
+    MOE_CASES,
+    load_ours,
+    load_theirs,
+    logits_of,
+    make_model,
+    our_logits,
+    tokens,
+    weights_of,
+)
+from tests.jobs import make_spec, write_corpus
+from tests.test_pretrain_runs import launch
+from tests.test_tools import one_error_line
+from tools import convert_hf, inspect_ckpt
+
+
+def run(*arguments: object) -> int:
+    return convert_hf.main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Every case saved and imported once."""
+    root = tmp_path_factory.mktemp("hf")
+    for case in CASES:
+        make_model(case).save_pretrained(root / case)
+        assert run("import", root / case, root / f"{case}-ours") == 0
+    return root
+
+
+def test_the_models_are_awkward():
+    """Experts are chosen unevenly by groups and biases that matter, or the rest proves little."""
+    model = make_model("deepseek_v3")
+    theirs = logits_of(model)
+    assert 0.3 < theirs.std() < 30
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.e_score_correction_bias.zero_()
+    assert (logits_of(model) - theirs).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_of_an_import_are_those_of_transformers(folders, case):
+    theirs, ours = logits_of(make_model(case)), our_logits(folders / f"{case}-ours/checkpoints")
+    assert (theirs - ours).abs().max() < 1e-4
+    assert theirs.abs().max() > 1
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_export_is_what_was_imported(folders, tmp_path, case):
+    out, family = tmp_path / "out", case.split("-")[0]
+    assert run("export", folders / f"{case}-ours/checkpoints", out, "--family", family) == 0
+    first, again = make_model(case), load_theirs(out)
+    assert type(again) is type(first)
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    assert torch.equal(logits_of(again), logits_of(first))
+    assert run("import", out, tmp_path / "again") == 0
+    before, after = folders / f"{case}-ours/checkpoints", tmp_path / "again/checkpoints"
+    assert weights_of(before) == weights_of(after)
+
+
+@pytest.mark.parametrize("case", MOE_CASES)
+def test_the_family_is_found(folders, tmp_path, case, capsys):
+    assert run("export", folders / f"{case}-ours/checkpoints", tmp_path / "out") == 0
+    assert f": {case.split('-')[0]}, float32," in capsys.readouterr().out
+
+
+def test_many_files_and_bfloat16(folders, tmp_path):
+    source, out = folders / "deepseek_v3-ours/checkpoints", tmp_path / "out"
+    arguments = ["--max-file-bytes", 60_000, "--dtype", "bfloat16"]
+    assert run("export", source, out, *arguments) == 0
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(3)]
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    held = {name: file for file in files for name in load_file(out / file)}
+    assert index["weight_map"] == held
+    stored = {name: t for file in files for name, t in load_file(out / file).items()}
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in stored.values())
+    for name, tensor in load_file(folders / "deepseek_v3/model.safetensors").items():
+        kept = tensor if name.endswith("bias") else tensor.bfloat16()
+        assert torch.equal(stored[name], kept), name
+    assert load_theirs(out).dtype == torch.bfloat16
+    assert run("import", out, tmp_path / "again") == 0
+    again = load_ours(tmp_path / "again/checkpoints")
+    assert {p.dtype for p in again.parameters()} == {torch.float32}
+    assert torch.equal(again.embed.weight, stored["model.embed_tokens.weight"].float())
+
+
+def test_what_an_older_transformers_saved_is_read(folders, tmp_path):
+    """rope_scaling beside rope_theta, a multi-token prediction layer, stray buffers."""
+    old = shutil.copytree(folders / "deepseek_v3", tmp_path / "old")
+    config = json.loads((old / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope.pop("rope_theta"), "num_nextn_predict_layers": 1}
+    config["rope_scaling"] = {**rope, "type": rope.pop("rope_type")}
+    config["rope_scaling"].pop("rope_type")
+    (old / "config.json").write_text(json.dumps(config))
+    change_tensors(old, {
+        "model.layers.3.eh_proj.weight": torch.zeros(2),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4),
+    })  # fmt: skip
+    assert run("import", old, tmp_path / "ours") == 0
+    same = weights_of(folders / "deepseek_v3-ours/checkpoints")
+    assert weights_of(tmp_path / "ours/checkpoints") == same
+    assert (
+        load_spec(tmp_path / "ours/spec.toml").model
+        == load_spec(folders / "deepseek_v3-ours/spec.toml").model
+    )
+
+
+def test_the_imported_checkpoint_is_one_and_says_so(folders, capsys):
+    root = folders / "mixtral-ours"
+    assert inspect_ckpt.main([str(root / "checkpoints"), "--verify"]) == 0
+    out = capsys.readouterr().out
+    assert "imported_from mixtral" in out
+    assert "optimizer/" not in out
+    spec = load_spec(root / "spec.toml")
+    manifest = ckpt.read_manifest(root / "checkpoints")
+    assert manifest.spec_hash == spec.hash
+    assert spec.train.init_from == str(root / "checkpoints")
+    assert not [p for p in root.parent.iterdir() if p.name.startswith(".")]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> dict[str, object]:
+    """Overrides that make a run small, on a corpus with the models' vocabulary."""
+    folder = tmp_path_factory.mktemp("corpus")
+    write_corpus(folder / "text")
+    data = {"source": str(folder / "text"), "path": str(folder / "corpus"), "seq_len": 32}
+    spec = make_spec(folder, data=data, model={"vocab_size": 300})
+    prepare_corpus(spec.data, 300)
+    return {
+        **{f"data.{key}": value for key, value in data.items()},
+        "data.shard_tokens": 20_000, "train.global_batch_size": 4, "train.micro_batch_size": 2,
+        "train.eval_sequences": 4, "schedule.warmup_steps": 0, "checkpoint.interval_steps": 2,
+    }  # fmt: skip
+
+
+def train(spec: Path, run_dir: Path, world: int, overrides: dict[str, object]) -> str:
+    values = [f"{key}={value}" for key, value in {**overrides, "run_dir": run_dir}.items()]
+    code, out, err = launch(spec, world, *values)
+    assert code == 0, err
+    return out
+
+
+def test_training_begins_with_the_weights_and_what_it_makes_is_exported(
+    folders, corpus, tmp_path, capsys
+):
+    spec, still = folders / "deepseek_v3-ours/spec.toml", tmp_path / "still"
+    # With so small a rate a step changes no bit: what comes out is what went in, through ep=2.
+    frozen = {**corpus, "train.steps": 1, "optimizer.lr": 1e-30, "moe.bias_update_rate": 0,
+              "parallel.ep": 2}  # fmt: skip
+    out = train(spec, still, 2, frozen)
+    assert "first values are the weights of step 0" in out
+    assert run("export", still / "checkpoints", tmp_path / "still-hf") == 0
+    for name, tensor in load_file(folders / "deepseek_v3/model.safetensors").items():
+        assert torch.equal(load_file(tmp_path / "still-hf/model.safetensors")[name], tensor), name
+
+    moved = {**corpus, "train.steps": 3, "optimizer.lr": 0.01, "parallel.ep": 2}
+    train(spec, tmp_path / "moved", 2, moved)
+    assert ckpt.read_manifest(tmp_path / "moved/checkpoints").topology["ep"] == 2
+    assert run("export", tmp_path / "moved/checkpoints", tmp_path / "hf", "--step", 3) == 0
+    theirs = logits_of(load_theirs(tmp_path / "hf"))
+    assert (theirs - our_logits(tmp_path / "moved/checkpoints")).abs().max() < 1e-4
+    assert (theirs - logits_of(make_model("deepseek_v3"))).abs().max() > 0.1
+    # One layout more: the same tensors.
+    ckpt.reshard(
+        tmp_path / "moved/checkpoints",
+        ckpt.read_manifest(tmp_path / "moved/checkpoints"),
+        tmp_path / "four",
+        Topology(dp_shard=4, ep=4),
+    )
+    assert run("export", tmp_path / "four", tmp_path / "four-hf") == 0
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("hf", "four-hf")]
+    assert files[0] == files[1]
+
+
+def test_weights_that_do_not_fit_the_spec_are_refused(folders, corpus, tmp_path):
+    root = folders / "qwen3_moe-unnormed-ours"
+    small = {**corpus, "train.steps": 1, "run_dir": tmp_path / "run"}
+
+    def refused(**more: object) -> str:
+        values = [f"{key}={value}" for key, value in {**small, **more}.items()]
+        code, _, err = launch(root / "spec.toml", 1, *values)
+        assert code == 2
+        return one_error_line(err)
+
+    text = refused(**{"moe.d_ff": 22})
+    assert f"train.init_from ({root}/checkpoints)" in text
+    assert "has shape (3, 8, 32, 20) but the model needs (3, 8, 32, 22)" in text
+    text = refused(**{"model.qk_norm": "none"})
+    assert "array model/layers/attention/k_norm/weight has no place in the model" in text
+    assert "no checkpoint in /nowhere" in refused(**{"train.init_from": "/nowhere"})
+    shutil.copytree(root / "checkpoints", tmp_path / "own")
+    text = refused(**{"checkpoint.path": tmp_path / "own"})
+    assert "holds weights alone; name it in train.init_from" in text
+
+
+def change_tensors(folder: Path, values: dict[str, torch.Tensor | None]) -> None:
+    path = folder / "model.safetensors"
+    held = {**load_file(path), **values}
+    save_file({k: v.contiguous() for k, v in held.items() if v is not None}, path)
+
+
+BAD_CONFIGS = [
+    ("mixtral", {"model_type": "gpt2"}, 'model_type ("gpt2") must be one of qwen3_moe, olmoe,'),
+    ("mixtral", {"hidden_size": None}, "config.json: hidden_size is missing"),
+    ("mixtral", {"hidden_size": "x"}, 'hidden_size ("x") must be a whole number'),
+    ("mixtral", {"hidden_act": "gelu"}, 'hidden_act ("gelu") must be "silu" or "swish"'),
+    ("mixtral", {"sliding_window": 64}, "sliding_window (64) must be null or at least max"),
+    ("mixtral", {"num_experts_per_tok": 1}, "moe.renormalize (true) must be false with moe.top_k"),
+    ("mixtral", {"vocab_size": 200}, "model.vocab_size (200): Input should be greater than"),
+    ("mixtral", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}},
+     'rope_parameters: rope_type ("llama3") must be "default" or "yarn"'),
+    ("qwen3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 9.0, "factor": 2.0,
+                                   "attention_factor": 1.5}},
+     "attention_factor (1.5) must be left out"),
+    ("mistral", {"rope_parameters": {"rope_theta": 9.0, "mrope_section": [1]}},
+     "rope_parameters: mrope_section ([1]) must be left out: it is not known"),
+    ("mistral", {"tie_word_embeddings": True}, "lm_head.weight must be model.embed_tokens.weight"),
+    ("llama", {"attention_bias": True}, "attention_bias (true) must be false"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv (8.0) must be null"),
+    ("olmoe", {"intermediate_size": 21}, "has shape [20, 32], config.json needs [21, 32]"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step (2) must be 1"),
+    ("qwen3_moe", {"mlp_only_layers": [2]}, "mlp_only_layers ([2]) must be the first layers"),
+    ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window (true) must be false"),
+    ("qwen3_moe", {"tie_word_embeddings": False}, "tensor lm_head.weight is missing; config.json"),
+    ("deepseek_v3", {"topk_method": "greedy"}, 'topk_method ("greedy") must be "noaux_tc"'),
+    ("deepseek_v3", {"num_hidden_layers": 4}, "tensor model.layers.3.input_layernorm.weight is mi"),
+    ("deepseek_v3", {"num_hidden_layers": 2, "num_nextn_predict_layers": 0},
+     "tensor model.layers.2.input_layernorm.weight is unexpected"),
+    ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "convert the weights to"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "changes", "message"), BAD_CONFIGS)
+def test_configs_that_are_not_convoys_are_refused(
+    folders, tmp_path, capsys, case, changes, message
+):
+    source = shutil.copytree(folders / case, tmp_path / "hf")
+    config = json.loads((source / "config.json").read_text()) | changes
+    (source / "config.json").write_text(json.dumps(config))
+    assert run("import", source, tmp_path / "out") == 2
+    assert message in one_error_line(capsys.readouterr().err)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+NAME = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({NAME: None}, f"tensor {NAME} is missing"),
+        ({"model.extra.weight": torch.zeros(2)}, "model.safetensors: tensor model.extra.weight is"),
+        ({NAME: torch.zeros(24, 32)}, f"{NAME} has shape [24, 32], config.json needs [32, 24]"),
+        ({NAME: torch.zeros(32, 24).double()}, f"{NAME} has dtype F64, one of F32, BF16, F16"),
+        ({f"{NAME}_scale_inv": torch.zeros(1)}, f"{NAME}_scale_inv: the weights are fp8; convert"),
+    ],
+)
+def test_tensors_that_are_not_the_configs_are_refused(folders, tmp_path, capsys, changes, message):
+    source = shutil.copytree(folders / "mixtral", tmp_path / "hf")
+    change_tensors(source, changes)
+    assert run("import", source, tmp_path / "out") == 2
+    assert message in one_error_line(capsys.readouterr().err)
+
+
+def test_files_that_are_not_whole_are_refused(folders, tmp_path, capsys):
+    source = shutil.copytree(folders / "mixtral", tmp_path / "hf")
+    path = source / "model.safetensors"
+    whole = path.read_bytes()
+
+    def refused(target: str = "out") -> str:
+        assert run("import", source, tmp_path / target) == 2
+        return one_error_line(capsys.readouterr().err)
+
+    path.write_bytes(whole[:-10])
+    assert "model.safetensors is no whole safetensors file" in refused()
+    path.rename(source / "pytorch_model.bin")
+    assert "pytorch_model.bin is pickle, which can run code and is never read" in refused()
+    (source / "pytorch_model.bin").unlink()
+    assert "has no model.safetensors" in refused()
+    index = source / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "one.safetensors"}}))
+    assert "one.safetensors cannot be read" in refused()
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "../one.safetensors"}}))
+    assert "file (../one.safetensors) must be in the same folder" in refused()
+    index.write_text("{")
+    assert "must be JSON with a weight_map" in refused()
+    (source / "config.json").write_text("{")
+    assert "config.json is not valid JSON" in refused()
+    (source / "config.json").unlink()
+    assert "config.json cannot be read: No such file" in refused()
+    assert "mixtral-ours must not exist" in refused(str(folders / "mixtral-ours"))
+
+
+@pytest.mark.parametrize(
+    ("case", "family", "message"),
+    [
+        ("mixtral", "olmoe", "model.qk_norm (none) must be all_heads to be a olmoe model"),
+        ("olmoe", "mixtral", "model.qk_norm (all_heads) must be none to be a mixtral model"),
+        ("deepseek_v3", "qwen3_moe", "model.latent (true) must be false to be a qwen3_moe model"),
+        ("qwen3", "qwen3_moe", "moe (false) must be true to be a qwen3_moe model"),
+        ("qwen3_moe", "llama", "moe (true) must be false to be a llama model"),
+        ("qwen3_moe", "deepseek_v3", "model.latent (false) must be true"),
+    ],
+)
+def test_what_a_family_cannot_express_is_refused(folders, tmp_path, capsys, case, family, message):
+    source = folders / f"{case}-ours/checkpoints"
+    assert run("export", source, tmp_path / "out", "--family", family) == 2
+    assert message in one_error_line(capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_export_that_fails_leaves_nothing(folders, tmp_path, capsys):
+    source = shutil.copytree(folders / "qwen3-ours/checkpoints", tmp_path / "source")
+    manifest = ckpt.read_manifest(source)
+    victim = ckpt.objects_dir(source, manifest.save_id) / "model/norm/weight/c/0"
+    data = victim.read_bytes()
+    victim.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    # The last norm and the head come after all the layers: most files are written by then.
+    assert run("export", source, tmp_path / "out", "--max-file-bytes", 10_000) == 2
+    assert "model/norm/weight/c/0 is damaged" in one_error_line(capsys.readouterr().err)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    victim.write_bytes(data)
+    (tmp_path / "out").mkdir()
+    assert run("export", source, tmp_path / "out") == 2
+    assert "out must not exist" in one_error_line(capsys.readouterr().err)
+
+
+def test_an_import_that_runs_out_of_disk_leaves_nothing(folders, tmp_path, capsys, monkeypatch):
+    read, count = HFCheckpoint.read, iter(range(40))
+
+    def full(self, name):
+        if next(count) == 30:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return read(self, name)
+
+    monkeypatch.setattr(HFCheckpoint, "read", full)
+    assert run("import", folders / "mixtral", tmp_path / "out") == 2
+    assert "No space left on device" in one_error_line(capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("first_k_dense", [0, 1])
+def test_an_upcycled_model_begins_as_the_dense_one(folders, tmp_path, first_k_dense):
+    sizes = ["--num-experts", 5, "--top-k", 2, "--first-k-dense", first_k_dense]
+    for name, source in [
+        ("from-hf", folders / "qwen3"), ("from-ckpt", folders / "qwen3-ours/checkpoints"),
+    ]:  # fmt: skip
+        arguments = ["upcycle", source, tmp_path / name, *sizes, "--set", "moe.route_scale=1.0"]
+        assert run(*arguments) == 0
+    root = tmp_path / "from-hf/checkpoints"
+    assert weights_of(root) == weights_of(tmp_path / "from-ckpt/checkpoints")
+    ours, dense = load_ours(root), logits_of(make_model("qwen3"))
+    assert len([layer for layer in ours.layers if layer.moe]) == 3 - first_k_dense
+    with torch.no_grad():
+        out = ours(tokens())
+    assert (out.logits - dense).abs().max() < 1e-4
+    assert (out.aux[0].tokens_per_expert_E > 0).all(), "the router is fresh, and not one for all"
+    for layer in ours.layers[first_k_dense:]:
+        w = layer.moe.experts.w_gate
+        assert torch.equal(w, w[:1].expand_as(w))
+    routers = [layer.moe.router.weight for layer in ours.layers[first_k_dense:]]
+    assert not torch.equal(routers[0], routers[1])
+    assert 0.015 < routers[0].std() < 0.025
+    assert run("export", root, tmp_path / "hf") == 0
+    assert (logits_of(load_theirs(tmp_path / "hf")) - dense).abs().max() < 1e-4
+    assert load_spec(tmp_path / "from-ckpt/spec.toml").moe.num_experts == 5
+
+
+def test_upcycling_refuses_what_is_no_copy(folders, tmp_path, capsys):
+    def refused(source: str, *more: str) -> str:
+        arguments = [folders / source, tmp_path / "out", "--num-experts", 4, "--top-k", 2, *more]
+        assert run("upcycle", *arguments) == 2
+        return one_error_line(capsys.readouterr().err)
+
+    assert "olmoe must be a dense model: it has a [moe] section" in refused("olmoe")
+    assert "must be a dense model" in refused("olmoe-ours/checkpoints")
+    assert "moe.d_ff (8) must be 36: experts are copies" in refused("llama", "--set", "moe.d_ff=8")
+    text = refused("llama", "--set", "moe.num_shared_experts=1")
+    assert "moe.num_shared_experts (1) must be 0" in text
+    assert "moe.top_k (9) must be at most" in refused("llama", "--top-k", "9")
+    assert not list(tmp_path.iterdir())
