@@ -8,17 +8,19 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
+from tokenizers import Tokenizer
 from torch import Tensor
 
 import ckpt
 from ckpt import CheckpointError, Manifest
 from moe import MoEConfig
+from pretrain.corpus import END_OF_DOCUMENT, read_tokenizer
 from pretrain.errors import InputError
 from pretrain.hf import HFCheckpoint, HFWeights, write_json, write_safetensors
 from pretrain.hf_config import HFConfig
@@ -35,6 +37,7 @@ from pretrain.weights import (
 )
 
 _SEQ_LEN = 1024
+_TOKENIZER = "tokenizer.json"
 
 
 def refuse_existing(target: Path) -> None:
@@ -82,15 +85,40 @@ def import_hf(source: Path, target: Path) -> tuple[JobSpec, int]:
     """
     refuse_existing(target)
     sections, weights, kind = _open_hf(source)
-    spec = _new_spec(sections, target, [])
-    return spec, _write(target, spec, weights, {"imported_from": kind})
+    end_token = find_end_token(source, sections[0]["vocab_size"])
+    spec = new_spec(sections, target, end_token)
+    verified = _write(target, spec, weights, {"imported_from": kind}, source)
+    return spec, verified
+
+
+def find_end_token(source: Path, vocab_size: int) -> str | None:
+    """The token that ends a document for the tokenizer of a Hugging Face folder.
+
+    None where there is no tokenizer.json of the kind that ``data.tokenizer`` takes.
+    """
+    path = source / _TOKENIZER
+    config = HFConfig.read(source).values
+    ends = config.get("eos_token_id", [])
+    try:
+        tokenizer = Tokenizer.from_file(str(path)) if path.exists() else None
+    except Exception as error:  # the library raises nothing more specific
+        raise InputError(f"{path} cannot be read: {error}") from None
+    if tokenizer is None:
+        return None
+    ids = ends if isinstance(ends, list) else [ends]
+    for end in [*(tokenizer.id_to_token(i) for i in ids if isinstance(i, int)), END_OF_DOCUMENT]:
+        if end is not None:
+            with suppress(InputError):
+                read_tokenizer(path, vocab_size, end)
+                return str(end)
+    return None
 
 
 def _open_hf(source: Path) -> tuple[Sections, WeightSource, str]:
     config = HFConfig.read(source)
     family = family_of(config)
     model, moe = family.sections(config)
-    spec = _new_spec((model, moe), source, [])  # says what does not fit, before files are read
+    spec = new_spec((model, moe), source)  # says what does not fit, before files are read
     decoder = meta_decoder(spec.model, spec.moe)
     tensors = list(hf_tensors(decoder, family.names))
     checkpoint = HFCheckpoint(source)
@@ -99,7 +127,7 @@ def _open_hf(source: Path) -> tuple[Sections, WeightSource, str]:
     return (model, moe), HFWeights(checkpoint, tensors), family.model_type
 
 
-def _new_spec(sections: Sections, target: Path, overrides: Sequence[str]) -> JobSpec:
+def new_spec(sections: Sections, target: Path, end_token: str | None = None) -> JobSpec:
     """A spec to train on with, where a checkpoint brings none of its own."""
     model, moe = sections
     name = re.sub(r"[^A-Za-z0-9._-]", "-", target.absolute().name).lstrip("._-") or "imported"
@@ -122,13 +150,20 @@ def _new_spec(sections: Sections, target: Path, overrides: Sequence[str]) -> Job
     }
     if moe is not None:
         spec["moe"] = moe
-    return resolve_spec(spec, str(target), overrides)
+    if end_token is not None:
+        spec["data"] |= {"tokenizer": str(target / _TOKENIZER), "end_token": end_token}
+    return resolve_spec(spec, str(target))
 
 
-def _write(target: Path, spec: JobSpec, weights: WeightSource, state: dict[str, Any]) -> int:
+def _write(
+    target: Path, spec: JobSpec, weights: WeightSource, state: dict[str, Any], source: Path
+) -> int:
+    """The checkpoint, the spec, and the tokenizer of ``source`` if the spec names it."""
     with new_folder(target) as folder:
         manifest = save_weights(folder / "checkpoints", spec, weights, state)
         verified = ckpt.verify(folder / "checkpoints", manifest)
+        if spec.data.tokenizer == str(target / _TOKENIZER):
+            shutil.copyfile(source / _TOKENIZER, folder / _TOKENIZER)
         (folder / "spec.toml").write_text(spec_toml(spec))
     return verified
 
@@ -222,7 +257,8 @@ def upcycle(
     weights: WeightSource
     if (source / "config.json").exists():
         (model, moe), weights, kind = _open_hf(source)
-        base = _new_spec((model, moe), target, []).as_dict()
+        end_token = find_end_token(source, model["vocab_size"])
+        base = new_spec((model, moe), target, end_token).as_dict()
     else:
         manifest = ckpt.read_manifest(source, step)
         resolved = resolve_spec(dict(manifest.spec), f"the spec of step {manifest.step}")
@@ -244,4 +280,4 @@ def upcycle(
         if value != rule:
             raise InputError(f"moe.{field} ({value}) must be {rule}: experts are copies of a layer")
     upcycled = UpcycledWeights(weights, spec.moe, spec.model.num_layers, spec.train.seed)
-    return spec, _write(target, spec, upcycled, {"upcycled_from": kind})
+    return spec, _write(target, spec, upcycled, {"upcycled_from": kind}, source)

@@ -5,17 +5,24 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 import ckpt
 from parallel import Topology
-from pretrain.corpus import prepare_corpus
+from pretrain.convert import new_spec
+from pretrain.corpus import open_corpus, prepare_corpus, read_tokenizer
+from pretrain.errors import InputError
 from pretrain.hf import HFCheckpoint
+from pretrain.hf_config import HFConfig
+from pretrain.hf_families import family_of
 from pretrain.spec import load_spec
+from pretrain.weights import meta_decoder
 from tests.hf import (
     CASES,
     MOE_CASES,
@@ -138,6 +145,55 @@ def test_the_imported_checkpoint_is_one_and_says_so(folders, capsys):
     assert manifest.spec_hash == spec.hash
     assert spec.train.init_from == str(root / "checkpoints")
     assert not [p for p in root.parent.iterdir() if p.name.startswith(".")]
+
+
+PUBLISHED = {
+    "mixtral": (46_702_792_704, {
+        "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
+        "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "num_local_experts": 8, "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6, "sliding_window": None, "vocab_size": 32000,
+    }),
+    "olmoe": (6_919_161_856, {
+        "attention_bias": False, "clip_qkv": None, "hidden_size": 2048, "intermediate_size": 1024,
+        "max_position_embeddings": 4096, "norm_topk_prob": False, "num_attention_heads": 16,
+        "num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 16,
+        "num_key_value_heads": 16, "rope_scaling": None, "rope_theta": 10000.0,
+        "vocab_size": 50304,
+    }),
+    "qwen3_moe": (30_532_122_624, {
+        "decoder_sparse_step": 1, "head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144,
+        "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32,
+        "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+        "num_key_value_heads": 4, "rope_scaling": None, "rope_theta": 1000000.0,
+        "sliding_window": None, "use_sliding_window": False, "vocab_size": 151936,
+    }),
+    "deepseek_v3": (671_026_419_200, {
+        "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168,
+        "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+        "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256,
+        "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "routed_scaling_factor": 2.5, "rope_theta": 10000,
+        "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0,
+                         "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+                         "type": "yarn"},
+        "scoring_func": "sigmoid", "topk_group": 4, "topk_method": "noaux_tc",
+        "v_head_dim": 128, "vocab_size": 129280,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_the_published_models_have_their_sizes(kind):
+    parameters, values = PUBLISHED[kind]
+    config = HFConfig({"model_type": kind, **values}, "config.json")
+    spec = new_spec(family_of(config).sections(config), Path("published"))
+    decoder = meta_decoder(spec.model, spec.moe)
+    # The routers' biases are among the published ones'.
+    assert sum(t.numel() for t in decoder.state_dict().values()) == parameters
 
 
 @pytest.fixture(scope="module")
@@ -401,3 +457,53 @@ def test_upcycling_refuses_what_is_no_copy(folders, tmp_path, capsys):
     assert "moe.num_shared_experts (1) must be 0" in text
     assert "moe.top_k (9) must be at most" in refused("llama", "--top-k", "9")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_models_own_tokenizer_is_taken_along(folders, corpus, tmp_path, capsys):
+    source = shutil.copytree(folders / "mixtral", tmp_path / "hf")
+    made = Tokenizer.from_file(f"{corpus['data.path']}/tokenizer.json")
+    renamed = json.loads(made.to_str().replace("<|endoftext|>", "<|end|>"))
+    # Settings of a chat, which would cut a document short.
+    renamed["truncation"] = {"max_length": 5, "strategy": "LongestFirst", "stride": 0,
+                             "direction": "Right"}  # fmt: skip
+    path = source / "tokenizer.json"
+    path.write_text(json.dumps(renamed))
+    config = json.loads((source / "config.json").read_text()) | {"eos_token_id": [0, 7]}
+    (source / "config.json").write_text(json.dumps(config))
+    assert run("import", source, tmp_path / "ours") == 0
+    spec = load_spec(tmp_path / "ours/spec.toml")
+    assert spec.data.tokenizer == str(tmp_path / "ours/tokenizer.json")
+    assert spec.data.end_token == "<|end|>"
+    overrides = {**corpus, "data.path": tmp_path / "corpus", "train.steps": 1}
+    train(tmp_path / "ours/spec.toml", tmp_path / "run", 1, overrides)
+    taken = Tokenizer.from_file(str(tmp_path / "corpus/tokenizer.json"))
+    assert taken.get_vocab() == Tokenizer.from_file(str(path)).get_vocab()
+    before = json.loads(Path(f"{corpus['data.path']}/manifest.json").read_text())
+    after = json.loads((tmp_path / "corpus/manifest.json").read_text())
+    assert after["train"] == before["train"], "the same tokens, under another name of the end"
+
+    with pytest.raises(InputError, match=r"was prepared with end_token <\|end\|>, the spec says"):
+        load_spec_and_open(tmp_path / "ours/spec.toml", overrides)
+    path.write_text(json.dumps({**renamed, "decoder": {"type": "Fuse"}}))
+    assert run("import", source, tmp_path / "not-bytes") == 0
+    assert "tokenizer.json stays behind" in capsys.readouterr().out
+    assert load_spec(tmp_path / "not-bytes/spec.toml").data.tokenizer is None
+    with pytest.raises(InputError, match="must be byte-level"):
+        read_tokenizer(path, 300, "<|end|>")
+    path.write_text(json.dumps(renamed))
+    with pytest.raises(InputError, match=r"model.vocab_size \(299\) must be above the largest id"):
+        read_tokenizer(path, 299, "<|end|>")
+    with pytest.raises(InputError, match=r"data.end_token \(x\|y\) must be a token of"):
+        read_tokenizer(path, 300, "x|y")
+
+
+def load_spec_and_open(path: Path, overrides: dict[str, object]) -> None:
+    values = {**overrides, "data.end_token": "a"}
+    spec = load_spec(path, [f"{key}={value}" for key, value in values.items()])
+    open_corpus(spec.data, spec.model.vocab_size)
+
+
+def test_without_safetensors_one_line_says_how_to_get_it(folders, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    assert run("import", folders / "mixtral", tmp_path / "out") == 2
+    assert "pip install 'convoy-moe[hf]'" in one_error_line(capsys.readouterr().err)

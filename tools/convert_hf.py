@@ -68,10 +68,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     if args.command == "import":
-        _tell(args.target, *import_hf(args.source, args.target))
+        _tell(args.source, args.target, *import_hf(args.source, args.target))
     elif args.command == "upcycle":
         sizes = args.num_experts, args.top_k, args.first_k_dense
-        _tell(args.target, *upcycle(args.source, args.target, *sizes, args.overrides, args.step))
+        made = upcycle(args.source, args.target, *sizes, args.overrides, args.step)
+        _tell(args.source, args.target, *made)
     else:
         family, manifest, written = export_hf(
             args.source,
@@ -87,12 +88,14 @@ def _run(args: argparse.Namespace) -> None:
         )
 
 
-def _tell(target: Path, spec: JobSpec, verified: int) -> None:
+def _tell(source: Path, target: Path, spec: JobSpec, verified: int) -> None:
     kind = "dense" if spec.moe is None else f"{spec.moe.num_experts} experts"
     say(
         f"{target / 'checkpoints'}: {spec.model.num_layers} layers, {kind}, "
         f"{human_bytes(verified)} written and verified"
     )
+    if (source / "tokenizer.json").exists() and spec.data.tokenizer is None:
+        say("tokenizer.json stays behind: it is not byte-level, or no token of it ends a document")
     say(f"train on: python tools/pretrain.py {target / 'spec.toml'}")
 
 
