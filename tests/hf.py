@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 import ckpt
@@ -15,6 +16,7 @@ from parallel import Topology
 from pretrain.model import Decoder, ModelConfig
 from pretrain.state import model_arrays, parameter_layouts
 from pretrain.weights import meta_decoder
+from tools import convert_hf
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
@@ -123,3 +125,23 @@ def weights_of(root: Path) -> dict[str, tuple[int, int]]:
     manifest = ckpt.read_manifest(root)
     ckpt.verify(root, manifest)
     return {k: (r.bytes, r.checksum) for k, r in manifest.objects.items() if "/c/" in k}
+
+
+def run(*arguments: object) -> int:
+    """The command."""
+    return convert_hf.main([str(argument) for argument in arguments])
+
+
+def make_folders(root: Path) -> Path:
+    """Every case, saved as CASE and imported as CASE-ours."""
+    for case in CASES:
+        make_model(case).save_pretrained(root / case)
+        assert run("import", root / case, root / f"{case}-ours") == 0
+    return root
+
+
+def change_tensors(folder: Path, values: dict[str, torch.Tensor | None]) -> None:
+    """Replace, add or, with None, remove tensors."""
+    path = folder / "model.safetensors"
+    held = {**load_file(path), **values}
+    save_file({k: v.contiguous() for k, v in held.items() if v is not None}, path)
