@@ -14,6 +14,7 @@ from ckpt.load import load, open_group, read_box, verify
 from ckpt.reshard import reshard
 from ckpt.retain import remove_uncommitted, retain
 from ckpt.save import Agree, SaveInfo, save
+from ckpt.stream import save_streamed
 from ckpt.tensors import ArraySpec, LocalArray
 
 __all__ = [
@@ -36,5 +37,6 @@ __all__ = [
     "reshard",
     "retain",
     "save",
+    "save_streamed",
     "verify",
 ]

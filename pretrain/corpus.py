@@ -51,6 +51,10 @@ class DataConfig(BaseModel):
     """Tokens of one shard file; no sequence crosses from one into the next."""
     tokenizer_bytes: int = Field(default=64 << 20, ge=1)
     """The tokenizer is trained on at most this much of the training text."""
+    tokenizer: str | None = None
+    """A tokenizer.json to take instead of training one; byte-level, as most are."""
+    end_token: str = Field(default=END_OF_DOCUMENT, min_length=1)
+    """The token that ends a document."""
 
 
 class Shard(BaseModel):
@@ -70,6 +74,8 @@ class CorpusManifest(BaseModel):
     vocab_size: int
     shard_tokens: int
     tokenizer_bytes: int
+    tokenizer: str | None = None
+    end_token: str = END_OF_DOCUMENT
     dtype: str
     train: list[Shard]
     val: list[Shard]
@@ -151,6 +157,8 @@ def open_corpus(data: DataConfig, vocab_size: int) -> CorpusManifest:
         "vocab_size": vocab_size,
         "shard_tokens": data.shard_tokens,
         "tokenizer_bytes": data.tokenizer_bytes,
+        "tokenizer": data.tokenizer,
+        "end_token": data.end_token,
     }
     for field, value in wanted.items():
         found = getattr(manifest, field)
@@ -174,27 +182,61 @@ def load_tokenizer(data: DataConfig) -> Tokenizer:
     return tokenizer
 
 
-def end_of_document(tokenizer: Tokenizer) -> int:
+def read_tokenizer(path: Path, vocab_size: int, end_token: str) -> Tokenizer:
+    """A tokenizer that was made elsewhere, ready for whole documents.
+
+    Raises InputError where it cannot be read, is not byte-level, has ids beyond ``vocab_size``, or
+    lacks ``end_token``.
+    """
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more specific
+        raise InputError(f"data.tokenizer ({path}) cannot be read: {error}") from None
+    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
+        raise InputError(
+            f"data.tokenizer ({path}) must be byte-level: bytes of text are counted from tokens"
+        )
+    largest = max(tokenizer.get_vocab(with_added_tokens=True).values())
+    if largest >= vocab_size:
+        raise InputError(
+            f"model.vocab_size ({vocab_size}) must be above the largest id ({largest}) of "
+            f"data.tokenizer ({path})"
+        )
+    if tokenizer.token_to_id(end_token) is None:
+        raise InputError(f"data.end_token ({end_token}) must be a token of data.tokenizer ({path})")
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def end_of_document(tokenizer: Tokenizer, end_token: str = END_OF_DOCUMENT) -> int:
     """The id of the token that ends a document."""
-    token = tokenizer.token_to_id(END_OF_DOCUMENT)
-    assert token is not None, "the tokenizer was trained with it"
+    token = tokenizer.token_to_id(end_token)
+    assert token is not None, "seen to when the corpus was prepared"
     return token
 
 
 def bytes_per_token(
-    tokenizer: Tokenizer, vocab_size: int
+    tokenizer: Tokenizer, vocab_size: int, end_token: str = END_OF_DOCUMENT
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """[V] int64: how many bytes of text each token stands for; the end of a document none."""
-    # A byte-level token is spelt with one character for each byte.
-    tokens = [str(tokenizer.id_to_token(i)) for i in range(tokenizer.get_vocab_size())]
-    sizes = [0 if token == END_OF_DOCUMENT else len(token) for token in tokens]
-    return np.array(sizes + [0] * (vocab_size - len(sizes)), dtype=np.int64)
+    # A byte-level token is spelt with one character for each byte; an added one as it is.
+    tokens = [tokenizer.id_to_token(i) or "" for i in range(vocab_size)]
+    sizes = np.array([len(token) for token in tokens], dtype=np.int64)
+    for i, token in tokenizer.get_added_tokens_decoder().items():
+        sizes[i] = len(token.content.encode())
+    sizes[end_of_document(tokenizer, end_token)] = 0
+    return sizes
 
 
 def _write(
     folder: Path, data: DataConfig, vocab_size: int, train: list[Document], val: list[Document]
 ) -> CorpusManifest:
-    tokenizer = _train_tokenizer(train, vocab_size, data.tokenizer_bytes)
+    if data.tokenizer is None:
+        tokenizer = _train_tokenizer(train, vocab_size, data.tokenizer_bytes, data.end_token)
+    else:
+        tokenizer = read_tokenizer(Path(data.tokenizer), vocab_size, data.end_token)
     tokenizer.save(str(folder / "tokenizer.json"))
     digest = hashlib.sha256(tokenizer.to_str().encode())
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
@@ -202,7 +244,7 @@ def _write(
     sizes: dict[str, int] = {}
     for split, documents in (("train", train), ("val", val)):
         shards[split], sizes[split] = _write_split(
-            folder, split, documents, tokenizer, dtype, data.shard_tokens, digest.update
+            folder, split, documents, tokenizer, dtype, data, digest.update
         )
     gzip_bytes, xz_bytes = _compressed_sizes(val)
     manifest = CorpusManifest(
@@ -210,6 +252,8 @@ def _write(
         vocab_size=vocab_size,
         shard_tokens=data.shard_tokens,
         tokenizer_bytes=data.tokenizer_bytes,
+        tokenizer=data.tokenizer,
+        end_token=data.end_token,
         dtype=dtype,
         train=shards["train"],
         val=shards["val"],
@@ -225,13 +269,15 @@ def _write(
     return manifest
 
 
-def _train_tokenizer(documents: list[Document], vocab_size: int, limit: int) -> Tokenizer:
+def _train_tokenizer(
+    documents: list[Document], vocab_size: int, limit: int, end_token: str
+) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_DOCUMENT],
+        special_tokens=[end_token],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -257,19 +303,19 @@ def _write_split(
     documents: list[Document],
     tokenizer: Tokenizer,
     dtype: str,
-    shard_tokens: int,
+    data: DataConfig,
     digest: Callable[[bytes], None],
 ) -> tuple[list[Shard], int]:
-    end = end_of_document(tokenizer)
+    end, shard_tokens = end_of_document(tokenizer, data.end_token), data.shard_tokens
     shards: list[Shard] = []
     waiting = np.empty(0, dtype)
     size = 0
 
     def flush(tokens: np.ndarray) -> None:
         name = f"{split}-{len(shards):05d}.bin"
-        data = np.ascontiguousarray(tokens).tobytes()
-        (folder / name).write_bytes(data)
-        digest(data)
+        raw = np.ascontiguousarray(tokens).tobytes()
+        (folder / name).write_bytes(raw)
+        digest(raw)
         shards.append(Shard(file=name, tokens=len(tokens)))
 
     for batch in _batches(documents):

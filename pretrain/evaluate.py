@@ -59,9 +59,8 @@ def evaluate(job: Job, limit: int | None = None) -> Evaluation:
     count = total if limit is None else min(limit, total)
     indices = [i * total // count for i in range(count)]
     size, ranks = job.spec.train.micro_batch_size, job.dims.dp_size
-    lengths = torch.from_numpy(
-        bytes_per_token(load_tokenizer(job.spec.data), job.spec.model.vocab_size)
-    )
+    data, vocab_size = job.spec.data, job.spec.model.vocab_size
+    lengths = torch.from_numpy(bytes_per_token(load_tokenizer(data), vocab_size, data.end_token))
     sums = torch.zeros(3, dtype=torch.float64)  # nats, tokens, bytes
     routing: Routing | None = None
     with inference(job.model):
@@ -105,7 +104,7 @@ def generate(job: Job) -> str:
     """
     sample = job.spec.sample
     tokenizer = load_tokenizer(job.spec.data)
-    end = end_of_document(tokenizer)
+    end = end_of_document(tokenizer, job.spec.data.end_token)
     tokens: list[int] = tokenizer.encode(sample.prompt, add_special_tokens=False).ids or [end]
     generator = torch.Generator().manual_seed(job.spec.train.seed)
     with inference(job.model):

@@ -22,9 +22,9 @@ def init_parameters(
 ) -> None:
     """Fill every parameter of a laid-out, materialized model in place.
 
-    Vectors (norms) are ones. Matrices are normal with standard deviation fan_in ** -0.5; what
-    writes into the residual stream is divided by sqrt(2 · num_layers) (GPT-2's scheme); the
-    embedding and the router have 0.02. Buffers (the experts' biases) are zeros.
+    Vectors (norms) are ones, biases zeros. Matrices are normal with standard deviation
+    fan_in ** -0.5; what writes into the residual stream is divided by sqrt(2 · num_layers) (GPT-2's
+    scheme); the embedding and the router have 0.02. Buffers (the experts' biases) are zeros.
 
     Args:
         model: on its device; parameters may be DTensors.
@@ -41,18 +41,35 @@ def init_parameters(
             box = layouts[name].box(rank)
             local = local_shard(parameter)
             shape = tuple(parameter.shape)
-            if name in experts:
-                std = _std(name, shape[1], num_layers)
+            if _is_bias(name):
+                local.zero_()
+            elif name in experts:
                 rest = tuple(slice(*extent) for extent in box[1:])
                 for expert in range(*box[0]):
-                    whole = _normal(f"{name}/{expert}", shape[1:], std, seed)
+                    whole = first_matrix(name, shape[1:], shape[1], num_layers, seed, expert)
                     local[expert - box[0][0]].copy_(whole[rest])
             elif parameter.ndim == 1:
                 local.fill_(1.0)
             else:
-                std = _std(name, shape[-1], num_layers)
-                whole = _normal(name, shape, std, seed)
+                whole = first_matrix(name, shape, shape[-1], num_layers, seed)
                 local.copy_(whole[tuple(slice(*extent) for extent in box)])
+
+
+def first_matrix(
+    name: str,
+    shape: tuple[int, ...],
+    fan_in: int,
+    num_layers: int,
+    seed: int,
+    expert: int | None = None,
+) -> Tensor:
+    """The first values of one matrix, or of one expert's: a function of the arguments alone."""
+    std = _std(name, fan_in, num_layers)
+    return _normal(name if expert is None else f"{name}/{expert}", shape, std, seed)
+
+
+def _is_bias(name: str) -> bool:
+    return name.endswith(".bias") or name.rsplit(".", 1)[-1] in ("b_gate", "b_up", "b_down")
 
 
 def _std(name: str, fan_in: int, num_layers: int) -> float:

@@ -176,7 +176,8 @@ def _retain(root: Path, keep: int) -> None:
 
 
 def restore(job: Job) -> Progress:
-    """Load the newest checkpoint where there is one, or give parameters their first values.
+    """Load the newest checkpoint where there is one, or give parameters their first values:
+    fresh ones, or the weights of ``train.init_from``.
 
     Raises:
         InputError: where the checkpoint is of another model, data or batch, or of another
@@ -188,8 +189,7 @@ def restore(job: Job) -> Progress:
     steps = ckpt.committed_steps(root) if runtime.is_first else []
     step = runtime.broadcast(steps[-1] if steps else -1)
     if step < 0:
-        layers = spec.model.num_layers
-        init_parameters(job.model, job.layouts, runtime.rank, spec.train.seed, layers)
+        _first_values(job)
         seed_rng(spec.train.seed, 0, runtime.rank)
         return Progress()
     read = partial(ckpt.read_manifest, root, step)
@@ -201,6 +201,37 @@ def restore(job: Job) -> Progress:
         for field, before, now in _differences(manifest.spec, spec.as_dict()):
             say(f"spec changed since step {step}: {field} was {before}, is {now}")
     return progress
+
+
+def _first_values(job: Job) -> None:
+    """Fresh parameters, or the weights of ``train.init_from``."""
+    spec, runtime = job.spec, job.runtime
+    if spec.train.init_from is None:
+        layers = spec.model.num_layers
+        init_parameters(job.model, job.layouts, runtime.rank, spec.train.seed, layers)
+        return
+    root = Path(spec.train.init_from)
+    manifest = runtime.together(lambda: ckpt.read_manifest(root))
+    arrays = [array for array in job.arrays() if array.spec.name.startswith("model/")]
+    runtime.together(lambda: _load_weights(root, manifest, arrays))
+    if runtime.is_first:
+        say(f"first values are the weights of step {manifest.step} in {root}")
+        for section in ("model", "moe"):
+            before, now = manifest.spec.get(section), spec.as_dict()[section]
+            for field, was, here in _differences(before, now, section):
+                say(f"spec differs from that of train.init_from: {field} was {was}, is {here}")
+
+
+def _load_weights(root: Path, manifest: Manifest, arrays: list[LocalArray]) -> None:
+    names = {array.spec.name for array in arrays}
+    saved = [a.name for a in manifest.arrays if a.name.startswith("model/")]
+    stray = sorted(name for name in saved if name not in names)
+    try:
+        if stray:
+            raise CheckpointError(f"checkpoint array {stray[0]} has no place in the model")
+        ckpt.load(root, manifest, arrays)
+    except CheckpointError as error:
+        raise CheckpointError(f"train.init_from ({root}): {error}") from None
 
 
 def _or_way_back(root: Path, step: int, act: Callable[[], T]) -> T:
@@ -276,6 +307,11 @@ def _ready_folder(job: Job) -> None:
 def _check_resumable(job: Job, manifest: Manifest) -> None:
     root, spec = job.spec.checkpoint_path, job.spec
     where = f"the checkpoint of step {manifest.step} in {root}"
+    if "corpus" not in manifest.state:
+        raise InputError(
+            f"checkpoint.path ({root}) must be the run's own: {where} holds weights alone; name it "
+            f"in train.init_from"
+        )
     for field, before, now in _differences(manifest.spec, spec.as_dict()):
         if field not in _FREE and any(field == f or field.startswith(f"{f}.") for f in _FIXED):
             raise InputError(

@@ -30,6 +30,9 @@ class TrainConfig(BaseModel):
     """Sequences of one step, over all ranks; never changed by the number of ranks."""
     micro_batch_size: int = Field(ge=1)
     """Sequences of one forward and backward on one rank."""
+    init_from: str | None = None
+    """A checkpoint folder of which the newest one's weights are the first values, with a fresh
+    optimizer, at step 0."""
     seed: int = Field(default=0, ge=0, lt=1 << 63)
     log_interval_steps: int = Field(default=10, ge=1)
     eval_interval_steps: int = Field(default=0, ge=0)
@@ -159,6 +162,11 @@ class JobSpec(BaseModel):
                 f"schedule.warmup_steps + decay_steps ({self.schedule.warmup_steps} + "
                 f"{self.schedule.decay_steps}) must be at most train.steps ({t.steps})"
             )
+        if 0 < m.max_seq_len < self.data.seq_len:
+            raise ValueError(
+                f"data.seq_len ({self.data.seq_len}) must be at most model.max_seq_len "
+                f"({m.max_seq_len})"
+            )
         if self.data.seq_len >= self.data.shard_tokens:
             raise ValueError(
                 f"data.seq_len ({self.data.seq_len}) must be less than data.shard_tokens "
@@ -227,12 +235,17 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
         raise InputError(f"spec {path} is not valid {path.suffix or 'TOML'}: {error}") from None
     if not isinstance(data, dict):
         raise InputError(f"spec {path} must be a table of sections")
+    return resolve_spec(data, f"spec {path}", overrides)
+
+
+def resolve_spec(data: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> JobSpec:
+    """The spec of a table of sections. Raises InputError, which begins with ``where``."""
     for override in overrides:
         _apply_override(data, override)
     try:
         return JobSpec.model_validate(data)
     except ValidationError as error:
-        raise InputError(f"spec {path}: {_one_line(error)}") from None
+        raise InputError(f"{where}: {_one_line(error)}") from None
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:

@@ -55,6 +55,16 @@ def parameter_layouts(model: nn.Module, topology: Topology) -> dict[str, ShardLa
     }
 
 
+def model_arrays(model: nn.Module, layouts: dict[str, ShardLayout], rank: int) -> list[LocalArray]:
+    """Parameters and buffers as stacked arrays, the same list on every rank.
+
+    ``layers.3.moe.experts.w_gate`` is index 3 of ``model/layers/moe/experts/w_gate``, counting only
+    the layers that have one; the attribute ``layers`` names them.
+    """
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    return list(_stack("model", tensors, layouts, rank))
+
+
 def training_arrays(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -63,12 +73,10 @@ def training_arrays(
 ) -> list[LocalArray]:
     """Parameters, buffers and moments as stacked arrays, the same list on every rank.
 
-    ``layers.3.moe.experts.w_gate`` is index 3 of ``model/layers/moe/experts/w_gate``, counting only
-    the layers that have one; the attribute ``layers`` names them. Moments mirror the tree under
-    ``optimizer/exp_avg`` and ``optimizer/exp_avg_sq``.
+    Moments mirror the tree of :func:`model_arrays` under ``optimizer/exp_avg`` and
+    ``optimizer/exp_avg_sq``.
     """
-    tensors = chain(model.named_parameters(), model.named_buffers())
-    arrays = list(_stack("model", tensors, layouts, rank))
+    arrays = model_arrays(model, layouts, rank)
     for key in ("exp_avg", "exp_avg_sq"):
         named = ((name, tensor) for k, name, tensor in moments(optimizer, model) if k == key)
         arrays += _stack(f"optimizer/{key}", named, layouts, rank)

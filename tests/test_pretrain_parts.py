@@ -10,11 +10,12 @@ import torch
 from prometheus_client import CollectorRegistry, generate_latest
 
 from parallel import ParallelDims, Topology, apply_expert_parallel, apply_fsdp
+from pretrain.attention import rope_frequencies, rotate
 from pretrain.barrier import Action, Decision, Report, decide
 from pretrain.errors import InputError
 from pretrain.init import init_parameters
 from pretrain.metrics import Endpoint, Metrics
-from pretrain.model import Decoder, rotate
+from pretrain.model import Decoder
 from pretrain.optim import OptimizerConfig, ScheduleConfig, build_adamw
 from pretrain.state import parameter_layouts
 from pretrain.step import forward_backward, grad_square_sum, next_token_loss, scale_gradients
@@ -107,7 +108,8 @@ def test_the_decoder_is_causal_and_positions_matter(tmp_path):
 def test_rotation_keeps_lengths_and_depends_on_distance_alone():
     x = torch.randn(1, 1, 1, 8).expand(1, 1, 16, 8)
     y = torch.randn(1, 1, 1, 8).expand(1, 1, 16, 8)
-    q, k = rotate(x, 10000.0), rotate(y, 10000.0)
+    frequencies = rope_frequencies(8, 10000.0, None, torch.device("cpu"))
+    q, k = rotate(x, frequencies), rotate(y, frequencies)
     torch.testing.assert_close(q.norm(dim=-1), x.norm(dim=-1))
     dots = (q[0, 0] @ k[0, 0].T).diagonal(3)
     torch.testing.assert_close(dots, dots[:1].expand_as(dots))

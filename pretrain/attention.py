@@ -1,0 +1,323 @@
+"""Attention of the reference decoder: grouped-query, and multi-head latent.
+
+Legend: B batch, S sequence, D d_model, H heads, G key-value heads; sizes of a head: C of a query
+or key, P of its rotary part, N of the rest, V of a value; R kv_lora_rank.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, Self
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor, nn
+
+QKNorm = Literal["none", "head", "all_heads"]
+
+_LATENT_NORM_EPS = 1e-6
+"""DeepSeek-V3's, whatever the other norms have."""
+
+
+class YarnConfig(BaseModel):
+    """The ``[model.yarn]`` section: rotary frequencies for longer sequences than were trained on.
+
+    YaRN (Peng et al., arXiv 2309.00071, section 3), with the magnitudes of DeepSeek-V3's code.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    factor: float = Field(ge=1)
+    """How many times longer."""
+    original_seq_len: int = Field(ge=1)
+    """The length that was trained on before."""
+    beta_fast: float = Field(default=32.0, gt=0)
+    """Pairs that turn more often than this over the original length keep their frequency."""
+    beta_slow: float = Field(default=1.0, gt=0)
+    """Those that turn less often are slowed down by the whole factor."""
+    mscale: float = Field(default=0.0, ge=0)
+    mscale_all_dim: float = Field(default=0.0, ge=0)
+    """Latent attention alone, both or neither: the weights of log(factor) in the magnitude of the
+    rotary part, and in that of all logits."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.beta_fast <= self.beta_slow:
+            raise ValueError(
+                f"model.yarn.beta_fast ({self.beta_fast}) must be above model.yarn.beta_slow "
+                f"({self.beta_slow})"
+            )
+        if (self.mscale > 0) != (self.mscale_all_dim > 0):
+            raise ValueError(
+                f"model.yarn.mscale ({self.mscale}) and model.yarn.mscale_all_dim "
+                f"({self.mscale_all_dim}) must both be above 0, or both 0"
+            )
+        return self
+
+    @property
+    def rotary_scale(self) -> float:
+        """Multiplies the rotary parts of queries and keys, each."""
+        if self.mscale == 0:
+            return self._magnitude(1.0)
+        return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+
+    @property
+    def logit_scale(self) -> float:
+        """Multiplies the attention logits, besides."""
+        return self._magnitude(self.mscale_all_dim) ** 2
+
+    def _magnitude(self, weight: float) -> float:
+        return 0.1 * weight * math.log(self.factor) + 1.0
+
+    def turns_dim(self, turns: float, size: int, theta: float) -> float:
+        """The pair that turns so many times over the original length; a fraction (eq. 17)."""
+        wavelength = self.original_seq_len / (turns * 2 * math.pi)
+        return size * math.log(wavelength) / (2 * math.log(theta))
+
+
+class AttentionConfig(BaseModel):
+    """The attention fields of the ``[model]`` section."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    d_model: int = Field(ge=1)
+    num_heads: int = Field(ge=1)
+    num_kv_heads: int = Field(ge=1)
+    head_dim: int | None = Field(default=None, ge=1)
+    """Size of one head; d_model / num_heads where it is left out."""
+    qk_norm: QKNorm = "head"
+    """RMSNorm of queries and keys: of each head, or of all heads as one vector."""
+    kv_lora_rank: int = Field(default=0, ge=0)
+    """Above 0: multi-head latent attention. Keys and values come from a vector of this size."""
+    q_lora_rank: int = Field(default=0, ge=0)
+    """Queries come from a vector of this size; 0: from the input."""
+    qk_nope_head_dim: int = Field(default=0, ge=0)
+    qk_rope_head_dim: int = Field(default=0, ge=0)
+    v_head_dim: int = Field(default=0, ge=0)
+    """Sizes of a latent head: of a query and key without and with positions, and of a value."""
+    rope_theta: float = Field(default=10000.0, gt=1)
+    rope_interleaved: bool = False
+    """Rotary pairs are neighbours (2i, 2i + 1), not (i, i + half)."""
+    yarn: YarnConfig | None = None
+    norm_eps: float = Field(default=1e-6, gt=0)
+
+    @model_validator(mode="after")
+    def _check_attention(self) -> Self:
+        if self.latent:
+            self._check_latent()
+        else:
+            self._check_grouped()
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model.num_heads ({self.num_heads}) must be a multiple of model.num_kv_heads "
+                f"({self.num_kv_heads})"
+            )
+        return self
+
+    def _check_grouped(self) -> None:
+        if self.head_dim is None and (self.d_model % self.num_heads or self.qk_head_dim % 2):
+            raise ValueError(
+                f"model.d_model ({self.d_model}) must be an even multiple of model.num_heads "
+                f"({self.num_heads}): rotary embedding turns pairs within a head"
+            )
+        if self.qk_head_dim % 2:
+            raise ValueError(
+                f"model.head_dim ({self.head_dim}) must be even: rotary embedding turns pairs "
+                f"within a head"
+            )
+        for field in ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            if getattr(self, field):
+                raise ValueError(
+                    f"model.{field} ({getattr(self, field)}) must be 0 where model.kv_lora_rank "
+                    f"is 0: it is of latent attention"
+                )
+        if self.yarn is not None and self.yarn.mscale:
+            raise ValueError(
+                f"model.yarn.mscale ({self.yarn.mscale}) must be 0 where model.kv_lora_rank is 0: "
+                f"it is of latent attention"
+            )
+
+    def _check_latent(self) -> None:
+        latent = f"with model.kv_lora_rank ({self.kv_lora_rank})"
+        for field in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            if getattr(self, field) == 0:
+                raise ValueError(f"model.{field} (0) must be at least 1 {latent}")
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(
+                f"model.qk_rope_head_dim ({self.qk_rope_head_dim}) must be even: rotary embedding "
+                f"turns pairs"
+            )
+        if self.num_kv_heads != self.num_heads:
+            raise ValueError(
+                f"model.num_kv_heads ({self.num_kv_heads}) must be model.num_heads "
+                f"({self.num_heads}) {latent}"
+            )
+        if self.head_dim is not None:
+            raise ValueError(f"model.head_dim ({self.head_dim}) must be left out {latent}")
+        if self.qk_norm != "none":
+            raise ValueError(
+                f"model.qk_norm ({self.qk_norm}) must be none {latent}: the latents are normed"
+            )
+
+    @property
+    def latent(self) -> bool:
+        """Whether attention is multi-head latent attention."""
+        return self.kv_lora_rank > 0
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Size of a query's or key's head."""
+        if self.latent:
+            return self.qk_nope_head_dim + self.qk_rope_head_dim
+        return self.d_model // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """What attention logits are multiplied by."""
+        scale = 1 / math.sqrt(self.qk_head_dim)
+        return scale if self.yarn is None else scale * self.yarn.logit_scale
+
+
+def rope_frequencies(
+    size: int, theta: float, yarn: YarnConfig | None, device: torch.device
+) -> Tensor:
+    """Radians per position of every pair of a rotary part, [size / 2] float32.
+
+    theta ** (-2i / size) (Su et al., arXiv 2104.09864, section 3.2.2). With ``yarn`` the slow ones
+    are divided by its factor, the fast ones kept, and those between blended (arXiv 2309.00071,
+    section 3.2; the ends of the ramp are whole dims, as in the authors' code).
+    """
+    exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
+    frequencies = 1.0 / theta**exponents
+    if yarn is None:
+        return frequencies
+    low: float = max(math.floor(yarn.turns_dim(yarn.beta_fast, size, theta)), 0)
+    high: float = min(math.ceil(yarn.turns_dim(yarn.beta_slow, size, theta)), size - 1)
+    if low == high:
+        high += 0.001
+    dims = torch.arange(size // 2, dtype=torch.float32, device=device)
+    slowed = ((dims - low) / (high - low)).clamp(0, 1)
+    return frequencies / yarn.factor * slowed + frequencies * (1 - slowed)
+
+
+def rotate(
+    x_BHSP: Tensor, frequencies: Tensor, scale: float = 1.0, interleaved: bool = False
+) -> Tensor:
+    """Rotary position embedding (Su et al., arXiv 2104.09864, eq. 34), times ``scale``.
+
+    Pairs are (i, i + P/2), or with ``interleaved`` (2i, 2i + 1). The result has the pairs' first
+    members in its first half either way: queries and keys alike, so that no product changes.
+    """
+    positions = torch.arange(x_BHSP.shape[-2], dtype=torch.float32, device=x_BHSP.device)
+    angles_SP = torch.outer(positions, frequencies)
+    cos, sin = angles_SP.cos() * scale, angles_SP.sin() * scale
+    x = x_BHSP.float()
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BHSP.dtype)
+
+
+def rotate_as(config: AttentionConfig, x_BHSP: Tensor) -> Tensor:
+    """Rotary position embedding with a config's frequencies, magnitude and pairs."""
+    frequencies = rope_frequencies(x_BHSP.shape[-1], config.rope_theta, config.yarn, x_BHSP.device)
+    scale = 1.0 if config.yarn is None else config.yarn.rotary_scale
+    return rotate(x_BHSP, frequencies, scale, config.rope_interleaved)
+
+
+class GroupedQueryAttention(nn.Module):
+    """Causal grouped-query attention (Ainslie et al., arXiv 2305.13245) with rotary positions."""
+
+    def __init__(self, config: AttentionConfig) -> None:
+        super().__init__()
+        self.config = c = config
+        q, kv = c.num_heads * c.qk_head_dim, c.num_kv_heads * c.qk_head_dim
+        self.wq = nn.Linear(c.d_model, q, bias=False)
+        self.wk = nn.Linear(c.d_model, kv, bias=False)
+        self.wv = nn.Linear(c.d_model, kv, bias=False)
+        self.wo = nn.Linear(q, c.d_model, bias=False)
+        sizes = {"none": None, "head": (c.qk_head_dim,) * 2, "all_heads": (q, kv)}[c.qk_norm]
+        self.q_norm = nn.RMSNorm(sizes[0], c.norm_eps) if sizes else None
+        self.k_norm = nn.RMSNorm(sizes[1], c.norm_eps) if sizes else None
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """[B, S, D] -> [B, S, D]; tokens attend to themselves and those before them."""
+        B, S, _ = x_BSD.shape
+        c = self.config
+        q_BHSC = rotate_as(c, self._normed(self.wq(x_BSD), self.q_norm, c.num_heads))
+        k_BGSC = rotate_as(c, self._normed(self.wk(x_BSD), self.k_norm, c.num_kv_heads))
+        v_BSGC = self.wv(x_BSD).view(B, S, c.num_kv_heads, c.qk_head_dim)
+        y_BHSC = F.scaled_dot_product_attention(
+            q_BHSC,
+            k_BGSC,
+            v_BSGC.transpose(1, 2),
+            is_causal=True,
+            scale=c.softmax_scale,
+            enable_gqa=c.num_heads != c.num_kv_heads,
+        )
+        out: Tensor = self.wo(y_BHSC.transpose(1, 2).reshape(B, S, c.num_heads * c.qk_head_dim))
+        return out
+
+    def _normed(self, x: Tensor, norm: nn.Module | None, heads: int) -> Tensor:
+        """[B, S, heads · C] -> [B, heads, S, C]."""
+        if norm is not None and self.config.qk_norm == "all_heads":
+            x = norm(x)
+        x = x.view(*x.shape[:2], heads, self.config.qk_head_dim)
+        if norm is not None and self.config.qk_norm == "head":
+            x = norm(x)
+        return x.transpose(1, 2)
+
+
+class LatentAttention(nn.Module):
+    """Causal multi-head latent attention (DeepSeek-V3, arXiv 2412.19437, section 2.1.1).
+
+    Keys and values of all heads are made from one small vector for each token, the latent; the
+    rotary part of the keys is shared by all heads.
+    """
+
+    def __init__(self, config: AttentionConfig) -> None:
+        super().__init__()
+        self.config = c = config
+        q = c.num_heads * c.qk_head_dim
+        rank = c.q_lora_rank
+        self.wq = None if rank else nn.Linear(c.d_model, q, bias=False)
+        self.wq_a = nn.Linear(c.d_model, rank, bias=False) if rank else None
+        self.q_a_norm = nn.RMSNorm(rank, _LATENT_NORM_EPS) if rank else None
+        self.wq_b = nn.Linear(rank, q, bias=False) if rank else None
+        self.wkv_a = nn.Linear(c.d_model, c.kv_lora_rank + c.qk_rope_head_dim, bias=False)
+        self.kv_a_norm = nn.RMSNorm(c.kv_lora_rank, _LATENT_NORM_EPS)
+        kv = c.num_heads * (c.qk_nope_head_dim + c.v_head_dim)
+        self.wkv_b = nn.Linear(c.kv_lora_rank, kv, bias=False)
+        self.wo = nn.Linear(c.num_heads * c.v_head_dim, c.d_model, bias=False)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """[B, S, D] -> [B, S, D]; tokens attend to themselves and those before them."""
+        B, S, _ = x_BSD.shape
+        c = self.config
+        H, N, P, V = c.num_heads, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
+        q_BHSC = self._queries(x_BSD).view(B, S, H, N + P).transpose(1, 2)
+        q_BHSN, q_BHSP = q_BHSC.split((N, P), dim=-1)
+        latent_BSR, k_BSP = self.wkv_a(x_BSD).split((c.kv_lora_rank, P), dim=-1)
+        kv = self.wkv_b(self.kv_a_norm(latent_BSR)).view(B, S, H, N + V).transpose(1, 2)
+        k_BHSN, v_BHSV = kv.split((N, V), dim=-1)
+        k_BHSP = rotate_as(c, k_BSP.unsqueeze(1)).expand(B, H, S, P)
+        y_BHSV = F.scaled_dot_product_attention(
+            torch.cat((q_BHSN, rotate_as(c, q_BHSP)), dim=-1),
+            torch.cat((k_BHSN, k_BHSP), dim=-1),
+            v_BHSV,
+            is_causal=True,
+            scale=c.softmax_scale,
+        )
+        out: Tensor = self.wo(y_BHSV.transpose(1, 2).reshape(B, S, H * V))
+        return out
+
+    def _queries(self, x_BSD: Tensor) -> Tensor:
+        # One map; or down to the latent, its norm, and up.
+        q = x_BSD
+        for module in (self.wq, self.wq_a, self.q_a_norm, self.wq_b):
+            q = q if module is None else module(q)
+        return q
+
+
+def build_attention(config: AttentionConfig) -> nn.Module:
+    """The attention of a config."""
+    return LatentAttention(config) if config.latent else GroupedQueryAttention(config)
