@@ -1,0 +1,146 @@
+"""Dispatch and combine over gloo ranks against raw all-to-alls of the same bytes.
+
+    python bench/dispatch.py [--quick] [--json FILE]
+
+On 2 and 4 ranks, each brings T tokens with K experts chosen at random. A row crosses to a rank
+once, however many of its experts are there. ``limit`` is two raw all_to_all_single (there and back)
+of the rows that ``all_to_all`` moves, from memory that is there already; ``plain limit`` is the
+same for a dispatcher that moves each of the T·K assignments. Subjects are the dispatchers' dispatch
+and combine, forward alone, with the identity for experts (a row's assignments are summed where they
+are computed, as the experts do).
+
+Legend: T tokens, D d_model, E experts, K top_k.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+# A script's own folder comes first on its path.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from bench.harness import Row, arguments, finish
+from moe import MoEConfig, MoELayer
+from moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, Dispatcher, FixedSplitDispatcher
+from parallel import exchange_counts
+
+T, D, E, K = 4096, 512, 32, 4
+
+
+def raw(rows: int, splits: tuple[list[int], list[int]]) -> Callable[[], None]:
+    """Two all-to-alls of ``rows`` rows."""
+    there, back = torch.randn(rows, D), torch.empty(rows, D)
+    received = torch.empty(sum(splits[1]), D)
+
+    def act() -> None:
+        dist.all_to_all_single(received, there, splits[1], splits[0])
+        dist.all_to_all_single(back, received, splits[0], splits[1])
+
+    return act
+
+
+def subjects_of(rank: int, world: int) -> dict[str, Callable[[], None]]:
+    torch.manual_seed(rank)
+    layer = MoELayer(MoEConfig(d_model=D, d_ff=8, num_experts=E, top_k=K))
+    x_TD = torch.randn(T, D)
+    with torch.no_grad():
+        routed = layer.router(x_TD)
+    group = dist.group.WORLD
+    assert group is not None
+    to_TK = routed.expert_indices_TK // (E // world)
+    crossing = torch.tensor([int((to_TK == r).any(1).sum()) for r in range(world)])
+    every = torch.tensor([int((to_TK == r).sum()) for r in range(world)])
+    subjects = {}
+    for name, counts in (("limit", crossing), ("plain limit", every)):
+        received = exchange_counts(counts, group)
+        splits = counts.tolist(), received.tolist()
+        subjects[name] = raw(sum(splits[0]), splits)
+    dispatchers: dict[str, Dispatcher] = {
+        "convoy": AllToAllDispatcher(group),
+        "convoy in 4 chunks": AllToAllDispatcher(group, chunks=4),
+        "convoy fixed_split": FixedSplitDispatcher(group, T, lambda _: None),
+        "convoy all_gather": AllGatherDispatcher(group),
+    }
+
+    def run(dispatcher: Dispatcher) -> Callable[[], None]:
+        def act() -> None:
+            with torch.no_grad():
+                for arrived in dispatcher.dispatch(x_TD, routed):
+                    dispatcher.combine(arrived.rows.x_SD, arrived)()
+
+        return act
+
+    return subjects | {name: run(dispatcher) for name, dispatcher in dispatchers.items()}
+
+
+def on_rank(rank: int, world: int, port: int, samples: int, out: mp.SimpleQueue[object]) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank),
+                      WORLD_SIZE=str(world))  # fmt: skip
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    subjects = subjects_of(rank, world)
+    times: dict[str, list[float]] = {name: [] for name in subjects}
+    order = random.Random(0)
+    for turn in range(samples + 1):
+        names = list(subjects)
+        order.shuffle(names)  # alike on every rank
+        for name in names:
+            dist.barrier()
+            began = time.perf_counter()
+            subjects[name]()
+            dist.barrier()
+            if turn:
+                times[name].append(time.perf_counter() - began)
+    if rank == 0:
+        out.put(times)
+    dist.destroy_process_group()
+
+
+def bench(world: int, samples: int) -> list[Row]:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    out: mp.SimpleQueue[object] = mp.get_context("spawn").SimpleQueue()
+    context = mp.start_processes(
+        on_rank, (world, port, samples, out), world, join=False, start_method="spawn"
+    )
+    assert context is not None
+    while not context.join(timeout=0.1):
+        if not out.empty():
+            break
+    times = out.get()
+    assert isinstance(times, dict)
+    while not context.join():
+        pass
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    case = f"T={T} D={D} E={E} K={K} {world} ranks"
+    return [
+        Row(case, name, "dispatch_combine_seconds", value, "s", medians["limit"] / value,
+            times[name])
+        for name, value in medians.items()
+    ]  # fmt: skip
+
+
+def main() -> None:
+    args = arguments(__doc__ or "")
+    if args.quick:
+        args.samples = 7
+    worlds = [world for world in (2, 4) if args.only in f"{world} ranks"]
+    rows = [row for world in worlds for row in bench(world, args.samples)]
+    finish("dispatch", rows, ["torch"], args.json)
+
+
+if __name__ == "__main__":
+    main()
