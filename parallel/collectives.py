@@ -54,8 +54,10 @@ class _Start(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None]:
-        ctx.exchange.grad_work.wait()
-        return ctx.exchange.grad_ND, None
+        exchange = ctx.exchange
+        exchange.grad_work.wait()
+        grad_ND, exchange.grad_work, exchange.grad_ND = exchange.grad_ND, None, None
+        return grad_ND, None
 
 
 class _Wait(torch.autograd.Function):
@@ -63,6 +65,9 @@ class _Wait(torch.autograd.Function):
     def forward(ctx: Any, out_RD: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange = exchange
         exchange.work.wait()
+        # It holds what it received, which holds the graph, which holds it: a circle that nothing
+        # collects, since it runs through C++.
+        exchange.work = None
         return out_RD.view_as(out_RD)
 
     @staticmethod

@@ -23,6 +23,8 @@ class ParallelConfig(BaseModel):
     cp: int = Field(default=1, ge=1)
     tp: int = Field(default=1, ge=1)
     ep: int = Field(default=1, ge=1)
+    max_nodes_per_token: int = Field(default=0, ge=0)
+    """Refuse machines on which a token may be sent to more nodes than this; 0 takes any."""
     reshard_after_forward: bool = True
     """Hold parameters and gradients whole only while they are used (ZeRO-3). Where false, they are
     held through a step (ZeRO-2), and gradients are reduced once a step, not once a micro-batch."""

@@ -233,3 +233,30 @@ def expert_splits(ndim: int) -> tuple[tuple[str, ...], ...]:
     return tuple(
         ("ep",) if dim == 0 else ("efsdp",) if dim == FSDP_EXPERT_DIM else () for dim in range(ndim)
     )
+
+
+def nodes_per_token(
+    num_experts: int, n_groups: int, topk_groups: int, top_k: int, ep: int, ranks_per_node: int
+) -> int:
+    """The most nodes that a token is sent to, experts being in equal blocks over ``ep`` ranks.
+
+    Node-limited routing (DeepSeek-V3, arXiv 2412.19437, section 2.1.2) is group-limited routing
+    with groups that lie within nodes. The groups belong to the model and the nodes to the machines:
+    here the two meet.
+
+    Args:
+        num_experts: E.
+        n_groups: equal blocks of experts.
+        topk_groups: groups that a token's experts come from.
+        top_k: experts of a token.
+        ep: ranks that share the experts; a multiple of ``ranks_per_node``, or a divisor.
+        ranks_per_node: consecutive ranks on one machine.
+    """
+    size, per_rank = num_experts // n_groups, num_experts // ep
+    nodes = [
+        {expert // per_rank // ranks_per_node for expert in range(g * size, (g + 1) * size)}
+        for g in range(n_groups)
+    ]
+    everywhere = len(set().union(*nodes))
+    widest = sorted((len(group) for group in nodes), reverse=True)[:topk_groups]
+    return min(sum(widest), everywhere, top_k)

@@ -41,7 +41,7 @@ def init_parameters(
             box = layouts[name].box(rank)
             local = local_shard(parameter)
             shape = tuple(parameter.shape)
-            if _is_bias(name):
+            if is_bias(name):
                 local.zero_()
             elif name in experts:
                 rest = tuple(slice(*extent) for extent in box[1:])
@@ -68,7 +68,8 @@ def first_matrix(
     return _normal(name if expert is None else f"{name}/{expert}", shape, std, seed)
 
 
-def _is_bias(name: str) -> bool:
+def is_bias(name: str) -> bool:
+    """Whether a parameter of that name is added to something; experts' biases have two dims."""
     return name.endswith(".bias") or name.rsplit(".", 1)[-1] in ("b_gate", "b_up", "b_down")
 
 

@@ -18,6 +18,7 @@ import ckpt
 from ckpt import CheckpointError, LocalArray, Manifest, SaveInfo
 from moe import choose_backend
 from parallel import ParallelDims, ShardLayout, Topology, apply_expert_parallel, apply_fsdp
+from parallel.layout import nodes_per_token
 from pretrain.balance import CapacityBalance
 from pretrain.corpus import CorpusManifest, open_corpus
 from pretrain.data import GlobalOrder, Loader, PackedSequences
@@ -103,6 +104,7 @@ def build_job(spec: JobSpec, runtime: Runtime) -> Job:
             PackedSequences(spec.data, corpus, "val", whole=True),
         )
     )
+    _check_nodes(spec, topology, runtime.ranks_per_node)
     dims = ParallelDims.build(topology, runtime.device.type, runtime.ranks_per_node)
     with torch.device("meta"):
         model = Decoder(spec.model, spec.moe)
@@ -133,6 +135,21 @@ def _apply_expert_parallel(model: Decoder, dims: ParallelDims) -> None:
         apply_expert_parallel(model, dims.ep_mesh, dims.ep_node_meshes)
     except ValueError as error:
         raise InputError(str(error)) from None
+
+
+def _check_nodes(spec: JobSpec, topology: Topology, ranks_per_node: int) -> None:
+    most, moe = spec.parallel.max_nodes_per_token, spec.moe
+    if not most or moe is None:
+        return
+    reached = nodes_per_token(
+        moe.num_experts, moe.n_groups, moe.topk_groups, moe.top_k, topology.ep, ranks_per_node
+    )
+    if reached > most:
+        raise InputError(
+            f"parallel.max_nodes_per_token ({most}) must be at least {reached}: moe.topk_groups "
+            f"({moe.topk_groups}) of moe.n_groups ({moe.n_groups}) reach so many nodes with "
+            f"parallel.ep ({topology.ep}) and {ranks_per_node} ranks on a node"
+        )
 
 
 def _capacity_balance(spec: JobSpec, topology: Topology) -> CapacityBalance | None:

@@ -10,6 +10,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
+from pretrain.init import is_bias
+
 
 class OptimizerConfig(BaseModel):
     """The ``[optimizer]`` section: AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
@@ -67,16 +69,20 @@ def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW over all parameters, with its moments made at once, as zeros.
 
     torch makes them in the first step; made here, a checkpoint has the same arrays at any step and
-    can be loaded before any.
+    can be loaded before any. Matrices decay; norms and biases, an expert's too, do not.
     """
     parameters = list(model.parameters())
+    decays = {
+        parameter: parameter.ndim >= 2 and not is_bias(name)
+        for name, parameter in model.named_parameters()
+    }
     optimizer = torch.optim.AdamW(
         [
             {
-                "params": [p for p in parameters if p.ndim >= 2],
+                "params": [p for p in parameters if decays[p]],
                 "weight_decay": config.weight_decay,
             },
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in parameters if not decays[p]], "weight_decay": 0.0},
         ],
         lr=config.lr,
         betas=(config.beta1, config.beta2),

@@ -62,10 +62,6 @@ class _Bins(NamedTuple):
     """[B] int64, assignments that each bin takes."""
 
 
-def _expert_bins(room: Sequence[int], device: torch.device) -> _Bins:
-    return _Bins(torch.arange(len(room), device=device), torch.tensor(room, device=device))
-
-
 def _rank_bins(room_B: Tensor, num_experts: int) -> _Bins:
     ranks = len(room_B)
     expert_E = torch.arange(num_experts, device=room_B.device)
@@ -160,9 +156,11 @@ class FixedCapacity:
 
     def place(self, expert_indices_TK: Tensor, choice_TE: Tensor, scores_TE: Tensor) -> Placement:
         """See :class:`CapacityPolicy`."""
-        room = self.most(len(expert_indices_TK))
-        assert room is not None
-        bins = _expert_bins(room, choice_TE.device)
+        c, E = self.config, choice_TE.shape[1]
+        room = expert_capacity(len(expert_indices_TK), c.top_k, E, c.capacity_factor)
+        # Filled there: a list that is copied to an accelerator would be waited for.
+        room_E = torch.full((E,), room, dtype=torch.int64, device=choice_TE.device)
+        bins = _Bins(torch.arange(E, device=choice_TE.device), room_E)
         if self.config.overflow == "reroute":
             return _place(expert_indices_TK, choice_TE, scores_TE, [bins])
         priority_TK = None
@@ -219,7 +217,11 @@ class StragglerAwareCapacity:
         """See :class:`CapacityPolicy`."""
         device, E = choice_TE.device, choice_TE.shape[1]
         experts, ranks = self.rooms(len(expert_indices_TK))
-        bins = [_expert_bins(experts, device), _rank_bins(torch.tensor(ranks, device=device), E)]
+        each = torch.arange(E, device=device)
+        bins = [
+            _Bins(each, torch.tensor(experts, device=device)),
+            _rank_bins(torch.tensor(ranks, device=device), E),
+        ]
         return _place(expert_indices_TK, choice_TE, scores_TE, bins)
 
 

@@ -44,8 +44,9 @@ def set_rank_environment(rank: int, world: int, port: int) -> None:
 
 
 def _rank_main(
-    fn: Callable[..., Any], rank: int, world: int, port: int, args: tuple, results: Any, group: bool
-) -> None:
+    fn: Callable[..., Any], rank: int, world: int, port: int, args: tuple, results: Any,
+    backend: str | None,
+) -> None:  # fmt: skip
     import torch
     import torch.distributed as dist
 
@@ -53,8 +54,8 @@ def _rank_main(
     warnings.simplefilter("error")
     set_rank_environment(rank, world, port)
     try:
-        if group:
-            dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        if backend is not None:
+            dist.init_process_group(backend, timeout=timedelta(seconds=60))
         # Plain bytes: torch's own way shares memory with a process that is about to end.
         results.put((rank, True, pickle.dumps(fn(rank, *args))))
         if dist.is_initialized():
@@ -65,14 +66,16 @@ def _rank_main(
 
 
 def start_ranks(
-    fn: Callable[..., Any], world: int, *args: Any, group: bool = True
+    fn: Callable[..., Any], world: int, *args: Any, group: bool = True, backend: str = "gloo"
 ) -> tuple[list[Any], Any]:
     """Start the ranks and return (processes, results queue), for tests that kill them."""
     results = _context.Queue()
     port = free_port()
     processes = [
         _context.Process(
-            target=_rank_main, args=(fn, r, world, port, args, results, group), daemon=True
+            target=_rank_main,
+            args=(fn, r, world, port, args, results, backend if group else None),
+            daemon=True,
         )
         for r in range(world)
     ]
@@ -82,9 +85,14 @@ def start_ranks(
 
 
 def run_ranks(
-    fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0, group: bool = True
+    fn: Callable[..., Any],
+    world: int,
+    *args: Any,
+    timeout: float = 120.0,
+    group: bool = True,
+    backend: str = "gloo",
 ) -> list[Any]:
-    processes, results = start_ranks(fn, world, *args, group=group)
+    processes, results = start_ranks(fn, world, *args, group=group, backend=backend)
     values: dict[int, Any] = {}
     errors: dict[int, str] = {}
     deadline = time.monotonic() + timeout

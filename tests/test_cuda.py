@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe import MoEConfig, MoELayer
-from moe.experts import choose_backend, experts_grouped_mm, experts_loop
+from moe import GroupedExperts, MoEConfig, MoELayer, choose_backend, megablocks_backend
+from parallel import ParallelDims, Topology, apply_expert_parallel
 from tests.dist import run_ranks
 from tests.jobs import events, write_corpus, write_spec
 from tests.test_pretrain_runs import on_rank
@@ -34,19 +34,69 @@ def test_the_layer_on_the_device_is_the_layer_on_the_host(tokens):
         torch.testing.assert_close(q.grad.cpu(), p.grad, rtol=1e-3, atol=1e-4)
 
 
-def test_grouped_products_agree_with_the_plain_ones_in_bfloat16():
-    assert choose_backend("auto", 64, 96, torch.bfloat16, "cuda") is experts_grouped_mm
-    rows = torch.tensor([5, 0, 40, 1], device="cuda")
-    x = torch.randn(46, 64, device="cuda", dtype=torch.bfloat16)
-    w = torch.rand(46, device="cuda", dtype=torch.bfloat16)
-    shapes = ((4, 64, 96), (4, 64, 96), (4, 96, 64))
-    weights = [torch.randn(s, device="cuda", dtype=torch.bfloat16) / 8 for s in shapes]
-    torch.testing.assert_close(
-        experts_grouped_mm(x, w, rows, *weights),
-        experts_loop(x, w, rows, *weights),
-        rtol=5e-2,
-        atol=5e-2,
-    )
+def experts_and_rows() -> tuple[GroupedExperts, tuple[torch.Tensor, ...]]:
+    torch.manual_seed(0)
+    experts = GroupedExperts(4, 64, 96, bias=True).to("cuda", torch.bfloat16)
+    counts = torch.tensor([5, 0, 40, 1], device="cuda")
+    source = torch.randint(30, (50,), device="cuda")  # the last four are padding
+    x = torch.randn(30, 64, device="cuda", dtype=torch.bfloat16)
+    return experts, (x, source, torch.rand(50, device="cuda", dtype=torch.bfloat16), counts)
+
+
+@pytest.mark.parametrize("backend", ["grouped_mm", "megablocks"])
+def test_fast_paths_agree_with_the_plain_one_in_bfloat16(backend):
+    if backend == "megablocks" and megablocks_backend.why_no_megablocks(torch.bfloat16, "cuda"):
+        pytest.skip("megablocks is not installed")
+    assert choose_backend("auto", 64, 96, torch.bfloat16, "cuda") == "grouped_mm"
+    experts, (x, source, weights, counts) = experts_and_rows()
+    results = []
+    for name in ("loop", backend):
+        experts.backend = name
+        experts.zero_grad()
+        inputs = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        y = experts(inputs[0], source, inputs[1], counts)
+        y.float().square().sum().backward()
+        results.append([y, *(t.grad for t in inputs), *(p.grad for p in experts.parameters())])
+    for a, b in zip(*results, strict=True):
+        assert (a - b).float().norm() < 3e-2 * b.float().norm()
+
+
+@pytest.mark.parametrize("policy", ["dropless", "fixed"])
+def test_the_layer_does_not_wait_for_the_device(policy):
+    torch.manual_seed(0)
+    layer = MoELayer(
+        MoEConfig(d_model=64, d_ff=96, num_experts=8, top_k=2, capacity_policy=policy,
+                  overflow="drop_by_position")
+    ).to("cuda", torch.bfloat16)  # fmt: skip
+    x = torch.randn(256, 64, device="cuda", dtype=torch.bfloat16)
+    layer(x).hidden.float().sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x).hidden.float().sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def on_two_devices(rank: int) -> None:
+    torch.cuda.set_device(rank)
+    for dispatcher in ("all_to_all", "all_gather"):
+        one_on_devices(dispatcher)
+
+
+def one_on_devices(dispatcher: str) -> None:
+    dims = ParallelDims.build(Topology(dp_shard=2, ep=2), "cuda")
+    torch.manual_seed(0)
+    config = MoEConfig(d_model=64, d_ff=96, num_experts=8, top_k=2, dispatcher=dispatcher)
+    plain, layer = MoELayer(config).cuda(), MoELayer(config).cuda()
+    layer.load_state_dict(plain.state_dict())
+    apply_expert_parallel(layer, dims.ep_mesh)
+    x = torch.randn(50, 64, device="cuda")
+    torch.testing.assert_close(layer(x).hidden, plain(x).hidden, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_dispatch_between_two_devices():
+    run_ranks(on_two_devices, 2, backend="nccl")
 
 
 def test_backward_is_the_same_twice():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel import ParallelConfig, ShardLayout, Topology, parse_topology
-from parallel.layout import cell_box, cells, intersect
+from parallel.layout import cell_box, cells, intersect, nodes_per_token
 
 topologies = st.builds(
     lambda pp, dr, ep, more, cp, tp: Topology(
@@ -113,3 +114,28 @@ def test_a_layout_is_read_from_text():
     ]:
         with pytest.raises(ValueError, match=message):
             parse_topology(text)
+
+
+@pytest.mark.parametrize(
+    ("n_groups", "topk_groups", "top_k", "ep", "per_node", "nodes"),
+    [
+        (8, 4, 8, 64, 8, 4),  # DeepSeek-V3's: a group is a node
+        (8, 4, 8, 32, 8, 4),  # two groups on a node, but the four may be on four nodes
+        (8, 2, 8, 16, 8, 2),
+        (4, 2, 8, 64, 8, 4),  # a group is on two nodes
+        (1, 1, 8, 64, 8, 8),
+        (1, 1, 2, 64, 8, 2),
+        (8, 4, 8, 8, 8, 1),
+        (8, 4, 8, 4, 8, 1),
+    ],
+)
+def test_how_many_nodes_a_token_is_sent_to(n_groups, topk_groups, top_k, ep, per_node, nodes):
+    found = nodes_per_token(256, n_groups, topk_groups, top_k, ep, per_node)
+    assert found == nodes
+    # By trying: the worst choice of groups, and of experts within them.
+    size, per_rank = 256 // n_groups, 256 // ep
+    worst = 0
+    for groups in itertools.combinations(range(n_groups), topk_groups):
+        experts = [e for g in groups for e in range(g * size, (g + 1) * size)]
+        worst = max(worst, min(len({e // per_rank // per_node for e in experts}), top_k))
+    assert worst == nodes

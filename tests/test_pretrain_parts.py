@@ -14,6 +14,7 @@ from pretrain.attention import rope_frequencies, rotate
 from pretrain.barrier import Action, Decision, Report, decide
 from pretrain.errors import InputError
 from pretrain.init import init_parameters
+from pretrain.job import _check_nodes
 from pretrain.metrics import Endpoint, Metrics
 from pretrain.model import Decoder
 from pretrain.optim import OptimizerConfig, ScheduleConfig, build_adamw
@@ -250,3 +251,32 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
 def test_the_heat_map_is_dark_where_the_load_is():
     text = heat_map([3], [[0, 10, 20, 10]])
     assert "layer   3 |  ==@@==| max/mean 2.00, unused 1" in text
+
+
+def test_machines_on_which_tokens_reach_too_many_nodes_are_refused(tmp_path):
+    moe = {"num_experts": 8, "top_k": 2, "n_groups": 4, "topk_groups": 1}
+    spec = make_spec(tmp_path, moe=moe, parallel={"ep": 4, "max_nodes_per_token": 1})
+    topology = spec.topology(4)
+    _check_nodes(spec, topology, ranks_per_node=2)
+    two = make_spec(tmp_path, moe={**moe, "topk_groups": 2},
+                    parallel={"ep": 4, "max_nodes_per_token": 1})  # fmt: skip
+    _check_nodes(two, topology, ranks_per_node=4)
+    with pytest.raises(InputError, match=r"max_nodes_per_token \(1\) must be at least 2"):
+        _check_nodes(two, topology, ranks_per_node=2)
+
+
+def test_biases_begin_at_zero_and_the_shared_gate_does_not(tmp_path):
+    spec = make_spec(tmp_path, moe={"ffn_bias": True, "num_shared_experts": 1,
+                                    "shared_expert_gate": True})  # fmt: skip
+    model = Decoder(spec.model, spec.moe)
+    layouts = parameter_layouts(model, Topology())
+    init_parameters(model, layouts, 0, 5, spec.model.num_layers)
+    moe = model.layers[1].moe
+    for bias in (moe.experts.b_gate, moe.experts.b_up, moe.experts.b_down,
+                 moe.shared_experts.w_up.bias):  # fmt: skip
+        assert bias.abs().sum() == 0
+    assert moe.shared_gate.weight.abs().sum() > 0
+    decayed, free = build_adamw(model, OptimizerConfig(lr=0.1, weight_decay=0.1)).param_groups
+    assert any(p is moe.experts.w_up for p in decayed["params"])
+    assert any(p is moe.experts.b_up for p in free["params"])
+    assert model.norm.weight.eq(1).all()
