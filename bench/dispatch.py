@@ -14,6 +14,7 @@ Legend: T tokens, D d_model, E experts, K top_k.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import socket
@@ -23,10 +24,10 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 # A script's own folder comes first on its path.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -77,15 +78,19 @@ def subjects_of(rank: int, world: int) -> dict[str, Callable[[], None]]:
     def run(dispatcher: Dispatcher) -> Callable[[], None]:
         def act() -> None:
             with torch.no_grad():
-                for arrived in dispatcher.dispatch(x_TD, routed):
-                    dispatcher.combine(arrived.rows.x_SD, arrived)()
+                parts = [
+                    dispatcher.combine(arrived.rows.x_SD, arrived)
+                    for arrived in dispatcher.dispatch(x_TD, routed)
+                ]
+                for part in parts:
+                    part()
 
         return act
 
     return subjects | {name: run(dispatcher) for name, dispatcher in dispatchers.items()}
 
 
-def on_rank(rank: int, world: int, port: int, samples: int, out: mp.SimpleQueue[object]) -> None:
+def on_rank(rank: int, world: int, port: int, samples: int, out: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank),
                       WORLD_SIZE=str(world))  # fmt: skip
     torch.set_num_threads(1)
@@ -112,18 +117,17 @@ def bench(world: int, samples: int) -> list[Row]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    out: mp.SimpleQueue[object] = mp.get_context("spawn").SimpleQueue()
-    context = mp.start_processes(
-        on_rank, (world, port, samples, out), world, join=False, start_method="spawn"
-    )
-    assert context is not None
-    while not context.join(timeout=0.1):
-        if not out.empty():
-            break
-    times = out.get()
-    assert isinstance(times, dict)
-    while not context.join():
-        pass
+    context = multiprocessing.get_context("spawn")
+    out = context.Queue()
+    ranks = [
+        context.Process(target=on_rank, args=(r, world, port, samples, out), daemon=True)
+        for r in range(world)
+    ]
+    for process in ranks:
+        process.start()
+    times: dict[str, list[float]] = out.get(timeout=600)
+    for process in ranks:
+        process.join(timeout=60)
     medians = {name: statistics.median(values) for name, values in times.items()}
     case = f"T={T} D={D} E={E} K={K} {world} ranks"
     return [

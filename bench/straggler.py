@@ -43,7 +43,7 @@ from parallel import ParallelDims, Topology, all_gather_rows, apply_expert_paral
 from router import Balance, StragglerAwareCapacity
 
 ROOT = Path(__file__).resolve().parent.parent
-SIZES = {"d_model": 256, "d_ff": 512, "num_experts": 16, "top_k": 4}
+SIZES: dict[str, Any] = {"d_model": 256, "d_ff": 512, "num_experts": 16, "top_k": 4}
 T = 2048
 POLICIES: dict[str, dict[str, Any]] = {
     "dropless": {},

@@ -46,8 +46,9 @@ class Dispatcher(Protocol):
     def dispatch(self, x_TD: Tensor, routed: RouterOutput) -> Iterator[Arrived]:
         """Bring every routed row to the ranks of its experts.
 
-        The first part is on its way when this returns; each that is taken from the iterator was
-        waited for, with the next on its way. Parts are of consecutive tokens.
+        Where parts travel by all-to-all, the first is on its way when this returns; each that is
+        taken from the iterator was waited for, with the next on its way. Parts are of consecutive
+        tokens.
         """
         ...
 

@@ -7,6 +7,7 @@ them, or a rank's block).
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from moe.config import Backend
 from moe.megablocks_backend import experts_megablocks, why_no_megablocks
 from moe.packed import experts_packed
 from moe.rows import RowMap, Rows, row_map, sum_rows, take_rows
+from moe.stopwatch import Stopwatch
 from moe.weights import ExpertWeights
 from parallel import local_shard
 from router import no_autocast
@@ -214,9 +216,17 @@ class GroupedExperts(nn.Module):
                 nn.init.zeros_(bias)
 
     def forward(
-        self, x_SD: Tensor, source_R: Tensor, weights_R: Tensor, rows_per_expert_E: Tensor
+        self,
+        x_SD: Tensor,
+        source_R: Tensor,
+        weights_R: Tensor,
+        rows_per_expert_E: Tensor,
+        stopwatch: Stopwatch | None = None,
     ) -> Tensor:
-        """The fields of :class:`moe.rows.Rows` -> [S, D], see :data:`ExpertsFn`. S may be 0."""
+        """The fields of :class:`moe.rows.Rows` -> [S, D], see :data:`ExpertsFn`. S may be 0.
+
+        ``stopwatch`` runs here, where FSDP has gathered the parameters already.
+        """
         parameters = (self.w_gate, self.w_up, self.w_down, self.b_gate, self.b_up, self.b_down)
         weights = ExpertWeights._make(None if p is None else local_shard(p) for p in parameters)
         # The layer's dtype is its weights', since under mixed precision FSDP has cast them, or
@@ -226,7 +236,7 @@ class GroupedExperts(nn.Module):
             dtype = torch.get_autocast_dtype(device)
         _, d_model, d_ff = weights.w_up.shape
         run = _PATHS[choose_backend(self.backend, d_model, d_ff, dtype, device)]
-        with no_autocast(device):
+        with no_autocast(device), nullcontext() if stopwatch is None else stopwatch:
             rows = Rows(x_SD.to(dtype), source_R, weights_R.to(dtype), rows_per_expert_E)
             weights = weights.map(lambda p: p.to(dtype))
             if not (self.recompute and torch.is_grad_enabled()):

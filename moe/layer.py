@@ -146,6 +146,8 @@ class MoELayer(nn.Module):
         """
         c = self.config
         self.router.capacity.use_expert_group(group)
+        if self.router.balance_group is None:
+            self.router.balance_group = group
         if c.dispatcher == "all_gather":
             self.dispatcher = AllGatherDispatcher(group)
         elif c.dispatcher == "fixed_split":
@@ -191,8 +193,7 @@ class MoELayer(nn.Module):
         stopwatch = Stopwatch(x.device)
         returning = []
         for arrived in arriving:
-            with stopwatch:
-                y_SD = self.experts(*arrived.rows)
+            y_SD = self.experts(*arrived.rows, stopwatch)
             stopwatch.rows += arrived.rows.rows_per_expert_E.sum()
             returning.append(self.dispatcher.combine(y_SD, arrived))
         parts = [part() for part in returning]
@@ -200,6 +201,8 @@ class MoELayer(nn.Module):
 
         if shared_TD is not None:
             y_TD = y_TD + shared_TD
+        if x.device.type != "cpu" or routed.num_not_finite:
+            y_TD = y_TD.masked_fill(routed.not_finite_T.unsqueeze(1), torch.nan)
         return MoEOutput(y_TD.to(x.dtype).view(x.shape), self._aux(routed, stopwatch))
 
     def _shared(self, x_TD: Tensor) -> Tensor | None:

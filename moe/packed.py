@@ -63,12 +63,12 @@ def _run(work: Callable[[int], None], workers: int) -> None:
     if workers == 1:
         work(0)
         return
-    threads = torch.get_num_threads()
+    threads, inference = torch.get_num_threads(), torch.is_inference_mode_enabled()
 
     def alone(worker: int) -> None:
         # Of this thread alone; but threads that are yet to start take the last one's number.
         torch.set_num_threads(max(threads // workers, 1))
-        with torch.no_grad():
+        with torch.inference_mode(inference), torch.no_grad():
             work(worker)
 
     try:

@@ -24,12 +24,14 @@ class _Exchange:
     ) -> None:
         self.input_splits, self.output_splits, self.group = input_splits, output_splits, group
         self.work: Any = None
+        self.sent: Tensor | None = None
         self.grad_work: Any = None
         self.grad_ND: Tensor | None = None
 
     def start(self, x_ND: Tensor) -> Tensor:
         rows = len(x_ND) if self.output_splits is None else sum(self.output_splits)
         out_RD = x_ND.new_empty(rows, *x_ND.shape[1:])
+        self.sent = x_ND  # until it has left
         self.work = dist.all_to_all_single(
             out_RD, x_ND, self.output_splits, self.input_splits, group=self.group, async_op=True
         )
@@ -67,7 +69,7 @@ class _Wait(torch.autograd.Function):
         exchange.work.wait()
         # It holds what it received, which holds the graph, which holds it: a circle that nothing
         # collects, since it runs through C++.
-        exchange.work = None
+        exchange.work = exchange.sent = None
         return out_RD.view_as(out_RD)
 
     @staticmethod
@@ -80,7 +82,7 @@ class _Wait(torch.autograd.Function):
 
 
 class Arriving:
-    """Rows that are on their way. Keep the tensor that was sent until they are here."""
+    """Rows that are on their way."""
 
     def __init__(self, out_RD: Tensor, exchange: _Exchange) -> None:
         self._out, self._exchange = out_RD, exchange

@@ -11,6 +11,7 @@ from parallel import Topology
 from pretrain.barrier import Report
 from pretrain.errors import InputError
 from router import Balance, CapacityPlan, RouterConfig, StragglerAwareCapacity, TopKRouter
+from router.plan import UNITS_PER_RANK
 
 Plans = list[list[int]]
 """For each expert group, in rank order, the units of each of its ranks."""
@@ -98,7 +99,10 @@ def read_plans(path: Path, like: Plans) -> dict[int, Plans]:
     """
     plans: dict[int, Plans] = {}
     try:
-        for line in path.read_text().splitlines():
+        lines = path.read_text().splitlines(keepends=True)
+        for line in lines:
+            if line is lines[-1] and not line.endswith("\n"):
+                break  # cut off by a kill in the middle of it
             event = json.loads(line)
             if event["event"] == "capacity_plan":
                 plans[event["step"]] = event["plans"]
@@ -117,5 +121,10 @@ def read_plans(path: Path, like: Plans) -> dict[int, Plans]:
             raise InputError(
                 f"train.replay_capacity_plans ({path}) must be of {len(like)} expert groups of "
                 f"{len(like[0])} ranks; after step {step} it has {[len(units) for units in one]}"
+            )
+        if any(min(units) < 1 or sum(units) != UNITS_PER_RANK * len(units) for units in one):
+            raise InputError(
+                f"train.replay_capacity_plans ({path}) must have positive units that sum to "
+                f"{UNITS_PER_RANK} a rank; after step {step} it has {one}"
             )
     return plans

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 
 import ckpt
 from ckpt import CheckpointError, LocalArray, Manifest, SaveInfo
@@ -47,7 +48,9 @@ _FIXED = ("model", "moe", "data.seq_len", "data.shard_tokens", "train.global_bat
           "train.seed")  # fmt: skip
 _FREE = (
     "moe.backend", "moe.input_jitter", "moe.bias_update_rate", "moe.load_balance_weight",
-    "moe.sequence_balance_weight", "moe.z_loss_weight",
+    "moe.sequence_balance_weight", "moe.z_loss_weight", "moe.load_balance_scope",
+    "moe.dispatcher", "moe.dispatch_chunks", "moe.max_tokens", "moe.recompute_experts",
+    "moe.capacity_smoothing", "moe.capacity_hysteresis",
 )  # fmt: skip
 
 
@@ -104,8 +107,11 @@ def build_job(spec: JobSpec, runtime: Runtime) -> Job:
             PackedSequences(spec.data, corpus, "val", whole=True),
         )
     )
-    _check_nodes(spec, topology, runtime.ranks_per_node)
-    dims = ParallelDims.build(topology, runtime.device.type, runtime.ranks_per_node)
+    per_node = runtime.ranks_per_node
+    if runtime.maximum(per_node) != -runtime.maximum(-per_node):
+        per_node = runtime.world  # nodes of different sizes are not told apart
+    runtime.together(lambda: _check_nodes(spec, topology, per_node))
+    dims = ParallelDims.build(topology, runtime.device.type, per_node)
     with torch.device("meta"):
         model = Decoder(spec.model, spec.moe)
     runtime.together(lambda: _apply_expert_parallel(model, dims))
@@ -141,8 +147,14 @@ def _check_nodes(spec: JobSpec, topology: Topology, ranks_per_node: int) -> None
     most, moe = spec.parallel.max_nodes_per_token, spec.moe
     if not most or moe is None:
         return
+    if topology.ep % ranks_per_node and ranks_per_node % topology.ep:
+        raise InputError(
+            f"parallel.ep ({topology.ep}) must be a multiple or a divisor of the ranks of a node "
+            f"({ranks_per_node}) with parallel.max_nodes_per_token ({most})"
+        )
+    takes = moe.num_experts if moe.selection == "expert_choice" else moe.top_k
     reached = nodes_per_token(
-        moe.num_experts, moe.n_groups, moe.topk_groups, moe.top_k, topology.ep, ranks_per_node
+        moe.num_experts, moe.n_groups, moe.topk_groups, takes, topology.ep, ranks_per_node
     )
     if reached > most:
         raise InputError(
@@ -215,7 +227,7 @@ def restore(job: Job) -> Progress:
     load = partial(_load, job, manifest)
     progress = runtime.together(lambda: _or_way_back(root, step, load))
     if runtime.is_first:
-        for field, before, now in _differences(manifest.spec, spec.as_dict()):
+        for field, before, now in _differences(_resolved(manifest.spec), spec.as_dict()):
             say(f"spec changed since step {step}: {field} was {before}, is {now}")
     return progress
 
@@ -329,7 +341,7 @@ def _check_resumable(job: Job, manifest: Manifest) -> None:
             f"checkpoint.path ({root}) must be the run's own: {where} holds weights alone; name it "
             f"in train.init_from"
         )
-    for field, before, now in _differences(manifest.spec, spec.as_dict()):
+    for field, before, now in _differences(_resolved(manifest.spec), spec.as_dict()):
         if field not in _FREE and any(field == f or field.startswith(f"{f}.") for f in _FIXED):
             raise InputError(
                 f"{field} ({now}) must be as in {where} ({before}); start over elsewhere, or put "
@@ -347,6 +359,14 @@ def _check_resumable(job: Job, manifest: Manifest) -> None:
             f"({Topology(**manifest.topology).describe()}), or "
             f'checkpoint.on_topology_change must be "reshard"'
         )
+
+
+def _resolved(saved: dict[str, Any]) -> dict[str, Any]:
+    """A spec that was saved, with today's defaults for fields that there were not then."""
+    try:
+        return JobSpec.model_validate(saved).as_dict()
+    except ValidationError:
+        return saved
 
 
 def _differences(before: Any, now: Any, path: str = "") -> list[tuple[str, Any, Any]]:

@@ -183,8 +183,8 @@ class Training:
         }
         if self.routing is not None:
             rows = sum_over_ranks(job, self.routing.tokens_per_expert_LE).tolist()
-            tokens = sum(rows[0]) / max(job.routers[0].config.top_k, 1)
-            entropies = (sum_over_ranks(job, self.routing.entropy_sum_L) / tokens).tolist()
+            entropy_sums = sum_over_ranks(job, self.routing.entropy_sum_L)
+            entropies = (entropy_sums / self.interval_tokens).tolist()
             biases = [r.expert_bias for r in job.routers if r.expert_bias is not None]
             bias = max((float(b.abs().max()) for b in biases), default=None)
             moved = sum_over_ranks(job, self.routing.moved_L2).tolist()

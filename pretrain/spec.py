@@ -147,6 +147,11 @@ class JobSpec(BaseModel):
                 f"data.seq_len ({t.micro_batch_size} x {self.data.seq_len} = {most})"
             )
         policy = None if self.moe is None else self.moe.capacity_policy
+        if policy == "straggler_aware" and p.ep == 1:
+            raise ValueError(
+                "parallel.ep (1) must be at least 2 with moe.capacity_policy (straggler_aware): "
+                "ranks that hold all experts have no work to pass on"
+            )
         if t.replay_capacity_plans and policy != "straggler_aware":
             raise ValueError(
                 f"train.replay_capacity_plans ({t.replay_capacity_plans}) must be empty unless "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -38,13 +39,20 @@ class CapacityPolicy(Protocol):
         """Rows that each expert takes at most of a call of up to ``num_tokens``; None: any."""
         ...
 
-    def place(self, expert_indices_TK: Tensor, choice_TE: Tensor, scores_TE: Tensor) -> Placement:
+    def place(
+        self,
+        expert_indices_TK: Tensor,
+        choice_TE: Tensor,
+        scores_TE: Tensor,
+        training: bool = True,
+    ) -> Placement:
         """Place every assignment or drop it.
 
         Args:
-            expert_indices_TK: [T, K] the chosen experts, no expert twice for a token.
+            expert_indices_TK: [T, K] the chosen experts, no expert twice for a token; E for none.
             choice_TE: [T, E] what they were chosen by; minus infinity for experts out of reach.
             scores_TE: [T, E] the scores that decide who gives way.
+            training: whether time is worth more than the choice.
         """
         ...
 
@@ -92,7 +100,13 @@ class Dropless:
         """See :class:`CapacityPolicy`."""
         return None
 
-    def place(self, expert_indices_TK: Tensor, choice_TE: Tensor, scores_TE: Tensor) -> Placement:
+    def place(
+        self,
+        expert_indices_TK: Tensor,
+        choice_TE: Tensor,
+        scores_TE: Tensor,
+        training: bool = True,
+    ) -> Placement:
         """See :class:`CapacityPolicy`. With the bound, every rank of the group must call."""
         if self.max_received_rows:
             E = choice_TE.shape[1]
@@ -104,7 +118,7 @@ class Dropless:
     def _room(self, expert_indices_TK: Tensor, num_experts: int) -> Tensor:
         """[ranks] int64: what this rank may send to each rank."""
         most = self.max_received_rows
-        counts_E = count_tokens_per_expert(expert_indices_TK, num_experts)
+        counts_E = count_tokens_per_expert(expert_indices_TK, num_experts + 1)[:num_experts]
         if self._group is None or self._group.size() == 1:
             return counts_E.sum().clamp(max=most).unsqueeze(0)
         sent = counts_E.view(self._group.size(), -1).sum(1)
@@ -154,7 +168,13 @@ class FixedCapacity:
         room = expert_capacity(num_tokens, c.top_k, c.num_experts, c.capacity_factor)
         return [room] * c.num_experts
 
-    def place(self, expert_indices_TK: Tensor, choice_TE: Tensor, scores_TE: Tensor) -> Placement:
+    def place(
+        self,
+        expert_indices_TK: Tensor,
+        choice_TE: Tensor,
+        scores_TE: Tensor,
+        training: bool = True,
+    ) -> Placement:
         """See :class:`CapacityPolicy`."""
         c, E = self.config, choice_TE.shape[1]
         room = expert_capacity(len(expert_indices_TK), c.top_k, E, c.capacity_factor)
@@ -165,7 +185,7 @@ class FixedCapacity:
             return _place(expert_indices_TK, choice_TE, scores_TE, [bins])
         priority_TK = None
         if self.config.overflow == "drop_by_score":
-            priority_TK = scores_TE.gather(1, expert_indices_TK)
+            priority_TK = scores_TE.gather(1, expert_indices_TK.clamp(max=E - 1))
         kept_TK = keep_within(expert_indices_TK, priority_TK, bins.room_B)
         none = torch.zeros((), dtype=torch.int64, device=choice_TE.device)
         return Placement(expert_indices_TK, ~kept_TK, none)
@@ -175,54 +195,57 @@ class StragglerAwareCapacity:
     """Each rank takes its share of a call's assignments by :class:`router.plan.CapacityPlan`.
 
     Of T tokens a rank takes its share of ceil(T·K · rank_capacity_factor), and each of its experts
-    an equal part of the rank's share of ceil(T·K · capacity_factor). What is over either goes to
-    its next-best expert with room, and is dropped only when none has. Until a plan is set, and
-    without an expert group, shares are equal.
+    an equal part of the rank's share of T·K · capacity_factor, rounded up. What is over either goes
+    to its next-best expert with room, and is dropped only when none has. Until a plan is set, and
+    without an expert group, shares are equal. In evaluation experts have room, ranks are not held
+    to theirs: there is no step to wait for.
     """
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
         self.plan = CapacityPlan.equal(1)
-        self.rank = 0
-        """In the expert group."""
 
     def use_expert_group(self, group: dist.ProcessGroup) -> None:
         """See :class:`CapacityPolicy`."""
-        self.plan, self.rank = CapacityPlan.equal(group.size()), group.rank()
-
-    def _experts_units(self) -> list[Fraction]:
-        per_rank = self.config.num_experts // len(self.plan.units)
-        return [Fraction(u, per_rank) for u in self.plan.units for _ in range(per_rank)]
-
-    def _total(self, num_tokens: int, factor: float) -> int:
-        return expert_capacity(num_tokens, self.config.top_k, 1, factor)
+        self.plan = CapacityPlan.equal(group.size())
 
     def most(self, num_tokens: int) -> list[int] | None:
         """See :class:`CapacityPolicy`."""
-        # Rounded up, since the remainders of a smaller call may fall to other experts.
-        total, units = self._total(num_tokens, self.config.capacity_factor), self._experts_units()
-        return [math.ceil(total * u / sum(units)) for u in units]
+        return list(self.rooms(num_tokens)[0])
 
-    def rooms(self, num_tokens: int) -> tuple[list[int], list[int]]:
-        """Rows that each expert, and each rank, takes of a call; sums depend on the call alone."""
-        c = self.config
-        experts = self._total(num_tokens, c.capacity_factor)
-        ranks = self._total(num_tokens, c.rank_capacity_factor)
-        return (
-            largest_remainder(experts, self._experts_units()),
-            largest_remainder(ranks, [Fraction(u) for u in self.plan.units]),
-        )
+    def rooms(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Rows that each expert, and each rank, takes of a call."""
+        return _rooms(self.config, self.plan.units, num_tokens)
 
-    def place(self, expert_indices_TK: Tensor, choice_TE: Tensor, scores_TE: Tensor) -> Placement:
+    def place(
+        self,
+        expert_indices_TK: Tensor,
+        choice_TE: Tensor,
+        scores_TE: Tensor,
+        training: bool = True,
+    ) -> Placement:
         """See :class:`CapacityPolicy`."""
         device, E = choice_TE.device, choice_TE.shape[1]
         experts, ranks = self.rooms(len(expert_indices_TK))
-        each = torch.arange(E, device=device)
-        bins = [
-            _Bins(each, torch.tensor(experts, device=device)),
-            _rank_bins(torch.tensor(ranks, device=device), E),
-        ]
+        bins = [_Bins(torch.arange(E, device=device), torch.tensor(experts, device=device))]
+        if training:
+            bins.append(_rank_bins(torch.tensor(ranks, device=device), E))
         return _place(expert_indices_TK, choice_TE, scores_TE, bins)
+
+
+@lru_cache(maxsize=64)
+def _rooms(
+    config: RouterConfig, units: tuple[int, ...], num_tokens: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def total(factor: float) -> int:
+        return expert_capacity(num_tokens, config.top_k, 1, factor)
+
+    per_rank = config.num_experts // len(units)
+    all_units = sum(units) * per_rank
+    # Rounded up, so that an expert has room for one token however few there are.
+    per_expert = [-(-total(config.capacity_factor) * u // all_units) for u in units]
+    ranks = largest_remainder(total(config.rank_capacity_factor), tuple(Fraction(u) for u in units))
+    return tuple(n for n in per_expert for _ in range(per_rank)), tuple(ranks)
 
 
 def keep_within(bins: Tensor, priority: Tensor | None, room_B: Tensor) -> Tensor:
@@ -267,7 +290,8 @@ def _fit(
 
 def _room_left(indices_TK: Tensor, kept_TK: Tensor, level: _Bins) -> Tensor:
     B = len(level.room_B)
-    bins_TK = level.of_expert_E[indices_TK].masked_fill(~kept_TK, B)
+    nearest_TK = indices_TK.clamp(max=len(level.of_expert_E) - 1)  # E is none, and not kept
+    bins_TK = level.of_expert_E[nearest_TK].masked_fill(~kept_TK, B)
     return level.room_B - count_tokens_per_expert(bins_TK, B + 1)[:B]
 
 
@@ -278,7 +302,7 @@ def _place(
     E = choice_TE.shape[1]
     indices_TK = chosen_TK
     kept_TK = _fit(chosen_TK, scores_TE, levels, [level.room_B for level in levels])
-    waiting_TK = ~kept_TK
+    waiting_TK = ~kept_TK & (chosen_TK < E)
     rerouted = torch.zeros((), dtype=torch.int64, device=choice_TE.device)
     while bool(waiting_TK.any()):
         room = [_room_left(indices_TK, kept_TK, level) for level in levels]
@@ -287,8 +311,8 @@ def _place(
             full_E = full_E | (room_B <= 0)[level.of_expert_E]
         # An expert is out of reach for a token that has it already. A rejected choice need not be
         # remembered: who was turned away was turned away by a full expert, or a full rank.
-        taken_TE = torch.zeros_like(choice_TE, dtype=torch.bool)
-        taken_TE.scatter_(1, indices_TK, kept_TK)
+        taken_TE = torch.zeros(len(choice_TE), E + 1, dtype=torch.bool, device=choice_TE.device)
+        taken_TE = taken_TE.scatter_(1, indices_TK, kept_TK)[:, :E]
         best_T = choice_TE.masked_fill(taken_TE | full_E, -torch.inf).max(-1)
         # One assignment of a token asks at a time, or two of them might take the same expert.
         asks_TK = waiting_TK & (waiting_TK.cumsum(1) == 1)

@@ -53,7 +53,7 @@ class RouterConfig(BaseModel):
     """``dropless``: the most assignments that a rank computes in a call; 0 is no bound."""
     rank_capacity_factor: float = Field(default=1.0, ge=1)
     """``straggler_aware``: what all ranks take together, as a multiple of T·K."""
-    capacity_floor: float = Field(default=0.25, gt=0, le=1)
+    capacity_floor: float = Field(default=0.25, ge=0.01, le=1)
     """``straggler_aware``: the least share of a rank, 1 being the mean."""
     capacity_ceiling: float = Field(default=2.0, ge=1)
     """``straggler_aware``: the greatest share of a rank."""
@@ -115,6 +115,17 @@ class RouterConfig(BaseModel):
             raise ValueError(
                 f"moe.max_received_rows ({self.max_received_rows}) must be 0 with "
                 f"moe.capacity_policy ({policy}), which has bounds of its own"
+            )
+        if self.max_received_rows and self.overflow != "reroute":
+            raise ValueError(
+                f"moe.overflow ({self.overflow}) must be reroute with moe.max_received_rows "
+                f"({self.max_received_rows})"
+            )
+        if policy == "straggler_aware" and self.capacity_factor < self.rank_capacity_factor:
+            raise ValueError(
+                f"moe.capacity_factor ({self.capacity_factor}) must be at least "
+                f"moe.rank_capacity_factor ({self.rank_capacity_factor}): experts would be full "
+                f"before their ranks"
             )
         if policy == "straggler_aware" and self.overflow != "reroute":
             raise ValueError(

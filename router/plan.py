@@ -7,6 +7,7 @@ rank comes to the same plan. Nothing here measures, waits or communicates.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -64,7 +65,8 @@ def bounded_shares(speeds: Sequence[float], floor: float, ceiling: float) -> lis
     def total(x: Fraction) -> Fraction:
         return sum((min(max(s * x, low), high) for s in exact), Fraction(0))
 
-    below = max((x for x in corners if total(x) <= ranks), default=Fraction(0))
+    place = bisect_right(corners, Fraction(ranks), key=total)
+    below = corners[place - 1] if place else Fraction(0)
     free = sum((s for s in exact if low <= s * below < high), Fraction(0))
     x = below + (ranks - total(below)) / free if free else below
     return [min(max(s * x, low), high) for s in exact]

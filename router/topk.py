@@ -46,13 +46,15 @@ class RouterOutput(NamedTuple):
     """Scalar int64: assignments that took another expert than the chosen one, for want of room."""
     tokens_per_expert_E: Tensor
     """[E] int64, assignments as they were chosen, before capacity; sums to T·K, or under expert
-    choice to E · ceil(T·K / E)."""
+    choice to E · min(ceil(T·K / E), T)."""
     batch_counts_E: Tensor
     """[E] int64, the assignments that the load-balancing loss counted: these tokens', or those of
     all ranks and of the step so far. The next call of the step takes them."""
+    not_finite_T: Tensor
+    """[T] bool: tokens with a NaN or an infinity among their logits. Their weights are NaN, and so
+    is the layer's output for them: they are not routed as if nothing were wrong."""
     num_not_finite: Tensor
-    """Scalar int64: tokens with a NaN or an infinity among their logits. Their weights are NaN, so
-    that their outputs are too: they are not routed as if nothing were wrong."""
+    """Scalar int64: how many."""
     load_balance_loss: Tensor
     """Scalar float32, not yet weighted; so are the next two."""
     sequence_balance_loss: Tensor
@@ -133,8 +135,9 @@ class TopKRouter(nn.Module):
         Args:
             x_TD: the tokens, sequence after sequence.
             seq_len: tokens of each sequence, for the sequence-wise loss; None takes all as one.
-            expert_indices_TK: [T, K] int64, recorded choices to take instead of choosing. Weights,
-                losses and gradients are as if these had been chosen.
+            expert_indices_TK: [T, K] int64, recorded choices to take instead of choosing; E, as in
+                this router's own output, where there is none. Weights, losses and gradients are as
+                if these had been chosen.
             counts_before_E: ``batch_counts_E`` of the step's call before this one, for the loss
                 over a global batch; None in the first.
         """
@@ -161,16 +164,19 @@ class TopKRouter(nn.Module):
         bad_T = ~logits_TE.detach().isfinite().all(-1)
         scores_TE, probs_TE = score(logits_TE, config.score_func)
         E = config.num_experts
-        choice_TE = self._choice(logits_TE.detach(), scores_TE.detach())
-        choice_TE = choice_TE.masked_fill(bad_T.unsqueeze(1), 0)
+        sound_TE = logits_TE.detach().masked_fill(bad_T.unsqueeze(1), 0)
+        choice_TE = self._choice(sound_TE, score(sound_TE, config.score_func)[0])
         chosen_TK = recorded_TK
         if chosen_TK is None:
             chosen_TK = self._select(choice_TE)
         counts_E = count_tokens_per_expert(chosen_TK, E + 1)[:E]
-        placed = self.capacity.place(chosen_TK, choice_TE, scores_TE.detach())
+        # Tokens that go nowhere of use give way to all others.
+        priority_TE = scores_TE.detach().masked_fill(bad_T.unsqueeze(1), -1)
+        placed = self.capacity.place(chosen_TK, choice_TE, priority_TE, self.training)
         indices_TK, rows_E, dropped_TK = placed.expert_indices_TK, counts_E, placed.dropped_TK
-        if config.selection == "expert_choice":
-            dropped_TK = indices_TK == E
+        if config.selection == "expert_choice" or recorded_TK is not None:
+            nowhere_TK = indices_TK == E
+            dropped_TK = nowhere_TK if dropped_TK is None else dropped_TK | nowhere_TK
         weights_TK = self._weights(logits_TE, scores_TE, indices_TK)
         weights_TK = weights_TK.masked_fill(bad_T.unsqueeze(1), torch.nan)
         if dropped_TK is not None:
@@ -192,6 +198,7 @@ class TopKRouter(nn.Module):
             num_rerouted=placed.num_rerouted,
             tokens_per_expert_E=counts_E,
             batch_counts_E=batch_counts_E,
+            not_finite_T=bad_T,
             num_not_finite=bad_T.sum(),
             load_balance_loss=load_balance_loss(probs_TE, batch_counts_E).to(dtype),
             sequence_balance_loss=sequence_loss.to(dtype),
@@ -204,7 +211,7 @@ class TopKRouter(nn.Module):
         if self.config.load_balance_scope == "micro_batch":
             return counts_E
         batch_counts_E = counts_E.clone()
-        if self.balance_group is not None:
+        if self.balance_group is not None and self.config.load_balance_weight:
             dist.all_reduce(batch_counts_E, group=self.balance_group)
         return batch_counts_E if counts_before_E is None else batch_counts_E + counts_before_E
 
@@ -240,9 +247,10 @@ class TopKRouter(nn.Module):
             if config.renormalize:
                 weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp_min(_TINY)
         elif config.softmax_after_topk:
-            weights_TK = logits_TE.gather(1, indices_TK).softmax(-1)
+            weights_TK = logits_TE.gather(1, indices_TK.clamp(max=config.num_experts - 1))
+            weights_TK = weights_TK.softmax(-1)
         else:
-            weights_TK = scores_TE.gather(1, indices_TK)
+            weights_TK = scores_TE.gather(1, indices_TK.clamp(max=config.num_experts - 1))
             if config.renormalize:
                 weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp_min(_TINY)
         return weights_TK * config.route_scale

@@ -221,6 +221,18 @@ def test_threads_share_the_rows_without_changing_the_sums(monkeypatch, threads, 
         assert torch.equal(two, again)
 
 
+def test_threads_work_in_inference_mode(monkeypatch):
+    monkeypatch.setattr(packed, "_WORTH_A_WORKER", 0)
+    layer, x, before = make_layer(), torch.randn(40, D), torch.get_num_threads()
+    expected = layer(x).hidden
+    try:
+        torch.set_num_threads(2)
+        with torch.inference_mode():
+            close(layer(x).hidden, expected)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_failure_in_a_thread_is_the_callers(monkeypatch):
     def work(worker: int) -> None:
         if worker == 1:

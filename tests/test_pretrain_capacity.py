@@ -109,8 +109,10 @@ def test_a_replay_of_what_is_no_log_is_refused(tmp_path, text):
         ("{}", "must be the log.jsonl of a run"),
         (json.dumps({"event": "capacity_plan", "step": 1, "plans": [[1], [2]]}),
          "must be of 1 expert groups of 2 ranks; after step 1 it has [1, 1]"),
+        (json.dumps({"event": "capacity_plan", "step": 1, "plans": [[2048, 0]]}),
+         "must have positive units that sum to 1024 a rank; after step 1 it has [[2048, 0]]"),
     ):  # fmt: skip
-        other.write_text(content)
+        other.write_text(content + "\n")
         code, _, err = launch(tmp_path / "run", text, f"train.replay_capacity_plans={other}")
         assert code == 2
         assert message in err

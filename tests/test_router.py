@@ -351,12 +351,14 @@ def test_logits_that_are_not_finite_are_counted_and_never_routed_in_silence(
     out = layer(x)
     assert out.aux.num_not_finite == 1
     routed = layer.router(x)
+    assert routed.not_finite_T.tolist() == [False, False, True, False, False, False]
     used = routed.expert_indices_TK[2] < E
     assert routed.expert_weights_TK[2][used].isnan().all()
     others = torch.ones(6, dtype=torch.bool)
     others[2] = False
     assert routed.expert_weights_TK[others].isfinite().all()
-    assert selection == "expert_choice" or out.hidden[2].isnan().all()
+    assert out.hidden[2].isnan().all()
+    assert out.hidden[others].isfinite().all()
     assert layer(torch.randn(6, D)).aux.num_not_finite == 0
 
 
@@ -371,3 +373,48 @@ def test_one_infinite_logit_is_enough():
     assert out.num_not_finite == 1
     assert out.expert_weights_TK[1].isnan().all()
     assert out.expert_weights_TK[0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"selection": "sinkhorn"}, {"capacity_policy": "fixed", "capacity_factor": 0.5}],
+    ids=str,
+)
+def test_a_token_that_is_not_finite_moves_no_other(fields):
+    torch.manual_seed(0)
+    layer = MoELayer(MoEConfig(d_model=D, d_ff=16, num_experts=E, top_k=3, **fields))
+    with torch.no_grad():
+        layer.router.weight.mul_(30)
+    x = torch.randn(8, D)
+    x[5] = 0  # what a bad token's logits count as in the choice
+    sound = layer.router(x)
+    x[5, 0] = math.nan
+    routed = layer.router(x)
+    others = torch.arange(8) != 5
+    if "capacity_policy" not in fields:
+        assert torch.equal(routed.expert_indices_TK[others], sound.expert_indices_TK[others])
+    else:
+        kept = (routed.expert_indices_TK[others] < E).sum()
+        assert kept >= (sound.expert_indices_TK[others] < E).sum(), "it takes nobody's room"
+    hidden = layer(x).hidden
+    assert hidden[5].isnan().all()
+    assert hidden[others].isfinite().all()
+
+
+def test_what_was_dropped_is_dropped_again_in_a_replay():
+    fixed = {"capacity_policy": "fixed", "capacity_factor": 0.5}
+    for fields in ({**fixed, "overflow": "drop_by_score"}, fixed, {"softmax_after_topk": True}):
+        router = make_router(**fields)
+        x = torch.randn(T, D)
+        first = router(x)
+        recorded = first.expert_indices_TK
+        if "capacity_policy" not in fields:
+            recorded = recorded.clone()
+            recorded[3, 1] = E
+        again = router(x, expert_indices_TK=recorded)
+        assert torch.equal(again.expert_indices_TK, recorded)
+        dropped = recorded == E
+        assert dropped.any()
+        assert torch.equal(again.dropped_TK, dropped)
+        assert (again.expert_weights_TK[dropped] == 0).all()
+        assert int(again.rows_per_expert_E.sum()) == int((~dropped).sum())

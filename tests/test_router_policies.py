@@ -115,8 +115,9 @@ class TestStragglerAware(PolicyContract):
         policy.plan = CapacityPlan((units, 2 * UNITS_PER_RANK - units))
         experts, ranks = policy.rooms(T)
         assert sum(ranks) == T * K
-        assert sum(experts) == math.ceil(Fraction(T * K * 3, 2))
-        assert all(n <= m for n, m in zip(experts, policy.most(T), strict=True))
+        for expert, room in enumerate(experts):
+            share = units if expert < 3 else 2 * UNITS_PER_RANK - units
+            assert room == math.ceil(Fraction(T * K * 3, 2) * share / (6 * UNITS_PER_RANK))
         levels = [(list(range(E)), list(experts)), ([0, 0, 0, 1, 1, 1], list(ranks))]
         expected = literal_place(
             chosen.tolist(), choice.tolist(), scores.tolist(), levels, "reroute"
@@ -126,6 +127,16 @@ class TestStragglerAware(PolicyContract):
         assert actual == [[-1 if e is None else e for e in row] for row in expected]
         for rank, room in enumerate(ranks):
             assert sum(e // 3 == rank for row in actual for e in row if e >= 0) <= room
+
+    def test_one_token_in_evaluation_gets_the_experts_that_it_chose(self):
+        policy = self.policy()
+        policy.plan = CapacityPlan((1792, 256))
+        scores = torch.tensor([[0.0, 0.1, 0.0, 0.2, 0.6, 0.5]])
+        chosen = scores.topk(K, dim=1).indices
+        placed = policy.place(chosen, scores, scores, training=False)
+        assert torch.equal(placed.expert_indices_TK, chosen)
+        assert not placed.dropped_TK.any()
+        assert policy.place(chosen, scores, scores).num_rerouted > 0, "ranks are held to theirs"
 
 
 @settings(deadline=None)
@@ -209,6 +220,10 @@ def test_until_a_rank_is_measured_it_counts_as_the_mean():
         ({"capacity_policy": "fixed", "capacity_factor": 0.0}, "capacity_factor"),
         ({"capacity_policy": "fixed", "max_received_rows": 5}, r"max_received_rows \(5\) must be"),
         ({"capacity_policy": "straggler_aware", "overflow": "drop_by_score"}, r"must be reroute"),
+        ({"max_received_rows": 5, "overflow": "drop_by_score"}, r"must be reroute with moe"),
+        ({"capacity_policy": "straggler_aware", "rank_capacity_factor": 1.5},
+         r"capacity_factor \(1.25\) must be at least moe.rank_capacity_factor \(1.5\)"),
+        ({"capacity_policy": "straggler_aware", "capacity_floor": 0.0001}, "capacity_floor"),
         ({"selection": "expert_choice", "capacity_policy": "fixed"}, r"\(fixed\) must be dropless"),
         ({"selection": "expert_choice", "max_received_rows": 3}, r"max_received_rows \(3\) 0"),
         ({"selection": "expert_choice", "softmax_after_topk": True}, "must be false"),
