@@ -13,6 +13,7 @@ import torch
 
 import ckpt
 from moe import Stopwatch
+from pretrain import step as step_module
 from pretrain.corpus import prepare_corpus
 from pretrain.loop import Training
 from tests.dist import run_ranks
@@ -139,3 +140,27 @@ def test_a_router_that_goes_wrong_is_refused_with_layer_and_step(tmp_path, text)
     skips = events(tmp_path / "run", "skip")
     assert [s["bad_router"] for s in skips] == [[2, 0]] * 3
     assert len(losses(tmp_path / "run")) == 2
+
+
+def counted_on_rank(rank: int, arguments: list[str]) -> list[list[int]]:
+    """What the load-balancing losses of a run's forwards counted, by MoE layer."""
+    counted = []
+    routing_of = step_module.routing_of
+
+    def counting(reports, tokens):
+        counted.append([int(aux.batch_counts_E.sum()) for aux in reports])
+        return routing_of(reports, tokens)
+
+    step_module.routing_of = counting
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert main(arguments) == 0
+    return counted
+
+
+def test_a_global_batch_is_counted_over_ranks_and_micro_batches(tmp_path, text):
+    data = {"source": str(text / "text"), "path": str(text / "corpus")}
+    moe = {"num_experts": 4, "top_k": 2, "d_ff": 24, "load_balance_scope": "global_batch"}
+    spec = write_spec(tmp_path, moe=moe, data=data)
+    results = run_ranks(counted_on_rank, 2, [str(spec), "--set", "train.steps=2"], group=False)
+    # 2 ranks x 2 sequences x 32 tokens x 2 experts, then as many again, in each of two steps.
+    assert results == [[[256, 256], [512, 512]] * 2] * 2
