@@ -22,9 +22,9 @@ from parallel import (
     Arriving,
     all_gather_rows,
     exchange_counts,
-    gather_rows,
-    scatter_sums,
     start_all_to_all,
+    start_gather_rows,
+    start_scatter_sums,
 )
 from router import RouterOutput, count_tokens_per_expert
 
@@ -46,9 +46,8 @@ class Dispatcher(Protocol):
     def dispatch(self, x_TD: Tensor, routed: RouterOutput) -> Iterator[Arrived]:
         """Bring every routed row to the ranks of its experts.
 
-        Where parts travel by all-to-all, the first is on its way when this returns; each that is
-        taken from the iterator was waited for, with the next on its way. Parts are of consecutive
-        tokens.
+        The first part is on its way when this returns; each that is taken from the iterator was
+        waited for, with the next on its way. Parts are of consecutive tokens.
         """
         ...
 
@@ -350,17 +349,24 @@ class AllGatherDispatcher:
         sizes = all_gather_rows(torch.tensor([T], device=x_TD.device), self.group)
         padding = int(sizes.max()) - T
 
-        def everywhere(part: Tensor, fill: int = 0) -> Tensor:
+        def everywhere(part: Tensor, fill: int = 0) -> Arriving:
             if padding:
                 part = torch.cat([part, part.new_full((padding, part.shape[1]), fill)])
-            return gather_rows(part, self.group)
+            return start_gather_rows(part, self.group)
 
-        x_SD = everywhere(x_TD)
-        indices_SK = everywhere(routed.expert_indices_TK, len(experts))
-        weights_SK = everywhere(routed.expert_weights_TK)
+        parts = [
+            everywhere(x_TD),
+            everywhere(routed.expert_indices_TK, len(experts)),
+            everywhere(routed.expert_weights_TK),
+        ]
+        return self._arrival(parts, experts, T)
+
+    def _arrival(self, parts: list[Arriving], experts: range, num_tokens: int) -> Iterator[Arrived]:
         mine = _block_of(experts, self.group.size(), self.group.rank())
-        yield Arrived(rows_of(x_SD, indices_SK, weights_SK, mine), T)
+        x_SD, indices_SK, weights_SK = (part.wait() for part in parts)
+        yield Arrived(rows_of(x_SD, indices_SK, weights_SK, mine), num_tokens)
 
     def combine(self, y_SD: Tensor, arrived: Arrived) -> Callable[[], Tensor]:
         """See :class:`Dispatcher`."""
-        return lambda: scatter_sums(y_SD, self.group)[: arrived.ticket]
+        back = start_scatter_sums(y_SD, self.group)
+        return lambda: back.wait()[: arrived.ticket]

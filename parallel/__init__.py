@@ -15,9 +15,9 @@ from parallel.collectives import (
     all_gather_rows,
     all_to_all,
     exchange_counts,
-    gather_rows,
-    scatter_sums,
     start_all_to_all,
+    start_gather_rows,
+    start_scatter_sums,
 )
 from parallel.config import ParallelConfig
 from parallel.layout import ShardLayout, Topology, parse_topology
@@ -38,10 +38,10 @@ __all__ = [
     "expert_modules",
     "expert_parameter_names",
     "free_gathered",
-    "gather_rows",
     "local_shard",
     "parse_topology",
-    "scatter_sums",
     "set_gradient_sync",
     "start_all_to_all",
+    "start_gather_rows",
+    "start_scatter_sums",
 ]

@@ -5,6 +5,7 @@ Legend: R rows received, N rows sent, D d_model, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,39 +13,57 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+_Send = Callable[[Tensor], tuple[Tensor, Any]]
+"""Start a collective: the rows that leave -> those that will have come, and the work under way."""
+
 
 class _Exchange:
-    """One all-to-all under way, and later the one that takes its gradient back."""
+    """One collective under way, and later the one that takes its gradient back."""
 
-    def __init__(
-        self,
-        input_splits: list[int] | None,
-        output_splits: list[int] | None,
-        group: dist.ProcessGroup,
-    ) -> None:
-        self.input_splits, self.output_splits, self.group = input_splits, output_splits, group
+    def __init__(self, there: _Send, back: _Send) -> None:
+        self.there, self.back = there, back
         self.work: Any = None
         self.sent: Tensor | None = None
         self.grad_work: Any = None
         self.grad_ND: Tensor | None = None
 
     def start(self, x_ND: Tensor) -> Tensor:
-        rows = len(x_ND) if self.output_splits is None else sum(self.output_splits)
-        out_RD = x_ND.new_empty(rows, *x_ND.shape[1:])
         self.sent = x_ND  # until it has left
-        self.work = dist.all_to_all_single(
-            out_RD, x_ND, self.output_splits, self.input_splits, group=self.group, async_op=True
-        )
+        out_RD, self.work = self.there(x_ND)
         return out_RD
 
     def start_back(self, grad_RD: Tensor) -> None:
-        # The transpose of "send these rows there" is "send their gradients back".
-        rows = len(grad_RD) if self.input_splits is None else sum(self.input_splits)
-        self.grad_ND = grad_RD.new_empty(rows, *grad_RD.shape[1:])
-        self.grad_work = dist.all_to_all_single(
-            self.grad_ND, grad_RD, self.input_splits, self.output_splits,
-            group=self.group, async_op=True,
-        )  # fmt: skip
+        self.grad_ND, self.grad_work = self.back(grad_RD)
+
+
+def _all_to_all(
+    input_splits: list[int] | None, output_splits: list[int] | None, group: dist.ProcessGroup
+) -> _Send:
+    def send(x_ND: Tensor) -> tuple[Tensor, Any]:
+        rows = len(x_ND) if output_splits is None else sum(output_splits)
+        out_RD = x_ND.new_empty(rows, *x_ND.shape[1:])
+        work = dist.all_to_all_single(
+            out_RD, x_ND, output_splits, input_splits, group=group, async_op=True
+        )
+        return out_RD, work
+
+    return send
+
+
+def _gather(group: dist.ProcessGroup) -> _Send:
+    def send(x_ND: Tensor) -> tuple[Tensor, Any]:
+        out = x_ND.new_empty(group.size() * len(x_ND), *x_ND.shape[1:])
+        return out, _all_gather(out, x_ND, group=group, async_op=True)
+
+    return send
+
+
+def _sum_blocks(group: dist.ProcessGroup) -> _Send:
+    def send(x_RD: Tensor) -> tuple[Tensor, Any]:
+        out = x_RD.new_empty(len(x_RD) // group.size(), *x_RD.shape[1:])
+        return out, _reduce_scatter(out, x_RD, group=group, async_op=True)
+
+    return send
 
 
 class _Start(torch.autograd.Function):
@@ -93,6 +112,11 @@ class Arriving:
         return out
 
 
+def _start(x_ND: Tensor, there: _Send, back: _Send) -> Arriving:
+    exchange = _Exchange(there, back)
+    return Arriving(_Start.apply(x_ND, exchange), exchange)
+
+
 def start_all_to_all(
     x_ND: Tensor,
     input_splits: list[int] | None,
@@ -100,8 +124,12 @@ def start_all_to_all(
     group: dist.ProcessGroup,
 ) -> Arriving:
     """:func:`all_to_all` without waiting; its gradient overlaps what the forward overlapped."""
-    exchange = _Exchange(input_splits, output_splits, group)
-    return Arriving(_Start.apply(x_ND, exchange), exchange)
+    # The transpose of "send these rows there" is "send their gradients back".
+    return _start(
+        x_ND,
+        _all_to_all(input_splits, output_splits, group),
+        _all_to_all(output_splits, input_splits, group),
+    )
 
 
 def all_to_all(
@@ -125,54 +153,17 @@ def all_to_all(
     return start_all_to_all(x_ND, input_splits, output_splits, group).wait()
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        out = x_ND.new_empty(group.size() * len(x_ND), *x_ND.shape[1:])
-        _all_gather(out, x_ND.contiguous(), group=group)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        return _reduce_scatter_rows(grads[0], ctx.group), None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _reduce_scatter_rows(x_RD, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        (grad,) = grads
-        out = grad.new_empty(ctx.group.size() * len(grad), *grad.shape[1:])
-        _all_gather(out, grad.contiguous(), group=ctx.group)
-        return out, None
-
-
-def _reduce_scatter_rows(x_RD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    out = x_RD.new_empty(len(x_RD) // group.size(), *x_RD.shape[1:])
-    _reduce_scatter(out, x_RD.contiguous(), group=group)
-    return out
-
-
-def gather_rows(x_ND: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[N, ...], N alike on all ranks -> [ranks · N, ...] on every one, in rank order.
+def start_gather_rows(x_ND: Tensor, group: dist.ProcessGroup) -> Arriving:
+    """[N, ...], N alike on all ranks -> [ranks · N, ...] on every one, in rank order, later.
 
     The gradient of a row is the sum of all ranks' gradients of it.
     """
-    out: Tensor = _AllGather.apply(x_ND, group)
-    return out
+    return _start(x_ND, _gather(group), _sum_blocks(group))
 
 
-def scatter_sums(x_RD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[ranks · N, ...] -> [N, ...]: the r-th block, summed over ranks, on rank r."""
-    out: Tensor = _ReduceScatter.apply(x_RD, group)
-    return out
+def start_scatter_sums(x_RD: Tensor, group: dist.ProcessGroup) -> Arriving:
+    """[ranks · N, ...] -> [N, ...]: the r-th block, summed over ranks, on rank r, later."""
+    return _start(x_RD, _sum_blocks(group), _gather(group))
 
 
 def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
