@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from moe import MoEConfig, MoELayer
-from parallel import ParallelDims, Topology, apply_expert_parallel
+from parallel import ParallelDims, Topology, apply_expert_parallel, collectives
 from tests.dist import run_ranks
 
 D, F, E, K = 16, 24, 8, 3
@@ -182,6 +182,43 @@ def test_a_row_crosses_once_however_many_of_its_experts_are_there():
     assert [s["hierarchical"] for s in sizes] == [(80, 160), (80, 80), (0, 0), (0, 0)]
     # ceil(20·3/8·0.5) = 4 of each expert, 2 experts on a rank: 8 slots from each of 4 ranks.
     assert [s["fixed_split"][0] for s in sizes] == [32] * 4
+
+
+def order_on_rank(rank: int, world: int) -> dict[str, list[str]]:
+    """What a layer's forward does, in its order."""
+    dims = ParallelDims.build(Topology(dp_shard=world, ep=world), "cpu", ranks_per_node=world // 2)
+    events: list[str] = []
+
+    def watch(owner: Any, name: str, event: str) -> None:
+        act = getattr(owner, name)
+        setattr(owner, name, lambda *args: (events.append(event), act(*args))[1])
+
+    watch(collectives._Exchange, "start", "start")
+    watch(collectives.Arriving, "wait", "wait")
+    orders = {}
+    for name, fields in (
+        ("all_to_all", {}),
+        ("hierarchical", {"dispatcher": "hierarchical"}),
+        ("fixed_split", {"dispatcher": "fixed_split", "max_tokens": 5}),
+        ("all_gather", {"dispatcher": "all_gather"}),
+    ):
+        layer = make_layer(**fields)
+        apply_expert_parallel(layer, dims.ep_mesh, dims.ep_node_meshes)
+        watch(layer, "_shared", "shared")
+        watch(layer.experts, "forward", "experts")
+        events.clear()
+        layer(torch.randn(5, D))
+        orders[name] = list(events)
+    return orders
+
+
+def test_shared_experts_are_computed_while_rows_travel():
+    for orders in run_ranks(order_on_rank, 4, 4):
+        for name, order in orders.items():
+            # Rows, experts' numbers and weights leave; then the rest of the layer's work.
+            assert order[:4] == ["start"] * 3 + ["shared"], name
+            assert order.index("wait") < order.index("experts"), name
+            assert order[order.index("experts") + 1] == "start", name
 
 
 def too_many_tokens(rank: int) -> None:
