@@ -28,6 +28,9 @@ from moe.weights import ExpertWeights
 
 BLOCK_ROWS = 1024
 _MOST_WORKERS = 8  # each has a [S, D] of its own
+_ROWS_OF_AN_EXPERT = 32
+"""What reading an expert's weights and writing their gradients costs, in rows; of any size, since
+both grow as D·F."""
 _WORTH_A_WORKER = 1 << 26  # multiplications in a product, below which a thread costs more
 
 
@@ -44,15 +47,21 @@ class _Block(NamedTuple):
 
 
 def _shares(counts: Sequence[int], workers: int) -> list[list[_Block]]:
-    """Cut the sorted rows into one run of blocks for each worker, all as long to within a row."""
-    total = sum(counts)
+    """Cut the sorted rows into one run of blocks for each worker, of about equal work."""
+    total = sum(count + _ROWS_OF_AN_EXPERT for count in counts if count)
     cuts = [total * w // workers for w in range(workers + 1)]
     shares: list[list[_Block]] = [[] for _ in range(workers)]
-    end = 0
+    end = work = 0
     for expert, count in enumerate(counts):
-        start, end = end, end + count
+        if not count:
+            continue
+        start, end, begun = end, end + count, work + _ROWS_OF_AN_EXPERT
+        work = begun + count
         for worker in range(workers):
-            first, last = max(start, cuts[worker]), min(end, cuts[worker + 1])
+            # A cut before an expert's first row leaves all of them to the later worker.
+            first, last = (
+                start + min(max(cut - begun, 0), count) for cut in cuts[worker : worker + 2]
+            )
             for a in range(first, last, BLOCK_ROWS):
                 shares[worker].append(_Block(expert, slice(a, min(a + BLOCK_ROWS, last))))
     return shares

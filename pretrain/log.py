@@ -65,7 +65,7 @@ def progress_line(step: int, steps: int, values: dict[str, float]) -> str:
     line = (
         f"step {step:>{len(str(steps))}}/{steps}  loss {values['loss']:.4f}  "
         f"lr {values['lr']:.2e}  grad norm {values['grad_norm']:.2f}  "
-        f"{values['tokens_per_second']:,.0f} tokens/s"
+        f"{values['tokens_per_second']:,.0f} tokens/s  MFU {values['mfu']:.0%}"
     )
     if "load_imbalance" in values:
         line += f"  expert load max/mean {values['load_imbalance']:.2f}"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import resource
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -22,11 +20,12 @@ from pretrain.corpus import prepare_corpus
 from pretrain.data import Cursor
 from pretrain.errors import EXIT_DONE, EXIT_TRY_AGAIN, HealthError, InputError
 from pretrain.evaluate import evaluate, generate, sum_over_ranks
+from pretrain.flops import forward_flops, peak_flops_per_second
 from pretrain.job import Job, build_job, restore, save_checkpoint
 from pretrain.log import RunLog, progress_line, say
 from pretrain.metrics import Endpoint, Metrics
 from pretrain.optim import set_lr
-from pretrain.runtime import Runtime, StopRequest, lock_run, start
+from pretrain.runtime import Runtime, StopRequest, lock_run, peak_memory_bytes, start
 from pretrain.spec import JobSpec
 from pretrain.state import Progress
 from pretrain.step import Routing, forward_backward, grad_square_sum, scale_gradients
@@ -38,6 +37,10 @@ class Training:
 
     def __init__(self, job: Job, progress: Progress, log: RunLog, metrics: Metrics) -> None:
         self.job, self.progress, self.log, self.metrics = job, progress, log, metrics
+        spec, runtime = job.spec, job.runtime
+        self.flops_per_token = forward_flops(spec.model, spec.moe, spec.data.seq_len).training
+        self.peak_flops = runtime.total(peak_flops_per_second(runtime.device, torch.float32))
+        """Of all ranks, in a second."""
         self.saved = progress.step
         """The step of the newest checkpoint; 0 where there is none."""
         self.skipped = 0
@@ -82,7 +85,11 @@ class Training:
             if result.routing is not None:
                 self._record_routing(result.routing, reports)
         job.optimizer.zero_grad()
-        self.metrics.record_step(decision, lr, self.progress.cursor, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        self.metrics.record_step(decision, lr, self.progress.cursor, seconds)
+        if decision.action is Action.COMMIT:
+            tokens = decision.target_tokens
+            self.metrics.record_flops(self.flops_per_token * tokens, self.mfu(tokens, seconds))
         if decision.action is Action.SKIP:
             self._skip(decision)
         return decision
@@ -172,6 +179,10 @@ class Training:
             f"state was bad by then move its manifest away to resume from the one before"
         )
 
+    def mfu(self, tokens: int, seconds: float) -> float:
+        """Model FLOPs utilization (Chowdhery et al., arXiv 2204.02311, appendix B)."""
+        return self.flops_per_token * tokens / seconds / self.peak_flops
+
     def report_interval(self, decision: Decision) -> None:
         """Print and publish what the last steps gathered; every rank must call."""
         job = self.job
@@ -180,6 +191,7 @@ class Training:
             "lr": job.optimizer.param_groups[0]["lr"],
             "grad_norm": decision.grad_norm,
             "tokens_per_second": self.interval_tokens / self.interval_seconds,
+            "mfu": self.mfu(self.interval_tokens, self.interval_seconds),
         }
         if self.routing is not None:
             rows = sum_over_ranks(job, self.routing.tokens_per_expert_LE).tolist()
@@ -398,11 +410,3 @@ def _write_summary(path: Path, summary: Summary) -> None:
         draft.replace(path)
     except OSError as error:
         raise InputError(f"run_dir: {path} cannot be written: {error.strerror}") from None
-
-
-def peak_memory_bytes() -> int:
-    """The most memory this process has had: on its CUDA device, or else resident."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.max_memory_allocated())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -51,6 +51,10 @@ class Metrics:
         self.learning_rate = gauge("learning_rate", "Learning rate of the last step.")
         self.skipped = counter("skipped_steps_total", "Steps that changed nothing.", "reason")
         self.rate = gauge("tokens_per_second", "Target tokens per second of the last step.")
+        self.model_flops = counter(
+            "model_flops_total", "Operations that the model's products need, of committed steps."
+        )
+        self.mfu = gauge("mfu_ratio", "Model FLOPs of the last step over what its devices can do.")
         self.data_wait = counter(
             "data_wait_seconds_total", "Time the slowest rank waited for data."
         )
@@ -107,6 +111,11 @@ class Metrics:
         self.learning_rate.set(lr)
         self.rate.set(decision.target_tokens / seconds)
         self.cursor.set(cursor)
+
+    def record_flops(self, flops: float, mfu: float) -> None:
+        """After each committed step."""
+        self.model_flops.inc(flops)
+        self.mfu.set(mfu)
 
     def record_routing(
         self,

@@ -29,11 +29,12 @@ class OptimizerConfig(BaseModel):
 
 
 class ScheduleConfig(BaseModel):
-    """The ``[schedule]`` section: warm-up, then cosine or warm-up-stable-decay (WSD)."""
+    """The ``[schedule]`` section: warm-up, then a fall along a cosine or a line, none, or one at
+    the end (warm-up-stable-decay, WSD)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    kind: Literal["cosine", "wsd"] = "cosine"
+    kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     warmup_steps: int = Field(default=0, ge=0)
     decay_steps: int = Field(default=0, ge=0)
     """WSD alone: the last steps, over which the rate falls linearly."""
@@ -43,26 +44,31 @@ class ScheduleConfig(BaseModel):
     def _check(self) -> ScheduleConfig:
         if (self.kind == "wsd") != (self.decay_steps > 0):
             raise ValueError(
-                f"schedule.decay_steps ({self.decay_steps}) must be above 0 for wsd and 0 for "
-                f"cosine; schedule.kind is {self.kind}"
+                f"schedule.decay_steps ({self.decay_steps}) must be above 0 for wsd and 0 for the "
+                f"others; schedule.kind is {self.kind}"
             )
         return self
 
     def ratio(self, step: int, total_steps: int) -> float:
         """The learning rate of the update that makes step ``step + 1``, as a ratio to the peak.
 
-        Linear from 1 / warmup_steps; then half a cosine to min_lr_ratio at total_steps (Loshchilov
-        and Hutter, arXiv 1608.03983, eq. 5), or constant with a linear fall over the last
-        decay_steps (Hu et al., arXiv 2404.06395, eq. 1).
+        Linear from 1 / warmup_steps; then to min_lr_ratio at total_steps along half a cosine
+        (Loshchilov and Hutter, arXiv 1608.03983, eq. 5) or a line, or 1 throughout, or 1 with a
+        linear fall over the last decay_steps (Hu et al., arXiv 2404.06395, eq. 1).
         """
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         low = self.min_lr_ratio
-        if self.kind == "cosine":
-            progress = (step - self.warmup_steps) / max(total_steps - self.warmup_steps, 1)
-            return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
-        left = max(total_steps - step, 0) / self.decay_steps
-        return low + (1 - low) * min(left, 1.0)
+        if self.kind == "constant":
+            return 1.0
+        if self.kind == "wsd":
+            left = min(max(total_steps - step, 0) / self.decay_steps, 1.0)
+            return low + (1 - low) * left
+        progress = (step - self.warmup_steps) / max(total_steps - self.warmup_steps, 1)
+        progress = min(progress, 1.0)
+        if self.kind == "linear":
+            return low + (1 - low) * (1 - progress)
+        return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import secrets
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -90,6 +92,12 @@ class Runtime:
         word = torch.tensor(value, dtype=torch.int64)
         dist.all_reduce(word, dist.ReduceOp.MAX, group=self.control_group)
         return int(word)
+
+    def total(self, value: float) -> float:
+        """The sum over ranks."""
+        word = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(word, group=self.control_group)
+        return float(word)
 
     def close(self) -> None:
         """Leave the process group."""
@@ -187,3 +195,11 @@ def lock_run(spec: JobSpec) -> Iterator[None]:
         for folder, field in folders.items():
             held.enter_context(lock_folder(folder, field))
         yield
+
+
+def peak_memory_bytes() -> int:
+    """The most memory this process has had: on its CUDA device, or else resident."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,4 +1,4 @@
-"""Which path is chosen, on devices that this machine may not have."""
+"""Which path is chosen, on devices that this machine may not have; how workers share rows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import types
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moe import GroupedExperts, Rows, choose_backend, megablocks_backend
+from moe.packed import _ROWS_OF_AN_EXPERT, BLOCK_ROWS, _shares
 from moe.weights import ExpertWeights
 
 
@@ -75,3 +78,28 @@ def test_the_megablocks_path_around_its_product_is_the_plain_one(monkeypatch, ac
     )
     experts.backend = "loop"
     torch.testing.assert_close(out, experts(x, source, weights, counts), rtol=1e-5, atol=1e-6)
+
+
+@given(
+    st.lists(st.sampled_from([0, 0, 1, 5, 40, 700, 3000]), min_size=1, max_size=24),
+    st.integers(1, 8),
+)
+def test_workers_share_out_rows_once_in_order_and_evenly(counts, workers):
+    shares = _shares(counts, workers)
+    rows = [
+        (b.expert, row)
+        for share in shares
+        for b in share
+        for row in range(b.rows.start, b.rows.stop)
+    ]
+    experts = [expert for expert, count in enumerate(counts) for _ in range(count)]
+    assert rows == list(zip(experts, range(len(experts)), strict=True))
+    assert all(0 < b.length <= BLOCK_ROWS for share in shares for b in share)
+    # What every expert costs counts as rows: else one worker has the few large experts, and another
+    # the many small ones, which take it longer.
+    work = [
+        sum(b.length for b in share) + _ROWS_OF_AN_EXPERT * len({b.expert for b in share})
+        for share in shares
+    ]
+    whole = sum(counts) + _ROWS_OF_AN_EXPERT * sum(count > 0 for count in counts)
+    assert max(work) <= whole / workers + 2 * _ROWS_OF_AN_EXPERT

@@ -156,6 +156,10 @@ def test_schedules():
     assert cosine.ratio(14, 14) == pytest.approx(0.1)
     wsd = ScheduleConfig(kind="wsd", warmup_steps=2, decay_steps=4, min_lr_ratio=0.0)
     assert [wsd.ratio(s, 10) for s in range(10)] == [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]
+    linear = ScheduleConfig(kind="linear", warmup_steps=2, min_lr_ratio=0.5)
+    assert [linear.ratio(s, 6) for s in range(7)] == [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5]
+    constant = ScheduleConfig(kind="constant", warmup_steps=2)
+    assert [constant.ratio(s, 4) for s in range(4)] == [0.5, 1, 1, 1]
 
 
 def report(**fields) -> Report:
@@ -213,6 +217,8 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
     metrics.record_step(
         Decision(Action.SKIP, math.nan, 1.0, 256, False, 0.5, 0.1, None), 0.01, 8, 0.5
     )
+    metrics.record_flops(1e9, 0.25)
+    metrics.record_flops(1e9, 0.5)
     metrics.record_routing([1, 2], [[4, 0], [2, 2]], [0.5, 0.6], [[3, 4], [0, 0]], 0.25)
     metrics.record_save(1.5)
     endpoint = Endpoint(registry, "127.0.0.1", 0)
@@ -230,6 +236,8 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
         "convoy_grad_norm 0.7",
         "convoy_learning_rate 0.01",
         "convoy_tokens_per_second 512.0",
+        "convoy_model_flops_total 2e+09",
+        "convoy_mfu_ratio 0.5",
         "convoy_data_cursor_samples 8.0",
         "convoy_data_wait_seconds_total 0.2",
         'convoy_skipped_steps_total{reason="not_finite"} 1.0',

@@ -99,6 +99,9 @@ def test_a_stopped_and_resumed_run_is_bitwise_the_uninterrupted_one(
     code, out, _ = launch(spec, world, f"run_dir={straight}")
     assert code == 0
     assert "bits per byte" in out
+    per_token = [e["mfu"] / e["tokens_per_second"] for e in events(straight, "interval")]
+    assert per_token == pytest.approx([per_token[0]] * 3)
+    assert per_token[0] > 0
 
     code, out, _ = launch(spec, world, f"run_dir={resumed}", stop_after=4)
     assert code == 75
