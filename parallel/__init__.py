@@ -22,6 +22,7 @@ from parallel.collectives import (
 from parallel.config import ParallelConfig
 from parallel.layout import ShardLayout, Topology, parse_topology
 from parallel.mesh import ParallelDims
+from parallel.recompute import apply_recompute
 
 __all__ = [
     "Arriving",
@@ -34,6 +35,7 @@ __all__ = [
     "all_to_all",
     "apply_expert_parallel",
     "apply_fsdp",
+    "apply_recompute",
     "exchange_counts",
     "expert_modules",
     "expert_parameter_names",

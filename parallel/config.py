@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from parallel.layout import Topology
+from parallel.recompute import Recompute
 
 
 class ParallelConfig(BaseModel):
@@ -28,6 +31,21 @@ class ParallelConfig(BaseModel):
     reshard_after_forward: bool = True
     """Hold parameters and gradients whole only while they are used (ZeRO-3). Where false, they are
     held through a step (ZeRO-2), and gradients are reduced once a step, not once a micro-batch."""
+
+    recompute: Recompute = "none"
+    """Of each layer's activations keep the input alone (full), or the results of products and of
+    attention too (selective), and compute the rest again in the backward."""
+    recompute_every: int = Field(default=1, ge=1)
+    """Do so for the first of every so many layers."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.recompute == "none" and self.recompute_every > 1:
+            raise ValueError(
+                f"parallel.recompute_every ({self.recompute_every}) must be 1 where "
+                f"parallel.recompute is none"
+            )
+        return self
 
     def topology(self, world: int) -> Topology:
         """Resolve to ``world`` ranks.

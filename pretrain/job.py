@@ -18,7 +18,14 @@ from pydantic import ValidationError
 import ckpt
 from ckpt import CheckpointError, LocalArray, Manifest, SaveInfo
 from moe import choose_backend
-from parallel import ParallelDims, ShardLayout, Topology, apply_expert_parallel, apply_fsdp
+from parallel import (
+    ParallelDims,
+    ShardLayout,
+    Topology,
+    apply_expert_parallel,
+    apply_fsdp,
+    apply_recompute,
+)
 from parallel.layout import nodes_per_token
 from pretrain.balance import CapacityBalance
 from pretrain.corpus import CorpusManifest, open_corpus
@@ -115,7 +122,9 @@ def build_job(spec: JobSpec, runtime: Runtime) -> Job:
     with torch.device("meta"):
         model = Decoder(spec.model, spec.moe)
     runtime.together(lambda: _apply_expert_parallel(model, dims))
-    apply_fsdp(model, dims, list(model.layers), spec.parallel.reshard_after_forward)
+    blocks, p = list(model.layers), spec.parallel
+    apply_recompute(blocks, p.recompute, p.recompute_every)
+    apply_fsdp(model, dims, blocks, p.reshard_after_forward)
     model.to_empty(device=runtime.device)
     layouts = parameter_layouts(model, topology)
     loader = Loader(

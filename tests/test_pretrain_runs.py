@@ -127,6 +127,18 @@ def test_a_stopped_and_resumed_run_is_bitwise_the_uninterrupted_one(
     assert "done already: step 6 of 6" in out
 
 
+def test_recomputed_activations_change_no_bit(text, tmp_path):
+    moe = {"expert_bias": True, "input_jitter": 0.01, "sequence_balance_weight": 0.01}
+    found = []
+    for name in ("none", "full", "selective"):
+        parallel = {"ep": 2, "recompute": name}
+        spec = write_spec(tmp_path, parallel=parallel, data=data_of(text), moe=moe)
+        code, _, err = launch(spec, 4, f"run_dir={tmp_path / name}")
+        assert code == 0, err
+        found.append(fingerprints(tmp_path / name))
+    assert found[0] == found[1] == found[2]
+
+
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
 def test_a_resize_keeps_the_samples_and_the_losses(text, tmp_path, before, after):
     sections = {

@@ -1,0 +1,71 @@
+"""Computing activations again in the backward instead of keeping them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+
+Recompute = Literal["none", "selective", "full"]
+
+_aten = torch.ops.aten
+_KEPT = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten._grouped_mm.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def apply_recompute(blocks: Sequence[nn.Module], how: Recompute, every: int = 1) -> None:
+    """Let some blocks keep their inputs alone, and run their forward again in the backward.
+
+    Gradients have the same bits. Everything that a forward does happens twice, exchanges between
+    ranks too, in the same order on all of them.
+
+    Args:
+        blocks: in the order in which they run; before :func:`apply_fsdp`.
+        how: ``full`` keeps nothing else; ``selective`` keeps the results of products and of
+            attention as well (but not those of experts on the packed path, which are its own), so
+            that only what is cheap is done again; ``none`` changes nothing.
+        every: 1 for all blocks, n for the first of every n.
+    """
+    if how == "none":
+        return
+    contexts = noop_context_fn
+    if how == "selective":
+        contexts = partial(create_selective_checkpoint_contexts, _policy)
+    for block in blocks[::every]:
+        # Not a wrapper module: the parameters keep their names.
+        block.forward = _recomputed(block.forward, contexts)
+
+
+def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # Not stopped as soon as everything is there: another rank may need more of its forward than
+        # this one, and would wait for this one in the next exchange.
+        return checkpoint(
+            forward, *args, use_reentrant=False, context_fn=contexts, early_stop=False, **kwargs
+        )
+
+    return run
+
+
+def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
