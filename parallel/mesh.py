@@ -26,6 +26,8 @@ class ParallelDims:
     """[dp_replicate, efsdp]: the same for experts."""
     ep_mesh: DeviceMesh
     """[ep]: the ranks that exchange tokens."""
+    cp_mesh: DeviceMesh
+    """[cp]: the ranks that have parts of the same sequences."""
     ep_node_meshes: tuple[DeviceMesh, DeviceMesh] | None = None
     """Of them, those at this rank's place in each node, and those of its node; None unless the ep
     axis holds several whole nodes of more than one rank."""
@@ -60,6 +62,11 @@ class ParallelDims:
         expert = root._unflatten(
             0, (t.pp, t.dp_replicate, t.efsdp, t.ep), ("pp", "dp_replicate", "efsdp", "ep")
         )
+        data = root._unflatten(
+            0,
+            (t.pp, t.dp_replicate, t.dp_shard, t.cp, t.tp),
+            ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
+        )
         node_meshes = None
         per_node = ranks_per_node or world
         if 1 < per_node < t.ep and t.ep % per_node == 0:
@@ -75,6 +82,7 @@ class ParallelDims:
             fsdp_mesh=dense["dp_replicate", "fsdp"] if replicated else dense["fsdp"],
             efsdp_mesh=expert["dp_replicate", "efsdp"] if replicated else expert["efsdp"],
             ep_mesh=expert["ep"],
+            cp_mesh=data["cp"],
             ep_node_meshes=node_meshes,
         )
 

@@ -1,7 +1,8 @@
 """Attention of the reference decoder: grouped-query, and multi-head latent.
 
-Legend: B batch, S sequence, D d_model, H heads, G key-value heads; sizes of a head: C of a query
-or key, P of its rotary part, N of the rest, V of a value; R kv_lora_rank.
+Legend: B batch, S tokens of a sequence that are here, W those of the whole sequence, D d_model,
+H heads, G key-value heads; sizes of a head: C of a query or key, P of its rotary part, N of the
+rest, V of a value; R kv_lora_rank.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import math
 from typing import Literal, Self
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
+
+from parallel import Context, SpreadSequence, WholeSequence
 
 QKNorm = Literal["none", "head", "all_heads"]
 
@@ -202,29 +205,49 @@ def rope_frequencies(
 
 
 def rotate(
-    x_BHSP: Tensor, frequencies: Tensor, scale: float = 1.0, interleaved: bool = False
+    x_BHSP: Tensor,
+    frequencies: Tensor,
+    scale: float = 1.0,
+    interleaved: bool = False,
+    positions_S: Tensor | None = None,
 ) -> Tensor:
     """Rotary position embedding (Su et al., arXiv 2104.09864, eq. 34), times ``scale``.
 
     Pairs are (i, i + P/2), or with ``interleaved`` (2i, 2i + 1). The result has the pairs' first
     members in its first half either way: queries and keys alike, so that no product changes.
+    Positions are 0 to S - 1 where none are given.
     """
-    positions = torch.arange(x_BHSP.shape[-2], dtype=torch.float32, device=x_BHSP.device)
-    angles_SP = torch.outer(positions, frequencies)
+    if positions_S is None:
+        positions_S = torch.arange(x_BHSP.shape[-2], device=x_BHSP.device)
+    angles_SP = torch.outer(positions_S.float(), frequencies)
     cos, sin = angles_SP.cos() * scale, angles_SP.sin() * scale
     x = x_BHSP.float()
     a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BHSP.dtype)
 
 
-def rotate_as(config: AttentionConfig, x_BHSP: Tensor) -> Tensor:
+def rotate_as(config: AttentionConfig, x_BHSP: Tensor, positions_S: Tensor | None = None) -> Tensor:
     """Rotary position embedding with a config's frequencies, magnitude and pairs."""
     frequencies = rope_frequencies(x_BHSP.shape[-1], config.rope_theta, config.yarn, x_BHSP.device)
     scale = 1.0 if config.yarn is None else config.yarn.rotary_scale
-    return rotate(x_BHSP, frequencies, scale, config.rope_interleaved)
+    return rotate(x_BHSP, frequencies, scale, config.rope_interleaved, positions_S)
 
 
-class GroupedQueryAttention(nn.Module):
+class _CausalAttention(nn.Module):
+    """What both kinds of attention have: where the rest of each sequence is."""
+
+    context: Context
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.context = WholeSequence()
+
+    def use_sequence_group(self, group: dist.ProcessGroup) -> None:
+        """Sequences are spread over ``group``; ``parallel.apply_context_parallel`` calls this."""
+        self.context = SpreadSequence(group)
+
+
+class GroupedQueryAttention(_CausalAttention):
     """Causal grouped-query attention (Ainslie et al., arXiv 2305.13245) with rotary positions."""
 
     def __init__(self, config: AttentionConfig) -> None:
@@ -243,16 +266,13 @@ class GroupedQueryAttention(nn.Module):
         """[B, S, D] -> [B, S, D]; tokens attend to themselves and those before them."""
         B, S, _ = x_BSD.shape
         c = self.config
-        q_BHSC = rotate_as(c, self._normed(self.wq(x_BSD), self.q_norm, c.num_heads))
-        k_BGSC = rotate_as(c, self._normed(self.wk(x_BSD), self.k_norm, c.num_kv_heads))
+        at = self.context.positions(S, x_BSD.device)
+        q_BHSC = rotate_as(c, self._normed(self.wq(x_BSD), self.q_norm, c.num_heads), at)
+        k_BGSC = rotate_as(c, self._normed(self.wk(x_BSD), self.k_norm, c.num_kv_heads), at)
         v_BSGC = self.wv(x_BSD).view(B, S, c.num_kv_heads, c.qk_head_dim)
-        y_BHSC = F.scaled_dot_product_attention(
-            q_BHSC,
-            k_BGSC,
-            v_BSGC.transpose(1, 2),
-            is_causal=True,
-            scale=c.softmax_scale,
-            enable_gqa=c.num_heads != c.num_kv_heads,
+        k_BWGC, v_BWGC = map(self.context.gather, (k_BGSC.transpose(1, 2), v_BSGC))
+        y_BHSC = self.context.attend(
+            q_BHSC, k_BWGC.transpose(1, 2), v_BWGC.transpose(1, 2), c.softmax_scale
         )
         out: Tensor = self.wo(y_BHSC.transpose(1, 2).reshape(B, S, c.num_heads * c.qk_head_dim))
         return out
@@ -267,7 +287,7 @@ class GroupedQueryAttention(nn.Module):
         return x.transpose(1, 2)
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(_CausalAttention):
     """Causal multi-head latent attention (DeepSeek-V3, arXiv 2412.19437, section 2.1.1).
 
     Keys and values of all heads are made from one small vector for each token, the latent; the
@@ -296,16 +316,17 @@ class LatentAttention(nn.Module):
         H, N, P, V = c.num_heads, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
         q_BHSC = self._queries(x_BSD).view(B, S, H, N + P).transpose(1, 2)
         q_BHSN, q_BHSP = q_BHSC.split((N, P), dim=-1)
-        latent_BSR, k_BSP = self.wkv_a(x_BSD).split((c.kv_lora_rank, P), dim=-1)
-        kv = self.wkv_b(self.kv_a_norm(latent_BSR)).view(B, S, H, N + V).transpose(1, 2)
-        k_BHSN, v_BHSV = kv.split((N, V), dim=-1)
-        k_BHSP = rotate_as(c, k_BSP.unsqueeze(1)).expand(B, H, S, P)
-        y_BHSV = F.scaled_dot_product_attention(
-            torch.cat((q_BHSN, rotate_as(c, q_BHSP)), dim=-1),
-            torch.cat((k_BHSN, k_BHSP), dim=-1),
-            v_BHSV,
-            is_causal=True,
-            scale=c.softmax_scale,
+        # The latents are a hundredth of the keys and values that are made of them: they travel.
+        latent_BWR, k_BWP = self.context.gather(self.wkv_a(x_BSD)).split((c.kv_lora_rank, P), -1)
+        W = latent_BWR.shape[1]
+        kv = self.wkv_b(self.kv_a_norm(latent_BWR)).view(B, W, H, N + V).transpose(1, 2)
+        k_BHWN, v_BHWV = kv.split((N, V), dim=-1)
+        k_BHWP = rotate_as(c, k_BWP.unsqueeze(1)).expand(B, H, W, P)
+        y_BHSV = self.context.attend(
+            torch.cat((q_BHSN, rotate_as(c, q_BHSP, self.context.positions(S, x_BSD.device))), -1),
+            torch.cat((k_BHWN, k_BHWP), dim=-1),
+            v_BHWV,
+            c.softmax_scale,
         )
         out: Tensor = self.wo(y_BHSV.transpose(1, 2).reshape(B, S, H * V))
         return out

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel import free_gathered
+from parallel import free_gathered, whole_sequences
 from pretrain.corpus import bytes_per_token, end_of_document, load_tokenizer
 from pretrain.job import Job
-from pretrain.step import Routing, next_token_loss, routing_of
+from pretrain.step import Routing, inputs_and_targets, next_token_loss, routing_of
 
 
 @contextmanager
@@ -68,8 +68,8 @@ def evaluate(job: Job, limit: int | None = None) -> Evaluation:
         for start in range(0, count, size * ranks):
             mine = indices[start : start + size * ranks][job.dims.dp_rank :: ranks]
             batch = job.held_out.batch(mine)
-            targets_BS = batch[:, 1:]
-            out = job.model(batch[:, :-1].clamp_min(0).to(job.runtime.device))
+            inputs_BS, targets_BS = inputs_and_targets(batch, job.dims.cp_mesh)
+            out = job.model(inputs_BS.clamp_min(0).to(job.runtime.device))
             nll = next_token_loss(out.logits, targets_BS.to(job.runtime.device))
             real = targets_BS[targets_BS >= 0]
             sums += torch.tensor(
@@ -107,7 +107,7 @@ def generate(job: Job) -> str:
     end = end_of_document(tokenizer, job.spec.data.end_token)
     tokens: list[int] = tokenizer.encode(sample.prompt, add_special_tokens=False).ids or [end]
     generator = torch.Generator().manual_seed(job.spec.train.seed)
-    with inference(job.model):
+    with inference(job.model), whole_sequences(job.model):
         for _ in range(sample.tokens):
             window = torch.tensor([tokens[-job.spec.data.seq_len :]], device=job.runtime.device)
             logits = job.model(window).logits[0, -1].float().cpu()

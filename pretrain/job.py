@@ -22,6 +22,7 @@ from parallel import (
     ParallelDims,
     ShardLayout,
     Topology,
+    apply_context_parallel,
     apply_expert_parallel,
     apply_fsdp,
     apply_recompute,
@@ -122,6 +123,7 @@ def build_job(spec: JobSpec, runtime: Runtime) -> Job:
     with torch.device("meta"):
         model = Decoder(spec.model, spec.moe)
     runtime.together(lambda: _apply_expert_parallel(model, dims))
+    apply_context_parallel(model, dims.cp_mesh)
     blocks, p = list(model.layers), spec.parallel
     apply_recompute(blocks, p.recompute, p.recompute_every)
     apply_fsdp(model, dims, blocks, p.reshard_after_forward)

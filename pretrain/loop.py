@@ -65,6 +65,7 @@ class Training:
             planned,
             job.runtime.device,
             reduce_once=not spec.parallel.reshard_after_forward,
+            cp_mesh=job.dims.cp_mesh,
         )
         report = Report(
             loss_sum=float(result.loss_sum),

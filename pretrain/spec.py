@@ -134,12 +134,17 @@ class JobSpec(BaseModel):
                 "model.d_ff (0) must be at least 1 where a layer is dense: "
                 "model.first_k_dense is above 0 or there is no [moe] section"
             )
-        for axis in ("pp", "cp", "tp"):
+        for axis in ("pp", "tp"):
             if getattr(p, axis) > 1:
                 raise ValueError(
                     f"parallel.{axis} ({getattr(p, axis)}) must be 1: the reference decoder is "
-                    f"laid out over dp_replicate, dp_shard and ep"
+                    f"laid out over dp_replicate, dp_shard, cp and ep"
                 )
+        if p.cp > 1 and self.data.seq_len % (2 * p.cp):
+            raise ValueError(
+                f"data.seq_len ({self.data.seq_len}) must be a multiple of 2 x parallel.cp "
+                f"({p.cp}): a rank takes a piece of a sequence's first half and one of its second"
+            )
         most = t.micro_batch_size * self.data.seq_len
         if self.moe is not None and 0 < self.moe.max_tokens < most:
             raise ValueError(
@@ -216,9 +221,10 @@ class JobSpec(BaseModel):
                 size = getattr(self.moe, field)
                 if size % topology.efsdp:
                     raise InputError(
-                        f"moe.{field} ({size}) must be a multiple of dp_shard / ep "
-                        f"({topology.dp_shard} / {topology.ep} = {topology.efsdp}), the ranks that "
-                        f"share an expert; raise parallel.ep or parallel.dp_replicate"
+                        f"moe.{field} ({size}) must be a multiple of dp_shard x cp / ep "
+                        f"({topology.dp_shard} x {topology.cp} / {topology.ep} = "
+                        f"{topology.efsdp}), the ranks that share an expert; raise parallel.ep or "
+                        f"parallel.dp_replicate"
                     )
         return topology
 

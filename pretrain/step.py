@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from moe import MoEAux, Stopwatch
-from parallel import ShardLayout, local_shard, set_gradient_sync
+from parallel import ShardLayout, local_shard, sequence_part, set_gradient_sync
 from pretrain.model import DecoderOutput
 
 
@@ -75,6 +76,14 @@ class Pass:
         return sum(watch.seconds() for watch in self.stopwatches)
 
 
+def inputs_and_targets(batch: Tensor, cp_mesh: DeviceMesh | None) -> tuple[Tensor, Tensor]:
+    """[b, W + 1] token ids -> [b, S] each: this rank's part of the sequences, and what follows."""
+    inputs_BS, targets_BS = batch[:, :-1], batch[:, 1:]
+    if cp_mesh is None:
+        return inputs_BS, targets_BS
+    return sequence_part(inputs_BS, cp_mesh), sequence_part(targets_BS, cp_mesh)
+
+
 def next_token_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
     """Summed negative log-likelihood in nats, float32; targets of -1 do not count."""
     return F.cross_entropy(
@@ -88,6 +97,7 @@ def forward_backward(
     planned_tokens: int,
     device: torch.device,
     reduce_once: bool = False,
+    cp_mesh: DeviceMesh | None = None,
 ) -> Pass:
     """Accumulate the gradient of one step's loss.
 
@@ -103,6 +113,7 @@ def forward_backward(
         device: where the model is.
         reduce_once: reduce gradients after the last micro-batch alone, at the cost of holding them
             whole until then.
+        cp_mesh: the ranks that have the same micro-batches, and take a part of each sequence.
     """
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     target_tokens = 0
@@ -112,8 +123,8 @@ def forward_backward(
     for turn, batch in enumerate(micro_batches):
         set_gradient_sync(model, not reduce_once or turn == len(micro_batches) - 1)
         batch = batch.to(device, non_blocking=True)
-        targets_BS = batch[:, 1:]
-        out: DecoderOutput = model(batch[:, :-1], counts)
+        inputs_BS, targets_BS = inputs_and_targets(batch, cp_mesh)
+        out: DecoderOutput = model(inputs_BS, counts)
         counts = [aux.batch_counts_E for aux in out.aux]
         nll = next_token_loss(out.logits, targets_BS)
         tokens = targets_BS.numel()

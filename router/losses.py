@@ -6,6 +6,7 @@ Legend: T tokens, E experts, K top_k.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from router.select import count_tokens_per_expert
@@ -35,23 +36,28 @@ def load_balance_loss(probs_TE: Tensor, tokens_per_expert_E: Tensor) -> Tensor:
 
 
 def sequence_balance_loss(
-    probs_TE: Tensor, expert_indices_TK: Tensor, seq_len: int | None
+    probs_TE: Tensor,
+    expert_indices_TK: Tensor,
+    seq_len: int | None,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """The same loss of each sequence alone, averaged (DeepSeek-V3, arXiv 2412.19437, eqs. 17-20).
 
-    The fractions f count the choices that were made, bias and groups included. As sequences are
-    whole on a rank, the loss does not depend on how they are spread.
+    The fractions f count the choices that were made, bias and groups included. Where sequences are
+    spread over a group, f counts all of each, P this rank's part, and the mean over ranks is the
+    loss.
 
     Args:
         probs_TE: [T, E] scores normalized over the experts, sequence after sequence.
         expert_indices_TK: [T, K] int64.
-        seq_len: tokens of each sequence, T being a multiple of it; None takes all as one.
+        seq_len: tokens of each sequence here, T being a multiple of it; None takes all as one.
+        group: the ranks that have equal parts of the same sequences; all must call.
 
     Returns:
         A scalar; 0 for no tokens.
     """
     T, E = probs_TE.shape
-    if T == 0:
+    if T == 0:  # on all ranks of a group
         return probs_TE.sum()
     S = seq_len or T
     sequences = T // S
@@ -59,6 +65,8 @@ def sequence_balance_loss(
     # One bin more in each sequence, for places without an expert.
     bins_TK = sequence_T1 * (E + 1) + expert_indices_TK
     counts = count_tokens_per_expert(bins_TK, sequences * (E + 1)).view(sequences, E + 1)[:, :E]
+    if group is not None:
+        dist.all_reduce(counts := counts.contiguous(), group=group)
     f = counts.to(probs_TE.dtype) / counts.sum(1, keepdim=True).clamp(min=1)
     p = probs_TE.view(sequences, S, E).mean(1)
     return E * (f * p).sum(-1).mean()

@@ -101,6 +101,8 @@ class TopKRouter(nn.Module):
         self.capacity = capacity_policy(config)
         self.balance_group: dist.ProcessGroup | None = None
         """Ranks whose tokens the load-balancing loss counts together, beside this one."""
+        self.sequence_group: dist.ProcessGroup | None = None
+        """Ranks that have parts of the same sequences, and so of one micro-batch."""
         self.weight = nn.Parameter(torch.empty(config.num_experts, d_model))
         bias = torch.zeros(config.num_experts, dtype=torch.float32) if config.expert_bias else None
         self.register_buffer("expert_bias", bias)
@@ -111,6 +113,10 @@ class TopKRouter(nn.Module):
                 stacklevel=2,
             )
         self.reset_parameters()
+
+    def use_sequence_group(self, group: dist.ProcessGroup) -> None:
+        """Sequences are spread over ``group``; ``parallel.apply_context_parallel`` calls this."""
+        self.sequence_group = group
 
     def extra_repr(self) -> str:
         """What print shows."""
@@ -188,7 +194,7 @@ class TopKRouter(nn.Module):
         # Where its weight is 0 the finer loss costs nothing: it is not computed.
         sequence_loss = logits_TE.new_zeros(())
         if config.sequence_balance_weight:
-            sequence_loss = sequence_balance_loss(probs_TE, chosen_TK, seq_len)
+            sequence_loss = sequence_balance_loss(probs_TE, chosen_TK, seq_len, self.sequence_group)
         entropy = -(probs_TE.detach() * probs_TE.detach().clamp_min(_TINY).log()).sum()
         return RouterOutput(
             expert_indices_TK=indices_TK,
@@ -208,11 +214,13 @@ class TopKRouter(nn.Module):
 
     def _batch_counts(self, counts_E: Tensor, counts_before_E: Tensor | None) -> Tensor:
         """What the load-balancing loss counts, see ``load_balance_scope``."""
-        if self.config.load_balance_scope == "micro_batch":
-            return counts_E
+        micro_batch = self.config.load_balance_scope == "micro_batch"
+        group = self.sequence_group if micro_batch else self.balance_group
         batch_counts_E = counts_E.clone()
-        if self.balance_group is not None and self.config.load_balance_weight:
-            dist.all_reduce(batch_counts_E, group=self.balance_group)
+        if group is not None and self.config.load_balance_weight:
+            dist.all_reduce(batch_counts_E, group=group)
+        if micro_batch:
+            return batch_counts_E
         return batch_counts_E if counts_before_E is None else batch_counts_E + counts_before_E
 
     def _choice(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:

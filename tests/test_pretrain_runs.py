@@ -85,6 +85,7 @@ def fingerprints(run: Path) -> dict[str, int]:
         (2, {"ep": 2}, {"expert_bias": True, "input_jitter": 0.01}),
         (2, {"ep": 1, "reshard_after_forward": False}, {}),
         (4, {"ep": 2}, {}),
+        (4, {"ep": 4, "cp": 2}, {"input_jitter": 0.01}),
         (4, {"dp_replicate": 2}, {"expert_bias": True}),
     ],
 )
@@ -139,8 +140,10 @@ def test_recomputed_activations_change_no_bit(text, tmp_path):
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
-def test_a_resize_keeps_the_samples_and_the_losses(text, tmp_path, before, after):
+@pytest.mark.parametrize(
+    ("before", "after", "cp"), [(2, 1, 1), (1, 2, 1), (2, 4, 1), (1, 2, 2), (2, 4, 2)]
+)
+def test_a_resize_keeps_the_samples_and_the_losses(text, tmp_path, before, after, cp):
     sections = {
         "data": data_of(text),
         "train": {"steps": 24, "global_batch_size": 6, "eval_sequences": 4},
@@ -156,15 +159,14 @@ def test_a_resize_keeps_the_samples_and_the_losses(text, tmp_path, before, after
     code, *_ = launch(spec, before, on_resized, f"parallel.ep={ep[before]}", stop_after=4)
     assert code == 75
 
-    code, _, err = launch(spec, after, on_resized, f"parallel.ep={ep[after]}")
+    layout = f"parallel.ep={ep[after]}", f"parallel.cp={cp}"
+    code, _, err = launch(spec, after, on_resized, *layout)
     assert code == 2
     assert err.count("\n") == 1
     assert "must be that of the checkpoint of step 4" in err
     assert 'on_topology_change must be "reshard"' in err
 
-    code, *_ = launch(
-        spec, after, on_resized, f"parallel.ep={ep[after]}", "checkpoint.on_topology_change=reshard"
-    )
+    code, *_ = launch(spec, after, on_resized, *layout, "checkpoint.on_topology_change=reshard")
     assert code == 0
     a, b = losses(straight), losses(resized)
     assert len(a) == len(b) == 24
