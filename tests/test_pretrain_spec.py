@@ -81,10 +81,12 @@ def test_degrees_must_fit_the_world(tmp_path):
 
 def test_what_ranks_share_of_an_expert_must_divide_it(tmp_path):
     spec = make_spec(tmp_path)
-    with pytest.raises(InputError, match=r"moe.d_model \(32\) must be a multiple of dp_shard / ep"):
+    with pytest.raises(
+        InputError, match=r"moe.d_model \(32\) must be a multiple of dp_shard x cp / ep"
+    ):
         spec.topology(3)
     spec = make_spec(tmp_path, moe={"d_ff": 26})
-    with pytest.raises(InputError, match=r"moe.d_ff \(26\) .* \(4 / 1 = 4\)"):
+    with pytest.raises(InputError, match=r"moe.d_ff \(26\) .* \(4 x 1 / 1 = 4\)"):
         spec.topology(4)
 
 
