@@ -6,6 +6,7 @@ Legend: B batch, S sequence.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -141,19 +142,19 @@ class Loader:
         self,
         sequences: PackedSequences,
         order: GlobalOrder,
-        global_batch_size: int,
+        batch_size: Callable[[int], int],
         micro_batch_size: int,
         dp_rank: int,
         dp_size: int,
     ) -> None:
         self.sequences, self.order = sequences, order
-        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
+        # Of the step that begins at a sample index.
+        self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
         self.dp_rank, self.dp_size = dp_rank, dp_size
 
     def step(self, cursor: Cursor) -> tuple[list[Tensor], Cursor]:
         """The micro-batches [b, S + 1] of the step at ``cursor``."""
-        ranges = micro_batches(
-            cursor, self.global_batch_size, self.micro_batch_size, self.dp_rank, self.dp_size
-        )
+        size = self.batch_size(cursor.sample_index)
+        ranges = micro_batches(cursor, size, self.micro_batch_size, self.dp_rank, self.dp_size)
         batches = [self.sequences.batch([self.order[i] for i in r]) for r in ranges]
-        return batches, Cursor(cursor.sample_index + self.global_batch_size)
+        return batches, Cursor(cursor.sample_index + size)

@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 # A resume under another value of these would not be the same run.
 _FIXED = ("model", "moe", "data.seq_len", "data.shard_tokens", "train.global_batch_size",
-          "train.seed")  # fmt: skip
+          "train.ramp_batch_size", "train.ramp_tokens", "train.seed")  # fmt: skip
 _FREE = (
     "moe.backend", "moe.input_jitter", "moe.bias_update_rate", "moe.load_balance_weight",
     "moe.sequence_balance_weight", "moe.z_loss_weight", "moe.load_balance_scope",
@@ -132,7 +132,7 @@ def build_job(spec: JobSpec, runtime: Runtime) -> Job:
     loader = Loader(
         train,
         GlobalOrder(len(train), spec.train.seed),
-        spec.train.global_batch_size,
+        partial(spec.train.batch_size, seq_len=spec.data.seq_len),
         spec.train.micro_batch_size,
         dims.dp_rank,
         dims.dp_size,

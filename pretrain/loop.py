@@ -58,7 +58,7 @@ class Training:
         began = time.perf_counter()
         batches, cursor = job.loader.step(Cursor(self.progress.cursor))
         waited = time.perf_counter() - began
-        planned = spec.global_batch_tokens
+        planned = (cursor.sample_index - self.progress.cursor) * spec.data.seq_len
         result = forward_backward(
             job.model,
             batches,

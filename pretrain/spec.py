@@ -28,6 +28,10 @@ class TrainConfig(BaseModel):
     steps: int = Field(ge=1)
     global_batch_size: int = Field(ge=1, le=1 << 31)
     """Sequences of one step, over all ranks; never changed by the number of ranks."""
+    ramp_batch_size: int = Field(default=0, ge=0)
+    """Sequences of the first steps, where the batch grows; 0 where it does not."""
+    ramp_tokens: int = Field(default=0, ge=0)
+    """Target tokens over which it grows to global_batch_size."""
     micro_batch_size: int = Field(ge=1)
     """Sequences of one forward and backward on one rank."""
     init_from: str | None = None
@@ -45,6 +49,19 @@ class TrainConfig(BaseModel):
     """The log.jsonl of a run whose capacity plans are taken instead of measuring speeds."""
     timeout_seconds: float = Field(default=300.0, gt=0, le=1e6)
     """A collective that takes longer ends the run."""
+
+    def batch_size(self, sample_index: int, seq_len: int) -> int:
+        """Sequences of the step that begins at a sample index, on any number of ranks.
+
+        Between ramp_batch_size and global_batch_size it grows with the tokens before, linearly, by
+        whole micro-batches.
+        """
+        first, last = self.ramp_batch_size, self.global_batch_size
+        tokens = sample_index * seq_len
+        if not first or tokens >= self.ramp_tokens:
+            return last
+        grown = (last - first) * tokens // self.ramp_tokens
+        return first + grown // self.micro_batch_size * self.micro_batch_size
 
 
 class CheckpointConfig(BaseModel):
@@ -167,6 +184,14 @@ class JobSpec(BaseModel):
                 f"train.micro_batch_size ({t.micro_batch_size}) must be at most "
                 f"train.global_batch_size ({t.global_batch_size})"
             )
+        if (t.ramp_batch_size > 0) != (t.ramp_tokens > 0) or (
+            t.ramp_batch_size > t.global_batch_size
+        ):
+            raise ValueError(
+                f"train.ramp_batch_size ({t.ramp_batch_size}) must be at most "
+                f"train.global_batch_size ({t.global_batch_size}), and above 0 with "
+                f"train.ramp_tokens ({t.ramp_tokens}), or both 0"
+            )
         if self.schedule.warmup_steps + self.schedule.decay_steps > t.steps:
             raise ValueError(
                 f"schedule.warmup_steps + decay_steps ({self.schedule.warmup_steps} + "
@@ -196,7 +221,7 @@ class JobSpec(BaseModel):
 
     @property
     def global_batch_tokens(self) -> int:
-        """Target tokens of one step."""
+        """Target tokens of one step, once it has grown."""
         return self.train.global_batch_size * self.data.seq_len
 
     def as_dict(self) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def test_the_loader_takes_samples_in_the_global_order(prepared):
     data, corpus = prepared
     sequences = PackedSequences(data, corpus, "train")
     order = GlobalOrder(len(sequences), 3)
-    loader = Loader(sequences, order, 6, 4, 0, 1)
+    loader = Loader(sequences, order, lambda _: 6, 4, 0, 1)
     batches, cursor = loader.step(Cursor(12))
     assert [len(b) for b in batches] == [4, 2]
     assert cursor == Cursor(18)

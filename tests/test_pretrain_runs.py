@@ -128,6 +128,24 @@ def test_a_stopped_and_resumed_run_is_bitwise_the_uninterrupted_one(
     assert "done already: step 6 of 6" in out
 
 
+def test_a_batch_that_grows_is_the_same_on_any_ranks_and_after_a_resume(text, tmp_path):
+    train = {"steps": 8, "ramp_batch_size": 2, "ramp_tokens": 600, "micro_batch_size": 2}
+    spec = write_spec(tmp_path, data=data_of(text), train=train)
+    runs = {world: tmp_path / str(world) for world in (1, 2, 4)}
+    for world, run in runs.items():
+        if world == 2:
+            code, *_ = launch(spec, world, f"run_dir={run}", stop_after=3)
+            assert code == 75
+        code, _, err = launch(spec, world, f"run_dir={run}")
+        assert code == 0, err
+    # 32 tokens of a sequence: 2 + 6 · tokens / 600, by whole micro-batches, and 8 from 600 on.
+    cursors = [2, 4, 6, 8, 12, 16, 22, 30]
+    for run in runs.values():
+        assert [event["cursor"] for event in events(run, "step")] == cursors
+        assert losses(run) == pytest.approx(losses(runs[1]), rel=1e-5)
+    assert [event["tokens_seen"] for event in events(runs[2], "step")] == [32 * c for c in cursors]
+
+
 def test_recomputed_activations_change_no_bit(text, tmp_path):
     moe = {"expert_bias": True, "input_jitter": 0.01, "sequence_balance_weight": 0.01}
     found = []

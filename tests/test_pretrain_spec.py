@@ -35,6 +35,7 @@ RECIPE = "tools/recipes/stdlib-tiny.toml"
         ("model.d_ff=0", "model.d_ff (0) must be at least 1 where a layer is dense"),
         ("model.vocab_size=256", "model.vocab_size (256): Input should be greater than or equal"),
         ("parallel.tp=2", "parallel.tp (2) must be 1"),
+        ("train.ramp_batch_size=4", "train.ramp_batch_size (4) must be at most"),
         ("parallel.cp=5", "data.seq_len (32) must be a multiple of 2 x parallel.cp (5)"),
         ("parallel.recompute_every=2", "parallel.recompute_every (2) must be 1 where"),
         ("train.micro_batch_size=9", "train.micro_batch_size (9) must be at most"),
