@@ -17,7 +17,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE := 1
 # After SIGTERM ranks finish a step and commit a checkpoint before they are killed.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 600
 
-.PHONY: setup pretrain test lint types check megablocks clean
+.PHONY: setup pretrain test test-all lint types check megablocks clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,9 @@ pretrain: setup
 
 test: setup
 	$(PY) -m pytest
+
+test-all: setup
+	$(PY) -m pytest -m ""
 
 lint: setup
 	$(PY) -m ruff check .

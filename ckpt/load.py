@@ -54,11 +54,12 @@ def load(root: Path, manifest: Manifest, arrays: Sequence[LocalArray]) -> None:
     records = [_matching(manifest, array) for array in arrays]
     for array, record in zip(arrays, records, strict=True):
         count = 0
-        for box, values in _parts(root, manifest, record, array.box):
-            array.write(box, values)
-            count += values.size
-        expected = math.prod(stop - start for start, stop in array.box)
-        assert count == expected, f"{record.name}: the chunks read do not cover {array.box}"
+        for part in array.boxes:
+            for box, values in _parts(root, manifest, record, part):
+                array.write(box, values)
+                count += values.size
+        expected = sum(math.prod(stop - start for start, stop in box) for box in array.boxes)
+        assert count == expected, f"{record.name}: the chunks read do not cover {array.boxes}"
 
 
 def _matching(manifest: Manifest, array: LocalArray) -> ArrayRecord:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -52,9 +53,11 @@ class SaveInfo:
 
 def own_cells(record: ArrayRecord, layout: ShardLayout, rank: int) -> Iterable[tuple[int, ...]]:
     """The objects of an array that ``rank`` writes. Copies take turns, so that each has work."""
-    box, index = layout.box(rank), layout.replica_index(rank)
+    index = layout.replica_index(rank)
     grid = [-(-size // step) for size, step in zip(record.shape, record.shard_shape, strict=True)]
-    for coordinates in cells(box, record.shard_shape):
+    for coordinates in chain.from_iterable(
+        cells(box, record.shard_shape) for box in layout.boxes(rank)
+    ):
         flat = 0
         for coordinate, size in zip(coordinates, grid, strict=True):
             flat = flat * size + coordinate
@@ -95,7 +98,7 @@ def save(
         if rank == 0:
             receipt.update(write_metadata(folder, records))
         for array, record in zip(arrays, records, strict=True):
-            layout = record.layout(info.topology)
+            layout = array.spec.layout(info.topology)
             coordinates = own_cells(record, layout, rank)
             receipt.update(write_cells(folder, record, coordinates, array.read))
         _write_receipt(pending, rank, receipt)

@@ -27,6 +27,8 @@ class ArraySpec:
     dtype: torch.dtype
     splits: tuple[tuple[str, ...], ...]
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    stages: tuple[int, ...] = ()
+    """As in ShardLayout."""
 
     @property
     def logical_dtype(self) -> str:
@@ -40,7 +42,7 @@ class ArraySpec:
 
     def layout(self, topology: Topology) -> ShardLayout:
         """Who holds which slice under ``topology``."""
-        return ShardLayout(self.shape, self.splits, topology)
+        return ShardLayout(self.shape, self.splits, topology, self.stages)
 
     def record(self, topology: Topology) -> ArrayRecord:
         """The array as a save under ``topology`` stores it; the same on every rank."""
@@ -58,43 +60,43 @@ class ArraySpec:
 
 
 class LocalArray:
-    """This rank's slice of an array: one tensor, or one for each index of a stacked first dim.
+    """This rank's slices of an array: one tensor, or one for each index of a stacked first dim.
 
     Args:
         spec: the array.
-        box: the slice, in logical coordinates.
-        pieces: a single tensor of the box's shape; or, with ``stacked``, box[0] tensors of the
-            shape of the other dims.
+        boxes: the slices, in logical coordinates: one, none, or with ``stacked`` any number that
+            differ in the first dim alone.
+        pieces: a tensor of the box's shape, if there is one; or, with ``stacked``, one of the shape
+            of the other dims for each index of the first that the boxes have.
     """
 
     def __init__(
-        self, spec: ArraySpec, box: Box, pieces: Sequence[Tensor], stacked: bool = False
+        self, spec: ArraySpec, boxes: Sequence[Box], pieces: Sequence[Tensor], stacked: bool = False
     ) -> None:
-        self.spec, self.box, self.pieces, self.stacked = spec, box, list(pieces), stacked
-        sizes = tuple(stop - start for start, stop in box)
-        expected = (sizes[1:], sizes[0]) if stacked else (sizes, 1)
+        self.spec, self.boxes, self.pieces, self.stacked = spec, list(boxes), list(pieces), stacked
+        first = [i for box in boxes for i in range(*box[0])] if stacked else list(range(len(boxes)))
+        self._piece_at = dict(zip(first, self.pieces, strict=True))
         for piece in self.pieces:
-            assert tuple(piece.shape) == expected[0], (spec.name, piece.shape, expected)
+            sizes = tuple(stop - start for start, stop in boxes[0][1 if stacked else 0 :])
+            assert tuple(piece.shape) == sizes, (spec.name, piece.shape, sizes)
             assert piece.dtype == spec.dtype, (spec.name, piece.dtype)
-        assert len(self.pieces) == expected[1], (spec.name, len(self.pieces), expected)
 
     def read(self, box: Box) -> np.ndarray[Any, Any]:
-        """The numbers of a box within this slice, as they are stored."""
+        """The numbers of a box within these slices, as they are stored."""
         if not self.stacked:
-            return _to_numpy(self.pieces[0][within(box, self.box)])
-        (first, last), base = box[0], self.box[0][0]
-        rest = within(box[1:], self.box[1:])
-        return np.stack([_to_numpy(self.pieces[i - base][rest]) for i in range(first, last)])
+            return _to_numpy(self.pieces[0][within(box, self.boxes[0])])
+        rest = within(box[1:], self.boxes[0][1:])
+        return np.stack([_to_numpy(self._piece_at[i][rest]) for i in range(*box[0])])
 
     def write(self, box: Box, values: np.ndarray[Any, Any]) -> None:
-        """Put stored numbers into a box within this slice."""
+        """Put stored numbers into a box within these slices."""
         with torch.no_grad():
             if not self.stacked:
-                _copy(self.pieces[0][within(box, self.box)], values)
+                _copy(self.pieces[0][within(box, self.boxes[0])], values)
                 return
-            rest = within(box[1:], self.box[1:])
+            rest = within(box[1:], self.boxes[0][1:])
             for i, value in zip(range(*box[0]), values, strict=True):
-                _copy(self.pieces[i - self.box[0][0]][rest], value)
+                _copy(self._piece_at[i][rest], value)
 
 
 def _storage_view(tensor: Tensor) -> Tensor:

@@ -39,7 +39,10 @@ class MoEAux(NamedTuple):
     entropy: Tensor
     """Scalar float32 without a gradient: mean entropy of the tokens' probabilities, in nats."""
     tokens_per_expert_E: Tensor
-    """[E] int64 over all experts, wherever they live, as chosen, before capacity; sums to T·K."""
+    """[E] int64 over all experts, wherever they live, as chosen, before capacity. Sums to T·K, but
+    under expert choice, where each expert takes ceil(T·K / E), and in a replay with gaps."""
+    record_TK: Tensor
+    """[T, K] int64, what ``layer(x, record_TK)`` needs to route these tokens so again."""
     num_dropped: Tensor
     """Scalar int64: assignments that no expert had room for."""
     num_rerouted: Tensor
@@ -158,7 +161,8 @@ class MoELayer(nn.Module):
         elif across_nodes is None or within_node is None:
             raise ValueError(
                 "moe.dispatcher (hierarchical) must have expert ranks on more than one node, and "
-                "more than one on each, in equal numbers; use all_to_all"
+                "more than one on each, in equal numbers, and be given ParallelDims.ep_node_meshes "
+                "of meshes built with ranks_per_node; or use all_to_all"
             )
         else:
             self.dispatcher = AllToAllDispatcher(across_nodes, within_node, c.dispatch_chunks)
@@ -172,11 +176,12 @@ class MoELayer(nn.Module):
         """[..., D] -> the same shape and dtype, and what the router did.
 
         The dim before the last is the sequence, for the sequence-wise loss; a [T, D] input is one.
-        ``expert_indices_TK`` replays recorded choices and ``counts_before_E`` is what the loss over
-        a global batch needs, see :meth:`router.TopKRouter.forward`.
+        ``expert_indices_TK`` replays recorded choices, an earlier call's ``aux.record_TK``, and
+        ``counts_before_E`` is what the loss over a global batch needs, see
+        :meth:`router.TopKRouter.forward`.
 
         Under expert parallelism every rank of the group must call, with any number of tokens,
-        none included. Raises ValueError where the last dim is not d_model.
+        none included. Raises ValueError where the last dim is not d_model, or choices do not fit.
         """
         if not x.ndim or x.shape[-1] != self.config.d_model or not x.is_floating_point():
             raise ValueError(
@@ -203,7 +208,10 @@ class MoELayer(nn.Module):
             y_TD = y_TD + shared_TD
         if x.device.type != "cpu" or routed.num_not_finite:
             y_TD = y_TD.masked_fill(routed.not_finite_T.unsqueeze(1), torch.nan)
-        return MoEOutput(y_TD.to(x.dtype).view(x.shape), self._aux(routed, stopwatch))
+        # Of the shape of x, and no view to autograd: y_TD is nobody else's, and FSDP warns of views
+        # where it wraps the layer alone.
+        hidden = torch.ops.aten._unsafe_view(y_TD.to(x.dtype), x.shape)
+        return MoEOutput(hidden, self._aux(routed, stopwatch))
 
     def _shared(self, x_TD: Tensor) -> Tensor | None:
         if self.shared_experts is None:
@@ -223,6 +231,7 @@ class MoELayer(nn.Module):
             + c.z_loss_weight * routed.z_loss,
             entropy=routed.entropy,
             tokens_per_expert_E=routed.tokens_per_expert_E,
+            record_TK=routed.record_TK,
             num_dropped=routed.tokens_per_expert_E.sum() - routed.rows_per_expert_E.sum(),
             num_rerouted=routed.num_rerouted,
             num_not_finite=routed.num_not_finite,

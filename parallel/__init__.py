@@ -8,6 +8,7 @@ from parallel.apply import (
     expert_parameter_names,
     free_gathered,
     local_shard,
+    moe_parameter_names,
     set_gradient_sync,
 )
 from parallel.collectives import (
@@ -28,9 +29,16 @@ from parallel.context import (
     sequence_part,
     whole_sequences,
 )
+from parallel.gradients import clip_grad_norm, grad_square_sum, scale_gradients
 from parallel.layout import ShardLayout, Topology, parse_topology
 from parallel.mesh import ParallelDims
 from parallel.recompute import apply_recompute
+from parallel.tensor import (
+    TensorParallel,
+    apply_tensor_parallel,
+    gather_sequence,
+    scatter_sequence,
+)
 
 __all__ = [
     "Arriving",
@@ -40,6 +48,7 @@ __all__ = [
     "ParallelDims",
     "ShardLayout",
     "SpreadSequence",
+    "TensorParallel",
     "Topology",
     "WholeSequence",
     "all_gather_rows",
@@ -48,12 +57,19 @@ __all__ = [
     "apply_expert_parallel",
     "apply_fsdp",
     "apply_recompute",
+    "apply_tensor_parallel",
+    "clip_grad_norm",
     "exchange_counts",
     "expert_modules",
     "expert_parameter_names",
     "free_gathered",
+    "gather_sequence",
+    "grad_square_sum",
     "local_shard",
+    "moe_parameter_names",
     "parse_topology",
+    "scale_gradients",
+    "scatter_sequence",
     "sequence_part",
     "set_gradient_sync",
     "start_all_to_all",

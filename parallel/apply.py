@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, cast
 
 import torch.distributed as dist
@@ -45,7 +45,16 @@ def expert_modules(model: nn.Module) -> Iterator[ExpertParallelModule]:
 
 def expert_parameter_names(model: nn.Module) -> set[str]:
     """The names, as in ``model.named_parameters()``, of the parameters that belong to experts."""
-    ids = {id(p) for module in expert_modules(model) for p in module.experts.parameters()}
+    return _names_of(model, (module.experts for module in expert_modules(model)))
+
+
+def moe_parameter_names(model: nn.Module) -> set[str]:
+    """The same for all parameters of layers that have experts."""
+    return _names_of(model, (cast(nn.Module, module) for module in expert_modules(model)))
+
+
+def _names_of(model: nn.Module, modules: Iterable[nn.Module]) -> set[str]:
+    ids = {id(parameter) for module in modules for parameter in module.parameters()}
     return {name for name, parameter in model.named_parameters() if id(parameter) in ids}
 
 
@@ -110,14 +119,14 @@ def apply_fsdp(
 
     Args:
         model: after :func:`apply_expert_parallel`.
-        dims: the meshes; where there is one rank, nothing is done.
+        dims: the meshes; where a parameter is on one rank alone, nothing is done.
         blocks: the submodules whose parameters are gathered together, outermost layers first;
             what is in none of them belongs to ``model`` itself.
         reshard_after_forward: free gathered parameters between forward and backward (ZeRO-3), or
             keep them (ZeRO-2).
     """
     t = dims.topology
-    if t.world == 1:
+    if t.world == t.pp:
         return model
     sharded: list[nn.Module] = []
     alone: set[nn.Parameter] = set()
@@ -134,6 +143,16 @@ def apply_fsdp(
                 shard_placement_fn=lambda _: Shard(FSDP_EXPERT_DIM),
             )
             sharded.append(module.experts)
+        if t.tp > 1:
+            # What is beside the experts is whole on all ranks of tp, and each has tokens of its
+            # own: its gradients are to be added up over tp too, which FSDP over both does.
+            fully_shard(
+                cast(nn.Module, module),
+                mesh=dims.fsdp_tp_mesh,
+                reshard_after_forward=reshard_after_forward,
+                ignored_params=alone,
+            )
+            sharded.append(cast(nn.Module, module))
     for block in (*blocks, model):
         fully_shard(
             block,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -26,6 +26,13 @@ class ParallelConfig(BaseModel):
     cp: int = Field(default=1, ge=1)
     tp: int = Field(default=1, ge=1)
     ep: int = Field(default=1, ge=1)
+    pp_schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    """All forwards before all backwards, or each backward as soon as may be (interleaved where
+    ranks have several stages)."""
+    pp_stages_per_rank: int = Field(default=1, ge=1)
+    """Parts of the model on each pipeline rank: more wait less and send more."""
+    tp_across_nodes: bool = False
+    """Let tensor-parallel ranks be on several machines."""
     max_nodes_per_token: int = Field(default=0, ge=0)
     """Refuse machines on which a token may be sent to more nodes than this; 0 takes any."""
     reshard_after_forward: bool = True
@@ -44,6 +51,11 @@ class ParallelConfig(BaseModel):
             raise ValueError(
                 f"parallel.recompute_every ({self.recompute_every}) must be 1 where "
                 f"parallel.recompute is none"
+            )
+        if self.pp == 1 and self.pp_stages_per_rank > 1:
+            raise ValueError(
+                f"parallel.pp_stages_per_rank ({self.pp_stages_per_rank}) must be 1 where "
+                f"parallel.pp is 1"
             )
         return self
 

@@ -66,6 +66,9 @@ class SpreadSequence:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
+        # A shape that attention's kernels know; it is a tensor to torch, and under the dispatch of
+        # selective recomputation none of its kind can be made: so once, with sizes to be set.
+        self._causal = causal_lower_right(1, 1)
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """See :class:`Context`."""
@@ -87,10 +90,11 @@ class SpreadSequence:
         parts = []
         for number, q in zip(self._pieces(), q_BHSC.split(piece, 2), strict=True):
             seen = (number + 1) * piece
+            self._causal.seq_len_q, self._causal.seq_len_kv = piece, seen
             parts.append(
                 F.scaled_dot_product_attention(
                     q, k_BGWC[:, :, :seen], v_BGWV[:, :, :seen],
-                    attn_mask=causal_lower_right(piece, seen), scale=scale, enable_gqa=gqa,
+                    attn_mask=self._causal, scale=scale, enable_gqa=gqa,
                 )
             )  # fmt: skip
         return torch.cat(parts, 2)
@@ -100,18 +104,21 @@ class SpreadSequence:
         return rank, 2 * ranks - 1 - rank
 
 
-def apply_context_parallel(model: nn.Module, cp_mesh: DeviceMesh) -> nn.Module:
+def apply_context_parallel(
+    model: nn.Module, cp_mesh: DeviceMesh, token_mesh: DeviceMesh | None = None
+) -> nn.Module:
     """Let the modules of ``model`` that look along a sequence know that each rank has a part of it.
 
-    These have ``use_sequence_group(group)``: attention, which gathers keys, and routers, whose
-    losses count the tokens of a micro-batch or of a sequence. Feed the model each rank's part, see
-    :func:`sequence_part`. Gradients of all parameters are each rank's own.
+    Attention has ``use_sequence_group(group)`` and gathers keys over ``cp_mesh``. Routers have
+    ``use_token_group(group)``: their losses count the tokens of a micro-batch or of a sequence,
+    which is spread over ``token_mesh``, with tensor-parallel ranks in it. Feed the model each
+    rank's part, see :func:`sequence_part`. Gradients of all parameters are each rank's own.
     """
-    if cp_mesh.size() > 1:
+    for name, mesh in (("use_sequence_group", cp_mesh), ("use_token_group", token_mesh or cp_mesh)):
         for module in model.modules():
-            use: Any = getattr(module, "use_sequence_group", None)
-            if callable(use):
-                use(cp_mesh.get_group())
+            use: Any = getattr(module, name, None)
+            if callable(use) and mesh.size() > 1:
+                use(mesh.get_group())
     return model
 
 

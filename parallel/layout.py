@@ -22,10 +22,11 @@ Box = tuple[tuple[int, int], ...]
 MOST_RANKS = 1 << 20
 
 # The axes that an array may be split over, in groups that each decompose a rank number in full.
-# "fsdp" is dp_shard and cp taken together, as fully_shard sees them.
+# "fsdp" is dp_shard and cp taken together, as fully_shard sees them; "fsdp_tp" is both and tp.
 _BASES: tuple[tuple[str, ...], ...] = (
     ("pp", "dp_replicate", "fsdp", "tp"),
     ("pp", "dp_replicate", "efsdp", "ep"),
+    ("pp", "dp_replicate", "fsdp_tp"),
     ("world",),
 )
 
@@ -66,12 +67,17 @@ class Topology:
         return self.dp_shard * self.cp
 
     @property
+    def fsdp_tp(self) -> int:
+        """The number of ranks that share one copy of what tp does not cut: dp_shard x cp x tp."""
+        return self.fsdp * self.tp
+
+    @property
     def efsdp(self) -> int:
         """The number of ranks that share one copy of an expert: dp_shard x cp x tp / ep."""
         return self.fsdp * self.tp // self.ep
 
     def size(self, axis: str) -> int:
-        """The degree of ``axis``, a field or one of fsdp, efsdp and world."""
+        """The degree of ``axis``, a field or one of fsdp, fsdp_tp, efsdp and world."""
         return int(getattr(self, axis))
 
     def as_dict(self) -> dict[str, int]:
@@ -124,17 +130,25 @@ class ShardLayout:
     shape: tuple[int, ...]
     splits: tuple[tuple[str, ...], ...]
     topology: Topology
+    stages: tuple[int, ...] = ()
+    """Places along pp: of the whole array, or of each index of its first dim; empty where every
+    place has all of it."""
 
     def __post_init__(self) -> None:
         used = [axis for axes in self.splits for axis in axes]
         assert len(self.splits) == len(self.shape), (self.shape, self.splits)
         assert len(set(used)) == len(used), f"an axis splits two dims: {self.splits}"
         assert any(set(used) <= set(basis) for basis in _BASES), f"no basis holds {used}"
+        several = len(self.stages) > 1
+        assert not several or (len(self.stages) == self.shape[0] and not self.splits[0])
+
+    @cached_property
+    def _used(self) -> set[str]:
+        return {axis for axes in self.splits for axis in axes} | ({"pp"} if self.stages else set())
 
     @cached_property
     def _basis(self) -> tuple[str, ...]:
-        used = {axis for axes in self.splits for axis in axes}
-        return next(basis for basis in _BASES if used <= set(basis))
+        return next(basis for basis in _BASES if self._used <= set(basis))
 
     def _coordinates(self, rank: int) -> dict[str, int]:
         coordinates = {}
@@ -142,8 +156,27 @@ class ShardLayout:
             rank, coordinates[axis] = divmod(rank, self.topology.size(axis))
         return coordinates
 
+    def boxes(self, rank: int) -> list[Box]:
+        """The slices that ``rank`` holds: one, or where stages are told apart any number."""
+        box = self.box(rank)
+        if not self.stages:
+            return [box]
+        here = self._coordinates(rank)["pp"]
+        if len(self.stages) == 1:
+            return [box] if self.stages[0] == here else []
+        runs: list[Box] = []
+        for index, stage in enumerate(self.stages):
+            if stage != here:
+                continue
+            start = index
+            if runs and runs[-1][0][1] == index:
+                start = runs.pop()[0][0]
+            runs.append(((start, index + 1), *box[1:]))
+        return runs
+
     def box(self, rank: int) -> Box:
-        """The slice that ``rank`` holds; empty in a dim where there was less than one part each."""
+        """The slice that ``rank`` holds, whatever its stage; empty in a dim where there was less
+        than one part each."""
         coordinates = self._coordinates(rank)
         box = []
         for size, axes in zip(self.shape, self.splits, strict=True):
@@ -156,16 +189,14 @@ class ShardLayout:
     @cached_property
     def num_replicas(self) -> int:
         """How many ranks hold each slice."""
-        used = {axis for axes in self.splits for axis in axes}
-        return math.prod(self.topology.size(a) for a in self._basis if a not in used)
+        return math.prod(self.topology.size(a) for a in self._basis if a not in self._used)
 
     def replica_index(self, rank: int) -> int:
         """Which of the ranks that hold the same slice ``rank`` is, from 0."""
-        used = {axis for axes in self.splits for axis in axes}
         coordinates = self._coordinates(rank)
         index = 0
         for axis in self._basis:
-            if axis not in used:
+            if axis not in self._used:
                 index = index * self.topology.size(axis) + coordinates[axis]
         return index
 
@@ -175,9 +206,11 @@ class ShardLayout:
         A zarr grid is regular while nested uneven splits are not; a cell of the greatest common
         divisor of all boundaries always fits. Only the last cell of a dim may be short.
         """
-        return tuple(
-            self._grain_of(size, axes) for size, axes in zip(self.shape, self.splits, strict=True)
-        )
+        grain = [self._grain_of(n, axes) for n, axes in zip(self.shape, self.splits, strict=True)]
+        changes = [i for i in range(1, len(self.stages)) if self.stages[i] != self.stages[i - 1]]
+        if changes:
+            grain[0] = math.gcd(*changes)
+        return tuple(grain)
 
     def _grain_of(self, size: int, axes: tuple[str, ...]) -> int:
         extents = [(0, size)]
@@ -222,9 +255,17 @@ FSDP_DENSE_DIM = 0
 FSDP_EXPERT_DIM = 1
 
 
-def dense_splits(ndim: int) -> tuple[tuple[str, ...], ...]:
-    """Splits of a dense parameter of ``ndim`` dims."""
-    return tuple(("fsdp",) if dim == FSDP_DENSE_DIM else () for dim in range(ndim))
+def dense_splits(ndim: int, tp_dim: int | None = None) -> tuple[tuple[str, ...], ...]:
+    """Splits of a dense parameter of ``ndim`` dims, of which tp may cut one, before fsdp does."""
+    return tuple(
+        (("tp",) if dim == tp_dim else ()) + (("fsdp",) if dim == FSDP_DENSE_DIM else ())
+        for dim in range(ndim)
+    )
+
+
+def spread_splits(ndim: int) -> tuple[tuple[str, ...], ...]:
+    """Splits of a parameter that tp does not cut, whose gradients its ranks add up as well."""
+    return tuple(("fsdp_tp",) if dim == FSDP_DENSE_DIM else () for dim in range(ndim))
 
 
 def expert_splits(ndim: int) -> tuple[tuple[str, ...], ...]:

@@ -26,6 +26,14 @@ class ParallelDims:
     """[dp_replicate, efsdp]: the same for experts."""
     ep_mesh: DeviceMesh
     """[ep]: the ranks that exchange tokens."""
+    fsdp_tp_mesh: DeviceMesh
+    """[dp_replicate, fsdp_tp]: the same for what tp does not cut."""
+    tp_mesh: DeviceMesh
+    """[tp]: the ranks that share each product."""
+    token_mesh: DeviceMesh
+    """[cp_tp]: the ranks that have parts of the same micro-batches."""
+    pp_mesh: DeviceMesh
+    """[pp]: the ranks that have the stages of the same micro-batches."""
     cp_mesh: DeviceMesh
     """[cp]: the ranks that have parts of the same sequences."""
     ep_node_meshes: tuple[DeviceMesh, DeviceMesh] | None = None
@@ -67,6 +75,14 @@ class ParallelDims:
             (t.pp, t.dp_replicate, t.dp_shard, t.cp, t.tp),
             ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
         )
+        spread = root._unflatten(
+            0, (t.pp, t.dp_replicate, t.fsdp_tp), ("pp", "dp_replicate", "fsdp_tp")
+        )
+        tokens = root._unflatten(
+            0,
+            (t.pp, t.dp_replicate, t.dp_shard, t.cp * t.tp),
+            ("pp", "dp_replicate", "dp_shard", "cp_tp"),
+        )
         node_meshes = None
         per_node = ranks_per_node or world
         if 1 < per_node < t.ep and t.ep % per_node == 0:
@@ -82,6 +98,10 @@ class ParallelDims:
             fsdp_mesh=dense["dp_replicate", "fsdp"] if replicated else dense["fsdp"],
             efsdp_mesh=expert["dp_replicate", "efsdp"] if replicated else expert["efsdp"],
             ep_mesh=expert["ep"],
+            fsdp_tp_mesh=spread["dp_replicate", "fsdp_tp"] if replicated else spread["fsdp_tp"],
+            tp_mesh=dense["tp"],
+            token_mesh=tokens["cp_tp"],
+            pp_mesh=dense["pp"],
             cp_mesh=data["cp"],
             ep_node_meshes=node_meshes,
         )

@@ -264,24 +264,24 @@ class GroupedQueryAttention(_CausalAttention):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """[B, S, D] -> [B, S, D]; tokens attend to themselves and those before them."""
-        B, S, _ = x_BSD.shape
-        c = self.config
+        S, c = x_BSD.shape[1], self.config
         at = self.context.positions(S, x_BSD.device)
-        q_BHSC = rotate_as(c, self._normed(self.wq(x_BSD), self.q_norm, c.num_heads), at)
-        k_BGSC = rotate_as(c, self._normed(self.wk(x_BSD), self.k_norm, c.num_kv_heads), at)
-        v_BSGC = self.wv(x_BSD).view(B, S, c.num_kv_heads, c.qk_head_dim)
+        q_BHSC = rotate_as(c, self._normed(self.wq(x_BSD), self.q_norm), at)
+        k_BGSC = rotate_as(c, self._normed(self.wk(x_BSD), self.k_norm), at)
+        v_BSGC = self._normed(self.wv(x_BSD), None).transpose(1, 2)
         k_BWGC, v_BWGC = map(self.context.gather, (k_BGSC.transpose(1, 2), v_BSGC))
         y_BHSC = self.context.attend(
             q_BHSC, k_BWGC.transpose(1, 2), v_BWGC.transpose(1, 2), c.softmax_scale
         )
-        out: Tensor = self.wo(y_BHSC.transpose(1, 2).reshape(B, S, c.num_heads * c.qk_head_dim))
+        # Heads are those that are here: tensor parallelism may have cut the projections.
+        out: Tensor = self.wo(y_BHSC.transpose(1, 2).flatten(2))
         return out
 
-    def _normed(self, x: Tensor, norm: nn.Module | None, heads: int) -> Tensor:
+    def _normed(self, x: Tensor, norm: nn.Module | None) -> Tensor:
         """[B, S, heads · C] -> [B, heads, S, C]."""
         if norm is not None and self.config.qk_norm == "all_heads":
             x = norm(x)
-        x = x.view(*x.shape[:2], heads, self.config.qk_head_dim)
+        x = x.view(*x.shape[:2], x.shape[2] // self.config.qk_head_dim, self.config.qk_head_dim)
         if norm is not None and self.config.qk_norm == "head":
             x = norm(x)
         return x.transpose(1, 2)

@@ -26,13 +26,12 @@ from pretrain.hf import HFCheckpoint, HFWeights, write_json, write_safetensors
 from pretrain.hf_config import HFConfig
 from pretrain.hf_families import FAMILIES, Family, Sections, family_for, family_of
 from pretrain.hf_tensors import HFTensor, hf_tensors
-from pretrain.model import ModelConfig
+from pretrain.model import ModelConfig, meta_decoder
 from pretrain.spec import JobSpec, resolve_spec
 from pretrain.weights import (
     CheckpointWeights,
     UpcycledWeights,
     WeightSource,
-    meta_decoder,
     save_weights,
 )
 

@@ -12,24 +12,29 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from parallel import free_gathered, whole_sequences
 from pretrain.corpus import bytes_per_token, end_of_document, load_tokenizer
 from pretrain.job import Job
-from pretrain.step import Routing, inputs_and_targets, next_token_loss, routing_of
+from pretrain.parallelize import LaidOut
+from pretrain.spec import SampleConfig
+from pretrain.step import Part, Routing, next_token_loss
 
 
 @contextmanager
-def inference(model: nn.Module) -> Iterator[None]:
+def inference(laid_out: LaidOut) -> Iterator[None]:
     """Forwards alone; afterwards the model is as training left it."""
-    model.eval()
+    for part in laid_out.parts.values():
+        part.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        free_gathered(model)
-        model.train()
+        for part in laid_out.parts.values():
+            free_gathered(part)
+            part.train()
 
 
 @dataclass(frozen=True)
@@ -63,20 +68,24 @@ def evaluate(job: Job, limit: int | None = None) -> Evaluation:
     lengths = torch.from_numpy(bytes_per_token(load_tokenizer(data), vocab_size, data.end_token))
     sums = torch.zeros(3, dtype=torch.float64)  # nats, tokens, bytes
     routing: Routing | None = None
-    with inference(job.model):
+    part = Part(job.dims)
+    with inference(job.laid_out), part.vocabulary_parallel():
         # As many forwards on every rank, some of them of no sequences: all exchange tokens.
         for start in range(0, count, size * ranks):
             mine = indices[start : start + size * ranks][job.dims.dp_rank :: ranks]
             batch = job.held_out.batch(mine)
-            inputs_BS, targets_BS = inputs_and_targets(batch, job.dims.cp_mesh)
-            out = job.model(inputs_BS.clamp_min(0).to(job.runtime.device))
-            nll = next_token_loss(out.logits, targets_BS.to(job.runtime.device))
+            inputs_BS, targets_BS = part.inputs_and_targets(batch)
+            logits, routed = job.forward(inputs_BS.clamp_min(0).to(job.runtime.device))
+            if routed is not None:
+                routing = routed.plus(routing)
+            if logits is None:
+                continue
+            nll = next_token_loss(logits, targets_BS.to(job.runtime.device))
             real = targets_BS[targets_BS >= 0]
-            sums += torch.tensor(
-                [float(nll), real.numel(), int(lengths[real].sum())], dtype=torch.float64
-            )
-            if out.aux:
-                routing = routing_of(out.aux, targets_BS.numel()).plus(routing)
+            if part.counts:
+                sums += torch.tensor(
+                    [float(nll), real.numel(), int(lengths[real].sum())], dtype=torch.float64
+                )
     dist.all_reduce(sums, group=job.runtime.control_group)
     nats, tokens, text_bytes = sums.tolist()
     loads = [] if routing is None else sum_over_ranks(job, routing.tokens_per_expert_LE).tolist()
@@ -96,6 +105,18 @@ def sum_over_ranks(job: Job, values: Tensor) -> Tensor:
     return host
 
 
+def _whole(logits: Tensor) -> Tensor:
+    return logits.full_tensor() if isinstance(logits, DTensor) else logits
+
+
+def _next_token(logits_V: Tensor, sample: SampleConfig, generator: torch.Generator) -> int:
+    logits_V = logits_V.float().cpu()
+    if sample.temperature == 0:
+        return int(logits_V.argmax())
+    probs = (logits_V / max(sample.temperature, 1e-3)).softmax(-1)
+    return int(torch.multinomial(probs, 1, generator=generator))
+
+
 def generate(job: Job) -> str:
     """The spec's prompt and what the model makes of it; every rank must call.
 
@@ -107,16 +128,19 @@ def generate(job: Job) -> str:
     end = end_of_document(tokenizer, job.spec.data.end_token)
     tokens: list[int] = tokenizer.encode(sample.prompt, add_special_tokens=False).ids or [end]
     generator = torch.Generator().manual_seed(job.spec.train.seed)
-    with inference(job.model), whole_sequences(job.model):
+    # The first rank of those that have logits.
+    source = job.runtime.world - job.runtime.world // job.topology.pp
+    with inference(job.laid_out), whole_sequences(job.model):
         for _ in range(sample.tokens):
-            window = torch.tensor([tokens[-job.spec.data.seq_len :]], device=job.runtime.device)
-            logits = job.model(window).logits[0, -1].float().cpu()
-            if sample.temperature == 0:
-                token = int(logits.argmax())
-            else:
-                probs = (logits / max(sample.temperature, 1e-3)).softmax(-1)
-                token = int(torch.multinomial(probs, 1, generator=generator))
-            token = job.runtime.broadcast(token)
+            known = tokens[-job.spec.data.seq_len :]
+            # Ranks of tensor parallelism have equal parts; what follows a token does not change it.
+            padding = [end] * (-len(known) % job.topology.tp)
+            window = torch.tensor([known + padding], device=job.runtime.device)
+            logits, _ = job.forward(window)
+            token = end
+            if logits is not None:
+                token = _next_token(_whole(logits[0, len(known) - 1]), sample, generator)
+            token = job.runtime.broadcast(token, source)
             if token == end:
                 break
             tokens.append(token)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,19 +14,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from pydantic import ValidationError
+from torch import Tensor
 
 import ckpt
 from ckpt import CheckpointError, LocalArray, Manifest, SaveInfo
 from moe import choose_backend
-from parallel import (
-    ParallelDims,
-    ShardLayout,
-    Topology,
-    apply_context_parallel,
-    apply_expert_parallel,
-    apply_fsdp,
-    apply_recompute,
-)
+from parallel import ParallelDims, ShardLayout, Topology
 from parallel.layout import nodes_per_token
 from pretrain.balance import CapacityBalance
 from pretrain.corpus import CorpusManifest, open_corpus
@@ -34,19 +27,20 @@ from pretrain.data import GlobalOrder, Loader, PackedSequences
 from pretrain.errors import InputError
 from pretrain.init import init_parameters
 from pretrain.log import human_bytes, say
-from pretrain.model import Decoder, DecoderLayer
+from pretrain.model import Decoder
 from pretrain.optim import build_adamw, set_update_count
+from pretrain.parallelize import LaidOut, lay_out
 from pretrain.runtime import Runtime
 from pretrain.spec import JobSpec
 from pretrain.state import (
     Progress,
-    parameter_layouts,
     rng_arrays,
     rng_states,
     seed_rng,
     set_rng_states,
     training_arrays,
 )
+from pretrain.step import Part, Pass, Routing, forward_backward, routing_of
 from router import TopKRouter
 
 T = TypeVar("T")
@@ -71,13 +65,22 @@ class Job:
     topology: Topology
     dims: ParallelDims
     corpus: CorpusManifest
-    model: Decoder
+    laid_out: LaidOut
     optimizer: torch.optim.AdamW
-    layouts: dict[str, ShardLayout]
     loader: Loader
     held_out: PackedSequences
     balance: CapacityBalance | None
     """Under straggler-aware capacity alone."""
+
+    @property
+    def model(self) -> Decoder:
+        """What of the model is here."""
+        return self.laid_out.model
+
+    @property
+    def layouts(self) -> dict[str, ShardLayout]:
+        """Who holds which slice of every parameter and buffer, by name."""
+        return self.laid_out.layouts
 
     @property
     def moe_layers(self) -> list[int]:
@@ -87,13 +90,39 @@ class Job:
 
     @property
     def routers(self) -> list[TopKRouter]:
-        """The routers of those layers, in order."""
-        blocks = [layer for layer in self.model.layers if isinstance(layer, DecoderLayer)]
-        return [block.moe.router for block in blocks if block.moe is not None]
+        """The routers of those layers that are here, in order."""
+        return [b.moe.router for b in self.model.blocks.values() if b.moe is not None]
+
+    @property
+    def router_rows(self) -> list[int]:
+        """Which of the model's MoE layers have these routers."""
+        here = self.model.blocks
+        return [row for row, number in enumerate(self.moe_layers) if number in here]
+
+    def forward_backward(self, batches: Sequence[Tensor], planned_tokens: int) -> Pass:
+        """Gradients of one step's loss, see :func:`pretrain.step.forward_backward`."""
+        once = not self.spec.parallel.reshard_after_forward
+        part, device = Part(self.dims), self.runtime.device
+        if self.laid_out.pipeline is not None:
+            return self.laid_out.pipeline.forward_backward(
+                batches, planned_tokens, device, part, once
+            )
+        return forward_backward(self.model, batches, planned_tokens, device, part, once)
+
+    def forward(self, inputs_BS: Tensor) -> tuple[Tensor | None, Routing | None]:
+        """Logits, where the last stage is, and what this rank's routers did."""
+        part = Part(self.dims)
+        if self.laid_out.pipeline is not None:
+            return self.laid_out.pipeline.forward(inputs_BS, part)
+        out = self.model(inputs_BS)
+        routed = inputs_BS.numel() // part.tp_degree
+        return out.logits, routing_of(out.aux, routed) if out.aux else None
 
     def arrays(self) -> list[LocalArray]:
         """Parameters and moments, as a checkpoint has them."""
-        return training_arrays(self.model, self.optimizer, self.layouts, self.runtime.rank)
+        return training_arrays(
+            self.laid_out.whole, self.model, self.optimizer, self.layouts, self.runtime.rank
+        )
 
 
 def build_job(spec: JobSpec, runtime: Runtime) -> Job:
@@ -120,15 +149,9 @@ def build_job(spec: JobSpec, runtime: Runtime) -> Job:
         per_node = runtime.world  # nodes of different sizes are not told apart
     runtime.together(lambda: _check_nodes(spec, topology, per_node))
     dims = ParallelDims.build(topology, runtime.device.type, per_node)
-    with torch.device("meta"):
-        model = Decoder(spec.model, spec.moe)
-    runtime.together(lambda: _apply_expert_parallel(model, dims))
-    apply_context_parallel(model, dims.cp_mesh)
-    blocks, p = list(model.layers), spec.parallel
-    apply_recompute(blocks, p.recompute, p.recompute_every)
-    apply_fsdp(model, dims, blocks, p.reshard_after_forward)
-    model.to_empty(device=runtime.device)
-    layouts = parameter_layouts(model, topology)
+    laid_out = runtime.together(lambda: _lay_out(spec, dims))
+    for part in laid_out.parts.values():
+        part.to_empty(device=runtime.device)
     loader = Loader(
         train,
         GlobalOrder(len(train), spec.train.seed),
@@ -137,24 +160,28 @@ def build_job(spec: JobSpec, runtime: Runtime) -> Job:
         dims.dp_rank,
         dims.dp_size,
     )
-    optimizer = build_adamw(model, spec.optimizer)
+    optimizer = build_adamw(laid_out.model, spec.optimizer)
     balance = runtime.together(lambda: _capacity_balance(spec, topology))
-    job = Job(
-        spec, runtime, topology, dims, corpus, model, optimizer, layouts, loader, held_out, balance
-    )
+    job = Job(spec, runtime, topology, dims, corpus, laid_out, optimizer, loader, held_out, balance)
     for router in job.routers:
         router.balance_group = dist.group.WORLD
     return job
 
 
-def _apply_expert_parallel(model: Decoder, dims: ParallelDims) -> None:
+def _lay_out(spec: JobSpec, dims: ParallelDims) -> LaidOut:
     try:
-        apply_expert_parallel(model, dims.ep_mesh, dims.ep_node_meshes)
+        return lay_out(spec.model, spec.moe, spec.parallel, dims, spec.data.seq_len)
     except ValueError as error:
         raise InputError(str(error)) from None
 
 
 def _check_nodes(spec: JobSpec, topology: Topology, ranks_per_node: int) -> None:
+    tp = topology.tp
+    if tp > 1 and ranks_per_node % tp and not spec.parallel.tp_across_nodes:
+        raise InputError(
+            f"parallel.tp ({tp}) must divide the ranks of a node ({ranks_per_node}), or "
+            f"parallel.tp_across_nodes must be true: every layer waits for these ranks four times"
+        )
     most, moe = spec.parallel.max_nodes_per_token, spec.moe
     if not most or moe is None:
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from prometheus_client import CollectorRegistry
 
 import ckpt
+from parallel import grad_square_sum, scale_gradients
 from pretrain.barrier import Action, Decision, Report, decide, exchange
 from pretrain.corpus import prepare_corpus
 from pretrain.data import Cursor
@@ -28,7 +28,7 @@ from pretrain.optim import set_lr
 from pretrain.runtime import Runtime, StopRequest, lock_run, peak_memory_bytes, start
 from pretrain.spec import JobSpec
 from pretrain.state import Progress
-from pretrain.step import Routing, forward_backward, grad_square_sum, scale_gradients
+from pretrain.step import Routing
 from pretrain.summary import Summary, show_summary
 
 
@@ -59,18 +59,11 @@ class Training:
         batches, cursor = job.loader.step(Cursor(self.progress.cursor))
         waited = time.perf_counter() - began
         planned = (cursor.sample_index - self.progress.cursor) * spec.data.seq_len
-        result = forward_backward(
-            job.model,
-            batches,
-            planned,
-            job.runtime.device,
-            reduce_once=not spec.parallel.reshard_after_forward,
-            cp_mesh=job.dims.cp_mesh,
-        )
+        result = job.forward_backward(batches, planned)
         report = Report(
             loss_sum=float(result.loss_sum),
             target_tokens=result.target_tokens,
-            grad_square_sum=float(grad_square_sum(job.model, job.layouts)),
+            grad_square_sum=float(grad_square_sum(job.model, job.dims)),
             stop_requested=stop_requested,
             step_seconds=time.perf_counter() - began,
             data_wait_seconds=waited,
@@ -149,8 +142,8 @@ class Training:
         if moe is not None and moe.expert_bias and moe.bias_update_rate:
             everywhere = routing.tokens_per_expert_LE.clone()
             dist.all_reduce(everywhere)
-            for router, counts in zip(self.job.routers, everywhere, strict=True):
-                router.update_bias(counts)
+            for row, router in zip(self.job.router_rows, self.job.routers, strict=True):
+                router.update_bias(everywhere[row])
 
     def _skip(self, decision: Decision) -> None:
         self.skipped += 1
@@ -199,9 +192,11 @@ class Training:
             entropy_sums = sum_over_ranks(job, self.routing.entropy_sum_L)
             entropies = (entropy_sums / self.interval_tokens).tolist()
             biases = [r.expert_bias for r in job.routers if r.expert_bias is not None]
-            bias = max((float(b.abs().max()) for b in biases), default=None)
+            bias = job.runtime.maximum(max((float(b.abs().max()) for b in biases), default=-1.0))
             moved = sum_over_ranks(job, self.routing.moved_L2).tolist()
-            self.metrics.record_routing(job.moe_layers, rows, entropies, moved, bias)
+            self.metrics.record_routing(
+                job.moe_layers, rows, entropies, moved, None if bias < 0 else bias
+            )
             self.metrics.rank_imbalance.set(
                 max(self.rank_rows) * len(self.rank_rows) / max(sum(self.rank_rows), 1)
             )
@@ -339,7 +334,7 @@ def _serve(spec: JobSpec, runtime: Runtime, registry: CollectorRegistry) -> Endp
 
 def _greet(job: Job, progress: Progress, log: RunLog, endpoint: Endpoint | None) -> None:
     spec, runtime = job.spec, job.runtime
-    parameters = sum(math.prod(p.shape) for p in job.model.parameters())
+    parameters = sum(p.numel() for p in job.laid_out.whole.parameters())
     log.write(
         "start",
         step=progress.step,
@@ -391,7 +386,7 @@ def _summarize(job: Job, progress: Progress, log: RunLog) -> Summary:
         train_loss_first=progress.train_loss_first,
         train_loss_last=progress.train_loss_last,
         tokens_per_second=progress.tokens_seen / max(progress.train_seconds, 1e-9),
-        peak_memory_bytes=runtime.maximum(peak_memory_bytes()),
+        peak_memory_bytes=int(runtime.maximum(peak_memory_bytes())),
         steps=progress.step,
         tokens=progress.tokens_seen,
         world_size=runtime.world,

@@ -5,9 +5,10 @@ Legend: B batch, S sequence, D d_model, V vocab.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Self
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Self, cast
 
+import torch
 import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ class DecoderOutput(NamedTuple):
     """Logits and what every MoE layer reports; a NamedTuple, so that FSDP sees the tensors."""
 
     logits: Tensor
-    """[B, S, V]."""
+    """[B, S, V]; of a part without the last layer, what its last one gives, [B, S, D]."""
     aux: tuple[MoEAux, ...]
     """One for each MoE layer, in order."""
 
@@ -76,41 +77,78 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A causal language model.
+    """A causal language model, or those of its layers that are here.
 
-    Parameters are left as torch's constructors made them: :func:`pretrain.init.init_parameters`
-    gives them values that do not depend on the number of ranks.
+    The embedding is with the first layer, the last norm and the head with the last. Names are those
+    of the whole model, whatever is here. Parameters are left as torch's constructors made them:
+    :func:`pretrain.init.init_parameters` gives them values that do not depend on the number of
+    ranks.
+
+    Args:
+        config: of the whole model.
+        moe: of its MoE layers; None for a dense model.
+        layers: the numbers of those that are here, in order; all where None.
     """
 
-    def __init__(self, config: ModelConfig, moe: MoEConfig | None) -> None:
+    def __init__(
+        self, config: ModelConfig, moe: MoEConfig | None, layers: Iterable[int] | None = None
+    ) -> None:
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.d_model)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, moe if i >= config.first_k_dense else None)
-            for i in range(config.num_layers)
+        here = list(range(config.num_layers) if layers is None else layers)
+        self.embed = nn.Embedding(config.vocab_size, config.d_model) if 0 in here else None
+        self.layers = nn.ModuleDict(
+            {str(i): DecoderLayer(config, moe if i >= config.first_k_dense else None) for i in here}
         )
-        self.norm = nn.RMSNorm(config.d_model, config.norm_eps)
-        tied = config.tie_embeddings
+        last = config.num_layers - 1 in here
+        self.norm = nn.RMSNorm(config.d_model, config.norm_eps) if last else None
+        tied = config.tie_embeddings or not last
         self.head = None if tied else nn.Linear(config.d_model, config.vocab_size, bias=False)
+
+    @property
+    def blocks(self) -> dict[int, DecoderLayer]:
+        """The layers that are here, by number."""
+        return {int(i): cast(DecoderLayer, layer) for i, layer in self.layers.items()}
+
+    def part(self, layers: Iterable[int]) -> Decoder:
+        """Some of the layers that are here, and what goes with them: the same modules."""
+        part = Decoder(self.config, None, ())
+        for i in layers:
+            part.layers[str(i)] = self.layers[str(i)]
+            if i == 0:
+                part.embed = self.embed
+            if i == self.config.num_layers - 1:
+                part.norm, part.head = self.norm, self.head
+        return part
 
     def forward(
         self, tokens_BS: Tensor, counts_before: Sequence[Tensor] | None = None
     ) -> DecoderOutput:
         """[B, S] int64 token ids -> logits [B, S, V]; B may be 0.
 
+        A part without the first layer takes what the layer before gave, [B, S, D].
         ``counts_before`` are the ``batch_counts_E`` of the step's forward before this one, one for
         each MoE layer, for load balancing over a global batch.
         """
-        x_BSD = self.embed(tokens_BS)
+        x_BSD = tokens_BS if self.embed is None else self.embed(tokens_BS)
         reports: list[MoEAux] = []
-        for layer in self.layers:
+        for layer in self.blocks.values():
             before = (
                 counts_before[len(reports)] if counts_before and layer.moe is not None else None
             )
             x_BSD, aux = layer(x_BSD, before)
             if aux is not None:
                 reports.append(aux)
+        if self.norm is None:
+            return DecoderOutput(x_BSD, tuple(reports))
         x_BSD = self.norm(x_BSD)
-        logits = F.linear(x_BSD, self.embed.weight) if self.head is None else self.head(x_BSD)
-        return DecoderOutput(logits, tuple(reports))
+        if self.head is not None:
+            return DecoderOutput(self.head(x_BSD), tuple(reports))
+        assert self.embed is not None, "tied matrices are on one rank"
+        return DecoderOutput(F.linear(x_BSD, self.embed.weight), tuple(reports))
+
+
+def meta_decoder(model: ModelConfig, moe: MoEConfig | None) -> Decoder:
+    """The decoder with names, shapes and dtypes, and without storage."""
+    with torch.device("meta"):
+        return Decoder(model, moe)

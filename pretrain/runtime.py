@@ -85,17 +85,17 @@ class Runtime:
         """Let rank 0 act while the others wait; fail on all where it fails."""
         self.together(lambda: act() if self.is_first else None)
 
-    def broadcast(self, value: int) -> int:
-        """Rank 0's value."""
+    def broadcast(self, value: int, source: int = 0) -> int:
+        """The value of rank ``source``."""
         word = torch.tensor(value, dtype=torch.int64)
-        dist.broadcast(word, 0, group=self.control_group)
+        dist.broadcast(word, source, group=self.control_group)
         return int(word)
 
-    def maximum(self, value: int) -> int:
+    def maximum(self, value: float) -> float:
         """The largest value of any rank."""
-        word = torch.tensor(value, dtype=torch.int64)
+        word = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(word, dist.ReduceOp.MAX, group=self.control_group)
-        return int(word)
+        return float(word)
 
     def total(self, value: float) -> float:
         """The sum over ranks."""

@@ -151,17 +151,19 @@ class JobSpec(BaseModel):
                 "model.d_ff (0) must be at least 1 where a layer is dense: "
                 "model.first_k_dense is above 0 or there is no [moe] section"
             )
-        for axis in ("pp", "tp"):
-            if getattr(p, axis) > 1:
-                raise ValueError(
-                    f"parallel.{axis} ({getattr(p, axis)}) must be 1: the reference decoder is "
-                    f"laid out over dp_replicate, dp_shard, cp and ep"
-                )
-        if p.cp > 1 and self.data.seq_len % (2 * p.cp):
+        stages = p.pp * p.pp_stages_per_rank
+        if stages > m.num_layers:
             raise ValueError(
-                f"data.seq_len ({self.data.seq_len}) must be a multiple of 2 x parallel.cp "
-                f"({p.cp}): a rank takes a piece of a sequence's first half and one of its second"
+                f"model.num_layers ({m.num_layers}) must be at least parallel.pp x "
+                f"parallel.pp_stages_per_rank ({p.pp} x {p.pp_stages_per_rank} stages)"
             )
+        if p.pp > 1 and m.tie_embeddings:
+            raise ValueError(
+                f"parallel.pp ({p.pp}) must be 1 with model.tie_embeddings (true): the first stage "
+                f"and the last would share a matrix"
+            )
+        self._check_sequences()
+        self._check_tensor_parallel()
         most = t.micro_batch_size * self.data.seq_len
         if self.moe is not None and 0 < self.moe.max_tokens < most:
             raise ValueError(
@@ -209,6 +211,40 @@ class JobSpec(BaseModel):
             )
         return self
 
+    def _check_sequences(self) -> None:
+        p, seq_len = self.parallel, self.data.seq_len
+        if p.cp > 1 and seq_len % (2 * p.cp * p.tp):
+            raise ValueError(
+                f"data.seq_len ({seq_len}) must be a multiple of 2 x parallel.cp x parallel.tp "
+                f"(2 x {p.cp} x {p.tp}): a rank takes a piece of a sequence's first half and one "
+                f"of its second"
+            )
+        if seq_len % p.tp:
+            raise ValueError(
+                f"data.seq_len ({seq_len}) must be a multiple of parallel.tp ({p.tp}): between "
+                f"products every rank has a part of the sequence"
+            )
+
+    def _check_tensor_parallel(self) -> None:
+        tp, m = self.parallel.tp, self.model
+        if tp == 1:
+            return
+        for field in ("num_heads", "num_kv_heads", "d_ff", "vocab_size"):
+            if getattr(m, field) % tp:
+                raise ValueError(
+                    f"model.{field} ({getattr(m, field)}) must be a multiple of parallel.tp ({tp})"
+                )
+        for field, value, why in (
+            ("kv_lora_rank", m.kv_lora_rank, "latent attention"),
+            ("tie_embeddings", m.tie_embeddings, "an embedding that is the output matrix too"),
+            ("qk_norm", m.qk_norm == "all_heads" and m.qk_norm, "a norm over all heads"),
+        ):
+            if value:
+                raise ValueError(
+                    f"parallel.tp ({tp}) must be 1 with model.{field} ({value}): {why} is not cut; "
+                    f"parallel.dp_shard, cp and ep are for such a model"
+                )
+
     @property
     def run_path(self) -> Path:
         """The run's folder."""
@@ -246,8 +282,8 @@ class JobSpec(BaseModel):
                 size = getattr(self.moe, field)
                 if size % topology.efsdp:
                     raise InputError(
-                        f"moe.{field} ({size}) must be a multiple of dp_shard x cp / ep "
-                        f"({topology.dp_shard} x {topology.cp} / {topology.ep} = "
+                        f"moe.{field} ({size}) must be a multiple of dp_shard x cp x tp / ep "
+                        f"({topology.dp_shard} x {topology.cp} x {topology.tp} / {topology.ep} = "
                         f"{topology.efsdp}), the ranks that share an expert; raise parallel.ep or "
                         f"parallel.dp_replicate"
                     )
@@ -300,7 +336,8 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
 
 
 def _one_line(error: ValidationError) -> str:
-    errors = error.errors()
+    # A field that there is not explains the one that is missing for it.
+    errors = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     first = errors[0]
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     location = ".".join(str(part) for part in first["loc"])

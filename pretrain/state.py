@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
@@ -13,8 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from ckpt import ArraySpec, LocalArray
-from parallel import ShardLayout, Topology, expert_parameter_names, local_shard
-from parallel.layout import dense_splits, expert_splits
+from parallel import (
+    ShardLayout,
+    Topology,
+    expert_parameter_names,
+    local_shard,
+    moe_parameter_names,
+)
+from parallel.layout import dense_splits, expert_splits, spread_splits
 from pretrain.optim import moments
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
@@ -38,37 +44,59 @@ class Progress:
         return asdict(self)
 
 
-def parameter_layouts(model: nn.Module, topology: Topology) -> dict[str, ShardLayout]:
-    """Who holds which slice of every parameter and buffer, by name; buffers are whole on each."""
-    experts = expert_parameter_names(model)
-    whole = {
-        name: ShardLayout(tuple(buffer.shape), ((),) * buffer.ndim, topology)
-        for name, buffer in model.named_buffers()
-    }
-    return whole | {
+def parameter_layouts(
+    whole: nn.Module,
+    topology: Topology,
+    tp_dim: Callable[[str], int | None] = lambda _: None,
+    stage: Callable[[str], int] = lambda _: 0,
+) -> dict[str, ShardLayout]:
+    """Who holds which slice of every parameter and buffer, by name; nobody cuts buffers.
+
+    Args:
+        whole: the model as one process would have it, on any device.
+        topology: the degrees.
+        tp_dim: by name, the dim of a dense parameter that tensor parallelism cuts.
+        stage: by name, the place along pp that has a parameter or buffer.
+    """
+    experts, of_moe = expert_parameter_names(whole), moe_parameter_names(whole)
+
+    def splits(name: str, parameter: Tensor) -> tuple[tuple[str, ...], ...]:
+        if not isinstance(parameter, nn.Parameter):
+            return ((),) * parameter.ndim
+        if name in experts:
+            return expert_splits(parameter.ndim)
+        if topology.tp > 1 and name in of_moe:
+            return spread_splits(parameter.ndim)
+        return dense_splits(parameter.ndim, tp_dim(name) if topology.tp > 1 else None)
+
+    return {
         name: ShardLayout(
-            tuple(parameter.shape),
-            (expert_splits if name in experts else dense_splits)(parameter.ndim),
+            tuple(tensor.shape),
+            splits(name, tensor),
             topology,
+            (stage(name),) if topology.pp > 1 else (),
         )
-        for name, parameter in model.named_parameters()
+        for name, tensor in _tensors(whole).items()
     }
 
 
-def model_arrays(model: nn.Module, layouts: dict[str, ShardLayout], rank: int) -> list[LocalArray]:
+def model_arrays(
+    whole: nn.Module, model: nn.Module, layouts: Mapping[str, ShardLayout], rank: int
+) -> list[LocalArray]:
     """Parameters and buffers as stacked arrays, the same list on every rank.
 
     ``layers.3.moe.experts.w_gate`` is index 3 of ``model/layers/moe/experts/w_gate``, counting only
-    the layers that have one; the attribute ``layers`` names them.
+    the layers that have one; the attribute ``layers`` names them. ``whole`` is the model as one
+    process would have it, on any device, and ``model`` what of it is here.
     """
-    tensors = chain(model.named_parameters(), model.named_buffers())
-    return list(_stack("model", tensors, layouts, rank))
+    return list(_stack("model", _tensors(whole), _tensors(model), layouts, rank))
 
 
 def training_arrays(
+    whole: nn.Module,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    layouts: dict[str, ShardLayout],
+    layouts: Mapping[str, ShardLayout],
     rank: int,
 ) -> list[LocalArray]:
     """Parameters, buffers and moments as stacked arrays, the same list on every rank.
@@ -76,36 +104,53 @@ def training_arrays(
     Moments mirror the tree of :func:`model_arrays` under ``optimizer/exp_avg`` and
     ``optimizer/exp_avg_sq``.
     """
-    arrays = model_arrays(model, layouts, rank)
+    arrays = model_arrays(whole, model, layouts, rank)
+    parameters = dict(whole.named_parameters())
     for key in ("exp_avg", "exp_avg_sq"):
-        named = ((name, tensor) for k, name, tensor in moments(optimizer, model) if k == key)
-        arrays += _stack(f"optimizer/{key}", named, layouts, rank)
+        here = {name: tensor for k, name, tensor in moments(optimizer, model) if k == key}
+        arrays += _stack(f"optimizer/{key}", parameters, here, layouts, rank)
     return arrays
 
 
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return dict(chain(model.named_parameters(), model.named_buffers()))
+
+
 def _stack(
-    prefix: str, named: Iterable[tuple[str, Tensor]], layouts: dict[str, ShardLayout], rank: int
+    prefix: str,
+    whole: Mapping[str, Tensor],
+    here: Mapping[str, Tensor],
+    layouts: Mapping[str, ShardLayout],
+    rank: int,
 ) -> Iterator[LocalArray]:
-    stacks: dict[str, list[tuple[int, str, Tensor]]] = {}
-    for name, tensor in named:
+    stacks: dict[str, list[tuple[int, str]]] = {}
+    for name in whole:
         match = _LAYER.fullmatch(name)
-        if match is None:
-            layout = layouts[name]
-            spec = ArraySpec(_path(prefix, name), layout.shape, tensor.dtype, layout.splits)
-            yield LocalArray(spec, layout.box(rank), [local_shard(tensor).detach()])
-        else:
-            stacks.setdefault(match[2], []).append((int(match[1]), name, tensor))
+        if match is not None:
+            stacks.setdefault(match[2], []).append((int(match[1]), name))
+            continue
+        layout = layouts[name]
+        spec = ArraySpec(
+            _path(prefix, name), layout.shape, whole[name].dtype, layout.splits, {}, layout.stages
+        )
+        yield LocalArray(spec, layout.boxes(rank), _pieces([name], here))
     for suffix, members in stacks.items():
         layout = layouts[members[0][1]]
+        names = [name for _, name in members]
         spec = ArraySpec(
             name=_path(prefix, f"layers.{suffix}"),
             shape=(len(members), *layout.shape),
-            dtype=members[0][2].dtype,
+            dtype=whole[names[0]].dtype,
             splits=((), *layout.splits),
-            attributes={"layers": [index for index, _, _ in members]},
+            attributes={"layers": [index for index, _ in members]},
+            stages=tuple(stage for name in names for stage in layouts[name].stages),
         )
-        pieces = [local_shard(tensor).detach() for _, _, tensor in members]
-        yield LocalArray(spec, ((0, len(members)), *layout.box(rank)), pieces, stacked=True)
+        boxes = spec.layout(layout.topology).boxes(rank)
+        yield LocalArray(spec, boxes, _pieces(names, here), stacked=True)
+
+
+def _pieces(names: Iterable[str], here: Mapping[str, Tensor]) -> list[Tensor]:
+    return [local_shard(here[name]).detach() for name in names if name in here]
 
 
 def _path(prefix: str, name: str) -> str:
@@ -123,7 +168,7 @@ def rng_arrays(
         spec = ArraySpec(
             f"rng/{name}", (topology.world, state.numel()), torch.uint8, (("world",), ())
         )
-        arrays.append(LocalArray(spec, spec.layout(topology).box(rank), [state.unsqueeze(0)]))
+        arrays.append(LocalArray(spec, spec.layout(topology).boxes(rank), [state.unsqueeze(0)]))
     return arrays
 
 

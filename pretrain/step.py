@@ -6,15 +6,17 @@ Legend: B batch, S sequence, V vocab, L MoE layers, E experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
 
 from moe import MoEAux, Stopwatch
-from parallel import ShardLayout, local_shard, sequence_part, set_gradient_sync
+from parallel import ParallelDims, sequence_part, set_gradient_sync
 from pretrain.model import DecoderOutput
 
 
@@ -40,6 +42,20 @@ class Routing:
             self.entropy_sum_L + before.entropy_sum_L,
             self.moved_L2 + before.moved_L2,
             self.not_finite_L + before.not_finite_L,
+        )
+
+    def placed(self, rows: Sequence[int], num_layers: int) -> Routing:
+        """Of all ``num_layers`` MoE layers, where this is of those in ``rows``."""
+
+        def spread(values: Tensor) -> Tensor:
+            out = values.new_zeros((num_layers, *values.shape[1:]))
+            return out.index_copy_(0, torch.tensor(rows, device=values.device), values)
+
+        return Routing(
+            spread(self.tokens_per_expert_LE),
+            spread(self.entropy_sum_L),
+            spread(self.moved_L2),
+            spread(self.not_finite_L),
         )
 
 
@@ -76,19 +92,55 @@ class Pass:
         return sum(watch.seconds() for watch in self.stopwatches)
 
 
-def inputs_and_targets(batch: Tensor, cp_mesh: DeviceMesh | None) -> tuple[Tensor, Tensor]:
-    """[b, W + 1] token ids -> [b, S] each: this rank's part of the sequences, and what follows."""
-    inputs_BS, targets_BS = batch[:, :-1], batch[:, 1:]
-    if cp_mesh is None:
-        return inputs_BS, targets_BS
-    return sequence_part(inputs_BS, cp_mesh), sequence_part(targets_BS, cp_mesh)
+@dataclass(frozen=True)
+class Part:
+    """What of a micro-batch is a rank's: context-parallel ranks each take a part of every sequence,
+    and the MoE layers of tensor-parallel ranks each see a part of that."""
+
+    dims: ParallelDims | None = None
+
+    def inputs_and_targets(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """[b, W + 1] token ids -> [b, S] each: what the model takes here, and what follows it."""
+        inputs_BS, targets_BS = batch[:, :-1], batch[:, 1:]
+        if self.dims is None:
+            return inputs_BS, targets_BS
+        mesh = self.dims.cp_mesh
+        return sequence_part(inputs_BS, mesh), sequence_part(targets_BS, mesh)
+
+    @property
+    def tp_degree(self) -> int:
+        """Ranks that compute the same logits together, and each see a part of their tokens."""
+        return 1 if self.dims is None else self.dims.topology.tp
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank is the one that counts the loss, of those that compute it or do not."""
+        if self.dims is None:
+            return True
+        stages = self.dims.pp_mesh
+        is_last = stages.get_local_rank() == stages.size() - 1
+        return is_last and self.dims.tp_mesh.get_local_rank() == 0
+
+    def vocabulary_parallel(self) -> AbstractContextManager[None]:
+        """Around the loss and its backward: logits cut along the vocabulary are never whole."""
+        return nullcontext() if self.tp_degree == 1 else loss_parallel()
 
 
 def next_token_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    """Summed negative log-likelihood in nats, float32; targets of -1 do not count."""
-    return F.cross_entropy(
-        logits_BSV.flatten(0, 1).float(), targets_BS.flatten(), ignore_index=-1, reduction="sum"
+    """Summed negative log-likelihood in nats, float32; targets of -1 do not count.
+
+    Logits may be a DTensor cut along the vocabulary: all its ranks get the same sum.
+    """
+    if isinstance(logits_BSV, DTensor):
+        # A DTensor without elements forgets in a flatten how it is cut.
+        local_TV = logits_BSV.to_local().flatten(0, 1)
+        logits_TV: Tensor = DTensor.from_local(local_TV, logits_BSV.device_mesh, (Shard(1),))
+    else:
+        logits_TV = logits_BSV.flatten(0, 1)
+    loss = F.cross_entropy(
+        logits_TV.float(), targets_BS.flatten(), ignore_index=-1, reduction="sum"
     )
+    return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
 def forward_backward(
@@ -96,8 +148,8 @@ def forward_backward(
     micro_batches: Sequence[Tensor],
     planned_tokens: int,
     device: torch.device,
+    part: Part | None = None,
     reduce_once: bool = False,
-    cp_mesh: DeviceMesh | None = None,
 ) -> Pass:
     """Accumulate the gradient of one step's loss.
 
@@ -111,10 +163,11 @@ def forward_backward(
         micro_batches: [b, S + 1] token ids; as many on every rank, some perhaps empty.
         planned_tokens: target tokens of the step over all ranks.
         device: where the model is.
+        part: what of the micro-batches is this rank's; all where None.
         reduce_once: reduce gradients after the last micro-batch alone, at the cost of holding them
             whole until then.
-        cp_mesh: the ranks that have the same micro-batches, and take a part of each sequence.
     """
+    part = part or Part()
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     target_tokens = 0
     routing: Routing | None = None
@@ -123,42 +176,20 @@ def forward_backward(
     for turn, batch in enumerate(micro_batches):
         set_gradient_sync(model, not reduce_once or turn == len(micro_batches) - 1)
         batch = batch.to(device, non_blocking=True)
-        inputs_BS, targets_BS = inputs_and_targets(batch, cp_mesh)
-        out: DecoderOutput = model(inputs_BS, counts)
+        inputs_BS, targets_BS = part.inputs_and_targets(batch)
+        routed = targets_BS.numel() // part.tp_degree
+        with part.vocabulary_parallel():
+            out: DecoderOutput = model(inputs_BS, counts)
+            nll = next_token_loss(out.logits, targets_BS)
+            loss = nll
+            for aux in out.aux:
+                loss = loss + routed * aux.loss
+            (loss / planned_tokens).backward()
         counts = [aux.batch_counts_E for aux in out.aux]
-        nll = next_token_loss(out.logits, targets_BS)
-        tokens = targets_BS.numel()
-        loss = nll
-        for aux in out.aux:
-            loss = loss + tokens * aux.loss
-        (loss / planned_tokens).backward()
-        loss_sum += nll.detach()
-        target_tokens += tokens
+        if part.counts:
+            loss_sum += nll.detach()
+            target_tokens += targets_BS.numel()
         if out.aux:
-            routing = routing_of(out.aux, tokens).plus(routing)
+            routing = routing_of(out.aux, routed).plus(routing)
             stopwatches += [aux.stopwatch for aux in out.aux]
     return Pass(loss_sum, target_tokens, routing, tuple(stopwatches))
-
-
-def grad_square_sum(model: nn.Module, layouts: dict[str, ShardLayout]) -> Tensor:
-    """This rank's share of the squared global gradient norm, a float64 scalar.
-
-    Summed over ranks it is the whole, on whatever meshes the parameters are: a slice that n ranks
-    hold counts 1/n on each.
-    """
-    by_copies: dict[int, list[Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, f"{name} got no gradient"
-        by_copies.setdefault(layouts[name].num_replicas, []).append(local_shard(parameter.grad))
-    total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
-    for copies, grads in by_copies.items():
-        norms = torch.stack(torch._foreach_norm(grads)).double()
-        total += norms.square().sum() / copies
-    return total
-
-
-def scale_gradients(model: nn.Module, factor: float) -> None:
-    """Multiply every gradient in place; exactly nothing for a factor of 1."""
-    if factor != 1.0:
-        grads = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
-        torch._foreach_mul_(grads, factor)

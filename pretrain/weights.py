@@ -22,7 +22,7 @@ from moe import MoEConfig
 from parallel import Topology, expert_parameter_names
 from parallel.layout import Box
 from pretrain.init import first_matrix
-from pretrain.model import Decoder, ModelConfig
+from pretrain.model import meta_decoder
 from pretrain.spec import JobSpec
 from pretrain.state import model_arrays, parameter_layouts
 
@@ -63,7 +63,7 @@ class CheckpointWeights:
         dtype = getattr(torch, record.logical_dtype)
         spec = ArraySpec(record.name, record.shape, dtype, record.splits, record.attributes)
         out = torch.empty([stop - start for start, stop in box], dtype=dtype)
-        ckpt.load(self.root, self.manifest, [LocalArray(spec, tuple(box), [out])])
+        ckpt.load(self.root, self.manifest, [LocalArray(spec, [tuple(box)], [out])])
         kept = (match is not None) + (expert is not None)
         return out.view(out.shape[kept:])
 
@@ -92,12 +92,6 @@ class UpcycledWeights:
         return self._read(name)
 
 
-def meta_decoder(model: ModelConfig, moe: MoEConfig | None) -> Decoder:
-    """The decoder with names, shapes and dtypes, and without storage."""
-    with torch.device("meta"):
-        return Decoder(model, moe)
-
-
 def save_weights(
     root: Path, spec: JobSpec, source: WeightSource, state: dict[str, Any]
 ) -> Manifest:
@@ -122,7 +116,7 @@ def save_weights(
     )
     read = lru_cache(maxsize=1)(source.read)  # for one object of a parameter after another
     arrays = []
-    for array in model_arrays(decoder, parameter_layouts(decoder, topology), 0):
+    for array in model_arrays(decoder, decoder, parameter_layouts(decoder, topology), 0):
         names = _parameter_names(array.spec)
         boxes = partial(_read_box, read, array.spec, names, names[0] in experts)
         arrays.append((array.spec.record(topology), boxes))

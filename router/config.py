@@ -105,6 +105,11 @@ class RouterConfig(BaseModel):
 
     def _check_capacity(self) -> None:
         policy = self.capacity_policy
+        if policy == "dropless" and self.overflow != "reroute" and not self.max_received_rows:
+            raise ValueError(
+                f"moe.overflow ({self.overflow}) must be left out with moe.capacity_policy "
+                f"(dropless), under which nothing is over; fixed has a capacity"
+            )
         if self.selection == "expert_choice" and (policy != "dropless" or self.max_received_rows):
             raise ValueError(
                 f"moe.capacity_policy ({policy}) must be dropless, and moe.max_received_rows "

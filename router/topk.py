@@ -6,8 +6,9 @@ Legend: T tokens, D d_model, E experts, K top_k.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,9 @@ class RouterOutput(NamedTuple):
     expert_weights_TK: Tensor
     """Of the same shape, float32, the weight of each expert's output; 0 where there is none; NaN
     for a token whose logits are not finite."""
+    record_TK: Tensor
+    """What a later call takes to route these tokens again: as ``expert_indices_TK``, but -1 - e
+    where expert e was chosen, and nobody had room."""
     rows_per_expert_E: Tensor
     """[E] int64, assignments that each expert is to compute."""
     dropped_TK: Tensor | None
@@ -101,7 +105,7 @@ class TopKRouter(nn.Module):
         self.capacity = capacity_policy(config)
         self.balance_group: dist.ProcessGroup | None = None
         """Ranks whose tokens the load-balancing loss counts together, beside this one."""
-        self.sequence_group: dist.ProcessGroup | None = None
+        self.token_group: dist.ProcessGroup | None = None
         """Ranks that have parts of the same sequences, and so of one micro-batch."""
         self.weight = nn.Parameter(torch.empty(config.num_experts, d_model))
         bias = torch.zeros(config.num_experts, dtype=torch.float32) if config.expert_bias else None
@@ -114,9 +118,19 @@ class TopKRouter(nn.Module):
             )
         self.reset_parameters()
 
-    def use_sequence_group(self, group: dist.ProcessGroup) -> None:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Biases stay in float32, whatever the model is cast to: in bfloat16 a step of 0.001 would
+        be lost on a bias of 0.5."""
+        before = self.expert_bias
+        super()._apply(fn, recurse)
+        after = self.expert_bias
+        if before is not None and after is not None and after.dtype != before.dtype:
+            self.expert_bias = before.to(after.device)
+        return self
+
+    def use_token_group(self, group: dist.ProcessGroup) -> None:
         """Sequences are spread over ``group``; ``parallel.apply_context_parallel`` calls this."""
-        self.sequence_group = group
+        self.token_group = group
 
     def extra_repr(self) -> str:
         """What print shows."""
@@ -141,11 +155,14 @@ class TopKRouter(nn.Module):
         Args:
             x_TD: the tokens, sequence after sequence.
             seq_len: tokens of each sequence, for the sequence-wise loss; None takes all as one.
-            expert_indices_TK: [T, K] int64, recorded choices to take instead of choosing; E, as in
-                this router's own output, where there is none. Weights, losses and gradients are as
-                if these had been chosen.
+            expert_indices_TK: [T, K] int64, a ``record_TK`` to take instead of choosing; E where
+                there is no choice. Weights, losses and gradients are as if these had been chosen;
+                what was dropped for want of room is again.
             counts_before_E: ``batch_counts_E`` of the step's call before this one, for the loss
                 over a global batch; None in the first.
+
+        Raises ValueError for recorded choices of another shape or dtype, or, on a CPU, of experts
+        that there are not.
         """
         dtype = torch.promote_types(self.dtype, x_TD.dtype)
         with no_autocast(x_TD.device.type):
@@ -172,10 +189,14 @@ class TopKRouter(nn.Module):
         E = config.num_experts
         sound_TE = logits_TE.detach().masked_fill(bad_T.unsqueeze(1), 0)
         choice_TE = self._choice(sound_TE, score(sound_TE, config.score_func)[0])
-        chosen_TK = recorded_TK
-        if chosen_TK is None:
-            chosen_TK = self._select(choice_TE)
-        counts_E = count_tokens_per_expert(chosen_TK, E + 1)[:E]
+        if recorded_TK is None:
+            wanted_TK = chosen_TK = self._select(choice_TE)
+        else:
+            self._check_recorded(recorded_TK, len(logits_TE))
+            wanted_TK = recorded_TK.where(recorded_TK >= 0, -1 - recorded_TK)
+            # What was dropped takes nobody's room.
+            chosen_TK = recorded_TK.masked_fill(recorded_TK < 0, E)
+        counts_E = count_tokens_per_expert(wanted_TK, E + 1)[:E]
         # Tokens that go nowhere of use give way to all others.
         priority_TE = scores_TE.detach().masked_fill(bad_T.unsqueeze(1), -1)
         placed = self.capacity.place(chosen_TK, choice_TE, priority_TE, self.training)
@@ -183,21 +204,27 @@ class TopKRouter(nn.Module):
         if config.selection == "expert_choice" or recorded_TK is not None:
             nowhere_TK = indices_TK == E
             dropped_TK = nowhere_TK if dropped_TK is None else dropped_TK | nowhere_TK
-        weights_TK = self._weights(logits_TE, scores_TE, indices_TK)
+        if recorded_TK is not None:
+            # The dropped ones' part of the weights stays theirs.
+            indices_TK = indices_TK.where(recorded_TK >= 0, wanted_TK)
+        record_TK = indices_TK
+        weights_TK = self._weights(logits_TE, scores_TE, indices_TK, recorded_TK is not None)
         weights_TK = weights_TK.masked_fill(bad_T.unsqueeze(1), torch.nan)
         if dropped_TK is not None:
             # What a token has left keeps its weight: a drop makes its output smaller.
             weights_TK = weights_TK.masked_fill(dropped_TK, 0)
+            record_TK = record_TK.where(~dropped_TK | (record_TK == E), -1 - record_TK)
             indices_TK = indices_TK.masked_fill(dropped_TK, E)
             rows_E = count_tokens_per_expert(indices_TK, E + 1)[:E]
         batch_counts_E = self._batch_counts(counts_E, counts_before_E)
         # Where its weight is 0 the finer loss costs nothing: it is not computed.
         sequence_loss = logits_TE.new_zeros(())
         if config.sequence_balance_weight:
-            sequence_loss = sequence_balance_loss(probs_TE, chosen_TK, seq_len, self.sequence_group)
+            sequence_loss = sequence_balance_loss(probs_TE, wanted_TK, seq_len, self.token_group)
         entropy = -(probs_TE.detach() * probs_TE.detach().clamp_min(_TINY).log()).sum()
         return RouterOutput(
             expert_indices_TK=indices_TK,
+            record_TK=record_TK,
             expert_weights_TK=weights_TK.to(dtype),
             rows_per_expert_E=rows_E,
             dropped_TK=dropped_TK,
@@ -215,7 +242,7 @@ class TopKRouter(nn.Module):
     def _batch_counts(self, counts_E: Tensor, counts_before_E: Tensor | None) -> Tensor:
         """What the load-balancing loss counts, see ``load_balance_scope``."""
         micro_batch = self.config.load_balance_scope == "micro_batch"
-        group = self.sequence_group if micro_batch else self.balance_group
+        group = self.token_group if micro_batch else self.balance_group
         batch_counts_E = counts_E.clone()
         if group is not None and self.config.load_balance_weight:
             dist.all_reduce(batch_counts_E, group=group)
@@ -247,7 +274,28 @@ class TopKRouter(nn.Module):
             return expert_choice(choice_TE, self.config.top_k)
         return select_top_k(choice_TE, self.config.top_k)
 
-    def _weights(self, logits_TE: Tensor, scores_TE: Tensor, indices_TK: Tensor) -> Tensor:
+    def _check_recorded(self, recorded_TK: Tensor, tokens: int) -> None:
+        E, selection = self.config.num_experts, self.config.selection
+        K = E if selection == "expert_choice" else self.config.top_k
+        if recorded_TK.shape != (tokens, K) or recorded_TK.dtype != torch.int64:
+            raise ValueError(
+                f"expert_indices_TK ({list(recorded_TK.shape)}, {recorded_TK.dtype}) must be "
+                f"[{tokens}, {K}] int64: the tokens, and moe.top_k or, under expert_choice, "
+                f"moe.num_experts"
+            )
+        # On an accelerator looking would mean waiting for it.
+        if recorded_TK.device.type == "cpu" and recorded_TK.numel():
+            low, high = recorded_TK.min(), recorded_TK.max()
+            if low < -E or high > E:
+                raise ValueError(
+                    f"expert_indices_TK ({int(low)} to {int(high)}) must be below "
+                    f"moe.num_experts ({E}), {E} for none, or -1 - e for a dropped e"
+                )
+
+    def _weights(
+        self, logits_TE: Tensor, scores_TE: Tensor, indices_TK: Tensor, gaps: bool
+    ) -> Tensor:
+        """[T, K]; with ``gaps`` some indices may be E, no expert, and get nothing."""
         config = self.config
         if config.selection == "expert_choice":
             chosen_TE = indices_TK < config.num_experts
@@ -256,9 +304,15 @@ class TopKRouter(nn.Module):
                 weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp_min(_TINY)
         elif config.softmax_after_topk:
             weights_TK = logits_TE.gather(1, indices_TK.clamp(max=config.num_experts - 1))
+            if gaps:
+                # Not minus infinity: a token that goes nowhere would have NaN for its gradient.
+                nothing = torch.finfo(weights_TK.dtype).min
+                weights_TK = weights_TK.masked_fill(indices_TK == config.num_experts, nothing)
             weights_TK = weights_TK.softmax(-1)
         else:
             weights_TK = scores_TE.gather(1, indices_TK.clamp(max=config.num_experts - 1))
+            if gaps:
+                weights_TK = weights_TK.masked_fill(indices_TK == config.num_experts, 0)
             if config.renormalize:
                 weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp_min(_TINY)
         return weights_TK * config.route_scale
@@ -272,9 +326,17 @@ class TopKRouter(nn.Module):
 
         Args:
             tokens_per_expert_E: [E] assignments of the whole step, over all ranks, so that every
-                rank's bias stays the same.
+                rank's bias stays the same: all-reduce what the ranks' layers report.
+
+        Raises ValueError where there are no biases, or the counts are of another number of experts.
         """
-        assert self.expert_bias is not None, "moe.expert_bias is off"
+        if self.expert_bias is None:
+            raise ValueError("moe.expert_bias (false) must be true for its biases to be moved")
+        if tokens_per_expert_E.shape != self.expert_bias.shape:
+            raise ValueError(
+                f"tokens_per_expert_E ({list(tokens_per_expert_E.shape)}) must be "
+                f"[{len(self.expert_bias)}], a count for each of moe.num_experts"
+            )
         # n_i against the mean as integers, E · n_i against the sum: exact for any counts.
         counts_E = tokens_per_expert_E.to(self.expert_bias.device)
         direction_E = torch.sign(counts_E.sum() - counts_E * len(counts_E))

@@ -42,7 +42,7 @@ def local_array(spec: ArraySpec, topology: Topology, rank: int, values=None) -> 
         values = torch.zeros(spec.shape, dtype=spec.dtype)
     local = values[slices].clone()
     stacked = "layers/" in spec.name
-    return LocalArray(spec, box, list(local.unbind(0)) if stacked else [local], stacked)
+    return LocalArray(spec, [box], list(local.unbind(0)) if stacked else [local], stacked)
 
 
 def pieces(array: LocalArray) -> torch.Tensor:

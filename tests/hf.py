@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 import ckpt
 from moe import MoEConfig
 from parallel import Topology
-from pretrain.model import Decoder, ModelConfig
+from pretrain.model import Decoder, ModelConfig, meta_decoder
 from pretrain.state import model_arrays, parameter_layouts
-from pretrain.weights import meta_decoder
 from tools import convert_hf
 
 transformers.utils.logging.disable_progress_bar()
@@ -111,7 +110,7 @@ def load_ours(root: Path) -> Decoder:
         ModelConfig.model_validate(manifest.spec["model"]),
         None if moe is None else MoEConfig.model_validate(moe),
     ).to_empty(device="cpu")
-    ckpt.load(root, manifest, model_arrays(model, parameter_layouts(model, Topology()), 0))
+    ckpt.load(root, manifest, model_arrays(model, model, parameter_layouts(model, Topology()), 0))
     return model.eval()
 
 

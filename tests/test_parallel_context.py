@@ -20,7 +20,7 @@ from parallel import (  # fmt: skip
 )
 from pretrain.attention import AttentionConfig, build_attention
 from pretrain.model import Decoder, ModelConfig
-from pretrain.step import forward_backward
+from pretrain.step import Part, forward_backward
 from tests.dist import run_ranks
 
 B, W, D = 2, 24, 32
@@ -105,19 +105,19 @@ def step(fields: dict[str, Any], dims: ParallelDims | None) -> dict[str, torch.T
     moe = MoEConfig(d_model=D, d_ff=24, num_experts=8, top_k=3, **BALANCE, **fields)
     model = Decoder(MODEL, moe)
     with torch.no_grad():
-        for layer in model.layers:
+        for layer in model.blocks.values():
             if layer.moe is not None:
                 layer.moe.router.weight.mul_(20)
     if dims is not None:
         apply_expert_parallel(model, dims.ep_mesh)
         apply_context_parallel(model, dims.cp_mesh)
-        for layer in model.layers:
+        for layer in model.blocks.values():
             if layer.moe is not None:
                 layer.moe.router.balance_group = dist.group.WORLD
     batches = torch.randint(300, (2, B, W + 1), generator=torch.Generator().manual_seed(5))
     result = forward_backward(
         model, list(batches), 2 * B * W, torch.device("cpu"),
-        cp_mesh=None if dims is None else dims.cp_mesh,
+        Part(dims),
     )  # fmt: skip
     grads = {}
     for name, p in model.named_parameters():

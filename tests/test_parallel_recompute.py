@@ -24,7 +24,7 @@ def forward_backward(how: str, every: int = 1, **fields: object) -> dict[str, to
     """Gradients, and under names of their own the loss, operations and bytes kept between."""
     torch.manual_seed(3)
     model = Decoder(MODEL, MOE.model_copy(update=fields))
-    apply_recompute(list(model.layers), how, every)
+    apply_recompute(list(model.blocks.values()), how, every)
     tokens = torch.randint(300, (B, S), generator=torch.Generator().manual_seed(5))
     kept: dict[int, int] = {}
 
@@ -71,7 +71,7 @@ def test_what_is_kept_and_what_is_done_again():
 
 def test_evaluation_keeps_nothing_and_runs_once():
     model = Decoder(MODEL, MOE)
-    apply_recompute(list(model.layers), "full")
+    apply_recompute(list(model.blocks.values()), "full")
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.zeros(B, S, dtype=torch.int64))
     assert counter.get_total_flops() > 0

@@ -34,9 +34,16 @@ RECIPE = "tools/recipes/stdlib-tiny.toml"
         ("model.first_k_dense=4", "model.first_k_dense (4) must be at most model.num_layers (3)"),
         ("model.d_ff=0", "model.d_ff (0) must be at least 1 where a layer is dense"),
         ("model.vocab_size=256", "model.vocab_size (256): Input should be greater than or equal"),
-        ("parallel.tp=2", "parallel.tp (2) must be 1"),
+        ("parallel.tp=3", "data.seq_len (32) must be a multiple of parallel.tp (3)"),
+        ("parallel.tp=8", "model.num_heads (4) must be a multiple of parallel.tp (8)"),
+        ("parallel.tp=4", "model.num_kv_heads (2) must be a multiple of parallel.tp (4)"),
+        ("parallel.pp=4", "model.num_layers (3) must be at least parallel.pp x"),
+        ("parallel.pp_stages_per_rank=2", "parallel.pp_stages_per_rank (2) must be 1 where"),
         ("train.ramp_batch_size=4", "train.ramp_batch_size (4) must be at most"),
-        ("parallel.cp=5", "data.seq_len (32) must be a multiple of 2 x parallel.cp (5)"),
+        (
+            "parallel.cp=5",
+            "data.seq_len (32) must be a multiple of 2 x parallel.cp x parallel.tp (2 x 5 x 1)",
+        ),
         ("parallel.recompute_every=2", "parallel.recompute_every (2) must be 1 where"),
         ("train.micro_batch_size=9", "train.micro_batch_size (9) must be at most"),
         ("schedule.warmup_steps=7", "schedule.warmup_steps + decay_steps (7 + 0) must be at most"),
@@ -55,6 +62,31 @@ def test_bad_specs_are_refused_in_one_line(tmp_path, override, message):
         load_spec(write_spec(tmp_path), overrides)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"qk_norm": "all_heads"}, "parallel.tp (2) must be 1 with model.qk_norm (all_heads)"),
+        ({"tie_embeddings": True}, "parallel.tp (2) must be 1 with model.tie_embeddings (True)"),
+        ({"d_ff": 47}, "model.d_ff (47) must be a multiple of parallel.tp (2)"),
+        ({"vocab_size": 321}, "model.vocab_size (321) must be a multiple of parallel.tp (2)"),
+        (
+            {"num_kv_heads": 4, "qk_norm": "none", "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+             "qk_rope_head_dim": 8, "v_head_dim": 8},
+            "parallel.tp (2) must be 1 with model.kv_lora_rank (16): latent attention is not cut",
+        ),
+    ],
+)  # fmt: skip
+def test_models_that_tensor_parallelism_does_not_cut(tmp_path, fields, message):
+    with pytest.raises(InputError) as error:
+        load_spec(write_spec(tmp_path, model=fields), ["parallel.tp=2"])
+    assert message in str(error.value)
+
+
+def test_a_matrix_of_the_first_and_the_last_stage(tmp_path):
+    with pytest.raises(InputError, match=r"parallel.pp \(2\) must be 1 with model.tie_embeddings"):
+        load_spec(write_spec(tmp_path, model={"tie_embeddings": True}), ["parallel.pp=2"])
 
 
 def test_files_that_are_no_spec(tmp_path):
@@ -83,11 +115,11 @@ def test_degrees_must_fit_the_world(tmp_path):
 def test_what_ranks_share_of_an_expert_must_divide_it(tmp_path):
     spec = make_spec(tmp_path)
     with pytest.raises(
-        InputError, match=r"moe.d_model \(32\) must be a multiple of dp_shard x cp / ep"
+        InputError, match=r"moe.d_model \(32\) must be a multiple of dp_shard x cp x tp / ep"
     ):
         spec.topology(3)
     spec = make_spec(tmp_path, moe={"d_ff": 26})
-    with pytest.raises(InputError, match=r"moe.d_ff \(26\) .* \(4 x 1 / 1 = 4\)"):
+    with pytest.raises(InputError, match=r"moe.d_ff \(26\) .* \(4 x 1 x 1 / 1 = 4\)"):
         spec.topology(4)
 
 

@@ -4,18 +4,38 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
+
+from tests.dist import run_ranks
 
 README = Path(__file__).parent.parent / "README.md"
 
 
+def blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
 def test_the_layer_in_ten_lines_works(capsys):
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert blocks, "the README shows no Python"
-    for block in blocks:
+    alone = [block for block in blocks() if "init_process_group" not in block]
+    assert alone, "the README shows no Python"
+    for block in alone:
         assert "MoELayer" in block
         assert len(block.strip().splitlines()) <= 12
-        namespace: dict[str, object] = {}
-        exec(compile(block, str(README), "exec"), namespace)
+        exec(compile(block, str(README), "exec"), {})
+
+
+def on_rank(rank: int, block: str) -> tuple[float, float]:
+    namespace: dict[str, Any] = {}
+    exec(compile(block, str(README), "exec"), namespace)
+    router = namespace["model"].layers[0].router
+    return float(namespace["loss"].detach()), float(router.weight.detach().to_local().norm())
+
+
+def test_the_layer_on_ranks_works():
+    (block,) = [block for block in blocks() if "init_process_group" in block]
+    for loss, norm in run_ranks(on_rank, 2, block, group=False):
+        assert loss > 0
+        assert norm > 0
 
 
 def test_commands_name_files_that_exist():

@@ -401,20 +401,87 @@ def test_a_token_that_is_not_finite_moves_no_other(fields):
     assert hidden[others].isfinite().all()
 
 
-def test_what_was_dropped_is_dropped_again_in_a_replay():
-    fixed = {"capacity_policy": "fixed", "capacity_factor": 0.5}
-    for fields in ({**fixed, "overflow": "drop_by_score"}, fixed, {"softmax_after_topk": True}):
-        router = make_router(**fields)
-        x = torch.randn(T, D)
-        first = router(x)
-        recorded = first.expert_indices_TK
-        if "capacity_policy" not in fields:
-            recorded = recorded.clone()
-            recorded[3, 1] = E
-        again = router(x, expert_indices_TK=recorded)
-        assert torch.equal(again.expert_indices_TK, recorded)
-        dropped = recorded == E
-        assert dropped.any()
-        assert torch.equal(again.dropped_TK, dropped)
-        assert (again.expert_weights_TK[dropped] == 0).all()
-        assert int(again.rows_per_expert_E.sum()) == int((~dropped).sum())
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"capacity_policy": "fixed", "capacity_factor": 0.5},
+        {"capacity_policy": "fixed", "capacity_factor": 0.5, "overflow": "drop_by_score"},
+        {"capacity_policy": "fixed", "capacity_factor": 0.5, "overflow": "drop_by_position"},
+        {"capacity_policy": "fixed", "capacity_factor": 0.5, "softmax_after_topk": True},
+        {"max_received_rows": 11},
+        {"selection": "expert_choice"},
+        {"score_func": "sigmoid", "expert_bias": True, "n_groups": 2},
+    ],
+)
+def test_a_replay_has_the_weights_and_drops_of_what_was_recorded(fields):
+    torch.manual_seed(0)
+    layer = MoELayer(MoEConfig(d_model=D, d_ff=16, num_experts=E, top_k=2, **fields))
+    x = torch.randn(T, D)
+    first = layer.router(x)
+    if "capacity_policy" in fields:
+        assert (first.record_TK < 0).any()
+    again = layer.router(x, expert_indices_TK=first.record_TK)
+    for name in ("expert_indices_TK", "expert_weights_TK", "record_TK", "rows_per_expert_E"):
+        assert torch.equal(getattr(first, name), getattr(again, name)), name
+    hidden, aux = layer(x)
+    replayed = layer(x, aux.record_TK)
+    assert torch.equal(replayed.hidden, hidden)
+    assert replayed.aux.num_dropped == aux.num_dropped
+    assert replayed.aux.num_rerouted == 0
+
+
+@pytest.mark.parametrize("fields", [{}, {"softmax_after_topk": True}, {"score_func": "sigmoid"}])
+def test_no_choice_has_no_part_in_the_weights(fields):
+    router = make_router(**fields)
+    x = torch.randn(T, D)
+    recorded = router(x).record_TK.clone()
+    recorded[3, 1:] = E
+    recorded[4] = E
+    out = router(x, expert_indices_TK=recorded)
+    weights = out.expert_weights_TK.detach()
+    assert weights[3].tolist() == pytest.approx([1.0, 0.0, 0.0])
+    assert (weights[4] == 0).all()
+    assert int(out.rows_per_expert_E.sum()) == int((recorded < E).sum())
+    (out.expert_weights_TK * torch.arange(3)).sum().backward()
+    assert router.weight.grad.isfinite().all()
+    with torch.no_grad():
+        router.weight[-1] += 3
+    theirs = (recorded != E - 1).all(1)
+    if fields != {"score_func": "sigmoid"}:
+        again = router(x, expert_indices_TK=recorded).expert_weights_TK.detach()
+        assert torch.allclose(again[theirs], weights[theirs]), "an expert nobody chose matters"
+
+
+def test_records_that_do_not_fit_are_refused():
+    router, x = make_router(), torch.randn(T, D)
+    record = router(x).record_TK
+    for bad in (record[:, :1], record[1:], record.int()):
+        with pytest.raises(ValueError, match=r"expert_indices_TK \(.*\) must be \["):
+            router(x, expert_indices_TK=bad)
+    for value in (E + 1, -E - 1):
+        bad = record.clone()
+        bad[2, 0] = value
+        with pytest.raises(ValueError, match=rf"expert_indices_TK \(.*{value}.*\) must be below"):
+            router(x, expert_indices_TK=bad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_biases_stay_exact_in_a_model_of_another_dtype(dtype):
+    router = make_router(expert_bias=True, bias_update_rate=0.001).to(dtype)
+    assert router.weight.dtype == dtype
+    counts = torch.zeros(E, dtype=torch.int64)
+    counts[0] = 8
+    for _ in range(700):
+        router.update_bias(counts)
+    assert router.expert_bias.dtype == torch.float32
+    assert router.expert_bias[0] == pytest.approx(-0.7, rel=1e-4)
+    assert router.expert_bias[1] == pytest.approx(0.7, rel=1e-4)
+    router.to("meta")
+    assert router.expert_bias.device.type == "meta"
+
+
+def test_biases_are_moved_by_a_count_for_each_expert():
+    with pytest.raises(ValueError, match="expert_bias"):
+        make_router().update_bias(torch.zeros(E))
+    with pytest.raises(ValueError, match=r"tokens_per_expert_E \(\[1\]\) must be"):
+        make_router(expert_bias=True).update_bias(torch.zeros(1))

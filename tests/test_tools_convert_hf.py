@@ -18,8 +18,8 @@ from pretrain.corpus import open_corpus, prepare_corpus, read_tokenizer
 from pretrain.errors import InputError
 from pretrain.hf_config import HFConfig
 from pretrain.hf_families import family_of
+from pretrain.model import meta_decoder
 from pretrain.spec import load_spec
-from pretrain.weights import meta_decoder
 from tests.hf import (
     CASES,
     MOE_CASES,
@@ -274,15 +274,15 @@ def test_an_upcycled_model_begins_as_the_dense_one(folders, tmp_path, first_k_de
     root = tmp_path / "from-hf/checkpoints"
     assert weights_of(root) == weights_of(tmp_path / "from-ckpt/checkpoints")
     ours, dense = load_ours(root), logits_of(make_model("qwen3"))
-    assert len([layer for layer in ours.layers if layer.moe]) == 3 - first_k_dense
+    assert len([layer for layer in ours.blocks.values() if layer.moe]) == 3 - first_k_dense
     with torch.no_grad():
         out = ours(tokens())
     assert (out.logits - dense).abs().max() < 1e-4
     assert (out.aux[0].tokens_per_expert_E > 0).all(), "the router is fresh, and not one for all"
-    for layer in ours.layers[first_k_dense:]:
+    for layer in list(ours.blocks.values())[first_k_dense:]:
         w = layer.moe.experts.w_gate
         assert torch.equal(w, w[:1].expand_as(w))
-    routers = [layer.moe.router.weight for layer in ours.layers[first_k_dense:]]
+    routers = [layer.moe.router.weight for layer in list(ours.blocks.values())[first_k_dense:]]
     assert not torch.equal(routers[0], routers[1])
     assert 0.015 < routers[0].std() < 0.025
     assert run("export", root, tmp_path / "hf") == 0

@@ -1,0 +1,134 @@
+"""The reference decoder laid out over meshes: what is applied when, and what of it tensor
+parallelism cuts.
+
+Attention heads, hidden sizes of dense layers and the vocabulary are cut. A MoE layer is not: it
+finds on each rank tokens that are there alone, routes each once, and its experts are spread by
+expert parallelism, over these ranks too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import nn
+
+from moe import MoEConfig
+from parallel import (
+    ParallelConfig,
+    ParallelDims,
+    ShardLayout,
+    TensorParallel,
+    Topology,
+    apply_context_parallel,
+    apply_expert_parallel,
+    apply_fsdp,
+    apply_recompute,
+    apply_tensor_parallel,
+)
+from pretrain.model import Decoder, ModelConfig
+from pretrain.pipeline import Pipeline, stage_layers
+from pretrain.state import parameter_layouts
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """A model over ranks, as one of them has it."""
+
+    whole: Decoder
+    """On the meta device: all names, shapes and dtypes."""
+    model: Decoder
+    """What of it is here."""
+    parts: dict[int, Decoder]
+    """The same by pipeline stage; these are called."""
+    layouts: dict[str, ShardLayout]
+    """Of every parameter and buffer, here or not, by name."""
+    pipeline: Pipeline | None
+    """Where there is more than one stage."""
+
+
+def lay_out(
+    config: ModelConfig,
+    moe: MoEConfig | None,
+    parallel: ParallelConfig,
+    dims: ParallelDims,
+    seq_len: int,
+) -> LaidOut:
+    """Build on the meta device what this rank has of a decoder; ``to_empty`` its parts next.
+
+    What cuts parameters comes before FSDP, which shards what is left of them, and recomputation
+    before FSDP too, so that what is gathered for a layer serves both of its forwards.
+
+    Raises ValueError where there are fewer layers than stages, or experts are not a multiple of
+    their ranks.
+    """
+    pp = dims.topology.pp
+    num_stages = pp * parallel.pp_stages_per_rank if pp > 1 else 1
+    stages = stage_layers(config, moe, seq_len, num_stages)
+    mine = range(dims.pp_mesh.get_local_rank(), num_stages, pp)
+    with torch.device("meta"):
+        whole = Decoder(config, moe)
+        model = Decoder(config, moe, chain.from_iterable(stages[stage] for stage in mine))
+    parts = {0: model} if num_stages == 1 else {s: model.part(stages[s]) for s in mine}
+    apply_expert_parallel(model, dims.ep_mesh, dims.ep_node_meshes)
+    apply_tensor_parallel(model, dims.tp_mesh, tensor_parallel_plan(model))
+    apply_context_parallel(model, dims.cp_mesh, dims.token_mesh)
+    blocks = list(model.blocks.values())
+    apply_recompute(blocks, parallel.recompute, parallel.recompute_every)
+    for part in parts.values():
+        apply_fsdp(part, dims, list(part.blocks.values()), parallel.reshard_after_forward)
+    layouts = decoder_layouts(whole, stages, dims.topology)
+    pipeline = None
+    if num_stages > 1:
+        pipeline = Pipeline(parts, num_stages, parallel.pp_schedule, dims.pp_mesh, moe)
+    return LaidOut(whole, model, parts, layouts, pipeline)
+
+
+def decoder_layouts(
+    whole: Decoder, stages: Sequence[range], topology: Topology
+) -> dict[str, ShardLayout]:
+    """Who holds which slice of every parameter and buffer, by name: plain arithmetic.
+
+    Args:
+        whole: the model, on any device.
+        stages: the layers of every pipeline stage; stage s is at place s % pp.
+        topology: the degrees.
+    """
+    place = {i: stage % topology.pp for stage, layers in enumerate(stages) for i in layers}
+
+    def place_of(name: str) -> int:
+        first, number = name.split(".")[:2]
+        if first == "layers":
+            return place[int(number)]
+        return place[0] if first == "embed" else place[whole.config.num_layers - 1]
+
+    return parameter_layouts(whole, topology, tp_dim, place_of)
+
+
+def tensor_parallel_plan(model: Decoder) -> dict[str, TensorParallel]:
+    """By module name: all but the MoE layers, which find a part of the tokens on each rank."""
+    plan: dict[str, TensorParallel] = {}
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        if ".moe" in name:
+            continue
+        if isinstance(module, nn.RMSNorm):
+            plan[name] = "norm"
+        elif last in _HOW:
+            plan[name] = _HOW[last]
+    return plan
+
+
+def tp_dim(name: str) -> int | None:
+    """The dim of a parameter outside MoE layers that tensor parallelism cuts, by its name."""
+    how = _HOW.get(name.removesuffix(".weight").rpartition(".")[2])
+    return None if how is None else 1 if how == "rows" else 0
+
+
+_HOW: dict[str, TensorParallel] = {
+    "embed": "embedding", "head": "logits", "attention": "gathered", "ffn": "gathered",
+    "wq": "columns", "wk": "columns", "wv": "columns", "wo": "rows",
+    "w_gate": "columns", "w_up": "columns", "w_down": "rows",
+}  # fmt: skip

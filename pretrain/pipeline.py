@@ -1,0 +1,340 @@
+"""Pipeline parallelism: which stage has which layers, and one step through all of them.
+
+Legend: B batch, S tokens of a sequence that are here, D d_model, V vocab.
+
+The order of work is torch.distributed.pipelining's, sends and receives included. What carries it
+out is here, for what its stages lack: micro-batches of different sizes, some of them empty, and
+losses that arise inside a stage, as routers' do. Every backward is an ordinary one, so that FSDP's
+hooks do what they do without a pipeline.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import (
+    PipelineStage,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
+from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _ComputationType
+
+from moe import MoEConfig, Stopwatch
+from parallel import set_gradient_sync
+from pretrain.flops import forward_flops
+from pretrain.model import Decoder, DecoderOutput, ModelConfig
+from pretrain.step import Part, Pass, Routing, next_token_loss, routing_of
+
+
+def stage_layers(
+    model: ModelConfig, moe: MoEConfig | None, seq_len: int, num_stages: int
+) -> list[range]:
+    """The layers of every stage: consecutive, and such that the costliest stage costs least.
+
+    A layer costs its model FLOPs, see :func:`pretrain.flops.forward_flops`; the last stage has the
+    head's too. Of equal ways the one whose first stages are shortest is taken.
+
+    Raises ValueError where there are fewer layers than stages.
+    """
+    L = model.num_layers
+    if num_stages > L:
+        raise ValueError(
+            f"model.num_layers ({L}) must be at least parallel.pp x parallel.pp_stages_per_rank "
+            f"({num_stages} stages)"
+        )
+    flops = forward_flops(model, moe, seq_len)
+    num_dense = L if moe is None else model.first_k_dense
+    attention = (flops.attention_projections + flops.attention_scores) / L
+    dense = flops.dense_layers / max(num_dense, 1)
+    sparse = (flops.routers + flops.experts) / max(L - num_dense, 1)
+    costs = [attention + (dense if i < num_dense else sparse) for i in range(L)]
+    costs[-1] += flops.head
+
+    @lru_cache(None)
+    def best(start: int, stages: int) -> tuple[float, tuple[int, ...]]:
+        """The costliest of ``stages`` stages from layer ``start`` on, and where each ends."""
+        if stages == 1:
+            return sum(costs[start:]), (L,)
+        ways = []
+        for stop in range(start + 1, L - stages + 2):
+            rest, ends = best(stop, stages - 1)
+            ways.append((max(sum(costs[start:stop]), rest), (stop, *ends)))
+        return min(ways)
+
+    ends = best(0, num_stages)[1]
+    return [range(a, b) for a, b in zip((0, *ends), ends, strict=False)]
+
+
+def bubble(pp: int, stages_per_rank: int, micro_batches: int) -> float:
+    """The share of a step that a rank waits where all stages and passes take the same time.
+
+    (p - 1) / (v · m + p - 1) for p ranks of v stages and m micro-batches (Narayanan et al., arXiv
+    2104.04473, section 2.2, as a share of the whole step).
+    """
+    return (pp - 1) / (stages_per_rank * micro_batches + pp - 1)
+
+
+def _one_f_one_b(stage: int, num_stages: int, micro_batches: int) -> list[_Action]:
+    """One stage's passes under 1F1B (Narayanan et al., arXiv 1806.03377, section 3.2).
+
+    PyTorch's interleaved schedule wants certain numbers of micro-batches even of one stage, and its
+    plain one's list begins the last stage with the second of them (2.13).
+    """
+    forwards = [_Action(stage, _ComputationType.FORWARD, i) for i in range(micro_batches)]
+    backwards = [_Action(stage, _ComputationType.FULL_BACKWARD, i) for i in range(micro_batches)]
+    ahead = min(num_stages - 1 - stage, micro_batches)
+    order = forwards[:ahead]
+    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+        order += [forward, backward]
+    return order + backwards[micro_batches - ahead :]
+
+
+class Pipeline:
+    """This rank's stages of a model, and the ranks that have the others.
+
+    Stage s is at place s % pp of ``pp_mesh``.
+
+    Args:
+        parts: by stage, this rank's parts of the model, laid out.
+        num_stages: of the whole model.
+        schedule: ``gpipe`` (all forwards, then all backwards) or ``1f1b`` (interleaved where ranks
+            have several stages).
+        pp_mesh: the ranks that have the stages of the same micro-batches.
+        moe: of the whole model; None where it has no MoE layers.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[int, Decoder],
+        num_stages: int,
+        schedule: Literal["gpipe", "1f1b"],
+        pp_mesh: DeviceMesh,
+        moe: MoEConfig | None,
+    ) -> None:
+        self.parts, self.num_stages, self.schedule = dict(parts), num_stages, schedule
+        self.group = pp_mesh.get_group()
+        self.rank, self.ranks = pp_mesh.get_local_rank(), pp_mesh.size()
+        config = next(iter(self.parts.values())).config
+        self.moe_layers = (
+            [] if moe is None else list(range(config.first_k_dense, config.num_layers))
+        )
+        self.num_experts = 0 if moe is None else moe.num_experts
+        self._orders: dict[int, list[_Action]] = {}
+
+    @property
+    def is_last(self) -> bool:
+        """Whether logits are here."""
+        return self.num_stages - 1 in self.parts
+
+    def rows(self, stage: int) -> list[int]:
+        """Which of the model's MoE layers a stage of this rank has."""
+        here = self.parts[stage].blocks
+        return [row for row, number in enumerate(self.moe_layers) if number in here]
+
+    def order(self, micro_batches: int) -> list[_Action]:
+        """What this rank does in a step, sends and receives included."""
+        if micro_batches not in self._orders:
+            device = torch.device("cpu")
+            stages: list[Any] = [
+                PipelineStage(part, stage, self.num_stages, device, group=self.group)
+                for stage, part in self.parts.items()
+            ]
+            self._orders[micro_batches] = self._made(stages, micro_batches)[self.rank]
+        return self._orders[micro_batches]
+
+    def _made(self, stages: list[Any], micro_batches: int) -> dict[int, list[_Action]]:
+        options: Any = {"n_microbatches": micro_batches, "loss_fn": lambda *_: None}
+        if self.schedule == "gpipe":
+            return ScheduleLoopedBFS(stages, **options).pipeline_order_with_comms
+        if len(stages) > 1:
+            return ScheduleInterleaved1F1B(stages, **options).pipeline_order_with_comms
+        orders = {rank: _one_f_one_b(rank, self.ranks, micro_batches) for rank in range(self.ranks)}
+        return _add_send_recv(orders, lambda stage: stage, self.num_stages)
+
+    def padded(self, micro_batches: Sequence[Tensor]) -> list[Tensor]:
+        """With empty ones at the end where the schedule wants more."""
+        count = max(len(micro_batches), self.ranks)
+        if len(self.parts) > 1:
+            count = -(-count // self.ranks) * self.ranks
+        empty = micro_batches[0][:0]
+        return [*micro_batches, *[empty] * (count - len(micro_batches))]
+
+    def no_routing(self, device: torch.device) -> Routing | None:
+        """Of no tokens; a rank without MoE layers has that to add to what others have."""
+        if not self.moe_layers:
+            return None
+        L = len(self.moe_layers)
+        counts = torch.zeros(L, self.num_experts, dtype=torch.int64, device=device)
+        sums = torch.zeros(L, dtype=torch.float64, device=device)
+        return Routing(counts, sums, counts.new_zeros(L, 2), counts.new_zeros(L))
+
+    def peer(self, stage: int) -> int:
+        """The global rank that has a stage."""
+        return dist.get_global_rank(self.group, stage % self.ranks)
+
+    def forward(self, inputs_BS: Tensor, part: Part) -> tuple[Tensor | None, Routing | None]:
+        """Forward alone, one stage after another: the logits where the last stage is, and what the
+        routers of this rank's stages did."""
+        x, routing = inputs_BS, self.no_routing(inputs_BS.device)
+        for stage in range(self.num_stages):
+            if stage not in self.parts:
+                continue
+            if stage:
+                x = self._room(inputs_BS, part)
+                _wait(self._post(dist.irecv, x, stage - 1, stage))
+            out: DecoderOutput = self.parts[stage](x)
+            routed = inputs_BS.numel() // part.tp_degree
+            routing = self._routing(stage, out, routed, routing)
+            x = out.logits
+            if stage < self.num_stages - 1:
+                _wait(self._post(dist.isend, x.contiguous(), stage + 1, stage + 1))
+        return (x if self.is_last else None), routing
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[Tensor],
+        planned_tokens: int,
+        device: torch.device,
+        part: Part,
+        reduce_once: bool,
+    ) -> Pass:
+        """As :func:`pretrain.step.forward_backward`; every rank of the pipeline must call."""
+        return _Step(self, micro_batches, planned_tokens, device, part, reduce_once).run()
+
+    def _room(self, inputs_BS: Tensor, part: Part) -> Tensor:
+        """For what a stage takes: [B, S / tp, D]."""
+        B, S = inputs_BS.shape
+        d_model = next(iter(self.parts.values())).config.d_model
+        return torch.empty((B, S // part.tp_degree, d_model), device=inputs_BS.device)
+
+    def _post(self, how: Any, tensor: Tensor, stage: int, tag: int) -> list[dist.Work]:
+        """Begin to send to a stage or receive from it; nothing travels where there is nothing."""
+        if not tensor.numel():
+            return []
+        op = dist.P2POp(how, tensor, self.peer(stage), self.group, tag)
+        return list(dist.batch_isend_irecv([op]))
+
+    def _routing(
+        self, stage: int, out: DecoderOutput, routed: int, before: Routing | None
+    ) -> Routing | None:
+        if not out.aux:
+            return before
+        rows = self.rows(stage)
+        return routing_of(out.aux, routed).placed(rows, len(self.moe_layers)).plus(before)
+
+
+class _Step:
+    """One step of a pipeline on one rank."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        micro_batches: Sequence[Tensor],
+        planned_tokens: int,
+        device: torch.device,
+        part: Part,
+        reduce_once: bool,
+    ) -> None:
+        self.pipeline, self.part, self.planned_tokens = pipeline, part, planned_tokens
+        self.reduce_once = reduce_once
+        batches = pipeline.padded(micro_batches)
+        pairs = [part.inputs_and_targets(b.to(device, non_blocking=True)) for b in batches]
+        self.inputs, self.targets = zip(*pairs, strict=True)
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self.target_tokens = 0
+        self.routing = pipeline.no_routing(device)
+        self.stopwatches: list[Stopwatch] = []
+        self.counts: dict[int, list[Tensor]] = {}
+        self.backwards_left = dict.fromkeys(pipeline.parts, len(batches))
+        # By stage and micro-batch: what came, what is kept for the backward, and what goes.
+        self.arriving: dict[tuple[str, int, int], tuple[Tensor, list[dist.Work]]] = {}
+        self.kept: dict[tuple[int, int], tuple[Tensor, Tensor, list[Tensor]]] = {}
+        self.leaving: dict[tuple[str, int, int], Tensor] = {}
+        self.sent: deque[tuple[Tensor, list[dist.Work]]] = deque()
+
+    def run(self) -> Pass:
+        with self.part.vocabulary_parallel():
+            for action in self.pipeline.order(len(self.inputs)):
+                act = getattr(self, f"_{action.computation_type.name.lower()}", None)
+                if act is not None:  # gathering and reducing parameters is left to FSDP's hooks
+                    act(action.stage_index, action.microbatch_index)
+        for _, works in self.sent:
+            _wait(works)
+        return Pass(self.loss_sum, self.target_tokens, self.routing, tuple(self.stopwatches))
+
+    def _recv_f(self, stage: int, turn: int) -> None:
+        x = self.pipeline._room(self.inputs[turn], self.part)
+        works = self.pipeline._post(dist.irecv, x, stage - 1, self._tag("F", stage, turn))
+        self.arriving["F", stage, turn] = x, works
+
+    def _recv_b(self, stage: int, turn: int) -> None:
+        grad = self.pipeline._room(self.inputs[turn], self.part)
+        works = self.pipeline._post(dist.irecv, grad, stage + 1, self._tag("B", stage, turn))
+        self.arriving["B", stage, turn] = grad, works
+
+    def _send_f(self, stage: int, turn: int) -> None:
+        self._send(self.leaving.pop(("F", stage, turn)), stage + 1, self._tag("F", stage + 1, turn))
+
+    def _send_b(self, stage: int, turn: int) -> None:
+        self._send(self.leaving.pop(("B", stage, turn)), stage - 1, self._tag("B", stage - 1, turn))
+
+    def _send(self, tensor: Tensor, stage: int, tag: int) -> None:
+        self.sent.append((tensor, self.pipeline._post(dist.isend, tensor, stage, tag)))
+        # Few are held. What a send waits for, its receiver was given before anything that comes
+        # after the send, and so never waits for this rank.
+        while len(self.sent) > 2 * self.pipeline.ranks:
+            _wait(self.sent.popleft()[1])
+
+    def _tag(self, kind: str, stage: int, turn: int) -> int:
+        return (turn * self.pipeline.num_stages + stage) * 2 + (kind == "B")
+
+    def _arrived(self, kind: str, stage: int, turn: int) -> Tensor:
+        tensor, works = self.arriving.pop((kind, stage, turn))
+        _wait(works)
+        return tensor
+
+    def _forward(self, stage: int, turn: int) -> None:
+        x = self._arrived("F", stage, turn).requires_grad_() if stage else self.inputs[turn]
+        out: DecoderOutput = self.pipeline.parts[stage](x, self.counts.get(stage))
+        self.counts[stage] = [aux.batch_counts_E for aux in out.aux]
+        tokens = self.inputs[turn].numel()
+        routed = tokens // self.part.tp_degree
+        extra = [routed / self.planned_tokens * aux.loss for aux in out.aux]
+        root = out.logits
+        if stage == self.pipeline.num_stages - 1:
+            nll = next_token_loss(out.logits, self.targets[turn])
+            root = nll / self.planned_tokens
+            if self.part.counts:
+                self.loss_sum += nll.detach()
+                self.target_tokens += tokens
+        else:
+            self.leaving["F", stage, turn] = root.detach().contiguous()
+        self.kept[stage, turn] = x, root, extra
+        self.routing = self.pipeline._routing(stage, out, routed, self.routing)
+        self.stopwatches += [aux.stopwatch for aux in out.aux]
+
+    def _full_backward(self, stage: int, turn: int) -> None:
+        x, root, extra = self.kept.pop((stage, turn))
+        self.backwards_left[stage] -= 1
+        set_gradient_sync(
+            self.pipeline.parts[stage], not self.reduce_once or not self.backwards_left[stage]
+        )
+        last = stage == self.pipeline.num_stages - 1
+        grad = None if last else self._arrived("B", stage, turn)
+        extra = [loss for loss in extra if loss.requires_grad]
+        torch.autograd.backward([root, *extra], [grad, *[None] * len(extra)])
+        if stage:
+            assert x.grad is not None
+            self.leaving["B", stage, turn] = x.grad.contiguous()
+
+
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
