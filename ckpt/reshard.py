@@ -15,7 +15,8 @@ from parallel.layout import Topology
 
 
 def record_under(record: ArrayRecord, topology: Topology) -> ArrayRecord:
-    """The same array as a save under ``topology`` would store it."""
+    """The same array cut for ``topology``, along the dims that the saving layout cut; a save under
+    ``topology`` may cut others (stages, tensor parallelism), which any layout loads as well."""
     shard, chunk = storage_grid(record.layout(topology), record.dtype.itemsize)
     return record.model_copy(update={"shard_shape": shard, "chunk_shape": chunk})
 
@@ -27,7 +28,7 @@ def reshard(
     topology: Topology,
     progress: Progress = lambda _: None,
 ) -> Manifest:
-    """Write the checkpoint ``manifest`` of ``source`` into ``target`` as ``topology`` would.
+    """Write the checkpoint ``manifest`` of ``source`` into ``target``, for ``topology``.
 
     Numbers are copied bit by bit and everything read is verified. At most one object of the
     target and the part of one object of the source are in memory. Committed like any save: until

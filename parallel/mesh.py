@@ -34,6 +34,8 @@ class ParallelDims:
     """[cp_tp]: the ranks that have parts of the same micro-batches."""
     pp_mesh: DeviceMesh
     """[pp]: the ranks that have the stages of the same micro-batches."""
+    stage_mesh: DeviceMesh
+    """[stage]: the ranks at this one's place along pp, which have the same layers."""
     cp_mesh: DeviceMesh
     """[cp]: the ranks that have parts of the same sequences."""
     ep_node_meshes: tuple[DeviceMesh, DeviceMesh] | None = None
@@ -83,6 +85,7 @@ class ParallelDims:
             (t.pp, t.dp_replicate, t.dp_shard, t.cp * t.tp),
             ("pp", "dp_replicate", "dp_shard", "cp_tp"),
         )
+        stages = root._unflatten(0, (t.pp, world // t.pp), ("pp", "stage"))
         node_meshes = None
         per_node = ranks_per_node or world
         if 1 < per_node < t.ep and t.ep % per_node == 0:
@@ -102,6 +105,7 @@ class ParallelDims:
             tp_mesh=dense["tp"],
             token_mesh=tokens["cp_tp"],
             pp_mesh=dense["pp"],
+            stage_mesh=stages["stage"],
             cp_mesh=data["cp"],
             ep_node_meshes=node_meshes,
         )

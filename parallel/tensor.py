@@ -43,8 +43,8 @@ def apply_tensor_parallel(
     """Cut the modules of ``plan``, by name, over ``tp_mesh``; before :func:`apply_fsdp`.
 
     No values move: every rank must have built the same ones, or none yet. Gradients of cut
-    parameters are whole, and those of norms the sums over the ranks; those of all parameters that
-    the plan leaves out are each rank's own.
+    parameters are whole; those of norms are parts of a sum, which FSDP adds up before it shards
+    them; those of all parameters that the plan leaves out are each rank's own.
     """
     if tp_mesh.size() == 1:
         return model

@@ -120,8 +120,8 @@ def _next_token(logits_V: Tensor, sample: SampleConfig, generator: torch.Generat
 def generate(job: Job) -> str:
     """The spec's prompt and what the model makes of it; every rank must call.
 
-    All ranks compute the same text, since each holds only some of the experts. Deterministic: the
-    generator is seeded from the spec.
+    All ranks compute the same text, each what it holds of the model. Deterministic: the generator
+    is seeded from the spec.
     """
     sample = job.spec.sample
     tokenizer = load_tokenizer(job.spec.data)
@@ -133,7 +133,8 @@ def generate(job: Job) -> str:
     with inference(job.laid_out), whole_sequences(job.model):
         for _ in range(sample.tokens):
             known = tokens[-job.spec.data.seq_len :]
-            # Ranks of tensor parallelism have equal parts; what follows a token does not change it.
+            # Ranks of tensor parallelism have equal parts. What follows a token does not change it,
+            # but where experts have a capacity, or choose: then the padding takes part.
             padding = [end] * (-len(known) % job.topology.tp)
             window = torch.tensor([known + padding], device=job.runtime.device)
             logits, _ = job.forward(window)

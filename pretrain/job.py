@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -164,7 +163,7 @@ def build_job(spec: JobSpec, runtime: Runtime) -> Job:
     balance = runtime.together(lambda: _capacity_balance(spec, topology))
     job = Job(spec, runtime, topology, dims, corpus, laid_out, optimizer, loader, held_out, balance)
     for router in job.routers:
-        router.balance_group = dist.group.WORLD
+        router.balance_group = dims.stage_mesh.get_group()
     return job
 
 

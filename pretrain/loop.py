@@ -197,9 +197,7 @@ class Training:
             self.metrics.record_routing(
                 job.moe_layers, rows, entropies, moved, None if bias < 0 else bias
             )
-            self.metrics.rank_imbalance.set(
-                max(self.rank_rows) * len(self.rank_rows) / max(sum(self.rank_rows), 1)
-            )
+            self.metrics.rank_imbalance.set(_imbalance(self.rank_rows, job.topology.pp))
             if job.balance is not None:
                 self.metrics.record_capacity(job.balance.shares, job.balance.relative_speeds)
             values["dropped"] = sum(dropped for dropped, _ in moved)
@@ -232,6 +230,13 @@ class Training:
         self.log.write("checkpoint", step=self.progress.step, seconds=seconds, path=str(path))
         if self.job.runtime.is_first:
             say(f"checkpoint of step {self.progress.step} committed in {seconds:.2f} s")
+
+
+def _imbalance(rank_rows: list[float], stages: int) -> float:
+    """The largest over the mean load of a rank, among ranks that have the same layers."""
+    size = len(rank_rows) // stages
+    groups = [rank_rows[i : i + size] for i in range(0, len(rank_rows), size)]
+    return max(max(group) * size / max(sum(group), 1) for group in groups)
 
 
 def _bad_layer(layers: list[int], routing: Routing | None) -> int:

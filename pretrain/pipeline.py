@@ -127,16 +127,21 @@ class Pipeline:
         )
         self.num_experts = 0 if moe is None else moe.num_experts
         self._orders: dict[int, list[_Action]] = {}
+        self._rows: dict[int, Tensor] = {}
 
     @property
     def is_last(self) -> bool:
         """Whether logits are here."""
         return self.num_stages - 1 in self.parts
 
-    def rows(self, stage: int) -> list[int]:
-        """Which of the model's MoE layers a stage of this rank has."""
-        here = self.parts[stage].blocks
-        return [row for row, number in enumerate(self.moe_layers) if number in here]
+    def rows(self, stage: int, device: torch.device) -> Tensor:
+        """Which of the model's MoE layers a stage of this rank has, int64; made once, since a copy
+        to an accelerator waits for it."""
+        if stage not in self._rows:
+            here = self.parts[stage].blocks
+            rows = [row for row, number in enumerate(self.moe_layers) if number in here]
+            self._rows[stage] = torch.tensor(rows, dtype=torch.int64, device=device)
+        return self._rows[stage]
 
     def order(self, micro_batches: int) -> list[_Action]:
         """What this rank does in a step, sends and receives included."""
@@ -159,9 +164,9 @@ class Pipeline:
         return _add_send_recv(orders, lambda stage: stage, self.num_stages)
 
     def padded(self, micro_batches: Sequence[Tensor]) -> list[Tensor]:
-        """With empty ones at the end where the schedule wants more."""
-        count = max(len(micro_batches), self.ranks)
-        if len(self.parts) > 1:
+        """With empty ones at the end where the interleaved schedule wants a multiple of ranks."""
+        count = len(micro_batches)
+        if len(self.parts) > 1 and self.schedule == "1f1b":
             count = -(-count // self.ranks) * self.ranks
         empty = micro_batches[0][:0]
         return [*micro_batches, *[empty] * (count - len(micro_batches))]
@@ -226,7 +231,7 @@ class Pipeline:
     ) -> Routing | None:
         if not out.aux:
             return before
-        rows = self.rows(stage)
+        rows = self.rows(stage, out.logits.device)
         return routing_of(out.aux, routed).placed(rows, len(self.moe_layers)).plus(before)
 
 

@@ -44,12 +44,12 @@ class Routing:
             self.not_finite_L + before.not_finite_L,
         )
 
-    def placed(self, rows: Sequence[int], num_layers: int) -> Routing:
-        """Of all ``num_layers`` MoE layers, where this is of those in ``rows``."""
+    def placed(self, rows: Tensor, num_layers: int) -> Routing:
+        """Of all ``num_layers`` MoE layers, where this is of those that ``rows`` says, int64."""
 
         def spread(values: Tensor) -> Tensor:
             out = values.new_zeros((num_layers, *values.shape[1:]))
-            return out.index_copy_(0, torch.tensor(rows, device=values.device), values)
+            return out.index_copy_(0, rows, values)
 
         return Routing(
             spread(self.tokens_per_expert_LE),

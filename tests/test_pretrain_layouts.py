@@ -98,6 +98,7 @@ def test_a_layout_trains_as_one_process_does(layout: str, runs):
     ("layout", "parallel"),
     [
         ("pp=2", {"pp_schedule": "gpipe"}),
+        ("pp=4", {"pp_schedule": "gpipe"}),
         ("pp=2", {"pp_stages_per_rank": 2}),
         ("pp=2,dp_shard=2,ep=2", {"pp_stages_per_rank": 2, "recompute": "full"}),
         ("pp=2,dp_shard=2", {"reshard_after_forward": False}),
@@ -109,6 +110,20 @@ def test_schedules_and_recomputation_change_nothing_either(layout, parallel, run
     spec = spec_for(tmp_path, data, layout, parallel=parallel, **SECTIONS)
     trained = train(spec, 3)
     assert trained.losses == pytest.approx(alone.losses[:3], rel=1e-5)
+    for name, expected in alone.gradients.items():
+        error = relative_error(trained.gradients[name], expected)
+        assert error <= 1e-5, f"gradient of {name}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("layout", "parallel"),
+    [("pp=2,cp=2", {}), ("pp=2", {"pp_stages_per_rank": 2}), ("tp=2,ep=2", {})],
+)
+def test_balance_over_the_global_batch(layout: str, parallel, data, tmp_path):
+    sections = {**SECTIONS, "moe": {**SECTIONS["moe"], "load_balance_scope": "global_batch"}}
+    alone = train(spec_for(tmp_path, data, "", **sections), 2)
+    trained = train(spec_for(tmp_path, data, layout, parallel=parallel, **sections), 2)
+    assert trained.losses == pytest.approx(alone.losses, rel=1e-5)
     for name, expected in alone.gradients.items():
         error = relative_error(trained.gradients[name], expected)
         assert error <= 1e-5, f"gradient of {name}: {error}"

@@ -66,6 +66,7 @@ def parity_on_rank(rank: int, spec, topology: Topology, count: int):
     grads = {name: full(p.grad) for name, p in model.named_parameters()}
     norm = clip_grad_norm(model, dims, 1e-4)
     again = clip_grad_norm(model, dims, 1e-3)
+    assert clip_grad_norm(model, dims, 1.0) == again, "a norm below is left"
     loads = result.routing.tokens_per_expert_LE
     return float(result.loss_sum), (norm, again), loads, (values, grads) if rank == 0 else None
 
