@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from parallel.layout import FSDP_DENSE_DIM, FSDP_EXPERT_DIM
@@ -110,6 +111,7 @@ def apply_fsdp(
     dims: ParallelDims,
     blocks: Sequence[nn.Module],
     reshard_after_forward: bool = True,
+    compute_dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """Shard parameters, gradients and optimizer state with FSDP2, experts over their own mesh.
 
@@ -119,49 +121,59 @@ def apply_fsdp(
 
     Args:
         model: after :func:`apply_expert_parallel`.
-        dims: the meshes; where a parameter is on one rank alone, nothing is done.
+        dims: the meshes; where a parameter is on one rank alone and keeps its dtype, nothing is
+            done.
         blocks: the submodules whose parameters are gathered together, outermost layers first;
             what is in none of them belongs to ``model`` itself.
         reshard_after_forward: free gathered parameters between forward and backward (ZeRO-3), or
             keep them (ZeRO-2).
+        compute_dtype: what parameters are gathered and computed with as; None for their own. They
+            keep theirs, and gradients are summed in float32. Routers are left out: their choices
+            are between close numbers.
     """
     t = dims.topology
-    if t.world == t.pp:
+    casts = compute_dtype is not None
+    if t.world == t.pp and not casts:
         return model
+    policy = MixedPrecisionPolicy(compute_dtype, torch.float32) if casts else MixedPrecisionPolicy()
     sharded: list[nn.Module] = []
     alone: set[nn.Parameter] = set()
+
+    def shard(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
+        defaults: dict[str, Any] = {
+            "reshard_after_forward": reshard_after_forward,
+            "mp_policy": policy,
+        }
+        fully_shard(module, mesh=mesh, **defaults | options)
+        sharded.append(module)
+
     for module in expert_modules(model):
-        if t.efsdp * t.dp_replicate == 1:
+        if t.efsdp * t.dp_replicate == 1 and not casts:
             # Each expert is on one rank alone: there is nothing to gather and nothing to reduce,
             # and a mesh of one would still copy every expert twice a step.
             alone.update(module.experts.parameters())
         else:
-            fully_shard(
+            shard(
                 module.experts,
-                mesh=dims.efsdp_mesh,
-                reshard_after_forward=reshard_after_forward,
+                dims.efsdp_mesh,
                 shard_placement_fn=lambda _: Shard(FSDP_EXPERT_DIM),
             )
-            sharded.append(module.experts)
+        beside = dims.fsdp_tp_mesh if t.tp > 1 else dims.fsdp_mesh
+        router = getattr(module, "router", None)
+        if casts and isinstance(router, nn.Module):
+            shard(router, beside, mp_policy=MixedPrecisionPolicy())
         if t.tp > 1:
             # What is beside the experts is whole on all ranks of tp, and each has tokens of its
             # own: its gradients are to be added up over tp too, which FSDP over both does.
-            fully_shard(
-                cast(nn.Module, module),
-                mesh=dims.fsdp_tp_mesh,
-                reshard_after_forward=reshard_after_forward,
-                ignored_params=alone,
-            )
-            sharded.append(cast(nn.Module, module))
+            shard(cast(nn.Module, module), beside, ignored_params=alone)
     for block in (*blocks, model):
-        fully_shard(
+        shard(
             block,
-            mesh=dims.fsdp_mesh,
+            dims.fsdp_mesh,
             reshard_after_forward=reshard_after_forward and block is not model,
             shard_placement_fn=lambda _: Shard(FSDP_DENSE_DIM),
             ignored_params=alone,
         )
-        sharded.append(block)
     for module_ in sharded:
         fsdp = cast(FSDPModule, module_)
         fsdp.set_gradient_divide_factor(1.0)

@@ -133,7 +133,7 @@ def build_job(spec: JobSpec, runtime: Runtime) -> Job:
     if spec.moe is not None:
         m = spec.moe
         try:
-            choose_backend(m.backend, m.d_model, m.d_ff, torch.float32, runtime.device.type)
+            choose_backend(m.backend, m.d_model, m.d_ff, spec.train.dtype, runtime.device.type)
         except ValueError as error:
             raise InputError(str(error)) from None
     corpus = runtime.together(lambda: open_corpus(spec.data, spec.model.vocab_size))
@@ -169,7 +169,9 @@ def build_job(spec: JobSpec, runtime: Runtime) -> Job:
 
 def _lay_out(spec: JobSpec, dims: ParallelDims) -> LaidOut:
     try:
-        return lay_out(spec.model, spec.moe, spec.parallel, dims, spec.data.seq_len)
+        return lay_out(
+            spec.model, spec.moe, spec.parallel, dims, spec.data.seq_len, spec.train.dtype
+        )
     except ValueError as error:
         raise InputError(str(error)) from None
 

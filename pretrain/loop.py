@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from prometheus_client import CollectorRegistry
 
@@ -39,7 +38,7 @@ class Training:
         self.job, self.progress, self.log, self.metrics = job, progress, log, metrics
         spec, runtime = job.spec, job.runtime
         self.flops_per_token = forward_flops(spec.model, spec.moe, spec.data.seq_len).training
-        self.peak_flops = runtime.total(peak_flops_per_second(runtime.device, torch.float32))
+        self.peak_flops = runtime.total(peak_flops_per_second(runtime.device, spec.train.dtype))
         """Of all ranks, in a second."""
         self.saved = progress.step
         """The step of the newest checkpoint; 0 where there is none."""

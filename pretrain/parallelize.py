@@ -55,11 +55,14 @@ def lay_out(
     parallel: ParallelConfig,
     dims: ParallelDims,
     seq_len: int,
+    dtype: torch.dtype = torch.float32,
 ) -> LaidOut:
     """Build on the meta device what this rank has of a decoder; ``to_empty`` its parts next.
 
     What cuts parameters comes before FSDP, which shards what is left of them, and recomputation
     before FSDP too, so that what is gathered for a layer serves both of its forwards.
+
+    Products are computed in ``dtype``; parameters are in float32.
 
     Raises ValueError where there are fewer layers than stages, or experts are not a multiple of
     their ranks.
@@ -77,12 +80,15 @@ def lay_out(
     apply_context_parallel(model, dims.cp_mesh, dims.token_mesh)
     blocks = list(model.blocks.values())
     apply_recompute(blocks, parallel.recompute, parallel.recompute_every)
+    compute_dtype = None if dtype == torch.float32 else dtype
     for part in parts.values():
-        apply_fsdp(part, dims, list(part.blocks.values()), parallel.reshard_after_forward)
+        apply_fsdp(
+            part, dims, list(part.blocks.values()), parallel.reshard_after_forward, compute_dtype
+        )
     layouts = decoder_layouts(whole, stages, dims.topology)
     pipeline = None
     if num_stages > 1:
-        pipeline = Pipeline(parts, num_stages, parallel.pp_schedule, dims.pp_mesh, moe)
+        pipeline = Pipeline(parts, num_stages, parallel.pp_schedule, dims.pp_mesh, moe, dtype)
     return LaidOut(whole, model, parts, layouts, pipeline)
 
 

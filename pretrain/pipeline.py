@@ -108,6 +108,7 @@ class Pipeline:
             have several stages).
         pp_mesh: the ranks that have the stages of the same micro-batches.
         moe: of the whole model; None where it has no MoE layers.
+        dtype: of what goes from one stage to the next.
     """
 
     def __init__(
@@ -117,7 +118,9 @@ class Pipeline:
         schedule: Literal["gpipe", "1f1b"],
         pp_mesh: DeviceMesh,
         moe: MoEConfig | None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
+        self.dtype = dtype
         self.parts, self.num_stages, self.schedule = dict(parts), num_stages, schedule
         self.group = pp_mesh.get_group()
         self.rank, self.ranks = pp_mesh.get_local_rank(), pp_mesh.size()
@@ -217,7 +220,8 @@ class Pipeline:
         """For what a stage takes: [B, S / tp, D]."""
         B, S = inputs_BS.shape
         d_model = next(iter(self.parts.values())).config.d_model
-        return torch.empty((B, S // part.tp_degree, d_model), device=inputs_BS.device)
+        shape = B, S // part.tp_degree, d_model
+        return torch.empty(shape, dtype=self.dtype, device=inputs_BS.device)
 
     def _post(self, how: Any, tensor: Tensor, stage: int, tag: int) -> list[dist.Work]:
         """Begin to send to a stage or receive from it; nothing travels where there is nothing."""

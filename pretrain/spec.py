@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from moe import MoEConfig
@@ -37,6 +38,9 @@ class TrainConfig(BaseModel):
     init_from: str | None = None
     """A checkpoint folder of which the newest one's weights are the first values, with a fresh
     optimizer, at step 0."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of products and of what travels between ranks; parameters, gradients' sums, moments, routers
+    and the loss are in float32 either way."""
     seed: int = Field(default=0, ge=0, lt=1 << 63)
     log_interval_steps: int = Field(default=10, ge=1)
     eval_interval_steps: int = Field(default=0, ge=0)
@@ -49,6 +53,11 @@ class TrainConfig(BaseModel):
     """The log.jsonl of a run whose capacity plans are taken instead of measuring speeds."""
     timeout_seconds: float = Field(default=300.0, gt=0, le=1e6)
     """A collective that takes longer ends the run."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of products."""
+        return torch.bfloat16 if self.precision == "bfloat16" else torch.float32
 
     def batch_size(self, sample_index: int, seq_len: int) -> int:
         """Sequences of the step that begins at a sample index, on any number of ranks.
