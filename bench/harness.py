@@ -74,6 +74,8 @@ def finish(bench: str, rows: Sequence[Row], packages: Sequence[str], path: Path 
     """Print a table, and write it as JSON where asked."""
     width = max(len(row.case) for row in rows)
     for row in rows:
+        if row.unit != "s":
+            continue
         print(
             f"{row.case:<{width}}  {row.subject:<24} {row.value * 1e3:10.1f} ms"
             f"  {row.ratio_to_limit:6.3f} of the limit"

@@ -119,6 +119,13 @@ def _torchtitan_experts_as_they_come(experts: Any, x_RD: Tensor, rows_per_expert
     return product(A=h_RF, B_t=experts.w2_EDF.transpose(-2, -1))
 
 
+def titan_experts_in_float32(model: nn.Module) -> None:
+    """Take the casts to bfloat16 out of every MoE layer of a torchtitan model."""
+    for module in model.modules():
+        if type(module).__name__ == "GroupedExperts":
+            module.forward = types.MethodType(_torchtitan_experts_as_they_come, module)
+
+
 def megatron(layer: MoELayer, dispatcher: str) -> Peer:
     """megatron-core's MoELayer, SequentialMLP; ``dispatcher`` is ``allgather`` or ``alltoall``.
 

@@ -1,0 +1,228 @@
+"""A whole training step of a tiny Qwen3-MoE against a dense model of the same active FLOPs.
+
+    OMP_NUM_THREADS=2 python bench/train_step.py [--quick] [--json FILE]
+
+Forward, loss, backward, one gradient norm, AdamW. The limit is the same decoder with dense layers
+whose hidden size is what a token's experts have together. Peers that are installed
+(bench/README.md) have the same weights, and are held to Convoy's loss and gradient norm before they
+are timed; all of them take torch's fused AdamW and plain loop. Freed memory is kept for all, as
+pretraining keeps it.
+
+Legend: B batch, S sequence, V vocab.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+# A script's own folder comes first on its path.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import ckpt
+from bench.harness import Row, arguments, finish, interleave
+from bench.peers import LeftOut, titan_experts_in_float32
+from moe import MoEConfig
+from parallel import Topology, clip_grad_norm
+from pretrain.convert import import_hf
+from pretrain.flops import forward_flops, peak_flops_per_second
+from pretrain.model import Decoder, ModelConfig, meta_decoder
+from pretrain.runtime import keep_freed_memory
+from pretrain.state import model_arrays, parameter_layouts
+from pretrain.step import forward_backward
+
+PACKAGES = ["torch", "numpy", "transformers", "torchtitan"]
+B, S = 8, 512
+MODEL = ModelConfig(vocab_size=2048, d_model=256, num_layers=4, num_heads=4, num_kv_heads=4,
+                    rope_theta=1e6)  # fmt: skip
+MOE = MoEConfig(d_model=256, d_ff=512, num_experts=8, top_k=2, load_balance_weight=0.0)
+
+Gradient = Callable[[], float]
+"""Zero the gradients, run a forward and backward, and give the loss."""
+
+
+def ours(model: Decoder, batch: Tensor) -> Gradient:
+    """Convoy's own step."""
+
+    def run() -> float:
+        model.zero_grad()
+        result = forward_backward(model, [batch], B * S, batch.device)
+        return float(result.loss_sum) / (B * S)
+
+    return run
+
+
+def theirs(model: nn.Module, forward: Callable[[Tensor], Tensor], batch: Tensor) -> Gradient:
+    """A plain loop around a model's logits."""
+    inputs_BS, targets_BS = batch[:, :-1], batch[:, 1:]
+
+    def run() -> float:
+        model.zero_grad()
+        logits_TV = forward(inputs_BS).flatten(0, 1).float()
+        loss = F.cross_entropy(logits_TV, targets_BS.flatten())
+        loss.backward()
+        return loss.item()
+
+    return run
+
+
+def stepper(model: nn.Module, gradient: Gradient) -> Callable[[], None]:
+    """With one norm over all gradients, and the update; its rate keeps the weights as they are."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9, fused=True)
+
+    def step() -> None:
+        gradient()
+        clip_grad_norm(model, None, 1.0)
+        optimizer.step()
+
+    return step
+
+
+def transformers_model(how: str) -> Any:
+    """transformers' Qwen3-MoE; ``how`` is ``eager`` or ``grouped_mm``."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    c = MODEL
+    make: Any = Qwen3MoeConfig
+    config = make(
+        vocab_size=c.vocab_size, hidden_size=c.d_model, num_hidden_layers=c.num_layers,
+        num_attention_heads=c.num_heads, num_key_value_heads=c.num_kv_heads,
+        head_dim=c.qk_head_dim, moe_intermediate_size=MOE.d_ff, num_experts=MOE.num_experts,
+        num_experts_per_tok=MOE.top_k, norm_topk_prob=True, rope_theta=c.rope_theta,
+        max_position_embeddings=S, tie_word_embeddings=False, rms_norm_eps=c.norm_eps,
+        use_cache=False,
+    )  # fmt: skip
+    config._experts_implementation = how
+    return Qwen3MoeForCausalLM(config)
+
+
+def import_ours(theirs: Any, folder: Path) -> Decoder:
+    """Convoy's decoder with the weights of a transformers model, by way of the converter."""
+    theirs.save_pretrained(folder / "hf")
+    import_hf(folder / "hf", folder / "ours")
+    root = folder / "ours" / "checkpoints"
+    model = meta_decoder(MODEL, MOE).to_empty(device="cpu")
+    layouts = parameter_layouts(model, Topology())
+    ckpt.load(root, ckpt.read_manifest(root), model_arrays(model, model, layouts, 0))
+    return model
+
+
+def torchtitan_model(weights: dict[str, Tensor]) -> Any:
+    """torchtitan's Qwen3-MoE with Hugging Face weights.
+
+    Its experts are in float32, and its attention is its own ScaledDotProductAttention, which it
+    keeps for other models: the kinds that its language models take need a GPU or a compiler.
+    """
+    from torchtitan.models.common import CosSinRoPE, Embedding, Linear
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.qwen3 import Qwen3Model, _build_qwen3_moe_layers, _qwen3_norm
+    from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+
+    c, made = MODEL, {"weight": nn.init.zeros_}
+    rope = CosSinRoPE.Config(dim=c.qk_head_dim, max_seq_len=S, theta=c.rope_theta)
+    config = Qwen3Model.Config(
+        vocab_size=c.vocab_size, dim=c.d_model, norm=_qwen3_norm(c.d_model),
+        tok_embeddings=Embedding.Config(
+            num_embeddings=c.vocab_size, embedding_dim=c.d_model, param_init=made
+        ),
+        lm_head=Linear.Config(in_features=c.d_model, out_features=c.vocab_size, param_init=made),
+        layers=_build_qwen3_moe_layers(
+            n_layers=c.num_layers, dim=c.d_model, n_heads=c.num_heads, n_kv_heads=c.num_kv_heads,
+            head_dim=c.qk_head_dim, moe_hidden_dim=MOE.d_ff, num_experts=MOE.num_experts,
+            top_k=MOE.top_k, fuse_qkv=False, attn_backend="flex", moe_comm_backend="standard",
+            rope=rope,
+        ),
+    )  # fmt: skip
+    model = Qwen3Model(config)
+    state = Qwen3StateDictAdapter(config, None).from_hf(weights)
+    missing = model.load_state_dict(state, strict=False)
+    assert not missing.unexpected_keys, missing
+    titan_experts_in_float32(model)
+    for layer in model.layers.values():
+        layer.attention.inner_attention = ScaledDotProductAttention.Config().build()
+    return model
+
+
+def _logits(model: Any, tokens_BS: Tensor) -> Tensor:
+    logits: Tensor = model(tokens_BS).logits
+    return logits
+
+
+def models(folder: Path, batch: Tensor) -> dict[str, tuple[nn.Module, Gradient]]:
+    """Every subject but the limit; one that is not installed is left out."""
+    made: dict[str, tuple[nn.Module, Gradient]] = {}
+    torch.manual_seed(0)
+    peers: dict[str, Any] = {}
+    try:
+        for how in ("grouped_mm", "eager"):
+            peers[how] = transformers_model(how)
+            peers[how].load_state_dict(peers["grouped_mm"].state_dict())
+    except ImportError as error:
+        raise LeftOut(f"transformers is needed for everybody's weights: {error}") from None
+    decoder = import_ours(peers["grouped_mm"], folder)
+    made["convoy"] = decoder, ours(decoder, batch)
+    for how, model in peers.items():
+        made[f"transformers {how}"] = model, theirs(model, partial(_logits, model), batch)
+    try:
+        titan = torchtitan_model(load_file(folder / "hf" / "model.safetensors"))
+        made["torchtitan"] = titan, theirs(titan, titan, batch)
+    except ImportError as error:
+        print(f"torchtitan is left out: {error}", file=sys.stderr)
+    return made
+
+
+def check(made: dict[str, tuple[nn.Module, Gradient]]) -> None:
+    """The same loss, and the same norm of all gradients, or there is nothing to compare."""
+    wanted = None
+    for name, (model, gradient) in made.items():
+        found = gradient(), clip_grad_norm(model, None, 1e9)
+        wanted = wanted or found
+        for a, b in zip(found, wanted, strict=True):
+            assert abs(a - b) <= 1e-4 * abs(b), f"{name} has {found}, convoy {wanted}"
+
+
+def bench(samples: int) -> list[Row]:
+    """Tokens per second of everybody, and of the limit."""
+    generator = torch.Generator().manual_seed(1)
+    batch = torch.randint(MODEL.vocab_size, (B, S + 1), generator=generator)
+    dense = Decoder(MODEL.model_copy(update={"d_ff": MOE.top_k * MOE.d_ff}), None)
+    with TemporaryDirectory() as folder:
+        made = models(Path(folder), batch)
+    check(made)
+    made["limit"] = dense, ours(dense, batch)
+    subjects = {name: stepper(model, gradient) for name, (model, gradient) in made.items()}
+    rows = interleave(f"tiny {torch.get_num_threads()} threads", "step_seconds", subjects, samples)
+    flops = B * S * forward_flops(MODEL, MOE, S).training
+    peak = peak_flops_per_second(torch.device("cpu"), torch.float32)
+    for row in rows:
+        speed, mfu = B * S / row.value, flops / row.value / peak
+        print(f"{row.subject:<24} {speed:8,.0f} tokens/s  MFU {mfu:.0%}")
+    return rows + [
+        replace(
+            row, metric="tokens_per_second", value=B * S / row.value, unit="1/s",
+            samples=[B * S / seconds for seconds in row.samples],
+        )
+        for row in rows
+    ]  # fmt: skip
+
+
+def main() -> None:
+    """The command."""
+    args = arguments(__doc__ or "")
+    keep_freed_memory()
+    rows = bench(3 if args.quick else args.samples)
+    finish("train_step", rows, PACKAGES, args.json)
+
+
+if __name__ == "__main__":
+    main()
