@@ -1,7 +1,7 @@
 """Real processes on gloo for tests.
 
 ``run_ranks(fn, world, *args)`` calls ``fn(rank, *args)`` in ``world`` processes that form a
-process group over a free port, and returns what each returned. A failure in any rank fails the
+process group, and returns what each returned. A failure in any rank fails the
 test with that rank's traceback; a rank that hangs is killed when the time is up.
 """
 
@@ -11,7 +11,6 @@ import multiprocessing as mp
 import os
 import pickle
 import queue
-import socket
 import time
 import traceback
 import warnings
@@ -24,15 +23,11 @@ _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["tests._preload"])
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def set_rank_environment(rank: int, world: int, port: int) -> None:
     """What torchrun would set."""
     os.environ.update(
+        # As under torchrun, the store is the starting process's: nobody can take its port.
+        TORCHELASTIC_USE_AGENT_STORE="True",
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world),
@@ -69,8 +64,12 @@ def start_ranks(
     fn: Callable[..., Any], world: int, *args: Any, group: bool = True, backend: str = "gloo"
 ) -> tuple[list[Any], Any]:
     """Start the ranks and return (processes, results queue), for tests that kill them."""
+    import torch.distributed as dist
+
     results = _context.Queue()
-    port = free_port()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results.store = store  # for as long as somebody waits for what the ranks return
+    port = store.port
     processes = [
         _context.Process(
             target=_rank_main,
