@@ -85,8 +85,12 @@ def test_what_is_computed_in_which_precision(layout, data, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp_shard=1", "dp_shard=2,ep=2", "dp_shard=2", "pp=2", "tp=2", "cp=2,ep=2"]
-)
+    "layout",
+    [
+        "dp_shard=1", "dp_shard=2,ep=2", "pp=2", "tp=2",
+        *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("dp_shard=2", "cp=2,ep=2")),
+    ],
+)  # fmt: skip
 def test_bfloat16_follows_float32_and_resumes_with_the_same_bits(layout, data, tmp_path):
     exact = train(spec_for(tmp_path, data, "", **sections("float32")), 6)
     spec = spec_for(tmp_path, data, layout, run_dir=str(tmp_path / "b"), **sections("bfloat16"))

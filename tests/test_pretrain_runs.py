@@ -21,6 +21,8 @@ from tests.dist import run_ranks
 from tests.jobs import events, make_spec, write_corpus, write_spec
 from tools.pretrain import main
 
+SLOW = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
@@ -85,9 +87,9 @@ def fingerprints(run: Path) -> dict[str, int]:
         (1, {}, {"input_jitter": 0.01}),
         (2, {"ep": 2}, {"expert_bias": True, "input_jitter": 0.01}),
         (2, {"ep": 1, "reshard_after_forward": False}, {}),
-        (4, {"ep": 2}, {}),
-        (4, {"ep": 4, "cp": 2}, {"input_jitter": 0.01}),
-        (4, {"dp_replicate": 2}, {"expert_bias": True}),
+        pytest.param(4, {"ep": 2}, {}, marks=SLOW),
+        pytest.param(4, {"ep": 4, "cp": 2}, {"input_jitter": 0.01}, marks=SLOW),
+        pytest.param(4, {"dp_replicate": 2}, {"expert_bias": True}, marks=SLOW),
         (4, {"tp": 2, "pp": 2}, {"expert_bias": True, "input_jitter": 0.01}),
     ],
 )
@@ -161,7 +163,14 @@ def test_recomputed_activations_change_no_bit(text, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "cp"), [(2, 1, 1), (1, 2, 1), (2, 4, 1), (1, 2, 2), (2, 4, 2)]
+    ("before", "after", "cp"),
+    [
+        (2, 1, 1),
+        (2, 4, 2),
+        pytest.param(1, 2, 1, marks=SLOW),
+        pytest.param(2, 4, 1, marks=SLOW),
+        pytest.param(1, 2, 2, marks=SLOW),
+    ],
 )
 def test_a_resize_keeps_the_samples_and_the_losses(text, tmp_path, before, after, cp):
     sections = {
