@@ -37,7 +37,8 @@ LAYOUTS = [
 ]  # fmt: skip
 MORE = [
     "pp=4", "dp_shard=2,tp=2", "pp=2,cp=2", "dp_shard=2,cp=2", "dp_replicate=2,cp=2",
-    "dp_replicate=2,tp=2", "cp=2,tp=2", "tp=4,ep=4", "pp=2,dp_replicate=2", "pp=2,cp=2,tp=2,ep=4", "dp_shard=2,cp=2,tp=2,ep=4",
+    "dp_replicate=2,tp=2", "cp=2,tp=2", "tp=4,ep=4", "pp=2,dp_replicate=2",
+    "pp=2,cp=2,tp=2,ep=4", "dp_shard=2,cp=2,tp=2,ep=4",
     "dp_replicate=2,dp_shard=2,tp=2,ep=2", "dp_replicate=2,cp=2,tp=2,ep=4",
 ]  # fmt: skip
 BITWISE = ["tp=2", "pp=2", "pp=2,dp_shard=2,ep=2", "pp=2,tp=2", "cp=2,ep=2"]
