@@ -18,6 +18,7 @@ from parallel import ParallelConfig, Topology
 from pretrain.corpus import DataConfig
 from pretrain.errors import InputError
 from pretrain.model import ModelConfig
+from pretrain.nearest import nearest_layouts
 from pretrain.optim import OptimizerConfig, ScheduleConfig
 
 
@@ -280,23 +281,42 @@ class JobSpec(BaseModel):
         return hashlib.sha256(text.encode()).hexdigest()
 
     def topology(self, world: int) -> Topology:
-        """The layout on ``world`` ranks. Raises InputError where the degrees do not fit."""
+        """The layout on ``world`` ranks.
+
+        Raises InputError where the degrees do not fit; it names the nearest layouts that do.
+        """
         try:
-            topology = self.parallel.topology(world)
+            return self._topology(world)
         except ValueError as error:
-            raise InputError(str(error)) from None
+            nearest = nearest_layouts(self.parallel, world, self._fits)
+            known = "; ".join(topology.describe() for topology in nearest)
+            hint = f"layouts that work on {world} ranks: {known}" if known else (
+                f"no layout of {world} ranks works for this model and data"
+            )  # fmt: skip
+            raise InputError(f"{error}; {hint}") from None
+
+    def _topology(self, world: int) -> Topology:
+        topology = self.parallel.topology(world)
         if self.moe is not None and topology.efsdp > 1:
             # fully_shard cuts a dim other than the first only evenly.
             for field in ("d_model", "d_ff"):
                 size = getattr(self.moe, field)
                 if size % topology.efsdp:
-                    raise InputError(
+                    raise ValueError(
                         f"moe.{field} ({size}) must be a multiple of dp_shard x cp x tp / ep "
                         f"({topology.dp_shard} x {topology.cp} x {topology.tp} / {topology.ep} = "
-                        f"{topology.efsdp}), the ranks that share an expert; raise parallel.ep or "
-                        f"parallel.dp_replicate"
+                        f"{topology.efsdp}), the ranks that share an expert"
                     )
         return topology
+
+    def _fits(self, topology: Topology) -> bool:
+        sections = self.as_dict()
+        sections["parallel"] |= topology.as_dict()
+        try:
+            JobSpec.model_validate(sections)._topology(topology.world)
+        except ValueError:
+            return False
+        return True
 
 
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:

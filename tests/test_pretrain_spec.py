@@ -123,6 +123,36 @@ def test_what_ranks_share_of_an_expert_must_divide_it(tmp_path):
         spec.topology(4)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "world", "nearest"),
+    [
+        ({"dp_shard": 3}, 4, "dp_shard=4; dp_shard=4 ep=2; dp_shard=2 tp=2"),
+        ({"ep": 4}, 2, "dp_shard=2 ep=2; tp=2 ep=2; cp=2 ep=2"),
+        ({"tp": 2}, 7, "dp_replicate=7"),
+        ({"pp": 2, "tp": 2}, 6, "pp=3 tp=2"),
+        ({"tp": 2, "ep": 2}, 4096, "dp_replicate=256 dp_shard=8 tp=2 ep=2"),
+    ],
+)
+def test_layouts_that_would_work_are_named(tmp_path, parallel, world, nearest):
+    with pytest.raises(InputError) as error:
+        make_spec(tmp_path, parallel=parallel).topology(world)
+    message = str(error.value)
+    assert "\n" not in message
+    known = message.partition(f"layouts that work on {world} ranks: ")[2]
+    assert known.startswith(nearest)
+    for layout in known.split("; "):
+        degrees = dict(part.split("=") for part in layout.split())
+        spec = make_spec(tmp_path, parallel={axis: int(n) for axis, n in degrees.items()})
+        assert spec.topology(world).describe() == layout
+
+
+def test_no_layout_of_so_many_ranks(tmp_path):
+    moe = {"capacity_policy": "straggler_aware"}  # wants experts on several ranks; there are 4
+    spec = make_spec(tmp_path, moe=moe, parallel={"ep": 2})
+    with pytest.raises(InputError, match="no layout of 5 ranks works for this model and data"):
+        spec.topology(5)
+
+
 def test_the_hash_is_of_the_resolved_spec(tmp_path):
     path = write_spec(tmp_path)
     spec = load_spec(path)

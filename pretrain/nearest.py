@@ -1,0 +1,57 @@
+"""Layouts that would work, where the one that was asked for does not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from parallel import ParallelConfig, Topology
+
+_TRIED = 10_000
+_AXES = ("pp", "dp_replicate", "cp", "tp", "ep", "dp_shard")
+
+
+def nearest_layouts(
+    asked: ParallelConfig, world: int, fits: Callable[[Topology], bool], most: int = 3
+) -> list[Topology]:
+    """Layouts of ``world`` ranks that are nearest to what was asked for, the nearest first.
+
+    The distance is the sum over axes of doublings or halvings of a degree. ``dp_shard`` counts
+    little: it is what other axes leave over.
+
+    Args:
+        asked: the degrees, which need not fit together.
+        world: ranks.
+        fits: whether a layout does.
+        most: how many.
+    """
+
+    def distance(t: Topology) -> float:
+        return sum(
+            (0.01 if axis == "dp_shard" else 1.0)
+            * abs(math.log2(t.size(axis) / max(getattr(asked, axis), 1)))
+            for axis in _AXES
+        )
+
+    found: list[Topology] = []
+    for topology in sorted(_layouts(world), key=distance)[:_TRIED]:
+        if fits(topology):
+            found.append(topology)
+        if len(found) == most:
+            break
+    return found
+
+
+def _layouts(world: int) -> Iterator[Topology]:
+    for pp in _divisors(world):
+        for dp_replicate in _divisors(world // pp):
+            inner = world // pp // dp_replicate
+            for cp in _divisors(inner):
+                for tp in _divisors(inner // cp):
+                    for ep in _divisors(inner):
+                        yield Topology(pp, dp_replicate, inner // cp // tp, cp, tp, ep)
+
+
+def _divisors(n: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
