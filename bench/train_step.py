@@ -1,22 +1,23 @@
 """A whole training step of a tiny Qwen3-MoE against a dense model of the same active FLOPs.
 
-    OMP_NUM_THREADS=2 python bench/train_step.py [--quick] [--json FILE]
+    OMP_NUM_THREADS=2 python bench/train_step.py [--quick] [--kept] [--json FILE]
 
 Forward, loss, backward, one gradient norm, AdamW. The limit is the same decoder with dense layers
 whose hidden size is what a token's experts have together. Peers that are installed
 (bench/README.md) have the same weights, and are held to Convoy's loss and gradient norm before they
-are timed; all of them take torch's fused AdamW and plain loop. Freed memory is kept for all, as
-pretraining keeps it.
+are timed; all of them take torch's fused AdamW and a plain loop. Everybody has a process, as it
+comes: Convoy's (and the limit's) keeps freed memory, as pretraining does on a CPU; with ``--kept``
+all do.
 
 Legend: B batch, S sequence, V vocab.
 """
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,7 +32,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import ckpt
 from bench.harness import Row, arguments, finish, interleave
-from bench.peers import LeftOut, titan_experts_in_float32
+from bench.peers import titan_experts_in_float32
 from moe import MoEConfig
 from parallel import Topology, clip_grad_norm
 from pretrain.convert import import_hf
@@ -41,6 +42,7 @@ from pretrain.runtime import keep_freed_memory
 from pretrain.state import model_arrays, parameter_layouts
 from pretrain.step import forward_backward
 
+NAMES = ["convoy", "transformers grouped_mm", "transformers eager", "torchtitan", "limit"]
 PACKAGES = ["torch", "numpy", "transformers", "torchtitan"]
 B, S = 8, 512
 MODEL = ModelConfig(vocab_size=2048, d_model=256, num_layers=4, num_heads=4, num_kv_heads=4,
@@ -88,8 +90,8 @@ def stepper(model: nn.Module, gradient: Gradient) -> Callable[[], None]:
     return step
 
 
-def transformers_model(how: str) -> Any:
-    """transformers' Qwen3-MoE; ``how`` is ``eager`` or ``grouped_mm``."""
+def transformers_model(how: str, folder: Path | None = None) -> Any:
+    """transformers' Qwen3-MoE, saved or new; ``how`` is ``eager`` or ``grouped_mm``."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     c = MODEL
@@ -103,13 +105,13 @@ def transformers_model(how: str) -> Any:
         use_cache=False,
     )  # fmt: skip
     config._experts_implementation = how
+    if folder is not None:
+        return Qwen3MoeForCausalLM.from_pretrained(folder, config=config).train()
     return Qwen3MoeForCausalLM(config)
 
 
-def import_ours(theirs: Any, folder: Path) -> Decoder:
+def ours_of(folder: Path) -> Decoder:
     """Convoy's decoder with the weights of a transformers model, by way of the converter."""
-    theirs.save_pretrained(folder / "hf")
-    import_hf(folder / "hf", folder / "ours")
     root = folder / "ours" / "checkpoints"
     model = meta_decoder(MODEL, MOE).to_empty(device="cpu")
     layouts = parameter_layouts(model, Topology())
@@ -153,55 +155,77 @@ def torchtitan_model(weights: dict[str, Tensor]) -> Any:
     return model
 
 
-def _logits(model: Any, tokens_BS: Tensor) -> Tensor:
-    logits: Tensor = model(tokens_BS).logits
-    return logits
-
-
-def models(folder: Path, batch: Tensor) -> dict[str, tuple[nn.Module, Gradient]]:
-    """Every subject but the limit; one that is not installed is left out."""
-    made: dict[str, tuple[nn.Module, Gradient]] = {}
-    torch.manual_seed(0)
-    peers: dict[str, Any] = {}
-    try:
-        for how in ("grouped_mm", "eager"):
-            peers[how] = transformers_model(how)
-            peers[how].load_state_dict(peers["grouped_mm"].state_dict())
-    except ImportError as error:
-        raise LeftOut(f"transformers is needed for everybody's weights: {error}") from None
-    decoder = import_ours(peers["grouped_mm"], folder)
-    made["convoy"] = decoder, ours(decoder, batch)
-    for how, model in peers.items():
-        made[f"transformers {how}"] = model, theirs(model, partial(_logits, model), batch)
-    try:
-        titan = torchtitan_model(load_file(folder / "hf" / "model.safetensors"))
-        made["torchtitan"] = titan, theirs(titan, titan, batch)
-    except ImportError as error:
-        print(f"torchtitan is left out: {error}", file=sys.stderr)
-    return made
-
-
-def check(made: dict[str, tuple[nn.Module, Gradient]]) -> None:
-    """The same loss, and the same norm of all gradients, or there is nothing to compare."""
-    wanted = None
-    for name, (model, gradient) in made.items():
-        found = gradient(), clip_grad_norm(model, None, 1e9)
-        wanted = wanted or found
-        for a, b in zip(found, wanted, strict=True):
-            assert abs(a - b) <= 1e-4 * abs(b), f"{name} has {found}, convoy {wanted}"
-
-
-def bench(samples: int) -> list[Row]:
-    """Tokens per second of everybody, and of the limit."""
+def build(name: str, folder: Path) -> tuple[nn.Module, Gradient]:
+    """A subject with the weights in ``folder``. Raises ImportError where it is not installed."""
     generator = torch.Generator().manual_seed(1)
     batch = torch.randint(MODEL.vocab_size, (B, S + 1), generator=generator)
-    dense = Decoder(MODEL.model_copy(update={"d_ff": MOE.top_k * MOE.d_ff}), None)
-    with TemporaryDirectory() as folder:
-        made = models(Path(folder), batch)
-    check(made)
-    made["limit"] = dense, ours(dense, batch)
-    subjects = {name: stepper(model, gradient) for name, (model, gradient) in made.items()}
-    rows = interleave(f"tiny {torch.get_num_threads()} threads", "step_seconds", subjects, samples)
+    if name == "limit":
+        dense = Decoder(MODEL.model_copy(update={"d_ff": MOE.top_k * MOE.d_ff}), None)
+        return dense, ours(dense, batch)
+    if name == "convoy":
+        decoder = ours_of(folder)
+        return decoder, ours(decoder, batch)
+    weights = load_file(folder / "hf" / "model.safetensors")
+    if name == "torchtitan":
+        titan = torchtitan_model(weights)
+        return titan, theirs(titan, titan, batch)
+    model = transformers_model(name.removeprefix("transformers "), folder / "hf")
+    return model, theirs(model, lambda tokens_BS: model(tokens_BS).logits, batch)
+
+
+def work(name: str, folder: Path, keeps: bool, pipe: Any) -> None:
+    """A subject's process: says its loss and gradient norm, then takes a step for every word."""
+    if keeps:
+        keep_freed_memory()
+    try:
+        model, gradient = build(name, folder)
+    except ImportError as error:
+        pipe.send(str(error))
+        return
+    pipe.send((gradient(), clip_grad_norm(model, None, 1e9)))
+    step = stepper(model, gradient)
+    while pipe.recv():
+        step()
+        pipe.send(None)
+
+
+class Subject:
+    """A process that takes steps when it is called."""
+
+    def __init__(self, name: str, folder: Path, keeps: bool) -> None:
+        context = mp.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=work, args=(name, folder, keeps, theirs), daemon=True)
+        self.process.start()
+        self.first: Any = self.pipe.recv()
+
+    def __call__(self) -> None:
+        """Take one."""
+        self.pipe.send(True)
+        self.pipe.recv()
+
+
+def bench(samples: int, kept: bool) -> list[Row]:
+    """Tokens per second of everybody, and of the limit."""
+    subjects: dict[str, Callable[[], None]] = {}
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        torch.manual_seed(0)
+        transformers_model("eager").save_pretrained(folder / "hf")
+        import_hf(folder / "hf", folder / "ours")
+        wanted: Any = None
+        for name in NAMES:
+            subject = Subject(name, folder, kept or name in ("convoy", "limit"))
+            if isinstance(subject.first, str):
+                print(f"{name} is left out: {subject.first}", file=sys.stderr)
+                continue
+            wanted = wanted or subject.first
+            for a, b in zip(subject.first, wanted, strict=True):
+                same = name == "limit" or abs(a - b) <= 1e-4 * abs(b)
+                assert same, f"{name} has {subject.first}, convoy {wanted}"
+            subjects[name] = subject
+    case = f"tiny {torch.get_num_threads()} threads{' kept' if kept else ''}"
+    rows = interleave(case, "step_seconds", subjects, samples)
     flops = B * S * forward_flops(MODEL, MOE, S).training
     peak = peak_flops_per_second(torch.device("cpu"), torch.float32)
     for row in rows:
@@ -218,9 +242,10 @@ def bench(samples: int) -> list[Row]:
 
 def main() -> None:
     """The command."""
+    kept = "--kept" in sys.argv
+    sys.argv = [word for word in sys.argv if word != "--kept"]
     args = arguments(__doc__ or "")
-    keep_freed_memory()
-    rows = bench(3 if args.quick else args.samples)
+    rows = bench(3 if args.quick else args.samples, kept)
     finish("train_step", rows, PACKAGES, args.json)
 
 
