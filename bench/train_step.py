@@ -14,6 +14,7 @@ Legend: B batch, S sequence, V vocab.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import sys
 from collections.abc import Callable
@@ -184,9 +185,10 @@ def work(name: str, folder: Path, keeps: bool, pipe: Any) -> None:
         return
     pipe.send((gradient(), clip_grad_norm(model, None, 1e9)))
     step = stepper(model, gradient)
-    while pipe.recv():
-        step()
-        pipe.send(None)
+    with contextlib.suppress(EOFError):  # the end
+        while pipe.recv():
+            step()
+            pipe.send(None)
 
 
 class Subject:
