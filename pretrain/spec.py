@@ -191,19 +191,7 @@ class JobSpec(BaseModel):
                 f"train.replay_capacity_plans ({t.replay_capacity_plans}) must be empty unless "
                 f"moe.capacity_policy ({policy}) is straggler_aware"
             )
-        if t.micro_batch_size > t.global_batch_size:
-            raise ValueError(
-                f"train.micro_batch_size ({t.micro_batch_size}) must be at most "
-                f"train.global_batch_size ({t.global_batch_size})"
-            )
-        if (t.ramp_batch_size > 0) != (t.ramp_tokens > 0) or (
-            t.ramp_batch_size > t.global_batch_size
-        ):
-            raise ValueError(
-                f"train.ramp_batch_size ({t.ramp_batch_size}) must be at most "
-                f"train.global_batch_size ({t.global_batch_size}), and above 0 with "
-                f"train.ramp_tokens ({t.ramp_tokens}), or both 0"
-            )
+        self._check_batch()
         if self.schedule.warmup_steps + self.schedule.decay_steps > t.steps:
             raise ValueError(
                 f"schedule.warmup_steps + decay_steps ({self.schedule.warmup_steps} + "
@@ -220,6 +208,22 @@ class JobSpec(BaseModel):
                 f"({self.data.shard_tokens}): no sequence crosses from one shard into the next"
             )
         return self
+
+    def _check_batch(self) -> None:
+        t = self.train
+        if t.micro_batch_size > t.global_batch_size:
+            raise ValueError(
+                f"train.micro_batch_size ({t.micro_batch_size}) must be at most "
+                f"train.global_batch_size ({t.global_batch_size})"
+            )
+        if (t.ramp_batch_size > 0) != (t.ramp_tokens > 0) or (
+            t.ramp_batch_size > t.global_batch_size
+        ):
+            raise ValueError(
+                f"train.ramp_batch_size ({t.ramp_batch_size}) must be at most "
+                f"train.global_batch_size ({t.global_batch_size}), and above 0 with "
+                f"train.ramp_tokens ({t.ramp_tokens}), or both 0"
+            )
 
     def _check_sequences(self) -> None:
         p, seq_len = self.parallel, self.data.seq_len
