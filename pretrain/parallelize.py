@@ -28,7 +28,7 @@ from parallel import (
     apply_recompute,
     apply_tensor_parallel,
 )
-from pretrain.model import Decoder, ModelConfig
+from pretrain.model import Decoder, ModelConfig, meta_decoder
 from pretrain.pipeline import Pipeline, stage_layers
 from pretrain.state import parameter_layouts
 
@@ -71,8 +71,8 @@ def lay_out(
     num_stages = pp * parallel.pp_stages_per_rank if pp > 1 else 1
     stages = stage_layers(config, moe, seq_len, num_stages)
     mine = range(dims.pp_mesh.get_local_rank(), num_stages, pp)
+    whole = meta_decoder(config, moe)
     with torch.device("meta"):
-        whole = Decoder(config, moe)
         model = Decoder(config, moe, chain.from_iterable(stages[stage] for stage in mine))
     parts = {0: model} if num_stages == 1 else {s: model.part(stages[s]) for s in mine}
     apply_expert_parallel(model, dims.ep_mesh, dims.ep_node_meshes)

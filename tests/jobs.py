@@ -7,6 +7,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+from pretrain.corpus import prepare_corpus
 from pretrain.spec import JobSpec, load_spec
 
 
@@ -17,6 +18,19 @@ def write_corpus(folder: Path, files: int = 40) -> Path:
     for path in sorted(root.glob("*.py"))[:files]:
         (folder / path.name).write_bytes(path.read_bytes()[:3000])
     return folder
+
+
+def prepare_job(folder: Path) -> Path:
+    """A folder with the corpus of the tiny job, prepared."""
+    write_corpus(folder / "text")
+    spec = make_spec(folder)
+    prepare_corpus(spec.data, spec.model.vocab_size)
+    return folder
+
+
+def data_of(job: Path) -> dict[str, str]:
+    """What ``[data]`` says of such a folder."""
+    return {"source": str(job / "text"), "path": str(job / "corpus")}
 
 
 def tiny(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:

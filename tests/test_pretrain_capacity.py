@@ -14,10 +14,9 @@ import torch
 import ckpt
 from moe import Stopwatch
 from pretrain import step as step_module
-from pretrain.corpus import prepare_corpus
 from pretrain.loop import Training
 from tests.dist import run_ranks
-from tests.jobs import events, make_spec, write_corpus, write_spec
+from tests.jobs import events, prepare_job, write_spec
 from tools.pretrain import main
 
 MOE = {"num_experts": 4, "top_k": 2, "d_ff": 24, "capacity_policy": "straggler_aware",
@@ -26,11 +25,7 @@ MOE = {"num_experts": 4, "top_k": 2, "d_ff": 24, "capacity_policy": "straggler_a
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("job")
-    write_corpus(folder / "text")
-    spec = make_spec(folder)
-    prepare_corpus(spec.data, spec.model.vocab_size)
-    return folder
+    return prepare_job(tmp_path_factory.mktemp("job"))
 
 
 def on_rank(

@@ -12,8 +12,7 @@ import torch
 
 import ckpt
 from parallel import parse_topology
-from pretrain.corpus import prepare_corpus
-from tests.jobs import make_spec, write_corpus
+from tests.jobs import data_of, prepare_job
 from tests.layouts import Trained, empty_arrays, relative_error, slices, spec_for, train, whole
 
 STEPS, SAVED = 10, 7
@@ -47,11 +46,7 @@ EVERY = [*LAYOUTS, *(pytest.param(layout, marks=pytest.mark.slow) for layout in 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("layouts")
-    write_corpus(folder / "text")
-    spec = make_spec(folder)
-    prepare_corpus(spec.data, spec.model.vocab_size)
-    return {"source": str(folder / "text"), "path": str(folder / "corpus")}
+    return data_of(prepare_job(tmp_path_factory.mktemp("layouts")))
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from moe.experts import GroupedExperts
-from pretrain.corpus import prepare_corpus
 from pretrain.job import build_job, restore
 from pretrain.runtime import start
 from pretrain.spec import JobSpec
 from router import TopKRouter
 from tests.dist import run_ranks
-from tests.jobs import make_spec, write_corpus
+from tests.jobs import data_of, prepare_job
 from tests.layouts import relative_error, spec_for, train
 
 SECTIONS: dict[str, Any] = {
@@ -30,11 +29,7 @@ SECTIONS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("precision")
-    write_corpus(folder / "text")
-    spec = make_spec(folder)
-    prepare_corpus(spec.data, spec.model.vocab_size)
-    return {"source": str(folder / "text"), "path": str(folder / "corpus")}
+    return data_of(prepare_job(tmp_path_factory.mktemp("precision")))
 
 
 def sections(precision: str) -> dict[str, Any]:

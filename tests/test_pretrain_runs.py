@@ -12,13 +12,12 @@ import pytest
 
 import ckpt
 from parallel import Topology
-from pretrain.corpus import prepare_corpus
 from pretrain.loop import Training
 from pretrain.runtime import lock_run
 from pretrain.spec import load_spec
 from pretrain.summary import Summary
 from tests.dist import run_ranks
-from tests.jobs import events, make_spec, write_corpus, write_spec
+from tests.jobs import data_of, events, prepare_job, write_spec
 from tools.pretrain import main
 
 SLOW = pytest.mark.slow
@@ -26,15 +25,7 @@ SLOW = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("job")
-    write_corpus(folder / "text")
-    spec = make_spec(folder)
-    prepare_corpus(spec.data, spec.model.vocab_size)
-    return folder
-
-
-def data_of(text: Path) -> dict[str, str]:
-    return {"source": str(text / "text"), "path": str(text / "corpus")}
+    return prepare_job(tmp_path_factory.mktemp("job"))
 
 
 def on_rank(rank: int, arguments: list[str], stop_after: int | None) -> tuple[int, str, str]:
