@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from moe.packed import experts_packed
 from moe.rows import RowMap, Rows, row_map, sum_rows, take_rows
 from moe.stopwatch import Stopwatch
 from moe.weights import ExpertWeights
-from parallel import local_shard
+from parallel import Put, WeightPass, local_shard, putting_aside
 from router import no_autocast
 
 ExpertsFn = Callable[[Rows, ExpertWeights, ActivationName], Tensor]
@@ -55,14 +56,32 @@ def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias
 
 
+class _PutAside(torch.autograd.Function):
+    """A grouped product whose weights' gradient is put aside, see :mod:`parallel.weight_pass`."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, w_EDF: Tensor, ends_E: Tensor, put: Put) -> Tensor:
+        ctx.save_for_backward(x_RD, w_EDF, ends_E)
+        ctx.put = put
+        return F.grouped_mm(x_RD, w_EDF, offs=ends_E)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        x_RD, w_EDF, ends_E = ctx.saved_tensors
+        dy_RF, x_DR = grads[0].contiguous(), x_RD.detach().t()
+        ctx.put(lambda: F.grouped_mm(x_DR, dy_RF, offs=ends_E))
+        return F.grouped_mm(dy_RF, w_EDF.transpose(1, 2), offs=ends_E), None, None, None
+
+
 class _ActivateDown(torch.autograd.Function):
     """h = weight · act(gate) * up, then h w_down; h is computed again in the backward, not kept."""
 
     @staticmethod
-    def forward(ctx: Any, name: ActivationName, *inputs: Any) -> Tensor:
+    def forward(ctx: Any, name: ActivationName, put: Put | None, *inputs: Any) -> Tensor:
         weights_R1, ends_E, w_down_EFD, up_RF, gate_RF = inputs
         ctx.save_for_backward(*inputs)
-        ctx.name = name
+        ctx.name, ctx.put = name, put
         h_RF = ACTIVATIONS[name].hidden(gate_RF, up_RF) * weights_R1
         return F.grouped_mm(h_RF, w_down_EFD, offs=ends_E)
 
@@ -77,16 +96,26 @@ class _ActivateDown(torch.autograd.Function):
         with torch.enable_grad():
             gate = inputs[2] if gate_RF is not None else None
             h_RF = ACTIVATIONS[ctx.name].hidden(gate, inputs[1]) * inputs[0]
-        dw_down = F.grouped_mm(h_RF.detach().t(), dy_RD, offs=ends_E)
+        h_FR, dw_down = h_RF.detach().t(), None
+        if ctx.put is None:
+            dw_down = F.grouped_mm(h_FR, dy_RD, offs=ends_E)
+        else:
+            ctx.put(lambda: F.grouped_mm(h_FR, dy_RD, offs=ends_E))
         dh_RF = F.grouped_mm(dy_RD, w_down_EFD.transpose(1, 2), offs=ends_E)
         dweights_R1, dup_RF, *dgate = torch.autograd.grad(h_RF, inputs, dh_RF)
-        return None, dweights_R1, None, dw_down, dup_RF, dgate[0] if dgate else None
+        return None, None, dweights_R1, None, dw_down, dup_RF, dgate[0] if dgate else None
 
 
-def experts_grouped_mm(rows: Rows, weights: ExpertWeights, activation: ActivationName) -> Tensor:
+def experts_grouped_mm(
+    rows: Rows,
+    weights: ExpertWeights,
+    activation: ActivationName,
+    weight_pass: WeightPass | None = None,
+) -> Tensor:
     """The fast path of accelerators: one grouped product for all experts, three in all.
 
-    Nothing here waits for an accelerator. Of [R, F] it keeps the products alone.
+    Nothing here waits for an accelerator. Of [R, F] it keeps the products alone, and h besides
+    between the two passes of a backward, where ``weight_pass`` asks for them.
     """
     counts_E, R = rows.rows_per_expert_E, len(rows.source_R)
     index = row_map(rows.source_R, len(rows.x_SD))
@@ -99,14 +128,20 @@ def experts_grouped_mm(rows: Rows, weights: ExpertWeights, activation: Activatio
     expert_R = None if w.b_up is None else _expert_of_row(ends_E, R)
 
     def product(w_EDF: Tensor, bias_EF: Tensor | None) -> Tensor:
-        y_RF = F.grouped_mm(x_RD, w_EDF, offs=ends_E)
+        put = putting_aside(weight_pass, w_EDF)
+        if put is None:
+            y_RF = F.grouped_mm(x_RD, w_EDF, offs=ends_E)
+        else:
+            y_RF = _PutAside.apply(x_RD, w_EDF.detach(), ends_E, put)
         if bias_EF is None or expert_R is None:
             return y_RF
         return torch.where(real_R1, y_RF + take_rows(bias_EF, expert_R), 0)
 
     up_RF = product(w.w_up, w.b_up)
     gate_RF = None if w.w_gate is None else product(w.w_gate, w.b_gate)
-    y_RD: Tensor = _ActivateDown.apply(activation, weights_R1, ends_E, w.w_down, up_RF, gate_RF)
+    put = putting_aside(weight_pass, w.w_down)
+    w_down = w.w_down if put is None else w.w_down.detach()
+    y_RD: Tensor = _ActivateDown.apply(activation, put, weights_R1, ends_E, w_down, up_RF, gate_RF)
     if w.b_down is not None and expert_R is not None:
         y_RD = y_RD + weights_R1 * take_rows(w.b_down, expert_R)
     return sum_rows(torch.where(real_R1, y_RD, 0), index)
@@ -183,6 +218,7 @@ class GroupedExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.backend, self.activation, self.recompute = backend, activation, recompute
+        self.weight_pass: WeightPass | None = None
         gated = ACTIVATIONS[activation].gated
         E, D, F = num_experts, d_model, d_ff
 
@@ -236,6 +272,8 @@ class GroupedExperts(nn.Module):
             dtype = torch.get_autocast_dtype(device)
         _, d_model, d_ff = weights.w_up.shape
         run = _PATHS[choose_backend(self.backend, d_model, d_ff, dtype, device)]
+        if run is experts_grouped_mm:
+            run = partial(experts_grouped_mm, weight_pass=self.weight_pass)
         with no_autocast(device), nullcontext() if stopwatch is None else stopwatch:
             rows = Rows(x_SD.to(dtype), source_R, weights_R.to(dtype), rows_per_expert_E)
             weights = weights.map(lambda p: p.to(dtype))

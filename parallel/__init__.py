@@ -6,6 +6,7 @@ from parallel.apply import (
     apply_fsdp,
     expert_modules,
     expert_parameter_names,
+    finish_backward,
     free_gathered,
     local_shard,
     moe_parameter_names,
@@ -20,7 +21,7 @@ from parallel.collectives import (
     start_gather_rows,
     start_scatter_sums,
 )
-from parallel.config import ParallelConfig
+from parallel.config import ParallelConfig, PipelineSchedule
 from parallel.context import (
     Context,
     SpreadSequence,
@@ -39,6 +40,14 @@ from parallel.tensor import (
     gather_sequence,
     scatter_sequence,
 )
+from parallel.weight_pass import (
+    Products,
+    Put,
+    WeightPass,
+    apply_weight_pass,
+    putting_aside,
+    run_products,
+)
 
 __all__ = [
     "Arriving",
@@ -46,10 +55,14 @@ __all__ = [
     "ExpertParallelModule",
     "ParallelConfig",
     "ParallelDims",
+    "PipelineSchedule",
+    "Products",
+    "Put",
     "ShardLayout",
     "SpreadSequence",
     "TensorParallel",
     "Topology",
+    "WeightPass",
     "WholeSequence",
     "all_gather_rows",
     "all_to_all",
@@ -58,16 +71,20 @@ __all__ = [
     "apply_fsdp",
     "apply_recompute",
     "apply_tensor_parallel",
+    "apply_weight_pass",
     "clip_grad_norm",
     "exchange_counts",
     "expert_modules",
     "expert_parameter_names",
+    "finish_backward",
     "free_gathered",
     "gather_sequence",
     "grad_square_sum",
     "local_shard",
     "moe_parameter_names",
     "parse_topology",
+    "putting_aside",
+    "run_products",
     "scale_gradients",
     "scatter_sequence",
     "sequence_part",

@@ -191,6 +191,14 @@ def set_gradient_sync(model: nn.Module, sync: bool) -> None:
         model.set_requires_gradient_sync(sync)
 
 
+def finish_backward(model: nn.Module) -> None:
+    """What FSDP does at the end of a backward, once more: gradients that came after it are added up
+    in float32, and reduced where :func:`set_gradient_sync` says so."""
+    if isinstance(model, FSDPModule):
+        # FSDP has no public name for it; PyTorch's own pipelines call this too.
+        fully_shard.state(model)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+
+
 def free_gathered(model: nn.Module) -> None:
     """Let go of parameters that a forward without a backward has left gathered.
 

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from parallel.layout import Topology
 from parallel.recompute import Recompute
 
+PipelineSchedule = Literal["gpipe", "1f1b", "zbv", "dualpipev"]
+
 
 class ParallelConfig(BaseModel):
     """Degrees of every parallel axis, and what FSDP keeps between forward and backward.
@@ -26,9 +28,11 @@ class ParallelConfig(BaseModel):
     cp: int = Field(default=1, ge=1)
     tp: int = Field(default=1, ge=1)
     ep: int = Field(default=1, ge=1)
-    pp_schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    pp_schedule: PipelineSchedule = "1f1b"
     """All forwards before all backwards, or each backward as soon as may be (interleaved where
-    ranks have several stages)."""
+    ranks have several stages); or, with two stages on a rank that are as far from the pipeline's
+    ends, ZB-V (Qi et al., arXiv 2401.10241, section 6) or DualPipeV (DeepSeek-V3, arXiv 2412.19437,
+    and its code), where weights' gradients are computed while ranks would else wait."""
     pp_stages_per_rank: int = Field(default=1, ge=1)
     """Parts of the model on each pipeline rank: more wait less and send more."""
     tp_across_nodes: bool = False
@@ -57,6 +61,18 @@ class ParallelConfig(BaseModel):
                 f"parallel.pp_stages_per_rank ({self.pp_stages_per_rank}) must be 1 where "
                 f"parallel.pp is 1"
             )
+        if self.pp_schedule in ("zbv", "dualpipev"):
+            if self.pp == 1:
+                raise ValueError(
+                    f"parallel.pp (1) must be at least 2 with parallel.pp_schedule "
+                    f"({self.pp_schedule})"
+                )
+            if self.pp_stages_per_rank != 2:
+                raise ValueError(
+                    f"parallel.pp_stages_per_rank ({self.pp_stages_per_rank}) must be 2 with "
+                    f"parallel.pp_schedule ({self.pp_schedule}): a rank has one stage of each arm "
+                    f"of the V"
+                )
         return self
 
     def topology(self, world: int) -> Topology:

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from parallel.collectives import start_gather_rows, start_scatter_sums
+from parallel.weight_pass import linear
 
 TensorParallel = Literal["gathered", "columns", "rows", "norm", "embedding", "logits"]
 """How a module is laid out over ranks:
@@ -89,12 +90,12 @@ def _weight(module: nn.Module) -> Tensor:
 
 
 def _columns(module: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    return lambda x_BWD: F.linear(x_BWD, _weight(module))
+    return lambda x_BWD: linear(x_BWD, module)
 
 
 def _rows(module: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
     group = mesh.get_group()
-    return lambda x_BWF: scatter_sequence(F.linear(x_BWF, _weight(module)), group)
+    return lambda x_BWF: scatter_sequence(linear(x_BWF, module), group)
 
 
 def _norm(module: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
@@ -126,7 +127,7 @@ def _logits(module: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
     group = mesh.get_group()
 
     def forward(x_BSD: Tensor) -> Tensor:
-        local = F.linear(gather_sequence(x_BSD, group), _weight(module))
+        local = linear(gather_sequence(x_BSD, group), module)
         whole: Tensor = DTensor.from_local(local, mesh, [Shard(2)], run_check=False)
         return whole
 

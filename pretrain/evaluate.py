@@ -20,7 +20,7 @@ from pretrain.corpus import bytes_per_token, end_of_document, load_tokenizer
 from pretrain.job import Job
 from pretrain.parallelize import LaidOut
 from pretrain.spec import SampleConfig
-from pretrain.step import Part, Routing, next_token_loss
+from pretrain.step import Routing, next_token_loss
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def evaluate(job: Job, limit: int | None = None) -> Evaluation:
     lengths = torch.from_numpy(bytes_per_token(load_tokenizer(data), vocab_size, data.end_token))
     sums = torch.zeros(3, dtype=torch.float64)  # nats, tokens, bytes
     routing: Routing | None = None
-    part = Part(job.dims)
+    part = job.part
     with inference(job.laid_out), part.vocabulary_parallel():
         # As many forwards on every rank, some of them of no sequences: all exchange tokens.
         for start in range(0, count, size * ranks):
@@ -129,7 +129,8 @@ def generate(job: Job) -> str:
     tokens: list[int] = tokenizer.encode(sample.prompt, add_special_tokens=False).ids or [end]
     generator = torch.Generator().manual_seed(job.spec.train.seed)
     # The first rank of those that have logits.
-    source = job.runtime.world - job.runtime.world // job.topology.pp
+    last = 0 if job.laid_out.pipeline is None else job.laid_out.pipeline.last_place
+    source = last * (job.runtime.world // job.topology.pp)
     with inference(job.laid_out), whole_sequences(job.model):
         for _ in range(sample.tokens):
             known = tokens[-job.spec.data.seq_len :]

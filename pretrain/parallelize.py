@@ -19,6 +19,7 @@ from moe import MoEConfig
 from parallel import (
     ParallelConfig,
     ParallelDims,
+    PipelineSchedule,
     ShardLayout,
     TensorParallel,
     Topology,
@@ -27,9 +28,11 @@ from parallel import (
     apply_fsdp,
     apply_recompute,
     apply_tensor_parallel,
+    apply_weight_pass,
 )
 from pretrain.model import Decoder, ModelConfig, meta_decoder
 from pretrain.pipeline import Pipeline, stage_layers
+from pretrain.schedule import place_of
 from pretrain.state import parameter_layouts
 
 
@@ -47,6 +50,11 @@ class LaidOut:
     """Of every parameter and buffer, here or not, by name."""
     pipeline: Pipeline | None
     """Where there is more than one stage."""
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether the model's last stage is here."""
+        return self.pipeline is None or self.pipeline.is_last
 
 
 def lay_out(
@@ -67,14 +75,16 @@ def lay_out(
     Raises ValueError where there are fewer layers than stages, or experts are not a multiple of
     their ranks.
     """
-    pp = dims.topology.pp
+    pp, schedule = dims.topology.pp, parallel.pp_schedule
     num_stages = pp * parallel.pp_stages_per_rank if pp > 1 else 1
     stages = stage_layers(config, moe, seq_len, num_stages)
-    mine = range(dims.pp_mesh.get_local_rank(), num_stages, pp)
+    here = dims.pp_mesh.get_local_rank()
+    mine = [stage for stage in range(num_stages) if place_of(stage, pp, schedule) == here]
     whole = meta_decoder(config, moe)
     with torch.device("meta"):
         model = Decoder(config, moe, chain.from_iterable(stages[stage] for stage in mine))
     parts = {0: model} if num_stages == 1 else {s: model.part(stages[s]) for s in mine}
+    weight_pass = apply_weight_pass(model) if schedule in ("zbv", "dualpipev") else None
     apply_expert_parallel(model, dims.ep_mesh, dims.ep_node_meshes)
     apply_tensor_parallel(model, dims.tp_mesh, tensor_parallel_plan(model))
     apply_context_parallel(model, dims.cp_mesh, dims.token_mesh)
@@ -85,32 +95,37 @@ def lay_out(
         apply_fsdp(
             part, dims, list(part.blocks.values()), parallel.reshard_after_forward, compute_dtype
         )
-    layouts = decoder_layouts(whole, stages, dims.topology)
+    layouts = decoder_layouts(whole, stages, dims.topology, schedule)
     pipeline = None
     if num_stages > 1:
-        pipeline = Pipeline(parts, num_stages, parallel.pp_schedule, dims.pp_mesh, moe, dtype)
+        pipeline = Pipeline(parts, num_stages, schedule, dims.pp_mesh, moe, dtype, weight_pass)
     return LaidOut(whole, model, parts, layouts, pipeline)
 
 
 def decoder_layouts(
-    whole: Decoder, stages: Sequence[range], topology: Topology
+    whole: Decoder, stages: Sequence[range], topology: Topology, schedule: PipelineSchedule
 ) -> dict[str, ShardLayout]:
     """Who holds which slice of every parameter and buffer, by name: plain arithmetic.
 
     Args:
         whole: the model, on any device.
-        stages: the layers of every pipeline stage; stage s is at place s % pp.
+        stages: the layers of every pipeline stage.
         topology: the degrees.
+        schedule: says where along pp each stage is.
     """
-    place = {i: stage % topology.pp for stage, layers in enumerate(stages) for i in layers}
+    place = {
+        i: place_of(stage, topology.pp, schedule)
+        for stage, layers in enumerate(stages)
+        for i in layers
+    }
 
-    def place_of(name: str) -> int:
+    def place_of_name(name: str) -> int:
         first, number = name.split(".")[:2]
         if first == "layers":
             return place[int(number)]
         return place[0] if first == "embed" else place[whole.config.num_layers - 1]
 
-    return parameter_layouts(whole, topology, tp_dim, place_of)
+    return parameter_layouts(whole, topology, tp_dim, place_of_name)
 
 
 def tensor_parallel_plan(model: Decoder) -> dict[str, TensorParallel]:

@@ -5,7 +5,8 @@ Legend: B batch, S tokens of a sequence that are here, D d_model, V vocab.
 The order of work is torch.distributed.pipelining's, sends and receives included. What carries it
 out is here, for what its stages lack: micro-batches of different sizes, some of them empty, and
 losses that arise inside a stage, as routers' do. Every backward is an ordinary one, so that FSDP's
-hooks do what they do without a pipeline.
+hooks do what they do without a pipeline, or has a second pass of its own, see
+:mod:`parallel.weight_pass`, after which FSDP is told.
 """
 
 from __future__ import annotations
@@ -13,23 +14,26 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import (
-    PipelineStage,
-    ScheduleInterleaved1F1B,
-    ScheduleLoopedBFS,
-)
-from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _ComputationType
+from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
 from moe import MoEConfig, Stopwatch
-from parallel import set_gradient_sync
+from parallel import (
+    PipelineSchedule,
+    Products,
+    WeightPass,
+    finish_backward,
+    run_products,
+    set_gradient_sync,
+)
 from pretrain.flops import forward_flops
 from pretrain.model import Decoder, DecoderOutput, ModelConfig
+from pretrain.schedule import make_orders, padded_count, place_of
 from pretrain.step import Part, Pass, Routing, next_token_loss, routing_of
 
 
@@ -72,55 +76,34 @@ def stage_layers(
     return [range(a, b) for a, b in zip((0, *ends), ends, strict=False)]
 
 
-def bubble(pp: int, stages_per_rank: int, micro_batches: int) -> float:
-    """The share of a step that a rank waits where all stages and passes take the same time.
-
-    (p - 1) / (v · m + p - 1) for p ranks of v stages and m micro-batches (Narayanan et al., arXiv
-    2104.04473, section 2.2, as a share of the whole step).
-    """
-    return (pp - 1) / (stages_per_rank * micro_batches + pp - 1)
-
-
-def _one_f_one_b(stage: int, num_stages: int, micro_batches: int) -> list[_Action]:
-    """One stage's passes under 1F1B (Narayanan et al., arXiv 1806.03377, section 3.2).
-
-    PyTorch's interleaved schedule wants certain numbers of micro-batches even of one stage, and its
-    plain one's list begins the last stage with the second of them (2.13).
-    """
-    forwards = [_Action(stage, _ComputationType.FORWARD, i) for i in range(micro_batches)]
-    backwards = [_Action(stage, _ComputationType.FULL_BACKWARD, i) for i in range(micro_batches)]
-    ahead = min(num_stages - 1 - stage, micro_batches)
-    order = forwards[:ahead]
-    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
-        order += [forward, backward]
-    return order + backwards[micro_batches - ahead :]
-
-
 class Pipeline:
     """This rank's stages of a model, and the ranks that have the others.
 
-    Stage s is at place s % pp of ``pp_mesh``.
+    Stage s is at place ``place_of(s, pp, schedule)`` of ``pp_mesh``.
 
     Args:
         parts: by stage, this rank's parts of the model, laid out.
         num_stages: of the whole model.
-        schedule: ``gpipe`` (all forwards, then all backwards) or ``1f1b`` (interleaved where ranks
-            have several stages).
+        schedule: see :class:`parallel.ParallelConfig`.
         pp_mesh: the ranks that have the stages of the same micro-batches.
         moe: of the whole model; None where it has no MoE layers.
         dtype: of what goes from one stage to the next.
+        weight_pass: what :func:`parallel.apply_weight_pass` gave for the model; for schedules whose
+            backwards have two passes.
     """
 
     def __init__(
         self,
         parts: Mapping[int, Decoder],
         num_stages: int,
-        schedule: Literal["gpipe", "1f1b"],
+        schedule: PipelineSchedule,
         pp_mesh: DeviceMesh,
         moe: MoEConfig | None,
         dtype: torch.dtype = torch.float32,
+        weight_pass: WeightPass | None = None,
     ) -> None:
         self.dtype = dtype
+        self.weight_pass = weight_pass or WeightPass()
         self.parts, self.num_stages, self.schedule = dict(parts), num_stages, schedule
         self.group = pp_mesh.get_group()
         self.rank, self.ranks = pp_mesh.get_local_rank(), pp_mesh.size()
@@ -137,6 +120,11 @@ class Pipeline:
         """Whether logits are here."""
         return self.num_stages - 1 in self.parts
 
+    @property
+    def last_place(self) -> int:
+        """Where along the pipeline logits are."""
+        return place_of(self.num_stages - 1, self.ranks, self.schedule)
+
     def rows(self, stage: int, device: torch.device) -> Tensor:
         """Which of the model's MoE layers a stage of this rank has, int64; made once, since a copy
         to an accelerator waits for it."""
@@ -149,28 +137,16 @@ class Pipeline:
     def order(self, micro_batches: int) -> list[_Action]:
         """What this rank does in a step, sends and receives included."""
         if micro_batches not in self._orders:
-            device = torch.device("cpu")
-            stages: list[Any] = [
-                PipelineStage(part, stage, self.num_stages, device, group=self.group)
-                for stage, part in self.parts.items()
-            ]
-            self._orders[micro_batches] = self._made(stages, micro_batches)[self.rank]
+            orders = make_orders(
+                self.schedule, self.parts, self.num_stages, micro_batches, self.group
+            )
+            self._orders[micro_batches] = orders[self.rank]
         return self._orders[micro_batches]
 
-    def _made(self, stages: list[Any], micro_batches: int) -> dict[int, list[_Action]]:
-        options: Any = {"n_microbatches": micro_batches, "loss_fn": lambda *_: None}
-        if self.schedule == "gpipe":
-            return ScheduleLoopedBFS(stages, **options).pipeline_order_with_comms
-        if len(stages) > 1:
-            return ScheduleInterleaved1F1B(stages, **options).pipeline_order_with_comms
-        orders = {rank: _one_f_one_b(rank, self.ranks, micro_batches) for rank in range(self.ranks)}
-        return _add_send_recv(orders, lambda stage: stage, self.num_stages)
-
     def padded(self, micro_batches: Sequence[Tensor]) -> list[Tensor]:
-        """With empty ones at the end where the interleaved schedule wants a multiple of ranks."""
-        count = len(micro_batches)
-        if len(self.parts) > 1 and self.schedule == "1f1b":
-            count = -(-count // self.ranks) * self.ranks
+        """With empty ones at the end where the schedule wants more, see
+        :func:`pretrain.schedule.padded_count`."""
+        count = padded_count(len(micro_batches), self.ranks, len(self.parts), self.schedule)
         empty = micro_batches[0][:0]
         return [*micro_batches, *[empty] * (count - len(micro_batches))]
 
@@ -185,7 +161,7 @@ class Pipeline:
 
     def peer(self, stage: int) -> int:
         """The global rank that has a stage."""
-        return dist.get_global_rank(self.group, stage % self.ranks)
+        return dist.get_global_rank(self.group, place_of(stage, self.ranks, self.schedule))
 
     def forward(self, inputs_BS: Tensor, part: Part) -> tuple[Tensor | None, Routing | None]:
         """Forward alone, one stage after another: the logits where the last stage is, and what the
@@ -194,14 +170,14 @@ class Pipeline:
         for stage in range(self.num_stages):
             if stage not in self.parts:
                 continue
-            if stage:
+            if stage and stage - 1 not in self.parts:
                 x = self._room(inputs_BS, part)
                 _wait(self._post(dist.irecv, x, stage - 1, stage))
             out: DecoderOutput = self.parts[stage](x)
             routed = inputs_BS.numel() // part.tp_degree
             routing = self._routing(stage, out, routed, routing)
             x = out.logits
-            if stage < self.num_stages - 1:
+            if stage < self.num_stages - 1 and stage + 1 not in self.parts:
                 _wait(self._post(dist.isend, x.contiguous(), stage + 1, stage + 1))
         return (x if self.is_last else None), routing
 
@@ -261,7 +237,14 @@ class _Step:
         self.routing = pipeline.no_routing(device)
         self.stopwatches: list[Stopwatch] = []
         self.counts: dict[int, list[Tensor]] = {}
+        self.order = pipeline.order(len(batches))
         self.backwards_left = dict.fromkeys(pipeline.parts, len(batches))
+        # By stage and micro-batch, what those backwards put aside that have two passes.
+        self.products: dict[tuple[int, int | None], Products] = {
+            (action.stage_index, action.microbatch_index): deque()
+            for action in self.order
+            if action.computation_type == _ComputationType.BACKWARD_INPUT
+        }
         # By stage and micro-batch: what came, what is kept for the backward, and what goes.
         self.arriving: dict[tuple[str, int, int], tuple[Tensor, list[dist.Work]]] = {}
         self.kept: dict[tuple[int, int], tuple[Tensor, Tensor, list[Tensor]]] = {}
@@ -270,7 +253,7 @@ class _Step:
 
     def run(self) -> Pass:
         with self.part.vocabulary_parallel():
-            for action in self.pipeline.order(len(self.inputs)):
+            for action in self.order:
                 act = getattr(self, f"_{action.computation_type.name.lower()}", None)
                 if act is not None:  # gathering and reducing parameters is left to FSDP's hooks
                     act(action.stage_index, action.microbatch_index)
@@ -311,7 +294,8 @@ class _Step:
 
     def _forward(self, stage: int, turn: int) -> None:
         x = self._arrived("F", stage, turn).requires_grad_() if stage else self.inputs[turn]
-        out: DecoderOutput = self.pipeline.parts[stage](x, self.counts.get(stage))
+        with self.pipeline.weight_pass.into(self.products.get((stage, turn))):
+            out: DecoderOutput = self.pipeline.parts[stage](x, self.counts.get(stage))
         self.counts[stage] = [aux.batch_counts_E for aux in out.aux]
         tokens = self.inputs[turn].numel()
         routed = tokens // self.part.tp_degree
@@ -324,24 +308,48 @@ class _Step:
                 self.loss_sum += nll.detach()
                 self.target_tokens += tokens
         else:
-            self.leaving["F", stage, turn] = root.detach().contiguous()
+            self._leave("F", stage, stage + 1, turn, root.detach().contiguous())
         self.kept[stage, turn] = x, root, extra
         self.routing = self.pipeline._routing(stage, out, routed, self.routing)
         self.stopwatches += [aux.stopwatch for aux in out.aux]
 
     def _full_backward(self, stage: int, turn: int) -> None:
-        x, root, extra = self.kept.pop((stage, turn))
+        set_gradient_sync(self.pipeline.parts[stage], self._reduces(stage))
+        self._run_backward(stage, turn)
+
+    def _backward_input(self, stage: int, turn: int) -> None:
+        # Not before the second pass: what is there until then accumulates on each rank.
+        set_gradient_sync(self.pipeline.parts[stage], False)
+        with self.pipeline.weight_pass.into(self.products[stage, turn]):
+            self._run_backward(stage, turn)
+
+    def _backward_weight(self, stage: int, turn: int) -> None:
+        run_products(self.products[stage, turn])
+        part = self.pipeline.parts[stage]
+        set_gradient_sync(part, self._reduces(stage))
+        finish_backward(part)
+
+    def _reduces(self, stage: int) -> bool:
+        """Whether the backward that comes to its end reduces the stage's gradients."""
         self.backwards_left[stage] -= 1
-        set_gradient_sync(
-            self.pipeline.parts[stage], not self.reduce_once or not self.backwards_left[stage]
-        )
+        return not self.reduce_once or not self.backwards_left[stage]
+
+    def _run_backward(self, stage: int, turn: int) -> None:
+        x, root, extra = self.kept.pop((stage, turn))
         last = stage == self.pipeline.num_stages - 1
         grad = None if last else self._arrived("B", stage, turn)
         extra = [loss for loss in extra if loss.requires_grad]
         torch.autograd.backward([root, *extra], [grad, *[None] * len(extra)])
         if stage:
             assert x.grad is not None
-            self.leaving["B", stage, turn] = x.grad.contiguous()
+            self._leave("B", stage, stage - 1, turn, x.grad.contiguous())
+
+    def _leave(self, kind: str, stage: int, to: int, turn: int, tensor: Tensor) -> None:
+        """What a stage gives to a neighbour, which may be on this rank: then nothing is sent."""
+        if to in self.pipeline.parts:
+            self.arriving[kind, to, turn] = tensor, []
+        else:
+            self.leaving[kind, stage, turn] = tensor
 
 
 def _wait(works: Sequence[dist.Work]) -> None:

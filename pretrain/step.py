@@ -98,6 +98,8 @@ class Part:
     and the MoE layers of tensor-parallel ranks each see a part of that."""
 
     dims: ParallelDims | None = None
+    has_logits: bool = True
+    """Whether the pipeline's last stage is here."""
 
     def inputs_and_targets(self, batch: Tensor) -> tuple[Tensor, Tensor]:
         """[b, W + 1] token ids -> [b, S] each: what the model takes here, and what follows it."""
@@ -115,11 +117,7 @@ class Part:
     @property
     def counts(self) -> bool:
         """Whether this rank is the one that counts the loss, of those that compute it or do not."""
-        if self.dims is None:
-            return True
-        stages = self.dims.pp_mesh
-        is_last = stages.get_local_rank() == stages.size() - 1
-        return is_last and self.dims.tp_mesh.get_local_rank() == 0
+        return self.has_logits and (self.dims is None or self.dims.tp_mesh.get_local_rank() == 0)
 
     def vocabulary_parallel(self) -> AbstractContextManager[None]:
         """Around the loss and its backward: logits cut along the vocabulary are never whole."""

@@ -128,7 +128,7 @@ def empty_arrays(spec: JobSpec, topology: Topology, rank: int) -> list[LocalArra
     p, decoder = spec.parallel, meta_decoder(spec.model, spec.moe)
     count = p.pp * p.pp_stages_per_rank
     stages = stage_layers(spec.model, spec.moe, spec.data.seq_len, count)
-    layouts = decoder_layouts(decoder, stages, topology)
+    layouts = decoder_layouts(decoder, stages, topology, p.pp_schedule)
     tensors = dict(chain(decoder.named_parameters(), decoder.named_buffers()))
     parameters = dict(decoder.named_parameters())
 

@@ -11,7 +11,8 @@ from moe import MoEConfig
 from parallel import ParallelDims, Topology
 from pretrain.flops import forward_flops
 from pretrain.model import Decoder, ModelConfig
-from pretrain.pipeline import Pipeline, bubble, stage_layers
+from pretrain.pipeline import Pipeline, stage_layers
+from pretrain.schedule import bubble
 from tests.dist import run_ranks
 
 MOE = MoEConfig(d_model=32, d_ff=24, num_experts=8, top_k=3)
