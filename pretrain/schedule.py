@@ -43,7 +43,7 @@ def bubble(
     Under ``zbv`` and ``dualpipev`` the first rank never waits, nor do others once their first
     micro-batch has come (Qi et al., arXiv 2401.10241, section 6): what is left is that the last
     begins, and ends, p - 1 forwards of a stage later. A rank's step is 6 · m passes of a stage, so
-    that is (p - 1) / (6 · m + p - 1), for 2 · p micro-batches and more, where a backward's two
+    that is (p - 1) / (6 · m + p - 1), for 2 · p - 1 micro-batches and more, where a backward's two
     passes each take as long as a forward. The more of the weights' gradients are computed in the
     first of them, the less is left to fill the gaps with.
     """

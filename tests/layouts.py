@@ -48,11 +48,19 @@ class Trained:
 
 
 def spec_for(folder: Path, data: dict[str, str], layout: str, **sections: Any) -> JobSpec:
-    """The tiny job with ``layout`` as parse_topology reads it, to be saved under ``folder``."""
-    degrees = parse_topology(layout or "dp_shard=1").as_dict()
-    parallel = degrees | sections.pop("parallel", {})
+    """The tiny job with ``layout`` as parse_topology reads it, to be saved under ``folder``; after
+    a space it may have a schedule of two stages on a rank."""
+    degrees, _, schedule = (layout or "dp_shard=1").partition(" ")
+    parallel = topology_of(degrees).as_dict() | sections.pop("parallel", {})
+    if schedule:
+        parallel |= {"pp_schedule": schedule, "pp_stages_per_rank": 2}
     return make_spec(folder, data={**data, **sections.pop("data", {})}, parallel=parallel,
                      **sections)  # fmt: skip
+
+
+def topology_of(layout: str) -> Topology:
+    """The degrees of a layout as :func:`spec_for` reads it."""
+    return parse_topology(layout.partition(" ")[0])
 
 
 def train(spec: JobSpec, steps: int, save_at: int = 0) -> Trained:

@@ -11,9 +11,17 @@ import pytest
 import torch
 
 import ckpt
-from parallel import parse_topology
 from tests.jobs import data_of, prepare_job
-from tests.layouts import Trained, empty_arrays, relative_error, slices, spec_for, train, whole
+from tests.layouts import (
+    Trained,
+    empty_arrays,
+    relative_error,
+    slices,
+    spec_for,
+    topology_of,
+    train,
+    whole,
+)
 
 STEPS, SAVED = 10, 7
 # Three micro-batches a step, the last one short: on two ranks or more some are empty. A large eps:
@@ -32,16 +40,19 @@ LAYOUTS = [
     "dp_shard=2", "dp_replicate=2", "cp=2", "tp=2", "pp=2", "dp_shard=2,ep=2",
     "dp_replicate=2,dp_shard=2", "cp=2,ep=2", "tp=2,ep=2", "dp_shard=4,ep=2",
     "pp=2,dp_shard=2,ep=2", "pp=2,tp=2", "pp=3,dp_replicate=2",
-    "pp=2,dp_shard=2,tp=2,ep=4",
+    "pp=2,dp_shard=2,tp=2,ep=4", "pp=2 zbv",
 ]  # fmt: skip
 MORE = [
     "pp=4", "dp_shard=2,tp=2", "pp=2,cp=2", "dp_shard=2,cp=2", "dp_replicate=2,cp=2",
     "dp_replicate=2,tp=2", "cp=2,tp=2", "tp=4,ep=4", "pp=2,dp_replicate=2",
     "pp=2,cp=2,tp=2,ep=4", "dp_shard=2,cp=2,tp=2,ep=4",
     "dp_replicate=2,dp_shard=2,tp=2,ep=2", "dp_replicate=2,cp=2,tp=2,ep=4",
+    "pp=2 dualpipev", "pp=2,dp_shard=2,ep=2 zbv", "pp=2,tp=2 zbv", "pp=2,dp_replicate=2 zbv",
+    "pp=2,dp_shard=2,tp=2,ep=4 zbv", "pp=2,dp_shard=2,ep=2 dualpipev",
 ]  # fmt: skip
-BITWISE = ["tp=2", "pp=2", "pp=2,dp_shard=2,ep=2", "pp=2,tp=2", "cp=2,ep=2"]
-EVERY = [*LAYOUTS, *(pytest.param(layout, marks=pytest.mark.slow) for layout in MORE)]
+BITWISE = ["tp=2", "pp=2", "pp=2,dp_shard=2,ep=2", "pp=2,tp=2", "cp=2,ep=2", "pp=2 zbv"]
+SLOW = pytest.mark.slow
+EVERY = [*LAYOUTS, *(pytest.param(layout, marks=SLOW) for layout in MORE)]
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +110,10 @@ def test_a_layout_trains_as_one_process_does(layout: str, runs):
         ("pp=2,dp_shard=2,ep=2", {"pp_stages_per_rank": 2, "recompute": "full"}),
         ("pp=2,dp_shard=2", {"reshard_after_forward": False}),
         ("tp=2,cp=2", {"recompute": "selective"}),
+        ("pp=2,dp_shard=2 zbv", {"reshard_after_forward": False}),
+        pytest.param("pp=2,dp_shard=2 dualpipev", {"reshard_after_forward": False}, marks=SLOW),
+        pytest.param("pp=2,tp=2,ep=2 zbv", {"recompute": "full"}, marks=SLOW),
+        pytest.param("pp=2,dp_shard=2,ep=2 dualpipev", {"recompute": "selective"}, marks=SLOW),
     ],
 )
 def test_schedules_and_recomputation_change_nothing_either(layout, parallel, runs, data, tmp_path):
@@ -106,6 +121,30 @@ def test_schedules_and_recomputation_change_nothing_either(layout, parallel, run
     spec = spec_for(tmp_path, data, layout, parallel=parallel, **SECTIONS)
     trained = train(spec, 3)
     assert trained.losses == pytest.approx(alone.losses[:3], rel=1e-5)
+    for name, expected in alone.gradients.items():
+        error = relative_error(trained.gradients[name], expected)
+        assert error <= 1e-5, f"gradient of {name}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("layout", "backend"),
+    [
+        ("pp=2 zbv", "grouped_mm"),
+        *(
+            pytest.param(layout, backend, marks=SLOW)
+            for layout in ("pp=4 zbv", "pp=3 zbv", "pp=3 dualpipev", "pp=2,dp_shard=2,ep=2 zbv")
+            for backend in ("auto", "grouped_mm")
+        ),
+    ],
+)
+def test_a_v_of_stages_of_unequal_lengths(layout: str, backend: str, data, tmp_path):
+    """Nine layers, two of them dense; experts on the path that puts their weights' products
+    aside, and on the one that does not."""
+    model = {**SECTIONS["model"], "num_layers": 9, "first_k_dense": 2}
+    sections = {**SECTIONS, "model": model, "moe": {**SECTIONS["moe"], "backend": backend}}
+    alone = train(spec_for(tmp_path, data, "", **sections), 3)
+    trained = train(spec_for(tmp_path, data, layout, **sections), 3)
+    assert trained.losses == pytest.approx(alone.losses, rel=1e-5)
     for name, expected in alone.gradients.items():
         error = relative_error(trained.gradients[name], expected)
         assert error <= 1e-5, f"gradient of {name}: {error}"
@@ -129,7 +168,7 @@ def test_balance_over_the_global_batch(layout: str, parallel, data, tmp_path):
     "layout",
     [
         *BITWISE,
-        *(pytest.param(x, marks=pytest.mark.slow) for x in LAYOUTS + MORE if x not in BITWISE),
+        *(pytest.param(x, marks=SLOW) for x in LAYOUTS + MORE if x not in BITWISE),
     ],
 )
 def test_a_resume_on_the_same_ranks_has_the_same_bits(layout: str, runs, data, tmp_path):
@@ -146,9 +185,10 @@ def test_any_layout_loads_what_any_other_saved(runs, data, tmp_path):
     names = ["dp_shard=1", *LAYOUTS]
     pairs = [(a, b) for a in names for b in [*names, *MORE] if a != b]
     saved = {a: runs(a) for a in names}
-    for a, b in random.Random(1).sample(pairs, 60):
+    there_and_back = [("pp=2", "pp=2 zbv"), ("pp=2 zbv", "pp=2"), ("pp=2 zbv", "pp=4")]
+    for a, b in [*there_and_back, *random.Random(1).sample(pairs, 60)]:
         spec = spec_for(tmp_path, data, b, **SECTIONS)
-        topology = parse_topology(b)
+        topology = topology_of(b)
         manifest = ckpt.read_manifest(saved[a].root)
         ranks = []
         for rank in range(topology.world):
@@ -161,8 +201,11 @@ def test_any_layout_loads_what_any_other_saved(runs, data, tmp_path):
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("pp=2,dp_shard=2,ep=2", "tp=2"), ("tp=2,ep=2", "pp=3,dp_replicate=2"), ("cp=2", "pp=2,tp=2")],
-)
+    [
+        ("pp=2,dp_shard=2,ep=2", "tp=2"), ("tp=2,ep=2", "pp=3,dp_replicate=2"),
+        ("cp=2", "pp=2,tp=2"), ("pp=2", "pp=2 zbv"), ("pp=2 zbv", "pp=2"),
+    ],
+)  # fmt: skip
 def test_a_run_goes_on_under_another_layout(before: str, after: str, runs, data, tmp_path):
     run, alone = runs(before), runs("dp_shard=1").trained
     checkpoint = {"path": str(run.root), "on_topology_change": "reshard"}

@@ -236,13 +236,14 @@ def test_evaluation_and_text_do_not_depend_on_the_layout(text, tmp_path):
     bits, samples, loads = [], [], []
     layouts = [
         (1, {}), (4, {"ep": 4}), (3, {"pp": 3}), (4, {"cp": 2, "ep": 2}), (4, {"pp": 2, "tp": 2}),
+        (4, {"pp": 2, "tp": 2, "pp_schedule": "zbv", "pp_stages_per_rank": 2}),
     ]  # fmt: skip
     for number, (world, parallel) in enumerate(layouts):
         run = tmp_path / str(number)
         spec = write_spec(
             tmp_path, f"{number}.json", data=data_of(text), train={"steps": 1},
             schedule={"warmup_steps": 0}, run_dir=str(run), parallel=parallel,
-            sample={"prompt": "def f(", "tokens": 5},
+            sample={"prompt": "def f(", "tokens": 5}, model={"num_layers": 4},
         )  # fmt: skip
         code, out, err = launch(spec, world)
         assert code == 0, err

@@ -39,6 +39,7 @@ RECIPE = "tools/recipes/stdlib-tiny.toml"
         ("parallel.tp=4", "model.num_kv_heads (2) must be a multiple of parallel.tp (4)"),
         ("parallel.pp=4", "model.num_layers (3) must be at least parallel.pp x"),
         ("parallel.pp_stages_per_rank=2", "parallel.pp_stages_per_rank (2) must be 1 where"),
+        ("parallel.pp_schedule=zbv", "parallel.pp (1) must be at least 2 with parallel.pp_sched"),
         ("train.ramp_batch_size=4", "train.ramp_batch_size (4) must be at most"),
         (
             "parallel.cp=5",
@@ -103,6 +104,19 @@ def test_files_that_are_no_spec(tmp_path):
     (tmp_path / "lacks.json").write_text(json.dumps(spec))
     with pytest.raises(InputError, match=r"data.seq_len: required"):
         load_spec(tmp_path / "lacks.json")
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_a_v_has_two_stages_on_a_rank(tmp_path, schedule, stages):
+    fields = {"pp": 2, "pp_schedule": schedule, "pp_stages_per_rank": stages}
+    with pytest.raises(InputError) as error:
+        make_spec(tmp_path, model={"num_layers": 6}, parallel=fields)
+    assert f"parallel.pp_stages_per_rank ({stages}) must be 2 with" in str(error.value)
+    assert f"parallel.pp_schedule ({schedule}): a rank has one stage of each arm of the V" in str(
+        error.value
+    )
+    make_spec(tmp_path, model={"num_layers": 4}, parallel=fields | {"pp_stages_per_rank": 2})
 
 
 def test_degrees_must_fit_the_world(tmp_path):
