@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 import ckpt
+import pretrain.pipeline
+from parallel import Products
+from pretrain.job import build_job, restore
+from pretrain.runtime import start
+from pretrain.spec import JobSpec
+from tests.dist import run_ranks
 from tests.jobs import data_of, prepare_job
 from tests.layouts import (
     Trained,
@@ -138,16 +148,56 @@ def test_schedules_and_recomputation_change_nothing_either(layout, parallel, run
     ],
 )
 def test_a_v_of_stages_of_unequal_lengths(layout: str, backend: str, data, tmp_path):
-    """Nine layers, two of them dense; experts on the path that puts their weights' products
-    aside, and on the one that does not."""
+    """Nine layers, two of them dense, and more micro-batches than a pipeline takes to fill; experts
+    on the path that puts their weights' products aside, and on the one that does not."""
     model = {**SECTIONS["model"], "num_layers": 9, "first_k_dense": 2}
     sections = {**SECTIONS, "model": model, "moe": {**SECTIONS["moe"], "backend": backend}}
+    sections["train"] = {**SECTIONS["train"], "global_batch_size": 13}
     alone = train(spec_for(tmp_path, data, "", **sections), 3)
     trained = train(spec_for(tmp_path, data, layout, **sections), 3)
     assert trained.losses == pytest.approx(alone.losses, rel=1e-5)
     for name, expected in alone.gradients.items():
         error = relative_error(trained.gradients[name], expected)
         assert error <= 1e-5, f"gradient of {name}: {error}"
+
+
+def passes_on_rank(spec: JobSpec, rank: int) -> tuple[list[int], list[int], list[int]]:
+    """Of a step of five micro-batches: products that each second pass had to compute, linear layers
+    of each stage, and how often FSDP reduced each parameter's gradient."""
+    runtime = start(spec.train.timeout_seconds)
+    job = build_job(spec, runtime)
+    restore(job)
+    found: list[int] = []
+    reduced: Counter[Any] = Counter()
+    run, reduce = pretrain.pipeline.run_products, _fsdp_param_group.foreach_reduce
+
+    def run_and_count(products: Products) -> None:
+        found.append(len(products))
+        run(products)
+
+    def reduce_and_count(parameters: list[Any], *args: Any, **kwargs: Any) -> Any:
+        reduced.update(map(id, parameters))
+        return reduce(parameters, *args, **kwargs)
+
+    pretrain.pipeline.run_products = run_and_count
+    _fsdp_param_group.foreach_reduce = reduce_and_count
+    batch = torch.randint(300, (1, spec.data.seq_len + 1))
+    job.forward_backward([batch] * 5, 5 * batch.numel())
+    linear = [
+        sum(isinstance(module, nn.Linear) for module in part.modules())
+        for part in job.laid_out.parts.values()
+    ]
+    runtime.close()
+    return found, linear, list(reduced.values())
+
+
+@pytest.mark.parametrize("once", [True, pytest.param(False, marks=SLOW)])
+def test_second_passes_have_the_work_and_fsdp_reduces_after_them(once: bool, data, tmp_path):
+    parallel = {"reshard_after_forward": not once}
+    spec = spec_for(tmp_path, data, "pp=2,dp_shard=2 zbv", parallel=parallel, **SECTIONS)
+    for found, linear, reduced in run_ranks(partial(passes_on_rank, spec), 4, group=False):
+        assert Counter(found) == Counter(5 * linear)
+        assert set(reduced) == {1} if once else max(reduced) == 5
 
 
 @pytest.mark.parametrize(
