@@ -191,12 +191,17 @@ def set_gradient_sync(model: nn.Module, sync: bool) -> None:
         model.set_requires_gradient_sync(sync)
 
 
-def finish_backward(model: nn.Module) -> None:
-    """What FSDP does at the end of a backward, once more: gradients that came after it are added up
-    in float32, and reduced where :func:`set_gradient_sync` says so."""
-    if isinstance(model, FSDPModule):
-        # FSDP has no public name for it; PyTorch's own pipelines call this too.
-        fully_shard.state(model)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+def finish_backward(model: nn.Module, sync: bool) -> None:
+    """What FSDP does at the end of a backward, once more: gradients that came after it are added
+    up, and with ``sync`` all that are there are reduced."""
+    if not isinstance(model, FSDPModule):
+        return
+    # FSDP has no public name for it; PyTorch's own pipelines call this too.
+    finish = fully_shard.state(model)._root_post_backward_final_callback  # type: ignore[attr-defined]
+    # It reduces gradients of one dtype, and makes float32 of those alone that it does not reduce.
+    for reduce in (False, True) if sync else (False,):
+        set_gradient_sync(model, reduce)
+        finish()
 
 
 def free_gathered(model: nn.Module) -> None:

@@ -314,20 +314,19 @@ class _Step:
         self.stopwatches += [aux.stopwatch for aux in out.aux]
 
     def _full_backward(self, stage: int, turn: int) -> None:
+        # No schedule has one of these between the two passes of another: FSDP could not reduce it.
         set_gradient_sync(self.pipeline.parts[stage], self._reduces(stage))
         self._run_backward(stage, turn)
 
     def _backward_input(self, stage: int, turn: int) -> None:
-        # Not before the second pass: what is there until then accumulates on each rank.
+        # Reduced after the second pass; what is there until then accumulates on each rank.
         set_gradient_sync(self.pipeline.parts[stage], False)
         with self.pipeline.weight_pass.into(self.products[stage, turn]):
             self._run_backward(stage, turn)
 
     def _backward_weight(self, stage: int, turn: int) -> None:
         run_products(self.products[stage, turn])
-        part = self.pipeline.parts[stage]
-        set_gradient_sync(part, self._reduces(stage))
-        finish_backward(part)
+        finish_backward(self.pipeline.parts[stage], self._reduces(stage))
 
     def _reduces(self, stage: int) -> bool:
         """Whether the backward that comes to its end reduces the stage's gradients."""

@@ -125,7 +125,8 @@ def test_a_simulated_step_has_the_bubble_of_the_formula(schedule, stages_per_ran
 def assert_all_is_done_once(
     rank: int, order: list[str], micro_batches: int, schedule: str, stages_per_rank: int
 ) -> None:
-    """Every forward and backward of a rank's stages; and nothing is sent from it to itself."""
+    """Every forward and backward of a rank's stages, none in one pass between the two of another;
+    and nothing is sent from the rank to itself."""
     assert len(set(order)) == len(order)
     done = {action: at for at, action in enumerate(order)}
     last = 4 * stages_per_rank - 1
@@ -138,6 +139,7 @@ def assert_all_is_done_once(
             else:
                 f, i, w = (done[f"{stage}{kind}{turn}"] for kind in "FIW")
                 assert f < i < w
+                assert not any(kind_of(a) == "B" and stage_of(a) == stage for a in order[i:w])
             assert (f"{stage}SEND_F{turn}" in done) == (stage < last and stage + 1 not in here)
             assert (f"{stage}RECV_F{turn}" in done) == (stage > 0 and stage - 1 not in here)
             assert (f"{stage}SEND_B{turn}" in done) == (stage > 0 and stage - 1 not in here)
