@@ -20,7 +20,7 @@ from pretrain.corpus import bytes_per_token, end_of_document, load_tokenizer
 from pretrain.job import Job
 from pretrain.parallelize import LaidOut
 from pretrain.spec import SampleConfig
-from pretrain.step import Routing, next_token_loss
+from pretrain.step import Part, Routing, next_token_loss
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def evaluate(job: Job, limit: int | None = None) -> Evaluation:
     lengths = torch.from_numpy(bytes_per_token(load_tokenizer(data), vocab_size, data.end_token))
     sums = torch.zeros(3, dtype=torch.float64)  # nats, tokens, bytes
     routing: Routing | None = None
-    part = job.part
+    part = Part(job.dims)
     with inference(job.laid_out), part.vocabulary_parallel():
         # As many forwards on every rank, some of them of no sequences: all exchange tokens.
         for start in range(0, count, size * ranks):

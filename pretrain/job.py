@@ -98,15 +98,10 @@ class Job:
         here = self.model.blocks
         return [row for row, number in enumerate(self.moe_layers) if number in here]
 
-    @property
-    def part(self) -> Part:
-        """What of a micro-batch is this rank's."""
-        return Part(self.dims, self.laid_out.has_logits)
-
     def forward_backward(self, batches: Sequence[Tensor], planned_tokens: int) -> Pass:
         """Gradients of one step's loss, see :func:`pretrain.step.forward_backward`."""
         once = not self.spec.parallel.reshard_after_forward
-        part, device = self.part, self.runtime.device
+        part, device = Part(self.dims), self.runtime.device
         if self.laid_out.pipeline is not None:
             return self.laid_out.pipeline.forward_backward(
                 batches, planned_tokens, device, part, once
@@ -115,7 +110,7 @@ class Job:
 
     def forward(self, inputs_BS: Tensor) -> tuple[Tensor | None, Routing | None]:
         """Logits, where the last stage is, and what this rank's routers did."""
-        part = self.part
+        part = Part(self.dims)
         if self.laid_out.pipeline is not None:
             return self.laid_out.pipeline.forward(inputs_BS, part)
         out = self.model(inputs_BS)

@@ -51,11 +51,6 @@ class LaidOut:
     pipeline: Pipeline | None
     """Where there is more than one stage."""
 
-    @property
-    def has_logits(self) -> bool:
-        """Whether the model's last stage is here."""
-        return self.pipeline is None or self.pipeline.is_last
-
 
 def lay_out(
     config: ModelConfig,

@@ -98,8 +98,6 @@ class Part:
     and the MoE layers of tensor-parallel ranks each see a part of that."""
 
     dims: ParallelDims | None = None
-    has_logits: bool = True
-    """Whether the pipeline's last stage is here."""
 
     def inputs_and_targets(self, batch: Tensor) -> tuple[Tensor, Tensor]:
         """[b, W + 1] token ids -> [b, S] each: what the model takes here, and what follows it."""
@@ -116,8 +114,8 @@ class Part:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank is the one that counts the loss, of those that compute it or do not."""
-        return self.has_logits and (self.dims is None or self.dims.tp_mesh.get_local_rank() == 0)
+        """Whether this rank is the one that counts a loss, of those that compute the same one."""
+        return self.dims is None or self.dims.tp_mesh.get_local_rank() == 0
 
     def vocabulary_parallel(self) -> AbstractContextManager[None]:
         """Around the loss and its backward: logits cut along the vocabulary are never whole."""

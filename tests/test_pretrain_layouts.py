@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 import ckpt
 import pretrain.pipeline
+from moe.experts import GroupedExperts
 from parallel import Products
 from pretrain.job import build_job, restore
 from pretrain.runtime import start
@@ -162,8 +163,8 @@ def test_a_v_of_stages_of_unequal_lengths(layout: str, backend: str, data, tmp_p
 
 
 def passes_on_rank(spec: JobSpec, rank: int) -> tuple[list[int], list[int], list[int]]:
-    """Of a step of five micro-batches: products that each second pass had to compute, linear layers
-    of each stage, and how often FSDP reduced each parameter's gradient."""
+    """Of a step of five micro-batches: products that each second pass had to compute, those that
+    are in each stage, and how often FSDP reduced each parameter's gradient."""
     runtime = start(spec.train.timeout_seconds)
     job = build_job(spec, runtime)
     restore(job)
@@ -183,12 +184,12 @@ def passes_on_rank(spec: JobSpec, rank: int) -> tuple[list[int], list[int], list
     _fsdp_param_group.foreach_reduce = reduce_and_count
     batch = torch.randint(300, (1, spec.data.seq_len + 1))
     job.forward_backward([batch] * 5, 5 * batch.numel())
-    linear = [
-        sum(isinstance(module, nn.Linear) for module in part.modules())
+    there = [
+        sum(isinstance(m, nn.Linear) + 3 * isinstance(m, GroupedExperts) for m in part.modules())
         for part in job.laid_out.parts.values()
     ]
     runtime.close()
-    return found, linear, list(reduced.values())
+    return found, there, list(reduced.values())
 
 
 @pytest.mark.parametrize("once", [False, pytest.param(True, marks=SLOW)])
@@ -197,8 +198,8 @@ def test_second_passes_have_the_work_and_fsdp_reduces_after_them(once: bool, dat
     # Where gradients are of two dtypes, FSDP reduces them only if it has made them one.
     sections = {**SECTIONS, "train": {**SECTIONS["train"], "precision": "bfloat16"}}
     spec = spec_for(tmp_path, data, "pp=2,dp_shard=2 zbv", parallel=parallel, **sections)
-    for found, linear, reduced in run_ranks(partial(passes_on_rank, spec), 4, group=False):
-        assert Counter(found) == Counter(5 * linear)
+    for found, there, reduced in run_ranks(partial(passes_on_rank, spec), 4, group=False):
+        assert Counter(found) == Counter(5 * there)
         assert set(reduced) == {1} if once else max(reduced) == 5
 
 
