@@ -31,7 +31,7 @@ from tests.test_pretrain_layouts import SECTIONS
 
 SLOW = pytest.mark.slow
 CPU = torch.device("cpu")
-END, W = 7, 96
+END, W, STEPS = 7, 96, 4
 LENGTHS = [[40, 1, 3, 1, 20, 31], [1, 1, 90, 4], [96], [1] * 96]
 
 
@@ -174,7 +174,7 @@ def _modules() -> list[Path]:
 
 @pytest.fixture(scope="module")
 def one_process(data, tmp_path_factory) -> Trained:
-    return train(spec_for(tmp_path_factory.mktemp("one"), data, "", **SECTIONS), 6)
+    return train(spec_for(tmp_path_factory.mktemp("one"), data, "", **SECTIONS), STEPS)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def one_process(data, tmp_path_factory) -> Trained:
     ],
 )
 def test_a_layout_trains_as_one_process_does(layout, parallel, one_process, data, tmp_path):
-    trained = train(spec_for(tmp_path, data, layout, parallel=parallel, **SECTIONS), 6)
+    trained = train(spec_for(tmp_path, data, layout, parallel=parallel, **SECTIONS), STEPS)
     assert trained.losses == pytest.approx(one_process.losses, rel=1e-5)
     assert trained.norms == pytest.approx(one_process.norms, rel=1e-4)
     for name, expected in one_process.gradients.items():
@@ -201,7 +201,7 @@ def test_a_layout_trains_as_one_process_does(layout, parallel, one_process, data
 
 
 def test_the_mask_makes_another_run(one_process, data, tmp_path):
-    plain = train(spec_for(tmp_path, {**data, "document_mask": False}, "", **SECTIONS), 6)
+    plain = train(spec_for(tmp_path, {**data, "document_mask": False}, "", **SECTIONS), STEPS)
     assert relative_error(
         plain.gradients["layers.0.attention.wv.weight"],
         one_process.gradients["layers.0.attention.wv.weight"],
