@@ -30,6 +30,7 @@ from parallel.context import (
     sequence_part,
     whole_sequences,
 )
+from parallel.documents import Documents
 from parallel.gradients import clip_grad_norm, grad_square_sum, scale_gradients
 from parallel.layout import ShardLayout, Topology, parse_topology
 from parallel.mesh import ParallelDims
@@ -52,6 +53,7 @@ from parallel.weight_pass import (
 __all__ = [
     "Arriving",
     "Context",
+    "Documents",
     "ExpertParallelModule",
     "ParallelConfig",
     "ParallelDims",

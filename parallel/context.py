@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.bias import causal_lower_right
 
 from parallel.collectives import start_gather_rows
+from parallel.documents import Documents, attend_within
 
 
 class Context(Protocol):
@@ -37,8 +38,16 @@ class Context(Protocol):
         """[B, S, ...] -> [B, W, ...] in the order of the sequence."""
         ...
 
-    def attend(self, q_BHSC: Tensor, k_BGWC: Tensor, v_BGWV: Tensor, scale: float) -> Tensor:
-        """Causal attention of the queries here to all keys: [B, H, S, V]."""
+    def attend(
+        self,
+        q_BHSC: Tensor,
+        k_BGWC: Tensor,
+        v_BGWV: Tensor,
+        scale: float,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """Causal attention of the queries here to all keys, or those of their documents, which are
+        the whole sequence's: [B, H, S, V]."""
         ...
 
 
@@ -53,8 +62,17 @@ class WholeSequence:
         """See :class:`Context`."""
         return x_BSX
 
-    def attend(self, q_BHSC: Tensor, k_BGWC: Tensor, v_BGWV: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        q_BHSC: Tensor,
+        k_BGWC: Tensor,
+        v_BGWV: Tensor,
+        scale: float,
+        documents: Documents | None = None,
+    ) -> Tensor:
         """See :class:`Context`."""
+        if documents is not None:
+            return attend_within(q_BHSC, k_BGWC, v_BGWV, scale, documents)
         gqa = q_BHSC.shape[1] != k_BGWC.shape[1]
         return F.scaled_dot_product_attention(
             q_BHSC, k_BGWC, v_BGWV, is_causal=True, scale=scale, enable_gqa=gqa
@@ -83,12 +101,23 @@ class SpreadSequence:
         first, second = pieces[:, 0], pieces[:, 1].flip(0)
         return torch.cat((first, second)).flatten(0, 1).transpose(0, 1)
 
-    def attend(self, q_BHSC: Tensor, k_BGWC: Tensor, v_BGWV: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        q_BHSC: Tensor,
+        k_BGWC: Tensor,
+        v_BGWV: Tensor,
+        scale: float,
+        documents: Documents | None = None,
+    ) -> Tensor:
         """See :class:`Context`."""
         piece = q_BHSC.shape[2] // 2
         gqa = q_BHSC.shape[1] != k_BGWC.shape[1]
         parts = []
         for number, q in zip(self._pieces(), q_BHSC.split(piece, 2), strict=True):
+            if documents is not None:
+                first = number * piece
+                parts.append(attend_within(q, k_BGWC, v_BGWV, scale, documents, first))
+                continue
             seen = (number + 1) * piece
             self._causal.seq_len_q, self._causal.seq_len_kv = piece, seen
             parts.append(

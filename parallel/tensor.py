@@ -29,7 +29,8 @@ from parallel.weight_pass import linear
 TensorParallel = Literal["gathered", "columns", "rows", "norm", "embedding", "logits"]
 """How a module is laid out over ranks:
 
-- ``gathered``: no parameters of its own are cut; its input [B, S, D] is gathered to [B, W, D].
+- ``gathered``: no parameters of its own are cut; its input [B, S, D] is gathered to [B, W, D], and
+  what else it is given is the same on all ranks.
 - ``columns``: a linear layer [B, W, D] -> [B, W, F / ranks].
 - ``rows``: one after that, [B, W, F / ranks] -> [B, S, D].
 - ``norm``: an RMSNorm with the whole weight on every rank, of whatever is there.
@@ -75,10 +76,8 @@ def scatter_sequence(x_BWD: Tensor, group: dist.ProcessGroup) -> Tensor:
     return start_scatter_sums(x_BWD.transpose(0, 1), group).wait().transpose(0, 1)
 
 
-def _gathered(
-    forward: Callable[[Tensor], Tensor], group: dist.ProcessGroup
-) -> Callable[..., Tensor]:
-    return lambda x_BSD: forward(gather_sequence(x_BSD, group))
+def _gathered(forward: Callable[..., Tensor], group: dist.ProcessGroup) -> Callable[..., Tensor]:
+    return lambda x_BSD, *others: forward(gather_sequence(x_BSD, group), *others)
 
 
 # Weights are looked up in every call: FSDP puts the gathered ones in the module for its forward.

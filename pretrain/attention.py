@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
-from parallel import Context, SpreadSequence, WholeSequence
+from parallel import Context, Documents, SpreadSequence, WholeSequence
 
 QKNorm = Literal["none", "head", "all_heads"]
 
@@ -262,8 +262,9 @@ class GroupedQueryAttention(_CausalAttention):
         self.q_norm = nn.RMSNorm(sizes[0], c.norm_eps) if sizes else None
         self.k_norm = nn.RMSNorm(sizes[1], c.norm_eps) if sizes else None
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        """[B, S, D] -> [B, S, D]; tokens attend to themselves and those before them."""
+    def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
+        """[B, S, D] -> [B, S, D]; tokens attend to themselves and those before them, of their
+        documents where these are given."""
         S, c = x_BSD.shape[1], self.config
         at = self.context.positions(S, x_BSD.device)
         q_BHSC = rotate_as(c, self._normed(self.wq(x_BSD), self.q_norm), at)
@@ -271,7 +272,7 @@ class GroupedQueryAttention(_CausalAttention):
         v_BSGC = self._normed(self.wv(x_BSD), None).transpose(1, 2)
         k_BWGC, v_BWGC = map(self.context.gather, (k_BGSC.transpose(1, 2), v_BSGC))
         y_BHSC = self.context.attend(
-            q_BHSC, k_BWGC.transpose(1, 2), v_BWGC.transpose(1, 2), c.softmax_scale
+            q_BHSC, k_BWGC.transpose(1, 2), v_BWGC.transpose(1, 2), c.softmax_scale, documents
         )
         # Heads are those that are here: tensor parallelism may have cut the projections.
         out: Tensor = self.wo(y_BHSC.transpose(1, 2).flatten(2))
@@ -309,8 +310,9 @@ class LatentAttention(_CausalAttention):
         self.wkv_b = nn.Linear(c.kv_lora_rank, kv, bias=False)
         self.wo = nn.Linear(c.num_heads * c.v_head_dim, c.d_model, bias=False)
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        """[B, S, D] -> [B, S, D]; tokens attend to themselves and those before them."""
+    def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
+        """[B, S, D] -> [B, S, D]; tokens attend to themselves and those before them, of their
+        documents where these are given."""
         B, S, _ = x_BSD.shape
         c = self.config
         H, N, P, V = c.num_heads, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
@@ -327,6 +329,7 @@ class LatentAttention(_CausalAttention):
             torch.cat((k_BHWN, k_BHWP), dim=-1),
             v_BHWV,
             c.softmax_scale,
+            documents,
         )
         out: Tensor = self.wo(y_BHSV.transpose(1, 2).reshape(B, S, H * V))
         return out

@@ -55,6 +55,9 @@ class DataConfig(BaseModel):
     """A tokenizer.json to take instead of training one; byte-level, as most are."""
     end_token: str = Field(default=END_OF_DOCUMENT, min_length=1)
     """The token that ends a document."""
+    document_mask: bool = False
+    """Tokens attend to those of their own document alone, and not to all before them in their
+    sequence; the end token is the last of its document."""
 
 
 class Shard(BaseModel):

@@ -20,7 +20,7 @@ from pretrain.corpus import bytes_per_token, end_of_document, load_tokenizer
 from pretrain.job import Job
 from pretrain.parallelize import LaidOut
 from pretrain.spec import SampleConfig
-from pretrain.step import Part, Routing, next_token_loss
+from pretrain.step import Routing, next_token_loss
 
 
 @contextmanager
@@ -68,14 +68,16 @@ def evaluate(job: Job, limit: int | None = None) -> Evaluation:
     lengths = torch.from_numpy(bytes_per_token(load_tokenizer(data), vocab_size, data.end_token))
     sums = torch.zeros(3, dtype=torch.float64)  # nats, tokens, bytes
     routing: Routing | None = None
-    part = Part(job.dims)
+    part = job.part
     with inference(job.laid_out), part.vocabulary_parallel():
         # As many forwards on every rank, some of them of no sequences: all exchange tokens.
         for start in range(0, count, size * ranks):
             mine = indices[start : start + size * ranks][job.dims.dp_rank :: ranks]
             batch = job.held_out.batch(mine)
             inputs_BS, targets_BS = part.inputs_and_targets(batch)
-            logits, routed = job.forward(inputs_BS.clamp_min(0).to(job.runtime.device))
+            # Of the batch as it is: what it is filled up with may become the end token's id.
+            documents = part.documents(batch[:, :-1].to(job.runtime.device))
+            logits, routed = job.forward(inputs_BS.clamp_min(0).to(job.runtime.device), documents)
             if routed is not None:
                 routing = routed.plus(routing)
             if logits is None:
@@ -138,7 +140,8 @@ def generate(job: Job) -> str:
             # but where experts have a capacity, or choose: then the padding takes part.
             padding = [end] * (-len(known) % job.topology.tp)
             window = torch.tensor([known + padding], device=job.runtime.device)
-            logits, _ = job.forward(window)
+            # One document, but for the end token that an empty prompt begins with.
+            logits, _ = job.forward(window, job.part.documents(window))
             token = end
             if logits is not None:
                 token = _next_token(_whole(logits[0, len(known) - 1]), sample, generator)

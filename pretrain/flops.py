@@ -5,7 +5,9 @@ Legend: B batch, S sequence, D d_model, F d_ff, E experts, K top_k, V vocab.
 Counted are the model's products, two operations for a multiplication and its addition, forward once
 and backward twice, and nothing else: not what a layout or recomputation does again, not norms,
 activations, rotations or look-ups. Of attention only pairs that the causal mask lets through count,
-and of experts only those that a token takes.
+and of experts only those that a token takes. Sequences count as whole ones whether or not
+``data.document_mask`` keeps their documents apart; where it does, fewer pairs are computed than are
+counted, and what is said of model FLOPs is an upper estimate.
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ from torch import Tensor
 import ckpt
 from ckpt import CheckpointError, LocalArray, Manifest, SaveInfo
 from moe import choose_backend
-from parallel import ParallelDims, ShardLayout, Topology
+from parallel import Documents, ParallelDims, ShardLayout, Topology
 from parallel.layout import nodes_per_token
 from pretrain.balance import CapacityBalance
-from pretrain.corpus import CorpusManifest, open_corpus
+from pretrain.corpus import CorpusManifest, end_of_document, load_tokenizer, open_corpus
 from pretrain.data import GlobalOrder, Loader, PackedSequences
 from pretrain.errors import InputError
 from pretrain.init import init_parameters
@@ -45,8 +45,9 @@ from router import TopKRouter
 T = TypeVar("T")
 
 # A resume under another value of these would not be the same run.
-_FIXED = ("model", "moe", "data.seq_len", "data.shard_tokens", "train.global_batch_size",
-          "train.ramp_batch_size", "train.ramp_tokens", "train.seed")  # fmt: skip
+_FIXED = ("model", "moe", "data.seq_len", "data.shard_tokens", "data.document_mask",
+          "train.global_batch_size", "train.ramp_batch_size", "train.ramp_tokens",
+          "train.seed")  # fmt: skip
 _FREE = (
     "moe.backend", "moe.input_jitter", "moe.bias_update_rate", "moe.load_balance_weight",
     "moe.sequence_balance_weight", "moe.z_loss_weight", "moe.load_balance_scope",
@@ -65,6 +66,7 @@ class Job:
     dims: ParallelDims
     corpus: CorpusManifest
     laid_out: LaidOut
+    part: Part
     optimizer: torch.optim.AdamW
     loader: Loader
     held_out: PackedSequences
@@ -101,20 +103,21 @@ class Job:
     def forward_backward(self, batches: Sequence[Tensor], planned_tokens: int) -> Pass:
         """Gradients of one step's loss, see :func:`pretrain.step.forward_backward`."""
         once = not self.spec.parallel.reshard_after_forward
-        part, device = Part(self.dims), self.runtime.device
+        part, device = self.part, self.runtime.device
         if self.laid_out.pipeline is not None:
             return self.laid_out.pipeline.forward_backward(
                 batches, planned_tokens, device, part, once
             )
         return forward_backward(self.model, batches, planned_tokens, device, part, once)
 
-    def forward(self, inputs_BS: Tensor) -> tuple[Tensor | None, Routing | None]:
+    def forward(
+        self, inputs_BS: Tensor, documents: Documents | None = None
+    ) -> tuple[Tensor | None, Routing | None]:
         """Logits, where the last stage is, and what this rank's routers did."""
-        part = Part(self.dims)
         if self.laid_out.pipeline is not None:
-            return self.laid_out.pipeline.forward(inputs_BS, part)
-        out = self.model(inputs_BS)
-        routed = inputs_BS.numel() // part.tp_degree
+            return self.laid_out.pipeline.forward(inputs_BS, self.part, documents)
+        out = self.model(inputs_BS, None, documents)
+        routed = inputs_BS.numel() // self.part.tp_degree
         return out.logits, routing_of(out.aux, routed) if out.aux else None
 
     def arrays(self) -> list[LocalArray]:
@@ -161,10 +164,19 @@ def build_job(spec: JobSpec, runtime: Runtime) -> Job:
     )
     optimizer = build_adamw(laid_out.model, spec.optimizer)
     balance = runtime.together(lambda: _capacity_balance(spec, topology))
-    job = Job(spec, runtime, topology, dims, corpus, laid_out, optimizer, loader, held_out, balance)
+    mine = Part(dims, runtime.together(lambda: _end_token(spec)))
+    job = Job(
+        spec, runtime, topology, dims, corpus, laid_out, mine, optimizer, loader, held_out, balance
+    )
     for router in job.routers:
         router.balance_group = dims.stage_mesh.get_group()
     return job
+
+
+def _end_token(spec: JobSpec) -> int | None:
+    if not spec.data.document_mask:
+        return None
+    return end_of_document(load_tokenizer(spec.data), spec.data.end_token)
 
 
 def _lay_out(spec: JobSpec, dims: ParallelDims) -> LaidOut:

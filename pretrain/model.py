@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from moe import FeedForward, MoEAux, MoEConfig, MoELayer
+from parallel import Documents
 from pretrain.attention import AttentionConfig, build_attention
 
 
@@ -64,10 +65,13 @@ class DecoderLayer(nn.Module):
         self.ffn = FeedForward(config.d_model, config.d_ff) if moe is None else None
 
     def forward(
-        self, x_BSD: Tensor, counts_before_E: Tensor | None = None
+        self,
+        x_BSD: Tensor,
+        counts_before_E: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> tuple[Tensor, MoEAux | None]:
         """[B, S, D] -> [B, S, D], and the MoE layer's report where there is one."""
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD))
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), documents)
         h_BSD = self.ffn_norm(x_BSD)
         if self.moe is not None:
             hidden, aux = self.moe(h_BSD, counts_before_E=counts_before_E)
@@ -122,13 +126,18 @@ class Decoder(nn.Module):
         return part
 
     def forward(
-        self, tokens_BS: Tensor, counts_before: Sequence[Tensor] | None = None
+        self,
+        tokens_BS: Tensor,
+        counts_before: Sequence[Tensor] | None = None,
+        documents: Documents | None = None,
     ) -> DecoderOutput:
         """[B, S] int64 token ids -> logits [B, S, V]; B may be 0.
 
         A part without the first layer takes what the layer before gave, [B, S, D].
         ``counts_before`` are the ``batch_counts_E`` of the step's forward before this one, one for
-        each MoE layer, for load balancing over a global batch.
+        each MoE layer, for load balancing over a global batch. With ``documents``, of the whole
+        sequences whatever of them is here, tokens attend to those of their own; where a sequence's
+        positions begin does not matter to a document, since only differences of them enter.
         """
         x_BSD = tokens_BS if self.embed is None else self.embed(tokens_BS)
         reports: list[MoEAux] = []
@@ -136,7 +145,7 @@ class Decoder(nn.Module):
             before = (
                 counts_before[len(reports)] if counts_before and layer.moe is not None else None
             )
-            x_BSD, aux = layer(x_BSD, before)
+            x_BSD, aux = layer(x_BSD, before, documents)
             if aux is not None:
                 reports.append(aux)
         if self.norm is None:

@@ -24,6 +24,7 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
 from moe import MoEConfig, Stopwatch
 from parallel import (
+    Documents,
     PipelineSchedule,
     Products,
     WeightPass,
@@ -163,7 +164,9 @@ class Pipeline:
         """The global rank that has a stage."""
         return dist.get_global_rank(self.group, place_of(stage, self.ranks, self.schedule))
 
-    def forward(self, inputs_BS: Tensor, part: Part) -> tuple[Tensor | None, Routing | None]:
+    def forward(
+        self, inputs_BS: Tensor, part: Part, documents: Documents | None = None
+    ) -> tuple[Tensor | None, Routing | None]:
         """Forward alone, one stage after another: the logits where the last stage is, and what the
         routers of this rank's stages did."""
         x, routing = inputs_BS, self.no_routing(inputs_BS.device)
@@ -173,7 +176,7 @@ class Pipeline:
             if stage and stage - 1 not in self.parts:
                 x = self._room(inputs_BS, part)
                 _wait(self._post(dist.irecv, x, stage - 1, stage))
-            out: DecoderOutput = self.parts[stage](x)
+            out: DecoderOutput = self.parts[stage](x, None, documents)
             routed = inputs_BS.numel() // part.tp_degree
             routing = self._routing(stage, out, routed, routing)
             x = out.logits
@@ -230,7 +233,8 @@ class _Step:
         self.pipeline, self.part, self.planned_tokens = pipeline, part, planned_tokens
         self.reduce_once = reduce_once
         batches = pipeline.padded(micro_batches)
-        pairs = [part.inputs_and_targets(b.to(device, non_blocking=True)) for b in batches]
+        self.batches = [batch.to(device, non_blocking=True) for batch in batches]
+        pairs = [part.inputs_and_targets(batch) for batch in self.batches]
         self.inputs, self.targets = zip(*pairs, strict=True)
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.target_tokens = 0
@@ -294,8 +298,10 @@ class _Step:
 
     def _forward(self, stage: int, turn: int) -> None:
         x = self._arrived("F", stage, turn).requires_grad_() if stage else self.inputs[turn]
+        # Made anew by every stage: kept for all micro-batches, masks would be large.
+        documents = self.part.documents(self.batches[turn][:, :-1])
         with self.pipeline.weight_pass.into(self.products.get((stage, turn))):
-            out: DecoderOutput = self.pipeline.parts[stage](x, self.counts.get(stage))
+            out: DecoderOutput = self.pipeline.parts[stage](x, self.counts.get(stage), documents)
         self.counts[stage] = [aux.batch_counts_E for aux in out.aux]
         tokens = self.inputs[turn].numel()
         routed = tokens // self.part.tp_degree

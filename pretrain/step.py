@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 from moe import MoEAux, Stopwatch
-from parallel import ParallelDims, sequence_part, set_gradient_sync
+from parallel import Documents, ParallelDims, sequence_part, set_gradient_sync
 from pretrain.model import DecoderOutput
 
 
@@ -98,6 +98,8 @@ class Part:
     and the MoE layers of tensor-parallel ranks each see a part of that."""
 
     dims: ParallelDims | None = None
+    end_token: int | None = None
+    """The id that ends a document, where tokens attend to their own document alone."""
 
     def inputs_and_targets(self, batch: Tensor) -> tuple[Tensor, Tensor]:
         """[b, W + 1] token ids -> [b, S] each: what the model takes here, and what follows it."""
@@ -106,6 +108,11 @@ class Part:
             return inputs_BS, targets_BS
         mesh = self.dims.cp_mesh
         return sequence_part(inputs_BS, mesh), sequence_part(targets_BS, mesh)
+
+    def documents(self, inputs_BW: Tensor) -> Documents | None:
+        """Those of whole sequences, which every rank of a micro-batch finds alike; None where
+        tokens attend to all before them."""
+        return None if self.end_token is None else Documents.ended_by(self.end_token, inputs_BW)
 
     @property
     def tp_degree(self) -> int:
@@ -175,7 +182,7 @@ def forward_backward(
         inputs_BS, targets_BS = part.inputs_and_targets(batch)
         routed = targets_BS.numel() // part.tp_degree
         with part.vocabulary_parallel():
-            out: DecoderOutput = model(inputs_BS, counts)
+            out: DecoderOutput = model(inputs_BS, counts, part.documents(batch[:, :-1]))
             nll = next_token_loss(out.logits, targets_BS)
             loss = nll
             for aux in out.aux:

@@ -272,6 +272,7 @@ def test_evaluation_and_text_do_not_depend_on_the_layout(text, tmp_path):
         ("moe.top_k=1", "moe.renormalize"),
         ("moe.d_ff=16", r"moe.d_ff \(16\) must be as in the checkpoint of step 6"),
         ("data.seq_len=16", r"data.seq_len \(16\) must be as in"),
+        ("data.document_mask=true", r"data.document_mask \(True\) must be as in"),
         ("train.seed=1", r"train.seed \(1\) must be as in"),
     ],
 )

@@ -173,6 +173,11 @@ def test_the_hash_is_of_the_resolved_spec(tmp_path):
     assert load_spec(path, ["train.steps=6"]).hash == spec.hash
     assert load_spec(path, ["train.steps=7"]).hash != spec.hash
     assert JobSpec.model_validate(spec.as_dict()).hash == spec.hash
+    masked = load_spec(path, ["data.document_mask=true"])
+    assert masked.data.document_mask
+    assert not spec.data.document_mask
+    assert JobSpec.model_validate(masked.as_dict()) == masked
+    assert masked.hash != spec.hash
     assert spec.moe is not None
     assert spec.moe.d_model == 32
 

@@ -21,7 +21,7 @@ if sys.path[0] == str(Path(__file__).resolve().parent):
 from ckpt import CheckpointError, OtherRankError
 from pretrain.errors import EXIT_BAD_INPUT, EXIT_HEALTH, HealthError, InputError
 from pretrain.log import complain, say
-from pretrain.loop import prepare, run
+from pretrain.run import prepare, run
 from pretrain.runtime import launched_rank, launched_world
 from pretrain.spec import load_spec
 
