@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from parallel.collectives import all_gather, reduce_scatter
 from parallel.layout import FSDP_DENSE_DIM, FSDP_EXPERT_DIM
 from parallel.mesh import ParallelDims
 
@@ -179,7 +180,41 @@ def apply_fsdp(
         fsdp.set_gradient_divide_factor(1.0)
         # Without this a divide factor asks gloo for a reduction that it does not have.
         fsdp.set_force_sum_reduction_for_comms(True)
+        fsdp.set_custom_all_gather(cast(Any, _AllGather()))
+        fsdp.set_custom_reduce_scatter(cast(Any, _ReduceScatter()))
     return model
+
+
+class _Allocate:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Allocate):
+    """FSDP's own, but watched; it never asks for it to go on by itself."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        all_gather(output_tensor, input_tensor, group).wait()
+
+
+class _ReduceScatter(_Allocate):
+    """The same."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        reduce_scatter(output_tensor, input_tensor, group, op).wait()
 
 
 def set_gradient_sync(model: nn.Module, sync: bool) -> None:

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_Send = Callable[[Tensor], tuple[Tensor, Any]]
+from parallel.watch import Waitable, watched
+
+_Send = Callable[[Tensor], tuple[Tensor, Waitable]]
 """Start a collective: the rows that leave -> those that will have come, and the work under way."""
 
 
@@ -39,29 +41,28 @@ class _Exchange:
 def _all_to_all(
     input_splits: list[int] | None, output_splits: list[int] | None, group: dist.ProcessGroup
 ) -> _Send:
-    def send(x_ND: Tensor) -> tuple[Tensor, Any]:
+    def send(x_ND: Tensor) -> tuple[Tensor, Waitable]:
         rows = len(x_ND) if output_splits is None else sum(output_splits)
         out_RD = x_ND.new_empty(rows, *x_ND.shape[1:])
-        work = dist.all_to_all_single(
+        return out_RD, watched("all_to_all", x_ND, group, lambda: dist.all_to_all_single(
             out_RD, x_ND, output_splits, input_splits, group=group, async_op=True
-        )
-        return out_RD, work
+        ))  # fmt: skip
 
     return send
 
 
 def _gather(group: dist.ProcessGroup) -> _Send:
-    def send(x_ND: Tensor) -> tuple[Tensor, Any]:
+    def send(x_ND: Tensor) -> tuple[Tensor, Waitable]:
         out = x_ND.new_empty(group.size() * len(x_ND), *x_ND.shape[1:])
-        return out, _all_gather(out, x_ND, group=group, async_op=True)
+        return out, all_gather(out, x_ND, group)
 
     return send
 
 
 def _sum_blocks(group: dist.ProcessGroup) -> _Send:
-    def send(x_RD: Tensor) -> tuple[Tensor, Any]:
+    def send(x_RD: Tensor) -> tuple[Tensor, Waitable]:
         out = x_RD.new_empty(len(x_RD) // group.size(), *x_RD.shape[1:])
-        return out, _reduce_scatter(out, x_RD, group=group, async_op=True)
+        return out, reduce_scatter(out, x_RD, group)
 
     return send
 
@@ -171,8 +172,10 @@ def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     No gradient; every rank of ``group`` must call.
     """
-    received = torch.empty_like(counts)
-    dist.all_to_all_single(received, counts.contiguous(), group=group)
+    received, counts = torch.empty_like(counts), counts.contiguous()
+    watched("all_to_all", counts, group, lambda: dist.all_to_all_single(
+        received, counts, group=group, async_op=True
+    )).wait()  # fmt: skip
     return received
 
 
@@ -180,8 +183,29 @@ def all_gather_rows(row_V: Tensor, group: dist.ProcessGroup | None = None) -> Te
     """[V] on each rank of a group, or of all -> [ranks, V] on every one, in rank order."""
     ranks = dist.get_world_size(group)
     rows = row_V.new_empty(ranks * row_V.numel())
-    _all_gather(rows, row_V.contiguous(), group=group)
+    all_gather(rows, row_V.contiguous(), group).wait()
     return rows.view(ranks, -1)
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup | None = None) -> Waitable:
+    """Begin to sum a tensor over ranks, in place."""
+    return watched("all_reduce", x, group, lambda: dist.all_reduce(x, group=group, async_op=True))
+
+
+def all_gather(out: Tensor, x: Tensor, group: dist.ProcessGroup | None = None) -> Waitable:
+    """Begin to gather equal tensors, one after another in ``out``."""
+    return watched("all_gather", x, group, lambda: _all_gather(out, x, group=group, async_op=True))
+
+
+def reduce_scatter(out: Tensor, x: Tensor, group: dist.ProcessGroup, op: Any = None) -> Waitable:
+    """Begin to sum a tensor over ranks; each gets its part of the first dim."""
+    op = dist.ReduceOp.SUM if op is None else op
+    return watched(
+        "reduce_scatter",
+        x,
+        group,
+        lambda: _reduce_scatter(out, x, op=op, group=group, async_op=True),
+    )
 
 
 # torch 2.13 renamed the tensor forms of these and warns on the old names; 2.11 has only those.

@@ -27,7 +27,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _ComputationType
 
 from moe import MoEConfig, Stopwatch
-from parallel import Documents, set_gradient_sync
+from parallel import Documents, Waitable, set_gradient_sync, watched
 from pretrain.flops import forward_flops
 from pretrain.model import Decoder, DecoderOutput, ModelConfig
 from pretrain.step import Part, Pass, Routing, next_token_loss, routing_of
@@ -225,12 +225,13 @@ class Pipeline:
         shape = B, S // part.tp_degree, d_model
         return torch.empty(shape, dtype=self.dtype, device=inputs_BS.device)
 
-    def _post(self, how: Any, tensor: Tensor, stage: int, tag: int) -> list[dist.Work]:
+    def _post(self, how: Any, tensor: Tensor, stage: int, tag: int) -> list[Waitable]:
         """Begin to send to a stage or receive from it; nothing travels where there is nothing."""
         if not tensor.numel():
             return []
         op = dist.P2POp(how, tensor, self.peer(stage), self.group, tag)
-        return list(dist.batch_isend_irecv([op]))
+        name = "send" if how is dist.isend else "recv"
+        return [watched(name, tensor, self.group, lambda: dist.batch_isend_irecv([op])[0])]
 
     def _routing(
         self, stage: int, out: DecoderOutput, routed: int, before: Routing | None
@@ -266,10 +267,10 @@ class _Step:
         self.counts: dict[int, list[Tensor]] = {}
         self.backwards_left = dict.fromkeys(pipeline.parts, len(batches))
         # By stage and micro-batch: what came, what is kept for the backward, and what goes.
-        self.arriving: dict[tuple[str, int, int], tuple[Tensor, list[dist.Work]]] = {}
+        self.arriving: dict[tuple[str, int, int], tuple[Tensor, list[Waitable]]] = {}
         self.kept: dict[tuple[int, int], tuple[Tensor, Tensor, list[Tensor]]] = {}
         self.leaving: dict[tuple[str, int, int], Tensor] = {}
-        self.sent: deque[tuple[Tensor, list[dist.Work]]] = deque()
+        self.sent: deque[tuple[Tensor, list[Waitable]]] = deque()
 
     def run(self) -> Pass:
         with self.part.vocabulary_parallel():
@@ -349,6 +350,6 @@ class _Step:
             self.leaving["B", stage, turn] = x.grad.contiguous()
 
 
-def _wait(works: Sequence[dist.Work]) -> None:
+def _wait(works: Sequence[Waitable]) -> None:
     for work in works:
         work.wait()

@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from parallel import Watch, install_watch
 from pretrain.errors import EXIT_BAD_INPUT, InputError
 from pretrain.spec import JobSpec
 
@@ -44,6 +45,8 @@ class Runtime:
     """Gloo, for decisions on the host; never used from within a step."""
     launch_id: str
     """The same on all ranks, and unlike any other launch's."""
+    watch: Watch = field(default_factory=Watch)
+    """Of this rank's collectives."""
 
     @property
     def ranks_per_node(self) -> int:
@@ -105,6 +108,7 @@ class Runtime:
 
     def close(self) -> None:
         """Leave the process group."""
+        install_watch(None)
         dist.destroy_process_group()
 
 
@@ -160,7 +164,9 @@ def start(timeout_seconds: float) -> Runtime:
     assert isinstance(control, dist.ProcessGroup)
     token = torch.tensor(secrets.randbits(62), dtype=torch.int64)
     dist.broadcast(token, 0, group=control)
-    return Runtime(rank, world, device, control, f"{int(token):016x}")
+    runtime = Runtime(rank, world, device, control, f"{int(token):016x}")
+    install_watch(runtime.watch)
+    return runtime
 
 
 class StopRequest:
