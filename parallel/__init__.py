@@ -44,6 +44,7 @@ from parallel.tensor import (
 from parallel.watch import (
     PARALLELISMS,
     Kind,
+    Parallelism,
     Traffic,
     Waitable,
     Watch,
@@ -62,6 +63,7 @@ __all__ = [
     "Kind",
     "ParallelConfig",
     "ParallelDims",
+    "Parallelism",
     "ShardLayout",
     "SpreadSequence",
     "TensorParallel",

@@ -200,7 +200,7 @@ class _AllGather(_Allocate):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        all_gather(output_tensor, input_tensor, group).wait()
+        all_gather(output_tensor, input_tensor, group, "dp").wait()
 
 
 class _ReduceScatter(_Allocate):
@@ -214,7 +214,7 @@ class _ReduceScatter(_Allocate):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        reduce_scatter(output_tensor, input_tensor, group, op).wait()
+        reduce_scatter(output_tensor, input_tensor, group, "dp", op).wait()
 
 
 def set_gradient_sync(model: nn.Module, sync: bool) -> None:

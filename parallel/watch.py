@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -49,24 +49,32 @@ class Traffic:
         )
 
 
+Parallelism = Literal["dp", "ep", "tp", "cp", "pp", "world"]
+"""What collectives are for: ``dp`` gathers parameters and sums gradients, ``world`` is the step
+barrier and whatever else goes over all ranks."""
+PARALLELISMS = get_args(Parallelism)
+
+
 class Kind(NamedTuple):
-    """Which collectives, over which axis of a mesh; ``world`` is all ranks."""
+    """Which collectives, and of which parallelism."""
 
     op: str
-    axis: str
+    group: Parallelism
 
 
 class _Begun(NamedTuple):
     """The last collective that was begun; told in words only if somebody asks."""
 
-    op: str
-    shape: torch.Size
+    kind: Kind
     group: dist.ProcessGroup
     number: int
 
 
 class Watch:
-    """Adds up a rank's traffic, and knows the last collective that it began."""
+    """Adds up a rank's traffic, and knows the last collective that it began.
+
+    Groups do not tell what they are for: axes that hold the same ranks share one.
+    """
 
     def __init__(self) -> None:
         self._traffic: dict[Kind, Traffic] = {}
@@ -77,13 +85,12 @@ class Watch:
         """Whether the rank waits for that one now, on the host."""
 
     def start(
-        self, op: str, tensor: Tensor, group: dist.ProcessGroup, begin: Callable[[], Any]
+        self, kind: Kind, tensor: Tensor, group: dist.ProcessGroup, begin: Callable[[], Any]
     ) -> Waitable:
         """Begin a collective, see :func:`watched`."""
         number = self._counts.get(group.group_name, 0) + 1
         self._counts[group.group_name] = number
-        self._last = _Begun(op, tensor.shape, group, number)
-        kind = Kind(op, axis_of(group))
+        self._last = _Begun(kind, group, number)
         flight = _CudaFlight if tensor.is_cuda else _Flight
         return flight(self, kind, tensor.numel() * tensor.element_size(), begin)
 
@@ -100,12 +107,13 @@ class Watch:
         return traffic
 
     def describe(self) -> str:
-        """``all_to_all [512, 64] over ep (ranks 0, 1), the 37th there``, or that there was none."""
+        """It, as ``all_to_all of ep, number 37 among ranks 0, 1``."""
         if self._last is None:
-            return "no collective yet"
-        op, shape, group, number = self._last
-        ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
-        return f"{op} {list(shape)} over {axis_of(group)} (ranks {ranks}), number {number} there"
+            return "no collective"
+        (op, name), group, number = self._last
+        ranks = dist.get_process_group_ranks(group)
+        told = ", ".join(map(str, ranks if len(ranks) < 9 else [*ranks[:7], "...", ranks[-1]]))
+        return f"{op} of {name}, number {number} among ranks {told}"
 
 
 _installed: Watch | None = None
@@ -129,12 +137,12 @@ def watch_collectives() -> Iterator[Watch]:
 
 
 def watched(
-    op: str, tensor: Tensor, group: dist.ProcessGroup | None, begin: Callable[[], Any]
+    kind: Kind, tensor: Tensor, group: dist.ProcessGroup | None, begin: Callable[[], Any]
 ) -> Waitable:
     """Begin a collective, seen by the installed watch where there is one.
 
     Args:
-        op: its name, as ``all_to_all``.
+        kind: its name, as ``all_to_all``, and what it is for.
         tensor: what this rank gives to it; of a receive, what it gets.
         group: the ranks; all where None.
         begin: starts it and returns the work under way, which somebody must wait for.
@@ -144,36 +152,17 @@ def watched(
     if _installed is None or group.size() == 1:
         work: Waitable = begin()
         return work
-    return _installed.start(op, tensor, group, begin)
-
-
-def axis_of(group: dist.ProcessGroup) -> str:
-    """What its mesh calls it."""
-    name = group.group_desc.removeprefix("mesh_")
-    return "world" if name in ("default_pg", "undefined") else name
+    return _installed.start(kind, tensor, group, begin)
 
 
 _POINT_TO_POINT = ("send", "recv")
 
-PARALLELISMS = ("dp", "ep", "tp", "cp", "pp", "world")
-"""What :func:`by_parallelism` adds up to, in the order in which it is shown."""
-
-_KINDS = {
-    "dp_replicate": "dp", "fsdp": "dp", "efsdp": "dp", "fsdp_tp": "dp", "ep_across": "ep",
-    "ep_within": "ep", "cp_tp": "cp", "stage": "world",
-}  # fmt: skip
-
 
 def by_parallelism(traffic: Mapping[Kind, Traffic]) -> dict[str, Traffic]:
-    """Added up to each of ``PARALLELISMS``, those without any too.
-
-    ``dp`` is whatever gathers parameters and sums gradients; ``world`` the step barrier, and what
-    goes over all ranks of a job without axes.
-    """
-    sums = {name: Traffic() for name in PARALLELISMS}
+    """Added up to each of ``PARALLELISMS``, those without any too."""
+    sums = dict.fromkeys(PARALLELISMS, Traffic())
     for kind, one in traffic.items():
-        name = _KINDS.get(kind.axis, kind.axis)
-        sums[name] = one.plus(sums[name])
+        sums[kind.group] = one.plus(sums[kind.group])
     return sums
 
 
@@ -199,8 +188,9 @@ class _Flight:
         self.watch.waiting = False
         until = time.perf_counter()
         began = since if self.kind.op in _POINT_TO_POINT else self.began
-        ended = min(self.ended[0], until) if self.ended else until
-        self.watch.add(self.kind, Traffic(1, self.size, ended - began, until - since))
+        if self.ended and self.ended[0] <= since:
+            since = until = self.ended[0]
+        self.watch.add(self.kind, Traffic(1, self.size, until - began, until - since))
 
 
 class _CudaFlight:

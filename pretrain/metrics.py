@@ -129,9 +129,9 @@ class Metrics:
 
     def record_traffic(self, traffic: Mapping[Kind, Traffic]) -> None:
         """After each step: this rank's collectives in it."""
-        for (op, axis), one in traffic.items():
-            self.collective_seconds.labels(op, axis).inc(one.seconds)
-            self.collective_bytes.labels(op, axis).inc(one.bytes)
+        for (op, group), one in traffic.items():
+            self.collective_seconds.labels(op, group).inc(one.seconds)
+            self.collective_bytes.labels(op, group).inc(one.bytes)
 
     def record_routing(
         self,

@@ -27,7 +27,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _ComputationType
 
 from moe import MoEConfig, Stopwatch
-from parallel import Documents, Waitable, set_gradient_sync, watched
+from parallel import Documents, Kind, Waitable, set_gradient_sync, watched
 from pretrain.flops import forward_flops
 from pretrain.model import Decoder, DecoderOutput, ModelConfig
 from pretrain.step import Part, Pass, Routing, next_token_loss, routing_of
@@ -230,8 +230,8 @@ class Pipeline:
         if not tensor.numel():
             return []
         op = dist.P2POp(how, tensor, self.peer(stage), self.group, tag)
-        name = "send" if how is dist.isend else "recv"
-        return [watched(name, tensor, self.group, lambda: dist.batch_isend_irecv([op])[0])]
+        kind = Kind("send" if how is dist.isend else "recv", "pp")
+        return [watched(kind, tensor, self.group, lambda: dist.batch_isend_irecv([op])[0])]
 
     def _routing(
         self, stage: int, out: DecoderOutput, routed: int, before: Routing | None

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import HashStore
 
 from parallel import Watch, install_watch
 from pretrain.errors import EXIT_BAD_INPUT, InputError
+from pretrain.hang import RollCall
 from pretrain.spec import JobSpec
 
 T = TypeVar("T")
@@ -47,6 +48,8 @@ class Runtime:
     """The same on all ranks, and unlike any other launch's."""
     watch: Watch = field(default_factory=Watch)
     """Of this rank's collectives."""
+    roll_call: RollCall | None = None
+    """For when one does not end; None on one rank."""
 
     @property
     def ranks_per_node(self) -> int:
@@ -109,6 +112,8 @@ class Runtime:
     def close(self) -> None:
         """Leave the process group."""
         install_watch(None)
+        if self.roll_call is not None:
+            self.roll_call.close()
         dist.destroy_process_group()
 
 
@@ -164,9 +169,10 @@ def start(timeout_seconds: float) -> Runtime:
     assert isinstance(control, dist.ProcessGroup)
     token = torch.tensor(secrets.randbits(62), dtype=torch.int64)
     dist.broadcast(token, 0, group=control)
-    runtime = Runtime(rank, world, device, control, f"{int(token):016x}")
-    install_watch(runtime.watch)
-    return runtime
+    watch = Watch()
+    install_watch(watch)
+    roll_call = RollCall.start(rank, world, watch, timeout_seconds)
+    return Runtime(rank, world, device, control, f"{int(token):016x}", watch, roll_call)
 
 
 class StopRequest:

@@ -232,6 +232,20 @@ def test_a_run_that_diverges_ends_with_3_and_keeps_the_last_good_state(text, tmp
     assert f"the newest checkpoint is step {good} in" in err
 
 
+def check_communication(interval: dict, parallel: dict) -> None:
+    """Every axis with ranks has seconds, others have none, and the waits are within the step."""
+    seconds, exposed = interval["communication_seconds"], interval["exposed_seconds"]
+    axes = {axis for axis in parallel if parallel[axis] > 1}
+    assert set(seconds) - {"dp", "world"} == axes
+    for axis in seconds:
+        assert 0 < exposed[axis] <= seconds[axis] <= interval["seconds"]
+    assert sum(exposed.values()) < interval["seconds"]
+    if "pp" in axes:
+        assert 0 < interval["bubble"] < 1
+        p, m = parallel["pp"], 4
+        assert interval["bubble_formula"] == (p - 1) / (m + p - 1)
+
+
 def test_evaluation_and_text_do_not_depend_on_the_layout(text, tmp_path):
     bits, samples, loads = [], [], []
     layouts = [
@@ -247,6 +261,7 @@ def test_evaluation_and_text_do_not_depend_on_the_layout(text, tmp_path):
         code, out, err = launch(spec, world)
         assert code == 0, err
         assert "sample, from 'def f('" in out
+        check_communication(events(run, "interval")[0], parallel)
         bits.append([e["bits_per_byte"] for e in events(run, "eval") if "whole" in e])
         summary = Summary.read(run / "summary.json")
         samples.append(summary.sample)
