@@ -35,6 +35,7 @@ from parallel.gradients import clip_grad_norm, grad_square_sum, scale_gradients
 from parallel.layout import ShardLayout, Topology, parse_topology
 from parallel.mesh import ParallelDims
 from parallel.recompute import apply_recompute
+from parallel.replicas import CompressedSum, GradientCompression
 from parallel.tensor import (
     TensorParallel,
     apply_tensor_parallel,
@@ -57,9 +58,11 @@ from parallel.watch import (
 __all__ = [
     "PARALLELISMS",
     "Arriving",
+    "CompressedSum",
     "Context",
     "Documents",
     "ExpertParallelModule",
+    "GradientCompression",
     "Kind",
     "ParallelConfig",
     "ParallelDims",

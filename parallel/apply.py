@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from parallel.collectives import all_gather, reduce_scatter
+from parallel.collectives import all_gather, all_reduce, reduce_scatter
 from parallel.layout import FSDP_DENSE_DIM, FSDP_EXPERT_DIM
 from parallel.mesh import ParallelDims
 
@@ -113,6 +114,7 @@ def apply_fsdp(
     blocks: Sequence[nn.Module],
     reshard_after_forward: bool = True,
     compute_dtype: torch.dtype | None = None,
+    sum_replicas: bool = True,
 ) -> nn.Module:
     """Shard parameters, gradients and optimizer state with FSDP2, experts over their own mesh.
 
@@ -131,6 +133,8 @@ def apply_fsdp(
         compute_dtype: what parameters are gathered and computed with as; None for their own. They
             keep theirs, and gradients are summed in float32. Routers are left out: their choices
             are between close numbers.
+        sum_replicas: sum gradients over copies too; where False that is yours to do, as
+            :class:`parallel.CompressedSum` does.
     """
     t = dims.topology
     casts = compute_dtype is not None
@@ -175,14 +179,47 @@ def apply_fsdp(
             shard_placement_fn=lambda _: Shard(FSDP_DENSE_DIM),
             ignored_params=alone,
         )
-    for module_ in sharded:
+    replicas = _ReplicaSum(dims.replicate_mesh) if sum_replicas and t.dp_replicate > 1 else None
+    for number, module_ in enumerate(sharded):
         fsdp = cast(FSDPModule, module_)
+        if replicas is not None:
+            fsdp.set_all_reduce_hook(partial(replicas, number))
         fsdp.set_gradient_divide_factor(1.0)
         # Without this a divide factor asks gloo for a reduction that it does not have.
         fsdp.set_force_sum_reduction_for_comms(True)
         fsdp.set_custom_all_gather(cast(Any, _AllGather()))
         fsdp.set_custom_reduce_scatter(cast(Any, _ReduceScatter()))
+    # A plain attribute: modules are what nn.Module registers.
+    model.__dict__[_REPLICAS] = replicas
     return model
+
+
+_REPLICAS = "_convoy_replica_sum"
+
+
+class _ReplicaSum:
+    """Sums over copies what FSDP has summed within one, as its last backward goes along.
+
+    FSDP's own hybrid sharding does the same; here it can be watched, and one layout of parameters
+    serves compressed sums as well.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.group = mesh.get_group()
+        self.last = True
+        """Whether the coming backward is the step's last."""
+        self._before: dict[int, Tensor] = {}
+
+    def __call__(self, module: int, reduced: Tensor) -> None:
+        before = self._before.pop(module, None)
+        if before is not None:
+            reduced += before
+        if self.last:
+            all_reduce(reduced, self.group, "dp").wait()
+        else:
+            # FSDP adds what it is left with to the gradient: nothing, until all is there.
+            self._before[module] = reduced.clone()
+            reduced.zero_()
 
 
 class _Allocate:
@@ -217,13 +254,20 @@ class _ReduceScatter(_Allocate):
         reduce_scatter(output_tensor, input_tensor, group, "dp", op).wait()
 
 
-def set_gradient_sync(model: nn.Module, sync: bool) -> None:
-    """Reduce gradients in the coming backward, or let them accumulate on each rank.
+def set_gradient_sync(model: nn.Module, sync: bool, last: bool) -> None:
+    """What becomes of the gradients of the coming backward.
 
-    Until they are reduced each rank holds them whole.
+    Args:
+        model: after :func:`apply_fsdp`; another is left alone.
+        sync: sum them over the ranks that share a copy of the model, each keeping its slice; until
+            then each rank holds them whole.
+        last: this is the step's last: sum over copies as well.
     """
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(sync)
+        model.set_requires_gradient_sync(sync or last)
+        replicas = model.__dict__.get(_REPLICAS)
+        if replicas is not None:
+            replicas.last = last
 
 
 def free_gathered(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 import ckpt
 from ckpt import CheckpointError, LocalArray, Manifest, SaveInfo
 from moe import choose_backend
-from parallel import Documents, ParallelDims, ShardLayout, Topology
+from parallel import CompressedSum, Documents, ParallelDims, ShardLayout, Topology
 from parallel.layout import nodes_per_token
 from pretrain.balance import CapacityBalance
 from pretrain.corpus import CorpusManifest, end_of_document, load_tokenizer, open_corpus
@@ -33,6 +33,7 @@ from pretrain.runtime import Runtime
 from pretrain.spec import JobSpec
 from pretrain.state import (
     Progress,
+    residual_arrays,
     rng_arrays,
     rng_states,
     seed_rng,
@@ -72,6 +73,8 @@ class Job:
     held_out: PackedSequences
     balance: CapacityBalance | None
     """Under straggler-aware capacity alone."""
+    compressed: CompressedSum | None
+    """Under gradient compression alone."""
 
     @property
     def model(self) -> Decoder:
@@ -102,7 +105,7 @@ class Job:
 
     def forward_backward(self, batches: Sequence[Tensor], planned_tokens: int) -> Pass:
         """Gradients of one step's loss, see :func:`pretrain.step.forward_backward`."""
-        once = not self.spec.parallel.reshard_after_forward
+        once = self.spec.parallel.zero == 1
         part, device = self.part, self.runtime.device
         if self.laid_out.pipeline is not None:
             return self.laid_out.pipeline.forward_backward(
@@ -125,6 +128,11 @@ class Job:
         return training_arrays(
             self.laid_out.whole, self.model, self.optimizer, self.layouts, self.runtime.rank
         )
+
+    def residuals(self) -> list[LocalArray]:
+        """What compressed sums of gradients still owe."""
+        owed = {} if self.compressed is None else self.compressed.residuals
+        return residual_arrays(self.laid_out.whole, owed, self.layouts, self.runtime.rank)
 
 
 def build_job(spec: JobSpec, runtime: Runtime) -> Job:
@@ -165,9 +173,13 @@ def build_job(spec: JobSpec, runtime: Runtime) -> Job:
     optimizer = build_adamw(laid_out.model, spec.optimizer)
     balance = runtime.together(lambda: _capacity_balance(spec, topology))
     mine = Part(dims, runtime.together(lambda: _end_token(spec)))
+    how, compressed = spec.parallel.gradient_compression, None
+    if how != "none":
+        compressed = CompressedSum(laid_out.model, dims.replicate_mesh.get_group(), how)
     job = Job(
-        spec, runtime, topology, dims, corpus, laid_out, mine, optimizer, loader, held_out, balance
-    )
+        spec, runtime, topology, dims, corpus, laid_out, mine, optimizer, loader, held_out, balance,
+        compressed,
+    )  # fmt: skip
     for router in job.routers:
         router.balance_group = dims.stage_mesh.get_group()
     return job
@@ -242,7 +254,8 @@ def save_checkpoint(job: Job, progress: Progress) -> Manifest | None:
         spec_hash=spec.hash,
     )
     root = spec.checkpoint_path
-    manifest = ckpt.save(root, info, [*job.arrays(), *rng], runtime.rank, runtime.agree)
+    arrays = [*job.arrays(), *job.residuals(), *rng]
+    manifest = ckpt.save(root, info, arrays, runtime.rank, runtime.agree)
     # The others wait, without the time-out of a step: removing many objects can take long.
     runtime.first(lambda: _retain(root, spec.checkpoint.keep))
     return manifest
@@ -331,14 +344,14 @@ def _load(job: Job, manifest: Manifest) -> Progress:
     runtime, root = job.runtime, job.spec.checkpoint_path
     arrays = job.arrays()
     states = rng_states(runtime.device)
-    own_rng = rng_arrays(job.topology, runtime.rank, runtime.device, states)
-    saved = {a.name: a.shape for a in manifest.arrays if a.name.startswith("rng/")}
+    own = [*rng_arrays(job.topology, runtime.rank, runtime.device, states), *job.residuals()]
+    saved = {a.name: a.shape for a in manifest.arrays if a.name.startswith(("rng/", "residual/"))}
     # A checkpoint that was resharded still has a row for each rank that it was saved on.
     same_ranks = manifest.topology == job.topology.as_dict() and saved == {
-        a.spec.name: a.spec.shape for a in own_rng
+        a.spec.name: a.spec.shape for a in own
     }
     if same_ranks:
-        arrays += own_rng
+        arrays += own
     names = {array.spec.name for array in arrays} | set(saved)
     stray = sorted(a.name for a in manifest.arrays if a.name not in names)
     if stray:
@@ -348,6 +361,8 @@ def _load(job: Job, manifest: Manifest) -> Progress:
         set_rng_states(states, runtime.device)
     else:
         seed_rng(job.spec.train.seed, manifest.step, runtime.rank)
+        if runtime.is_first and any(name.startswith("residual/") for name in saved):
+            say("what compressed gradients still owed was of other ranks, and is left out")
     # Speeds are of machines: on other ranks they are measured anew, from equal shares.
     if job.balance is not None and same_ranks and manifest.state.get("capacity"):
         job.balance.load(manifest.state["capacity"])

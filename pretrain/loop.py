@@ -67,6 +67,8 @@ class Training:
         waited = time.perf_counter() - began
         planned = (cursor.sample_index - self.progress.cursor) * spec.data.seq_len
         result = job.forward_backward(batches, planned)
+        if job.compressed is not None:
+            job.compressed.reduce()
         report = Report(
             loss_sum=float(result.loss_sum),
             target_tokens=result.target_tokens,
@@ -105,6 +107,8 @@ class Training:
         scale_gradients(job.model, factor)
         set_lr(job.optimizer, lr)
         job.optimizer.step()
+        if job.compressed is not None:
+            job.compressed.commit()
         before = self.progress
         first = before.train_loss_first
         self.progress = Progress(

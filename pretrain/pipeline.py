@@ -339,7 +339,7 @@ class _Step:
         x, root, extra = self.kept.pop((stage, turn))
         self.backwards_left[stage] -= 1
         set_gradient_sync(
-            self.pipeline.parts[stage], not self.reduce_once or not self.backwards_left[stage]
+            self.pipeline.parts[stage], not self.reduce_once, last=not self.backwards_left[stage]
         )
         last = stage == self.pipeline.num_stages - 1
         grad = None if last else self._arrived("B", stage, turn)

@@ -97,7 +97,7 @@ def test_a_layout_trains_as_one_process_does(layout: str, runs):
         ("pp=4", {"pp_schedule": "gpipe"}),
         ("pp=2", {"pp_stages_per_rank": 2}),
         ("pp=2,dp_shard=2,ep=2", {"pp_stages_per_rank": 2, "recompute": "full"}),
-        ("pp=2,dp_shard=2", {"reshard_after_forward": False}),
+        ("pp=2,dp_shard=2", {"zero": 1}),
         ("tp=2,cp=2", {"recompute": "selective"}),
     ],
 )

@@ -77,7 +77,7 @@ def fingerprints(run: Path) -> dict[str, int]:
     [
         (1, {}, {"input_jitter": 0.01}),
         (2, {"ep": 2}, {"expert_bias": True, "input_jitter": 0.01}),
-        (2, {"ep": 1, "reshard_after_forward": False}, {}),
+        (2, {"ep": 1, "zero": 1}, {}),
         pytest.param(4, {"ep": 2}, {}, marks=SLOW),
         pytest.param(4, {"ep": 4, "cp": 2}, {"input_jitter": 0.01}, marks=SLOW),
         pytest.param(4, {"dp_replicate": 2}, {"expert_bias": True}, marks=SLOW),
