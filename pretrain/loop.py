@@ -12,11 +12,12 @@ import torch
 import ckpt
 from parallel import Traffic, all_reduce, by_parallelism, grad_square_sum, scale_gradients
 from pretrain.barrier import Action, Decision, Report, decide, exchange
+from pretrain.checkpoint import save_checkpoint
 from pretrain.data import Cursor
 from pretrain.errors import HealthError
 from pretrain.evaluate import evaluate, sum_over_ranks
 from pretrain.flops import forward_flops, peak_flops_per_second
-from pretrain.job import Job, save_checkpoint
+from pretrain.job import Job
 from pretrain.log import RunLog, progress_line, say
 from pretrain.metrics import Metrics
 from pretrain.optim import set_lr

@@ -11,10 +11,11 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 import ckpt
+from pretrain.checkpoint import restore
 from pretrain.corpus import prepare_corpus
 from pretrain.errors import EXIT_DONE, EXIT_LOST, EXIT_TRY_AGAIN, InputError, LostRankError
 from pretrain.evaluate import evaluate, generate
-from pretrain.job import Job, build_job, restore
+from pretrain.job import Job, build_job
 from pretrain.log import RunLog, say
 from pretrain.loop import Training, train
 from pretrain.metrics import Endpoint, Metrics

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from moe.experts import GroupedExperts
-from pretrain.job import build_job, restore
+from pretrain.checkpoint import restore
+from pretrain.job import build_job
 from pretrain.runtime import start
 from pretrain.spec import JobSpec
 from router import TopKRouter
