@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import shutil
@@ -238,11 +239,19 @@ def _check_resumable(job: Job, manifest: Manifest) -> None:
 
 
 def _resolved(saved: dict[str, Any]) -> dict[str, Any]:
-    """A spec that was saved, with today's defaults for fields that there were not then."""
+    """A spec that was saved, with today's defaults for fields that there were not then, and without
+    those that there are no more."""
     try:
         return JobSpec.model_validate(saved).as_dict()
-    except ValidationError:
-        return saved
+    except ValidationError as error:
+        gone = [e["loc"] for e in error.errors() if e["type"] == "extra_forbidden"]
+    kept = copy.deepcopy(saved)
+    for *sections, field in gone:
+        section = kept
+        for name in sections:
+            section = section[str(name)]
+        del section[str(field)]
+    return _resolved(kept) if gone else saved
 
 
 def _differences(before: Any, now: Any, path: str = "") -> list[tuple[str, Any, Any]]:

@@ -98,6 +98,7 @@ def test_a_layout_trains_as_one_process_does(layout: str, runs):
         ("pp=2", {"pp_stages_per_rank": 2}),
         ("pp=2,dp_shard=2,ep=2", {"pp_stages_per_rank": 2, "recompute": "full"}),
         ("pp=2,dp_shard=2", {"zero": 1}),
+        ("dp_replicate=2,dp_shard=2", {"zero": 2}),
         ("tp=2,cp=2", {"recompute": "selective"}),
     ],
 )
