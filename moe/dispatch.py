@@ -346,13 +346,13 @@ class AllGatherDispatcher:
         """See :class:`Dispatcher`."""
         experts = range(len(routed.rows_per_expert_E))
         T = len(x_TD)
-        sizes = all_gather_rows(torch.tensor([T], device=x_TD.device), self.group)
+        sizes = all_gather_rows(torch.tensor([T], device=x_TD.device), self.group, "ep")
         padding = int(sizes.max()) - T
 
         def everywhere(part: Tensor, fill: int = 0) -> Arriving:
             if padding:
                 part = torch.cat([part, part.new_full((padding, part.shape[1]), fill)])
-            return start_gather_rows(part, self.group)
+            return start_gather_rows(part, self.group, "ep")
 
         parts = [
             everywhere(x_TD),
@@ -368,5 +368,5 @@ class AllGatherDispatcher:
 
     def combine(self, y_SD: Tensor, arrived: Arrived) -> Callable[[], Tensor]:
         """See :class:`Dispatcher`."""
-        back = start_scatter_sums(y_SD, self.group)
+        back = start_scatter_sums(y_SD, self.group, "ep")
         return lambda: back.wait()[: arrived.ticket]

@@ -15,6 +15,7 @@ from parallel.apply import (
 from parallel.collectives import (
     Arriving,
     all_gather_rows,
+    all_reduce,
     all_to_all,
     exchange_counts,
     start_all_to_all,
@@ -35,11 +36,24 @@ from parallel.gradients import clip_grad_norm, grad_square_sum, scale_gradients
 from parallel.layout import ShardLayout, Topology, parse_topology
 from parallel.mesh import ParallelDims
 from parallel.recompute import apply_recompute
+from parallel.replicas import CompressedSum, GradientCompression
 from parallel.tensor import (
     TensorParallel,
     apply_tensor_parallel,
     gather_sequence,
     scatter_sequence,
+)
+from parallel.watch import (
+    PARALLELISMS,
+    Kind,
+    Parallelism,
+    Traffic,
+    Waitable,
+    Watch,
+    by_parallelism,
+    install_watch,
+    watch_collectives,
+    watched,
 )
 from parallel.weight_pass import (
     Products,
@@ -51,12 +65,17 @@ from parallel.weight_pass import (
 )
 
 __all__ = [
+    "PARALLELISMS",
     "Arriving",
+    "CompressedSum",
     "Context",
     "Documents",
     "ExpertParallelModule",
+    "GradientCompression",
+    "Kind",
     "ParallelConfig",
     "ParallelDims",
+    "Parallelism",
     "PipelineSchedule",
     "Products",
     "Put",
@@ -64,9 +83,13 @@ __all__ = [
     "SpreadSequence",
     "TensorParallel",
     "Topology",
+    "Traffic",
+    "Waitable",
+    "Watch",
     "WeightPass",
     "WholeSequence",
     "all_gather_rows",
+    "all_reduce",
     "all_to_all",
     "apply_context_parallel",
     "apply_expert_parallel",
@@ -74,6 +97,7 @@ __all__ = [
     "apply_recompute",
     "apply_tensor_parallel",
     "apply_weight_pass",
+    "by_parallelism",
     "clip_grad_norm",
     "exchange_counts",
     "expert_modules",
@@ -82,6 +106,7 @@ __all__ = [
     "free_gathered",
     "gather_sequence",
     "grad_square_sum",
+    "install_watch",
     "local_shard",
     "moe_parameter_names",
     "parse_topology",
@@ -94,5 +119,7 @@ __all__ = [
     "start_all_to_all",
     "start_gather_rows",
     "start_scatter_sums",
+    "watch_collectives",
+    "watched",
     "whole_sequences",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from parallel.collectives import all_gather, all_reduce, reduce_scatter
 from parallel.layout import FSDP_DENSE_DIM, FSDP_EXPERT_DIM
 from parallel.mesh import ParallelDims
 
@@ -112,6 +114,7 @@ def apply_fsdp(
     blocks: Sequence[nn.Module],
     reshard_after_forward: bool = True,
     compute_dtype: torch.dtype | None = None,
+    sum_replicas: bool = True,
 ) -> nn.Module:
     """Shard parameters, gradients and optimizer state with FSDP2, experts over their own mesh.
 
@@ -130,6 +133,8 @@ def apply_fsdp(
         compute_dtype: what parameters are gathered and computed with as; None for their own. They
             keep theirs, and gradients are summed in float32. Routers are left out: their choices
             are between close numbers.
+        sum_replicas: sum gradients over copies too; where False that is yours to do, as
+            :class:`parallel.CompressedSum` does.
     """
     t = dims.topology
     casts = compute_dtype is not None
@@ -174,33 +179,109 @@ def apply_fsdp(
             shard_placement_fn=lambda _: Shard(FSDP_DENSE_DIM),
             ignored_params=alone,
         )
-    for module_ in sharded:
+    replicas = _ReplicaSum(dims.replicate_mesh) if sum_replicas and t.dp_replicate > 1 else None
+    for number, module_ in enumerate(sharded):
         fsdp = cast(FSDPModule, module_)
+        if replicas is not None:
+            fsdp.set_all_reduce_hook(partial(replicas, number))
         fsdp.set_gradient_divide_factor(1.0)
         # Without this a divide factor asks gloo for a reduction that it does not have.
         fsdp.set_force_sum_reduction_for_comms(True)
+        fsdp.set_custom_all_gather(cast(Any, _AllGather()))
+        fsdp.set_custom_reduce_scatter(cast(Any, _ReduceScatter()))
+    # A plain attribute: modules are what nn.Module registers.
+    model.__dict__[_REPLICAS] = replicas
     return model
 
 
-def set_gradient_sync(model: nn.Module, sync: bool) -> None:
-    """Reduce gradients in the coming backward, or let them accumulate on each rank.
+_REPLICAS = "_convoy_replica_sum"
 
-    Until they are reduced each rank holds them whole.
+
+class _ReplicaSum:
+    """Sums over copies what FSDP has summed within one, as its last backward goes along.
+
+    FSDP's own hybrid sharding does the same; here it can be watched, and one layout of parameters
+    serves compressed sums as well.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.group = mesh.get_group()
+        self.last = True
+        """Whether the coming backward is the step's last."""
+        self._before: dict[int, Tensor] = {}
+
+    def __call__(self, module: int, reduced: Tensor) -> None:
+        before = self._before.pop(module, None)
+        if before is not None:
+            reduced += before
+        if self.last:
+            all_reduce(reduced, self.group, "dp").wait()
+        else:
+            # FSDP adds what it is left with to the gradient: nothing, until all is there.
+            self._before[module] = reduced.clone()
+            reduced.zero_()
+
+
+class _Allocate:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Allocate):
+    """FSDP's own, but watched; it never asks for it to go on by itself."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        all_gather(output_tensor, input_tensor, group, "dp").wait()
+
+
+class _ReduceScatter(_Allocate):
+    """The same."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        reduce_scatter(output_tensor, input_tensor, group, "dp", op).wait()
+
+
+def set_gradient_sync(model: nn.Module, sync: bool, last: bool) -> None:
+    """What becomes of the gradients of the coming backward.
+
+    Args:
+        model: after :func:`apply_fsdp`; another is left alone.
+        sync: sum them over the ranks that share a copy of the model, each keeping its slice; until
+            then each rank holds them whole.
+        last: this is the step's last: sum over copies as well.
     """
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(sync)
+        model.set_requires_gradient_sync(sync or last)
+        replicas = model.__dict__.get(_REPLICAS)
+        if replicas is not None:
+            replicas.last = last
 
 
-def finish_backward(model: nn.Module, sync: bool) -> None:
+def finish_backward(model: nn.Module, sync: bool, last: bool) -> None:
     """What FSDP does at the end of a backward, once more: gradients that came after it are added
-    up, and with ``sync`` all that are there are reduced."""
+    up, and reduced as :func:`set_gradient_sync` says of ``sync`` and ``last``."""
     if not isinstance(model, FSDPModule):
         return
     # FSDP has no public name for it; PyTorch's own pipelines call this too.
     finish = fully_shard.state(model)._root_post_backward_final_callback  # type: ignore[attr-defined]
     # It reduces gradients of one dtype, and makes float32 of those alone that it does not reduce.
-    for reduce in (False, True) if sync else (False,):
-        set_gradient_sync(model, reduce)
+    set_gradient_sync(model, False, last=False)
+    finish()
+    if sync or last:
+        set_gradient_sync(model, sync, last)
         finish()
 
 

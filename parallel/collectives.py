@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_Send = Callable[[Tensor], tuple[Tensor, Any]]
+from parallel.watch import Kind, Parallelism, Waitable, watched
+
+_Send = Callable[[Tensor], tuple[Tensor, Waitable]]
 """Start a collective: the rows that leave -> those that will have come, and the work under way."""
 
 
@@ -39,29 +41,32 @@ class _Exchange:
 def _all_to_all(
     input_splits: list[int] | None, output_splits: list[int] | None, group: dist.ProcessGroup
 ) -> _Send:
-    def send(x_ND: Tensor) -> tuple[Tensor, Any]:
+    def send(x_ND: Tensor) -> tuple[Tensor, Waitable]:
         rows = len(x_ND) if output_splits is None else sum(output_splits)
         out_RD = x_ND.new_empty(rows, *x_ND.shape[1:])
-        work = dist.all_to_all_single(
-            out_RD, x_ND, output_splits, input_splits, group=group, async_op=True
-        )
-        return out_RD, work
+
+        def begin() -> Any:
+            return dist.all_to_all_single(
+                out_RD, x_ND, output_splits, input_splits, group=group, async_op=True
+            )
+
+        return out_RD, watched(Kind("all_to_all", "ep"), x_ND, group, begin)
 
     return send
 
 
-def _gather(group: dist.ProcessGroup) -> _Send:
-    def send(x_ND: Tensor) -> tuple[Tensor, Any]:
+def _gather(group: dist.ProcessGroup, of: Parallelism) -> _Send:
+    def send(x_ND: Tensor) -> tuple[Tensor, Waitable]:
         out = x_ND.new_empty(group.size() * len(x_ND), *x_ND.shape[1:])
-        return out, _all_gather(out, x_ND, group=group, async_op=True)
+        return out, all_gather(out, x_ND, group, of)
 
     return send
 
 
-def _sum_blocks(group: dist.ProcessGroup) -> _Send:
-    def send(x_RD: Tensor) -> tuple[Tensor, Any]:
+def _sum_blocks(group: dist.ProcessGroup, of: Parallelism) -> _Send:
+    def send(x_RD: Tensor) -> tuple[Tensor, Waitable]:
         out = x_RD.new_empty(len(x_RD) // group.size(), *x_RD.shape[1:])
-        return out, _reduce_scatter(out, x_RD, group=group, async_op=True)
+        return out, reduce_scatter(out, x_RD, group, of)
 
     return send
 
@@ -153,17 +158,17 @@ def all_to_all(
     return start_all_to_all(x_ND, input_splits, output_splits, group).wait()
 
 
-def start_gather_rows(x_ND: Tensor, group: dist.ProcessGroup) -> Arriving:
+def start_gather_rows(x_ND: Tensor, group: dist.ProcessGroup, of: Parallelism) -> Arriving:
     """[N, ...], N alike on all ranks -> [ranks · N, ...] on every one, in rank order, later.
 
     The gradient of a row is the sum of all ranks' gradients of it.
     """
-    return _start(x_ND, _gather(group), _sum_blocks(group))
+    return _start(x_ND, _gather(group, of), _sum_blocks(group, of))
 
 
-def start_scatter_sums(x_RD: Tensor, group: dist.ProcessGroup) -> Arriving:
+def start_scatter_sums(x_RD: Tensor, group: dist.ProcessGroup, of: Parallelism) -> Arriving:
     """[ranks · N, ...] -> [N, ...]: the r-th block, summed over ranks, on rank r, later."""
-    return _start(x_RD, _sum_blocks(group), _gather(group))
+    return _start(x_RD, _sum_blocks(group, of), _gather(group, of))
 
 
 def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -171,17 +176,51 @@ def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     No gradient; every rank of ``group`` must call.
     """
-    received = torch.empty_like(counts)
-    dist.all_to_all_single(received, counts.contiguous(), group=group)
+    received, counts = torch.empty_like(counts), counts.contiguous()
+    watched(Kind("all_to_all", "ep"), counts, group, lambda: dist.all_to_all_single(
+        received, counts, group=group, async_op=True
+    )).wait()  # fmt: skip
     return received
 
 
-def all_gather_rows(row_V: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+def all_gather_rows(
+    row_V: Tensor, group: dist.ProcessGroup | None = None, of: Parallelism = "world"
+) -> Tensor:
     """[V] on each rank of a group, or of all -> [ranks, V] on every one, in rank order."""
     ranks = dist.get_world_size(group)
     rows = row_V.new_empty(ranks * row_V.numel())
-    _all_gather(rows, row_V.contiguous(), group=group)
+    all_gather(rows, row_V.contiguous(), group, of).wait()
     return rows.view(ranks, -1)
+
+
+def all_reduce(
+    x: Tensor, group: dist.ProcessGroup | None = None, of: Parallelism = "world"
+) -> Waitable:
+    """Begin to sum a tensor over ranks, in place."""
+    return watched(
+        Kind("all_reduce", of), x, group, lambda: dist.all_reduce(x, group=group, async_op=True)
+    )
+
+
+def all_gather(
+    out: Tensor, x: Tensor, group: dist.ProcessGroup | None, of: Parallelism
+) -> Waitable:
+    """Begin to gather equal tensors, one after another in ``out``."""
+    return watched(
+        Kind("all_gather", of), x, group, lambda: _all_gather(out, x, group=group, async_op=True)
+    )
+
+
+def reduce_scatter(
+    out: Tensor, x: Tensor, group: dist.ProcessGroup, of: Parallelism, op: Any = None
+) -> Waitable:
+    """Begin to sum a tensor over ranks; each gets its part of the first dim."""
+    op = dist.ReduceOp.SUM if op is None else op
+
+    def begin() -> Any:
+        return _reduce_scatter(out, x, op=op, group=group, async_op=True)
+
+    return watched(Kind("reduce_scatter", of), x, group, begin)
 
 
 # torch 2.13 renamed the tensor forms of these and warns on the old names; 2.11 has only those.

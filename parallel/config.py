@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from parallel.layout import Topology
 from parallel.recompute import Recompute
+from parallel.replicas import GradientCompression
 
 PipelineSchedule = Literal["gpipe", "1f1b", "zbv", "dualpipev"]
 
@@ -39,10 +40,12 @@ class ParallelConfig(BaseModel):
     """Let tensor-parallel ranks be on several machines."""
     max_nodes_per_token: int = Field(default=0, ge=0)
     """Refuse machines on which a token may be sent to more nodes than this; 0 takes any."""
-    reshard_after_forward: bool = True
-    """Hold parameters and gradients whole only while they are used (ZeRO-3). Where false, they are
-    held through a step (ZeRO-2), and gradients are reduced once a step, not once a micro-batch."""
-
+    zero: Literal[1, 2, 3] = 3
+    """What is held in slices but while it is used (Rajbhandari et al., arXiv 1910.02054, section
+    5): optimizer state; gradients too; parameters too. With 1, gradients are summed over ranks once
+    a step, and not once a micro-batch."""
+    gradient_compression: GradientCompression = "none"
+    """Of sums over dp_replicate: float32; bfloat16; or one_bit, signs with error feedback."""
     recompute: Recompute = "none"
     """Of each layer's activations keep the input alone (full), or the results of products and of
     attention too (selective), and compute the rest again in the backward."""
@@ -55,6 +58,11 @@ class ParallelConfig(BaseModel):
             raise ValueError(
                 f"parallel.recompute_every ({self.recompute_every}) must be 1 where "
                 f"parallel.recompute is none"
+            )
+        if self.gradient_compression != "none" and self.dp_replicate == 1:
+            raise ValueError(
+                f"parallel.gradient_compression ({self.gradient_compression}) must be none where "
+                f"parallel.dp_replicate is 1: it is of sums over copies"
             )
         if self.pp == 1 and self.pp_stages_per_rank > 1:
             raise ValueError(

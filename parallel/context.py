@@ -96,7 +96,7 @@ class SpreadSequence:
 
     def gather(self, x_BSX: Tensor) -> Tensor:
         """See :class:`Context`."""
-        pieces = start_gather_rows(x_BSX.transpose(0, 1), self.group).wait()
+        pieces = start_gather_rows(x_BSX.transpose(0, 1), self.group, "cp").wait()
         pieces = pieces.unflatten(0, (self.group.size(), 2, x_BSX.shape[1] // 2))
         first, second = pieces[:, 0], pieces[:, 1].flip(0)
         return torch.cat((first, second)).flatten(0, 1).transpose(0, 1)

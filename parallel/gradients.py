@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallel.apply import local_shard
+from parallel.collectives import all_reduce
 from parallel.mesh import ParallelDims
 
 
@@ -57,7 +57,7 @@ def clip_grad_norm(model: nn.Module, dims: ParallelDims | None, max_norm: float)
     """
     square = grad_square_sum(model, dims)
     if dims is not None:
-        dist.all_reduce(square)
+        all_reduce(square).wait()
     norm = math.sqrt(float(square))
     if math.isfinite(norm) and norm > max_norm:
         scale_gradients(model, max_norm / norm)

@@ -20,14 +20,16 @@ class ParallelDims:
     """
 
     topology: Topology
+    replicate_mesh: DeviceMesh
+    """[dp_replicate]: the ranks that have copies of what is here."""
     fsdp_mesh: DeviceMesh
-    """[dp_replicate, fsdp]: dense parameters are copied over the first axis, cut over the other."""
+    """[fsdp]: the ranks that dense parameters are cut over."""
     efsdp_mesh: DeviceMesh
-    """[dp_replicate, efsdp]: the same for experts."""
+    """[efsdp]: the same for experts."""
     ep_mesh: DeviceMesh
     """[ep]: the ranks that exchange tokens."""
     fsdp_tp_mesh: DeviceMesh
-    """[dp_replicate, fsdp_tp]: the same for what tp does not cut."""
+    """[fsdp_tp]: the same for what tp does not cut."""
     tp_mesh: DeviceMesh
     """[tp]: the ranks that share each product."""
     token_mesh: DeviceMesh
@@ -95,13 +97,13 @@ class ParallelDims:
                 ("pp", "dp_replicate", "efsdp", "ep_across", "ep_within"),
             )
             node_meshes = by_node["ep_across"], by_node["ep_within"]
-        replicated = t.dp_replicate > 1
         return ParallelDims(
             topology=topology,
-            fsdp_mesh=dense["dp_replicate", "fsdp"] if replicated else dense["fsdp"],
-            efsdp_mesh=expert["dp_replicate", "efsdp"] if replicated else expert["efsdp"],
+            replicate_mesh=dense["dp_replicate"],
+            fsdp_mesh=dense["fsdp"],
+            efsdp_mesh=expert["efsdp"],
             ep_mesh=expert["ep"],
-            fsdp_tp_mesh=spread["dp_replicate", "fsdp_tp"] if replicated else spread["fsdp_tp"],
+            fsdp_tp_mesh=spread["fsdp_tp"],
             tp_mesh=dense["tp"],
             token_mesh=tokens["cp_tp"],
             pp_mesh=dense["pp"],

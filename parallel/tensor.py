@@ -67,13 +67,13 @@ def apply_tensor_parallel(
 
 def gather_sequence(x_BSD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[B, S, D] of each rank -> [B, W, D] on all; the gradient of a token is all ranks' sum."""
-    return start_gather_rows(x_BSD.transpose(0, 1), group).wait().transpose(0, 1)
+    return start_gather_rows(x_BSD.transpose(0, 1), group, "tp").wait().transpose(0, 1)
 
 
 def scatter_sequence(x_BWD: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[B, W, D] -> [B, S, D]: this rank's part of the sum over ranks. W is a multiple of them."""
     assert x_BWD.shape[1] % group.size() == 0, (x_BWD.shape, group.size())
-    return start_scatter_sums(x_BWD.transpose(0, 1), group).wait().transpose(0, 1)
+    return start_scatter_sums(x_BWD.transpose(0, 1), group, "tp").wait().transpose(0, 1)
 
 
 def _gathered(forward: Callable[..., Tensor], group: dist.ProcessGroup) -> Callable[..., Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 EXIT_DONE = 0
+EXIT_LOST = 1
 EXIT_BAD_INPUT = 2
 EXIT_HEALTH = 3
 EXIT_TRY_AGAIN = 75
@@ -14,3 +15,8 @@ class InputError(ValueError):
 
 class HealthError(RuntimeError):
     """Training has diverged and going on would not mend it. Exit code 3."""
+
+
+class LostRankError(RuntimeError):
+    """A collective failed, as when a rank is gone or stuck. Exit code 1; the same command goes on
+    from the newest checkpoint."""

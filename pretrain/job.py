@@ -1,59 +1,34 @@
-"""Everything that a run is made of, built from the spec; and its checkpoints."""
+"""Everything that a run is made of, built from the spec."""
 
 from __future__ import annotations
 
-import math
-import os
-import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
-import ckpt
-from ckpt import CheckpointError, LocalArray, Manifest, SaveInfo
+from ckpt import LocalArray
 from moe import choose_backend
-from parallel import Documents, ParallelDims, ShardLayout, Topology
+from parallel import CompressedSum, Documents, ParallelDims, ShardLayout, Topology
 from parallel.layout import nodes_per_token
 from pretrain.balance import CapacityBalance
 from pretrain.corpus import CorpusManifest, end_of_document, load_tokenizer, open_corpus
 from pretrain.data import GlobalOrder, Loader, PackedSequences
 from pretrain.errors import InputError
-from pretrain.init import init_parameters
-from pretrain.log import human_bytes, say
 from pretrain.model import Decoder
-from pretrain.optim import build_adamw, set_update_count
+from pretrain.optim import build_adamw
 from pretrain.parallelize import LaidOut, lay_out
 from pretrain.runtime import Runtime
 from pretrain.spec import JobSpec
 from pretrain.state import (
-    Progress,
-    rng_arrays,
-    rng_states,
-    seed_rng,
-    set_rng_states,
+    residual_arrays,
     training_arrays,
 )
 from pretrain.step import Part, Pass, Routing, forward_backward, routing_of
 from router import TopKRouter
-
-T = TypeVar("T")
-
-# A resume under another value of these would not be the same run.
-_FIXED = ("model", "moe", "data.seq_len", "data.shard_tokens", "data.document_mask",
-          "train.global_batch_size", "train.ramp_batch_size", "train.ramp_tokens",
-          "train.seed")  # fmt: skip
-_FREE = (
-    "moe.backend", "moe.input_jitter", "moe.bias_update_rate", "moe.load_balance_weight",
-    "moe.sequence_balance_weight", "moe.z_loss_weight", "moe.load_balance_scope",
-    "moe.dispatcher", "moe.dispatch_chunks", "moe.max_tokens", "moe.recompute_experts",
-    "moe.capacity_smoothing", "moe.capacity_hysteresis",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,6 +47,8 @@ class Job:
     held_out: PackedSequences
     balance: CapacityBalance | None
     """Under straggler-aware capacity alone."""
+    compressed: CompressedSum | None
+    """Under gradient compression alone."""
 
     @property
     def model(self) -> Decoder:
@@ -102,7 +79,7 @@ class Job:
 
     def forward_backward(self, batches: Sequence[Tensor], planned_tokens: int) -> Pass:
         """Gradients of one step's loss, see :func:`pretrain.step.forward_backward`."""
-        once = not self.spec.parallel.reshard_after_forward
+        once = self.spec.parallel.zero == 1
         part, device = self.part, self.runtime.device
         if self.laid_out.pipeline is not None:
             return self.laid_out.pipeline.forward_backward(
@@ -125,6 +102,11 @@ class Job:
         return training_arrays(
             self.laid_out.whole, self.model, self.optimizer, self.layouts, self.runtime.rank
         )
+
+    def residuals(self) -> list[LocalArray]:
+        """What compressed sums of gradients still owe."""
+        owed = {} if self.compressed is None else self.compressed.residuals
+        return residual_arrays(self.laid_out.whole, owed, self.layouts, self.runtime.rank)
 
 
 def build_job(spec: JobSpec, runtime: Runtime) -> Job:
@@ -165,9 +147,13 @@ def build_job(spec: JobSpec, runtime: Runtime) -> Job:
     optimizer = build_adamw(laid_out.model, spec.optimizer)
     balance = runtime.together(lambda: _capacity_balance(spec, topology))
     mine = Part(dims, runtime.together(lambda: _end_token(spec)))
+    how, compressed = spec.parallel.gradient_compression, None
+    if how != "none":
+        compressed = CompressedSum(laid_out.model, dims.replicate_mesh.get_group(), how)
     job = Job(
-        spec, runtime, topology, dims, corpus, laid_out, mine, optimizer, loader, held_out, balance
-    )
+        spec, runtime, topology, dims, corpus, laid_out, mine, optimizer, loader, held_out, balance,
+        compressed,
+    )  # fmt: skip
     for router in job.routers:
         router.balance_group = dims.stage_mesh.get_group()
     return job
@@ -220,211 +206,3 @@ def _capacity_balance(spec: JobSpec, topology: Topology) -> CapacityBalance | No
         return None
     path = spec.train.replay_capacity_plans
     return CapacityBalance(spec.moe, topology, Path(path) if path else None)
-
-
-def save_checkpoint(job: Job, progress: Progress) -> Manifest | None:
-    """Commit the state as it is after ``progress.step`` steps, and let go of the oldest ones.
-
-    Raises CheckpointError on every rank where any could not write.
-    """
-    spec, runtime = job.spec, job.runtime
-    rng = rng_arrays(job.topology, runtime.rank, runtime.device)
-    info = SaveInfo(
-        save_id=f"{progress.step:08d}-{runtime.launch_id}",
-        step=progress.step,
-        topology=job.topology,
-        state={
-            **progress.as_dict(),
-            "corpus": job.corpus.fingerprint,
-            "capacity": None if job.balance is None else job.balance.state(),
-        },
-        spec=spec.as_dict(),
-        spec_hash=spec.hash,
-    )
-    root = spec.checkpoint_path
-    manifest = ckpt.save(root, info, [*job.arrays(), *rng], runtime.rank, runtime.agree)
-    # The others wait, without the time-out of a step: removing many objects can take long.
-    runtime.first(lambda: _retain(root, spec.checkpoint.keep))
-    return manifest
-
-
-def _retain(root: Path, keep: int) -> None:
-    try:
-        ckpt.retain(root, keep)
-    except OSError as error:
-        say(f"an old checkpoint in {root} could not be removed: {error.strerror}")
-
-
-def restore(job: Job) -> Progress:
-    """Load the newest checkpoint where there is one, or give parameters their first values:
-    fresh ones, or the weights of ``train.init_from``.
-
-    Raises:
-        InputError: where the checkpoint is of another model, data or batch, or of another
-            topology and the spec does not say ``on_topology_change = "reshard"``.
-        CheckpointError: where it is not whole.
-    """
-    spec, runtime, root = job.spec, job.runtime, job.spec.checkpoint_path
-    runtime.first(lambda: _ready_folder(job))
-    steps = ckpt.committed_steps(root) if runtime.is_first else []
-    step = runtime.broadcast(steps[-1] if steps else -1)
-    if step < 0:
-        _first_values(job)
-        seed_rng(spec.train.seed, 0, runtime.rank)
-        return Progress()
-    read = partial(ckpt.read_manifest, root, step)
-    manifest = runtime.together(lambda: _or_way_back(root, step, read))
-    runtime.together(lambda: _check_resumable(job, manifest))
-    load = partial(_load, job, manifest)
-    progress = runtime.together(lambda: _or_way_back(root, step, load))
-    if runtime.is_first:
-        for field, before, now in _differences(_resolved(manifest.spec), spec.as_dict()):
-            say(f"spec changed since step {step}: {field} was {before}, is {now}")
-    return progress
-
-
-def _first_values(job: Job) -> None:
-    """Fresh parameters, or the weights of ``train.init_from``."""
-    spec, runtime = job.spec, job.runtime
-    if spec.train.init_from is None:
-        layers = spec.model.num_layers
-        init_parameters(job.model, job.layouts, runtime.rank, spec.train.seed, layers)
-        return
-    root = Path(spec.train.init_from)
-    manifest = runtime.together(lambda: ckpt.read_manifest(root))
-    arrays = [array for array in job.arrays() if array.spec.name.startswith("model/")]
-    runtime.together(lambda: _load_weights(root, manifest, arrays))
-    if runtime.is_first:
-        say(f"first values are the weights of step {manifest.step} in {root}")
-        for section in ("model", "moe"):
-            before, now = manifest.spec.get(section), spec.as_dict()[section]
-            for field, was, here in _differences(before, now, section):
-                say(f"spec differs from that of train.init_from: {field} was {was}, is {here}")
-
-
-def _load_weights(root: Path, manifest: Manifest, arrays: list[LocalArray]) -> None:
-    names = {array.spec.name for array in arrays}
-    saved = [a.name for a in manifest.arrays if a.name.startswith("model/")]
-    stray = sorted(name for name in saved if name not in names)
-    try:
-        if stray:
-            raise CheckpointError(f"checkpoint array {stray[0]} has no place in the model")
-        ckpt.load(root, manifest, arrays)
-    except CheckpointError as error:
-        raise CheckpointError(f"train.init_from ({root}): {error}") from None
-
-
-def _or_way_back(root: Path, step: int, act: Callable[[], T]) -> T:
-    """A damaged checkpoint is never passed over silently; the one before is for people to take."""
-    try:
-        return act()
-    except CheckpointError as error:
-        before = [s for s in ckpt.committed_steps(root) if s < step]
-        if not before:
-            raise
-        raise CheckpointError(
-            f"{error}; to go back to step {before[-1]}, move {ckpt.manifest_path(root, step)} away"
-        ) from None
-
-
-def _load(job: Job, manifest: Manifest) -> Progress:
-    runtime, root = job.runtime, job.spec.checkpoint_path
-    arrays = job.arrays()
-    states = rng_states(runtime.device)
-    own_rng = rng_arrays(job.topology, runtime.rank, runtime.device, states)
-    saved = {a.name: a.shape for a in manifest.arrays if a.name.startswith("rng/")}
-    # A checkpoint that was resharded still has a row for each rank that it was saved on.
-    same_ranks = manifest.topology == job.topology.as_dict() and saved == {
-        a.spec.name: a.spec.shape for a in own_rng
-    }
-    if same_ranks:
-        arrays += own_rng
-    names = {array.spec.name for array in arrays} | set(saved)
-    stray = sorted(a.name for a in manifest.arrays if a.name not in names)
-    if stray:
-        raise CheckpointError(f"checkpoint array {stray[0]} has no place in the model")
-    ckpt.load(root, manifest, arrays)
-    if same_ranks:
-        set_rng_states(states, runtime.device)
-    else:
-        seed_rng(job.spec.train.seed, manifest.step, runtime.rank)
-    # Speeds are of machines: on other ranks they are measured anew, from equal shares.
-    if job.balance is not None and same_ranks and manifest.state.get("capacity"):
-        job.balance.load(manifest.state["capacity"])
-        job.balance.apply(job.routers, runtime.rank)
-    values = {k: v for k, v in manifest.state.items() if k not in ("corpus", "capacity")}
-    progress = replace(Progress(), **values)
-    set_update_count(job.optimizer, progress.step)
-    return progress
-
-
-def _ready_folder(job: Job) -> None:
-    """Remove leftovers, and see that a save will fit."""
-    root = job.spec.checkpoint_path
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        ckpt.remove_uncommitted(root)
-        # A commit needs hard links; better to know now.
-        probes = root / ".probe", root / ".probe-link"
-        for probe in probes:
-            probe.unlink(missing_ok=True)
-        probes[0].touch()
-        os.link(*probes)
-        for probe in probes:
-            probe.unlink()
-    except OSError as error:
-        raise InputError(f"checkpoint.path ({root}) cannot be written: {error.strerror}") from None
-    specs = [array.spec for array in job.arrays()]
-    needed = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
-    free = shutil.disk_usage(root).free
-    if needed > free:
-        raise InputError(
-            f"checkpoint.path ({root}) must have room for one checkpoint ({human_bytes(needed)}); "
-            f"it has {human_bytes(free)}"
-        )
-
-
-def _check_resumable(job: Job, manifest: Manifest) -> None:
-    root, spec = job.spec.checkpoint_path, job.spec
-    where = f"the checkpoint of step {manifest.step} in {root}"
-    if "corpus" not in manifest.state:
-        raise InputError(
-            f"checkpoint.path ({root}) must be the run's own: {where} holds weights alone; name it "
-            f"in train.init_from"
-        )
-    for field, before, now in _differences(_resolved(manifest.spec), spec.as_dict()):
-        if field not in _FREE and any(field == f or field.startswith(f"{f}.") for f in _FIXED):
-            raise InputError(
-                f"{field} ({now}) must be as in {where} ({before}); start over elsewhere, or put "
-                f"it back"
-            )
-    if manifest.state["corpus"] != job.corpus.fingerprint:
-        raise InputError(
-            f"data.path ({spec.data.path}) must hold the corpus of {where}; its tokens are others"
-        )
-    if manifest.topology != job.topology.as_dict() and (
-        spec.checkpoint.on_topology_change == "abort"
-    ):
-        raise InputError(
-            f"topology ({job.topology.describe()}) must be that of {where} "
-            f"({Topology(**manifest.topology).describe()}), or "
-            f'checkpoint.on_topology_change must be "reshard"'
-        )
-
-
-def _resolved(saved: dict[str, Any]) -> dict[str, Any]:
-    """A spec that was saved, with today's defaults for fields that there were not then."""
-    try:
-        return JobSpec.model_validate(saved).as_dict()
-    except ValidationError:
-        return saved
-
-
-def _differences(before: Any, now: Any, path: str = "") -> list[tuple[str, Any, Any]]:
-    if isinstance(before, dict) and isinstance(now, dict):
-        found = []
-        for key in sorted(before.keys() | now.keys()):
-            inner = f"{path}.{key}" if path else key
-            found += _differences(before.get(key), now.get(key), inner)
-        return found
-    return [] if before == now else [(path, before, now)]

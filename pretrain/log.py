@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +61,19 @@ def complain(text: str) -> None:
     print(f"error: {' '.join(text.split())}", file=sys.stderr, flush=True)
 
 
-def progress_line(step: int, steps: int, values: dict[str, float]) -> str:
+def progress_line(step: int, steps: int, values: Mapping[str, Any]) -> str:
     """What a log interval prints."""
     line = (
         f"step {step:>{len(str(steps))}}/{steps}  loss {values['loss']:.4f}  "
         f"lr {values['lr']:.2e}  grad norm {values['grad_norm']:.2f}  "
         f"{values['tokens_per_second']:,.0f} tokens/s  MFU {values['mfu']:.0%}"
     )
+    if values["exposed_seconds"]:
+        share = {k: v / values["seconds"] for k, v in values["exposed_seconds"].items()}
+        parts = ", ".join(f"{name} {each:.0%}" for name, each in share.items())
+        line += f"  waits {sum(share.values()):.0%} ({parts})"
+    if "bubble" in values:
+        line += f"  bubble {values['bubble']:.0%} (formula {values['bubble_formula']:.0%})"
     if "load_imbalance" in values:
         line += f"  expert load max/mean {values['load_imbalance']:.2f}"
     for name in ("dropped", "rerouted"):

@@ -4,23 +4,42 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-import torch.distributed as dist
+import torch
 
 import ckpt
-from parallel import grad_square_sum, scale_gradients
+from parallel import Traffic, all_reduce, by_parallelism, grad_square_sum, scale_gradients
 from pretrain.barrier import Action, Decision, Report, decide, exchange
+from pretrain.checkpoint import save_checkpoint
 from pretrain.data import Cursor
 from pretrain.errors import HealthError
 from pretrain.evaluate import evaluate, sum_over_ranks
 from pretrain.flops import forward_flops, peak_flops_per_second
-from pretrain.job import Job, save_checkpoint
+from pretrain.job import Job
 from pretrain.log import RunLog, progress_line, say
 from pretrain.metrics import Metrics
 from pretrain.optim import set_lr
 from pretrain.runtime import StopRequest
+from pretrain.schedule import bubble
 from pretrain.state import Progress
 from pretrain.step import Routing
+
+
+@dataclass
+class Interval:
+    """What the committed steps since the last report were."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    micro_batches: int = 0
+    """Of the last of them, on each rank."""
+    traffic: dict[str, Traffic] = field(default_factory=dict)
+    """This rank's, by parallelism."""
+    routing: Routing | None = None
+    rank_rows: list[float] = field(default_factory=list)
+    """Rows that each rank's experts computed."""
 
 
 class Training:
@@ -35,10 +54,7 @@ class Training:
         self.saved = progress.step
         """The step of the newest checkpoint; 0 where there is none."""
         self.skipped = 0
-        self.routing: Routing | None = None
-        self.interval_tokens = 0
-        self.interval_seconds = 0.0
-        self.rank_rows: list[float] = []
+        self.interval = Interval()
 
     def step(self, stop_requested: bool) -> Decision:
         """One step: forward, backward, barrier, and the update where all commit.
@@ -46,11 +62,14 @@ class Training:
         Raises HealthError on every rank after too many steps in a row that are not finite.
         """
         job, spec = self.job, self.job.spec
+        job.runtime.watch.take()  # what came between steps is not of this one
         began = time.perf_counter()
         batches, cursor = job.loader.step(Cursor(self.progress.cursor))
         waited = time.perf_counter() - began
         planned = (cursor.sample_index - self.progress.cursor) * spec.data.seq_len
         result = job.forward_backward(batches, planned)
+        if job.compressed is not None:
+            job.compressed.reduce()
         report = Report(
             loss_sum=float(result.loss_sum),
             target_tokens=result.target_tokens,
@@ -66,22 +85,22 @@ class Training:
         decision = decide(reports, planned)
         lr = spec.optimizer.lr * spec.schedule.ratio(self.progress.step, spec.train.steps)
         if decision.action is Action.COMMIT:
-            self._commit(decision, lr, cursor, planned, began)
+            self._commit(decision, lr, cursor, planned)
             if result.routing is not None:
                 self._record_routing(result.routing, reports)
         job.optimizer.zero_grad()
+        traffic = job.runtime.watch.take()
         seconds = time.perf_counter() - began
         self.metrics.record_step(decision, lr, self.progress.cursor, seconds)
+        self.metrics.record_traffic(traffic)
         if decision.action is Action.COMMIT:
-            tokens = decision.target_tokens
-            self.metrics.record_flops(self.flops_per_token * tokens, self.mfu(tokens, seconds))
+            self.interval.micro_batches = len(batches)
+            self._record_commit(decision, lr, seconds, by_parallelism(traffic))
         if decision.action is Action.SKIP:
             self._skip(decision)
         return decision
 
-    def _commit(
-        self, decision: Decision, lr: float, cursor: Cursor, planned: int, began: float
-    ) -> None:
+    def _commit(self, decision: Decision, lr: float, cursor: Cursor, planned: int) -> None:
         job, clip = self.job, self.job.spec.optimizer.clip_norm
         factor = planned / decision.target_tokens
         if clip and decision.grad_norm > clip:
@@ -89,7 +108,8 @@ class Training:
         scale_gradients(job.model, factor)
         set_lr(job.optimizer, lr)
         job.optimizer.step()
-        seconds = time.perf_counter() - began
+        if job.compressed is not None:
+            job.compressed.commit()
         before = self.progress
         first = before.train_loss_first
         self.progress = Progress(
@@ -98,11 +118,22 @@ class Training:
             cursor=cursor.sample_index,
             train_loss_first=decision.loss if first is None else first,
             train_loss_last=decision.loss,
-            train_seconds=before.train_seconds + seconds,
+            train_seconds=before.train_seconds,
         )
         self.skipped = 0
-        self.interval_tokens += decision.target_tokens
-        self.interval_seconds += seconds
+
+    def _record_commit(
+        self, decision: Decision, lr: float, seconds: float, traffic: dict[str, Traffic]
+    ) -> None:
+        """Log and add up what a committed step took."""
+        self.progress = replace(self.progress, train_seconds=self.progress.train_seconds + seconds)
+        interval, tokens = self.interval, decision.target_tokens
+        interval.tokens += tokens
+        interval.seconds += seconds
+        for name, one in traffic.items():
+            interval.traffic[name] = one.plus(interval.traffic.get(name, Traffic()))
+        mfu = self.mfu(tokens, seconds)
+        self.metrics.record_flops(self.flops_per_token * tokens, mfu)
         self.log.write(
             "step",
             step=self.progress.step,
@@ -113,13 +144,18 @@ class Training:
             cursor=self.progress.cursor,
             seconds=seconds,
             slowest_rank_seconds=decision.step_seconds,
+            tokens_per_second=tokens / seconds,
+            mfu=mfu,
+            communication_seconds={k: t.seconds for k, t in traffic.items() if t.count},
+            exposed_seconds={k: t.exposed_seconds for k, t in traffic.items() if t.count},
         )
 
     def _record_routing(self, routing: Routing, reports: Sequence[Report]) -> None:
         """Add to the interval's figures, and move biases and capacity by the whole step's loads."""
-        self.routing = routing.plus(self.routing)
-        before = self.rank_rows or [0.0] * len(reports)
-        self.rank_rows = [a + r.expert_rows for a, r in zip(before, reports, strict=True)]
+        interval = self.interval
+        interval.routing = routing.plus(interval.routing)
+        before = interval.rank_rows or [0.0] * len(reports)
+        interval.rank_rows = [a + r.expert_rows for a, r in zip(before, reports, strict=True)]
         balance = self.job.balance
         if balance is not None and balance.after(self.progress.step, reports):
             balance.apply(self.job.routers, self.job.runtime.rank)
@@ -132,7 +168,7 @@ class Training:
         moe = self.job.spec.moe
         if moe is not None and moe.expert_bias and moe.bias_update_rate:
             everywhere = routing.tokens_per_expert_LE.clone()
-            dist.all_reduce(everywhere)
+            all_reduce(everywhere).wait()
             for row, router in zip(self.job.router_rows, self.job.routers, strict=True):
                 router.update_bias(everywhere[row])
 
@@ -170,25 +206,27 @@ class Training:
 
     def report_interval(self, decision: Decision) -> None:
         """Print and publish what the last steps gathered; every rank must call."""
-        job = self.job
-        values = {
+        job, interval = self.job, self.interval
+        values: dict[str, Any] = {
             "loss": decision.loss,
             "lr": job.optimizer.param_groups[0]["lr"],
             "grad_norm": decision.grad_norm,
-            "tokens_per_second": self.interval_tokens / self.interval_seconds,
-            "mfu": self.mfu(self.interval_tokens, self.interval_seconds),
+            "tokens_per_second": interval.tokens / interval.seconds,
+            "mfu": self.mfu(interval.tokens, interval.seconds),
+            "seconds": interval.seconds,
+            **self._communication(),
         }
-        if self.routing is not None:
-            rows = sum_over_ranks(job, self.routing.tokens_per_expert_LE).tolist()
-            entropy_sums = sum_over_ranks(job, self.routing.entropy_sum_L)
-            entropies = (entropy_sums / self.interval_tokens).tolist()
+        if interval.routing is not None:
+            rows = sum_over_ranks(job, interval.routing.tokens_per_expert_LE).tolist()
+            entropy_sums = sum_over_ranks(job, interval.routing.entropy_sum_L)
+            entropies = (entropy_sums / interval.tokens).tolist()
             biases = [r.expert_bias for r in job.routers if r.expert_bias is not None]
             bias = job.runtime.maximum(max((float(b.abs().max()) for b in biases), default=-1.0))
-            moved = sum_over_ranks(job, self.routing.moved_L2).tolist()
+            moved = sum_over_ranks(job, interval.routing.moved_L2).tolist()
             self.metrics.record_routing(
                 job.moe_layers, rows, entropies, moved, None if bias < 0 else bias
             )
-            self.metrics.rank_imbalance.set(_imbalance(self.rank_rows, job.topology.pp))
+            self.metrics.rank_imbalance.set(_imbalance(interval.rank_rows, job.topology.pp))
             if job.balance is not None:
                 self.metrics.record_capacity(job.balance.shares, job.balance.relative_speeds)
             values["dropped"] = sum(dropped for dropped, _ in moved)
@@ -198,8 +236,26 @@ class Training:
         if job.runtime.is_first:
             say(progress_line(self.progress.step, job.spec.train.steps, values))
         self.log.write("interval", step=self.progress.step, **values)
-        self.routing, self.interval_tokens, self.interval_seconds = None, 0, 0.0
-        self.rank_rows = []
+        self.interval = Interval()
+
+    def _communication(self) -> dict[str, Any]:
+        """What the interval's collectives took, and of it what nothing hid: means over ranks."""
+        job, interval = self.job, self.interval
+        mine = [(t.seconds, t.exposed_seconds) for t in interval.traffic.values()]
+        means = sum_over_ranks(job, torch.tensor(mine, dtype=torch.float64)) / job.runtime.world
+        seconds, exposed = (
+            {k: s for k, s in zip(interval.traffic, column, strict=True) if s}
+            for column in means.T.tolist()
+        )
+        self.metrics.communication.set(sum(exposed.values()) / interval.seconds)
+        values: dict[str, Any] = {"communication_seconds": seconds, "exposed_seconds": exposed}
+        if job.laid_out.pipeline is not None:
+            values["bubble"] = exposed.get("pp", 0.0) / interval.seconds
+            p = job.spec.parallel
+            values["bubble_formula"] = bubble(
+                p.pp, p.pp_stages_per_rank, interval.micro_batches, p.pp_schedule
+            )
+        return values
 
     def validate(self) -> None:
         """Score some held-out sequences; every rank must call."""
@@ -249,7 +305,7 @@ def train(training: Training, stop: StopRequest) -> bool:
         if decision.action is Action.SKIP and not stopped:
             continue
         step = training.progress.step
-        if training.interval_tokens and (
+        if training.interval.tokens and (
             step % spec.train.log_interval_steps == 0 or step == spec.train.steps
         ):
             training.report_interval(decision)

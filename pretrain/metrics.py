@@ -5,12 +5,13 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from wsgiref.simple_server import WSGIServer
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-from parallel import Topology
+from parallel import Kind, Topology, Traffic
 from pretrain.barrier import Action, Decision
 from pretrain.errors import InputError
 from pretrain.spec import JobSpec
@@ -59,6 +60,15 @@ class Metrics:
             "data_wait_seconds_total", "Time the slowest rank waited for data."
         )
         self.cursor = gauge("data_cursor_samples", "The next sample index.")
+        self.collective_seconds = counter(
+            "collective_seconds_total", "Seconds of collectives on rank 0.", "op", "group"
+        )
+        self.collective_bytes = counter(
+            "collective_bytes_total", "Bytes that rank 0 gave to collectives.", "op", "group"
+        )
+        self.communication = gauge(
+            "communication_time_ratio", "Share of a step in which ranks wait in collectives."
+        )
         self.imbalance = gauge(
             "moe_expert_load_imbalance_ratio", "Largest over mean load of an expert.", "layer"
         )
@@ -116,6 +126,12 @@ class Metrics:
         """After each committed step."""
         self.model_flops.inc(flops)
         self.mfu.set(mfu)
+
+    def record_traffic(self, traffic: Mapping[Kind, Traffic]) -> None:
+        """After each step: this rank's collectives in it."""
+        for (op, group), one in traffic.items():
+            self.collective_seconds.labels(op, group).inc(one.seconds)
+            self.collective_bytes.labels(op, group).inc(one.bytes)
 
     def record_routing(
         self,

@@ -88,8 +88,9 @@ def lay_out(
     compute_dtype = None if dtype == torch.float32 else dtype
     for part in parts.values():
         apply_fsdp(
-            part, dims, list(part.blocks.values()), parallel.reshard_after_forward, compute_dtype
-        )
+            part, dims, list(part.blocks.values()), parallel.zero == 3, compute_dtype,
+            parallel.gradient_compression == "none",
+        )  # fmt: skip
     layouts = decoder_layouts(whole, stages, dims.topology, schedule)
     pipeline = None
     if num_stages > 1:

@@ -25,12 +25,15 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType
 from moe import MoEConfig, Stopwatch
 from parallel import (
     Documents,
+    Kind,
     PipelineSchedule,
     Products,
+    Waitable,
     WeightPass,
     finish_backward,
     run_products,
     set_gradient_sync,
+    watched,
 )
 from pretrain.flops import forward_flops
 from pretrain.model import Decoder, DecoderOutput, ModelConfig
@@ -202,12 +205,13 @@ class Pipeline:
         shape = B, S // part.tp_degree, d_model
         return torch.empty(shape, dtype=self.dtype, device=inputs_BS.device)
 
-    def _post(self, how: Any, tensor: Tensor, stage: int, tag: int) -> list[dist.Work]:
+    def _post(self, how: Any, tensor: Tensor, stage: int, tag: int) -> list[Waitable]:
         """Begin to send to a stage or receive from it; nothing travels where there is nothing."""
         if not tensor.numel():
             return []
         op = dist.P2POp(how, tensor, self.peer(stage), self.group, tag)
-        return list(dist.batch_isend_irecv([op]))
+        kind = Kind("send" if how is dist.isend else "recv", "pp")
+        return [watched(kind, tensor, self.group, lambda: dist.batch_isend_irecv([op])[0])]
 
     def _routing(
         self, stage: int, out: DecoderOutput, routed: int, before: Routing | None
@@ -243,6 +247,7 @@ class _Step:
         self.counts: dict[int, list[Tensor]] = {}
         self.order = pipeline.order(len(batches))
         self.backwards_left = dict.fromkeys(pipeline.parts, len(batches))
+        self.halfway = dict.fromkeys(pipeline.parts, 0)
         # By stage and micro-batch, what those backwards put aside that have two passes.
         self.products: dict[tuple[int, int | None], Products] = {
             (action.stage_index, action.microbatch_index): deque()
@@ -250,10 +255,10 @@ class _Step:
             if action.computation_type == _ComputationType.BACKWARD_INPUT
         }
         # By stage and micro-batch: what came, what is kept for the backward, and what goes.
-        self.arriving: dict[tuple[str, int, int], tuple[Tensor, list[dist.Work]]] = {}
+        self.arriving: dict[tuple[str, int, int], tuple[Tensor, list[Waitable]]] = {}
         self.kept: dict[tuple[int, int], tuple[Tensor, Tensor, list[Tensor]]] = {}
         self.leaving: dict[tuple[str, int, int], Tensor] = {}
-        self.sent: deque[tuple[Tensor, list[dist.Work]]] = deque()
+        self.sent: deque[tuple[Tensor, list[Waitable]]] = deque()
 
     def run(self) -> Pass:
         with self.part.vocabulary_parallel():
@@ -320,24 +325,26 @@ class _Step:
         self.stopwatches += [aux.stopwatch for aux in out.aux]
 
     def _full_backward(self, stage: int, turn: int) -> None:
-        # No schedule has one of these between the two passes of another: FSDP could not reduce it.
-        set_gradient_sync(self.pipeline.parts[stage], self._reduces(stage))
+        self.backwards_left[stage] -= 1
+        set_gradient_sync(
+            self.pipeline.parts[stage], not self.reduce_once, last=not self.backwards_left[stage]
+        )
         self._run_backward(stage, turn)
 
     def _backward_input(self, stage: int, turn: int) -> None:
-        # Reduced after the second pass; what is there until then accumulates on each rank.
-        set_gradient_sync(self.pipeline.parts[stage], False)
+        self.halfway[stage] += 1
+        set_gradient_sync(self.pipeline.parts[stage], False, last=False)
         with self.pipeline.weight_pass.into(self.products[stage, turn]):
             self._run_backward(stage, turn)
 
     def _backward_weight(self, stage: int, turn: int) -> None:
         run_products(self.products[stage, turn])
-        finish_backward(self.pipeline.parts[stage], self._reduces(stage))
-
-    def _reduces(self, stage: int) -> bool:
-        """Whether the backward that comes to its end reduces the stage's gradients."""
         self.backwards_left[stage] -= 1
-        return not self.reduce_once or not self.backwards_left[stage]
+        self.halfway[stage] -= 1
+        # Reduced is where no backward is halfway: then all parameters have gradients, as what sums
+        # them over copies takes for granted. No schedule has a full backward where one is.
+        sync = not self.reduce_once and not self.halfway[stage]
+        finish_backward(self.pipeline.parts[stage], sync, last=not self.backwards_left[stage])
 
     def _run_backward(self, stage: int, turn: int) -> None:
         x, root, extra = self.kept.pop((stage, turn))
@@ -357,6 +364,6 @@ class _Step:
             self.leaving[kind, stage, turn] = tensor
 
 
-def _wait(works: Sequence[dist.Work]) -> None:
+def _wait(works: Sequence[Waitable]) -> None:
     for work in works:
         work.wait()

@@ -11,10 +11,11 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 import ckpt
+from pretrain.checkpoint import restore
 from pretrain.corpus import prepare_corpus
-from pretrain.errors import EXIT_DONE, EXIT_TRY_AGAIN, InputError
+from pretrain.errors import EXIT_DONE, EXIT_LOST, EXIT_TRY_AGAIN, InputError, LostRankError
 from pretrain.evaluate import evaluate, generate
-from pretrain.job import Job, build_job, restore
+from pretrain.job import Job, build_job
 from pretrain.log import RunLog, say
 from pretrain.loop import Training, train
 from pretrain.metrics import Endpoint, Metrics
@@ -68,7 +69,7 @@ def _run(spec: JobSpec, runtime: Runtime, stop: StopRequest) -> int:
     _greet(job, progress, log, endpoint)
     try:
         training = Training(job, progress, log, metrics)
-        if train(training, stop):
+        if _watched(runtime, training, stop):
             if runtime.is_first:
                 say(f"stopped after step {training.progress.step}; the same command resumes")
             log.write("stopped", step=training.progress.step)
@@ -79,6 +80,20 @@ def _run(spec: JobSpec, runtime: Runtime, stop: StopRequest) -> int:
         log.close()
         if endpoint is not None:
             endpoint.close()
+
+
+def _watched(runtime: Runtime, training: Training, stop: StopRequest) -> bool:
+    """Train; where a collective fails, say which and who is not in it."""
+    try:
+        return train(training, stop)
+    except RuntimeError as error:
+        roll_call = runtime.roll_call
+        if roll_call is None or not roll_call.is_lost(error):
+            raise
+        told = roll_call.call(error)
+        if told is None:
+            raise SystemExit(EXIT_LOST) from None
+        raise LostRankError(f"step {training.progress.step + 1}, {told}") from error
 
 
 def _serve(spec: JobSpec, runtime: Runtime, registry: CollectorRegistry) -> Endpoint | None:

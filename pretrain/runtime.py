@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from parallel import Watch, install_watch
 from pretrain.errors import EXIT_BAD_INPUT, InputError
+from pretrain.hang import RollCall
 from pretrain.spec import JobSpec
 
 T = TypeVar("T")
@@ -44,6 +46,10 @@ class Runtime:
     """Gloo, for decisions on the host; never used from within a step."""
     launch_id: str
     """The same on all ranks, and unlike any other launch's."""
+    watch: Watch = field(default_factory=Watch)
+    """Of this rank's collectives."""
+    roll_call: RollCall | None = None
+    """For when one does not end; None on one rank."""
 
     @property
     def ranks_per_node(self) -> int:
@@ -105,6 +111,9 @@ class Runtime:
 
     def close(self) -> None:
         """Leave the process group."""
+        install_watch(None)
+        if self.roll_call is not None:
+            self.roll_call.close()
         dist.destroy_process_group()
 
 
@@ -160,7 +169,10 @@ def start(timeout_seconds: float) -> Runtime:
     assert isinstance(control, dist.ProcessGroup)
     token = torch.tensor(secrets.randbits(62), dtype=torch.int64)
     dist.broadcast(token, 0, group=control)
-    return Runtime(rank, world, device, control, f"{int(token):016x}")
+    watch = Watch()
+    install_watch(watch)
+    roll_call = RollCall.start(rank, world, watch, timeout_seconds)
+    return Runtime(rank, world, device, control, f"{int(token):016x}", watch, roll_call)
 
 
 class StopRequest:

@@ -112,6 +112,33 @@ def training_arrays(
     return arrays
 
 
+def residual_arrays(
+    whole: nn.Module,
+    residuals: Mapping[str, Tensor],
+    layouts: Mapping[str, ShardLayout],
+    rank: int,
+) -> list[LocalArray]:
+    """What every copy of the model owes to its gradients, see :class:`parallel.CompressedSum`.
+
+    ``residual/NAME`` mirrors ``model/NAME``, with a dim for the copies before the parameter's own.
+    """
+    if not residuals:
+        return []
+    names = dict(whole.named_parameters())
+    copies = {
+        name: ShardLayout(
+            (layout.topology.dp_replicate, *layout.shape),
+            (("dp_replicate",), *layout.splits),
+            layout.topology,
+            layout.stages,
+        )
+        for name, layout in layouts.items()
+        if name in names
+    }
+    here = {name: residual.unsqueeze(0) for name, residual in residuals.items()}
+    return list(_stack("residual", names, here, copies, rank))
+
+
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(chain(model.named_parameters(), model.named_buffers()))
 

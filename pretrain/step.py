@@ -177,7 +177,7 @@ def forward_backward(
     stopwatches: list[Stopwatch] = []
     counts: Sequence[Tensor] | None = None
     for turn, batch in enumerate(micro_batches):
-        set_gradient_sync(model, not reduce_once or turn == len(micro_batches) - 1)
+        set_gradient_sync(model, not reduce_once, last=turn == len(micro_batches) - 1)
         batch = batch.to(device, non_blocking=True)
         inputs_BS, targets_BS = part.inputs_and_targets(batch)
         routed = targets_BS.numel() // part.tp_degree

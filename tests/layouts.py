@@ -16,7 +16,8 @@ import pretrain.loop
 from ckpt import LocalArray
 from parallel import Topology, local_shard, parse_topology
 from parallel.layout import Box
-from pretrain.job import Job, build_job, restore, save_checkpoint
+from pretrain.checkpoint import restore, save_checkpoint
+from pretrain.job import Job, build_job
 from pretrain.log import RunLog
 from pretrain.model import meta_decoder
 from pretrain.parallelize import decoder_layouts

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from moe import MoEConfig
 from parallel import Documents, apply_recompute, parse_topology
+from pretrain.checkpoint import restore
 from pretrain.corpus import end_of_document, load_tokenizer, prepare_corpus
 from pretrain.evaluate import evaluate, generate
-from pretrain.job import build_job, restore
+from pretrain.job import build_job
 from pretrain.model import Decoder, ModelConfig
 from pretrain.runtime import start
 from pretrain.spec import JobSpec

@@ -18,7 +18,8 @@ import ckpt
 import pretrain.pipeline
 from moe.experts import GroupedExperts
 from parallel import Products
-from pretrain.job import build_job, restore
+from pretrain.checkpoint import restore
+from pretrain.job import build_job
 from pretrain.runtime import start
 from pretrain.spec import JobSpec
 from tests.dist import run_ranks
@@ -119,10 +120,11 @@ def test_a_layout_trains_as_one_process_does(layout: str, runs):
         ("pp=4", {"pp_schedule": "gpipe"}),
         ("pp=2", {"pp_stages_per_rank": 2}),
         ("pp=2,dp_shard=2,ep=2", {"pp_stages_per_rank": 2, "recompute": "full"}),
-        ("pp=2,dp_shard=2", {"reshard_after_forward": False}),
+        ("pp=2,dp_shard=2", {"zero": 1}),
+        ("dp_replicate=2,dp_shard=2", {"zero": 2}),
         ("tp=2,cp=2", {"recompute": "selective"}),
-        ("pp=2,dp_shard=2 zbv", {"reshard_after_forward": False}),
-        pytest.param("pp=2,dp_shard=2 dualpipev", {"reshard_after_forward": False}, marks=SLOW),
+        ("pp=2,dp_shard=2 zbv", {"zero": 1}),
+        pytest.param("pp=2,dp_shard=2 dualpipev", {"zero": 2}, marks=SLOW),
         pytest.param("pp=2,tp=2,ep=2 zbv", {"recompute": "full"}, marks=SLOW),
         pytest.param("pp=2,dp_shard=2,ep=2 dualpipev", {"recompute": "selective"}, marks=SLOW),
     ],
@@ -194,13 +196,13 @@ def passes_on_rank(spec: JobSpec, rank: int) -> tuple[list[int], list[int], list
 
 @pytest.mark.parametrize("once", [False, pytest.param(True, marks=SLOW)])
 def test_second_passes_have_the_work_and_fsdp_reduces_after_them(once: bool, data, tmp_path):
-    parallel = {"reshard_after_forward": not once}
+    parallel = {"zero": 1 if once else 3}
     # Where gradients are of two dtypes, FSDP reduces them only if it has made them one.
     sections = {**SECTIONS, "train": {**SECTIONS["train"], "precision": "bfloat16"}}
     spec = spec_for(tmp_path, data, "pp=2,dp_shard=2 zbv", parallel=parallel, **sections)
     for found, there, reduced in run_ranks(partial(passes_on_rank, spec), 4, group=False):
         assert Counter(found) == Counter(5 * there)
-        assert set(reduced) == {1} if once else max(reduced) == 5
+        assert set(reduced) == {1} if once else 1 < min(reduced) <= max(reduced) <= 5
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ import torch
 from prometheus_client import CollectorRegistry, generate_latest
 
 from parallel import (
+    Kind,
     ParallelDims,
     Topology,
+    Traffic,
     apply_expert_parallel,
     apply_fsdp,
     clip_grad_norm,
@@ -230,6 +232,8 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
     )
     metrics.record_flops(1e9, 0.25)
     metrics.record_flops(1e9, 0.5)
+    metrics.record_traffic({Kind("all_to_all", "ep"): Traffic(3, 4096, 0.75, 0.25)})
+    metrics.communication.set(0.125)
     metrics.record_routing([1, 2], [[4, 0], [2, 2]], [0.5, 0.6], [[3, 4], [0, 0]], 0.25)
     metrics.record_save(1.5)
     endpoint = Endpoint(registry, "127.0.0.1", 0)
@@ -250,6 +254,9 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
         "convoy_model_flops_total 2e+09",
         "convoy_mfu_ratio 0.5",
         "convoy_data_cursor_samples 8.0",
+        'convoy_collective_seconds_total{group="ep",op="all_to_all"} 0.75',
+        'convoy_collective_bytes_total{group="ep",op="all_to_all"} 4096.0',
+        "convoy_communication_time_ratio 0.125",
         "convoy_data_wait_seconds_total 0.2",
         'convoy_skipped_steps_total{reason="not_finite"} 1.0',
         'convoy_moe_expert_load_imbalance_ratio{layer="1"} 2.0',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import os
 import signal
@@ -12,6 +13,7 @@ import pytest
 
 import ckpt
 from parallel import Topology
+from pretrain.checkpoint import _resolved
 from pretrain.loop import Training
 from pretrain.runtime import lock_run
 from pretrain.spec import load_spec
@@ -77,7 +79,8 @@ def fingerprints(run: Path) -> dict[str, int]:
     [
         (1, {}, {"input_jitter": 0.01}),
         (2, {"ep": 2}, {"expert_bias": True, "input_jitter": 0.01}),
-        (2, {"ep": 1, "reshard_after_forward": False}, {}),
+        (2, {"ep": 1, "zero": 1}, {}),
+        (2, {"dp_replicate": 2, "gradient_compression": "one_bit"}, {}),
         pytest.param(4, {"ep": 2}, {}, marks=SLOW),
         pytest.param(4, {"ep": 4, "cp": 2}, {"input_jitter": 0.01}, marks=SLOW),
         pytest.param(4, {"dp_replicate": 2}, {"expert_bias": True}, marks=SLOW),
@@ -198,6 +201,46 @@ def test_a_resize_keeps_the_samples_and_the_losses(text, tmp_path, before, after
     assert a[-1] < a[0]
 
 
+def test_gradients_with_fewer_bits_train_as_well(text, tmp_path):
+    found = {}
+    for how in ("none", "bfloat16", "one_bit"):
+        spec = write_spec(
+            tmp_path, f"{how}.json", data=data_of(text), run_dir=str(tmp_path / how),
+            parallel={"dp_replicate": 2, "gradient_compression": how},
+            train={"steps": 12}, checkpoint={"interval_steps": 12},
+        )  # fmt: skip
+        assert launch(spec, 2)[0] == 0
+        found[how] = losses(tmp_path / how)
+    assert found["bfloat16"] != found["none"]
+    assert found["bfloat16"] == pytest.approx(found["none"], rel=2e-3)
+    assert found["one_bit"][0] == found["none"][0]
+    # Signs alone, but none of what they leave out is lost.
+    assert found["one_bit"][-1] < found["none"][0] - 0.5 * (found["none"][0] - found["none"][-1])
+
+    owed = ckpt.read_manifest(tmp_path / "one_bit" / "checkpoints")
+    arrays = {a.name: a.shape for a in owed.arrays}
+    parameters = {name for name in arrays if name.startswith("optimizer/exp_avg/")}
+    assert {name.replace("residual", "optimizer/exp_avg") for name in arrays
+            if name.startswith("residual/")} == parameters  # fmt: skip
+    assert arrays["residual/layers/moe/experts/w_gate"][:2] == (2, 2)
+
+    code, out, err = launch(
+        tmp_path / "one_bit.json", 1, "parallel.dp_replicate=1", "train.steps=14",
+        "parallel.gradient_compression=none", "checkpoint.on_topology_change=reshard",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "what compressed gradients still owed was of other ranks, and is left out" in out
+
+
+def test_fields_of_a_saved_spec_that_are_no_more_do_not_matter(text, tmp_path):
+    spec = load_spec(write_spec(tmp_path, data=data_of(text))).as_dict()
+    saved = copy.deepcopy(spec)
+    saved["parallel"]["reshard_after_forward"] = True
+    saved["forgotten"] = {"section": 1}
+    del saved["data"]["document_mask"]
+    assert _resolved(saved) == spec
+
+
 def test_a_resharded_checkpoint_resumes_without_a_word(text, tmp_path):
     spec = write_spec(tmp_path, data=data_of(text), parallel={"ep": 2})
     run = tmp_path / "run"
@@ -232,6 +275,20 @@ def test_a_run_that_diverges_ends_with_3_and_keeps_the_last_good_state(text, tmp
     assert f"the newest checkpoint is step {good} in" in err
 
 
+def check_communication(interval: dict, parallel: dict) -> None:
+    """Every axis with ranks has seconds, others have none, and the waits are within the step."""
+    seconds, exposed = interval["communication_seconds"], interval["exposed_seconds"]
+    axes = {axis for axis in parallel if parallel[axis] > 1}
+    assert set(seconds) - {"dp", "world"} == axes
+    for axis in seconds:
+        assert 0 < exposed[axis] <= seconds[axis] <= interval["seconds"]
+    assert sum(exposed.values()) < interval["seconds"]
+    if "pp" in axes:
+        assert 0 < interval["bubble"] < 1
+        p, m = parallel["pp"], 4
+        assert interval["bubble_formula"] == (p - 1) / (m + p - 1)
+
+
 def test_evaluation_and_text_do_not_depend_on_the_layout(text, tmp_path):
     bits, samples, loads = [], [], []
     layouts = [
@@ -248,6 +305,7 @@ def test_evaluation_and_text_do_not_depend_on_the_layout(text, tmp_path):
         code, out, err = launch(spec, world)
         assert code == 0, err
         assert "sample, from 'def f('" in out
+        check_communication(events(run, "interval")[0], parallel)
         bits.append([e["bits_per_byte"] for e in events(run, "eval") if "whole" in e])
         summary = Summary.read(run / "summary.json")
         samples.append(summary.sample)

@@ -3,8 +3,8 @@
     python tools/pretrain.py SPEC
     torchrun --nproc-per-node 8 tools/pretrain.py SPEC [--set train.steps=1000]
 
-Exit codes: 0 done; 2 bad spec or bad input; 3 the loss diverged; 75 stopped on request after a
-committed checkpoint, run it again.
+Exit codes: 0 done; 1 a rank was lost or stuck; 2 bad spec or bad input; 3 the loss diverged; 75
+stopped on request after a committed checkpoint. After 1 and 75 the same command goes on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ if sys.path[0] == str(Path(__file__).resolve().parent):
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from ckpt import CheckpointError, OtherRankError
-from pretrain.errors import EXIT_BAD_INPUT, EXIT_HEALTH, HealthError, InputError
+from pretrain.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_HEALTH,
+    EXIT_LOST,
+    HealthError,
+    InputError,
+    LostRankError,
+)
 from pretrain.log import complain, say
 from pretrain.run import prepare, run
 from pretrain.runtime import launched_rank, launched_world
@@ -55,6 +62,11 @@ def main(arguments: list[str] | None = None) -> int:
         return run(spec)
     except KeyboardInterrupt:
         return 130
+    except LostRankError as error:
+        if args.debug:
+            raise
+        complain(str(error))
+        return EXIT_LOST
     except (InputError, CheckpointError, HealthError) as error:
         if args.debug:
             raise
