@@ -145,7 +145,7 @@ def test_schedules_and_recomputation_change_nothing_either(layout, parallel, run
         ("pp=2 zbv", "grouped_mm"),
         *(
             pytest.param(layout, backend, marks=SLOW)
-            for layout in ("pp=4 zbv", "pp=3 zbv", "pp=3 dualpipev", "pp=2,dp_shard=2,ep=2 zbv")
+            for layout in ("pp=4 zbv", "pp=3 zbv", "pp=3 dualpipev", "pp=2,dp_replicate=2 zbv")
             for backend in ("auto", "grouped_mm")
         ),
     ],
