@@ -77,15 +77,17 @@ class Job:
         here = self.model.blocks
         return [row for row, number in enumerate(self.moe_layers) if number in here]
 
-    def forward_backward(self, batches: Sequence[Tensor], planned_tokens: int) -> Pass:
-        """Gradients of one step's loss, see :func:`pretrain.step.forward_backward`."""
+    def forward_backward(
+        self, batches: Sequence[Tensor], planned_tokens: int, loss_scale: float | None = None
+    ) -> Pass:
+        """Gradients of one step's loss, see :func:`pretrain.step.forward_backward`, times
+        ``loss_scale``, a power of two: that rounds nothing."""
+        divisor = planned_tokens / (loss_scale or 1.0)
         once = self.spec.parallel.zero == 1
         part, device = self.part, self.runtime.device
         if self.laid_out.pipeline is not None:
-            return self.laid_out.pipeline.forward_backward(
-                batches, planned_tokens, device, part, once
-            )
-        return forward_backward(self.model, batches, planned_tokens, device, part, once)
+            return self.laid_out.pipeline.forward_backward(batches, divisor, device, part, once)
+        return forward_backward(self.model, batches, divisor, device, part, once)
 
     def forward(
         self, inputs_BS: Tensor, documents: Documents | None = None
