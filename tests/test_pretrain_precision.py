@@ -96,8 +96,9 @@ def slow(*values: str) -> Any:
     [
         ("dp_shard=1", "bfloat16"), ("dp_shard=2,ep=2", "bfloat16"), ("pp=2", "bfloat16"),
         ("tp=2", "bfloat16"), slow("dp_shard=2", "bfloat16"), slow("cp=2,ep=2", "bfloat16"),
-        ("dp_shard=1", "float16"), ("pp=2,dp_shard=2,ep=2", "float16"),
-        slow("dp_shard=2", "float16"), slow("tp=2", "float16"), slow("cp=2,ep=2", "float16"),
+        ("dp_shard=1", "float16"), ("pp=2", "float16"), slow("dp_shard=2", "float16"),
+        slow("tp=2", "float16"), slow("cp=2,ep=2", "float16"),
+        slow("pp=2,dp_shard=2,ep=2", "float16"),
     ],
 )  # fmt: skip
 def test_half_the_bits_follow_float32_and_resume_with_the_same(
