@@ -54,6 +54,8 @@ class TrainConfig(BaseModel):
     nothing is rounded; half as much is tried where gradients overflow."""
     loss_scale_growth_steps: int = Field(default=2000, ge=1)
     """float16: steps in a row without an overflow, after which the scale doubles."""
+    compile: bool = False
+    """Let torch.compile have attention and dense layers, where no collective is within them."""
     seed: int = Field(default=0, ge=0, lt=1 << 63)
     log_interval_steps: int = Field(default=10, ge=1)
     eval_interval_steps: int = Field(default=0, ge=0)
@@ -210,6 +212,11 @@ class JobSpec(BaseModel):
             raise ValueError(
                 f"parallel.pp ({p.pp}) must be 1 with model.tie_embeddings (true): the first stage "
                 f"and the last would share a matrix"
+            )
+        if t.compile and p.recompute == "selective":
+            raise ValueError(
+                "train.compile (true) must be false with parallel.recompute (selective): what is "
+                "within a compiled region cannot be selected"
             )
         self._check_sequences()
         self._check_tensor_parallel()
