@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -94,6 +95,8 @@ def _world(spec: JobSpec) -> int:
 def _on_rank(
     spec: JobSpec, steps: int, save_at: int, loss_scale: float | None, rank: int
 ) -> tuple[list[tuple[float, float]], Slices, Slices, Slices, list[Attempt], Progress]:
+    if spec.train.compile:
+        warnings.simplefilter("default")  # torch warns of itself while it compiles
     runtime = start(spec.train.timeout_seconds)
     job = build_job(spec, runtime)
     progress = restore(job)

@@ -112,6 +112,18 @@ def test_schedules_and_recomputation_change_nothing_either(layout, parallel, run
         assert error <= 1e-5, f"gradient of {name}: {error}"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["", "dp_shard=2,ep=2", "tp=2"])
+def test_compiled_regions_change_nothing_either(layout, runs, data, tmp_path):
+    alone = runs("dp_shard=1").trained
+    sections = {**SECTIONS, "train": {**SECTIONS["train"], "compile": True}}
+    trained = train(spec_for(tmp_path, data, layout, **sections), 2)
+    assert trained.losses == pytest.approx(alone.losses[:2], rel=1e-5)
+    for name, expected in alone.gradients.items():
+        error = relative_error(trained.gradients[name], expected)
+        assert error <= 1e-5, f"gradient of {name}: {error}"
+
+
 @pytest.mark.parametrize(
     ("layout", "parallel"),
     [("pp=2,cp=2", {}), ("pp=2", {"pp_stages_per_rank": 2}), ("tp=2,ep=2", {})],

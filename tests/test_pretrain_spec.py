@@ -54,6 +54,11 @@ RECIPE = "tools/recipes/stdlib-tiny.toml"
             "train.precision=half",
             "train.precision ('half'): Input should be 'float32', 'bfloat16' or 'float16'",
         ),
+        (
+            "parallel.gradient_compression=one_bit",
+            "parallel.gradient_compression (one_bit) must be none where parallel.dp_replicate is 1",
+        ),
+        ("parallel.zero=4", "parallel.zero (4): Input should be 1, 2 or 3"),
         ("train.ramp_batch_size=4", "train.ramp_batch_size (4) must be at most"),
         (
             "parallel.cp=5",
