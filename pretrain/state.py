@@ -125,13 +125,12 @@ def training_arrays(
 ) -> list[LocalArray]:
     """Parameters, buffers and moments as stacked arrays, the same list on every rank.
 
-    Moments mirror the tree of :func:`model_arrays` under ``optimizer/exp_avg`` and
-    ``optimizer/exp_avg_sq``.
+    Moments mirror the tree of :func:`model_arrays` under ``optimizer/NAME``, as AdamW's under
+    ``optimizer/exp_avg`` and ``optimizer/exp_avg_sq``.
     """
     arrays = model_arrays(whole, model, layouts, rank)
     parameters = dict(whole.named_parameters())
-    for key in ("exp_avg", "exp_avg_sq"):
-        here = {name: tensor for k, name, tensor in moments(optimizer, model) if k == key}
+    for key, here in moments(optimizer, model).items():
         arrays += _stack(f"optimizer/{key}", parameters, here, layouts, rank)
     return arrays
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import ckpt
-from parallel import parse_topology
+from parallel import Topology, parse_topology
+from pretrain.model import meta_decoder
+from pretrain.parallelize import compile_regions
 from tests.jobs import data_of, prepare_job
 from tests.layouts import Trained, empty_arrays, relative_error, slices, spec_for, train, whole
 
@@ -110,6 +112,22 @@ def test_schedules_and_recomputation_change_nothing_either(layout, parallel, run
     for name, expected in alone.gradients.items():
         error = relative_error(trained.gradients[name], expected)
         assert error <= 1e-5, f"gradient of {name}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("topology", "regions"),
+    [
+        (Topology(dp_shard=4, ep=4, pp=2), {"attention", "ffn", "shared_experts"}),
+        (Topology(cp=2), {"ffn", "shared_experts"}),
+        (Topology(tp=2), {"shared_experts"}),
+    ],
+)
+def test_regions_with_collectives_are_not_compiled(topology, regions, data, tmp_path):
+    spec = spec_for(tmp_path, data, "", **SECTIONS)
+    model = meta_decoder(spec.model, spec.moe)
+    compile_regions(list(model.blocks.values()), topology)
+    compiled = {n.rpartition(".")[2] for n, m in model.named_modules() if m._compiled_call_impl}
+    assert compiled == regions
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from pretrain.job import _check_nodes
 from pretrain.metrics import Endpoint, Metrics
 from pretrain.model import Decoder
 from pretrain.optim import OptimizerConfig, ScheduleConfig, build_adamw
-from pretrain.state import Progress, parameter_layouts
+from pretrain.state import Progress, parameter_layouts, training_arrays
 from pretrain.step import forward_backward, next_token_loss
 from pretrain.summary import heat_map
 from tests.dist import run_ranks
@@ -159,6 +159,28 @@ def test_moments_made_at_once_change_nothing():
             optimizer.step()
     for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_checkpoints_take_whatever_an_optimizer_keeps_of_each_parameter(tmp_path):
+    spec = make_spec(tmp_path)
+    model = Decoder(spec.model, spec.moe)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number, parameter in enumerate(model.parameters()):
+        optimizer.state[parameter] = {"momentum_buffer": torch.full_like(parameter, number)}
+    layouts = parameter_layouts(model, Topology())
+    arrays = {a.spec.name: a for a in training_arrays(model, model, optimizer, layouts, 0)}
+    kept = {name for name in arrays if name.startswith("optimizer/")}
+    buffers = {name for name, _ in model.named_buffers()}
+    assert kept == {
+        a.replace("model/", "optimizer/momentum_buffer/", 1)
+        for a in arrays
+        if a.startswith("model/") and a.split("/")[-1] not in {b.split(".")[-1] for b in buffers}
+    }
+    numbers = {name: number for number, (name, _) in enumerate(model.named_parameters())}
+    pieces = arrays["optimizer/momentum_buffer/layers/attention/wq/weight"].pieces
+    assert [float(p[0, 0]) for p in pieces] == [
+        numbers[f"layers.{i}.attention.wq.weight"] for i in range(spec.model.num_layers)
+    ]
 
 
 def test_schedules():
