@@ -35,7 +35,7 @@ from parallel.documents import Documents
 from parallel.gradients import clip_grad_norm, grad_square_sum, scale_gradients
 from parallel.layout import ShardLayout, Topology, parse_topology
 from parallel.mesh import ParallelDims
-from parallel.recompute import apply_recompute
+from parallel.recompute import apply_activation_offload, apply_recompute
 from parallel.replicas import CompressedSum, GradientCompression
 from parallel.tensor import (
     TensorParallel,
@@ -91,6 +91,7 @@ __all__ = [
     "all_gather_rows",
     "all_reduce",
     "all_to_all",
+    "apply_activation_offload",
     "apply_context_parallel",
     "apply_expert_parallel",
     "apply_fsdp",

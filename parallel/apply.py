@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from parallel.collectives import all_gather, all_reduce, reduce_scatter
@@ -115,6 +121,8 @@ def apply_fsdp(
     reshard_after_forward: bool = True,
     compute_dtype: torch.dtype | None = None,
     sum_replicas: bool = True,
+    prefetch: int = 0,
+    offload: bool = False,
 ) -> nn.Module:
     """Shard parameters, gradients and optimizer state with FSDP2, experts over their own mesh.
 
@@ -135,12 +143,18 @@ def apply_fsdp(
             are between close numbers.
         sum_replicas: sum gradients over copies too; where False that is yours to do, as
             :class:`parallel.CompressedSum` does.
+        prefetch: how many blocks ahead parameters are gathered, in the forward and the backward; 0
+            leaves it to FSDP, which on an accelerator gathers one while another is computed.
+        offload: keep parameters' slices, their gradients and so the optimizer's state in host
+            memory, and let the optimizer run there. Parameters must be made there, buffers on the
+            device.
     """
     t = dims.topology
     casts = compute_dtype is not None
-    if t.world == t.pp and not casts:
+    if t.world == t.pp and not casts and not offload:
         return model
     policy = MixedPrecisionPolicy(compute_dtype, torch.float32) if casts else MixedPrecisionPolicy()
+    host = CPUOffloadPolicy(torch.cuda.is_available()) if offload else OffloadPolicy()
     sharded: list[nn.Module] = []
     alone: set[nn.Parameter] = set()
 
@@ -148,12 +162,13 @@ def apply_fsdp(
         defaults: dict[str, Any] = {
             "reshard_after_forward": reshard_after_forward,
             "mp_policy": policy,
+            "offload_policy": host,
         }
         fully_shard(module, mesh=mesh, **defaults | options)
         sharded.append(module)
 
     for module in expert_modules(model):
-        if t.efsdp * t.dp_replicate == 1 and not casts:
+        if t.efsdp * t.dp_replicate == 1 and not casts and not offload:
             # Each expert is on one rank alone: there is nothing to gather and nothing to reduce,
             # and a mesh of one would still copy every expert twice a step.
             alone.update(module.experts.parameters())
@@ -180,8 +195,17 @@ def apply_fsdp(
             ignored_params=alone,
         )
     replicas = _ReplicaSum(dims.replicate_mesh) if sum_replicas and t.dp_replicate > 1 else None
-    for number, module_ in enumerate(sharded):
-        fsdp = cast(FSDPModule, module_)
+    _set_sums(cast(list[FSDPModule], sharded), replicas)
+    # A plain attribute: modules are what nn.Module registers.
+    model.__dict__[_REPLICAS] = replicas
+    if prefetch:
+        _set_prefetch(blocks, prefetch)
+    return model
+
+
+def _set_sums(modules: Sequence[FSDPModule], replicas: _ReplicaSum | None) -> None:
+    """Sums and no means, over copies too, by collectives that are watched."""
+    for number, fsdp in enumerate(modules):
         if replicas is not None:
             fsdp.set_all_reduce_hook(partial(replicas, number))
         fsdp.set_gradient_divide_factor(1.0)
@@ -189,9 +213,18 @@ def apply_fsdp(
         fsdp.set_force_sum_reduction_for_comms(True)
         fsdp.set_custom_all_gather(cast(Any, _AllGather()))
         fsdp.set_custom_reduce_scatter(cast(Any, _ReduceScatter()))
-    # A plain attribute: modules are what nn.Module registers.
-    model.__dict__[_REPLICAS] = replicas
-    return model
+
+
+def _set_prefetch(blocks: Sequence[nn.Module], ahead: int) -> None:
+    """Gather what the next ``ahead`` blocks need beside the block that is computed."""
+
+    def parts(some: Sequence[nn.Module]) -> list[FSDPModule]:
+        return [m for block in some for m in block.modules() if isinstance(m, FSDPModule)]
+
+    for i, block in enumerate(blocks):
+        fsdp = cast(FSDPModule, block)
+        fsdp.set_modules_to_forward_prefetch(parts(blocks[i + 1 : i + 1 + ahead]))
+        fsdp.set_modules_to_backward_prefetch(parts(blocks[max(i - ahead, 0) : i][::-1]))
 
 
 _REPLICAS = "_convoy_replica_sum"

@@ -46,6 +46,13 @@ class ParallelConfig(BaseModel):
     a step, and not once a micro-batch."""
     gradient_compression: GradientCompression = "none"
     """Of sums over dp_replicate: float32; bfloat16; or one_bit, signs with error feedback."""
+    prefetch: int = Field(default=0, ge=0)
+    """Layers ahead whose parameters are gathered; 0 leaves it to FSDP."""
+    offload_optimizer: bool = False
+    """Keep slices of parameters, gradients and moments in host memory, and update them there."""
+    offload_activations: bool = False
+    """Keep in host memory what layers save for their backward."""
+
     recompute: Recompute = "none"
     """Of each layer's activations keep the input alone (full), or the results of products and of
     attention too (selective), and compute the rest again in the backward."""
@@ -58,6 +65,11 @@ class ParallelConfig(BaseModel):
             raise ValueError(
                 f"parallel.recompute_every ({self.recompute_every}) must be 1 where "
                 f"parallel.recompute is none"
+            )
+        if self.offload_activations and self.recompute == "selective":
+            raise ValueError(
+                "parallel.offload_activations (true) must be false with parallel.recompute "
+                "(selective), which keeps what it keeps by itself; full or none go with it"
             )
         if self.gradient_compression != "none" and self.dp_replicate == 1:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Computing activations again in the backward instead of keeping them."""
+"""Computing activations again in the backward instead of keeping them, or keeping them away."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
     noop_context_fn,
 )
+
+from parallel.apply import local_shard
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -52,6 +55,42 @@ def apply_recompute(blocks: Sequence[nn.Module], how: Recompute, every: int = 1)
     for block in blocks[::every]:
         # Not a wrapper module: the parameters keep their names.
         block.forward = _recomputed(block.forward, contexts)
+
+
+def apply_activation_offload(blocks: Sequence[nn.Module]) -> None:
+    """Let blocks keep what their backward needs in host memory; after :func:`apply_recompute`, so
+    that what is kept of a block that is computed again is its input alone.
+
+    What selective recomputation keeps is its own, and stays. On a CPU nothing changes.
+    """
+    for block in blocks:
+        block.forward = _kept_on_host(block)
+
+
+class _OnHost(save_on_cpu):
+    """Everything but a block's parameters, which are kept anyhow."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__(pin_memory=torch.cuda.is_available())
+        pack, unpack = self.pack_hook, self.unpack_hook
+
+        def send(tensor: Tensor) -> Any:
+            # Looked up each time: FSDP gathers some of them within the forward.
+            here = {local_shard(p).untyped_storage().data_ptr() for p in block.parameters()}
+            return tensor if tensor.untyped_storage().data_ptr() in here else pack(tensor)
+
+        self.pack_hook = send
+        self.unpack_hook = lambda kept: kept if isinstance(kept, Tensor) else unpack(kept)
+
+
+def _kept_on_host(block: nn.Module) -> Callable[..., Any]:
+    forward = block.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _OnHost(block):
+            return forward(*args, **kwargs)
+
+    return run
 
 
 def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any]) -> Callable[..., Any]:

@@ -59,17 +59,25 @@ class CompressedSum:
             }
         self._pending: list[tuple[list[str], Tensor]] = []
 
-    def reduce(self) -> None:
-        """Sum; every rank of the group must call, with gradients for the same parameters."""
+    def reduce(self, scale: float = 1.0) -> None:
+        """Sum; every rank of the group must call, with gradients for the same parameters.
+
+        Gradients come and go multiplied by ``scale``, a power of two; what is owed is not, and so
+        outlives a change of it.
+        """
         self._pending = []
         for names, grads in self._buckets():
             flat_N = torch.cat([grad.flatten() for grad in grads]).float()
+            if scale != 1:
+                flat_N /= scale
             if self.how == "bfloat16":
                 total_N = self._rounded(flat_N)
             else:
                 flat_N += torch.cat([self.residuals[name].flatten() for name in names])
                 total_N, sent_N = self._signs(flat_N)
                 self._pending.append((names, flat_N.sub_(sent_N)))
+            if scale != 1:
+                total_N *= scale
             parts = total_N.split([grad.numel() for grad in grads])
             for grad, part in zip(grads, parts, strict=True):
                 grad.copy_(part.view_as(grad))

@@ -25,7 +25,8 @@ class Report:
     """Summed negative log-likelihood of its target tokens, in nats."""
     target_tokens: float
     grad_square_sum: float
-    """Its share of the squared global gradient norm; a copy held n times counts 1/n."""
+    """Its share of the squared global gradient norm, without the loss scale; a copy held n times
+    counts 1/n."""
     stop_requested: float
     step_seconds: float
     """Until here, the barrier; waiting in collectives is included."""
@@ -63,6 +64,18 @@ class Decision:
     """Of the slowest rank."""
     bad_router: tuple[int, int] | None
     """The first layer, and a rank, whose router logits were not finite."""
+    loss_scale: float | None = None
+    """What the loss was multiplied by; None but in float16."""
+    overflow: bool = False
+    """Gradients alone were not finite, and the scale can be halved: a skip that is to be expected.
+    Where it is 1 already there is nothing to be halved, and no overflow."""
+
+    @property
+    def reason(self) -> str:
+        """What a skipped step was skipped for: the kind."""
+        if self.bad_router is not None:
+            return "router_not_finite"
+        return "overflow" if self.overflow else "not_finite"
 
     @property
     def why(self) -> str:
@@ -70,6 +83,9 @@ class Decision:
         if self.bad_router is not None:
             layer, rank = self.bad_router
             return f"router logits of layer {layer} are not finite on rank {rank}"
+        if self.overflow:
+            assert self.loss_scale is not None
+            return f"gradients overflow with loss scale {self.loss_scale:.0f}; half of it is next"
         return f"loss {self.loss}, grad norm {self.grad_norm}"
 
 
@@ -80,19 +96,23 @@ def exchange(report: Report, device: torch.device) -> list[Report]:
     return [Report(*values) for values in rows]
 
 
-def decide(reports: Sequence[Report], planned_tokens: int) -> Decision:
+def decide(
+    reports: Sequence[Report], planned_tokens: int, loss_scale: float | None = None
+) -> Decision:
     """One decision from all reports; a pure function of them.
 
     Args:
         reports: in rank order, which fixes the order of the sums.
         planned_tokens: what gradients have been divided by already.
+        loss_scale: what they had been multiplied by; None but in float16.
     """
     tokens = sum(r.target_tokens for r in reports)
     loss = sum(r.loss_sum for r in reports) / max(tokens, 1.0)
     square = sum(r.grad_square_sum for r in reports)
     norm = math.sqrt(square) * planned_tokens / max(tokens, 1.0) if square >= 0 else math.nan
     bad = [(int(r.bad_layer), rank) for rank, r in enumerate(reports) if r.bad_layer >= 0]
-    finite = math.isfinite(loss) and math.isfinite(norm) and tokens > 0 and not bad
+    sound = math.isfinite(loss) and tokens > 0 and not bad
+    finite = sound and math.isfinite(norm)
     return Decision(
         action=Action.COMMIT if finite else Action.SKIP,
         loss=loss,
@@ -102,4 +122,6 @@ def decide(reports: Sequence[Report], planned_tokens: int) -> Decision:
         step_seconds=max(r.step_seconds for r in reports),
         data_wait_seconds=max(r.data_wait_seconds for r in reports),
         bad_router=min(bad) if bad else None,
+        loss_scale=loss_scale,
+        overflow=sound and not finite and loss_scale is not None and loss_scale > 1,
     )

@@ -95,7 +95,7 @@ def restore(job: Job) -> Progress:
     if step < 0:
         _first_values(job)
         seed_rng(spec.train.seed, 0, runtime.rank)
-        return Progress()
+        return Progress(loss_scale=spec.train.first_loss_scale)
     read = partial(ckpt.read_manifest, root, step)
     manifest = runtime.together(lambda: _or_way_back(root, step, read))
     runtime.together(lambda: _check_resumable(job, manifest))
@@ -179,6 +179,10 @@ def _load(job: Job, manifest: Manifest) -> Progress:
         job.balance.load(manifest.state["capacity"])
         job.balance.apply(job.routers, runtime.rank)
     values = {k: v for k, v in manifest.state.items() if k not in ("corpus", "capacity")}
+    scale = job.spec.train.first_loss_scale
+    if scale is None or values.get("loss_scale") is None:
+        # One of the two runs is not in float16: nothing is to be gone on with.
+        values |= {"loss_scale": scale, "steps_at_loss_scale": 0}
     progress = replace(Progress(), **values)
     set_update_count(job.optimizer, progress.step)
     return progress

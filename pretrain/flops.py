@@ -31,6 +31,9 @@ _TFLOPS = {
     "A100": {torch.bfloat16: 312.0, torch.float16: 312.0, torch.float32: 19.5},
 }
 
+_LONG_ENOUGH = 0.02
+"""Seconds of a product; larger ones are slow on CPUs without float16, and say no more."""
+
 
 @dataclass(frozen=True)
 class ForwardFlops:
@@ -99,13 +102,19 @@ def _expert_weights(c: MoEConfig) -> int:
 
 def peak_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
     """What one rank's device can do: of its data sheet, or, where there is none, the fastest of
-    some large products here and now, with this process's threads."""
+    some products here and now, with this process's threads."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for known, by_dtype in _TFLOPS.items():
             if known in name and dtype in by_dtype:
                 return by_dtype[dtype] * 1e12
-    size = 1024 if device.type == "cpu" else 8192
+    size, largest = 128, 1024 if device.type == "cpu" else 8192
+    while (seconds := _product_seconds(size, device, dtype)) < _LONG_ENOUGH and size < largest:
+        size *= 2
+    return 2 * size**3 / seconds
+
+
+def _product_seconds(size: int, device: torch.device, dtype: torch.dtype) -> float:
     # Not random: a resume has its random state by now.
     a = torch.ones(size, size, device=device, dtype=dtype)
     out, best = torch.empty_like(a), float("inf")
@@ -115,4 +124,4 @@ def peak_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - began)
-    return 2 * size**3 / best
+    return best

@@ -77,15 +77,17 @@ class Job:
         here = self.model.blocks
         return [row for row, number in enumerate(self.moe_layers) if number in here]
 
-    def forward_backward(self, batches: Sequence[Tensor], planned_tokens: int) -> Pass:
-        """Gradients of one step's loss, see :func:`pretrain.step.forward_backward`."""
+    def forward_backward(
+        self, batches: Sequence[Tensor], planned_tokens: int, loss_scale: float | None = None
+    ) -> Pass:
+        """Gradients of one step's loss, see :func:`pretrain.step.forward_backward`, times
+        ``loss_scale``, a power of two: that rounds nothing."""
+        divisor = planned_tokens / (loss_scale or 1.0)
         once = self.spec.parallel.zero == 1
         part, device = self.part, self.runtime.device
         if self.laid_out.pipeline is not None:
-            return self.laid_out.pipeline.forward_backward(
-                batches, planned_tokens, device, part, once
-            )
-        return forward_backward(self.model, batches, planned_tokens, device, part, once)
+            return self.laid_out.pipeline.forward_backward(batches, divisor, device, part, once)
+        return forward_backward(self.model, batches, divisor, device, part, once)
 
     def forward(
         self, inputs_BS: Tensor, documents: Documents | None = None
@@ -115,6 +117,11 @@ def build_job(spec: JobSpec, runtime: Runtime) -> Job:
     Raises InputError where the corpus is not the spec's, or the layer has no path for its sizes.
     """
     topology = spec.topology(runtime.world)
+    for field in ("offload_optimizer", "offload_activations"):
+        if getattr(spec.parallel, field) and runtime.device.type == "cpu":
+            raise InputError(
+                f"parallel.{field} (true) must be false on a CPU: everything is in host memory"
+            )
     if spec.moe is not None:
         m = spec.moe
         try:
@@ -134,8 +141,7 @@ def build_job(spec: JobSpec, runtime: Runtime) -> Job:
     runtime.together(lambda: _check_nodes(spec, topology, per_node))
     dims = ParallelDims.build(topology, runtime.device.type, per_node)
     laid_out = runtime.together(lambda: _lay_out(spec, dims))
-    for part in laid_out.parts.values():
-        part.to_empty(device=runtime.device)
+    _make_room(laid_out, runtime.device, spec.parallel.offload_optimizer)
     loader = Loader(
         train,
         GlobalOrder(len(train), spec.train.seed),
@@ -159,6 +165,15 @@ def build_job(spec: JobSpec, runtime: Runtime) -> Job:
     return job
 
 
+def _make_room(laid_out: LaidOut, device: torch.device, offload: bool) -> None:
+    """Memory for what is here; buffers are on the device wherever parameters are."""
+    for part in laid_out.parts.values():
+        part.to_empty(device=torch.device("cpu") if offload else device)
+        for module in part.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+
+
 def _end_token(spec: JobSpec) -> int | None:
     if not spec.data.document_mask:
         return None
@@ -168,8 +183,9 @@ def _end_token(spec: JobSpec) -> int | None:
 def _lay_out(spec: JobSpec, dims: ParallelDims) -> LaidOut:
     try:
         return lay_out(
-            spec.model, spec.moe, spec.parallel, dims, spec.data.seq_len, spec.train.dtype
-        )
+            spec.model, spec.moe, spec.parallel, dims, spec.data.seq_len, spec.train.dtype,
+            spec.train.compile,
+        )  # fmt: skip
     except ValueError as error:
         raise InputError(str(error)) from None
 

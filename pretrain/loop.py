@@ -23,7 +23,7 @@ from pretrain.metrics import Metrics
 from pretrain.optim import set_lr
 from pretrain.runtime import StopRequest
 from pretrain.schedule import bubble
-from pretrain.state import Progress
+from pretrain.state import Progress, rng_states, set_rng_states
 from pretrain.step import Routing
 
 
@@ -59,6 +59,8 @@ class Training:
     def step(self, stop_requested: bool) -> Decision:
         """One step: forward, backward, barrier, and the update where all commit.
 
+        After an overflow the next try has half the loss scale, and nothing else that is new.
+
         Raises HealthError on every rank after too many steps in a row that are not finite.
         """
         job, spec = self.job, self.job.spec
@@ -67,13 +69,15 @@ class Training:
         batches, cursor = job.loader.step(Cursor(self.progress.cursor))
         waited = time.perf_counter() - began
         planned = (cursor.sample_index - self.progress.cursor) * spec.data.seq_len
-        result = job.forward_backward(batches, planned)
+        scale, device = self.progress.loss_scale, job.runtime.device
+        random = {} if scale is None else rng_states(device)
+        result = job.forward_backward(batches, planned, scale)
         if job.compressed is not None:
-            job.compressed.reduce()
+            job.compressed.reduce(scale or 1.0)
         report = Report(
             loss_sum=float(result.loss_sum),
             target_tokens=result.target_tokens,
-            grad_square_sum=float(grad_square_sum(job.model, job.dims)),
+            grad_square_sum=float(grad_square_sum(job.model, job.dims)) / (scale or 1.0) ** 2,
             stop_requested=stop_requested,
             step_seconds=time.perf_counter() - began,
             data_wait_seconds=waited,
@@ -81,13 +85,16 @@ class Training:
             expert_seconds=result.expert_seconds,
             bad_layer=_bad_layer(job.moe_layers, result.routing),
         )
-        reports = exchange(report, job.runtime.device)
-        decision = decide(reports, planned)
+        reports = exchange(report, device)
+        decision = decide(reports, planned, scale)
         lr = spec.optimizer.lr * spec.schedule.ratio(self.progress.step, spec.train.steps)
         if decision.action is Action.COMMIT:
             self._commit(decision, lr, cursor, planned)
             if result.routing is not None:
                 self._record_routing(result.routing, reports)
+        if decision.overflow:
+            self.progress = self.progress.after_overflow()
+            set_rng_states(random, device)
         job.optimizer.zero_grad()
         traffic = job.runtime.watch.take()
         seconds = time.perf_counter() - began
@@ -105,14 +112,15 @@ class Training:
         factor = planned / decision.target_tokens
         if clip and decision.grad_norm > clip:
             factor *= clip / decision.grad_norm
-        scale_gradients(job.model, factor)
+        scale_gradients(job.model, factor / (decision.loss_scale or 1.0))
         set_lr(job.optimizer, lr)
         job.optimizer.step()
         if job.compressed is not None:
             job.compressed.commit()
         before = self.progress
         first = before.train_loss_first
-        self.progress = Progress(
+        progress = replace(
+            before,
             step=before.step + 1,
             tokens_seen=before.tokens_seen + decision.target_tokens,
             cursor=cursor.sample_index,
@@ -120,6 +128,7 @@ class Training:
             train_loss_last=decision.loss,
             train_seconds=before.train_seconds,
         )
+        self.progress = progress.after_commit(job.spec.train.loss_scale_growth_steps)
         self.skipped = 0
 
     def _record_commit(
@@ -148,6 +157,7 @@ class Training:
             mfu=mfu,
             communication_seconds={k: t.seconds for k, t in traffic.items() if t.count},
             exposed_seconds={k: t.exposed_seconds for k, t in traffic.items() if t.count},
+            **_loss_scale(decision),
         )
 
     def _record_routing(self, routing: Routing, reports: Sequence[Report]) -> None:
@@ -173,7 +183,7 @@ class Training:
                 router.update_bias(everywhere[row])
 
     def _skip(self, decision: Decision) -> None:
-        self.skipped += 1
+        self.skipped += not decision.overflow
         step = self.progress.step + 1
         self.log.write(
             "skip",
@@ -181,6 +191,8 @@ class Training:
             loss=decision.loss,
             grad_norm=decision.grad_norm,
             bad_router=decision.bad_router,
+            reason=decision.reason,
+            **_loss_scale(decision),
         )
         if self.job.runtime.is_first:
             say(f"step {step} skipped: {decision.why}")
@@ -277,6 +289,11 @@ class Training:
         self.log.write("checkpoint", step=self.progress.step, seconds=seconds, path=str(path))
         if self.job.runtime.is_first:
             say(f"checkpoint of step {self.progress.step} committed in {seconds:.2f} s")
+
+
+def _loss_scale(decision: Decision) -> dict[str, float]:
+    """What the log says of it: nothing but in float16."""
+    return {} if decision.loss_scale is None else {"loss_scale": decision.loss_scale}
 
 
 def _imbalance(rank_rows: list[float], stages: int) -> float:

@@ -51,6 +51,9 @@ class Metrics:
         self.grad_norm = gauge("grad_norm", "Global gradient norm of the last step, unclipped.")
         self.learning_rate = gauge("learning_rate", "Learning rate of the last step.")
         self.skipped = counter("skipped_steps_total", "Steps that changed nothing.", "reason")
+        self.overflows = counter(
+            "overflows_total", "Steps skipped for gradients too large for float16."
+        )
         self.rate = gauge("tokens_per_second", "Target tokens per second of the last step.")
         self.model_flops = counter(
             "model_flops_total", "Operations that the model's products need, of committed steps."
@@ -111,8 +114,8 @@ class Metrics:
         self.data_wait.inc(decision.data_wait_seconds)
         self.last_step.set(time.time())
         if decision.action is Action.SKIP:
-            bad_router = decision.bad_router is not None
-            self.skipped.labels("router_not_finite" if bad_router else "not_finite").inc()
+            self.skipped.labels(decision.reason).inc()
+            self.overflows.inc(decision.overflow)
             return
         self.steps.inc()
         self.tokens.inc(decision.target_tokens)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -110,16 +109,22 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def moments(
-    optimizer: torch.optim.Optimizer, model: nn.Module
-) -> Iterator[tuple[str, str, Tensor]]:
-    """(moment, parameter name, tensor) for every moment, in the order of the parameters."""
-    for key in ("exp_avg", "exp_avg_sq"):
-        for name, parameter in model.named_parameters():
-            yield key, name, optimizer.state[parameter][key]
+def moments(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """By name of a moment and of a parameter: whatever the optimizer keeps in a parameter's shape.
+
+    All parameters have the same, and have them before the first step: then a checkpoint has the
+    same arrays at any step. That is all that checkpoints ask of an optimizer.
+    """
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        for key, value in sorted(optimizer.state[parameter].items()):
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
+                found.setdefault(key, {})[name] = value
+    return found
 
 
 def set_update_count(optimizer: torch.optim.Optimizer, count: int) -> None:
-    """Set how many updates every parameter has had, which AdamW's bias correction needs."""
+    """Set how many updates every parameter has had, where the optimizer counts them."""
     for state in optimizer.state.values():
-        state["step"].fill_(count)
+        if "step" in state:
+            state["step"].fill_(count)

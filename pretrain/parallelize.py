@@ -23,6 +23,7 @@ from parallel import (
     ShardLayout,
     TensorParallel,
     Topology,
+    apply_activation_offload,
     apply_context_parallel,
     apply_expert_parallel,
     apply_fsdp,
@@ -30,7 +31,7 @@ from parallel import (
     apply_tensor_parallel,
     apply_weight_pass,
 )
-from pretrain.model import Decoder, ModelConfig, meta_decoder
+from pretrain.model import Decoder, DecoderLayer, ModelConfig, meta_decoder
 from pretrain.pipeline import Pipeline, stage_layers
 from pretrain.schedule import place_of
 from pretrain.state import parameter_layouts
@@ -59,13 +60,15 @@ def lay_out(
     dims: ParallelDims,
     seq_len: int,
     dtype: torch.dtype = torch.float32,
+    compiled: bool = False,
 ) -> LaidOut:
     """Build on the meta device what this rank has of a decoder; ``to_empty`` its parts next.
 
     What cuts parameters comes before FSDP, which shards what is left of them, and recomputation
     before FSDP too, so that what is gathered for a layer serves both of its forwards.
 
-    Products are computed in ``dtype``; parameters are in float32.
+    Products are computed in ``dtype``; parameters are in float32. With ``compiled``, regions of
+    the layers go through torch.compile, see :func:`compile_regions`.
 
     Raises ValueError where there are fewer layers than stages, or experts are not a multiple of
     their ranks.
@@ -84,18 +87,37 @@ def lay_out(
     apply_tensor_parallel(model, dims.tp_mesh, tensor_parallel_plan(model))
     apply_context_parallel(model, dims.cp_mesh, dims.token_mesh)
     blocks = list(model.blocks.values())
+    if compiled:
+        compile_regions(blocks, dims.topology)
     apply_recompute(blocks, parallel.recompute, parallel.recompute_every)
+    if parallel.offload_activations:
+        apply_activation_offload(blocks)
     compute_dtype = None if dtype == torch.float32 else dtype
     for part in parts.values():
         apply_fsdp(
             part, dims, list(part.blocks.values()), parallel.zero == 3, compute_dtype,
-            parallel.gradient_compression == "none",
+            parallel.gradient_compression == "none", parallel.prefetch, parallel.offload_optimizer,
         )  # fmt: skip
     layouts = decoder_layouts(whole, stages, dims.topology, schedule)
     pipeline = None
     if num_stages > 1:
         pipeline = Pipeline(parts, num_stages, schedule, dims.pp_mesh, moe, dtype, weight_pass)
     return LaidOut(whole, model, parts, layouts, pipeline)
+
+
+def compile_regions(blocks: Sequence[DecoderLayer], topology: Topology) -> None:
+    """Let torch.compile have attention and dense layers, each by itself, where no collective is
+    within them: it would break the region in two.
+
+    A MoE layer stays as it is: how many rows an expert gets changes with every call.
+    """
+    for block in blocks:
+        if topology.tp == topology.cp == 1:
+            block.attention.compile()
+        if topology.tp == 1 and block.ffn is not None:
+            block.ffn.compile()
+        if block.moe is not None and block.moe.shared_experts is not None:
+            block.moe.shared_experts.compile()
 
 
 def decoder_layouts(

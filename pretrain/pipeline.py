@@ -190,13 +190,13 @@ class Pipeline:
     def forward_backward(
         self,
         micro_batches: Sequence[Tensor],
-        planned_tokens: int,
+        divisor: float,
         device: torch.device,
         part: Part,
         reduce_once: bool,
     ) -> Pass:
         """As :func:`pretrain.step.forward_backward`; every rank of the pipeline must call."""
-        return _Step(self, micro_batches, planned_tokens, device, part, reduce_once).run()
+        return _Step(self, micro_batches, divisor, device, part, reduce_once).run()
 
     def _room(self, inputs_BS: Tensor, part: Part) -> Tensor:
         """For what a stage takes: [B, S / tp, D]."""
@@ -229,12 +229,12 @@ class _Step:
         self,
         pipeline: Pipeline,
         micro_batches: Sequence[Tensor],
-        planned_tokens: int,
+        divisor: float,
         device: torch.device,
         part: Part,
         reduce_once: bool,
     ) -> None:
-        self.pipeline, self.part, self.planned_tokens = pipeline, part, planned_tokens
+        self.pipeline, self.part, self.divisor = pipeline, part, divisor
         self.reduce_once = reduce_once
         batches = pipeline.padded(micro_batches)
         self.batches = [batch.to(device, non_blocking=True) for batch in batches]
@@ -310,11 +310,11 @@ class _Step:
         self.counts[stage] = [aux.batch_counts_E for aux in out.aux]
         tokens = self.inputs[turn].numel()
         routed = tokens // self.part.tp_degree
-        extra = [routed / self.planned_tokens * aux.loss for aux in out.aux]
+        extra = [routed / self.divisor * aux.loss for aux in out.aux]
         root = out.logits
         if stage == self.pipeline.num_stages - 1:
             nll = next_token_loss(out.logits, self.targets[turn])
-            root = nll / self.planned_tokens
+            root = nll / self.divisor
             if self.part.counts:
                 self.loss_sum += nll.detach()
                 self.target_tokens += tokens

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from moe import MoEConfig
 from parallel import ParallelConfig, Topology
@@ -39,9 +46,16 @@ class TrainConfig(BaseModel):
     init_from: str | None = None
     """A checkpoint folder of which the newest one's weights are the first values, with a fresh
     optimizer, at step 0."""
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of products and of what travels between ranks; parameters, gradients' sums, moments, routers
     and the loss are in float32 either way."""
+    loss_scale: int = 1 << 16
+    """float16: what the loss is multiplied by before the first backward, a power of two, so that
+    nothing is rounded; half as much is tried where gradients overflow."""
+    loss_scale_growth_steps: int = Field(default=2000, ge=1)
+    """float16: steps in a row without an overflow, after which the scale doubles."""
+    compile: bool = False
+    """Let torch.compile have attention and dense layers, where no collective is within them."""
     seed: int = Field(default=0, ge=0, lt=1 << 63)
     log_interval_steps: int = Field(default=10, ge=1)
     eval_interval_steps: int = Field(default=0, ge=0)
@@ -55,10 +69,37 @@ class TrainConfig(BaseModel):
     timeout_seconds: float = Field(default=300.0, gt=0, le=1e6)
     """A collective that takes longer ends the run."""
 
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _check_precision(cls, value: Any) -> Any:
+        if value == "float8":
+            raise ValueError(
+                "train.precision (float8) must be float32, bfloat16 or float16: products in float8 "
+                "are not implemented, for any hardware"
+            )
+        return value
+
+    @field_validator("loss_scale")
+    @classmethod
+    def _check_loss_scale(cls, value: int) -> int:
+        # The largest power of two in float32, which the loss is in.
+        if value.bit_count() != 1 or not 1 <= value <= 1 << 127:
+            raise ValueError(
+                f"train.loss_scale ({value}) must be a power of two from 1 to 2^127, as 65536 is: "
+                f"gradients are divided by it, and nothing is to be rounded"
+            )
+        return value
+
     @property
     def dtype(self) -> torch.dtype:
         """That of products."""
-        return torch.bfloat16 if self.precision == "bfloat16" else torch.float32
+        dtype: torch.dtype = getattr(torch, self.precision)
+        return dtype
+
+    @property
+    def first_loss_scale(self) -> float | None:
+        """Of a run's first step; None but in float16, which alone needs one."""
+        return float(self.loss_scale) if self.precision == "float16" else None
 
     def batch_size(self, sample_index: int, seq_len: int) -> int:
         """Sequences of the step that begins at a sample index, on any number of ranks.
@@ -171,6 +212,11 @@ class JobSpec(BaseModel):
             raise ValueError(
                 f"parallel.pp ({p.pp}) must be 1 with model.tie_embeddings (true): the first stage "
                 f"and the last would share a matrix"
+            )
+        if t.compile and p.recompute == "selective":
+            raise ValueError(
+                "train.compile (true) must be false with parallel.recompute (selective): what is "
+                "within a compiled region cannot be selected"
             )
         self._check_sequences()
         self._check_tensor_parallel()

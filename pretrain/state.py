@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -28,7 +28,8 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training is. Replaced as a whole, and only when the barrier says commit."""
+    """Where training is. Replaced as a whole, when the barrier says commit; an overflow changes the
+    loss scale, and nothing else."""
 
     step: int = 0
     tokens_seen: int = 0
@@ -38,6 +39,29 @@ class Progress:
     train_loss_last: float | None = None
     train_seconds: float = 0.0
     """Seconds spent in committed steps, over all runs of this job."""
+    loss_scale: float | None = None
+    """What the loss is multiplied by before the next backward, a power of two; None but in float16.
+
+    In float16 small gradients would be zeros; a scaled loss keeps them, and gradients are divided
+    by the scale afterwards, in float32 (Micikevicius et al., arXiv 1710.03740, section 3.2).
+    """
+    steps_at_loss_scale: int = 0
+    """Committed in a row since the scale last changed."""
+
+    def after_overflow(self) -> Progress:
+        """Half the scale, for the same samples."""
+        assert self.loss_scale is not None
+        return replace(self, loss_scale=self.loss_scale / 2, steps_at_loss_scale=0)
+
+    def after_commit(self, growth_steps: int) -> Progress:
+        """Double the scale once ``growth_steps`` steps in a row had no overflow, as
+        torch.amp.GradScaler does."""
+        if self.loss_scale is None:
+            return self
+        steps = self.steps_at_loss_scale + 1
+        if steps < growth_steps:
+            return replace(self, steps_at_loss_scale=steps)
+        return replace(self, loss_scale=self.loss_scale * 2, steps_at_loss_scale=0)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -101,13 +125,12 @@ def training_arrays(
 ) -> list[LocalArray]:
     """Parameters, buffers and moments as stacked arrays, the same list on every rank.
 
-    Moments mirror the tree of :func:`model_arrays` under ``optimizer/exp_avg`` and
-    ``optimizer/exp_avg_sq``.
+    Moments mirror the tree of :func:`model_arrays` under ``optimizer/NAME``, as AdamW's under
+    ``optimizer/exp_avg`` and ``optimizer/exp_avg_sq``.
     """
     arrays = model_arrays(whole, model, layouts, rank)
     parameters = dict(whole.named_parameters())
-    for key in ("exp_avg", "exp_avg_sq"):
-        here = {name: tensor for k, name, tensor in moments(optimizer, model) if k == key}
+    for key, here in moments(optimizer, model).items():
         arrays += _stack(f"optimizer/{key}", parameters, here, layouts, rank)
     return arrays
 

@@ -149,7 +149,7 @@ def next_token_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
 def forward_backward(
     model: nn.Module,
     micro_batches: Sequence[Tensor],
-    planned_tokens: int,
+    divisor: float,
     device: torch.device,
     part: Part | None = None,
     reduce_once: bool = False,
@@ -157,14 +157,14 @@ def forward_backward(
     """Accumulate the gradient of one step's loss.
 
     The loss is the sum over micro-batches of (negative log-likelihood + target tokens · auxiliary
-    losses), divided by ``planned_tokens``: how sequences are spread over ranks does not enter, and
+    losses), divided by ``divisor``: how sequences are spread over ranks does not enter, and
     gradients are summed over ranks. Auxiliary losses are each micro-batch's own, but for the
     load-balancing loss with the scope of a global batch, which counts the step's so far.
 
     Args:
         model: the laid-out decoder.
         micro_batches: [b, S + 1] token ids; as many on every rank, some perhaps empty.
-        planned_tokens: target tokens of the step over all ranks.
+        divisor: target tokens of the step over all ranks; over the loss scale, in float16.
         device: where the model is.
         part: what of the micro-batches is this rank's; all where None.
         reduce_once: reduce gradients after the last micro-batch alone, at the cost of holding them
@@ -187,7 +187,7 @@ def forward_backward(
             loss = nll
             for aux in out.aux:
                 loss = loss + routed * aux.loss
-            (loss / planned_tokens).backward()
+            (loss / divisor).backward()
         counts = [aux.batch_counts_E for aux in out.aux]
         if part.counts:
             loss_sum += nll.detach()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ import pretrain.loop
 from ckpt import LocalArray
 from parallel import Topology, local_shard, parse_topology
 from parallel.layout import Box
+from pretrain.barrier import Action
 from pretrain.checkpoint import restore, save_checkpoint
 from pretrain.job import Job, build_job
 from pretrain.log import RunLog
@@ -24,7 +26,7 @@ from pretrain.parallelize import decoder_layouts
 from pretrain.pipeline import stage_layers
 from pretrain.runtime import start
 from pretrain.spec import JobSpec
-from pretrain.state import _stack
+from pretrain.state import Progress, _stack
 from tests.dist import run_ranks
 from tests.jobs import make_spec
 
@@ -46,6 +48,20 @@ class Trained:
     """Parameters, buffers and moments, by their checkpoint's names."""
     saved: dict[str, Tensor]
     """The same when a checkpoint was taken, if one was."""
+    attempts: list[Attempt]
+    """Steps that were skipped too."""
+    progress: Progress
+
+
+class Attempt(NamedTuple):
+    """One call of the training step, as every rank has it."""
+
+    samples: int
+    """The first sample that it used."""
+    outcome: str
+    """``commit``, or the reason of a skip."""
+    loss_scale: float | None
+    loss: float
 
 
 def spec_for(folder: Path, data: dict[str, str], layout: str, **sections: Any) -> JobSpec:
@@ -64,14 +80,19 @@ def topology_of(layout: str) -> Topology:
     return parse_topology(layout.partition(" ")[0])
 
 
-def train(spec: JobSpec, steps: int, save_at: int = 0) -> Trained:
-    """``steps`` steps on as many ranks as the spec's layout has, from its newest checkpoint; with
-    ``save_at``, one is taken after so many of them."""
-    results = run_ranks(partial(_on_rank, spec, steps, save_at), _world(spec), group=False)
+def train(spec: JobSpec, steps: int, save_at: int = 0, loss_scale: float | None = None) -> Trained:
+    """``steps`` committed steps on as many ranks as the spec's layout has, from its newest
+    checkpoint; with ``save_at``, one is taken after so many of them, and with ``loss_scale`` the
+    loss is scaled, whatever the precision."""
+    run = partial(_on_rank, spec, steps, save_at, loss_scale)
+    results = run_ranks(run, _world(spec), group=False)
     figures = [result[0] for result in results]
     assert all(each == figures[0] for each in figures), "ranks know different losses"
     losses, norms = (list(values) for values in zip(*figures[0], strict=True))
-    return Trained(losses, norms, *(whole([result[i] for result in results]) for i in (1, 2, 3)))
+    states = (whole([result[i] for result in results]) for i in (1, 2, 3))
+    attempts, progress = results[0][4:]
+    assert all(result[4] == attempts for result in results), "ranks decide differently"
+    return Trained(losses, norms, *states, attempts, progress)
 
 
 def _world(spec: JobSpec) -> int:
@@ -80,11 +101,15 @@ def _world(spec: JobSpec) -> int:
 
 
 def _on_rank(
-    spec: JobSpec, steps: int, save_at: int, rank: int
-) -> tuple[list[tuple[float, float]], Slices, Slices, Slices]:
+    spec: JobSpec, steps: int, save_at: int, loss_scale: float | None, rank: int
+) -> tuple[list[tuple[float, float]], Slices, Slices, Slices, list[Attempt], Progress]:
+    if spec.train.compile:
+        warnings.simplefilter("default")  # torch warns of itself while it compiles
     runtime = start(spec.train.timeout_seconds)
     job = build_job(spec, runtime)
     progress = restore(job)
+    if loss_scale is not None:
+        progress = replace(progress, loss_scale=loss_scale)
     log = RunLog(Path(os.devnull), spec.hash, False)
     training = pretrain.loop.Training(job, progress, log, _Silent())
     gradients: Slices = []
@@ -92,20 +117,25 @@ def _on_rank(
 
     def scale_and_keep(model: Any, factor: float) -> None:
         if not gradients:
-            gradients.extend(_gradients(job))
+            gradients.extend(_gradients(job, training.progress.loss_scale or 1.0))
         scale(model, factor)
 
     pretrain.loop.scale_gradients = scale_and_keep
-    figures, saved = [], []
-    for number in range(1, steps + 1):
+    figures, saved, attempts = [], [], []
+    while len(figures) < steps:
+        samples = training.progress.cursor
         decision = training.step(False)
-        figures.append((decision.loss, decision.grad_norm))
-        if number == save_at:
+        committed = decision.action is Action.COMMIT
+        outcome = "commit" if committed else decision.reason
+        attempts.append(Attempt(samples, outcome, decision.loss_scale, decision.loss))
+        if committed:
+            figures.append((decision.loss, decision.grad_norm))
+        if committed and len(figures) == save_at:
             save_checkpoint(job, training.progress)
             saved = _state(job)
     state = _state(job)
     runtime.close()
-    return figures, gradients, state, saved
+    return figures, gradients, state, saved, attempts, training.progress
 
 
 def _state(job: Job) -> Slices:
@@ -124,10 +154,10 @@ def slices(array: LocalArray) -> Slices:
     return found
 
 
-def _gradients(job: Job) -> Slices:
+def _gradients(job: Job, scale: float) -> Slices:
     return [
         (name, job.layouts[name].shape, job.layouts[name].box(job.runtime.rank),
-         local_shard(parameter.grad).clone())
+         local_shard(parameter.grad) / scale)
         for name, parameter in job.model.named_parameters()
     ]  # fmt: skip
 

@@ -108,9 +108,11 @@ def test_backward_is_the_same_twice():
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-def test_a_run_on_one_device_resumes_bitwise(tmp_path):
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+def test_a_run_on_one_device_resumes_bitwise(precision, tmp_path):
     write_corpus(tmp_path / "text")
-    spec = write_spec(tmp_path, sample={"prompt": "def", "tokens": 4})
+    train = {"precision": precision}
+    spec = write_spec(tmp_path, train=train, sample={"prompt": "def", "tokens": 4})
     losses = []
     for name, stop_after in (("straight", None), ("resumed", 4), ("resumed", None)):
         arguments = [str(spec), "--set", f"run_dir={tmp_path / name}"]

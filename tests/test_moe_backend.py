@@ -25,6 +25,8 @@ from moe.weights import ExpertWeights
         ("auto", (18, 24), torch.float32, "cpu", "packed"),
         ("packed", (18, 7), torch.float32, "cpu", "packed"),
         ("auto", (16, 24), torch.bfloat16, "cpu", "grouped_mm"),
+        ("auto", (16, 24), torch.float16, "cpu", "grouped_mm"),
+        ("auto", (16, 24), torch.float16, "cuda", "loop"),
         ("auto", (16, 24), torch.bfloat16, "mps", "loop"),
         ("auto", (16, 20), torch.bfloat16, "cpu", "loop"),
         ("loop", (16, 24), torch.float32, "cpu", "loop"),

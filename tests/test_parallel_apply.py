@@ -90,11 +90,14 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def on_rank(rank: int, topology: Topology, case: str, reshard: bool):
+KEPT = {"reshard_after_forward": False}
+
+
+def on_rank(rank: int, topology: Topology, case: str, options: dict):
     dims = ParallelDims.build(topology, "cpu")
     model = make_model(case)
     apply_expert_parallel(model, dims.ep_mesh)
-    apply_fsdp(model, dims, model.layers, reshard_after_forward=reshard)
+    apply_fsdp(model, dims, model.layers, **options)
     experts = expert_parameter_names(model)
     x = batches(case, topology.world)[rank]
     loss = loss_of(model, x)
@@ -118,24 +121,26 @@ def on_rank(rank: int, topology: Topology, case: str, reshard: bool):
 
 
 @pytest.mark.parametrize(
-    ("topology", "case", "reshard"),
+    ("topology", "case", "options"),
     [
-        (Topology(dp_shard=2, ep=2), "even", True),
-        (Topology(dp_shard=2, ep=2), "a rank without tokens", True),
-        (Topology(dp_shard=2, ep=2), "no tokens at all", True),
-        (Topology(dp_shard=2, ep=2), "one token", False),
-        (Topology(dp_shard=2, ep=2), "little room", True),
-        (Topology(dp_shard=4, ep=4), "less room", True),
-        (Topology(dp_shard=2), "a rank without tokens", True),
-        (Topology(dp_replicate=2), "a rank without tokens", True),
-        (Topology(dp_shard=4, ep=4), "a rank without tokens", True),
-        (Topology(dp_shard=4, ep=2), "a rank without tokens", True),
-        (Topology(dp_shard=4, ep=2), "one token", True),
-        (Topology(dp_replicate=2, dp_shard=2, ep=2), "a rank without tokens", False),
+        (Topology(dp_shard=2, ep=2), "even", {}),
+        (Topology(dp_shard=2, ep=2), "a rank without tokens", {}),
+        (Topology(dp_shard=2, ep=2), "no tokens at all", {}),
+        (Topology(dp_shard=2, ep=2), "one token", KEPT),
+        (Topology(dp_shard=2, ep=2), "little room", {}),
+        (Topology(dp_shard=4, ep=4), "less room", {}),
+        (Topology(dp_shard=2), "a rank without tokens", {}),
+        (Topology(dp_replicate=2), "a rank without tokens", {}),
+        (Topology(dp_shard=4, ep=4), "a rank without tokens", {}),
+        (Topology(dp_shard=4, ep=2), "a rank without tokens", {}),
+        (Topology(dp_shard=4, ep=2), "one token", {}),
+        (Topology(dp_replicate=2, dp_shard=2, ep=2), "a rank without tokens", KEPT),
+        (Topology(dp_shard=4, ep=2), "even", {"prefetch": 1}),
+        (Topology(dp_shard=2, ep=2), "even", {"prefetch": 2, "offload": True}),
     ],
     ids=str,
 )
-def test_gradients_are_those_of_one_process(topology, case, reshard):
+def test_gradients_are_those_of_one_process(topology, case, options):
     reference = make_model(case)
     expected_loss = 0.0
     for x in batches(case, topology.world):
@@ -143,7 +148,7 @@ def test_gradients_are_those_of_one_process(topology, case, reshard):
         loss.backward()
         expected_loss += float(loss.detach())
 
-    results = run_ranks(on_rank, topology.world, topology, case, reshard)
+    results = run_ranks(on_rank, topology.world, topology, case, options)
 
     for loss, _ in results:
         assert loss == pytest.approx(expected_loss, rel=1e-5, abs=1e-12)

@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe import MoEConfig
-from parallel import apply_recompute
+from parallel import apply_activation_offload, apply_recompute
 from pretrain.flops import forward_flops
 from pretrain.model import Decoder, ModelConfig
 
@@ -20,11 +20,18 @@ MOE = MoEConfig(d_model=32, d_ff=24, num_experts=6, top_k=2, num_shared_experts=
                 input_jitter=0.01)  # fmt: skip
 
 
-def forward_backward(how: str, every: int = 1, **fields: object) -> dict[str, torch.Tensor]:
+OURS = ("flops", "kept", "storages")
+
+
+def forward_backward(
+    how: str, every: int = 1, offload: bool = False, **fields: object
+) -> dict[str, torch.Tensor]:
     """Gradients, and under names of their own the loss, operations and bytes kept between."""
     torch.manual_seed(3)
     model = Decoder(MODEL, MOE.model_copy(update=fields))
     apply_recompute(list(model.blocks.values()), how, every)
+    if offload:
+        apply_activation_offload(list(model.blocks.values()))
     tokens = torch.randint(300, (B, S), generator=torch.Generator().manual_seed(5))
     kept: dict[int, int] = {}
 
@@ -44,6 +51,7 @@ def forward_backward(how: str, every: int = 1, **fields: object) -> dict[str, to
         "loss": loss.detach(),
         "flops": torch.tensor(counter.get_total_flops()),
         "kept": torch.tensor(sum(kept.values())),
+        "storages": torch.tensor([p.untyped_storage().data_ptr() for p in model.parameters()]),
     }
 
 
@@ -53,7 +61,29 @@ def test_gradients_have_the_same_bits(how, every, backend):
     plain = forward_backward("none", backend=backend)
     again = forward_backward(how, every, backend=backend)
     for name, value in plain.items():
-        assert name in ("flops", "kept") or torch.equal(value, again[name]), name
+        assert name in OURS or torch.equal(value, again[name]), name
+
+
+@pytest.mark.parametrize("how", ["none", "full"])
+def test_what_is_kept_on_the_host_has_the_same_bits(how, monkeypatch):
+    plain = forward_backward("none")
+    moved: list[int] = []
+    storages: list[int] = []
+    to_host = torch.Tensor.cpu
+
+    def cpu(tensor):  # nobody else asks for it here
+        moved.append(tensor.numel() * tensor.element_size())
+        storages.append(tensor.untyped_storage().data_ptr())
+        return to_host(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
+    again = forward_backward(how, offload=True)
+    for name, value in plain.items():
+        assert name in OURS or torch.equal(value, again[name]), name
+    # Of a layer that is computed again its input alone goes, and of none a parameter.
+    inputs = MODEL.num_layers * B * S * MODEL.d_model * 4
+    assert sum(moved) == inputs if how == "full" else sum(moved) > inputs
+    assert not set(again["storages"].tolist()) & set(storages)
 
 
 def test_what_is_kept_and_what_is_done_again():

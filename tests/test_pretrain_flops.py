@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe import MoEConfig
+from pretrain import flops
 from pretrain.flops import forward_flops, peak_flops_per_second
 from pretrain.model import Decoder, ModelConfig
 
@@ -104,3 +105,17 @@ def test_causal_attention_counts_the_pairs_of_the_mask():
 def test_a_devices_peak_is_above_what_a_product_reaches():
     peak = peak_flops_per_second(torch.device("cpu"), torch.float32)
     assert 1e8 < peak < 1e14
+
+
+@pytest.mark.parametrize(("at_once", "largest"), [(0.001, 1024), (0.05, 128), (0.006, 256)])
+def test_no_product_larger_than_it_takes_is_measured(monkeypatch, at_once, largest):
+    measured = []
+
+    def seconds(size: int, device: torch.device, dtype: torch.dtype) -> float:
+        measured.append(size)
+        return at_once * size / 64
+
+    monkeypatch.setattr(flops, "_product_seconds", seconds)
+    peak = peak_flops_per_second(torch.device("cpu"), torch.float16)
+    assert measured[-1] == largest
+    assert peak == 2 * largest**3 / (at_once * largest / 64)

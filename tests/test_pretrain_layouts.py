@@ -17,9 +17,11 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 import ckpt
 import pretrain.pipeline
 from moe.experts import GroupedExperts
-from parallel import Products
+from parallel import Products, Topology
 from pretrain.checkpoint import restore
 from pretrain.job import build_job
+from pretrain.model import meta_decoder
+from pretrain.parallelize import compile_regions
 from pretrain.runtime import start
 from pretrain.spec import JobSpec
 from tests.dist import run_ranks
@@ -159,6 +161,34 @@ def test_a_v_of_stages_of_unequal_lengths(layout: str, backend: str, data, tmp_p
     alone = train(spec_for(tmp_path, data, "", **sections), 3)
     trained = train(spec_for(tmp_path, data, layout, **sections), 3)
     assert trained.losses == pytest.approx(alone.losses, rel=1e-5)
+    for name, expected in alone.gradients.items():
+        error = relative_error(trained.gradients[name], expected)
+        assert error <= 1e-5, f"gradient of {name}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("topology", "regions"),
+    [
+        (Topology(dp_shard=4, ep=4, pp=2), {"attention", "ffn", "shared_experts"}),
+        (Topology(cp=2), {"ffn", "shared_experts"}),
+        (Topology(tp=2), {"shared_experts"}),
+    ],
+)
+def test_regions_with_collectives_are_not_compiled(topology, regions, data, tmp_path):
+    spec = spec_for(tmp_path, data, "", **SECTIONS)
+    model = meta_decoder(spec.model, spec.moe)
+    compile_regions(list(model.blocks.values()), topology)
+    compiled = {n.rpartition(".")[2] for n, m in model.named_modules() if m._compiled_call_impl}
+    assert compiled == regions
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["", "dp_shard=2,ep=2", "tp=2"])
+def test_compiled_regions_change_nothing_either(layout, runs, data, tmp_path):
+    alone = runs("dp_shard=1").trained
+    sections = {**SECTIONS, "train": {**SECTIONS["train"], "compile": True}}
+    trained = train(spec_for(tmp_path, data, layout, **sections), 2)
+    assert trained.losses == pytest.approx(alone.losses[:2], rel=1e-5)
     for name, expected in alone.gradients.items():
         error = relative_error(trained.gradients[name], expected)
         assert error <= 1e-5, f"gradient of {name}: {error}"

@@ -27,7 +27,7 @@ from pretrain.job import _check_nodes
 from pretrain.metrics import Endpoint, Metrics
 from pretrain.model import Decoder
 from pretrain.optim import OptimizerConfig, ScheduleConfig, build_adamw
-from pretrain.state import parameter_layouts
+from pretrain.state import Progress, parameter_layouts, training_arrays
 from pretrain.step import forward_backward, next_token_loss
 from pretrain.summary import heat_map
 from tests.dist import run_ranks
@@ -161,6 +161,28 @@ def test_moments_made_at_once_change_nothing():
         assert torch.equal(a, b)
 
 
+def test_checkpoints_take_whatever_an_optimizer_keeps_of_each_parameter(tmp_path):
+    spec = make_spec(tmp_path)
+    model = Decoder(spec.model, spec.moe)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number, parameter in enumerate(model.parameters()):
+        optimizer.state[parameter] = {"momentum_buffer": torch.full_like(parameter, number)}
+    layouts = parameter_layouts(model, Topology())
+    arrays = {a.spec.name: a for a in training_arrays(model, model, optimizer, layouts, 0)}
+    kept = {name for name in arrays if name.startswith("optimizer/")}
+    buffers = {name for name, _ in model.named_buffers()}
+    assert kept == {
+        a.replace("model/", "optimizer/momentum_buffer/", 1)
+        for a in arrays
+        if a.startswith("model/") and a.split("/")[-1] not in {b.split(".")[-1] for b in buffers}
+    }
+    numbers = {name: number for number, (name, _) in enumerate(model.named_parameters())}
+    pieces = arrays["optimizer/momentum_buffer/layers/attention/wq/weight"].pieces
+    assert [float(p[0, 0]) for p in pieces] == [
+        numbers[f"layers.{i}.attention.wq.weight"] for i in range(spec.model.num_layers)
+    ]
+
+
 def test_schedules():
     cosine = ScheduleConfig(warmup_steps=4, min_lr_ratio=0.1)
     assert [cosine.ratio(s, 14) for s in range(4)] == [0.25, 0.5, 0.75, 1.0]
@@ -213,6 +235,38 @@ def test_a_router_that_is_not_finite_is_named_although_the_loss_is():
     assert decision.why == "router logits of layer 2 are not finite on rank 2"
 
 
+@pytest.mark.parametrize(
+    ("scale", "fields", "reason"),
+    [
+        (65536.0, {"grad_square_sum": math.inf}, "overflow"),
+        (2.0, {"grad_square_sum": math.nan}, "overflow"),
+        (1.0, {"grad_square_sum": math.inf}, "not_finite"),
+        (None, {"grad_square_sum": math.inf}, "not_finite"),
+        (65536.0, {"loss_sum": math.nan, "grad_square_sum": math.nan}, "not_finite"),
+        (65536.0, {"loss_sum": math.inf, "grad_square_sum": math.nan}, "not_finite"),
+        (65536.0, {"bad_layer": 1, "grad_square_sum": math.nan}, "router_not_finite"),
+        (65536.0, {"loss_sum": math.nan}, "not_finite"),
+    ],
+)
+def test_an_overflow_is_of_gradients_alone(scale, fields, reason):
+    decision = decide([report(), report(**fields)], 20, scale)
+    assert decision.action is Action.SKIP
+    assert decision.reason == reason
+    assert decision.overflow == (reason == "overflow")
+    assert decision.loss_scale == scale
+    assert ("half of it is next" in decision.why) == decision.overflow
+
+
+def test_the_loss_scale_doubles_after_steps_in_a_row_without_an_overflow():
+    progress = Progress(step=5, loss_scale=8.0)
+    for scale, steps in [(8.0, 1), (8.0, 2), (16.0, 0), (16.0, 1)]:
+        progress = progress.after_commit(growth_steps=3)
+        assert (progress.loss_scale, progress.steps_at_loss_scale) == (scale, steps)
+    progress = progress.after_overflow()
+    assert progress == Progress(step=5, loss_scale=8.0)
+    assert Progress(step=5).after_commit(1) == Progress(step=5), "there is none but in float16"
+
+
 def test_gradients_are_scaled_in_place():
     model = torch.nn.Linear(2, 2)
     model(torch.ones(1, 2)).sum().backward()
@@ -230,6 +284,9 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
     metrics.record_step(
         Decision(Action.SKIP, math.nan, 1.0, 256, False, 0.5, 0.1, None), 0.01, 8, 0.5
     )
+    for scale in (4.0, 2.0, 1.0):
+        overflow = decide([report(grad_square_sum=math.inf)], 10, scale)
+        metrics.record_step(overflow, 0.01, 8, 0.5)
     metrics.record_flops(1e9, 0.25)
     metrics.record_flops(1e9, 0.5)
     metrics.record_traffic({Kind("all_to_all", "ep"): Traffic(3, 4096, 0.75, 0.25)})
@@ -257,8 +314,10 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
         'convoy_collective_seconds_total{group="ep",op="all_to_all"} 0.75',
         'convoy_collective_bytes_total{group="ep",op="all_to_all"} 4096.0',
         "convoy_communication_time_ratio 0.125",
-        "convoy_data_wait_seconds_total 0.2",
-        'convoy_skipped_steps_total{reason="not_finite"} 1.0',
+        "convoy_data_wait_seconds_total 0.5",
+        'convoy_skipped_steps_total{reason="not_finite"} 2.0',
+        'convoy_skipped_steps_total{reason="overflow"} 2.0',
+        "convoy_overflows_total 2.0",
         'convoy_moe_expert_load_imbalance_ratio{layer="1"} 2.0',
         'convoy_moe_expert_load_imbalance_ratio{layer="2"} 1.0',
         'convoy_moe_dead_experts{layer="1"} 1.0',

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from pretrain.errors import InputError
 from pretrain.spec import JobSpec, load_spec
@@ -40,6 +41,25 @@ RECIPE = "tools/recipes/stdlib-tiny.toml"
         ("parallel.pp=4", "model.num_layers (3) must be at least parallel.pp x"),
         ("parallel.pp_stages_per_rank=2", "parallel.pp_stages_per_rank (2) must be 1 where"),
         ("parallel.pp_schedule=zbv", "parallel.pp (1) must be at least 2 with parallel.pp_sched"),
+        ("train.loss_scale=3", "train.loss_scale (3) must be a power of two from 1 to 2^127"),
+        ("train.loss_scale=0", "train.loss_scale (0) must be a power of two"),
+        ("train.loss_scale=-2", "train.loss_scale (-2) must be a power of two"),
+        (f"train.loss_scale={1 << 128}", "must be a power of two from 1 to 2^127"),
+        ("train.loss_scale=2.5", "train.loss_scale (2.5): Input should be a valid integer"),
+        ("train.loss_scale_growth_steps=0", "train.loss_scale_growth_steps (0): Input should be"),
+        (
+            "train.precision=float8",
+            "train.precision (float8) must be float32, bfloat16 or float16: products in float8 are",
+        ),
+        (
+            "train.precision=half",
+            "train.precision ('half'): Input should be 'float32', 'bfloat16' or 'float16'",
+        ),
+        (
+            "parallel.gradient_compression=one_bit",
+            "parallel.gradient_compression (one_bit) must be none where parallel.dp_replicate is 1",
+        ),
+        ("parallel.zero=4", "parallel.zero (4): Input should be 1, 2 or 3"),
         ("train.ramp_batch_size=4", "train.ramp_batch_size (4) must be at most"),
         (
             "parallel.cp=5",
@@ -180,6 +200,13 @@ def test_the_hash_is_of_the_resolved_spec(tmp_path):
     assert masked.hash != spec.hash
     assert spec.moe is not None
     assert spec.moe.d_model == 32
+
+
+def test_only_float16_scales_its_loss(tmp_path):
+    for precision, scale in (("float32", None), ("bfloat16", None), ("float16", 2.0**127)):
+        train = make_spec(tmp_path, train={"precision": precision, "loss_scale": 1 << 127}).train
+        assert train.dtype == getattr(torch, precision)
+        assert train.first_loss_scale == scale
 
 
 def test_the_recipe_is_valid_toml_and_fits_one_and_many_ranks():

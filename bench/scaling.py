@@ -1,0 +1,204 @@
+"""Weak scaling: the same work for each rank, on 1, 2 and 4 ranks of one thread each.
+
+    OMP_NUM_THREADS=1 python bench/scaling.py [--quick] [--json FILE]
+
+A step of the tiny Qwen3-MoE of bench/train_step.py with 2,048 tokens a rank, under layouts of every
+axis; loss, backward, gradient norm, barrier and AdamW included. The limit is as many processes that
+know nothing of each other, at the same time: what the machine itself loses when more of its cores
+are busy is in both. ``efficiency`` is the tokens per second of a rank over those of a rank alone;
+with more ranks than cores it cannot reach 1. ``waits`` is the share of the step in collectives that
+nothing hid.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import random
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, TCPStore
+
+# A script's own folder comes first on its path.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from bench.harness import Row, arguments, finish
+from bench.train_step import MODEL, MOE, S
+from parallel import (
+    ParallelConfig,
+    ParallelDims,
+    all_gather_rows,
+    by_parallelism,
+    grad_square_sum,
+    parse_topology,
+    scale_gradients,
+    watch_collectives,
+)
+from pretrain.init import init_parameters
+from pretrain.optim import OptimizerConfig, build_adamw
+from pretrain.parallelize import lay_out
+from pretrain.runtime import keep_freed_memory
+from pretrain.step import Part, forward_backward
+
+SEQUENCES = 4
+"""Of a rank."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout of so many ranks; None for ranks that know nothing of each other."""
+
+    ranks: int
+    layout: str | None
+
+    @property
+    def name(self) -> str:
+        """For the table."""
+        return f"{self.ranks} ranks {self.layout or 'apart'}" if self.ranks > 1 else "1 rank"
+
+
+CASES = [
+    Case(1, None),
+    Case(2, None), Case(2, "dp_shard=2"), Case(2, "dp_shard=2,ep=2"), Case(2, "dp_replicate=2"),
+    Case(2, "pp=2"), Case(2, "tp=2"), Case(2, "cp=2"),
+    Case(4, None), Case(4, "dp_shard=4"), Case(4, "dp_shard=4,ep=4"),
+    Case(4, "pp=2,dp_shard=2,ep=2"),
+]  # fmt: skip
+
+
+def rank_main(case: Case, rank: int, port: int, orders: Connection) -> None:
+    """Build, and then run a step for every order; answers with the share of it that was waited."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    connected = case.layout is not None
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+                      TORCHELASTIC_USE_AGENT_STORE="True")  # fmt: skip
+    dist.init_process_group(
+        "gloo", rank=rank if connected else 0, world_size=case.ranks if connected else 1,
+        store=None if connected else HashStore(),
+    )  # fmt: skip
+    topology = parse_topology(case.layout or "dp_shard=1")
+    parallel, dims = (
+        ParallelConfig.model_validate(topology.as_dict()),
+        ParallelDims.build(topology, "cpu"),
+    )
+    laid_out = lay_out(MODEL, MOE, parallel, dims, S)
+    for part in laid_out.parts.values():
+        part.to_empty(device="cpu")
+    init_parameters(laid_out.model, laid_out.layouts, dist.get_rank(), 0, MODEL.num_layers)
+    optimizer = build_adamw(laid_out.model, OptimizerConfig(lr=1e-9))
+    # Ranks that share sequences all have those of all of them.
+    shared = dist.get_world_size() // dims.dp_size
+    generator = torch.Generator().manual_seed(dims.dp_rank)
+    shape = SEQUENCES * shared, S + 1
+    batches = torch.randint(MODEL.vocab_size, shape, generator=generator).split(2)
+    planned, device, mine = SEQUENCES * S * case.ranks, torch.device("cpu"), Part(dims)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        if laid_out.pipeline is not None:
+            laid_out.pipeline.forward_backward(batches, planned, device, mine, False)
+        else:
+            forward_backward(laid_out.model, batches, planned, device, mine)
+        square = grad_square_sum(laid_out.model, dims)
+        all_gather_rows(square.reshape(1))
+        scale_gradients(laid_out.model, 0.5)
+        optimizer.step()
+
+    with watch_collectives() as watch:
+        while orders.recv():
+            began = time.perf_counter()
+            watch.take()
+            step()
+            seconds = time.perf_counter() - began
+            traffic = by_parallelism(watch.take())
+            orders.send(sum(t.exposed_seconds for t in traffic.values()) / seconds)
+    dist.destroy_process_group()
+
+
+class Ranks:
+    """The processes of a case."""
+
+    def __init__(self, case: Case) -> None:
+        context = mp.get_context("spawn")
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store, self.pipes = store, []
+        self.processes: list[Any] = []
+        for rank in range(case.ranks):
+            mine, its = context.Pipe()
+            process = context.Process(
+                target=rank_main, args=(case, rank, store.port, its), daemon=True
+            )
+            process.start()
+            self.pipes.append(mine)
+            self.processes.append(process)
+
+    def step(self) -> tuple[float, float]:
+        """Seconds, until the last of them is done, and the mean share that was waited."""
+        began = time.perf_counter()
+        for pipe in self.pipes:
+            pipe.send(True)
+        shares = [pipe.recv() for pipe in self.pipes]
+        return time.perf_counter() - began, statistics.mean(shares)
+
+    def end(self) -> None:
+        """Let them go."""
+        for pipe in self.pipes:
+            pipe.send(False)
+        for process in self.processes:
+            process.join()
+
+
+def rows(samples: int, cases: list[Case]) -> list[Row]:
+    """Time all cases in turn, over and over; the first two rounds do not count."""
+    ranks = {case: Ranks(case) for case in cases if case.layout is None}
+    ranks |= {case: Ranks(case) for case in cases if case.layout is not None}
+    times: dict[Case, list[float]] = {case: [] for case in cases}
+    shares: dict[Case, list[float]] = {case: [] for case in cases}
+    for turn in range(samples + 2):
+        for case in random.Random(turn).sample(cases, len(cases)):
+            seconds, share = ranks[case].step()
+            if turn > 1:
+                times[case].append(seconds)
+                shares[case].append(share)
+    for case in cases:
+        ranks[case].end()
+    medians = {case: statistics.median(values) for case, values in times.items()}
+    alone = medians[Case(1, None)]
+    found = []
+    for case in cases:
+        limit, mine = medians[Case(case.ranks, None)], medians[case]
+        subject = "limit" if case.layout is None else "convoy"
+        rate = [case.ranks * SEQUENCES * S / s for s in times[case]]
+        found += [
+            Row(case.name, subject, "tokens_per_second", statistics.median(rate), "tokens/s",
+                limit / mine, rate),
+            Row(case.name, subject, "efficiency", alone / mine, "ratio", limit / mine, []),
+            Row(case.name, subject, "waits", statistics.median(shares[case]), "ratio",
+                limit / mine, shares[case]),
+        ]  # fmt: skip
+        print(f"{case.name:<28} {subject:<8} {found[-3].value:8,.0f} tokens/s   efficiency "
+              f"{alone / mine:5.2f}   {limit / mine:5.2f} of as many alone   waits "
+              f"{found[-1].value:4.0%}")  # fmt: skip
+    return found
+
+
+def main() -> None:
+    args = arguments(__doc__)
+    cases = [c for c in CASES if c.ranks <= (2 if args.quick else 4)]
+    found = rows(2 if args.quick else args.samples, cases)
+    finish("scaling", found, ["torch", "numpy"], args.json)
+
+
+if __name__ == "__main__":
+    # Every rank is one thread.
+    torch.set_num_threads(1)
+    main()
