@@ -18,6 +18,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -121,6 +122,29 @@ def rank_main(case: Case, rank: int, port: int, orders: Connection) -> None:
             seconds = time.perf_counter() - began
             traffic = by_parallelism(watch.take())
             orders.send(sum(t.exposed_seconds for t in traffic.values()) / seconds)
+    dist.destroy_process_group()
+
+
+def on_ranks(act: Callable[[int], Any], world: int) -> list[Any]:
+    """What ``act`` returns on each of so many ranks that form a group of one thread each."""
+    context = mp.get_context("spawn")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes = [context.Pipe() for _ in range(world)]
+    for rank, (_, its) in enumerate(pipes):
+        given = act, rank, world, store.port, its
+        context.Process(target=_act_on_rank, args=given, daemon=True).start()
+    return [mine.recv() for mine, _ in pipes]
+
+
+def _act_on_rank(
+    act: Callable[[int], Any], rank: int, world: int, port: int, answer: Connection
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+                      TORCHELASTIC_USE_AGENT_STORE="True")  # fmt: skip
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    answer.send(act(rank))
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -35,7 +35,7 @@ from parallel.documents import Documents
 from parallel.gradients import clip_grad_norm, grad_square_sum, scale_gradients
 from parallel.layout import ShardLayout, Topology, parse_topology
 from parallel.mesh import ParallelDims
-from parallel.recompute import apply_activation_offload, apply_recompute
+from parallel.recompute import Recompute, apply_activation_offload, apply_recompute
 from parallel.replicas import CompressedSum, GradientCompression
 from parallel.tensor import (
     TensorParallel,
@@ -79,6 +79,7 @@ __all__ = [
     "PipelineSchedule",
     "Products",
     "Put",
+    "Recompute",
     "ShardLayout",
     "SpreadSequence",
     "TensorParallel",

@@ -157,6 +157,7 @@ class Training:
             mfu=mfu,
             communication_seconds={k: t.seconds for k, t in traffic.items() if t.count},
             exposed_seconds={k: t.exposed_seconds for k, t in traffic.items() if t.count},
+            communication_bytes={k: t.bytes for k, t in traffic.items() if t.count},
             **_loss_scale(decision),
         )
 

@@ -1,0 +1,71 @@
+"""Gradients summed over copies with fewer bits: bytes, and what they do to the loss.
+
+    OMP_NUM_THREADS=1 python bench/compression.py [--quick] [--json FILE]
+
+The recipe that ``make pretrain`` trains (tools/recipes/stdlib-tiny.toml), on 2 ranks that each have
+a copy of the model, under every ``parallel.gradient_compression``: bytes that a rank gives to sums
+in a step, the mean training loss of the last ten steps, bits per byte of held-out text, and tokens
+per second (over loopback, which is no slow link). The limit is float32, ``none``; a ratio is
+float32's bytes over a subject's, and for losses and speeds a subject's share of float32's.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+# A script's own folder comes first on its path.
+sys.path[0] = str(ROOT)
+
+from bench.harness import Row, arguments, finish
+
+LAYOUT = ["parallel.ep=1", "parallel.dp_shard=1", "parallel.dp_replicate=2"]
+
+
+def train(how: str, steps: int, folder: Path) -> dict[str, Any]:
+    """One run; its summary, and the lines of its log by event."""
+    run = folder / how
+    values = [*LAYOUT, f"parallel.gradient_compression={how}", f"train.steps={steps}",
+              f"run_dir={run}", "metrics.port=-1", "sample.tokens=0", "train.eval_interval_steps=0",
+              f"schedule.warmup_steps={min(24, steps // 5)}"]  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+               "2", "tools/pretrain.py", "tools/recipes/stdlib-tiny.toml"]  # fmt: skip
+    for value in values:
+        command += ["--set", value]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    events = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    return {"summary": json.loads((run / "summary.json").read_text()),
+            "steps": [e for e in events if e["event"] == "step"]}  # fmt: skip
+
+
+def main() -> None:
+    args = arguments(__doc__)
+    steps = 12 if args.quick else 240
+    rows: list[Row] = []
+    with TemporaryDirectory() as folder:
+        runs = {how: train(how, steps, Path(folder)) for how in ("none", "bfloat16", "one_bit")}
+    float32: dict[str, float] = {}
+    for how, found in runs.items():
+        last = [step["loss"] for step in found["steps"][-10:]]
+        figures = {
+            "bytes_per_step": (found["steps"][-1]["communication_bytes"]["dp"], "bytes"),
+            "loss": (statistics.mean(last), "nats"),
+            "bits_per_byte": (found["summary"]["val_bits_per_byte"], "bits"),
+            "tokens_per_second": (found["summary"]["tokens_per_second"], "tokens/s"),
+        }
+        for metric, (value, unit) in figures.items():
+            base = float32.setdefault(metric, value)
+            ratio = base / value if metric == "bytes_per_step" else value / base
+            rows.append(Row(f"{steps} steps", how, metric, value, unit, ratio, []))
+            print(f"{how:<10} {metric:<18} {value:14,.4f} {unit:<9} {ratio:7.3f}")
+    finish("compression", rows, ["torch", "numpy"], args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""What activations and training state take, and what it costs to have less of them.
+
+    OMP_NUM_THREADS=1 python bench/memory.py [--quick] [--json FILE]
+
+Activations: bytes that the backward of the tiny Qwen3-MoE of bench/train_step.py keeps (storages
+that its forward saves, parameters apart), under every way to compute them again, with the time of
+forward and backward; the limit of both is keeping everything. State: the peak of a rank's resident
+memory, above what it has before the model is made, over steps of two micro-batches of a model with
+wide experts on 2 ranks, under ZeRO 1, 2 and 3; the limit is its slices of parameters, gradients and
+moments alone.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+# A script's own folder comes first on its path.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from bench.harness import Row, arguments, finish, interleave
+from bench.scaling import on_ranks
+from bench.train_step import MODEL, MOE, B, S
+from moe import MoEConfig
+from parallel import ParallelConfig, ParallelDims, Recompute, Topology, apply_recompute, local_shard
+from pretrain.init import init_parameters
+from pretrain.model import Decoder, ModelConfig
+from pretrain.optim import OptimizerConfig, build_adamw
+from pretrain.parallelize import lay_out
+from pretrain.step import Part, forward_backward
+
+WAYS: dict[str, tuple[Recompute, int]] = {
+    "none": ("none", 1), "selective": ("selective", 1), "full, every 2nd": ("full", 2),
+    "full": ("full", 1),
+}  # fmt: skip
+WIDE = ModelConfig(vocab_size=512, d_model=512, num_layers=8, num_heads=8, num_kv_heads=8)
+WIDE_MOE = MoEConfig(d_model=512, d_ff=512, num_experts=16, top_k=2)
+
+
+def decoder(way: str) -> Decoder:
+    """One that recomputes in some way."""
+    torch.manual_seed(0)
+    model = Decoder(MODEL, MOE)
+    apply_recompute(list(model.blocks.values()), *WAYS[way])
+    return model
+
+
+def kept_bytes(model: Decoder, tokens: torch.Tensor) -> int:
+    """Of the storages that a forward saves for its backward."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model(tokens)
+    assert out.logits.requires_grad  # it holds what is kept until here
+    return sum(kept.values())
+
+
+def activations(samples: int) -> list[Row]:
+    """Bytes and seconds of every way."""
+    tokens = torch.randint(MODEL.vocab_size, (B, S + 1))
+    models = {way: decoder(way) for way in WAYS}
+    kept = {way: kept_bytes(model, tokens[:, :-1]) for way, model in models.items()}
+    device = torch.device("cpu")
+
+    def step(model: Decoder) -> None:
+        model.zero_grad()
+        forward_backward(model, [tokens], B * S, device)
+
+    runs: dict[str, Callable[[], None]] = {w: partial(step, model) for w, model in models.items()}
+    timed = interleave("activations", "step_seconds", runs | {"limit": runs["none"]}, samples)
+    rows = [row for row in timed if row.subject != "limit"]
+    for way, count in kept.items():
+        ratio = count / kept["none"]
+        rows.append(Row("activations", way, "kept_bytes", count, "bytes", ratio, []))
+        print(f"activations  {way:<16} {count / 2**20:8.1f} MiB kept, {ratio:.2f} of everything")
+    return rows
+
+
+def state_on_rank(zero: int, steps: int, rank: int) -> tuple[float, float]:
+    """Peak and slices, in bytes."""
+    parallel = ParallelConfig.model_validate({"dp_shard": 2, "ep": 1, "zero": zero})
+    dims = ParallelDims.build(Topology(dp_shard=2), "cpu")
+    batches = torch.randint(512, (4, 65)).split(2)
+    before = resident("VmRSS")
+    laid_out = lay_out(WIDE, WIDE_MOE, parallel, dims, 64)
+    laid_out.model.to_empty(device="cpu")
+    init_parameters(laid_out.model, laid_out.layouts, rank, 0, WIDE.num_layers)
+    optimizer = build_adamw(laid_out.model, OptimizerConfig(lr=1e-9))
+    # So that its pages are there: a step's peak is to be of what comes on top.
+    for parameter in laid_out.model.parameters():
+        for moment in ("exp_avg", "exp_avg_sq"):
+            local_shard(optimizer.state[parameter][moment]).fill_(0.0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    for _ in range(steps):
+        optimizer.zero_grad()
+        forward_backward(laid_out.model, batches, 256, torch.device("cpu"), Part(dims), zero == 1)
+        optimizer.step()
+    slices = sum(4 * 4 * local_shard(p).numel() for p in laid_out.model.parameters())
+    return resident("VmHWM") - before, slices
+
+
+def resident(field: str) -> int:
+    """A line of /proc/self/status, in bytes."""
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def state(samples: int) -> list[Row]:
+    """The peak of a rank, under every ZeRO."""
+    rows = []
+    for zero in (3, 2, 1):
+        found = [on_ranks(partial(state_on_rank, zero, 2), 2) for _ in range(samples)]
+        peaks = [max(peak for peak, _ in ranks) for ranks in found]
+        slices, peak = found[0][0][1], statistics.median(peaks)
+        subject = f"zero {zero}"
+        rows.append(Row("state", subject, "peak_bytes", peak, "bytes", slices / peak, peaks))
+        print(f"state        {subject:<16} {peak / 2**20:8.1f} MiB at most, of which slices "
+              f"{slices / 2**20:.1f} MiB")  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    args = arguments(__doc__)
+    torch.set_num_threads(1)
+    rows = [*activations(2 if args.quick else args.samples), *state(1 if args.quick else 3)]
+    finish("memory", rows, ["torch", "numpy"], args.json)
+
+
+if __name__ == "__main__":
+    main()
