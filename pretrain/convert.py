@@ -27,7 +27,8 @@ from pretrain.hf_config import HFConfig
 from pretrain.hf_families import FAMILIES, Family, Sections, family_for, family_of
 from pretrain.hf_tensors import HFTensor, hf_tensors
 from pretrain.model import ModelConfig, meta_decoder
-from pretrain.spec import JobSpec, resolve_spec
+from pretrain.read_spec import resolve_spec
+from pretrain.spec import JobSpec
 from pretrain.weights import (
     CheckpointWeights,
     UpcycledWeights,

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.corpus import prepare_corpus
-from pretrain.spec import JobSpec, load_spec
+from pretrain.read_spec import load_spec
+from pretrain.spec import JobSpec
 
 
 def write_corpus(folder: Path, files: int = 40) -> Path:

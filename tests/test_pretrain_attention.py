@@ -18,7 +18,7 @@ from pretrain.attention import (
     rotate,
 )
 from pretrain.errors import InputError
-from pretrain.spec import load_spec
+from pretrain.read_spec import load_spec
 from pretrain.step import forward_backward
 from tests.dist import run_ranks
 from tests.jobs import make_spec, write_spec

@@ -15,8 +15,8 @@ import ckpt
 from parallel import Topology
 from pretrain.checkpoint import _resolved
 from pretrain.loop import Training
+from pretrain.read_spec import load_spec
 from pretrain.runtime import lock_run
-from pretrain.spec import load_spec
 from pretrain.summary import Summary
 from tests.dist import run_ranks
 from tests.jobs import data_of, events, prepare_job, write_spec

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from pretrain.errors import InputError
-from pretrain.spec import JobSpec, load_spec
+from pretrain.read_spec import load_spec
+from pretrain.spec import JobSpec
 from tests.jobs import make_spec, tiny, write_spec
 
 RECIPE = "tools/recipes/stdlib-tiny.toml"

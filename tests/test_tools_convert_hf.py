@@ -19,7 +19,7 @@ from pretrain.errors import InputError
 from pretrain.hf_config import HFConfig
 from pretrain.hf_families import family_of
 from pretrain.model import meta_decoder
-from pretrain.spec import load_spec
+from pretrain.read_spec import load_spec
 from tests.hf import (
     CASES,
     MOE_CASES,

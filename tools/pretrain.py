@@ -28,9 +28,9 @@ from pretrain.errors import (
     LostRankError,
 )
 from pretrain.log import complain, say
+from pretrain.read_spec import load_spec
 from pretrain.run import prepare, run
 from pretrain.runtime import launched_rank, launched_world
-from pretrain.spec import load_spec
 
 
 def main(arguments: list[str] | None = None) -> int:
