@@ -2,9 +2,10 @@
 
     python bench/gpu.py --out FOLDER [--megablocks] [--seconds 500]
 
-Runs tests/test_cuda.py, then bench/moe_layer.py at the size h200 in bfloat16, each in a process of
-its own with what is left of the time, and leaves their output, the bench's JSON and
-``machine.json`` in FOLDER. ``--megablocks`` installs MegaBlocks first, as ``make megablocks`` does.
+Runs tests/test_cuda.py, then bench/moe_layer.py at the size h200 in bfloat16 and
+bench/train_gpu.py, each in a process of its own with what is left of the time, and leaves their
+output, the benches' JSON and ``machine.json`` in FOLDER. ``--megablocks`` installs MegaBlocks
+first, as ``make megablocks`` does.
 
 Exit codes: 0 all ran and passed; 1 something failed, and the rest was run all the same; 2 there is
 no CUDA device.
@@ -63,6 +64,9 @@ def main() -> int:
     table = str((args.out / "moe_layer-h200.json").resolve())
     parts["moe_layer"] = run("moe_layer", [python, "bench/moe_layer.py", "--json", table], args.out,
                              deadline)  # fmt: skip
+    table = str((args.out / "train_gpu.json").resolve())
+    parts["train"] = run("train", [python, "bench/train_gpu.py", "--samples", "5", "--json", table],
+                         args.out, deadline)  # fmt: skip
     machine = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,

@@ -1,0 +1,102 @@
+"""Training steps of a model that fills one accelerator, as a share of its peak.
+
+    python bench/train_gpu.py [--quick] [--json FILE]
+
+A decoder of 16 layers with 64 experts of which a token takes 8 (6.8 billion parameters, 1.1 of them
+active) in bfloat16 with float32 parameters, gradients and moments: forward, loss, backward,
+gradient norm and AdamW, of micro-batches of 2 x 4,096 tokens, under ways to compute activations
+again. The limit is the device's data sheet; a row's share of it is the model FLOPs utilization.
+``--quick``, and a machine without CUDA, take a model of 4 small layers, which tells nothing but
+that the bench runs. Not yet run on an accelerator.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+# A script's own folder comes first on its path.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from bench.harness import Row, arguments, finish
+from moe import MoEConfig
+from parallel import ParallelConfig, ParallelDims, Topology, clip_grad_norm
+from pretrain.flops import forward_flops, peak_flops_per_second
+from pretrain.init import init_parameters
+from pretrain.model import ModelConfig
+from pretrain.optim import OptimizerConfig, build_adamw
+from pretrain.parallelize import lay_out
+from pretrain.step import Part, forward_backward
+
+LARGE = ModelConfig(vocab_size=50304, d_model=2048, num_layers=16, num_heads=16, num_kv_heads=4)
+LARGE_MOE = MoEConfig(d_model=2048, d_ff=1024, num_experts=64, top_k=8)
+SMALL = ModelConfig(vocab_size=512, d_model=64, num_layers=4, num_heads=4, num_kv_heads=2)
+SMALL_MOE = MoEConfig(d_model=64, d_ff=64, num_experts=8, top_k=2)
+WAYS = ("full", "selective")
+"""The one that needs least memory first: the other may not fit."""
+
+
+def steps(way: str, small: bool, device: torch.device, samples: int) -> tuple[list[float], float]:
+    """Seconds of every step after two that do not count, and the model FLOPs of one."""
+    model, moe = (SMALL, SMALL_MOE) if small else (LARGE, LARGE_MOE)
+    b, s = (2, 64) if small else (2, 4096)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    parallel = ParallelConfig.model_validate({"dp_shard": 1, "recompute": way})
+    dims = ParallelDims.build(Topology(), device.type)
+    laid_out = lay_out(model, moe, parallel, dims, s, dtype)
+    laid_out.model.to_empty(device=device)
+    init_parameters(laid_out.model, laid_out.layouts, 0, 0, model.num_layers)
+    optimizer = build_adamw(laid_out.model, OptimizerConfig(lr=1e-9))
+    batches = torch.randint(model.vocab_size, (2 * b, s + 1)).split(b)
+    tokens, times = 2 * b * s, []
+    for turn in range(samples + 2):
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        forward_backward(laid_out.model, batches, tokens, device, Part(dims))
+        clip_grad_norm(laid_out.model, dims, 1.0)
+        optimizer.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        if turn > 1:
+            times.append(time.perf_counter() - began)
+    return times, forward_flops(model, moe, s).training * tokens
+
+
+def main() -> None:
+    args = arguments(__doc__)
+    cuda = torch.cuda.is_available()
+    small, device = args.quick or not cuda, torch.device("cuda" if cuda else "cpu")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo", store=HashStore(), rank=0, world_size=1
+    )
+    peak = peak_flops_per_second(device, torch.bfloat16 if cuda else torch.float32)
+    rows = []
+    for way in WAYS:
+        try:
+            times, flops = steps(way, small, device, 3 if args.quick else args.samples)
+        except torch.cuda.OutOfMemoryError:
+            print(f"{way}: does not fit")
+            continue
+        finally:
+            if cuda:
+                torch.cuda.empty_cache()
+        model = SMALL if small else LARGE
+        tokens = 4 * (64 if small else 4096)
+        rates = [tokens / seconds for seconds in times]
+        mfu = flops / statistics.median(times) / peak
+        case = f"{model.num_layers} layers, d_model {model.d_model}"
+        rows.append(Row(case, f"convoy {way}", "tokens_per_second", statistics.median(rates),
+                        "tokens/s", mfu, rates))  # fmt: skip
+        print(f"{case}  {way:<10} {rows[-1].value:12,.0f} tokens/s   MFU {mfu:.1%}")
+    dist.destroy_process_group()
+    finish("train_gpu", rows, ["torch", "numpy"], args.json)
+
+
+if __name__ == "__main__":
+    main()
