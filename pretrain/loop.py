@@ -88,10 +88,11 @@ class Training:
         reports = exchange(report, device)
         decision = decide(reports, planned, scale)
         lr = spec.optimizer.lr * spec.schedule.ratio(self.progress.step, spec.train.steps)
+        replanned = False
         if decision.action is Action.COMMIT:
             self._commit(decision, lr, cursor, planned)
             if result.routing is not None:
-                self._record_routing(result.routing, reports)
+                replanned = self._balance(result.routing, reports)
         if decision.overflow:
             self.progress = self.progress.after_overflow()
             set_rng_states(random, device)
@@ -103,6 +104,14 @@ class Training:
         if decision.action is Action.COMMIT:
             self.interval.micro_batches = len(batches)
             self._record_commit(decision, lr, seconds, by_parallelism(traffic))
+        if replanned and job.balance is not None:
+            # After its step's line: a plan holds from the next one on, and a replay reads it so.
+            self.log.write(
+                "capacity_plan",
+                step=self.progress.step,
+                plans=job.balance.plans,
+                relative_speeds=job.balance.relative_speeds,
+            )
         if decision.action is Action.SKIP:
             self._skip(decision)
         return decision
@@ -161,27 +170,24 @@ class Training:
             **_loss_scale(decision),
         )
 
-    def _record_routing(self, routing: Routing, reports: Sequence[Report]) -> None:
-        """Add to the interval's figures, and move biases and capacity by the whole step's loads."""
+    def _balance(self, routing: Routing, reports: Sequence[Report]) -> bool:
+        """Add to the interval's figures, and move biases and capacity by the whole step's loads;
+        whether plans of capacity changed."""
         interval = self.interval
         interval.routing = routing.plus(interval.routing)
         before = interval.rank_rows or [0.0] * len(reports)
         interval.rank_rows = [a + r.expert_rows for a, r in zip(before, reports, strict=True)]
         balance = self.job.balance
-        if balance is not None and balance.after(self.progress.step, reports):
+        replanned = balance is not None and balance.after(self.progress.step, reports)
+        if balance is not None and replanned:
             balance.apply(self.job.routers, self.job.runtime.rank)
-            self.log.write(
-                "capacity_plan",
-                step=self.progress.step,
-                plans=balance.plans,
-                relative_speeds=balance.relative_speeds,
-            )
         moe = self.job.spec.moe
         if moe is not None and moe.expert_bias and moe.bias_update_rate:
             everywhere = routing.tokens_per_expert_LE.clone()
             all_reduce(everywhere).wait()
             for row, router in zip(self.job.router_rows, self.job.routers, strict=True):
                 router.update_bias(everywhere[row])
+        return replanned
 
     def _skip(self, decision: Decision) -> None:
         self.skipped += not decision.overflow
