@@ -182,8 +182,8 @@ def one_process(data, tmp_path_factory) -> Trained:
     ("layout", "parallel"),
     [
         ("pp=2", {}),
-        ("cp=2,tp=2", {"recompute": "selective"}),
-        pytest.param("cp=2", {}, marks=SLOW),
+        ("cp=2", {}),
+        pytest.param("cp=2,tp=2", {"recompute": "selective"}, marks=SLOW),
         pytest.param("tp=2", {}, marks=SLOW),
         pytest.param("dp_shard=2,ep=2", {"recompute": "full"}, marks=SLOW),
         pytest.param("cp=2,tp=2", {}, marks=SLOW),

@@ -84,7 +84,9 @@ def fingerprints(run: Path) -> dict[str, int]:
         pytest.param(4, {"ep": 2}, {}, marks=SLOW),
         pytest.param(4, {"ep": 4, "cp": 2}, {"input_jitter": 0.01}, marks=SLOW),
         pytest.param(4, {"dp_replicate": 2}, {"expert_bias": True}, marks=SLOW),
-        (4, {"tp": 2, "pp": 2}, {"expert_bias": True, "input_jitter": 0.01}),
+        pytest.param(
+            4, {"tp": 2, "pp": 2}, {"expert_bias": True, "input_jitter": 0.01}, marks=SLOW
+        ),
     ],
 )
 def test_a_stopped_and_resumed_run_is_bitwise_the_uninterrupted_one(
@@ -144,6 +146,7 @@ def test_a_batch_that_grows_is_the_same_on_any_ranks_and_after_a_resume(text, tm
     assert [event["tokens_seen"] for event in events(runs[2], "step")] == [32 * c for c in cursors]
 
 
+@SLOW
 def test_recomputed_activations_change_no_bit(text, tmp_path):
     moe = {"expert_bias": True, "input_jitter": 0.01, "sequence_balance_weight": 0.01}
     found = []
