@@ -132,8 +132,8 @@ def apply_fsdp(
 
     Args:
         model: after :func:`apply_expert_parallel`.
-        dims: the meshes; where a parameter is on one rank alone and keeps its dtype, nothing is
-            done.
+        dims: the meshes; where a parameter is on one rank alone, keeps its dtype and stays on the
+            device, nothing is done.
         blocks: the submodules whose parameters are gathered together, outermost layers first;
             what is in none of them belongs to ``model`` itself.
         reshard_after_forward: free gathered parameters between forward and backward (ZeRO-3), or
@@ -208,6 +208,8 @@ def _set_sums(modules: Sequence[FSDPModule], replicas: _ReplicaSum | None) -> No
     for number, fsdp in enumerate(modules):
         if replicas is not None:
             fsdp.set_all_reduce_hook(partial(replicas, number))
+            # The step's last backward must come by all of them, used in it or not (since 2.12).
+            getattr(fsdp, "set_reduce_scatter_unused_params", lambda _: None)(True)
         fsdp.set_gradient_divide_factor(1.0)
         # Without this a divide factor asks gloo for a reduction that it does not have.
         fsdp.set_force_sum_reduction_for_comms(True)
@@ -243,9 +245,19 @@ class _ReplicaSum:
         """Whether the coming backward is the step's last."""
         self._before: dict[int, Tensor] = {}
 
+    def expect(self, last: bool) -> None:
+        """Say what the coming backward is."""
+        if self.last:
+            self._before.clear()  # a step begins; one that was given up leaves nothing
+        self.last = last
+
     def __call__(self, module: int, reduced: Tensor) -> None:
+        if reduced.is_cuda:
+            # FSDP made it on another stream, and does not hold it until this one has read it.
+            reduced.record_stream(torch.cuda.current_stream())
         before = self._before.pop(module, None)
         if before is not None:
+            assert before.shape == reduced.shape, "some of its parameters had no gradient"
             reduced += before
         if self.last:
             all_reduce(reduced, self.group, "dp").wait()
@@ -300,7 +312,7 @@ def set_gradient_sync(model: nn.Module, sync: bool, last: bool) -> None:
         model.set_requires_gradient_sync(sync or last)
         replicas = model.__dict__.get(_REPLICAS)
         if replicas is not None:
-            replicas.last = last
+            replicas.expect(last)
 
 
 def finish_backward(model: nn.Module, sync: bool, last: bool) -> None:

@@ -57,7 +57,8 @@ class CompressedSum:
                 name: torch.zeros_like(local_shard(p), dtype=torch.float32)
                 for name, p in model.named_parameters()
             }
-        self._pending: list[tuple[list[str], Tensor]] = []
+        self._pending: list[list[tuple[Tensor, Tensor]]] = []
+        """Pieces of residuals, and what they are to be."""
 
     def reduce(self, scale: float = 1.0) -> None:
         """Sum; every rank of the group must call, with gradients for the same parameters.
@@ -66,46 +67,50 @@ class CompressedSum:
         outlives a change of it.
         """
         self._pending = []
-        for names, grads in self._buckets():
-            flat_N = torch.cat([grad.flatten() for grad in grads]).float()
+        for grads, owed in self._buckets():
+            sizes = [-(-len(grad) // _BLOCK) * _BLOCK for grad in grads]
+            flat_N = torch.cat([_padded(grad, _BLOCK) for grad in grads]).float()
             if scale != 1:
                 flat_N /= scale
             if self.how == "bfloat16":
                 total_N = self._rounded(flat_N)
             else:
-                flat_N += torch.cat([self.residuals[name].flatten() for name in names])
-                total_N, sent_N = self._signs(flat_N)
-                self._pending.append((names, flat_N.sub_(sent_N)))
+                flat_N += torch.cat([_padded(piece, _BLOCK) for piece in owed])
+                total_N, sent_N = self._signs(flat_N, [len(grad) for grad in grads])
+                rest = flat_N.sub_(sent_N).split(sizes)
+                self._pending.append(list(zip(owed, rest, strict=True)))
             if scale != 1:
                 total_N *= scale
-            parts = total_N.split([grad.numel() for grad in grads])
-            for grad, part in zip(grads, parts, strict=True):
-                grad.copy_(part.view_as(grad))
+            for grad, part in zip(grads, total_N.split(sizes), strict=True):
+                grad.copy_(part[: len(grad)])
 
     def commit(self) -> None:
         """Keep what the last :meth:`reduce` still owes: its sums became part of the model."""
-        for names, rest_N in self._pending:
-            owed = [self.residuals[name] for name in names]
-            for residual, part in zip(owed, rest_N.split([r.numel() for r in owed]), strict=True):
-                residual.copy_(part.view_as(residual))
+        for bucket in self._pending:
+            for residual, rest in bucket:
+                residual.copy_(rest[: len(residual)])
         self._pending = []
 
-    def _buckets(self) -> Iterator[tuple[list[str], list[Tensor]]]:
-        names: list[str] = []
+    def _buckets(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """Views of gradients, flat, and of what is owed to them: no more in all than a bucket."""
         grads: list[Tensor] = []
-        size = 0
+        owed: list[Tensor] = []
+        room = _BUCKET
         for name, parameter in self.model.named_parameters():
-            if parameter.grad is None or not local_shard(parameter).numel():
+            if parameter.grad is None:
                 continue
-            grad = local_shard(parameter.grad)
-            if names and size + grad.numel() > _BUCKET:
-                yield names, grads
-                names, grads, size = [], [], 0
-            names.append(name)
-            grads.append(grad)
-            size += grad.numel()
-        if names:
-            yield names, grads
+            flat = local_shard(parameter.grad).view(-1)
+            residual = self.residuals[name].view(-1) if self.residuals else flat[:0]
+            for start in range(0, len(flat), _BUCKET):
+                piece = flat[start : start + _BUCKET]
+                if len(piece) > room:
+                    yield grads, owed
+                    grads, owed, room = [], [], _BUCKET
+                grads.append(piece)
+                owed.append(residual[start : start + _BUCKET])
+                room -= len(piece)
+        if grads:
+            yield grads, owed
 
     def _rounded(self, flat_N: Tensor) -> Tensor:
         n = self.group.size()
@@ -121,26 +126,31 @@ class CompressedSum:
         all_gather(theirs, part, self.group, "dp").wait()
         return theirs[: len(flat_N)].float()
 
-    def _signs(self, flat_N: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum of what all ranks sent, and what this one did, [N] float32 each."""
-        n, N = self.group.size(), len(flat_N)
-        blocks = -(-N // _BLOCK)
-        padded = _padded(flat_N, _BLOCK).view(blocks, _BLOCK)
-        # The mean of those that there are: the last block may be short.
-        count = torch.full((blocks,), float(_BLOCK), device=flat_N.device)
-        count[-1] = N - (blocks - 1) * _BLOCK
-        scale = padded.abs().sum(1) / count
-        message = torch.cat([_packed(padded >= 0), scale.view(torch.uint8)])
+    def _signs(self, flat_N: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
+        """The sum of what all ranks sent, and what this one did, [N] float32 each.
+
+        ``lengths`` are those of what was padded to whole blocks: no two parameters share one, and
+        zeros that fill one up do not count.
+        """
+        n, blocks = self.group.size(), len(flat_N) // _BLOCK
+        counts = torch.tensor(
+            [min(_BLOCK, N - start) for N in lengths for start in range(0, N, _BLOCK)],
+            dtype=torch.float32,
+        ).to(flat_N.device)
+        by_block = flat_N.view(blocks, _BLOCK)
+        scale = by_block.abs().sum(1) / counts
+        message = torch.cat([_packed(by_block >= 0), scale.view(torch.uint8)])
         messages = message.new_empty(n * len(message))
         all_gather(messages, message, self.group, "dp").wait()
-        signs = [_unpacked(m[: -4 * blocks]).view(blocks, _BLOCK) for m in messages.chunk(n)]
-        scales = [m[-4 * blocks :].clone().view(torch.float32) for m in messages.chunk(n)]
-        sent = [
-            (sign * s.unsqueeze(1)).flatten()[:N] for sign, s in zip(signs, scales, strict=True)
-        ]
-        mine = sent[self.group.rank()]
+        total, mine = torch.zeros_like(by_block), by_block
         # In the order of the ranks, so that all have the same bits.
-        return torch.stack(sent).sum(0), mine
+        for rank, theirs in enumerate(messages.chunk(n)):
+            scales = theirs[-4 * blocks :].clone().view(torch.float32)
+            sent = _unpacked(theirs[: -4 * blocks]).view(blocks, _BLOCK) * scales.unsqueeze(1)
+            total += sent
+            if rank == self.group.rank():
+                mine = sent
+        return total.flatten(), mine.flatten()
 
 
 def _padded(x_N: Tensor, multiple: int) -> Tensor:

@@ -1,13 +1,15 @@
 """What collectives cost a rank, and which one it is in.
 
 Those that go through :func:`watched` are counted while a :class:`Watch` is installed: this
-package's, FSDP's under :func:`parallel.apply_fsdp`, and a pipeline's sends and receives. The few
-small ones within PyTorch's loss over a cut vocabulary and routers' losses are not.
+package's, FSDP's under :func:`parallel.apply_fsdp`, and a pipeline's sends and receives. A few
+small ones are not: within PyTorch's loss over a cut vocabulary, within routers' losses, of the
+gradients of norms under tensor parallelism, and those between hosts outside a step.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -79,7 +81,7 @@ class Watch:
     def __init__(self) -> None:
         self._traffic: dict[Kind, Traffic] = {}
         self._counts: dict[str, int] = {}
-        self._timed: list[_CudaFlight] = []
+        self._timed: deque[_CudaFlight] = deque()
         self._last: _Begun | None = None
         self.waiting = False
         """Whether the rank waits for that one now, on the host."""
@@ -98,10 +100,17 @@ class Watch:
         """Count what is over."""
         self._traffic[kind] = traffic.plus(self._traffic.get(kind, Traffic()))
 
+    def land(self, flight: _CudaFlight) -> None:
+        """Count what a stream waits for, once it is known; those before it that are, are."""
+        self._timed.append(flight)
+        while self._timed and self._timed[0].over:
+            done = self._timed.popleft()
+            self.add(done.kind, done.measured())
+
     def take(self) -> dict[Kind, Traffic]:
         """What was waited for since the last call. On CUDA it waits for the last one's end."""
-        timed, self._timed = self._timed, []
-        for flight in timed:
+        while self._timed:
+            flight = self._timed.popleft()
             self.add(flight.kind, flight.measured())
         traffic, self._traffic = self._traffic, {}
         return traffic
@@ -188,13 +197,18 @@ class _Flight:
         self.watch.waiting = False
         until = time.perf_counter()
         began = since if self.kind.op in _POINT_TO_POINT else self.began
+        exposed = until - since
         if self.ended and self.ended[0] <= since:
-            since = until = self.ended[0]
-        self.watch.add(self.kind, Traffic(1, self.size, until - began, until - since))
+            until, exposed = max(self.ended[0], began), 0.0
+        self.watch.add(self.kind, Traffic(1, self.size, until - began, exposed))
 
 
 class _CudaFlight:
-    """On a stream: events tell, once they are asked. Not yet run on an accelerator."""
+    """On a stream: events tell, once they are asked. Not yet run on an accelerator.
+
+    What is waited for on another stream than the compute stream, as FSDP does, exposes nothing
+    there; what the compute stream later waits for that one is not known, and not counted.
+    """
 
     _beside: torch.cuda.Stream | None = None
     """Waits for every collective, so that its end can be told from that of the compute stream's
@@ -203,6 +217,7 @@ class _CudaFlight:
     def __init__(self, watch: Watch, kind: Kind, size: int, begin: Callable[[], Any]) -> None:
         self.watch, self.kind, self.size = watch, kind, size
         self.events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        self.computes = torch.cuda.current_stream() == torch.cuda.default_stream()
         self.events[0].record()
         self.work = begin()
 
@@ -217,11 +232,19 @@ class _CudaFlight:
         with torch.cuda.stream(_CudaFlight._beside):
             self.work.wait()
             ended.record()
-        self.watch._timed.append(self)
+        # It holds what it received.
+        self.work = None
+        self.watch.land(self)
+
+    @property
+    def over(self) -> bool:
+        """Whether all is known of it."""
+        return bool(self.events[1].query() and self.events[3].query())
 
     def measured(self) -> Traffic:
+        """Waits for its end."""
         began, ended, since, until = self.events
         ended.synchronize()
         until.synchronize()
-        seconds, exposed = began.elapsed_time(ended) / 1e3, since.elapsed_time(until) / 1e3
-        return Traffic(1, self.size, seconds, exposed)
+        exposed = since.elapsed_time(until) / 1e3 if self.computes else 0.0
+        return Traffic(1, self.size, began.elapsed_time(ended) / 1e3, exposed)

@@ -155,15 +155,18 @@ def _load(job: Job, manifest: Manifest) -> Progress:
     runtime, root = job.runtime, job.spec.checkpoint_path
     arrays = job.arrays()
     states = rng_states(runtime.device)
-    own = [*rng_arrays(job.topology, runtime.rank, runtime.device, states), *job.residuals()]
-    saved = {a.name: a.shape for a in manifest.arrays if a.name.startswith(("rng/", "residual/"))}
-    # A checkpoint that was resharded still has a row for each rank that it was saved on.
-    same_ranks = manifest.topology == job.topology.as_dict() and saved == {
-        a.spec.name: a.spec.shape for a in own
-    }
+    own_rng = rng_arrays(job.topology, runtime.rank, runtime.device, states)
+    same_ranks = manifest.topology == job.topology.as_dict() and _alike(manifest, "rng/", own_rng)
     if same_ranks:
-        arrays += own
-    names = {array.spec.name for array in arrays} | set(saved)
+        arrays += own_rng
+    owed = job.residuals()
+    if owed and same_ranks and _alike(manifest, "residual/", owed):
+        arrays += owed
+    elif _saved(manifest, "residual/") and runtime.is_first:
+        why = "is asked for no more" if same_ranks else "was of other ranks"
+        say(f"what compressed gradients still owed {why}, and is left out")
+    of_ranks = _saved(manifest, "rng/") | _saved(manifest, "residual/")
+    names = {array.spec.name for array in arrays} | set(of_ranks)
     stray = sorted(a.name for a in manifest.arrays if a.name not in names)
     if stray:
         raise CheckpointError(f"checkpoint array {stray[0]} has no place in the model")
@@ -172,8 +175,6 @@ def _load(job: Job, manifest: Manifest) -> Progress:
         set_rng_states(states, runtime.device)
     else:
         seed_rng(job.spec.train.seed, manifest.step, runtime.rank)
-        if runtime.is_first and any(name.startswith("residual/") for name in saved):
-            say("what compressed gradients still owed was of other ranks, and is left out")
     # Speeds are of machines: on other ranks they are measured anew, from equal shares.
     if job.balance is not None and same_ranks and manifest.state.get("capacity"):
         job.balance.load(manifest.state["capacity"])
@@ -186,6 +187,16 @@ def _load(job: Job, manifest: Manifest) -> Progress:
     progress = replace(Progress(), **values)
     set_update_count(job.optimizer, progress.step)
     return progress
+
+
+def _saved(manifest: Manifest, prefix: str) -> dict[str, tuple[int, ...]]:
+    return {a.name: a.shape for a in manifest.arrays if a.name.startswith(prefix)}
+
+
+def _alike(manifest: Manifest, prefix: str, arrays: list[LocalArray]) -> bool:
+    """Whether just these were saved. A checkpoint that was resharded still has a row for each rank
+    that it was saved on."""
+    return _saved(manifest, prefix) == {a.spec.name: a.spec.shape for a in arrays}
 
 
 def _ready_folder(job: Job) -> None:
@@ -204,7 +215,7 @@ def _ready_folder(job: Job) -> None:
             probe.unlink()
     except OSError as error:
         raise InputError(f"checkpoint.path ({root}) cannot be written: {error.strerror}") from None
-    specs = [array.spec for array in job.arrays()]
+    specs = [array.spec for array in (*job.arrays(), *job.residuals())]
     needed = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
     free = shutil.disk_usage(root).free
     if needed > free:

@@ -70,7 +70,9 @@ class RollCall:
     def call(self, error: RuntimeError) -> str | None:
         """Ask all ranks where they are; the answer in a line, or None where another rank has asked
         before: it tells."""
-        mine = f"rank {self.rank}: {self.watch.describe()} failed ({_first_line(error)})"
+        what = self.watch.describe()
+        where = f"{what} failed" if self.watch.waiting else f"a collective after {what} failed"
+        mine = f"rank {self.rank}: {where} ({_first_line(error)})"
         try:
             if self.store.add("called", 1) > 1:
                 failed = f"failed too, after {self.watch.describe()}"

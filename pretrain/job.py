@@ -117,17 +117,7 @@ def build_job(spec: JobSpec, runtime: Runtime) -> Job:
     Raises InputError where the corpus is not the spec's, or the layer has no path for its sizes.
     """
     topology = spec.topology(runtime.world)
-    for field in ("offload_optimizer", "offload_activations"):
-        if getattr(spec.parallel, field) and runtime.device.type == "cpu":
-            raise InputError(
-                f"parallel.{field} (true) must be false on a CPU: everything is in host memory"
-            )
-    if spec.moe is not None:
-        m = spec.moe
-        try:
-            choose_backend(m.backend, m.d_model, m.d_ff, spec.train.dtype, runtime.device.type)
-        except ValueError as error:
-            raise InputError(str(error)) from None
+    runtime.together(lambda: _check_device(spec, runtime.device.type))
     corpus = runtime.together(lambda: open_corpus(spec.data, spec.model.vocab_size))
     train, held_out = runtime.together(
         lambda: (
@@ -163,6 +153,21 @@ def build_job(spec: JobSpec, runtime: Runtime) -> Job:
     for router in job.routers:
         router.balance_group = dims.stage_mesh.get_group()
     return job
+
+
+def _check_device(spec: JobSpec, device_type: str) -> None:
+    for field in ("offload_optimizer", "offload_activations"):
+        if getattr(spec.parallel, field) and device_type == "cpu":
+            raise InputError(
+                f"parallel.{field} (true) must be false on a CPU: everything is in host memory"
+            )
+    m = spec.moe
+    if m is None:
+        return
+    try:
+        choose_backend(m.backend, m.d_model, m.d_ff, spec.train.dtype, device_type)
+    except ValueError as error:
+        raise InputError(str(error)) from None
 
 
 def _make_room(laid_out: LaidOut, device: torch.device, offload: bool) -> None:

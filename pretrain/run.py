@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import shutil
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
 import ckpt
+from ckpt import CheckpointError
 from pretrain.checkpoint import restore
 from pretrain.corpus import prepare_corpus
-from pretrain.errors import EXIT_DONE, EXIT_LOST, EXIT_TRY_AGAIN, InputError, LostRankError
+from pretrain.errors import (
+    EXIT_DONE,
+    EXIT_LOST,
+    EXIT_TRY_AGAIN,
+    HealthError,
+    InputError,
+    LostRankError,
+)
 from pretrain.evaluate import evaluate, generate
 from pretrain.job import Job, build_job
 from pretrain.log import RunLog, say
@@ -69,12 +78,13 @@ def _run(spec: JobSpec, runtime: Runtime, stop: StopRequest) -> int:
     _greet(job, progress, log, endpoint)
     try:
         training = Training(job, progress, log, metrics)
-        if _watched(runtime, training, stop):
-            if runtime.is_first:
-                say(f"stopped after step {training.progress.step}; the same command resumes")
-            log.write("stopped", step=training.progress.step)
-            return EXIT_TRY_AGAIN
-        _finish(job, training.progress, log)
+        with _watched(runtime, training):
+            if train(training, stop):
+                if runtime.is_first:
+                    say(f"stopped after step {training.progress.step}; the same command resumes")
+                log.write("stopped", step=training.progress.step)
+                return EXIT_TRY_AGAIN
+            _finish(job, training.progress, log)
         return EXIT_DONE
     finally:
         log.close()
@@ -82,10 +92,13 @@ def _run(spec: JobSpec, runtime: Runtime, stop: StopRequest) -> int:
             endpoint.close()
 
 
-def _watched(runtime: Runtime, training: Training, stop: StopRequest) -> bool:
-    """Train; where a collective fails, say which and who is not in it."""
+@contextmanager
+def _watched(runtime: Runtime, training: Training) -> Iterator[None]:
+    """Where a collective fails, say which, and who is not in it."""
     try:
-        return train(training, stop)
+        yield
+    except (HealthError, CheckpointError):
+        raise
     except RuntimeError as error:
         roll_call = runtime.roll_call
         if roll_call is None or not roll_call.is_lost(error):
@@ -93,7 +106,7 @@ def _watched(runtime: Runtime, training: Training, stop: StopRequest) -> bool:
         told = roll_call.call(error)
         if told is None:
             raise SystemExit(EXIT_LOST) from None
-        raise LostRankError(f"step {training.progress.step + 1}, {told}") from error
+        raise LostRankError(f"after step {training.progress.step}, {told}") from error
 
 
 def _serve(spec: JobSpec, runtime: Runtime, registry: CollectorRegistry) -> Endpoint | None:

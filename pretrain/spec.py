@@ -209,6 +209,11 @@ class JobSpec(BaseModel):
                 f"parallel.pp ({p.pp}) must be 1 with model.tie_embeddings (true): the first stage "
                 f"and the last would share a matrix"
             )
+        if t.compile and self.data.document_mask:
+            raise ValueError(
+                "train.compile (true) must be false with data.document_mask (true): where "
+                "documents end changes with every batch"
+            )
         if t.compile and p.recompute == "selective":
             raise ValueError(
                 "train.compile (true) must be false with parallel.recompute (selective): what is "

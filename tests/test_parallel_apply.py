@@ -6,6 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -90,6 +96,31 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def check_options(model: nn.Module, options: dict) -> None:
+    """What FSDP was told, which changes no number and so must be looked at."""
+    modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    assert modules
+    for module in modules:
+        policy = fully_shard.state(module)._fsdp_param_group
+        if policy is not None:
+            assert policy.offload_policy.__class__ is (
+                CPUOffloadPolicy if options.get("offload") else OffloadPolicy
+            )
+    ahead, layers = options.get("prefetch", 0), list(model.layers)
+    for i, layer in enumerate(layers):
+        state = fully_shard.state(layer)
+        after, before = layers[i + 1 : i + 1 + ahead], layers[max(i - ahead, 0) : i]
+        for states, others in (
+            (state._states_to_forward_prefetch, after),
+            (state._states_to_backward_prefetch, before),
+        ):
+            expected = {
+                id(fully_shard.state(m)) for o in others for m in o.modules()
+                if isinstance(m, FSDPModule)
+            }  # fmt: skip
+            assert {id(s) for s in states} == expected
+
+
 KEPT = {"reshard_after_forward": False}
 
 
@@ -98,6 +129,7 @@ def on_rank(rank: int, topology: Topology, case: str, options: dict):
     model = make_model(case)
     apply_expert_parallel(model, dims.ep_mesh)
     apply_fsdp(model, dims, model.layers, **options)
+    check_options(model, options)
     experts = expert_parameter_names(model)
     x = batches(case, topology.world)[rank]
     loss = loss_of(model, x)

@@ -108,5 +108,5 @@ def test_who_does_not_come_is_named(text, tmp_path, last, ranks, parallel, said)
     lines = lines_of(spec, last, world, ends)
     print(lines)
     assert len(lines) == 1, lines
-    assert lines[0].startswith("error: step 3, rank ")
+    assert lines[0].startswith("error: after step 2, rank ")
     assert said in lines[0]
