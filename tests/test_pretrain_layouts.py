@@ -167,6 +167,33 @@ def test_a_v_of_stages_of_unequal_lengths(layout: str, backend: str, data, tmp_p
 
 
 @pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        ("pp=2,dp_replicate=2 zbv", "float32"),
+        pytest.param("pp=2,dp_replicate=2 zbv", "float16", marks=SLOW),
+        pytest.param("dp_replicate=2,dp_shard=2,ep=2", "float32", marks=SLOW),
+        pytest.param("dp_replicate=2,tp=2", "float32", marks=SLOW),
+        pytest.param("pp=2,dp_replicate=2 dualpipev", "float32", marks=SLOW),
+    ],
+)
+def test_signs_are_those_of_parameters_wherever_they_are(layout, precision, data, tmp_path):
+    """Blocks of numbers that share a magnitude are a parameter's own, and so nearly the same under
+    any layout of a copy; and what is owed is resumed with."""
+    sections = {**SECTIONS, "train": {**SECTIONS["train"], "precision": precision}}
+    fewer = {"gradient_compression": "one_bit", "zero": 2}
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    alone = train(spec_for(tmp_path / "a", data, "dp_replicate=2", parallel=fewer, **sections), 2)
+    spec = spec_for(tmp_path / "b", data, layout, parallel=fewer, **sections)
+    trained = train(spec, 4, save_at=2)
+    assert trained.losses[:2] == pytest.approx(alone.losses, rel=2e-3)
+    resumed = train(spec, 2)
+    assert resumed.losses == trained.losses[2:]
+    for name, value in trained.state.items():
+        assert torch.equal(resumed.state[name], value), name
+
+
+@pytest.mark.parametrize(
     ("topology", "regions"),
     [
         (Topology(dp_shard=4, ep=4, pp=2), {"attention", "ffn", "shared_experts"}),

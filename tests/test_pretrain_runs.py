@@ -228,6 +228,14 @@ def test_gradients_with_fewer_bits_train_as_well(text, tmp_path):
     assert arrays["residual/layers/moe/experts/w_gate"][:2] == (2, 2)
 
     code, out, err = launch(
+        tmp_path / "one_bit.json", 2, "parallel.gradient_compression=none", "train.steps=13"
+    )
+    assert code == 0, err
+    assert "what compressed gradients still owed is asked for no more, and is left out" in out
+    # The checkpoint after that has nothing of the kind: the one before it is gone back to.
+    ckpt.manifest_path(tmp_path / "one_bit" / "checkpoints", 13).unlink()
+
+    code, out, err = launch(
         tmp_path / "one_bit.json", 1, "parallel.dp_replicate=1", "train.steps=14",
         "parallel.gradient_compression=none", "checkpoint.on_topology_change=reshard",
     )  # fmt: skip
