@@ -26,13 +26,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from parallel.collectives import start_gather_rows, start_scatter_sums
 from parallel.weight_pass import linear
 
-TensorParallel = Literal["gathered", "columns", "rows", "norm", "embedding", "logits"]
+TensorParallel = Literal["gathered", "columns", "rows", "shared", "norm", "embedding", "logits"]
 """How a module is laid out over ranks:
 
 - ``gathered``: no parameters of its own are cut; its input [B, S, D] is gathered to [B, W, D], and
   what else it is given is the same on all ranks.
 - ``columns``: a linear layer [B, W, D] -> [B, W, F / ranks].
 - ``rows``: one after that, [B, W, F / ranks] -> [B, S, D].
+- ``shared``: a linear layer before one by columns, [B, W, D] -> [B, W, F], that every rank computes
+  whole and passes on to its own heads.
 - ``norm``: an RMSNorm with the whole weight on every rank, of whatever is there.
 - ``embedding``: [B, W] token ids -> [B, S, D], the vocabulary cut.
 - ``logits``: [B, S, D] -> a DTensor [B, W, V] cut along V.
@@ -56,7 +58,7 @@ def apply_tensor_parallel(
         if how == "gathered":
             module.forward = _gathered(module.forward, group)
             continue
-        placement = {"rows": Shard(1), "norm": Replicate()}.get(how, Shard(0))
+        placement = _PLACEMENT.get(how, Shard(0))
         weight = distribute_tensor(
             module.get_parameter("weight"), tp_mesh, [placement], src_data_rank=None
         )
@@ -97,16 +99,19 @@ def _rows(module: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
     return lambda x_BWF: scatter_sequence(linear(x_BWF, module), group)
 
 
+def _whole_weight(module: nn.Module) -> Tensor:
+    """Of which each rank's tokens or heads give a part of the gradient."""
+    assert isinstance(module.weight, DTensor)
+    return module.weight.to_local(grad_placements=[Partial()])
+
+
 def _norm(module: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
     assert isinstance(module, nn.RMSNorm)
+    return lambda x: F.rms_norm(x, module.normalized_shape, _whole_weight(module), module.eps)
 
-    def forward(x: Tensor) -> Tensor:
-        assert isinstance(module.weight, DTensor)
-        # Each rank's tokens or heads give a part of the gradient.
-        weight = module.weight.to_local(grad_placements=[Partial()])
-        return F.rms_norm(x, module.normalized_shape, weight, module.eps)
 
-    return forward
+def _shared(module: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
+    return lambda x_BWD: F.linear(x_BWD, _whole_weight(module))
 
 
 def _embedding(module: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
@@ -133,9 +138,11 @@ def _logits(module: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
     return forward
 
 
+_PLACEMENT = {"rows": Shard(1), "norm": Replicate(), "shared": Replicate()}
 _FORWARD = {
     "columns": _columns,
     "rows": _rows,
+    "shared": _shared,
     "norm": _norm,
     "embedding": _embedding,
     "logits": _logits,

@@ -315,8 +315,11 @@ class LatentAttention(_CausalAttention):
         documents where these are given."""
         B, S, _ = x_BSD.shape
         c = self.config
-        H, N, P, V = c.num_heads, c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
-        q_BHSC = self._queries(x_BSD).view(B, S, H, N + P).transpose(1, 2)
+        N, P, V = c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
+        q = self._queries(x_BSD)
+        # Heads are those that are here: tensor parallelism may have cut the projections.
+        H = q.shape[-1] // (N + P)
+        q_BHSC = q.view(B, S, H, N + P).transpose(1, 2)
         q_BHSN, q_BHSP = q_BHSC.split((N, P), dim=-1)
         # The latents are a hundredth of the keys and values that are made of them: they travel.
         latent_BWR, k_BWP = self.context.gather(self.wkv_a(x_BSD)).split((c.kv_lora_rank, P), -1)

@@ -163,11 +163,12 @@ def tensor_parallel_plan(model: Decoder) -> dict[str, TensorParallel]:
 def tp_dim(name: str) -> int | None:
     """The dim of a parameter outside MoE layers that tensor parallelism cuts, by its name."""
     how = _HOW.get(name.removesuffix(".weight").rpartition(".")[2])
-    return None if how is None else 1 if how == "rows" else 0
+    return {None: None, "shared": None, "rows": 1}.get(how, 0)
 
 
 _HOW: dict[str, TensorParallel] = {
     "embed": "embedding", "head": "logits", "attention": "gathered", "ffn": "gathered",
     "wq": "columns", "wk": "columns", "wv": "columns", "wo": "rows",
+    "wq_a": "shared", "wq_b": "columns", "wkv_a": "shared", "wkv_b": "columns",
     "w_gate": "columns", "w_up": "columns", "w_down": "rows",
 }  # fmt: skip

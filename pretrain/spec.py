@@ -296,7 +296,6 @@ class JobSpec(BaseModel):
                     f"model.{field} ({getattr(m, field)}) must be a multiple of parallel.tp ({tp})"
                 )
         for field, value, why in (
-            ("kv_lora_rank", m.kv_lora_rank, "latent attention"),
             ("tie_embeddings", m.tie_embeddings, "an embedding that is the output matrix too"),
             ("qk_norm", m.qk_norm == "all_heads" and m.qk_norm, "a norm over all heads"),
         ):

@@ -194,6 +194,28 @@ def test_signs_are_those_of_parameters_wherever_they_are(layout, precision, data
 
 
 @pytest.mark.parametrize(
+    ("layout", "q_lora_rank"),
+    [
+        ("tp=2", 10),
+        pytest.param("tp=2", 0, marks=SLOW),
+        pytest.param("cp=2,tp=2,ep=2", 10, marks=SLOW),
+        pytest.param("pp=2,tp=2 zbv", 10, marks=SLOW),
+        pytest.param("dp_shard=2,tp=4", 0, marks=SLOW),
+    ],
+)
+def test_latent_attention_trains_as_in_one_process(layout, q_lora_rank, data, tmp_path):
+    latent = {"qk_norm": "none", "kv_lora_rank": 12, "q_lora_rank": q_lora_rank,
+              "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}  # fmt: skip
+    sections = {**SECTIONS, "model": {**SECTIONS["model"], **latent}}
+    alone = train(spec_for(tmp_path, data, "", **sections), 4)
+    trained = train(spec_for(tmp_path, data, layout, **sections), 4)
+    assert trained.losses == pytest.approx(alone.losses, rel=1e-5)
+    for name, expected in alone.gradients.items():
+        error = relative_error(trained.gradients[name], expected)
+        assert error <= 1e-5, f"gradient of {name}: {error}"
+
+
+@pytest.mark.parametrize(
     ("topology", "regions"),
     [
         (Topology(dp_shard=4, ep=4, pp=2), {"attention", "ffn", "shared_experts"}),

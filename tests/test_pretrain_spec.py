@@ -93,11 +93,6 @@ def test_bad_specs_are_refused_in_one_line(tmp_path, override, message):
         ({"tie_embeddings": True}, "parallel.tp (2) must be 1 with model.tie_embeddings (True)"),
         ({"d_ff": 47}, "model.d_ff (47) must be a multiple of parallel.tp (2)"),
         ({"vocab_size": 321}, "model.vocab_size (321) must be a multiple of parallel.tp (2)"),
-        (
-            {"num_kv_heads": 4, "qk_norm": "none", "kv_lora_rank": 16, "qk_nope_head_dim": 8,
-             "qk_rope_head_dim": 8, "v_head_dim": 8},
-            "parallel.tp (2) must be 1 with model.kv_lora_rank (16): latent attention is not cut",
-        ),
     ],
 )  # fmt: skip
 def test_models_that_tensor_parallelism_does_not_cut(tmp_path, fields, message):
