@@ -4,9 +4,9 @@
 
 The recipe that ``make pretrain`` trains (tools/recipes/stdlib-tiny.toml), on 2 ranks that each have
 a copy of the model, under every ``parallel.gradient_compression``: bytes that a rank gives to sums
-in a step, the mean training loss of the last ten steps, bits per byte of held-out text, and tokens
-per second (over loopback, which is no slow link). The limit is float32, ``none``; a ratio is
-float32's bytes over a subject's, and for losses and speeds a subject's share of float32's.
+in a step, the mean training loss of the last ten steps, and bits per byte of held-out text. (Not
+speed: loopback is no slow link.) The limit is float32, ``none``; a ratio is float32's bytes over a
+subject's, and a subject's loss over float32's.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ def main() -> None:
             "bytes_per_step": (found["steps"][-1]["communication_bytes"]["dp"], "bytes"),
             "loss": (statistics.mean(last), "nats"),
             "bits_per_byte": (found["summary"]["val_bits_per_byte"], "bits"),
-            "tokens_per_second": (found["summary"]["tokens_per_second"], "tokens/s"),
         }
         for metric, (value, unit) in figures.items():
             base = float32.setdefault(metric, value)

@@ -163,7 +163,7 @@ def test_recomputed_activations_change_no_bit(text, tmp_path):
     ("before", "after", "cp"),
     [
         (2, 1, 1),
-        (2, 4, 2),
+        pytest.param(2, 4, 2, marks=SLOW),
         pytest.param(1, 2, 1, marks=SLOW),
         pytest.param(2, 4, 1, marks=SLOW),
         pytest.param(1, 2, 2, marks=SLOW),
