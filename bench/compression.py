@@ -46,7 +46,7 @@ def train(how: str, steps: int, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     args = arguments(__doc__)
-    steps = 12 if args.quick else 240
+    steps = 12 if args.quick else 120
     rows: list[Row] = []
     with TemporaryDirectory() as folder:
         runs = {how: train(how, steps, Path(folder)) for how in ("none", "bfloat16", "one_bit")}
