@@ -3,10 +3,12 @@
     OMP_NUM_THREADS=1 python bench/compression.py [--quick] [--json FILE]
 
 The recipe that ``make pretrain`` trains (tools/recipes/stdlib-tiny.toml), on 2 ranks that each have
-a copy of the model, under every ``parallel.gradient_compression``: bytes that a rank gives to sums
-in a step, the mean training loss of the last ten steps, and bits per byte of held-out text. (Not
-speed: loopback is no slow link.) The limit is float32, ``none``; a ratio is float32's bytes over a
-subject's, and a subject's loss over float32's.
+a copy of the model, under every ``parallel.gradient_compression``: bytes that a rank gives to
+collectives in a step, the mean training loss of the last ten steps, and bits per byte of held-out
+text. (Not speed: loopback is no slow link.) The limit is float32, ``none``; a ratio is float32's
+bytes over a subject's, and a subject's loss over float32's. What a rank gives to itself counts:
+on the wire float32's all-reduce sends twice (n - 1) / n of its bytes, and bfloat16's two exchanges
+half of that.
 """
 
 from __future__ import annotations
