@@ -177,8 +177,8 @@ def test_a_v_of_stages_of_unequal_lengths(layout: str, backend: str, data, tmp_p
     ],
 )
 def test_signs_are_those_of_parameters_wherever_they_are(layout, precision, data, tmp_path):
-    """Blocks of numbers that share a magnitude are a parameter's own, and so nearly the same under
-    any layout of a copy; and what is owed is resumed with."""
+    """Blocks of numbers that share a magnitude are a parameter's own, wherever its stage is, or a
+    slice's where a copy is cut: then they are others. And what is owed is resumed with."""
     sections = {**SECTIONS, "train": {**SECTIONS["train"], "precision": precision}}
     fewer = {"gradient_compression": "one_bit", "zero": 2}
     for folder in ("a", "b"):
@@ -186,7 +186,9 @@ def test_signs_are_those_of_parameters_wherever_they_are(layout, precision, data
     alone = train(spec_for(tmp_path / "a", data, "dp_replicate=2", parallel=fewer, **sections), 2)
     spec = spec_for(tmp_path / "b", data, layout, parallel=fewer, **sections)
     trained = train(spec, 4, save_at=2)
-    assert trained.losses[:2] == pytest.approx(alone.losses, rel=2e-3)
+    cut = "dp_shard" in layout or "tp" in layout
+    assert trained.losses[0] == pytest.approx(alone.losses[0], rel=2e-3)
+    assert trained.losses[1] == pytest.approx(alone.losses[1], rel=1e-2 if cut else 2e-3)
     resumed = train(spec, 2)
     assert resumed.losses == trained.losses[2:]
     for name, value in trained.state.items():
