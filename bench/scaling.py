@@ -75,17 +75,24 @@ CASES = [
 ]  # fmt: skip
 
 
-def rank_main(case: Case, rank: int, port: int, orders: Connection) -> None:
-    """Build, and then run a step for every order; answers with the share of it that was waited."""
+def _join(rank: int, world: int, port: int | None) -> None:
+    """Be a rank of one thread, of the group that meets at a port, or of none."""
     torch.set_num_threads(1)
-    keep_freed_memory()
-    connected = case.layout is not None
+    if port is None:
+        dist.init_process_group("gloo", rank=rank, world_size=world, store=HashStore())
+        return
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
                       TORCHELASTIC_USE_AGENT_STORE="True")  # fmt: skip
-    dist.init_process_group(
-        "gloo", rank=rank if connected else 0, world_size=case.ranks if connected else 1,
-        store=None if connected else HashStore(),
-    )  # fmt: skip
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+
+
+def rank_main(case: Case, rank: int, port: int, orders: Connection) -> None:
+    """Build, and then run a step for every order; answers with the share of it that was waited."""
+    keep_freed_memory()
+    if case.layout is None:
+        _join(0, 1, None)
+    else:
+        _join(rank, case.ranks, port)
     topology = parse_topology(case.layout or "dp_shard=1")
     parallel, dims = (
         ParallelConfig.model_validate(topology.as_dict()),
@@ -139,10 +146,7 @@ def on_ranks(act: Callable[[int], Any], world: int) -> list[Any]:
 def _act_on_rank(
     act: Callable[[int], Any], rank: int, world: int, port: int, answer: Connection
 ) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-                      TORCHELASTIC_USE_AGENT_STORE="True")  # fmt: skip
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+    _join(rank, world, port)
     answer.send(act(rank))
     dist.barrier()
     dist.destroy_process_group()

@@ -44,13 +44,7 @@ def _all_to_all(
     def send(x_ND: Tensor) -> tuple[Tensor, Waitable]:
         rows = len(x_ND) if output_splits is None else sum(output_splits)
         out_RD = x_ND.new_empty(rows, *x_ND.shape[1:])
-
-        def begin() -> Any:
-            return dist.all_to_all_single(
-                out_RD, x_ND, output_splits, input_splits, group=group, async_op=True
-            )
-
-        return out_RD, watched(Kind("all_to_all", "ep"), x_ND, group, begin)
+        return out_RD, exchange_rows(out_RD, x_ND, group, "ep", output_splits, input_splits)
 
     return send
 
@@ -177,9 +171,7 @@ def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
     No gradient; every rank of ``group`` must call.
     """
     received, counts = torch.empty_like(counts), counts.contiguous()
-    watched(Kind("all_to_all", "ep"), counts, group, lambda: dist.all_to_all_single(
-        received, counts, group=group, async_op=True
-    )).wait()  # fmt: skip
+    exchange_rows(received, counts, group, "ep").wait()
     return received
 
 
@@ -191,6 +183,24 @@ def all_gather_rows(
     rows = row_V.new_empty(ranks * row_V.numel())
     all_gather(rows, row_V.contiguous(), group, of).wait()
     return rows.view(ranks, -1)
+
+
+def exchange_rows(
+    out: Tensor,
+    x: Tensor,
+    group: dist.ProcessGroup,
+    of: Parallelism,
+    output_splits: list[int] | None = None,
+    input_splits: list[int] | None = None,
+) -> Waitable:
+    """Begin to send every rank its part of the first dim; equal ones where no splits are given."""
+
+    def begin() -> Any:
+        return dist.all_to_all_single(
+            out, x, output_splits, input_splits, group=group, async_op=True
+        )
+
+    return watched(Kind("all_to_all", of), x, group, begin)
 
 
 def all_reduce(

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel.apply import local_shard
-from parallel.collectives import all_gather
-from parallel.watch import Kind, watched
+from parallel.collectives import all_gather, exchange_rows
 
 GradientCompression = Literal["none", "bfloat16", "one_bit"]
 
@@ -116,12 +115,7 @@ class CompressedSum:
         n = self.group.size()
         mine = _padded(flat_N.bfloat16(), n)
         theirs = torch.empty_like(mine)
-        watched(
-            Kind("all_to_all", "dp"),
-            mine,
-            self.group,
-            lambda: dist.all_to_all_single(theirs, mine, group=self.group, async_op=True),
-        ).wait()
+        exchange_rows(theirs, mine, self.group, "dp").wait()
         part = theirs.view(n, -1).float().sum(0).bfloat16()
         all_gather(theirs, part, self.group, "dp").wait()
         return theirs[: len(flat_N)].float()

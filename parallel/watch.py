@@ -28,7 +28,7 @@ class Waitable(Protocol):
         ...
 
 
-@dataclass
+@dataclass(frozen=True)
 class Traffic:
     """Collectives on one rank."""
 

@@ -23,13 +23,7 @@ from pretrain.job import Job
 from pretrain.log import human_bytes, say
 from pretrain.optim import set_update_count
 from pretrain.spec import JobSpec
-from pretrain.state import (
-    Progress,
-    rng_arrays,
-    rng_states,
-    seed_rng,
-    set_rng_states,
-)
+from pretrain.state import Progress, rng_arrays, rng_states, seed_rng, set_rng_states
 
 T = TypeVar("T")
 

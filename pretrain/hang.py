@@ -75,8 +75,7 @@ class RollCall:
         mine = f"rank {self.rank}: {where} ({_first_line(error)})"
         try:
             if self.store.add("called", 1) > 1:
-                failed = f"failed too, after {self.watch.describe()}"
-                waits = self._where_waiting() if self.watch.waiting else failed
+                waits = self._where_waiting() if self.watch.waiting else f"failed too, after {what}"
                 self.store.set(str(self.rank), waits)
                 return None
             # Twice as long as anybody looks away, and what it takes to answer.

@@ -23,10 +23,7 @@ from pretrain.optim import build_adamw
 from pretrain.parallelize import LaidOut, lay_out
 from pretrain.runtime import Runtime
 from pretrain.spec import JobSpec
-from pretrain.state import (
-    residual_arrays,
-    training_arrays,
-)
+from pretrain.state import residual_arrays, training_arrays
 from pretrain.step import Part, Pass, Routing, forward_backward, routing_of
 from router import TopKRouter
 

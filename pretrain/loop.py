@@ -135,7 +135,6 @@ class Training:
             cursor=cursor.sample_index,
             train_loss_first=decision.loss if first is None else first,
             train_loss_last=decision.loss,
-            train_seconds=before.train_seconds,
         )
         self.progress = progress.after_commit(job.spec.train.loss_scale_growth_steps)
         self.skipped = 0

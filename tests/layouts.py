@@ -216,3 +216,10 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Of norms; absolute where there is nothing expected."""
     error = (actual.double() - expected.double()).norm()
     return float(error / expected.double().norm().clamp_min(1e-12))
+
+
+def check_gradients(trained: Trained, alone: Trained) -> None:
+    """Every parameter's, of the first step."""
+    for name, expected in alone.gradients.items():
+        error = relative_error(trained.gradients[name], expected)
+        assert error <= 1e-5, f"gradient of {name}: {error}"

@@ -28,6 +28,7 @@ from tests.dist import run_ranks
 from tests.jobs import data_of, prepare_job
 from tests.layouts import (
     Trained,
+    check_gradients,
     empty_arrays,
     relative_error,
     slices,
@@ -105,9 +106,7 @@ def test_a_layout_trains_as_one_process_does(layout: str, runs):
     assert trained.norms[0] == pytest.approx(alone.norms[0], rel=1e-5)
     assert len(set(alone.losses)) == STEPS
     assert trained.gradients.keys() == alone.gradients.keys()
-    for name, expected in alone.gradients.items():
-        error = relative_error(trained.gradients[name], expected)
-        assert error <= 1e-5, f"gradient of {name}: {error}"
+    check_gradients(trained, alone)
     assert trained.state.keys() == alone.state.keys()
     for name, expected in alone.state.items():
         if name.startswith("model/"):
@@ -136,9 +135,7 @@ def test_schedules_and_recomputation_change_nothing_either(layout, parallel, run
     spec = spec_for(tmp_path, data, layout, parallel=parallel, **SECTIONS)
     trained = train(spec, 3)
     assert trained.losses == pytest.approx(alone.losses[:3], rel=1e-5)
-    for name, expected in alone.gradients.items():
-        error = relative_error(trained.gradients[name], expected)
-        assert error <= 1e-5, f"gradient of {name}: {error}"
+    check_gradients(trained, alone)
 
 
 @pytest.mark.parametrize(
@@ -161,9 +158,7 @@ def test_a_v_of_stages_of_unequal_lengths(layout: str, backend: str, data, tmp_p
     alone = train(spec_for(tmp_path, data, "", **sections), 3)
     trained = train(spec_for(tmp_path, data, layout, **sections), 3)
     assert trained.losses == pytest.approx(alone.losses, rel=1e-5)
-    for name, expected in alone.gradients.items():
-        error = relative_error(trained.gradients[name], expected)
-        assert error <= 1e-5, f"gradient of {name}: {error}"
+    check_gradients(trained, alone)
 
 
 @pytest.mark.parametrize(
@@ -212,9 +207,7 @@ def test_latent_attention_trains_as_in_one_process(layout, q_lora_rank, data, tm
     alone = train(spec_for(tmp_path, data, "", **sections), 4)
     trained = train(spec_for(tmp_path, data, layout, **sections), 4)
     assert trained.losses == pytest.approx(alone.losses, rel=1e-5)
-    for name, expected in alone.gradients.items():
-        error = relative_error(trained.gradients[name], expected)
-        assert error <= 1e-5, f"gradient of {name}: {error}"
+    check_gradients(trained, alone)
 
 
 @pytest.mark.parametrize(
@@ -240,9 +233,7 @@ def test_compiled_regions_change_nothing_either(layout, runs, data, tmp_path):
     sections = {**SECTIONS, "train": {**SECTIONS["train"], "compile": True}}
     trained = train(spec_for(tmp_path, data, layout, **sections), 2)
     assert trained.losses == pytest.approx(alone.losses[:2], rel=1e-5)
-    for name, expected in alone.gradients.items():
-        error = relative_error(trained.gradients[name], expected)
-        assert error <= 1e-5, f"gradient of {name}: {error}"
+    check_gradients(trained, alone)
 
 
 def passes_on_rank(spec: JobSpec, rank: int) -> tuple[list[int], list[int], list[int]]:
@@ -295,9 +286,7 @@ def test_balance_over_the_global_batch(layout: str, parallel, data, tmp_path):
     alone = train(spec_for(tmp_path, data, "", **sections), 2)
     trained = train(spec_for(tmp_path, data, layout, parallel=parallel, **sections), 2)
     assert trained.losses == pytest.approx(alone.losses, rel=1e-5)
-    for name, expected in alone.gradients.items():
-        error = relative_error(trained.gradients[name], expected)
-        assert error <= 1e-5, f"gradient of {name}: {error}"
+    check_gradients(trained, alone)
 
 
 @pytest.mark.parametrize(
