@@ -1,42 +1,16 @@
-"""Zarr checkpoints: layout, commit, reshard. It knows tensors, not experts."""
+"""Zarr checkpoints: layout, commit, tiers, reshard. It knows tensors, not experts."""
 
-from ckpt.format import (
-    ArrayRecord,
-    CheckpointError,
-    Manifest,
-    OtherRankError,
-    committed_steps,
-    manifest_path,
-    objects_dir,
-    read_manifest,
-)
-from ckpt.load import load, open_group, read_box, verify
-from ckpt.reshard import reshard
-from ckpt.retain import remove_uncommitted, retain
-from ckpt.save import Agree, SaveInfo, save
-from ckpt.stream import save_streamed
-from ckpt.tensors import ArraySpec, LocalArray
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "Agree",
-    "ArrayRecord",
-    "ArraySpec",
-    "CheckpointError",
-    "LocalArray",
-    "Manifest",
-    "OtherRankError",
-    "SaveInfo",
-    "committed_steps",
-    "load",
-    "manifest_path",
-    "objects_dir",
-    "open_group",
-    "read_box",
-    "read_manifest",
-    "remove_uncommitted",
-    "reshard",
-    "retain",
-    "save",
-    "save_streamed",
-    "verify",
-]
+if TYPE_CHECKING:
+    from ckpt.api import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    # On demand: to read a checkpoint needs neither torch nor its seconds of import.
+    if name.startswith("__") and name != "__all__":
+        raise AttributeError(name)
+    value = getattr(import_module("ckpt.api"), name)
+    globals()[name] = value
+    return value
