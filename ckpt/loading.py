@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import zarr
@@ -34,7 +35,8 @@ class _Into:
         self.box, self.out = box, out
 
     def memory(self, box: Box) -> list[Bytes] | None:
-        part = self.out[(*within(box, self.box), ...)]  # an array, of a scalar too
+        place: tuple[Any, ...] = (*within(box, self.box), ...)  # an array, of a scalar too
+        part = self.out[place]
         return [part.reshape(-1).view(np.uint8)] if part.flags.c_contiguous else None
 
     def write(self, box: Box, values: Array) -> None:
