@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import time
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ from pretrain.log import RunLog, say
 from pretrain.loop import Training, train
 from pretrain.metrics import Endpoint, Metrics
 from pretrain.runtime import Runtime, StopRequest, lock_run, peak_memory_bytes, start
-from pretrain.saves import Saves, start_saver
+from pretrain.saves import Saves, join_peers, start_saver
 from pretrain.spec import JobSpec
 from pretrain.state import Progress
 from pretrain.summary import Summary, show_summary
@@ -70,9 +71,11 @@ def prepare(spec: JobSpec, fresh: bool = False) -> None:
 def _run(spec: JobSpec, runtime: Runtime, stop: StopRequest) -> int:
     runtime.first(lambda: prepare_corpus(spec.data, spec.model.vocab_size, say))
     job = build_job(spec, runtime)
-    saver = runtime.together(lambda: start_saver(job))
+    key = f"{runtime.broadcast(secrets.randbits(62)):016x}"
+    saver = runtime.together(lambda: start_saver(job, key))
     orderly = False
     try:
+        join_peers(job, saver, runtime.together(saver.ready), key)
         code = _train(job, stop, saver)
         orderly = True
     except (InputError, CheckpointError, HealthError):
@@ -88,7 +91,6 @@ def _run(spec: JobSpec, runtime: Runtime, stop: StopRequest) -> int:
 
 def _train(job: Job, stop: StopRequest, saver: Saver) -> int:
     spec, runtime = job.spec, job.runtime
-    runtime.together(saver.ready)
     began = time.perf_counter()
     progress = restore(job, saver.tiers)
     runtime.together(lambda: saver.prepare(job.topology, checkpoint_arrays(job)))

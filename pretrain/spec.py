@@ -127,6 +127,8 @@ class CheckpointConfig(BaseModel):
     memory: bool = False
     """Keep the newest one in each node's memory too, which outlives a worker."""
     memory_path: str = "/dev/shm"
+    peer: bool = False
+    """Keep it in the next node's memory too, for when a whole node is lost."""
     local_path: str | None = None
     """A folder on a disk of each node's own, to keep checkpoints in too."""
     shared_every: int = Field(default=1, ge=1)
@@ -144,7 +146,7 @@ class CheckpointConfig(BaseModel):
             )
         if isinstance(steps, int) and steps < 1:
             raise ValueError(f"checkpoint.interval_steps ({steps}) must be at least 1, or auto")
-        if self.shared_every > 1 and not self.memory and self.local_path is None:
+        if self.shared_every > 1 and not (self.memory or self.peer or self.local_path):
             raise ValueError(
                 f"checkpoint.shared_every ({self.shared_every}) must be 1 without "
                 f"checkpoint.memory or checkpoint.local_path: other saves would go nowhere"
