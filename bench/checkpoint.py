@@ -142,21 +142,32 @@ def warm_up(folder: Path) -> None:
 
 def cool_down(folder: Path) -> bool:
     """Have none of them there; False where the system keeps them or does not say."""
-    room, gone = bytearray(1), True
-    for path in files_below(folder):
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        size = os.fstat(handle).st_size
-        for at in range(0, size, max(1, size // 8)):
-            try:  # only what is in memory is read so
-                gone &= os.preadv(handle, [room], at, os.RWF_NOWAIT) == 0
-            except BlockingIOError:
-                continue
-            except OSError:
-                gone = False
-        os.close(handle)
-    return gone
+    handles = [os.open(path, os.O_RDONLY) for path in files_below(folder)]
+    try:
+        for _ in range(3):  # pages that were touched a moment ago may need asking twice
+            for handle in handles:
+                os.fsync(handle)
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            if not any(map(_in_memory, handles)):
+                return True
+        return False
+    finally:
+        for handle in handles:
+            os.close(handle)
+
+
+def _in_memory(handle: int) -> bool:
+    """Whether some of a file is, or may be, in the page cache."""
+    size = os.fstat(handle).st_size
+    for at in range(0, size, max(1, size // 8)):
+        try:  # only what is in memory is read so
+            os.preadv(handle, [bytearray(1)], at, os.RWF_NOWAIT)
+        except BlockingIOError:
+            continue
+        except OSError:
+            pass
+        return True
+    return False
 
 
 class Rank:
