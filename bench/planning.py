@@ -45,7 +45,7 @@ from ckpt.saving import begin, commit, leave_receipt, read_receipts, write_metad
 from ckpt.shard import ObjectLayout
 from ckpt.store import LocalStore
 from ckpt.tensors import ArraySpec
-from parallel.layout import Topology, dense_splits, expert_splits
+from parallel.layout import Topology, cells, dense_splits, expert_splits
 
 MODELS = [
     Sizes(layers=layers, d_model=4096, d_ff=1536, experts=experts, vocab=152064)
@@ -129,6 +129,7 @@ def convoy(case: Case, separate: bool) -> tuple[list[float], int]:
     """Seconds of some ranks, and the most objects that one of them has."""
     specs, world = case.separate() if separate else case.stacked(), case.ranks
     chosen = sorted({0, 1, world // 3, world // 2, 2 * world // 3, world - 2, world - 1})
+    chosen = [0, world - 1] if separate else chosen  # alike, and slow
     timed = [_seconds(partial(objects_of, specs, case.topology, rank)) for rank in chosen]
     return [seconds for seconds, _ in timed], max(len(objects) for _, objects in timed)
 
@@ -139,21 +140,20 @@ def committed(case: Case, folder: Path) -> tuple[float, float, int]:
     info = ckpt.SaveInfo("planned", 1, case.topology, {}, {}, "0" * 8)
     records = [spec.record(case.topology) for spec in specs]
     begin(store, info, 0)
-    for rank in range(case.ranks):
-        receipt = write_metadata(store, info, records) if rank == 0 else {}
-        for spec, record in zip(specs, records, strict=True):
-            for cell in own_cells(record, spec.layout(case.topology), rank):
-                layout = ObjectLayout(record, cell)
-                receipt[layout.key] = _record_of(layout)
-        leave_receipt(store, info, rank, receipt)
+    objects = {
+        layout.key: ObjectRecord(bytes=layout.room + layout.index_bytes, checksum=2**32 - 1)
+        for record in records
+        for cell in cells(tuple((0, size) for size in record.shape), record.shard_shape)
+        for layout in [ObjectLayout(record, cell)]
+    }
+    keys = list(objects)
+    metadata = write_metadata(store, info, records)
+    for rank in range(case.ranks):  # as many receipts, with as many objects in all
+        receipt = {key: objects[key] for key in keys[rank :: case.ranks]}
+        leave_receipt(store, info, rank, receipt | (metadata if rank == 0 else {}))
     seconds, manifest = _seconds(lambda: commit(store, info, records, read_receipts(store, info)))
     read, _ = _seconds(lambda: ckpt.read_manifest(store, 1))
     return seconds, read, len(manifest.objects)
-
-
-def _record_of(layout: ObjectLayout) -> ObjectRecord:
-    """What a receipt says of an object that was never written."""
-    return ObjectRecord(bytes=layout.room + layout.index_bytes, checksum=2**32 - 1)
 
 
 def dcp(case: Case, separate: bool) -> tuple[float, float, int] | None:
