@@ -33,6 +33,7 @@ from ckpt.saving import (
     leave_failure,
     leave_receipt,
     read_receipts,
+    settle,
     settled_ranks,
     write_metadata,
 )
@@ -167,7 +168,9 @@ class TierWriter:
             if self._previous is None:
                 self._previous = _newest(self.store)
             written = write_staged(self.store, info, parts, self._previous)
-            leave_receipt(self.store, info, rank, receipt | written.receipt)
+            receipt |= written.receipt
+            settle(self.store, info, receipt)
+            leave_receipt(self.store, info, rank, receipt)
             self._previous = Previous(info.save_id, written.receipt)
         except BaseException:
             with contextlib.suppress(OSError):

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ckpt.format import (
@@ -30,8 +31,8 @@ from ckpt.format import (
 )
 from ckpt.locations import Location, open_store
 from ckpt.plan import own_cells
-from ckpt.shard import Encoder, ObjectLayout, ReadInto
-from ckpt.store import Store
+from ckpt.shard import Encoder, ObjectLayout, ReadInto, aligned
+from ckpt.store import Bytes, Store
 from parallel.layout import Topology
 
 if TYPE_CHECKING:
@@ -45,7 +46,13 @@ Progress = Callable[[int], None]
 """Called with the bytes of each object that has been written, by several threads."""
 
 THREADS = min(4, os.cpu_count() or 1)
-"""Objects that a rank writes, or reads, at a time."""
+"""Objects that a rank reads at a time."""
+WRITERS = min(4, 2 * (os.cpu_count() or 1))
+"""Objects that it writes: more than it has cores, since a device is waited for."""
+SMALL_THREADS = 8
+"""The same, where a device's answers are waited for more than its bytes."""
+WRITE_BYTES = 16 << 20
+"""What a thread lays out before it writes: more at a time is no faster."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,9 @@ def save(
             layout = array.spec.layout(info.topology)
             for coordinates in own_cells(record, layout, rank, info.ranks):
                 todo.append((ObjectLayout(record, coordinates), array.read_into))
+        todo.sort(key=lambda one: -one[0].length)  # no large one is left for the end
         receipt |= write_objects(store, info, todo)
+        settle(store, info, receipt)
         leave_receipt(store, info, rank, receipt)
     except Exception as error:  # the others must learn of it, whatever it is
         failure = error
@@ -126,13 +135,16 @@ def begin(store: Store, info: SaveInfo, rank: int) -> None:
 
 
 def write_metadata(store: Store, info: SaveInfo, records: list[ArrayRecord]) -> Receipt:
-    """Write every zarr.json of a save."""
-    receipt, folder = {}, objects_key(info.save_id)
-    for key, data in metadata_objects(records).items():
+    """Write every zarr.json of a save; see :func:`settle`."""
+    folder = objects_key(info.save_id)
+
+    def write(one: tuple[str, bytes]) -> tuple[str, ObjectRecord]:
+        key, data = one
         store.write(f"{folder}/{key}", [data])
-        receipt[key] = ObjectRecord.of(data)
-    store.settle(f"{folder}/{key}" for key in receipt)
-    return receipt
+        return key, ObjectRecord.of(data)
+
+    with ThreadPoolExecutor(SMALL_THREADS) as pool:
+        return dict(pool.map(write, metadata_objects(records).items()))
 
 
 def write_objects(
@@ -140,22 +152,38 @@ def write_objects(
     info: SaveInfo,
     objects: Iterable[tuple[ObjectLayout, ReadInto]],
     progress: Progress = lambda _: None,
-    threads: int = THREADS,
+    threads: int = WRITERS,
+    write_bytes: int = WRITE_BYTES,
 ) -> Receipt:
-    """Write some objects, several at a time; each comes with a function that fills in numbers."""
-    folder = objects_key(info.save_id)
+    """Write some objects, several at a time; each comes with a function that fills in numbers.
+
+    Each thread lays out ``write_bytes`` before it writes them, or one chunk where that is more. See
+    :func:`settle`.
+    """
+    folder, todo = objects_key(info.save_id), list(objects)
+    most = max((layout.page_room for layout, _ in todo), default=0)
+    memories: SimpleQueue[Bytes] = SimpleQueue()
+    for _ in range(min(threads, len(todo))):
+        memories.put(aligned(min(write_bytes, most)))
 
     def write(one: tuple[ObjectLayout, ReadInto]) -> tuple[str, ObjectRecord]:
         layout, read = one
-        encoder = Encoder(layout)
-        store.write(f"{folder}/{layout.key}", encoder.parts(encoder.fill(read)))
+        encoder, memory = Encoder(layout), memories.get()
+        try:
+            store.write(f"{folder}/{layout.key}", encoder.parts(encoder.fill(read, memory)))
+        finally:
+            memories.put(memory)
         progress(encoder.record.bytes)
         return layout.key, encoder.record
 
     with ThreadPoolExecutor(threads) as pool:
-        receipt = dict(pool.map(write, objects))
-    store.settle(f"{folder}/{key}" for key in receipt)
-    return receipt
+        return dict(pool.map(write, todo))
+
+
+def settle(store: Store, info: SaveInfo, receipt: Receipt) -> None:
+    """Make durable that what was written is there; once a save, since it takes the longer the more
+    folders there are."""
+    store.settle(f"{objects_key(info.save_id)}/{key}" for key in receipt)
 
 
 def leave_receipt(store: Store, info: SaveInfo, rank: int, receipt: Receipt) -> None:

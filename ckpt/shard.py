@@ -3,8 +3,9 @@
 The bytes are as zarr's sharding codec document (version 1.0) has them: chunks in any order, each
 followed by its CRC32C; then the index, an offset and a length for every chunk in row-major order
 (both 2**64 - 1 where there is none), little-endian uint64, followed by the index's CRC32C. Chunks
-that are not compressed begin at multiples of a page, where they are large, or of 8 bytes; between
-them are zeros, which the index does not know.
+that are not compressed begin at multiples of a page, where they are large, or of 8 bytes; objects
+of large ones are whole pages. Between chunks, and before such an index, are zeros, which the index
+does not know.
 They are written here rather than through zarr-python, whose writer copies the object repeatedly,
 and read here because zarr-python takes a missing object for zeros. Its reader and tensorstore's
 read what this writes; tests hold them to it.
@@ -12,7 +13,9 @@ read what this writes; tests hold them to it.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import mmap
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -40,6 +43,8 @@ assert sys.byteorder == "little", "objects are written from memory as it is"
 
 _NO_CHUNK = np.uint64(2**64 - 1)
 _LARGE_CHUNK = 1 << 20
+_HUGE_PAGE = 2 << 20
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _READ_BYTES = 1 << 20  # at a time: what was read is still in the cache when it is summed
 _MOST_PARTS = 512  # of one read; systems allow 1,024
 
@@ -103,22 +108,32 @@ class ObjectLayout:
     @cached_property
     def stride(self) -> int:
         """From one chunk that is not compressed to the next."""
-        return _round_up(self.chunk_bytes + 4, PAGE if self.chunk_bytes >= _LARGE_CHUNK else 8)
+        return _round_up(self.chunk_bytes + 4, PAGE if self._large else 8)
 
     @property
     def room(self) -> int:
         """Bytes to stage it in: a stride for each chunk."""
         return self.stride * len(self.chunks)
 
+    @cached_property
+    def length(self) -> int:
+        """Its bytes, where its chunks are not compressed."""
+        end = self.room - self.stride + self.chunk_bytes + 4 + self.index_bytes
+        return _round_up(end, PAGE) if self._large else end
+
     @property
     def page_room(self) -> int:
-        """The same, so that the next one begins at a page."""
-        return _round_up(self.room, PAGE)
+        """Bytes to stage all of it in, so that the next one begins at a page."""
+        return _round_up(max(self.room, self.length), PAGE)
 
     @property
     def index_bytes(self) -> int:
         """The bytes of the index at its end."""
         return math.prod(self.grid) * 16 + 4
+
+    @property
+    def _large(self) -> bool:
+        return self.chunk_bytes >= _LARGE_CHUNK
 
     def fill(self, box: Box, room: Bytes, read: ReadInto) -> None:
         """Lay the numbers of one chunk's box into the ``stride`` bytes of ``room``."""
@@ -136,9 +151,17 @@ def _round_up(count: int, step: int) -> int:
 
 
 def aligned(count: int) -> Bytes:
-    """Zeroed memory that direct writes take."""
-    memory = np.zeros(count + PAGE, np.uint8)
-    start = -memory.__array_interface__["data"][0] % PAGE
+    """Zeroed memory that direct writes take; much of it in huge pages where the system has them,
+    which spares the device a list of small ones."""
+    if count < _HUGE_PAGE:
+        memory = np.zeros(count + PAGE, np.uint8)
+        start = -memory.__array_interface__["data"][0] % PAGE
+        return memory[start : start + count]
+    mapping = mmap.mmap(-1, _round_up(count, _HUGE_PAGE) + _HUGE_PAGE, flags=_PRIVATE)
+    with contextlib.suppress(AttributeError, OSError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    memory = np.frombuffer(mapping, np.uint8)
+    start = -memory.__array_interface__["data"][0] % _HUGE_PAGE
     return memory[start : start + count]
 
 
@@ -151,41 +174,85 @@ class Encoder:
     _length: int = 0
 
     def parts(self, rooms: Iterable[Bytes]) -> Iterator[memoryview | bytes]:
-        """Put checksums to the filled ``rooms``, one for each chunk; ends with the index.
+        """Put checksums to the filled ``rooms``, each of some chunks, a stride for each; ends with
+        the index, which is put into the last room where that has room for it.
 
         A part may be changed as soon as the next one is asked for.
         """
-        layout = self.layout
+        layout, stride = self.layout, self.layout.stride
         index = np.full((math.prod(layout.grid), 2), _NO_CHUNK, dtype="<u8")
-        last = len(layout.chunks) - 1
-        for at, ((number, _), room) in enumerate(zip(layout.chunks, rooms, strict=True)):
-            size = layout.chunk_bytes
-            part = room[: size + 4 if at == last else layout.stride].data
+        left = [number for number, _ in layout.chunks]
+        size = layout.chunk_bytes
+        for room in rooms:
+            here = left[: max(1, room.nbytes // stride)]
+            left = left[len(here) :]
+            for at, number in enumerate(here):
+                chunk = room[at * stride : at * stride + size + 4].data
+                if layout.record.compression == "zstd":
+                    yield self._packed(chunk[:size], index[number])
+                    continue
+                self._seal(chunk, index[number], at * stride)
             if layout.record.compression == "zstd":
-                packed = zstd.compress(room[:size], ZSTD_LEVEL)
-                size, part = len(packed), memoryview(bytearray(packed + bytes(4)))
-            check = crc32c(part[:size]).to_bytes(4, "little")
-            part[size : size + 4] = check
-            self._checks += check
-            index[number] = self._length, size + 4
-            self._length += len(part)
-            yield part
-        entries = index.tobytes()
-        tail = entries + crc32c(entries).to_bytes(4, "little")
-        self._length += len(tail)
-        yield tail
+                continue
+            used = len(here) * stride if left else (len(here) - 1) * stride + size + 4
+            if not left and room.nbytes >= layout.length - self._length:
+                used = layout.length - self._length
+                room[used - layout.index_bytes : used] = np.frombuffer(_tail(index), np.uint8)
+            self._length += used
+            yield room[:used].data
+        assert not left, f"{layout.key} lacks chunks"
+        if layout.record.compression == "zstd" or self._length < layout.length:
+            tail = _tail(index)
+            if layout.record.compression == "none":
+                tail = bytes(layout.length - self._length - len(tail)) + tail
+            self._length += len(tail)
+            yield tail
 
-    def fill(self, read: ReadInto) -> Iterator[Bytes]:
-        """Rooms for :meth:`parts`, with the memory of one chunk for all."""
-        room = aligned(self.layout.stride)
-        for _, box in self.layout.chunks:
-            self.layout.fill(box, room, read)
+    def _seal(self, chunk: memoryview, entry: Array, offset: int) -> None:
+        check = crc32c(chunk[:-4]).to_bytes(4, "little")
+        chunk[-4:] = check
+        self._checks += check
+        entry[:] = self._length + offset, len(chunk)
+
+    def _packed(self, chunk: memoryview, entry: Array) -> memoryview:
+        packed = memoryview(bytearray(zstd.compress(chunk, ZSTD_LEVEL) + bytes(4)))
+        self._seal(packed, entry, 0)
+        self._length += len(packed)
+        return packed
+
+    def fill(self, read: ReadInto, memory: Bytes | None = None) -> Iterator[Bytes]:
+        """Rooms for :meth:`parts`, one after the other in ``memory``, which is best aligned; in
+        that of one chunk where there is none, or too little."""
+        layout, stride = self.layout, self.layout.stride
+        if memory is None or memory.nbytes < stride:
+            memory = aligned(stride)
+        # Writes of about the same length: a short one costs nearly as much as a long one.
+        writes = -(-len(layout.chunks) // (memory.nbytes // stride))
+        if layout.length <= memory.nbytes:
+            writes = 1
+        together = -(-len(layout.chunks) // writes)
+        for first in range(0, len(layout.chunks), together):
+            boxes = layout.chunks[first : first + together]
+            last = first + together >= len(layout.chunks)
+            room = memory[: len(boxes) * stride]
+            if last and layout.length - first * stride <= memory.nbytes:
+                room = memory[: max(room.nbytes, layout.length - first * stride)]
+            for at, (_, box) in enumerate(boxes):
+                chunk = room[at * stride : (at + 1) * stride]
+                chunk[layout.chunk_bytes :] = 0  # it may have been another object's
+                layout.fill(box, chunk, read)
+            room[len(boxes) * stride :] = 0
             yield room
 
     @property
     def record(self) -> ObjectRecord:
         """Once all parts were taken."""
         return ObjectRecord(bytes=self._length, checksum=crc32c(bytes(self._checks)))
+
+
+def _tail(index: Array) -> bytes:
+    entries = index.tobytes()
+    return entries + crc32c(entries).to_bytes(4, "little")
 
 
 def read_object(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckpt.format import ArrayRecord, ObjectRecord, objects_key
-from ckpt.saving import THREADS, Receipt, SaveInfo
+from ckpt.saving import WRITERS, Receipt, SaveInfo
 from ckpt.shard import Encoder, ObjectLayout
 from ckpt.store import Bytes, Store
 
@@ -27,7 +27,7 @@ class Previous:
 
 @dataclass(frozen=True)
 class StagedPart:
-    """One object, and the memory that its chunks are laid out in, a stride each."""
+    """One object, and the memory that it is laid out in: its chunks, a stride each."""
 
     layout: ObjectLayout
     room: Bytes
@@ -38,17 +38,13 @@ class StagedPart:
     ) -> StagedPart:
         """The object that is staged at ``offset``."""
         layout = ObjectLayout(record, coordinates)
-        return cls(layout, memory[offset : offset + layout.room])
+        return cls(layout, memory[offset : offset + layout.page_room])
 
     def sealed(self) -> tuple[list[memoryview | bytes], ObjectRecord]:
-        """The object's bytes, with their checksums; chunks that are not compressed stay in place,
-        and are one part."""
-        encoder, stride = Encoder(self.layout), self.layout.stride
-        starts = range(0, self.room.nbytes, stride)
-        parts = list(encoder.parts(self.room[start : start + stride] for start in starts))
-        if self.layout.record.compression == "none":
-            length = sum(len(part) for part in parts[:-1])
-            parts = [self.room[:length].data, parts[-1]]
+        """The object's bytes, with their checksums; where chunks are not compressed, all of it
+        stays in place, and is one part."""
+        encoder = Encoder(self.layout)
+        parts = list(encoder.parts([self.room]))
         return parts, encoder.record
 
 
@@ -66,6 +62,7 @@ def write_staged(
 ) -> Written:
     """Make durable what is staged. An object that has not changed since the save before is given a
     second key, and not written again: its length, its checksum and each of its bytes are compared.
+    See :func:`ckpt.saving.settle`.
     """
     folder = objects_key(info.save_id)
 
@@ -80,9 +77,8 @@ def write_staged(
         store.write(key, parts)
         return one.layout.key, record, False
 
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(WRITERS) as pool:
         done = list(pool.map(write, staged))
-    store.settle(f"{folder}/{key}" for key, _, _ in done)
     return Written(
         receipt={key: record for key, record, _ in done},
         bytes_written=sum(record.bytes for _, record, linked in done if not linked),

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from ckpt.format import ArrayRecord, CheckpointError, Manifest, committed_steps
 from ckpt.locations import Location, open_store
 from ckpt.saving import (
-    THREADS,
+    WRITERS,
     Progress,
     SaveInfo,
     begin,
     commit,
     discard,
+    settle,
     write_metadata,
     write_objects,
 )
@@ -25,7 +26,7 @@ def save_streamed(
     info: SaveInfo,
     arrays: Sequence[tuple[ArrayRecord, ReadInto]],
     progress: Progress = lambda _: None,
-    threads: int = THREADS,
+    threads: int = WRITERS,
 ) -> Manifest:
     """Write and commit a checkpoint, chunk by chunk.
 
@@ -48,7 +49,8 @@ def save_streamed(
             whole = tuple((0, size) for size in record.shape)
             layouts = [ObjectLayout(record, at) for at in cells(whole, record.shard_shape)]
             todo = [(layout, read) for layout in layouts]
-            objects |= write_objects(store, info, todo, progress, threads)
+            objects |= write_objects(store, info, todo, progress, threads, 0)
+        settle(store, info, objects)
         return commit(store, info, records, objects)
     except OSError as error:
         discard(store, info)

@@ -87,9 +87,14 @@ class LocalArray:
     def read_into(self, box: Box, out: Array) -> None:
         """Copy the numbers of a box within these slices, as they are stored. From a CUDA device
         into pinned memory the copy is only begun: synchronize before ``out`` is read."""
+        pieces = [piece.detach() for piece in self._parts(box)]
+        if all(piece.device.type == "cpu" for piece in pieces):
+            for part, piece in zip(out if self.stacked else [out], pieces, strict=True):
+                np.copyto(part, _storage_view(piece).numpy())  # torch would start threads for it
+            return
         target = torch.from_numpy(out)
-        for part, piece in zip(self._split(target), self._parts(box), strict=True):
-            part.copy_(_storage_view(piece.detach()), non_blocking=True)
+        for part, piece in zip(self._split(target), pieces, strict=True):
+            part.copy_(_storage_view(piece), non_blocking=True)
 
     def write(self, box: Box, values: Array) -> None:
         """Put stored numbers into a box within these slices."""
