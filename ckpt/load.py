@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import zarr
 
 from ckpt.format import (
     ArrayRecord,
@@ -21,8 +20,12 @@ from ckpt.format import (
     read_manifest,
 )
 from ckpt.shard import read_object, within
-from ckpt.tensors import LocalArray
 from parallel.layout import Box, cells
+
+if TYPE_CHECKING:
+    import zarr
+
+    from ckpt.tensors import LocalArray
 
 
 def read_box(root: Path, manifest: Manifest, record: ArrayRecord, box: Box) -> np.ndarray[Any, Any]:
@@ -111,6 +114,8 @@ def open_group(root: Path, step: int | None = None) -> zarr.Group:
 
     Raises CheckpointError where one is missing, short or long, or there is no checkpoint.
     """
+    import zarr  # its import takes longer than reading a manifest
+
     manifest = read_manifest(root, step)
     folder = objects_dir(root, manifest.save_id)
     for key, record in manifest.objects.items():
