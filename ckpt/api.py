@@ -10,10 +10,11 @@ from ckpt.format import (
     objects_dir,
     read_manifest,
 )
-from ckpt.load import load, open_group, read_box, verify
-from ckpt.reshard import reshard
-from ckpt.retain import remove_uncommitted, retain
-from ckpt.save import Agree, SaveInfo, save
+from ckpt.loading import load, open_group, read_box, read_box_into, verify
+from ckpt.resharding import reshard
+from ckpt.retention import remove_uncommitted, retain
+from ckpt.saving import Agree, SaveInfo, save
+from ckpt.store import LocalStore, Location, Store, open_store
 from ckpt.stream import save_streamed
 from ckpt.tensors import ArraySpec, LocalArray
 
@@ -23,15 +24,20 @@ __all__ = [
     "ArraySpec",
     "CheckpointError",
     "LocalArray",
+    "LocalStore",
+    "Location",
     "Manifest",
     "OtherRankError",
     "SaveInfo",
+    "Store",
     "committed_steps",
     "load",
     "manifest_path",
     "objects_dir",
     "open_group",
+    "open_store",
     "read_box",
+    "read_box_into",
     "read_manifest",
     "remove_uncommitted",
     "reshard",

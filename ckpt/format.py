@@ -15,17 +15,18 @@ checksum, so that a missing one is an error and never zarr's fill value.
 
 from __future__ import annotations
 
+import builtins
 import json
-import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import google_crc32c
 import numpy as np
+from crc32c import crc32c
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from ckpt.store import Location, open_store
 from parallel.layout import ShardLayout, Topology, cells
 
 # How a logical dtype is stored. zarr has no bfloat16 or float8: they are kept as bit patterns.
@@ -43,6 +44,11 @@ STORAGE_DTYPES = {
     "uint8": "uint8",
     "bool": "bool",
 }
+
+
+Compression = Literal["none", "zstd"]
+"""What chunks are compressed with."""
+ZSTD_LEVEL = 1
 
 
 class CheckpointError(RuntimeError):
@@ -66,6 +72,9 @@ class ArrayRecord(_Record):
     splits: tuple[tuple[str, ...], ...]
     shard_shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
+    compression: Compression = "none"
+    stages: tuple[int, ...] = ()
+    """As in ShardLayout, of the topology that it was saved under."""
     attributes: dict[str, Any] = {}
 
     @property
@@ -74,8 +83,8 @@ class ArrayRecord(_Record):
         return np.dtype(STORAGE_DTYPES[self.logical_dtype])
 
     def layout(self, topology: Topology) -> ShardLayout:
-        """Who holds which slice under ``topology``."""
-        return ShardLayout(self.shape, self.splits, topology)
+        """Who holds which slice under the ``topology`` that it was saved under."""
+        return ShardLayout(self.shape, self.splits, topology, self.stages)
 
     def object_keys(self) -> Iterator[str]:
         """The key of every object of this array, below its save id."""
@@ -95,6 +104,11 @@ class ObjectRecord(_Record):
     bytes: int
     checksum: int
 
+    @classmethod
+    def of(cls, data: builtins.bytes) -> ObjectRecord:
+        """Of a small file."""
+        return cls(bytes=len(data), checksum=crc32c(data))
+
 
 class Manifest(_Record):
     """A committed checkpoint. ``state`` is the saver's own, plain JSON."""
@@ -105,6 +119,8 @@ class Manifest(_Record):
     step: int
     created: str
     topology: dict[str, int]
+    ranks: tuple[int, ...] | None = None
+    """The ranks whose slices are here, where a store has only some: those of a node."""
     arrays: list[ArrayRecord]
     objects: dict[str, ObjectRecord]
     state: dict[str, Any]
@@ -130,32 +146,38 @@ def object_key(array_name: str, coordinates: tuple[int, ...]) -> str:
     return "/".join((array_name, "c", *map(str, coordinates)))
 
 
+def objects_key(save_id: str) -> str:
+    """Where one save's objects are, themselves a zarr group."""
+    return f"objects/{save_id}"
+
+
+def pending_key(save_id: str) -> str:
+    """There is something here while a save's objects are listed by no manifest: not yet, or no
+    more. Ranks tell what they have written by receipts here."""
+    return f"objects/.pending-{save_id}"
+
+
+def manifest_key(step: int) -> str:
+    """The manifest of one step."""
+    return f"manifests/step-{step:08d}.json"
+
+
+def keys_of_ranks(record: ArrayRecord, layout: ShardLayout, ranks: Iterable[int]) -> Iterator[str]:
+    """The key of every object that any of ``ranks`` holds a part of; some come more than once."""
+    for rank in ranks:
+        for box in layout.boxes(rank):
+            for coordinates in cells(box, record.shard_shape):
+                yield object_key(record.name, coordinates)
+
+
 def objects_dir(root: Path, save_id: str) -> Path:
     """The folder of one save's objects, itself a zarr group."""
-    return root / "objects" / save_id
-
-
-def pending_dir(root: Path, save_id: str) -> Path:
-    """Exists while a save's objects are listed by no manifest: not yet, or no more.
-
-    It holds the receipts by which ranks tell rank 0 what they have written.
-    """
-    return root / "objects" / f".pending-{save_id}"
-
-
-def draft_path(root: Path, save_id: str) -> Path:
-    """Where a manifest is written before it is linked to its name."""
-    return root / "manifests" / f".{save_id}"
+    return root / objects_key(save_id)
 
 
 def manifest_path(root: Path, step: int) -> Path:
-    """The manifest of one step."""
-    return root / "manifests" / f"step-{step:08d}.json"
-
-
-def crc32c(data: bytes | np.ndarray, value: int = 0) -> int:
-    """CRC32C of ``data``, continued from ``value``."""
-    return int(google_crc32c.extend(value, data))
+    """The manifest of one step in a folder."""
+    return root / manifest_key(step)
 
 
 def metadata_objects(arrays: list[ArrayRecord]) -> dict[str, bytes]:
@@ -175,9 +197,11 @@ def _group_metadata() -> bytes:
 
 def _array_metadata(record: ArrayRecord) -> bytes:
     little = {"name": "bytes", "configuration": {"endian": "little"}}
+    zstd = {"name": "zstd", "configuration": {"level": ZSTD_LEVEL, "checksum": False}}
+    compression = [zstd] if record.compression == "zstd" else []
     sharding = {
         "chunk_shape": record.chunk_shape,
-        "codecs": [little, {"name": "crc32c"}],
+        "codecs": [little, *compression, {"name": "crc32c"}],
         "index_codecs": [little, {"name": "crc32c"}],
         "index_location": "end",
     }
@@ -212,7 +236,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 _ENVELOPE = re.compile(rb'\{"crc32c":(\d{1,10}),"manifest":(.*)\}\n', re.DOTALL)
 
 
-def decode_manifest(data: bytes, where: Path) -> Manifest:
+def decode_manifest(data: bytes, where: str) -> Manifest:
     """The inverse. Raises CheckpointError for any changed byte, naming the file."""
     match = _ENVELOPE.fullmatch(data)
     if match is None or crc32c(match[2]) != int(match[1]):
@@ -229,10 +253,14 @@ def decode_manifest(data: bytes, where: Path) -> Manifest:
     return manifest
 
 
-def _check_coverage(manifest: Manifest, where: Path) -> None:
+def _check_coverage(manifest: Manifest, where: str) -> None:
     expected = set(metadata_objects(manifest.arrays))
     for record in manifest.arrays:
-        expected.update(record.object_keys())
+        expected.update(
+            record.object_keys()
+            if manifest.ranks is None
+            else keys_of_ranks(record, record.layout(Topology(**manifest.topology)), manifest.ranks)
+        )
     missing = sorted(expected - set(manifest.objects))
     extra = sorted(set(manifest.objects) - expected)
     if missing or extra:
@@ -240,45 +268,36 @@ def _check_coverage(manifest: Manifest, where: Path) -> None:
         raise CheckpointError(f"manifest {where} {what} object {names[0]} ({len(names)} in all)")
 
 
-def read_manifest(root: Path, step: int | None = None) -> Manifest:
+def read_manifest(root: Location, step: int | None = None) -> Manifest:
     """The manifest of ``step``, or of the newest one.
 
     Raises CheckpointError where there is none, or where it is damaged: an older one is never
     taken silently in its place.
     """
-    steps = committed_steps(root)
+    store = open_store(root)
+    steps = committed_steps(store)
     if step is None:
         if not steps:
-            inner = root / "checkpoints"
-            hint = f"; did you mean {inner}?" if (inner / "manifests").is_dir() else ""
-            raise CheckpointError(f"no checkpoint in {root}: no manifest in its manifests/{hint}")
+            inner = "checkpoints"
+            hint = f"; did you mean {store.where(inner)}?" if store.names(inner) else ""
+            where = store.where()
+            raise CheckpointError(f"no checkpoint in {where}: no manifest in its manifests/{hint}")
         step = steps[-1]
     elif step not in steps:
-        raise CheckpointError(f"no checkpoint of step {step} in {root}; there are {steps}")
-    path = manifest_path(root, step)
+        raise CheckpointError(f"no checkpoint of step {step} in {store.where()}; there are {steps}")
+    where = store.where(manifest_key(step))
     try:
-        data = path.read_bytes()
+        data = store.read(manifest_key(step))
     except OSError as error:
-        raise CheckpointError(f"manifest {path} cannot be read: {error.strerror}") from None
-    manifest = decode_manifest(data, path)
+        raise CheckpointError(f"manifest {where} cannot be read: {error.strerror}") from None
+    manifest = decode_manifest(data, where)
     if manifest.step != step:
-        raise CheckpointError(f"manifest {path} is of step {manifest.step}; it was renamed")
+        raise CheckpointError(f"manifest {where} is of step {manifest.step}; it was renamed")
     return manifest
 
 
-def committed_steps(root: Path) -> list[int]:
+def committed_steps(root: Location) -> list[int]:
     """The steps that have a manifest, ascending."""
-    folder = root / "manifests"
-    if not folder.is_dir():
-        return []
-    names = (re.fullmatch(r"step-(\d{8,})\.json", entry.name) for entry in folder.iterdir())
-    return sorted(int(name[1]) for name in names if name)
-
-
-def fsync_dir(path: Path) -> None:
-    """Make the entries of a folder durable."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    names = open_store(root).names("manifests")
+    found = (re.fullmatch(r"step-(\d{8,})\.json", name) for name in names)
+    return sorted(int(match[1]) for match in found if match)

@@ -1,8 +1,10 @@
-"""One object: a zarr v3 ``sharding_indexed`` shard of uncompressed chunks, each with its CRC32C.
+"""One object: a zarr v3 ``sharding_indexed`` shard of chunks, each with its CRC32C.
 
 The bytes are as zarr's sharding codec document (version 1.0) has them: chunks in any order, each
 followed by its CRC32C; then the index, an offset and a length for every chunk in row-major order
-(both 2**64 - 1 where there is none), little-endian uint64, followed by the index's CRC32C.
+(both 2**64 - 1 where there is none), little-endian uint64, followed by the index's CRC32C. Chunks
+that are not compressed begin at multiples of a page, where they are large, or of 8 bytes; between
+them are zeros, which the index does not know.
 They are written here rather than through zarr-python, whose writer copies the object repeatedly,
 and read here because zarr-python takes a missing object for zeros. Its reader and tensorstore's
 read what this writes; tests hold them to it.
@@ -11,176 +13,281 @@ read what this writes; tests hold them to it.
 from __future__ import annotations
 
 import math
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+from crc32c import crc32c
+from numcodecs import zstd
+from numpy.typing import NDArray
 
-from ckpt.format import ArrayRecord, CheckpointError, ObjectRecord, crc32c
+from ckpt.files import PAGE
+from ckpt.format import (
+    ZSTD_LEVEL,
+    ArrayRecord,
+    CheckpointError,
+    ObjectRecord,
+    object_key,
+)
+from ckpt.store import Bytes, Reader
 from parallel.layout import Box, cell_box, intersect
 
 assert sys.byteorder == "little", "objects are written from memory as it is"
 
 _NO_CHUNK = np.uint64(2**64 - 1)
+_LARGE_CHUNK = 1 << 20
+_READ_BYTES = 1 << 20  # at a time: what was read is still in the cache when it is summed
+_MOST_PARTS = 512  # of one read; systems allow 1,024
 
-ReadBox = Callable[[Box], "np.ndarray[Any, Any]"]
-
-
-def _inner_grid(record: ArrayRecord) -> tuple[int, ...]:
-    return tuple(s // c for s, c in zip(record.shard_shape, record.chunk_shape, strict=True))
-
-
-def _inner_boxes(record: ArrayRecord, coordinates: tuple[int, ...]) -> Iterator[Box | None]:
-    """The part of the array in each chunk of an object; None for one beyond the array's edge."""
-    whole = tuple((0, size) for size in record.shape)
-    origin = [i * s for i, s in zip(coordinates, record.shard_shape, strict=True)]
-    for inner in product(*map(range, _inner_grid(record))):
-        start = [o + i * c for o, i, c in zip(origin, inner, record.chunk_shape, strict=True)]
-        box = tuple((s, s + c) for s, c in zip(start, record.chunk_shape, strict=True))
-        yield intersect(box, whole)
+Array: TypeAlias = "NDArray[Any]"
+ReadInto = Callable[[Box, Array], None]
+"""Fills an array, in the stored dtype, with the numbers of a box."""
 
 
-def object_box(record: ArrayRecord, coordinates: tuple[int, ...]) -> Box:
-    """The part of the array in one object."""
-    return cell_box(coordinates, record.shard_shape, record.shape)
+class Target(Protocol):
+    """Where numbers that are read go."""
+
+    def memory(self, box: Box) -> list[Bytes] | None:
+        """The bytes of a box in order, to be read into; None where they are not in one piece."""
+
+    def write(self, box: Box, values: Array) -> None:
+        """Take the numbers of a box, in the stored dtype."""
 
 
-def write_object(
-    path: Path, record: ArrayRecord, coordinates: tuple[int, ...], read_box: ReadBox
-) -> ObjectRecord:
-    """Write one object and make it durable. It must not exist.
+@dataclass(frozen=True)
+class ObjectLayout:
+    """What is where in one object."""
 
-    Args:
-        path: the file; its folder must exist.
-        record: the array.
-        coordinates: which object of the array's grid.
-        read_box: the numbers of any box inside the object, in the stored dtype.
-    """
-    index = np.full((math.prod(_inner_grid(record)), 2), _NO_CHUNK, dtype="<u8")
-    checks = bytearray()
-    with path.open("xb") as file:
-        for i, box in enumerate(_inner_boxes(record, coordinates)):
-            if box is None:
-                continue
-            data = _as_bytes(_pad(read_box(box), record.chunk_shape))
-            index[i] = (file.tell(), data.nbytes + 4)
-            checks += _write_checked(file, data)
-        _write_checked(file, _as_bytes(index))
-        length = file.tell()
-        file.flush()
-        os.fsync(file.fileno())
-    return ObjectRecord(bytes=length, checksum=crc32c(bytes(checks)))
+    record: ArrayRecord
+    coordinates: tuple[int, ...]
+
+    @property
+    def key(self) -> str:
+        """Its key below a save id."""
+        return object_key(self.record.name, self.coordinates)
+
+    @cached_property
+    def box(self) -> Box:
+        """The part of the array in it."""
+        return cell_box(self.coordinates, self.record.shard_shape, self.record.shape)
+
+    @cached_property
+    def grid(self) -> tuple[int, ...]:
+        """How many chunks it has along each dim, those beyond the array's edge among them."""
+        sizes = zip(self.record.shard_shape, self.record.chunk_shape, strict=True)
+        return tuple(shard // chunk for shard, chunk in sizes)
+
+    @cached_property
+    def chunks(self) -> list[tuple[int, Box]]:
+        """The number and the box of every chunk that touches the array."""
+        record, found = self.record, []
+        whole = tuple((0, size) for size in record.shape)
+        shards = zip(self.coordinates, record.shard_shape, strict=True)
+        origin = [i * size for i, size in shards]
+        for number, inner in enumerate(product(*map(range, self.grid))):
+            places = zip(origin, inner, record.chunk_shape, strict=True)
+            box = intersect(tuple((o + i * c, o + (i + 1) * c) for o, i, c in places), whole)
+            if box is not None:
+                found.append((number, box))
+        return found
+
+    @cached_property
+    def chunk_bytes(self) -> int:
+        """The bytes of one chunk before compression."""
+        return math.prod(self.record.chunk_shape) * self.record.dtype.itemsize
+
+    @cached_property
+    def stride(self) -> int:
+        """From one chunk that is not compressed to the next."""
+        return _round_up(self.chunk_bytes + 4, PAGE if self.chunk_bytes >= _LARGE_CHUNK else 8)
+
+    @property
+    def room(self) -> int:
+        """Bytes to stage it in: a stride for each chunk."""
+        return self.stride * len(self.chunks)
+
+    @property
+    def index_bytes(self) -> int:
+        """The bytes of the index at its end."""
+        return math.prod(self.grid) * 16 + 4
+
+    def fill(self, box: Box, room: Bytes, read: ReadInto) -> None:
+        """Lay the numbers of one chunk's box into the ``stride`` bytes of ``room``."""
+        shape = self.record.chunk_shape
+        values = room[: self.chunk_bytes].view(self.record.dtype).reshape(shape)
+        sizes = tuple(stop - start for start, stop in box)
+        if sizes != shape:
+            values[...] = 0
+        read(box, values[(*(slice(0, size) for size in sizes), ...)])
 
 
-def write_bytes(path: Path, data: bytes) -> ObjectRecord:
-    """Write a small file and make it durable. It must not exist."""
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return ObjectRecord(bytes=len(data), checksum=crc32c(data))
+def _round_up(count: int, step: int) -> int:
+    return -(-count // step) * step
 
 
-def _write_checked(file: BinaryIO, data: np.ndarray[Any, Any]) -> bytes:
-    """Write ``data`` and its CRC32C; returns the latter."""
-    check = crc32c(data).to_bytes(4, "little")
-    file.write(data.data)
-    file.write(check)
-    return check
+def aligned(count: int) -> Bytes:
+    """Zeroed memory that direct writes take."""
+    memory = np.zeros(count + PAGE, np.uint8)
+    start = -memory.__array_interface__["data"][0] % PAGE
+    return memory[start : start + count]
 
 
-def _as_bytes(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+@dataclass
+class Encoder:
+    """The bytes of one object, in parts, and what a manifest says of it."""
 
+    layout: ObjectLayout
+    _checks: bytearray = field(default_factory=bytearray)
+    _length: int = 0
 
-def _pad(values: np.ndarray[Any, Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    if values.shape == shape:
-        return values
-    padded = np.zeros(shape, values.dtype)
-    padded[tuple(slice(0, size) for size in values.shape)] = values
-    return padded
+    def parts(self, rooms: Iterable[Bytes]) -> Iterator[memoryview | bytes]:
+        """Put checksums to the filled ``rooms``, one for each chunk; ends with the index.
+
+        A part may be changed as soon as the next one is asked for.
+        """
+        layout = self.layout
+        index = np.full((math.prod(layout.grid), 2), _NO_CHUNK, dtype="<u8")
+        last = len(layout.chunks) - 1
+        for at, ((number, _), room) in enumerate(zip(layout.chunks, rooms, strict=True)):
+            size = layout.chunk_bytes
+            part = room[: size + 4 if at == last else layout.stride].data
+            if layout.record.compression == "zstd":
+                packed = zstd.compress(room[:size], ZSTD_LEVEL)
+                size, part = len(packed), memoryview(bytearray(packed + bytes(4)))
+            check = crc32c(part[:size]).to_bytes(4, "little")
+            part[size : size + 4] = check
+            self._checks += check
+            index[number] = self._length, size + 4
+            self._length += len(part)
+            yield part
+        entries = index.tobytes()
+        tail = entries + crc32c(entries).to_bytes(4, "little")
+        self._length += len(tail)
+        yield tail
+
+    def fill(self, read: ReadInto) -> Iterator[Bytes]:
+        """Rooms for :meth:`parts`, with the memory of one chunk for all."""
+        room = aligned(self.layout.stride)
+        for _, box in self.layout.chunks:
+            self.layout.fill(box, room, read)
+            yield room
+
+    @property
+    def record(self) -> ObjectRecord:
+        """Once all parts were taken."""
+        return ObjectRecord(bytes=self._length, checksum=crc32c(bytes(self._checks)))
 
 
 def read_object(
-    path: Path,
-    record: ArrayRecord,
-    coordinates: tuple[int, ...],
-    expected: ObjectRecord,
-    wanted: Box,
-) -> Iterator[tuple[Box, np.ndarray[Any, Any]]]:
-    """Read the parts of one object that lie in ``wanted``, verified before any is handed out.
+    reader: Reader, layout: ObjectLayout, expected: ObjectRecord, wanted: Box, target: Target
+) -> int:
+    """Read the part of one object that lies in ``wanted`` into ``target``; returns the count of
+    numbers.
 
-    A wholly wanted object is read at once; of others only the chunks needed are read, and the
-    CRC32C of the rest. Either way those of all chunks together must be what the manifest says, so
-    that no other object passes for this one, and each chunk read must be what its own says.
+    Each chunk read must have its CRC32C, and those of all chunks together must be what the manifest
+    says, so that no other object passes for this one. Until this returns, ``target`` may hold what
+    is not so.
 
-    Yields pairs of a box in the array and its numbers in the stored dtype, read-only.
-    Raises CheckpointError, naming the object, where it is missing, short, long or changed.
+    Raises CheckpointError, without the object's name, where it is short, long or changed; OSError
+    where it cannot be read.
     """
-    try:
-        with path.open("rb") as file:
-            found = os.fstat(file.fileno()).st_size
-            if found != expected.bytes:
-                raise CheckpointError(
-                    f"object {path} has {found} bytes, the manifest says {expected.bytes}"
-                )
-            whole = object_box(record, coordinates)
-            all_of_it = intersect(wanted, whole) == whole
-            read = _slicer(file.read()) if all_of_it else _ranged(file)
-            yield from _chunks(path, record, coordinates, expected, wanted, read)
-    except FileNotFoundError:
-        raise CheckpointError(f"object {path} is missing, the manifest lists it") from None
-    except OSError as error:
-        raise CheckpointError(f"object {path} cannot be read: {error.strerror}") from None
-
-
-def _slicer(data: bytes) -> Callable[[int, int], bytes]:
-    return lambda start, stop: data[start:stop] if start >= 0 else data[start:]
-
-
-def _ranged(file: BinaryIO) -> Callable[[int, int], bytes]:
-    def read(start: int, stop: int) -> bytes:
-        file.seek(start, os.SEEK_SET if start >= 0 else os.SEEK_END)
-        return file.read(stop - start if start >= 0 else -start)
-
-    return read
-
-
-def _chunks(
-    path: Path,
-    record: ArrayRecord,
-    coordinates: tuple[int, ...],
-    expected: ObjectRecord,
-    wanted: Box,
-    read: Callable[[int, int], bytes],
-) -> Iterator[tuple[Box, np.ndarray[Any, Any]]]:
-    count = math.prod(_inner_grid(record))
-    tail = read(-(count * 16 + 4), 0)
-    _check(tail[:-4], tail[-4:], path, "its index")
-    entries = np.frombuffer(tail[:-4], "<u8").reshape(count, 2)
-    spans = {i: (int(s), int(s + n)) for i, (s, n) in enumerate(entries) if s != _NO_CHUNK}
-    checks = {i: read(stop - 4, stop) for i, (_, stop) in spans.items()}
-    if crc32c(b"".join(checks.values())) != expected.checksum:
-        raise CheckpointError(f"object {path} is damaged: it is not the one that was saved")
-    for i, box in enumerate(_inner_boxes(record, coordinates)):
-        common = None if box is None else intersect(box, wanted)
-        if box is None or common is None:
+    if reader.size != expected.bytes:
+        raise CheckpointError(f"has {reader.size} bytes, the manifest says {expected.bytes}")
+    spans = _read_index(reader, layout)
+    checks: dict[int, bytes] = {}
+    count = 0
+    room: Bytes | None = None
+    for number, box in layout.chunks:
+        start, stop = spans[number]
+        common = intersect(box, wanted)
+        check = np.empty(4, np.uint8)
+        if common is None:
+            reader.read_into(stop - 4, [check])
+            checks[number] = check.tobytes()
             continue
-        if i not in spans:
-            raise CheckpointError(f"object {path} lacks chunk {i}")
-        body = read(spans[i][0], spans[i][1] - 4)
-        _check(body, checks[i], path, f"chunk {i}")
-        values = np.frombuffer(body, record.dtype).reshape(record.chunk_shape)
-        yield common, values[within(common, box)]
+        plain = layout.record.compression == "none"
+        shape = tuple(e - s for s, e in box)
+        whole = plain and common == box and shape == layout.record.chunk_shape
+        parts = target.memory(box) if whole else None
+        if parts is None:
+            room = aligned(layout.chunk_bytes) if room is None and plain else room
+            body = room if plain and room is not None else np.empty(stop - start - 4, np.uint8)
+            parts = [body]
+        _read_checked(reader, start, parts, check, number)
+        checks[number] = check.tobytes()
+        count += math.prod(e - s for s, e in common)
+        if len(parts) == 1 and (not plain or parts[0] is room):
+            values = _decode(parts[0], layout, number)
+            target.write(common, values[within(common, box)])
+    if crc32c(b"".join(checks.values())) != expected.checksum:
+        raise CheckpointError("is damaged: it is not the one that was saved")
+    return count
 
 
-def _check(body: bytes, check: bytes, path: Path, what: str) -> None:
-    if crc32c(body) != int.from_bytes(check, "little"):
-        raise CheckpointError(f"object {path} is damaged: the CRC32C of {what} does not match")
+def _read_index(reader: Reader, layout: ObjectLayout) -> dict[int, tuple[int, int]]:
+    """Where every chunk of the object begins and ends, its CRC32C included."""
+    if reader.size < layout.index_bytes:
+        raise CheckpointError("is damaged: it is shorter than its index")
+    tail = np.empty(layout.index_bytes, np.uint8)
+    reader.read_into(reader.size - tail.nbytes, [tail])
+    _compare(crc32c(tail[:-4].data), tail[-4:], "its index")
+    entries = tail[:-4].view("<u8").reshape(-1, 2).tolist()
+    spans = {}
+    for number, _ in layout.chunks:
+        start, size = entries[number]
+        exact = layout.record.compression != "none" or size == layout.chunk_bytes + 4
+        if not (exact and size >= 4 and start + size <= reader.size):
+            raise CheckpointError(f"is damaged: its index is wrong about chunk {number}")
+        spans[number] = (start, start + size)
+    return spans
+
+
+def _read_checked(
+    reader: Reader, start: int, parts: list[Bytes], check: Bytes, number: int
+) -> None:
+    found = 0
+    for blocks in _blocks(parts):
+        size = sum(block.nbytes for block in blocks)
+        reader.read_into(start, blocks)
+        for block in blocks:
+            found = crc32c(block.data, found)
+        start += size
+    reader.read_into(start, [check])
+    _compare(found, check, f"chunk {number}")
+
+
+def _blocks(parts: list[Bytes]) -> Iterator[list[Bytes]]:
+    """``parts`` in turn, some at a time, and large ones in pieces."""
+    blocks: list[Bytes] = []
+    size = 0
+    for part in parts:
+        for at in range(0, part.nbytes, _READ_BYTES):
+            block = part[at : at + _READ_BYTES]
+            if blocks and (size + block.nbytes > _READ_BYTES or len(blocks) == _MOST_PARTS):
+                yield blocks
+                blocks, size = [], 0
+            blocks.append(block)
+            size += block.nbytes
+    yield blocks
+
+
+def _decode(body: Bytes, layout: ObjectLayout, number: int) -> Array:
+    if layout.record.compression == "zstd":
+        plain = np.zeros(layout.chunk_bytes, np.uint8)
+        try:
+            body = zstd.decompress(body, plain)
+        except (RuntimeError, ValueError):
+            raise CheckpointError(f"is damaged: chunk {number} is not what zstd made") from None
+    return body.view(layout.record.dtype).reshape(layout.record.chunk_shape)
+
+
+def _compare(found: int, check: Bytes, what: str) -> None:
+    if found != int.from_bytes(check.tobytes(), "little"):
+        raise CheckpointError(f"is damaged: the CRC32C of {what} does not match")
 
 
 def within(box: Box, outer: Box) -> tuple[slice, ...]:

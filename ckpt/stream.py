@@ -2,70 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-import numpy as np
-
-from ckpt.format import (
-    ArrayRecord,
-    CheckpointError,
-    Manifest,
-    ObjectRecord,
-    committed_steps,
-    objects_dir,
-    pending_dir,
+from ckpt.format import ArrayRecord, CheckpointError, Manifest, committed_steps
+from ckpt.saving import (
+    THREADS,
+    Progress,
+    SaveInfo,
+    begin,
+    commit,
+    discard,
+    write_metadata,
+    write_objects,
 )
-from ckpt.save import SaveInfo, commit, discard, write_cells, write_metadata
-from ckpt.shard import ReadBox, object_box, within
-from parallel.layout import Box, cells
-
-Progress = Callable[[int], None]
-"""Called with the bytes of each object that has been written."""
-
-
-def _part(values: np.ndarray[Any, Any], outer: Box, box: Box) -> np.ndarray[Any, Any]:
-    return values[within(box, outer)]
+from ckpt.shard import ObjectLayout, ReadInto
+from ckpt.store import Location, open_store
+from parallel.layout import cells
 
 
 def save_streamed(
-    root: Path,
+    root: Location,
     info: SaveInfo,
-    arrays: Sequence[tuple[ArrayRecord, ReadBox]],
+    arrays: Sequence[tuple[ArrayRecord, ReadInto]],
     progress: Progress = lambda _: None,
+    threads: int = THREADS,
 ) -> Manifest:
-    """Write and commit a checkpoint, object by object.
+    """Write and commit a checkpoint, chunk by chunk.
 
-    Each array comes with a function that gives the numbers of a box of it, as they are stored; it
-    is called once for each object, in row-major order, and at most one object is in memory.
-    Committed like any save: until it is whole, ``root`` has no manifest of it.
+    Each array comes with a function that fills in the numbers of a box of it, as they are stored;
+    it is called once for each chunk, in row-major order of objects and within them, by ``threads``
+    threads that each take an object. Committed like any save: until it is
+    whole, ``root`` has no manifest of it.
 
     Raises CheckpointError where ``root`` has this step already, or cannot be written. What an error
     of any kind leaves behind is removed.
     """
-    if info.step in committed_steps(root):
-        raise CheckpointError(f"{root} already has a checkpoint of step {info.step}")
+    store = open_store(root)
+    if info.step in committed_steps(store):
+        raise CheckpointError(f"{store.where()} already has a checkpoint of step {info.step}")
     records = [record for record, _ in arrays]
-    folder = objects_dir(root, info.save_id)
     try:
-        pending_dir(root, info.save_id).mkdir(parents=True)
-        objects: dict[str, ObjectRecord] = write_metadata(folder, records)
+        begin(store, info, 0)
+        objects = write_metadata(store, info, records)
         for record, read in arrays:
             whole = tuple((0, size) for size in record.shape)
-            for coordinates in cells(whole, record.shard_shape):
-                box = object_box(record, coordinates)
-                values = read(box)
-                written = write_cells(folder, record, [coordinates], partial(_part, values, box))
-                objects.update(written)
-                progress(sum(each.bytes for each in written.values()))
-        return commit(root, info, records, objects)
+            layouts = [ObjectLayout(record, at) for at in cells(whole, record.shard_shape)]
+            todo = [(layout, read) for layout in layouts]
+            objects |= write_objects(store, info, todo, progress, threads)
+        return commit(store, info, records, objects)
     except OSError as error:
-        discard(root, info)
+        discard(store, info)
+        where = error.filename or store.where()
         raise CheckpointError(
-            f"{root} cannot be written: {error.strerror}: {error.filename or root}"
+            f"{store.where()} cannot be written: {error.strerror}: {where}"
         ) from None
     except BaseException:
-        discard(root, info)
+        discard(store, info)
         raise

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ckpt.format import STORAGE_DTYPES, ArrayRecord, CheckpointError
+from ckpt.format import STORAGE_DTYPES, ArrayRecord, CheckpointError, Compression
 from ckpt.grid import storage_grid
-from ckpt.shard import within
+from ckpt.shard import Array, within
+from ckpt.store import Bytes
 from parallel.layout import Box, ShardLayout, Topology
 
 _BIT_PATTERNS = {"uint16": torch.uint16, "uint8": torch.uint8}
@@ -44,7 +45,7 @@ class ArraySpec:
         """Who holds which slice under ``topology``."""
         return ShardLayout(self.shape, self.splits, topology, self.stages)
 
-    def record(self, topology: Topology) -> ArrayRecord:
+    def record(self, topology: Topology, compression: Compression = "none") -> ArrayRecord:
         """The array as a save under ``topology`` stores it; the same on every rank."""
         itemsize = np.dtype(STORAGE_DTYPES[self.logical_dtype]).itemsize
         shard, chunk = storage_grid(self.layout(topology), itemsize)
@@ -55,6 +56,8 @@ class ArraySpec:
             splits=self.splits,
             shard_shape=shard,
             chunk_shape=chunk,
+            compression=compression,
+            stages=self.stages,
             attributes=dict(self.attributes),
         )
 
@@ -81,34 +84,39 @@ class LocalArray:
             assert tuple(piece.shape) == sizes, (spec.name, piece.shape, sizes)
             assert piece.dtype == spec.dtype, (spec.name, piece.dtype)
 
-    def read(self, box: Box) -> np.ndarray[Any, Any]:
-        """The numbers of a box within these slices, as they are stored."""
-        if not self.stacked:
-            return _to_numpy(self.pieces[0][within(box, self.boxes[0])])
-        rest = within(box[1:], self.boxes[0][1:])
-        return np.stack([_to_numpy(self._piece_at[i][rest]) for i in range(*box[0])])
+    def read_into(self, box: Box, out: Array) -> None:
+        """Copy the numbers of a box within these slices, as they are stored. From a CUDA device
+        into pinned memory the copy is only begun: synchronize before ``out`` is read."""
+        target = torch.from_numpy(out)
+        for part, piece in zip(self._split(target), self._parts(box), strict=True):
+            part.copy_(_storage_view(piece.detach()), non_blocking=True)
 
-    def write(self, box: Box, values: np.ndarray[Any, Any]) -> None:
+    def write(self, box: Box, values: Array) -> None:
         """Put stored numbers into a box within these slices."""
+        # torch wants memory that it may write to, even where it only reads.
+        source = torch.from_numpy(values if values.flags.writeable else values.copy())
         with torch.no_grad():
-            if not self.stacked:
-                _copy(self.pieces[0][within(box, self.boxes[0])], values)
-                return
-            rest = within(box[1:], self.boxes[0][1:])
-            for i, value in zip(range(*box[0]), values, strict=True):
-                _copy(self._piece_at[i][rest], value)
+            for part, piece in zip(self._split(source), self._parts(box), strict=True):
+                _storage_view(piece).copy_(part)
+
+    def memory(self, box: Box) -> list[Bytes] | None:
+        """The bytes of a box within these slices, in order, to be read into; None where they are
+        on a device, or scattered."""
+        parts = [piece.detach() for piece in self._parts(box)]
+        if all(part.device.type == "cpu" and part.is_contiguous() for part in parts):
+            return [_storage_view(part).numpy().reshape(-1).view(np.uint8) for part in parts]
+        return None
+
+    def _parts(self, box: Box) -> list[Tensor]:
+        if not self.stacked:
+            return [self.pieces[0][within(box, self.boxes[0])]]
+        rest = within(box[1:], self.boxes[0][1:])
+        return [self._piece_at[i][rest] for i in range(*box[0])]
+
+    def _split(self, values: Tensor) -> Sequence[Tensor]:
+        return values.unbind(0) if self.stacked else [values]
 
 
 def _storage_view(tensor: Tensor) -> Tensor:
     bits = _BIT_PATTERNS.get(STORAGE_DTYPES[str(tensor.dtype).removeprefix("torch.")])
     return tensor if bits is None else tensor.view(bits)
-
-
-def _to_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
-    return _storage_view(tensor.detach().cpu().contiguous()).numpy()
-
-
-def _copy(target: Tensor, values: np.ndarray[Any, Any]) -> None:
-    # ascontiguousarray would turn a scalar into a vector; copy() also makes it writable for torch.
-    source = torch.from_numpy(np.array(values, order="C", copy=True))
-    _storage_view(target).copy_(source)

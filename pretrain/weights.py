@@ -97,7 +97,7 @@ def save_weights(
 ) -> Manifest:
     """Commit a checkpoint of step 0 that holds the weights of ``spec``'s model alone.
 
-    One object (some 64 MiB) and one parameter of ``source``, or one expert's part of it, are in
+    A few chunks (of some 4 MiB) and one parameter of ``source``, or one expert's part of it, are in
     memory at a time. Numbers are converted to the model's dtype.
 
     Raises CheckpointError where the folder cannot be written, or has step 0; and what ``source``
@@ -120,7 +120,7 @@ def save_weights(
         names = _parameter_names(array.spec)
         boxes = partial(_read_box, read, array.spec, names, names[0] in experts)
         arrays.append((array.spec.record(topology), boxes))
-    return ckpt.save_streamed(root, info, arrays)
+    return ckpt.save_streamed(root, info, arrays, threads=1)  # what is read is kept once
 
 
 def _parameter_names(spec: ArraySpec) -> list[str]:
@@ -132,11 +132,17 @@ def _parameter_names(spec: ArraySpec) -> list[str]:
 
 
 def _read_box(
-    read: Any, spec: ArraySpec, names: Sequence[str], of_experts: bool, box: Box
-) -> np.ndarray[Any, Any]:
-    """The numbers of a box of a stacked array, [L, ...] or [L, E, ...], parameter by parameter."""
+    read: Any,
+    spec: ArraySpec,
+    names: Sequence[str],
+    of_experts: bool,
+    box: Box,
+    values: np.ndarray[Any, Any],
+) -> None:
+    """Fill ``values`` with the numbers of a box of a stacked array, [L, ...] or [L, E, ...],
+    parameter by parameter."""
     assert spec.dtype == torch.float32, "stored as numpy has them"
-    out = torch.empty([stop - start for start, stop in box], dtype=spec.dtype)
+    out = torch.from_numpy(values)
     stacked = "layers" in spec.attributes
     first = box[0][0] if stacked else 0
     experts = range(*box[1]) if of_experts else [None]
@@ -147,4 +153,3 @@ def _read_box(
                 () if expert is None else (expert - box[1][0],)
             )
             out[at].copy_(read(names[layer], expert)[inner])
-    return out.numpy()

@@ -121,19 +121,21 @@ def test_one_flipped_bit_in_a_part_that_is_read_alone(saved):
     manifest = save_with_threads(root, 9, Topology(), [spec])
     record = manifest.array("w")
     cut = record.model_copy(update={"chunk_shape": (1, 1024)})
-    from ckpt.save import commit, write_cells, write_metadata
+    from ckpt.saving import commit, write_metadata, write_objects
+    from ckpt.shard import ObjectLayout
 
-    folder = ckpt.objects_dir(root, "fine-chunks")
+    store, about = ckpt.open_store(root), info(10, Topology(), "fine-chunks")
     array = local_array(spec, Topology(), 0, full_values(spec))
-    objects = write_metadata(folder, [cut]) | write_cells(folder, cut, [(0, 0)], array.read)
-    manifest = commit(root, info(10, Topology(), "fine-chunks"), [cut], objects)
-    path = folder / "w/c/0/0"
+    objects = write_metadata(store, about, [cut])
+    objects |= write_objects(store, about, [(ObjectLayout(cut, (0, 0)), array.read_into)])
+    manifest = commit(root, about, [cut], objects)
+    path = ckpt.objects_dir(root, "fine-chunks") / "w/c/0/0"
     box = ((7, 9), (0, 1024))
     expected = full_values(spec)[7:9].numpy().tobytes()
     assert ckpt.read_box(root, manifest, cut, box).tobytes() == expected
 
     data = bytearray(path.read_bytes())
-    data[8 * 4100 + 77] ^= 4
+    data[8 * 4104 + 77] ^= 4
     path.write_bytes(bytes(data))
     with pytest.raises(ckpt.CheckpointError, match=r"w/c/0/0 is damaged: the CRC32C of chunk 8"):
         ckpt.read_box(root, manifest, cut, box)

@@ -117,6 +117,25 @@ def test_the_wheel_ships_the_five_packages_alone():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("package", ["parallel", "ckpt"])
+def test_no_module_hides_a_name_that_comes_on_demand(package):
+    # An import of parallel.x sets the attribute x of the package, and hides a function of the name.
+    import importlib
+
+    names = importlib.import_module(f"{package}.api").__all__
+    assert not {path.stem for path in files(package)} & set(names)
+
+
+def test_a_layout_and_a_format_need_no_torch():
+    import subprocess
+    import sys
+
+    source = (
+        "import sys, ckpt.format, parallel.layout, ckpt.plan; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", source], cwd=ROOT, check=True, timeout=60)
+
+
 def test_there_is_no_drawer_for_odds_and_ends():
     names = {p.stem for package in MAY_IMPORT for p in files(package)}
     assert not names & {"utils", "common", "helpers", "misc"}

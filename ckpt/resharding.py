@@ -4,34 +4,36 @@ from __future__ import annotations
 
 import secrets
 from functools import partial
-from pathlib import Path
 
 from ckpt.format import ArrayRecord, Manifest
 from ckpt.grid import storage_grid
-from ckpt.load import read_box
-from ckpt.save import SaveInfo
-from ckpt.stream import Progress, save_streamed
-from parallel.layout import Topology
+from ckpt.loading import read_box_into
+from ckpt.saving import Progress, SaveInfo
+from ckpt.store import Location
+from ckpt.stream import save_streamed
+from parallel.layout import ShardLayout, Topology
 
 
 def record_under(record: ArrayRecord, topology: Topology) -> ArrayRecord:
     """The same array cut for ``topology``, along the dims that the saving layout cut; a save under
     ``topology`` may cut others (stages, tensor parallelism), which any layout loads as well."""
-    shard, chunk = storage_grid(record.layout(topology), record.dtype.itemsize)
-    return record.model_copy(update={"shard_shape": shard, "chunk_shape": chunk})
+    layout = ShardLayout(record.shape, record.splits, topology)
+    shard, chunk = storage_grid(layout, record.dtype.itemsize)
+    update = {"shard_shape": shard, "chunk_shape": chunk, "stages": ()}
+    return record.model_copy(update=update)
 
 
 def reshard(
-    source: Path,
+    source: Location,
     manifest: Manifest,
-    target: Path,
+    target: Location,
     topology: Topology,
     progress: Progress = lambda _: None,
 ) -> Manifest:
     """Write the checkpoint ``manifest`` of ``source`` into ``target``, for ``topology``.
 
-    Numbers are copied bit by bit and everything read is verified. At most one object of the
-    target and the part of one object of the source are in memory. Committed like any save: until
+    Numbers are copied bit by bit and everything read is verified. A few chunks
+    of the target and of the source are in memory. Committed like any save: until
     it is whole, ``target`` has no manifest of it.
 
     Raises CheckpointError where ``target`` has this step already, or the source is damaged, or
@@ -46,7 +48,7 @@ def reshard(
         spec_hash=manifest.spec_hash,
     )
     arrays = [
-        (record_under(record, topology), partial(read_box, source, manifest, record))
+        (record_under(record, topology), partial(read_box_into, source, manifest, record))
         for record in manifest.arrays
     ]
     return save_streamed(target, info, arrays, progress)

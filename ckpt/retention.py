@@ -1,0 +1,75 @@
+"""Removing checkpoints that are no longer wanted, and saves that were never committed."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+from ckpt.format import (
+    CheckpointError,
+    committed_steps,
+    manifest_key,
+    objects_key,
+    pending_key,
+    read_manifest,
+)
+from ckpt.store import Location, Store, open_store
+
+_PENDING = pending_key("").rpartition("/")[2]
+_DRAFT = re.compile(r"\.step-\d{8,}\.json\.[0-9a-f]{8}")
+
+
+def retain(root: Location, keep: int) -> list[int]:
+    """Keep the newest ``keep`` checkpoints; returns the steps removed.
+
+    A manifest goes, durably, before its objects do: what remains listed is always whole. Raises
+    OSError where a manifest cannot be removed.
+    """
+    assert keep >= 1, "the last good checkpoint is never removed"
+    store, removed = open_store(root), []
+    for step in committed_steps(store)[:-keep]:
+        try:
+            save_id = read_manifest(store, step).save_id
+        except CheckpointError:
+            continue  # damaged: what it owns is unknown, and someone may want to look at it
+        # From here on they are a leftover, should this be interrupted.
+        with contextlib.suppress(FileExistsError):
+            store.write(f"{pending_key(save_id)}/removed", [b""])
+        store.remove(manifest_key(step))
+        _remove(store, save_id)
+        removed.append(step)
+    return removed
+
+
+def remove_uncommitted(root: Location) -> list[str]:
+    """Remove what interrupted saves and removals left; returns their save ids.
+
+    Only what is marked as pending goes: the objects of a manifest that somebody moved away stay.
+    Nothing is removed where a manifest is damaged, since it might be that of a pending one. Only
+    for a folder that nobody else is saving into.
+    """
+    store = open_store(root)
+    try:
+        committed = {read_manifest(store, step).save_id for step in committed_steps(store)}
+    except CheckpointError:
+        return []
+    for name in store.names("manifests"):
+        if _DRAFT.fullmatch(name):
+            store.remove(f"manifests/{name}")
+    removed = []
+    for name in store.names("objects"):
+        if not name.startswith(_PENDING):
+            continue
+        save_id = name.removeprefix(_PENDING)
+        if save_id in committed:
+            # Interrupted just after the commit, or just before a removal.
+            store.remove_all(pending_key(save_id))
+        else:
+            _remove(store, save_id)
+            removed.append(save_id)
+    return removed
+
+
+def _remove(store: Store, save_id: str) -> None:
+    store.remove_all(objects_key(save_id))
+    store.remove_all(pending_key(save_id))

@@ -1,0 +1,237 @@
+"""Writing a checkpoint: every rank its own objects, then one manifest."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any, NoReturn
+
+from ckpt.format import (
+    ArrayRecord,
+    CheckpointError,
+    Compression,
+    Manifest,
+    ObjectRecord,
+    OtherRankError,
+    decode_manifest,
+    encode_manifest,
+    manifest_key,
+    metadata_objects,
+    objects_key,
+    pending_key,
+    read_manifest,
+)
+from ckpt.plan import own_cells
+from ckpt.shard import Encoder, ObjectLayout, ReadInto
+from ckpt.store import Location, Store, open_store
+from ckpt.tensors import LocalArray
+from parallel.layout import Topology
+
+Agree = Callable[[bool], bool]
+"""A barrier that also asks: every rank gives its word, all learn whether all said yes."""
+Receipt = dict[str, ObjectRecord]
+"""What one rank wrote, by key below the save id."""
+Progress = Callable[[int], None]
+"""Called with the bytes of each object that has been written, by several threads."""
+
+THREADS = min(4, os.cpu_count() or 1)
+"""Objects that a rank writes, or reads, at a time."""
+
+
+@dataclass(frozen=True)
+class SaveInfo:
+    """What a manifest says besides the arrays. ``save_id`` must be new, and alike on all ranks."""
+
+    save_id: str
+    step: int
+    topology: Topology
+    state: dict[str, Any]
+    spec: dict[str, Any]
+    spec_hash: str
+    ranks: tuple[int, ...] | None = None
+    """The ranks that write to this store; None for all."""
+    compression: Compression = "none"
+
+    @property
+    def writers(self) -> Sequence[int]:
+        """The ranks that write to this store; the first of them commits."""
+        return range(self.topology.world) if self.ranks is None else self.ranks
+
+
+def save(
+    root: Location, info: SaveInfo, arrays: Sequence[LocalArray], rank: int, agree: Agree
+) -> Manifest | None:
+    """Write and commit a checkpoint; every rank calls with the same arrays in the same order.
+
+    Each rank works out from the topology alone which objects are its own. It leaves a receipt of
+    what it wrote; the first rank reads the receipts, checks that together they are the whole, and
+    publishes the manifest last, never over another.
+
+    Args:
+        root: the checkpoint folder or store, shared by all ranks.
+        info: what else the manifest holds.
+        arrays: this rank's slices; a rank without any part of an array still names it.
+        rank: this rank.
+        agree: see :data:`Agree`; ``lambda ok: ok`` for one process.
+
+    Returns:
+        The manifest, durable, on the first rank; None elsewhere.
+
+    Raises:
+        CheckpointError: on every rank if any could not write; nothing is committed then, and
+            what was written is removed.
+    """
+    store = open_store(root)
+    records = [array.spec.record(info.topology, info.compression) for array in arrays]
+    failure: Exception | None = None
+    try:
+        begin(store, info, rank)
+        receipt = write_metadata(store, info, records) if rank == info.writers[0] else {}
+        todo = []
+        for array, record in zip(arrays, records, strict=True):
+            layout = array.spec.layout(info.topology)
+            for coordinates in own_cells(record, layout, rank, info.ranks):
+                todo.append((ObjectLayout(record, coordinates), array.read_into))
+        receipt |= write_objects(store, info, todo)
+        leave_receipt(store, info, rank, receipt)
+    except Exception as error:  # the others must learn of it, whatever it is
+        failure = error
+    if not agree(failure is None):
+        _abandon(store, info, failure)
+
+    manifest: Manifest | None = None
+    if rank == info.writers[0]:
+        try:
+            manifest = commit(store, info, records, read_receipts(store, info))
+        except Exception as error:
+            failure = error
+    if not agree(failure is None):
+        _abandon(store, info, failure)
+    return manifest
+
+
+def begin(store: Store, info: SaveInfo, rank: int) -> None:
+    """Mark a save as not yet committed, before anything of it is written."""
+    store.write(f"{pending_key(info.save_id)}/rank-{rank}.begun", [b""])
+
+
+def write_metadata(store: Store, info: SaveInfo, records: list[ArrayRecord]) -> Receipt:
+    """Write every zarr.json of a save."""
+    receipt, folder = {}, objects_key(info.save_id)
+    for key, data in metadata_objects(records).items():
+        store.write(f"{folder}/{key}", [data])
+        receipt[key] = ObjectRecord.of(data)
+    store.settle(f"{folder}/{key}" for key in receipt)
+    return receipt
+
+
+def write_objects(
+    store: Store,
+    info: SaveInfo,
+    objects: Iterable[tuple[ObjectLayout, ReadInto]],
+    progress: Progress = lambda _: None,
+    threads: int = THREADS,
+) -> Receipt:
+    """Write some objects, several at a time; each comes with a function that fills in numbers."""
+    folder = objects_key(info.save_id)
+
+    def write(one: tuple[ObjectLayout, ReadInto]) -> tuple[str, ObjectRecord]:
+        layout, read = one
+        encoder = Encoder(layout)
+        store.write(f"{folder}/{layout.key}", encoder.parts(encoder.fill(read)))
+        progress(encoder.record.bytes)
+        return layout.key, encoder.record
+
+    with ThreadPoolExecutor(threads) as pool:
+        receipt = dict(pool.map(write, objects))
+    store.settle(f"{folder}/{key}" for key in receipt)
+    return receipt
+
+
+def leave_receipt(store: Store, info: SaveInfo, rank: int, receipt: Receipt) -> None:
+    """Say what this rank has written, all of it durable."""
+    body = {key: [record.bytes, record.checksum] for key, record in receipt.items()}
+    store.publish(_receipt_key(info, rank), json.dumps(body).encode())
+
+
+def _receipt_key(info: SaveInfo, rank: int) -> str:
+    return f"{pending_key(info.save_id)}/rank-{rank}.json"
+
+
+def read_receipts(store: Store, info: SaveInfo) -> Receipt:
+    """What all ranks have written. Raises CheckpointError where one has left no receipt."""
+    objects: Receipt = {}
+    for rank in info.writers:
+        key = _receipt_key(info, rank)
+        try:
+            body = json.loads(store.read(key))
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"rank {rank} left no receipt {store.where(key)}: checkpoint.path must be a folder "
+                f"that every rank shares"
+            ) from None
+        for name, (length, checksum) in body.items():
+            assert name not in objects, f"two ranks wrote {name}"
+            objects[name] = ObjectRecord(bytes=length, checksum=checksum)
+    return objects
+
+
+def commit(
+    root: Location, info: SaveInfo, records: list[ArrayRecord], objects: Receipt
+) -> Manifest:
+    """Publish the manifest of objects that are all durable: the moment a checkpoint exists.
+
+    Raises CheckpointError where the objects are not the whole, or the step has a manifest.
+    """
+    store = open_store(root)
+    manifest = Manifest(
+        save_id=info.save_id,
+        step=info.step,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        topology=info.topology.as_dict(),
+        ranks=info.ranks,
+        arrays=records,
+        objects=dict(sorted(objects.items())),
+        state=info.state,
+        spec=info.spec,
+        spec_hash=info.spec_hash,
+        versions={name: version(name) for name in ("torch", "zarr", "numpy", "convoy-moe")},
+    )
+    data = encode_manifest(manifest)
+    key = manifest_key(info.step)
+    decode_manifest(data, store.where(key))  # refuses what no reader would take
+    try:
+        store.publish(key, data)
+    except FileExistsError:
+        raise CheckpointError(
+            f"step {info.step} already has a checkpoint in {store.where()}; save elsewhere, or "
+            f"move {key.rpartition('/')[2]} away"
+        ) from None
+    store.remove_all(pending_key(info.save_id))
+    return manifest
+
+
+def discard(root: Location, info: SaveInfo) -> None:
+    """Remove what a save that failed has written; one that was committed after all is left."""
+    store = open_store(root)
+    with contextlib.suppress(CheckpointError):
+        if read_manifest(store, info.step).save_id == info.save_id:
+            return
+    store.remove_all(objects_key(info.save_id))
+    store.remove_all(pending_key(info.save_id))
+
+
+def _abandon(store: Store, info: SaveInfo, failure: Exception | None) -> NoReturn:
+    what = f"checkpoint of step {info.step} in {store.where()} is not saved"
+    if failure is None:
+        raise OtherRankError(f"{what}: another rank could not write its part")
+    discard(store, info)  # every rank has stopped writing: they have all given their word
+    if not isinstance(failure, OSError):
+        raise failure
+    raise CheckpointError(f"{what}: {failure.strerror}: {failure.filename or store.where()}")

@@ -1,0 +1,218 @@
+"""Where checkpoints are kept: named, immutable objects."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckpt.files import Files
+
+Bytes: TypeAlias = "NDArray[np.uint8]"
+
+
+class Reader(Protocol):
+    """One object, opened."""
+
+    size: int
+
+    def read_into(self, start: int, parts: Sequence[Bytes]) -> None:
+        """Fill ``parts`` one after the other with the bytes from ``start`` on.
+
+        Raises OSError where there are fewer, or where they cannot be read.
+        """
+
+
+@runtime_checkable
+class Store(Protocol):
+    """Objects under keys like ``objects/SAVE_ID/zarr.json``. All errors are OSErrors."""
+
+    def where(self, key: str = "") -> str:
+        """What people call an object, or the store."""
+
+    def write(self, key: str, parts: Iterable[memoryview | bytes]) -> None:
+        """Make an object of ``parts`` in turn, durable but for its name: see :meth:`settle`.
+
+        Raises FileExistsError where there is one, or half of one.
+        """
+
+    def settle(self, keys: Iterable[str]) -> None:
+        """Make the names of written objects durable."""
+
+    def publish(self, key: str, data: bytes) -> None:
+        """Make an object appear whole and durable, or not at all. Raises FileExistsError where
+        there is one: of any number that publish the same key at once, one succeeds."""
+
+    def open(self, key: str) -> contextlib.AbstractContextManager[Reader]:
+        """Read an object. Raises FileNotFoundError where there is none."""
+
+    def read(self, key: str) -> bytes:
+        """All of a small object. Raises FileNotFoundError where there is none."""
+
+    def names(self, folder: str) -> list[str]:
+        """The names directly below a key, sorted: of objects and of what has some below it."""
+
+    def link(self, old: str, new: str) -> bool:
+        """Give an object a second key, without a second copy; False where that cannot be."""
+
+    def remove(self, key: str) -> None:
+        """Remove an object, durably; none is fine."""
+
+    def remove_all(self, folder: str) -> None:
+        """Remove every object below a key; none is fine."""
+
+    def free_bytes(self) -> int | None:
+        """Room that is left; None where that is not known."""
+
+
+Location = Store | Path | str
+"""A store, or where one is: a folder."""
+
+
+def open_store(location: Location) -> Store:
+    """The store at a location."""
+    if isinstance(location, str | Path):
+        return LocalStore(Path(location))
+    return location
+
+
+class LocalStore:
+    """A folder on a local or a shared file system, with hard links and durable renames."""
+
+    def __init__(self, root: Path, files: Files | None = None) -> None:
+        self.root, self.files = root, files or Files()
+
+    def where(self, key: str = "") -> str:
+        """The path."""
+        return str(self.root / key)
+
+    def write(self, key: str, parts: Iterable[memoryview | bytes]) -> None:
+        """As in Store. A write that fails leaves half a file, which nothing ever takes for one."""
+        path = self.root / key
+        self._make_folders(path.parent)
+        handle = self.files.create(path)
+        try:
+            for part in parts:
+                self.files.append(handle, memoryview(part).cast("B"))
+            self.files.sync(handle)
+        finally:
+            self.files.close(handle)
+
+    def settle(self, keys: Iterable[str]) -> None:
+        """Sync every folder from the objects' up to the root."""
+        parents: set[Path] = set()
+        for key in keys:
+            path = (self.root / key).parent
+            while path not in parents:
+                parents.add(path)
+                if path == self.root:
+                    break
+                path = path.parent
+        for parent in sorted(parents, reverse=True):
+            self.files.sync_folder(parent)
+
+    def publish(self, key: str, data: bytes) -> None:
+        """Write a draft, and link it: unlike a rename, a link fails where the name is taken."""
+        path = self.root / key
+        self._make_folders(path.parent)
+        # The folders above may be new too. Those that are not ours may not be opened.
+        for parent in (self.root, *self.root.resolve().parents):
+            with contextlib.suppress(PermissionError):
+                self.files.sync_folder(parent)
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        try:
+            self.write(str(draft.relative_to(self.root)), [data])
+            self.files.link(draft, path)
+        finally:
+            with contextlib.suppress(OSError):
+                self.files.remove(draft)
+        self.files.sync_folder(path.parent)
+
+    @contextlib.contextmanager
+    def open(self, key: str) -> Iterator[Reader]:
+        """As in Store."""
+        handle = os.open(self.root / key, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield _LocalReader(handle)
+        finally:
+            os.close(handle)
+
+    def read(self, key: str) -> bytes:
+        """As in Store."""
+        return (self.root / key).read_bytes()
+
+    def names(self, folder: str) -> list[str]:
+        """As in Store; an empty folder is a name too."""
+        try:
+            return sorted(os.listdir(self.root / folder))  # noqa: PTH208 - iterdir joins each
+        except FileNotFoundError:
+            return []
+
+    def link(self, old: str, new: str) -> bool:
+        """A hard link."""
+        path = self.root / new
+        self._make_folders(path.parent)
+        try:
+            self.files.link(self.root / old, path)
+        except FileExistsError:
+            raise
+        except OSError:
+            return False
+        return True
+
+    def remove(self, key: str) -> None:
+        """As in Store."""
+        path = self.root / key
+        with contextlib.suppress(FileNotFoundError):
+            self.files.remove(path)
+            self.files.sync_folder(path.parent)
+
+    def remove_all(self, folder: str) -> None:
+        """As in Store. What cannot be removed stays, for the next time."""
+        for where, folders, files in os.walk(self.root / folder, topdown=False):
+            with contextlib.suppress(OSError):
+                for name in files:
+                    self.files.remove(Path(where, name))
+                for name in folders:
+                    self.files.remove_folder(Path(where, name))
+        with contextlib.suppress(OSError):
+            self.files.remove_folder(self.root / folder)
+
+    def free_bytes(self) -> int | None:
+        """As in Store."""
+        return shutil.disk_usage(self.root).free
+
+    def _make_folders(self, path: Path) -> None:
+        if not path.is_dir():
+            self._make_folders(path.parent)
+            self.files.make_folder(path)
+
+
+class _LocalReader:
+    def __init__(self, handle: int) -> None:
+        self.handle, self.size = handle, os.fstat(handle).st_size
+
+    def read_into(self, start: int, parts: Sequence[Bytes]) -> None:
+        expected = sum(part.nbytes for part in parts)
+        found = os.preadv(self.handle, [part.data for part in parts], start)
+        while found != expected:  # rare: the system may read less at a time
+            more = os.preadv(self.handle, _after(parts, found), start + found)
+            if not more:
+                raise OSError(0, f"it ends at byte {start + found}")
+            found += more
+
+
+def _after(parts: Sequence[Bytes], count: int) -> list[memoryview]:
+    rest = []
+    for part in parts:
+        if count < part.nbytes:
+            rest.append(part[count:].data)
+        count = max(0, count - part.nbytes)
+    return rest
