@@ -11,6 +11,8 @@ from ckpt.format import (
     read_manifest,
 )
 from ckpt.loading import load, open_group, read_box, read_box_into, verify
+from ckpt.opened import OpenCheckpoint, StoredArray
+from ckpt.opened import open_checkpoint as open  # noqa: A004
 from ckpt.resharding import reshard
 from ckpt.retention import remove_uncommitted, retain
 from ckpt.saving import Agree, SaveInfo, save
@@ -27,13 +29,16 @@ __all__ = [
     "LocalStore",
     "Location",
     "Manifest",
+    "OpenCheckpoint",
     "OtherRankError",
     "SaveInfo",
     "Store",
+    "StoredArray",
     "committed_steps",
     "load",
     "manifest_path",
     "objects_dir",
+    "open",
     "open_group",
     "open_store",
     "read_box",

@@ -11,15 +11,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
+from crc32c import crc32c
 
-from ckpt.format import CheckpointError, crc32c, fsync_dir
+from ckpt.files import Files
+from ckpt.format import CheckpointError
 from ckpt.rewrite import Part, Progress, Receipt, UnfinishedError
 from ckpt.source import DESCRIPTION, Description, Source
 from parallel.layout import Topology
 
 _JOURNAL = "journal.jsonl"
 _BLOCK = 4 << 20
+_FILES = Files()
 
 
 class FolderTarget:
@@ -72,7 +74,7 @@ class FolderTarget:
             more = self.fill(checked, key, slab_bytes)
             file.flush()
             os.fsync(file.fileno())
-        fsync_dir(self.work)
+        _FILES.sync_folder(self.work)
         return {"bytes": checked.nbytes, "crc32c": checked.value, **more}
 
     def fill(self, file: Checked, key: str, slab_bytes: int) -> dict[str, Any]:
@@ -98,11 +100,11 @@ class FolderTarget:
             self.put(DESCRIPTION, described)
             for name in (_JOURNAL, ".lock"):
                 (self.work / name).unlink(missing_ok=True)
-            fsync_dir(self.work)
+            _FILES.sync_folder(self.work)
             if self.folder.exists():  # rename would take an empty folder's place
                 raise CheckpointError(f"{self.folder} must not exist: somebody has made it")
             self.work.rename(self.folder)
-            fsync_dir(self.folder.parent)
+            _FILES.sync_folder(self.folder.parent)
         except OSError as error:
             raise self._unwritable(error) from None
 
@@ -141,7 +143,7 @@ class Checked:
         for at in range(0, len(view), _BLOCK):
             block = view[at : at + _BLOCK]
             self.file.write(block)
-            self.value = crc32c(np.frombuffer(block, np.uint8), self.value)
+            self.value = crc32c(block, self.value)
             self.nbytes += len(block)
             self.progress(len(block))
         return len(view)
@@ -198,4 +200,4 @@ def append_journal(path: Path, receipts: dict[str, Receipt]) -> None:
         file.flush()
         os.fsync(file.fileno())
     if new:
-        fsync_dir(path.parent)
+        _FILES.sync_folder(path.parent)

@@ -312,7 +312,7 @@ def _told(
     order = tuple(sorted(range(len(sizes)), key=lambda d: (sizes[d] > 1, -strides[d], d)))
     expected = 1
     for dim in reversed(order):
-        if sizes[dim] > 1 and math.prod(sizes) and strides[dim] != expected:
+        if sizes[dim] > 1 and all(sizes) and strides[dim] != expected:
             raise CheckpointError(f"{where} has strides {strides}: it is not contiguous")
         expected *= max(sizes[dim], 1)
     return str(key), start, order

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import zarr
 
 from ckpt.format import (
     ArrayRecord,
@@ -23,8 +23,12 @@ from ckpt.format import (
 from ckpt.saving import THREADS
 from ckpt.shard import Array, ObjectLayout, Target, read_object, within
 from ckpt.store import Bytes, Location, Store, open_store
-from ckpt.tensors import LocalArray
 from parallel.layout import Box, cells
+
+if TYPE_CHECKING:
+    import zarr
+
+    from ckpt.tensors import LocalArray
 
 
 class _Into:
@@ -75,6 +79,13 @@ def _read(store: Store, manifest: Manifest, record: ArrayRecord, box: Box, targe
         layout = ObjectLayout(record, coordinates)
         count += _read_one(store, manifest, layout, box, target)
     return count
+
+
+def read_nowhere(store: Store, save_id: str, layout: ObjectLayout, expected: ObjectRecord) -> None:
+    """Read all of an object and compare. Raises CheckpointError, without the object's name, where
+    it is not what ``expected`` says, and OSError where it cannot be read."""
+    with store.open(f"{objects_key(save_id)}/{layout.key}") as reader:
+        read_object(reader, layout, expected, layout.box, _Nowhere())
 
 
 def _read_one(
@@ -188,6 +199,8 @@ def open_group(root: Path, step: int | None = None) -> zarr.Group:
 
     Raises CheckpointError where one is missing, short or long, or there is no checkpoint.
     """
+    import zarr  # here, for its seconds of import
+
     manifest = read_manifest(root, step)
     folder = objects_dir(root, manifest.save_id)
     for key, record in manifest.objects.items():

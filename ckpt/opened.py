@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ckpt.format import ArrayRecord, Manifest, read_manifest
-from ckpt.load import read_box
+from ckpt.loading import read_box
 from ckpt.numbers import to_float32
+from ckpt.store import Location, Store, open_store
 
 Index = Any
 """Ints, slices, an ellipsis, or a tuple of them: what numpy calls basic indexing."""
@@ -28,7 +28,7 @@ class StoredArray:
     float32.
     """
 
-    def __init__(self, root: Path, manifest: Manifest, record: ArrayRecord) -> None:
+    def __init__(self, root: Store, manifest: Manifest, record: ArrayRecord) -> None:
         self._root, self._manifest, self._record = root, manifest, record
         self.name, self.shape = record.name, record.shape
         self.dtype, self.logical_dtype = record.dtype, record.logical_dtype
@@ -60,7 +60,8 @@ class StoredArray:
         lists is missing, short or damaged.
         """
         picks = _expand(index, self.shape, self.name)
-        box, finish = [], []
+        box: list[tuple[int, int]] = []
+        finish: list[int | slice] = []
         for pick, size in zip(picks, self.shape, strict=True):
             if isinstance(pick, int):
                 box.append((pick, pick + 1))
@@ -120,7 +121,7 @@ def _expand(index: Index, shape: tuple[int, ...], name: str) -> list[int | slice
 class OpenCheckpoint(Mapping[str, StoredArray]):
     """The arrays of one checkpoint by name; ``manifest`` has the rest of what it says."""
 
-    def __init__(self, root: Path, manifest: Manifest) -> None:
+    def __init__(self, root: Store, manifest: Manifest) -> None:
         self.root, self.manifest = root, manifest
         self._records = {record.name: record for record in manifest.arrays}
 
@@ -135,13 +136,13 @@ class OpenCheckpoint(Mapping[str, StoredArray]):
         return len(self._records)
 
     def __repr__(self) -> str:
-        return f"<OpenCheckpoint {self.root} step {self.manifest.step}, {len(self)} arrays>"
+        return f"<OpenCheckpoint {self.root.where()} step {self.manifest.step}, {len(self)} arrays>"
 
 
-def open_checkpoint(root: Path | str, step: int | None = None) -> OpenCheckpoint:
+def open_checkpoint(root: Location, step: int | None = None) -> OpenCheckpoint:
     """Open the checkpoint of ``step``, or the newest one; ``ckpt.open`` is this.
 
     Raises CheckpointError where there is none, or its manifest is damaged.
     """
-    root = Path(root)
-    return OpenCheckpoint(root, read_manifest(root, step))
+    store = open_store(root)
+    return OpenCheckpoint(store, read_manifest(store, step))

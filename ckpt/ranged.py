@@ -72,7 +72,7 @@ def _first_dim_of_run(
 
 
 def _read_into(handle: int, path: Path, at: int, target: np.ndarray[Any, Any]) -> None:
-    view = memoryview(target.reshape(-1).view(np.uint8))
+    view = target.reshape(-1).view(np.uint8).data
     while view:
         try:
             count = os.preadv(handle, [view], at)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ckpt.format import (
     ArrayRecord,
@@ -30,8 +30,10 @@ from ckpt.format import (
 from ckpt.plan import own_cells
 from ckpt.shard import Encoder, ObjectLayout, ReadInto
 from ckpt.store import Location, Store, open_store
-from ckpt.tensors import LocalArray
 from parallel.layout import Topology
+
+if TYPE_CHECKING:
+    from ckpt.tensors import LocalArray
 
 Agree = Callable[[bool], bool]
 """A barrier that also asks: every rank gives its word, all learn whether all said yes."""

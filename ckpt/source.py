@@ -13,11 +13,20 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
+from crc32c import crc32c
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ckpt.format import STORAGE_DTYPES, ArrayRecord, CheckpointError, Manifest
-from ckpt.load import read_box
+from ckpt.format import (
+    STORAGE_DTYPES,
+    ArrayRecord,
+    CheckpointError,
+    Compression,
+    Manifest,
+    encode_manifest,
+)
+from ckpt.loading import read_box
 from ckpt.numbers import FLOATS, convert
+from ckpt.store import Location
 from parallel.layout import Box, ShardLayout, Topology
 
 DESCRIPTION = "convoy.json"
@@ -32,6 +41,7 @@ class SourceArray:
     logical_dtype: str
     splits: tuple[tuple[str, ...], ...] = ()
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    compression: Compression = "none"
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -86,12 +96,21 @@ class Source(Protocol):
 
 
 class CheckpointSource:
-    """A committed checkpoint; everything read is verified."""
+    """A committed checkpoint; everything read is verified.
 
-    def __init__(self, root: Path, manifest: Manifest) -> None:
+    Raises CheckpointError where it has the slices of some ranks alone.
+    """
+
+    def __init__(self, root: Location, manifest: Manifest) -> None:
+        if manifest.ranks is not None:
+            raise CheckpointError(
+                f"checkpoint step {manifest.step} has the slices of ranks {list(manifest.ranks)} "
+                f"alone: take one that all ranks share"
+            )
         self.root, self.manifest = root, manifest
+        digest = crc32c(encode_manifest(manifest))
         self.info = SourceInfo(
-            identity=manifest.save_id,
+            identity=f"{manifest.save_id} {digest:08x}",
             step=manifest.step,
             topology=Topology(**manifest.topology),
             state=manifest.state,
@@ -107,14 +126,22 @@ class CheckpointSource:
 
 
 def _of_record(record: ArrayRecord) -> SourceArray:
-    return SourceArray(record.shape, record.logical_dtype, record.splits, record.attributes)
+    return SourceArray(
+        record.shape, record.logical_dtype, record.splits, record.attributes, record.compression
+    )
+
+
+def changed(info: SourceInfo, how: object) -> SourceInfo:
+    """That of a source that differs from another in what ``how`` says."""
+    return replace(info, identity=f"{info.identity} {how}")
 
 
 class Selected:
     """Some arrays of a source, under other names: ``names`` has the source's, by the new one."""
 
     def __init__(self, source: Source, names: Mapping[str, str]) -> None:
-        self.source, self.names, self.info = source, dict(names), source.info
+        self.source, self.names = source, dict(names)
+        self.info = changed(source.info, sorted(names.items()))
         self.arrays = {new: source.arrays[old] for new, old in names.items()}
 
     def read_box(self, name: str, box: Box) -> np.ndarray[Any, Any]:
@@ -132,8 +159,9 @@ class Converted:
     """
 
     def __init__(self, source: Source, names: Iterable[str], dtype: str) -> None:
-        self.source, self.info, self.dtype = source, source.info, dtype
+        self.source, self.dtype = source, dtype
         self.names = {n for n in names if source.arrays[n].logical_dtype in FLOATS}
+        self.info = changed(source.info, (dtype, sorted(self.names)))
         self.arrays = {
             name: replace(array, logical_dtype=dtype) if name in self.names else array
             for name, array in source.arrays.items()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -73,7 +74,7 @@ class DcpTarget(FolderTarget):
             dtype = getattr(torch, self.source.arrays[name].logical_dtype)
             values = torch.from_numpy(self.source.read_box(name, box))
             begin = file.nbytes
-            torch.save(values.view(dtype), file)
+            torch.save(values.view(dtype), cast(IO[bytes], file))
             spans.append([begin, file.nbytes - begin])
         return {"spans": spans}
 
@@ -88,7 +89,7 @@ class DcpTarget(FolderTarget):
                 places[index] = _StorageInfo(file, begin, length)
                 sizes = torch.Size([stop - start for start, stop in box])
                 chunks[name].append(ChunkStorageMetadata(offsets, sizes))
-        tensors = {
+        tensors: dict[str, STORAGE_TYPES] = {
             name: TensorStorageMetadata(
                 TensorProperties(dtype=getattr(torch, array.logical_dtype)),
                 torch.Size(array.shape),

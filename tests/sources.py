@@ -27,7 +27,7 @@ class MemorySource:
             self.values[name] = raw.view(array.dtype).reshape(array.shape)
 
     def read_box(self, name, box):
-        values = self.values[name][tuple(slice(*extent) for extent in box)].copy()
+        values = np.array(self.values[name][tuple(slice(*extent) for extent in box)])
         self.read_bytes.append(values.nbytes)
         return values
 
