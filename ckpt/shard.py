@@ -122,7 +122,8 @@ class ObjectLayout:
         sizes = tuple(stop - start for start, stop in box)
         if sizes != shape:
             values[...] = 0
-        read(box, values[(*(slice(0, size) for size in sizes), ...)])
+        corner: tuple[Any, ...] = (*(slice(0, size) for size in sizes), ...)
+        read(box, values[corner])  # an array, of a scalar too
 
 
 def _round_up(count: int, step: int) -> int:

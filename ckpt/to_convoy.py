@@ -25,7 +25,8 @@ from ckpt.loading import read_nowhere
 from ckpt.rewrite import Part, Progress, Receipt, Slabs, UnfinishedError
 from ckpt.saving import SaveInfo, begin, commit, discard
 from ckpt.shard import Array, Encoder, ObjectLayout
-from ckpt.source import Source, SourceArray, check_names
+from ckpt.names import check_names
+from ckpt.source import Source, SourceArray
 from ckpt.store import LocalStore, Location, open_store
 from parallel.layout import Box, Topology, cells
 

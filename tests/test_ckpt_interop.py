@@ -23,7 +23,8 @@ from ckpt.format import STORAGE_DTYPES, CheckpointError
 from ckpt.from_dcp import DcpSource
 from ckpt.from_safetensors import SafetensorsSource
 from ckpt.rewrite import rewrite
-from ckpt.source import SourceArray, check_names, renamed
+from ckpt.names import check_names, renamed
+from ckpt.source import SourceArray
 from ckpt.to_dcp import DcpTarget
 from ckpt.to_safetensors import SafetensorsTarget
 from parallel.layout import Topology
@@ -101,7 +102,7 @@ def test_we_read_what_the_safetensors_package_writes(tmp_path):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_distributed_checkpoint_loads_ours(tmp_path, monkeypatch):
     monkeypatch.setattr(to_dcp, "CHUNK_BYTES", 64)
-    monkeypatch.setattr(to_dcp, "FILE_BYTES", 300)
+    monkeypatch.setattr(to_dcp, "FILE_BYTES", 150)
     source = small_tree()
     rewrite(DcpTarget(source, tmp_path / "out", Topology()), MEMORY)
     assert len(list((tmp_path / "out").glob("*.distcp"))) > 2
