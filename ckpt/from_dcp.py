@@ -25,7 +25,7 @@ import numpy as np
 from ckpt.format import STORAGE_DTYPES, CheckpointError
 from ckpt.inert import Inert, admitted, read_pickle
 from ckpt.ranged import read_plain
-from ckpt.source import SourceArray, described
+from ckpt.source import SourceArray, described, is_described
 from parallel.layout import Box, intersect
 
 METADATA = ".metadata"
@@ -129,6 +129,7 @@ class DcpSource:
                 raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
             stamp.update(f"{file.name} {status.st_size} {status.st_mtime_ns} ".encode())
         self.info, self.arrays = described(folder, f"dcp-{stamp.hexdigest()[:16]}", found)
+        self.described = is_described(folder)
 
     def read_box(self, name: str, box: Box) -> np.ndarray[Any, Any]:
         """See :class:`ckpt.source.Source`."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from ckpt.format import STORAGE_DTYPES, CheckpointError
 from ckpt.ranged import read_plain
-from ckpt.source import SourceArray, described
+from ckpt.source import SourceArray, described, is_described
 from parallel.layout import Box
 
 INDEX = "model.safetensors.index.json"
@@ -69,6 +69,7 @@ class SafetensorsSource:
             _check_index(path, self.places)
         folder = path if path.is_dir() else path.parent
         self.info, self.arrays = described(folder, f"safetensors-{seen.hexdigest()[:16]}", found)
+        self.described = is_described(folder)
 
     def read_box(self, name: str, box: Box) -> np.ndarray[Any, Any]:
         """See :class:`ckpt.source.Source`."""

@@ -62,5 +62,3 @@ def check_names(names: Iterable[str]) -> None:
 def _is_part(part: str) -> bool:
     reserved = part in ("", ".", "..", "zarr.json") or part.startswith("__")
     return not reserved and part.isprintable() and len(part.encode()) <= 200
-
-

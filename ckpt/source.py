@@ -228,6 +228,11 @@ class Description(BaseModel):
         return (json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True) + "\n").encode()
 
 
+def is_described(folder: Path) -> bool:
+    """Whether there is a ``convoy.json``."""
+    return (folder / DESCRIPTION).is_file()
+
+
 def described(
     folder: Path, identity: str, arrays: Mapping[str, SourceArray]
 ) -> tuple[SourceInfo, dict[str, SourceArray]]:
@@ -236,7 +241,7 @@ def described(
     Raises CheckpointError where it cannot be read, or is of other arrays.
     """
     path = folder / DESCRIPTION
-    if not path.is_file():
+    if not is_described(folder):
         return SourceInfo(identity), dict(arrays)
     try:
         found = Description.model_validate_json(path.read_bytes())

@@ -22,10 +22,10 @@ from ckpt.format import (
 )
 from ckpt.grid import storage_grid
 from ckpt.loading import read_nowhere
+from ckpt.names import check_names
 from ckpt.rewrite import Part, Progress, Receipt, Slabs, UnfinishedError
 from ckpt.saving import SaveInfo, begin, commit, discard
 from ckpt.shard import Array, Encoder, ObjectLayout
-from ckpt.names import check_names
 from ckpt.source import Source, SourceArray
 from ckpt.store import LocalStore, Location, open_store
 from parallel.layout import Box, Topology, cells

@@ -22,8 +22,8 @@ from ckpt import to_dcp
 from ckpt.format import STORAGE_DTYPES, CheckpointError
 from ckpt.from_dcp import DcpSource
 from ckpt.from_safetensors import SafetensorsSource
-from ckpt.rewrite import rewrite
 from ckpt.names import check_names, renamed
+from ckpt.rewrite import rewrite
 from ckpt.source import SourceArray
 from ckpt.to_dcp import DcpTarget
 from ckpt.to_safetensors import SafetensorsTarget
