@@ -276,23 +276,15 @@ class Slabs:
         itemsize: int,
         slab_bytes: int,
     ) -> None:
-        self.read, self.whole = read, whole
+        self.read = read
         grid = tuple(
             -(-(stop - start) // size)
             for (start, stop), size in zip(whole, chunk_shape, strict=True)
         )  # fmt: skip
         chunk_bytes = math.prod(chunk_shape) * itemsize
-        self._boxes = self._of_chunks(row_major_boxes(grid, chunk_bytes, slab_bytes), chunk_shape)
+        # No generator of a method: it would hold this object, and with it a slab, in a circle.
+        self._boxes = _of_chunks(row_major_boxes(grid, chunk_bytes, slab_bytes), chunk_shape, whole)
         self._slab: tuple[Box, np.ndarray[Any, Any]] | None = None
-
-    def _of_chunks(self, runs: Iterator[Box], chunk_shape: tuple[int, ...]) -> Iterator[Box]:
-        for run in runs:
-            yield tuple(
-                (base + first * size, min(base + last * size, stop))
-                for (first, last), size, (base, stop) in zip(
-                    run, chunk_shape, self.whole, strict=True
-                )
-            )
 
     def __call__(self, box: Box) -> np.ndarray[Any, Any]:
         """The numbers of one chunk, which is the next one or in the slab of the last."""
@@ -304,6 +296,14 @@ class Slabs:
         return values[
             tuple(slice(s - b, e - b) for (s, e), (b, _) in zip(box, base, strict=True))
         ]  # fmt: skip
+
+
+def _of_chunks(runs: Iterator[Box], chunk_shape: tuple[int, ...], whole: Box) -> Iterator[Box]:
+    for run in runs:
+        yield tuple(
+            (base + first * size, min(base + last * size, stop))
+            for (first, last), size, (base, stop) in zip(run, chunk_shape, whole, strict=True)
+        )
 
 
 def _inside(box: Box, outer: Box) -> bool:

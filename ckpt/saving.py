@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -164,6 +165,21 @@ def leave_receipt(store: Store, info: SaveInfo, rank: int, receipt: Receipt) -> 
 
 def _receipt_key(info: SaveInfo, rank: int) -> str:
     return f"{pending_key(info.save_id)}/rank-{rank}.json"
+
+
+def leave_failure(store: Store, info: SaveInfo, rank: int) -> None:
+    """Say that this rank's part will not come."""
+    store.publish(f"{pending_key(info.save_id)}/rank-{rank}.failed", b"")
+
+
+def settled_ranks(store: Store, info: SaveInfo) -> dict[int, bool]:
+    """The ranks that have written their part, True, or have given up, False."""
+    ended = {}
+    for name in store.names(pending_key(info.save_id)):
+        match = re.fullmatch(r"rank-(\d+)\.(json|failed)", name)
+        if match:
+            ended[int(match[1])] = match[2] == "json"
+    return ended
 
 
 def read_receipts(store: Store, info: SaveInfo) -> Receipt:
