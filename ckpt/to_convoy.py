@@ -98,11 +98,11 @@ class CheckpointTarget:
     def begin(self) -> dict[str, Receipt]:
         """See :class:`ckpt.rewrite.Target`."""
         store, pending = self.store, pending_key(self.info.save_id)
-        if self.info.step in committed_steps(store):
-            raise CheckpointError(
-                f"{store.where()} already has a checkpoint of step {self.info.step}"
-            )
         try:
+            if self.info.step in committed_steps(store):
+                raise CheckpointError(
+                    f"{store.where()} already has a checkpoint of step {self.info.step}"
+                )
             try:
                 begin(store, self.info, 0)
             except FileExistsError:
