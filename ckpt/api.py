@@ -6,6 +6,7 @@ from ckpt.format import (
     Manifest,
     OtherRankError,
     committed_steps,
+    manifest_name,
     manifest_path,
     objects_dir,
     read_manifest,
@@ -21,6 +22,7 @@ from ckpt.saving import Agree, SaveInfo, save
 from ckpt.store import LocalStore, Location, Store, open_store
 from ckpt.stream import save_streamed
 from ckpt.tensors import ArraySpec, LocalArray
+from ckpt.tiers import fingerprint, forget_after, reachable
 
 __all__ = [
     "TIERS",
@@ -42,12 +44,16 @@ __all__ = [
     "Tier",
     "TierName",
     "committed_steps",
+    "fingerprint",
+    "forget_after",
     "load",
+    "manifest_name",
     "manifest_path",
     "objects_dir",
     "open",
     "open_group",
     "open_store",
+    "reachable",
     "read_box",
     "read_box_into",
     "read_manifest",

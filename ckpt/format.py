@@ -162,6 +162,11 @@ def manifest_key(step: int) -> str:
     return f"manifests/step-{step:08d}.json"
 
 
+def manifest_name(root: Location, step: int) -> str:
+    """The same in any store, for people."""
+    return open_store(root).where(manifest_key(step))
+
+
 def keys_of_ranks(record: ArrayRecord, layout: ShardLayout, ranks: Iterable[int]) -> Iterator[str]:
     """The key of every object that any of ``ranks`` holds a part of; some come more than once."""
     for rank in ranks:
