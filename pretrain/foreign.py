@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,6 @@ class Stacked:
         source: what has the arrays.
         single: their names in it, by the new ones.
         stacks: by the new name, the names of its layers' arrays by the layers' numbers.
-        transposed: new names of stacks whose last two dims are swapped.
     """
 
     def __init__(
@@ -92,32 +91,24 @@ class Stacked:
         source: Source,
         single: Mapping[str, str],
         stacks: Mapping[str, Mapping[int, str]],
-        transposed: Iterable[str] = (),
     ) -> None:
-        self.source, self.single, self.transposed = source, dict(single), set(transposed)
+        self.source, self.single = source, dict(single)
         self.stacks = {name: list(members.values()) for name, members in stacks.items()}
         self.info = changed(source.info, (sorted(single.items()), sorted(self.stacks.items())))
         self.arrays = {new: source.arrays[old] for new, old in single.items()}
         for name, members in stacks.items():
             one = source.arrays[next(iter(members.values()))]
-            shape = one.shape
-            if name in self.transposed:
-                shape = (*shape[:-2], shape[-1], shape[-2])
             self.arrays[name] = SourceArray(
-                (len(members), *shape), one.logical_dtype, (), {"layers": list(members)}
+                (len(members), *one.shape), one.logical_dtype, (), {"layers": list(members)}
             )
 
     def read_box(self, name: str, box: Box) -> np.ndarray[Any, Any]:
         """See :class:`ckpt.source.Source`."""
         if name in self.single:
             return self.source.read_box(self.single[name], box)
-        rest = box[1:]
-        if name in self.transposed:
-            rest = (*rest[:-2], rest[-1], rest[-2])
         out = np.empty([stop - start for start, stop in box], self.arrays[name].dtype)
         for i, member in enumerate(self.stacks[name][slice(*box[0])]):
-            values = self.source.read_box(member, rest)
-            out[i] = values.swapaxes(-1, -2) if name in self.transposed else values
+            out[i] = self.source.read_box(member, box[1:])
         return out
 
 

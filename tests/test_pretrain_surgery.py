@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import ckpt
 from ckpt.resharding import write_checkpoint
@@ -177,6 +179,62 @@ def test_surgery_refuses_what_does_not_fit(folders, tmp_path, capsys):
     assert "layout ep (7) must divide moe.num_experts" in refused(
         "mixtral", "--surgery", "duplicate=2", "--layout", "ep=7"
     )
+
+
+PLACES = {
+    "0.2": {"attention": "attention", "experts": "moe.experts.{}", "head": "output"},
+    "0.3": {"attention": "attention.qkv_linear", "experts": "moe.routed_experts.inner_experts.{}",
+            "head": "lm_head"},
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("version", PLACES)
+def test_torchtitans_weights_are_those_that_an_import_gives(folders, tmp_path, version):
+    """The names are torchtitan's, by its own table of what they are in Hugging Face's files."""
+    places, theirs = PLACES[version], make_model("qwen3_moe-unnormed").state_dict()
+    tensors = {"optimizer.state.norm.weight.exp_avg": torch.ones(4)}
+    plain = {
+        "model.embed_tokens.weight": "tok_embeddings.weight", "model.norm.weight": "norm.weight",
+        "lm_head.weight": f"{places['head']}.weight",
+    }  # fmt: skip
+    in_layer = {
+        **{f"self_attn.{x}_proj": f"{places['attention']}.w{x}" for x in "qkv"},
+        "self_attn.o_proj": "attention.wo", "self_attn.q_norm": "attention.q_norm",
+        "self_attn.k_norm": "attention.k_norm", "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm", "mlp.gate": "moe.router.gate",
+        "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+    }  # fmt: skip
+    ends = {"w1": "_EFD", "w2": "_EDF", "w3": "_EFD"} if version == "0.3" else {}
+    for name, tensor in theirs.items():
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+?)(\.weight)?", name)
+        if match is None:
+            tensors[plain[name]] = tensor
+        elif match[2] == "mlp.experts.gate_up_proj":
+            gate, up = tensor.chunk(2, dim=1)
+            for role, part in (("w1", gate), ("w3", up)):
+                place = places["experts"].format(role + ends.get(role, ""))
+                tensors[f"layers.{match[1]}.{place}"] = part.contiguous()
+        elif match[2] == "mlp.experts.down_proj":
+            place = places["experts"].format("w2" + ends.get("w2", ""))
+            tensors[f"layers.{match[1]}.{place}"] = tensor
+        else:
+            tensors[f"layers.{match[1]}.{in_layer[match[2]]}.weight"] = tensor
+    dcp.save({**tensors, "train_state": {"step": 3}}, checkpoint_id=tmp_path / "theirs")
+    flags = ["--family", "torchtitan", "--layout", "ep=1"]
+    assert surgery(tmp_path / "theirs", tmp_path / "out", *flags) == 0
+    found, imported = (
+        ckpt.open(root)
+        for root in (tmp_path / "out", folders / "qwen3_moe-unnormed-ours/checkpoints")
+    )
+    assert set(found) == set(imported)
+    for name, array in imported.items():
+        assert found[name].attributes == array.attributes, name
+        assert np.array_equal(found[name][...], array[...]), name
+    tensors["layers.0.odd.weight"] = torch.ones(2)
+    dcp.save(tensors, checkpoint_id=tmp_path / "odd")
+    assert surgery(tmp_path / "odd", tmp_path / "other", *flags) == 2
 
 
 def test_a_run_begins_with_renamed_weights_and_fresh_ones_when_told(folders, tmp_path, capsys):

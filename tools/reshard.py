@@ -4,6 +4,7 @@
     python tools/reshard.py runs/a/checkpoints /scratch/a-8 --layout dp_shard=8,ep=4
     python tools/reshard.py runs/a/checkpoints DST --weights-only --dtype bf16
     python tools/reshard.py runs/a/checkpoints DIR --format safetensors
+    python tools/reshard.py DCP_DIR DST --family torchtitan
     python tools/reshard.py DCP_DIR DST --rename tok_embeddings/=model/embed/
     python tools/reshard.py runs/a/checkpoints DST --surgery duplicate=2 --set moe.top_k=2
 
@@ -39,6 +40,7 @@ from parallel.layout import Topology, parse_topology
 from pretrain.errors import EXIT_BAD_INPUT, EXIT_TRY_AGAIN, InputError
 from pretrain.foreign import DTYPES, in_dtype, open_source, weights_only, with_names
 from pretrain.log import complain, human_bytes, say
+from pretrain.titan import from_titan
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -103,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--format", choices=["convoy", "dcp", "safetensors"], default="convoy")
     parser.add_argument("--weights-only", action="store_true", help="what train.init_from reads")
     parser.add_argument("--dtype", choices=DTYPES, help="of floating weights; with --weights-only")
+    parser.add_argument("--family", choices=["torchtitan"], help="whose names and shapes SRC has")
     parser.add_argument(
         "--rename", action="append", default=[], metavar="OLD=NEW",
         help="an array, or with / at both ends all whose names begin so",
@@ -126,7 +129,10 @@ def _source(args: argparse.Namespace) -> Source:
         if not equals or old in rename:
             raise InputError(f"--rename ({rule}) must be OLD=NEW, each OLD once")
         rename[old] = new
-    source = with_names(open_source(args.source, args.step), rename)
+    source = open_source(args.source, args.step)
+    if args.family:
+        source = from_titan(source)
+    source = with_names(source, rename)
     if args.dtype and not (args.weights_only or args.surgery):
         raise InputError(f"--dtype ({args.dtype}) must be with --weights-only: no run would resume")
     if (args.overrides or args.surgery_noise) and not args.surgery:
