@@ -42,6 +42,7 @@ from pretrain.foreign import DTYPES, in_dtype, open_source, weights_only, with_n
 from pretrain.log import complain, human_bytes, say
 from pretrain.titan import from_titan
 
+_MUCH_WORK = 128 << 20
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -72,10 +73,9 @@ def main(arguments: list[str] | None = None) -> int:
         topology = parse_topology(args.layout) if args.layout else source.info.topology
         _check_experts(source, topology)
         memory = parse_bytes(args.memory)
-        workers = args.workers or max(1, min(4, os.cpu_count() or 1, memory // (2 * LEAST_MEMORY)))
         target = _target(args, source, topology)
         total = sum(part.nbytes for part in target.parts())
-        rewrite(target, memory, workers, Bar(total))
+        rewrite(target, memory, args.workers or _workers(memory, total), Bar(total))
         if isinstance(target, CheckpointTarget) and target.manifest is not None:
             total = verify(target.store, target.manifest)
     except (ValueError, CheckpointError) as error:
@@ -157,6 +157,11 @@ def _target(args: argparse.Namespace, source: Source, topology: Topology) -> Tar
     from ckpt.to_safetensors import SafetensorsTarget
 
     return SafetensorsTarget(source, Path(args.target), topology)
+
+
+def _workers(memory: int, total: int) -> int:
+    """As many as there are cores, memory and work for; one for little: starting them takes time."""
+    return max(1, min(4, os.cpu_count() or 1, memory // (2 * LEAST_MEMORY), total // _MUCH_WORK))
 
 
 def parse_bytes(text: str) -> int:
