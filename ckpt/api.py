@@ -12,14 +12,16 @@ from ckpt.format import (
     read_manifest,
 )
 from ckpt.loading import load, open_group, read_box, read_box_into, verify
+from ckpt.locations import Location, open_store
 from ckpt.messages import TIERS, Event, Tier, TierName
 from ckpt.opened import OpenCheckpoint, StoredArray
 from ckpt.opened import open_checkpoint as open  # noqa: A004
+from ckpt.peer import address_towards
 from ckpt.resharding import reshard
 from ckpt.retention import remove_uncommitted, retain
 from ckpt.saver import Saver
 from ckpt.saving import Agree, SaveInfo, save
-from ckpt.store import LocalStore, Location, Store, open_store
+from ckpt.store import LocalStore, Store
 from ckpt.stream import save_streamed
 from ckpt.tensors import ArraySpec, LocalArray
 from ckpt.tiers import fingerprint, forget_after, reachable
@@ -43,6 +45,7 @@ __all__ = [
     "StoredArray",
     "Tier",
     "TierName",
+    "address_towards",
     "committed_steps",
     "fingerprint",
     "forget_after",

@@ -26,7 +26,7 @@ import numpy as np
 from crc32c import crc32c
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ckpt.store import Location, open_store
+from ckpt.locations import Location, open_store
 from parallel.layout import ShardLayout, Topology, cells
 
 # How a logical dtype is stored. zarr has no bfloat16 or float8: they are kept as bit patterns.

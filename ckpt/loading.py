@@ -20,10 +20,11 @@ from ckpt.format import (
     objects_key,
     read_manifest,
 )
+from ckpt.locations import Location, open_store
 from ckpt.names import Missing, renamed
 from ckpt.saving import THREADS
 from ckpt.shard import Array, ObjectLayout, Target, read_object, within
-from ckpt.store import Bytes, Location, Store, open_store
+from ckpt.store import Bytes, Store
 from parallel.layout import Box, cells
 
 if TYPE_CHECKING:

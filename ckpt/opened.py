@@ -13,8 +13,9 @@ import numpy as np
 
 from ckpt.format import ArrayRecord, Manifest, read_manifest
 from ckpt.loading import read_box
+from ckpt.locations import Location, open_store
 from ckpt.numbers import to_float32
-from ckpt.store import Location, Store, open_store
+from ckpt.store import Store
 
 Index = Any
 """Ints, slices, an ellipsis, or a tuple of them: what numpy calls basic indexing."""

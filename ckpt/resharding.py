@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ckpt.format import Manifest
+from ckpt.locations import Location
 from ckpt.rewrite import Progress, rewrite
 from ckpt.source import CheckpointSource, Source
-from ckpt.store import Location
 from ckpt.to_convoy import CheckpointTarget
 from parallel.layout import Topology
 

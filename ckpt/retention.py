@@ -13,7 +13,8 @@ from ckpt.format import (
     pending_key,
     read_manifest,
 )
-from ckpt.store import Location, Store, open_store
+from ckpt.locations import Location, open_store
+from ckpt.store import Store
 
 _PENDING = pending_key("").rpartition("/")[2]
 _DRAFT = re.compile(r"\.step-\d{8,}\.json\.[0-9a-f]{8}")

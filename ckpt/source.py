@@ -25,8 +25,8 @@ from ckpt.format import (
     encode_manifest,
 )
 from ckpt.loading import read_box
+from ckpt.locations import Location
 from ckpt.numbers import FLOATS, convert
-from ckpt.store import Location
 from parallel.layout import Box, ShardLayout, Topology
 
 DESCRIPTION = "convoy.json"

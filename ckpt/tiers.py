@@ -16,7 +16,8 @@ from ckpt.format import (
     pending_key,
     read_manifest,
 )
-from ckpt.store import Location, Store, open_store
+from ckpt.locations import Location, open_store
+from ckpt.store import Store
 from parallel.layout import Topology
 
 

@@ -22,12 +22,13 @@ from ckpt.format import (
 )
 from ckpt.grid import storage_grid
 from ckpt.loading import read_nowhere
+from ckpt.locations import Location, open_store
 from ckpt.names import check_names
 from ckpt.rewrite import Part, Progress, Receipt, Slabs, UnfinishedError
 from ckpt.saving import SaveInfo, begin, commit, discard
 from ckpt.shard import Array, Encoder, ObjectLayout
 from ckpt.source import Source, SourceArray
-from ckpt.store import LocalStore, Location, open_store
+from ckpt.store import LocalStore
 from parallel.layout import Box, Topology, cells
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,7 +31,7 @@ from pretrain.log import RunLog, say
 from pretrain.loop import Training, train
 from pretrain.metrics import Endpoint, Metrics
 from pretrain.runtime import Runtime, StopRequest, lock_run, peak_memory_bytes, start
-from pretrain.saves import Saves, start_saver
+from pretrain.saves import Saves, join_peers, start_saver
 from pretrain.spec import JobSpec
 from pretrain.state import Progress
 from pretrain.summary import Summary, show_summary
@@ -61,8 +61,9 @@ def prepare(spec: JobSpec, fresh: bool = False) -> None:
     prepare_corpus(spec.data, spec.model.vocab_size, say)
     if fresh:
         with lock_run(spec):
+            store = ckpt.open_store(spec.checkpoint_path)
             for name in ("manifests", "objects"):
-                shutil.rmtree(spec.checkpoint_path / name, ignore_errors=True)
+                store.remove_all(name)
             for name in ("log.jsonl", "summary.json"):
                 (spec.run_path / name).unlink(missing_ok=True)
 
@@ -70,9 +71,11 @@ def prepare(spec: JobSpec, fresh: bool = False) -> None:
 def _run(spec: JobSpec, runtime: Runtime, stop: StopRequest) -> int:
     runtime.first(lambda: prepare_corpus(spec.data, spec.model.vocab_size, say))
     job = build_job(spec, runtime)
-    saver = runtime.together(lambda: start_saver(job))
+    key = f"{runtime.broadcast(secrets.randbits(62)):016x}"
+    saver = runtime.together(lambda: start_saver(job, key))
     orderly = False
     try:
+        join_peers(job, saver, runtime.together(saver.ready), key)
         code = _train(job, stop, saver)
         orderly = True
     except (InputError, CheckpointError, HealthError):
@@ -88,7 +91,6 @@ def _run(spec: JobSpec, runtime: Runtime, stop: StopRequest) -> int:
 
 def _train(job: Job, stop: StopRequest, saver: Saver) -> int:
     spec, runtime = job.spec, job.runtime
-    runtime.together(saver.ready)
     began = time.perf_counter()
     progress = restore(job, saver.tiers)
     runtime.together(lambda: saver.prepare(job.topology, checkpoint_arrays(job)))
@@ -204,7 +206,7 @@ def _summarize(job: Job, progress: Progress, log: RunLog) -> Summary:
         tokens=progress.tokens_seen,
         world_size=runtime.world,
         layout=job.topology.describe(),
-        checkpoint=str(ckpt.manifest_path(spec.checkpoint_path, progress.step)),
+        checkpoint=ckpt.manifest_name(spec.checkpoint_path, progress.step),
         spec_hash=spec.hash,
         moe_layers=job.moe_layers,
         tokens_per_expert=result.tokens_per_expert_LE,

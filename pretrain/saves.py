@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import signal
 import tempfile
+from ipaddress import IPv4Address
 from pathlib import Path
 from types import FrameType
 
 import ckpt
-from ckpt import CheckpointError, Event, Saver, Tier
+from ckpt import CheckpointError, Event, Saver, Tier, address_towards
 from pretrain.checkpoint import checkpoint_arrays, save_info
+from pretrain.errors import InputError
 from pretrain.interval import History, SaveClock
 from pretrain.job import Job
 from pretrain.log import RunLog, complain, say
@@ -48,19 +51,51 @@ def tiers_of(spec: JobSpec, runtime: Runtime) -> list[Tier]:
 
 def _name_of(spec: JobSpec) -> str:
     """Of the run on this machine: that of its checkpoint folder."""
-    path = str(spec.checkpoint_path.resolve())
+    path = spec.checkpoint_path
+    path = str(path.resolve()) if isinstance(path, Path) else path
     return hashlib.sha256(path.encode()).hexdigest()[:16]
 
 
-def start_saver(job: Job) -> Saver:
-    """This rank's saver. Keepers that an earlier start has left end first."""
+def start_saver(job: Job, key: str) -> Saver:
+    """This rank's saver. Keepers that an earlier start has left end first. ``key`` is one of this
+    launch alone."""
     spec, runtime = job.spec, job.runtime
+    node = runtime.rank // runtime.ranks_per_node
+    serves = None
+    if spec.checkpoint.peer:
+        if runtime.world <= runtime.ranks_per_node:
+            raise InputError("checkpoint.peer (true) must be false on one node: it has no other")
+        if runtime.rank % runtime.ranks_per_node == 0:
+            name = f"convoy-{_name_of(spec)}-node{node}-peers"
+            serves = str(Path(spec.checkpoint.memory_path) / name)
     memory = Path("/dev/shm")
     folder = memory if memory.is_dir() else Path(tempfile.gettempdir())
     lock = folder / f"convoy-{_name_of(spec)}-{runtime.rank}.lock"
     return Saver(
-        tiers_of(spec, runtime), runtime.rank, lock, compression=spec.checkpoint.compression
+        tiers_of(spec, runtime),
+        runtime.rank,
+        lock,
+        compression=spec.checkpoint.compression,
+        serves=serves,
+        key=key,
     )
+
+
+def join_peers(job: Job, saver: Saver, port: int, key: str) -> None:
+    """Add the next node's memory to the tiers, where the spec says so; every rank must call.
+
+    ``port`` is what this rank's keeper serves, or 0.
+    """
+    runtime, size = job.runtime, job.runtime.ranks_per_node
+    if not job.spec.checkpoint.peer:
+        return
+    host = IPv4Address(address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")))
+    served = runtime.gather_pairs([(int(host), port)])
+    node, nodes = runtime.rank // size, -(-runtime.world // size)
+    ((address, port),) = served[(node + 1) % nodes * size]
+    ranks = tuple(range(node * size, min((node + 1) * size, runtime.world)))
+    location = f"peer://{key}@{IPv4Address(address)}:{port}/node{node}"
+    runtime.together(lambda: saver.add(Tier(name="peer", location=location, ranks=ranks, keep=1)))
 
 
 class Saves:

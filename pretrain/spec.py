@@ -122,7 +122,8 @@ class CheckpointConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     path: str | None = None
-    """A folder that every rank shares; RUN_DIR/checkpoints where it is left out."""
+    """A folder that every rank shares, or ``s3://BUCKET/PREFIX``; RUN_DIR/checkpoints where it is
+    left out."""
     interval_steps: Literal["auto"] | int | None = None
     """100 where interval_minutes is left out too. ``auto`` weighs what a save costs against what a
     failure loses."""
@@ -132,6 +133,8 @@ class CheckpointConfig(BaseModel):
     memory: bool = False
     """Keep the newest one in each node's memory too, which outlives a worker."""
     memory_path: str = "/dev/shm"
+    peer: bool = False
+    """Keep it in the next node's memory too, for when a whole node is lost."""
     local_path: str | None = None
     """A folder on a disk of each node's own, to keep checkpoints in too."""
     shared_every: int = Field(default=1, ge=1)
@@ -149,7 +152,7 @@ class CheckpointConfig(BaseModel):
             )
         if isinstance(steps, int) and steps < 1:
             raise ValueError(f"checkpoint.interval_steps ({steps}) must be at least 1, or auto")
-        if self.shared_every > 1 and not self.memory and self.local_path is None:
+        if self.shared_every > 1 and not (self.memory or self.peer or self.local_path):
             raise ValueError(
                 f"checkpoint.shared_every ({self.shared_every}) must be 1 without "
                 f"checkpoint.memory or checkpoint.local_path: other saves would go nowhere"
@@ -351,9 +354,12 @@ class JobSpec(BaseModel):
         return Path(self.run_dir or f"runs/{self.name}")
 
     @property
-    def checkpoint_path(self) -> Path:
-        """The checkpoint folder."""
-        return Path(self.checkpoint.path or self.run_path / "checkpoints")
+    def checkpoint_path(self) -> Path | str:
+        """The checkpoint folder, or the URL of an object store's."""
+        path = self.checkpoint.path
+        if path is not None and "://" in path:
+            return path.rstrip("/")
+        return Path(path or self.run_path / "checkpoints")
 
     @property
     def global_batch_tokens(self) -> int:

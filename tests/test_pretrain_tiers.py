@@ -110,6 +110,30 @@ def test_a_restart_takes_the_newest_that_every_rank_can_reach(spec, tmp_path):
     assert ckpt.committed_steps(node(disks, 0)) == [5, 6]
 
 
+def test_a_lost_node_is_restored_from_its_neighbour(text, tmp_path):
+    checkpoint = {
+        "interval_steps": 1, "memory": True, "memory_path": str(tmp_path / "memory"),
+        "peer": True, "shared_every": 100,
+    }  # fmt: skip
+    spec = write_spec(tmp_path, data=data_of(text), checkpoint=checkpoint, parallel={"ep": 2})
+    memory = tmp_path / "memory"
+    run_until(spec, 5)
+    before = losses(tmp_path / "run")
+    assert ckpt.committed_steps(tmp_path / "run/checkpoints") == []
+    (peers,) = memory.glob("*-node0-peers")
+    assert ckpt.committed_steps(peers / "node1") == [4]
+    # A machine is gone, with its own part and with what it kept for the other.
+    for lost in memory.glob("*-node1*"):
+        shutil.rmtree(lost)
+    code, out, err = run_to_the_end(spec)
+    assert code == 0, err
+    assert "restored step 4 from tier memory" in out
+    after = losses(tmp_path / "run")
+    assert {step: after[step] for step in before} == before
+    assert ckpt.committed_steps(tmp_path / "run/checkpoints") == [6]
+    assert not list(memory.iterdir()), "memory is given back"
+
+
 def test_without_its_nodes_a_restart_takes_what_all_share(spec, tmp_path):
     run_until(spec, 6)
     shutil.rmtree(node(tmp_path / "memory", 1))

@@ -31,10 +31,10 @@ if sys.path[0] == str(Path(__file__).resolve().parent):
 
 from ckpt.format import CheckpointError, manifest_key
 from ckpt.loading import verify
+from ckpt.locations import open_store
 from ckpt.resharding import MEMORY
 from ckpt.rewrite import LEAST_MEMORY, Target, rewrite
 from ckpt.source import Source
-from ckpt.store import open_store
 from ckpt.to_convoy import CheckpointTarget
 from parallel.layout import Topology, parse_topology
 from pretrain.errors import EXIT_BAD_INPUT, EXIT_TRY_AGAIN, InputError
