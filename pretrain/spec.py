@@ -42,6 +42,11 @@ class TrainConfig(BaseModel):
     init_from: str | None = None
     """A checkpoint folder of which the newest one's weights are the first values, with a fresh
     optimizer, at step 0."""
+    init_rename: dict[str, str] = Field(default_factory=dict)
+    """Names of arrays in the model by those in ``init_from``; both may be beginnings, with / at
+    their ends."""
+    init_missing: Literal["refuse", "keep"] = "refuse"
+    """What becomes of parameters that ``init_from`` lacks; ``keep`` gives them fresh values."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of products and of what travels between ranks; parameters, gradients' sums, moments, routers
     and the loss are in float32 either way."""
@@ -117,13 +122,17 @@ class CheckpointConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     path: str | None = None
-    """A folder that every rank shares; RUN_DIR/checkpoints where it is left out."""
+    """A folder that every rank shares, or ``s3://BUCKET/PREFIX``; RUN_DIR/checkpoints where it is
+    left out."""
     interval_steps: Literal["auto"] | int | None = None
     """100 where interval_minutes is left out too. ``auto`` weighs what a save costs against what a
     failure loses."""
     interval_minutes: float | None = Field(default=None, gt=0)
     keep: int = Field(default=2, ge=1)
     compression: Literal["none", "zstd"] = "none"
+    read_once: bool = False
+    """Where dp_replicate makes copies of the model, read for one and send to the others, for a
+    store that is slower than the network."""
     memory: bool = False
     """Keep the newest one in each node's memory too, which outlives a worker."""
     memory_path: str = "/dev/shm"
@@ -348,9 +357,12 @@ class JobSpec(BaseModel):
         return Path(self.run_dir or f"runs/{self.name}")
 
     @property
-    def checkpoint_path(self) -> Path:
-        """The checkpoint folder."""
-        return Path(self.checkpoint.path or self.run_path / "checkpoints")
+    def checkpoint_path(self) -> Path | str:
+        """The checkpoint folder, or the URL of an object store's."""
+        path = self.checkpoint.path
+        if path is not None and "://" in path:
+            return path.rstrip("/")
+        return Path(path or self.run_path / "checkpoints")
 
     @property
     def global_batch_tokens(self) -> int:
