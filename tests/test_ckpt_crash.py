@@ -106,7 +106,7 @@ def assert_survived(base: Path, saved: set[int], unwanted: set[int]) -> None:
 
 
 def crash_everywhere(
-    log: list[Operation], base: Path, seeds: int, each: bool, every: int = 1, offset: int = 0
+    log: list[Operation], base: Path, seeds: int, each: bool, every: int = 1, since: int = 0
 ) -> int:
     """Crash after every ``every``-th operation; returns how many different trees were met."""
     disk, room = Disk(base), base.with_name(f"{base.name} after a crash")
@@ -117,7 +117,7 @@ def crash_everywhere(
             promised[op.kind].add(op.file)
         else:
             disk.apply(op)
-        if (at + offset) % every and op.kind != "saved":
+        if at < since or (at % every and op.kind != "saved"):
             continue
         for state in disk.crashes(seeds, each, seed=at):
             key = hash((frozenset(state.items()), *map(frozenset, promised.values())))
@@ -237,9 +237,10 @@ def test_a_crash_after_a_kill_anywhere(base):
         run = Run(base)
         run.save(1, ONE)
         run.dies_within(operations, lambda run=run: run.save(2, ONE))
-        ckpt.remove_uncommitted(run.store)
-        ckpt.retain(run.store, 1) if operations % 2 else None
         killed = len(run.files.log)
+        ckpt.remove_uncommitted(run.store)
+        if operations % 2:
+            run.retain(1)
         if ckpt.committed_steps(run.store)[-1] == 1:
             run.save(2, ONE, "again")
-        crash_everywhere(run.files.log, base, seeds=1, each=False, every=7, offset=killed)
+        crash_everywhere(run.files.log, base, seeds=1, each=False, every=3, since=killed)
