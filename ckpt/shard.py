@@ -283,10 +283,9 @@ def _blocks(parts: list[Bytes]) -> Iterator[list[Bytes]]:
 
 def _decode(body: Bytes, layout: ObjectLayout, number: int) -> Array:
     if layout.record.compression == "zstd":
-        plain = np.zeros(layout.chunk_bytes, np.uint8)
         try:
-            body = zstd.decompress(body, plain)
-        except (RuntimeError, ValueError):
+            body = zstd.decompress(body, np.zeros(layout.chunk_bytes, np.uint8))
+        except (RuntimeError, ValueError, MemoryError):
             raise CheckpointError(f"is damaged: chunk {number} is not what zstd made") from None
     return body.view(layout.record.dtype).reshape(layout.record.chunk_shape)
 
