@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from typing import Any
 
 import torch
 
-from ckpt import ArraySpec, LocalArray, Manifest, SaveInfo, save
+from ckpt import ArraySpec, LocalArray, Location, Manifest, SaveInfo, save
 from parallel.layout import Topology
 
 SPECS = [
@@ -18,6 +20,12 @@ SPECS = [
               ((), ("ep",), ("efsdp",), ())),
     ArraySpec("rng/torch", (2, 40), torch.uint8, (("world",), ())),
 ]  # fmt: skip
+
+
+def memory_folder() -> tempfile.TemporaryDirectory:
+    """A folder that no disk slows down, where there is one."""
+    memory = "/dev/shm"
+    return tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None)
 
 
 def full_values(spec: ArraySpec, seed: int = 0) -> torch.Tensor:
@@ -49,7 +57,7 @@ def pieces(array: LocalArray) -> torch.Tensor:
     return torch.stack(array.pieces) if array.stacked else array.pieces[0]
 
 
-def info(step: int, topology: Topology, save_id: str | None = None) -> SaveInfo:
+def info(step: int, topology: Topology, save_id: str | None = None, **more: Any) -> SaveInfo:
     return SaveInfo(
         save_id=save_id or f"{step:08d}-test",
         step=step,
@@ -57,11 +65,12 @@ def info(step: int, topology: Topology, save_id: str | None = None) -> SaveInfo:
         state={"cursor": step * 8},
         spec={"model": {"d_model": 6}},
         spec_hash="0" * 64,
+        **more,
     )
 
 
 def save_with_threads(
-    root: Path, step: int, topology: Topology, specs=SPECS, seed: int = 0, save_id=None
+    root: Location, step: int, topology: Topology, specs=SPECS, seed: int = 0, save_id=None, **more
 ) -> Manifest:
     barrier = threading.Barrier(topology.world)
     words = [True] * topology.world
@@ -75,7 +84,7 @@ def save_with_threads(
             return result
 
         arrays = [local_array(s, topology, rank, full_values(s, seed)) for s in specs]
-        return save(root, info(step, topology, save_id), arrays, rank, agree)
+        return save(root, info(step, topology, save_id, **more), arrays, rank, agree)
 
     with ThreadPoolExecutor(topology.world) as pool:
         futures = [pool.submit(run, rank) for rank in range(topology.world)]
