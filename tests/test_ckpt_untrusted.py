@@ -11,6 +11,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from hypothesis import strategies as st
 import ckpt
 from ckpt.format import decode_manifest, encode_manifest
 from parallel.layout import Topology
-from tests.checkpoints import SPECS, local_array, save_with_threads
+from tests.checkpoints import SPECS, local_array, memory_folder, save_with_threads
 
 ROOT = Path(__file__).parent.parent
 TOPOLOGY = Topology(dp_shard=2, ep=2)
@@ -30,11 +31,12 @@ LIMIT = 512 << 20  # of new memory; the checkpoint has some kilobytes
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("untrusted")
-    save_with_threads(root, 5, TOPOLOGY)
-    save_with_threads(root / "zstd", 5, TOPOLOGY, compression="zstd")
-    return root
+def saved() -> Iterator[Path]:
+    with memory_folder() as folder:
+        root = Path(folder)
+        save_with_threads(root, 5, TOPOLOGY)
+        save_with_threads(root / "zstd", 5, TOPOLOGY, compression="zstd")
+        yield root
 
 
 @pytest.fixture(autouse=True)
@@ -253,7 +255,7 @@ def test_a_forged_object_is_only_ever_refused(saved, compression):
     record = manifest.array(key.partition("/c/")[0])
     count = ckpt.shard.ObjectLayout(record, (0, 0, 0, 0)).index_bytes
 
-    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def fuzz(data: st.DataObject) -> None:
         changed = bytearray(original)
@@ -442,9 +444,10 @@ def audited_forgeries(body: Any) -> list[bytes]:
     return forged
 
 
-def test_reading_runs_nothing_imports_nothing_and_writes_nothing(tmp_path):
-    save_with_threads(tmp_path, 5, Topology())
-    command = [sys.executable, "-c", AUDIT, str(tmp_path)]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200)
+def test_reading_runs_nothing_imports_nothing_and_writes_nothing():
+    with memory_folder() as folder:
+        save_with_threads(Path(folder), 5, Topology())
+        command = [sys.executable, "-c", AUDIT, folder]
+        ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200)
     assert ran.returncode == 0, ran.stderr
     assert "SEEN []" in ran.stdout, ran.stdout
