@@ -30,8 +30,7 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
-    NonNegativeInt,
-    PositiveInt,
+    Field,
     ValidationError,
     model_validator,
 )
@@ -75,6 +74,8 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+_Size = Annotated[int, Field(ge=1, lt=1 << 63)]
 _PART = re.compile(r"(?!\.{1,2}$|zarr\.json$)[^/\\\x00-\x1f\x7f]+")
 
 
@@ -103,11 +104,11 @@ class ArrayRecord(_Record):
     """One stored array. Shapes are logical; ``splits`` is as in ShardLayout."""
 
     name: Annotated[str, AfterValidator(_check_name)]
-    shape: tuple[NonNegativeInt, ...]
+    shape: tuple[_Count, ...]
     logical_dtype: str
     splits: tuple[tuple[str, ...], ...]
-    shard_shape: tuple[PositiveInt, ...]
-    chunk_shape: tuple[PositiveInt, ...]
+    shard_shape: tuple[_Size, ...]
+    chunk_shape: tuple[_Size, ...]
     compression: Compression = "none"
     stages: tuple[int, ...] = ()
     """As in ShardLayout, of the topology that it was saved under."""
@@ -155,7 +156,7 @@ class ObjectRecord(_Record):
     a shard's whole file would be the same whatever is in it.)
     """
 
-    bytes: NonNegativeInt
+    bytes: _Count
     checksum: int
 
     @classmethod
@@ -170,7 +171,7 @@ class Manifest(_Record):
     format: Literal["convoy-checkpoint"] = "convoy-checkpoint"
     format_version: Literal[1] = 1
     save_id: Annotated[str, AfterValidator(_check_save_id)]
-    step: int
+    step: _Count
     created: str
     topology: Annotated[dict[str, int], AfterValidator(_check_topology)]
     ranks: tuple[int, ...] | None = None
@@ -321,11 +322,15 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
-        raise CheckpointError(
-            f"manifest {where} is not of this format: {field}: {first['msg']}"
-        ) from None
+        what = _shown(f"{field}: {first['msg']}")
+        raise CheckpointError(f"manifest {where} is not of this format: {what}") from None
     _check_coverage(manifest, where)
     return manifest
+
+
+def _shown(text: str) -> str:
+    # It may be anyone's: one line of it, and not more.
+    return text if len(text) < 300 and text.isprintable() else f"{text[:300]!a} ..."
 
 
 def _check_coverage(manifest: Manifest, where: str) -> None:
@@ -335,7 +340,7 @@ def _check_coverage(manifest: Manifest, where: str) -> None:
         count = sum(count_cells(box, record.shard_shape) for box in manifest.boxes(record))
         if count > len(listed):  # and they may be too many to name
             raise CheckpointError(
-                f"manifest {where} lacks objects of {record.name}: it has {count}, and "
+                f"manifest {where} lacks objects of {_shown(record.name)}: it has {count}, and "
                 f"{len(listed)} are listed in all"
             )
         expected.update(object_key(record.name, at) for at in manifest.coordinates(record))
@@ -343,7 +348,8 @@ def _check_coverage(manifest: Manifest, where: str) -> None:
     extra = sorted(listed - expected)
     if missing or extra:
         what, names = ("lacks", missing) if missing else ("has a stray", extra)
-        raise CheckpointError(f"manifest {where} {what} object {names[0]} ({len(names)} in all)")
+        name, count = _shown(names[0]), len(names)
+        raise CheckpointError(f"manifest {where} {what} object {name} ({count} in all)")
 
 
 def read_manifest(root: Location, step: int | None = None) -> Manifest:

@@ -228,7 +228,8 @@ def read_object(
         count += math.prod(e - s for s, e in common)
         if len(parts) == 1 and (not plain or parts[0] is room):
             values = _decode(parts[0], layout, number)
-            target.write(common, values[within(common, box)])
+            place: tuple[Any, ...] = (*within(common, box), ...)  # an array, of a scalar too
+            target.write(common, values[place])
     if crc32c(b"".join(checks.values())) != expected.checksum:
         raise CheckpointError("is damaged: it is not the one that was saved")
     return count

@@ -105,7 +105,7 @@ def mutate(body: Any, data: st.DataObject) -> Any:
             holder = holder[key]
         what = data.draw(st.sampled_from(["set", "set", "set", "remove", "double", "rename"]))
         if what == "set":
-            holder[path[-1]] = data.draw(values)
+            holder[path[-1]] = copy.deepcopy(data.draw(values))
         elif what == "remove":
             del holder[path[-1]]
         elif isinstance(holder, list):
@@ -156,7 +156,7 @@ def consistent(body: Any) -> Any:
             keys += list(record.object_keys()) if sum(record.shape) < 1000 else []
     except (ValueError, TypeError):
         return body
-    old = body.get("objects") or {}
+    old = body["objects"] if isinstance(body.get("objects"), dict) else {}
     some = {"bytes": 100, "checksum": 1}
     body["objects"] = {key: old.get(key, some) for key in keys}
     return body
@@ -181,7 +181,7 @@ FORGED = [
                      "chunk_shape": [HUGE, HUGE]}}}, "chunk of more than"),
     ({"arrays": {0: {"shape": [HUGE, 6], "shard_shape": [HUGE, 6],
                      "chunk_shape": [1, 6]}}}, "lacks object|stray object"),
-    ({"arrays": {0: {"shard_shape": [0, 6]}}}, "greater than 0"),
+    ({"arrays": {0: {"shard_shape": [0, 6]}}}, "equal to 1"),
     ({"arrays": {0: {"chunk_shape": [5, 6]}}}, "in objects of"),
     ({"arrays": {0: {"shape": [13]}}}, "of differing length"),
     ({"arrays": {0: {"shape": [-1, 6]}}}, "greater than or equal to 0"),
