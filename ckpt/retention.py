@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
 
 from ckpt.format import (
@@ -35,11 +36,7 @@ def retain(root: Location, keep: int) -> list[int]:
             save_id = read_manifest(store, step).save_id
         except CheckpointError:
             continue  # damaged: what it owns is unknown, and someone may want to look at it
-        # From here on they are a leftover, should this be interrupted.
-        mark = f"{pending_key(save_id)}/removed"
-        with contextlib.suppress(FileExistsError):
-            store.write(mark, [b""])
-        store.settle([mark])
+        _mark(store, save_id)
         store.remove(manifest_key(step))
         remove_objects(store, save_id)
         removed.append(step)
@@ -74,6 +71,19 @@ def remove_uncommitted(root: Location) -> list[str]:
             remove_objects(store, save_id)
             removed.append(save_id)
     return removed
+
+
+def _mark(store: Store, save_id: str) -> None:
+    """Make a save's objects a leftover, should their removal be interrupted."""
+    mark = f"{pending_key(save_id)}/removed"
+    try:
+        with contextlib.suppress(FileExistsError):
+            store.write(mark, [b""])
+        store.settle([mark])
+    except OSError as error:
+        # Where there is no room for it, to make room is worth a leftover.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
 
 
 def committed_save_ids(store: Store) -> set[str]:

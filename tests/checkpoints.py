@@ -44,13 +44,14 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def local_array(spec: ArraySpec, topology: Topology, rank: int, values=None) -> LocalArray:
     """``rank``'s slice of ``values``, or room for it; stacked arrays as a tensor for each layer."""
-    box = spec.layout(topology).box(rank)
-    slices = tuple(slice(*extent) for extent in box)
+    boxes = spec.layout(topology).boxes(rank)
     if values is None:
         values = torch.zeros(spec.shape, dtype=spec.dtype)
-    local = values[slices].clone()
+    local = [values[tuple(slice(*extent) for extent in box)].clone() for box in boxes]
     stacked = "layers/" in spec.name
-    return LocalArray(spec, [box], list(local.unbind(0)) if stacked else [local], stacked)
+    if stacked:
+        local = [piece for part in local for piece in part.unbind(0)]
+    return LocalArray(spec, boxes, local, stacked)
 
 
 def pieces(array: LocalArray) -> torch.Tensor:
@@ -72,22 +73,24 @@ def info(step: int, topology: Topology, save_id: str | None = None, **more: Any)
 def save_with_threads(
     root: Location, step: int, topology: Topology, specs=SPECS, seed: int = 0, save_id=None, **more
 ) -> Manifest:
-    barrier = threading.Barrier(topology.world)
-    words = [True] * topology.world
+    about = info(step, topology, save_id, **more)
+    writers = list(about.writers)
+    barrier = threading.Barrier(len(writers))
+    words = {}
 
     def run(rank: int) -> Manifest | None:
         def agree(ok: bool) -> bool:
             words[rank] = ok
-            barrier.wait(20)
-            result = all(words)
-            barrier.wait(20)
+            barrier.wait(60)
+            result = all(words.values())
+            barrier.wait(60)
             return result
 
         arrays = [local_array(s, topology, rank, full_values(s, seed)) for s in specs]
-        return save(root, info(step, topology, save_id, **more), arrays, rank, agree)
+        return save(root, about, arrays, rank, agree)
 
-    with ThreadPoolExecutor(topology.world) as pool:
-        futures = [pool.submit(run, rank) for rank in range(topology.world)]
+    with ThreadPoolExecutor(len(writers)) as pool:
+        futures = [pool.submit(run, rank) for rank in writers]
     # The rank that failed knows why; the others only that one did.
     errors = [e for f in futures if (e := f.exception()) is not None]
     for error in sorted(errors, key=lambda e: "another rank" in str(e)):
