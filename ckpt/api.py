@@ -6,19 +6,23 @@ from ckpt.format import (
     Manifest,
     OtherRankError,
     committed_steps,
+    manifest_name,
     manifest_path,
     objects_dir,
     read_manifest,
 )
 from ckpt.loading import load, open_group, read_box, read_box_into, verify
+from ckpt.locations import Location, open_store
 from ckpt.messages import TIERS, Event, Tier, TierName
+from ckpt.peer import address_towards
 from ckpt.resharding import reshard
 from ckpt.retention import remove_uncommitted, retain
 from ckpt.saver import Saver
 from ckpt.saving import Agree, SaveInfo, save
-from ckpt.store import LocalStore, Location, Store, open_store
+from ckpt.store import LocalStore, Store
 from ckpt.stream import save_streamed
 from ckpt.tensors import ArraySpec, LocalArray
+from ckpt.tiers import fingerprint, forget_after, reachable
 
 __all__ = [
     "TIERS",
@@ -37,12 +41,17 @@ __all__ = [
     "Store",
     "Tier",
     "TierName",
+    "address_towards",
     "committed_steps",
+    "fingerprint",
+    "forget_after",
     "load",
+    "manifest_name",
     "manifest_path",
     "objects_dir",
     "open_group",
     "open_store",
+    "reachable",
     "read_box",
     "read_box_into",
     "read_manifest",

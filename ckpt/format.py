@@ -20,7 +20,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -35,7 +35,7 @@ from pydantic import (
     model_validator,
 )
 
-from ckpt.store import Location, open_store
+from ckpt.locations import Location, open_store
 from parallel.layout import Box, ShardLayout, Topology, cells, count_cells
 
 # How a logical dtype is stored. zarr has no bfloat16 or float8: they are kept as bit patterns.
@@ -244,6 +244,19 @@ def pending_key(save_id: str) -> str:
 def manifest_key(step: int) -> str:
     """The manifest of one step."""
     return f"manifests/step-{step:08d}.json"
+
+
+def manifest_name(root: Location, step: int) -> str:
+    """The same in any store, for people."""
+    return open_store(root).where(manifest_key(step))
+
+
+def keys_of_ranks(record: ArrayRecord, layout: ShardLayout, ranks: Iterable[int]) -> Iterator[str]:
+    """The key of every object that any of ``ranks`` holds a part of; some come more than once."""
+    for rank in ranks:
+        for box in layout.boxes(rank):
+            for coordinates in cells(box, record.shard_shape):
+                yield object_key(record.name, coordinates)
 
 
 def objects_dir(root: Path, save_id: str) -> Path:

@@ -14,7 +14,8 @@ from ckpt.format import (
     pending_key,
     read_manifest,
 )
-from ckpt.store import Location, Store, open_store
+from ckpt.locations import Location, open_store
+from ckpt.store import Store
 
 _PENDING = pending_key("").rpartition("/")[2]
 _DRAFT = re.compile(r"\.step-\d{8,}\.json\.[0-9a-f]{8}")
@@ -36,7 +37,7 @@ def retain(root: Location, keep: int) -> list[int]:
             save_id = read_manifest(store, step).save_id
         except CheckpointError:
             continue  # damaged: what it owns is unknown, and someone may want to look at it
-        _mark(store, save_id)
+        mark_unwanted(store, save_id)
         store.remove(manifest_key(step))
         remove_objects(store, save_id)
         removed.append(step)
@@ -73,7 +74,7 @@ def remove_uncommitted(root: Location) -> list[str]:
     return removed
 
 
-def _mark(store: Store, save_id: str) -> None:
+def mark_unwanted(store: Store, save_id: str) -> None:
     """Make a save's objects a leftover, should their removal be interrupted."""
     mark = f"{pending_key(save_id)}/removed"
     try:

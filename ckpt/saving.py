@@ -27,10 +27,11 @@ from ckpt.format import (
     objects_key,
     pending_key,
 )
+from ckpt.locations import Location, open_store
 from ckpt.plan import own_cells
 from ckpt.retention import committed_save_ids, remove_objects
 from ckpt.shard import Encoder, ObjectLayout, ReadInto
-from ckpt.store import Location, Store, open_store
+from ckpt.store import Store
 from parallel.layout import Topology
 
 if TYPE_CHECKING:

@@ -77,17 +77,6 @@ class Store(Protocol):
         """Room that is left; None where that is not known."""
 
 
-Location = Store | Path | str
-"""A store, or where one is: a folder."""
-
-
-def open_store(location: Location) -> Store:
-    """The store at a location."""
-    if isinstance(location, str | Path):
-        return LocalStore(Path(location))
-    return location
-
-
 class LocalStore:
     """A folder on a local or a shared file system with hard links."""
 

@@ -9,7 +9,7 @@ import resource
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -108,6 +108,16 @@ class Runtime:
         word = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(word, group=self.control_group)
         return float(word)
+
+    def gather_pairs(self, pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+        """Every rank's pairs of whole numbers from 0, in rank order; each may bring another
+        count."""
+        most = int(self.maximum(len(pairs)))
+        own = torch.full((most, 2), -1, dtype=torch.int64)
+        own[: len(pairs)] = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+        rows = [torch.empty_like(own) for _ in range(self.world)]
+        dist.all_gather(rows, own, group=self.control_group)
+        return [[(a, b) for a, b in row.tolist() if a >= 0] for row in rows]
 
     def close(self) -> None:
         """Leave the process group."""

@@ -357,6 +357,8 @@ def test_no_module_of_ckpt_can_run_what_it_reads():
                 called = ast.unparse(node.func)
                 assert called not in ("eval", "exec", "compile", "__import__"), f"{name}: {called}"
                 assert called != "torch.load", f"{name} loads what torch.save wrote"
+                # A multiprocessing connection's recv() unpickles; recv_bytes() does not.
+                assert not called.endswith(".recv"), f"{name}: {called}"
                 pickles = [k for k in node.keywords if k.arg == "allow_pickle"]
                 assert not pickles, f"{name} lets numpy unpickle"
 
