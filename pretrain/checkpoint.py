@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -142,7 +140,7 @@ def _load_weights(root: Path, manifest: Manifest, arrays: list[LocalArray]) -> N
         raise CheckpointError(f"train.init_from ({root}): {error}") from None
 
 
-def _or_way_back(root: Path, step: int, act: Callable[[], T]) -> T:
+def _or_way_back(root: Location, step: int, act: Callable[[], T]) -> T:
     """A damaged checkpoint is never passed over silently; the one before is for people to take."""
     try:
         return act()
@@ -151,7 +149,7 @@ def _or_way_back(root: Path, step: int, act: Callable[[], T]) -> T:
         if not before:
             raise
         raise CheckpointError(
-            f"{error}; to go back to step {before[-1]}, move {ckpt.manifest_path(root, step)} away"
+            f"{error}; to go back to step {before[-1]}, move {ckpt.manifest_name(root, step)} away"
         ) from None
 
 
@@ -246,23 +244,19 @@ def _alike(manifest: Manifest, prefix: str, arrays: list[LocalArray]) -> bool:
 def _ready_folder(job: Job) -> None:
     """Remove leftovers, and see that a save will fit."""
     root = job.spec.checkpoint_path
+    store = ckpt.open_store(root)
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        ckpt.remove_uncommitted(root)
-        # A commit needs hard links; better to know now.
-        probes = root / ".probe", root / ".probe-link"
-        for probe in probes:
-            probe.unlink(missing_ok=True)
-        probes[0].touch()
-        os.link(*probes)
-        for probe in probes:
-            probe.unlink()
+        ckpt.remove_uncommitted(store)
+        # A commit needs what not every store has; better to know now.
+        store.remove(".probe")
+        store.publish(".probe", b"")
+        store.remove(".probe")
     except OSError as error:
         raise InputError(f"checkpoint.path ({root}) cannot be written: {error.strerror}") from None
     specs = [array.spec for array in (*job.arrays(), *job.residuals())]
     needed = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
-    free = shutil.disk_usage(root).free
-    if needed > free:
+    free = store.free_bytes()
+    if free is not None and needed > free:
         raise InputError(
             f"checkpoint.path ({root}) must have room for one checkpoint ({human_bytes(needed)}); "
             f"it has {human_bytes(free)}"

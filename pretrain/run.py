@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -62,8 +61,9 @@ def prepare(spec: JobSpec, fresh: bool = False) -> None:
     prepare_corpus(spec.data, spec.model.vocab_size, say)
     if fresh:
         with lock_run(spec):
+            store = ckpt.open_store(spec.checkpoint_path)
             for name in ("manifests", "objects"):
-                shutil.rmtree(spec.checkpoint_path / name, ignore_errors=True)
+                store.remove_all(name)
             for name in ("log.jsonl", "summary.json"):
                 (spec.run_path / name).unlink(missing_ok=True)
 
@@ -206,7 +206,7 @@ def _summarize(job: Job, progress: Progress, log: RunLog) -> Summary:
         tokens=progress.tokens_seen,
         world_size=runtime.world,
         layout=job.topology.describe(),
-        checkpoint=str(ckpt.manifest_path(spec.checkpoint_path, progress.step)),
+        checkpoint=ckpt.manifest_name(spec.checkpoint_path, progress.step),
         spec_hash=spec.hash,
         moe_layers=job.moe_layers,
         tokens_per_expert=result.tokens_per_expert_LE,

@@ -230,9 +230,11 @@ def lock_folder(folder: Path, field: str) -> Iterator[None]:
 
 @contextmanager
 def lock_run(spec: JobSpec) -> Iterator[None]:
-    """Hold the run's folder and, should it be elsewhere, its checkpoint folder."""
+    """Hold the run's folder and, should it be elsewhere, its checkpoint folder. An object store has
+    no locks: there a step is committed once, whoever tries."""
     folders = {spec.run_path.resolve(): "run_dir"}
-    folders.setdefault(spec.checkpoint_path.resolve(), "checkpoint.path")
+    if isinstance(spec.checkpoint_path, Path):
+        folders.setdefault(spec.checkpoint_path.resolve(), "checkpoint.path")
     with ExitStack() as held:
         for folder, field in folders.items():
             held.enter_context(lock_folder(folder, field))

@@ -51,7 +51,8 @@ def tiers_of(spec: JobSpec, runtime: Runtime) -> list[Tier]:
 
 def _name_of(spec: JobSpec) -> str:
     """Of the run on this machine: that of its checkpoint folder."""
-    path = str(spec.checkpoint_path.resolve())
+    path = spec.checkpoint_path
+    path = str(path.resolve()) if isinstance(path, Path) else path
     return hashlib.sha256(path.encode()).hexdigest()[:16]
 
 

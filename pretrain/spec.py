@@ -117,7 +117,8 @@ class CheckpointConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     path: str | None = None
-    """A folder that every rank shares; RUN_DIR/checkpoints where it is left out."""
+    """A folder that every rank shares, or ``s3://BUCKET/PREFIX``; RUN_DIR/checkpoints where it is
+    left out."""
     interval_steps: Literal["auto"] | int | None = None
     """100 where interval_minutes is left out too. ``auto`` weighs what a save costs against what a
     failure loses."""
@@ -348,9 +349,12 @@ class JobSpec(BaseModel):
         return Path(self.run_dir or f"runs/{self.name}")
 
     @property
-    def checkpoint_path(self) -> Path:
-        """The checkpoint folder."""
-        return Path(self.checkpoint.path or self.run_path / "checkpoints")
+    def checkpoint_path(self) -> Path | str:
+        """The checkpoint folder, or the URL of an object store's."""
+        path = self.checkpoint.path
+        if path is not None and "://" in path:
+            return path.rstrip("/")
+        return Path(path or self.run_path / "checkpoints")
 
     @property
     def global_batch_tokens(self) -> int:
