@@ -193,6 +193,17 @@ def test_a_failing_save_leaves_another_step_of_the_same_save_id(root):
     assert_whole(store, 1)
 
 
+def test_a_commit_whose_mark_stays_is_one(root):
+    class Stubborn(ckpt.LocalStore):
+        def remove_all(self, folder: str) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), folder)
+
+    save(Stubborn(root, UnsyncedFiles()), 1)
+    assert_whole(root, 1)
+    assert ckpt.remove_uncommitted(root) == []
+    assert_nothing_left_over(root)
+
+
 def test_a_commit_that_cannot_be_read_back_keeps_its_objects(root):
     # The manifest is there, its folder cannot be synced, and then it cannot be read either.
     class Failing(UnsyncedFiles):
