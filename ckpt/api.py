@@ -14,6 +14,8 @@ from ckpt.format import (
 from ckpt.loading import load, open_group, read_box, read_box_into, verify
 from ckpt.locations import Location, open_store
 from ckpt.messages import TIERS, Event, Tier, TierName
+from ckpt.opened import OpenCheckpoint, StoredArray
+from ckpt.opened import open_checkpoint as open  # noqa: A004
 from ckpt.peer import address_towards
 from ckpt.resharding import reshard
 from ckpt.retention import remove_uncommitted, retain
@@ -35,10 +37,12 @@ __all__ = [
     "LocalStore",
     "Location",
     "Manifest",
+    "OpenCheckpoint",
     "OtherRankError",
     "SaveInfo",
     "Saver",
     "Store",
+    "StoredArray",
     "Tier",
     "TierName",
     "address_towards",
@@ -49,6 +53,7 @@ __all__ = [
     "manifest_name",
     "manifest_path",
     "objects_dir",
+    "open",
     "open_group",
     "open_store",
     "reachable",

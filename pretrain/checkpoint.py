@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 import ckpt
 from ckpt import CheckpointError, LocalArray, Location, Manifest, SaveInfo, Tier
+from ckpt.names import Missing, renamed
 from parallel import Topology
 from pretrain.errors import InputError
 from pretrain.init import init_parameters
@@ -113,14 +114,18 @@ def _first_values(job: Job) -> None:
     """Fresh parameters, or the weights of ``train.init_from``."""
     spec, runtime = job.spec, job.runtime
     if spec.train.init_from is None:
-        layers = spec.model.num_layers
-        init_parameters(job.model, job.layouts, runtime.rank, spec.train.seed, layers)
+        _fresh_parameters(job)
         return
     root = Path(spec.train.init_from)
     manifest = runtime.together(lambda: ckpt.read_manifest(root))
     arrays = [array for array in job.arrays() if array.spec.name.startswith("model/")]
-    runtime.together(lambda: _load_weights(root, manifest, arrays))
+    if spec.train.init_missing == "keep":
+        _fresh_parameters(job)
+    rename, missing = spec.train.init_rename, spec.train.init_missing
+    kept = runtime.together(lambda: _load_weights(root, manifest, arrays, rename, missing))
     if runtime.is_first:
+        for name in kept:
+            say(f"{name} is not in train.init_from and gets fresh values")
         say(f"first values are the weights of step {manifest.step} in {root}")
         for section in ("model", "moe"):
             before, now = manifest.spec.get(section), spec.as_dict()[section]
@@ -128,14 +133,25 @@ def _first_values(job: Job) -> None:
                 say(f"spec differs from that of train.init_from: {field} was {was}, is {here}")
 
 
-def _load_weights(root: Path, manifest: Manifest, arrays: list[LocalArray]) -> None:
+def _fresh_parameters(job: Job) -> None:
+    seed, layers = job.spec.train.seed, job.spec.model.num_layers
+    init_parameters(job.model, job.layouts, job.runtime.rank, seed, layers)
+
+
+def _load_weights(
+    root: Path,
+    manifest: Manifest,
+    arrays: list[LocalArray],
+    rename: Mapping[str, str],
+    missing: Missing,
+) -> list[str]:
     names = {array.spec.name for array in arrays}
-    saved = [a.name for a in manifest.arrays if a.name.startswith("model/")]
-    stray = sorted(name for name in saved if name not in names)
     try:
+        saved = renamed([a.name for a in manifest.arrays], rename)
+        stray = sorted(n for n in saved if n.startswith("model/") and n not in names)
         if stray:
             raise CheckpointError(f"checkpoint array {stray[0]} has no place in the model")
-        ckpt.load(root, manifest, arrays)
+        return ckpt.load(root, manifest, arrays, rename, missing)
     except CheckpointError as error:
         raise CheckpointError(f"train.init_from ({root}): {error}") from None
 
