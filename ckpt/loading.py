@@ -190,6 +190,22 @@ def verify(root: Location, manifest: Manifest) -> int:
     Raises CheckpointError, naming the first object that is missing, short or damaged.
     """
     store = open_store(root)
+    total = _verify_metadata(store, manifest)
+    layouts = [
+        ObjectLayout(record, coordinates)
+        for record in manifest.arrays
+        for coordinates in manifest.coordinates(record)
+    ]
+
+    def read(layout: ObjectLayout) -> int:
+        _read_one(store, manifest, layout, layout.box, _Nowhere())
+        return manifest.objects[layout.key].bytes
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        return total + sum(pool.map(read, layouts))
+
+
+def _verify_metadata(store: Store, manifest: Manifest) -> int:
     total = 0
     for key, data in metadata_objects(manifest.arrays).items():
         full = f"{objects_key(manifest.save_id)}/{key}"
@@ -204,27 +220,15 @@ def verify(root: Location, manifest: Manifest) -> int:
                 f"object {store.where(full)} is damaged: it is not what the manifest says"
             )
         total += len(found)
-    layouts = [
-        ObjectLayout(record, coordinates)
-        for record in manifest.arrays
-        for coordinates in cells(tuple((0, size) for size in record.shape), record.shard_shape)
-    ]
-
-    def read(layout: ObjectLayout) -> int:
-        if manifest.ranks is not None and layout.key not in manifest.objects:
-            return 0
-        _read_one(store, manifest, layout, layout.box, _Nowhere())
-        return manifest.objects[layout.key].bytes
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        return total + sum(pool.map(read, layouts))
+    return total
 
 
 def open_group(root: Path, step: int | None = None) -> zarr.Group:
     """The arrays of a checkpoint, read-only, through zarr-python.
 
     ``open_group(root)["model/layers/moe/experts/w_gate"][3, 17]`` is one expert. zarr-python takes
-    a missing object for zeros, so every object's length is compared first.
+    a missing object for zeros, so every object's length is compared first, and what says how they
+    are to be read.
 
     Raises CheckpointError where one is missing, short or long, or there is no checkpoint.
     """
@@ -232,6 +236,7 @@ def open_group(root: Path, step: int | None = None) -> zarr.Group:
 
     manifest = read_manifest(root, step)
     folder = objects_dir(root, manifest.save_id)
+    _verify_metadata(open_store(root), manifest)
     for key, record in manifest.objects.items():
         path = folder / key
         if not path.exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
 
 from ckpt.format import (
@@ -28,16 +29,17 @@ def retain(root: Location, keep: int) -> list[int]:
     """
     assert keep >= 1, "the last good checkpoint is never removed"
     store, removed = open_store(root), []
-    for step in committed_steps(store)[:-keep]:
+    steps = committed_steps(store)
+    # One whose commit was killed is listed, and may not be durable: it must be, before others go.
+    store.settle(manifest_key(step) for step in steps[-keep:])
+    for step in steps[:-keep]:
         try:
             save_id = read_manifest(store, step).save_id
         except CheckpointError:
             continue  # damaged: what it owns is unknown, and someone may want to look at it
-        # From here on they are a leftover, should this be interrupted.
-        with contextlib.suppress(FileExistsError):
-            store.write(f"{pending_key(save_id)}/removed", [b""])
+        mark_unwanted(store, save_id)
         store.remove(manifest_key(step))
-        _remove(store, save_id)
+        remove_objects(store, save_id)
         removed.append(step)
     return removed
 
@@ -51,9 +53,10 @@ def remove_uncommitted(root: Location) -> list[str]:
     """
     store = open_store(root)
     try:
-        committed = {read_manifest(store, step).save_id for step in committed_steps(store)}
+        committed = committed_save_ids(store)
     except CheckpointError:
         return []
+    store.settle(manifest_key(step) for step in committed_steps(store))  # as in retain
     for name in store.names("manifests"):
         if _DRAFT.fullmatch(name):
             store.remove(f"manifests/{name}")
@@ -66,11 +69,32 @@ def remove_uncommitted(root: Location) -> list[str]:
             # Interrupted just after the commit, or just before a removal.
             store.remove_all(pending_key(save_id))
         else:
-            _remove(store, save_id)
+            remove_objects(store, save_id)
             removed.append(save_id)
     return removed
 
 
-def _remove(store: Store, save_id: str) -> None:
+def mark_unwanted(store: Store, save_id: str) -> None:
+    """Make a save's objects a leftover, should their removal be interrupted."""
+    mark = f"{pending_key(save_id)}/removed"
+    try:
+        with contextlib.suppress(FileExistsError):
+            store.write(mark, [b""])
+        store.settle([mark])
+    except OSError as error:
+        # Where there is no room for it, to make room is worth a leftover.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+
+
+def committed_save_ids(store: Store) -> set[str]:
+    """Those that have a manifest. Raises CheckpointError where one is damaged."""
+    return {read_manifest(store, step).save_id for step in committed_steps(store)}
+
+
+def remove_objects(store: Store, save_id: str) -> None:
+    """Remove a save's objects, and then the mark that they may go: it stays while one stays."""
     store.remove_all(objects_key(save_id))
-    store.remove_all(pending_key(save_id))
+    if save_id not in store.names("objects"):
+        store.settle([objects_key(save_id)])
+        store.remove_all(pending_key(save_id))

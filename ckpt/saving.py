@@ -27,10 +27,10 @@ from ckpt.format import (
     metadata_objects,
     objects_key,
     pending_key,
-    read_manifest,
 )
 from ckpt.locations import Location, open_store
 from ckpt.plan import own_cells
+from ckpt.retention import committed_save_ids, remove_objects
 from ckpt.shard import Encoder, ObjectLayout, ReadInto, aligned
 from ckpt.store import Bytes, Store
 from parallel.layout import Topology
@@ -130,8 +130,10 @@ def save(
 
 
 def begin(store: Store, info: SaveInfo, rank: int) -> None:
-    """Mark a save as not yet committed, before anything of it is written."""
-    store.write(f"{pending_key(info.save_id)}/rank-{rank}.begun", [b""])
+    """Mark a save as not yet committed, durably, before anything of it is written."""
+    key = f"{pending_key(info.save_id)}/rank-{rank}.begun"
+    store.write(key, [b""])
+    store.settle([key])
 
 
 def write_metadata(store: Store, info: SaveInfo, records: list[ArrayRecord]) -> Receipt:
@@ -260,18 +262,17 @@ def commit(
             f"step {info.step} already has a checkpoint in {store.where()}; save elsewhere, or "
             f"move {key.rpartition('/')[2]} away"
         ) from None
-    store.remove_all(pending_key(info.save_id))
+    with contextlib.suppress(OSError):  # it is committed, marked or not: the next start clears up
+        store.remove_all(pending_key(info.save_id))
     return manifest
 
 
 def discard(root: Location, info: SaveInfo) -> None:
     """Remove what a save that failed has written; one that was committed after all is left."""
     store = open_store(root)
-    with contextlib.suppress(CheckpointError):
-        if read_manifest(store, info.step).save_id == info.save_id:
-            return
-    store.remove_all(objects_key(info.save_id))
-    store.remove_all(pending_key(info.save_id))
+    with contextlib.suppress(CheckpointError, OSError):  # what cannot be told is left, as pending
+        if info.save_id not in committed_save_ids(store):
+            remove_objects(store, info.save_id)
 
 
 def _abandon(store: Store, info: SaveInfo, failure: Exception | None) -> NoReturn:
