@@ -39,7 +39,7 @@ import torch.distributed as dist
 import ckpt
 from bench.harness import Row, finish
 from bench.state import KINDS, Sizes
-from ckpt.format import ObjectRecord
+from ckpt.objects import ObjectRecord
 from ckpt.plan import own_cells
 from ckpt.saving import begin, commit, leave_receipt, read_receipts, write_metadata
 from ckpt.shard import ObjectLayout

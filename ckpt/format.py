@@ -10,17 +10,18 @@
         c/0/0                                     one object: a zarr shard, one writer
 
 Everything under a save id is immutable. The manifest lists every object with its length and a
-checksum, so that a missing one is an error and never zarr's fill value.
+checksum, those of an array in row-major order of its grid, so that a missing one is an error and
+never zarr's fill value.
 """
 
 from __future__ import annotations
 
-import builtins
 import itertools
 import json
 import math
 import re
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -36,6 +37,7 @@ from pydantic import (
 )
 
 from ckpt.locations import Location, open_store
+from ckpt.objects import ObjectRecord, Objects, Stored, object_key
 from parallel.layout import Box, ShardLayout, Topology, cells, count_cells
 
 # How a logical dtype is stored. zarr has no bfloat16 or float8: they are kept as bit patterns.
@@ -150,28 +152,11 @@ class ArrayRecord(_Record):
             yield object_key(self.name, coordinates)
 
 
-class ObjectRecord(_Record):
-    """One stored file: its length in bytes and a checksum.
-
-    The checksum is the file's CRC32C; of a shard it is the CRC32C of its chunks' CRC32Cs, in the
-    order of its index. (The CRC of bytes that are followed by their own CRC is a constant: that of
-    a shard's whole file would be the same whatever is in it.)
-    """
-
-    bytes: _Count
-    checksum: int
-
-    @classmethod
-    def of(cls, data: builtins.bytes) -> ObjectRecord:
-        """Of a small file."""
-        return cls(bytes=len(data), checksum=crc32c(data))
-
-
 class Manifest(_Record):
     """A committed checkpoint. ``state`` is the saver's own, plain JSON."""
 
     format: Literal["convoy-checkpoint"] = "convoy-checkpoint"
-    format_version: Literal[1] = 1
+    format_version: Literal[2] = 2
     save_id: Annotated[str, AfterValidator(_check_save_id)]
     step: _Count
     created: str
@@ -179,7 +164,10 @@ class Manifest(_Record):
     ranks: tuple[int, ...] | None = None
     """The ranks whose slices are here, where a store has only some: those of a node."""
     arrays: list[ArrayRecord]
-    objects: dict[str, ObjectRecord]
+    metadata: dict[str, ObjectRecord]
+    """Every zarr.json, by its key below the save id."""
+    stored: list[Stored]
+    """The objects of each of ``arrays``, in turn."""
     state: dict[str, Any]
     spec: dict[str, Any]
     spec_hash: str
@@ -221,15 +209,24 @@ class Manifest(_Record):
         found = (cells(box, record.shard_shape) for box in self.boxes(record))
         return itertools.chain.from_iterable(found)
 
+    def count(self, record: ArrayRecord) -> int:
+        """How many :meth:`coordinates` there are, without going through them."""
+        return sum(count_cells(box, record.shard_shape) for box in self.boxes(record))
+
+    def sorted_coordinates(self, record: ArrayRecord) -> list[tuple[int, ...]] | None:
+        """Where in an array the objects are that are here, in row-major order; None for all."""
+        return None if self.ranks is None else sorted(set(self.coordinates(record)))
+
+    @cached_property
+    def objects(self) -> Objects:
+        """Every object by its key below the save id."""
+        return Objects(self.arrays, self.metadata, self.stored, self.sorted_coordinates)
+
     @property
     def total_bytes(self) -> int:
         """Bytes of all objects."""
-        return sum(record.bytes for record in self.objects.values())
-
-
-def object_key(array_name: str, coordinates: tuple[int, ...]) -> str:
-    """zarr's default chunk key: ``NAME/c/0/1``."""
-    return "/".join((array_name, "c", *map(str, coordinates)))
+        metadata = sum(record.bytes for record in self.metadata.values())
+        return metadata + sum(stored.total_bytes for stored in self.stored)
 
 
 def objects_key(save_id: str) -> str:
@@ -349,22 +346,28 @@ def _shown(text: str) -> str:
 
 
 def _check_coverage(manifest: Manifest, where: str) -> None:
-    expected = set(metadata_objects(manifest.arrays))
-    listed = manifest.objects.keys()
-    for record in manifest.arrays:
-        count = sum(count_cells(box, record.shard_shape) for box in manifest.boxes(record))
-        if count > len(listed):  # and they may be too many to name
+    expected, listed = metadata_objects(manifest.arrays).keys(), manifest.metadata.keys()
+    for what, names in (("lacks", expected - listed), ("has a stray", listed - expected)):
+        if names:
+            name, count = _shown(min(names)), len(names)
+            raise CheckpointError(f"manifest {where} {what} object {name} ({count} in all)")
+    if len(manifest.stored) != len(manifest.arrays):
+        raise CheckpointError(
+            f"manifest {where} lists the objects of {len(manifest.stored)} arrays, and has "
+            f"{len(manifest.arrays)}"
+        )
+    for record, stored in zip(manifest.arrays, manifest.stored, strict=True):
+        # They are in the order of the grid: as many as there must be are those that must be.
+        count = manifest.count(record)
+        if count != len(stored.checksums) or not stored.is_even:
             raise CheckpointError(
-                f"manifest {where} lacks objects of {_shown(record.name)}: it has {count}, and "
-                f"{len(listed)} are listed in all"
+                f"manifest {where} lacks objects of {_shown(record.name)}, or has stray ones: it "
+                f"lists {len(stored.checksums)} of {count}"
             )
-        expected.update(object_key(record.name, at) for at in manifest.coordinates(record))
-    missing = sorted(expected - listed)
-    extra = sorted(listed - expected)
-    if missing or extra:
-        what, names = ("lacks", missing) if missing else ("has a stray", extra)
-        name, count = _shown(names[0]), len(names)
-        raise CheckpointError(f"manifest {where} {what} object {name} ({count} in all)")
+        here = manifest.sorted_coordinates(record)
+        if here is not None and len(here) != count:
+            name = _shown(record.name)
+            raise CheckpointError(f"manifest {where} has objects of {name} that slices cut")
 
 
 def read_manifest(root: Location, step: int | None = None) -> Manifest:

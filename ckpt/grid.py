@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 from parallel.layout import ShardLayout
 
@@ -12,6 +13,7 @@ CHUNK_BYTES = 4 << 20
 """The length that inner chunks come near to: the least that a reader must read to verify."""
 
 
+@lru_cache(maxsize=1 << 12)
 def storage_grid(
     layout: ShardLayout,
     itemsize: int,

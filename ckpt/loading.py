@@ -14,7 +14,6 @@ from ckpt.format import (
     ArrayRecord,
     CheckpointError,
     Manifest,
-    ObjectRecord,
     metadata_objects,
     objects_dir,
     objects_key,
@@ -22,6 +21,7 @@ from ckpt.format import (
 )
 from ckpt.locations import Location, open_store
 from ckpt.names import Missing, renamed
+from ckpt.objects import ObjectRecord
 from ckpt.saving import THREADS
 from ckpt.shard import Array, ObjectLayout, Target, read_object, within
 from ckpt.store import Bytes, Store

@@ -19,7 +19,6 @@ from ckpt.format import (
     CheckpointError,
     Compression,
     Manifest,
-    ObjectRecord,
     OtherRankError,
     decode_manifest,
     encode_manifest,
@@ -29,6 +28,7 @@ from ckpt.format import (
     pending_key,
 )
 from ckpt.locations import Location, open_store
+from ckpt.objects import ObjectRecord, gather
 from ckpt.plan import own_cells
 from ckpt.retention import committed_save_ids, remove_objects
 from ckpt.shard import Encoder, ObjectLayout, ReadInto, aligned
@@ -182,7 +182,7 @@ def write_objects(
         return dict(pool.map(write, todo))
 
 
-def settle(store: Store, info: SaveInfo, receipt: Receipt) -> None:
+def settle(store: Store, info: SaveInfo, receipt: Iterable[str]) -> None:
     """Make durable that what was written is there; once a save, since it takes the longer the more
     folders there are."""
     store.settle(f"{objects_key(info.save_id)}/{key}" for key in receipt)
@@ -190,8 +190,7 @@ def settle(store: Store, info: SaveInfo, receipt: Receipt) -> None:
 
 def leave_receipt(store: Store, info: SaveInfo, rank: int, receipt: Receipt) -> None:
     """Say what this rank has written, all of it durable."""
-    body = {key: [record.bytes, record.checksum] for key, record in receipt.items()}
-    store.publish(_receipt_key(info, rank), json.dumps(body).encode())
+    store.publish(_receipt_key(info, rank), json.dumps(receipt).encode())
 
 
 def _receipt_key(info: SaveInfo, rank: int) -> str:
@@ -225,9 +224,9 @@ def read_receipts(store: Store, info: SaveInfo) -> Receipt:
                 f"rank {rank} left no receipt {store.where(key)}: checkpoint.path must be a folder "
                 f"that every rank shares"
             ) from None
-        for name, (length, checksum) in body.items():
-            assert name not in objects, f"two ranks wrote {name}"
-            objects[name] = ObjectRecord(bytes=length, checksum=checksum)
+        count = len(objects) + len(body)
+        objects.update({name: ObjectRecord(*pair) for name, pair in body.items()})
+        assert len(objects) == count, f"rank {rank} wrote what another one wrote"
     return objects
 
 
@@ -239,21 +238,29 @@ def commit(
     Raises CheckpointError where the objects are not the whole, or the step has a manifest.
     """
     store = open_store(root)
-    manifest = Manifest(
+    empty = Manifest(
         save_id=info.save_id,
         step=info.step,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         topology=info.topology.as_dict(),
         ranks=info.ranks,
         arrays=records,
-        objects=dict(sorted(objects.items())),
+        metadata={},
+        stored=[],
         state=info.state,
         spec=info.spec,
         spec_hash=info.spec_hash,
         versions={name: version(name) for name in ("torch", "zarr", "numpy", "convoy-moe")},
     )
-    data = encode_manifest(manifest)
+    names = list(metadata_objects(records))
+    all_of_it = gather(records, names, empty.sorted_coordinates, objects)
     key = manifest_key(info.step)
+    for what, keys in (("lacks", all_of_it.missing), ("has a stray", all_of_it.stray)):
+        if keys:
+            where = store.where(key)
+            raise CheckpointError(f"manifest {where} {what} object {keys[0]} ({len(keys)} in all)")
+    manifest = empty.model_copy(update={"metadata": all_of_it.metadata, "stored": all_of_it.stored})
+    data = encode_manifest(manifest)
     decode_manifest(data, store.where(key))  # refuses what no reader would take
     try:
         store.publish(key, data)

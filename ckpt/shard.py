@@ -29,13 +29,8 @@ from numcodecs import zstd
 from numpy.typing import NDArray
 
 from ckpt.files import PAGE
-from ckpt.format import (
-    ZSTD_LEVEL,
-    ArrayRecord,
-    CheckpointError,
-    ObjectRecord,
-    object_key,
-)
+from ckpt.format import ZSTD_LEVEL, ArrayRecord, CheckpointError
+from ckpt.objects import ObjectRecord, object_key
 from ckpt.store import Bytes, Reader
 from parallel.layout import Box, cell_box, intersect
 
@@ -45,7 +40,7 @@ _NO_CHUNK = np.uint64(2**64 - 1)
 _LARGE_CHUNK = 1 << 20
 _HUGE_PAGE = 2 << 20
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-_READ_BYTES = 1 << 20  # at a time: what was read is still in the cache when it is summed
+_READ_BYTES = 512 << 10  # at a time: what was read is still in the cache when it is summed
 _MOST_PARTS = 512  # of one read; systems allow 1,024
 
 Array: TypeAlias = "NDArray[Any]"
@@ -228,7 +223,7 @@ class Encoder:
             memory = aligned(stride)
         # Writes of about the same length: a short one costs nearly as much as a long one.
         writes = -(-len(layout.chunks) // (memory.nbytes // stride))
-        if layout.length <= memory.nbytes:
+        if max(layout.room, layout.length) <= memory.nbytes:
             writes = 1
         together = -(-len(layout.chunks) // writes)
         for first in range(0, len(layout.chunks), together):
@@ -323,14 +318,14 @@ def _read_index(reader: Reader, layout: ObjectLayout) -> dict[int, tuple[int, in
 def _read_checked(
     reader: Reader, start: int, parts: list[Bytes], check: Bytes, number: int
 ) -> None:
-    found = 0
+    found, left = 0, sum(part.nbytes for part in parts)
     for blocks in _blocks(parts):
         size = sum(block.nbytes for block in blocks)
-        reader.read_into(start, blocks)
+        left -= size
+        reader.read_into(start, blocks if left else [*blocks, check])
         for block in blocks:
             found = crc32c(block.data, found)
         start += size
-    reader.read_into(start, [check])
     _compare(found, check, f"chunk {number}")
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
-from ckpt.format import ArrayRecord, ObjectRecord, objects_key
+from ckpt.format import ArrayRecord, objects_key
+from ckpt.objects import ObjectRecord
 from ckpt.saving import WRITERS, Receipt, SaveInfo
 from ckpt.shard import Encoder, ObjectLayout
 from ckpt.store import Bytes, Store
@@ -22,7 +23,7 @@ class Previous:
     """What this rank wrote, or found, in the save before."""
 
     save_id: str
-    receipt: Receipt
+    receipt: Mapping[str, ObjectRecord]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from ckpt.format import (
     ArrayRecord,
     CheckpointError,
     Manifest,
-    ObjectRecord,
     committed_steps,
     metadata_objects,
     objects_key,
@@ -24,6 +23,7 @@ from ckpt.grid import storage_grid
 from ckpt.loading import read_nowhere
 from ckpt.locations import Location, open_store
 from ckpt.names import check_names
+from ckpt.objects import ObjectRecord
 from ckpt.rewrite import Part, Progress, Receipt, Slabs, UnfinishedError
 from ckpt.saving import SaveInfo, begin, commit, discard
 from ckpt.shard import Array, Encoder, ObjectLayout
@@ -124,7 +124,7 @@ class CheckpointTarget:
 
     def check(self, key: str, receipt: Receipt) -> bool:
         """See :class:`ckpt.rewrite.Target`."""
-        expected = ObjectRecord.model_validate(receipt)
+        expected = ObjectRecord(**receipt)
         try:
             read_nowhere(self.store, self.info.save_id, self._layouts[key], expected)
         except (CheckpointError, OSError):
@@ -158,7 +158,7 @@ class CheckpointTarget:
             self.store.remove(self._key(key))  # half of it, or one that is not in the journal
         encoder = Encoder(layout)
         self.store.write(self._key(key), counted(encoder.parts(encoder.fill(read))))
-        return encoder.record.model_dump()
+        return encoder.record._asdict()
 
     def journal(self, receipts: dict[str, Receipt]) -> None:
         """See :class:`ckpt.rewrite.Target`."""
@@ -172,7 +172,7 @@ class CheckpointTarget:
 
     def commit(self, receipts: dict[str, Receipt]) -> None:
         """See :class:`ckpt.rewrite.Target`."""
-        objects = {key: ObjectRecord.model_validate(value) for key, value in receipts.items()}
+        objects = {key: ObjectRecord(**value) for key, value in receipts.items()}
         try:
             for key, data in metadata_objects(self.records).items():
                 if self._resumed:

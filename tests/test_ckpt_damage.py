@@ -146,12 +146,51 @@ def test_a_manifest_that_forgets_an_object_is_refused(saved):
     root, manifest = saved
     from ckpt.format import encode_manifest
 
-    forgotten = next(key for key in manifest.objects if "/c/" in key)
-    objects = {k: v for k, v in manifest.objects.items() if k != forgotten}
     path = ckpt.manifest_path(root, 5)
-    path.write_bytes(encode_manifest(manifest.model_copy(update={"objects": objects})))
-    with pytest.raises(ckpt.CheckpointError, match=f"lacks object {forgotten}"):
-        ckpt.read_manifest(root)
+    for at, (record, stored) in enumerate(zip(manifest.arrays, manifest.stored, strict=True)):
+        one_less = stored.model_copy(update={"checksums": stored.checksums[:-1]})
+        others = [*manifest.stored[:at], one_less, *manifest.stored[at + 1 :]]
+        path.write_bytes(encode_manifest(manifest.model_copy(update={"stored": others})))
+        with pytest.raises(ckpt.CheckpointError, match=f"lacks objects of {record.name}"):
+            ckpt.read_manifest(root)
+    for key in manifest.metadata:
+        rest = {k: v for k, v in manifest.metadata.items() if k != key}
+        path.write_bytes(encode_manifest(manifest.model_copy(update={"metadata": rest})))
+        with pytest.raises(ckpt.CheckpointError, match=f"lacks object {key} "):
+            ckpt.read_manifest(root)
+
+
+def test_only_the_whole_is_committed(saved):
+    from dataclasses import replace
+
+    from ckpt.saving import commit
+
+    root, manifest = saved
+    about, objects = (
+        replace(info(6, Topology(**manifest.topology)), save_id=manifest.save_id),
+        dict(manifest.objects),
+    )
+    for key in objects:
+        rest = {k: v for k, v in objects.items() if k != key}
+        with pytest.raises(ckpt.CheckpointError, match=f"lacks object {key} .1 in all"):
+            commit(root, about, manifest.arrays, rest)
+    stray = "model/embed/weight/c/9/9"
+    with pytest.raises(ckpt.CheckpointError, match=f"has a stray object {stray}"):
+        commit(root, about, manifest.arrays, objects | {stray: objects["zarr.json"]})
+    assert ckpt.committed_steps(root) == [5]
+    assert commit(root, about, manifest.arrays, objects).objects == objects
+
+
+def test_objects_of_a_manifest_are_found_by_their_keys_alone(saved):
+    _, manifest = saved
+    assert set(manifest.objects) == {*manifest.metadata} | {
+        key for record in manifest.arrays for key in record.object_keys()
+    }
+    assert len(manifest.objects) == len(list(manifest.objects))
+    for other in ("model/embed/weight/c/0", "model/embed/weight/c/0/9", "model/embed/weight/c/00/0",
+                  "model/embed/weight/c/-1/0", "model/embed/weight", "c", "/c/", "", "x/c/0/0",
+                  "model/embed/weight/c", "model/embed/weight/c/0/0/"):  # fmt: skip
+        assert other not in manifest.objects, other
 
 
 def test_the_plain_zarr_view_checks_that_objects_are_there(saved):

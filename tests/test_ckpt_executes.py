@@ -94,7 +94,7 @@ for data in [original, *trees]:
     assert whole == (data == original)
     count += 1
 path.write_bytes(original)
-for key in sorted(body["objects"]):
+for key in sorted(ckpt.read_manifest(root).objects):
     data = (objects / key).read_bytes()
     for at in range(0, len(data), 1 + len(data) // 9):
         (objects / key).write_bytes(data[:at] + bytes([data[at] ^ 255]) + data[at + 1:])

@@ -1,0 +1,203 @@
+"""What a manifest says of objects: a few numbers each, of a million of them in a second."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import chain, groupby, product
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import numpy as np
+from crc32c import crc32c
+from pydantic import BaseModel, ConfigDict, Field
+
+if TYPE_CHECKING:
+    from ckpt.format import ArrayRecord
+
+_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+_Checksum = Annotated[int, Field(ge=0, lt=1 << 32)]
+
+
+class ObjectRecord(NamedTuple):
+    """One stored file: its length in bytes and a checksum.
+
+    The checksum is the file's CRC32C; of a shard it is the CRC32C of its chunks' CRC32Cs, in the
+    order of its index. (The CRC of bytes that are followed by their own CRC is a constant: that of
+    a shard's whole file would be the same whatever is in it.)
+    """
+
+    bytes: _Count
+    checksum: _Checksum
+
+    @classmethod
+    def of(cls, data: builtins.bytes) -> ObjectRecord:
+        """Of a small file."""
+        return cls(bytes=len(data), checksum=crc32c(data))
+
+
+class Stored(BaseModel):
+    """The objects of one array that are here, in row-major order of the grid."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    lengths: list[tuple[_Count, _Count]]
+    """In bytes, as runs: so many objects, of so many bytes each."""
+    checksums: list[_Checksum]
+
+    @classmethod
+    def of(cls, objects: Sequence[ObjectRecord]) -> Stored:
+        """Of the objects in turn."""
+        runs = groupby(record.bytes for record in objects)
+        lengths = [(sum(1 for _ in run), length) for length, run in runs]
+        return cls(lengths=lengths, checksums=[record.checksum for record in objects])
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all of them."""
+        return sum(count * length for count, length in self.lengths)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether there are as many lengths as checksums."""
+        return sum(count for count, _ in self.lengths) == len(self.checksums)
+
+
+def object_key(array_name: str, coordinates: tuple[int, ...]) -> str:
+    """zarr's default chunk key: ``NAME/c/0/1``."""
+    return "/".join((array_name, "c", *map(str, coordinates)))
+
+
+def grid_of(record: ArrayRecord) -> tuple[int, ...]:
+    """How many objects an array has along each dim."""
+    sizes = zip(record.shape, record.shard_shape, strict=True)
+    return tuple(-(-size // shard) for size, shard in sizes)
+
+
+Coordinates = Callable[["ArrayRecord"], Sequence[tuple[int, ...]] | None]
+"""Where in an array the objects are that are here, in row-major order; None for all of them."""
+
+
+def _keys(record: ArrayRecord, coordinates: Sequence[tuple[int, ...]] | None) -> Iterator[str]:
+    if coordinates is not None:
+        return (object_key(record.name, at) for at in coordinates)
+    grid = grid_of(record)
+    if not grid:
+        return iter([object_key(record.name, ())])
+    # A string for each index of a dim, not for each object.
+    names = [[f"/{index}" for index in range(size)] for size in grid] if all(grid) else [[]]
+    return map("".join, product([f"{record.name}/c"], *names))
+
+
+class Gathered(NamedTuple):
+    """What is known of the objects of a save, against what it must have."""
+
+    metadata: dict[str, ObjectRecord]
+    stored: list[Stored]
+    missing: list[str]
+    stray: list[str]
+
+
+def gather(
+    arrays: Sequence[ArrayRecord],
+    metadata: Sequence[str],
+    coordinates: Coordinates,
+    found: Mapping[str, ObjectRecord],
+) -> Gathered:
+    """Put what was ``found``, by key, into a manifest's order."""
+    missing = [key for key in metadata if key not in found]
+    here = {key: found[key] for key in metadata if key in found}
+    count, stored = len(here), []
+    for record in arrays:
+        keys = list(_keys(record, coordinates(record)))
+        records = [found[key] for key in keys if key in found]
+        if len(records) < len(keys):
+            missing += [key for key in keys if key not in found]
+        count += len(records)
+        stored.append(Stored.of(records))
+    stray: list[str] = []
+    if count < len(found):
+        known = {*metadata, *chain.from_iterable(_keys(r, coordinates(r)) for r in arrays)}
+        stray = sorted(found.keys() - known)
+    return Gathered(here, stored, sorted(missing), stray)
+
+
+class Objects(Mapping[str, ObjectRecord]):
+    """Every object of a manifest by its key below the save id; those of arrays are worked out as
+    they are asked for."""
+
+    def __init__(
+        self,
+        arrays: Sequence[ArrayRecord],
+        metadata: Mapping[str, ObjectRecord],
+        stored: Sequence[Stored],
+        coordinates: Coordinates,
+    ) -> None:
+        self._metadata, self._coordinates = metadata, coordinates
+        self._columns = {
+            record.name: _Column(record, here, coordinates)
+            for record, here in zip(arrays, stored, strict=True)
+        }
+
+    def __getitem__(self, key: str) -> ObjectRecord:
+        if key in self._metadata:
+            return self._metadata[key]
+        # A scalar's key has no coordinates.
+        name, _, place = (key[:-2], "", "") if key.endswith("/c") else key.rpartition("/c/")
+        column = self._columns.get(name)
+        if column is not None:
+            parts = place.split("/") if place else []
+            if len(place) < 1000 and all(part.isdecimal() for part in parts):
+                at = tuple(map(int, parts))
+                index = column.index(at)
+                if index is not None and object_key(name, at) == key:
+                    return column.record_at(index)
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[str]:
+        columns = self._columns.values()
+        yield from self._metadata
+        for column in columns:
+            yield from _keys(column.record, self._coordinates(column.record))
+
+    def __len__(self) -> int:
+        columns = self._columns.values()
+        return len(self._metadata) + sum(len(column.stored.checksums) for column in columns)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} objects>"
+
+
+class _Column:
+    """The objects of one array."""
+
+    def __init__(self, record: ArrayRecord, stored: Stored, coordinates: Coordinates) -> None:
+        self.record, self.stored, self._coordinates = record, stored, coordinates
+        self.grid = grid_of(record)
+
+    @cached_property
+    def _places(self) -> dict[tuple[int, ...], int] | None:
+        found = self._coordinates(self.record)
+        return None if found is None else {at: index for index, at in enumerate(found)}
+
+    @cached_property
+    def _lengths(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        counts = [count for count, _ in self.stored.lengths]
+        return np.repeat(np.array([n for _, n in self.stored.lengths], np.int64), counts)
+
+    def index(self, at: tuple[int, ...]) -> int | None:
+        """Which of the objects the one at some coordinates is; None where it is not here."""
+        if self._places is not None:
+            return self._places.get(at)
+        if len(at) != len(self.grid):
+            return None
+        flat = 0
+        for coordinate, size in zip(at, self.grid, strict=True):
+            if coordinate >= size:
+                return None
+            flat = flat * size + coordinate
+        return flat
+
+    def record_at(self, index: int) -> ObjectRecord:
+        """One of them."""
+        return ObjectRecord(int(self._lengths[index]), self.stored.checksums[index])
