@@ -45,7 +45,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from bench import planning
 from bench.harness import Row, arguments, finish
-from bench.savers import DcpAsync, Subject, empty, installed_subjects, sync
+from bench.savers import Background, Subject, empty, installed_subjects, sync
 from bench.state import Sizes, State
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -216,7 +216,7 @@ class Rank:
             for threads in (1, 2)
         }
         # An async save is timed with its stall, and its files are as those of its sync one.
-        sync_ones = {n: s for n, s in self.subjects.items() if not isinstance(s, DcpAsync)}
+        sync_ones = {n: s for n, s in self.subjects.items() if not isinstance(s, Background)}
         saves |= {name: subject.save for name, subject in sync_ones.items()}
         loads |= {name: subject.load for name, subject in sync_ones.items()}
         for turn in range(samples + 1):
@@ -245,7 +245,7 @@ class Rank:
         stalls: dict[str, Callable[[], Any]] = {"limit": self.raw.copy} | {
             name: partial(subject.begin, self.folder(name))
             for name, subject in self.subjects.items()
-            if isinstance(subject, DcpAsync)
+            if isinstance(subject, Background)
         }
         for name in _shuffled(turn, stalls):
             self._anew(name)

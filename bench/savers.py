@@ -9,6 +9,7 @@ out, and one line says so.
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import shutil
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,14 @@ class Subject(Protocol):
 
     def load(self, folder: Path) -> None:
         """Into the state's own tensors."""
+
+
+@runtime_checkable
+class Background(Subject, Protocol):
+    """One that saves while training goes on."""
+
+    def begin(self, folder: Path) -> Callable[[], object]:
+        """Returns when training may go on; what is returned waits until all is durable."""
 
 
 def sync(path: Path) -> None:
@@ -101,6 +110,44 @@ class Convoy:
     def load(self, folder: Path) -> None:
         """As in Subject."""
         ckpt.load(folder, ckpt.read_manifest(folder), self.arrays)
+
+
+class ConvoyAsync(Convoy):
+    """ckpt.Saver: copied to memory that a process of its own writes from."""
+
+    def __init__(self, state: State) -> None:
+        super().__init__(state)
+        self._savers: dict[Path, ckpt.Saver] = {}
+
+    def _saver(self, folder: Path) -> ckpt.Saver:
+        if folder not in self._savers:
+            tier = ckpt.Tier(name="shared", location=str(folder))
+            lock = folder.with_name(f".{folder.name}-{self.state.rank}")
+            saver = ckpt.Saver([tier], self.state.rank, lock)
+            atexit.register(saver.close)
+            saver.ready()
+            saver.prepare(self.topology, self.arrays)
+            self._savers[folder] = saver
+        return self._savers[folder]
+
+    def begin(self, folder: Path) -> Callable[[], object]:
+        """Returns when training may go on; what is returned waits until all is durable."""
+        saver, step = self._saver(folder), next(self.numbers)
+        info = ckpt.SaveInfo(f"save-{step}", step, self.topology, {}, {}, "0" * 8)
+        saver.save(info, self.arrays)
+
+        def wait() -> None:
+            for event in saver.wait():
+                if event.what == "failed":
+                    raise RuntimeError(event.error)
+            # Every rank's keeper has written; the first one's also commits.
+            dist.barrier()
+
+        return wait
+
+    def save(self, folder: Path) -> None:
+        """As in Subject."""
+        self.begin(folder)()
 
 
 class TorchSave:
@@ -322,6 +369,7 @@ class Orbax:
 
 SUBJECTS: dict[str, Callable[[State], Subject]] = {
     "convoy": Convoy,
+    "convoy async": ConvoyAsync,
     "torch.save": TorchSave,
     "safetensors": Safetensors,
     "dcp": Dcp,

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -158,13 +159,24 @@ class Saver:
         while self._busy:
             self._take(None)
         plan, room = self._prepare(info.topology, arrays)
-        for one, layout in zip(plan.objects, plan.layouts, strict=True):
-            if not set(names) & set(one.tiers):
-                continue
-            read = arrays[one.array].read_into
-            for at, (_, box) in enumerate(layout.chunks):
-                start = one.offset + at * layout.stride
+        chunks = [
+            (layout, one.offset + at * layout.stride, box, arrays[one.array].read_into)
+            for one, layout in zip(plan.objects, plan.layouts, strict=True)
+            if set(names) & set(one.tiers)
+            for at, (_, box) in enumerate(layout.chunks)
+        ]
+        # A device copies by itself, in the order of the stream that this thread is on.
+        threads = 1 if torch.cuda.is_available() else torch.get_num_threads()
+
+        def copy(first: int) -> None:
+            for layout, start, box, read in chunks[first::threads]:
                 layout.fill(box, room[start : start + layout.stride], read)
+
+        if threads == 1:
+            copy(0)
+        else:
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(copy, range(threads)))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         order = Order(

@@ -164,6 +164,42 @@ def test_other_readers_see_the_same_numbers(tmp_path, reader):
         assert np.asarray(seen).shape == spec.shape
 
 
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+@pytest.mark.parametrize("width", [3, 1 << 18])
+def test_an_object_is_the_same_in_whatever_memory_it_is_laid_out(width, compression):
+    from ckpt.shard import Encoder, aligned
+
+    values = np.random.default_rng(0).random((13, width), np.float32)
+    record = ckpt.ArrayRecord(
+        name="w", shape=values.shape, logical_dtype="float32", splits=((), ()),
+        shard_shape=(14, width), chunk_shape=(2, width), compression=compression,
+    )  # fmt: skip
+    layout = ObjectLayout(record, (0, 0))
+
+    def read(box, out):
+        out[...] = values[tuple(slice(*extent) for extent in box)]
+
+    def encoded(rooms):
+        encoder = Encoder(layout)
+        return [bytes(part) for part in encoder.parts(rooms(encoder))], encoder.record
+
+    parts, record = encoded(lambda e: e.fill(read))
+    whole = b"".join(parts)
+    assert record.bytes == len(whole)
+    if compression == "none":
+        assert len(whole) == layout.length
+        assert len(whole) % 4096 == 0 or width == 3
+    sizes = [0, layout.stride, 2 * layout.stride, 3 * layout.stride + 1, layout.length - 1,
+             layout.length, layout.room, layout.page_room, 2 * layout.page_room]  # fmt: skip
+    for size in sizes:
+        memory = aligned(size)
+        memory[:] = 255  # what another object left
+        parts, again = encoded(lambda e, memory=memory: e.fill(read, memory))
+        assert (b"".join(parts), again) == (whole, record), size
+        if compression == "none" and size >= layout.page_room:
+            assert len(parts) == 1, "all of it is one write"
+
+
 def test_one_expert_is_one_index(tmp_path):
     save_with_threads(tmp_path, 7, Topology(dp_shard=2, ep=2))
     group = ckpt.open_group(tmp_path)
