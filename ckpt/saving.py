@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import version
-from queue import SimpleQueue
+from queue import LifoQueue
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ckpt.format import (
@@ -163,10 +164,13 @@ def write_objects(
     :func:`settle`.
     """
     folder, todo = objects_key(info.save_id), list(objects)
-    most = max((layout.page_room for layout, _ in todo), default=0)
-    memories: SimpleQueue[Bytes] = SimpleQueue()
+    rooms = [layout.page_room for layout, _ in todo]
+    # New memory costs about what a copy costs: a small save takes little of it.
+    least = max((layout.stride for layout, _ in todo), default=0)
+    size = min(write_bytes, max(rooms, default=0), max(least, sum(rooms) // (4 * threads)))
+    memories: LifoQueue[Bytes] = LifoQueue()  # what was written last is in the cache still
     for _ in range(min(threads, len(todo))):
-        memories.put(aligned(min(write_bytes, most)))
+        memories.put(aligned(size))
 
     def write(one: tuple[ObjectLayout, ReadInto]) -> tuple[str, ObjectRecord]:
         layout, read = one
@@ -250,7 +254,7 @@ def commit(
         state=info.state,
         spec=info.spec,
         spec_hash=info.spec_hash,
-        versions={name: version(name) for name in ("torch", "zarr", "numpy", "convoy-moe")},
+        versions=_versions(),
     )
     names = list(metadata_objects(records))
     all_of_it = gather(records, names, empty.sorted_coordinates, objects)
@@ -272,6 +276,11 @@ def commit(
     with contextlib.suppress(OSError):  # it is committed, marked or not: the next start clears up
         store.remove_all(pending_key(info.save_id))
     return manifest
+
+
+@cache
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("torch", "zarr", "numpy", "convoy-moe")}
 
 
 def discard(root: Location, info: SaveInfo) -> None:

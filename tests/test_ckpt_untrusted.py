@@ -175,7 +175,8 @@ def test_many_forged_manifests_are_only_ever_refused(saved):
 HUGE = 10**18
 FORGED = [
     ({"arrays": {0: {"shape": [HUGE, 6]}}}, "lists 2 of"),
-    ({"arrays": {0: {"shape": [HUGE, 6], "shard_shape": [1, 6], "chunk_shape": [1, 6]}}}, "lists 2 of"),
+    ({"arrays": {0: {"shape": [HUGE, 6], "shard_shape": [1, 6], "chunk_shape": [1, 6]}}},
+     "lists 2 of"),
     ({"arrays": {0: {"shape": [0, HUGE], "shard_shape": [1, 1], "chunk_shape": [1, 1]}}}, "stray"),
     ({"arrays": {0: {"shape": [HUGE, HUGE], "shard_shape": [HUGE, HUGE],
                      "chunk_shape": [HUGE, HUGE]}}}, "chunk of more than"),
