@@ -13,8 +13,9 @@ from ckpt.format import (
 from ckpt.loading import load, open_group, read_box, read_box_into, verify
 from ckpt.resharding import reshard
 from ckpt.retention import remove_uncommitted, retain
+from ckpt.retrying import Retrying
 from ckpt.saving import Agree, SaveInfo, save
-from ckpt.store import LocalStore, Location, Store, open_store
+from ckpt.store import LocalStore, Location, Store, as_location, open_store
 from ckpt.stream import save_streamed
 from ckpt.tensors import ArraySpec, LocalArray
 
@@ -28,8 +29,10 @@ __all__ = [
     "Location",
     "Manifest",
     "OtherRankError",
+    "Retrying",
     "SaveInfo",
     "Store",
+    "as_location",
     "committed_steps",
     "load",
     "manifest_path",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -143,15 +143,26 @@ def write_objects(
 
     def write(one: tuple[ObjectLayout, ReadInto]) -> tuple[str, ObjectRecord]:
         layout, read = one
-        encoder = Encoder(layout)
-        store.write(f"{folder}/{layout.key}", encoder.parts(encoder.fill(read)))
-        progress(encoder.record.bytes)
-        return layout.key, encoder.record
+        parts = _Parts(layout, read)
+        store.write(f"{folder}/{layout.key}", parts)
+        progress(parts.encoder.record.bytes)
+        return layout.key, parts.encoder.record
 
     with ThreadPoolExecutor(threads) as pool:
         receipt = dict(pool.map(write, objects))
     store.settle(f"{folder}/{key}" for key in receipt)
     return receipt
+
+
+class _Parts:
+    """One object's, made anew each time that a store asks for them from the first on."""
+
+    def __init__(self, layout: ObjectLayout, read: ReadInto) -> None:
+        self.encoder, self._read = Encoder(layout), read
+
+    def __iter__(self) -> Iterator[memoryview | bytes]:
+        self.encoder = Encoder(self.encoder.layout)
+        return self.encoder.parts(self.encoder.fill(self._read))
 
 
 def leave_receipt(store: Store, info: SaveInfo, rank: int, receipt: Receipt) -> None:

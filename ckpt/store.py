@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,6 +29,10 @@ class Reader(Protocol):
 
         Raises OSError where there are fewer, or where they cannot be read.
         """
+
+    def expect(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Say what will be read, each a start and a stop, in about this order: a store that is far
+        away fetches it in few requests. Raises OSError where it cannot be read."""
 
 
 @runtime_checkable
@@ -59,6 +64,10 @@ class Store(Protocol):
     def names(self, folder: str) -> list[str]:
         """The names directly below a key, sorted: of objects and of what has some below it."""
 
+    def listing(self, folder: str) -> dict[str, tuple[int, float]]:
+        """Every object below a key, by its key from there on: its length in bytes, and the store's
+        time of its last change in seconds since 1970."""
+
     def link(self, old: str, new: str) -> bool:
         """Give an object a second key, without a second copy; False where that cannot be."""
 
@@ -73,14 +82,34 @@ class Store(Protocol):
 
 
 Location = Store | Path | str
-"""A store, or where one is: a folder."""
+"""A store, or where one is: a folder, or ``s3://bucket/prefix``, ``gs://`` or ``az://``."""
 
 
 def open_store(location: Location) -> Store:
-    """The store at a location."""
+    """The store at a location.
+
+    Raises ValueError for a URL that names none, or where the package that it needs is missing.
+    """
+    if isinstance(location, str) and "://" in location:
+        from ckpt.object_store import open_location  # which needs a package that few have
+
+        return open_location(location)
     if isinstance(location, str | Path):
+        if re.match(r"\w{2,}:/", str(location)):
+            raise ValueError(
+                f"checkpoint location {location} is a URL: give it as a str, not a path"
+            )
         return LocalStore(Path(location))
     return location
+
+
+def as_location(text: str) -> Path | str:
+    """A location that a person typed: a URL as it is, anything else a folder. Raises ValueError for
+    a URL of no store."""
+    if "://" in text:
+        open_store(text)
+        return text
+    return Path(text)
 
 
 class LocalStore:
@@ -94,7 +123,7 @@ class LocalStore:
         return str(self.root / key)
 
     def write(self, key: str, parts: Iterable[memoryview | bytes]) -> None:
-        """As in Store. A write that fails leaves half a file, which nothing ever takes for one."""
+        """As in Store. Half a file is removed; were it not, nothing would ever take it for one."""
         path = self.root / key
         self._make_folders(path.parent)
         handle = self.files.create(path)
@@ -102,6 +131,10 @@ class LocalStore:
             for part in parts:
                 self.files.append(handle, memoryview(part).cast("B"))
             self.files.sync(handle)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.files.remove(path)
+            raise
         finally:
             self.files.close(handle)
 
@@ -155,6 +188,17 @@ class LocalStore:
         except FileNotFoundError:
             return []
 
+    def listing(self, folder: str) -> dict[str, tuple[int, float]]:
+        """As in Store."""
+        found, top = {}, self.root / folder
+        for where, _, files in os.walk(top):
+            for name in files:
+                path = Path(where, name)
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                    status = path.stat()
+                    found[path.relative_to(top).as_posix()] = status.st_size, status.st_mtime
+        return found
+
     def link(self, old: str, new: str) -> bool:
         """A hard link."""
         path = self.root / new
@@ -207,6 +251,9 @@ class _LocalReader:
             if not more:
                 raise OSError(0, f"it ends at byte {start + found}")
             found += more
+
+    def expect(self, spans: Sequence[tuple[int, int]]) -> None:
+        pass
 
 
 def _after(parts: Sequence[Bytes], count: int) -> list[memoryview]:
