@@ -297,7 +297,12 @@ def read_manifest(root: Location, step: int | None = None) -> Manifest:
 
 
 def committed_steps(root: Location) -> list[int]:
-    """The steps that have a manifest, ascending."""
-    names = open_store(root).names("manifests")
+    """The steps that have a manifest, ascending. Raises CheckpointError where nobody can tell."""
+    store = open_store(root)
+    try:
+        names = store.names("manifests")
+    except OSError as error:
+        where = store.where("manifests")
+        raise CheckpointError(f"{where} cannot be read: {error.strerror}") from None
     found = (re.fullmatch(r"step-(\d{8,})\.json", name) for name in names)
     return sorted(int(match[1]) for match in found if match)

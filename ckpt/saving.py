@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +18,7 @@ from ckpt.format import (
     Manifest,
     ObjectRecord,
     OtherRankError,
+    committed_steps,
     decode_manifest,
     encode_manifest,
     manifest_key,
@@ -229,11 +229,15 @@ def commit(
 
 
 def discard(root: Location, info: SaveInfo) -> None:
-    """Remove what a save that failed has written; one that was committed after all is left."""
+    """Remove what a save that failed has written; one that was committed after all is left, and so
+    is one of which that cannot be known: it is marked as pending still."""
     store = open_store(root)
-    with contextlib.suppress(CheckpointError):
-        if read_manifest(store, info.step).save_id == info.save_id:
+    try:
+        steps = committed_steps(store)
+        if info.step in steps and read_manifest(store, info.step).save_id == info.save_id:
             return
+    except CheckpointError:
+        return
     store.remove_all(objects_key(info.save_id))
     store.remove_all(pending_key(info.save_id))
 
