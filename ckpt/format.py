@@ -275,7 +275,10 @@ def read_manifest(root: Location, step: int | None = None) -> Manifest:
     taken silently in its place.
     """
     store = open_store(root)
-    steps = committed_steps(store)
+    try:
+        steps = committed_steps(store)
+    except OSError as error:
+        raise CheckpointError(f"{store.where()} cannot be read: {error.strerror}") from None
     if step is None:
         if not steps:
             inner = "checkpoints"
@@ -297,12 +300,7 @@ def read_manifest(root: Location, step: int | None = None) -> Manifest:
 
 
 def committed_steps(root: Location) -> list[int]:
-    """The steps that have a manifest, ascending. Raises CheckpointError where nobody can tell."""
-    store = open_store(root)
-    try:
-        names = store.names("manifests")
-    except OSError as error:
-        where = store.where("manifests")
-        raise CheckpointError(f"{where} cannot be read: {error.strerror}") from None
+    """The steps that have a manifest, ascending. Raises OSError where nobody can tell."""
+    names = open_store(root).names("manifests")
     found = (re.fullmatch(r"step-(\d{8,})\.json", name) for name in names)
     return sorted(int(match[1]) for match in found if match)

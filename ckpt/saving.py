@@ -236,7 +236,7 @@ def discard(root: Location, info: SaveInfo) -> None:
         steps = committed_steps(store)
         if info.step in steps and read_manifest(store, info.step).save_id == info.save_id:
             return
-    except CheckpointError:
+    except (CheckpointError, OSError):
         return
     store.remove_all(objects_key(info.save_id))
     store.remove_all(pending_key(info.save_id))
