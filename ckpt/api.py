@@ -11,19 +11,23 @@ from ckpt.format import (
     read_manifest,
 )
 from ckpt.loading import load, open_group, read_box, read_box_into, verify
+from ckpt.messages import TIERS, Event, Tier, TierName
 from ckpt.resharding import reshard
 from ckpt.retention import remove_uncommitted, retain
 from ckpt.retrying import Retrying
+from ckpt.saver import Saver
 from ckpt.saving import Agree, SaveInfo, save
 from ckpt.store import LocalStore, Location, Store, as_location, open_store
 from ckpt.stream import save_streamed
 from ckpt.tensors import ArraySpec, LocalArray
 
 __all__ = [
+    "TIERS",
     "Agree",
     "ArrayRecord",
     "ArraySpec",
     "CheckpointError",
+    "Event",
     "LocalArray",
     "LocalStore",
     "Location",
@@ -31,7 +35,10 @@ __all__ = [
     "OtherRankError",
     "Retrying",
     "SaveInfo",
+    "Saver",
     "Store",
+    "Tier",
+    "TierName",
     "as_location",
     "committed_steps",
     "load",

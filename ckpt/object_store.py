@@ -82,6 +82,9 @@ def _client(location: str, options: tuple[tuple[str, str], ...], process: int) -
 class ObjectStore:
     """Objects under a bucket's prefix; ``client`` is one of ``obstore.store``."""
 
+    links = False
+    """A copy that the server makes is a copy, and reading is far."""
+
     def __init__(self, location: str, client: Client) -> None:
         self.location, self.client = location, client
 

@@ -57,7 +57,7 @@ class Retrying:
         jitter: Callable[[], float] = random.random,
     ) -> None:
         assert attempts >= 1
-        self.store, self.attempts, self.retries = store, attempts, 0
+        self.store, self.attempts, self.retries, self.links = store, attempts, 0, store.links
         self._first, self._longest = first_seconds, longest_seconds
         self._sleep, self._jitter = sleep, jitter
         self._lock = threading.Lock()  # objects are written and read by several threads

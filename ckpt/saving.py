@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ckpt.format import (
     ArrayRecord,
@@ -30,8 +31,10 @@ from ckpt.format import (
 from ckpt.plan import own_cells
 from ckpt.shard import Encoder, ObjectLayout, ReadInto
 from ckpt.store import Location, Store, open_store
-from ckpt.tensors import LocalArray
 from parallel.layout import Topology
+
+if TYPE_CHECKING:
+    from ckpt.tensors import LocalArray
 
 Agree = Callable[[bool], bool]
 """A barrier that also asks: every rank gives its word, all learn whether all said yes."""
@@ -173,6 +176,21 @@ def leave_receipt(store: Store, info: SaveInfo, rank: int, receipt: Receipt) -> 
 
 def _receipt_key(info: SaveInfo, rank: int) -> str:
     return f"{pending_key(info.save_id)}/rank-{rank}.json"
+
+
+def leave_failure(store: Store, info: SaveInfo, rank: int) -> None:
+    """Say that this rank's part will not come."""
+    store.publish(f"{pending_key(info.save_id)}/rank-{rank}.failed", b"")
+
+
+def settled_ranks(store: Store, info: SaveInfo) -> dict[int, bool]:
+    """The ranks that have written their part, True, or have given up, False."""
+    ended = {}
+    for name in store.names(pending_key(info.save_id)):
+        match = re.fullmatch(r"rank-(\d+)\.(json|failed)", name)
+        if match:
+            ended[int(match[1])] = match[2] == "json"
+    return ended
 
 
 def read_receipts(store: Store, info: SaveInfo) -> Receipt:

@@ -111,6 +111,11 @@ class ObjectLayout:
         return self.stride * len(self.chunks)
 
     @property
+    def page_room(self) -> int:
+        """The same, so that the next one begins at a page."""
+        return _round_up(self.room, PAGE)
+
+    @property
     def index_bytes(self) -> int:
         """The bytes of the index at its end."""
         return math.prod(self.grid) * 16 + 4

@@ -39,6 +39,9 @@ class Reader(Protocol):
 class Store(Protocol):
     """Objects under keys like ``objects/SAVE_ID/zarr.json``. All errors are OSErrors."""
 
+    links: bool
+    """Whether :meth:`link` spares a copy, and reading is cheap enough to see that it may."""
+
     def where(self, key: str = "") -> str:
         """What people call an object, or the store."""
 
@@ -113,7 +116,9 @@ def as_location(text: str) -> Path | str:
 
 
 class LocalStore:
-    """A folder on a local or a shared file system, with hard links and durable renames."""
+    """A folder on a local or a shared file system with hard links."""
+
+    links = True
 
     def __init__(self, root: Path, files: Files | None = None) -> None:
         self.root, self.files = root, files or Files()

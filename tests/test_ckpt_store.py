@@ -283,6 +283,8 @@ class TestRetryingS3(TestRetryingDisk):
 class Scripted:
     """``write`` and ``publish`` raise these in turn, and then are done."""
 
+    links = False
+
     def __init__(self, *errors: OSError | None) -> None:
         self.errors, self.calls = list(errors), 0
 
