@@ -10,10 +10,11 @@ from ckpt.format import (
     objects_dir,
     read_manifest,
 )
+from ckpt.garbage import Garbage, find_garbage, remove_garbage, remove_uncommitted
 from ckpt.loading import load, open_group, read_box, read_box_into, verify
 from ckpt.messages import TIERS, Event, Tier, TierName
 from ckpt.resharding import reshard
-from ckpt.retention import remove_uncommitted, retain
+from ckpt.retention import Removal, Retention, RetentionPlan, plan_retention, retain
 from ckpt.retrying import Retrying
 from ckpt.saver import Saver
 from ckpt.saving import Agree, SaveInfo, save
@@ -28,11 +29,15 @@ __all__ = [
     "ArraySpec",
     "CheckpointError",
     "Event",
+    "Garbage",
     "LocalArray",
     "LocalStore",
     "Location",
     "Manifest",
     "OtherRankError",
+    "Removal",
+    "Retention",
+    "RetentionPlan",
     "Retrying",
     "SaveInfo",
     "Saver",
@@ -41,14 +46,17 @@ __all__ = [
     "TierName",
     "as_location",
     "committed_steps",
+    "find_garbage",
     "load",
     "manifest_path",
     "objects_dir",
     "open_group",
     "open_store",
+    "plan_retention",
     "read_box",
     "read_box_into",
     "read_manifest",
+    "remove_garbage",
     "remove_uncommitted",
     "reshard",
     "retain",
