@@ -1,5 +1,6 @@
 """The names that ``ckpt`` has; imported when the first of them is asked for."""
 
+from ckpt.comparing import ArrayDifference, compare
 from ckpt.format import (
     ArrayRecord,
     CheckpointError,
@@ -11,7 +12,8 @@ from ckpt.format import (
     read_manifest,
 )
 from ckpt.garbage import Garbage, find_garbage, remove_garbage, remove_uncommitted
-from ckpt.loading import load, open_group, read_box, read_box_into, verify
+from ckpt.lineage import Link, read_lineage, spec_differences
+from ckpt.loading import find_damage, load, open_group, read_box, read_box_into, verify
 from ckpt.messages import TIERS, Event, Tier, TierName
 from ckpt.resharding import reshard
 from ckpt.retention import Removal, Retention, RetentionPlan, plan_retention, retain
@@ -25,11 +27,13 @@ from ckpt.tensors import ArraySpec, LocalArray
 __all__ = [
     "TIERS",
     "Agree",
+    "ArrayDifference",
     "ArrayRecord",
     "ArraySpec",
     "CheckpointError",
     "Event",
     "Garbage",
+    "Link",
     "LocalArray",
     "LocalStore",
     "Location",
@@ -46,6 +50,8 @@ __all__ = [
     "TierName",
     "as_location",
     "committed_steps",
+    "compare",
+    "find_damage",
     "find_garbage",
     "load",
     "manifest_path",
@@ -55,6 +61,7 @@ __all__ = [
     "plan_retention",
     "read_box",
     "read_box_into",
+    "read_lineage",
     "read_manifest",
     "remove_garbage",
     "remove_uncommitted",
@@ -62,5 +69,6 @@ __all__ = [
     "retain",
     "save",
     "save_streamed",
+    "spec_differences",
     "verify",
 ]

@@ -121,6 +121,8 @@ class Manifest(_Record):
     topology: dict[str, int]
     ranks: tuple[int, ...] | None = None
     """The ranks whose slices are here, where a store has only some: those of a node."""
+    parent: str | None = None
+    """The save id of the checkpoint that this one was made of, where that was not by training."""
     arrays: list[ArrayRecord]
     objects: dict[str, ObjectRecord]
     state: dict[str, Any]

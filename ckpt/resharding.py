@@ -46,6 +46,7 @@ def reshard(
         state=manifest.state,
         spec=manifest.spec,
         spec_hash=manifest.spec_hash,
+        parent=manifest.save_id,
     )
     arrays = [
         (record_under(record, topology), partial(read_box_into, source, manifest, record))

@@ -60,6 +60,8 @@ class SaveInfo:
     ranks: tuple[int, ...] | None = None
     """The ranks that write to this store; None for all."""
     compression: Compression = "none"
+    parent: str | None = None
+    """As in Manifest."""
 
     @property
     def writers(self) -> Sequence[int]:
@@ -225,6 +227,7 @@ def commit(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         topology=info.topology.as_dict(),
         ranks=info.ranks,
+        parent=info.parent,
         arrays=records,
         objects=dict(sorted(objects.items())),
         state=info.state,
