@@ -8,6 +8,7 @@ import errno
 import os
 import pickle
 import random
+import subprocess
 import sys
 import tempfile
 import threading
@@ -272,6 +273,7 @@ class TestRetryingDisk(StoreContract):
         super().test_any_part_can_be_read(store, told)
 
 
+@pytest.mark.slow
 class TestRetryingS3(TestRetryingDisk):
     @pytest.fixture
     def store(self, server: Server, request) -> Iterator[Store]:
@@ -347,6 +349,37 @@ def test_a_name_that_another_took_meanwhile_is_told(tmp_path):
     for number, Slow.taken in enumerate((b"other", b"one longer")):
         with pytest.raises(FileExistsError):
             retrying(Slow(tmp_path / str(number))).publish("m/key", b"mine!")
+
+
+MEMORY = """
+import resource, sys
+from ckpt.object_store import open_location
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+store, part = open_location(sys.argv[1]), bytearray(4 << 20)
+store.write("warm", [part] * 8)
+before = peak()
+store.write("large", (part for _ in range(40)))
+with store.open("large") as reader:
+    import numpy
+    out = numpy.empty(1 << 20, numpy.uint8)
+    reader.expect([(0, reader.size)])
+    for start in range(0, reader.size, out.nbytes):
+        reader.read_into(start, [out])
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+def test_an_object_of_any_length_takes_a_few_parts_of_memory(server):
+    with use(server.port):
+        command = [sys.executable, "-c", MEMORY, f"s3://{BUCKET}/memory"]
+        root = Path(__file__).parent.parent
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
+    # 160 MiB went each way. What the first object took, of four parts, is not counted.
+    assert int(done.stdout) < 6 * PART_BYTES
 
 
 class Faults:
