@@ -7,6 +7,7 @@ from ckpt.format import (
     Manifest,
     OtherRankError,
     committed_steps,
+    manifest_name,
     manifest_path,
     objects_dir,
     read_manifest,
@@ -14,15 +15,18 @@ from ckpt.format import (
 from ckpt.garbage import Garbage, find_garbage, remove_garbage, remove_uncommitted
 from ckpt.lineage import Link, read_lineage, spec_differences
 from ckpt.loading import find_damage, load, open_group, read_box, read_box_into, verify
+from ckpt.locations import Location, as_location, open_store
 from ckpt.messages import TIERS, Event, Tier, TierName
+from ckpt.peer import address_towards
 from ckpt.resharding import reshard
 from ckpt.retention import Removal, Retention, RetentionPlan, plan_retention, retain
 from ckpt.retrying import Retrying
 from ckpt.saver import Saver
 from ckpt.saving import Agree, SaveInfo, save
-from ckpt.store import LocalStore, Location, Store, as_location, open_store
+from ckpt.store import LocalStore, Store
 from ckpt.stream import save_streamed
 from ckpt.tensors import ArraySpec, LocalArray
+from ckpt.tiers import fingerprint, forget_after, reachable
 
 __all__ = [
     "TIERS",
@@ -48,17 +52,22 @@ __all__ = [
     "Store",
     "Tier",
     "TierName",
+    "address_towards",
     "as_location",
     "committed_steps",
     "compare",
     "find_damage",
     "find_garbage",
+    "fingerprint",
+    "forget_after",
     "load",
+    "manifest_name",
     "manifest_path",
     "objects_dir",
     "open_group",
     "open_store",
     "plan_retention",
+    "reachable",
     "read_box",
     "read_box_into",
     "read_lineage",

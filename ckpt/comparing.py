@@ -12,10 +12,10 @@ import numpy as np
 
 from ckpt.format import ArrayRecord, Manifest
 from ckpt.loading import read_box
+from ckpt.locations import Location
 from ckpt.numbers import to_float32
 from ckpt.saving import THREADS, Progress
 from ckpt.shard import Array
-from ckpt.store import Location
 from parallel.layout import Box, cell_box, cells
 
 BLOCK_BYTES = 16 << 20

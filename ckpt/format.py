@@ -26,7 +26,7 @@ import numpy as np
 from crc32c import crc32c
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ckpt.store import Location, open_store
+from ckpt.locations import Location, open_store
 from parallel.layout import ShardLayout, Topology, cells
 
 # How a logical dtype is stored. zarr has no bfloat16 or float8: they are kept as bit patterns.
@@ -162,6 +162,11 @@ def pending_key(save_id: str) -> str:
 def manifest_key(step: int) -> str:
     """The manifest of one step."""
     return f"manifests/step-{step:08d}.json"
+
+
+def manifest_name(root: Location, step: int) -> str:
+    """The same in any store, for people."""
+    return open_store(root).where(manifest_key(step))
 
 
 def keys_of_ranks(record: ArrayRecord, layout: ShardLayout, ranks: Iterable[int]) -> Iterator[str]:

@@ -16,8 +16,9 @@ from ckpt.format import (
     pending_key,
     read_manifest,
 )
+from ckpt.locations import Location, open_store
 from ckpt.retention import remove_save
-from ckpt.store import Location, Store, open_store
+from ckpt.store import Store
 
 _PENDING = pending_key("").rpartition("/")[2]
 _DRAFT = re.compile(r"\.step-\d{8,}\.json\.[0-9a-f]{8}")

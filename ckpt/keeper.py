@@ -21,7 +21,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from ckpt.format import CheckpointError, committed_steps, read_manifest
+from ckpt.locations import open_store
 from ckpt.messages import Channel, Event, Order, Request, Setup, Tier
+from ckpt.peer import PeerServer
 from ckpt.retention import retain
 from ckpt.saving import (
     Receipt,
@@ -36,7 +38,7 @@ from ckpt.saving import (
 )
 from ckpt.staged import Previous, StagedPart, write_staged
 from ckpt.staging import Staging
-from ckpt.store import Store, open_store
+from ckpt.store import Store
 
 _POLL_SECONDS = (0.005, 0.5)  # between looks at receipts: at first, and at most
 _ALONE_SECONDS, _HURRIED_SECONDS = 60.0, 5.0  # for the others' parts, when the trainers are gone
@@ -61,7 +63,10 @@ class Keeper:
 
     def run(self) -> None:
         """Serve until the trainer is done, or long gone."""
-        self.tell(Event(what="ready"))
+        server = None
+        if self.setup.serves is not None:
+            server = PeerServer(Path(self.setup.serves), self.setup.key)
+        self.tell(Event(what="ready", port=0 if server is None else server.port))
         forget = False
         while True:
             try:
@@ -73,15 +78,23 @@ class Keeper:
             if request.close is not None:
                 forget = request.close.forget
                 break
+            if request.tier is not None:
+                self.setup.tiers.append(request.tier)
+                self.writers[request.tier.name] = TierWriter(self, request.tier)
             if request.order is not None:
                 self._accept(request.order)
         for writer in self.writers.values():
             writer.finish()
-        own = [t for t in self.setup.tiers if t.volatile and self.setup.rank == t.writers[0]]
+        own = [
+            tier.location
+            for tier in self.setup.tiers
+            if tier.volatile and self.setup.rank == tier.writers[0]
+        ]
+        own += [self.setup.serves] if self.setup.serves is not None else []
         if own and self.alone_since is not None:
             forget = not self.hurry.wait(self.setup.linger_seconds)
-        for tier in own if forget else []:
-            open_store(tier.location).remove_all("")
+        for location in own if forget else []:
+            open_store(location).remove_all("")
 
     def _accept(self, order: Order) -> None:
         memory = self.staging.room(order.staged_bytes)

@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from ckpt.format import CheckpointError, Manifest, committed_steps, read_manifest
-from ckpt.store import Location, open_store
+from ckpt.locations import Location, open_store
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,10 @@ from ckpt.format import (
     objects_key,
     read_manifest,
 )
+from ckpt.locations import Location, open_store
 from ckpt.saving import THREADS, Progress
 from ckpt.shard import Array, ObjectLayout, Target, read_object, within
-from ckpt.store import Bytes, Location, Store, open_store
+from ckpt.store import Bytes, Store
 from ckpt.tensors import LocalArray
 from parallel.layout import Box, cells
 

@@ -44,6 +44,11 @@ class Tier(_Message):
 class Setup(_Message):
     """The first message to a keeper."""
 
+    serves: str | None = None
+    """A folder in memory that this keeper serves to other nodes' keepers."""
+    key: str = ""
+    """What those must know."""
+
     rank: int
     tiers: list[Tier]
     lock: str
@@ -104,6 +109,8 @@ class Request(_Message):
     """Everything that a trainer sends: one of these."""
 
     setup: Setup | None = None
+    tier: Tier | None = None
+    """One more."""
     order: Order | None = None
     close: Close | None = None
 
@@ -114,6 +121,8 @@ class Event(_Message):
     what: Literal["ready", "free", "written", "committed", "failed"]
     tier: TierName | None = None
     step: int = -1
+    port: int = 0
+    """Of what this keeper serves; with ``ready``."""
     error: str = ""
     seconds: float = 0.0
     """From the order on."""

@@ -8,8 +8,8 @@ from functools import partial
 from ckpt.format import ArrayRecord, Manifest
 from ckpt.grid import storage_grid
 from ckpt.loading import read_box_into
+from ckpt.locations import Location
 from ckpt.saving import Progress, SaveInfo
-from ckpt.store import Location
 from ckpt.stream import save_streamed
 from parallel.layout import ShardLayout, Topology
 

@@ -21,7 +21,8 @@ from ckpt.format import (
     pending_key,
     read_manifest,
 )
-from ckpt.store import Location, Store, open_store
+from ckpt.locations import Location, open_store
+from ckpt.store import Store
 
 
 class Retention(BaseModel):

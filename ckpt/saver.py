@@ -63,6 +63,8 @@ class Saver:
         lock: a file by which this rank's keepers on this machine know each other: an earlier one,
             of a trainer that died, ends before this one begins.
         compression: of the chunks.
+        serves: a folder in memory that the keeper lends to other nodes; see :meth:`ready`.
+        key: what those must know.
         linger_seconds: how long volatile tiers outlive a trainer that died.
         commit_timeout_seconds: how long a commit waits for other ranks.
     """
@@ -74,6 +76,8 @@ class Saver:
         lock: Path,
         *,
         compression: Compression = "none",
+        serves: str | None = None,
+        key: str = "",
         linger_seconds: float = 600.0,
         commit_timeout_seconds: float = 1800.0,
     ) -> None:
@@ -82,6 +86,8 @@ class Saver:
             rank=rank,
             tiers=self.tiers,
             lock=str(lock),
+            serves=serves,
+            key=key,
             linger_seconds=linger_seconds,
             commit_timeout_seconds=commit_timeout_seconds,
         )
@@ -108,11 +114,21 @@ class Saver:
         self._channel = Channel(Connection(ours.detach()))
         self._channel.send(Request(setup=self._setup))
 
-    def ready(self, timeout_seconds: float = 120.0) -> None:
-        """Wait until the keeper is this rank's only one. Raises CheckpointError where it is not."""
+    def ready(self, timeout_seconds: float = 120.0) -> int:
+        """Wait until the keeper is this rank's only one; returns the port of what it serves, or 0.
+
+        Raises CheckpointError where it does not start.
+        """
         event = self._receive(timeout_seconds)
         if event is None or event.what != "ready":
             raise CheckpointError(f"the keeper of rank {self.rank} did not start")
+        return event.port
+
+    def add(self, tier: Tier) -> None:
+        """One more tier, for the saves to come."""
+        self._send(Request(tier=tier))
+        self.tiers.append(tier)
+        self._staged = None
 
     def save(
         self, info: SaveInfo, arrays: Sequence[LocalArray], tiers: Sequence[TierName] | None = None
@@ -239,6 +255,13 @@ class Saver:
         self._process.wait()
         self._channel.close()
         self._staging.close()
+
+    def leave(self) -> None:
+        """End without a word, as a crash would: the keeper writes what it has, keeps what is in
+        memory for the next start, and ends by itself."""
+        self._channel.close()
+        self._staging.close()
+        self._process.returncode = 0  # nobody waits for it
 
     def _send(self, request: Request) -> None:
         try:

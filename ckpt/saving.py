@@ -28,9 +28,10 @@ from ckpt.format import (
     pending_key,
     read_manifest,
 )
+from ckpt.locations import Location, open_store
 from ckpt.plan import own_cells
 from ckpt.shard import Encoder, ObjectLayout, ReadInto
-from ckpt.store import Location, Store, open_store
+from ckpt.store import Store
 from parallel.layout import Topology
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckpt.format import ArrayRecord, CheckpointError, Manifest, committed_steps
+from ckpt.locations import Location, open_store
 from ckpt.saving import (
     THREADS,
     Progress,
@@ -16,7 +17,6 @@ from ckpt.saving import (
     write_objects,
 )
 from ckpt.shard import ObjectLayout, ReadInto
-from ckpt.store import Location, open_store
 from parallel.layout import cells
 
 

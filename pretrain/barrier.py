@@ -28,6 +28,8 @@ class Report:
     """Its share of the squared global gradient norm, without the loss scale; a copy held n times
     counts 1/n."""
     stop_requested: float
+    save_requested: float
+    """A save is due, or somebody asked for one."""
     step_seconds: float
     """Until here, the barrier; waiting in collectives is included."""
     data_wait_seconds: float
@@ -58,6 +60,8 @@ class Decision:
     target_tokens: int
     stop: bool
     """Some rank was asked to stop: commit a checkpoint after this step and end."""
+    save: bool
+    """Some rank asks for a checkpoint of this step."""
     step_seconds: float
     """Of the slowest rank."""
     data_wait_seconds: float
@@ -119,6 +123,7 @@ def decide(
         grad_norm=norm,
         target_tokens=int(tokens),
         stop=any(r.stop_requested for r in reports),
+        save=any(r.save_requested for r in reports),
         step_seconds=max(r.step_seconds for r in reports),
         data_wait_seconds=max(r.data_wait_seconds for r in reports),
         bad_router=min(bad) if bad else None,

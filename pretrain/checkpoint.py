@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import os
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,12 +13,12 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 import ckpt
-from ckpt import CheckpointError, LocalArray, Manifest, SaveInfo
+from ckpt import CheckpointError, LocalArray, Location, Manifest, SaveInfo, Tier
 from parallel import Topology
 from pretrain.errors import InputError
 from pretrain.init import init_parameters
 from pretrain.job import Job
-from pretrain.log import human_bytes, say
+from pretrain.log import complain, human_bytes, say
 from pretrain.optim import set_update_count
 from pretrain.spec import JobSpec
 from pretrain.state import Progress, rng_arrays, rng_states, seed_rng, set_rng_states
@@ -39,14 +37,16 @@ _FREE = (
 )  # fmt: skip
 
 
-def save_checkpoint(job: Job, progress: Progress) -> Manifest | None:
-    """Commit the state as it is after ``progress.step`` steps, and let go of the oldest ones.
+def checkpoint_arrays(job: Job) -> list[LocalArray]:
+    """This rank's part of what a checkpoint holds, as it is now."""
+    rng = rng_arrays(job.topology, job.runtime.rank, job.runtime.device)
+    return [*job.arrays(), *job.residuals(), *rng]
 
-    Raises CheckpointError on every rank where any could not write.
-    """
+
+def save_info(job: Job, progress: Progress) -> SaveInfo:
+    """What else a checkpoint after ``progress.step`` steps holds."""
     spec, runtime = job.spec, job.runtime
-    rng = rng_arrays(job.topology, runtime.rank, runtime.device)
-    info = SaveInfo(
+    return SaveInfo(
         save_id=f"{progress.step:08d}-{runtime.launch_id}",
         step=progress.step,
         topology=job.topology,
@@ -57,25 +57,28 @@ def save_checkpoint(job: Job, progress: Progress) -> Manifest | None:
         },
         spec=spec.as_dict(),
         spec_hash=spec.hash,
+        compression=spec.checkpoint.compression,
     )
-    root = spec.checkpoint_path
-    arrays = [*job.arrays(), *job.residuals(), *rng]
-    manifest = ckpt.save(root, info, arrays, runtime.rank, runtime.agree)
-    # The others wait, without the time-out of a step: removing many objects can take long.
-    runtime.first(lambda: _retain(root, spec.checkpoint.keep))
-    return manifest
 
 
-def _retain(root: Path, keep: int) -> None:
-    try:
-        ckpt.retain(root, keep)
-    except OSError as error:
-        say(f"an old checkpoint in {root} could not be removed: {error.strerror}")
+def save_checkpoint(job: Job, progress: Progress) -> Manifest | None:
+    """Commit the state as it is after ``progress.step`` steps, while every rank waits.
+
+    Raises CheckpointError on every rank where any could not write.
+    """
+    root, arrays = job.spec.checkpoint_path, checkpoint_arrays(job)
+    return ckpt.save(root, save_info(job, progress), arrays, job.runtime.rank, job.runtime.agree)
 
 
-def restore(job: Job) -> Progress:
-    """Load the newest checkpoint where there is one, or give parameters their first values:
-    fresh ones, or the weights of ``train.init_from``.
+def restore(job: Job, tiers: Sequence[Tier] = ()) -> Progress:
+    """Load the newest checkpoint that every rank can reach, or where there is none give parameters
+    their first values: fresh ones, or the weights of ``train.init_from``.
+
+    Args:
+        job: what to fill.
+        tiers: where checkpoints may be besides the shared folder, the fastest first. Those of
+            nodes are taken where they are newer, or as new; later ones that not every rank has
+            are forgotten.
 
     Raises:
         InputError: where the checkpoint is of another model, data or batch, or of another
@@ -86,6 +89,11 @@ def restore(job: Job) -> Progress:
     runtime.first(lambda: _ready_folder(job))
     steps = ckpt.committed_steps(root) if runtime.is_first else []
     step = runtime.broadcast(steps[-1] if steps else -1)
+    own = [tier for tier in tiers if tier.ranks is not None]
+    if own:
+        progress = restore_from_nodes(job, own, step)
+        if progress is not None:
+            return progress
     if step < 0:
         _first_values(job)
         seed_rng(spec.train.seed, 0, runtime.rank)
@@ -93,7 +101,7 @@ def restore(job: Job) -> Progress:
     read = partial(ckpt.read_manifest, root, step)
     manifest = runtime.together(lambda: _or_way_back(root, step, read))
     runtime.together(lambda: _check_resumable(job, manifest))
-    load = partial(_load, job, manifest)
+    load = partial(_load, job, manifest, root)
     progress = runtime.together(lambda: _or_way_back(root, step, load))
     if runtime.is_first:
         for field, before, now in _differences(_resolved(manifest.spec), spec.as_dict()):
@@ -132,7 +140,7 @@ def _load_weights(root: Path, manifest: Manifest, arrays: list[LocalArray]) -> N
         raise CheckpointError(f"train.init_from ({root}): {error}") from None
 
 
-def _or_way_back(root: Path, step: int, act: Callable[[], T]) -> T:
+def _or_way_back(root: Location, step: int, act: Callable[[], T]) -> T:
     """A damaged checkpoint is never passed over silently; the one before is for people to take."""
     try:
         return act()
@@ -141,12 +149,52 @@ def _or_way_back(root: Path, step: int, act: Callable[[], T]) -> T:
         if not before:
             raise
         raise CheckpointError(
-            f"{error}; to go back to step {before[-1]}, move {ckpt.manifest_path(root, step)} away"
+            f"{error}; to go back to step {before[-1]}, move {ckpt.manifest_name(root, step)} away"
         ) from None
 
 
-def _load(job: Job, manifest: Manifest) -> Progress:
-    runtime, root = job.runtime, job.spec.checkpoint_path
+def restore_from_nodes(job: Job, tiers: Sequence[Tier], shared_step: int) -> Progress | None:
+    """Load the newest checkpoint that every rank finds in its node's tiers, unless the shared
+    folder has a newer one; None where that is so, or where there is none.
+
+    What cannot be read there is told, and the next older one is taken: the shared folder's are the
+    ones that are never passed over.
+    """
+    runtime = job.runtime
+    for tier in tiers:
+        if tier.writers[0] == runtime.rank:
+            ckpt.remove_uncommitted(tier.location)
+    runtime.agree(True)
+    found = [(t, m) for t in tiers for m in ckpt.reachable(t.location, job.topology, runtime.rank)]
+    mine = {(manifest.step, ckpt.fingerprint(manifest)) for _, manifest in found}
+    common = set.intersection(*map(set, runtime.gather_pairs(sorted(mine))))
+    progress = None
+    for step, fingerprint in sorted(common, reverse=True):
+        if step < shared_step or progress is not None:
+            break
+        progress, taken = None, ""
+        for tier, manifest in found:
+            if progress is None and (step, ckpt.fingerprint(manifest)) == (step, fingerprint):
+                if manifest.step != step:
+                    continue
+                try:
+                    _check_resumable(job, manifest)
+                    progress, taken = _load(job, manifest, tier.location), tier.name
+                except (CheckpointError, InputError) as error:
+                    complain(f"rank {runtime.rank}: not from tier {tier.name}: {error}")
+        if not runtime.agree(progress is not None):
+            progress = None
+        elif runtime.is_first:
+            say(f"restored step {step} from tier {taken}")
+    after = shared_step if progress is None else progress.step
+    for tier in tiers:
+        if tier.writers[0] == runtime.rank:
+            ckpt.forget_after(tier.location, after)
+    return progress
+
+
+def _load(job: Job, manifest: Manifest, root: Location) -> Progress:
+    runtime = job.runtime
     arrays = job.arrays()
     states = rng_states(runtime.device)
     own_rng = rng_arrays(job.topology, runtime.rank, runtime.device, states)
@@ -196,23 +244,19 @@ def _alike(manifest: Manifest, prefix: str, arrays: list[LocalArray]) -> bool:
 def _ready_folder(job: Job) -> None:
     """Remove leftovers, and see that a save will fit."""
     root = job.spec.checkpoint_path
+    store = ckpt.open_store(root)
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        ckpt.remove_uncommitted(root)
-        # A commit needs hard links; better to know now.
-        probes = root / ".probe", root / ".probe-link"
-        for probe in probes:
-            probe.unlink(missing_ok=True)
-        probes[0].touch()
-        os.link(*probes)
-        for probe in probes:
-            probe.unlink()
+        ckpt.remove_uncommitted(store)
+        # A commit needs what not every store has; better to know now.
+        store.remove(".probe")
+        store.publish(".probe", b"")
+        store.remove(".probe")
     except OSError as error:
         raise InputError(f"checkpoint.path ({root}) cannot be written: {error.strerror}") from None
     specs = [array.spec for array in (*job.arrays(), *job.residuals())]
     needed = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
-    free = shutil.disk_usage(root).free
-    if needed > free:
+    free = store.free_bytes()
+    if free is not None and needed > free:
         raise InputError(
             f"checkpoint.path ({root}) must have room for one checkpoint ({human_bytes(needed)}); "
             f"it has {human_bytes(free)}"

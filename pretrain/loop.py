@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-import ckpt
 from parallel import Traffic, all_reduce, by_parallelism, grad_square_sum, scale_gradients
 from pretrain.barrier import Action, Decision, Report, decide, exchange
-from pretrain.checkpoint import save_checkpoint
 from pretrain.data import Cursor
 from pretrain.errors import HealthError
 from pretrain.evaluate import evaluate, sum_over_ranks
@@ -22,6 +20,7 @@ from pretrain.log import RunLog, progress_line, say
 from pretrain.metrics import Metrics
 from pretrain.optim import set_lr
 from pretrain.runtime import StopRequest
+from pretrain.saves import Saves
 from pretrain.schedule import bubble
 from pretrain.state import Progress, rng_states, set_rng_states
 from pretrain.step import Routing
@@ -45,14 +44,22 @@ class Interval:
 class Training:
     """The loop's own state: where it is, and what a log interval has gathered."""
 
-    def __init__(self, job: Job, progress: Progress, log: RunLog, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        job: Job,
+        progress: Progress,
+        log: RunLog,
+        metrics: Metrics,
+        saves: Saves | None = None,
+    ) -> None:
         self.job, self.progress, self.log, self.metrics = job, progress, log, metrics
+        self.saves = saves
         spec, runtime = job.spec, job.runtime
         self.flops_per_token = forward_flops(spec.model, spec.moe, spec.data.seq_len).training
         self.peak_flops = runtime.total(peak_flops_per_second(runtime.device, spec.train.dtype))
         """Of all ranks, in a second."""
         self.saved = progress.step
-        """The step of the newest checkpoint; 0 where there is none."""
+        """The step of the newest checkpoint that was begun; 0 where there is none."""
         self.skipped = 0
         self.interval = Interval()
 
@@ -79,6 +86,7 @@ class Training:
             target_tokens=result.target_tokens,
             grad_square_sum=float(grad_square_sum(job.model, job.dims)) / (scale or 1.0) ** 2,
             stop_requested=stop_requested,
+            save_requested=self.saves is not None and self.saves.requested,
             step_seconds=time.perf_counter() - began,
             data_wait_seconds=waited,
             expert_rows=result.expert_rows,
@@ -284,17 +292,11 @@ class Training:
         if job.runtime.is_first:
             say(f"validation at step {self.progress.step}: {bits:.4f} bits per byte")
 
-    def save(self) -> None:
-        """Commit a checkpoint; every rank must call."""
-        began = time.perf_counter()
-        save_checkpoint(self.job, self.progress)
+    def save(self, last: bool) -> None:
+        """Begin a checkpoint, the ``last`` one in all tiers; every rank must call."""
+        assert self.saves is not None
+        self.saves.save(self.progress, last)
         self.saved = self.progress.step
-        seconds = time.perf_counter() - began
-        self.metrics.record_save(seconds)
-        path = ckpt.manifest_path(self.job.spec.checkpoint_path, self.progress.step)
-        self.log.write("checkpoint", step=self.progress.step, seconds=seconds, path=str(path))
-        if self.job.runtime.is_first:
-            say(f"checkpoint of step {self.progress.step} committed in {seconds:.2f} s")
 
 
 def _loss_scale(decision: Decision) -> dict[str, float]:
@@ -320,10 +322,12 @@ def train(training: Training, stop: StopRequest) -> bool:
 
     Returns whether the run was asked to stop before that; either way the last step is committed.
     """
-    spec = training.job.spec
+    spec, saves = training.job.spec, training.saves
     stopped = False
     while training.progress.step < spec.train.steps and not stopped:
         decision = training.step(stop.requested)
+        if saves is not None:
+            saves.poll()
         stopped = decision.stop
         if decision.action is Action.SKIP and not stopped:
             continue
@@ -336,6 +340,10 @@ def train(training: Training, stop: StopRequest) -> bool:
         if every and step % every == 0 and step < spec.train.steps and not stopped:
             training.validate()
         last = stopped or step == spec.train.steps
-        if training.saved != step and (last or step % spec.checkpoint.interval_steps == 0):
-            training.save()
+        if saves is None or training.saved == step:
+            continue
+        if last or saves.clock.due(step, decision.save):
+            training.save(last)
+    if saves is not None:
+        saves.finish(training.progress.step)
     return stopped and training.progress.step < spec.train.steps

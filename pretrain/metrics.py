@@ -11,6 +11,7 @@ from wsgiref.simple_server import WSGIServer
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
+from ckpt import Event
 from parallel import Kind, Topology, Traffic
 from pretrain.barrier import Action, Decision
 from pretrain.errors import InputError
@@ -97,7 +98,8 @@ class Metrics:
         self.bias = gauge("moe_router_bias_abs_max", "Largest bias of an expert, in magnitude.")
         self.save_duration = Histogram(
             "convoy_checkpoint_duration_seconds",
-            "Time from the start of a save to its commit.",
+            "What training waited (stall), until this rank's part was durable (write), and until "
+            "all was (commit).",
             ["tier", "stage"],
             buckets=[0.01 * 2**i for i in range(16)],
             registry=registry,
@@ -162,9 +164,15 @@ class Metrics:
             self.capacity_share.labels(str(rank)).set(share)
             self.relative_speed.labels(str(rank)).set(speed)
 
-    def record_save(self, seconds: float) -> None:
-        """After each commit."""
-        self.save_duration.labels("disk", "commit").observe(seconds)
+    def record_stall(self, seconds: float) -> None:
+        """After each save was begun: what training waited."""
+        self.save_duration.labels("memory", "stall").observe(seconds)
+
+    def record_save(self, event: Event) -> None:
+        """After each commit to a tier."""
+        tier = str(event.tier)
+        self.save_duration.labels(tier, "write").observe(event.write_seconds)
+        self.save_duration.labels(tier, "commit").observe(event.seconds)
         self.last_checkpoint.set(time.time())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,10 +12,11 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 import ckpt
-from ckpt import CheckpointError
-from pretrain.checkpoint import restore
+from ckpt import CheckpointError, Saver
+from pretrain.checkpoint import checkpoint_arrays, restore
 from pretrain.corpus import prepare_corpus
 from pretrain.errors import (
+    EXIT_BAD_INPUT,
     EXIT_DONE,
     EXIT_LOST,
     EXIT_TRY_AGAIN,
@@ -24,11 +25,13 @@ from pretrain.errors import (
     LostRankError,
 )
 from pretrain.evaluate import evaluate, generate
+from pretrain.interval import History
 from pretrain.job import Job, build_job
 from pretrain.log import RunLog, say
 from pretrain.loop import Training, train
 from pretrain.metrics import Endpoint, Metrics
 from pretrain.runtime import Runtime, StopRequest, lock_run, peak_memory_bytes, start
+from pretrain.saves import Saves, join_peers, start_saver
 from pretrain.spec import JobSpec
 from pretrain.state import Progress
 from pretrain.summary import Summary, show_summary
@@ -58,8 +61,9 @@ def prepare(spec: JobSpec, fresh: bool = False) -> None:
     prepare_corpus(spec.data, spec.model.vocab_size, say)
     if fresh:
         with lock_run(spec):
+            store = ckpt.open_store(spec.checkpoint_path)
             for name in ("manifests", "objects"):
-                shutil.rmtree(spec.checkpoint_path / name, ignore_errors=True)
+                store.remove_all(name)
             for name in ("log.jsonl", "summary.json"):
                 (spec.run_path / name).unlink(missing_ok=True)
 
@@ -67,8 +71,30 @@ def prepare(spec: JobSpec, fresh: bool = False) -> None:
 def _run(spec: JobSpec, runtime: Runtime, stop: StopRequest) -> int:
     runtime.first(lambda: prepare_corpus(spec.data, spec.model.vocab_size, say))
     job = build_job(spec, runtime)
+    key = f"{runtime.broadcast(secrets.randbits(62)):016x}"
+    saver = runtime.together(lambda: start_saver(job, key))
+    orderly = False
+    try:
+        join_peers(job, saver, runtime.together(saver.ready), key)
+        code = _train(job, stop, saver)
+        orderly = True
+    except (InputError, CheckpointError, HealthError):
+        orderly = True
+        raise
+    except SystemExit as end:
+        orderly = end.code == EXIT_BAD_INPUT  # another rank says why
+        raise
+    finally:
+        saver.close() if orderly else saver.leave()
+    return code
+
+
+def _train(job: Job, stop: StopRequest, saver: Saver) -> int:
+    spec, runtime = job.spec, job.runtime
     began = time.perf_counter()
-    progress = restore(job)
+    progress = restore(job, saver.tiers)
+    runtime.together(lambda: saver.prepare(job.topology, checkpoint_arrays(job)))
+    history = History.read(spec.run_path / "log.jsonl") if runtime.is_first else History()
     log = runtime.together(lambda: RunLog(spec.run_path / "log.jsonl", spec.hash, runtime.is_first))
     registry = CollectorRegistry()
     metrics = Metrics(registry, spec, job.topology, version("convoy-moe"))
@@ -76,8 +102,9 @@ def _run(spec: JobSpec, runtime: Runtime, stop: StopRequest) -> int:
         metrics.restore_duration.set(time.perf_counter() - began)
     endpoint = _serve(spec, runtime, registry)
     _greet(job, progress, log, endpoint)
+    saves = Saves(job, saver, log, metrics, history)
     try:
-        training = Training(job, progress, log, metrics)
+        training = Training(job, progress, log, metrics, saves)
         with _watched(runtime, training):
             if train(training, stop):
                 if runtime.is_first:
@@ -85,8 +112,10 @@ def _run(spec: JobSpec, runtime: Runtime, stop: StopRequest) -> int:
                 log.write("stopped", step=training.progress.step)
                 return EXIT_TRY_AGAIN
             _finish(job, training.progress, log)
+        log.write("done", step=training.progress.step)
         return EXIT_DONE
     finally:
+        saves.restore_signal()
         log.close()
         if endpoint is not None:
             endpoint.close()
@@ -177,7 +206,7 @@ def _summarize(job: Job, progress: Progress, log: RunLog) -> Summary:
         tokens=progress.tokens_seen,
         world_size=runtime.world,
         layout=job.topology.describe(),
-        checkpoint=str(ckpt.manifest_path(spec.checkpoint_path, progress.step)),
+        checkpoint=ckpt.manifest_name(spec.checkpoint_path, progress.step),
         spec_hash=spec.hash,
         moe_layers=job.moe_layers,
         tokens_per_expert=result.tokens_per_expert_LE,

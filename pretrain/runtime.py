@@ -9,7 +9,7 @@ import resource
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -108,6 +108,16 @@ class Runtime:
         word = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(word, group=self.control_group)
         return float(word)
+
+    def gather_pairs(self, pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+        """Every rank's pairs of whole numbers from 0, in rank order; each may bring another
+        count."""
+        most = int(self.maximum(len(pairs)))
+        own = torch.full((most, 2), -1, dtype=torch.int64)
+        own[: len(pairs)] = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+        rows = [torch.empty_like(own) for _ in range(self.world)]
+        dist.all_gather(rows, own, group=self.control_group)
+        return [[(a, b) for a, b in row.tolist() if a >= 0] for row in rows]
 
     def close(self) -> None:
         """Leave the process group."""
@@ -220,9 +230,11 @@ def lock_folder(folder: Path, field: str) -> Iterator[None]:
 
 @contextmanager
 def lock_run(spec: JobSpec) -> Iterator[None]:
-    """Hold the run's folder and, should it be elsewhere, its checkpoint folder."""
+    """Hold the run's folder and, should it be elsewhere, its checkpoint folder. An object store has
+    no locks: there a step is committed once, whoever tries."""
     folders = {spec.run_path.resolve(): "run_dir"}
-    folders.setdefault(spec.checkpoint_path.resolve(), "checkpoint.path")
+    if isinstance(spec.checkpoint_path, Path):
+        folders.setdefault(spec.checkpoint_path.resolve(), "checkpoint.path")
     with ExitStack() as held:
         for folder, field in folders.items():
             held.enter_context(lock_folder(folder, field))

@@ -117,11 +117,49 @@ class CheckpointConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     path: str | None = None
-    """A folder that every rank shares; RUN_DIR/checkpoints where it is left out."""
-    interval_steps: int = Field(default=100, ge=1)
+    """A folder that every rank shares, or ``s3://BUCKET/PREFIX``; RUN_DIR/checkpoints where it is
+    left out."""
+    interval_steps: Literal["auto"] | int | None = None
+    """100 where interval_minutes is left out too. ``auto`` weighs what a save costs against what a
+    failure loses."""
+    interval_minutes: float | None = Field(default=None, gt=0)
     keep: int = Field(default=2, ge=1)
+    compression: Literal["none", "zstd"] = "none"
+    memory: bool = False
+    """Keep the newest one in each node's memory too, which outlives a worker."""
+    memory_path: str = "/dev/shm"
+    peer: bool = False
+    """Keep it in the next node's memory too, for when a whole node is lost."""
+    local_path: str | None = None
+    """A folder on a disk of each node's own, to keep checkpoints in too."""
+    shared_every: int = Field(default=1, ge=1)
+    """Of how many saves one goes to ``path``; the last of a run always does."""
     on_topology_change: Literal["abort", "reshard"] = "abort"
     """What a resume on other ranks does."""
+
+    @model_validator(mode="after")
+    def _check(self) -> CheckpointConfig:
+        steps, minutes = self.interval_steps, self.interval_minutes
+        if steps is not None and minutes is not None:
+            raise ValueError(
+                f"checkpoint.interval_minutes ({minutes}) must be left out with "
+                f"checkpoint.interval_steps ({steps})"
+            )
+        if isinstance(steps, int) and steps < 1:
+            raise ValueError(f"checkpoint.interval_steps ({steps}) must be at least 1, or auto")
+        if self.shared_every > 1 and not (self.memory or self.peer or self.local_path):
+            raise ValueError(
+                f"checkpoint.shared_every ({self.shared_every}) must be 1 without "
+                f"checkpoint.memory or checkpoint.local_path: other saves would go nowhere"
+            )
+        return self
+
+    @property
+    def steps_between(self) -> int | None:
+        """Steps between saves; None where time is what counts."""
+        if self.interval_minutes is not None or self.interval_steps == "auto":
+            return None
+        return 100 if self.interval_steps is None else self.interval_steps
 
 
 class MetricsConfig(BaseModel):
@@ -311,9 +349,12 @@ class JobSpec(BaseModel):
         return Path(self.run_dir or f"runs/{self.name}")
 
     @property
-    def checkpoint_path(self) -> Path:
-        """The checkpoint folder."""
-        return Path(self.checkpoint.path or self.run_path / "checkpoints")
+    def checkpoint_path(self) -> Path | str:
+        """The checkpoint folder, or the URL of an object store's."""
+        path = self.checkpoint.path
+        if path is not None and "://" in path:
+            return path.rstrip("/")
+        return Path(path or self.run_path / "checkpoints")
 
     @property
     def global_batch_tokens(self) -> int:

@@ -14,8 +14,8 @@ from obstore.store import MemoryStore
 import ckpt
 from ckpt import object_store
 from ckpt.format import objects_key, pending_key
+from ckpt.locations import Location
 from ckpt.object_store import ObjectStore
-from ckpt.store import Location
 from parallel.layout import Topology
 from tests.checkpoints import SPECS, bits, full_values, info, local_array, pieces, save_with_threads
 from tests.s3 import BUCKET, Server, proxy, use

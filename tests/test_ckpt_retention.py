@@ -12,8 +12,8 @@ from obstore.store import MemoryStore
 import ckpt
 from ckpt.files import Files
 from ckpt.format import encode_manifest, manifest_key, objects_key, pending_key
+from ckpt.locations import Location
 from ckpt.object_store import ObjectStore
-from ckpt.store import Location
 from parallel.layout import Topology
 from tests.checkpoints import full_values, info, local_array
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
 
+from ckpt import Event
 from parallel import (
     Kind,
     ParallelDims,
@@ -200,6 +201,7 @@ def test_schedules():
 def report(**fields) -> Report:
     values = {
         "loss_sum": 20.0, "target_tokens": 10, "grad_square_sum": 4.0, "stop_requested": 0,
+        "save_requested": 0,
         "step_seconds": 1.0, "data_wait_seconds": 0.1, "expert_rows": 10, "expert_seconds": 1.0,
         "bad_layer": -1,
     }  # fmt: skip
@@ -214,6 +216,8 @@ def test_the_barrier_decides_from_all_reports():
     assert decision.step_seconds == 3.0
     assert not decision.stop
     assert decide([report(), report(stop_requested=1)], 20).stop
+    assert not decision.save
+    assert decide([report(save_requested=1), report()], 20).save
     half = decide([report(), report(target_tokens=0, loss_sum=0)], 20)
     assert half.loss == 2.0, "the mean is over the targets there were"
     assert half.grad_norm == pytest.approx(2 * math.sqrt(8))
@@ -279,10 +283,10 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
     registry = CollectorRegistry()
     spec = make_spec(tmp_path)
     metrics = Metrics(registry, spec, Topology(dp_shard=2, ep=2), "1.0")
-    decision = Decision(Action.COMMIT, 2.5, 0.7, 256, False, 0.5, 0.1, None)
+    decision = Decision(Action.COMMIT, 2.5, 0.7, 256, False, False, 0.5, 0.1, None)
     metrics.record_step(decision, 0.01, 8, 0.5)
     metrics.record_step(
-        Decision(Action.SKIP, math.nan, 1.0, 256, False, 0.5, 0.1, None), 0.01, 8, 0.5
+        Decision(Action.SKIP, math.nan, 1.0, 256, False, False, 0.5, 0.1, None), 0.01, 8, 0.5
     )
     for scale in (4.0, 2.0, 1.0):
         overflow = decide([report(grad_square_sum=math.inf)], 10, scale)
@@ -292,7 +296,8 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
     metrics.record_traffic({Kind("all_to_all", "ep"): Traffic(3, 4096, 0.75, 0.25)})
     metrics.communication.set(0.125)
     metrics.record_routing([1, 2], [[4, 0], [2, 2]], [0.5, 0.6], [[3, 4], [0, 0]], 0.25)
-    metrics.record_save(1.5)
+    metrics.record_stall(0.1)
+    metrics.record_save(Event(what="committed", tier="shared", seconds=1.5, write_seconds=1.0))
     endpoint = Endpoint(registry, "127.0.0.1", 0)
     try:
         with urllib.request.urlopen(endpoint.url) as response:
@@ -327,7 +332,9 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
         'convoy_moe_rerouted_tokens_total{layer="1"} 4.0',
         'convoy_parallelism_info{cp="1",dp_replicate="1",dp_shard="2",ep="2",pp="1",tp="1"} 1.0',
         f'convoy_job_info{{name="tiny",spec_hash="{spec.hash}"}} 1.0',
-        'convoy_checkpoint_duration_seconds_count{stage="commit",tier="disk"} 1.0',
+        'convoy_checkpoint_duration_seconds_count{stage="stall",tier="memory"} 1.0',
+        'convoy_checkpoint_duration_seconds_sum{stage="write",tier="shared"} 1.0',
+        'convoy_checkpoint_duration_seconds_sum{stage="commit",tier="shared"} 1.5',
     ]:
         assert line in text.splitlines(), line
     assert generate_latest(registry).decode().count("convoy_build_info{") == 1

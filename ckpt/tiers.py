@@ -1,0 +1,80 @@
+"""What a rank can reach of the checkpoints in its tiers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from hashlib import blake2b
+
+from ckpt.format import (
+    CheckpointError,
+    Manifest,
+    committed_steps,
+    keys_of_ranks,
+    manifest_key,
+    objects_key,
+    pending_key,
+    read_manifest,
+)
+from ckpt.locations import Location, open_store
+from ckpt.store import Store
+from parallel.layout import Topology
+
+
+def reachable(root: Location, topology: Topology, rank: int, most: int = 4) -> list[Manifest]:
+    """The newest checkpoints in a tier of which ``rank`` of ``topology`` finds all that it needs,
+    newest first; at most ``most``. Numbers are verified when they are read, not here.
+
+    A manifest or an object that cannot be read is a checkpoint that cannot be reached.
+    """
+    store, found = open_store(root), list[Manifest]()
+    with contextlib.suppress(OSError):
+        for step in reversed(committed_steps(store)):
+            with contextlib.suppress(CheckpointError, OSError):
+                manifest = read_manifest(store, step)
+                if _holds(store, manifest, topology, rank):
+                    found.append(manifest)
+            if len(found) == most:
+                break
+    return found
+
+
+def _holds(store: Store, manifest: Manifest, topology: Topology, rank: int) -> bool:
+    keys: Iterable[str] = (key for record in manifest.arrays for key in record.object_keys())
+    if manifest.ranks is not None:
+        if manifest.topology != topology.as_dict() or rank not in manifest.ranks:
+            return False
+        keys = (
+            key
+            for record in manifest.arrays
+            for key in keys_of_ranks(record, record.layout(topology), [rank])
+        )
+    for key in keys:
+        with store.open(f"{objects_key(manifest.save_id)}/{key}") as reader:
+            if reader.size != manifest.objects[key].bytes:
+                return False
+    return True
+
+
+def fingerprint(manifest: Manifest) -> int:
+    """A number below 2**62 that tells one save from another."""
+    digest = blake2b(manifest.save_id.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
+
+
+def forget_after(root: Location, step: int) -> list[int]:
+    """Remove the checkpoints of later steps: a run that goes on from ``step`` will make others.
+
+    Returns the steps removed. For a tier of one node: what all ranks share is not for one to judge.
+    """
+    store, removed = open_store(root), []
+    for later in committed_steps(store):
+        if later <= step:
+            continue
+        with contextlib.suppress(CheckpointError):
+            save_id = read_manifest(store, later).save_id
+            with contextlib.suppress(FileExistsError):
+                store.write(f"{pending_key(save_id)}/removed", [b""])
+        store.remove(manifest_key(later))
+        removed.append(later)
+    return removed
