@@ -104,7 +104,7 @@ class LocalStore:
             for part in parts:
                 self.files.append(handle, memoryview(part).cast("B"))
             self.files.sync(handle)
-        except OSError:
+        except Exception:
             with contextlib.suppress(OSError):
                 self.files.remove(path)
             raise
