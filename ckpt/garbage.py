@@ -12,12 +12,13 @@ from typing import Literal
 from ckpt.format import (
     CheckpointError,
     committed_steps,
+    manifest_key,
     objects_key,
     pending_key,
     read_manifest,
 )
 from ckpt.locations import Location, open_store
-from ckpt.retention import remove_save
+from ckpt.retention import remove_objects
 from ckpt.store import Store
 
 _PENDING = pending_key("").rpartition("/")[2]
@@ -108,15 +109,16 @@ def remove_garbage(root: Location, garbage: Iterable[Garbage]) -> list[Garbage]:
     Raises OSError where something cannot be.
     """
     store, removed = open_store(root), []
-    for each in garbage:
-        if each.stays:
-            continue
+    goes = [each for each in garbage if not each.stays]
+    if goes:  # a commit that was killed may not be durable; nothing goes before it is
+        store.settle(manifest_key(step) for step in committed_steps(store))
+    for each in goes:
         if each.kind == "draft":
             store.remove(f"manifests/{each.name}")
         elif each.kind == "mark":
             store.remove_all(pending_key(each.name))
         else:
-            remove_save(store, each.name)
+            remove_objects(store, each.name)
         removed.append(each)
     return removed
 

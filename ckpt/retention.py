@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import time
 from collections.abc import Callable
@@ -83,21 +84,40 @@ def retain(
     """
     retention = keep if isinstance(keep, Retention) else Retention(keep=keep)
     store = open_store(root)
-    removed = []
-    for removal in plan_retention(store, retention, now).remove:
-        # From here on they are a leftover, should this be interrupted.
-        with contextlib.suppress(FileExistsError):
-            store.write(f"{pending_key(removal.save_id)}/removed", [b""])
+    plan, removed = plan_retention(store, retention, now), list[int]()
+    # One whose commit was killed is listed, and may not be durable: it must be, before others go.
+    store.settle(manifest_key(step) for step in plan.keep)
+    for removal in plan.remove:
+        mark_unwanted(store, removal.save_id)
         store.remove(manifest_key(removal.step))
-        remove_save(store, removal.save_id)
+        remove_objects(store, removal.save_id)
         removed.append(removal.step)
     return removed
 
 
-def remove_save(store: Store, save_id: str) -> None:
-    """Remove a save that no manifest lists. Its mark goes last, and only with all of the rest."""
+def mark_unwanted(store: Store, save_id: str) -> None:
+    """Make a save's objects a leftover, should their removal be interrupted."""
+    mark = f"{pending_key(save_id)}/removed"
+    try:
+        with contextlib.suppress(FileExistsError):
+            store.write(mark, [b""])
+        store.settle([mark])
+    except OSError as error:
+        # Where there is no room for it, to make room is worth a leftover.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+
+
+def committed_save_ids(store: Store) -> set[str]:
+    """Those that have a manifest. Raises CheckpointError where one is damaged."""
+    return {read_manifest(store, step).save_id for step in committed_steps(store)}
+
+
+def remove_objects(store: Store, save_id: str) -> None:
+    """Remove a save's objects, and then the mark that they may go: it stays while one stays."""
     store.remove_all(objects_key(save_id))
-    if not store.names(objects_key(save_id)):
+    if save_id not in store.names("objects"):
+        store.settle([objects_key(save_id)])
         store.remove_all(pending_key(save_id))
 
 

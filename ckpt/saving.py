@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -19,17 +20,16 @@ from ckpt.format import (
     Manifest,
     ObjectRecord,
     OtherRankError,
-    committed_steps,
     decode_manifest,
     encode_manifest,
     manifest_key,
     metadata_objects,
     objects_key,
     pending_key,
-    read_manifest,
 )
 from ckpt.locations import Location, open_store
 from ckpt.plan import own_cells
+from ckpt.retention import committed_save_ids, remove_objects
 from ckpt.shard import Encoder, ObjectLayout, ReadInto
 from ckpt.store import Store
 from parallel.layout import Topology
@@ -123,8 +123,10 @@ def save(
 
 
 def begin(store: Store, info: SaveInfo, rank: int) -> None:
-    """Mark a save as not yet committed, before anything of it is written."""
-    store.write(f"{pending_key(info.save_id)}/rank-{rank}.begun", [b""])
+    """Mark a save as not yet committed, durably, before anything of it is written."""
+    key = f"{pending_key(info.save_id)}/rank-{rank}.begun"
+    store.write(key, [b""])
+    store.settle([key])
 
 
 def write_metadata(store: Store, info: SaveInfo, records: list[ArrayRecord]) -> Receipt:
@@ -251,17 +253,11 @@ def commit(
 
 
 def discard(root: Location, info: SaveInfo) -> None:
-    """Remove what a save that failed has written; one that was committed after all is left, and so
-    is one of which that cannot be known: it is marked as pending still."""
+    """Remove what a save that failed has written; one that was committed after all is left."""
     store = open_store(root)
-    try:
-        steps = committed_steps(store)
-        if info.step in steps and read_manifest(store, info.step).save_id == info.save_id:
-            return
-    except (CheckpointError, OSError):
-        return
-    store.remove_all(objects_key(info.save_id))
-    store.remove_all(pending_key(info.save_id))
+    with contextlib.suppress(CheckpointError, OSError):  # what cannot be told is left, as pending
+        if info.save_id not in committed_save_ids(store):
+            remove_objects(store, info.save_id)
 
 
 def _abandon(store: Store, info: SaveInfo, failure: Exception | None) -> NoReturn:
