@@ -230,7 +230,12 @@ def claim(lock: Path, timeout_seconds: float) -> Iterator[None]:
         while True:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
+                if _is_at(handle, lock):
+                    break
+                # The one before has removed it: this is a lock that nobody else will look at.
+                os.close(handle)
+                handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                continue
             holder = os.pread(handle, 32, 0).decode()
             if time.monotonic() > deadline:
                 asked = signal.SIGKILL
@@ -240,10 +245,19 @@ def claim(lock: Path, timeout_seconds: float) -> Iterator[None]:
             time.sleep(0.02)
         os.ftruncate(handle, 0)
         os.pwrite(handle, str(os.getpid()).encode(), 0)
-        yield
-        os.ftruncate(handle, 0)
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
     finally:
         os.close(handle)
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _is_keeper(pid: str) -> bool:

@@ -16,6 +16,7 @@ from socket import socketpair
 import torch
 
 from ckpt.format import ArrayRecord, CheckpointError, Compression
+from ckpt.locations import open_store
 from ckpt.messages import (
     Channel,
     Close,
@@ -28,7 +29,7 @@ from ckpt.messages import (
     TierName,
 )
 from ckpt.plan import own_cells
-from ckpt.saving import SaveInfo
+from ckpt.saving import SaveInfo, leave_failure
 from ckpt.shard import ObjectLayout
 from ckpt.staging import Staging
 from ckpt.store import Bytes
@@ -93,7 +94,7 @@ class Saver:
         )
         self._staged: Staged | None = None
         self._pinned: tuple[int, int] | None = None
-        self._pending: set[tuple[int, TierName]] = set()
+        self._pending: dict[tuple[int, TierName], SaveInfo] = {}
         self._events: list[Event] = []
         self._busy = False
         self._start()
@@ -112,7 +113,7 @@ class Saver:
         )
         theirs.close()
         self._channel = Channel(Connection(ours.detach()))
-        self._channel.send(Request(setup=self._setup))
+        self._channel.send(Request(setup=self._setup.model_copy(update={"tiers": self.tiers})))
 
     def ready(self, timeout_seconds: float = 120.0) -> int:
         """Wait until the keeper is this rank's only one; returns the port of what it serves, or 0.
@@ -143,9 +144,19 @@ class Saver:
         Raises CheckpointError where the keeper is gone or memory is short.
         """
         began = time.perf_counter()
+        names = [tier.name for tier in self.tiers if tiers is None or tier.name in tiers]
+        try:
+            self._order(info, arrays, names)
+        except BaseException:
+            self._give_up(info, names)
+            raise
+        self._pending |= {(info.step, name): info for name in names}
+        self._busy = True
+        return time.perf_counter() - began
+
+    def _order(self, info: SaveInfo, arrays: Sequence[LocalArray], names: list[TierName]) -> None:
         while self._busy:
             self._take(None)
-        names = [tier.name for tier in self.tiers if tiers is None or tier.name in tiers]
         plan, room = self._prepare(info.topology, arrays)
         for one, layout in zip(plan.objects, plan.layouts, strict=True):
             if not set(names) & set(one.tiers):
@@ -170,9 +181,13 @@ class Saver:
             staged_bytes=plan.bytes,
         )
         self._send(Request(order=order))
-        self._pending |= {(info.step, name) for name in names}
-        self._busy = True
-        return time.perf_counter() - began
+
+    def _give_up(self, info: SaveInfo, names: Sequence[TierName]) -> None:
+        """Tell the other ranks' keepers that this rank's part will not come."""
+        for tier in self.tiers:
+            if tier.name in names:
+                with contextlib.suppress(OSError):
+                    leave_failure(open_store(tier.location), info, self.rank)
 
     def prepare(self, topology: Topology, arrays: Sequence[LocalArray]) -> int:
         """Take the host memory that saves of such arrays need, so that the first one need not wait
@@ -284,7 +299,7 @@ class Saver:
         if event.what == "free":
             self._busy = False
         elif event.tier is not None:
-            self._pending.discard((event.step, event.tier))
+            self._pending.pop((event.step, event.tier), None)
             self._events.append(event)
         return True
 
@@ -294,6 +309,8 @@ class Saver:
         steps = sorted({step for step, _ in self._pending})
         self._channel.close()
         self._staging.close()
+        for (_, name), info in self._pending.items():
+            self._give_up(info, [name])
         self._pending.clear()
         self._pinned = None
         self._start()

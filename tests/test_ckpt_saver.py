@@ -235,6 +235,33 @@ def test_a_rank_that_cannot_write_stops_the_commit_and_not_the_run(tmp_path):
     assert_holds(tmp_path, 6)
 
 
+def one_keeper_dies(rank: int, root: Path) -> list[str]:
+    saver = saver_at(root, rank)
+    if rank == 1:
+        saver._process.kill()
+        saver._process.wait()
+    told = []
+    for step in (5, 6):
+        try:
+            saver.save(info(step, PAIR), arrays_of(step, PAIR, rank))
+            told += [f"{event.step} {event.what} {event.error}" for event in saver.wait()]
+        except ckpt.CheckpointError as error:
+            told.append(str(error))
+    saver.close()
+    return told
+
+
+def test_a_keeper_that_dies_keeps_nobody_waiting(tmp_path):
+    from tests.dist import run_ranks
+
+    first, second = run_ranks(one_keeper_dies, 2, tmp_path)
+    assert first == ["5 failed another rank could not write its part", "6 committed "]
+    assert second[0].startswith("the keeper of rank 1 ended with -9")
+    assert second[1] == "6 written "
+    assert ckpt.committed_steps(tmp_path) == [6]
+    assert not list(tmp_path.glob(".keeper-*")), "locks are gone"
+
+
 def with_memory(rank: int, root: Path, memory: Path, linger: float) -> None:
     tiers = [
         ckpt.Tier(name="memory", location=str(memory), ranks=(0,), volatile=True),

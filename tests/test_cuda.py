@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+import ckpt
 from moe import GroupedExperts, MoEConfig, MoELayer, choose_backend, megablocks_backend
 from parallel import ParallelDims, Topology, apply_expert_parallel
+from tests.checkpoints import info
 from tests.dist import run_ranks
 from tests.jobs import events, write_corpus, write_spec
 from tests.test_pretrain_runs import on_rank
@@ -122,3 +124,30 @@ def test_a_run_on_one_device_resumes_bitwise(precision, tmp_path):
         losses.append([e["loss"] for e in events(tmp_path / name, "step")])
     assert losses[0] == losses[1]
     assert len(losses[0]) == 6
+
+
+def test_a_save_in_the_background_is_what_the_device_held(tmp_path):
+    # The copy goes into pinned memory, and is only begun when it is asked for.
+    spec = ckpt.ArraySpec("model/layers/w", (4, 512, 1024), torch.bfloat16, ((), (), ()))
+    pieces = [torch.randn(512, 1024, device="cuda").bfloat16() for _ in range(4)]
+    expected = [piece.cpu().clone() for piece in pieces]
+    box = tuple((0, size) for size in spec.shape)
+    array = ckpt.LocalArray(spec, [box], pieces, stacked=True)
+    saver = ckpt.Saver([ckpt.Tier(name="shared", location=str(tmp_path))], 0, tmp_path / ".lock")
+    saver.ready()
+    try:
+        for step in (1, 2):
+            saver.save(info(step, Topology()), [array])
+            for piece in pieces:
+                piece.zero_()
+            (event,) = saver.wait()
+            assert event.what == "committed", event.error
+            out = [torch.empty_like(piece) for piece in pieces]
+            read = ckpt.LocalArray(spec, [box], out, stacked=True)
+            ckpt.load(tmp_path, ckpt.read_manifest(tmp_path, step), [read])
+            for a, b in zip(out, expected, strict=True):
+                assert torch.equal(a.cpu(), b)
+            for piece, b in zip(pieces, expected, strict=True):
+                piece.copy_(b)
+    finally:
+        saver.close()
