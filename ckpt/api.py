@@ -17,6 +17,8 @@ from ckpt.lineage import Link, read_lineage, spec_differences
 from ckpt.loading import find_damage, load, open_group, read_box, read_box_into, verify
 from ckpt.locations import Location, as_location, open_store
 from ckpt.messages import TIERS, Event, Tier, TierName
+from ckpt.opened import OpenCheckpoint, StoredArray
+from ckpt.opened import open_checkpoint as open  # noqa: A004
 from ckpt.peer import address_towards
 from ckpt.resharding import reshard
 from ckpt.retention import Removal, Retention, RetentionPlan, plan_retention, retain
@@ -42,6 +44,7 @@ __all__ = [
     "LocalStore",
     "Location",
     "Manifest",
+    "OpenCheckpoint",
     "OtherRankError",
     "Removal",
     "Retention",
@@ -50,6 +53,7 @@ __all__ = [
     "SaveInfo",
     "Saver",
     "Store",
+    "StoredArray",
     "Tier",
     "TierName",
     "address_towards",
@@ -64,6 +68,7 @@ __all__ = [
     "manifest_name",
     "manifest_path",
     "objects_dir",
+    "open",
     "open_group",
     "open_store",
     "plan_retention",

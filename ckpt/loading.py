@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import zarr
 
 from ckpt.format import (
     ArrayRecord,
@@ -22,11 +21,16 @@ from ckpt.format import (
     read_manifest,
 )
 from ckpt.locations import Location, open_store
+from ckpt.names import Missing, renamed
 from ckpt.saving import THREADS, Progress
 from ckpt.shard import Array, ObjectLayout, Target, read_object, within
 from ckpt.store import Bytes, Store
-from ckpt.tensors import LocalArray
 from parallel.layout import Box, cells
+
+if TYPE_CHECKING:
+    import zarr
+
+    from ckpt.tensors import LocalArray
 
 
 class _Into:
@@ -80,6 +84,13 @@ def _read(store: Store, manifest: Manifest, record: ArrayRecord, box: Box, targe
     return count
 
 
+def read_nowhere(store: Store, save_id: str, layout: ObjectLayout, expected: ObjectRecord) -> None:
+    """Read all of an object and compare. Raises CheckpointError, without the object's name, where
+    it is not what ``expected`` says, and OSError where it cannot be read."""
+    with store.open(f"{objects_key(save_id)}/{layout.key}") as reader:
+        read_object(reader, layout, expected, layout.box, _Nowhere())
+
+
 def _read_one(
     store: Store, manifest: Manifest, layout: ObjectLayout, box: Box, target: Target
 ) -> int:
@@ -105,10 +116,27 @@ def _unreadable(store: Store, key: str, error: OSError) -> CheckpointError:
     return CheckpointError(f"object {store.where(key)} cannot be read: {error.strerror}")
 
 
-def load(root: Location, manifest: Manifest, arrays: Sequence[LocalArray]) -> None:
+def load(
+    root: Location,
+    manifest: Manifest,
+    arrays: Sequence[LocalArray],
+    rename: Mapping[str, str] | None = None,
+    missing: Missing = "refuse",
+) -> list[str]:
     """Fill this rank's slices in place, from objects of whatever layout they were saved under.
 
     Several objects are read at a time, straight into the tensors where those are in host memory.
+    Arrays of the checkpoint that are not among ``arrays`` are not read.
+
+    Args:
+        root: the checkpoint folder or store.
+        manifest: what is read.
+        arrays: this rank's slices.
+        rename: names in ``arrays`` by names in the checkpoint, see :func:`ckpt.names.renamed`.
+        missing: what becomes of arrays that the checkpoint lacks.
+
+    Returns:
+        The names of the arrays that the checkpoint lacks.
 
     Raises:
         CheckpointError: where the checkpoint lacks an array, or has it in another shape or dtype,
@@ -116,10 +144,17 @@ def load(root: Location, manifest: Manifest, arrays: Sequence[LocalArray]) -> No
             case the tensors are not to be used.
     """
     store = open_store(root)
-    records = [_matching(manifest, array) for array in arrays]
+    names = renamed([record.name for record in manifest.arrays], rename or {})
+    wanted = {array.spec.name for array in arrays}
+    for new, old in names.items():
+        if new != old and new not in wanted:
+            raise CheckpointError(f"rename of {old}: the model has no array {new}")
+    kept = [n for n in wanted if n not in names] if missing == "keep" else []
+    taken = [array for array in arrays if array.spec.name not in kept]
+    records = [_matching(manifest, array, names) for array in taken]
     parts = [
         (array, box, ObjectLayout(record, coordinates))
-        for array, record in zip(arrays, records, strict=True)
+        for array, record in zip(taken, records, strict=True)
         for box in array.boxes
         for coordinates in cells(box, record.shard_shape)
     ]
@@ -130,13 +165,15 @@ def load(root: Location, manifest: Manifest, arrays: Sequence[LocalArray]) -> No
 
     with ThreadPoolExecutor(THREADS) as pool:
         count = sum(pool.map(read, parts))
-    boxes = [box for array in arrays for box in array.boxes]
+    boxes = [box for array in taken for box in array.boxes]
     expected = sum(math.prod(stop - start for start, stop in box) for box in boxes)
     assert count == expected, "the chunks read do not cover the arrays"
+    return sorted(kept)
 
 
-def _matching(manifest: Manifest, array: LocalArray) -> ArrayRecord:
-    record, spec = manifest.array(array.spec.name), array.spec
+def _matching(manifest: Manifest, array: LocalArray, names: Mapping[str, str]) -> ArrayRecord:
+    spec = array.spec
+    record = manifest.array(names.get(spec.name, spec.name))
     found = (record.shape, record.logical_dtype, record.attributes)
     wanted = (spec.shape, spec.logical_dtype, dict(spec.attributes))
     for what, a, b in zip(("shape", "dtype", "attributes"), found, wanted, strict=True):
@@ -213,6 +250,8 @@ def open_group(root: Path, step: int | None = None) -> zarr.Group:
 
     Raises CheckpointError where one is missing, short or long, or there is no checkpoint.
     """
+    import zarr  # here, for its seconds of import
+
     manifest = read_manifest(root, step)
     folder = objects_dir(root, manifest.save_id)
     for key, record in manifest.objects.items():

@@ -1,26 +1,16 @@
-"""Rewriting a checkpoint for another layout, one object at a time."""
+"""Rewriting a checkpoint for another layout."""
 
 from __future__ import annotations
 
-import secrets
-from functools import partial
-
-from ckpt.format import ArrayRecord, Manifest
-from ckpt.grid import storage_grid
-from ckpt.loading import read_box_into
+from ckpt.format import Manifest
 from ckpt.locations import Location
-from ckpt.saving import Progress, SaveInfo
-from ckpt.stream import save_streamed
-from parallel.layout import ShardLayout, Topology
+from ckpt.rewrite import Progress, rewrite
+from ckpt.source import CheckpointSource, Source
+from ckpt.to_convoy import CheckpointTarget
+from parallel.layout import Topology
 
-
-def record_under(record: ArrayRecord, topology: Topology) -> ArrayRecord:
-    """The same array cut for ``topology``, along the dims that the saving layout cut; a save under
-    ``topology`` may cut others (stages, tensor parallelism), which any layout loads as well."""
-    layout = ShardLayout(record.shape, record.splits, topology)
-    shard, chunk = storage_grid(layout, record.dtype.itemsize)
-    update = {"shard_shape": shard, "chunk_shape": chunk, "stages": ()}
-    return record.model_copy(update=update)
+MEMORY = 512 << 20
+"""What a reshard may need where nothing else is said."""
 
 
 def reshard(
@@ -32,24 +22,26 @@ def reshard(
 ) -> Manifest:
     """Write the checkpoint ``manifest`` of ``source`` into ``target``, for ``topology``.
 
-    Numbers are copied bit by bit and everything read is verified. A few chunks
-    of the target and of the source are in memory. Committed like any save: until
+    Numbers are copied bit by bit and everything read is verified. Committed like any save: until
     it is whole, ``target`` has no manifest of it.
 
     Raises CheckpointError where ``target`` has this step already, or the source is damaged, or
-    the target cannot be written.
+    the target cannot be written: see :func:`ckpt.rewrite.rewrite`.
     """
-    info = SaveInfo(
-        save_id=f"{manifest.step:08d}-reshard-{secrets.token_hex(4)}",
-        step=manifest.step,
-        topology=topology,
-        state=manifest.state,
-        spec=manifest.spec,
-        spec_hash=manifest.spec_hash,
-        parent=manifest.save_id,
-    )
-    arrays = [
-        (record_under(record, topology), partial(read_box_into, source, manifest, record))
-        for record in manifest.arrays
-    ]
-    return save_streamed(target, info, arrays, progress)
+    return write_checkpoint(CheckpointSource(source, manifest), target, topology, progress)
+
+
+def write_checkpoint(
+    source: Source,
+    target: Location,
+    topology: Topology,
+    progress: Progress = lambda _: None,
+    memory: int = MEMORY,
+    workers: int = 1,
+) -> Manifest:
+    """The same from any source, with the memory and the processes of
+    :func:`ckpt.rewrite.rewrite`."""
+    made = CheckpointTarget(source, target, topology)
+    rewrite(made, memory, workers, progress)
+    assert made.manifest is not None
+    return made.manifest

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from pydantic import ValidationError
 
 import ckpt
 from ckpt import CheckpointError, LocalArray, Location, Manifest, SaveInfo, Tier
+from ckpt.names import Missing, renamed
 from parallel import Topology
 from pretrain.errors import InputError
 from pretrain.init import init_parameters
@@ -101,8 +103,11 @@ def restore(job: Job, tiers: Sequence[Tier] = ()) -> Progress:
     read = partial(ckpt.read_manifest, root, step)
     manifest = runtime.together(lambda: _or_way_back(root, step, read))
     runtime.together(lambda: _check_resumable(job, manifest))
-    load = partial(_load, job, manifest, root)
+    once = spec.checkpoint.read_once and job.topology.dp_replicate > 1
+    load = partial(_load, job, manifest, root, once)
     progress = runtime.together(lambda: _or_way_back(root, step, load))
+    if once:
+        _spread(job)
     if runtime.is_first:
         for field, before, now in _differences(_resolved(manifest.spec), spec.as_dict()):
             say(f"spec changed since step {step}: {field} was {before}, is {now}")
@@ -113,14 +118,18 @@ def _first_values(job: Job) -> None:
     """Fresh parameters, or the weights of ``train.init_from``."""
     spec, runtime = job.spec, job.runtime
     if spec.train.init_from is None:
-        layers = spec.model.num_layers
-        init_parameters(job.model, job.layouts, runtime.rank, spec.train.seed, layers)
+        _fresh_parameters(job)
         return
     root = Path(spec.train.init_from)
     manifest = runtime.together(lambda: ckpt.read_manifest(root))
     arrays = [array for array in job.arrays() if array.spec.name.startswith("model/")]
-    runtime.together(lambda: _load_weights(root, manifest, arrays))
+    if spec.train.init_missing == "keep":
+        _fresh_parameters(job)
+    rename, missing = spec.train.init_rename, spec.train.init_missing
+    kept = runtime.together(lambda: _load_weights(root, manifest, arrays, rename, missing))
     if runtime.is_first:
+        for name in kept:
+            say(f"{name} is not in train.init_from and gets fresh values")
         say(f"first values are the weights of step {manifest.step} in {root}")
         for section in ("model", "moe"):
             before, now = manifest.spec.get(section), spec.as_dict()[section]
@@ -128,14 +137,25 @@ def _first_values(job: Job) -> None:
                 say(f"spec differs from that of train.init_from: {field} was {was}, is {here}")
 
 
-def _load_weights(root: Path, manifest: Manifest, arrays: list[LocalArray]) -> None:
+def _fresh_parameters(job: Job) -> None:
+    seed, layers = job.spec.train.seed, job.spec.model.num_layers
+    init_parameters(job.model, job.layouts, job.runtime.rank, seed, layers)
+
+
+def _load_weights(
+    root: Path,
+    manifest: Manifest,
+    arrays: list[LocalArray],
+    rename: Mapping[str, str],
+    missing: Missing,
+) -> list[str]:
     names = {array.spec.name for array in arrays}
-    saved = [a.name for a in manifest.arrays if a.name.startswith("model/")]
-    stray = sorted(name for name in saved if name not in names)
     try:
+        saved = renamed([a.name for a in manifest.arrays], rename)
+        stray = sorted(n for n in saved if n.startswith("model/") and n not in names)
         if stray:
             raise CheckpointError(f"checkpoint array {stray[0]} has no place in the model")
-        ckpt.load(root, manifest, arrays)
+        return ckpt.load(root, manifest, arrays, rename, missing)
     except CheckpointError as error:
         raise CheckpointError(f"train.init_from ({root}): {error}") from None
 
@@ -193,7 +213,20 @@ def restore_from_nodes(job: Job, tiers: Sequence[Tier], shared_step: int) -> Pro
     return progress
 
 
-def _load(job: Job, manifest: Manifest, root: Location) -> Progress:
+def _spread(job: Job) -> None:
+    """Let the first copy of the model give the others what it has read."""
+    group = job.dims.replicate_mesh.get_group()
+    source = dist.get_global_rank(group, 0)
+    for array in job.arrays():
+        for piece in array.pieces:
+            sent = piece.detach().contiguous()
+            dist.broadcast(sent, source, group=group)
+            if sent.data_ptr() != piece.data_ptr():
+                piece.detach().copy_(sent)
+
+
+def _load(job: Job, manifest: Manifest, root: Location, once: bool = False) -> Progress:
+    """Fill the job; with ``once`` only where this rank is of the first copy of the model."""
     runtime = job.runtime
     arrays = job.arrays()
     states = rng_states(runtime.device)
@@ -212,6 +245,9 @@ def _load(job: Job, manifest: Manifest, root: Location) -> Progress:
     stray = sorted(a.name for a in manifest.arrays if a.name not in names)
     if stray:
         raise CheckpointError(f"checkpoint array {stray[0]} has no place in the model")
+    if once and job.dims.replicate_mesh.get_local_rank():
+        of_model = {array.spec.name for array in job.arrays()}
+        arrays = [array for array in arrays if array.spec.name not in of_model]
     ckpt.load(root, manifest, arrays)
     if same_ranks:
         set_rng_states(states, runtime.device)

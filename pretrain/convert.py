@@ -29,6 +29,7 @@ from pretrain.hf_tensors import HFTensor, hf_tensors
 from pretrain.model import ModelConfig, meta_decoder
 from pretrain.read_spec import resolve_spec
 from pretrain.spec import JobSpec
+from pretrain.surgery import upcycled_spec
 from pretrain.weights import (
     CheckpointWeights,
     UpcycledWeights,
@@ -263,21 +264,11 @@ def upcycle(
         manifest = ckpt.read_manifest(source, step)
         resolved = resolve_spec(dict(manifest.spec), f"the spec of step {manifest.step}")
         base, weights, kind = resolved.as_dict(), CheckpointWeights(source, manifest), "checkpoint"
-    if base["moe"] is not None:
-        raise InputError(f"{source} must be a dense model: it has a [moe] section")
-    d_ff = base["model"]["d_ff"]
     base |= {"name": target.absolute().name.lstrip("._-"), "run_dir": None}
-    base["model"] |= {"first_k_dense": first_k_dense, "d_ff": d_ff if first_k_dense else 0}
-    base["moe"] = {"num_experts": num_experts, "top_k": top_k, "d_ff": d_ff}
     base["train"]["init_from"] = str(target / "checkpoints")
     base["checkpoint"]["path"] = None
-    spec = resolve_spec(base, str(source), overrides)
+    sizes = num_experts, top_k, first_k_dense
+    spec = upcycled_spec(base, *sizes, overrides, str(source))
     assert spec.moe is not None
-    for field, value, rule in (
-        ("d_ff", spec.moe.d_ff, d_ff),
-        ("num_shared_experts", spec.moe.num_shared_experts, 0),
-    ):
-        if value != rule:
-            raise InputError(f"moe.{field} ({value}) must be {rule}: experts are copies of a layer")
     upcycled = UpcycledWeights(weights, spec.moe, spec.model.num_layers, spec.train.seed)
     return spec, _write(target, spec, upcycled, {"upcycled_from": kind}, source)

@@ -43,6 +43,11 @@ class TrainConfig(BaseModel):
     init_from: str | None = None
     """A checkpoint folder of which the newest one's weights are the first values, with a fresh
     optimizer, at step 0."""
+    init_rename: dict[str, str] = Field(default_factory=dict)
+    """Names of arrays in the model by those in ``init_from``; both may be beginnings, with / at
+    their ends."""
+    init_missing: Literal["refuse", "keep"] = "refuse"
+    """What becomes of parameters that ``init_from`` lacks; ``keep`` gives them fresh values."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of products and of what travels between ranks; parameters, gradients' sums, moments, routers
     and the loss are in float32 either way."""
@@ -130,6 +135,9 @@ class CheckpointConfig(BaseModel):
     keep_best: int = Field(default=0, ge=0)
     grace_seconds: float = Field(default=0.0, ge=0)
     compression: Literal["none", "zstd"] = "none"
+    read_once: bool = False
+    """Where dp_replicate makes copies of the model, read for one and send to the others, for a
+    store that is slower than the network."""
     memory: bool = False
     """Keep the newest one in each node's memory too, which outlives a worker."""
     memory_path: str = "/dev/shm"

@@ -167,7 +167,7 @@ def test_a_reshard_reads_each_chunk_of_the_source_once_where_the_grids_agree(tmp
         ckpt.load.__globals__, "read_object", lambda *a: (boxes.append(a[3]), real(*a))[1]
     )
     ckpt.reshard(tmp_path / "a", manifest, tmp_path / "b", Topology(dp_shard=2))
-    assert sorted(boxes) == [((i, i + 1024), (0, 1024)) for i in range(0, 4096, 1024)]
+    assert sorted(boxes) == [((i, i + 2048), (0, 1024)) for i in range(0, 4096, 2048)]
 
 
 def test_a_model_of_another_shape_is_refused_before_anything_is_written(tmp_path):
