@@ -71,7 +71,6 @@ class PeerServer:
                 try:
                     answer, data = self._answer(connection, request)
                 except OSError as error:
-                    # What the client was still sending is not read: it begins anew.
                     number = error.errno or errno.EIO
                     _send(connection, {"errno": number, "strerror": error.strerror or str(error)})
                     if request["op"] == "write":
@@ -90,7 +89,14 @@ class PeerServer:
             raise PermissionError(errno.EPERM, f"no key of a store: {key}")
         store = LocalStore(self.folder)
         if op == "write":
-            store.write(key, iter(connection.recv_bytes, b""))
+            parts = iter(connection.recv_bytes, b"")
+            try:
+                store.write(key, parts)
+            except OSError:
+                # An answer is lost where the connection ends with something unread.
+                for _ in parts:
+                    pass
+                raise
         elif op == "publish":
             store.publish(key, connection.recv_bytes())
         elif op == "size":
