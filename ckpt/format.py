@@ -16,18 +16,27 @@ checksum, so that a missing one is an error and never zarr's fill value.
 from __future__ import annotations
 
 import builtins
+import itertools
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from crc32c import crc32c
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from ckpt.locations import Location, open_store
-from parallel.layout import ShardLayout, Topology, cells
+from parallel.layout import Box, ShardLayout, Topology, cells, count_cells
 
 # How a logical dtype is stored. zarr has no bfloat16 or float8: they are kept as bit patterns.
 STORAGE_DTYPES = {
@@ -49,6 +58,8 @@ STORAGE_DTYPES = {
 Compression = Literal["none", "zstd"]
 """What chunks are compressed with."""
 ZSTD_LEVEL = 1
+MOST_CHUNK_BYTES = 1 << 32
+"""Of one chunk. Whoever reads it needs as much memory, whatever the object's length."""
 
 
 class CheckpointError(RuntimeError):
@@ -63,19 +74,63 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+_Size = Annotated[int, Field(ge=1, lt=1 << 63)]
+_PART = re.compile(r"(?!\.{1,2}$|zarr\.json$)[^/\\\x00-\x1f\x7f]+")
+
+
+def _check_name(name: str) -> str:
+    # It becomes part of a path, and whoever wrote the manifest need not be a friend.
+    if not all(map(_PART.fullmatch, name.split("/"))):
+        raise ValueError(f"{name!r} must be parts with '/' between, none of them '.' or '..'")
+    return name
+
+
+def _check_save_id(name: str) -> str:
+    if "/" in _check_name(name) or name.startswith("."):
+        raise ValueError(f"{name!r} must be one part that does not begin with '.'")
+    return name
+
+
+def _check_topology(degrees: dict[str, int]) -> dict[str, int]:
+    unknown = sorted(degrees.keys() - Topology().as_dict().keys())
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is no axis")
+    Topology(**degrees)
+    return degrees
+
+
 class ArrayRecord(_Record):
     """One stored array. Shapes are logical; ``splits`` is as in ShardLayout."""
 
-    name: str
-    shape: tuple[int, ...]
+    name: Annotated[str, AfterValidator(_check_name)]
+    shape: tuple[_Count, ...]
     logical_dtype: str
     splits: tuple[tuple[str, ...], ...]
-    shard_shape: tuple[int, ...]
-    chunk_shape: tuple[int, ...]
+    shard_shape: tuple[_Size, ...]
+    chunk_shape: tuple[_Size, ...]
     compression: Compression = "none"
     stages: tuple[int, ...] = ()
     """As in ShardLayout, of the topology that it was saved under."""
     attributes: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.logical_dtype not in STORAGE_DTYPES:
+            raise ValueError(f"{self.name} has dtype {self.logical_dtype!r}")
+        dims = [self.shape, self.splits, self.shard_shape, self.chunk_shape]
+        if len({len(each) for each in dims}) > 1:
+            raise ValueError(f"{self.name} has shapes and splits of differing length")
+        for size, shard, chunk in zip(self.shape, self.shard_shape, self.chunk_shape, strict=True):
+            if shard % chunk or chunk > max(size, 1) or shard >= max(size, 1) + chunk:
+                raise ValueError(
+                    f"{self.name} has a dim of {size} in objects of {shard} in chunks of {chunk}"
+                )
+        if math.prod(self.chunk_shape) * self.dtype.itemsize > MOST_CHUNK_BYTES:
+            raise ValueError(f"{self.name} has a chunk of more than {MOST_CHUNK_BYTES} bytes")
+        self.layout(Topology())
+        _dump(self.attributes)  # a number that is none is not JSON
+        return self
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -101,7 +156,7 @@ class ObjectRecord(_Record):
     a shard's whole file would be the same whatever is in it.)
     """
 
-    bytes: int
+    bytes: _Count
     checksum: int
 
     @classmethod
@@ -115,13 +170,13 @@ class Manifest(_Record):
 
     format: Literal["convoy-checkpoint"] = "convoy-checkpoint"
     format_version: Literal[1] = 1
-    save_id: str
-    step: int
+    save_id: Annotated[str, AfterValidator(_check_save_id)]
+    step: _Count
     created: str
-    topology: dict[str, int]
+    topology: Annotated[dict[str, int], AfterValidator(_check_topology)]
     ranks: tuple[int, ...] | None = None
     """The ranks whose slices are here, where a store has only some: those of a node."""
-    parent: str | None = None
+    parent: Annotated[str, AfterValidator(_check_save_id)] | None = None
     """The save id of the checkpoint that this one was made of, where that was not by training."""
     arrays: list[ArrayRecord]
     objects: dict[str, ObjectRecord]
@@ -130,12 +185,41 @@ class Manifest(_Record):
     spec_hash: str
     versions: dict[str, str]
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        names = {record.name for record in self.arrays}
+        if len(names) < len(self.arrays):
+            raise ValueError("two arrays have one name")
+        for name in names:
+            parts = name.split("/")
+            for depth in range(1, len(parts)):
+                if "/".join(parts[:depth]) in names:
+                    raise ValueError(f"{name} is inside of another array")
+        world, ranks = Topology(**self.topology).world, self.ranks
+        if ranks is not None and not (ranks and len(set(ranks)) == len(ranks)):
+            raise ValueError("ranks must be some, and each once")
+        if ranks is not None and not (min(ranks) >= 0 and max(ranks) < world):
+            raise ValueError(f"ranks must be below {world}")
+        return self
+
     def array(self, name: str) -> ArrayRecord:
         """The record of one array. Raises CheckpointError where there is none."""
         for record in self.arrays:
             if record.name == name:
                 return record
         raise CheckpointError(f"checkpoint step {self.step} has no array {name}")
+
+    def boxes(self, record: ArrayRecord) -> list[Box]:
+        """The parts of an array that are here; they have nothing in common."""
+        if self.ranks is None:
+            return [tuple((0, size) for size in record.shape)]
+        layout = record.layout(Topology(**self.topology))
+        return list(dict.fromkeys(box for rank in self.ranks for box in layout.boxes(rank)))
+
+    def coordinates(self, record: ArrayRecord) -> Iterator[tuple[int, ...]]:
+        """Where in an array the objects are that are here."""
+        found = (cells(box, record.shard_shape) for box in self.boxes(record))
+        return itertools.chain.from_iterable(found)
 
     @property
     def total_bytes(self) -> int:
@@ -253,26 +337,34 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
-        raise CheckpointError(
-            f"manifest {where} is not of this format: {field}: {first['msg']}"
-        ) from None
+        what = _shown(f"{field}: {first['msg']}")
+        raise CheckpointError(f"manifest {where} is not of this format: {what}") from None
     _check_coverage(manifest, where)
     return manifest
 
 
+def _shown(text: str) -> str:
+    # It may be anyone's: one line of it, and not more.
+    return text if len(text) < 300 and text.isprintable() else f"{text[:300]!a} ..."
+
+
 def _check_coverage(manifest: Manifest, where: str) -> None:
     expected = set(metadata_objects(manifest.arrays))
+    listed = manifest.objects.keys()
     for record in manifest.arrays:
-        expected.update(
-            record.object_keys()
-            if manifest.ranks is None
-            else keys_of_ranks(record, record.layout(Topology(**manifest.topology)), manifest.ranks)
-        )
-    missing = sorted(expected - set(manifest.objects))
-    extra = sorted(set(manifest.objects) - expected)
+        count = sum(count_cells(box, record.shard_shape) for box in manifest.boxes(record))
+        if count > len(listed):  # and they may be too many to name
+            raise CheckpointError(
+                f"manifest {where} lacks objects of {_shown(record.name)}: it has {count}, and "
+                f"{len(listed)} are listed in all"
+            )
+        expected.update(object_key(record.name, at) for at in manifest.coordinates(record))
+    missing = sorted(expected - listed)
+    extra = sorted(listed - expected)
     if missing or extra:
         what, names = ("lacks", missing) if missing else ("has a stray", extra)
-        raise CheckpointError(f"manifest {where} {what} object {names[0]} ({len(names)} in all)")
+        name, count = _shown(names[0]), len(names)
+        raise CheckpointError(f"manifest {where} {what} object {name} ({count} in all)")
 
 
 def read_manifest(root: Location, step: int | None = None) -> Manifest:
@@ -282,10 +374,7 @@ def read_manifest(root: Location, step: int | None = None) -> Manifest:
     taken silently in its place.
     """
     store = open_store(root)
-    try:
-        steps = committed_steps(store)
-    except OSError as error:
-        raise CheckpointError(f"{store.where()} cannot be read: {error.strerror}") from None
+    steps = committed_steps(store)
     if step is None:
         if not steps:
             inner = "checkpoints"
@@ -307,7 +396,13 @@ def read_manifest(root: Location, step: int | None = None) -> Manifest:
 
 
 def committed_steps(root: Location) -> list[int]:
-    """The steps that have a manifest, ascending. Raises OSError where nobody can tell."""
-    names = open_store(root).names("manifests")
-    found = (re.fullmatch(r"step-(\d{8,})\.json", name) for name in names)
-    return sorted(int(match[1]) for match in found if match)
+    """The steps that have a manifest, ascending. Raises CheckpointError where nobody can tell."""
+    store = open_store(root)
+    try:
+        names = store.names("manifests")
+    except OSError as error:
+        where = store.where("manifests")
+        raise CheckpointError(f"{where} cannot be read: {error.strerror}") from None
+    found = (re.fullmatch(r"step-([0-9]{8,18})\.json", name) for name in names)
+    steps = {int(match[1]): match[0] for match in found if match}
+    return sorted(step for step, name in steps.items() if manifest_key(step).endswith(name))

@@ -189,7 +189,7 @@ class TierWriter:
             discard(self.store, info)
             raise CheckpointError("another rank could not write its part")
         commit(self.store, info, order.arrays, read_receipts(self.store, info))
-        with contextlib.suppress(OSError):  # they will be there for the next time
+        with contextlib.suppress(OSError, CheckpointError):  # they will be there for the next time
             retain(self.store, self.tier.keep)
         return Event(what="committed", **about)
 

@@ -37,7 +37,7 @@ class Link:
 def read_lineage(root: Location) -> list[Link]:
     """Every checkpoint of a store, oldest first; one whose manifest is damaged says so.
 
-    Raises OSError where the store cannot be listed.
+    Raises CheckpointError where the store cannot be listed.
     """
     store = open_store(root)
     links: list[Link] = []

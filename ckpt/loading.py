@@ -207,7 +207,7 @@ def _problems(root: Location, manifest: Manifest, progress: Progress) -> Iterato
     layouts = {
         layout.key: layout
         for record in manifest.arrays
-        for coordinates in cells(tuple((0, size) for size in record.shape), record.shard_shape)
+        for coordinates in manifest.coordinates(record)
         if (layout := ObjectLayout(record, coordinates)).key in manifest.objects
     }
     assert metadata.keys() | layouts.keys() == manifest.objects.keys(), "the manifest's coverage"
@@ -242,11 +242,17 @@ def _check_metadata(store: Store, manifest: Manifest, key: str, data: bytes) -> 
         )
 
 
+def _verify_metadata(store: Store, manifest: Manifest) -> None:
+    for key, data in metadata_objects(manifest.arrays).items():
+        _check_metadata(store, manifest, key, data)
+
+
 def open_group(root: Path, step: int | None = None) -> zarr.Group:
     """The arrays of a checkpoint, read-only, through zarr-python.
 
     ``open_group(root)["model/layers/moe/experts/w_gate"][3, 17]`` is one expert. zarr-python takes
-    a missing object for zeros, so every object's length is compared first.
+    a missing object for zeros, so every object's length is compared first, and what says how they
+    are to be read.
 
     Raises CheckpointError where one is missing, short or long, or there is no checkpoint.
     """
@@ -254,6 +260,7 @@ def open_group(root: Path, step: int | None = None) -> zarr.Group:
 
     manifest = read_manifest(root, step)
     folder = objects_dir(root, manifest.save_id)
+    _verify_metadata(open_store(root), manifest)
     for key, record in manifest.objects.items():
         path = folder / key
         if not path.exists():

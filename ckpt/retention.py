@@ -69,7 +69,7 @@ def plan_retention(
     with its length. One whose manifest is damaged stays, since what it owns is unknown. ``now`` (in
     seconds since 1970) only ever lets more stay than the rules for steps do, whatever it says.
 
-    Raises OSError where the store cannot be listed.
+    Raises CheckpointError where the store cannot be listed.
     """
     return _Planner(open_store(root), retention, now).plan()
 

@@ -230,7 +230,8 @@ def read_object(
         count += math.prod(e - s for s, e in common)
         if len(parts) == 1 and (not plain or parts[0] is room):
             values = _decode(parts[0], layout, number)
-            target.write(common, values[within(common, box)])
+            place: tuple[Any, ...] = (*within(common, box), ...)  # an array, of a scalar too
+            target.write(common, values[place])
     if crc32c(b"".join(checks.values())) != expected.checksum:
         raise CheckpointError("is damaged: it is not the one that was saved")
     return count
@@ -285,12 +286,23 @@ def _blocks(parts: list[Bytes]) -> Iterator[list[Bytes]]:
 
 def _decode(body: Bytes, layout: ObjectLayout, number: int) -> Array:
     if layout.record.compression == "zstd":
-        plain = np.zeros(layout.chunk_bytes, np.uint8)
         try:
-            body = zstd.decompress(body, plain)
-        except (RuntimeError, ValueError):
+            # What is too short would be zeros at its end, without a word.
+            if _unpacked_bytes(body[:18].tobytes()) != layout.chunk_bytes:
+                raise ValueError
+            body = zstd.decompress(body, np.empty(layout.chunk_bytes, np.uint8))
+        except (RuntimeError, ValueError, MemoryError):
             raise CheckpointError(f"is damaged: chunk {number} is not what zstd made") from None
     return body.view(layout.record.dtype).reshape(layout.record.chunk_shape)
+
+
+def _unpacked_bytes(head: bytes) -> int:
+    """What a zstd frame says that it unpacks to, 0 where it does not say (RFC 8878, 3.1.1.1)."""
+    descriptor = int.from_bytes(head[4:5], "little")
+    single = descriptor >> 5 & 1
+    width = (single, 2, 4, 8)[descriptor >> 6]
+    start = 6 - single + (0, 1, 2, 4)[descriptor & 3]
+    return int.from_bytes(head[start : start + width], "little") + (256 if width == 2 else 0)
 
 
 def _compare(found: int, check: Bytes, what: str) -> None:

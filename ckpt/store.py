@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -144,15 +146,22 @@ class LocalStore:
     @contextlib.contextmanager
     def open(self, key: str) -> Iterator[Reader]:
         """As in Store."""
-        handle = os.open(self.root / key, os.O_RDONLY | os.O_CLOEXEC)
+        path = self.root / key
+        # A pipe in its place would otherwise be waited for.
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise OSError(errno.EINVAL, "it is not a file", str(path))
             yield _LocalReader(handle)
         finally:
             os.close(handle)
 
     def read(self, key: str) -> bytes:
         """As in Store."""
-        return (self.root / key).read_bytes()
+        with self.open(key) as reader:
+            data = np.empty(reader.size, np.uint8)
+            reader.read_into(0, [data])
+        return data.tobytes()
 
     def names(self, folder: str) -> list[str]:
         """As in Store; an empty folder is a name too."""

@@ -13,10 +13,10 @@ from ckpt.format import (
     keys_of_ranks,
     manifest_key,
     objects_key,
-    pending_key,
     read_manifest,
 )
 from ckpt.locations import Location, open_store
+from ckpt.retention import mark_unwanted
 from ckpt.store import Store
 from parallel.layout import Topology
 
@@ -28,7 +28,7 @@ def reachable(root: Location, topology: Topology, rank: int, most: int = 4) -> l
     A manifest or an object that cannot be read is a checkpoint that cannot be reached.
     """
     store, found = open_store(root), list[Manifest]()
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(CheckpointError):
         for step in reversed(committed_steps(store)):
             with contextlib.suppress(CheckpointError, OSError):
                 manifest = read_manifest(store, step)
@@ -73,8 +73,7 @@ def forget_after(root: Location, step: int) -> list[int]:
             continue
         with contextlib.suppress(CheckpointError):
             save_id = read_manifest(store, later).save_id
-            with contextlib.suppress(FileExistsError):
-                store.write(f"{pending_key(save_id)}/removed", [b""])
+            mark_unwanted(store, save_id)
         store.remove(manifest_key(later))
         removed.append(later)
     return removed

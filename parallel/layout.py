@@ -135,12 +135,16 @@ class ShardLayout:
     place has all of it."""
 
     def __post_init__(self) -> None:
+        # ValueErrors: a checkpoint's layouts are read from a file.
         used = [axis for axes in self.splits for axis in axes]
-        assert len(self.splits) == len(self.shape), (self.shape, self.splits)
-        assert len(set(used)) == len(used), f"an axis splits two dims: {self.splits}"
-        assert any(set(used) <= set(basis) for basis in _BASES), f"no basis holds {used}"
-        several = len(self.stages) > 1
-        assert not several or (len(self.stages) == self.shape[0] and not self.splits[0])
+        if len(self.splits) != len(self.shape):
+            raise ValueError(f"splits {self.splits} must be one for each dim of {self.shape}")
+        if len(set(used)) != len(used):
+            raise ValueError(f"splits {self.splits} must have each axis once")
+        if not any(set(used) | ({"pp"} if self.stages else set()) <= set(b) for b in _BASES):
+            raise ValueError(f"splits {self.splits} must be axes that go together")
+        if len(self.stages) > 1 and (self.shape[:1] != (len(self.stages),) or self.splits[0]):
+            raise ValueError(f"stages ({len(self.stages)}) must be one for each index of dim 0")
 
     @cached_property
     def _used(self) -> set[str]:
@@ -234,11 +238,21 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 def cells(box: Box, cell: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """The grid coordinates of every cell that touches ``box``, in row-major order."""
-    ranges = (
+    ranges = [
         range(start // step, -(-stop // step)) if start < stop else range(0)
         for (start, stop), step in zip(box, cell, strict=True)
+    ]
+    # Where one is empty the others may be of any length, and product() would make lists of them.
+    return product(*ranges) if all(ranges) else iter(())
+
+
+def count_cells(box: Box, cell: tuple[int, ...]) -> int:
+    """How many :func:`cells` there are, without going through them."""
+    sizes = (
+        -(-stop // step) - start // step if start < stop else 0
+        for (start, stop), step in zip(box, cell, strict=True)
     )
-    return product(*ranges)
+    return math.prod(sizes)
 
 
 def cell_box(coordinates: tuple[int, ...], cell: tuple[int, ...], shape: tuple[int, ...]) -> Box:

@@ -12,6 +12,7 @@ import torch
 
 import ckpt
 from parallel.layout import Topology
+from tests import damage
 from tests.checkpoints import SPECS, full_values, info, local_array, save_with_threads
 from tests.dist import run_ranks
 
@@ -256,3 +257,32 @@ def test_all_ranks_learn_that_one_could_not_write(tmp_path):
     assert ckpt.committed_steps(tmp_path) == [5]
     assert [p.name for p in (tmp_path / "objects").iterdir()] == ["00000005-test"]
     ckpt.verify(tmp_path, ckpt.read_manifest(tmp_path))
+
+
+def assert_all_is_noticed(outcomes: damage.Outcomes) -> None:
+    for (kind, what), by in outcomes.items():
+        tried = by["verify"].tried
+        harmless = "padding" in what
+        assert tried or harmless, what
+        assert by["verify"].caught == (0 if harmless else tried), (kind, what)
+        for reader in ("load", "read_box"):
+            # A zarr.json is for others: the manifest says how an array is stored.
+            seen = 0 if harmless or kind == "zarr.json" else tried
+            assert (by[reader].caught, by[reader].wrong) == (seen, 0), (reader, kind, what)
+
+
+def test_the_published_table_of_damage_is_what_happens():
+    text, outcomes = damage.section(most=6)
+    for each in outcomes:
+        assert_all_is_noticed(each)
+    assert outcomes[0]["object", "one bit of the padding between chunks flipped"]["load"].tried
+    page = damage.DOC.read_text()
+    published = page.partition(damage.BEGIN)[2].partition(damage.END)[0]
+    assert published.strip().startswith(text), "python -m tests.damage --write"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_every_bit_and_every_file_matters(compression):
+    assert_all_is_noticed(damage.table(compression, 1 << 30)[1])
