@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch.distributed as dist
 from pydantic import ValidationError
 
 import ckpt
@@ -102,8 +103,11 @@ def restore(job: Job, tiers: Sequence[Tier] = ()) -> Progress:
     read = partial(ckpt.read_manifest, root, step)
     manifest = runtime.together(lambda: _or_way_back(root, step, read))
     runtime.together(lambda: _check_resumable(job, manifest))
-    load = partial(_load, job, manifest, root)
+    once = spec.checkpoint.read_once and job.topology.dp_replicate > 1
+    load = partial(_load, job, manifest, root, once)
     progress = runtime.together(lambda: _or_way_back(root, step, load))
+    if once:
+        _spread(job)
     if runtime.is_first:
         for field, before, now in _differences(_resolved(manifest.spec), spec.as_dict()):
             say(f"spec changed since step {step}: {field} was {before}, is {now}")
@@ -209,7 +213,20 @@ def restore_from_nodes(job: Job, tiers: Sequence[Tier], shared_step: int) -> Pro
     return progress
 
 
-def _load(job: Job, manifest: Manifest, root: Location) -> Progress:
+def _spread(job: Job) -> None:
+    """Let the first copy of the model give the others what it has read."""
+    group = job.dims.replicate_mesh.get_group()
+    source = dist.get_global_rank(group, 0)
+    for array in job.arrays():
+        for piece in array.pieces:
+            sent = piece.detach().contiguous()
+            dist.broadcast(sent, source, group=group)
+            if sent.data_ptr() != piece.data_ptr():
+                piece.detach().copy_(sent)
+
+
+def _load(job: Job, manifest: Manifest, root: Location, once: bool = False) -> Progress:
+    """Fill the job; with ``once`` only where this rank is of the first copy of the model."""
     runtime = job.runtime
     arrays = job.arrays()
     states = rng_states(runtime.device)
@@ -228,6 +245,9 @@ def _load(job: Job, manifest: Manifest, root: Location) -> Progress:
     stray = sorted(a.name for a in manifest.arrays if a.name not in names)
     if stray:
         raise CheckpointError(f"checkpoint array {stray[0]} has no place in the model")
+    if once and job.dims.replicate_mesh.get_local_rank():
+        of_model = {array.spec.name for array in job.arrays()}
+        arrays = [array for array in arrays if array.spec.name not in of_model]
     ckpt.load(root, manifest, arrays)
     if same_ranks:
         set_rng_states(states, runtime.device)

@@ -130,6 +130,9 @@ class CheckpointConfig(BaseModel):
     interval_minutes: float | None = Field(default=None, gt=0)
     keep: int = Field(default=2, ge=1)
     compression: Literal["none", "zstd"] = "none"
+    read_once: bool = False
+    """Where dp_replicate makes copies of the model, read for one and send to the others, for a
+    store that is slower than the network."""
     memory: bool = False
     """Keep the newest one in each node's memory too, which outlives a worker."""
     memory_path: str = "/dev/shm"

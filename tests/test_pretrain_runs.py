@@ -204,6 +204,40 @@ def test_a_resize_keeps_the_samples_and_the_losses(text, tmp_path, before, after
     assert a[-1] < a[0]
 
 
+def reading_noted(rank: int, arguments: list[str], note: Path) -> tuple[int, str, str]:
+    """The command; what arrays this rank has read is noted."""
+    import ckpt.loading
+
+    real, names = ckpt.loading._read_one, set()
+
+    def read(store, manifest, layout, box, target):
+        names.add(layout.record.name)
+        return real(store, manifest, layout, box, target)
+
+    ckpt.loading._read_one = read
+    result = on_rank(rank, arguments, None)
+    (note / f"rank-{rank}").write_text("\n".join(sorted(names)))
+    return result
+
+
+def test_copies_of_the_model_may_be_read_once(text, tmp_path):
+    spec = write_spec(
+        tmp_path, data=data_of(text), parallel={"dp_replicate": 2}, moe={"expert_bias": True}
+    )
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    assert launch(spec, 2, f"run_dir={straight}")[0] == 0
+    assert launch(spec, 2, f"run_dir={resumed}", stop_after=4)[0] == 75
+    overrides = (f"run_dir={resumed}", "checkpoint.read_once=true")
+    arguments = [str(spec), *(part for o in overrides for part in ("--set", o))]
+    results = run_ranks(reading_noted, 2, arguments, tmp_path, group=False)
+    assert [code for code, _, _ in results] == [0, 0], results
+    first, second = ((tmp_path / f"rank-{r}").read_text().split() for r in (0, 1))
+    assert "model/layers/moe/experts/w_gate" in first
+    assert second == ["rng/cpu"]
+    assert losses(straight) == losses(resumed)
+    assert fingerprints(straight) == fingerprints(resumed)
+
+
 def test_gradients_with_fewer_bits_train_as_well(text, tmp_path):
     found = {}
     for how in ("none", "bfloat16", "one_bit"):
