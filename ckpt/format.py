@@ -74,6 +74,7 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+_ONE_RANK = Topology()
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Size = Annotated[int, Field(ge=1, lt=1 << 63)]
 _PART = re.compile(r"(?!\.{1,2}$|zarr\.json$)[^/\\\x00-\x1f\x7f]+")
@@ -93,7 +94,7 @@ def _check_save_id(name: str) -> str:
 
 
 def _check_topology(degrees: dict[str, int]) -> dict[str, int]:
-    unknown = sorted(degrees.keys() - Topology().as_dict().keys())
+    unknown = sorted(degrees.keys() - _ONE_RANK.as_dict().keys())
     if unknown:
         raise ValueError(f"{unknown[0]!r} is no axis")
     Topology(**degrees)
@@ -128,8 +129,9 @@ class ArrayRecord(_Record):
                 )
         if math.prod(self.chunk_shape) * self.dtype.itemsize > MOST_CHUNK_BYTES:
             raise ValueError(f"{self.name} has a chunk of more than {MOST_CHUNK_BYTES} bytes")
-        self.layout(Topology())
-        _dump(self.attributes)  # a number that is none is not JSON
+        self.layout(_ONE_RANK)
+        if self.attributes:
+            _dump(self.attributes)  # a number that is none is not JSON
         return self
 
     @property

@@ -248,7 +248,8 @@ def commit(
             f"step {info.step} already has a checkpoint in {store.where()}; save elsewhere, or "
             f"move {key.rpartition('/')[2]} away"
         ) from None
-    store.remove_all(pending_key(info.save_id))
+    with contextlib.suppress(OSError):  # it is committed, marked or not: the next start clears up
+        store.remove_all(pending_key(info.save_id))
     return manifest
 
 

@@ -10,7 +10,19 @@ from typing import Any
 
 import torch
 
-from ckpt import ArraySpec, LocalArray, Location, Manifest, SaveInfo, save
+from ckpt import (
+    ArraySpec,
+    LocalArray,
+    Location,
+    Manifest,
+    SaveInfo,
+    committed_steps,
+    load,
+    open_store,
+    read_manifest,
+    save,
+    verify,
+)
 from parallel.layout import Topology
 
 SPECS = [
@@ -28,8 +40,17 @@ def memory_folder() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None)
 
 
+SMALL_SPECS = [
+    ArraySpec("model/w", (7, 3), torch.float32, (("fsdp",), ())),
+    ArraySpec("model/frozen", (4,), torch.float32, ((),)),
+    ArraySpec("model/layers/e", (1, 4, 2, 2), torch.bfloat16, ((), ("ep",), ("efsdp",), ())),
+]
+"""As few operations as a save can do that has everything."""
+
+
 def full_values(spec: ArraySpec, seed: int = 0) -> torch.Tensor:
-    """Random bits, NaNs among them: a copy must not care."""
+    """Random bits, NaNs among them: a copy must not care. What is frozen is so at any seed."""
+    seed = 0 if "frozen" in spec.name else seed
     generator = torch.Generator().manual_seed(seed * 1000 + sum(map(ord, spec.name)))
     if spec.dtype == torch.bool:
         return torch.randint(0, 2, spec.shape, generator=generator).bool()
@@ -98,3 +119,25 @@ def save_with_threads(
     manifest = futures[0].result()
     assert manifest is not None
     return manifest
+
+
+def assert_whole(
+    root: Location, step: int, specs: list[ArraySpec] = SMALL_SPECS, seed: int | None = None
+) -> None:
+    """A listed step verifies, and loads on one rank as it was saved with its own seed."""
+    manifest = read_manifest(root, step)
+    verify(root, manifest)
+    arrays = [local_array(spec, Topology(), 0) for spec in specs]
+    load(root, manifest, arrays)
+    for array in arrays:
+        expected = full_values(array.spec, step if seed is None else seed)
+        assert torch.equal(bits(pieces(array)), bits(expected)), (array.spec.name, step)
+
+
+def assert_nothing_left_over(root: Location) -> None:
+    """A folder has what its manifests list, and nothing else."""
+    store, steps = open_store(root), committed_steps(root)
+    kept = {read_manifest(store, step).save_id for step in steps}
+    found = set(store.names("objects"))
+    assert found == kept, f"nobody will ever remove {found - kept}"
+    assert len(store.names("manifests")) == len(steps), store.names("manifests")

@@ -110,7 +110,9 @@ def flips(region: str) -> Damage:
     def one(subject: Subject, key: str, most: int) -> Iterator[Changes]:
         data = subject.path(key).read_bytes()
         places = subject.regions(key)[region] if region else range(len(data))
-        for at in places[:: max(1, len(places) // most)]:
+        # Of a manifest more of them: much of it is words, which only its checksum knows.
+        limit = most if region else 8 * most
+        for at in places[:: max(1, len(places) // limit)]:
             yield {key: data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]}
 
     return one

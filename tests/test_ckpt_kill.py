@@ -19,7 +19,14 @@ import torch.distributed as dist
 import ckpt
 from ckpt.files import Files
 from parallel.layout import Topology
-from tests.checkpoints import bits, full_values, info, local_array, pieces, save_with_threads
+from tests.checkpoints import (
+    assert_nothing_left_over,
+    assert_whole,
+    full_values,
+    info,
+    local_array,
+    save_with_threads,
+)
 from tests.dist import run_ranks, start_ranks
 
 TOPOLOGY = Topology(dp_shard=2, ep=2)
@@ -47,15 +54,6 @@ def save_for_ever(rank: int, root: Path) -> None:
         ckpt.save(root, info(step, TOPOLOGY), arrays, rank, agree)
         if rank == 0:
             ckpt.retain(root, 2)
-
-
-def assert_whole(root: Path, step: int) -> None:
-    manifest = ckpt.read_manifest(root, step)
-    ckpt.verify(root, manifest)
-    arrays = [local_array(spec, Topology(), 0) for spec in SPECS]
-    ckpt.load(root, manifest, arrays)
-    for array in arrays:
-        assert torch.equal(bits(pieces(array)), bits(full_values(array.spec, step))), step
 
 
 def agree(ok: bool) -> bool:
@@ -90,7 +88,7 @@ def test_twenty_kills_leave_only_whole_checkpoints(tmp_path):
             assert steps[-1] >= newest, "a committed checkpoint is gone"
             newest = steps[-1]
         for step in steps:
-            assert_whole(root, step)
+            assert_whole(root, step, SPECS)
         kept = {ckpt.read_manifest(root, step).save_id for step in steps}
         present = {p.name for p in (root / "objects").iterdir()}
         assert kept <= present
@@ -144,15 +142,14 @@ def kill_one(root: Path, victim: int, at: int) -> bool:
     steps = ckpt.committed_steps(root)
     assert steps
     for step in steps:
-        assert_whole(root, step)
+        assert_whole(root, step, SPECS)
     ckpt.remove_uncommitted(root)
     assert ckpt.committed_steps(root) == steps
-    kept = {ckpt.read_manifest(root, step).save_id for step in steps}
-    assert {p.name for p in (root / "objects").iterdir()} == kept
+    assert_nothing_left_over(root)
     again = steps[-1] + 1
     save_with_threads(root, again, TOPOLOGY, SPECS, again)
     for step in [*steps, again]:
-        assert_whole(root, step)
+        assert_whole(root, step, SPECS)
     return killed
 
 
