@@ -163,6 +163,8 @@ class Manifest(_Record):
     topology: Annotated[dict[str, int], AfterValidator(_check_topology)]
     ranks: tuple[int, ...] | None = None
     """The ranks whose slices are here, where a store has only some: those of a node."""
+    parent: Annotated[str, AfterValidator(_check_save_id)] | None = None
+    """The save id of the checkpoint that this one was made of, where that was not by training."""
     arrays: list[ArrayRecord]
     metadata: dict[str, ObjectRecord]
     """Every zarr.json, by its key below the save id."""

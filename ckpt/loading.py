@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from ckpt.format import (
 from ckpt.locations import Location, open_store
 from ckpt.names import Missing, renamed
 from ckpt.objects import ObjectRecord
-from ckpt.saving import THREADS
+from ckpt.saving import THREADS, Progress
 from ckpt.shard import Array, ObjectLayout, Target, read_object, within
 from ckpt.store import Bytes, Store
 from parallel.layout import Box, cells
@@ -184,43 +184,67 @@ def _matching(manifest: Manifest, array: LocalArray, names: Mapping[str, str]) -
     return record
 
 
-def verify(root: Location, manifest: Manifest) -> int:
+def verify(root: Location, manifest: Manifest, progress: Progress = lambda _: None) -> int:
     """Read every byte of a checkpoint and compare with its checksums; returns how many.
 
     Raises CheckpointError, naming the first object that is missing, short or damaged.
     """
+    for problem in _problems(root, manifest, progress):
+        raise CheckpointError(problem)
+    return manifest.total_bytes
+
+
+def find_damage(
+    root: Location, manifest: Manifest, progress: Progress = lambda _: None
+) -> list[str]:
+    """Read every byte of a checkpoint; a line for each object that is missing, short or damaged."""
+    return list(_problems(root, manifest, progress))
+
+
+def _problems(root: Location, manifest: Manifest, progress: Progress) -> Iterator[str]:
     store = open_store(root)
-    total = _verify_metadata(store, manifest)
-    layouts = [
-        ObjectLayout(record, coordinates)
+    metadata = metadata_objects(manifest.arrays)
+    layouts = {
+        layout.key: layout
         for record in manifest.arrays
         for coordinates in manifest.coordinates(record)
-    ]
+        if (layout := ObjectLayout(record, coordinates)).key in manifest.objects
+    }
+    assert metadata.keys() | layouts.keys() == manifest.objects.keys(), "the manifest's coverage"
 
-    def read(layout: ObjectLayout) -> int:
-        _read_one(store, manifest, layout, layout.box, _Nowhere())
-        return manifest.objects[layout.key].bytes
+    def check(key: str) -> str | None:
+        try:
+            if key in metadata:
+                _check_metadata(store, manifest, key, metadata[key])
+            else:
+                _read_one(store, manifest, layouts[key], layouts[key].box, _Nowhere())
+        except CheckpointError as error:
+            return str(error)
+        finally:
+            progress(manifest.objects[key].bytes)
+        return None
 
     with ThreadPoolExecutor(THREADS) as pool:
-        return total + sum(pool.map(read, layouts))
+        yield from filter(None, pool.map(check, [*metadata, *layouts]))
 
 
-def _verify_metadata(store: Store, manifest: Manifest) -> int:
-    total = 0
+def _check_metadata(store: Store, manifest: Manifest, key: str, data: bytes) -> None:
+    full = f"{objects_key(manifest.save_id)}/{key}"
+    try:
+        found = store.read(full)
+    except FileNotFoundError:
+        raise _missing(store, full) from None
+    except OSError as error:
+        raise _unreadable(store, full, error) from None
+    if found != data or ObjectRecord.of(found) != manifest.objects[key]:
+        raise CheckpointError(
+            f"object {store.where(full)} is damaged: it is not what the manifest says"
+        )
+
+
+def _verify_metadata(store: Store, manifest: Manifest) -> None:
     for key, data in metadata_objects(manifest.arrays).items():
-        full = f"{objects_key(manifest.save_id)}/{key}"
-        try:
-            found = store.read(full)
-        except FileNotFoundError:
-            raise _missing(store, full) from None
-        except OSError as error:
-            raise _unreadable(store, full, error) from None
-        if found != data or ObjectRecord.of(found) != manifest.objects[key]:
-            raise CheckpointError(
-                f"object {store.where(full)} is damaged: it is not what the manifest says"
-            )
-        total += len(found)
-    return total
+        _check_metadata(store, manifest, key, data)
 
 
 def open_group(root: Path, step: int | None = None) -> zarr.Group:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from ckpt.format import ArrayRecord, Compression
+from ckpt.retention import Retention
 from ckpt.saving import SaveInfo
 from parallel.layout import Topology
 
@@ -30,8 +31,8 @@ class Tier(_Message):
     """A folder, or whatever else ``open_store`` takes."""
     ranks: tuple[int, ...] | None = None
     """The ranks that write there: those of a node, or all of them where it is None."""
-    keep: int = 2
-    """The newest checkpoints that stay there."""
+    keep: int | Retention = 2
+    """What stays there; a number is of the newest."""
     volatile: bool = False
     """Removed when the run ends: it is memory."""
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -69,6 +69,8 @@ class SaveInfo:
     ranks: tuple[int, ...] | None = None
     """The ranks that write to this store; None for all."""
     compression: Compression = "none"
+    parent: str | None = None
+    """As in Manifest."""
 
     @property
     def writers(self) -> Sequence[int]:
@@ -174,13 +176,14 @@ def write_objects(
 
     def write(one: tuple[ObjectLayout, ReadInto]) -> tuple[str, ObjectRecord]:
         layout, read = one
-        encoder, memory = Encoder(layout), memories.get()
+        memory = memories.get()
+        parts = _Parts(layout, read, memory)
         try:
-            store.write(f"{folder}/{layout.key}", encoder.parts(encoder.fill(read, memory)))
+            store.write(f"{folder}/{layout.key}", parts)
         finally:
             memories.put(memory)
-        progress(encoder.record.bytes)
-        return layout.key, encoder.record
+        progress(parts.encoder.record.bytes)
+        return layout.key, parts.encoder.record
 
     with ThreadPoolExecutor(threads) as pool:
         return dict(pool.map(write, todo))
@@ -190,6 +193,17 @@ def settle(store: Store, info: SaveInfo, receipt: Iterable[str]) -> None:
     """Make durable that what was written is there; once a save, since it takes the longer the more
     folders there are."""
     store.settle(f"{objects_key(info.save_id)}/{key}" for key in receipt)
+
+
+class _Parts:
+    """One object's, made anew each time that a store asks for them from the first on."""
+
+    def __init__(self, layout: ObjectLayout, read: ReadInto, memory: Bytes) -> None:
+        self.encoder, self._read, self._memory = Encoder(layout), read, memory
+
+    def __iter__(self) -> Iterator[memoryview | bytes]:
+        self.encoder = Encoder(self.encoder.layout)
+        return self.encoder.parts(self.encoder.fill(self._read, self._memory))
 
 
 def leave_receipt(store: Store, info: SaveInfo, rank: int, receipt: Receipt) -> None:
@@ -248,6 +262,7 @@ def commit(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         topology=info.topology.as_dict(),
         ranks=info.ranks,
+        parent=info.parent,
         arrays=records,
         metadata={},
         stored=[],

@@ -266,6 +266,8 @@ def read_object(
     if reader.size != expected.bytes:
         raise CheckpointError(f"has {reader.size} bytes, the manifest says {expected.bytes}")
     spans = _read_index(reader, layout)
+    near = {number for number, box in layout.chunks if intersect(box, wanted) is not None}
+    reader.expect([(a if n in near else b - 4, b) for n, (a, b) in spans.items()])
     checks: dict[int, bytes] = {}
     count = 0
     room: Bytes | None = None

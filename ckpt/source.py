@@ -72,6 +72,8 @@ class SourceInfo:
     state: Mapping[str, Any] = field(default_factory=dict)
     spec: Mapping[str, Any] = field(default_factory=dict)
     spec_hash: str = ""
+    save_id: str | None = None
+    """Of a checkpoint."""
 
 
 class Source(Protocol):
@@ -116,6 +118,7 @@ class CheckpointSource:
             state=manifest.state,
             spec=manifest.spec,
             spec_hash=manifest.spec_hash,
+            save_id=manifest.save_id,
         )
         self.records = {record.name: record for record in manifest.arrays}
         self.arrays = {name: _of_record(record) for name, record in self.records.items()}

@@ -34,6 +34,10 @@ class Reader(Protocol):
         Raises OSError where there are fewer, or where they cannot be read.
         """
 
+    def expect(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Say what will be read, each a start and a stop, in about this order: a store that is far
+        away fetches it in few requests. Raises OSError where it cannot be read."""
+
 
 @runtime_checkable
 class Store(Protocol):
@@ -67,6 +71,10 @@ class Store(Protocol):
     def names(self, folder: str) -> list[str]:
         """The names directly below a key, sorted: of objects and of what has some below it."""
 
+    def listing(self, folder: str) -> dict[str, tuple[int, float]]:
+        """Every object below a key, by its key from there on: its length in bytes, and the store's
+        time of its last change in seconds since 1970."""
+
     def link(self, old: str, new: str) -> bool:
         """Give an object a second key, without a second copy; False where that cannot be."""
 
@@ -93,7 +101,7 @@ class LocalStore:
         return str(self.root / key)
 
     def write(self, key: str, parts: Iterable[memoryview | bytes]) -> None:
-        """As in Store. A write that fails leaves half a file, which nothing ever takes for one."""
+        """As in Store. Half a file is removed; were it not, nothing would ever take it for one."""
         path = self.root / key
         self._make_folders(path.parent)
         handle = self.files.create(path)
@@ -101,6 +109,10 @@ class LocalStore:
             for part in parts:
                 self.files.append(handle, memoryview(part).cast("B"))
             self.files.sync(handle)
+        except Exception:
+            with contextlib.suppress(OSError):
+                self.files.remove(path)
+            raise
         finally:
             self.files.close(handle)
 
@@ -161,6 +173,17 @@ class LocalStore:
         except FileNotFoundError:
             return []
 
+    def listing(self, folder: str) -> dict[str, tuple[int, float]]:
+        """As in Store."""
+        found, top = {}, self.root / folder
+        for where, _, files in os.walk(top):
+            for name in files:
+                path = Path(where, name)
+                with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                    status = path.stat()
+                    found[path.relative_to(top).as_posix()] = status.st_size, status.st_mtime
+        return found
+
     def link(self, old: str, new: str) -> bool:
         """A hard link."""
         path = self.root / new
@@ -213,6 +236,9 @@ class _LocalReader:
             if not more:
                 raise OSError(0, f"it ends at byte {start + found}")
             found += more
+
+    def expect(self, spans: Sequence[tuple[int, int]]) -> None:
+        pass
 
 
 def _after(parts: Sequence[Bytes], count: int) -> list[memoryview]:

@@ -73,6 +73,7 @@ class CheckpointTarget:
             state=dict(told.state),
             spec=dict(told.spec),
             spec_hash=told.spec_hash,
+            parent=told.save_id,
         )
         self.manifest: Manifest | None = None
         """Once it is committed."""

@@ -6,6 +6,8 @@ import contextlib
 import json
 import math
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,29 @@ def progress_line(step: int, steps: int, values: Mapping[str, Any]) -> str:
         if values.get(name):
             line += f"  {name} {values[name]:,.0f}"
     return line
+
+
+class Bar:
+    """Bytes done and time left, on one line of a terminal; nothing elsewhere."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done, self.began = total, 0, time.monotonic()
+        self.shown = sys.stderr.isatty()
+        self.last = -1.0
+        self._lock = threading.Lock()  # several threads tell of what they have done
+
+    def __call__(self, count: int) -> None:
+        """``count`` more bytes are done."""
+        with self._lock:
+            self.done += count
+            now = time.monotonic()
+            if self.shown and (now - self.last > 0.1 or self.done >= self.total):
+                self.last = now
+                share = min(self.done / max(self.total, 1), 1.0)
+                left = (now - self.began) * (1 - share) / max(share, 1e-9)
+                text = f"{share:6.1%}  {human_bytes(self.done)}  {left:.0f} s left"
+                end = "" if share < 1 else "\n"
+                print(f"\r{text:<50}", end=end, file=sys.stderr, flush=True)
 
 
 def human_bytes(count: float) -> str:

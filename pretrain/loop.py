@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -143,6 +144,7 @@ class Training:
             cursor=cursor.sample_index,
             train_loss_first=decision.loss if first is None else first,
             train_loss_last=decision.loss,
+            validation=None,
         )
         self.progress = progress.after_commit(job.spec.train.loss_scale_growth_steps)
         self.skipped = 0
@@ -288,6 +290,8 @@ class Training:
         job = self.job
         result = evaluate(job, job.spec.train.eval_sequences)
         bits = result.bits_per_byte
+        finite = result.loss if math.isfinite(result.loss) else None
+        self.progress = replace(self.progress, validation=finite)
         self.log.write("eval", step=self.progress.step, loss=result.loss, bits_per_byte=bits)
         if job.runtime.is_first:
             say(f"validation at step {self.progress.step}: {bits:.4f} bits per byte")

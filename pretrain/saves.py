@@ -46,7 +46,7 @@ def tiers_of(spec: JobSpec, runtime: Runtime) -> list[Tier]:
         folder = f"{config.local_path}/{spec.name}-node{node}"
         tiers.append(Tier(name="local", location=folder, ranks=ranks, keep=config.keep))
     shared = str(spec.checkpoint_path)
-    return [*tiers, Tier(name="shared", location=shared, keep=config.keep)]
+    return [*tiers, Tier(name="shared", location=shared, keep=config.retention)]
 
 
 def _name_of(spec: JobSpec) -> str:

@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from ckpt.retention import Retention
 from moe import MoEConfig
 from parallel import ParallelConfig, Topology
 from pretrain.corpus import DataConfig
@@ -129,6 +130,10 @@ class CheckpointConfig(BaseModel):
     failure loses."""
     interval_minutes: float | None = Field(default=None, gt=0)
     keep: int = Field(default=2, ge=1)
+    # Of ``path`` alone, as in ckpt.Retention.
+    keep_every: int = Field(default=0, ge=0)
+    keep_best: int = Field(default=0, ge=0)
+    grace_seconds: float = Field(default=0.0, ge=0)
     compression: Literal["none", "zstd"] = "none"
     read_once: bool = False
     """Where dp_replicate makes copies of the model, read for one and send to the others, for a
@@ -161,6 +166,16 @@ class CheckpointConfig(BaseModel):
                 f"checkpoint.memory or checkpoint.local_path: other saves would go nowhere"
             )
         return self
+
+    @property
+    def retention(self) -> Retention:
+        """What stays in ``path``."""
+        return Retention(
+            keep=self.keep,
+            keep_every=self.keep_every,
+            keep_best=self.keep_best,
+            grace_seconds=self.grace_seconds,
+        )
 
     @property
     def steps_between(self) -> int | None:
@@ -299,6 +314,11 @@ class JobSpec(BaseModel):
             raise ValueError(
                 f"data.seq_len ({self.data.seq_len}) must be less than data.shard_tokens "
                 f"({self.data.shard_tokens}): no sequence crosses from one shard into the next"
+            )
+        if self.checkpoint.keep_best and not t.eval_interval_steps:
+            raise ValueError(
+                f"checkpoint.keep_best ({self.checkpoint.keep_best}) must be 0 without "
+                f"train.eval_interval_steps: nothing tells which is best"
             )
         return self
 

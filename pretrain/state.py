@@ -37,6 +37,8 @@ class Progress:
     """The next sample index."""
     train_loss_first: float | None = None
     train_loss_last: float | None = None
+    validation: float | None = None
+    """Loss of held-out sequences at this very step; None where it was not evaluated."""
     train_seconds: float = 0.0
     """Seconds spent in committed steps, over all runs of this job."""
     loss_scale: float | None = None

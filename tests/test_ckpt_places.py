@@ -277,6 +277,9 @@ class FailingReads(ckpt.LocalStore):
                     store.look(key)
                     reader.read_into(start, parts)
 
+                def expect(self, spans: list[tuple[int, int]]) -> None:
+                    store.look(key)
+
             yield Reader()
 
 

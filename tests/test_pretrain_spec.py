@@ -34,6 +34,10 @@ RECIPE = "tools/recipes/stdlib-tiny.toml"
             "model.num_heads (4) must be a multiple of model.num_kv_heads (3)",
         ),
         ("model.first_k_dense=4", "model.first_k_dense (4) must be at most model.num_layers (3)"),
+        (
+            "checkpoint.keep_best=1",
+            "checkpoint.keep_best (1) must be 0 without train.eval_interval",
+        ),
         ("model.d_ff=0", "model.d_ff (0) must be at least 1 where a layer is dense"),
         ("model.vocab_size=256", "model.vocab_size (256): Input should be greater than or equal"),
         ("parallel.tp=3", "data.seq_len (32) must be a multiple of parallel.tp (3)"),

@@ -17,6 +17,7 @@ from pretrain.loop import Training
 from pretrain.spec import CheckpointConfig
 from tests.dist import run_ranks, start_ranks
 from tests.jobs import data_of, events, prepare_job, write_spec
+from tests.s3 import BUCKET, Server, use
 from tools.pretrain import main
 
 
@@ -237,6 +238,53 @@ def test_a_log_tells_failures_from_ends(tmp_path):
     log.write_text("\n".join(lines))
     assert History.read(log) == History(failures=2, seconds=4.0)
     assert History.read(tmp_path / "none") == History()
+
+
+def test_the_regular_and_the_best_stay(text, tmp_path):
+    checkpoint = {"interval_steps": 1, "keep": 1, "keep_every": 3, "keep_best": 1}
+    train = {"eval_interval_steps": 2}
+    spec = write_spec(tmp_path, data=data_of(text), checkpoint=checkpoint, train=train)
+    code, _, err = run_to_the_end(spec)
+    assert code == 0, err
+    root = tmp_path / "run" / "checkpoints"
+    scores = {e["step"]: e["loss"] for e in events(tmp_path / "run", "eval") if "whole" not in e}
+    assert sorted(scores) == [2, 4]
+    best = min(scores, key=lambda step: scores[step])
+    assert ckpt.committed_steps(root) == sorted({3, 6, best})
+    found = {step: ckpt.read_manifest(root, step).state["validation"] for step in (3, best, 6)}
+    assert found == {3: None, best: scores[best], 6: None}
+
+
+def on_store(rank: int, spec: str, port: int) -> tuple[int, str]:
+    """The command on a rank, with an S3 server."""
+    out = io.StringIO()
+    with use(port), contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            code = main([spec])
+        except SystemExit as end:
+            code = end.code
+    return code, out.getvalue()
+
+
+@pytest.mark.slow
+def test_a_run_saves_to_an_object_store_and_resumes_from_it(text, tmp_path):
+    root = f"s3://{BUCKET}/run/checkpoints"
+    server = Server()
+    try:
+        for steps, kept in ((6, [3, 6]), (8, [6, 8])):
+            spec = write_spec(
+                tmp_path, data=data_of(text), checkpoint={"interval_steps": 3, "path": root},
+                train={"steps": steps}, parallel={"ep": 2},
+            )  # fmt: skip
+            results = run_ranks(on_store, 2, str(spec), server.port, group=False)
+            assert [code for code, _ in results] == [0, 0], results
+            assert ("resuming after step 6" in results[0][1]) == (steps == 8)
+            with use(server.port):
+                assert ckpt.committed_steps(root) == kept
+                ckpt.verify(root, ckpt.read_manifest(root))
+                assert ckpt.find_garbage(root) == []
+    finally:
+        server.kill()
 
 
 @pytest.mark.parametrize(
