@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, groupby, product
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -155,10 +155,20 @@ class Objects(Mapping[str, ObjectRecord]):
         raise KeyError(key)
 
     def __iter__(self) -> Iterator[str]:
-        columns = self._columns.values()
         yield from self._metadata
-        for column in columns:
+        for column in self._columns.values():
             yield from _keys(column.record, self._coordinates(column.record))
+
+    def items(self) -> ItemsView[str, ObjectRecord]:
+        """All of them, sooner than one by one."""
+        return _Items(self)
+
+    def pairs(self) -> Iterator[tuple[str, ObjectRecord]]:
+        """The same, in turn."""
+        yield from self._metadata.items()
+        for column in self._columns.values():
+            keys = _keys(column.record, self._coordinates(column.record))
+            yield from zip(keys, column.records(), strict=True)
 
     def __len__(self) -> int:
         columns = self._columns.values()
@@ -166,6 +176,15 @@ class Objects(Mapping[str, ObjectRecord]):
 
     def __repr__(self) -> str:
         return f"<{len(self)} objects>"
+
+
+class _Items(ItemsView[str, ObjectRecord]):
+    def __init__(self, objects: Objects) -> None:
+        super().__init__(objects)
+        self._objects = objects
+
+    def __iter__(self) -> Iterator[tuple[str, ObjectRecord]]:
+        return self._objects.pairs()
 
 
 class _Column:
@@ -197,6 +216,10 @@ class _Column:
                 return None
             flat = flat * size + coordinate
         return flat
+
+    def records(self) -> Iterator[ObjectRecord]:
+        """All of them in turn."""
+        return map(ObjectRecord, self._lengths.tolist(), self.stored.checksums)
 
     def record_at(self, index: int) -> ObjectRecord:
         """One of them."""

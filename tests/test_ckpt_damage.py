@@ -187,6 +187,7 @@ def test_objects_of_a_manifest_are_found_by_their_keys_alone(saved):
         key for record in manifest.arrays for key in record.object_keys()
     }
     assert len(manifest.objects) == len(list(manifest.objects))
+    assert [(key, manifest.objects[key]) for key in manifest.objects] == [*manifest.objects.items()]
     for other in ("model/embed/weight/c/0", "model/embed/weight/c/0/9", "model/embed/weight/c/00/0",
                   "model/embed/weight/c/-1/0", "model/embed/weight", "c", "/c/", "", "x/c/0/0",
                   "model/embed/weight/c", "model/embed/weight/c/0/0/"):  # fmt: skip
