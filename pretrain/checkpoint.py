@@ -109,7 +109,7 @@ def restore(job: Job, tiers: Sequence[Tier] = ()) -> Progress:
     if once:
         _spread(job)
     if runtime.is_first:
-        for field, before, now in _differences(_resolved(manifest.spec), spec.as_dict()):
+        for field, before, now in ckpt.spec_differences(_resolved(manifest.spec), spec.as_dict()):
             say(f"spec changed since step {step}: {field} was {before}, is {now}")
     return progress
 
@@ -133,7 +133,7 @@ def _first_values(job: Job) -> None:
         say(f"first values are the weights of step {manifest.step} in {root}")
         for section in ("model", "moe"):
             before, now = manifest.spec.get(section), spec.as_dict()[section]
-            for field, was, here in _differences(before, now, section):
+            for field, was, here in ckpt.spec_differences(before, now, section):
                 say(f"spec differs from that of train.init_from: {field} was {was}, is {here}")
 
 
@@ -307,7 +307,7 @@ def _check_resumable(job: Job, manifest: Manifest) -> None:
             f"checkpoint.path ({root}) must be the run's own: {where} holds weights alone; name it "
             f"in train.init_from"
         )
-    for field, before, now in _differences(_resolved(manifest.spec), spec.as_dict()):
+    for field, before, now in ckpt.spec_differences(_resolved(manifest.spec), spec.as_dict()):
         if field not in _FREE and any(field == f or field.startswith(f"{f}.") for f in _FIXED):
             raise InputError(
                 f"{field} ({now}) must be as in {where} ({before}); start over elsewhere, or put "
@@ -341,13 +341,3 @@ def _resolved(saved: dict[str, Any]) -> dict[str, Any]:
             section = section[str(name)]
         del section[str(field)]
     return _resolved(kept) if gone else saved
-
-
-def _differences(before: Any, now: Any, path: str = "") -> list[tuple[str, Any, Any]]:
-    if isinstance(before, dict) and isinstance(now, dict):
-        found = []
-        for key in sorted(before.keys() | now.keys()):
-            inner = f"{path}.{key}" if path else key
-            found += _differences(before.get(key), now.get(key), inner)
-        return found
-    return [] if before == now else [(path, before, now)]

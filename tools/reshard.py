@@ -22,7 +22,6 @@ import argparse
 import os
 import re
 import sys
-import time
 from pathlib import Path
 
 # A script's own folder comes first on its path, and tools/pretrain.py has a package's name.
@@ -39,31 +38,11 @@ from ckpt.to_convoy import CheckpointTarget
 from parallel.layout import Topology, parse_topology
 from pretrain.errors import EXIT_BAD_INPUT, EXIT_TRY_AGAIN, InputError
 from pretrain.foreign import DTYPES, in_dtype, open_source, weights_only, with_names
-from pretrain.log import complain, human_bytes, say
+from pretrain.log import Bar, complain, human_bytes, say
 from pretrain.titan import from_titan
 
 _MUCH_WORK = 128 << 20
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-
-
-class Bar:
-    """Bytes written and time left, on one line of a terminal; nothing elsewhere."""
-
-    def __init__(self, total: int) -> None:
-        self.total, self.done, self.began = total, 0, time.monotonic()
-        self.shown = sys.stderr.isatty()
-        self.last = -1.0
-
-    def __call__(self, count: int) -> None:
-        """``count`` more bytes are written."""
-        self.done += count
-        now = time.monotonic()
-        if self.shown and (now - self.last > 0.1 or self.done >= self.total):
-            self.last = now
-            share = min(self.done / max(self.total, 1), 1.0)
-            left = (now - self.began) * (1 - share) / max(share, 1e-9)
-            text = f"{share:6.1%}  {human_bytes(self.done)}  {left:.0f} s left"
-            print(f"\r{text:<50}", end="" if share < 1 else "\n", file=sys.stderr, flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
