@@ -6,17 +6,30 @@ import builtins
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, groupby, product
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import numpy as np
 from crc32c import crc32c
 from pydantic import BaseModel, ConfigDict, Field
 
-if TYPE_CHECKING:
-    from ckpt.format import ArrayRecord
-
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Checksum = Annotated[int, Field(ge=0, lt=1 << 32)]
+
+
+class Gridded(Protocol):
+    """What must be known of an array to name its objects."""
+
+    @property
+    def name(self) -> str:
+        """Its key below the save id."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical."""
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Of an object."""
 
 
 class ObjectRecord(NamedTuple):
@@ -68,17 +81,17 @@ def object_key(array_name: str, coordinates: tuple[int, ...]) -> str:
     return "/".join((array_name, "c", *map(str, coordinates)))
 
 
-def grid_of(record: ArrayRecord) -> tuple[int, ...]:
+def grid_of(record: Gridded) -> tuple[int, ...]:
     """How many objects an array has along each dim."""
     sizes = zip(record.shape, record.shard_shape, strict=True)
     return tuple(-(-size // shard) for size, shard in sizes)
 
 
-Coordinates = Callable[["ArrayRecord"], Sequence[tuple[int, ...]] | None]
+Coordinates = Callable[[Any], Sequence[tuple[int, ...]] | None]
 """Where in an array the objects are that are here, in row-major order; None for all of them."""
 
 
-def _keys(record: ArrayRecord, coordinates: Sequence[tuple[int, ...]] | None) -> Iterator[str]:
+def _keys(record: Gridded, coordinates: Sequence[tuple[int, ...]] | None) -> Iterator[str]:
     if coordinates is not None:
         return (object_key(record.name, at) for at in coordinates)
     grid = grid_of(record)
@@ -99,7 +112,7 @@ class Gathered(NamedTuple):
 
 
 def gather(
-    arrays: Sequence[ArrayRecord],
+    arrays: Sequence[Gridded],
     metadata: Sequence[str],
     coordinates: Coordinates,
     found: Mapping[str, ObjectRecord],
@@ -128,7 +141,7 @@ class Objects(Mapping[str, ObjectRecord]):
 
     def __init__(
         self,
-        arrays: Sequence[ArrayRecord],
+        arrays: Sequence[Gridded],
         metadata: Mapping[str, ObjectRecord],
         stored: Sequence[Stored],
         coordinates: Coordinates,
@@ -190,7 +203,7 @@ class _Items(ItemsView[str, ObjectRecord]):
 class _Column:
     """The objects of one array."""
 
-    def __init__(self, record: ArrayRecord, stored: Stored, coordinates: Coordinates) -> None:
+    def __init__(self, record: Gridded, stored: Stored, coordinates: Coordinates) -> None:
         self.record, self.stored, self._coordinates = record, stored, coordinates
         self.grid = grid_of(record)
 
