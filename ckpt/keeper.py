@@ -25,6 +25,7 @@ from ckpt.locations import open_store
 from ckpt.messages import Channel, Event, Order, Request, Setup, Tier
 from ckpt.peer import PeerServer
 from ckpt.retention import retain
+from ckpt.retrying import Retrying
 from ckpt.saving import (
     Receipt,
     begin,
@@ -129,7 +130,7 @@ class TierWriter:
 
     def __init__(self, keeper: Keeper, tier: Tier) -> None:
         self.keeper, self.tier = keeper, tier
-        self.store = open_store(tier.location)
+        self.store = Retrying(open_store(tier.location))
         self._previous: Previous | None = None
         self._orders: queue.Queue[tuple[Order, list[StagedPart], threading.Semaphore] | None]
         self._orders = queue.Queue()
@@ -161,7 +162,7 @@ class TierWriter:
 
     def _save(self, order: Order, parts: list[StagedPart], done: threading.Semaphore) -> Event:
         info, rank, began = order.info(self.tier), self.keeper.setup.rank, time.monotonic()
-        first = rank == info.writers[0]
+        first, retries = rank == info.writers[0], self.store.retries
         try:
             begin(self.store, info, rank)
             receipt: Receipt = write_metadata(self.store, info, order.arrays) if first else {}
@@ -176,12 +177,14 @@ class TierWriter:
             with contextlib.suppress(OSError):
                 leave_failure(self.store, info, rank)
             if first:
-                self._gather(order)
-                discard(self.store, info)
+                with contextlib.suppress(CheckpointError, OSError):  # the first error is the one
+                    self._gather(order)
+                    discard(self.store, info)
             raise
         finally:
             done.release()
         about = {
+            "retries": self.store.retries - retries,
             "write_seconds": time.monotonic() - began,
             "bytes_written": written.bytes_written,
             "bytes_linked": written.bytes_linked,

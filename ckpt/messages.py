@@ -129,6 +129,8 @@ class Event(_Message):
     """From the order on."""
     write_seconds: float = 0.0
     """Of them, until this rank's part was durable."""
+    retries: int = 0
+    """Operations of this rank that were tried again, each as often as it was."""
     bytes_written: int = 0
     """By this rank."""
     bytes_linked: int = 0

@@ -199,6 +199,7 @@ class Saves:
             write_seconds=event.write_seconds,
             bytes_written=event.bytes_written,
             bytes_linked=event.bytes_linked,
+            retries=event.retries,
             path=ckpt.manifest_name(where, event.step),
         )
         if event.tier == "shared":

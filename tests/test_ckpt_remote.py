@@ -262,3 +262,25 @@ def test_a_part_is_read_in_few_requests(server):
         length = manifest.objects["w/c/0/0"].bytes - object_store.TAIL_BYTES
         whole = [path for _, path in requests if "/w/c/" in path]
         assert len(whole) == 1 + -(-length // object_store.READ_BYTES)
+
+
+def test_a_keeper_asks_a_store_again(server, tmp_path):
+    # 400 is none of those that obstore tries again by itself.
+    root, failed = f"s3://{BUCKET}/by-a-keeper", []
+
+    def fault(method: str, path: str) -> int | str | None:
+        if method == "PUT" and "rank-0.json" in path and len(failed) < 2:
+            failed.append(path)
+            return 400
+        return None
+
+    with proxy(server.port, fault) as port, use(port):
+        saver = ckpt.Saver([ckpt.Tier(name="shared", location=root)], 0, tmp_path / ".lock")
+        saver.ready()
+        arrays = [local_array(spec, Topology(), 0, full_values(spec, 4)) for spec in SPECS]
+        saver.save(info(4, Topology()), arrays)
+        (event,) = saver.wait()
+        saver.close()
+        assert (event.what, event.retries) == ("committed", 2), event.error
+    with use(server.port):
+        assert_loads(root, 4, Topology(), seed=4)
