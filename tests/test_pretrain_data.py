@@ -182,6 +182,7 @@ def test_jsonl_and_globs(tmp_path):
         find_documents(str(tmp_path / "text"))
 
 
+@pytest.mark.slow
 def test_the_stdlib_is_found_without_site_packages():
     names = [d.name for d in find_documents("stdlib")]
     assert "json/decoder.py" in names

@@ -258,7 +258,7 @@ def by_hand_on_rank(spec: JobSpec, rank: int) -> tuple[float, int, str]:
 
 
 @pytest.mark.parametrize(
-    "layout", ["pp=2", pytest.param("cp=2,tp=2", marks=SLOW), pytest.param("cp=2", marks=SLOW)]
+    "layout", [pytest.param(layout, marks=SLOW) for layout in ("pp=2", "cp=2,tp=2", "cp=2")]
 )
 def test_evaluation_and_text_are_those_of_documents_by_themselves(layout, data, tmp_path):
     sample = {"prompt": "", "tokens": 6, "temperature": 0.0}

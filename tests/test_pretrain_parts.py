@@ -79,8 +79,8 @@ def parity_on_rank(rank: int, spec, topology: Topology, count: int):
     [
         (Topology(dp_shard=2, ep=2), 4),
         (Topology(dp_shard=2), 3),
-        (Topology(dp_shard=4, ep=4), 5),
-        (Topology(dp_shard=4, ep=2), 2),
+        pytest.param(Topology(dp_shard=4, ep=4), 5, marks=pytest.mark.slow),
+        pytest.param(Topology(dp_shard=4, ep=2), 2, marks=pytest.mark.slow),
         (Topology(dp_replicate=2, dp_shard=2, ep=2), 5),
     ],
     ids=str,

@@ -135,6 +135,7 @@ def test_a_lost_node_is_restored_from_its_neighbour(text, tmp_path):
     assert not list(memory.iterdir()), "memory is given back"
 
 
+@pytest.mark.slow
 def test_without_its_nodes_a_restart_takes_what_all_share(spec, tmp_path):
     run_until(spec, 6)
     shutil.rmtree(node(tmp_path / "memory", 1))
