@@ -42,6 +42,7 @@ from ckpt.staged import Previous, StagedPart, write_staged
 from ckpt.staging import Staging
 from ckpt.store import Store
 
+_OWNER = ".owner"
 _POLL_SECONDS = (0.005, 0.5)  # between looks at receipts: at first, and at most
 _ALONE_SECONDS, _HURRIED_SECONDS = 60.0, 5.0  # for the others' parts, when the trainers are gone
 
@@ -68,6 +69,9 @@ class Keeper:
         server = None
         if self.setup.serves is not None:
             server = PeerServer(Path(self.setup.serves), self.setup.key)
+        for location in self._volatile():
+            Path(location).mkdir(parents=True, exist_ok=True)
+            Path(location, _OWNER).write_text(str(os.getpid()))
         self.tell(Event(what="ready", port=0 if server is None else server.port))
         forget = False
         while True:
@@ -87,16 +91,23 @@ class Keeper:
                 self._accept(request.order)
         for writer in self.writers.values():
             writer.finish()
+        own = self._volatile()
+        if own and self.alone_since is not None:
+            forget = not self.hurry.wait(self.setup.linger_seconds)
+        for location in own if forget else []:
+            # Another keeper may have taken it over, of a rank by another number.
+            with contextlib.suppress(OSError):
+                if Path(location, _OWNER).read_text() == str(os.getpid()):
+                    open_store(location).remove_all("")
+
+    def _volatile(self) -> list[str]:
+        """The folders in memory that are this keeper's to remove."""
         own = [
             tier.location
             for tier in self.setup.tiers
             if tier.volatile and self.setup.rank == tier.writers[0]
         ]
-        own += [self.setup.serves] if self.setup.serves is not None else []
-        if own and self.alone_since is not None:
-            forget = not self.hurry.wait(self.setup.linger_seconds)
-        for location in own if forget else []:
-            open_store(location).remove_all("")
+        return own + ([self.setup.serves] if self.setup.serves is not None else [])
 
     def _accept(self, order: Order) -> None:
         memory = self.staging.room(order.staged_bytes)

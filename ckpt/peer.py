@@ -11,10 +11,11 @@ import errno
 import json
 import os
 import socket
+import struct
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,14 @@ _LOST = (EOFError, OSError, AuthenticationError)
 def address_towards(host: str) -> str:
     """This machine's address as another one sees it, by which it would reach ``host``."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 1))  # sends nothing
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
+        # A machine's own name is often that of its loopback: others come by its default route.
+        for other in (host, "192.0.2.1"):
+            with contextlib.suppress(OSError):
+                probe.connect((other, 1))  # sends nothing
+                found = str(probe.getsockname()[0])
+                if not found.startswith("127."):
+                    return found
+        return "127.0.0.1"
 
 
 class PeerServer:
@@ -44,14 +48,14 @@ class PeerServer:
 
     def __init__(self, folder: Path, key: str) -> None:
         self.folder = folder
-        self._listener = Listener(("0.0.0.0", 0), backlog=64, authkey=key.encode())
-        self._closed = False
+        self._key, self._closed = key.encode(), False
+        self._listener = socket.create_server(("0.0.0.0", 0), backlog=64)
         threading.Thread(target=self._accept, name="peer server", daemon=True).start()
 
     @property
     def port(self) -> int:
         """Where it listens, on all of the machine's addresses."""
-        return int(self._listener.address[1])
+        return int(self._listener.getsockname()[1])
 
     def close(self) -> None:
         """Accept nobody any more."""
@@ -61,11 +65,17 @@ class PeerServer:
     def _accept(self) -> None:
         while not self._closed:
             with contextlib.suppress(*_LOST):  # of a stranger, or of the end
-                connection = self._listener.accept()
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+                accepted, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(accepted,), daemon=True).start()
 
-    def _serve(self, connection: Connection[Any, Any]) -> None:
-        with contextlib.suppress(*_LOST), connection:
+    def _serve(self, accepted: socket.socket) -> None:
+        _limit(accepted, _TIMEOUT_SECONDS)
+        with contextlib.suppress(*_LOST), Connection(accepted.detach()) as connection:
+            # Here, so that who connects and says nothing keeps nobody else.
+            deliver_challenge(connection, self._key)
+            answer_challenge(connection, self._key)
+            with socket.socket(fileno=os.dup(connection.fileno())) as same:
+                _limit(same, 0.0)  # a client may be silent between two saves
             while True:
                 request = json.loads(connection.recv_bytes())
                 try:
@@ -120,6 +130,13 @@ class PeerServer:
         else:
             raise OSError(errno.ENOSYS, f"no such operation: {op}")
         return {}, None
+
+
+def _limit(connected: socket.socket, seconds: float) -> None:
+    """How long a read or a write may wait for the other end; 0 for ever."""
+    value = struct.pack("@ll", int(seconds), 0)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connected.setsockopt(socket.SOL_SOCKET, option, value)
 
 
 def _send(connection: Connection[Any, Any], message: dict[str, Any]) -> None:
@@ -230,12 +247,20 @@ class PeerStore:
             raise
 
     def _connect(self) -> Connection[Any, Any]:
-        connection = Client(self._address, authkey=self._key)
+        made = socket.create_connection(self._address, _TIMEOUT_SECONDS)
+        made.settimeout(None)
         # A peer that is gone without a word is an error, not a wait without end.
-        with socket.socket(fileno=os.dup(connection.fileno())) as same:
-            milliseconds = int(1000 * _TIMEOUT_SECONDS)
-            same.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
-            same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _limit(made, _TIMEOUT_SECONDS)
+        milliseconds = int(1000 * _TIMEOUT_SECONDS)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection: Connection[Any, Any] = Connection(made.detach())
+        try:
+            answer_challenge(connection, self._key)
+            deliver_challenge(connection, self._key)
+        except BaseException:
+            connection.close()
+            raise
         return connection
 
     def _drop(self) -> None:

@@ -121,7 +121,11 @@ class Saver:
 
         Raises CheckpointError where it does not start.
         """
-        event = self._receive(timeout_seconds)
+        try:
+            data = self._channel.receive(timeout_seconds)
+        except EOFError:
+            data = None
+        event = None if data is None else Event.model_validate_json(data)
         if event is None or event.what != "ready":
             raise CheckpointError(f"the keeper of rank {self.rank} did not start")
         return event.port
@@ -208,7 +212,8 @@ class Saver:
 
     def _prepare(self, topology: Topology, arrays: Sequence[LocalArray]) -> tuple[Staged, Bytes]:
         plan = self._plan(topology, arrays)
-        self._unpin(plan.bytes)
+        if self._pinned is not None and self._pinned[1] < plan.bytes:
+            self._unpin()
         try:
             room = self._staging.room(plan.bytes)
         except (OSError, ValueError) as error:
@@ -247,14 +252,14 @@ class Saver:
     def _pin(self, address: int, count: int) -> None:
         """Let a CUDA device copy into the memory by itself."""
         if torch.cuda.is_available() and count and self._pinned is None:
-            torch.cuda.cudart().cudaHostRegister(address, count, 0)
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, count, 0)))
             self._pinned = (address, count)
 
-    def _unpin(self, count: int) -> None:
-        """Before the memory grows to ``count`` bytes, and so moves."""
-        if self._pinned is not None and self._pinned[1] < count:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned[0])
-            self._pinned = None
+    def _unpin(self) -> None:
+        """Before the memory moves, or goes."""
+        if self._pinned is not None:
+            address, self._pinned = self._pinned[0], None
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
 
     def poll(self) -> list[Event]:
         """What has become of saves since the last look: an event for each tier."""
@@ -281,12 +286,14 @@ class Saver:
             self._channel.send(Request(close=Close(forget=forget)))
         self._process.wait()
         self._channel.close()
+        self._unpin()
         self._staging.close()
 
     def leave(self) -> None:
         """End without a word, as a crash would: the keeper writes what it has, keeps what is in
         memory for the next start, and ends by itself."""
         self._channel.close()
+        self._unpin()
         self._staging.close()
         self._process.returncode = 0  # nobody waits for it
 
@@ -320,11 +327,11 @@ class Saver:
         code = self._process.wait()
         steps = sorted({step for step, _ in self._pending})
         self._channel.close()
+        self._unpin()
         self._staging.close()
         for (_, name), info in self._pending.items():
             self._give_up(info, [name])
         self._pending.clear()
-        self._pinned = None
         self._start()
         self.ready()
         return CheckpointError(

@@ -89,7 +89,8 @@ def restore(job: Job, tiers: Sequence[Tier] = ()) -> Progress:
     """
     spec, runtime, root = job.spec, job.runtime, job.spec.checkpoint_path
     runtime.first(lambda: _ready_folder(job))
-    steps = ckpt.committed_steps(root) if runtime.is_first else []
+    steps: list[int] = []
+    runtime.first(lambda: steps.extend(ckpt.committed_steps(root)))
     step = runtime.broadcast(steps[-1] if steps else -1)
     own = [tier for tier in tiers if tier.ranks is not None]
     if own:
@@ -181,14 +182,14 @@ def restore_from_nodes(job: Job, tiers: Sequence[Tier], shared_step: int) -> Pro
     ones that are never passed over.
     """
     runtime = job.runtime
-    for tier in tiers:
-        if tier.writers[0] == runtime.rank:
-            ckpt.remove_uncommitted(tier.location)
+    own = [tier for tier in tiers if tier.writers[0] == runtime.rank]
+    for tier in own:
+        _try_tier(job, tier, lambda where: ckpt.remove_uncommitted(where))
     runtime.agree(True)
     found = [(t, m) for t in tiers for m in ckpt.reachable(t.location, job.topology, runtime.rank)]
     mine = {(manifest.step, ckpt.fingerprint(manifest)) for _, manifest in found}
     common = set.intersection(*map(set, runtime.gather_pairs(sorted(mine))))
-    progress = None
+    progress, tried = None, False
     for step, fingerprint in sorted(common, reverse=True):
         if step < shared_step or progress is not None:
             break
@@ -206,11 +207,25 @@ def restore_from_nodes(job: Job, tiers: Sequence[Tier], shared_step: int) -> Pro
             progress = None
         elif runtime.is_first:
             say(f"restored step {step} from tier {taken}")
+        tried = True
+    if tried and progress is None and shared_step < 0:
+        # Some ranks hold parts of it by now: first values would not undo moments and counters.
+        raise CheckpointError(
+            "no checkpoint of the nodes can be read on every rank, and there is none in "
+            f"{job.spec.checkpoint_path}; remove the tiers' folders to start over"
+        )
     after = shared_step if progress is None else progress.step
-    for tier in tiers:
-        if tier.writers[0] == runtime.rank:
-            ckpt.forget_after(tier.location, after)
+    for tier in own:
+        _try_tier(job, tier, lambda where: ckpt.forget_after(where, after))
     return progress
+
+
+def _try_tier(job: Job, tier: Tier, act: Callable[[str], object]) -> None:
+    """A node's tier that cannot be reached is told, and passed over."""
+    try:
+        act(tier.location)
+    except (CheckpointError, OSError) as error:
+        complain(f"rank {job.runtime.rank}: tier {tier.name} cannot be used: {error}")
 
 
 def _spread(job: Job) -> None:

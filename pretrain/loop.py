@@ -349,5 +349,5 @@ def train(training: Training, stop: StopRequest) -> bool:
         if last or saves.clock.due(step, decision.save):
             training.save(last)
     if saves is not None:
-        saves.finish(training.progress.step)
+        saves.finish(training.progress)
     return stopped and training.progress.step < spec.train.steps

@@ -16,7 +16,6 @@ from ckpt import CheckpointError, Saver
 from pretrain.checkpoint import checkpoint_arrays, restore
 from pretrain.corpus import prepare_corpus
 from pretrain.errors import (
-    EXIT_BAD_INPUT,
     EXIT_DONE,
     EXIT_LOST,
     EXIT_TRY_AGAIN,
@@ -73,19 +72,14 @@ def _run(spec: JobSpec, runtime: Runtime, stop: StopRequest) -> int:
     job = build_job(spec, runtime)
     key = f"{runtime.broadcast(secrets.randbits(62)):016x}"
     saver = runtime.together(lambda: start_saver(job, key))
-    orderly = False
+    ended = False
     try:
         join_peers(job, saver, runtime.together(saver.ready), key)
         code = _train(job, stop, saver)
-        orderly = True
-    except (InputError, CheckpointError, HealthError):
-        orderly = True
-        raise
-    except SystemExit as end:
-        orderly = end.code == EXIT_BAD_INPUT  # another rank says why
-        raise
+        ended = True
     finally:
-        saver.close() if orderly else saver.leave()
+        # What only nodes have is theirs to keep, unless the run has ended with all of it shared.
+        saver.close() if ended else saver.leave()
     return code
 
 
@@ -93,6 +87,9 @@ def _train(job: Job, stop: StopRequest, saver: Saver) -> int:
     spec, runtime = job.spec, job.runtime
     began = time.perf_counter()
     progress = restore(job, saver.tiers)
+    steps: list[int] = []
+    runtime.first(lambda: steps.extend(ckpt.committed_steps(spec.checkpoint_path)))
+    shared_step = runtime.broadcast(steps[-1] if steps else 0)
     runtime.together(lambda: saver.prepare(job.topology, checkpoint_arrays(job)))
     history = History.read(spec.run_path / "log.jsonl") if runtime.is_first else History()
     log = runtime.together(lambda: RunLog(spec.run_path / "log.jsonl", spec.hash, runtime.is_first))
@@ -102,7 +99,7 @@ def _train(job: Job, stop: StopRequest, saver: Saver) -> int:
         metrics.restore_duration.set(time.perf_counter() - began)
     endpoint = _serve(spec, runtime, registry)
     _greet(job, progress, log, endpoint)
-    saves = Saves(job, saver, log, metrics, history)
+    saves = Saves(job, saver, log, metrics, history, progress.step, shared_step)
     try:
         training = Training(job, progress, log, metrics, saves)
         with _watched(runtime, training):

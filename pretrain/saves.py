@@ -43,7 +43,7 @@ def tiers_of(spec: JobSpec, runtime: Runtime) -> list[Tier]:
             )
         )
     if config.local_path is not None:
-        folder = f"{config.local_path}/{spec.name}-node{node}"
+        folder = f"{config.local_path}/{spec.name}-{_name_of(spec)}-node{node}"
         tiers.append(Tier(name="local", location=folder, ranks=ranks, keep=config.keep))
     shared = str(spec.checkpoint_path)
     return [*tiers, Tier(name="shared", location=shared, keep=config.retention)]
@@ -102,11 +102,22 @@ class Saves:
     """Asks for saves when they are due, and tells what became of them."""
 
     def __init__(
-        self, job: Job, saver: Saver, log: RunLog, metrics: Metrics, history: History
+        self,
+        job: Job,
+        saver: Saver,
+        log: RunLog,
+        metrics: Metrics,
+        history: History,
+        restored: int,
+        shared_step: int,
     ) -> None:
         self.job, self.saver, self.log, self.metrics = job, saver, log, metrics
         self.clock = SaveClock(job.spec.checkpoint, job.runtime.world, history)
         self.count = 0
+        self.shared = shared_step
+        """The newest step that the shared tier has, or was given."""
+        self.restored = self.newest = restored
+        """The step that the run began after, and the newest that was saved since."""
         self.asked_for = False
         """By a signal, on this rank."""
         self.committed = 0
@@ -128,15 +139,20 @@ class Saves:
         job, every = self.job, self.job.spec.checkpoint.shared_every
         self.asked_for = False
         self.count += 1
+        # A resume from nodes' tiers alone is first made safe.
+        due = last or self.count % every == 0 or (self.count == 1 and self.restored > self.shared)
         names = [
             tier.name
             for tier in self.saver.tiers
-            if tier.name != "shared" or last or self.count % every == 0
+            if (due if tier.name == "shared" else progress.step > self.newest)
         ]
+        self.newest = progress.step
+        if due:
+            self.shared = progress.step
         try:
             stall = self.saver.save(save_info(job, progress), checkpoint_arrays(job), names)
         except CheckpointError as error:
-            stall = 0.0
+            stall = self.clock.stall_seconds  # it says nothing of what a save costs
             self._tell_failure(Event(what="failed", tier="shared", step=progress.step), str(error))
         self.clock.saved(stall)
         self.metrics.record_stall(stall)
@@ -162,11 +178,15 @@ class Saves:
         for event in events:
             self._tell(event)
 
-    def finish(self, step: int) -> None:
-        """Wait for what was begun; every rank must call.
+    def finish(self, progress: Progress) -> None:
+        """Wait for what was begun; every rank must call. A last step that nodes alone have is
+        saved where all share it.
 
         Raises CheckpointError on every rank where the last one is not in the shared tier.
         """
+        step = progress.step
+        if step > self.shared:
+            self.save(progress, last=True)
         try:
             for event in self.saver.wait():
                 self._tell(event)

@@ -131,7 +131,8 @@ def test_a_lost_node_is_restored_from_its_neighbour(text, tmp_path):
     assert "restored step 4 from tier memory" in out
     after = losses(tmp_path / "run")
     assert {step: after[step] for step in before} == before
-    assert ckpt.committed_steps(tmp_path / "run/checkpoints") == [6]
+    # What nodes alone had is made safe by the first save, whatever shared_every says.
+    assert ckpt.committed_steps(tmp_path / "run/checkpoints") == [5, 6]
     assert not list(memory.iterdir()), "memory is given back"
 
 
