@@ -324,3 +324,28 @@ def test_tiers_of_nodes_hold_what_their_ranks_need(tmp_path):
         ckpt.load(root, manifest, arrays)
         for array, expected in zip(arrays, arrays_of(1, topology, rank), strict=True):
             assert torch.equal(bits(pieces(array)), bits(pieces(expected)))
+
+
+def test_a_keeper_that_cannot_start_is_told_once(tmp_path):
+    (tmp_path / "file").touch()
+    tiers = [ckpt.Tier(name="shared", location=str(tmp_path / "root"))]
+    saver = ckpt.Saver(tiers, 0, tmp_path / "file" / "lock")
+    with pytest.raises(ckpt.CheckpointError, match="the keeper of rank 0 did not start"):
+        saver.ready()
+    saver.close()
+
+
+def test_a_stranger_who_says_nothing_keeps_no_peer_waiting(tmp_path):
+    import socket
+
+    from ckpt.peer import PeerServer, PeerStore
+
+    server = PeerServer(tmp_path, "key")
+    with socket.create_connection(("127.0.0.1", server.port)):
+        store = PeerStore(f"peer://key@127.0.0.1:{server.port}/node0")
+        store.publish("a/b", b"numbers")
+        assert store.read("a/b") == b"numbers"
+        stranger = PeerStore(f"peer://guess@127.0.0.1:{server.port}/node0")
+        with pytest.raises(OSError, match=r"digest|lost"):
+            stranger.read("a/b")
+    server.close()
