@@ -311,6 +311,7 @@ def assert_all_is_noticed(outcomes: damage.Outcomes) -> None:
             assert (by[reader].caught, by[reader].wrong) == (seen, 0), (reader, kind, what)
 
 
+@pytest.mark.slow
 def test_the_published_table_of_damage_is_what_happens():
     text, outcomes = damage.section(most=6)
     for each in outcomes:

@@ -62,6 +62,7 @@ def agree(ok: bool) -> bool:
     return bool(word)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)  # a starved machine is slow, not wrong
 def test_twenty_kills_leave_only_whole_checkpoints(tmp_path):
     root = tmp_path / "checkpoints"

@@ -97,7 +97,7 @@ def follow_the_rule(attempts: list[Attempt], scale: float, growth_steps: int) ->
 @pytest.mark.parametrize(
     ("layout", "compression"),
     [
-        ("dp_shard=2,ep=2", "none"), slow("pp=2", "none"), slow("tp=2", "none"),
+        slow("dp_shard=2,ep=2", "none"), slow("pp=2", "none"), slow("tp=2", "none"),
         slow("dp_replicate=2", "one_bit"),
     ],
 )  # fmt: skip

@@ -150,6 +150,7 @@ def test_without_its_nodes_a_restart_takes_what_all_share(spec, tmp_path):
     assert len({save.rpartition("-")[2] for save in saves}) == 1, "both are of the second start"
 
 
+@pytest.mark.slow
 def test_a_shared_folder_that_fails_is_told_and_training_goes_on(spec, tmp_path):
     code, _, err = run_to_the_end(spec, block=str(tmp_path / "run/checkpoints/manifests"))
     assert code == 2
@@ -242,6 +243,7 @@ def test_a_log_tells_failures_from_ends(tmp_path):
     assert History.read(tmp_path / "none") == History()
 
 
+@pytest.mark.slow
 def test_the_regular_and_the_best_stay(text, tmp_path):
     checkpoint = {"interval_steps": 1, "keep": 1, "keep_every": 3, "keep_best": 1}
     train = {"eval_interval_steps": 2}
