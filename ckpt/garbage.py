@@ -143,5 +143,5 @@ def _committed(store: Store) -> tuple[set[str], str]:
         try:
             committed.add(read_manifest(store, step).save_id)
         except CheckpointError:
-            damaged = damaged or store.where(f"manifests/step-{step:08d}.json")
+            damaged = damaged or store.where(manifest_key(step))
     return committed, damaged

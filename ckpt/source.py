@@ -268,6 +268,6 @@ def described(
         noted[name] = replace(array, splits=note.splits, attributes=note.attributes)
         try:
             noted[name].layout(topology)
-        except AssertionError:
+        except ValueError:
             raise CheckpointError(f"{path}: splits of {name} are no layout's") from None
     return info, noted

@@ -89,9 +89,7 @@ def restore(job: Job, tiers: Sequence[Tier] = ()) -> Progress:
     """
     spec, runtime, root = job.spec, job.runtime, job.spec.checkpoint_path
     runtime.first(lambda: _ready_folder(job))
-    steps: list[int] = []
-    runtime.first(lambda: steps.extend(ckpt.committed_steps(root)))
-    step = runtime.broadcast(steps[-1] if steps else -1)
+    step = newest_shared_step(job)
     own = [tier for tier in tiers if tier.ranks is not None]
     if own:
         progress = restore_from_nodes(job, own, step)
@@ -113,6 +111,13 @@ def restore(job: Job, tiers: Sequence[Tier] = ()) -> Progress:
         for field, before, now in ckpt.spec_differences(_resolved(manifest.spec), spec.as_dict()):
             say(f"spec changed since step {step}: {field} was {before}, is {now}")
     return progress
+
+
+def newest_shared_step(job: Job) -> int:
+    """The newest step that all ranks share, or -1; every rank must call."""
+    steps: list[int] = []
+    job.runtime.first(lambda: steps.extend(ckpt.committed_steps(job.spec.checkpoint_path)))
+    return job.runtime.broadcast(steps[-1] if steps else -1)
 
 
 def _first_values(job: Job) -> None:
@@ -184,7 +189,7 @@ def restore_from_nodes(job: Job, tiers: Sequence[Tier], shared_step: int) -> Pro
     runtime = job.runtime
     own = [tier for tier in tiers if tier.writers[0] == runtime.rank]
     for tier in own:
-        _try_tier(job, tier, lambda where: ckpt.remove_uncommitted(where))
+        _try_tier(job, tier, ckpt.remove_uncommitted)
     runtime.agree(True)
     found = [(t, m) for t in tiers for m in ckpt.reachable(t.location, job.topology, runtime.rank)]
     mine = {(manifest.step, ckpt.fingerprint(manifest)) for _, manifest in found}
@@ -193,11 +198,10 @@ def restore_from_nodes(job: Job, tiers: Sequence[Tier], shared_step: int) -> Pro
     for step, fingerprint in sorted(common, reverse=True):
         if step < shared_step or progress is not None:
             break
-        progress, taken = None, ""
+        taken = ""
         for tier, manifest in found:
-            if progress is None and (step, ckpt.fingerprint(manifest)) == (step, fingerprint):
-                if manifest.step != step:
-                    continue
+            here = manifest.step, ckpt.fingerprint(manifest)
+            if progress is None and here == (step, fingerprint):
                 try:
                     _check_resumable(job, manifest)
                     progress, taken = _load(job, manifest, tier.location), tier.name

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 import ckpt
 from ckpt import CheckpointError, Saver
-from pretrain.checkpoint import checkpoint_arrays, restore
+from pretrain.checkpoint import checkpoint_arrays, newest_shared_step, restore
 from pretrain.corpus import prepare_corpus
 from pretrain.errors import (
     EXIT_DONE,
@@ -87,9 +87,7 @@ def _train(job: Job, stop: StopRequest, saver: Saver) -> int:
     spec, runtime = job.spec, job.runtime
     began = time.perf_counter()
     progress = restore(job, saver.tiers)
-    steps: list[int] = []
-    runtime.first(lambda: steps.extend(ckpt.committed_steps(spec.checkpoint_path)))
-    shared_step = runtime.broadcast(steps[-1] if steps else 0)
+    shared_step = max(0, newest_shared_step(job))
     runtime.together(lambda: saver.prepare(job.topology, checkpoint_arrays(job)))
     history = History.read(spec.run_path / "log.jsonl") if runtime.is_first else History()
     log = runtime.together(lambda: RunLog(spec.run_path / "log.jsonl", spec.hash, runtime.is_first))

@@ -27,10 +27,8 @@ _FAILURES_IN_A_ROW = 3  # until a tier is said to be out of order
 
 def tiers_of(spec: JobSpec, runtime: Runtime) -> list[Tier]:
     """Where this rank's checkpoints go, the fastest first."""
-    config, size = spec.checkpoint, runtime.ranks_per_node
-    node = runtime.rank // size
-    ranks = tuple(range(node * size, min((node + 1) * size, runtime.world)))
-    tiers = []
+    config, tiers = spec.checkpoint, []
+    node, ranks = _node_of(runtime)
     if config.memory:
         folder = f"convoy-{_name_of(spec)}-node{node}"
         tiers.append(
@@ -49,6 +47,13 @@ def tiers_of(spec: JobSpec, runtime: Runtime) -> list[Tier]:
     return [*tiers, Tier(name="shared", location=shared, keep=config.retention)]
 
 
+def _node_of(runtime: Runtime) -> tuple[int, tuple[int, ...]]:
+    """This rank's node, and the ranks on it."""
+    size = runtime.ranks_per_node
+    node = runtime.rank // size
+    return node, tuple(range(node * size, min((node + 1) * size, runtime.world)))
+
+
 def _name_of(spec: JobSpec) -> str:
     """Of the run on this machine: that of its checkpoint folder."""
     path = spec.checkpoint_path
@@ -60,12 +65,12 @@ def start_saver(job: Job, key: str) -> Saver:
     """This rank's saver. Keepers that an earlier start has left end first. ``key`` is one of this
     launch alone."""
     spec, runtime = job.spec, job.runtime
-    node = runtime.rank // runtime.ranks_per_node
+    node, ranks = _node_of(runtime)
     serves = None
     if spec.checkpoint.peer:
         if runtime.world <= runtime.ranks_per_node:
             raise InputError("checkpoint.peer (true) must be false on one node: it has no other")
-        if runtime.rank % runtime.ranks_per_node == 0:
+        if runtime.rank == ranks[0]:
             name = f"convoy-{_name_of(spec)}-node{node}-peers"
             serves = str(Path(spec.checkpoint.memory_path) / name)
     memory = Path("/dev/shm")
@@ -91,9 +96,8 @@ def join_peers(job: Job, saver: Saver, port: int, key: str) -> None:
         return
     host = IPv4Address(address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")))
     served = runtime.gather_pairs([(int(host), port)])
-    node, nodes = runtime.rank // size, -(-runtime.world // size)
+    (node, ranks), nodes = _node_of(runtime), -(-runtime.world // size)
     ((address, port),) = served[(node + 1) % nodes * size]
-    ranks = tuple(range(node * size, min((node + 1) * size, runtime.world)))
     location = f"peer://{key}@{IPv4Address(address)}:{port}/node{node}"
     runtime.together(lambda: saver.add(Tier(name="peer", location=location, ranks=ranks, keep=1)))
 
@@ -120,8 +124,6 @@ class Saves:
         """The step that the run began after, and the newest that was saved since."""
         self.asked_for = False
         """By a signal, on this rank."""
-        self.committed = 0
-        """The newest step that is in the shared tier, as far as rank 0 knows."""
         self._failed: dict[str, int] = {}
         self._error = ""
         self._previous = signal.signal(signal.SIGUSR1, self._note)
@@ -156,13 +158,12 @@ class Saves:
             self._tell_failure(Event(what="failed", tier="shared", step=progress.step), str(error))
         self.clock.saved(stall)
         self.metrics.record_stall(stall)
-        interval = self.clock.interval_seconds
         self.log.write("save", step=progress.step, stall_seconds=stall, tiers=names)
         if self.job.spec.checkpoint.interval_steps == "auto":
             self.log.write(
                 "save_interval",
                 step=progress.step,
-                seconds=interval,
+                seconds=self.clock.interval_seconds,
                 stall_seconds=stall,
                 failures=self.clock.history.failures,
                 seconds_between_failures=self.clock.seconds_between_failures,
@@ -223,7 +224,6 @@ class Saves:
             path=ckpt.manifest_name(where, event.step),
         )
         if event.tier == "shared":
-            self.committed = event.step
             say(f"checkpoint of step {event.step} committed in {event.seconds:.2f} s")
 
     def _tell_failure(self, event: Event, error: str) -> None:
