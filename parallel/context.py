@@ -21,7 +21,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.attention.bias import causal_lower_right
 
 from parallel.collectives import start_gather_rows
 from parallel.documents import Documents, attend_within
@@ -83,6 +82,8 @@ class SpreadSequence:
     """Two pieces of it are here, one of the first half and one of the second."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        from torch.nn.attention.bias import causal_lower_right  # it brings all of torch's compiler
+
         self.group = group
         # A shape that attention's kernels know; it is a tensor to torch, and under the dispatch of
         # selective recomputation none of its kind can be made: so once, with sizes to be set.

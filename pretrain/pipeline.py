@@ -14,13 +14,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining.schedules import _Action, _ComputationType
 
 from moe import MoEConfig, Stopwatch
 from parallel import (
@@ -37,8 +36,11 @@ from parallel import (
 )
 from pretrain.flops import forward_flops
 from pretrain.model import Decoder, DecoderOutput, ModelConfig
-from pretrain.schedule import make_orders, padded_count, place_of
+from pretrain.schedule import padded_count, place_of
 from pretrain.step import Part, Pass, Routing, next_token_loss, routing_of
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import _Action
 
 
 def stage_layers(
@@ -141,6 +143,8 @@ class Pipeline:
     def order(self, micro_batches: int) -> list[_Action]:
         """What this rank does in a step, sends and receives included."""
         if micro_batches not in self._orders:
+            from pretrain.orders import make_orders  # which takes half a second
+
             orders = make_orders(
                 self.schedule, self.parts, self.num_stages, micro_batches, self.group
             )
@@ -252,7 +256,7 @@ class _Step:
         self.products: dict[tuple[int, int | None], Products] = {
             (action.stage_index, action.microbatch_index): deque()
             for action in self.order
-            if action.computation_type == _ComputationType.BACKWARD_INPUT
+            if action.computation_type.name == "BACKWARD_INPUT"
         }
         # By stage and micro-batch: what came, what is kept for the backward, and what goes.
         self.arriving: dict[tuple[str, int, int], tuple[Tensor, list[Waitable]]] = {}

@@ -1,6 +1,3 @@
 """Imported once by the server that test ranks fork from."""
 
-import torch
-import torch.distributed
-import torch.distributed.fsdp
-import torch.distributed.tensor  # noqa: F401
+import tools.pretrain  # noqa: F401 - with all that a rank of a run imports
