@@ -12,7 +12,13 @@ from ckpt.format import (
     objects_dir,
     read_manifest,
 )
-from ckpt.garbage import Garbage, find_garbage, remove_garbage, remove_uncommitted
+from ckpt.garbage import (
+    Garbage,
+    find_garbage,
+    remove_garbage,
+    remove_uncommitted,
+    unlisted_saves,
+)
 from ckpt.lineage import Link, read_lineage, spec_differences
 from ckpt.loading import find_damage, load, open_group, read_box, read_box_into, verify
 from ckpt.locations import Location, as_location, open_store
@@ -28,7 +34,7 @@ from ckpt.saving import Agree, SaveInfo, save
 from ckpt.store import LocalStore, Store
 from ckpt.stream import save_streamed
 from ckpt.tensors import ArraySpec, LocalArray
-from ckpt.tiers import fingerprint, forget_after, reachable
+from ckpt.tiers import fingerprint, forget, reachable
 
 __all__ = [
     "TIERS",
@@ -63,7 +69,7 @@ __all__ = [
     "find_damage",
     "find_garbage",
     "fingerprint",
-    "forget_after",
+    "forget",
     "load",
     "manifest_name",
     "manifest_path",
@@ -84,5 +90,6 @@ __all__ = [
     "save",
     "save_streamed",
     "spec_differences",
+    "unlisted_saves",
     "verify",
 ]

@@ -68,11 +68,9 @@ def find_garbage(
     """
     store = open_store(root)
     # Before the manifests: what is committed in between is listed by one.
-    names = store.names("objects")
+    saves, pending = _found(store)
     drafts = [name for name in store.names("manifests") if _DRAFT.fullmatch(name)]
     committed, damaged = _committed(store)
-    pending = {n.removeprefix(_PENDING) for n in names if n.startswith(_PENDING)}
-    saves = {n for n in names if not n.startswith(".")}
 
     def told(kind: Kind, name: str, listing: Iterable[tuple[int, float]]) -> Garbage:
         sizes = list(listing)
@@ -134,6 +132,22 @@ def remove_uncommitted(root: Location) -> list[str]:
         removed = remove_garbage(root, find_garbage(root))
         return [each.name for each in removed if each.kind == "uncommitted"]
     return []
+
+
+def unlisted_saves(root: Location) -> list[str]:
+    """The save ids of objects without a mark and without a manifest: somebody has moved that away.
+    None where a manifest is damaged, since they might be its own."""
+    store = open_store(root)
+    saves, pending = _found(store)
+    committed, damaged = _committed(store)
+    return [] if damaged else sorted(saves - pending - committed)
+
+
+def _found(store: Store) -> tuple[set[str], set[str]]:
+    """The save ids of objects, and those of marks."""
+    names = store.names("objects")
+    pending = {n.removeprefix(_PENDING) for n in names if n.startswith(_PENDING)}
+    return {n for n in names if not n.startswith(".")}, pending
 
 
 def _committed(store: Store) -> tuple[set[str], str]:

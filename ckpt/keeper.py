@@ -24,13 +24,15 @@ from ckpt.format import CheckpointError, committed_steps, read_manifest
 from ckpt.locations import open_store
 from ckpt.messages import Channel, Event, Order, Request, Setup, Tier
 from ckpt.peer import PeerServer
-from ckpt.retention import retain
+from ckpt.retention import remove_objects, retain
 from ckpt.retrying import Retrying
 from ckpt.saving import (
     Receipt,
+    SaveInfo,
     begin,
     commit,
     discard,
+    is_begun,
     leave_failure,
     leave_receipt,
     read_receipts,
@@ -68,7 +70,7 @@ class Keeper:
         """Serve until the trainer is done, or long gone."""
         server = None
         if self.setup.serves is not None:
-            server = PeerServer(Path(self.setup.serves), self.setup.key)
+            server = PeerServer(Path(self.setup.serves), self.setup.key, self.setup.port)
         for location in self._volatile():
             Path(location).mkdir(parents=True, exist_ok=True)
             Path(location, _OWNER).write_text(str(os.getpid()))
@@ -79,6 +81,7 @@ class Keeper:
                 data = self.channel.receive(None)
             except EOFError:
                 self.alone_since = time.monotonic()
+                _let_go_of_output()
                 break
             request = Request.model_validate_json(data or b"{}")
             if request.close is not None:
@@ -182,6 +185,7 @@ class TierWriter:
             written = write_staged(self.store, info, parts, self._previous)
             receipt |= written.receipt
             settle(self.store, info, receipt)
+            self._see_that_it_goes_on(info)
             leave_receipt(self.store, info, rank, receipt)
             self._previous = Previous(info.save_id, written.receipt)
         except BaseException:
@@ -210,6 +214,13 @@ class TierWriter:
             retain(self.store, self.tier.keep)
         return Event(what="committed", **about)
 
+    def _see_that_it_goes_on(self, info: SaveInfo) -> None:
+        """Raises CheckpointError where a later start, perhaps on other machines, has removed this
+        save as a leftover: it goes on from an older step, and will save this one itself."""
+        if not is_begun(self.store, info, self.keeper.setup.rank):
+            remove_objects(self.store, info.save_id)
+            raise CheckpointError("a later start of the run has given this save up")
+
     def _gather(self, order: Order) -> bool:
         """Wait for every rank's receipt; whether one of them has failed.
 
@@ -219,6 +230,7 @@ class TierWriter:
         info, began = order.info(self.tier), time.monotonic()
         pause, longest = _POLL_SECONDS
         while True:
+            self._see_that_it_goes_on(info)
             ended = settled_ranks(self.store, info)
             waiting = [rank for rank in info.writers if rank not in ended]
             if not waiting:
@@ -227,6 +239,14 @@ class TierWriter:
                 raise CheckpointError(f"rank {waiting[0]} did not finish its part in time")
             time.sleep(pause)
             pause = min(2 * pause, longest)
+
+
+def _let_go_of_output() -> None:
+    # Whoever reads what the trainer printed, through a pipe, would otherwise wait for the keeper.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    os.close(nowhere)
 
 
 def _one_line(error: Exception) -> str:

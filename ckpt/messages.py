@@ -49,6 +49,8 @@ class Setup(_Message):
     """A folder in memory that this keeper serves to other nodes' keepers."""
     key: str = ""
     """What those must know."""
+    port: int = 0
+    """What it is served at; 0 for any that is free."""
 
     rank: int
     tiers: list[Tier]

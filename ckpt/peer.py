@@ -44,12 +44,18 @@ def address_towards(host: str) -> str:
 
 
 class PeerServer:
-    """Serves the stores in a folder to other nodes until it is closed."""
+    """Serves the stores in a folder to other nodes until it is closed, at ``port``, or where that
+    is 0 or taken at any that is free."""
 
-    def __init__(self, folder: Path, key: str) -> None:
+    def __init__(self, folder: Path, key: str, port: int = 0) -> None:
         self.folder = folder
         self._key, self._closed = key.encode(), False
-        self._listener = socket.create_server(("0.0.0.0", 0), backlog=64)
+        try:
+            self._listener = socket.create_server(("0.0.0.0", port), backlog=64)
+        except OSError:
+            if not port:
+                raise
+            self._listener = socket.create_server(("0.0.0.0", 0), backlog=64)
         threading.Thread(target=self._accept, name="peer server", daemon=True).start()
 
     @property

@@ -128,6 +128,8 @@ class Saver:
         event = None if data is None else Event.model_validate_json(data)
         if event is None or event.what != "ready":
             raise CheckpointError(f"the keeper of rank {self.rank} did not start")
+        # One that takes this one's place is found where this one was.
+        self._setup = self._setup.model_copy(update={"port": event.port})
         return event.port
 
     def add(self, tier: Tier) -> None:

@@ -134,9 +134,22 @@ def save(
 
 def begin(store: Store, info: SaveInfo, rank: int) -> None:
     """Mark a save as not yet committed, durably, before anything of it is written."""
-    key = f"{pending_key(info.save_id)}/rank-{rank}.begun"
+    key = _mark_key(info, rank)
     store.write(key, [b""])
     store.settle([key])
+
+
+def is_begun(store: Store, info: SaveInfo, rank: int) -> bool:
+    """Whether the mark is still there."""
+    try:
+        with store.open(_mark_key(info, rank)):
+            return True
+    except FileNotFoundError:
+        return False
+
+
+def _mark_key(info: SaveInfo, rank: int) -> str:
+    return f"{pending_key(info.save_id)}/rank-{rank}.begun"
 
 
 def write_metadata(store: Store, info: SaveInfo, records: list[ArrayRecord]) -> Receipt:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 
 from ckpt.format import (
@@ -62,18 +62,22 @@ def fingerprint(manifest: Manifest) -> int:
     return int.from_bytes(digest, "little") >> 2
 
 
-def forget_after(root: Location, step: int) -> list[int]:
-    """Remove the checkpoints of later steps: a run that goes on from ``step`` will make others.
+def forget(root: Location, unwanted: Callable[[Manifest], bool]) -> list[int]:
+    """Remove the checkpoints that are ``unwanted``, and those whose manifest is damaged; returns
+    their steps. Objects go with the next start's leftovers.
 
-    Returns the steps removed. For a tier of one node: what all ranks share is not for one to judge.
+    For a tier of one node: what all ranks share is not for one to judge.
     """
     store, removed = open_store(root), []
-    for later in committed_steps(store):
-        if later <= step:
-            continue
-        with contextlib.suppress(CheckpointError):
-            save_id = read_manifest(store, later).save_id
-            mark_unwanted(store, save_id)
-        store.remove(manifest_key(later))
-        removed.append(later)
+    for step in committed_steps(store):
+        try:
+            manifest = read_manifest(store, step)
+        except CheckpointError:
+            pass
+        else:
+            if not unwanted(manifest):
+                continue
+            mark_unwanted(store, manifest.save_id)
+        store.remove(manifest_key(step))
+        removed.append(step)
     return removed

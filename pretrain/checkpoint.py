@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -20,7 +19,8 @@ from parallel import Topology
 from pretrain.errors import InputError
 from pretrain.init import init_parameters
 from pretrain.job import Job
-from pretrain.log import complain, human_bytes, say
+from pretrain.log import human_bytes, say
+from pretrain.nodes import name_run, restore_from_nodes
 from pretrain.optim import set_update_count
 from pretrain.spec import JobSpec
 from pretrain.state import Progress, rng_arrays, rng_states, seed_rng, set_rng_states
@@ -87,18 +87,27 @@ def restore(job: Job, tiers: Sequence[Tier] = ()) -> Progress:
             topology and the spec does not say ``on_topology_change = "reshard"``.
         CheckpointError: where it is not whole.
     """
-    spec, runtime, root = job.spec, job.runtime, job.spec.checkpoint_path
+    runtime = job.runtime
     runtime.first(lambda: _ready_folder(job))
+    run_id = name_run(job)
     step = newest_shared_step(job)
     own = [tier for tier in tiers if tier.ranks is not None]
+    progress = None
     if own:
-        progress = restore_from_nodes(job, own, step)
-        if progress is not None:
-            return progress
-    if step < 0:
-        _first_values(job)
-        seed_rng(spec.train.seed, 0, runtime.rank)
-        return Progress(loss_scale=spec.train.first_loss_scale)
+        load = partial(_load_resumable, job)
+        progress = restore_from_nodes(job, own, step, run_id, load)
+    if progress is None:
+        progress = _restore_shared(job, step) if step >= 0 else _first_values(job)
+    return replace(progress, run_id=run_id)
+
+
+def _load_resumable(job: Job, manifest: Manifest, root: Location) -> Progress:
+    _check_resumable(job, manifest)
+    return _load(job, manifest, root)
+
+
+def _restore_shared(job: Job, step: int) -> Progress:
+    spec, runtime, root = job.spec, job.runtime, job.spec.checkpoint_path
     read = partial(ckpt.read_manifest, root, step)
     manifest = runtime.together(lambda: _or_way_back(root, step, read))
     runtime.together(lambda: _check_resumable(job, manifest))
@@ -120,13 +129,19 @@ def newest_shared_step(job: Job) -> int:
     return job.runtime.broadcast(steps[-1] if steps else -1)
 
 
-def _first_values(job: Job) -> None:
-    """Fresh parameters, or the weights of ``train.init_from``."""
+def _first_values(job: Job) -> Progress:
     spec, runtime = job.spec, job.runtime
     if spec.train.init_from is None:
         _fresh_parameters(job)
-        return
-    root = Path(spec.train.init_from)
+    else:
+        _first_weights(job, spec.train.init_from)
+    seed_rng(spec.train.seed, 0, runtime.rank)
+    return Progress(loss_scale=spec.train.first_loss_scale)
+
+
+def _first_weights(job: Job, init_from: str) -> None:
+    spec, runtime = job.spec, job.runtime
+    root = runtime.together(lambda: _as_location(init_from))
     manifest = runtime.together(lambda: ckpt.read_manifest(root))
     arrays = [array for array in job.arrays() if array.spec.name.startswith("model/")]
     if spec.train.init_missing == "keep":
@@ -148,8 +163,15 @@ def _fresh_parameters(job: Job) -> None:
     init_parameters(job.model, job.layouts, job.runtime.rank, seed, layers)
 
 
+def _as_location(init_from: str) -> Location:
+    try:
+        return ckpt.as_location(init_from)
+    except ValueError as error:
+        raise InputError(f"train.init_from ({init_from}): {error}") from None
+
+
 def _load_weights(
-    root: Path,
+    root: Location,
     manifest: Manifest,
     arrays: list[LocalArray],
     rename: Mapping[str, str],
@@ -177,59 +199,6 @@ def _or_way_back(root: Location, step: int, act: Callable[[], T]) -> T:
         raise CheckpointError(
             f"{error}; to go back to step {before[-1]}, move {ckpt.manifest_name(root, step)} away"
         ) from None
-
-
-def restore_from_nodes(job: Job, tiers: Sequence[Tier], shared_step: int) -> Progress | None:
-    """Load the newest checkpoint that every rank finds in its node's tiers, unless the shared
-    folder has a newer one; None where that is so, or where there is none.
-
-    What cannot be read there is told, and the next older one is taken: the shared folder's are the
-    ones that are never passed over.
-    """
-    runtime = job.runtime
-    own = [tier for tier in tiers if tier.writers[0] == runtime.rank]
-    for tier in own:
-        _try_tier(job, tier, ckpt.remove_uncommitted)
-    runtime.agree(True)
-    found = [(t, m) for t in tiers for m in ckpt.reachable(t.location, job.topology, runtime.rank)]
-    mine = {(manifest.step, ckpt.fingerprint(manifest)) for _, manifest in found}
-    common = set.intersection(*map(set, runtime.gather_pairs(sorted(mine))))
-    progress, tried = None, False
-    for step, fingerprint in sorted(common, reverse=True):
-        if step < shared_step or progress is not None:
-            break
-        taken = ""
-        for tier, manifest in found:
-            here = manifest.step, ckpt.fingerprint(manifest)
-            if progress is None and here == (step, fingerprint):
-                try:
-                    _check_resumable(job, manifest)
-                    progress, taken = _load(job, manifest, tier.location), tier.name
-                except (CheckpointError, InputError) as error:
-                    complain(f"rank {runtime.rank}: not from tier {tier.name}: {error}")
-        if not runtime.agree(progress is not None):
-            progress = None
-        elif runtime.is_first:
-            say(f"restored step {step} from tier {taken}")
-        tried = True
-    if tried and progress is None and shared_step < 0:
-        # Some ranks hold parts of it by now: first values would not undo moments and counters.
-        raise CheckpointError(
-            "no checkpoint of the nodes can be read on every rank, and there is none in "
-            f"{job.spec.checkpoint_path}; remove the tiers' folders to start over"
-        )
-    after = shared_step if progress is None else progress.step
-    for tier in own:
-        _try_tier(job, tier, lambda where: ckpt.forget_after(where, after))
-    return progress
-
-
-def _try_tier(job: Job, tier: Tier, act: Callable[[str], object]) -> None:
-    """A node's tier that cannot be reached is told, and passed over."""
-    try:
-        act(tier.location)
-    except (CheckpointError, OSError) as error:
-        complain(f"rank {job.runtime.rank}: tier {tier.name} cannot be used: {error}")
 
 
 def _spread(job: Job) -> None:

@@ -75,7 +75,7 @@ class SaveClock:
         self.config, self.world, self.history, self._now = config, world, history, now
         self._began = self._last = now()
         self.stall_seconds = _FIRST_STALL_SECONDS
-        self.write_seconds = 0.0
+        self._write_seconds: dict[str, float] = {}
 
     @property
     def seconds_between_failures(self) -> float:
@@ -92,7 +92,8 @@ class SaveClock:
         if self.config.interval_steps != "auto":
             return None
         best = optimal_interval(self.stall_seconds, self.seconds_between_failures)
-        return max(best, self.write_seconds)  # one that is still being written would be waited for
+        # One that is still being written would be waited for.
+        return max(best, *self._write_seconds.values(), 0.0)
 
     def is_time(self) -> bool:
         """Whether the clock says so, on the rank that is asked."""
@@ -104,6 +105,10 @@ class SaveClock:
         says."""
         steps = self.config.steps_between
         return asked or (steps is not None and step % steps == 0)
+
+    def wrote(self, tier: str, seconds: float) -> None:
+        """A tier's part of a save has taken so long; what was slow once is forgotten slowly."""
+        self._write_seconds[tier] = max(seconds, self._write_seconds.get(tier, 0.0) / 2)
 
     def saved(self, stall_seconds: float) -> None:
         """A save has been begun, and kept training for so long."""

@@ -29,6 +29,7 @@ from pretrain.job import Job, build_job
 from pretrain.log import RunLog, say
 from pretrain.loop import Training, train
 from pretrain.metrics import Endpoint, Metrics
+from pretrain.nodes import forget_run
 from pretrain.runtime import Runtime, StopRequest, lock_run, peak_memory_bytes, start
 from pretrain.saves import Saves, join_peers, start_saver
 from pretrain.spec import JobSpec
@@ -60,6 +61,7 @@ def prepare(spec: JobSpec, fresh: bool = False) -> None:
     prepare_corpus(spec.data, spec.model.vocab_size, say)
     if fresh:
         with lock_run(spec):
+            forget_run(spec.checkpoint_path)  # and with it what nodes have
             store = ckpt.open_store(spec.checkpoint_path)
             for name in ("manifests", "objects"):
                 store.remove_all(name)
@@ -97,7 +99,7 @@ def _train(job: Job, stop: StopRequest, saver: Saver) -> int:
         metrics.restore_duration.set(time.perf_counter() - began)
     endpoint = _serve(spec, runtime, registry)
     _greet(job, progress, log, endpoint)
-    saves = Saves(job, saver, log, metrics, history, progress.step, shared_step)
+    saves = Saves(job, saver, stop, log, metrics, history, progress.step, shared_step)
     try:
         training = Training(job, progress, log, metrics, saves)
         with _watched(runtime, training):
@@ -110,7 +112,6 @@ def _train(job: Job, stop: StopRequest, saver: Saver) -> int:
         log.write("done", step=training.progress.step)
         return EXIT_DONE
     finally:
-        saves.restore_signal()
         log.close()
         if endpoint is not None:
             endpoint.close()

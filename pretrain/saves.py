@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import signal
 import tempfile
 from ipaddress import IPv4Address
 from pathlib import Path
-from types import FrameType
 
 import ckpt
 from ckpt import CheckpointError, Event, Saver, Tier, address_towards
@@ -18,7 +16,7 @@ from pretrain.interval import History, SaveClock
 from pretrain.job import Job
 from pretrain.log import RunLog, complain, say
 from pretrain.metrics import Metrics
-from pretrain.runtime import Runtime
+from pretrain.runtime import Runtime, StopRequest
 from pretrain.spec import JobSpec
 from pretrain.state import Progress
 
@@ -83,6 +81,7 @@ def start_saver(job: Job, key: str) -> Saver:
         compression=spec.checkpoint.compression,
         serves=serves,
         key=key,
+        linger_seconds=spec.checkpoint.linger_seconds,
     )
 
 
@@ -109,37 +108,33 @@ class Saves:
         self,
         job: Job,
         saver: Saver,
+        stop: StopRequest,
         log: RunLog,
         metrics: Metrics,
         history: History,
         restored: int,
         shared_step: int,
     ) -> None:
-        self.job, self.saver, self.log, self.metrics = job, saver, log, metrics
+        self.job, self.saver, self.stop = job, saver, stop
+        self.log, self.metrics = log, metrics
         self.clock = SaveClock(job.spec.checkpoint, job.runtime.world, history)
         self.count = 0
         self.shared = shared_step
         """The newest step that the shared tier has, or was given."""
         self.restored = self.newest = restored
         """The step that the run began after, and the newest that was saved since."""
-        self.asked_for = False
-        """By a signal, on this rank."""
         self._failed: dict[str, int] = {}
         self._error = ""
-        self._previous = signal.signal(signal.SIGUSR1, self._note)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked_for = True
 
     @property
     def requested(self) -> bool:
         """What this rank brings to the barrier: whether to save after this step."""
-        return self.asked_for or (self.job.runtime.is_first and self.clock.is_time())
+        return self.stop.save_requested or (self.job.runtime.is_first and self.clock.is_time())
 
     def save(self, progress: Progress, last: bool) -> None:
         """Begin a checkpoint; every rank must call. The ``last`` of a run goes to all tiers."""
         job, every = self.job, self.job.spec.checkpoint.shared_every
-        self.asked_for = False
+        self.stop.save_requested = False
         self.count += 1
         # A resume from nodes' tiers alone is first made safe.
         due = last or self.count % every == 0 or (self.count == 1 and self.restored > self.shared)
@@ -207,7 +202,7 @@ class Saves:
             self._tell_failure(event, event.error)
             return
         self._failed[event.tier] = 0
-        self.clock.write_seconds = max(event.write_seconds, self.clock.write_seconds / 2)
+        self.clock.wrote(event.tier, event.write_seconds)
         if event.what != "committed" or not self.job.runtime.is_first:
             return
         self.metrics.record_save(event)
@@ -238,7 +233,3 @@ class Saves:
                 f"rank {runtime.rank}: tier {tier} has failed {_FAILURES_IN_A_ROW} times in a row; "
                 f"training goes on"
             )
-
-    def restore_signal(self) -> None:
-        """Put the former handler back."""
-        signal.signal(signal.SIGUSR1, self._previous)

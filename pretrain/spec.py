@@ -41,8 +41,8 @@ class TrainConfig(BaseModel):
     micro_batch_size: int = Field(ge=1)
     """Sequences of one forward and backward on one rank."""
     init_from: str | None = None
-    """A checkpoint folder of which the newest one's weights are the first values, with a fresh
-    optimizer, at step 0."""
+    """A checkpoint folder, or ``s3://BUCKET/PREFIX``, of which the newest one's weights are the
+    first values, with a fresh optimizer, at step 0."""
     init_rename: dict[str, str] = Field(default_factory=dict)
     """Names of arrays in the model by those in ``init_from``; both may be beginnings, with / at
     their ends."""
@@ -143,6 +143,8 @@ class CheckpointConfig(BaseModel):
     memory_path: str = "/dev/shm"
     peer: bool = False
     """Keep it in the next node's memory too, for when a whole node is lost."""
+    linger_seconds: float = Field(default=600.0, ge=0)
+    """How long a node's memory waits for a restart after a run has ended in an error."""
     local_path: str | None = None
     """A folder on a disk of each node's own, to keep checkpoints in too."""
     shared_every: int = Field(default=1, ge=1)

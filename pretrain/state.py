@@ -49,6 +49,8 @@ class Progress:
     """
     steps_at_loss_scale: int = 0
     """Committed in a row since the scale last changed."""
+    run_id: str = ""
+    """Which run this is, see :func:`pretrain.nodes.name_run`."""
 
     def after_overflow(self) -> Progress:
         """Half the scale, for the same samples."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from parallel.layout import Topology
 from tests.checkpoints import SPECS, bits, full_values, info, local_array, pieces
 from tests.dist import start_ranks
 
+ROOT = Path(__file__).parent.parent
 PAIR = Topology(dp_shard=2, ep=2)
 
 
@@ -159,6 +162,56 @@ def test_a_keeper_that_is_killed_is_told_and_replaced(saver, tmp_path):
     saver.save(info(3, Topology()), arrays_of(3))
     assert [event.what for event in saver.wait()] == ["committed"]
     assert_holds(tmp_path, 3)
+
+
+def test_a_later_start_elsewhere_ends_a_save_that_waits(tmp_path):
+    saver = saver_at(tmp_path)
+    saver.save(info(7, PAIR), arrays_of(7, PAIR))  # and rank 1 never comes
+    eventually(lambda: list(tmp_path.rglob("rank-0.json")), "the first rank's part is there")
+    assert ckpt.remove_uncommitted(tmp_path) == [info(7, PAIR).save_id]
+    (event,) = saver.wait(60)
+    assert event.what == "failed"
+    assert "a later start of the run has given this save up" in event.error
+    saver.close()
+    assert ckpt.committed_steps(tmp_path) == []
+    assert ckpt.unlisted_saves(tmp_path) == []
+
+
+def test_peers_find_a_keeper_that_took_anothers_place(tmp_path):
+    served = tmp_path / "served"
+    saver = ckpt.Saver([], 0, tmp_path / ".keeper", serves=str(served), key="secret")
+    try:
+        port = saver.ready()
+        store = ckpt.open_store(f"peer://secret@127.0.0.1:{port}/node1")
+        store.publish("a", b"before")
+        saver._process.kill()
+        saver._process.wait()
+        with pytest.raises(ckpt.CheckpointError, match="ended with -9"):
+            saver.save(info(1, Topology()), arrays_of(1))
+        again = ckpt.open_store(f"peer://secret@127.0.0.1:{port}/node1")
+        assert again.read("a") == b"before"
+    finally:
+        saver.close()
+
+
+def test_a_keeper_does_not_hold_what_its_trainer_printed_into(tmp_path):
+    trainer = f"""
+import os, signal, sys
+import ckpt
+tier = ckpt.Tier(name="memory", location={str(tmp_path / "memory")!r}, ranks=(0,), volatile=True)
+saver = ckpt.Saver([tier], 0, __import__("pathlib").Path({str(tmp_path / ".keeper")!r}))
+saver.ready()
+print(saver._process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", trainer], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    printed, _ = process.communicate(timeout=60)
+    keeper = int(printed)
+    assert alive(keeper)
+    os.kill(keeper, signal.SIGTERM)
+    eventually(lambda: not alive(keeper), "the keeper gives way")
 
 
 def save_and_wait_for_death(rank: int, root: Path, ready: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import ckpt
 from pretrain.interval import DEVICE_HOURS_PER_FAILURE, History, SaveClock, optimal_interval
 from pretrain.loop import Training
+from pretrain.runtime import StopRequest
 from pretrain.spec import CheckpointConfig
 from tests.dist import run_ranks, start_ranks
 from tests.jobs import data_of, events, prepare_job, write_spec
@@ -51,13 +52,15 @@ def on_node(rank: int, spec: str, kill_at: int, poke_at: int, block: str) -> tup
     return code, out.getvalue(), err.getvalue()
 
 
-def run_to_the_end(spec: Path, poke_at: int = 0, block: str = "") -> tuple[int, str, str]:
-    results = run_ranks(on_node, 2, str(spec), 0, poke_at, block, group=False)
+def run_to_the_end(
+    spec: Path, poke_at: int = 0, block: str = "", world: int = 2
+) -> tuple[int, str, str]:
+    results = run_ranks(on_node, world, str(spec), 0, poke_at, block, group=False)
     return results[0][0], results[0][1], "".join(err for _, _, err in results)
 
 
-def run_until(spec: Path, step: int) -> None:
-    processes, _ = start_ranks(on_node, 2, str(spec), step, 0, "", group=False)
+def run_until(spec: Path, step: int, world: int = 2) -> None:
+    processes, _ = start_ranks(on_node, world, str(spec), step, 0, "", group=False)
     for process in processes:
         process.join(120)
         assert process.exitcode == -signal.SIGKILL
@@ -161,6 +164,44 @@ def test_a_shared_folder_that_fails_is_told_and_training_goes_on(spec, tmp_path)
     assert ckpt.committed_steps(node(tmp_path / "disks", 0)) == [5, 6]
 
 
+@pytest.mark.parametrize("way", ["moved away", "fresh", "folder removed"])
+def test_nodes_go_back_with_what_all_share(text, tmp_path, way):
+    checkpoint = {
+        "interval_steps": 1, "keep": 9, "shared_every": 2, "linger_seconds": 5.0,
+        "memory": True, "memory_path": str(tmp_path / "memory"),
+    }  # fmt: skip
+    spec = write_spec(tmp_path, data=data_of(text), checkpoint=checkpoint)
+    run_until(spec, 6, world=1)
+    shared = tmp_path / "run" / "checkpoints"
+    assert ckpt.committed_steps(shared) == [2, 4]
+    assert ckpt.committed_steps(node(tmp_path / "memory", 0)) == [5]
+    if way == "moved away":
+        ckpt.manifest_path(shared, 4).rename(tmp_path / "aside")
+    elif way == "fresh":
+        assert main([str(spec), "--prepare", "--fresh"]) == 0
+    else:
+        shutil.rmtree(tmp_path / "run")
+    code, out, err = run_to_the_end(spec, world=1)
+    assert code == 0, err
+    assert "restored" not in out
+    assert ("resuming after step 2" in out) == (way == "moved away")
+    assert ("the manifest of step 4 was moved away" in out) == (way == "moved away")
+    assert ckpt.committed_steps(shared) == [2, 4, 6]
+
+
+def test_signals_are_noted_from_the_first_moment_on():
+    before = signal.getsignal(signal.SIGUSR1)
+    stop = StopRequest()
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert (stop.save_requested, stop.requested) == (True, False)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+    finally:
+        stop.restore()
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
 def test_a_signal_asks_for_a_save_now(text, tmp_path):
     spec = write_spec(tmp_path, data=data_of(text), checkpoint={"interval_steps": 100})
     code, _, err = run_to_the_end(spec, poke_at=4)
@@ -213,7 +254,8 @@ def test_the_clock_learns_from_failures_and_stalls():
     assert not calm.is_time()
     clock_time[0] = 2 * calm.interval_seconds
     assert calm.is_time()
-    calm.write_seconds = 1e9
+    calm.wrote("shared", 1e9)
+    calm.wrote("memory", 0.1)
     assert not calm.is_time(), "one that is still being written would be waited for"
 
 
