@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -127,13 +129,15 @@ def test_no_module_hides_a_name_that_comes_on_demand(package):
 
 
 def test_a_layout_and_a_format_need_no_torch():
-    import subprocess
-    import sys
-
     source = (
         "import sys, ckpt.format, parallel.layout, ckpt.plan; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", source], cwd=ROOT, check=True, timeout=60)
+
+
+def test_the_command_starts_without_torchs_compiler():
+    code = "import sys, tools.pretrain; sys.exit('torch._dynamo.convert_frame' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
 def test_there_is_no_drawer_for_odds_and_ends():

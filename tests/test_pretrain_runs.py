@@ -335,13 +335,16 @@ def check_communication(interval: dict, parallel: dict) -> None:
         assert interval["bubble_formula"] == (p - 1) / (passes + p - 1)
 
 
-def test_evaluation_and_text_do_not_depend_on_the_layout(text, tmp_path):
+ZBV = {"pp": 2, "tp": 2, "pp_schedule": "zbv", "pp_stages_per_rank": 2}
+MORE_LAYOUTS = [(4, {"ep": 4}), (3, {"pp": 3}), (4, {"cp": 2, "ep": 2}), (4, {"pp": 2, "tp": 2})]
+
+
+@pytest.mark.parametrize(
+    "layouts", [[(4, ZBV)], pytest.param(MORE_LAYOUTS, marks=pytest.mark.slow)]
+)
+def test_evaluation_and_text_do_not_depend_on_the_layout(text, tmp_path, layouts):
     bits, samples, loads = [], [], []
-    layouts = [
-        (1, {}), (4, {"ep": 4}), (3, {"pp": 3}), (4, {"cp": 2, "ep": 2}), (4, {"pp": 2, "tp": 2}),
-        (4, {"pp": 2, "tp": 2, "pp_schedule": "zbv", "pp_stages_per_rank": 2}),
-    ]  # fmt: skip
-    for number, (world, parallel) in enumerate(layouts):
+    for number, (world, parallel) in enumerate([(1, {}), *layouts]):
         run = tmp_path / str(number)
         spec = write_spec(
             tmp_path, f"{number}.json", data=data_of(text), train={"steps": 1},
