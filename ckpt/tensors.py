@@ -16,7 +16,11 @@ from ckpt.shard import Array, within
 from ckpt.store import Bytes
 from parallel.layout import Box, ShardLayout, Topology
 
-_BIT_PATTERNS = {"uint16": torch.uint16, "uint8": torch.uint8}
+_BIT_PATTERNS = {
+    getattr(torch, name): getattr(torch, stored)
+    for name, stored in STORAGE_DTYPES.items()
+    if name != stored and hasattr(torch, name)
+}
 
 
 @dataclass(frozen=True)
@@ -87,14 +91,14 @@ class LocalArray:
     def read_into(self, box: Box, out: Array) -> None:
         """Copy the numbers of a box within these slices, as they are stored. From a CUDA device
         into pinned memory the copy is only begun: synchronize before ``out`` is read."""
-        pieces = [piece.detach() for piece in self._parts(box)]
-        if all(piece.device.type == "cpu" for piece in pieces):
-            for part, piece in zip(out if self.stacked else [out], pieces, strict=True):
-                np.copyto(part, _storage_view(piece).numpy())  # torch would start threads for it
+        parts = self._host_parts(box)
+        if parts is not None:
+            for part, piece in zip(out if self.stacked else [out], parts, strict=True):
+                np.copyto(part, piece)  # torch would start threads for it
             return
         target = torch.from_numpy(out)
-        for part, piece in zip(self._split(target), pieces, strict=True):
-            part.copy_(_storage_view(piece), non_blocking=True)
+        for part, piece in zip(self._split(target), self._parts(box), strict=True):
+            part.copy_(_storage_view(piece.detach()), non_blocking=True)
 
     def write(self, box: Box, values: Array) -> None:
         """Put stored numbers into a box within these slices."""
@@ -107,21 +111,35 @@ class LocalArray:
     def memory(self, box: Box) -> list[Bytes] | None:
         """The bytes of a box within these slices, in order, to be read into; None where they are
         on a device, or scattered."""
-        parts = [piece.detach() for piece in self._parts(box)]
-        if all(part.device.type == "cpu" and part.is_contiguous() for part in parts):
-            return [_storage_view(part).numpy().reshape(-1).view(np.uint8) for part in parts]
-        return None
+        parts = self._host_parts(box)
+        if parts is None or not all(part.flags.c_contiguous for part in parts):
+            return None
+        return [part.reshape(-1).view(np.uint8) for part in parts]
+
+    def _host_parts(self, box: Box) -> list[Array] | None:
+        """Views of the numbers of a box, where they are in host memory. Cut by numpy: a chunk may
+        have parts by the hundred, and torch takes ten times as long for each."""
+        pieces, place = self._pieces(box)
+        if not all(piece.is_cpu for piece in pieces):
+            return None
+        where = (*place, ...)  # an array, of a scalar too
+        return [_storage_view(piece.detach()).numpy()[where] for piece in pieces]
 
     def _parts(self, box: Box) -> list[Tensor]:
+        pieces, place = self._pieces(box)
+        return [piece[place] for piece in pieces]
+
+    def _pieces(self, box: Box) -> tuple[list[Tensor], tuple[slice, ...]]:
+        """Those that have a part of a box, and which."""
         if not self.stacked:
-            return [self.pieces[0][within(box, self.boxes[0])]]
+            return self.pieces[:1], within(box, self.boxes[0])
         rest = within(box[1:], self.boxes[0][1:])
-        return [self._piece_at[i][rest] for i in range(*box[0])]
+        return [self._piece_at[i] for i in range(*box[0])], rest
 
     def _split(self, values: Tensor) -> Sequence[Tensor]:
         return values.unbind(0) if self.stacked else [values]
 
 
 def _storage_view(tensor: Tensor) -> Tensor:
-    bits = _BIT_PATTERNS.get(STORAGE_DTYPES[str(tensor.dtype).removeprefix("torch.")])
+    bits = _BIT_PATTERNS.get(tensor.dtype)
     return tensor if bits is None else tensor.view(bits)

@@ -280,7 +280,11 @@ def test_second_passes_have_the_work_and_fsdp_reduces_after_them(once: bool, dat
 
 @pytest.mark.parametrize(
     ("layout", "parallel"),
-    [("pp=2,cp=2", {}), ("pp=2", {"pp_stages_per_rank": 2}), ("tp=2,ep=2", {})],
+    [
+        pytest.param("pp=2,cp=2", {}, marks=SLOW),
+        ("pp=2", {"pp_stages_per_rank": 2}),
+        ("tp=2,ep=2", {}),
+    ],
 )
 def test_balance_over_the_global_batch(layout: str, parallel, data, tmp_path):
     sections = {**SECTIONS, "moe": {**SECTIONS["moe"], "load_balance_scope": "global_batch"}}

@@ -189,7 +189,8 @@ def resume_on_rank(spec: JobSpec, rank: int) -> list[Progress]:
         Progress.as_dict = only_saved
         save_checkpoint(job, Progress(step=step, tokens_seen=192 * step, cursor=6 * step))
         train = spec.train.model_copy(update={"precision": precision})
-        found.append(restore(build_job(spec.model_copy(update={"train": train}), runtime)))
+        restored = restore(build_job(spec.model_copy(update={"train": train}), runtime))
+        found.append(replace(restored, run_id=""))
     return found
 
 

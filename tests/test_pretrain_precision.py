@@ -94,9 +94,9 @@ def slow(*values: str) -> Any:
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [
-        ("dp_shard=1", "bfloat16"), ("dp_shard=2,ep=2", "bfloat16"), ("pp=2", "bfloat16"),
+        slow("dp_shard=1", "bfloat16"), ("dp_shard=2,ep=2", "bfloat16"), ("pp=2", "bfloat16"),
         slow("tp=2", "bfloat16"), slow("dp_shard=2", "bfloat16"), slow("cp=2,ep=2", "bfloat16"),
-        ("dp_shard=1", "float16"), ("pp=2", "float16"), slow("dp_shard=2", "float16"),
+        ("dp_shard=1", "float16"), slow("pp=2", "float16"), slow("dp_shard=2", "float16"),
         slow("tp=2", "float16"), slow("cp=2,ep=2", "float16"),
         slow("pp=2,dp_shard=2,ep=2", "float16"),
     ],

@@ -79,7 +79,7 @@ def fingerprints(run: Path) -> dict[str, int]:
     [
         (1, {}, {"input_jitter": 0.01}),
         (2, {"ep": 2}, {"expert_bias": True, "input_jitter": 0.01}),
-        (2, {"ep": 1, "zero": 1}, {}),
+        pytest.param(2, {"ep": 1, "zero": 1}, {}, marks=SLOW),
         (2, {"dp_replicate": 2, "gradient_compression": "one_bit"}, {}),
         pytest.param(4, {"ep": 2}, {}, marks=SLOW),
         pytest.param(4, {"ep": 4, "cp": 2}, {"input_jitter": 0.01}, marks=SLOW),
@@ -128,6 +128,7 @@ def test_a_stopped_and_resumed_run_is_bitwise_the_uninterrupted_one(
     assert "done already: step 6 of 6" in out
 
 
+@SLOW
 def test_a_batch_that_grows_is_the_same_on_any_ranks_and_after_a_resume(text, tmp_path):
     train = {"steps": 8, "ramp_batch_size": 2, "ramp_tokens": 600, "micro_batch_size": 2}
     spec = write_spec(tmp_path, data=data_of(text), train=train)
@@ -220,6 +221,7 @@ def reading_noted(rank: int, arguments: list[str], note: Path) -> tuple[int, str
     return result
 
 
+@SLOW
 def test_copies_of_the_model_may_be_read_once(text, tmp_path):
     spec = write_spec(
         tmp_path, data=data_of(text), parallel={"dp_replicate": 2}, moe={"expert_bias": True}
@@ -238,6 +240,7 @@ def test_copies_of_the_model_may_be_read_once(text, tmp_path):
     assert fingerprints(straight) == fingerprints(resumed)
 
 
+@SLOW
 def test_gradients_with_fewer_bits_train_as_well(text, tmp_path):
     found = {}
     for how in ("none", "bfloat16", "one_bit"):

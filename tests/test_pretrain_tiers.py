@@ -21,6 +21,8 @@ from tests.jobs import data_of, events, prepare_job, write_spec
 from tests.s3 import BUCKET, Server, use
 from tools.pretrain import main
 
+SLOW = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
@@ -139,7 +141,7 @@ def test_a_lost_node_is_restored_from_its_neighbour(text, tmp_path):
     assert not list(memory.iterdir()), "memory is given back"
 
 
-@pytest.mark.slow
+@SLOW
 def test_without_its_nodes_a_restart_takes_what_all_share(spec, tmp_path):
     run_until(spec, 6)
     shutil.rmtree(node(tmp_path / "memory", 1))
@@ -153,7 +155,7 @@ def test_without_its_nodes_a_restart_takes_what_all_share(spec, tmp_path):
     assert len({save.rpartition("-")[2] for save in saves}) == 1, "both are of the second start"
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_shared_folder_that_fails_is_told_and_training_goes_on(spec, tmp_path):
     code, _, err = run_to_the_end(spec, block=str(tmp_path / "run/checkpoints/manifests"))
     assert code == 2
@@ -164,7 +166,7 @@ def test_a_shared_folder_that_fails_is_told_and_training_goes_on(spec, tmp_path)
     assert ckpt.committed_steps(node(tmp_path / "disks", 0)) == [5, 6]
 
 
-@pytest.mark.parametrize("way", ["moved away", "fresh", "folder removed"])
+@pytest.mark.parametrize("way", ["moved away", "fresh", pytest.param("folder removed", marks=SLOW)])
 def test_nodes_go_back_with_what_all_share(text, tmp_path, way):
     checkpoint = {
         "interval_steps": 1, "keep": 9, "shared_every": 2, "linger_seconds": 5.0,
@@ -285,7 +287,7 @@ def test_a_log_tells_failures_from_ends(tmp_path):
     assert History.read(tmp_path / "none") == History()
 
 
-@pytest.mark.slow
+@SLOW
 def test_the_regular_and_the_best_stay(text, tmp_path):
     checkpoint = {"interval_steps": 1, "keep": 1, "keep_every": 3, "keep_best": 1}
     train = {"eval_interval_steps": 2}
@@ -312,7 +314,7 @@ def on_store(rank: int, spec: str, port: int) -> tuple[int, str]:
     return code, out.getvalue()
 
 
-@pytest.mark.slow
+@SLOW
 def test_a_run_saves_to_an_object_store_and_resumes_from_it(text, tmp_path):
     root = f"s3://{BUCKET}/run/checkpoints"
     server = Server()

@@ -119,12 +119,16 @@ def test_inspect_shows_and_verifies(tmp_path, capsys):
     assert "no checkpoint in" in one_error_line(capsys.readouterr().err)
 
 
-def test_bad_input_ends_with_2_and_one_line(tmp_path):
+def test_bad_input_ends_with_2_and_one_line(tmp_path, capsys):
     write_corpus(tmp_path / "text", 12)
     spec = write_spec(tmp_path)
     for arguments, message in [
         ([spec, "--set", "train.stepz=3"], "did you mean steps?"),
         ([tmp_path / "none.toml"], "cannot be read"),
+    ]:
+        assert pretrain(list(map(str, arguments))) == 2
+        assert message in one_error_line(capsys.readouterr().err)
+    for arguments, message in [
         ([spec, "--set", "run_dir=/proc/nowhere"], "run_dir (/proc/nowhere) cannot be written"),
         ([spec, "--set", "data.source=/no/where"], "data.source (/no/where) must be"),
         ([spec, "--set", "checkpoint.path=/proc/nowhere"], "cannot be written"),
