@@ -159,6 +159,9 @@ def load(
         for coordinates in cells(box, record.shard_shape)
     ]
 
+    # The largest first: none is left for the end, when the other threads have nothing more to do.
+    parts.sort(key=lambda part: -part[2].length)
+
     def read(part: tuple[LocalArray, Box, ObjectLayout]) -> int:
         array, box, layout = part
         return _read_one(store, manifest, layout, box, array)

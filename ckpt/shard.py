@@ -40,7 +40,7 @@ _NO_CHUNK = np.uint64(2**64 - 1)
 _LARGE_CHUNK = 1 << 20
 _HUGE_PAGE = 2 << 20
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-_READ_BYTES = 512 << 10  # at a time: what was read is still in the cache when it is summed
+_READ_BYTES = 1 << 20  # at a time: what was read is still in the cache when it is summed
 _MOST_PARTS = 512  # of one read; systems allow 1,024
 
 Array: TypeAlias = "NDArray[Any]"
@@ -84,16 +84,23 @@ class ObjectLayout:
     @cached_property
     def chunks(self) -> list[tuple[int, Box]]:
         """The number and the box of every chunk that touches the array."""
-        record, found = self.record, []
-        whole = tuple((0, size) for size in record.shape)
-        shards = zip(self.coordinates, record.shard_shape, strict=True)
-        origin = [i * size for i, size in shards]
-        for number, inner in enumerate(product(*map(range, self.grid))):
-            places = zip(origin, inner, record.chunk_shape, strict=True)
-            box = intersect(tuple((o + i * c, o + (i + 1) * c) for o, i, c in places), whole)
-            if box is not None:
-                found.append((number, box))
-        return found
+        record = self.record
+        dims = zip(self.coordinates, self.grid, record.shard_shape, record.chunk_shape,
+                   record.shape, strict=True)  # fmt: skip
+        # Along each dim the chunk's place in the grid, and what of the array is in it.
+        along = [
+            [(i, (at, min(at + chunk, size))) for i in range(count)
+             if (at := shard_number * shard + i * chunk) < size]
+            for shard_number, count, shard, chunk, size in dims
+        ]  # fmt: skip
+        strides = [math.prod(self.grid[dim + 1 :]) for dim in range(len(self.grid))]
+        return [
+            (
+                sum(stride * place for stride, (place, _) in zip(strides, each, strict=True)),
+                tuple(span for _, span in each),
+            )
+            for each in product(*along)
+        ]
 
     @cached_property
     def chunk_bytes(self) -> int:
@@ -266,14 +273,15 @@ def read_object(
     if reader.size != expected.bytes:
         raise CheckpointError(f"has {reader.size} bytes, the manifest says {expected.bytes}")
     spans = _read_index(reader, layout)
-    near = {number for number, box in layout.chunks if intersect(box, wanted) is not None}
-    reader.expect([(a if n in near else b - 4, b) for n, (a, b) in spans.items()])
+    whole = intersect(layout.box, wanted) == layout.box
+    near = {number: box if whole else intersect(box, wanted) for number, box in layout.chunks}
+    reader.expect([(b - 4 if near[n] is None else a, b) for n, (a, b) in spans.items()])
     checks: dict[int, bytes] = {}
     count = 0
     room: Bytes | None = None
     for number, box in layout.chunks:
         start, stop = spans[number]
-        common = intersect(box, wanted)
+        common = near[number]
         check = np.empty(4, np.uint8)
         if common is None:
             reader.read_into(stop - 4, [check])
@@ -281,8 +289,8 @@ def read_object(
             continue
         plain = layout.record.compression == "none"
         shape = tuple(e - s for s, e in box)
-        whole = plain and common == box and shape == layout.record.chunk_shape
-        parts = target.memory(box) if whole else None
+        direct = plain and common == box and shape == layout.record.chunk_shape
+        parts = target.memory(box) if direct else None
         if parts is None:
             room = aligned(layout.chunk_bytes) if room is None and plain else room
             body = room if plain and room is not None else np.empty(stop - start - 4, np.uint8)

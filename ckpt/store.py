@@ -229,8 +229,8 @@ class _LocalReader:
         self.handle, self.size = handle, os.fstat(handle).st_size
 
     def read_into(self, start: int, parts: Sequence[Bytes]) -> None:
-        expected = sum(part.nbytes for part in parts)
-        found = os.preadv(self.handle, [part.data for part in parts], start)
+        expected = sum(map(len, parts))
+        found = os.preadv(self.handle, parts, start)  # type: ignore[arg-type]
         while found != expected:  # rare: the system may read less at a time
             more = os.preadv(self.handle, _after(parts, found), start + found)
             if not more:

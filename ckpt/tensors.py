@@ -97,8 +97,8 @@ class LocalArray:
                 np.copyto(part, piece)  # torch would start threads for it
             return
         target = torch.from_numpy(out)
-        for part, piece in zip(self._split(target), self._parts(box), strict=True):
-            part.copy_(_storage_view(piece.detach()), non_blocking=True)
+        for to, source in zip(self._split(target), self._parts(box), strict=True):
+            to.copy_(_storage_view(source.detach()), non_blocking=True)
 
     def write(self, box: Box, values: Array) -> None:
         """Put stored numbers into a box within these slices."""
@@ -122,7 +122,7 @@ class LocalArray:
         pieces, place = self._pieces(box)
         if not all(piece.is_cpu for piece in pieces):
             return None
-        where = (*place, ...)  # an array, of a scalar too
+        where: tuple[Any, ...] = (*place, ...)  # an array, of a scalar too
         return [_storage_view(piece.detach()).numpy()[where] for piece in pieces]
 
     def _parts(self, box: Box) -> list[Tensor]:
