@@ -1,4 +1,5 @@
-"""Changes of a model's experts by name: its weights and its spec together, never by accident.
+"""Changes of a model's experts and their width by name: weights and spec together, never by
+accident.
 
 Legend: L layers, E experts, D d_model, F d_ff, K top_k.
 """
@@ -21,29 +22,30 @@ from pretrain.model import meta_decoder
 from pretrain.read_spec import resolve_spec
 from pretrain.spec import JobSpec
 from pretrain.state import model_arrays, parameter_layouts
+from pretrain.widen import Widened, widened_sections
 
 Values = np.ndarray[Any, Any]
 
 _OF_EXPERTS = re.compile(r"model/layers/moe/(experts/\w+|router/(weight|expert_bias))")
 _EXPERT_MATRIX = re.compile(r"model/layers/moe/experts/(w_gate|w_up|w_down)")
-_KINDS = ("upcycle=NUM_EXPERTS", "drop=EXPERT,...", "duplicate=COPIES")
+_KINDS = ("upcycle=NUM_EXPERTS", "drop=EXPERT,...", "duplicate=COPIES", "widen=COPIES")
 
 
 class Surgery(NamedTuple):
-    """What is to be done: ``kind`` is upcycle, drop or duplicate."""
+    """What is to be done: ``kind`` is upcycle, drop, duplicate or widen."""
 
     kind: str
     numbers: tuple[int, ...]
 
 
 def parse_surgery(text: str) -> Surgery:
-    """Read ``"drop=3,7"``. Raises InputError for what is none of the three."""
+    """Read ``"drop=3,7"``. Raises InputError for what is none of the four."""
     kind, _, value = text.partition("=")
     numbers = value.split(",")
-    known = kind in ("upcycle", "drop", "duplicate")
+    known = kind in ("upcycle", "drop", "duplicate", "widen")
     if not known or not all(n.isdecimal() for n in numbers) or (kind != "drop" and numbers[1:]):
         raise InputError(f"--surgery ({text}) must be one of {', '.join(_KINDS)}")
-    if kind == "duplicate" and int(value) < 2:
+    if kind in ("duplicate", "widen") and int(value) < 2:
         raise InputError(f"--surgery ({text}): there must be at least 2 copies")
     return Surgery(kind, tuple(map(int, numbers)))
 
@@ -69,6 +71,10 @@ def operate(
     ``upcycle`` makes a MoE of a dense model (Komatsuzaki et al., arXiv 2212.05055): every expert is
     a copy of the layer's feed-forward, the router is fresh, top_k is 2 unless it is overridden.
 
+    ``widen`` multiplies d_ff, of the experts or of a dense model's layers: every hidden unit is
+    there several times and the output stays what it was, with ``noise`` too; see
+    :class:`pretrain.widen.Widened`.
+
     Args:
         source: with the spec that it was trained with.
         surgery: what is done.
@@ -81,9 +87,11 @@ def operate(
         raise InputError("--surgery needs a checkpoint that holds the spec of its model")
     weights = Selected(source, {n: n for n in source.arrays if n.startswith("model/")})
     before = resolve_spec(_copied(source.info.spec), "the checkpoint's spec")
-    if noise < 0 or (noise and surgery.kind != "duplicate"):
-        raise InputError(f"--surgery-noise ({noise}) must be 0 but with duplicate, and not below")
-    operation = _upcycle if surgery.kind == "upcycle" else _regroup
+    if noise < 0 or (noise and surgery.kind not in ("duplicate", "widen")):
+        raise InputError(
+            f"--surgery-noise ({noise}) must be 0 but with duplicate and widen, and not below"
+        )
+    operation = {"upcycle": _upcycle, "widen": _widen}.get(surgery.kind, _regroup)
     made, spec = operation(weights, before, surgery, overrides, noise)
     _check_fits(made, spec)
     return made, spec
@@ -254,6 +262,15 @@ def _upcycle(
 ) -> tuple[Source, JobSpec]:
     spec = upcycled_spec(before.as_dict(), surgery.numbers[0], 2, 0, overrides, "the checkpoint")
     return _Upcycled(source, _informed(source, spec, surgery, None), spec), spec
+
+
+def _widen(
+    source: Source, before: JobSpec, surgery: Surgery, overrides: Sequence[str], noise: float
+) -> tuple[Source, JobSpec]:
+    copies = surgery.numbers[0]
+    sections = widened_sections(before.as_dict(), copies)
+    spec = resolve_spec(sections, "after --surgery the spec", overrides)
+    return Widened(source, _informed(source, spec, surgery, noise), copies, noise), spec
 
 
 def upcycled_spec(

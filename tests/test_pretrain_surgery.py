@@ -97,6 +97,31 @@ def test_noise_tells_copies_apart_and_leaves_the_first_as_it_was(folders):
     assert np.array_equal(part, after[1:2, 3:6, 4:9]), "however it is read"
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+@pytest.mark.parametrize("case", ["mixtral", "deepseek_v3", "qwen3"])
+def test_a_wider_model_gives_the_same_logits(folders, case, noise):
+    source = source_of(folders, case)
+    made, spec = operate(source, parse_surgery("widen=3"), noise=noise)
+    before = source.info.spec
+    if spec.moe is None:
+        assert spec.model.d_ff == 3 * before["model"]["d_ff"]
+    else:
+        assert spec.moe.d_ff == 3 * before["moe"]["d_ff"]
+        assert spec.model.d_ff == before["model"]["d_ff"], "dense layers of a MoE are left alone"
+    expected, found = logits(source), logits(made)
+    assert (found - expected).abs().max() < 2e-4 * expected.abs().max()
+
+    room = "moe/experts/{}" if spec.moe else "ffn/{}/weight"
+    name = f"model/layers/{room.format('w_down')}"
+    after = made.read_box(name, whole(made.arrays[name]))
+    hidden = 2  # [L, E, F, D] and [L, D, F]
+    first, second = (after.take(range(i, after.shape[hidden], 3), hidden) for i in (0, 1))
+    assert np.array_equal(first, second) == (not noise), "with noise gradients differ"
+    part = tuple((size // 3, size - size // 5) for size in after.shape)
+    cut = after[tuple(slice(*extent) for extent in part)]
+    assert np.array_equal(made.read_box(name, part), cut), "however it is read"
+
+
 def test_dropped_experts_are_gone_and_the_others_are_what_they_were(folders, tmp_path):
     source = folders / "mixtral-ours/checkpoints"
     assert surgery(source, tmp_path / "out", "--surgery", "drop=0,2", "--layout", "ep=2") == 0
@@ -172,7 +197,7 @@ def test_surgery_refuses_what_does_not_fit(folders, tmp_path, capsys):
     text = refused("mixtral", "--surgery", "drop=1", "--set", "moe.d_ff=4")
     assert "w_down has shape" in text
     assert "but the new spec's model needs" in text
-    assert "--surgery-noise (0.1) must be 0 but with" in refused(
+    assert "--surgery-noise (0.1) must be 0 but with duplicate and widen" in refused(
         "mixtral", "--surgery", "drop=1", "--surgery-noise", "0.1"
     )
     assert "must be with --surgery" in refused("mixtral", "--set", "moe.top_k=1")

@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         help="an array, or with / at both ends all whose names begin so",
     )  # fmt: skip
     parser.add_argument(
-        "--surgery", metavar="KIND=NUMBERS", help="upcycle=8, drop=3,7 or duplicate=2; weights only"
+        "--surgery", metavar="KIND=NUMBERS", help="upcycle=8, drop=3,7, duplicate=2 or widen=2"
     )
     parser.add_argument("--surgery-noise", type=float, default=0.0, metavar="STD")
     parser.add_argument(
