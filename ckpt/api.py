@@ -7,6 +7,7 @@ from ckpt.format import (
     Manifest,
     OtherRankError,
     committed_steps,
+    manifest_key,
     manifest_name,
     manifest_path,
     objects_dir,
@@ -17,7 +18,6 @@ from ckpt.garbage import (
     find_garbage,
     remove_garbage,
     remove_uncommitted,
-    unlisted_saves,
 )
 from ckpt.lineage import Link, read_lineage, spec_differences
 from ckpt.loading import find_damage, load, open_group, read_box, read_box_into, verify
@@ -71,6 +71,7 @@ __all__ = [
     "fingerprint",
     "forget",
     "load",
+    "manifest_key",
     "manifest_name",
     "manifest_path",
     "objects_dir",
@@ -90,6 +91,5 @@ __all__ = [
     "save",
     "save_streamed",
     "spec_differences",
-    "unlisted_saves",
     "verify",
 ]

@@ -18,7 +18,7 @@ from ckpt.format import (
     read_manifest,
 )
 from ckpt.locations import Location, open_store
-from ckpt.retention import remove_objects
+from ckpt.retention import mark_unwanted, remove_objects
 from ckpt.store import Store
 
 _PENDING = pending_key("").rpartition("/")[2]
@@ -68,7 +68,9 @@ def find_garbage(
     """
     store = open_store(root)
     # Before the manifests: what is committed in between is listed by one.
-    saves, pending = _found(store)
+    names = store.names("objects")
+    pending = {n.removeprefix(_PENDING) for n in names if n.startswith(_PENDING)}
+    saves = {n for n in names if not n.startswith(".")}
     drafts = [name for name in store.names("manifests") if _DRAFT.fullmatch(name)]
     committed, damaged = _committed(store)
 
@@ -111,12 +113,19 @@ def remove_garbage(root: Location, garbage: Iterable[Garbage]) -> list[Garbage]:
     if goes:  # a commit that was killed may not be durable; nothing goes before it is
         store.settle(manifest_key(step) for step in committed_steps(store))
     for each in goes:
+        if each.kind == "uncommitted":
+            mark_unwanted(store, each.name)
+    # Whoever has committed one since has not seen the mark; who has yet to will.
+    committed, damaged = _committed(store)
+    for each in goes:
         if each.kind == "draft":
             store.remove(f"manifests/{each.name}")
         elif each.kind == "mark":
             store.remove_all(pending_key(each.name))
-        else:
+        elif each.name not in committed and not damaged:
             remove_objects(store, each.name)
+        else:
+            continue
         removed.append(each)
     return removed
 
@@ -132,22 +141,6 @@ def remove_uncommitted(root: Location) -> list[str]:
         removed = remove_garbage(root, find_garbage(root))
         return [each.name for each in removed if each.kind == "uncommitted"]
     return []
-
-
-def unlisted_saves(root: Location) -> list[str]:
-    """The save ids of objects without a mark and without a manifest: somebody has moved that away.
-    None where a manifest is damaged, since they might be its own."""
-    store = open_store(root)
-    saves, pending = _found(store)
-    committed, damaged = _committed(store)
-    return [] if damaged else sorted(saves - pending - committed)
-
-
-def _found(store: Store) -> tuple[set[str], set[str]]:
-    """The save ids of objects, and those of marks."""
-    names = store.names("objects")
-    pending = {n.removeprefix(_PENDING) for n in names if n.startswith(_PENDING)}
-    return {n for n in names if not n.startswith(".")}, pending
 
 
 def _committed(store: Store) -> tuple[set[str], str]:

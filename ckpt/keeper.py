@@ -20,22 +20,26 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from ckpt.format import CheckpointError, committed_steps, read_manifest
+from ckpt.format import (
+    CheckpointError,
+    committed_steps,
+    read_manifest,
+)
 from ckpt.locations import open_store
 from ckpt.messages import Channel, Event, Order, Request, Setup, Tier
 from ckpt.peer import PeerServer
-from ckpt.retention import remove_objects, retain
+from ckpt.retention import retain
 from ckpt.retrying import Retrying
 from ckpt.saving import (
+    GivenUpError,
     Receipt,
-    SaveInfo,
     begin,
     commit,
     discard,
-    is_begun,
     leave_failure,
     leave_receipt,
     read_receipts,
+    see_that_it_goes_on,
     settle,
     settled_ranks,
     write_metadata,
@@ -185,9 +189,11 @@ class TierWriter:
             written = write_staged(self.store, info, parts, self._previous)
             receipt |= written.receipt
             settle(self.store, info, receipt)
-            self._see_that_it_goes_on(info)
+            see_that_it_goes_on(self.store, info, self.keeper.setup.rank)
             leave_receipt(self.store, info, rank, receipt)
             self._previous = Previous(info.save_id, written.receipt)
+        except GivenUpError:
+            raise
         except BaseException:
             with contextlib.suppress(OSError):
                 leave_failure(self.store, info, rank)
@@ -206,7 +212,7 @@ class TierWriter:
         }
         if not first:
             return Event(what="written", **about)
-        if self._gather(order):
+        if self._gather(order, watch=True):
             discard(self.store, info)
             raise CheckpointError("another rank could not write its part")
         commit(self.store, info, order.arrays, read_receipts(self.store, info))
@@ -214,15 +220,9 @@ class TierWriter:
             retain(self.store, self.tier.keep)
         return Event(what="committed", **about)
 
-    def _see_that_it_goes_on(self, info: SaveInfo) -> None:
-        """Raises CheckpointError where a later start, perhaps on other machines, has removed this
-        save as a leftover: it goes on from an older step, and will save this one itself."""
-        if not is_begun(self.store, info, self.keeper.setup.rank):
-            remove_objects(self.store, info.save_id)
-            raise CheckpointError("a later start of the run has given this save up")
-
-    def _gather(self, order: Order) -> bool:
-        """Wait for every rank's receipt; whether one of them has failed.
+    def _gather(self, order: Order, watch: bool = False) -> bool:
+        """Wait for every rank's receipt; whether one of them has failed. With ``watch``, end where
+        the save is given up meanwhile.
 
         Raises CheckpointError where one does not come: what the others have written stays until the
         next start, for they may be writing still.
@@ -230,7 +230,8 @@ class TierWriter:
         info, began = order.info(self.tier), time.monotonic()
         pause, longest = _POLL_SECONDS
         while True:
-            self._see_that_it_goes_on(info)
+            if watch:
+                see_that_it_goes_on(self.store, info, self.keeper.setup.rank)
             ended = settled_ranks(self.store, info)
             waiting = [rank for rank in info.writers if rank not in ended]
             if not waiting:

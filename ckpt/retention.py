@@ -25,6 +25,9 @@ from ckpt.format import (
 from ckpt.locations import Location, open_store
 from ckpt.store import Store
 
+REMOVED = "removed"
+"""The mark of a save whose objects are being removed."""
+
 
 class Retention(BaseModel):
     """Which checkpoints are kept: those that any of the rules keeps."""
@@ -97,7 +100,7 @@ def retain(
 
 def mark_unwanted(store: Store, save_id: str) -> None:
     """Make a save's objects a leftover, should their removal be interrupted."""
-    mark = f"{pending_key(save_id)}/removed"
+    mark = f"{pending_key(save_id)}/{REMOVED}"
     try:
         with contextlib.suppress(FileExistsError):
             store.write(mark, [b""])

@@ -31,7 +31,7 @@ from ckpt.format import (
 from ckpt.locations import Location, open_store
 from ckpt.objects import ObjectRecord, gather
 from ckpt.plan import own_cells
-from ckpt.retention import committed_save_ids, remove_objects
+from ckpt.retention import REMOVED, committed_save_ids, mark_unwanted, remove_objects
 from ckpt.shard import Encoder, ObjectLayout, ReadInto, aligned
 from ckpt.store import Bytes, Store
 from parallel.layout import Topology
@@ -54,6 +54,13 @@ SMALL_THREADS = 8
 """The same, where a device's answers are waited for more than its bytes."""
 WRITE_BYTES = 16 << 20
 """What a thread lays out before it writes: more at a time is no faster."""
+
+
+_GIVEN_UP = "a later start of the run has given this save up"
+
+
+class GivenUpError(CheckpointError):
+    """Somebody else is removing a save that is being written."""
 
 
 @dataclass(frozen=True)
@@ -134,22 +141,19 @@ def save(
 
 def begin(store: Store, info: SaveInfo, rank: int) -> None:
     """Mark a save as not yet committed, durably, before anything of it is written."""
-    key = _mark_key(info, rank)
+    key = f"{pending_key(info.save_id)}/rank-{rank}.begun"
     store.write(key, [b""])
     store.settle([key])
 
 
-def is_begun(store: Store, info: SaveInfo, rank: int) -> bool:
-    """Whether the mark is still there."""
-    try:
-        with store.open(_mark_key(info, rank)):
-            return True
-    except FileNotFoundError:
-        return False
-
-
-def _mark_key(info: SaveInfo, rank: int) -> str:
-    return f"{pending_key(info.save_id)}/rank-{rank}.begun"
+def see_that_it_goes_on(store: Store, info: SaveInfo, rank: int) -> None:
+    """Raises GivenUpError where a later start, perhaps on other machines, has taken this save for
+    a leftover: it goes on from an older step, and will save this one itself."""
+    names = store.names(pending_key(info.save_id))
+    if f"rank-{rank}.begun" not in names or REMOVED in names:
+        mark_unwanted(store, info.save_id)
+        remove_objects(store, info.save_id)
+        raise GivenUpError(_GIVEN_UP)
 
 
 def write_metadata(store: Store, info: SaveInfo, records: list[ArrayRecord]) -> Receipt:
@@ -266,7 +270,8 @@ def commit(
 ) -> Manifest:
     """Publish the manifest of objects that are all durable: the moment a checkpoint exists.
 
-    Raises CheckpointError where the objects are not the whole, or the step has a manifest.
+    Raises CheckpointError where the objects are not the whole, the step has a manifest, or a later
+    start is removing the save.
     """
     store = open_store(root)
     empty = Manifest(
@@ -301,6 +306,10 @@ def commit(
             f"step {info.step} already has a checkpoint in {store.where()}; save elsewhere, or "
             f"move {key.rpartition('/')[2]} away"
         ) from None
+    if REMOVED in store.names(pending_key(info.save_id)):
+        # A start has looked for manifests just before there was one: it removes the objects.
+        store.remove(key)
+        raise GivenUpError(_GIVEN_UP)
     with contextlib.suppress(OSError):  # it is committed, marked or not: the next start clears up
         store.remove_all(pending_key(info.save_id))
     return manifest

@@ -93,8 +93,8 @@ class LocalArray:
         into pinned memory the copy is only begun: synchronize before ``out`` is read."""
         parts = self._host_parts(box)
         if parts is not None:
-            for part, piece in zip(out if self.stacked else [out], parts, strict=True):
-                np.copyto(part, piece)  # torch would start threads for it
+            for i, part in enumerate(parts):
+                np.copyto(out[i, ...] if self.stacked else out, part)  # torch would start threads
             return
         target = torch.from_numpy(out)
         for to, source in zip(self._split(target), self._parts(box), strict=True):

@@ -15,15 +15,22 @@ from ckpt.format import (
     objects_key,
     read_manifest,
 )
+from ckpt.garbage import remove_uncommitted
 from ckpt.locations import Location, open_store
 from ckpt.retention import mark_unwanted
 from ckpt.store import Store
 from parallel.layout import Topology
 
 
-def reachable(root: Location, topology: Topology, rank: int, most: int = 4) -> list[Manifest]:
-    """The newest checkpoints in a tier of which ``rank`` of ``topology`` finds all that it needs,
-    newest first; at most ``most``. Numbers are verified when they are read, not here.
+def reachable(
+    root: Location,
+    topology: Topology,
+    rank: int,
+    wanted: Callable[[Manifest], bool] = lambda _: True,
+    most: int = 4,
+) -> list[Manifest]:
+    """The newest ``wanted`` checkpoints in a tier of which ``rank`` of ``topology`` finds all that
+    it needs, newest first; at most ``most``. Numbers are verified when they are read, not here.
 
     A manifest or an object that cannot be read is a checkpoint that cannot be reached.
     """
@@ -32,7 +39,7 @@ def reachable(root: Location, topology: Topology, rank: int, most: int = 4) -> l
         for step in reversed(committed_steps(store)):
             with contextlib.suppress(CheckpointError, OSError):
                 manifest = read_manifest(store, step)
-                if _holds(store, manifest, topology, rank):
+                if wanted(manifest) and _holds(store, manifest, topology, rank):
                     found.append(manifest)
             if len(found) == most:
                 break
@@ -62,22 +69,22 @@ def fingerprint(manifest: Manifest) -> int:
     return int.from_bytes(digest, "little") >> 2
 
 
-def forget(root: Location, unwanted: Callable[[Manifest], bool]) -> list[int]:
-    """Remove the checkpoints that are ``unwanted``, and those whose manifest is damaged; returns
-    their steps. Objects go with the next start's leftovers.
+def forget(root: Location, after: int, ours: Callable[[Manifest], bool]) -> list[int]:
+    """Remove the checkpoints of steps beyond ``after``, which a run that goes on from there will
+    make anew, and those that are not ``ours``; returns their steps.
 
     For a tier of one node: what all ranks share is not for one to judge.
     """
     store, removed = open_store(root), []
     for step in committed_steps(store):
-        try:
+        manifest = None
+        with contextlib.suppress(CheckpointError):
             manifest = read_manifest(store, step)
-        except CheckpointError:
-            pass
-        else:
-            if not unwanted(manifest):
-                continue
+        if step <= after and (manifest is None or ours(manifest)):
+            continue
+        if manifest is not None:
             mark_unwanted(store, manifest.save_id)
         store.remove(manifest_key(step))
         removed.append(step)
+    remove_uncommitted(store)
     return removed

@@ -20,7 +20,7 @@ from pretrain.errors import InputError
 from pretrain.init import init_parameters
 from pretrain.job import Job
 from pretrain.log import human_bytes, say
-from pretrain.nodes import name_run, restore_from_nodes
+from pretrain.nodes import forget_others, name_run, restore_from_nodes
 from pretrain.optim import set_update_count
 from pretrain.spec import JobSpec
 from pretrain.state import Progress, rng_arrays, rng_states, seed_rng, set_rng_states
@@ -98,6 +98,7 @@ def restore(job: Job, tiers: Sequence[Tier] = ()) -> Progress:
         progress = restore_from_nodes(job, own, step, run_id, load)
     if progress is None:
         progress = _restore_shared(job, step) if step >= 0 else _first_values(job)
+    forget_others(job, own, run_id, progress.step)
     return replace(progress, run_id=run_id)
 
 
@@ -197,7 +198,7 @@ def _or_way_back(root: Location, step: int, act: Callable[[], T]) -> T:
         if not before:
             raise
         raise CheckpointError(
-            f"{error}; to go back to step {before[-1]}, move {ckpt.manifest_name(root, step)} away"
+            f"{error}; to go back, start once with --prepare --back-to {before[-1]}"
         ) from None
 
 

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import ckpt
-from ckpt import CheckpointError, Location, Manifest, Tier
+from ckpt import CheckpointError, Location, Manifest, Store, Tier
 from pretrain.errors import InputError
 from pretrain.job import Job
 from pretrain.log import complain, say
 from pretrain.state import Progress
 
 _RUN = "run.json"
-_NO_STEP = 1 << 62
-_SAVE_ID = re.compile(r"(\d{8,})-[0-9a-f]{16}")
+_NO_NAME = 1 << 62
 
 
 def name_run(job: Job) -> str:
     """What tells this run from others that were in the same place: a name that the shared folder
-    keeps as long as it is there. What nodes have of another run is not this one's. Every rank must
-    call.
+    keeps as long as it is there, or else its newest checkpoint has. What nodes have of another run
+    is not this one's. Every rank must call.
 
     Raises InputError where the folder has a name that cannot be read.
     """
@@ -35,21 +34,56 @@ def name_run(job: Job) -> str:
 def _read_name(job: Job) -> int:
     root = job.spec.checkpoint_path
     store = ckpt.open_store(root)
-    if _RUN not in store.names(""):
-        with contextlib.suppress(FileExistsError):
-            store.publish(_RUN, json.dumps({"run_id": f"{secrets.randbits(62):016x}"}).encode())
     try:
-        return int(json.loads(store.read(_RUN))["run_id"], 16) % _NO_STEP
+        if _RUN not in store.names(""):
+            newest = None
+            with contextlib.suppress(CheckpointError):
+                newest = ckpt.read_manifest(store).state.get("run_id")
+            _write_name(store, newest or _new_name())
+        return int(json.loads(store.read(_RUN))["run_id"], 16) % _NO_NAME
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise InputError(
-            f"checkpoint.path ({root}) must have a readable {_RUN} ({error}); without one, what "
-            f"nodes alone have is passed over"
+            f"checkpoint.path ({root}) must have a {_RUN} that can be read ({error}); where it is "
+            f"removed, the newest checkpoint has the run's name too"
         ) from None
 
 
+def _new_name() -> str:
+    return f"{secrets.randbits(62):016x}"
+
+
+def _write_name(store: Store, name: str) -> None:
+    with contextlib.suppress(FileExistsError):
+        store.publish(_RUN, json.dumps({"run_id": name}).encode())
+
+
 def forget_run(location: Location) -> None:
-    """Let the next start in a place be of another run."""
-    ckpt.open_store(location).remove(_RUN)
+    """Let the next start in a place be of another run. Raises OSError."""
+    store = ckpt.open_store(location)
+    store.remove(_RUN)
+    for name in ("manifests", "objects"):
+        store.remove_all(name)
+
+
+def go_back(location: Location, step: int) -> None:
+    """Let the next start go on from ``step``: move the manifests of later ones to ``away/``, where
+    nothing looks for them, and give the run another name, so that what nodes have is not taken.
+
+    Raises InputError where there is no such step; OSError.
+    """
+    store = ckpt.open_store(location)
+    steps = ckpt.committed_steps(store)
+    if step not in steps:
+        found = ", ".join(map(str, steps)) or "there is none"
+        raise InputError(f"--back-to ({step}) must be a step that {store.where()} has: {found}")
+    name = _new_name()
+    store.remove(_RUN)
+    _write_name(store, name)
+    for later in reversed([s for s in steps if s > step]):
+        key = ckpt.manifest_key(later)
+        store.publish(f"away/{name}/{key.rpartition('/')[2]}", store.read(key))
+        store.remove(key)
+        say(f"step {later} is in {store.where(f'away/{name}')} now; its objects are left")
 
 
 def restore_from_nodes(
@@ -63,8 +97,7 @@ def restore_from_nodes(
     folder has a newer one; None where that is so, or where there is none. Every rank must call.
 
     What cannot be read there is told, and the next older one is taken: the shared folder's are the
-    ones that are never passed over. Not taken, and forgotten, are those of another run, and those
-    of steps whose manifest somebody has moved away from the shared folder, and later ones.
+    ones that are never passed over. Those of another run are not taken.
 
     Args:
         job: what is filled.
@@ -74,11 +107,6 @@ def restore_from_nodes(
         load: fills the job from a manifest in a tier.
     """
     runtime = job.runtime
-    end = _first_moved_away(job, shared_step)
-
-    def is_ours(manifest: Manifest) -> bool:
-        return manifest.state.get("run_id") == run_id and manifest.step < end
-
     own = [tier for tier in tiers if tier.writers[0] == runtime.rank]
     for tier in own:
         _try_tier(job, tier, ckpt.remove_uncommitted)
@@ -86,8 +114,9 @@ def restore_from_nodes(
     found = [
         (tier, manifest)
         for tier in tiers
-        for manifest in ckpt.reachable(tier.location, job.topology, runtime.rank)
-        if is_ours(manifest)
+        for manifest in ckpt.reachable(
+            tier.location, job.topology, runtime.rank, partial(_is_of, run_id)
+        )
     ]
     mine = {(manifest.step, ckpt.fingerprint(manifest)) for _, manifest in found}
     common = set.intersection(*map(set, runtime.gather_pairs(sorted(mine))))
@@ -114,29 +143,25 @@ def restore_from_nodes(
             "no checkpoint of the nodes can be read on every rank, and there is none in "
             f"{job.spec.checkpoint_path}; remove the tiers' folders to start over"
         )
-    after = shared_step if progress is None else progress.step
-    for tier in own:
-        _try_tier(
-            job, tier, lambda where: ckpt.forget(where, lambda m: m.step > after or not is_ours(m))
-        )
     return progress
 
 
-def _first_moved_away(job: Job, shared_step: int) -> int:
-    """The first step after ``shared_step`` whose objects the shared folder has, and no manifest:
-    somebody wants the run to go back."""
-    steps: list[int] = []
+def forget_others(job: Job, tiers: Sequence[Tier], run_id: str, after: int) -> None:
+    """Remove from this node's tiers what is of another run, or of steps beyond ``after``: once it
+    is certain that the run goes on from there."""
 
-    def look() -> None:
-        names = map(_SAVE_ID.fullmatch, ckpt.unlisted_saves(job.spec.checkpoint_path))
-        steps.extend(int(name[1]) for name in names if name)
+    def forget(location: str) -> None:
+        steps = ckpt.forget(location, after, partial(_is_of, run_id))
+        if steps:
+            say(f"rank {job.runtime.rank}: steps {steps} in {location} are not gone on from")
 
-    job.runtime.first(look)
-    end = min((step for step in steps if step > shared_step), default=_NO_STEP)
-    end = job.runtime.broadcast(end)
-    if end < _NO_STEP and job.runtime.is_first:
-        say(f"the manifest of step {end} was moved away; nodes' checkpoints go back with it")
-    return end
+    for tier in tiers:
+        if tier.writers[0] == job.runtime.rank:
+            _try_tier(job, tier, forget)
+
+
+def _is_of(run_id: str, manifest: Manifest) -> bool:
+    return manifest.state.get("run_id") == run_id
 
 
 def _try_tier(job: Job, tier: Tier, act: Callable[[str], object]) -> None:

@@ -29,7 +29,7 @@ from pretrain.job import Job, build_job
 from pretrain.log import RunLog, say
 from pretrain.loop import Training, train
 from pretrain.metrics import Endpoint, Metrics
-from pretrain.nodes import forget_run
+from pretrain.nodes import forget_run, go_back
 from pretrain.runtime import Runtime, StopRequest, lock_run, peak_memory_bytes, start
 from pretrain.saves import Saves, join_peers, start_saver
 from pretrain.spec import JobSpec
@@ -53,20 +53,28 @@ def run(spec: JobSpec) -> int:
         return _run(spec, runtime, stop)
 
 
-def prepare(spec: JobSpec, fresh: bool = False) -> None:
-    """Prepare the corpus; with ``fresh``, remove the run's log, summary and checkpoints.
+def prepare(spec: JobSpec, fresh: bool = False, back_to: int | None = None) -> None:
+    """Prepare the corpus; with ``fresh``, remove the run's log, summary and checkpoints; with
+    ``back_to``, let it go on from an older step than its newest.
 
-    Raises InputError where the corpus cannot be made, or another run holds the folder.
+    Raises InputError where the corpus cannot be made, another run holds the folder, there is no
+    such step, or something cannot be removed.
     """
     prepare_corpus(spec.data, spec.model.vocab_size, say)
-    if fresh:
-        with lock_run(spec):
-            forget_run(spec.checkpoint_path)  # and with it what nodes have
-            store = ckpt.open_store(spec.checkpoint_path)
-            for name in ("manifests", "objects"):
-                store.remove_all(name)
+    if not fresh and back_to is None:
+        return
+    with lock_run(spec):
+        try:
+            if back_to is not None:
+                go_back(spec.checkpoint_path, back_to)
+                return
+            forget_run(spec.checkpoint_path)
             for name in ("log.jsonl", "summary.json"):
                 (spec.run_path / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"checkpoint.path ({spec.checkpoint_path}) cannot be changed: {error.strerror}"
+            ) from None
 
 
 def _run(spec: JobSpec, runtime: Runtime, stop: StopRequest) -> int:

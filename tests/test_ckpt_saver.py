@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 import torch
 
 import ckpt
+import ckpt.keeper
+from ckpt.messages import Channel, Order, Setup
+from ckpt.retention import mark_unwanted
+from ckpt.saving import begin, leave_receipt
+from ckpt.staging import Staging
 from parallel.layout import Topology
 from tests.checkpoints import SPECS, bits, full_values, info, local_array, pieces
 from tests.dist import start_ranks
@@ -174,7 +182,77 @@ def test_a_later_start_elsewhere_ends_a_save_that_waits(tmp_path):
     assert "a later start of the run has given this save up" in event.error
     saver.close()
     assert ckpt.committed_steps(tmp_path) == []
-    assert ckpt.unlisted_saves(tmp_path) == []
+    assert not list(tmp_path.glob("objects/[!.]*")), "what it had written is removed"
+
+
+def save_in_tier(root: Path, rank: int) -> None:
+    """One rank's part of a save of two, of no objects, as its keeper writes it."""
+    tier = ckpt.Tier(name="shared", location=str(root))
+    setup = Setup(rank=rank, tiers=[tier], lock="", linger_seconds=0.0, commit_timeout_seconds=30.0)
+    ours, theirs = Pipe()
+    keeper = ckpt.keeper.Keeper(Channel(ours), Staging(), setup)
+    about = info(7, PAIR)
+    order = Order(
+        save_id=about.save_id, step=7, topology=PAIR.as_dict(), state={}, spec={}, spec_hash="",
+        compression="none", tiers=["shared"], arrays=[], objects=[], staged_bytes=0,
+    )  # fmt: skip
+    try:
+        keeper.writers["shared"]._save(order, [], threading.Semaphore(0))
+    finally:
+        keeper.writers["shared"].finish()
+        theirs.close()
+        keeper.staging.close()
+
+
+def test_a_save_that_is_given_up_before_its_receipt_leaves_nothing(tmp_path, monkeypatch):
+    settle, about = ckpt.keeper.settle, info(7, PAIR)
+
+    def give_up_and_settle(store, *arguments):
+        assert ckpt.remove_uncommitted(tmp_path) == [about.save_id]
+        store.write(f"objects/{about.save_id}/late", [b"written by a thread meanwhile"])
+        settle(store, *arguments)
+
+    monkeypatch.setattr(ckpt.keeper, "settle", give_up_and_settle)
+    with pytest.raises(ckpt.CheckpointError, match="a later start of the run has given this"):
+        save_in_tier(tmp_path, 1)
+    assert list((tmp_path / "objects").iterdir()) == []
+
+
+def test_a_commit_that_a_later_start_has_crossed_is_taken_back(tmp_path, monkeypatch):
+    store, about, commit = ckpt.open_store(tmp_path), info(7, PAIR), ckpt.keeper.commit
+    begin(store, about, 1)
+    leave_receipt(store, about, 1, {})
+
+    def mark_and_commit(*arguments):
+        mark_unwanted(store, about.save_id)  # the start has read the manifests just now
+        commit(*arguments)
+
+    monkeypatch.setattr(ckpt.keeper, "commit", mark_and_commit)
+    with pytest.raises(ckpt.CheckpointError, match="a later start of the run has given this"):
+        save_in_tier(tmp_path, 0)
+    assert ckpt.committed_steps(tmp_path) == []
+
+
+def test_a_first_rank_that_cannot_begin_clears_up_after_the_others(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "rank-0.begun")
+
+    def write_later() -> None:
+        store, about = ckpt.open_store(tmp_path), info(7, PAIR)
+        begin(store, about, 1)
+        time.sleep(0.3)
+        store.write(f"objects/{about.save_id}/part", [b"of the other rank"])
+        leave_receipt(store, about, 1, {})
+
+    monkeypatch.setattr(ckpt.keeper, "begin", full)
+    other = threading.Thread(target=write_later)
+    other.start()
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            save_in_tier(tmp_path, 0)
+    finally:
+        other.join()
+    assert list((tmp_path / "objects").iterdir()) == []
 
 
 def test_peers_find_a_keeper_that_took_anothers_place(tmp_path):

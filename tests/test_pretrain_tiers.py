@@ -166,10 +166,10 @@ def test_a_shared_folder_that_fails_is_told_and_training_goes_on(spec, tmp_path)
     assert ckpt.committed_steps(node(tmp_path / "disks", 0)) == [5, 6]
 
 
-@pytest.mark.parametrize("way", ["moved away", "fresh", pytest.param("folder removed", marks=SLOW)])
+@pytest.mark.parametrize("way", ["back", "fresh", pytest.param("folder removed", marks=SLOW)])
 def test_nodes_go_back_with_what_all_share(text, tmp_path, way):
     checkpoint = {
-        "interval_steps": 1, "keep": 9, "shared_every": 2, "linger_seconds": 5.0,
+        "interval_steps": 1, "keep": 9, "shared_every": 2, "linger_seconds": 60.0,
         "memory": True, "memory_path": str(tmp_path / "memory"),
     }  # fmt: skip
     spec = write_spec(tmp_path, data=data_of(text), checkpoint=checkpoint)
@@ -177,8 +177,17 @@ def test_nodes_go_back_with_what_all_share(text, tmp_path, way):
     shared = tmp_path / "run" / "checkpoints"
     assert ckpt.committed_steps(shared) == [2, 4]
     assert ckpt.committed_steps(node(tmp_path / "memory", 0)) == [5]
-    if way == "moved away":
-        ckpt.manifest_path(shared, 4).rename(tmp_path / "aside")
+    if way == "back":
+        other = write_spec(
+            tmp_path, "other.json", data=data_of(text), checkpoint=checkpoint, train={"seed": 9}
+        )
+        code, _, err = run_to_the_end(other, world=1)
+        assert code == 2, err
+        assert "train.seed (9) must be as in" in err
+        assert ckpt.committed_steps(node(tmp_path / "memory", 0)) == [5], "a start that was refused"
+        assert main([str(spec), "--prepare", "--back-to", "3"]) == 2
+        assert main([str(spec), "--prepare", "--back-to", "2"]) == 0
+        assert len(list((shared / "away").rglob("step-00000004.json"))) == 1
     elif way == "fresh":
         assert main([str(spec), "--prepare", "--fresh"]) == 0
     else:
@@ -186,8 +195,8 @@ def test_nodes_go_back_with_what_all_share(text, tmp_path, way):
     code, out, err = run_to_the_end(spec, world=1)
     assert code == 0, err
     assert "restored" not in out
-    assert ("resuming after step 2" in out) == (way == "moved away")
-    assert ("the manifest of step 4 was moved away" in out) == (way == "moved away")
+    assert ("resuming after step 2" in out) == (way == "back")
+    assert "steps [5] in" in out, "what is removed is told"
     assert ckpt.committed_steps(shared) == [2, 4, 6]
 
 

@@ -44,10 +44,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--fresh", action="store_true", help="with --prepare: remove the run's checkpoints and log"
     )
+    parser.add_argument(
+        "--back-to", type=int, metavar="STEP",
+        help="with --prepare: go on from this step, and put later checkpoints aside",
+    )  # fmt: skip
     parser.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
     args = parser.parse_args(arguments)
     if args.fresh and not args.prepare:
         parser.error("--fresh goes with --prepare")
+    if args.back_to is not None and (args.fresh or not args.prepare):
+        parser.error("--back-to goes with --prepare, and without --fresh")
     alike = True  # until ranks act for themselves, what is wrong is the same on all
     try:
         spec = load_spec(args.spec, args.overrides)
@@ -55,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
             say(json.dumps(spec.as_dict(), indent=1))
             return 0
         if args.prepare:
-            prepare(spec, fresh=args.fresh)
+            prepare(spec, args.fresh, args.back_to)
             return 0
         spec.topology(launched_world())
         alike = False
