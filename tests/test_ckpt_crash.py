@@ -241,7 +241,7 @@ def one_retention(run: Run) -> None:
         (without("sync_folder"), one_save),
         (without_root, one_save),
         (manifest_first, one_save),
-        (objects_first, one_retention),
+        pytest.param(objects_first, one_retention, marks=pytest.mark.slow),
     ],
 )
 def test_the_matrix_sees_a_mistake(mistake, scenario, base):

@@ -130,7 +130,10 @@ def test_a_failure_at_every_operation_of_a_save(root, number, for_good, which):
     assert at > 40
 
 
-@pytest.mark.parametrize(("number", "for_good", "which"), FAILURES)
+@pytest.mark.parametrize(
+    ("number", "for_good", "which"),
+    [FAILURES[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in FAILURES[1:])],
+)
 def test_a_failure_at_every_operation_of_a_retention_pass(root, number, for_good, which):
     if number in (errno.ENOSPC, errno.EDQUOT):
         which = which - {"sync_folder"}  # with the mark it might cost a leftover

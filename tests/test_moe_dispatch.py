@@ -256,6 +256,7 @@ def grown(rank: int, fields: dict[str, Any]) -> float:
     return resident[-1] - resident[0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_steps_leave_nothing_in_memory():
     # What leaked once was 4 MiB a step: 160 MiB in the 40 between.

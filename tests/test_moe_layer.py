@@ -310,6 +310,7 @@ def test_an_input_of_another_dtype_keeps_it(num_shared_experts):
     assert out.hidden.dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_gives_the_same_numbers():
     layer = make_layer()
     x = torch.randn(9, D)

@@ -138,7 +138,7 @@ def step_on_rank(rank: int, world: int, ep: int) -> list[dict[str, torch.Tensor]
     return [step(fields, dims) for fields in MOES]
 
 
-@pytest.mark.parametrize(("world", "ep"), [(2, 2), (4, 4)])
+@pytest.mark.parametrize(("world", "ep"), [(2, 2), pytest.param(4, 4, marks=pytest.mark.slow)])
 def test_losses_and_gradients_of_a_model_are_those_of_one_process(world, ep):
     results = run_ranks(step_on_rank, world, world, ep)
     for number, fields in enumerate(MOES):

@@ -99,6 +99,7 @@ def test_plans_follow_speed_resume_and_are_replayed(tmp_path, text):
     assert losses(free / "run") != losses(straight / "run"), "plans matter"
 
 
+@pytest.mark.slow
 def test_a_replay_of_what_is_no_log_is_refused(tmp_path, text):
     other = tmp_path / "other.jsonl"
     for content, message in (

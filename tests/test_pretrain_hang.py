@@ -94,7 +94,9 @@ def lines_of(spec: Path, last, world: int, ends: int) -> list[str]:
     ("last", "ranks", "parallel", "said"),
     [
         (a_stuck_loader, (2, 1), {"ep": 2}, "rank 1: at tests/test_pretrain_hang.py:"),
-        (a_micro_batch_less, (2, 1), {"ep": 2}, "rank 1: no answer"),
+        pytest.param(
+            a_micro_batch_less, (2, 1), {"ep": 2}, "rank 1: no answer", marks=pytest.mark.slow
+        ),
         pytest.param(a_micro_batch_less, (2, 2), {"pp": 2}, ": waits in ", marks=pytest.mark.slow),
         (a_kill, (3, 2), {"dp_replicate": 3, "dp_shard": 1}, "rank 2: no answer"),
     ],

@@ -52,10 +52,10 @@ SECTIONS: dict[str, Any] = {
     "optimizer": {"eps": 1e-4},
 }  # fmt: skip
 LAYOUTS = [
-    "dp_shard=2", "cp=2", "tp=2", "pp=2", "dp_shard=2,ep=2", "pp=2,dp_shard=2,ep=2", "pp=2 zbv",
+    "cp=2", "tp=2", "pp=2", "dp_shard=2,ep=2", "pp=2,dp_shard=2,ep=2", "pp=2 zbv",
 ]  # fmt: skip
 MORE = [
-    "dp_replicate=2", "cp=2,ep=2", "tp=2,ep=2", "dp_shard=4,ep=2",
+    "dp_shard=2", "dp_replicate=2", "cp=2,ep=2", "tp=2,ep=2", "dp_shard=4,ep=2",
     "dp_replicate=2,dp_shard=2", "pp=2,tp=2", "pp=3,dp_replicate=2", "pp=2,dp_shard=2,tp=2,ep=4",
     "pp=4", "dp_shard=2,tp=2", "pp=2,cp=2", "dp_shard=2,cp=2", "dp_replicate=2,cp=2",
     "dp_replicate=2,tp=2", "cp=2,tp=2", "tp=4,ep=4", "pp=2,dp_replicate=2",
@@ -194,7 +194,7 @@ def test_signs_are_those_of_parameters_wherever_they_are(layout, precision, data
 @pytest.mark.parametrize(
     ("layout", "q_lora_rank"),
     [
-        ("tp=2", 10),
+        pytest.param("tp=2", 10, marks=SLOW),
         pytest.param("tp=2", 0, marks=SLOW),
         pytest.param("cp=2,tp=2,ep=2", 10, marks=SLOW),
         pytest.param("pp=2,tp=2 zbv", 10, marks=SLOW),
@@ -283,7 +283,7 @@ def test_second_passes_have_the_work_and_fsdp_reduces_after_them(once: bool, dat
     [
         pytest.param("pp=2,cp=2", {}, marks=SLOW),
         ("pp=2", {"pp_stages_per_rank": 2}),
-        ("tp=2,ep=2", {}),
+        pytest.param("tp=2,ep=2", {}, marks=SLOW),
     ],
 )
 def test_balance_over_the_global_batch(layout: str, parallel, data, tmp_path):

@@ -53,7 +53,7 @@ def float16(
 @pytest.mark.parametrize(
     ("layout", "compression"),
     [
-        ("dp_shard=1", "none"), ("pp=2", "none"), ("dp_replicate=2", "one_bit"),
+        ("dp_shard=1", "none"), ("pp=2", "none"), slow("dp_replicate=2", "one_bit"),
         slow("dp_replicate=2", "bfloat16"), slow("pp=2,dp_shard=2,ep=2", "none"),
     ],
 )  # fmt: skip

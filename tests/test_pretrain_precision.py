@@ -96,7 +96,7 @@ def slow(*values: str) -> Any:
     [
         slow("dp_shard=1", "bfloat16"), ("dp_shard=2,ep=2", "bfloat16"), ("pp=2", "bfloat16"),
         slow("tp=2", "bfloat16"), slow("dp_shard=2", "bfloat16"), slow("cp=2,ep=2", "bfloat16"),
-        ("dp_shard=1", "float16"), slow("pp=2", "float16"), slow("dp_shard=2", "float16"),
+        slow("dp_shard=1", "float16"), slow("pp=2", "float16"), slow("dp_shard=2", "float16"),
         slow("tp=2", "float16"), slow("cp=2,ep=2", "float16"),
         slow("pp=2,dp_shard=2,ep=2", "float16"),
     ],

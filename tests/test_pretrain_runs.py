@@ -77,10 +77,10 @@ def fingerprints(run: Path) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("world", "parallel", "moe"),
     [
-        (1, {}, {"input_jitter": 0.01}),
+        pytest.param(1, {}, {"input_jitter": 0.01}, marks=SLOW),
         (2, {"ep": 2}, {"expert_bias": True, "input_jitter": 0.01}),
         pytest.param(2, {"ep": 1, "zero": 1}, {}, marks=SLOW),
-        (2, {"dp_replicate": 2, "gradient_compression": "one_bit"}, {}),
+        pytest.param(2, {"dp_replicate": 2, "gradient_compression": "one_bit"}, {}, marks=SLOW),
         pytest.param(4, {"ep": 2}, {}, marks=SLOW),
         pytest.param(4, {"ep": 4, "cp": 2}, {"input_jitter": 0.01}, marks=SLOW),
         pytest.param(4, {"dp_replicate": 2}, {"expert_bias": True}, marks=SLOW),

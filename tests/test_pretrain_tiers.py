@@ -166,7 +166,9 @@ def test_a_shared_folder_that_fails_is_told_and_training_goes_on(spec, tmp_path)
     assert ckpt.committed_steps(node(tmp_path / "disks", 0)) == [5, 6]
 
 
-@pytest.mark.parametrize("way", ["back", "fresh", pytest.param("folder removed", marks=SLOW)])
+@pytest.mark.parametrize(
+    "way", ["back", *(pytest.param(way, marks=SLOW) for way in ("fresh", "folder removed"))]
+)
 def test_nodes_go_back_with_what_all_share(text, tmp_path, way):
     checkpoint = {
         "interval_steps": 1, "keep": 9, "shared_every": 2, "linger_seconds": 60.0,
