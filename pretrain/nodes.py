@@ -61,7 +61,7 @@ def forget_run(location: Location) -> None:
     """Let the next start in a place be of another run. Raises OSError."""
     store = ckpt.open_store(location)
     store.remove(_RUN)
-    for name in ("manifests", "objects"):
+    for name in ("manifests", "objects", "away"):
         store.remove_all(name)
 
 
