@@ -13,12 +13,7 @@ from ckpt.format import (
     objects_dir,
     read_manifest,
 )
-from ckpt.garbage import (
-    Garbage,
-    find_garbage,
-    remove_garbage,
-    remove_uncommitted,
-)
+from ckpt.garbage import Garbage, find_garbage, remove_garbage, remove_uncommitted
 from ckpt.lineage import Link, read_lineage, spec_differences
 from ckpt.loading import find_damage, load, open_group, read_box, read_box_into, verify
 from ckpt.locations import Location, as_location, open_store

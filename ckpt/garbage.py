@@ -69,10 +69,10 @@ def find_garbage(
     store = open_store(root)
     # Before the manifests: what is committed in between is listed by one.
     names = store.names("objects")
-    pending = {n.removeprefix(_PENDING) for n in names if n.startswith(_PENDING)}
-    saves = {n for n in names if not n.startswith(".")}
     drafts = [name for name in store.names("manifests") if _DRAFT.fullmatch(name)]
     committed, damaged = _committed(store)
+    pending = {n.removeprefix(_PENDING) for n in names if n.startswith(_PENDING)}
+    saves = {n for n in names if not n.startswith(".")}
 
     def told(kind: Kind, name: str, listing: Iterable[tuple[int, float]]) -> Garbage:
         sizes = list(listing)
@@ -110,8 +110,10 @@ def remove_garbage(root: Location, garbage: Iterable[Garbage]) -> list[Garbage]:
     """
     store, removed = open_store(root), []
     goes = [each for each in garbage if not each.stays]
-    if goes:  # a commit that was killed may not be durable; nothing goes before it is
-        store.settle(manifest_key(step) for step in committed_steps(store))
+    if not goes:
+        return []
+    # A commit that was killed may not be durable; nothing goes before it is.
+    store.settle(manifest_key(step) for step in committed_steps(store))
     for each in goes:
         if each.kind == "uncommitted":
             mark_unwanted(store, each.name)

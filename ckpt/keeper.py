@@ -20,11 +20,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from ckpt.format import (
-    CheckpointError,
-    committed_steps,
-    read_manifest,
-)
+from ckpt.format import CheckpointError, committed_steps, read_manifest
 from ckpt.locations import open_store
 from ckpt.messages import Channel, Event, Order, Request, Setup, Tier
 from ckpt.peer import PeerServer

@@ -86,5 +86,6 @@ def forget(root: Location, after: int, ours: Callable[[Manifest], bool]) -> list
             mark_unwanted(store, manifest.save_id)
         store.remove(manifest_key(step))
         removed.append(step)
-    remove_uncommitted(store)
+    if removed:  # their memory, and their disk, are wanted for the next save
+        remove_uncommitted(store)
     return removed

@@ -94,8 +94,7 @@ def restore(job: Job, tiers: Sequence[Tier] = ()) -> Progress:
     own = [tier for tier in tiers if tier.ranks is not None]
     progress = None
     if own:
-        load = partial(_load_resumable, job)
-        progress = restore_from_nodes(job, own, step, run_id, load)
+        progress = restore_from_nodes(job, own, step, run_id, partial(_load_resumable, job))
     if progress is None:
         progress = _restore_shared(job, step) if step >= 0 else _first_values(job)
     forget_others(job, own, run_id, progress.step)

@@ -31,14 +31,13 @@ class Widened:
     differ, by normal numbers of so many times 1/N whose sum is 0: the output stays what it was, and
     the copies, whose gradients would otherwise be alike, part.
 
-    Raises InputError where there is nothing to widen, or its dtype cannot be divided.
+    Raises InputError where w_down has a dtype that cannot be divided.
     """
 
     def __init__(self, source: Source, info: SourceInfo, copies: int, noise: float) -> None:
         self.source, self.info, self.copies, self.noise = source, info, copies, noise
-        self._rooms = (
-            ("ffn",) if info.spec["moe"] is None else ("moe/experts", "moe/shared_experts")
-        )
+        dense = info.spec["moe"] is None
+        self._rooms = ("ffn",) if dense else ("moe/experts", "moe/shared_experts")
         self.arrays = dict(source.arrays)
         for name, array in source.arrays.items():
             dim = self._hidden_dim(name)
