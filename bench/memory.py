@@ -30,11 +30,9 @@ from bench.scaling import on_ranks
 from bench.train_step import MODEL, MOE, B, S
 from moe import MoEConfig
 from parallel import ParallelConfig, ParallelDims, Recompute, Topology, apply_recompute, local_shard
-from pretrain.init import init_parameters
-from pretrain.model import Decoder, ModelConfig
+from pretrain.model import Decoder, ModelConfig, init_parameters
 from pretrain.optim import OptimizerConfig, build_adamw
-from pretrain.parallelize import lay_out
-from pretrain.step import Part, forward_backward
+from pretrain.parallelize import Part, forward_backward, lay_out
 
 WAYS: dict[str, tuple[Recompute, int]] = {
     "none": ("none", 1), "selective": ("selective", 1), "full, every 2nd": ("full", 2),

@@ -39,12 +39,10 @@ import torch.distributed as dist
 import ckpt
 from bench.harness import Row, finish
 from bench.state import KINDS, Sizes
-from ckpt.objects import ObjectRecord
-from ckpt.plan import own_cells
-from ckpt.saving import begin, commit, leave_receipt, read_receipts, write_metadata
-from ckpt.shard import ObjectLayout
+from ckpt.format import ObjectLayout, ObjectRecord
+from ckpt.local_array import ArraySpec
 from ckpt.store import LocalStore
-from ckpt.tensors import ArraySpec
+from ckpt.write import begin, commit, leave_receipt, own_cells, read_receipts, write_metadata
 from parallel.layout import Topology, cells, dense_splits, expert_splits
 
 MODELS = [

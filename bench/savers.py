@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import ckpt
 from bench.state import KINDS, State
-from ckpt.tensors import ArraySpec, LocalArray
+from ckpt.local_array import ArraySpec, LocalArray
 from parallel.layout import FSDP_DENSE_DIM, Topology, dense_splits, expert_splits
 
 CHUNK_BYTES = 4 << 20

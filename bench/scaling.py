@@ -43,11 +43,10 @@ from parallel import (
     scale_gradients,
     watch_collectives,
 )
-from pretrain.init import init_parameters
+from pretrain.model import init_parameters
 from pretrain.optim import OptimizerConfig, build_adamw
-from pretrain.parallelize import lay_out
+from pretrain.parallelize import Part, forward_backward, lay_out
 from pretrain.runtime import keep_freed_memory
-from pretrain.step import Part, forward_backward
 
 SEQUENCES = 4
 """Of a rank."""

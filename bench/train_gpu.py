@@ -27,12 +27,9 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 from bench.harness import Row, arguments, finish
 from moe import MoEConfig
 from parallel import ParallelConfig, ParallelDims, Topology, clip_grad_norm
-from pretrain.flops import forward_flops, peak_flops_per_second
-from pretrain.init import init_parameters
-from pretrain.model import ModelConfig
+from pretrain.model import ModelConfig, forward_flops, init_parameters, peak_flops_per_second
 from pretrain.optim import OptimizerConfig, build_adamw
-from pretrain.parallelize import lay_out
-from pretrain.step import Part, forward_backward
+from pretrain.parallelize import Part, forward_backward, lay_out
 
 LARGE = ModelConfig(vocab_size=50304, d_model=2048, num_layers=16, num_heads=16, num_kv_heads=4)
 LARGE_MOE = MoEConfig(d_model=2048, d_ff=1024, num_experts=64, top_k=8)

@@ -37,11 +37,10 @@ from bench.peers import titan_experts_in_float32
 from moe import MoEConfig
 from parallel import Topology, clip_grad_norm
 from pretrain.convert import import_hf
-from pretrain.flops import forward_flops, peak_flops_per_second
-from pretrain.model import Decoder, ModelConfig, meta_decoder
+from pretrain.model import Decoder, ModelConfig, forward_flops, meta_decoder, peak_flops_per_second
+from pretrain.parallelize import forward_backward
 from pretrain.runtime import keep_freed_memory
 from pretrain.state import model_arrays, parameter_layouts
-from pretrain.step import forward_backward
 
 NAMES = ["convoy", "transformers grouped_mm", "transformers eager", "torchtitan", "limit"]
 PACKAGES = ["torch", "numpy", "transformers", "torchtitan"]

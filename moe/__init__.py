@@ -1,5 +1,6 @@
 """The mixture-of-experts layer: route, dispatch, experts, combine."""
 
+from moe.activation import ACTIVATIONS
 from moe.config import MoEConfig
 from moe.dispatch import (
     AllGatherDispatcher,
@@ -15,6 +16,7 @@ from moe.rows import Rows
 from moe.stopwatch import Stopwatch
 
 __all__ = [
+    "ACTIVATIONS",
     "AllGatherDispatcher",
     "AllToAllDispatcher",
     "Arrived",

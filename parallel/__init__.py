@@ -10,7 +10,12 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     # On demand: to work out who holds what needs neither torch nor its seconds of import.
     if name.startswith("__") and name != "__all__":
-        raise AttributeError(name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module("parallel.api"), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    names: list[str] = import_module("parallel.api").__all__
+    return names

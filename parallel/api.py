@@ -1,17 +1,5 @@
 """The names that ``parallel`` has; imported when the first of them is asked for."""
 
-from parallel.apply import (
-    ExpertParallelModule,
-    apply_expert_parallel,
-    apply_fsdp,
-    expert_modules,
-    expert_parameter_names,
-    finish_backward,
-    free_gathered,
-    local_shard,
-    moe_parameter_names,
-    set_gradient_sync,
-)
 from parallel.collectives import (
     Arriving,
     all_gather_rows,
@@ -22,28 +10,7 @@ from parallel.collectives import (
     start_gather_rows,
     start_scatter_sums,
 )
-from parallel.config import ParallelConfig, PipelineSchedule
-from parallel.context import (
-    Context,
-    SpreadSequence,
-    WholeSequence,
-    apply_context_parallel,
-    sequence_part,
-    whole_sequences,
-)
-from parallel.documents import Documents
-from parallel.gradients import clip_grad_norm, grad_square_sum, scale_gradients
-from parallel.layout import ShardLayout, Topology, parse_topology
-from parallel.mesh import ParallelDims
-from parallel.recompute import Recompute, apply_activation_offload, apply_recompute
-from parallel.replicas import CompressedSum, GradientCompression
-from parallel.tensor import (
-    TensorParallel,
-    apply_tensor_parallel,
-    gather_sequence,
-    scatter_sequence,
-)
-from parallel.watch import (
+from parallel.comm_watch import (
     PARALLELISMS,
     Kind,
     Parallelism,
@@ -55,13 +22,43 @@ from parallel.watch import (
     watch_collectives,
     watched,
 )
-from parallel.weight_pass import (
+from parallel.config import ParallelConfig, PipelineSchedule
+from parallel.context_parallel import (
+    Context,
+    SpreadSequence,
+    WholeSequence,
+    apply_context_parallel,
+    sequence_part,
+    whole_sequences,
+)
+from parallel.delayed_weight_grad import (
     Products,
     Put,
     WeightPass,
     apply_weight_pass,
     putting_aside,
     run_products,
+)
+from parallel.document_mask import Documents
+from parallel.dtensor import local_shard
+from parallel.expert_parallel import (
+    ExpertParallelModule,
+    apply_expert_parallel,
+    expert_modules,
+    expert_parameter_names,
+    moe_parameter_names,
+)
+from parallel.fsdp import apply_fsdp, finish_backward, free_gathered, set_gradient_sync
+from parallel.gradient_compression import CompressedSum, GradientCompression
+from parallel.gradients import clip_grad_norm, grad_square_sum, scale_gradients
+from parallel.layout import ShardLayout, Topology, parse_topology
+from parallel.mesh import ParallelDims
+from parallel.recompute import Recompute, apply_activation_offload, apply_recompute
+from parallel.tensor_parallel import (
+    TensorParallel,
+    apply_tensor_parallel,
+    gather_sequence,
+    scatter_sequence,
 )
 
 __all__ = [

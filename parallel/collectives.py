@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from parallel.watch import Kind, Parallelism, Waitable, watched
+from parallel.comm_watch import Kind, Parallelism, Waitable, watched
 
 _Send = Callable[[Tensor], tuple[Tensor, Waitable]]
 """Start a collective: the rows that leave -> those that will have come, and the work under way."""

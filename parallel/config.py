@@ -6,9 +6,9 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from parallel.gradient_compression import GradientCompression
 from parallel.layout import Topology
 from parallel.recompute import Recompute
-from parallel.replicas import GradientCompression
 
 PipelineSchedule = Literal["gpipe", "1f1b", "zbv", "dualpipev"]
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from parallel.apply import local_shard
 from parallel.collectives import all_reduce
+from parallel.dtensor import local_shard
 from parallel.mesh import ParallelDims
 
 

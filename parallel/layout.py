@@ -315,3 +315,11 @@ def nodes_per_token(
     everywhere = len(set().union(*nodes))
     widest = sorted((len(group) for group in nodes), reverse=True)[:topk_groups]
     return min(sum(widest), everywhere, top_k)
+
+
+def within(box: Box, outer: Box) -> tuple[slice, ...]:
+    """The slices that pick ``box`` out of an array that holds ``outer``."""
+    return tuple(
+        slice(start - base, stop - base)
+        for (start, stop), (base, _) in zip(box, outer, strict=True)
+    )

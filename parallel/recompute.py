@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from parallel.apply import local_shard
+from parallel.dtensor import local_shard
 
 Recompute = Literal["none", "selective", "full"]
 

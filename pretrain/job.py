@@ -14,17 +14,23 @@ from ckpt import LocalArray
 from moe import choose_backend
 from parallel import CompressedSum, Documents, ParallelDims, ShardLayout, Topology
 from parallel.layout import nodes_per_token
-from pretrain.balance import CapacityBalance
-from pretrain.corpus import CorpusManifest, end_of_document, load_tokenizer, open_corpus
-from pretrain.data import GlobalOrder, Loader, PackedSequences
+from pretrain.data import (
+    CorpusManifest,
+    GlobalOrder,
+    Loader,
+    PackedSequences,
+    end_of_document,
+    load_tokenizer,
+    open_corpus,
+)
 from pretrain.errors import InputError
+from pretrain.health import CapacityBalance
 from pretrain.model import Decoder
 from pretrain.optim import build_adamw
-from pretrain.parallelize import LaidOut, lay_out
+from pretrain.parallelize import LaidOut, Part, Pass, Routing, forward_backward, lay_out, routing_of
 from pretrain.runtime import Runtime
 from pretrain.spec import JobSpec
 from pretrain.state import residual_arrays, training_arrays
-from pretrain.step import Part, Pass, Routing, forward_backward, routing_of
 from router import TopKRouter
 
 
@@ -77,7 +83,7 @@ class Job:
     def forward_backward(
         self, batches: Sequence[Tensor], planned_tokens: int, loss_scale: float | None = None
     ) -> Pass:
-        """Gradients of one step's loss, see :func:`pretrain.step.forward_backward`, times
+        """Gradients of one step's loss, see :func:`pretrain.parallelize.forward_backward`, times
         ``loss_scale``, a power of two: that rounds nothing."""
         divisor = planned_tokens / (loss_scale or 1.0)
         once = self.spec.parallel.zero == 1

@@ -9,7 +9,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
-from pretrain.init import is_bias
+from pretrain.model import is_bias
 
 
 class OptimizerConfig(BaseModel):

@@ -9,11 +9,12 @@ from router.capacity import (
 )
 from router.config import RouterConfig
 from router.losses import load_balance_loss, sequence_balance_loss, z_loss
-from router.plan import Balance, CapacityPlan
+from router.plan import UNITS_PER_RANK, Balance, CapacityPlan
 from router.select import count_tokens_per_expert
 from router.topk import RouterOutput, TopKRouter, no_autocast
 
 __all__ = [
+    "UNITS_PER_RANK",
     "Balance",
     "CapacityPlan",
     "CapacityPolicy",

@@ -8,10 +8,10 @@ import torch
 import ckpt
 from moe import GroupedExperts, MoEConfig, MoELayer, choose_backend, megablocks_backend
 from parallel import ParallelDims, Topology, apply_expert_parallel
-from tests.checkpoints import info
-from tests.dist import run_ranks
-from tests.jobs import events, write_corpus, write_spec
-from tests.test_pretrain_runs import on_rank
+from tests.pretrain.test_runs import on_rank
+from tests.support.checkpoints import info
+from tests.support.jobs import events, write_corpus, write_spec
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from parallel.layout import Topology
-from tests.checkpoints import SPECS, full_values, save_with_threads
+from tests.support.checkpoints import SPECS, full_values, save_with_threads
 
 PAGE = Path(__file__).parent.parent / "docs" / "checkpoints.md"
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tests.dist import run_ranks
+from tests.support.ranks import run_ranks
 
 README = Path(__file__).parent.parent / "README.md"
 

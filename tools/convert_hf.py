@@ -25,9 +25,9 @@ import torch
 
 from ckpt import CheckpointError
 from pretrain.convert import export_hf, import_hf, upcycle
+from pretrain.convert.hf import FAMILIES
 from pretrain.errors import EXIT_BAD_INPUT, InputError
-from pretrain.hf_families import FAMILIES
-from pretrain.log import complain, human_bytes, say
+from pretrain.observe import complain, human_bytes, say
 from pretrain.spec import JobSpec
 
 

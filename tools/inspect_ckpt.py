@@ -30,7 +30,7 @@ import ckpt
 from ckpt.format import manifest_key
 from parallel import Topology
 from pretrain.errors import EXIT_BAD_INPUT
-from pretrain.log import Bar, complain, human_bytes, say
+from pretrain.observe import Bar, complain, human_bytes, say
 
 GRACE_SECONDS = 86400.0
 

@@ -27,10 +27,10 @@ from pretrain.errors import (
     InputError,
     LostRankError,
 )
-from pretrain.log import complain, say
-from pretrain.read_spec import load_spec
-from pretrain.run import prepare, run
+from pretrain.observe import complain, say
 from pretrain.runtime import launched_rank, launched_world
+from pretrain.spec import load_spec
+from pretrain.train import prepare, run
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -28,18 +28,15 @@ from pathlib import Path
 if sys.path[0] == str(Path(__file__).resolve().parent):
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from ckpt.format import CheckpointError, manifest_key
-from ckpt.loading import verify
-from ckpt.locations import open_store
-from ckpt.resharding import MEMORY
-from ckpt.rewrite import LEAST_MEMORY, Target, rewrite
-from ckpt.source import Source
-from ckpt.to_convoy import CheckpointTarget
+from ckpt.errors import CheckpointError
+from ckpt.format import manifest_key
+from ckpt.read import verify
+from ckpt.rewrite import LEAST_MEMORY, MEMORY, CheckpointTarget, Source, Target, rewrite
+from ckpt.store import open_store
 from parallel.layout import Topology, parse_topology
+from pretrain.convert import DTYPES, from_titan, in_dtype, open_source, weights_only, with_names
 from pretrain.errors import EXIT_BAD_INPUT, EXIT_TRY_AGAIN, InputError
-from pretrain.foreign import DTYPES, in_dtype, open_source, weights_only, with_names
-from pretrain.log import Bar, complain, human_bytes, say
-from pretrain.titan import from_titan
+from pretrain.observe import Bar, complain, human_bytes, say
 
 _MUCH_WORK = 128 << 20
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -119,7 +116,10 @@ def _source(args: argparse.Namespace) -> Source:
     if args.weights_only or args.surgery:
         source = weights_only(source)
     if args.surgery:
-        from pretrain.surgery import operate, parse_surgery  # here: it knows models, with torch
+        from pretrain.convert import (
+            operate,  # here: it knows models, with torch
+            parse_surgery,  # here: it knows models, with torch
+        )
 
         surgery = parse_surgery(args.surgery)
         source, _ = operate(source, surgery, args.overrides, args.surgery_noise)
@@ -130,10 +130,10 @@ def _target(args: argparse.Namespace, source: Source, topology: Topology) -> Tar
     if args.format == "convoy":
         return CheckpointTarget(source, args.target, topology)
     if args.format == "dcp":
-        from ckpt.to_dcp import DcpTarget  # here, for torch's seconds of import
+        from ckpt.interop import DcpTarget  # here, for torch's seconds of import
 
         return DcpTarget(source, Path(args.target), topology)
-    from ckpt.to_safetensors import SafetensorsTarget
+    from ckpt.interop import SafetensorsTarget
 
     return SafetensorsTarget(source, Path(args.target), topology)
 

@@ -1,0 +1,60 @@
+"""The bytes of a checkpoint: arrays, shard objects, chunks and the manifest."""
+
+from ckpt.format.array import ArrayRecord, Compression, keys_of_ranks, metadata_objects
+from ckpt.format.chunk_grid import storage_grid
+from ckpt.format.dtypes import FLOATS, STORAGE_DTYPES, convert, to_float32
+from ckpt.format.keys import (
+    manifest_key,
+    manifest_name,
+    manifest_path,
+    objects_dir,
+    objects_key,
+    pending_key,
+)
+from ckpt.format.manifest import (
+    Manifest,
+    committed_steps,
+    decode_manifest,
+    encode_manifest,
+    read_manifest,
+)
+from ckpt.format.names import Missing, check_names, renamed
+from ckpt.format.object_index import ObjectRecord, gather
+from ckpt.format.shard_layout import Array, ObjectLayout, ReadInto
+from ckpt.format.shard_reader import Target, read_object
+from ckpt.format.shard_writer import Encoder, aligned
+
+__all__ = [
+    "FLOATS",
+    "STORAGE_DTYPES",
+    "Array",
+    "ArrayRecord",
+    "Compression",
+    "Encoder",
+    "Manifest",
+    "Missing",
+    "ObjectLayout",
+    "ObjectRecord",
+    "ReadInto",
+    "Target",
+    "aligned",
+    "check_names",
+    "committed_steps",
+    "convert",
+    "decode_manifest",
+    "encode_manifest",
+    "gather",
+    "keys_of_ranks",
+    "manifest_key",
+    "manifest_name",
+    "manifest_path",
+    "metadata_objects",
+    "objects_dir",
+    "objects_key",
+    "pending_key",
+    "read_manifest",
+    "read_object",
+    "renamed",
+    "storage_grid",
+    "to_float32",
+]

@@ -1,0 +1,155 @@
+"""One array of a checkpoint: its shape, dtype, shards and chunks, as the manifest records them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal, Self
+
+import numpy as np
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    model_validator,
+)
+
+from ckpt.format.dtypes import STORAGE_DTYPES
+from ckpt.format.object_index import object_key
+from parallel.layout import ShardLayout, Topology, cells
+
+Compression = Literal["none", "zstd"]
+"""What chunks are compressed with."""
+ZSTD_LEVEL = 1
+MOST_CHUNK_BYTES = 1 << 32
+"""Of one chunk. Whoever reads it needs as much memory, whatever the object's length."""
+
+
+class Record(BaseModel):
+    """A part of the manifest: frozen, of known fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+ONE_RANK = Topology()
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+_Size = Annotated[int, Field(ge=1, lt=1 << 63)]
+_PART = re.compile(r"(?!\.{1,2}$|zarr\.json$)[^/\\\x00-\x1f\x7f]+")
+
+
+def check_name(name: str) -> str:
+    """Return an array's name that is safe as a path. Raises ValueError for any other.
+
+    The name comes from a manifest, which may be forged, and becomes part of a path.
+    """
+    if not all(map(_PART.fullmatch, name.split("/"))):
+        raise ValueError(f"{name!r} must be parts with '/' between, none of them '.' or '..'")
+    return name
+
+
+class ArrayRecord(Record):
+    """One stored array. Shapes are logical; ``splits`` is as in ShardLayout."""
+
+    name: Annotated[str, AfterValidator(check_name)]
+    shape: tuple[Count, ...]
+    logical_dtype: str
+    splits: tuple[tuple[str, ...], ...]
+    shard_shape: tuple[_Size, ...]
+    chunk_shape: tuple[_Size, ...]
+    compression: Compression = "none"
+    stages: tuple[int, ...] = ()
+    """As in ShardLayout, of the topology that it was saved under."""
+    attributes: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.logical_dtype not in STORAGE_DTYPES:
+            raise ValueError(f"{self.name} has dtype {self.logical_dtype!r}")
+        dims = [self.shape, self.splits, self.shard_shape, self.chunk_shape]
+        if len({len(each) for each in dims}) > 1:
+            raise ValueError(f"{self.name} has shapes and splits of differing length")
+        for size, shard, chunk in zip(self.shape, self.shard_shape, self.chunk_shape, strict=True):
+            if shard % chunk or chunk > max(size, 1) or shard >= max(size, 1) + chunk:
+                raise ValueError(
+                    f"{self.name} has a dim of {size} in objects of {shard} in chunks of {chunk}"
+                )
+        if math.prod(self.chunk_shape) * self.dtype.itemsize > MOST_CHUNK_BYTES:
+            raise ValueError(f"{self.name} has a chunk of more than {MOST_CHUNK_BYTES} bytes")
+        self.layout(ONE_RANK)
+        if self.attributes:
+            dump(self.attributes)  # a number that is none is not JSON
+        return self
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the stored numbers."""
+        return np.dtype(STORAGE_DTYPES[self.logical_dtype])
+
+    def layout(self, topology: Topology) -> ShardLayout:
+        """Who holds which slice under the ``topology`` that it was saved under."""
+        return ShardLayout(self.shape, self.splits, topology, self.stages)
+
+    def object_keys(self) -> Iterator[str]:
+        """The key of every object of this array, below its save id."""
+        whole = tuple((0, size) for size in self.shape)
+        for coordinates in cells(whole, self.shard_shape):
+            yield object_key(self.name, coordinates)
+
+
+def keys_of_ranks(record: ArrayRecord, layout: ShardLayout, ranks: Iterable[int]) -> Iterator[str]:
+    """The key of every object that any of ``ranks`` holds a part of; some come more than once."""
+    for rank in ranks:
+        for box in layout.boxes(rank):
+            for coordinates in cells(box, record.shard_shape):
+                yield object_key(record.name, coordinates)
+
+
+def metadata_objects(arrays: list[ArrayRecord]) -> dict[str, bytes]:
+    """Every zarr.json of a save: the groups on the way, and each array's."""
+    files = {"zarr.json": _group_metadata()}
+    for record in arrays:
+        parts = record.name.split("/")
+        for depth in range(1, len(parts)):
+            files["/".join((*parts[:depth], "zarr.json"))] = _group_metadata()
+        files[f"{record.name}/zarr.json"] = _array_metadata(record)
+    return files
+
+
+def _group_metadata() -> bytes:
+    return dump({"zarr_format": 3, "node_type": "group", "attributes": {}})
+
+
+def _array_metadata(record: ArrayRecord) -> bytes:
+    little = {"name": "bytes", "configuration": {"endian": "little"}}
+    zstd = {"name": "zstd", "configuration": {"level": ZSTD_LEVEL, "checksum": False}}
+    compression = [zstd] if record.compression == "zstd" else []
+    sharding = {
+        "chunk_shape": record.chunk_shape,
+        "codecs": [little, *compression, {"name": "crc32c"}],
+        "index_codecs": [little, {"name": "crc32c"}],
+        "index_location": "end",
+    }
+    return dump(
+        {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": record.shape,
+            "data_type": record.dtype.name,
+            "chunk_grid": {
+                "name": "regular",
+                "configuration": {"chunk_shape": record.shard_shape},
+            },
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "fill_value": False if record.dtype == np.bool_ else 0,
+            "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+            "attributes": {"logical_dtype": record.logical_dtype, **record.attributes},
+        }
+    )
+
+
+def dump(value: object) -> bytes:
+    """Compact JSON with sorted keys, so that equal values have equal bytes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

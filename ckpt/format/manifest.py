@@ -1,0 +1,234 @@
+"""What a checkpoint is on disk: names, records, the manifest, and zarr's metadata.
+
+::
+
+    ROOT/manifests/step-00000300.json             written last; it exists if and only if the
+                                                  checkpoint exists
+    ROOT/objects/SAVE_ID/zarr.json                a zarr v3 group ...
+    ROOT/objects/SAVE_ID/model/embed/weight/      ... of stacked arrays
+        zarr.json
+        c/0/0                                     one object: a zarr shard, one writer
+
+Everything under a save id is immutable. The manifest lists every object with its length and a
+checksum, those of an array in row-major order of its grid, so that a missing one is an error and
+never zarr's fill value.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Annotated, Any, Literal, Self
+
+from crc32c import crc32c
+from pydantic import (
+    AfterValidator,
+    ValidationError,
+    model_validator,
+)
+
+from ckpt.errors import CheckpointError
+from ckpt.format.array import (
+    ONE_RANK,
+    ArrayRecord,
+    Count,
+    Record,
+    check_name,
+    dump,
+    metadata_objects,
+)
+from ckpt.format.keys import manifest_key
+from ckpt.format.object_index import ObjectRecord, Objects, Stored
+from ckpt.store import Location, open_store
+from parallel.layout import Box, Topology, cells, count_cells
+
+
+def _check_save_id(name: str) -> str:
+    if "/" in check_name(name) or name.startswith("."):
+        raise ValueError(f"{name!r} must be one part that does not begin with '.'")
+    return name
+
+
+def _check_topology(degrees: dict[str, int]) -> dict[str, int]:
+    unknown = sorted(degrees.keys() - ONE_RANK.as_dict().keys())
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} is no axis")
+    Topology(**degrees)
+    return degrees
+
+
+class Manifest(Record):
+    """A committed checkpoint. ``state`` is the saver's own, plain JSON."""
+
+    format: Literal["convoy-checkpoint"] = "convoy-checkpoint"
+    format_version: Literal[2] = 2
+    save_id: Annotated[str, AfterValidator(_check_save_id)]
+    step: Count
+    created: str
+    topology: Annotated[dict[str, int], AfterValidator(_check_topology)]
+    ranks: tuple[int, ...] | None = None
+    """The ranks whose slices are here, where a store has only some: those of a node."""
+    parent: Annotated[str, AfterValidator(_check_save_id)] | None = None
+    """The save id of the checkpoint that this one was made of, where that was not by training."""
+    arrays: list[ArrayRecord]
+    metadata: dict[str, ObjectRecord]
+    """Every zarr.json, by its key below the save id."""
+    stored: list[Stored]
+    """The objects of each of ``arrays``, in turn."""
+    state: dict[str, Any]
+    spec: dict[str, Any]
+    spec_hash: str
+    versions: dict[str, str]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        names = {record.name for record in self.arrays}
+        if len(names) < len(self.arrays):
+            raise ValueError("two arrays have one name")
+        for name in names:
+            parts = name.split("/")
+            for depth in range(1, len(parts)):
+                if "/".join(parts[:depth]) in names:
+                    raise ValueError(f"{name} is inside of another array")
+        world, ranks = Topology(**self.topology).world, self.ranks
+        if ranks is not None and not (ranks and len(set(ranks)) == len(ranks)):
+            raise ValueError("ranks must be some, and each once")
+        if ranks is not None and not (min(ranks) >= 0 and max(ranks) < world):
+            raise ValueError(f"ranks must be below {world}")
+        return self
+
+    def array(self, name: str) -> ArrayRecord:
+        """The record of one array. Raises CheckpointError where there is none."""
+        for record in self.arrays:
+            if record.name == name:
+                return record
+        raise CheckpointError(f"checkpoint step {self.step} has no array {name}")
+
+    def boxes(self, record: ArrayRecord) -> list[Box]:
+        """The parts of an array that are here; they have nothing in common."""
+        if self.ranks is None:
+            return [tuple((0, size) for size in record.shape)]
+        layout = record.layout(Topology(**self.topology))
+        return list(dict.fromkeys(box for rank in self.ranks for box in layout.boxes(rank)))
+
+    def coordinates(self, record: ArrayRecord) -> Iterator[tuple[int, ...]]:
+        """Where in an array the objects are that are here."""
+        found = (cells(box, record.shard_shape) for box in self.boxes(record))
+        return itertools.chain.from_iterable(found)
+
+    def count(self, record: ArrayRecord) -> int:
+        """How many :meth:`coordinates` there are, without going through them."""
+        return sum(count_cells(box, record.shard_shape) for box in self.boxes(record))
+
+    def sorted_coordinates(self, record: ArrayRecord) -> list[tuple[int, ...]] | None:
+        """Where in an array the objects are that are here, in row-major order; None for all."""
+        return None if self.ranks is None else sorted(set(self.coordinates(record)))
+
+    @cached_property
+    def objects(self) -> Objects:
+        """Every object by its key below the save id."""
+        return Objects(self.arrays, self.metadata, self.stored, self.sorted_coordinates)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all objects."""
+        metadata = sum(record.bytes for record in self.metadata.values())
+        return metadata + sum(stored.total_bytes for stored in self.stored)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest's bytes, with a checksum of their own."""
+    body = dump(manifest.model_dump(mode="json"))
+    return b'{"crc32c":%d,"manifest":%s}\n' % (crc32c(body), body)
+
+
+_ENVELOPE = re.compile(rb'\{"crc32c":(\d{1,10}),"manifest":(.*)\}\n', re.DOTALL)
+
+
+def decode_manifest(data: bytes, where: str) -> Manifest:
+    """The inverse. Raises CheckpointError for any changed byte, naming the file."""
+    match = _ENVELOPE.fullmatch(data)
+    if match is None or crc32c(match[2]) != int(match[1]):
+        raise CheckpointError(f"manifest {where} is damaged: its checksum does not match")
+    try:
+        manifest = Manifest.model_validate_json(match[2])
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        what = _shown(f"{field}: {first['msg']}")
+        raise CheckpointError(f"manifest {where} is not of this format: {what}") from None
+    _check_coverage(manifest, where)
+    return manifest
+
+
+def _shown(text: str) -> str:
+    # It may be anyone's: one line of it, and not more.
+    return text if len(text) < 300 and text.isprintable() else f"{text[:300]!a} ..."
+
+
+def _check_coverage(manifest: Manifest, where: str) -> None:
+    expected, listed = metadata_objects(manifest.arrays).keys(), manifest.metadata.keys()
+    for what, names in (("lacks", expected - listed), ("has a stray", listed - expected)):
+        if names:
+            name, count = _shown(min(names)), len(names)
+            raise CheckpointError(f"manifest {where} {what} object {name} ({count} in all)")
+    if len(manifest.stored) != len(manifest.arrays):
+        raise CheckpointError(
+            f"manifest {where} lists the objects of {len(manifest.stored)} arrays, and has "
+            f"{len(manifest.arrays)}"
+        )
+    for record, stored in zip(manifest.arrays, manifest.stored, strict=True):
+        # They are in the order of the grid: as many as there must be are those that must be.
+        count = manifest.count(record)
+        if count != len(stored.checksums) or not stored.is_even:
+            raise CheckpointError(
+                f"manifest {where} lacks objects of {_shown(record.name)}, or has stray ones: it "
+                f"lists {len(stored.checksums)} of {count}"
+            )
+        here = manifest.sorted_coordinates(record)
+        if here is not None and len(here) != count:
+            name = _shown(record.name)
+            raise CheckpointError(f"manifest {where} has objects of {name} that slices cut")
+
+
+def read_manifest(root: Location, step: int | None = None) -> Manifest:
+    """The manifest of ``step``, or of the newest one.
+
+    Raises CheckpointError where there is none, or where it is damaged: an older one is never
+    taken silently in its place.
+    """
+    store = open_store(root)
+    steps = committed_steps(store)
+    if step is None:
+        if not steps:
+            inner = "checkpoints"
+            hint = f"; did you mean {store.where(inner)}?" if store.names(inner) else ""
+            where = store.where()
+            raise CheckpointError(f"no checkpoint in {where}: no manifest in its manifests/{hint}")
+        step = steps[-1]
+    elif step not in steps:
+        raise CheckpointError(f"no checkpoint of step {step} in {store.where()}; there are {steps}")
+    where = store.where(manifest_key(step))
+    try:
+        data = store.read(manifest_key(step))
+    except OSError as error:
+        raise CheckpointError(f"manifest {where} cannot be read: {error.strerror}") from None
+    manifest = decode_manifest(data, where)
+    if manifest.step != step:
+        raise CheckpointError(f"manifest {where} is of step {manifest.step}; it was renamed")
+    return manifest
+
+
+def committed_steps(root: Location) -> list[int]:
+    """The steps that have a manifest, ascending. Raises CheckpointError where nobody can tell."""
+    store = open_store(root)
+    try:
+        names = store.names("manifests")
+    except OSError as error:
+        where = store.where("manifests")
+        raise CheckpointError(f"{where} cannot be read: {error.strerror}") from None
+    found = (re.fullmatch(r"step-([0-9]{8,18})\.json", name) for name in names)
+    steps = {int(match[1]): match[0] for match in found if match}
+    return sorted(step for step, name in steps.items() if manifest_key(step).endswith(name))

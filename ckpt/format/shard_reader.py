@@ -1,0 +1,154 @@
+"""Reading and checking the chunks of one shard object."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+from crc32c import crc32c
+from numcodecs import zstd
+
+from ckpt.errors import CheckpointError
+from ckpt.format.object_index import ObjectRecord
+from ckpt.format.shard_layout import Array, ObjectLayout
+from ckpt.format.shard_writer import aligned
+from ckpt.store import Bytes, Reader
+from parallel.layout import Box, intersect, within
+
+_READ_BYTES = 1 << 20  # at a time: what was read is still in the cache when it is summed
+_MOST_PARTS = 512  # of one read; systems allow 1,024
+
+
+class Target(Protocol):
+    """Where numbers that are read go."""
+
+    def memory(self, box: Box) -> list[Bytes] | None:
+        """The bytes of a box in order, to be read into; None where they are not in one piece."""
+
+    def write(self, box: Box, values: Array) -> None:
+        """Take the numbers of a box, in the stored dtype."""
+
+
+def read_object(
+    reader: Reader, layout: ObjectLayout, expected: ObjectRecord, wanted: Box, target: Target
+) -> int:
+    """Read the part of one object that lies in ``wanted`` into ``target``; returns the count of
+    numbers.
+
+    Each chunk read must have its CRC32C, and those of all chunks together must be what the manifest
+    says, so that no other object passes for this one. Until this returns, ``target`` may hold what
+    is not so.
+
+    Raises CheckpointError, without the object's name, where it is short, long or changed; OSError
+    where it cannot be read.
+    """
+    if reader.size != expected.bytes:
+        raise CheckpointError(f"has {reader.size} bytes, the manifest says {expected.bytes}")
+    spans = _read_index(reader, layout)
+    whole = intersect(layout.box, wanted) == layout.box
+    near = {number: box if whole else intersect(box, wanted) for number, box in layout.chunks}
+    reader.expect([(b - 4 if near[n] is None else a, b) for n, (a, b) in spans.items()])
+    checks: dict[int, bytes] = {}
+    count = 0
+    room: Bytes | None = None
+    for number, box in layout.chunks:
+        start, stop = spans[number]
+        common = near[number]
+        check = np.empty(4, np.uint8)
+        if common is None:
+            reader.read_into(stop - 4, [check])
+            checks[number] = check.tobytes()
+            continue
+        plain = layout.record.compression == "none"
+        shape = tuple(e - s for s, e in box)
+        direct = plain and common == box and shape == layout.record.chunk_shape
+        parts = target.memory(box) if direct else None
+        if parts is None:
+            room = aligned(layout.chunk_bytes) if room is None and plain else room
+            body = room if plain and room is not None else np.empty(stop - start - 4, np.uint8)
+            parts = [body]
+        _read_checked(reader, start, parts, check, number)
+        checks[number] = check.tobytes()
+        count += math.prod(e - s for s, e in common)
+        if len(parts) == 1 and (not plain or parts[0] is room):
+            values = _decode(parts[0], layout, number)
+            place: tuple[Any, ...] = (*within(common, box), ...)  # an array, of a scalar too
+            target.write(common, values[place])
+    if crc32c(b"".join(checks.values())) != expected.checksum:
+        raise CheckpointError("is damaged: it is not the one that was saved")
+    return count
+
+
+def _read_index(reader: Reader, layout: ObjectLayout) -> dict[int, tuple[int, int]]:
+    """Where every chunk of the object begins and ends, its CRC32C included."""
+    if reader.size < layout.index_bytes:
+        raise CheckpointError("is damaged: it is shorter than its index")
+    tail = np.empty(layout.index_bytes, np.uint8)
+    reader.read_into(reader.size - tail.nbytes, [tail])
+    _compare(crc32c(tail[:-4].data), tail[-4:], "its index")
+    entries = tail[:-4].view("<u8").reshape(-1, 2).tolist()
+    spans = {}
+    for number, _ in layout.chunks:
+        start, size = entries[number]
+        exact = layout.record.compression != "none" or size == layout.chunk_bytes + 4
+        if not (exact and size >= 4 and start + size <= reader.size):
+            raise CheckpointError(f"is damaged: its index is wrong about chunk {number}")
+        spans[number] = (start, start + size)
+    return spans
+
+
+def _read_checked(
+    reader: Reader, start: int, parts: list[Bytes], check: Bytes, number: int
+) -> None:
+    found, left = 0, sum(part.nbytes for part in parts)
+    for blocks in _blocks(parts):
+        size = sum(block.nbytes for block in blocks)
+        left -= size
+        reader.read_into(start, blocks if left else [*blocks, check])
+        for block in blocks:
+            found = crc32c(block.data, found)
+        start += size
+    _compare(found, check, f"chunk {number}")
+
+
+def _blocks(parts: list[Bytes]) -> Iterator[list[Bytes]]:
+    """``parts`` in turn, some at a time, and large ones in pieces."""
+    blocks: list[Bytes] = []
+    size = 0
+    for part in parts:
+        for at in range(0, part.nbytes, _READ_BYTES):
+            block = part[at : at + _READ_BYTES]
+            if blocks and (size + block.nbytes > _READ_BYTES or len(blocks) == _MOST_PARTS):
+                yield blocks
+                blocks, size = [], 0
+            blocks.append(block)
+            size += block.nbytes
+    yield blocks
+
+
+def _decode(body: Bytes, layout: ObjectLayout, number: int) -> Array:
+    if layout.record.compression == "zstd":
+        try:
+            # What is too short would be zeros at its end, without a word.
+            if _unpacked_bytes(body[:18].tobytes()) != layout.chunk_bytes:
+                raise ValueError
+            body = zstd.decompress(body, np.empty(layout.chunk_bytes, np.uint8))
+        except (RuntimeError, ValueError, MemoryError):
+            raise CheckpointError(f"is damaged: chunk {number} is not what zstd made") from None
+    return body.view(layout.record.dtype).reshape(layout.record.chunk_shape)
+
+
+def _unpacked_bytes(head: bytes) -> int:
+    """What a zstd frame says that it unpacks to, 0 where it does not say (RFC 8878, 3.1.1.1)."""
+    descriptor = int.from_bytes(head[4:5], "little")
+    single = descriptor >> 5 & 1
+    width = (single, 2, 4, 8)[descriptor >> 6]
+    start = 6 - single + (0, 1, 2, 4)[descriptor & 3]
+    return int.from_bytes(head[start : start + width], "little") + (256 if width == 2 else 0)
+
+
+def _compare(found: int, check: Bytes, what: str) -> None:
+    if found != int.from_bytes(check.tobytes(), "little"):
+        raise CheckpointError(f"is damaged: the CRC32C of {what} does not match")

@@ -1,0 +1,90 @@
+"""What a rank can reach of the checkpoints in its tiers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
+
+from ckpt.errors import CheckpointError
+from ckpt.format import (
+    Manifest,
+    committed_steps,
+    keys_of_ranks,
+    manifest_key,
+    objects_key,
+    read_manifest,
+)
+from ckpt.lifecycle.garbage import remove_uncommitted
+from ckpt.lifecycle.removal import mark_unwanted
+from ckpt.store import Location, Store, open_store
+from parallel.layout import Topology
+
+
+def reachable(
+    root: Location,
+    topology: Topology,
+    rank: int,
+    wanted: Callable[[Manifest], bool] = lambda _: True,
+    most: int = 4,
+) -> list[Manifest]:
+    """The newest ``wanted`` checkpoints in a tier of which ``rank`` of ``topology`` finds all that
+    it needs, newest first; at most ``most``. Numbers are verified when they are read, not here.
+
+    A manifest or an object that cannot be read is a checkpoint that cannot be reached.
+    """
+    store, found = open_store(root), list[Manifest]()
+    with contextlib.suppress(CheckpointError):
+        for step in reversed(committed_steps(store)):
+            with contextlib.suppress(CheckpointError, OSError):
+                manifest = read_manifest(store, step)
+                if wanted(manifest) and _holds(store, manifest, topology, rank):
+                    found.append(manifest)
+            if len(found) == most:
+                break
+    return found
+
+
+def _holds(store: Store, manifest: Manifest, topology: Topology, rank: int) -> bool:
+    keys: Iterable[str] = (key for record in manifest.arrays for key in record.object_keys())
+    if manifest.ranks is not None:
+        if manifest.topology != topology.as_dict() or rank not in manifest.ranks:
+            return False
+        keys = (
+            key
+            for record in manifest.arrays
+            for key in keys_of_ranks(record, record.layout(topology), [rank])
+        )
+    for key in keys:
+        with store.open(f"{objects_key(manifest.save_id)}/{key}") as reader:
+            if reader.size != manifest.objects[key].bytes:
+                return False
+    return True
+
+
+def fingerprint(manifest: Manifest) -> int:
+    """A number below 2**62 that tells one save from another."""
+    digest = blake2b(manifest.save_id.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
+
+
+def forget(root: Location, after: int, ours: Callable[[Manifest], bool]) -> list[int]:
+    """Remove the checkpoints of steps beyond ``after``, which a run that goes on from there will
+    make anew, and those that are not ``ours``; returns their steps.
+
+    For a tier of one node: what all ranks share is not for one to judge.
+    """
+    store, removed = open_store(root), []
+    for step in committed_steps(store):
+        manifest = None
+        with contextlib.suppress(CheckpointError):
+            manifest = read_manifest(store, step)
+        if step <= after and (manifest is None or ours(manifest)):
+            continue
+        if manifest is not None:
+            mark_unwanted(store, manifest.save_id)
+        store.remove(manifest_key(step))
+        removed.append(step)
+    if removed:  # their memory, and their disk, are wanted for the next save
+        remove_uncommitted(store)
+    return removed

@@ -1,0 +1,60 @@
+"""Removal of a save: a durable mark first, the objects afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+
+from ckpt.format import (
+    Manifest,
+    committed_steps,
+    objects_key,
+    pending_key,
+    read_manifest,
+)
+from ckpt.store import Store
+
+REMOVED = "removed"
+"""The mark of a save whose objects are being removed."""
+
+
+def mark_unwanted(store: Store, save_id: str) -> None:
+    """Make a save's objects a leftover, should their removal be interrupted."""
+    mark = f"{pending_key(save_id)}/{REMOVED}"
+    try:
+        with contextlib.suppress(FileExistsError):
+            store.write(mark, [b""])
+        store.settle([mark])
+    except OSError as error:
+        # Where there is no room for it, to make room is worth a leftover.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+
+
+def committed_save_ids(store: Store) -> set[str]:
+    """Those that have a manifest. Raises CheckpointError where one is damaged."""
+    return {read_manifest(store, step).save_id for step in committed_steps(store)}
+
+
+def remove_objects(store: Store, save_id: str) -> None:
+    """Remove a save's objects, and then the mark that they may go: it stays while one stays."""
+    store.remove_all(objects_key(save_id))
+    if save_id not in store.names("objects"):
+        store.settle([objects_key(save_id)])
+        store.remove_all(pending_key(save_id))
+
+
+def what_is_wrong(store: Store, manifest: Manifest) -> str | None:
+    """The first object of a checkpoint that is not there with its length; None where all are.
+
+    Numbers are not read. Raises OSError where the store cannot be listed.
+    """
+    folder = objects_key(manifest.save_id)
+    found = store.listing(folder)
+    for key, record in manifest.objects.items():
+        where = store.where(f"{folder}/{key}")
+        if key not in found:
+            return f"object {where} is missing"
+        if found[key][0] != record.bytes:
+            return f"object {where} has {found[key][0]} bytes, the manifest says {record.bytes}"
+    return None

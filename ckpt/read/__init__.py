@@ -1,0 +1,22 @@
+"""Reading any slice of a checkpoint, verified, onto any number of ranks."""
+
+from ckpt.read.box import read_box, read_box_into, read_nowhere
+from ckpt.read.compare import ArrayDifference, compare
+from ckpt.read.load import load
+from ckpt.read.stored_array import OpenCheckpoint, StoredArray, open_checkpoint
+from ckpt.read.verify import find_damage, open_group, verify
+
+__all__ = [
+    "ArrayDifference",
+    "OpenCheckpoint",
+    "StoredArray",
+    "compare",
+    "find_damage",
+    "load",
+    "open_checkpoint",
+    "open_group",
+    "read_box",
+    "read_box_into",
+    "read_nowhere",
+    "verify",
+]

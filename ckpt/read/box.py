@@ -1,0 +1,113 @@
+"""Reading a box (a rectangular slice) of one array."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckpt.errors import CheckpointError
+from ckpt.format import (
+    Array,
+    ArrayRecord,
+    Manifest,
+    ObjectLayout,
+    ObjectRecord,
+    Target,
+    objects_key,
+    read_object,
+)
+from ckpt.store import Bytes, Location, Store, open_store
+from parallel.layout import Box, cells, within
+
+if TYPE_CHECKING:
+    pass
+
+
+class _Into:
+    """A box of an array, in memory."""
+
+    def __init__(self, box: Box, out: Array) -> None:
+        self.box, self.out = box, out
+
+    def memory(self, box: Box) -> list[Bytes] | None:
+        place: tuple[Any, ...] = (*within(box, self.box), ...)  # an array, of a scalar too
+        part = self.out[place]
+        return [part.reshape(-1).view(np.uint8)] if part.flags.c_contiguous else None
+
+    def write(self, box: Box, values: Array) -> None:
+        self.out[within(box, self.box)] = values
+
+
+class Nowhere:
+    """For those who only want to know whether it can be read."""
+
+    def memory(self, box: Box) -> None:
+        """No memory to read into."""
+
+    def write(self, box: Box, values: Array) -> None:
+        """Drop the values: they were checked when they were read."""
+
+
+def read_box_into(
+    root: Location, manifest: Manifest, record: ArrayRecord, box: Box, out: Array
+) -> None:
+    """Fill ``out``, in the stored dtype, with the numbers of a box. Every byte read is verified.
+
+    Raises CheckpointError, naming the object, where one is missing, short or changed.
+    """
+    count = _read(open_store(root), manifest, record, box, _Into(box, out))
+    assert count == out.size, f"{record.name} {box}: the chunks read do not cover it"
+
+
+def read_box(root: Location, manifest: Manifest, record: ArrayRecord, box: Box) -> Array:
+    """The same, into new memory."""
+    out = np.empty([stop - start for start, stop in box], record.dtype)
+    read_box_into(root, manifest, record, box, out)
+    return out
+
+
+def _read(store: Store, manifest: Manifest, record: ArrayRecord, box: Box, target: Target) -> int:
+    count = 0
+    for coordinates in cells(box, record.shard_shape):
+        layout = ObjectLayout(record, coordinates)
+        count += read_one(store, manifest, layout, box, target)
+    return count
+
+
+def read_nowhere(store: Store, save_id: str, layout: ObjectLayout, expected: ObjectRecord) -> None:
+    """Read all of an object and compare. Raises CheckpointError, without the object's name, where
+    it is not what ``expected`` says, and OSError where it cannot be read."""
+    with store.open(f"{objects_key(save_id)}/{layout.key}") as reader:
+        read_object(reader, layout, expected, layout.box, Nowhere())
+
+
+def read_one(
+    store: Store, manifest: Manifest, layout: ObjectLayout, box: Box, target: Target
+) -> int:
+    """Read the part of ``box`` that one object holds; returns the bytes read.
+
+    Raises CheckpointError where the object is missing, unreadable or damaged.
+    """
+    key = f"{objects_key(manifest.save_id)}/{layout.key}"
+    if layout.key not in manifest.objects:
+        raise CheckpointError(f"object {store.where(key)} is on another node")
+    try:
+        with store.open(key) as reader:
+            return read_object(reader, layout, manifest.objects[layout.key], box, target)
+    except CheckpointError as error:
+        raise CheckpointError(f"object {store.where(key)} {error}") from None
+    except FileNotFoundError:
+        raise missing(store, key) from None
+    except OSError as error:
+        raise unreadable(store, key, error) from None
+
+
+def missing(store: Store, key: str) -> CheckpointError:
+    """The error for an object that the manifest lists and the store lacks."""
+    return CheckpointError(f"object {store.where(key)} is missing, the manifest lists it")
+
+
+def unreadable(store: Store, key: str, error: OSError) -> CheckpointError:
+    """The error for an object that the store cannot read."""
+    return CheckpointError(f"object {store.where(key)} cannot be read: {error.strerror}")

@@ -1,0 +1,94 @@
+"""Reading a checkpoint: any slice of any array, verified, onto any number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from ckpt.errors import CheckpointError
+from ckpt.format import (
+    ArrayRecord,
+    Manifest,
+    Missing,
+    ObjectLayout,
+    renamed,
+)
+from ckpt.read.box import read_one
+from ckpt.store import THREADS, Location, open_store
+from parallel.layout import Box, cells
+
+if TYPE_CHECKING:
+    from ckpt.local_array import LocalArray
+
+
+def load(
+    root: Location,
+    manifest: Manifest,
+    arrays: Sequence[LocalArray],
+    rename: Mapping[str, str] | None = None,
+    missing: Missing = "refuse",
+) -> list[str]:
+    """Fill this rank's slices in place, from objects of whatever layout they were saved under.
+
+    Several objects are read at a time, straight into the tensors where those are in host memory.
+    Arrays of the checkpoint that are not among ``arrays`` are not read.
+
+    Args:
+        root: the checkpoint folder or store.
+        manifest: what is read.
+        arrays: this rank's slices.
+        rename: names in ``arrays`` by names in the checkpoint, see :func:`ckpt.format.renamed`.
+        missing: what becomes of arrays that the checkpoint lacks.
+
+    Returns:
+        The names of the arrays that the checkpoint lacks.
+
+    Raises:
+        CheckpointError: where the checkpoint lacks an array, or has it in another shape or dtype,
+            before anything is written; or where an object is missing, short or damaged, in which
+            case the tensors are not to be used.
+    """
+    store = open_store(root)
+    names = renamed([record.name for record in manifest.arrays], rename or {})
+    wanted = {array.spec.name for array in arrays}
+    for new, old in names.items():
+        if new != old and new not in wanted:
+            raise CheckpointError(f"rename of {old}: the model has no array {new}")
+    kept = [n for n in wanted if n not in names] if missing == "keep" else []
+    taken = [array for array in arrays if array.spec.name not in kept]
+    records = [_matching(manifest, array, names) for array in taken]
+    parts = [
+        (array, box, ObjectLayout(record, coordinates))
+        for array, record in zip(taken, records, strict=True)
+        for box in array.boxes
+        for coordinates in cells(box, record.shard_shape)
+    ]
+
+    # The largest first: none is left for the end, when the other threads have nothing more to do.
+    parts.sort(key=lambda part: -part[2].length)
+
+    def read(part: tuple[LocalArray, Box, ObjectLayout]) -> int:
+        array, box, layout = part
+        return read_one(store, manifest, layout, box, array)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        count = sum(pool.map(read, parts))
+    boxes = [box for array in taken for box in array.boxes]
+    expected = sum(math.prod(stop - start for start, stop in box) for box in boxes)
+    assert count == expected, "the chunks read do not cover the arrays"
+    return sorted(kept)
+
+
+def _matching(manifest: Manifest, array: LocalArray, names: Mapping[str, str]) -> ArrayRecord:
+    spec = array.spec
+    record = manifest.array(names.get(spec.name, spec.name))
+    found = (record.shape, record.logical_dtype, record.attributes)
+    wanted = (spec.shape, spec.logical_dtype, dict(spec.attributes))
+    for what, a, b in zip(("shape", "dtype", "attributes"), found, wanted, strict=True):
+        if a != b:
+            raise CheckpointError(
+                f"checkpoint array {spec.name} has {what} {a} but the model needs {b}"
+            )
+    return record

@@ -1,0 +1,35 @@
+"""Making one checkpoint from another in bounded memory; an interrupted rewrite resumes."""
+
+from ckpt.rewrite.checkpoint_target import CheckpointTarget
+from ckpt.rewrite.description import described, is_described
+from ckpt.rewrite.edits import Converted, Described, Selected
+from ckpt.rewrite.engine import LEAST_MEMORY, rewrite
+from ckpt.rewrite.folder_target import Checked, FolderTarget
+from ckpt.rewrite.reshard import MEMORY, reshard
+from ckpt.rewrite.slabs import row_major_boxes
+from ckpt.rewrite.source import CheckpointSource, Source, SourceArray, SourceInfo, changed
+from ckpt.rewrite.target import Part, Receipt, Target
+
+__all__ = [
+    "LEAST_MEMORY",
+    "MEMORY",
+    "Checked",
+    "CheckpointSource",
+    "CheckpointTarget",
+    "Converted",
+    "Described",
+    "FolderTarget",
+    "Part",
+    "Receipt",
+    "Selected",
+    "Source",
+    "SourceArray",
+    "SourceInfo",
+    "Target",
+    "changed",
+    "described",
+    "is_described",
+    "reshard",
+    "rewrite",
+    "row_major_boxes",
+]

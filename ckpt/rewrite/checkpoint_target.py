@@ -1,0 +1,204 @@
+"""Writing a checkpoint from any source, object by object."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+
+from ckpt.errors import CheckpointError
+from ckpt.format import (
+    Array,
+    ArrayRecord,
+    Encoder,
+    Manifest,
+    ObjectLayout,
+    ObjectRecord,
+    check_names,
+    committed_steps,
+    metadata_objects,
+    objects_key,
+    pending_key,
+    storage_grid,
+)
+from ckpt.read import read_nowhere
+from ckpt.rewrite.journal import lock
+from ckpt.rewrite.slabs import Slabs
+from ckpt.rewrite.source import Source, SourceArray
+from ckpt.rewrite.target import Part, Progress, Receipt, UnfinishedError
+from ckpt.store import LocalStore, Location, open_store
+from ckpt.write import SaveInfo, begin, commit, discard
+from parallel.layout import Box, Topology, cells
+
+
+def record_under(name: str, array: SourceArray, topology: Topology) -> ArrayRecord:
+    """An array cut for ``topology``, along the dims that the saving layout cut; a save under
+    ``topology`` may cut others (stages, tensor parallelism), which any layout loads as well."""
+    layout = array.layout(topology)
+    shard, chunk = storage_grid(layout, array.dtype.itemsize)
+    return ArrayRecord(
+        name=name,
+        shape=array.shape,
+        logical_dtype=array.logical_dtype,
+        splits=layout.splits,
+        shard_shape=shard,
+        chunk_shape=chunk,
+        compression=array.compression,
+        attributes=dict(array.attributes),
+    )
+
+
+class CheckpointTarget:
+    """A :class:`ckpt.rewrite.Target`: a checkpoint for ``topology``; each object is a part.
+
+    The save id follows from the source and the topology, so that the same call finds what it wrote
+    before it was killed. The journal is in the save's pending folder.
+
+    Raises CheckpointError for names that cannot be those of a checkpoint's arrays.
+    """
+
+    def __init__(self, source: Source, root: Location, topology: Topology) -> None:
+        check_names(source.arrays)
+        self.source, self.store = source, open_store(root)
+        self.records = [
+            record_under(name, array, topology) for name, array in source.arrays.items()
+        ]
+        told = source.info
+        made = hashlib.sha256(f"{told.identity} {topology}".encode()).hexdigest()[:12]
+        self.info = SaveInfo(
+            save_id=f"{told.step:08d}-reshard-{made}",
+            step=told.step,
+            topology=topology,
+            state=dict(told.state),
+            spec=dict(told.spec),
+            spec_hash=told.spec_hash,
+            parent=told.save_id,
+        )
+        self.manifest: Manifest | None = None
+        """Once it is committed."""
+        self._lock: int | None = None
+        self._resumed = False
+
+    def __getstate__(self) -> dict[str, object]:
+        state = {**self.__dict__, "_lock": None}
+        state.pop("_layouts", None)
+        return state
+
+    @cached_property
+    def _layouts(self) -> dict[str, ObjectLayout]:
+        return {
+            layout.key: layout
+            for record in self.records
+            for cell in cells(tuple((0, size) for size in record.shape), record.shard_shape)
+            for layout in [ObjectLayout(record, cell)]
+        }
+
+    def _key(self, key: str) -> str:
+        return f"{objects_key(self.info.save_id)}/{key}"
+
+    def begin(self) -> dict[str, Receipt]:
+        """See :class:`ckpt.rewrite.Target`."""
+        store, pending = self.store, pending_key(self.info.save_id)
+        try:
+            if self.info.step in committed_steps(store):
+                raise CheckpointError(
+                    f"{store.where()} already has a checkpoint of step {self.info.step}"
+                )
+            try:
+                begin(store, self.info, 0)
+            except FileExistsError:
+                self._resumed = True
+            if isinstance(store, LocalStore):
+                self._lock = lock(Path(store.where(f"{pending}/lock")), Path(store.where()))
+            found: dict[str, Receipt] = {}
+            for name in store.names(pending):
+                if name.startswith("journal-"):
+                    found |= json.loads(store.read(f"{pending}/{name}"))
+        except OSError as error:
+            raise self._unwritable(error) from None
+        return found
+
+    def parts(self) -> Sequence[Part]:
+        """See :class:`ckpt.rewrite.Target`."""
+        return [Part(key, layout.room) for key, layout in self._layouts.items()]
+
+    def check(self, key: str, receipt: Receipt) -> bool:
+        """See :class:`ckpt.rewrite.Target`."""
+        expected = ObjectRecord(**receipt)
+        try:
+            read_nowhere(self.store, self.info.save_id, self._layouts[key], expected)
+        except (CheckpointError, OSError):
+            return False
+        return True
+
+    def write(self, key: str, slab_bytes: int, progress: Progress) -> Receipt:
+        """See :class:`ckpt.rewrite.Target`; its name is durable when it is in the journal."""
+        layout = self._layouts[key]
+        record = layout.record
+        slabs = Slabs(
+            partial(self.source.read_box, record.name),
+            layout.box,
+            record.chunk_shape,
+            record.dtype.itemsize,
+            slab_bytes,
+        )
+
+        def read(box: Box, out: Array) -> None:
+            out[...] = slabs(box)
+
+        def counted(parts: Iterable[memoryview | bytes]) -> Iterator[memoryview | bytes]:
+            left = len(layout.chunks)
+            for part in parts:
+                yield part
+                if left:
+                    progress(layout.stride)
+                left = max(0, left - 1)
+
+        if self._resumed:
+            self.store.remove(self._key(key))  # half of it, or one that is not in the journal
+        encoder = Encoder(layout)
+        self.store.write(self._key(key), counted(encoder.parts(encoder.fill(read))))
+        return encoder.record._asdict()
+
+    def journal(self, receipts: dict[str, Receipt]) -> None:
+        """See :class:`ckpt.rewrite.Target`."""
+        pending = pending_key(self.info.save_id)
+        try:
+            self.store.settle(self._key(key) for key in receipts)
+            count = sum(name.startswith("journal-") for name in self.store.names(pending))
+            self.store.publish(f"{pending}/journal-{count:06d}", json.dumps(receipts).encode())
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def commit(self, receipts: dict[str, Receipt]) -> None:
+        """See :class:`ckpt.rewrite.Target`."""
+        objects = {key: ObjectRecord(**value) for key, value in receipts.items()}
+        try:
+            for key, data in metadata_objects(self.records).items():
+                if self._resumed:
+                    self.store.remove(self._key(key))
+                self.store.write(self._key(key), [data])
+                objects[key] = ObjectRecord.of(data)
+            self.store.settle(self._key(key) for key in objects)
+            self.manifest = commit(self.store, self.info, self.records, objects)
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def discard(self) -> None:
+        """See :class:`ckpt.rewrite.Target`."""
+        discard(self.store, self.info)
+
+    def end(self) -> None:
+        """See :class:`ckpt.rewrite.Target`."""
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = None
+
+    def _unwritable(self, error: OSError) -> UnfinishedError:
+        where = self.store.where()
+        return UnfinishedError(
+            f"{where} cannot be written: {error.strerror}: {error.filename or where}"
+        )

@@ -1,0 +1,102 @@
+"""convoy.json: the description of arrays in a folder of another format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ckpt.errors import CheckpointError
+from ckpt.rewrite.source import Source, SourceArray, SourceInfo
+from parallel.layout import Topology
+
+DESCRIPTION = "convoy.json"
+"""The file beside arrays in another format that holds what the format has no place for."""
+
+
+class _ArrayNote(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    splits: tuple[tuple[str, ...], ...]
+    attributes: dict[str, Any]
+
+
+class Description(BaseModel):
+    """What ``convoy.json`` says of the arrays beside it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal["convoy-arrays"] = "convoy-arrays"
+    format_version: Literal[1] = 1
+    step: int
+    topology: dict[str, int]
+    state: dict[str, Any]
+    spec: dict[str, Any]
+    spec_hash: str
+    arrays: dict[str, _ArrayNote]
+
+    @staticmethod
+    def of(source: Source, topology: Topology) -> Description:
+        """That of a source written for ``topology``."""
+        info = source.info
+        return Description(
+            step=info.step,
+            topology=topology.as_dict(),
+            state=dict(info.state),
+            spec=dict(info.spec),
+            spec_hash=info.spec_hash,
+            arrays={
+                name: _ArrayNote(splits=array.splits, attributes=dict(array.attributes))
+                for name, array in source.arrays.items()
+            },
+        )
+
+    def encode(self) -> bytes:
+        """The file's bytes."""
+        return (json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True) + "\n").encode()
+
+
+def is_described(folder: Path) -> bool:
+    """Whether there is a ``convoy.json``."""
+    return (folder / DESCRIPTION).is_file()
+
+
+def described(
+    folder: Path, identity: str, arrays: Mapping[str, SourceArray]
+) -> tuple[SourceInfo, dict[str, SourceArray]]:
+    """What ``convoy.json`` in ``folder`` adds to arrays of another format, where there is one.
+
+    Raises CheckpointError where it cannot be read, or is of other arrays.
+    """
+    path = folder / DESCRIPTION
+    if not is_described(folder):
+        return SourceInfo(identity), dict(arrays)
+    try:
+        found = Description.model_validate_json(path.read_bytes())
+        topology = Topology(**found.topology)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValidationError, TypeError, ValueError) as error:
+        first = str(error).splitlines()[0]
+        raise CheckpointError(f"{path} is not of this format: {first}; move it away") from None
+    if set(found.arrays) != set(arrays):
+        name = sorted(set(found.arrays) ^ set(arrays))[0]
+        raise CheckpointError(f"{path} is of other arrays: {name} is in one of the two alone")
+    info = SourceInfo(
+        identity, found.step, topology, found.state, found.spec, found.spec_hash
+    )  # fmt: skip
+    noted = {}
+    for name, array in arrays.items():
+        note = found.arrays[name]
+        if len(note.splits) not in (0, len(array.shape)):
+            raise CheckpointError(f"{path}: splits of {name} are not those of {array.shape}")
+        noted[name] = replace(array, splits=note.splits, attributes=note.attributes)
+        try:
+            noted[name].layout(topology)
+        except ValueError:
+            raise CheckpointError(f"{path}: splits of {name} are no layout's") from None
+    return info, noted

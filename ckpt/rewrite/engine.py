@@ -1,0 +1,180 @@
+"""Making one checkpoint of another, part by part: in bounded memory, resumable, by many processes.
+
+A target is cut into parts (objects, files), each written by one process at a time. The first
+process keeps a journal of the parts that are durable. After a kill, the same call reads the
+journal, reads every part that it lists again and compares, and writes what is left.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import threading
+import time
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+from ckpt.errors import CheckpointError
+from ckpt.rewrite.target import Part, Progress, Receipt, Target, UnfinishedError
+
+LEAST_MEMORY = 32 << 20
+"""For each process: some chunks of the source and of the target."""
+_JOURNAL_SECONDS = 1.0
+
+
+def rewrite(
+    target: Target, memory: int, workers: int = 1, progress: Progress = lambda _: None
+) -> dict[str, Receipt]:
+    """Write what is left of ``target`` and commit it; returns the receipts of all parts.
+
+    Args:
+        target: what to write; it knows its source.
+        memory: bytes that the processes may need together, besides those of their start.
+        workers: processes; with 1 the work is done in this one.
+        progress: is told of every byte once, also of those that were there already.
+
+    Raises:
+        UnfinishedError: where the target cannot be written, or a process was killed; what is
+            durable stays for the next call.
+        CheckpointError: for anything else, the source's faults among it; what was written is
+            removed.
+    """
+    if memory < workers * LEAST_MEMORY:
+        raise CheckpointError(
+            f"memory ({memory >> 20} MiB) must be at least {LEAST_MEMORY >> 20} MiB for each of "
+            f"{workers} workers"
+        )
+    slab_bytes = memory // workers // 4
+    done = target.begin()
+    try:
+        parts = list(target.parts())
+        if workers == 1:
+            receipts = _alone(target, parts, done, slab_bytes, progress)
+        else:
+            receipts = _together(target, parts, done, slab_bytes, workers, progress)
+        target.commit(receipts)
+    except UnfinishedError:
+        raise
+    except CheckpointError:
+        target.discard()
+        raise
+    finally:
+        target.end()
+    return receipts
+
+
+def _one_part(
+    target: Target, part: Part, receipt: Receipt | None, slab_bytes: int, progress: Progress
+) -> tuple[str, Receipt, bool]:
+    """Its receipt, and whether it was written now."""
+    try:
+        if receipt is not None and target.check(part.key, receipt):
+            progress(part.nbytes)
+            return part.key, receipt, False
+        return part.key, target.write(part.key, slab_bytes, progress), True
+    except OSError as error:
+        raise UnfinishedError(
+            f"{error.filename or part.key} cannot be written: {error.strerror}; run it again to "
+            f"go on"
+        ) from None
+
+
+class _Journal:
+    """Receipts on their way to the target's journal, about one write a second."""
+
+    def __init__(self, target: Target) -> None:
+        self.target, self.waiting, self.last = target, dict[str, Receipt](), time.monotonic()
+
+    def add(self, key: str, receipt: Receipt) -> None:
+        self.waiting[key] = receipt
+        if time.monotonic() - self.last >= _JOURNAL_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        if self.waiting:
+            self.target.journal(self.waiting)
+        self.waiting, self.last = {}, time.monotonic()
+
+
+def _alone(
+    target: Target,
+    parts: list[Part],
+    done: dict[str, Receipt],
+    slab_bytes: int,
+    progress: Progress,
+) -> dict[str, Receipt]:
+    receipts, journal = {}, _Journal(target)
+    try:
+        for part in parts:
+            made = _one_part(target, part, done.get(part.key), slab_bytes, progress)
+            receipts[part.key] = made[1]
+            if made[2]:
+                journal.add(*made[:2])
+    finally:
+        journal.flush()
+    return receipts
+
+
+_worker: dict[str, Any] = {}
+
+
+def _start_worker(target: Target, slab_bytes: int, written: Any) -> None:
+    _worker.update(target=target, slab_bytes=slab_bytes, written=written)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would go on writing, and then wait for ever."""
+    parent = mp.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _count(count: int) -> None:
+    with _worker["written"].get_lock():
+        _worker["written"].value += count
+
+
+def _work(part: Part, receipt: Receipt | None) -> tuple[str, Receipt, bool]:
+    return _one_part(_worker["target"], part, receipt, _worker["slab_bytes"], _count)
+
+
+def _together(
+    target: Target,
+    parts: list[Part],
+    done: dict[str, Receipt],
+    slab_bytes: int,
+    workers: int,
+    progress: Progress,
+) -> dict[str, Receipt]:
+    context = mp.get_context("spawn")  # not fork: threads may be running here
+    written, told = context.Value("q", 0), 0
+    receipts, journal = {}, _Journal(target)
+    pool = ProcessPoolExecutor(
+        workers, context, initializer=_start_worker, initargs=(target, slab_bytes, written)
+    )
+    try:
+        running: set[Future[tuple[str, Receipt, bool]]] = {
+            pool.submit(_work, part, done.get(part.key)) for part in parts
+        }
+        while running:
+            finished, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
+            for future in finished:
+                key, receipt, new = future.result()
+                receipts[key] = receipt
+                if new:
+                    journal.add(key, receipt)
+            now = written.value
+            progress(now - told)
+            told = now
+    except BrokenProcessPool:
+        raise UnfinishedError(
+            "a worker was killed, perhaps for want of memory; run it again to go on"
+        ) from None
+    finally:
+        journal.flush()
+        pool.shutdown(wait=True, cancel_futures=True)
+    progress(written.value - told)
+    return receipts

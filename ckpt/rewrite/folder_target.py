@@ -1,0 +1,162 @@
+"""Targets that are a folder of files: written beside their place, and moved there when whole."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from crc32c import crc32c
+
+from ckpt.errors import CheckpointError
+from ckpt.rewrite.description import DESCRIPTION, Description
+from ckpt.rewrite.journal import FILES, append_journal, lock, read_journal
+from ckpt.rewrite.source import Source
+from ckpt.rewrite.target import Part, Progress, Receipt, UnfinishedError
+from parallel.layout import Topology
+
+_JOURNAL = "journal.jsonl"
+_BLOCK = 4 << 20
+
+
+class FolderTarget:
+    """What the formats of plain files have in common; see :class:`ckpt.rewrite.Target`.
+
+    Args:
+        source: what is written.
+        folder: where; it must not exist.
+        topology: the layout that the description names.
+        options: whatever makes the files other ones, for the name of the folder beside.
+    """
+
+    def __init__(self, source: Source, folder: Path, topology: Topology, options: str) -> None:
+        self.source, self.folder, self.topology = source, folder.absolute(), topology
+        text = f"{source.info.identity} {topology} {options}"
+        made = hashlib.sha256(text.encode()).hexdigest()[:12]
+        self.work = self.folder.with_name(f".{self.folder.name}.{made}")
+        self._lock: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_lock": None}
+
+    def begin(self) -> dict[str, Receipt]:
+        """See :class:`ckpt.rewrite.Target`."""
+        if self.folder.exists():
+            raise CheckpointError(
+                f"{self.folder} must not exist: choose another folder, or remove it"
+            )
+        try:
+            self.work.mkdir(parents=True, exist_ok=True)
+            self._lock = lock(self.work / ".lock", self.folder)
+            return read_journal(self.work / _JOURNAL)
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def parts(self) -> Sequence[Part]:
+        """See :class:`ckpt.rewrite.Target`."""
+        raise NotImplementedError
+
+    def check(self, key: str, receipt: Receipt) -> bool:
+        """See :class:`ckpt.rewrite.Target`."""
+        return file_crc32c(self.work / key) == (receipt["bytes"], receipt["crc32c"])
+
+    def write(self, key: str, slab_bytes: int, progress: Progress) -> Receipt:
+        """See :class:`ckpt.rewrite.Target`."""
+        path = self.work / key
+        path.unlink(missing_ok=True)
+        with path.open("xb") as file:
+            checked = Checked(file, progress)
+            more = self.fill(checked, key, slab_bytes)
+            file.flush()
+            os.fsync(file.fileno())
+        FILES.sync_folder(self.work)
+        return {"bytes": checked.nbytes, "crc32c": checked.value, **more}
+
+    def fill(self, file: Checked, key: str, slab_bytes: int) -> dict[str, Any]:
+        """Write one part's bytes; returns what else its receipt says."""
+        raise NotImplementedError
+
+    def journal(self, receipts: dict[str, Receipt]) -> None:
+        """See :class:`ckpt.rewrite.Target`."""
+        append_journal(self.work / _JOURNAL, receipts)
+
+    def finish(self, receipts: dict[str, Receipt]) -> None:
+        """Write what makes the files a whole."""
+        raise NotImplementedError
+
+    def commit(self, receipts: dict[str, Receipt]) -> None:
+        """See :class:`ckpt.rewrite.Target`."""
+        try:
+            for key, receipt in receipts.items():
+                if not self.check(key, receipt):
+                    raise CheckpointError(f"{self.work / key} is not as it was written")
+            self.finish(receipts)
+            described = Description.of(self.source, self.topology).encode()
+            self.put(DESCRIPTION, described)
+            for name in (_JOURNAL, ".lock"):
+                (self.work / name).unlink(missing_ok=True)
+            FILES.sync_folder(self.work)
+            if self.folder.exists():  # rename would take an empty folder's place
+                raise CheckpointError(f"{self.folder} must not exist: somebody has made it")
+            self.work.rename(self.folder)
+            FILES.sync_folder(self.folder.parent)
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def discard(self) -> None:
+        """See :class:`ckpt.rewrite.Target`."""
+        shutil.rmtree(self.work, ignore_errors=True)
+
+    def end(self) -> None:
+        """See :class:`ckpt.rewrite.Target`."""
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = None
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small file, in the place of one that an earlier call left."""
+        with (self.work / name).open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _unwritable(self, error: OSError) -> CheckpointError:
+        return UnfinishedError(
+            f"{self.folder} cannot be written: {error.strerror}: {error.filename or self.folder}"
+        )
+
+
+class Checked:
+    """A file that is written from its beginning, with its length and CRC32C."""
+
+    def __init__(self, file: BinaryIO, progress: Progress) -> None:
+        self.file, self.progress, self.nbytes, self.value = file, progress, 0, 0
+
+    def write(self, data: Any) -> int:
+        """Append ``data``, any buffer."""
+        view = memoryview(data).cast("B")
+        for at in range(0, len(view), _BLOCK):
+            block = view[at : at + _BLOCK]
+            self.file.write(block)
+            self.value = crc32c(block, self.value)
+            self.nbytes += len(block)
+            self.progress(len(block))
+        return len(view)
+
+    def flush(self) -> None:
+        """As torch.save calls it."""
+
+
+def file_crc32c(path: Path) -> tuple[int, int] | None:
+    """Length and CRC32C of a file; None where there is none."""
+    value = nbytes = 0
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                value, nbytes = crc32c(block, value), nbytes + len(block)
+    except FileNotFoundError:
+        return None
+    return nbytes, value

@@ -1,0 +1,55 @@
+"""The journal of an unfinished rewrite, and the lock of its folder."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+
+from crc32c import crc32c
+
+from ckpt.errors import CheckpointError
+from ckpt.rewrite.target import Receipt
+from ckpt.store import Files
+
+FILES = Files()
+
+
+def lock(path: Path, what: Path) -> int:
+    """Keep others from writing ``what`` while this process lives and has the file open."""
+    handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise CheckpointError(f"{what} is being written by another process") from None
+    return handle
+
+
+def read_journal(path: Path) -> dict[str, Receipt]:
+    """Every receipt of a journal; a line that a kill cut short is passed over, with its part."""
+    receipts: dict[str, Receipt] = {}
+    if not path.exists():
+        return receipts
+    for line in path.read_bytes().split(b"\n"):
+        check, _, body = line.partition(b" ")
+        if check == b"%08x" % crc32c(body):
+            key, receipt = json.loads(body)
+            receipts[key] = receipt
+    return receipts
+
+
+def append_journal(path: Path, receipts: dict[str, Receipt]) -> None:
+    """Add receipts, one a line with its CRC32C, durably."""
+    lines = []
+    for pair in receipts.items():
+        body = json.dumps(pair).encode()
+        lines.append(b"%08x %s\n" % (crc32c(body), body))
+    new = not path.exists()
+    with path.open("ab") as file:
+        file.write(b"\n" + b"".join(lines))  # after what a kill may have cut short
+        file.flush()
+        os.fsync(file.fileno())
+    if new:
+        FILES.sync_folder(path.parent)

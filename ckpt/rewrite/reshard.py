@@ -1,0 +1,48 @@
+"""Rewriting a checkpoint for another layout."""
+
+from __future__ import annotations
+
+from ckpt.format import Manifest
+from ckpt.rewrite.checkpoint_target import CheckpointTarget
+from ckpt.rewrite.engine import rewrite
+from ckpt.rewrite.source import CheckpointSource, Source
+from ckpt.rewrite.target import Progress
+from ckpt.store import Location
+from parallel.layout import Topology
+
+MEMORY = 512 << 20
+"""What a reshard may need where nothing else is said."""
+
+
+def reshard(
+    source: Location,
+    manifest: Manifest,
+    target: Location,
+    topology: Topology,
+    progress: Progress = lambda _: None,
+) -> Manifest:
+    """Write the checkpoint ``manifest`` of ``source`` into ``target``, for ``topology``.
+
+    Numbers are copied bit by bit and everything read is verified. Committed like any save: until
+    it is whole, ``target`` has no manifest of it.
+
+    Raises CheckpointError where ``target`` has this step already, or the source is damaged, or
+    the target cannot be written: see :func:`ckpt.rewrite.rewrite`.
+    """
+    return write_checkpoint(CheckpointSource(source, manifest), target, topology, progress)
+
+
+def write_checkpoint(
+    source: Source,
+    target: Location,
+    topology: Topology,
+    progress: Progress = lambda _: None,
+    memory: int = MEMORY,
+    workers: int = 1,
+) -> Manifest:
+    """The same from any source, with the memory and the processes of
+    :func:`ckpt.rewrite.rewrite`."""
+    made = CheckpointTarget(source, target, topology)
+    rewrite(made, memory, workers, progress)
+    assert made.manifest is not None
+    return made.manifest

@@ -1,0 +1,132 @@
+"""Where arrays come from: a checkpoint, files of other formats, and changes on the way.
+
+A source is read box by box, so that whatever is made of it can be made in bounded memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+from crc32c import crc32c
+
+from ckpt.errors import CheckpointError
+from ckpt.format import (
+    STORAGE_DTYPES,
+    ArrayRecord,
+    Compression,
+    Manifest,
+    encode_manifest,
+)
+from ckpt.read import read_box
+from ckpt.store import Location
+from parallel.layout import Box, ShardLayout, Topology
+
+
+@dataclass(frozen=True)
+class SourceArray:
+    """One array of a source. ``splits`` is as in ShardLayout: what cut it where it was saved."""
+
+    shape: tuple[int, ...]
+    logical_dtype: str
+    splits: tuple[tuple[str, ...], ...] = ()
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    compression: Compression = "none"
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the stored numbers."""
+        return np.dtype(STORAGE_DTYPES[self.logical_dtype])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its numbers."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def layout(self, topology: Topology) -> ShardLayout:
+        """Who holds which slice under ``topology``; where nothing is known of splits, everybody
+        has all of it."""
+        return ShardLayout(self.shape, self.splits or ((),) * len(self.shape), topology)
+
+
+@dataclass(frozen=True)
+class SourceInfo:
+    """What is known of a source besides its arrays.
+
+    ``identity`` is another for other contents: a save id, or names, lengths and times of files.
+    """
+
+    identity: str
+    step: int = 0
+    topology: Topology = field(default_factory=Topology)
+    state: Mapping[str, Any] = field(default_factory=dict)
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    spec_hash: str = ""
+    save_id: str | None = None
+    """Of a checkpoint."""
+
+
+class Source(Protocol):
+    """Arrays by name. It is pickled to reach other processes, and so holds no open files."""
+
+    @property
+    def info(self) -> SourceInfo:
+        """What is known besides the arrays."""
+        ...
+
+    @property
+    def arrays(self) -> Mapping[str, SourceArray]:
+        """Every array."""
+        ...
+
+    def read_box(self, name: str, box: Box) -> np.ndarray[Any, Any]:
+        """The numbers of a box, as they are stored; little more than them is read.
+
+        Raises CheckpointError where they are missing or damaged.
+        """
+        ...
+
+
+class CheckpointSource:
+    """A committed checkpoint; everything read is verified.
+
+    Raises CheckpointError where it has the slices of some ranks alone.
+    """
+
+    def __init__(self, root: Location, manifest: Manifest) -> None:
+        if manifest.ranks is not None:
+            raise CheckpointError(
+                f"checkpoint step {manifest.step} has the slices of ranks {list(manifest.ranks)} "
+                f"alone: take one that all ranks share"
+            )
+        self.root, self.manifest = root, manifest
+        digest = crc32c(encode_manifest(manifest))
+        self.info = SourceInfo(
+            identity=f"{manifest.save_id} {digest:08x}",
+            step=manifest.step,
+            topology=Topology(**manifest.topology),
+            state=manifest.state,
+            spec=manifest.spec,
+            spec_hash=manifest.spec_hash,
+            save_id=manifest.save_id,
+        )
+        self.records = {record.name: record for record in manifest.arrays}
+        self.arrays = {name: _of_record(record) for name, record in self.records.items()}
+
+    def read_box(self, name: str, box: Box) -> np.ndarray[Any, Any]:
+        """See :class:`Source`."""
+        return read_box(self.root, self.manifest, self.records[name], box)
+
+
+def _of_record(record: ArrayRecord) -> SourceArray:
+    return SourceArray(
+        record.shape, record.logical_dtype, record.splits, record.attributes, record.compression
+    )
+
+
+def changed(info: SourceInfo, how: object) -> SourceInfo:
+    """That of a source that differs from another in what ``how`` says."""
+    return replace(info, identity=f"{info.identity} {how}")

@@ -1,0 +1,25 @@
+"""Where bytes are kept: named, immutable objects in folders, object stores and peers."""
+
+from ckpt.store.local import LocalStore
+from ckpt.store.location import Location, as_location, open_store
+from ckpt.store.peer import PeerServer, address_towards
+from ckpt.store.posix import PAGE, Files
+from ckpt.store.protocol import THREADS, Bytes, Progress, Reader, Store
+from ckpt.store.retrying import Retrying
+
+__all__ = [
+    "PAGE",
+    "THREADS",
+    "Bytes",
+    "Files",
+    "LocalStore",
+    "Location",
+    "PeerServer",
+    "Progress",
+    "Reader",
+    "Retrying",
+    "Store",
+    "address_towards",
+    "as_location",
+    "open_store",
+]

@@ -1,0 +1,43 @@
+"""From where a store is to the store."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ckpt.store.local import LocalStore
+from ckpt.store.protocol import Store
+
+Location = Store | Path | str
+"""A store, or where one is: a folder, ``s3://BUCKET/PREFIX`` (``gs://``, ``az://``) or ``peer://``."""
+
+
+def open_store(location: Location) -> Store:
+    """The store at a location.
+
+    Raises ValueError for a URL that names none, or where the package that it needs is missing.
+    """
+    if isinstance(location, str) and location.startswith("peer://"):
+        from ckpt.store.peer import PeerStore
+
+        return PeerStore(location)
+    if isinstance(location, str) and "://" in location:
+        from ckpt.store.object_store import open_location  # which needs a package that few have
+
+        return open_location(location)
+    if isinstance(location, str | Path):
+        if re.match(r"\w{2,}:/", str(location)):
+            raise ValueError(
+                f"checkpoint location {location} is a URL: give it as a str, not a path"
+            )
+        return LocalStore(Path(location))
+    return location
+
+
+def as_location(text: str) -> Path | str:
+    """A location that a person typed: a URL as it is, anything else a folder. Raises ValueError for
+    a URL of no store."""
+    if "://" in text:
+        open_store(text)
+        return text
+    return Path(text)

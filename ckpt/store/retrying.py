@@ -1,0 +1,216 @@
+"""A store whose operations are tried again after errors that may pass."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from ckpt.store.protocol import Bytes, Reader, Store
+
+T = TypeVar("T")
+
+_LASTING = {
+    errno.ENOENT, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS,
+    errno.EFBIG, errno.EINVAL, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOTSUP,
+}  # fmt: skip
+_COMPARED_BYTES = 1 << 20
+
+
+def may_pass(error: OSError) -> bool:
+    """Whether the same may succeed in a while: not where a name is taken or missing, where it is
+    not permitted, and where there is no room."""
+    return error.errno not in _LASTING
+
+
+class Retrying:
+    """Any store, asked again and again, with exponential backoff and full jitter.
+
+    An operation that failed may have been done all the same: where its second try finds the name
+    taken, what is there is compared, byte by byte, and is no error if it is what was asked for.
+
+    Args:
+        store: the store.
+        attempts: how often in all an operation is tried.
+        first_seconds: the longest wait before the second attempt; it doubles with each.
+        longest_seconds: what it doubles up to.
+        sleep: waits for some seconds.
+        jitter: a number from 0 to 1; each wait is its longest times one.
+
+    Attributes:
+        retries: operations that were tried again, each as often as it was.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        attempts: int = 6,
+        first_seconds: float = 0.2,
+        longest_seconds: float = 10.0,
+        sleep: Callable[[float], None] = time.sleep,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        assert attempts >= 1
+        self.store, self.attempts, self.retries, self.links = store, attempts, 0, store.links
+        self._first, self._longest = first_seconds, longest_seconds
+        self._sleep, self._jitter = sleep, jitter
+        self._lock = threading.Lock()  # objects are written and read by several threads
+
+    def where(self, key: str = "") -> str:
+        """As in Store."""
+        return self.store.where(key)
+
+    def write(self, key: str, parts: Iterable[memoryview | bytes]) -> None:
+        """As in Store. Parts that can be had but once (a generator's) are written again only if
+        the first of them was not yet taken."""
+        source = _Source(parts)
+        self._make(key, lambda: self.store.write(key, source), source, lambda: not source.spent)
+
+    def settle(self, keys: Iterable[str]) -> None:
+        """As in Store."""
+        names = list(keys)
+        self._again(lambda: self.store.settle(names))
+
+    def publish(self, key: str, data: bytes) -> None:
+        """As in Store."""
+        self._make(key, lambda: self.store.publish(key, data), [data])
+
+    @contextlib.contextmanager
+    def open(self, key: str) -> Iterator[Reader]:
+        """As in Store; each read is tried again by itself."""
+        with contextlib.ExitStack() as stack:
+            reader = self._again(lambda: stack.enter_context(self.store.open(key)))
+            yield _RetryingReader(self, reader)
+
+    def read(self, key: str) -> bytes:
+        """As in Store."""
+        return self._again(lambda: self.store.read(key))
+
+    def names(self, folder: str) -> list[str]:
+        """As in Store."""
+        return self._again(lambda: self.store.names(folder))
+
+    def listing(self, folder: str) -> dict[str, tuple[int, float]]:
+        """As in Store."""
+        return self._again(lambda: self.store.listing(folder))
+
+    def link(self, old: str, new: str) -> bool:
+        """As in Store."""
+        made = True
+
+        def link() -> None:
+            nonlocal made
+            made = self.store.link(old, new)
+
+        with contextlib.ExitStack() as stack:
+            self._make(new, link, _Contents(stack, self, old))
+        return made
+
+    def remove(self, key: str) -> None:
+        """As in Store."""
+        self._again(lambda: self.store.remove(key))
+
+    def remove_all(self, folder: str) -> None:
+        """As in Store."""
+        self._again(lambda: self.store.remove_all(folder))
+
+    def free_bytes(self) -> int | None:
+        """As in Store."""
+        return self._again(self.store.free_bytes)
+
+    def _make(
+        self,
+        key: str,
+        act: Callable[[], None],
+        parts: Iterable[memoryview | bytes],
+        repeatable: Callable[[], bool] = lambda: True,
+    ) -> None:
+        failed = False
+
+        def make() -> None:
+            nonlocal failed
+            try:
+                act()
+            except FileExistsError:
+                if not (failed and self._holds(key, parts)):
+                    raise
+                self.settle([key])  # it may have failed just before that
+            except OSError:
+                failed = True
+                raise
+
+        self._again(make, repeatable)
+
+    def _again(self, act: Callable[[], T], repeatable: Callable[[], bool] = lambda: True) -> T:
+        for attempt in range(1, self.attempts):
+            try:
+                return act()
+            except OSError as error:
+                if not (may_pass(error) and repeatable()):
+                    raise
+            with self._lock:
+                self.retries += 1
+            longest = min(self._longest, self._first * 2 ** (attempt - 1))
+            self._sleep(longest * self._jitter())
+        return act()
+
+    def _holds(self, key: str, parts: Iterable[memoryview | bytes]) -> bool:
+        """Whether an object is just ``parts``."""
+        with self.open(key) as reader:
+            at = 0
+            for part in parts:
+                view = memoryview(part).cast("B")
+                if at + len(view) > reader.size:
+                    return False
+                for start in range(0, len(view), _COMPARED_BYTES):
+                    wanted = view[start : start + _COMPARED_BYTES]
+                    found = np.empty(len(wanted), np.uint8)
+                    reader.read_into(at + start, [found])
+                    if found.data != wanted:
+                        return False
+                at += len(view)
+            return at == reader.size
+
+
+class _Source:
+    """Parts, and whether they can still be had from the first on."""
+
+    def __init__(self, parts: Iterable[memoryview | bytes]) -> None:
+        self._parts, self._once = parts, iter(parts) is parts
+        self.spent = False
+
+    def __iter__(self) -> Iterator[memoryview | bytes]:
+        for part in self._parts:
+            self.spent = self._once
+            yield part
+
+
+class _Contents:
+    """What an object is, in parts; opened only when it is asked for."""
+
+    def __init__(self, stack: contextlib.ExitStack, store: Store, key: str) -> None:
+        self._stack, self._store, self._key = stack, store, key
+
+    def __iter__(self) -> Iterator[memoryview | bytes]:
+        reader = self._stack.enter_context(self._store.open(self._key))
+        for start in range(0, reader.size, _COMPARED_BYTES):
+            part = np.empty(min(_COMPARED_BYTES, reader.size - start), np.uint8)
+            reader.read_into(start, [part])
+            yield part.data
+
+
+class _RetryingReader:
+    def __init__(self, store: Retrying, reader: Reader) -> None:
+        self._store, self._reader, self.size = store, reader, reader.size
+
+    def read_into(self, start: int, parts: Sequence[Bytes]) -> None:
+        self._store._again(lambda: self._reader.read_into(start, parts))
+
+    def expect(self, spans: Sequence[tuple[int, int]]) -> None:
+        self._store._again(lambda: self._reader.expect(spans))

@@ -1,0 +1,41 @@
+"""What a run saves: arrays and the manifest's state."""
+
+from __future__ import annotations
+
+import ckpt
+from ckpt import LocalArray, Manifest, SaveInfo
+from pretrain.job import Job
+from pretrain.state import Progress, rng_arrays
+
+
+def checkpoint_arrays(job: Job) -> list[LocalArray]:
+    """This rank's part of what a checkpoint holds, as it is now."""
+    rng = rng_arrays(job.topology, job.runtime.rank, job.runtime.device)
+    return [*job.arrays(), *job.residuals(), *rng]
+
+
+def save_info(job: Job, progress: Progress) -> SaveInfo:
+    """What else a checkpoint after ``progress.step`` steps holds."""
+    spec, runtime = job.spec, job.runtime
+    return SaveInfo(
+        save_id=f"{progress.step:08d}-{runtime.launch_id}",
+        step=progress.step,
+        topology=job.topology,
+        state={
+            **progress.as_dict(),
+            "corpus": job.corpus.fingerprint,
+            "capacity": None if job.balance is None else job.balance.state(),
+        },
+        spec=spec.as_dict(),
+        spec_hash=spec.hash,
+        compression=spec.checkpoint.compression,
+    )
+
+
+def save_checkpoint(job: Job, progress: Progress) -> Manifest | None:
+    """Commit the state as it is after ``progress.step`` steps, while every rank waits.
+
+    Raises CheckpointError on every rank where any could not write.
+    """
+    root, arrays = job.spec.checkpoint_path, checkpoint_arrays(job)
+    return ckpt.save(root, save_info(job, progress), arrays, job.runtime.rank, job.runtime.agree)

@@ -1,0 +1,77 @@
+"""Initial weights of a run: fresh, or from another checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import ckpt
+from ckpt import CheckpointError, LocalArray, Location, Manifest
+from ckpt.format import Missing, renamed
+from pretrain.errors import InputError
+from pretrain.job import Job
+from pretrain.model import init_parameters
+from pretrain.observe import say
+from pretrain.state import Progress, seed_rng
+
+
+def first_values(job: Job) -> Progress:
+    """Fill the model of a new run: fresh weights, or those of ``train.init_from``.
+
+    Every rank must call. Raises InputError or CheckpointError where the weights cannot be had.
+    """
+    spec, runtime = job.spec, job.runtime
+    if spec.train.init_from is None:
+        _fresh_parameters(job)
+    else:
+        _first_weights(job, spec.train.init_from)
+    seed_rng(spec.train.seed, 0, runtime.rank)
+    return Progress(loss_scale=spec.train.first_loss_scale)
+
+
+def _first_weights(job: Job, init_from: str) -> None:
+    spec, runtime = job.spec, job.runtime
+    root = runtime.together(lambda: _as_location(init_from))
+    manifest = runtime.together(lambda: ckpt.read_manifest(root))
+    arrays = [array for array in job.arrays() if array.spec.name.startswith("model/")]
+    if spec.train.init_missing == "keep":
+        _fresh_parameters(job)
+    rename, missing = spec.train.init_rename, spec.train.init_missing
+    kept = runtime.together(lambda: _load_weights(root, manifest, arrays, rename, missing))
+    if runtime.is_first:
+        for name in kept:
+            say(f"{name} is not in train.init_from and gets fresh values")
+        say(f"first values are the weights of step {manifest.step} in {root}")
+        for section in ("model", "moe"):
+            before, now = manifest.spec.get(section), spec.as_dict()[section]
+            for field, was, here in ckpt.spec_differences(before, now, section):
+                say(f"spec differs from that of train.init_from: {field} was {was}, is {here}")
+
+
+def _fresh_parameters(job: Job) -> None:
+    seed, layers = job.spec.train.seed, job.spec.model.num_layers
+    init_parameters(job.model, job.layouts, job.runtime.rank, seed, layers)
+
+
+def _as_location(init_from: str) -> Location:
+    try:
+        return ckpt.as_location(init_from)
+    except ValueError as error:
+        raise InputError(f"train.init_from ({init_from}): {error}") from None
+
+
+def _load_weights(
+    root: Location,
+    manifest: Manifest,
+    arrays: list[LocalArray],
+    rename: Mapping[str, str],
+    missing: Missing,
+) -> list[str]:
+    names = {array.spec.name for array in arrays}
+    try:
+        saved = renamed([a.name for a in manifest.arrays], rename)
+        stray = sorted(n for n in saved if n.startswith("model/") and n not in names)
+        if stray:
+            raise CheckpointError(f"checkpoint array {stray[0]} has no place in the model")
+        return ckpt.load(root, manifest, arrays, rename, missing)
+    except CheckpointError as error:
+        raise CheckpointError(f"train.init_from ({root}): {error}") from None

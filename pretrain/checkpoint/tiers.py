@@ -1,0 +1,93 @@
+"""The tiers of a run's checkpoints, and the start of the writer process."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from ipaddress import IPv4Address
+from pathlib import Path
+
+from ckpt import Saver, Tier, address_towards
+from pretrain.errors import InputError
+from pretrain.job import Job
+from pretrain.runtime import Runtime
+from pretrain.spec import JobSpec
+
+
+def tiers_of(spec: JobSpec, runtime: Runtime) -> list[Tier]:
+    """Where this rank's checkpoints go, the fastest first."""
+    config, tiers = spec.checkpoint, []
+    node, ranks = _node_of(runtime)
+    if config.memory:
+        folder = f"convoy-{_name_of(spec)}-node{node}"
+        tiers.append(
+            Tier(
+                name="memory",
+                location=str(Path(config.memory_path) / folder),
+                ranks=ranks,
+                keep=1,
+                volatile=True,
+            )
+        )
+    if config.local_path is not None:
+        folder = f"{config.local_path}/{spec.name}-{_name_of(spec)}-node{node}"
+        tiers.append(Tier(name="local", location=folder, ranks=ranks, keep=config.keep))
+    shared = str(spec.checkpoint_path)
+    return [*tiers, Tier(name="shared", location=shared, keep=config.retention)]
+
+
+def _node_of(runtime: Runtime) -> tuple[int, tuple[int, ...]]:
+    """This rank's node, and the ranks on it."""
+    size = runtime.ranks_per_node
+    node = runtime.rank // size
+    return node, tuple(range(node * size, min((node + 1) * size, runtime.world)))
+
+
+def _name_of(spec: JobSpec) -> str:
+    """Of the run on this machine: that of its checkpoint folder."""
+    path = spec.checkpoint_path
+    path = str(path.resolve()) if isinstance(path, Path) else path
+    return hashlib.sha256(path.encode()).hexdigest()[:16]
+
+
+def start_saver(job: Job, key: str) -> Saver:
+    """This rank's saver. Keepers that an earlier start has left end first. ``key`` is one of this
+    launch alone."""
+    spec, runtime = job.spec, job.runtime
+    node, ranks = _node_of(runtime)
+    serves = None
+    if spec.checkpoint.peer:
+        if runtime.world <= runtime.ranks_per_node:
+            raise InputError("checkpoint.peer (true) must be false on one node: it has no other")
+        if runtime.rank == ranks[0]:
+            name = f"convoy-{_name_of(spec)}-node{node}-peers"
+            serves = str(Path(spec.checkpoint.memory_path) / name)
+    memory = Path("/dev/shm")
+    folder = memory if memory.is_dir() else Path(tempfile.gettempdir())
+    lock = folder / f"convoy-{_name_of(spec)}-{runtime.rank}.lock"
+    return Saver(
+        tiers_of(spec, runtime),
+        runtime.rank,
+        lock,
+        compression=spec.checkpoint.compression,
+        serves=serves,
+        key=key,
+        linger_seconds=spec.checkpoint.linger_seconds,
+    )
+
+
+def join_peers(job: Job, saver: Saver, port: int, key: str) -> None:
+    """Add the next node's memory to the tiers, where the spec says so; every rank must call.
+
+    ``port`` is what this rank's keeper serves, or 0.
+    """
+    runtime, size = job.runtime, job.runtime.ranks_per_node
+    if not job.spec.checkpoint.peer:
+        return
+    host = IPv4Address(address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")))
+    served = runtime.gather_pairs([(int(host), port)])
+    (node, ranks), nodes = _node_of(runtime), -(-runtime.world // size)
+    ((address, port),) = served[(node + 1) % nodes * size]
+    location = f"peer://{key}@{IPv4Address(address)}:{port}/node{node}"
+    runtime.together(lambda: saver.add(Tier(name="peer", location=location, ranks=ranks, keep=1)))

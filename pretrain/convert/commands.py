@@ -1,0 +1,278 @@
+"""Import, export and upcycling: from one folder to another that is whole or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from tokenizers import Tokenizer
+from torch import Tensor
+
+import ckpt
+from ckpt import CheckpointError, Manifest
+from moe import MoEConfig
+from pretrain.convert.hf import (
+    FAMILIES,
+    Family,
+    HFCheckpoint,
+    HFConfig,
+    HFTensor,
+    HFWeights,
+    Sections,
+    family_for,
+    family_of,
+    hf_tensors,
+    write_json,
+    write_safetensors,
+)
+from pretrain.convert.surgery import upcycled_spec
+from pretrain.convert.weights import CheckpointWeights, UpcycledWeights, WeightSource, save_weights
+from pretrain.data import END_OF_DOCUMENT, read_tokenizer
+from pretrain.errors import InputError
+from pretrain.model import ModelConfig, meta_decoder
+from pretrain.spec import JobSpec, resolve_spec
+
+_SEQ_LEN = 1024
+_TOKENIZER = "tokenizer.json"
+
+
+def refuse_existing(target: Path) -> None:
+    """Raises InputError where ``target`` is there already: better before the work than after."""
+    if target.exists():
+        raise InputError(f"{target} must not exist: choose another folder, or remove it")
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A hidden sibling that becomes ``target`` at the end, or is removed.
+
+    Raises InputError where ``target`` is there already, or cannot be written.
+    """
+    refuse_existing(target)
+    target = target.absolute()
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        _sync(partial)
+        partial.rename(target)
+        _sync(target.parent)
+    except OSError as error:
+        raise InputError(
+            f"{target} cannot be written: {error.strerror}: {error.filename or target}"
+        ) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def import_hf(source: Path, target: Path) -> tuple[JobSpec, int]:
+    """Make ``target/checkpoints`` and ``target/spec.toml`` of a Hugging Face folder.
+
+    Returns the spec and the verified bytes. Raises InputError for what Convoy cannot express, and
+    for files that are not whole.
+    """
+    refuse_existing(target)
+    sections, weights, kind = _open_hf(source)
+    end_token = find_end_token(source, sections[0]["vocab_size"])
+    spec = new_spec(sections, target, end_token)
+    verified = _write(target, spec, weights, {"imported_from": kind}, source)
+    return spec, verified
+
+
+def find_end_token(source: Path, vocab_size: int) -> str | None:
+    """The token that ends a document for the tokenizer of a Hugging Face folder.
+
+    None where there is no tokenizer.json of the kind that ``data.tokenizer`` takes.
+    """
+    path = source / _TOKENIZER
+    config = HFConfig.read(source).values
+    ends = config.get("eos_token_id", [])
+    try:
+        tokenizer = Tokenizer.from_file(str(path)) if path.exists() else None
+    except Exception as error:  # the library raises nothing more specific
+        raise InputError(f"{path} cannot be read: {error}") from None
+    if tokenizer is None:
+        return None
+    ids = ends if isinstance(ends, list) else [ends]
+    for end in [*(tokenizer.id_to_token(i) for i in ids if isinstance(i, int)), END_OF_DOCUMENT]:
+        if end is not None:
+            with suppress(InputError):
+                read_tokenizer(path, vocab_size, end)
+                return str(end)
+    return None
+
+
+def _open_hf(source: Path) -> tuple[Sections, WeightSource, str]:
+    config = HFConfig.read(source)
+    family = family_of(config)
+    model, moe = family.sections(config)
+    spec = new_spec((model, moe), source)  # says what does not fit, before files are read
+    decoder = meta_decoder(spec.model, spec.moe)
+    tensors = list(hf_tensors(decoder, family.names))
+    checkpoint = HFCheckpoint(source)
+    spare = config.size("num_nextn_predict_layers", 0)
+    checkpoint.check(tensors, spec.model.num_layers, spare)
+    return (model, moe), HFWeights(checkpoint, tensors), family.model_type
+
+
+def new_spec(sections: Sections, target: Path, end_token: str | None = None) -> JobSpec:
+    """A spec to train on with, where a checkpoint brings none of its own."""
+    model, moe = sections
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", target.absolute().name).lstrip("._-") or "imported"
+    spec: dict[str, Any] = {
+        "name": name,
+        "model": model,
+        "data": {
+            "source": "stdlib",
+            "path": f"runs/corpora/{name}",
+            "seq_len": min(model["max_seq_len"] or _SEQ_LEN, _SEQ_LEN),
+        },
+        "train": {
+            "steps": 1000,
+            "global_batch_size": 8,
+            "micro_batch_size": 1,
+            "init_from": str(target / "checkpoints"),
+        },
+        "optimizer": {"lr": 1e-5},
+        "schedule": {"warmup_steps": 100},
+    }
+    if moe is not None:
+        spec["moe"] = moe
+    if end_token is not None:
+        spec["data"] |= {"tokenizer": str(target / _TOKENIZER), "end_token": end_token}
+    return resolve_spec(spec, str(target))
+
+
+def _write(
+    target: Path, spec: JobSpec, weights: WeightSource, state: dict[str, Any], source: Path
+) -> int:
+    """The checkpoint, the spec, and the tokenizer of ``source`` if the spec names it."""
+    with new_folder(target) as folder:
+        manifest = save_weights(folder / "checkpoints", spec, weights, state)
+        verified = ckpt.verify(folder / "checkpoints", manifest)
+        if spec.data.tokenizer == str(target / _TOKENIZER):
+            shutil.copyfile(source / _TOKENIZER, folder / _TOKENIZER)
+        (folder / "spec.toml").write_text(spec_toml(spec))
+    return verified
+
+
+def spec_toml(spec: JobSpec) -> str:
+    """A spec as the TOML of what differs from the defaults."""
+    lines = ["# data, train and optimizer are a start: set them to what you train on."]
+    values = spec.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
+    if spec.moe is not None:
+        del values["moe"]["d_model"]
+    _toml_table(values, "", lines)
+    return "\n".join(lines) + "\n"
+
+
+def _toml_table(values: dict[str, Any], prefix: str, lines: list[str]) -> None:
+    tables = {key: value for key, value in values.items() if isinstance(value, dict)}
+    for key, value in values.items():
+        if key not in tables:
+            lines.append(f"{key} = {json.dumps(value)}")
+    for key, table in tables.items():
+        lines += ["", f"[{prefix}{key}]"]
+        _toml_table(table, f"{prefix}{key}.", lines)
+
+
+def export_hf(
+    root: Path,
+    target: Path,
+    step: int | None = None,
+    family: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    max_file_bytes: int = 5 * 10**9,
+) -> tuple[Family, Manifest, int]:
+    """Write a checkpoint's weights as a Hugging Face folder; moments stay behind.
+
+    Returns the family, what was read, and the bytes written. Raises InputError for what the family
+    cannot express, and CheckpointError for a checkpoint that is not whole.
+    """
+    refuse_existing(target)
+    manifest = ckpt.read_manifest(root, step)
+    model, moe = _sections_of(root, manifest)
+    seq_len = int((manifest.spec.get("data") or {}).get("seq_len", _SEQ_LEN))
+    made = FAMILIES[family] if family else family_for(model, moe, seq_len)
+    config = made.config(model, moe, seq_len) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    tensors = list(hf_tensors(meta_decoder(model, moe), made.names))
+    weights = CheckpointWeights(root, manifest)
+
+    def read(tensor: HFTensor) -> Tensor:
+        value = weights.read(tensor.parameter, tensor.expert)
+        return value if tensor.expert is None else value.T
+
+    with new_folder(target) as folder:
+        written = write_safetensors(folder, tensors, read, dtype, max_file_bytes)
+        write_json(folder / "config.json", config)
+    return made, manifest, written
+
+
+def _sections_of(root: Path, manifest: Manifest) -> tuple[ModelConfig, MoEConfig | None]:
+    try:
+        moe = manifest.spec.get("moe")
+        return (
+            ModelConfig.model_validate(manifest.spec.get("model")),
+            None if moe is None else MoEConfig.model_validate(moe),
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise CheckpointError(
+            f"manifest {ckpt.manifest_path(root, manifest.step)} has no spec of this version: "
+            f"{field}: {first['msg']}"
+        ) from None
+
+
+def upcycle(
+    source: Path,
+    target: Path,
+    num_experts: int,
+    top_k: int,
+    first_k_dense: int = 0,
+    overrides: Sequence[str] = (),
+    step: int | None = None,
+) -> tuple[JobSpec, int]:
+    """Make a MoE of a dense checkpoint, Convoy's or a Hugging Face folder, as :func:`import_hf`.
+
+    Sparse upcycling (Komatsuzaki et al., arXiv 2212.05055): every expert of a layer is a copy of
+    its dense feed-forward, the router is fresh, and the first layers may stay dense. ``overrides``
+    are ``section.field=value``, such as ``moe.load_balance_weight=0.02``.
+
+    Raises InputError where the source is no dense model, or the sizes would not be its own.
+    """
+    refuse_existing(target)
+    weights: WeightSource
+    if (source / "config.json").exists():
+        (model, moe), weights, kind = _open_hf(source)
+        end_token = find_end_token(source, model["vocab_size"])
+        base = new_spec((model, moe), target, end_token).as_dict()
+    else:
+        manifest = ckpt.read_manifest(source, step)
+        resolved = resolve_spec(dict(manifest.spec), f"the spec of step {manifest.step}")
+        base, weights, kind = resolved.as_dict(), CheckpointWeights(source, manifest), "checkpoint"
+    base |= {"name": target.absolute().name.lstrip("._-"), "run_dir": None}
+    base["train"]["init_from"] = str(target / "checkpoints")
+    base["checkpoint"]["path"] = None
+    sizes = num_experts, top_k, first_k_dense
+    spec = upcycled_spec(base, *sizes, overrides, str(source))
+    assert spec.moe is not None
+    upcycled = UpcycledWeights(weights, spec.moe, spec.model.num_layers, spec.train.seed)
+    return spec, _write(target, spec, upcycled, {"upcycled_from": kind}, source)

@@ -1,0 +1,83 @@
+"""The weights of torchtitan's models under the names, and in the shapes, that Convoy's have.
+
+Legend: L layers, E experts, D d_model, F d_ff.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ckpt.format import renamed
+from ckpt.rewrite import Selected, Source, changed
+from parallel.layout import Box
+from pretrain.errors import InputError
+
+_ATTENTION = r"layers/attention/(?:qkv_linear/)?"
+_EXPERTS = r"layers/moe/(?:experts|routed_experts/inner_experts)/"
+_ROLES = {"w1": "w_gate", "w2": "w_down", "w3": "w_up"}
+# Names of stacked arrays up to torchtitan 0.2, and of 0.3.
+_NAMES = (
+    (r"tok_embeddings/weight", "embed/weight"),
+    (r"norm/weight", "norm/weight"),
+    (r"(?:output|lm_head)/weight", "head/weight"),
+    (r"layers/(attention_norm|ffn_norm)/weight", r"layers/\1/weight"),
+    (_ATTENTION + r"(wq|wk|wv|wo|q_norm|k_norm)/weight", r"layers/attention/\1/weight"),
+    (r"layers/feed_forward/(w[123])/weight", r"layers/ffn/\1/weight"),
+    (r"layers/moe/shared_experts/(w[123])/weight", r"layers/moe/shared_experts/\1/weight"),
+    (r"layers/moe/router/gate/weight", "layers/moe/router/weight"),
+    (r"layers/moe/expert_bias(?:_E)?", "layers/moe/router/expert_bias"),
+    (_EXPERTS + r"(w[123])(?:_EFD|_EDF)?", r"layers/moe/experts/\1"),
+)
+_NO_WEIGHTS = re.compile(
+    r"(optimizer|lr_scheduler|dataloader|train_state)/.*|.*/tokens_per_expert(_E)?|.*freqs_cis"
+)
+_ROLE = re.compile(r"\bw[123]\b")
+_EXPERT_MATRIX = re.compile(r"model/layers/moe/experts/(w_gate|w_up|w_down)")
+
+
+def from_titan(source: Source) -> Source:
+    """The weights of a torchtitan checkpoint whose layers are stacked; the rest stays behind.
+
+    Its experts are [L, E, out, in], Convoy's [L, E, in, out]. Llama's rotary pairs lie side by
+    side there: ``model.rope_interleaved`` says so in the spec to train on with.
+
+    Raises InputError, naming it, for an array that is of none of the models that are known
+    (grouped-query attention, dense or with experts).
+    """
+    names = {}
+    for name in source.arrays:
+        if _NO_WEIGHTS.fullmatch(name) is None:
+            names[name] = f"model/{_ROLE.sub(lambda m: _ROLES[m[0]], _ours(name))}"
+    picked = Selected(source, {name: name for name in names})
+    return _Turned(Selected(picked, renamed(names, names)))
+
+
+def _ours(name: str) -> str:
+    for pattern, ours in _NAMES:
+        match = re.fullmatch(pattern, name)
+        if match is not None:
+            return match.expand(ours)
+    raise InputError(f"--family torchtitan: array {name} is of no model that is known")
+
+
+class _Turned:
+    """A source with the last two dims of experts' matrices swapped."""
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.info = source, changed(source.info, "turned")
+        self.arrays = dict(source.arrays)
+        for name, array in source.arrays.items():
+            if _EXPERT_MATRIX.fullmatch(name):
+                *first, rows, columns = array.shape
+                self.arrays[name] = replace(array, shape=(*first, columns, rows))
+
+    def read_box(self, name: str, box: Box) -> np.ndarray[Any, Any]:
+        """See :class:`ckpt.source.Source`."""
+        if not _EXPERT_MATRIX.fullmatch(name):
+            return self.source.read_box(name, box)
+        *first, rows, columns = box
+        return self.source.read_box(name, (*first, columns, rows)).swapaxes(-1, -2)

@@ -1,0 +1,25 @@
+"""From text to batches: the corpus, the global order of samples, and the loader."""
+
+from pretrain.data.config import END_OF_DOCUMENT, DataConfig
+from pretrain.data.loader import Cursor, Loader
+from pretrain.data.manifest import CorpusManifest, open_corpus
+from pretrain.data.order import GlobalOrder
+from pretrain.data.prepare import prepare_corpus
+from pretrain.data.sequences import PackedSequences
+from pretrain.data.tokenizer import bytes_per_token, end_of_document, load_tokenizer, read_tokenizer
+
+__all__ = [
+    "END_OF_DOCUMENT",
+    "CorpusManifest",
+    "Cursor",
+    "DataConfig",
+    "GlobalOrder",
+    "Loader",
+    "PackedSequences",
+    "bytes_per_token",
+    "end_of_document",
+    "load_tokenizer",
+    "open_corpus",
+    "prepare_corpus",
+    "read_tokenizer",
+]

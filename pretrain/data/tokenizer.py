@@ -1,0 +1,101 @@
+"""Byte-level BPE tokenizers: training, loading and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from pretrain.data.config import END_OF_DOCUMENT, DataConfig
+from pretrain.data.documents import Document
+from pretrain.errors import InputError
+
+
+def load_tokenizer(data: DataConfig) -> Tokenizer:
+    """The prepared corpus's tokenizer; the end of a document spelt out in a text is only text."""
+    path = Path(data.path) / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more specific
+        raise InputError(f"corpus file {path} cannot be read: {error}") from None
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def read_tokenizer(path: Path, vocab_size: int, end_token: str) -> Tokenizer:
+    """A tokenizer that was made elsewhere, ready for whole documents.
+
+    Raises InputError where it cannot be read, is not byte-level, has ids beyond ``vocab_size``, or
+    lacks ``end_token``.
+    """
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more specific
+        raise InputError(f"data.tokenizer ({path}) cannot be read: {error}") from None
+    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
+        raise InputError(
+            f"data.tokenizer ({path}) must be byte-level: bytes of text are counted from tokens"
+        )
+    largest = max(tokenizer.get_vocab(with_added_tokens=True).values())
+    if largest >= vocab_size:
+        raise InputError(
+            f"model.vocab_size ({vocab_size}) must be above the largest id ({largest}) of "
+            f"data.tokenizer ({path})"
+        )
+    if tokenizer.token_to_id(end_token) is None:
+        raise InputError(f"data.end_token ({end_token}) must be a token of data.tokenizer ({path})")
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def end_of_document(tokenizer: Tokenizer, end_token: str = END_OF_DOCUMENT) -> int:
+    """The id of the token that ends a document."""
+    token = tokenizer.token_to_id(end_token)
+    assert token is not None, "seen to when the corpus was prepared"
+    return token
+
+
+def bytes_per_token(
+    tokenizer: Tokenizer, vocab_size: int, end_token: str = END_OF_DOCUMENT
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """[V] int64: how many bytes of text each token stands for; the end of a document none."""
+    # A byte-level token is spelt with one character for each byte; an added one as it is.
+    tokens = [tokenizer.id_to_token(i) or "" for i in range(vocab_size)]
+    sizes = np.array([len(token) for token in tokens], dtype=np.int64)
+    for i, token in tokenizer.get_added_tokens_decoder().items():
+        sizes[i] = len(token.content.encode())
+    sizes[end_of_document(tokenizer, end_token)] = 0
+    return sizes
+
+
+def train_tokenizer(
+    documents: list[Document], vocab_size: int, limit: int, end_token: str
+) -> Tokenizer:
+    """Train a byte-level BPE tokenizer on ``limit`` bytes: documents in order of their hashes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[end_token],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+
+    def some() -> Iterator[str]:
+        left = limit
+        # By hash, so that a limit takes from everywhere and not from the first folder.
+        for document in sorted(documents, key=lambda d: d.hash):
+            raw = document.read().encode()[:left]
+            yield raw.decode(errors="ignore")
+            left -= len(raw)
+            if left <= 0:
+                return
+
+    tokenizer.train_from_iterator(some(), trainer)
+    tokenizer.encode_special_tokens = True
+    return tokenizer

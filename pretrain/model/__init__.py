@@ -1,0 +1,18 @@
+"""The reference decoder: attention, initial weights and FLOP counts."""
+
+from pretrain.model.decoder import Decoder, DecoderLayer, DecoderOutput, ModelConfig, meta_decoder
+from pretrain.model.flops import forward_flops, peak_flops_per_second
+from pretrain.model.init import first_matrix, init_parameters, is_bias
+
+__all__ = [
+    "Decoder",
+    "DecoderLayer",
+    "DecoderOutput",
+    "ModelConfig",
+    "first_matrix",
+    "forward_flops",
+    "init_parameters",
+    "is_bias",
+    "meta_decoder",
+    "peak_flops_per_second",
+]

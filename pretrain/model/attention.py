@@ -1,0 +1,251 @@
+"""Attention of the reference decoder: grouped-query, and multi-head latent.
+
+Legend: B batch, S tokens of a sequence that are here, W those of the whole sequence, D d_model,
+H heads, G key-value heads; sizes of a head: C of a query or key, P of its rotary part, N of the
+rest, V of a value; R kv_lora_rank.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, Self
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor, nn
+
+from parallel import Context, Documents, SpreadSequence, WholeSequence
+from pretrain.model.rope import YarnConfig, rope_frequencies, rotate
+
+QKNorm = Literal["none", "head", "all_heads"]
+
+_LATENT_NORM_EPS = 1e-6
+"""DeepSeek-V3's, whatever the other norms have."""
+
+
+class AttentionConfig(BaseModel):
+    """The attention fields of the ``[model]`` section."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    d_model: int = Field(ge=1)
+    num_heads: int = Field(ge=1)
+    num_kv_heads: int = Field(ge=1)
+    head_dim: int | None = Field(default=None, ge=1)
+    """Size of one head; d_model / num_heads where it is left out."""
+    qk_norm: QKNorm = "head"
+    """RMSNorm of queries and keys: of each head, or of all heads as one vector."""
+    kv_lora_rank: int = Field(default=0, ge=0)
+    """Above 0: multi-head latent attention. Keys and values come from a vector of this size."""
+    q_lora_rank: int = Field(default=0, ge=0)
+    """Queries come from a vector of this size; 0: from the input."""
+    qk_nope_head_dim: int = Field(default=0, ge=0)
+    qk_rope_head_dim: int = Field(default=0, ge=0)
+    v_head_dim: int = Field(default=0, ge=0)
+    """Sizes of a latent head: of a query and key without and with positions, and of a value."""
+    rope_theta: float = Field(default=10000.0, gt=1)
+    rope_interleaved: bool = False
+    """Rotary pairs are neighbours (2i, 2i + 1), not (i, i + half)."""
+    yarn: YarnConfig | None = None
+    norm_eps: float = Field(default=1e-6, gt=0)
+
+    @model_validator(mode="after")
+    def _check_attention(self) -> Self:
+        if self.latent:
+            self._check_latent()
+        else:
+            self._check_grouped()
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model.num_heads ({self.num_heads}) must be a multiple of model.num_kv_heads "
+                f"({self.num_kv_heads})"
+            )
+        return self
+
+    def _check_grouped(self) -> None:
+        if self.head_dim is None and (self.d_model % self.num_heads or self.qk_head_dim % 2):
+            raise ValueError(
+                f"model.d_model ({self.d_model}) must be an even multiple of model.num_heads "
+                f"({self.num_heads}): rotary embedding turns pairs within a head"
+            )
+        if self.qk_head_dim % 2:
+            raise ValueError(
+                f"model.head_dim ({self.head_dim}) must be even: rotary embedding turns pairs "
+                f"within a head"
+            )
+        for field in ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            if getattr(self, field):
+                raise ValueError(
+                    f"model.{field} ({getattr(self, field)}) must be 0 where model.kv_lora_rank "
+                    f"is 0: it is of latent attention"
+                )
+        if self.yarn is not None and self.yarn.mscale:
+            raise ValueError(
+                f"model.yarn.mscale ({self.yarn.mscale}) must be 0 where model.kv_lora_rank is 0: "
+                f"it is of latent attention"
+            )
+
+    def _check_latent(self) -> None:
+        latent = f"with model.kv_lora_rank ({self.kv_lora_rank})"
+        for field in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            if getattr(self, field) == 0:
+                raise ValueError(f"model.{field} (0) must be at least 1 {latent}")
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(
+                f"model.qk_rope_head_dim ({self.qk_rope_head_dim}) must be even: rotary embedding "
+                f"turns pairs"
+            )
+        if self.num_kv_heads != self.num_heads:
+            raise ValueError(
+                f"model.num_kv_heads ({self.num_kv_heads}) must be model.num_heads "
+                f"({self.num_heads}) {latent}"
+            )
+        if self.head_dim is not None:
+            raise ValueError(f"model.head_dim ({self.head_dim}) must be left out {latent}")
+        if self.qk_norm != "none":
+            raise ValueError(
+                f"model.qk_norm ({self.qk_norm}) must be none {latent}: the latents are normed"
+            )
+
+    @property
+    def latent(self) -> bool:
+        """Whether attention is multi-head latent attention."""
+        return self.kv_lora_rank > 0
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Size of a query's or key's head."""
+        if self.latent:
+            return self.qk_nope_head_dim + self.qk_rope_head_dim
+        return self.d_model // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """What attention logits are multiplied by."""
+        scale = 1 / math.sqrt(self.qk_head_dim)
+        return scale if self.yarn is None else scale * self.yarn.logit_scale
+
+
+def rotate_as(config: AttentionConfig, x_BHSP: Tensor, positions_S: Tensor | None = None) -> Tensor:
+    """Rotary position embedding with a config's frequencies, magnitude and pairs."""
+    frequencies = rope_frequencies(x_BHSP.shape[-1], config.rope_theta, config.yarn, x_BHSP.device)
+    scale = 1.0 if config.yarn is None else config.yarn.rotary_scale
+    return rotate(x_BHSP, frequencies, scale, config.rope_interleaved, positions_S)
+
+
+class _CausalAttention(nn.Module):
+    """What both kinds of attention have: where the rest of each sequence is."""
+
+    context: Context
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.context = WholeSequence()
+
+    def use_sequence_group(self, group: dist.ProcessGroup) -> None:
+        """Sequences are spread over ``group``; ``parallel.apply_context_parallel`` calls this."""
+        self.context = SpreadSequence(group)
+
+
+class GroupedQueryAttention(_CausalAttention):
+    """Causal grouped-query attention (Ainslie et al., arXiv 2305.13245) with rotary positions."""
+
+    def __init__(self, config: AttentionConfig) -> None:
+        super().__init__()
+        self.config = c = config
+        q, kv = c.num_heads * c.qk_head_dim, c.num_kv_heads * c.qk_head_dim
+        self.wq = nn.Linear(c.d_model, q, bias=False)
+        self.wk = nn.Linear(c.d_model, kv, bias=False)
+        self.wv = nn.Linear(c.d_model, kv, bias=False)
+        self.wo = nn.Linear(q, c.d_model, bias=False)
+        sizes = {"none": None, "head": (c.qk_head_dim,) * 2, "all_heads": (q, kv)}[c.qk_norm]
+        self.q_norm = nn.RMSNorm(sizes[0], c.norm_eps) if sizes else None
+        self.k_norm = nn.RMSNorm(sizes[1], c.norm_eps) if sizes else None
+
+    def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
+        """[B, S, D] -> [B, S, D]; tokens attend to themselves and those before them, of their
+        documents where these are given."""
+        S, c = x_BSD.shape[1], self.config
+        at = self.context.positions(S, x_BSD.device)
+        q_BHSC = rotate_as(c, self._normed(self.wq(x_BSD), self.q_norm), at)
+        k_BGSC = rotate_as(c, self._normed(self.wk(x_BSD), self.k_norm), at)
+        v_BSGC = self._normed(self.wv(x_BSD), None).transpose(1, 2)
+        k_BWGC, v_BWGC = map(self.context.gather, (k_BGSC.transpose(1, 2), v_BSGC))
+        y_BHSC = self.context.attend(
+            q_BHSC, k_BWGC.transpose(1, 2), v_BWGC.transpose(1, 2), c.softmax_scale, documents
+        )
+        # Heads are those that are here: tensor parallelism may have cut the projections.
+        out: Tensor = self.wo(y_BHSC.transpose(1, 2).flatten(2))
+        return out
+
+    def _normed(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        """[B, S, heads · C] -> [B, heads, S, C]."""
+        if norm is not None and self.config.qk_norm == "all_heads":
+            x = norm(x)
+        x = x.view(*x.shape[:2], x.shape[2] // self.config.qk_head_dim, self.config.qk_head_dim)
+        if norm is not None and self.config.qk_norm == "head":
+            x = norm(x)
+        return x.transpose(1, 2)
+
+
+class LatentAttention(_CausalAttention):
+    """Causal multi-head latent attention (DeepSeek-V3, arXiv 2412.19437, section 2.1.1).
+
+    Keys and values of all heads are made from one small vector for each token, the latent; the
+    rotary part of the keys is shared by all heads.
+    """
+
+    def __init__(self, config: AttentionConfig) -> None:
+        super().__init__()
+        self.config = c = config
+        q = c.num_heads * c.qk_head_dim
+        rank = c.q_lora_rank
+        self.wq = None if rank else nn.Linear(c.d_model, q, bias=False)
+        self.wq_a = nn.Linear(c.d_model, rank, bias=False) if rank else None
+        self.q_a_norm = nn.RMSNorm(rank, _LATENT_NORM_EPS) if rank else None
+        self.wq_b = nn.Linear(rank, q, bias=False) if rank else None
+        self.wkv_a = nn.Linear(c.d_model, c.kv_lora_rank + c.qk_rope_head_dim, bias=False)
+        self.kv_a_norm = nn.RMSNorm(c.kv_lora_rank, _LATENT_NORM_EPS)
+        kv = c.num_heads * (c.qk_nope_head_dim + c.v_head_dim)
+        self.wkv_b = nn.Linear(c.kv_lora_rank, kv, bias=False)
+        self.wo = nn.Linear(c.num_heads * c.v_head_dim, c.d_model, bias=False)
+
+    def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
+        """[B, S, D] -> [B, S, D]; tokens attend to themselves and those before them, of their
+        documents where these are given."""
+        B, S, _ = x_BSD.shape
+        c = self.config
+        N, P, V = c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
+        q = self._queries(x_BSD)
+        # Heads are those that are here: tensor parallelism may have cut the projections.
+        H = q.shape[-1] // (N + P)
+        q_BHSC = q.view(B, S, H, N + P).transpose(1, 2)
+        q_BHSN, q_BHSP = q_BHSC.split((N, P), dim=-1)
+        # The latents are a hundredth of the keys and values that are made of them: they travel.
+        latent_BWR, k_BWP = self.context.gather(self.wkv_a(x_BSD)).split((c.kv_lora_rank, P), -1)
+        W = latent_BWR.shape[1]
+        kv = self.wkv_b(self.kv_a_norm(latent_BWR)).view(B, W, H, N + V).transpose(1, 2)
+        k_BHWN, v_BHWV = kv.split((N, V), dim=-1)
+        k_BHWP = rotate_as(c, k_BWP.unsqueeze(1)).expand(B, H, W, P)
+        y_BHSV = self.context.attend(
+            torch.cat((q_BHSN, rotate_as(c, q_BHSP, self.context.positions(S, x_BSD.device))), -1),
+            torch.cat((k_BHWN, k_BHWP), dim=-1),
+            v_BHWV,
+            c.softmax_scale,
+            documents,
+        )
+        out: Tensor = self.wo(y_BHSV.transpose(1, 2).reshape(B, S, H * V))
+        return out
+
+    def _queries(self, x_BSD: Tensor) -> Tensor:
+        # One map; or down to the latent, its norm, and up.
+        q = x_BSD
+        for module in (self.wq, self.wq_a, self.q_a_norm, self.wq_b):
+            q = q if module is None else module(q)
+        return q
+
+
+def build_attention(config: AttentionConfig) -> nn.Module:
+    """The attention of a config."""
+    return LatentAttention(config) if config.latent else GroupedQueryAttention(config)

@@ -1,0 +1,91 @@
+"""What a run ends with, for people and as JSON."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from pretrain.observe.console import human_bytes, say
+from pretrain.spec import JobSpec
+
+_SHADES = " .:-=+*#%@"
+
+
+class Summary(BaseModel):
+    """``RUN_DIR/summary.json``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    val_bits_per_byte: float
+    gzip_bits_per_byte: float
+    xz_bits_per_byte: float
+    train_loss_first: float | None
+    train_loss_last: float | None
+    tokens_per_second: float
+    peak_memory_bytes: int
+    """Of the rank that had most."""
+    steps: int
+    tokens: int
+    world_size: int
+    layout: str
+    checkpoint: str
+    spec_hash: str
+    moe_layers: list[int]
+    tokens_per_expert: list[list[int]]
+    """Assignments in the held-out sequences, padding included, a row for each of moe_layers."""
+    sample: str
+
+    @staticmethod
+    def read(path: Path) -> Summary | None:
+        """The summary at ``path``; None where there is none of this form."""
+        try:
+            return Summary.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError):
+            return None
+
+
+def heat_map(layers: list[int], rows: list[list[int]]) -> str:
+    """A line for each layer, a cell for each expert, from none of the tokens to twice its share."""
+    lines = [f"expert load, '{_SHADES[0]}' none to '{_SHADES[-1]}' twice the mean or more:"]
+    for layer, counts in zip(layers, rows, strict=True):
+        mean = max(sum(counts) / len(counts), 1e-9)
+        top = len(_SHADES) - 1
+        cells = "".join(_SHADES[min(top, round(count / mean * top / 2))] * 2 for count in counts)
+        lines.append(
+            f"  layer {layer:>3} |{cells}| max/mean {max(counts) / mean:.2f}, "
+            f"unused {counts.count(0)}"
+        )
+    return "\n".join(lines)
+
+
+def show_summary(summary: Summary, spec: JobSpec) -> None:
+    """Print it, with the commands that go on from here."""
+    s = summary
+    first, last = s.train_loss_first or 0.0, s.train_loss_last or 0.0
+    say(
+        f"\n{spec.name}: {s.steps} steps, {s.tokens:,} tokens on {s.world_size} ranks ({s.layout})"
+        f"\n  validation        {s.val_bits_per_byte:.3f} bits per byte of held-out text"
+        f"\n  gzip -9, xz -9    {s.gzip_bits_per_byte:.3f}, {s.xz_bits_per_byte:.3f}"
+        f"\n  training loss     {first:.3f} -> {last:.3f} nats per token"
+        f"\n  speed             {s.tokens_per_second:,.0f} tokens/s"
+        f"\n  peak memory       {human_bytes(s.peak_memory_bytes)} on one rank"
+    )
+    if s.tokens_per_expert:
+        say(heat_map(s.moe_layers, s.tokens_per_expert))
+    if s.sample:
+        say(f"\nsample, from {spec.sample.prompt!r}:\n{_indent(s.sample)}")
+    root, python = spec.checkpoint_path, Path(sys.executable)
+    if python.is_relative_to(Path.cwd()):
+        python = python.relative_to(Path.cwd())
+    say(
+        f"\ncheckpoint  {s.checkpoint}"
+        f"\n  inspect   {python} tools/inspect_ckpt.py {root} --verify"
+        f"\n  reshard   {python} tools/reshard.py {root} {root}-ep1 --layout ep=1"
+        f"\n  resume    the same command with --set train.steps={2 * s.steps}"
+    )
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  | {line}" for line in text.splitlines())

@@ -1,0 +1,118 @@
+"""The logical training state as arrays and JSON: what a checkpoint holds, by its logical names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ckpt import ArraySpec, LocalArray
+from parallel import (
+    ShardLayout,
+    local_shard,
+)
+from pretrain.optim import moments
+from pretrain.state.layouts import tensors
+
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+
+
+def model_arrays(
+    whole: nn.Module, model: nn.Module, layouts: Mapping[str, ShardLayout], rank: int
+) -> list[LocalArray]:
+    """Parameters and buffers as stacked arrays, the same list on every rank.
+
+    ``layers.3.moe.experts.w_gate`` is index 3 of ``model/layers/moe/experts/w_gate``, counting only
+    the layers that have one; the attribute ``layers`` names them. ``whole`` is the model as one
+    process would have it, on any device, and ``model`` what of it is here.
+    """
+    return list(_stack("model", tensors(whole), tensors(model), layouts, rank))
+
+
+def training_arrays(
+    whole: nn.Module,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    layouts: Mapping[str, ShardLayout],
+    rank: int,
+) -> list[LocalArray]:
+    """Parameters, buffers and moments as stacked arrays, the same list on every rank.
+
+    Moments mirror the tree of :func:`model_arrays` under ``optimizer/NAME``, as AdamW's under
+    ``optimizer/exp_avg`` and ``optimizer/exp_avg_sq``.
+    """
+    arrays = model_arrays(whole, model, layouts, rank)
+    parameters = dict(whole.named_parameters())
+    for key, here in moments(optimizer, model).items():
+        arrays += _stack(f"optimizer/{key}", parameters, here, layouts, rank)
+    return arrays
+
+
+def residual_arrays(
+    whole: nn.Module,
+    residuals: Mapping[str, Tensor],
+    layouts: Mapping[str, ShardLayout],
+    rank: int,
+) -> list[LocalArray]:
+    """What every copy of the model owes to its gradients, see :class:`parallel.CompressedSum`.
+
+    ``residual/NAME`` mirrors ``model/NAME``, with a dim for the copies before the parameter's own.
+    """
+    if not residuals:
+        return []
+    names = dict(whole.named_parameters())
+    copies = {
+        name: ShardLayout(
+            (layout.topology.dp_replicate, *layout.shape),
+            (("dp_replicate",), *layout.splits),
+            layout.topology,
+            layout.stages,
+        )
+        for name, layout in layouts.items()
+        if name in names
+    }
+    here = {name: residual.unsqueeze(0) for name, residual in residuals.items()}
+    return list(_stack("residual", names, here, copies, rank))
+
+
+def _stack(
+    prefix: str,
+    whole: Mapping[str, Tensor],
+    here: Mapping[str, Tensor],
+    layouts: Mapping[str, ShardLayout],
+    rank: int,
+) -> Iterator[LocalArray]:
+    stacks: dict[str, list[tuple[int, str]]] = {}
+    for name in whole:
+        match = _LAYER.fullmatch(name)
+        if match is not None:
+            stacks.setdefault(match[2], []).append((int(match[1]), name))
+            continue
+        layout = layouts[name]
+        spec = ArraySpec(
+            _path(prefix, name), layout.shape, whole[name].dtype, layout.splits, {}, layout.stages
+        )
+        yield LocalArray(spec, layout.boxes(rank), _pieces([name], here))
+    for suffix, members in stacks.items():
+        layout = layouts[members[0][1]]
+        names = [name for _, name in members]
+        spec = ArraySpec(
+            name=_path(prefix, f"layers.{suffix}"),
+            shape=(len(members), *layout.shape),
+            dtype=whole[names[0]].dtype,
+            splits=((), *layout.splits),
+            attributes={"layers": [index for index, _ in members]},
+            stages=tuple(stage for name in names for stage in layouts[name].stages),
+        )
+        boxes = spec.layout(layout.topology).boxes(rank)
+        yield LocalArray(spec, boxes, _pieces(names, here), stacked=True)
+
+
+def _pieces(names: Iterable[str], here: Mapping[str, Tensor]) -> list[Tensor]:
+    return [local_shard(here[name]).detach() for name in names if name in here]
+
+
+def _path(prefix: str, name: str) -> str:
+    return f"{prefix}/{name.replace('.', '/')}"

@@ -1,0 +1,52 @@
+"""Counters of a run that its checkpoints carry."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where training is. Replaced as a whole, when the barrier says commit; an overflow changes the
+    loss scale, and nothing else."""
+
+    step: int = 0
+    tokens_seen: int = 0
+    cursor: int = 0
+    """The next sample index."""
+    train_loss_first: float | None = None
+    train_loss_last: float | None = None
+    validation: float | None = None
+    """Loss of held-out sequences at this very step; None where it was not evaluated."""
+    train_seconds: float = 0.0
+    """Seconds spent in committed steps, over all runs of this job."""
+    loss_scale: float | None = None
+    """What the loss is multiplied by before the next backward, a power of two; None but in float16.
+
+    In float16 small gradients would be zeros; a scaled loss keeps them, and gradients are divided
+    by the scale afterwards, in float32 (Micikevicius et al., arXiv 1710.03740, section 3.2).
+    """
+    steps_at_loss_scale: int = 0
+    """Committed in a row since the scale last changed."""
+    run_id: str = ""
+    """Which run this is, see :func:`pretrain.checkpoint.run_id.name_run`."""
+
+    def after_overflow(self) -> Progress:
+        """Half the scale, for the same samples."""
+        assert self.loss_scale is not None
+        return replace(self, loss_scale=self.loss_scale / 2, steps_at_loss_scale=0)
+
+    def after_commit(self, growth_steps: int) -> Progress:
+        """Double the scale once ``growth_steps`` steps in a row had no overflow, as
+        torch.amp.GradScaler does."""
+        if self.loss_scale is None:
+            return self
+        steps = self.steps_at_loss_scale + 1
+        if steps < growth_steps:
+            return replace(self, steps_at_loss_scale=steps)
+        return replace(self, loss_scale=self.loss_scale * 2, steps_at_loss_scale=0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return asdict(self)

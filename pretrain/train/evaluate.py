@@ -1,0 +1,104 @@
+"""Held-out loss in bits per byte, and text from the model.
+
+Legend: B batch, S sequence, L MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel import free_gathered
+from pretrain.data import bytes_per_token, load_tokenizer
+from pretrain.job import Job
+from pretrain.parallelize import LaidOut, Routing, next_token_loss
+
+
+@contextmanager
+def inference(laid_out: LaidOut) -> Iterator[None]:
+    """Forwards alone; afterwards the model is as training left it."""
+    for part in laid_out.parts.values():
+        part.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part in laid_out.parts.values():
+            free_gathered(part)
+            part.train()
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Over all ranks' held-out sequences."""
+
+    loss: float
+    """Mean negative log-likelihood per token, in nats."""
+    bits_per_byte: float
+    tokens: int
+    text_bytes: int
+    tokens_per_expert_LE: list[list[int]]
+
+
+def evaluate(job: Job, limit: int | None = None) -> Evaluation:
+    """Score held-out sequences, spread over the ranks; every rank must call.
+
+    Bits per byte are the summed loss in bits over the bytes of text that the target tokens stand
+    for, and so do not depend on the tokenizer. The cost of predicting where a document ends is in
+    the numerator.
+
+    Args:
+        job: the run.
+        limit: how many sequences, taken at even distances; all of them where None.
+    """
+    total = len(job.held_out)
+    count = total if limit is None else min(limit, total)
+    indices = [i * total // count for i in range(count)]
+    size, ranks = job.spec.train.micro_batch_size, job.dims.dp_size
+    data, vocab_size = job.spec.data, job.spec.model.vocab_size
+    lengths = torch.from_numpy(bytes_per_token(load_tokenizer(data), vocab_size, data.end_token))
+    sums = torch.zeros(3, dtype=torch.float64)  # nats, tokens, bytes
+    routing: Routing | None = None
+    part = job.part
+    with inference(job.laid_out), part.vocabulary_parallel():
+        # As many forwards on every rank, some of them of no sequences: all exchange tokens.
+        for start in range(0, count, size * ranks):
+            mine = indices[start : start + size * ranks][job.dims.dp_rank :: ranks]
+            batch = job.held_out.batch(mine)
+            inputs_BS, targets_BS = part.inputs_and_targets(batch)
+            # Of the batch as it is: what it is filled up with may become the end token's id.
+            documents = part.documents(batch[:, :-1].to(job.runtime.device))
+            logits, routed = job.forward(inputs_BS.clamp_min(0).to(job.runtime.device), documents)
+            if routed is not None:
+                routing = routed.plus(routing)
+            if logits is None:
+                continue
+            nll = next_token_loss(logits, targets_BS.to(job.runtime.device))
+            real = targets_BS[targets_BS >= 0]
+            if part.counts:
+                sums += torch.tensor(
+                    [float(nll), real.numel(), int(lengths[real].sum())], dtype=torch.float64
+                )
+    dist.all_reduce(sums, group=job.runtime.control_group)
+    nats, tokens, text_bytes = sums.tolist()
+    loads = [] if routing is None else sum_over_ranks(job, routing.tokens_per_expert_LE).tolist()
+    return Evaluation(
+        loss=nats / tokens,
+        bits_per_byte=nats / math.log(2) / max(text_bytes, 1),
+        tokens=int(tokens),
+        text_bytes=int(text_bytes),
+        tokens_per_expert_LE=loads,
+    )
+
+
+def sum_over_ranks(job: Job, values: Tensor) -> Tensor:
+    """The sum over all ranks, on the host; every rank must call."""
+    host = values.cpu().clone()
+    dist.all_reduce(host, group=job.runtime.control_group)
+    return host

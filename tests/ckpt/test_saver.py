@@ -1,0 +1,483 @@
+"""Saving in the background: by a keeper that outlives its trainer, and never in part."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing import Pipe
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.background import writer
+from ckpt.background.messages import Channel, Order, Setup
+from ckpt.background.staging import Staging
+from ckpt.lifecycle.removal import mark_unwanted
+from ckpt.write.commit import begin, leave_receipt
+from parallel.layout import Topology
+from tests.support.checkpoints import SPECS, bits, full_values, info, local_array, pieces
+from tests.support.ranks import start_ranks
+
+ROOT = Path(__file__).parents[2]
+PAIR = Topology(dp_shard=2, ep=2)
+
+
+ALONE = Topology()
+
+
+def arrays_of(step: int, topology: Topology = ALONE, rank: int = 0) -> list[ckpt.LocalArray]:
+    return [local_array(spec, topology, rank, full_values(spec, step)) for spec in SPECS]
+
+
+def saver_at(root: Path, rank: int = 0, **options: object) -> ckpt.Saver:
+    tiers = [ckpt.Tier(name="shared", location=str(root), keep=3)]
+    saver = ckpt.Saver(tiers, rank, root / f".keeper-{rank}", **options)
+    saver.ready()
+    return saver
+
+
+@pytest.fixture
+def saver(tmp_path):
+    saver = saver_at(tmp_path)
+    yield saver
+    saver.close()
+
+
+def assert_holds(root: Path, step: int) -> None:
+    manifest = ckpt.read_manifest(root, step)
+    ckpt.verify(root, manifest)
+    arrays = [local_array(spec, Topology(), 0) for spec in SPECS]
+    ckpt.load(root, manifest, arrays)
+    for array in arrays:
+        assert torch.equal(bits(pieces(array)), bits(full_values(array.spec, step))), step
+
+
+def eventually(true, what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_what_changes_after_a_save_is_not_in_it(saver, tmp_path):
+    arrays = arrays_of(1)
+    saver.save(info(1, Topology()), arrays)
+    for array in arrays:
+        for piece in array.pieces:
+            piece.zero_()
+    (event,) = saver.wait()
+    assert (event.what, event.tier, event.step) == ("committed", "shared", 1)
+    assert_holds(tmp_path, 1)
+
+
+def test_many_saves_and_the_oldest_go(saver, tmp_path):
+    for step in range(1, 6):
+        saver.save(info(step, Topology()), arrays_of(step))
+    assert [event.what for event in saver.wait()] == ["committed"] * 5
+    assert ckpt.committed_steps(tmp_path) == [3, 4, 5]
+    for step in (3, 4, 5):
+        assert_holds(tmp_path, step)
+
+
+def test_what_did_not_change_is_not_written_twice(saver, tmp_path):
+    arrays = arrays_of(1)
+    saver.save(info(1, Topology()), arrays)
+    for piece in arrays[1].pieces:
+        piece.zero_()
+    arrays[1].pieces[0].fill_(3)
+    saver.save(info(2, Topology()), arrays)
+    first, second = saver.wait()
+    assert first.bytes_linked == 0
+    assert 0 < second.bytes_written < second.bytes_linked
+    a, b = (ckpt.objects_dir(tmp_path, ckpt.read_manifest(tmp_path, s).save_id) for s in (1, 2))
+    same = {k: (a / k).stat().st_ino == (b / k).stat().st_ino
+            for k in ckpt.read_manifest(tmp_path).objects if "/c/" in k}  # fmt: skip
+    assert {key for key, linked in same.items() if not linked} == {"model/layers/norm/weight/c/0/0"}
+    ckpt.retain(tmp_path, 1)
+    ckpt.verify(tmp_path, ckpt.read_manifest(tmp_path))
+
+
+def test_an_object_that_was_damaged_since_is_written_again(saver, tmp_path):
+    saver.save(info(1, Topology()), arrays_of(1))
+    saver.wait()
+    folder = ckpt.objects_dir(tmp_path, ckpt.read_manifest(tmp_path).save_id)
+    victim = folder / "model/embed/weight/c/0/0"
+    data = bytearray(victim.read_bytes())
+    data[17] ^= 1
+    victim.write_bytes(bytes(data))
+    saver.save(info(2, Topology()), arrays_of(1))
+    (event,) = saver.wait()
+    assert event.bytes_written > 0
+    ckpt.verify(tmp_path, ckpt.read_manifest(tmp_path, 2))
+
+
+def test_a_new_keeper_links_to_what_an_earlier_run_saved(tmp_path):
+    for step in (1, 2):
+        saver = saver_at(tmp_path)
+        saver.save(info(step, Topology()), arrays_of(1))
+        (event,) = saver.wait()
+        saver.close()
+    assert event.bytes_written == 0
+
+
+def test_compressed_in_the_background(tmp_path):
+    saver = saver_at(tmp_path, compression="zstd")
+    saver.save(info(1, Topology()), arrays_of(1))
+    saver.wait()
+    saver.close()
+    assert ckpt.read_manifest(tmp_path).arrays[0].compression == "zstd"
+    assert_holds(tmp_path, 1)
+
+
+def test_a_failure_is_told_leaves_nothing_and_the_next_save_works(saver, tmp_path):
+    saver.save(info(1, Topology()), arrays_of(1))
+    saver.wait()
+    blocked = tmp_path / "objects" / ".pending-00000002-test"
+    blocked.write_bytes(b"")  # where a folder is wanted
+    saver.save(info(2, Topology()), arrays_of(2))
+    (event,) = saver.wait()
+    assert event.what == "failed"
+    assert ".pending-00000002-test" in event.error
+    blocked.unlink(missing_ok=True)
+    saver.save(info(3, Topology()), arrays_of(3))
+    (event,) = saver.wait()
+    assert event.what == "committed"
+    assert ckpt.committed_steps(tmp_path) == [1, 3]
+    assert_holds(tmp_path, 3)
+
+
+def test_a_keeper_that_is_killed_is_told_and_replaced(saver, tmp_path):
+    saver.save(info(1, Topology()), arrays_of(1))
+    saver.wait()
+    saver._process.send_signal(signal.SIGKILL)
+    saver._process.wait()
+    with pytest.raises(ckpt.CheckpointError, match=r"the keeper of rank 0 ended with -9"):
+        saver.save(info(2, Topology()), arrays_of(2))
+    saver.save(info(3, Topology()), arrays_of(3))
+    assert [event.what for event in saver.wait()] == ["committed"]
+    assert_holds(tmp_path, 3)
+
+
+def test_a_later_start_elsewhere_ends_a_save_that_waits(tmp_path):
+    saver = saver_at(tmp_path)
+    saver.save(info(7, PAIR), arrays_of(7, PAIR))  # and rank 1 never comes
+    eventually(lambda: list(tmp_path.rglob("rank-0.json")), "the first rank's part is there")
+    assert ckpt.remove_uncommitted(tmp_path) == [info(7, PAIR).save_id]
+    (event,) = saver.wait(60)
+    assert event.what == "failed"
+    assert "a later start of the run has given this save up" in event.error
+    saver.close()
+    assert ckpt.committed_steps(tmp_path) == []
+    assert not list(tmp_path.glob("objects/[!.]*")), "what it had written is removed"
+
+
+def save_in_tier(root: Path, rank: int) -> None:
+    """One rank's part of a save of two, of no objects, as its keeper writes it."""
+    tier = ckpt.Tier(name="shared", location=str(root))
+    setup = Setup(rank=rank, tiers=[tier], lock="", linger_seconds=0.0, commit_timeout_seconds=30.0)
+    ours, theirs = Pipe()
+    keeper = writer.Keeper(Channel(ours), Staging(), setup)
+    about = info(7, PAIR)
+    order = Order(
+        save_id=about.save_id, step=7, topology=PAIR.as_dict(), state={}, spec={}, spec_hash="",
+        compression="none", tiers=["shared"], arrays=[], objects=[], staged_bytes=0,
+    )  # fmt: skip
+    try:
+        keeper.writers["shared"]._save(order, [], threading.Semaphore(0))
+    finally:
+        keeper.writers["shared"].finish()
+        theirs.close()
+        keeper.staging.close()
+
+
+def test_a_save_that_is_given_up_before_its_receipt_leaves_nothing(tmp_path, monkeypatch):
+    settle, about = writer.settle, info(7, PAIR)
+
+    def give_up_and_settle(store, *arguments):
+        assert ckpt.remove_uncommitted(tmp_path) == [about.save_id]
+        store.write(f"objects/{about.save_id}/late", [b"written by a thread meanwhile"])
+        settle(store, *arguments)
+
+    monkeypatch.setattr(writer, "settle", give_up_and_settle)
+    with pytest.raises(ckpt.CheckpointError, match="a later start of the run has given this"):
+        save_in_tier(tmp_path, 1)
+    assert list((tmp_path / "objects").iterdir()) == []
+
+
+def test_a_commit_that_a_later_start_has_crossed_is_taken_back(tmp_path, monkeypatch):
+    store, about, commit = ckpt.open_store(tmp_path), info(7, PAIR), writer.commit
+    begin(store, about, 1)
+    leave_receipt(store, about, 1, {})
+
+    def mark_and_commit(*arguments):
+        mark_unwanted(store, about.save_id)  # the start has read the manifests just now
+        commit(*arguments)
+
+    monkeypatch.setattr(writer, "commit", mark_and_commit)
+    with pytest.raises(ckpt.CheckpointError, match="a later start of the run has given this"):
+        save_in_tier(tmp_path, 0)
+    assert ckpt.committed_steps(tmp_path) == []
+
+
+def test_a_first_rank_that_cannot_begin_clears_up_after_the_others(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "rank-0.begun")
+
+    def write_later() -> None:
+        store, about = ckpt.open_store(tmp_path), info(7, PAIR)
+        begin(store, about, 1)
+        time.sleep(0.3)
+        store.write(f"objects/{about.save_id}/part", [b"of the other rank"])
+        leave_receipt(store, about, 1, {})
+
+    monkeypatch.setattr(writer, "begin", full)
+    other = threading.Thread(target=write_later)
+    other.start()
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            save_in_tier(tmp_path, 0)
+    finally:
+        other.join()
+    assert list((tmp_path / "objects").iterdir()) == []
+
+
+def test_peers_find_a_keeper_that_took_anothers_place(tmp_path):
+    served = tmp_path / "served"
+    saver = ckpt.Saver([], 0, tmp_path / ".keeper", serves=str(served), key="secret")
+    try:
+        port = saver.ready()
+        store = ckpt.open_store(f"peer://secret@127.0.0.1:{port}/node1")
+        store.publish("a", b"before")
+        saver._process.kill()
+        saver._process.wait()
+        with pytest.raises(ckpt.CheckpointError, match="ended with -9"):
+            saver.save(info(1, Topology()), arrays_of(1))
+        again = ckpt.open_store(f"peer://secret@127.0.0.1:{port}/node1")
+        assert again.read("a") == b"before"
+    finally:
+        saver.close()
+
+
+def test_a_keeper_does_not_hold_what_its_trainer_printed_into(tmp_path):
+    trainer = f"""
+import os, signal, sys
+import ckpt
+from ckpt.background import writer
+tier = ckpt.Tier(name="memory", location={str(tmp_path / "memory")!r}, ranks=(0,), volatile=True)
+saver = ckpt.Saver([tier], 0, __import__("pathlib").Path({str(tmp_path / ".keeper")!r}))
+saver.ready()
+print(saver._process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", trainer], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    printed, _ = process.communicate(timeout=60)
+    keeper = int(printed)
+    assert alive(keeper)
+    os.kill(keeper, signal.SIGTERM)
+    eventually(lambda: not alive(keeper), "the keeper gives way")
+
+
+def save_and_wait_for_death(rank: int, root: Path, ready: Path) -> None:
+    saver = saver_at(root, rank)
+    (ready / f"pid-{rank}").write_text(str(saver._process.pid))
+    saver.save(info(7, PAIR), arrays_of(7, PAIR, rank))
+    (ready / f"staged-{rank}").touch()
+    time.sleep(600)
+
+
+def test_trainers_killed_after_the_copy_lose_nothing(tmp_path):
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+    processes, _ = start_ranks(save_and_wait_for_death, 2, root, tmp_path)
+    eventually(lambda: all((tmp_path / f"staged-{r}").exists() for r in (0, 1)), "staged")
+    for process in processes:
+        process.kill()
+        process.join()
+    pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in (0, 1)]
+    eventually(lambda: not any(map(alive, pids)), "keepers end by themselves")
+    assert_holds(root, 7)
+
+
+def stage_alone(rank: int, root: Path, ready: Path) -> None:
+    if rank == 0:
+        save_and_wait_for_death(rank, root, ready)
+    time.sleep(600)
+
+
+def test_the_next_start_takes_over_from_a_keeper_that_waits_in_vain(tmp_path):
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+    processes, _ = start_ranks(stage_alone, 2, root, tmp_path)
+    eventually(lambda: (tmp_path / "staged-0").exists(), "staged")
+    for process in processes:
+        process.kill()
+        process.join()
+    pid = int((tmp_path / "pid-0").read_text())
+    assert alive(pid), "it waits for the receipt of rank 1"
+    saver = saver_at(root)
+    eventually(lambda: not alive(pid), "the keeper before gives way")
+    assert ckpt.committed_steps(root) == []
+    assert ckpt.remove_uncommitted(root) == ["00000007-test"]
+    saver.save(info(8, Topology()), arrays_of(8))
+    saver.wait()
+    saver.close()
+    assert_holds(root, 8)
+
+
+def one_rank_cannot_write(rank: int, root: Path) -> list[str]:
+    saver = saver_at(root, rank)
+    if rank == 1:
+        # Only its own mark of the beginning is in its way.
+        mark = root / "objects" / ".pending-00000005-test" / "rank-1.begun"
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    saver.save(info(5, PAIR), arrays_of(5, PAIR, rank))
+    events = saver.wait()
+    saver.save(info(6, PAIR), arrays_of(6, PAIR, rank))
+    events += saver.wait()
+    saver.close()
+    return [f"{event.step} {event.what} {event.error}" for event in events]
+
+
+def test_a_rank_that_cannot_write_stops_the_commit_and_not_the_run(tmp_path):
+    from tests.support.ranks import run_ranks
+
+    first, second = run_ranks(one_rank_cannot_write, 2, tmp_path)
+    assert first[0] == "5 failed another rank could not write its part"
+    assert second[0].startswith("5 failed File exists")
+    assert [first[1], second[1]] == ["6 committed ", "6 written "]
+    assert ckpt.committed_steps(tmp_path) == [6]
+    assert not (tmp_path / "objects" / "00000005-test").exists()
+    assert_holds(tmp_path, 6)
+
+
+def one_keeper_dies(rank: int, root: Path) -> list[str]:
+    saver = saver_at(root, rank)
+    if rank == 1:
+        saver._process.kill()
+        saver._process.wait()
+    told = []
+    for step in (5, 6):
+        try:
+            saver.save(info(step, PAIR), arrays_of(step, PAIR, rank))
+            told += [f"{event.step} {event.what} {event.error}" for event in saver.wait()]
+        except ckpt.CheckpointError as error:
+            told.append(str(error))
+    saver.close()
+    return told
+
+
+def test_a_keeper_that_dies_keeps_nobody_waiting(tmp_path):
+    from tests.support.ranks import run_ranks
+
+    first, second = run_ranks(one_keeper_dies, 2, tmp_path)
+    assert first == ["5 failed another rank could not write its part", "6 committed "]
+    assert second[0].startswith("the keeper of rank 1 ended with -9")
+    assert second[1] == "6 written "
+    assert ckpt.committed_steps(tmp_path) == [6]
+    assert not list(tmp_path.glob(".keeper-*")), "locks are gone"
+
+
+def with_memory(rank: int, root: Path, memory: Path, linger: float) -> None:
+    tiers = [
+        ckpt.Tier(name="memory", location=str(memory), ranks=(0,), volatile=True),
+        ckpt.Tier(name="shared", location=str(root)),
+    ]
+    saver = ckpt.Saver(tiers, 0, root / ".keeper", linger_seconds=linger)
+    saver.ready()
+    saver.save(info(1, Topology()), arrays_of(1))
+    assert {e.tier for e in saver.wait() if e.what == "committed"} == {"memory", "shared"}
+    (root / "pid").write_text(str(saver._process.pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("linger", [0.0, 600.0])
+def test_memory_outlives_a_trainer_for_a_while(tmp_path, linger):
+    root, memory = tmp_path / "shared", tmp_path / "memory"
+    root.mkdir()
+    (process,), _ = start_ranks(with_memory, 1, root, memory, linger)
+    process.join()
+    pid = int((root / "pid").read_text())
+    if not linger:
+        eventually(lambda: not alive(pid), "the keeper ends")
+        assert not memory.exists()
+        return
+    assert alive(pid)
+    assert_holds(memory, 1)
+    tiers = [ckpt.Tier(name="memory", location=str(memory), ranks=(0,), volatile=True)]
+    saver = ckpt.Saver(tiers, 0, root / ".keeper")
+    saver.ready()
+    eventually(lambda: not alive(pid), "the keeper before gives way")
+    assert_holds(memory, 1)
+    saver.close(forget=True)
+    assert not memory.exists()
+
+
+def test_tiers_of_nodes_hold_what_their_ranks_need(tmp_path):
+    # Copies take turns over all ranks in a shared store; on a node's disk its ranks have it all.
+    topology = Topology(dp_replicate=2, dp_shard=2, ep=2)
+    nodes = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
+    savers = []
+    for rank, node in nodes.items():
+        local = ckpt.Tier(name="local", location=str(tmp_path / f"node{node[0]}"), ranks=node)
+        shared = ckpt.Tier(name="shared", location=str(tmp_path / "shared"))
+        savers.append(ckpt.Saver([local, shared], rank, tmp_path / f"lock-{rank}"))
+    for rank, saver in enumerate(savers):
+        saver.ready()
+        saver.save(info(1, topology), arrays_of(1, topology, rank))
+    events = [[(e.tier, e.what) for e in saver.wait()] for saver in savers]
+    assert sorted(events[2]) == [("local", "committed"), ("shared", "written")]
+    assert sorted(events[3]) == [("local", "written"), ("shared", "written")]
+    for saver in savers:
+        saver.close()
+    assert_holds(tmp_path / "shared", 1)
+    for rank, node in nodes.items():
+        root = tmp_path / f"node{node[0]}"
+        manifest = ckpt.read_manifest(root)
+        assert manifest.ranks == node
+        ckpt.verify(root, manifest)
+        arrays = [local_array(spec, topology, rank) for spec in SPECS]
+        ckpt.load(root, manifest, arrays)
+        for array, expected in zip(arrays, arrays_of(1, topology, rank), strict=True):
+            assert torch.equal(bits(pieces(array)), bits(pieces(expected)))
+
+
+def test_a_keeper_that_cannot_start_is_told_once(tmp_path):
+    (tmp_path / "file").touch()
+    tiers = [ckpt.Tier(name="shared", location=str(tmp_path / "root"))]
+    saver = ckpt.Saver(tiers, 0, tmp_path / "file" / "lock")
+    with pytest.raises(ckpt.CheckpointError, match="the keeper of rank 0 did not start"):
+        saver.ready()
+    saver.close()
+
+
+def test_a_stranger_who_says_nothing_keeps_no_peer_waiting(tmp_path):
+    import socket
+
+    from ckpt.store.peer import PeerServer, PeerStore
+
+    server = PeerServer(tmp_path, "key")
+    with socket.create_connection(("127.0.0.1", server.port)):
+        store = PeerStore(f"peer://key@127.0.0.1:{server.port}/node0")
+        store.publish("a/b", b"numbers")
+        assert store.read("a/b") == b"numbers"
+        stranger = PeerStore(f"peer://guess@127.0.0.1:{server.port}/node0")
+        with pytest.raises(OSError, match=r"digest|lost"):
+            stranger.read("a/b")
+    server.close()

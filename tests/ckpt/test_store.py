@@ -1,0 +1,495 @@
+"""What every store must do, on disks, in memory, on an S3 server, and through failures."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import os
+import pickle
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from obstore.store import MemoryStore
+
+import ckpt
+from ckpt.store import object_store
+from ckpt.store.local import LocalStore
+from ckpt.store.object_store import PART_BYTES, ObjectStore, open_location
+from ckpt.store.peer import PeerServer, PeerStore
+from ckpt.store.protocol import Store
+from ckpt.store.retrying import Retrying, may_pass
+from tests.support.s3 import BUCKET, Server, free_port, proxy, use
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.kill()
+
+
+def reused(data: bytes, size: int) -> Iterator[memoryview]:
+    """Parts that all live in one piece of memory, as those of an object do."""
+    room = bytearray(size)
+    for start in range(0, len(data), size):
+        part = data[start : start + size]
+        room[: len(part)] = part
+        yield memoryview(room)[: len(part)]
+        room[:] = b"\xee" * size
+
+
+def breaking(data: bytes) -> Iterator[bytes]:
+    yield data
+    raise OSError(errno.EIO, "the source broke")
+
+
+def contents(size: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+LARGE = contents(2 * PART_BYTES + 12345, 9)
+
+
+class StoreContract:
+    """Subclasses have a fixture ``store``, new for each test."""
+
+    can_link = True
+
+    def test_what_is_written_is_read(self, store: Store):
+        cases = {"a/empty": b"", "a/some": contents(1000), "b/one part": LARGE[:PART_BYTES],
+                 "b/ünïcode/.dot/large": LARGE}  # fmt: skip
+        for key, data in cases.items():
+            store.write(key, reused(data, 3 << 20))
+        store.settle(cases)
+        for key, data in cases.items():
+            assert store.read(key) == data, key
+            with store.open(key) as reader:
+                assert reader.size == len(data)
+                found = np.zeros(len(data), np.uint8)
+                reader.read_into(0, [found[:10], found[10:]])
+                assert found.tobytes() == data
+        assert "b/one part" in store.where("b/one part")
+
+    @pytest.mark.parametrize("size", [10, len(LARGE)])
+    def test_nothing_is_written_over(self, store: Store, size: int):
+        store.write("a/key", [LARGE[:size]])
+        with pytest.raises(FileExistsError) as error:
+            store.write("a/key", [contents(size, 1)])
+        assert error.value.strerror
+        assert error.value.filename
+        with pytest.raises(FileExistsError):
+            store.publish("a/key", b"other")
+        assert store.read("a/key") == LARGE[:size]
+
+    @pytest.mark.parametrize("size", [10, len(LARGE)])
+    def test_a_write_that_fails_leaves_nothing(self, store: Store, size: int):
+        with pytest.raises(OSError, match="the source broke"):
+            store.write("a/key", breaking(LARGE[:size]))
+        deadline = time.monotonic() + 20  # another machine's may learn of it a little later
+        while store.names("a") and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert store.names("a") == []
+        store.write("a/key", [b"now"])
+        assert store.read("a/key") == b"now"
+
+    def test_of_many_that_publish_one_succeeds(self, store: Store):
+        def publish(number: int) -> bool:
+            try:
+                store.publish("manifests/it", b"same length %d" % number)
+            except FileExistsError:
+                return False
+            return True
+
+        with ThreadPoolExecutor(8) as pool:
+            won = list(pool.map(publish, range(8)))
+        assert won.count(True) == 1
+        assert store.read("manifests/it") == b"same length %d" % won.index(True)
+        with pytest.raises(FileExistsError):
+            store.publish("manifests/it", store.read("manifests/it"))
+        assert store.names("manifests") == ["it"]
+
+    @pytest.mark.parametrize("told", [False, True])
+    def test_any_part_can_be_read(self, store: Store, told: bool):
+        store.write("large", reused(LARGE, 5 << 20))
+        chooser = random.Random(1)
+        spans = [(0, 100), (len(LARGE) - 7, len(LARGE)), (PART_BYTES - 3, PART_BYTES + 7_000_000)]
+        for _ in range(12):
+            start = chooser.randrange(len(LARGE))
+            size = chooser.choice([4, 4, 4, 4096, 4097, 3 << 20])
+            spans.append((start, min(start + size, len(LARGE))))
+        with store.open("large") as reader:
+            if told:
+                reader.expect(spans)
+            for start, stop in spans:
+                cuts = sorted(chooser.randint(0, stop - start) for _ in range(2))
+                out = np.zeros(stop - start, np.uint8)
+                reader.read_into(start, np.split(out, cuts))
+                assert out.tobytes() == LARGE[start:stop], (start, stop)
+            with pytest.raises(OSError, match="it ends at byte"):
+                reader.read_into(len(LARGE) - 7, [np.zeros(8, np.uint8)])
+
+    def test_what_is_not_there(self, store: Store):
+        for act in (store.read, lambda key: store.open(key).__enter__()):
+            with pytest.raises(FileNotFoundError) as error:
+                act("no/such")
+            assert error.value.strerror == "No such file or directory"
+            assert "no/such" in error.value.filename
+        assert store.names("no") == []
+        assert store.listing("no") == {}
+        store.remove("no/such")
+        store.remove_all("no")
+
+    def test_names_are_those_directly_below(self, store: Store):
+        keys = ["a/b/c/d", "a/b/e", "a/f", "a/.g", "ab/c", "a/f.json"]
+        for key in keys:
+            store.write(key, [b"xy"])
+        assert store.names("a") == [".g", "b", "f", "f.json"]
+        assert store.names("a/b") == ["c", "e"]
+        before = time.time()
+        listing = store.listing("a")
+        assert {k: v[0] for k, v in listing.items()} == dict.fromkeys(
+            ["b/c/d", "b/e", "f", ".g", "f.json"], 2
+        )
+        assert all(abs(modified - before) < 300 for _, modified in listing.values())
+        store.remove_all("a/b")
+        assert store.names("a") == [".g", "f", "f.json"]
+        store.remove("a/f")
+        store.remove_all("a")
+        assert store.names("a") == []
+        assert store.read("ab/c") == b"xy"
+
+    def test_a_second_key_of_an_object(self, store: Store):
+        store.write("old/key", [b"numbers"])
+        store.write("taken", [b"other"])
+        assert store.link("old/key", "new/key") == self.can_link
+        if not self.can_link:
+            assert store.names("new") == []
+            return
+        with pytest.raises(FileExistsError):
+            store.link("old/key", "taken")
+        assert not store.link("nothing", "new/other")
+        store.remove("old/key")
+        assert store.read("new/key") == b"numbers"
+        assert store.read("taken") == b"other"
+
+    def test_room(self, store: Store):
+        store.write("key", [b""])
+        free = store.free_bytes()
+        assert free is None or free > 0
+
+    def test_it_is_a_store(self, store: Store):
+        assert isinstance(store, Store)
+        assert ckpt.open_store(store) is store
+
+
+class TestDisk(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return LocalStore(tmp_path / "a folder")
+
+
+class TestMemoryFileSystem(StoreContract):
+    @pytest.fixture
+    def store(self) -> Iterator[Store]:
+        if not os.access("/dev/shm", os.W_OK):
+            pytest.skip("no file system in memory")
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            yield LocalStore(Path(folder))
+
+
+class TestMemory(StoreContract):
+    @pytest.fixture
+    def store(self) -> Store:
+        return ObjectStore("memory://test", MemoryStore())
+
+
+class TestPeer(StoreContract):
+    can_link = False
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[Store]:
+        server = PeerServer(tmp_path, "key")
+        yield PeerStore(f"peer://key@127.0.0.1:{server.port}/a prefix")
+        server.close()
+
+
+class TestS3(StoreContract):
+    @pytest.fixture
+    def store(self, server: Server, request) -> Iterator[Store]:
+        with use(server.port):
+            yield open_location(f"s3://{BUCKET}/{abs(hash(request.node.name))}/a prefix")
+
+    def test_another_process_can_have_it(self, store: Store):
+        store.write("key", [b"numbers"])
+        assert pickle.loads(pickle.dumps(store)).read("key") == b"numbers"
+
+    def test_an_upload_that_fails_is_aborted(self, store: Store, server: Server):
+        with pytest.raises(OSError, match="the source broke"):
+            store.write("key", breaking(LARGE))
+        assert b"<Upload>" not in server.uploads()
+
+
+class Flaky:
+    """Each operation on a key fails twice: first before it is done, then when it has been."""
+
+    def __init__(self, real: object, quiet: tuple[str, ...] = ("where", "free_bytes")) -> None:
+        self.real, self.quiet, self.calls = real, quiet, collections.Counter()
+
+    def __getattr__(self, name: str):
+        method = getattr(self.real, name)
+        if name in self.quiet or not callable(method):
+            return method
+
+        def act(first, *more):
+            call = name, str(first)
+            self.calls[call] += 1
+            if self.calls[call] == 1:
+                raise OSError(errno.EIO, f"{name} failed before")
+            result = method(first, *more)
+            if self.calls[call] == 2:
+                raise OSError(errno.ETIMEDOUT, f"{name} failed after")
+            return opened(result) if name == "open" else result
+
+        return act
+
+
+@contextlib.contextmanager
+def opened(entered) -> Iterator[Flaky]:
+    with entered as reader:
+        yield Flaky(reader, ())
+
+
+def retrying(store: Store, **changed) -> Retrying:
+    return Retrying(store, **{"sleep": lambda _: None} | changed)
+
+
+class TestRetryingDisk(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[Store]:
+        store = retrying(Flaky(LocalStore(tmp_path)))
+        yield store
+        assert store.retries or not store.store.calls
+
+    # Parts that a store has taken, and that cannot be had again, are the writer's to write again.
+    test_a_write_that_fails_leaves_nothing = None
+
+    def test_what_is_written_is_read(self, store: Store, monkeypatch):
+        monkeypatch.setattr(sys.modules[__name__], "reused", lambda data, size: [data])
+        super().test_what_is_written_is_read(store)
+
+    @pytest.mark.parametrize("told", [False, True])
+    def test_any_part_can_be_read(self, store: Store, told: bool, monkeypatch):
+        monkeypatch.setattr(sys.modules[__name__], "reused", lambda data, size: [data])
+        super().test_any_part_can_be_read(store, told)
+
+
+@pytest.mark.slow
+class TestRetryingS3(TestRetryingDisk):
+    @pytest.fixture
+    def store(self, server: Server, request) -> Iterator[Store]:
+        with use(server.port):
+            name = abs(hash(request.node.nodeid))
+            yield retrying(Flaky(open_location(f"s3://{BUCKET}/{name}")))
+
+
+class Scripted:
+    """``write`` and ``publish`` raise these in turn, and then are done."""
+
+    links = False
+
+    def __init__(self, *errors: OSError | None) -> None:
+        self.errors, self.calls = list(errors), 0
+
+    def publish(self, key: str, data: bytes) -> None:
+        self.calls += 1
+        if self.errors and (error := self.errors.pop(0)):
+            raise error
+
+    def write(self, key: str, parts) -> None:
+        next(iter(parts))
+        self.publish(key, b"")
+
+
+def test_waits_double_up_to_the_longest_and_are_jittered():
+    waits = []
+    store = Retrying(
+        Scripted(*(OSError(errno.EIO, "no") for _ in range(5))),
+        first_seconds=1, longest_seconds=5, sleep=waits.append, jitter=lambda: 0.5,
+    )  # fmt: skip
+    store.publish("key", b"")
+    assert waits == [0.5, 1.0, 2.0, 2.5, 2.5]
+    assert store.retries == 5
+
+
+def test_what_never_passes_is_told_after_the_last_attempt():
+    inner = Scripted(*(OSError(errno.EIO, str(i)) for i in range(9)))
+    with pytest.raises(OSError, match="3"):
+        retrying(inner, attempts=4).publish("key", b"")
+    assert inner.calls == 4
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EEXIST, errno.EACCES, errno.ENOSPC])
+def test_what_cannot_pass_is_told_at_once(number):
+    inner = Scripted(OSError(number, "lasting"))
+    with pytest.raises(OSError, match="lasting"):
+        retrying(inner).publish("key", b"")
+    assert inner.calls == 1
+
+
+def test_parts_that_are_gone_are_not_written_again():
+    store = retrying(Scripted(OSError(errno.EIO, "half way")))
+    with pytest.raises(OSError, match="half way"):
+        store.write("key", iter([b"1", b"2"]))
+    store = retrying(Scripted(OSError(errno.EIO, "half way")))
+    store.write("key", [b"1", b"2"])
+    assert store.retries == 1
+
+
+def test_a_name_that_another_took_meanwhile_is_told(tmp_path):
+    class Slow(LocalStore):
+        taken = b"mine!"
+
+        def publish(self, key: str, data: bytes) -> None:
+            if not self.names("m"):
+                super().publish(key, self.taken)
+                raise OSError(errno.EIO, "lost")
+            super().publish(key, data)
+
+    retrying(Slow(tmp_path / "same")).publish("m/key", b"mine!")
+    for number, Slow.taken in enumerate((b"other", b"one longer")):
+        with pytest.raises(FileExistsError):
+            retrying(Slow(tmp_path / str(number))).publish("m/key", b"mine!")
+
+
+MEMORY = r"""
+import re, sys
+from pathlib import Path
+from ckpt.store.object_store import open_location
+
+def peak():  # not that of getrusage, which begins with that of the process that started this one
+    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+
+store, part = open_location(sys.argv[1]), bytearray(4 << 20)
+store.write("warm", [part] * 8)
+before = peak()
+store.write("large", (part for _ in range(40)))
+with store.open("large") as reader:
+    import numpy
+    out = numpy.empty(1 << 20, numpy.uint8)
+    reader.expect([(0, reader.size)])
+    for start in range(0, reader.size, out.nbytes):
+        reader.read_into(start, [out])
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+def test_an_object_of_any_length_takes_a_few_parts_of_memory(server):
+    with use(server.port):
+        command = [sys.executable, "-c", MEMORY, f"s3://{BUCKET}/memory"]
+        root = Path(__file__).parents[2]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
+    # 160 MiB went each way. What the first object took, of four parts, is not counted.
+    assert int(done.stdout) < 6 * PART_BYTES
+
+
+class Faults:
+    """Every ``one_in``-th request that is not the same again gets a fault, in turn."""
+
+    def __init__(self, one_in: int) -> None:
+        self.one_in, self.seen, self.given = one_in, 0, collections.Counter()
+        self.failed: set[tuple[str, str]] = set()
+        self.lock = threading.Lock()
+
+    def __call__(self, method: str, path: str) -> int | str | None:
+        with self.lock:
+            self.seen += 1
+            if (method, path) in self.failed or self.seen % self.one_in:
+                return None
+            self.failed.add((method, path))
+            # A store that loses its answer to a write that it has made.
+            fault = (500, 503, "lose")[len(self.failed) % 3]
+            self.given[fault] += 1
+            return fault
+
+
+def test_an_s3_server_that_fails_now_and_then_is_asked_again(server):
+    faults = Faults(one_in=3)
+    with proxy(server.port, faults) as port, use(port):
+        store = open_location(f"s3://{BUCKET}/failing")
+        for number in range(8):
+            store.publish(f"manifests/{number}", b"%d" % number)
+            store.write(f"objects/{number}", [contents(1000, number)])
+        store.write("objects/large", [LARGE])
+        assert store.read("objects/large") == LARGE
+        for number in range(8):
+            assert store.read(f"manifests/{number}") == b"%d" % number
+            with pytest.raises(FileExistsError):
+                store.publish(f"manifests/{number}", b"%d" % number)
+        assert len(store.names("objects")) == 9
+        store.remove_all("objects")
+        assert store.listing("objects") == {}
+    assert set(faults.given) == {500, 503, "lose"}
+
+
+def test_a_server_that_is_not_there_is_one_line(monkeypatch):
+    monkeypatch.setitem(object_store._RETRIES, "max_retries", 1)
+    with use(free_port()):
+        store = open_location(f"s3://{BUCKET}/nowhere")
+        for act in (
+            lambda: store.read("key"),
+            lambda: store.publish("key", b""),
+            lambda: store.write("key", [LARGE]),
+            lambda: store.names("folder"),
+            lambda: store.open("key").__enter__(),
+        ):
+            with pytest.raises(OSError, match="server") as error:
+                act()
+            assert "\n" not in str(error.value)
+            assert may_pass(error.value)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(403, PermissionError), (401, PermissionError), (404, FileNotFoundError), (507, OSError)],
+)
+def test_what_a_server_refuses_is_an_error_of_its_kind(server, status, kind, monkeypatch):
+    monkeypatch.setitem(object_store._RETRIES, "max_retries", 0)
+    with proxy(server.port, lambda *_: status) as port, use(port):
+        store = open_location(f"s3://{BUCKET}/refused")
+        with pytest.raises(kind) as error:
+            store.publish("key", b"")
+        assert not may_pass(error.value)
+        assert error.value.filename == store.where("key")
+
+
+def test_a_bucket_that_is_not_there(server):
+    with use(server.port):
+        store = open_location("s3://no-such-bucket/prefix")
+        for act in (lambda: store.names("manifests"), lambda: store.publish("key", b"")):
+            with pytest.raises(FileNotFoundError, match="there is no such bucket"):
+                act()
+
+
+def test_locations(tmp_path, monkeypatch):
+    assert isinstance(ckpt.open_store(str(tmp_path)), LocalStore)
+    for wrong in ("s3://", "ftp://host/folder", "memory://", "file:///tmp"):
+        with pytest.raises(ValueError, match=f"checkpoint location {wrong} must be a folder, or"):
+            ckpt.open_store(wrong)
+    with pytest.raises(ValueError, match="give it as a str"):
+        ckpt.open_store(Path("s3://bucket/prefix"))
+    assert ckpt.as_location("s3://bucket/a") == "s3://bucket/a"
+    assert ckpt.as_location("some/folder") == Path("some/folder")
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    with pytest.raises(ValueError, match=r"s3://b/new needs obstore: pip install 'convoy-moe\[s3"):
+        ckpt.open_store("s3://b/new")

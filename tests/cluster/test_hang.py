@@ -1,0 +1,114 @@
+"""A rank that does not come to a collective ends the run, and the one line says who and where."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import queue
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from pretrain.data.loader import Loader
+from tests.support.jobs import prepare_job, write_spec
+from tests.support.ranks import start_ranks
+from tools.pretrain import main
+
+TIMEOUT = {"train": {"timeout_seconds": 4.0, "steps": 6, "global_batch_size": 8,
+                     "micro_batch_size": 2, "eval_sequences": 8}}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    return prepare_job(tmp_path_factory.mktemp("job"))
+
+
+def a_stuck_loader() -> None:
+    step = Loader.step
+
+    def slow(self, cursor):
+        if cursor.sample_index >= 16:
+            time.sleep(60)
+        return step(self, cursor)
+
+    Loader.step = slow
+
+
+def a_micro_batch_less() -> None:
+    step = Loader.step
+
+    def fewer(self, cursor):
+        batches, after = step(self, cursor)
+        return batches[1:] if cursor.sample_index >= 16 else batches, after
+
+    Loader.step = fewer
+
+
+def a_kill() -> None:
+    step = Loader.step
+
+    def end(self, cursor):
+        if cursor.sample_index >= 16:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(self, cursor)
+
+    Loader.step = end
+
+
+def on_rank(rank: int, spec: str, last, world: int) -> tuple[int, str]:
+    if rank == world - 1:
+        last()
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            code = main([spec])
+        except SystemExit as end:
+            code = end.code
+    return code, err.getvalue()
+
+
+def lines_of(spec: Path, last, world: int, ends: int) -> list[str]:
+    """What the ranks say that come to an end, so many of them."""
+    processes, results = start_ranks(on_rank, world, str(spec), last, world, group=False)
+    ended, until = [], time.monotonic() + 60
+    try:
+        while len(ended) < ends:
+            assert time.monotonic() < until, "the others hang too"
+            with contextlib.suppress(queue.Empty):
+                _, ok, value = results.get(timeout=0.5)
+                assert ok, value
+                ended.append(pickle.loads(value))
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert {code for code, _ in ended} == {1}
+    return [line for _, text in ended for line in text.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("last", "ranks", "parallel", "said"),
+    [
+        (a_stuck_loader, (2, 1), {"ep": 2}, "rank 1: at tests/test_pretrain_hang.py:"),
+        pytest.param(
+            a_micro_batch_less, (2, 1), {"ep": 2}, "rank 1: no answer", marks=pytest.mark.slow
+        ),
+        pytest.param(a_micro_batch_less, (2, 2), {"pp": 2}, ": waits in ", marks=pytest.mark.slow),
+        (a_kill, (3, 2), {"dp_replicate": 3, "dp_shard": 1}, "rank 2: no answer"),
+    ],
+)
+def test_who_does_not_come_is_named(text, tmp_path, last, ranks, parallel, said):
+    world, ends = ranks
+    spec = write_spec(
+        tmp_path, data={"source": str(text / "text"), "path": str(text / "corpus")},
+        parallel=parallel, **TIMEOUT,
+    )  # fmt: skip
+    lines = lines_of(spec, last, world, ends)
+    print(lines)
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("error: after step 2, rank ")
+    assert said in lines[0]

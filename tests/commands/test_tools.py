@@ -1,0 +1,218 @@
+"""The commands as a person runs them, and what they say when it goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt
+from parallel.layout import Topology
+from pretrain.data.prepare import prepare_corpus
+from tests.support.checkpoints import save_with_threads
+from tests.support.jobs import events, make_spec, write_corpus, write_spec
+from tools import inspect_ckpt, reshard
+from tools.pretrain import main as pretrain
+
+ROOT = Path(__file__).parents[2]
+EXPERTS = [
+    ckpt.ArraySpec("model/layers/moe/experts/w_gate", (3, 8, 12, 10), torch.float32,
+                   ((), ("ep",), ("efsdp",), ())),
+    ckpt.ArraySpec("model/embed/weight", (50, 12), torch.bfloat16, (("fsdp",), ())),
+    ckpt.ArraySpec("optimizer/exp_avg/embed/weight", (50, 12), torch.float32, (("fsdp",), ())),
+]  # fmt: skip
+
+
+def command(*arguments: str | Path) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def one_error_line(text: str) -> str:
+    assert text.startswith("error: "), text
+    assert text.count("\n") == 1, text
+    return text
+
+
+def contents(root: Path) -> dict[str, tuple]:
+    manifest = ckpt.read_manifest(root)
+    ckpt.verify(root, manifest)
+    return {key: (r.bytes, r.checksum) for key, r in manifest.objects.items()}
+
+
+def test_reshard_to_one_to_four_and_back_is_bit_equal(tmp_path, capsys):
+    start = tmp_path / "ep2"
+    save_with_threads(start, 9, Topology(dp_shard=2, ep=2), EXPERTS)
+    for source, target, layout in [
+        ("ep2", "ep1", "ep=1"), ("ep1", "ep4", "ep=4"), ("ep4", "back", "ep=2"),
+    ]:  # fmt: skip
+        arguments = [str(tmp_path / source), str(tmp_path / target), "--layout", layout]
+        assert reshard.main(arguments) == 0, capsys.readouterr().err
+    assert contents(tmp_path / "back") == contents(start)
+    assert contents(tmp_path / "ep4") != contents(start), "four ranks have other objects"
+    assert "written and verified" in capsys.readouterr().out
+    first, four = ckpt.open_group(start), ckpt.open_group(tmp_path / "ep4")
+    for spec in EXPERTS:
+        assert (first[spec.name][...].tobytes()) == four[spec.name][...].tobytes()
+    assert ckpt.read_manifest(tmp_path / "ep4").topology["ep"] == 4
+
+
+def test_reshard_refuses_what_it_cannot_do(tmp_path, capsys):
+    source = tmp_path / "source"
+    manifest = save_with_threads(source, 9, Topology(dp_shard=2, ep=2), EXPERTS)
+    target = tmp_path / "target"
+
+    def refused(*arguments: str) -> str:
+        assert reshard.main([str(source), str(target), *arguments]) == 2
+        return one_error_line(capsys.readouterr().err)
+
+    assert "layout (eq=2) must be AXIS=DEGREE" in refused("--layout", "eq=2")
+    assert "no checkpoint of step 8" in refused("--layout", "ep=1", "--step", "8")
+    assert ckpt.committed_steps(target) == []
+    victim = ckpt.objects_dir(source, manifest.save_id) / "model/embed/weight/c/0/0"
+    data = victim.read_bytes()
+    victim.write_bytes(data[:50] + bytes([data[50] ^ 1]) + data[51:])
+    assert "model/embed/weight/c/0/0 is damaged" in refused("--layout", "ep=1")
+    assert ckpt.committed_steps(target) == []
+    assert not list((target / "objects").iterdir()), "half a checkpoint was left"
+    victim.write_bytes(data)
+    assert reshard.main([str(source), str(target), "--layout", "ep=1"]) == 0
+    capsys.readouterr()
+    assert "already has a checkpoint of step 9" in refused("--layout", "ep=4")
+
+
+def test_inspect_shows_and_verifies(tmp_path, capsys):
+    manifest = save_with_threads(tmp_path, 9, Topology(dp_shard=2, ep=2), EXPERTS)
+    assert inspect_ckpt.main([str(tmp_path), "--verify"]) == 0
+    out = capsys.readouterr().out
+    assert "step      9" in out
+    assert "dp_shard=2 ep=2" in out
+    assert "3 x 8 x 12 x 10" in out
+    assert "bfloat16" in out
+    assert f"verified: all {manifest.total_bytes:,} bytes" in out
+
+    assert inspect_ckpt.main([str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    arrays = {array["name"]: array for array in found["arrays"]}
+    assert arrays["model/embed/weight"]["shape"] == [50, 12]
+    assert arrays["model/embed/weight"]["objects"] == 2
+    metadata = sum(r.bytes for k, r in manifest.objects.items() if k.endswith("zarr.json"))
+    assert sum(a["bytes"] for a in found["arrays"]) + metadata == found["bytes"]
+
+    (ckpt.objects_dir(tmp_path, manifest.save_id) / "model/embed/weight/c/1/0").unlink()
+    assert inspect_ckpt.main([str(tmp_path), "--verify"]) == 2
+    assert "weight/c/1/0 is missing" in one_error_line(capsys.readouterr().err)
+    assert inspect_ckpt.main([str(tmp_path / "nowhere")]) == 2
+    assert "no checkpoint in" in one_error_line(capsys.readouterr().err)
+
+
+def test_bad_input_ends_with_2_and_one_line(tmp_path, capsys):
+    write_corpus(tmp_path / "text", 12)
+    spec = write_spec(tmp_path)
+    for arguments, message in [
+        ([spec, "--set", "train.stepz=3"], "did you mean steps?"),
+        ([tmp_path / "none.toml"], "cannot be read"),
+    ]:
+        assert pretrain(list(map(str, arguments))) == 2
+        assert message in one_error_line(capsys.readouterr().err)
+    for arguments, message in [
+        ([spec, "--set", "run_dir=/proc/nowhere"], "run_dir (/proc/nowhere) cannot be written"),
+        ([spec, "--set", "data.source=/no/where"], "data.source (/no/where) must be"),
+        ([spec, "--set", "checkpoint.path=/proc/nowhere"], "cannot be written"),
+    ]:
+        result = command("tools/pretrain.py", *arguments)
+        assert result.returncode == 2, result
+        assert message in one_error_line(result.stderr)
+
+
+def test_the_resolved_spec_is_shown(tmp_path, capsys):
+    spec = write_spec(tmp_path)
+    assert pretrain([str(spec), "--print-spec", "--set", "train.steps=7"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["train"]["steps"] == 7
+    assert shown["moe"]["d_model"] == 32
+    assert shown["checkpoint"]["keep"] == 2
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_told_before_training(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a small file system cannot be mounted here")
+    try:
+        write_corpus(tmp_path / "text", 12)
+        spec = write_spec(tmp_path)
+        result = command("tools/pretrain.py", spec, "--set", f"checkpoint.path={disk}/c")
+        assert result.returncode == 2
+        assert "must have room for one checkpoint" in one_error_line(result.stderr)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def torchrun(*arguments: str | Path) -> subprocess.Popen:
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }  # fmt: skip
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         "tools/pretrain.py", *map(str, arguments)],
+        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def test_sigterm_to_torchrun_commits_and_the_next_start_resumes(tmp_path):
+    write_corpus(tmp_path / "text", 20)
+    made = make_spec(tmp_path)
+    prepare_corpus(made.data, made.model.vocab_size, lambda _: None)
+    spec = write_spec(
+        tmp_path, parallel={"ep": 2}, train={"steps": 100_000},
+        checkpoint={"interval_steps": 100_000},
+    )  # fmt: skip
+    run = tmp_path / "run"
+    first = torchrun(spec)
+    try:
+        deadline = time.monotonic() + 90
+        while not (run / "log.jsonl").exists() or len(events(run, "step")) < 5:
+            assert time.monotonic() < deadline, "training did not begin"
+            assert first.poll() is None, first.communicate()[0]
+            time.sleep(0.1)
+        first.send_signal(signal.SIGTERM)
+        out = first.communicate(timeout=60)[0]
+    finally:
+        first.kill()
+    assert "the same command resumes" in out
+    (step,) = ckpt.committed_steps(run / "checkpoints")
+    assert step == len(events(run, "step"))
+    ckpt.verify(run / "checkpoints", ckpt.read_manifest(run / "checkpoints"))
+
+    second = torchrun(spec, "--set", f"train.steps={step + 2}", "--set", "schedule.warmup_steps=0")
+    try:
+        out = second.communicate(timeout=120)[0]
+    finally:
+        second.kill()
+    assert second.returncode == 0, out
+    assert f"resuming after step {step}" in out
+    assert "spec changed since step" in out
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == step + 2
+    assert summary["world_size"] == 2
+    assert summary["layout"] == "dp_shard=2 ep=2"
+    for key in (
+        "val_bits_per_byte", "gzip_bits_per_byte", "xz_bits_per_byte", "train_loss_first",
+        "train_loss_last", "tokens_per_second", "peak_memory_bytes", "tokens", "checkpoint",
+    ):  # fmt: skip
+        assert summary[key], key

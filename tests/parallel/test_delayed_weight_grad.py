@@ -1,0 +1,94 @@
+"""A backward in two passes: the same bits as in one, and which gradients wait for the second."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe import MoEConfig
+from parallel import Products, apply_recompute, apply_weight_pass, run_products
+from pretrain.model.decoder import Decoder, DecoderOutput, ModelConfig
+
+MODEL = ModelConfig(vocab_size=300, d_model=32, num_layers=3, num_heads=4, num_kv_heads=2,
+                    d_ff=40, first_k_dense=1)  # fmt: skip
+LATENT = MODEL.model_copy(update={
+    "num_kv_heads": 4, "qk_norm": "none", "kv_lora_rank": 16, "q_lora_rank": 12,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+})  # fmt: skip
+MOE = MoEConfig(d_model=32, d_ff=24, num_experts=6, top_k=2, num_shared_experts=1,
+                shared_expert_gate=True, load_balance_weight=0.1, z_loss_weight=0.1)  # fmt: skip
+
+
+def loss_of(out: DecoderOutput) -> Tensor:
+    return out.logits.square().sum() + sum(aux.loss for aux in out.aux)
+
+
+def batches(sizes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(300, (size, 16), generator=generator) for size in sizes]
+
+
+def decoder(model: ModelConfig, how: str, **fields: object) -> Decoder:
+    torch.manual_seed(3)
+    made = Decoder(model, MOE.model_copy(update=fields))
+    apply_recompute(list(made.blocks.values()), how)
+    return made
+
+
+@pytest.mark.parametrize("how", ["none", "full", "selective"])
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        (MODEL, {"backend": "packed"}),
+        (MODEL, {"backend": "loop"}),
+        (MODEL, {"backend": "grouped_mm"}),
+        (MODEL, {"backend": "grouped_mm", "recompute_experts": True, "activation": "gelu"}),
+        (MODEL, {"backend": "grouped_mm", "ffn_bias": True}),
+        (LATENT, {"backend": "grouped_mm"}),
+    ],
+)
+def test_two_passes_give_the_bits_of_one(model, fields, how):
+    plain = decoder(model, how, **fields)
+    for tokens in batches((2, 0, 1)):
+        loss_of(plain(tokens)).backward()
+
+    later = decoder(model, how, **fields)
+    weight_pass = apply_weight_pass(later)
+    aside: list[Products] = []
+    for tokens in batches((2, 0, 1)):
+        aside.append(deque())
+        with weight_pass.into(aside[-1]):
+            loss_of(later(tokens)).backward()
+    waiting = {name for name, p in later.named_parameters() if p.grad is None}
+    assert waiting == {
+        f"{name}.{weight}"
+        for name, module in later.named_modules()
+        for weight, p in module.named_parameters(recurse=False)
+        if (type(module) is nn.Linear and module.bias is None)
+        or (name.endswith("experts") and p.ndim == 3 and fields["backend"] == "grouped_mm")
+    }
+    assert waiting
+    for products in aside:
+        run_products(products)
+        assert not products
+    for (name, p), q in zip(later.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad), name
+
+
+def test_without_a_place_for_them_nothing_is_put_aside():
+    plain, later = decoder(MODEL, "none"), decoder(MODEL, "none")
+    weight_pass = apply_weight_pass(later)
+    products: Products = deque()
+    with weight_pass.into(products):
+        pass
+    (tokens,) = batches((2,))
+    for model in (plain, later):
+        loss_of(model(tokens)).backward()
+    with weight_pass.into(products), torch.no_grad():
+        later(tokens)
+    assert not products
+    for p, q in zip(later.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)

@@ -1,0 +1,162 @@
+"""Runs with straggler-aware capacity, and with routers that go wrong, on real ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from moe import Stopwatch
+from pretrain.parallelize import forward_backward as step_module
+from pretrain.train.trainer import Training
+from tests.support.jobs import events, prepare_job, write_spec
+from tests.support.ranks import run_ranks
+from tools.pretrain import main
+
+MOE = {"num_experts": 4, "top_k": 2, "d_ff": 24, "capacity_policy": "straggler_aware",
+       "capacity_smoothing": 0.5}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    return prepare_job(tmp_path_factory.mktemp("job"))
+
+
+def on_rank(
+    rank: int, arguments: list[str], slowness: float, bad_step: int
+) -> tuple[int, str, str]:
+    """The command, on ranks that take 1 and ``slowness`` seconds for a row."""
+    if slowness:
+        Stopwatch.seconds = lambda self: float(self.rows) * (slowness if rank else 1.0)
+    step = Training.step
+
+    def step_with_a_bad_router(self, stop_requested):
+        if self.progress.step == bad_step - 1 and rank == 1:
+            # Sigmoid scores would make nothing of it: the loss stays finite.
+            with torch.no_grad():
+                self.job.routers[1].weight.fill_(3e38)
+        return step(self, stop_requested)
+
+    if bad_step:
+        Training.step = step_with_a_bad_router
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(arguments)
+        except SystemExit as end:
+            code = end.code
+    return code, out.getvalue(), err.getvalue()
+
+
+def launch(folder: Path, text: Path, *overrides: str, slowness=0.0, bad_step=0, **moe: Any):
+    folder.mkdir(exist_ok=True)
+    data = {"source": str(text / "text"), "path": str(text / "corpus")}
+    spec = write_spec(folder, moe={**MOE, **moe}, data=data, parallel={"ep": 2})
+    arguments = [str(spec), *(part for o in overrides for part in ("--set", o))]
+    results = run_ranks(on_rank, 2, arguments, slowness, bad_step, group=False)
+    assert len({code for code, _, _ in results}) == 1, results
+    return results[0][0], results[0][1], "".join(err for _, _, err in results)
+
+
+def losses(run: Path) -> list[float]:
+    found = {event["step"]: event["loss"] for event in events(run, "step")}
+    return [found[step] for step in sorted(found)]
+
+
+def test_plans_follow_speed_resume_and_are_replayed(tmp_path, text):
+    straight = tmp_path / "straight"
+    code, out, err = launch(straight, text, slowness=3.0)
+    assert code == 0, err
+    plans = events(straight / "run", "capacity_plan")
+    # Speeds of 1 and 1/3 from the first step on: shares of 1.5 and 0.5, at once and for good.
+    assert [(p["step"], p["plans"]) for p in plans] == [(1, [[1536, 512]])]
+    assert plans[0]["relative_speeds"] == pytest.approx([1.5, 0.5])
+    assert "rerouted" in out
+
+    resumed = tmp_path / "resumed"
+    code, _, err = launch(resumed, text, "train.steps=3", slowness=3.0)
+    assert code == 0, err
+    saved = ckpt.read_manifest(resumed / "run" / "checkpoints").state["capacity"]
+    assert saved["plans"] == [[1536, 512]]
+    code, _, err = launch(resumed, text, slowness=3.0)
+    assert code == 0, err
+    assert losses(resumed / "run") == losses(straight / "run")
+    assert len(events(resumed / "run", "capacity_plan")) == 1, "the plan was in the checkpoint"
+
+    replayed, free = tmp_path / "replayed", tmp_path / "free"
+    log = straight / "run" / "log.jsonl"
+    code, _, err = launch(replayed, text, f"train.replay_capacity_plans={log}", slowness=0.1)
+    assert code == 0, err
+    assert losses(replayed / "run") == losses(straight / "run")
+    code, _, err = launch(free, text, slowness=0.1)
+    assert code == 0, err
+    assert losses(free / "run") != losses(straight / "run"), "plans matter"
+
+
+@pytest.mark.slow
+def test_a_replay_of_what_is_no_log_is_refused(tmp_path, text):
+    other = tmp_path / "other.jsonl"
+    for content, message in (
+        ("{}", "must be the log.jsonl of a run"),
+        (json.dumps({"event": "capacity_plan", "step": 1, "plans": [[1], [2]]}),
+         "must be of 1 expert groups of 2 ranks; after step 1 it has [1, 1]"),
+        (json.dumps({"event": "capacity_plan", "step": 1, "plans": [[2048, 0]]}),
+         "must have positive units that sum to 1024 a rank; after step 1 it has [[2048, 0]]"),
+    ):  # fmt: skip
+        other.write_text(content + "\n")
+        code, _, err = launch(tmp_path / "run", text, f"train.replay_capacity_plans={other}")
+        assert code == 2
+        assert message in err
+    code, _, err = launch(tmp_path / "run", text, "train.replay_capacity_plans=nowhere.jsonl")
+    assert code == 2
+    assert "replay_capacity_plans (nowhere.jsonl) cannot be read: No such file" in err
+    code, _, err = launch(
+        tmp_path / "run", text, "train.replay_capacity_plans=x", capacity_policy="dropless"
+    )
+    assert code == 2
+    assert "must be empty unless moe.capacity_policy (dropless) is straggler_aware" in err
+
+
+def test_a_router_that_goes_wrong_is_refused_with_layer_and_step(tmp_path, text):
+    code, out, err = launch(
+        tmp_path, text, bad_step=3, score_func="sigmoid", renormalize=False,
+        capacity_policy="dropless",
+    )  # fmt: skip
+    assert code == 3
+    # Rank 1 spoils its slice of the parameter, which all ranks compute with.
+    said = "router logits of layer 2 are not finite on rank 0"
+    assert f"step 3 skipped: {said}" in out
+    assert f"step 3 was not finite 3 times in a row ({said})" in err
+    skips = events(tmp_path / "run", "skip")
+    assert [s["bad_router"] for s in skips] == [[2, 0]] * 3
+    assert len(losses(tmp_path / "run")) == 2
+
+
+def counted_on_rank(rank: int, arguments: list[str]) -> list[list[int]]:
+    """What the load-balancing losses of a run's forwards counted, by MoE layer."""
+    counted = []
+    routing_of = step_module.routing_of
+
+    def counting(reports, tokens):
+        counted.append([int(aux.batch_counts_E.sum()) for aux in reports])
+        return routing_of(reports, tokens)
+
+    step_module.routing_of = counting
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert main(arguments) == 0
+    return counted
+
+
+def test_a_global_batch_is_counted_over_ranks_and_micro_batches(tmp_path, text):
+    data = {"source": str(text / "text"), "path": str(text / "corpus")}
+    moe = {"num_experts": 4, "top_k": 2, "d_ff": 24, "load_balance_scope": "global_batch"}
+    spec = write_spec(tmp_path, moe=moe, data=data)
+    results = run_ranks(counted_on_rank, 2, [str(spec), "--set", "train.steps=2"], group=False)
+    # 2 ranks x 2 sequences x 32 tokens x 2 experts, then as many again, in each of two steps.
+    assert results == [[[256, 256], [512, 512]] * 2] * 2

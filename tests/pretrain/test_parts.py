@@ -1,0 +1,384 @@
+"""The decoder, first values, optimizer, schedule, barrier, metrics and summary, each alone."""
+
+from __future__ import annotations
+
+import math
+import urllib.request
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry, generate_latest
+
+from ckpt import Event
+from parallel import (
+    Kind,
+    ParallelDims,
+    Topology,
+    Traffic,
+    apply_expert_parallel,
+    apply_fsdp,
+    clip_grad_norm,
+    scale_gradients,
+)
+from pretrain.errors import InputError
+from pretrain.job import _check_nodes
+from pretrain.model.decoder import Decoder
+from pretrain.model.init import init_parameters
+from pretrain.model.rope import rope_frequencies, rotate
+from pretrain.observe.prometheus import Endpoint, Metrics
+from pretrain.observe.summary import heat_map
+from pretrain.optim import OptimizerConfig, ScheduleConfig, build_adamw
+from pretrain.parallelize.forward_backward import forward_backward, next_token_loss
+from pretrain.state.arrays import training_arrays
+from pretrain.state.layouts import parameter_layouts
+from pretrain.state.progress import Progress
+from pretrain.train.barrier import Action, Decision, Report, decide
+from tests.parallel.test_apply import full
+from tests.support.jobs import make_spec
+from tests.support.ranks import run_ranks
+
+
+def build(spec, topology: Topology, rank: int, dims=None) -> tuple[Decoder, dict]:
+    with torch.device("meta"):
+        model = Decoder(spec.model, spec.moe)
+    if dims is not None:
+        apply_expert_parallel(model, dims.ep_mesh)
+        apply_fsdp(model, dims, list(model.blocks.values()))
+    model.to_empty(device="cpu")
+    layouts = parameter_layouts(model, topology)
+    init_parameters(model, layouts, rank, 5, spec.model.num_layers)
+    return model, layouts
+
+
+def batches(spec, count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    sizes = [2] * (count - 1) + [1]
+    shape = spec.data.seq_len + 1
+    return [torch.randint(0, spec.model.vocab_size, (n, shape), generator=generator) for n in sizes]
+
+
+def parity_on_rank(rank: int, spec, topology: Topology, count: int):
+    dims = ParallelDims.build(topology, "cpu")
+    model, _ = build(spec, topology, rank, dims)
+    every = batches(spec, count)
+    rounds = -(-count // dims.dp_size)
+    mine = [every[i : i + 1] for i in range(dims.dp_rank, rounds * dims.dp_size, dims.dp_size)]
+    empty = torch.empty((0, spec.data.seq_len + 1), dtype=torch.int64)
+    result = forward_backward(
+        model, [b[0] if b else empty for b in mine], 1000, torch.device("cpu")
+    )
+    values = {name: full(p.detach()) for name, p in model.named_parameters()}
+    grads = {name: full(p.grad) for name, p in model.named_parameters()}
+    norm = clip_grad_norm(model, dims, 1e-4)
+    again = clip_grad_norm(model, dims, 1e-3)
+    assert clip_grad_norm(model, dims, 1.0) == again, "a norm below is left"
+    loads = result.routing.tokens_per_expert_LE
+    return float(result.loss_sum), (norm, again), loads, (values, grads) if rank == 0 else None
+
+
+@pytest.mark.parametrize(
+    ("topology", "count"),
+    [
+        (Topology(dp_shard=2, ep=2), 4),
+        (Topology(dp_shard=2), 3),
+        pytest.param(Topology(dp_shard=4, ep=4), 5, marks=pytest.mark.slow),
+        pytest.param(Topology(dp_shard=4, ep=2), 2, marks=pytest.mark.slow),
+        (Topology(dp_replicate=2, dp_shard=2, ep=2), 5),
+    ],
+    ids=str,
+)
+def test_the_model_on_ranks_is_the_model_in_one_process(tmp_path, topology, count):
+    spec = make_spec(tmp_path, moe={"num_shared_experts": 1, "z_loss_weight": 0.01})
+    model, _ = build(spec, Topology(), 0)
+    alone = forward_backward(model, batches(spec, count), 1000, torch.device("cpu"))
+    square = sum(float(p.grad.double().square().sum()) for p in model.parameters())
+
+    results = run_ranks(parity_on_rank, topology.world, spec, topology, count)
+
+    assert sum(r[0] for r in results) == pytest.approx(float(alone.loss_sum), rel=1e-5)
+    assert square > 1e-7
+    for _, norms, *_ in results:
+        assert norms == pytest.approx((math.sqrt(square), 1e-4), rel=1e-5)
+    assert torch.equal(sum(r[2] for r in results), alone.routing.tokens_per_expert_LE)
+    values, grads = results[0][3]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(values[name], parameter.detach()), f"{name} began with other values"
+        error = (grads[name] - parameter.grad).norm() / parameter.grad.norm()
+        assert error < 1e-5, f"{name}: {error}"
+
+
+def test_the_decoder_is_causal_and_positions_matter(tmp_path):
+    spec = make_spec(tmp_path)
+    model, _ = build(spec, Topology(), 0)
+    tokens = batches(spec, 1)[0][:, :-1]
+    changed = tokens.clone()
+    changed[:, 20:] = 7
+    with torch.no_grad():
+        a, b = model(tokens).logits, model(changed).logits
+        moved = model(tokens.roll(1, 1)).logits
+    torch.testing.assert_close(a[:, :20], b[:, :20], rtol=1e-5, atol=1e-5)
+    assert (a[:, 20:] - b[:, 20:]).abs().max() > 1e-3
+    assert (moved[:, 1:] - a[:, :-1]).abs().max() > 1e-4
+    assert len(model(tokens).aux) == 2, "the first layer is dense"
+
+
+def test_rotation_keeps_lengths_and_depends_on_distance_alone():
+    x = torch.randn(1, 1, 1, 8).expand(1, 1, 16, 8)
+    y = torch.randn(1, 1, 1, 8).expand(1, 1, 16, 8)
+    frequencies = rope_frequencies(8, 10000.0, None, torch.device("cpu"))
+    q, k = rotate(x, frequencies), rotate(y, frequencies)
+    torch.testing.assert_close(q.norm(dim=-1), x.norm(dim=-1))
+    dots = (q[0, 0] @ k[0, 0].T).diagonal(3)
+    torch.testing.assert_close(dots, dots[:1].expand_as(dots))
+    assert (q[0, 0] @ k[0, 0].T).diagonal(1)[0] != dots[0]
+
+
+def test_masked_targets_do_not_count():
+    logits = torch.randn(2, 3, 10)
+    targets = torch.tensor([[1, 2, -1], [-1, 4, 5]])
+    log_probs = logits.log_softmax(-1)
+    expected = -sum(log_probs[b, s, targets[b, s]] for b, s in [(0, 0), (0, 1), (1, 1), (1, 2)])
+    torch.testing.assert_close(next_token_loss(logits, targets), expected)
+    assert next_token_loss(logits[:0], targets[:0]) == 0
+
+
+def test_moments_made_at_once_change_nothing():
+    torch.manual_seed(0)
+    models = [torch.nn.Linear(4, 3) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    config = OptimizerConfig(lr=0.1, eps=1e-6)
+    ours = build_adamw(models[0], config)
+    theirs = torch.optim.AdamW(
+        [
+            {"params": [models[1].weight], "weight_decay": 0.1},
+            {"params": [models[1].bias], "weight_decay": 0.0},
+        ],
+        lr=0.1, betas=(0.9, 0.95), eps=1e-6, fused=True,
+    )  # fmt: skip
+    for _ in range(3):
+        for model, optimizer in zip(models, (ours, theirs), strict=True):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+    for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_checkpoints_take_whatever_an_optimizer_keeps_of_each_parameter(tmp_path):
+    spec = make_spec(tmp_path)
+    model = Decoder(spec.model, spec.moe)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number, parameter in enumerate(model.parameters()):
+        optimizer.state[parameter] = {"momentum_buffer": torch.full_like(parameter, number)}
+    layouts = parameter_layouts(model, Topology())
+    arrays = {a.spec.name: a for a in training_arrays(model, model, optimizer, layouts, 0)}
+    kept = {name for name in arrays if name.startswith("optimizer/")}
+    buffers = {name for name, _ in model.named_buffers()}
+    assert kept == {
+        a.replace("model/", "optimizer/momentum_buffer/", 1)
+        for a in arrays
+        if a.startswith("model/") and a.split("/")[-1] not in {b.split(".")[-1] for b in buffers}
+    }
+    numbers = {name: number for number, (name, _) in enumerate(model.named_parameters())}
+    pieces = arrays["optimizer/momentum_buffer/layers/attention/wq/weight"].pieces
+    assert [float(p[0, 0]) for p in pieces] == [
+        numbers[f"layers.{i}.attention.wq.weight"] for i in range(spec.model.num_layers)
+    ]
+
+
+def test_schedules():
+    cosine = ScheduleConfig(warmup_steps=4, min_lr_ratio=0.1)
+    assert [cosine.ratio(s, 14) for s in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert cosine.ratio(4, 14) == 1.0
+    assert cosine.ratio(9, 14) == pytest.approx(0.55)
+    assert cosine.ratio(14, 14) == pytest.approx(0.1)
+    wsd = ScheduleConfig(kind="wsd", warmup_steps=2, decay_steps=4, min_lr_ratio=0.0)
+    assert [wsd.ratio(s, 10) for s in range(10)] == [0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]
+    linear = ScheduleConfig(kind="linear", warmup_steps=2, min_lr_ratio=0.5)
+    assert [linear.ratio(s, 6) for s in range(7)] == [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5]
+    constant = ScheduleConfig(kind="constant", warmup_steps=2)
+    assert [constant.ratio(s, 4) for s in range(4)] == [0.5, 1, 1, 1]
+
+
+def report(**fields) -> Report:
+    values = {
+        "loss_sum": 20.0, "target_tokens": 10, "grad_square_sum": 4.0, "stop_requested": 0,
+        "save_requested": 0,
+        "step_seconds": 1.0, "data_wait_seconds": 0.1, "expert_rows": 10, "expert_seconds": 1.0,
+        "bad_layer": -1,
+    }  # fmt: skip
+    return Report(**{**values, **fields})
+
+
+def test_the_barrier_decides_from_all_reports():
+    decision = decide([report(), report(loss_sum=40.0, step_seconds=3.0)], 20)
+    assert decision.action is Action.COMMIT
+    assert decision.loss == 3.0
+    assert decision.grad_norm == pytest.approx(math.sqrt(8))
+    assert decision.step_seconds == 3.0
+    assert not decision.stop
+    assert decide([report(), report(stop_requested=1)], 20).stop
+    assert not decision.save
+    assert decide([report(save_requested=1), report()], 20).save
+    half = decide([report(), report(target_tokens=0, loss_sum=0)], 20)
+    assert half.loss == 2.0, "the mean is over the targets there were"
+    assert half.grad_norm == pytest.approx(2 * math.sqrt(8))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"loss_sum": math.nan}, {"loss_sum": math.inf}, {"grad_square_sum": math.nan},
+     {"grad_square_sum": math.inf}],
+)  # fmt: skip
+def test_one_rank_that_is_not_finite_makes_all_skip(fields):
+    assert decide([report(), report(**fields)], 20).action is Action.SKIP
+    assert decide([report(target_tokens=0), report(target_tokens=0)], 20).action is Action.SKIP
+
+
+def test_a_router_that_is_not_finite_is_named_although_the_loss_is():
+    decision = decide([report(bad_layer=3), report(), report(bad_layer=2)], 30)
+    assert decision.action is Action.SKIP
+    assert decision.why == "router logits of layer 2 are not finite on rank 2"
+
+
+@pytest.mark.parametrize(
+    ("scale", "fields", "reason"),
+    [
+        (65536.0, {"grad_square_sum": math.inf}, "overflow"),
+        (2.0, {"grad_square_sum": math.nan}, "overflow"),
+        (1.0, {"grad_square_sum": math.inf}, "not_finite"),
+        (None, {"grad_square_sum": math.inf}, "not_finite"),
+        (65536.0, {"loss_sum": math.nan, "grad_square_sum": math.nan}, "not_finite"),
+        (65536.0, {"loss_sum": math.inf, "grad_square_sum": math.nan}, "not_finite"),
+        (65536.0, {"bad_layer": 1, "grad_square_sum": math.nan}, "router_not_finite"),
+        (65536.0, {"loss_sum": math.nan}, "not_finite"),
+    ],
+)
+def test_an_overflow_is_of_gradients_alone(scale, fields, reason):
+    decision = decide([report(), report(**fields)], 20, scale)
+    assert decision.action is Action.SKIP
+    assert decision.reason == reason
+    assert decision.overflow == (reason == "overflow")
+    assert decision.loss_scale == scale
+    assert ("half of it is next" in decision.why) == decision.overflow
+
+
+def test_the_loss_scale_doubles_after_steps_in_a_row_without_an_overflow():
+    progress = Progress(step=5, loss_scale=8.0)
+    for scale, steps in [(8.0, 1), (8.0, 2), (16.0, 0), (16.0, 1)]:
+        progress = progress.after_commit(growth_steps=3)
+        assert (progress.loss_scale, progress.steps_at_loss_scale) == (scale, steps)
+    progress = progress.after_overflow()
+    assert progress == Progress(step=5, loss_scale=8.0)
+    assert Progress(step=5).after_commit(1) == Progress(step=5), "there is none but in float16"
+
+
+def test_gradients_are_scaled_in_place():
+    model = torch.nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    before = model.weight.grad.clone()
+    scale_gradients(model, 0.5)
+    assert torch.equal(model.weight.grad, before * 0.5)
+
+
+def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
+    registry = CollectorRegistry()
+    spec = make_spec(tmp_path)
+    metrics = Metrics(registry, spec, Topology(dp_shard=2, ep=2), "1.0")
+    decision = Decision(Action.COMMIT, 2.5, 0.7, 256, False, False, 0.5, 0.1, None)
+    metrics.record_step(decision, 0.01, 8, 0.5)
+    metrics.record_step(
+        Decision(Action.SKIP, math.nan, 1.0, 256, False, False, 0.5, 0.1, None), 0.01, 8, 0.5
+    )
+    for scale in (4.0, 2.0, 1.0):
+        overflow = decide([report(grad_square_sum=math.inf)], 10, scale)
+        metrics.record_step(overflow, 0.01, 8, 0.5)
+    metrics.record_flops(1e9, 0.25)
+    metrics.record_flops(1e9, 0.5)
+    metrics.record_traffic({Kind("all_to_all", "ep"): Traffic(3, 4096, 0.75, 0.25)})
+    metrics.communication.set(0.125)
+    metrics.record_routing([1, 2], [[4, 0], [2, 2]], [0.5, 0.6], [[3, 4], [0, 0]], 0.25)
+    metrics.record_stall(0.1)
+    metrics.record_save(Event(what="committed", tier="shared", seconds=1.5, write_seconds=1.0))
+    endpoint = Endpoint(registry, "127.0.0.1", 0)
+    try:
+        with urllib.request.urlopen(endpoint.url) as response:
+            text = response.read().decode()
+        with pytest.raises(InputError, match=r"metrics.port .* cannot be listened on"):
+            Endpoint(registry, "127.0.0.1", int(endpoint.url.split(":")[2].split("/")[0]))
+    finally:
+        endpoint.close()
+    for line in [
+        "convoy_steps_total 1.0",
+        "convoy_tokens_total 256.0",
+        "convoy_loss 2.5",
+        "convoy_grad_norm 0.7",
+        "convoy_learning_rate 0.01",
+        "convoy_tokens_per_second 512.0",
+        "convoy_model_flops_total 2e+09",
+        "convoy_mfu_ratio 0.5",
+        "convoy_data_cursor_samples 8.0",
+        'convoy_collective_seconds_total{group="ep",op="all_to_all"} 0.75',
+        'convoy_collective_bytes_total{group="ep",op="all_to_all"} 4096.0',
+        "convoy_communication_time_ratio 0.125",
+        "convoy_data_wait_seconds_total 0.5",
+        'convoy_skipped_steps_total{reason="not_finite"} 2.0',
+        'convoy_skipped_steps_total{reason="overflow"} 2.0',
+        "convoy_overflows_total 2.0",
+        'convoy_moe_expert_load_imbalance_ratio{layer="1"} 2.0',
+        'convoy_moe_expert_load_imbalance_ratio{layer="2"} 1.0',
+        'convoy_moe_dead_experts{layer="1"} 1.0',
+        'convoy_moe_router_entropy_nats{layer="2"} 0.6',
+        "convoy_moe_router_bias_abs_max 0.25",
+        'convoy_moe_dropped_tokens_total{layer="1"} 3.0',
+        'convoy_moe_rerouted_tokens_total{layer="1"} 4.0',
+        'convoy_parallelism_info{cp="1",dp_replicate="1",dp_shard="2",ep="2",pp="1",tp="1"} 1.0',
+        f'convoy_job_info{{name="tiny",spec_hash="{spec.hash}"}} 1.0',
+        'convoy_checkpoint_duration_seconds_count{stage="stall",tier="memory"} 1.0',
+        'convoy_checkpoint_duration_seconds_sum{stage="write",tier="shared"} 1.0',
+        'convoy_checkpoint_duration_seconds_sum{stage="commit",tier="shared"} 1.5',
+    ]:
+        assert line in text.splitlines(), line
+    assert generate_latest(registry).decode().count("convoy_build_info{") == 1
+
+
+def test_the_heat_map_is_dark_where_the_load_is():
+    text = heat_map([3], [[0, 10, 20, 10]])
+    assert "layer   3 |  ==@@==| max/mean 2.00, unused 1" in text
+
+
+def test_machines_on_which_tokens_reach_too_many_nodes_are_refused(tmp_path):
+    moe = {"num_experts": 8, "top_k": 2, "n_groups": 4, "topk_groups": 1}
+    spec = make_spec(tmp_path, moe=moe, parallel={"ep": 4, "max_nodes_per_token": 1})
+    topology = spec.topology(4)
+    _check_nodes(spec, topology, ranks_per_node=2)
+    two = make_spec(tmp_path, moe={**moe, "topk_groups": 2},
+                    parallel={"ep": 4, "max_nodes_per_token": 1})  # fmt: skip
+    _check_nodes(two, topology, ranks_per_node=4)
+    wide = Topology(dp_shard=2, tp=4)
+    _check_nodes(make_spec(tmp_path), wide, ranks_per_node=4)
+    with pytest.raises(
+        InputError, match=r"parallel.tp \(4\) must divide the ranks of a node \(2\)"
+    ):
+        _check_nodes(make_spec(tmp_path), wide, ranks_per_node=2)
+    insisted = make_spec(tmp_path, parallel={"tp_across_nodes": True})
+    _check_nodes(insisted, wide, ranks_per_node=2)
+    with pytest.raises(InputError, match=r"max_nodes_per_token \(1\) must be at least 2"):
+        _check_nodes(two, topology, ranks_per_node=2)
+
+
+def test_biases_begin_at_zero_and_the_shared_gate_does_not(tmp_path):
+    spec = make_spec(tmp_path, moe={"ffn_bias": True, "num_shared_experts": 1,
+                                    "shared_expert_gate": True})  # fmt: skip
+    model = Decoder(spec.model, spec.moe)
+    layouts = parameter_layouts(model, Topology())
+    init_parameters(model, layouts, 0, 5, spec.model.num_layers)
+    moe = model.blocks[1].moe
+    for bias in (moe.experts.b_gate, moe.experts.b_up, moe.experts.b_down,
+                 moe.shared_experts.w_up.bias):  # fmt: skip
+        assert bias.abs().sum() == 0
+    assert moe.shared_gate.weight.abs().sum() > 0
+    decayed, free = build_adamw(model, OptimizerConfig(lr=0.1, weight_decay=0.1)).param_groups
+    assert any(p is moe.experts.w_up for p in decayed["params"])
+    assert any(p is moe.experts.b_up for p in free["params"])
+    assert model.norm.weight.eq(1).all()

@@ -1,0 +1,312 @@
+"""What every capacity policy must keep to, the straggler-aware plan, and the bound on a rank.
+
+Legend: T tokens, K top_k, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from moe import MoEConfig, MoELayer
+from parallel import ParallelDims, Topology, apply_expert_parallel
+from router import Balance, CapacityPlan, RouterConfig, StragglerAwareCapacity
+from router.capacity import CapacityPolicy, capacity_policy
+from router.plan import UNITS_PER_RANK, bounded_shares, largest_remainder
+from tests.router.test_capacity import draw_choices, literal_place
+from tests.support.ranks import run_ranks
+
+E, K = 6, 2
+
+
+def config(**fields: Any) -> RouterConfig:
+    return RouterConfig(**{"num_experts": E, "top_k": K, **fields})
+
+
+class PolicyContract:
+    """Of any policy, whatever is asked of it."""
+
+    fields: dict[str, Any] = {}
+    reroutes = True
+
+    def policy(self) -> CapacityPolicy:
+        return capacity_policy(config(**self.fields))
+
+    @pytest.mark.parametrize("T", [0, 1, 5, 14])
+    @pytest.mark.parametrize("seed", range(12))
+    def test_placements_keep_to_the_room_and_to_the_reach(self, T, seed):
+        chosen, choice, scores = draw_choices(T, E, K, seed)
+        policy = self.policy()
+        placed = policy.place(chosen, choice, scores)
+        again = policy.place(chosen, choice, scores)
+        assert torch.equal(placed.expert_indices_TK, again.expert_indices_TK)
+        dropped = placed.dropped_TK
+        if dropped is None:
+            dropped = torch.zeros_like(chosen, dtype=torch.bool)
+        moved = (placed.expert_indices_TK != chosen) & ~dropped
+        assert int(placed.num_rerouted) == int(moved.sum())
+        assert self.reroutes or not moved.any()
+        there = placed.expert_indices_TK.masked_fill(dropped, E)
+        loads = [int((there == e).sum()) for e in range(E)]
+        for row, reach in zip(there.tolist(), choice.tolist(), strict=True):
+            experts = [e for e in row if e < E]
+            assert len(set(experts)) == len(experts), "an expert twice for one token"
+            assert all(reach[e] > -math.inf for e in experts), "an expert out of reach"
+        for most in (policy.most(T), policy.most(T + 5)):
+            assert most is None or all(n <= m for n, m in zip(loads, most, strict=True))
+
+    def test_where_there_is_room_for_all_nothing_changes(self):
+        scores = torch.eye(E).repeat(4, 1) + torch.eye(E).roll(1, 1).repeat(4, 1) / 2
+        chosen = scores.topk(K, dim=1).indices
+        placed = self.policy().place(chosen, scores, scores)
+        assert torch.equal(placed.expert_indices_TK, chosen)
+        assert placed.dropped_TK is None or not placed.dropped_TK.any()
+
+
+class TestDropless(PolicyContract):
+    reroutes = False
+
+    def test_drops_nothing(self):
+        chosen, choice, scores = draw_choices(9, E, K, 0)
+        assert self.policy().place(chosen, choice, scores).dropped_TK is None
+
+
+class TestDroplessWithABound(PolicyContract):
+    fields = {"max_received_rows": 48}
+
+
+class TestReroute(PolicyContract):
+    fields = {"capacity_policy": "fixed", "capacity_factor": 1.0}
+
+
+class TestDropByScore(PolicyContract):
+    fields = {"capacity_policy": "fixed", "capacity_factor": 1.0, "overflow": "drop_by_score"}
+    reroutes = False
+
+
+class TestDropByPosition(PolicyContract):
+    fields = {"capacity_policy": "fixed", "capacity_factor": 1.0, "overflow": "drop_by_position"}
+    reroutes = False
+
+
+class TestStragglerAware(PolicyContract):
+    fields = {"capacity_policy": "straggler_aware", "capacity_factor": 1.5}
+
+    def policy(self) -> StragglerAwareCapacity:
+        policy = capacity_policy(config(**self.fields))
+        assert isinstance(policy, StragglerAwareCapacity)
+        policy.plan = CapacityPlan((1024, 1024))
+        return policy
+
+    @pytest.mark.parametrize("T", [1, 4, 14])
+    @pytest.mark.parametrize("seed", range(12))
+    @pytest.mark.parametrize("units", [256, 700, 1024, 1500])
+    def test_experts_and_ranks_have_room_of_their_own(self, T, seed, units):
+        chosen, choice, scores = draw_choices(T, E, K, seed)
+        policy = self.policy()
+        policy.plan = CapacityPlan((units, 2 * UNITS_PER_RANK - units))
+        experts, ranks = policy.rooms(T)
+        assert sum(ranks) == T * K
+        for expert, room in enumerate(experts):
+            share = units if expert < 3 else 2 * UNITS_PER_RANK - units
+            assert room == math.ceil(Fraction(T * K * 3, 2) * share / (6 * UNITS_PER_RANK))
+        levels = [(list(range(E)), list(experts)), ([0, 0, 0, 1, 1, 1], list(ranks))]
+        expected = literal_place(
+            chosen.tolist(), choice.tolist(), scores.tolist(), levels, "reroute"
+        )
+        placed = policy.place(chosen, choice, scores)
+        actual = placed.expert_indices_TK.masked_fill(placed.dropped_TK, -1).tolist()
+        assert actual == [[-1 if e is None else e for e in row] for row in expected]
+        for rank, room in enumerate(ranks):
+            assert sum(e // 3 == rank for row in actual for e in row if e >= 0) <= room
+
+    def test_one_token_in_evaluation_gets_the_experts_that_it_chose(self):
+        policy = self.policy()
+        policy.plan = CapacityPlan((1792, 256))
+        scores = torch.tensor([[0.0, 0.1, 0.0, 0.2, 0.6, 0.5]])
+        chosen = scores.topk(K, dim=1).indices
+        placed = policy.place(chosen, scores, scores, training=False)
+        assert torch.equal(placed.expert_indices_TK, chosen)
+        assert not placed.dropped_TK.any()
+        assert policy.place(chosen, scores, scores).num_rerouted > 0, "ranks are held to theirs"
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**6), st.lists(st.integers(1, 10**6), min_size=1, max_size=20))
+def test_largest_remainders_sum_to_the_whole_and_are_within_one(total, weights):
+    parts = largest_remainder(total, [Fraction(w) for w in weights])
+    assert sum(parts) == total
+    for part, weight in zip(parts, weights, strict=True):
+        exact = Fraction(total * weight, sum(weights))
+        assert math.floor(exact) <= part <= math.ceil(exact)
+
+
+speeds = st.floats(1e-3, 1e9, allow_nan=False)
+
+
+@settings(deadline=None)
+@given(st.lists(speeds, min_size=1, max_size=12), st.sampled_from([0.1, 0.25, 1.0]),
+       st.sampled_from([1.0, 1.3, 2.0, 16.0]))  # fmt: skip
+def test_shares_keep_their_sum_their_bounds_and_the_order_of_speeds(speeds, floor, ceiling):
+    shares = bounded_shares(speeds, floor, ceiling)
+    assert sum(shares) == len(speeds)
+    for share, speed in zip(shares, speeds, strict=True):
+        assert Fraction(str(floor)) <= share <= Fraction(str(ceiling))
+        for other, other_speed in zip(shares, speeds, strict=True):
+            assert speed > other_speed or share <= other, "a slower rank gets more"
+    free = [
+        share / Fraction(speed)
+        for share, speed in zip(shares, speeds, strict=True)
+        if Fraction(str(floor)) < share < Fraction(str(ceiling))
+    ]
+    assert len(set(free)) <= 1, "what is within the bounds is in proportion to speed"
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(speeds, min_size=3, max_size=3), min_size=1, max_size=15))
+def test_plans_keep_their_sum_whatever_is_measured(steps):
+    c = config(capacity_policy="straggler_aware")
+    balance = Balance.start(3)
+    for step in steps:
+        balance = balance.after(step, [1.0] * 3, c)
+        assert sum(balance.plan.units) == 3 * UNITS_PER_RANK
+        assert min(balance.plan.units) >= UNITS_PER_RANK // 4
+        assert max(balance.plan.units) <= UNITS_PER_RANK * 2
+
+
+@pytest.mark.parametrize("speed", [1e-3, 7.0, 1e9])
+def test_equal_speeds_give_equal_shares(speed):
+    c = config(capacity_policy="straggler_aware", capacity_hysteresis=0.0)
+    balance = Balance.start(5).after([speed] * 5, [1.0] * 5, c)
+    assert balance.plan == CapacityPlan.equal(5)
+
+
+def test_a_plan_follows_speeds_smoothly_and_small_changes_not_at_all():
+    c = config(capacity_policy="straggler_aware", capacity_smoothing=0.5)
+    balance = Balance.start(2).after([100, 100], [1, 1], c)
+    assert balance.plan.units == (1024, 1024)
+    balance = balance.after([100, 104], [1, 1], c)  # 1 % apart, once smoothed
+    assert balance.plan.units == (1024, 1024)
+    assert balance.speeds == (100, 102)
+    balance = balance.after([100, 34], [1, 1], c)  # 100 and 68
+    assert balance.plan.units == (1219, 829)
+    for _ in range(30):
+        before, balance = balance, balance.after([100, 34], [1, 1], c)
+    assert balance.plan == before.plan
+    assert balance.plan.units[1] == pytest.approx(2048 * 34 / 134, rel=0.06)
+    still = balance.after([0, 0], [0, 0], c)
+    assert still == balance, "nothing measured, nothing changed"
+    assert balance.after([math.inf, 1], [1, 0], c).speeds == balance.speeds
+
+
+def test_until_a_rank_is_measured_it_counts_as_the_mean():
+    c = config(capacity_policy="straggler_aware")
+    balance = Balance.start(3).after([100, 0, 300], [1, 0, 1], c)
+    assert balance.speeds == (100, None, 300)
+    assert balance.plan.units == (512, 1024, 1536)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"capacity_policy": "fixed", "capacity_factor": 0.0}, "capacity_factor"),
+        ({"capacity_policy": "fixed", "max_received_rows": 5}, r"max_received_rows \(5\) must be"),
+        ({"capacity_policy": "straggler_aware", "overflow": "drop_by_score"}, r"must be reroute"),
+        ({"max_received_rows": 5, "overflow": "drop_by_score"}, r"must be reroute with moe"),
+        ({"capacity_policy": "straggler_aware", "rank_capacity_factor": 1.5},
+         r"capacity_factor \(1.25\) must be at least moe.rank_capacity_factor \(1.5\)"),
+        ({"capacity_policy": "straggler_aware", "capacity_floor": 0.0001}, "capacity_floor"),
+        ({"selection": "expert_choice", "capacity_policy": "fixed"}, r"\(fixed\) must be dropless"),
+        ({"selection": "expert_choice", "max_received_rows": 3}, r"max_received_rows \(3\) 0"),
+        ({"selection": "expert_choice", "softmax_after_topk": True}, "must be false"),
+        ({"selection": "expert_choice", "expert_bias": True}, r"must be top_k"),
+    ],
+)  # fmt: skip
+def test_fields_that_do_not_fit_are_refused(fields, message):
+    with pytest.raises(ValidationError, match=message):
+        config(**fields)
+
+
+def guarded(rank: int, most: int, tokens: list[int]) -> tuple[int, int, int, int]:
+    """What a rank computes, and what the guard did, where all want the experts of rank 0."""
+    dims = ParallelDims.build(Topology(dp_shard=2, ep=2), "cpu")
+    torch.manual_seed(0)
+    layer = MoELayer(MoEConfig(d_model=8, d_ff=8, num_experts=E, top_k=K, max_received_rows=most))
+    apply_expert_parallel(layer, dims.ep_mesh)
+    with torch.no_grad():
+        layer.router.weight.zero_()
+        layer.router.weight[:, 0] = torch.tensor([3.0, 2.5, 2.0, -1.0, -2.0, -3.0])
+    x = torch.rand(tokens[rank], 8) + 0.5
+    out = layer(x)
+    out.hidden.sum().backward()
+    rows = int(out.aux.stopwatch.rows)
+    return rows, tokens[rank] * K, int(out.aux.num_rerouted), int(out.aux.num_dropped)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [[0, 33], *(pytest.param(each, marks=pytest.mark.slow) for each in ([20, 20], [31, 2]))],
+)
+def test_a_rank_never_computes_more_than_the_bound(tokens):
+    total = sum(tokens) * K
+    free = run_ranks(guarded, 2, 0, tokens)
+    assert [rows for rows, *_ in free] == [total, 0]
+    enough = (total + 1) // 2 + 2
+    bounded = run_ranks(guarded, 2, enough, tokens)
+    assert all(rows <= enough for rows, *_ in bounded)
+    assert sum(rows for rows, *_ in bounded) == total, "nothing is dropped"
+    assert sum(moved for _, _, moved, _ in bounded) >= total - enough
+    short = run_ranks(guarded, 2, 10, tokens)
+    assert all(rows <= 10 for rows, *_ in short)
+    assert sum(dropped for *_, dropped in short) == total - sum(rows for rows, *_ in short)
+
+
+def counted(rank: int) -> tuple[list[int], float, torch.Tensor]:
+    """Two micro-batches of a global batch: the counts, the loss and the router's gradient."""
+    torch.manual_seed(0)
+    layer = MoELayer(
+        MoEConfig(d_model=8, d_ff=8, num_experts=E, top_k=K, load_balance_scope="global_batch",
+                  load_balance_weight=1.0)
+    )  # fmt: skip
+    layer.router.balance_group = dist.group.WORLD
+    with torch.no_grad():
+        layer.router.weight.mul_(30)
+    generator = torch.Generator().manual_seed(3)
+    batches = torch.randn(2, 2, 10, 8, generator=generator)[:, rank]
+    before, losses = None, []
+    for x in batches:
+        out = layer(x, counts_before_E=before)
+        before = out.aux.batch_counts_E
+        losses.append(out.aux.loss)
+    losses[-1].backward()
+    return before.tolist(), float(losses[-1].detach()), layer.router.weight.grad
+
+
+def test_the_loss_over_a_global_batch_counts_all_ranks_and_the_step_so_far():
+    results = run_ranks(counted, 2)
+    torch.manual_seed(0)
+    layer = MoELayer(MoEConfig(d_model=8, d_ff=8, num_experts=E, top_k=K))
+    with torch.no_grad():
+        layer.router.weight.mul_(30)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 2, 10, 8, generator=generator)
+    counts = layer.router(x.reshape(40, 8)).tokens_per_expert_E
+    assert results[0][0] == results[1][0] == counts.tolist()
+    for rank, (_, loss, grad) in enumerate(results):
+        probs = (x[1, rank] @ layer.router.weight.T).softmax(-1)
+        expected = E * sum(float(counts[e]) / 80 * probs[:, e].mean() for e in range(E))
+        assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
+        layer.router.weight.grad = None
+        expected.backward()
+        torch.testing.assert_close(grad, layer.router.weight.grad, rtol=1e-4, atol=1e-6)
+        assert grad.abs().sum() > 0
+    local = layer.router(x[1, 0]).load_balance_loss
+    assert abs(float(local.detach()) - results[0][1]) > 1e-3, "one call's own loss is another"

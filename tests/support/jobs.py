@@ -1,0 +1,79 @@
+"""A job small enough to run many times, on a corpus of real text."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from pretrain.data.prepare import prepare_corpus
+from pretrain.spec.job import JobSpec
+from pretrain.spec.read import load_spec
+
+
+def write_corpus(folder: Path, files: int = 40) -> Path:
+    """Some of the standard library, a few kilobytes of each."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    folder.mkdir(parents=True)
+    for path in sorted(root.glob("*.py"))[:files]:
+        (folder / path.name).write_bytes(path.read_bytes()[:3000])
+    return folder
+
+
+def prepare_job(folder: Path) -> Path:
+    """A folder with the corpus of the tiny job, prepared."""
+    write_corpus(folder / "text")
+    spec = make_spec(folder)
+    prepare_corpus(spec.data, spec.model.vocab_size)
+    return folder
+
+
+def data_of(job: Path) -> dict[str, str]:
+    """What ``[data]`` says of such a folder."""
+    return {"source": str(job / "text"), "path": str(job / "corpus")}
+
+
+def tiny(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    """The spec as a dict, under ``folder``; ``sections`` are laid over it."""
+    spec: dict[str, Any] = {
+        "name": "tiny",
+        "run_dir": str(folder / "run"),
+        "model": {
+            "vocab_size": 320, "d_model": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2,
+            "d_ff": 48, "first_k_dense": 1,
+        },
+        "moe": {"num_experts": 4, "top_k": 2, "d_ff": 24},
+        "data": {
+            "source": str(folder / "text"), "path": str(folder / "corpus"), "seq_len": 32,
+            "shard_tokens": 20_000,
+        },
+        "train": {
+            "steps": 6, "global_batch_size": 8, "micro_batch_size": 2, "log_interval_steps": 2,
+            "eval_sequences": 8, "timeout_seconds": 60.0,
+        },
+        "optimizer": {"lr": 0.003},
+        "schedule": {"warmup_steps": 2},
+        "checkpoint": {"interval_steps": 3},
+    }  # fmt: skip
+    for name, values in sections.items():
+        if isinstance(values, dict):
+            spec[name] = {**spec.get(name, {}), **values}
+        else:
+            spec[name] = values
+    return spec
+
+
+def write_spec(folder: Path, name: str = "spec.json", **sections: Any) -> Path:
+    path = folder / name
+    path.write_text(json.dumps(tiny(folder, **sections)))
+    return path
+
+
+def make_spec(folder: Path, **sections: Any) -> JobSpec:
+    return load_spec(write_spec(folder, **sections))
+
+
+def events(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (run / "log.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
