@@ -159,7 +159,7 @@ class Pipeline:
         part: Part,
         reduce_once: bool,
     ) -> Pass:
-        """As :func:`pretrain.parallelize.forward_backward`; every rank of the pipeline must call."""
+        """As :func:`forward_backward` without a pipeline; every rank of the pipeline must call."""
         return _Step(self, micro_batches, divisor, device, part, reduce_once).run()
 
     def _room(self, inputs_BS: Tensor, part: Part) -> Tensor:

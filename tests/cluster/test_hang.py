@@ -93,7 +93,7 @@ def lines_of(spec: Path, last, world: int, ends: int) -> list[str]:
 @pytest.mark.parametrize(
     ("last", "ranks", "parallel", "said"),
     [
-        (a_stuck_loader, (2, 1), {"ep": 2}, "rank 1: at tests/test_pretrain_hang.py:"),
+        (a_stuck_loader, (2, 1), {"ep": 2}, "rank 1: at tests/cluster/test_hang.py:"),
         pytest.param(
             a_micro_batch_less, (2, 1), {"ep": 2}, "rank 1: no answer", marks=pytest.mark.slow
         ),
