@@ -26,6 +26,7 @@ from pretrain.data import (
 from pretrain.errors import InputError
 from pretrain.health import CapacityBalance
 from pretrain.model import Decoder
+from pretrain.observe import CapacityPlanned, Events, StepCommitted, read_log
 from pretrain.optim import build_adamw
 from pretrain.parallelize import LaidOut, Part, Pass, Routing, forward_backward, lay_out, routing_of
 from pretrain.runtime import Runtime
@@ -52,6 +53,8 @@ class Job:
     """Under straggler-aware capacity alone."""
     compressed: CompressedSum | None
     """Under gradient compression alone."""
+    events: Events
+    """Where this rank publishes what happens."""
 
     @property
     def model(self) -> Decoder:
@@ -114,7 +117,7 @@ class Job:
         return residual_arrays(self.laid_out.whole, owed, self.layouts, self.runtime.rank)
 
 
-def build_job(spec: JobSpec, runtime: Runtime) -> Job:
+def build_job(spec: JobSpec, runtime: Runtime, events: Events | None = None) -> Job:
     """Build on this rank; the corpus must be prepared. :func:`restore` gives the parameters values.
 
     Raises InputError where the corpus is not the spec's, or the layer has no path for its sizes.
@@ -151,7 +154,7 @@ def build_job(spec: JobSpec, runtime: Runtime) -> Job:
         compressed = CompressedSum(laid_out.model, dims.replicate_mesh.get_group(), how)
     job = Job(
         spec, runtime, topology, dims, corpus, laid_out, mine, optimizer, loader, held_out, balance,
-        compressed,
+        compressed, Events() if events is None else events,
     )  # fmt: skip
     for router in job.routers:
         router.balance_group = dims.stage_mesh.get_group()
@@ -228,5 +231,30 @@ def _check_nodes(spec: JobSpec, topology: Topology, ranks_per_node: int) -> None
 def _capacity_balance(spec: JobSpec, topology: Topology) -> CapacityBalance | None:
     if spec.moe is None or spec.moe.capacity_policy != "straggler_aware":
         return None
-    path = spec.train.replay_capacity_plans
-    return CapacityBalance(spec.moe, topology, Path(path) if path else None)
+    balance, path = CapacityBalance(spec.moe, topology), spec.train.replay_capacity_plans
+    if path:
+        balance.replay(_recorded_plans(Path(path)), Path(path))
+    return balance
+
+
+def _recorded_plans(path: Path) -> dict[int, list[list[int]]]:
+    """The capacity plans of a run's log, by the step after which they hold. Of a step that was
+    taken more than once, as after a resume, the last time counts."""
+    try:
+        log = read_log(path)
+    except OSError as error:
+        raise InputError(
+            f"train.replay_capacity_plans ({path}) cannot be read: {error.strerror}"
+        ) from None
+    if log.problems:
+        raise InputError(
+            f"train.replay_capacity_plans ({path}) must be the log.jsonl of a run: "
+            f"{log.problems[0]}"
+        )
+    plans: dict[int, list[list[int]]] = {}
+    for event in log.events:
+        if isinstance(event, CapacityPlanned):
+            plans[event.step] = event.plans
+        elif isinstance(event, StepCommitted):
+            plans.pop(event.step, None)
+    return plans

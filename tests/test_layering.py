@@ -65,6 +65,7 @@ PRETRAIN = {
     "pretrain.job": {
         "pretrain.errors", "pretrain.model", "pretrain.data", "pretrain.optim", "pretrain.state",
         "pretrain.spec", "pretrain.health", "pretrain.parallelize", "pretrain.runtime",
+        "pretrain.observe",
     },
     "pretrain.checkpoint": {
         "pretrain.errors", "pretrain.model", "pretrain.optim", "pretrain.state", "pretrain.spec",

@@ -42,18 +42,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--print-spec", action="store_true", help="show the resolved spec and end")
     parser.add_argument("--prepare", action="store_true", help="prepare the corpus and end")
     parser.add_argument(
-        "--fresh", action="store_true", help="with --prepare: remove the run's checkpoints and log"
+        "--reset", action="store_true", help="with --prepare: remove the run's checkpoints and log"
     )
     parser.add_argument(
-        "--back-to", type=int, metavar="STEP",
+        "--load-step", type=int, metavar="STEP",
         help="with --prepare: go on from this step, and put later checkpoints aside",
     )  # fmt: skip
     parser.add_argument("--debug", action="store_true", help="show tracebacks of bad input")
     args = parser.parse_args(arguments)
-    if args.fresh and not args.prepare:
-        parser.error("--fresh goes with --prepare")
-    if args.back_to is not None and (args.fresh or not args.prepare):
-        parser.error("--back-to goes with --prepare, and without --fresh")
+    if args.reset and not args.prepare:
+        parser.error("--reset goes with --prepare")
+    if args.load_step is not None and (args.reset or not args.prepare):
+        parser.error("--load-step goes with --prepare, and without --reset")
     alike = True  # until ranks act for themselves, what is wrong is the same on all
     try:
         spec = load_spec(args.spec, args.overrides)
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
             say(json.dumps(spec.as_dict(), indent=1))
             return 0
         if args.prepare:
-            prepare(spec, args.fresh, args.back_to)
+            prepare(spec, reset=args.reset, load_step=args.load_step)
             return 0
         spec.topology(launched_world())
         alike = False

@@ -1,18 +1,21 @@
 """When a run saves, where it saves, and what a start makes of what was saved."""
 
-from pretrain.checkpoint.checkpointer import Saves
+from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.contents import checkpoint_arrays
-from pretrain.checkpoint.resume import newest_shared_step, restore
-from pretrain.checkpoint.run_id import forget_run, go_back
+from pretrain.checkpoint.progress import CheckpointProgress, newest_shared_step
+from pretrain.checkpoint.resume import restore
+from pretrain.checkpoint.run_id import launch_secret, remove_run, roll_back
 from pretrain.checkpoint.tiers import join_peers, start_saver
 
 __all__ = [
-    "Saves",
+    "CheckpointProgress",
+    "Checkpointer",
     "checkpoint_arrays",
-    "forget_run",
-    "go_back",
     "join_peers",
+    "launch_secret",
     "newest_shared_step",
+    "remove_run",
     "restore",
+    "roll_back",
     "start_saver",
 ]

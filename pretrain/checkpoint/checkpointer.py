@@ -1,4 +1,4 @@
-"""A run's checkpoints while it trains: where to, when, and what has become of them."""
+"""A run's checkpoints while the run trains: when, where to, and what has become of each save."""
 
 from __future__ import annotations
 
@@ -6,37 +6,43 @@ import ckpt
 from ckpt import CheckpointError, Event, Saver
 from pretrain.checkpoint.contents import checkpoint_arrays, save_info
 from pretrain.checkpoint.interval import SaveClock
+from pretrain.checkpoint.progress import CheckpointProgress, way_back
 from pretrain.job import Job
-from pretrain.observe import History, Metrics, RunLog, complain, say
+from pretrain.observe import (
+    CheckpointCommitted,
+    CheckpointFailed,
+    History,
+    SaveBegun,
+    SaveIntervalChosen,
+)
 from pretrain.runtime import StopRequest
 from pretrain.state import Progress
 
-_FAILURES_IN_A_ROW = 3  # until a tier is said to be out of order
 
+class Checkpointer:
+    """Begins saves when they are due, and publishes what becomes of them.
 
-class Saves:
-    """Asks for saves when they are due, and tells what became of them."""
+    Args:
+        job: what is saved.
+        writer: the trainer's side of this rank's writer process.
+        stop: requests of signals, among them requests to save.
+        history: failures of earlier starts.
+        progress: the checkpoints that there are.
+    """
 
     def __init__(
         self,
         job: Job,
-        saver: Saver,
+        writer: Saver,
+        *,
         stop: StopRequest,
-        log: RunLog,
-        metrics: Metrics,
         history: History,
-        restored: int,
-        shared_step: int,
+        progress: CheckpointProgress,
     ) -> None:
-        self.job, self.saver, self.stop = job, saver, stop
-        self.log, self.metrics = log, metrics
+        self.job, self.writer, self.stop, self.progress = job, writer, stop, progress
         self.clock = SaveClock(job.spec.checkpoint, job.runtime.world, history)
-        self.count = 0
-        self.shared = shared_step
-        """The newest step that the shared tier has, or was given."""
-        self.restored = self.newest = restored
-        """The step that the run began after, and the newest that was saved since."""
-        self._failed: dict[str, int] = {}
+        self._saves = 0
+        self._failures: dict[str, int] = {}
         self._error = ""
 
     @property
@@ -44,105 +50,114 @@ class Saves:
         """What this rank brings to the barrier: whether to save after this step."""
         return self.stop.save_requested or (self.job.runtime.is_first and self.clock.is_time())
 
+    def due(self, step: int, *, requested: bool) -> bool:
+        """Whether to save after ``step``; ``requested`` is what the barrier says of all ranks."""
+        return step > self.progress.begun and self.clock.due(step, requested)
+
     def save(self, progress: Progress, last: bool) -> None:
         """Begin a checkpoint; every rank must call. The ``last`` of a run goes to all tiers."""
-        job, every = self.job, self.job.spec.checkpoint.shared_every
+        step, every = progress.step, self.job.spec.checkpoint.shared_every
+        known = self.progress
         self.stop.save_requested = False
-        self.count += 1
-        # A resume from nodes' tiers alone is first made safe.
-        due = last or self.count % every == 0 or (self.count == 1 and self.restored > self.shared)
+        self._saves += 1
+        # A resume from nodes' tiers only is first made safe.
+        unsafe = self._saves == 1 and known.restored > known.shared_begun
+        shared = last or self._saves % every == 0 or unsafe
         names = [
             tier.name
-            for tier in self.saver.tiers
-            if (due if tier.name == "shared" else progress.step > self.newest)
+            for tier in self.writer.tiers
+            if (shared if tier.name == "shared" else step > known.begun)
         ]
-        self.newest = progress.step
-        if due:
-            self.shared = progress.step
+        known.begun = step
+        if shared:
+            known.shared_begun = step
         try:
-            stall = self.saver.save(save_info(job, progress), checkpoint_arrays(job), names)
+            stall = self.writer.save(
+                save_info(self.job, progress), checkpoint_arrays(self.job), names
+            )
         except CheckpointError as error:
-            stall = self.clock.stall_seconds  # it says nothing of what a save costs
-            self._tell_failure(Event(what="failed", tier="shared", step=progress.step), str(error))
+            stall = self.clock.stall_seconds  # a failed save does not say what a save costs
+            self._fail("shared", step, str(error))
         self.clock.saved(stall)
-        self.metrics.record_stall(stall)
-        self.log.write("save", step=progress.step, stall_seconds=stall, tiers=names)
+        publish = self.job.events.publish
+        publish(SaveBegun(step=step, stall_seconds=stall, tiers=[str(name) for name in names]))
         if self.job.spec.checkpoint.interval_steps == "auto":
-            self.log.write(
-                "save_interval",
-                step=progress.step,
-                seconds=self.clock.interval_seconds,
-                stall_seconds=stall,
-                failures=self.clock.history.failures,
-                seconds_between_failures=self.clock.seconds_between_failures,
+            publish(
+                SaveIntervalChosen(
+                    step=step,
+                    seconds=self.clock.interval_seconds,
+                    stall_seconds=stall,
+                    failures=self.clock.history.failures,
+                    seconds_between_failures=self.clock.seconds_between_failures,
+                )
             )
 
     def poll(self) -> None:
-        """Tell what has become of saves since the last look."""
+        """Publish what has become of saves since the last call."""
         try:
-            events = self.saver.poll()
+            events = self.writer.poll()
         except CheckpointError as error:
-            self._tell_failure(Event(what="failed", tier="shared"), str(error))
+            self._fail("shared", -1, str(error))
             return
         for event in events:
-            self._tell(event)
+            self._publish(event)
+
+    def wait(self) -> None:
+        """Wait until every save that was begun is committed or has failed."""
+        try:
+            for event in self.writer.wait():
+                self._publish(event)
+        except CheckpointError as error:
+            self._fail("shared", self.progress.begun, str(error))
+
+    def way_back(self) -> str:
+        """What to do after a run that cannot go on; every rank must call, and waits for saves."""
+        self.wait()
+        return way_back(self.job)
 
     def finish(self, progress: Progress) -> None:
-        """Wait for what was begun; every rank must call. A last step that nodes alone have is
-        saved where all share it.
+        """Wait for what was begun; every rank must call. A last step that only nodes' tiers have is
+        saved in the shared tier too.
 
-        Raises CheckpointError on every rank where the last one is not in the shared tier.
+        Raises CheckpointError on every rank where the last step is not in the shared tier.
         """
-        step = progress.step
-        if step > self.shared:
+        if progress.step > self.progress.shared_begun:
             self.save(progress, last=True)
-        try:
-            for event in self.saver.wait():
-                self._tell(event)
-        except CheckpointError as error:
-            self._tell_failure(Event(what="failed", tier="shared", step=step), str(error))
+        self.wait()
         runtime, spec = self.job.runtime, self.job.spec
-        good = self._failed.get("shared", 0) == 0
-        if not runtime.agree(good):
+        if not runtime.agree(self._failures.get("shared", 0) == 0):
             why = self._error or "another rank could not write its part"
             raise CheckpointError(
-                f"checkpoint of step {step} in {spec.checkpoint_path} is not saved: {why}"
+                f"checkpoint of step {progress.step} in {spec.checkpoint_path} is not saved: {why}"
             )
 
-    def _tell(self, event: Event) -> None:
+    def _publish(self, event: Event) -> None:
         assert event.tier is not None
         if event.what == "failed":
-            self._tell_failure(event, event.error)
+            self._fail(event.tier, event.step, event.error)
             return
-        self._failed[event.tier] = 0
+        self._failures[event.tier] = 0
         self.clock.wrote(event.tier, event.write_seconds)
         if event.what != "committed" or not self.job.runtime.is_first:
             return
-        self.metrics.record_save(event)
-        where = next(tier.location for tier in self.saver.tiers if tier.name == event.tier)
-        self.log.write(
-            "checkpoint",
-            step=event.step,
-            tier=event.tier,
-            seconds=event.seconds,
-            write_seconds=event.write_seconds,
-            bytes_written=event.bytes_written,
-            bytes_linked=event.bytes_linked,
-            retries=event.retries,
-            path=ckpt.manifest_name(where, event.step),
-        )
-        if event.tier == "shared":
-            say(f"checkpoint of step {event.step} committed in {event.seconds:.2f} s")
-
-    def _tell_failure(self, event: Event, error: str) -> None:
-        tier, runtime = event.tier or "shared", self.job.runtime
-        self._error = error
-        self._failed[tier] = self._failed.get(tier, 0) + 1
-        self.log.write("checkpoint_failed", step=event.step, tier=tier, error=error)
-        which = f"checkpoint of step {event.step}" if event.step >= 0 else "a checkpoint"
-        complain(f"rank {runtime.rank}: {which} is not in tier {tier}: {error}")
-        if self._failed[tier] == _FAILURES_IN_A_ROW:
-            complain(
-                f"rank {runtime.rank}: tier {tier} has failed {_FAILURES_IN_A_ROW} times in a row; "
-                f"training goes on"
+        self.progress.commit(event.tier, event.step)
+        where = next(tier.location for tier in self.writer.tiers if tier.name == event.tier)
+        self.job.events.publish(
+            CheckpointCommitted(
+                step=event.step,
+                tier=event.tier,
+                seconds=event.seconds,
+                write_seconds=event.write_seconds,
+                bytes_written=event.bytes_written,
+                bytes_linked=event.bytes_linked,
+                retries=event.retries,
+                path=ckpt.manifest_name(where, event.step),
             )
+        )
+
+    def _fail(self, tier: str, step: int, error: str) -> None:
+        self._error = error
+        self._failures[tier] = self._failures.get(tier, 0) + 1
+        self.job.events.publish(
+            CheckpointFailed(step=step, tier=tier, error=error, in_a_row=self._failures[tier])
+        )

@@ -13,6 +13,7 @@ from parallel import Topology
 from pretrain.errors import InputError
 from pretrain.job import Job
 from pretrain.spec import JobSpec
+from pretrain.state import read_run_state
 
 # A resume under another value of these would not be the same run.
 _FIXED = ("model", "moe", "data.seq_len", "data.shard_tokens", "data.document_mask",
@@ -30,7 +31,8 @@ def check_resumable(job: Job, manifest: Manifest) -> None:
     """Raise InputError where spec, corpus or topology forbids a resume from a manifest."""
     root, spec = job.spec.checkpoint_path, job.spec
     where = f"the checkpoint of step {manifest.step} in {root}"
-    if "corpus" not in manifest.state:
+    state = read_run_state(manifest)
+    if state is None:
         raise InputError(
             f"checkpoint.path ({root}) must be the run's own: {where} holds weights alone; name it "
             f"in train.init_from"
@@ -41,7 +43,7 @@ def check_resumable(job: Job, manifest: Manifest) -> None:
                 f"{field} ({now}) must be as in {where} ({before}); start over elsewhere, or put "
                 f"it back"
             )
-    if manifest.state["corpus"] != job.corpus.fingerprint:
+    if state.corpus != job.corpus.fingerprint:
         raise InputError(
             f"data.path ({spec.data.path}) must hold the corpus of {where}; its tokens are others"
         )

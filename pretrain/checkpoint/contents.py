@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ckpt
 from ckpt import LocalArray, Manifest, SaveInfo
+from pretrain.checkpoint.run_id import save_id
 from pretrain.job import Job
-from pretrain.state import Progress, rng_arrays
+from pretrain.state import Progress, RunState, rng_arrays
 
 
 def checkpoint_arrays(job: Job) -> list[LocalArray]:
@@ -16,16 +17,16 @@ def checkpoint_arrays(job: Job) -> list[LocalArray]:
 
 def save_info(job: Job, progress: Progress) -> SaveInfo:
     """What else a checkpoint after ``progress.step`` steps holds."""
-    spec, runtime = job.spec, job.runtime
+    spec = job.spec
     return SaveInfo(
-        save_id=f"{progress.step:08d}-{runtime.launch_id}",
+        save_id=save_id(job, progress.step),
         step=progress.step,
         topology=job.topology,
-        state={
-            **progress.as_dict(),
-            "corpus": job.corpus.fingerprint,
-            "capacity": None if job.balance is None else job.balance.state(),
-        },
+        state=RunState(
+            progress=progress,
+            corpus=job.corpus.fingerprint,
+            capacity=None if job.balance is None else job.balance.state(),
+        ).as_dict(),
         spec=spec.as_dict(),
         spec_hash=spec.hash,
         compression=spec.checkpoint.compression,

@@ -10,11 +10,11 @@ from ckpt.format import Missing, renamed
 from pretrain.errors import InputError
 from pretrain.job import Job
 from pretrain.model import init_parameters
-from pretrain.observe import say
+from pretrain.observe import Notice
 from pretrain.state import Progress, seed_rng
 
 
-def first_values(job: Job) -> Progress:
+def initialize(job: Job) -> Progress:
     """Fill the model of a new run: fresh weights, or those of ``train.init_from``.
 
     Every rank must call. Raises InputError or CheckpointError where the weights cannot be had.
@@ -23,12 +23,12 @@ def first_values(job: Job) -> Progress:
     if spec.train.init_from is None:
         _fresh_parameters(job)
     else:
-        _first_weights(job, spec.train.init_from)
+        _load_initial(job, spec.train.init_from)
     seed_rng(spec.train.seed, 0, runtime.rank)
     return Progress(loss_scale=spec.train.first_loss_scale)
 
 
-def _first_weights(job: Job, init_from: str) -> None:
+def _load_initial(job: Job, init_from: str) -> None:
     spec, runtime = job.spec, job.runtime
     root = runtime.together(lambda: _as_location(init_from))
     manifest = runtime.together(lambda: ckpt.read_manifest(root))
@@ -37,14 +37,17 @@ def _first_weights(job: Job, init_from: str) -> None:
         _fresh_parameters(job)
     rename, missing = spec.train.init_rename, spec.train.init_missing
     kept = runtime.together(lambda: _load_weights(root, manifest, arrays, rename, missing))
-    if runtime.is_first:
-        for name in kept:
-            say(f"{name} is not in train.init_from and gets fresh values")
-        say(f"first values are the weights of step {manifest.step} in {root}")
-        for section in ("model", "moe"):
-            before, now = manifest.spec.get(section), spec.as_dict()[section]
-            for field, was, here in ckpt.spec_differences(before, now, section):
-                say(f"spec differs from that of train.init_from: {field} was {was}, is {here}")
+    for name in kept:
+        _note(job, f"{name} is not in train.init_from and gets fresh values")
+    _note(job, f"initial weights are those of step {manifest.step} in {root}")
+    for section in ("model", "moe"):
+        before, now = manifest.spec.get(section), spec.as_dict()[section]
+        for field, was, here in ckpt.spec_differences(before, now, section):
+            _note(job, f"spec differs from train.init_from's: {field} was {was}, is {here}")
+
+
+def _note(job: Job, text: str) -> None:
+    job.events.publish(Notice(step=0, text=text))
 
 
 def _fresh_parameters(job: Job) -> None:

@@ -1,7 +1,8 @@
-"""Checkpoints that a node has for itself: in its memory, in a neighbour's, on its own disk."""
+"""Checkpoints in node-local tiers: a node's memory, a neighbour's memory, a node's own disk."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -9,8 +10,8 @@ import ckpt
 from ckpt import CheckpointError, Location, Manifest, Tier
 from pretrain.errors import InputError
 from pretrain.job import Job
-from pretrain.observe import complain, say
-from pretrain.state import Progress
+from pretrain.observe import Notice, Restored
+from pretrain.state import Progress, run_id_of
 
 
 def restore_from_nodes(
@@ -19,19 +20,22 @@ def restore_from_nodes(
     shared_step: int,
     run_id: str,
     load: Callable[[Manifest, Location], Progress],
+    began: float,
 ) -> Progress | None:
     """Load the newest checkpoint that every rank finds in its node's tiers, unless the shared
     folder has a newer one; None where that is so, or where there is none. Every rank must call.
 
-    What cannot be read there is told, and the next older one is taken: the shared folder's are the
-    ones that are never passed over. Those of another run are not taken.
+    A checkpoint in a node's tier that cannot be read is published as a notice, and the next older
+    one is tried. (A damaged checkpoint in the shared folder is an error instead.) Checkpoints of
+    another run are not taken.
 
     Args:
         job: what is filled.
-        tiers: those of nodes, the fastest first.
-        shared_step: the newest in the shared folder, or -1.
-        run_id: see :func:`name_run`.
+        tiers: the node-local tiers, the fastest first.
+        shared_step: the newest step in the shared folder, or -1.
+        run_id: see :func:`pretrain.checkpoint.run_id.run_id`.
         load: fills the job from a manifest in a tier.
+        began: when the restore began, in seconds of :func:`time.perf_counter`.
     """
     runtime = job.runtime
     own = [tier for tier in tiers if tier.writers[0] == runtime.rank]
@@ -58,11 +62,12 @@ def restore_from_nodes(
                 try:
                     progress, taken = load(manifest, tier.location), tier.name
                 except (CheckpointError, InputError) as error:
-                    complain(f"rank {runtime.rank}: not from tier {tier.name}: {error}")
+                    _note(job, step, f"not from tier {tier.name}: {error}", problem=True)
         if not runtime.agree(progress is not None):
             progress = None
-        elif runtime.is_first:
-            say(f"restored step {step} from tier {taken}")
+        else:
+            seconds = time.perf_counter() - began
+            job.events.publish(Restored(step=step, tier=taken, seconds=seconds))
         tried = True
     if tried and progress is None and shared_step < 0:
         # Some ranks hold parts of it by now: first values would not undo moments and counters.
@@ -74,13 +79,15 @@ def restore_from_nodes(
 
 
 def forget_others(job: Job, tiers: Sequence[Tier], run_id: str, after: int) -> None:
-    """Remove from this node's tiers what is of another run, or of steps beyond ``after``: once it
-    is certain that the run goes on from there."""
+    """Remove from this node's tiers the checkpoints of other runs, and of steps beyond ``after``.
+
+    To be called once the run is certain to resume after ``after``.
+    """
 
     def forget(location: str) -> None:
         steps = ckpt.forget(location, after, partial(_is_of, run_id))
         if steps:
-            say(f"rank {job.runtime.rank}: steps {steps} in {location} are not gone on from")
+            _note(job, after, f"steps {steps} in {location} are removed: the run resumes elsewhere")
 
     for tier in tiers:
         if tier.writers[0] == job.runtime.rank:
@@ -88,12 +95,16 @@ def forget_others(job: Job, tiers: Sequence[Tier], run_id: str, after: int) -> N
 
 
 def _is_of(run_id: str, manifest: Manifest) -> bool:
-    return manifest.state.get("run_id") == run_id
+    return run_id_of(manifest) == run_id
 
 
 def _try_tier(job: Job, tier: Tier, act: Callable[[str], object]) -> None:
-    """A node's tier that cannot be reached is told, and passed over."""
+    """Publish a tier that cannot be reached as a notice, and go on without the tier."""
     try:
         act(tier.location)
     except (CheckpointError, OSError) as error:
-        complain(f"rank {job.runtime.rank}: tier {tier.name} cannot be used: {error}")
+        _note(job, 0, f"tier {tier.name} cannot be used: {error}", problem=True)
+
+
+def _note(job: Job, step: int, text: str, problem: bool = False) -> None:
+    job.events.publish(Notice(step=step, text=text, problem=problem))

@@ -1,8 +1,9 @@
-"""A run's checkpoints: what is saved, and what a start makes of what there is."""
+"""What a start makes of the checkpoints that there are."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,45 +14,57 @@ import torch.distributed as dist
 import ckpt
 from ckpt import CheckpointError, LocalArray, Location, Manifest, Tier
 from pretrain.checkpoint.compatible import check_resumable, resolved
-from pretrain.checkpoint.initial_weights import first_values
+from pretrain.checkpoint.initial_weights import initialize
 from pretrain.checkpoint.node_tiers import forget_others, restore_from_nodes
-from pretrain.checkpoint.run_id import name_run
+from pretrain.checkpoint.progress import newest_shared_step
+from pretrain.checkpoint.run_id import run_id
 from pretrain.errors import InputError
 from pretrain.job import Job
-from pretrain.observe import human_bytes, say
+from pretrain.observe import Notice, Restored, SpecChanged, human_bytes
 from pretrain.optim import set_update_count
-from pretrain.state import Progress, rng_arrays, rng_states, seed_rng, set_rng_states
+from pretrain.state import (
+    Progress,
+    read_run_state,
+    rng_arrays,
+    rng_states,
+    seed_rng,
+    set_rng_states,
+)
 
 T = TypeVar("T")
 
 
 def restore(job: Job, tiers: Sequence[Tier] = ()) -> Progress:
-    """Load the newest checkpoint that every rank can reach, or where there is none give parameters
-    their first values: fresh ones, or the weights of ``train.init_from``.
+    """Load the newest checkpoint that every rank can reach; without one, initialize the weights.
+
+    Every rank must call.
 
     Args:
         job: what to fill.
-        tiers: where checkpoints may be besides the shared folder, the fastest first. Those of
-            nodes are taken where they are newer, or as new; later ones that not every rank has
-            are forgotten.
+        tiers: where checkpoints may be besides the shared folder, the fastest first. A checkpoint
+            in a node-local tier is taken where its step is at least the shared folder's newest.
+            Newer checkpoints that only some ranks have are removed from the node-local tiers.
+
+    Returns:
+        The counters of the checkpoint.
 
     Raises:
         InputError: where the checkpoint is of another model, data or batch, or of another
             topology and the spec does not say ``on_topology_change = "reshard"``.
         CheckpointError: where it is not whole.
     """
-    runtime = job.runtime
+    runtime, began = job.runtime, time.perf_counter()
     runtime.first(lambda: _ready_folder(job))
-    run_id = name_run(job)
+    run = run_id(job)
     step = newest_shared_step(job)
     own = [tier for tier in tiers if tier.ranks is not None]
     progress = None
     if own:
-        progress = restore_from_nodes(job, own, step, run_id, partial(_load_resumable, job))
+        progress = restore_from_nodes(job, own, step, run, partial(_load_resumable, job), began)
     if progress is None:
-        progress = _restore_shared(job, step) if step >= 0 else first_values(job)
-    forget_others(job, own, run_id, progress.step)
-    return replace(progress, run_id=run_id)
+        progress = _restore_shared(job, step, began) if step >= 0 else initialize(job)
+    forget_others(job, own, run, progress.step)
+    return replace(progress, run_id=run)
 
 
 def _load_resumable(job: Job, manifest: Manifest, root: Location) -> Progress:
@@ -59,7 +72,7 @@ def _load_resumable(job: Job, manifest: Manifest, root: Location) -> Progress:
     return _load(job, manifest, root)
 
 
-def _restore_shared(job: Job, step: int) -> Progress:
+def _restore_shared(job: Job, step: int, began: float) -> Progress:
     spec, runtime, root = job.spec, job.runtime, job.spec.checkpoint_path
     read = partial(ckpt.read_manifest, root, step)
     manifest = runtime.together(lambda: _or_way_back(root, step, read))
@@ -69,21 +82,15 @@ def _restore_shared(job: Job, step: int) -> Progress:
     progress = runtime.together(lambda: _or_way_back(root, step, load))
     if once:
         _spread(job)
-    if runtime.is_first:
-        for field, before, now in ckpt.spec_differences(resolved(manifest.spec), spec.as_dict()):
-            say(f"spec changed since step {step}: {field} was {before}, is {now}")
+    publish = job.events.publish
+    publish(Restored(step=step, tier="shared", seconds=time.perf_counter() - began))
+    for field, before, now in ckpt.spec_differences(resolved(manifest.spec), spec.as_dict()):
+        publish(SpecChanged(step=step, field=field, before=before, now=now))
     return progress
 
 
-def newest_shared_step(job: Job) -> int:
-    """The newest step that all ranks share, or -1; every rank must call."""
-    steps: list[int] = []
-    job.runtime.first(lambda: steps.extend(ckpt.committed_steps(job.spec.checkpoint_path)))
-    return job.runtime.broadcast(steps[-1] if steps else -1)
-
-
 def _or_way_back(root: Location, step: int, act: Callable[[], T]) -> T:
-    """A damaged checkpoint is never passed over silently; the one before is for people to take."""
+    """Name the older checkpoint where this one is damaged; a person decides to take it."""
     try:
         return act()
     except CheckpointError as error:
@@ -91,12 +98,12 @@ def _or_way_back(root: Location, step: int, act: Callable[[], T]) -> T:
         if not before:
             raise
         raise CheckpointError(
-            f"{error}; to go back, start once with --prepare --back-to {before[-1]}"
+            f"{error}; to go back, run `convoy prepare SPEC --load-step {before[-1]}` first"
         ) from None
 
 
 def _spread(job: Job) -> None:
-    """Let the first copy of the model give the others what it has read."""
+    """Let the first replica of the model broadcast what it has read to the other replicas."""
     group = job.dims.replicate_mesh.get_group()
     source = dist.get_global_rank(group, 0)
     for array in job.arrays():
@@ -108,8 +115,9 @@ def _spread(job: Job) -> None:
 
 
 def _load(job: Job, manifest: Manifest, root: Location, once: bool = False) -> Progress:
-    """Fill the job; with ``once`` only where this rank is of the first copy of the model."""
-    runtime = job.runtime
+    """Fill the job from a manifest; with ``once`` only on ranks of the first replica."""
+    runtime, state = job.runtime, read_run_state(manifest)
+    assert state is not None, "check_resumable refuses weights"
     arrays = job.arrays()
     states = rng_states(runtime.device)
     own_rng = rng_arrays(job.topology, runtime.rank, runtime.device, states)
@@ -119,9 +127,10 @@ def _load(job: Job, manifest: Manifest, root: Location, once: bool = False) -> P
     owed = job.residuals()
     if owed and same_ranks and _alike(manifest, "residual/", owed):
         arrays += owed
-    elif _saved(manifest, "residual/") and runtime.is_first:
-        why = "is asked for no more" if same_ranks else "was of other ranks"
-        say(f"what compressed gradients still owed {why}, and is left out")
+    elif _saved(manifest, "residual/"):
+        why = "the spec asks for no compression" if same_ranks else "they are of another layout"
+        text = f"the error-feedback buffers of compressed gradients are dropped: {why}"
+        job.events.publish(Notice(step=manifest.step, text=text))
     of_ranks = _saved(manifest, "rng/") | _saved(manifest, "residual/")
     names = {array.spec.name for array in arrays} | set(of_ranks)
     stray = sorted(a.name for a in manifest.arrays if a.name not in names)
@@ -136,15 +145,13 @@ def _load(job: Job, manifest: Manifest, root: Location, once: bool = False) -> P
     else:
         seed_rng(job.spec.train.seed, manifest.step, runtime.rank)
     # Speeds are of machines: on other ranks they are measured anew, from equal shares.
-    if job.balance is not None and same_ranks and manifest.state.get("capacity"):
-        job.balance.load(manifest.state["capacity"])
+    if job.balance is not None and same_ranks and state.capacity:
+        job.balance.load(state.capacity)
         job.balance.apply(job.routers, runtime.rank)
-    values = {k: v for k, v in manifest.state.items() if k not in ("corpus", "capacity")}
-    scale = job.spec.train.first_loss_scale
-    if scale is None or values.get("loss_scale") is None:
-        # One of the two runs is not in float16: nothing is to be gone on with.
-        values |= {"loss_scale": scale, "steps_at_loss_scale": 0}
-    progress = replace(Progress(), **values)
+    progress, scale = state.progress, job.spec.train.first_loss_scale
+    if scale is None or progress.loss_scale is None:
+        # One of the two runs is not in float16: the loss scale begins anew.
+        progress = replace(progress, loss_scale=scale, steps_at_loss_scale=0)
     set_update_count(job.optimizer, progress.step)
     return progress
 
@@ -154,13 +161,13 @@ def _saved(manifest: Manifest, prefix: str) -> dict[str, tuple[int, ...]]:
 
 
 def _alike(manifest: Manifest, prefix: str, arrays: list[LocalArray]) -> bool:
-    """Whether just these were saved. A checkpoint that was resharded still has a row for each rank
-    that it was saved on."""
+    """Whether the checkpoint has exactly these arrays under ``prefix``. A resharded checkpoint has
+    a row for each rank that it was saved on, as before."""
     return _saved(manifest, prefix) == {a.spec.name: a.spec.shape for a in arrays}
 
 
 def _ready_folder(job: Job) -> None:
-    """Remove leftovers, and see that a save will fit."""
+    """Remove uncommitted saves, and check that a commit works and that a save will fit."""
     root = job.spec.checkpoint_path
     store = ckpt.open_store(root)
     try:

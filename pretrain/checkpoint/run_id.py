@@ -1,70 +1,106 @@
-"""Which run a checkpoint folder belongs to."""
+"""What a run, a launch and a place are called, and how a run is rolled back or removed.
+
+Run: all starts that go on from each other's checkpoints. ``run.json`` in the checkpoint folder has
+the run id, and so has each manifest's ``state``. A checkpoint in a node's memory or on its disk is
+taken only where its run id is that of the folder. A roll-back gives the folder a new run id, and a
+newer checkpoint on some node is not taken any more.
+
+Launch: one start of all ranks. ``Runtime.launch_id`` names the launch in the log and in save ids.
+The launch secret lets the ranks of one launch read each other's memory.
+
+Place: the checkpoint folder itself. A hash of its path names what the run keeps outside the folder:
+lock files, and folders in nodes' memory.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import secrets
+from collections.abc import Callable
+from pathlib import Path
 
 import ckpt
 from ckpt import CheckpointError, Location, Store
 from pretrain.errors import InputError
 from pretrain.job import Job
-from pretrain.observe import say
+from pretrain.runtime import Runtime
+from pretrain.spec import JobSpec
+from pretrain.state import run_id_of
 
 _RUN = "run.json"
-_NO_NAME = 1 << 62
+_BITS = 62  # of a random id, so that a rank can broadcast the id as a signed number
 
 
-def name_run(job: Job) -> str:
-    """What tells this run from others that were in the same place: a name that the shared folder
-    keeps as long as it is there, or else its newest checkpoint has. What nodes have of another run
-    is not this one's. Every rank must call.
+def run_id(job: Job) -> str:
+    """The id of the run that the checkpoint folder is of; every rank must call.
 
-    Raises InputError where the folder has a name that cannot be read.
+    A folder without ``run.json`` gets one: with the id of its newest checkpoint, or a new id.
+
+    Raises InputError on every rank where ``run.json`` cannot be read or written.
     """
-    numbers: list[int] = []
-    job.runtime.first(lambda: numbers.append(_read_name(job)))
-    return f"{job.runtime.broadcast(numbers[0] if numbers else 0):016x}"
+    return f"{job.runtime.from_first(lambda: _read_or_make(job.spec.checkpoint_path)):016x}"
 
 
-def _read_name(job: Job) -> int:
-    root = job.spec.checkpoint_path
+def _read_or_make(root: Location) -> int:
     store = ckpt.open_store(root)
     try:
         if _RUN not in store.names(""):
-            newest = None
+            newest = ""
             with contextlib.suppress(CheckpointError):
-                newest = ckpt.read_manifest(store).state.get("run_id")
-            _write_name(store, newest or _new_name())
-        return int(json.loads(store.read(_RUN))["run_id"], 16) % _NO_NAME
+                newest = run_id_of(ckpt.read_manifest(store))
+            _write(store, newest or _new_id())
+        return int(json.loads(store.read(_RUN))["run_id"], 16) % (1 << _BITS)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise InputError(
-            f"checkpoint.path ({root}) must have a {_RUN} that can be read ({error}); where it is "
-            f"removed, the newest checkpoint has the run's name too"
+            f"checkpoint.path ({root}) must have a {_RUN} that can be read ({error}); remove the "
+            f"file, and the next start takes the run id of the newest checkpoint"
         ) from None
 
 
-def _new_name() -> str:
-    return f"{secrets.randbits(62):016x}"
+def _new_id() -> str:
+    return f"{secrets.randbits(_BITS):016x}"
 
 
-def _write_name(store: Store, name: str) -> None:
+def _write(store: Store, name: str) -> None:
     with contextlib.suppress(FileExistsError):
         store.publish(_RUN, json.dumps({"run_id": name}).encode())
 
 
-def forget_run(location: Location) -> None:
-    """Let the next start in a place be of another run. Raises OSError."""
+def launch_secret(runtime: Runtime) -> str:
+    """A secret that the ranks of this launch share, and nobody else; every rank must call."""
+    return f"{runtime.from_first(lambda: secrets.randbits(_BITS)):016x}"
+
+
+def save_id(job: Job, step: int) -> str:
+    """The name of this launch's save of a step."""
+    return f"{step:08d}-{job.runtime.launch_id}"
+
+
+def place_name(spec: JobSpec) -> str:
+    """A name for the checkpoint folder that files elsewhere on this machine can have."""
+    path = spec.checkpoint_path
+    path = str(path.resolve()) if isinstance(path, Path) else path
+    return hashlib.sha256(path.encode()).hexdigest()[:16]
+
+
+def remove_run(location: Location) -> None:
+    """Remove all checkpoints of a folder, and the run id: the next start is a new run.
+
+    Raises OSError.
+    """
     store = ckpt.open_store(location)
     store.remove(_RUN)
     for name in ("manifests", "objects", "away"):
         store.remove_all(name)
 
 
-def go_back(location: Location, step: int) -> None:
-    """Let the next start go on from ``step``: move the manifests of later ones to ``away/``, where
-    nothing looks for them, and give the run another name, so that what nodes have is not taken.
+def roll_back(location: Location, step: int, say: Callable[[str], None]) -> None:
+    """Let the next start resume from ``step``, whatever tiers the run has.
+
+    Manifests of newer steps are moved to ``away/``, where no start looks for checkpoints. The
+    folder gets a new run id, and checkpoints in nodes' memory and on their disks are not taken.
 
     Raises InputError where there is no such step; OSError.
     """
@@ -72,12 +108,15 @@ def go_back(location: Location, step: int) -> None:
     steps = ckpt.committed_steps(store)
     if step not in steps:
         found = ", ".join(map(str, steps)) or "there is none"
-        raise InputError(f"--back-to ({step}) must be a step that {store.where()} has: {found}")
-    name = _new_name()
+        raise InputError(f"--load-step ({step}) must be a step that {store.where()} has: {found}")
+    name = _new_id()
     store.remove(_RUN)
-    _write_name(store, name)
+    _write(store, name)
     for later in reversed([s for s in steps if s > step]):
         key = ckpt.manifest_key(later)
         store.publish(f"away/{name}/{key.rpartition('/')[2]}", store.read(key))
         store.remove(key)
-        say(f"step {later} is in {store.where(f'away/{name}')} now; its objects are left")
+        say(
+            f"the manifest of step {later} is now in {store.where(f'away/{name}')}; "
+            f"`convoy inspect gc --unlisted` removes the objects that only such manifests list"
+        )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import tempfile
 from ipaddress import IPv4Address
 from pathlib import Path
 
 from ckpt import Saver, Tier, address_towards
+from pretrain.checkpoint.run_id import place_name
 from pretrain.errors import InputError
 from pretrain.job import Job
 from pretrain.runtime import Runtime
@@ -20,7 +20,7 @@ def tiers_of(spec: JobSpec, runtime: Runtime) -> list[Tier]:
     config, tiers = spec.checkpoint, []
     node, ranks = _node_of(runtime)
     if config.memory:
-        folder = f"convoy-{_name_of(spec)}-node{node}"
+        folder = f"convoy-{place_name(spec)}-node{node}"
         tiers.append(
             Tier(
                 name="memory",
@@ -31,7 +31,7 @@ def tiers_of(spec: JobSpec, runtime: Runtime) -> list[Tier]:
             )
         )
     if config.local_path is not None:
-        folder = f"{config.local_path}/{spec.name}-{_name_of(spec)}-node{node}"
+        folder = f"{config.local_path}/{spec.name}-{place_name(spec)}-node{node}"
         tiers.append(Tier(name="local", location=folder, ranks=ranks, keep=config.keep))
     shared = str(spec.checkpoint_path)
     return [*tiers, Tier(name="shared", location=shared, keep=config.retention)]
@@ -44,16 +44,11 @@ def _node_of(runtime: Runtime) -> tuple[int, tuple[int, ...]]:
     return node, tuple(range(node * size, min((node + 1) * size, runtime.world)))
 
 
-def _name_of(spec: JobSpec) -> str:
-    """Of the run on this machine: that of its checkpoint folder."""
-    path = spec.checkpoint_path
-    path = str(path.resolve()) if isinstance(path, Path) else path
-    return hashlib.sha256(path.encode()).hexdigest()[:16]
-
-
 def start_saver(job: Job, key: str) -> Saver:
-    """This rank's saver. Keepers that an earlier start has left end first. ``key`` is one of this
-    launch alone."""
+    """Start this rank's writer process, after the end of those that an earlier start has left.
+
+    ``key`` is the launch secret, see :func:`launch_secret`.
+    """
     spec, runtime = job.spec, job.runtime
     node, ranks = _node_of(runtime)
     serves = None
@@ -61,11 +56,11 @@ def start_saver(job: Job, key: str) -> Saver:
         if runtime.world <= runtime.ranks_per_node:
             raise InputError("checkpoint.peer (true) must be false on one node: it has no other")
         if runtime.rank == ranks[0]:
-            name = f"convoy-{_name_of(spec)}-node{node}-peers"
+            name = f"convoy-{place_name(spec)}-node{node}-peers"
             serves = str(Path(spec.checkpoint.memory_path) / name)
     memory = Path("/dev/shm")
     folder = memory if memory.is_dir() else Path(tempfile.gettempdir())
-    lock = folder / f"convoy-{_name_of(spec)}-{runtime.rank}.lock"
+    lock = folder / f"convoy-{place_name(spec)}-{runtime.rank}.lock"
     return Saver(
         tiers_of(spec, runtime),
         runtime.rank,

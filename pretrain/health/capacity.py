@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,31 @@ class CapacityBalance:
     alone.
     """
 
-    def __init__(self, config: RouterConfig, topology: Topology, replay: Path | None) -> None:
+    def __init__(self, config: RouterConfig, topology: Topology) -> None:
         self.config, self.ranks_per_group = config, topology.ep
         self.groups = [Balance.start(topology.ep) for _ in range(topology.world // topology.ep)]
-        self.recorded = None if replay is None else read_plans(replay, self.plans)
+        self.recorded: Mapping[int, Plans] | None = None
+        """Plans to take in the place of measured ones, by the step after which they hold."""
+
+    def replay(self, recorded: Mapping[int, Plans], path: Path) -> None:
+        """Take the plans that another run has logged, and measure none.
+
+        Raises InputError where a plan is of other ranks, or is no plan.
+        """
+        like = [len(units) for units in self.plans]
+        for step, plans in recorded.items():
+            found = [len(units) for units in plans]
+            if found != like:
+                raise InputError(
+                    f"train.replay_capacity_plans ({path}) must be of {len(like)} expert groups of "
+                    f"{like[0]} ranks; after step {step} it has {found}"
+                )
+            if any(min(units) < 1 or sum(units) != UNITS_PER_RANK * len(units) for units in plans):
+                raise InputError(
+                    f"train.replay_capacity_plans ({path}) must have positive units that sum to "
+                    f"{UNITS_PER_RANK} a rank; after step {step} it has {plans}"
+                )
+        self.recorded = recorded
 
     @property
     def plans(self) -> Plans:
@@ -102,43 +122,3 @@ class CapacityBalance:
             Balance(tuple(speeds), group.plan)
             for speeds, group in zip(state["speeds"], self.groups, strict=True)
         ]
-
-
-def read_plans(path: Path, like: Plans) -> dict[int, Plans]:
-    """The ``capacity_plan`` lines of a run's log, by the step after which they hold.
-
-    Where a step was run more than once, as after a resume, the last time counts.
-
-    Raises InputError where the file cannot be read, or its plans are of other ranks than ``like``.
-    """
-    plans: dict[int, Plans] = {}
-    try:
-        lines = path.read_text().splitlines(keepends=True)
-        for line in lines:
-            if line is lines[-1] and not line.endswith("\n"):
-                break  # cut off by a kill in the middle of it
-            event = json.loads(line)
-            if event["event"] == "capacity_plan":
-                plans[event["step"]] = event["plans"]
-            elif event["event"] == "step":
-                plans.pop(event["step"], None)
-    except OSError as error:
-        raise InputError(
-            f"train.replay_capacity_plans ({path}) cannot be read: {error.strerror}"
-        ) from None
-    except (ValueError, KeyError, TypeError):
-        raise InputError(
-            f"train.replay_capacity_plans ({path}) must be the log.jsonl of a run"
-        ) from None
-    for step, one in plans.items():
-        if [len(units) for units in one] != [len(units) for units in like]:
-            raise InputError(
-                f"train.replay_capacity_plans ({path}) must be of {len(like)} expert groups of "
-                f"{len(like[0])} ranks; after step {step} it has {[len(units) for units in one]}"
-            )
-        if any(min(units) < 1 or sum(units) != UNITS_PER_RANK * len(units) for units in one):
-            raise InputError(
-                f"train.replay_capacity_plans ({path}) must have positive units that sum to "
-                f"{UNITS_PER_RANK} a rank; after step {step} it has {one}"
-            )
-    return plans

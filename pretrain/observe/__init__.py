@@ -2,8 +2,27 @@
 
 from typing import TYPE_CHECKING, Any
 
-from pretrain.observe.console import Bar, complain, human_bytes, progress_line, say
-from pretrain.observe.jsonl import History, RunLog
+from pretrain.observe.console import Bar, Console, complain, human_bytes, say
+from pretrain.observe.events import (
+    CapacityPlanned,
+    CheckpointCommitted,
+    CheckpointFailed,
+    Evaluated,
+    Events,
+    IntervalEnded,
+    Notice,
+    Restored,
+    RoutingReport,
+    RunDone,
+    RunStarted,
+    RunStopped,
+    SaveBegun,
+    SaveIntervalChosen,
+    SpecChanged,
+    StepCommitted,
+    StepSkipped,
+)
+from pretrain.observe.jsonl import History, JsonlLog, read_log
 
 if TYPE_CHECKING:
     from pretrain.observe.prometheus import Endpoint, Metrics
@@ -11,14 +30,32 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Bar",
+    "CapacityPlanned",
+    "CheckpointCommitted",
+    "CheckpointFailed",
+    "Console",
     "Endpoint",
+    "Evaluated",
+    "Events",
     "History",
+    "IntervalEnded",
+    "JsonlLog",
     "Metrics",
-    "RunLog",
+    "Notice",
+    "Restored",
+    "RoutingReport",
+    "RunDone",
+    "RunStarted",
+    "RunStopped",
+    "SaveBegun",
+    "SaveIntervalChosen",
+    "SpecChanged",
+    "StepCommitted",
+    "StepSkipped",
     "Summary",
     "complain",
     "human_bytes",
-    "progress_line",
+    "read_log",
     "say",
     "show_summary",
 ]

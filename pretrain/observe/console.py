@@ -1,12 +1,29 @@
-"""The run's JSON lines and what a person sees."""
+"""What a person sees of a run on a terminal."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any
+
+from pretrain.observe.events import (
+    CheckpointCommitted,
+    CheckpointFailed,
+    Evaluated,
+    Event,
+    IntervalEnded,
+    Notice,
+    Restored,
+    RunStarted,
+    RunStopped,
+    SpecChanged,
+    StepSkipped,
+)
+
+FAILURES_IN_A_ROW = 3
+"""From so many failures of a tier on, the console says that the tier is out of order."""
+
+_SHOWN = {"world": "sync"}  # the collectives of all ranks are those of the step barrier
 
 
 def say(text: str) -> None:
@@ -19,24 +36,96 @@ def complain(text: str) -> None:
     print(f"error: {' '.join(text.split())}", file=sys.stderr, flush=True)
 
 
-def progress_line(step: int, steps: int, values: Mapping[str, Any]) -> str:
-    """What a log interval prints."""
+class Console:
+    """A sink that prints a run to a person: on rank 0 everything, elsewhere problems only.
+
+    Args:
+        steps: the spec's number of steps.
+        rank: this process's rank.
+    """
+
+    def __init__(self, steps: int, rank: int) -> None:
+        self.steps, self.rank = steps, rank
+
+    def __call__(self, event: Event) -> None:
+        """Print one event, where there is something to print."""
+        problem = _problem(event, self.rank)
+        if problem is not None:
+            complain(problem)
+        elif self.rank == 0 and (line := _line(event, self.steps)) is not None:
+            say(line)
+
+
+def _problem(event: Event, rank: int) -> str | None:
+    match event:
+        case CheckpointFailed(step=step, tier=tier, error=error, in_a_row=count):
+            which = f"checkpoint of step {step}" if step >= 0 else "a checkpoint"
+            text = f"rank {rank}: {which} is not in tier {tier}: {error}"
+            if count >= FAILURES_IN_A_ROW:
+                text += f"; tier {tier} has failed {count} times in a row; training goes on"
+            return text
+        case Notice(text=text, problem=True):
+            return f"rank {rank}: {text}"
+    return None
+
+
+def _line(event: Event, steps: int) -> str | None:
+    match event:
+        case RunStarted():
+            return _greeting(event)
+        case Restored(step=step, tier=tier) if tier != "shared":
+            return f"restored step {step} from tier {tier}"
+        case SpecChanged(step=step, field=field, before=before, now=now):
+            return f"spec changed since step {step}: {field} was {before}, is {now}"
+        case Notice(text=text):
+            return text
+        case StepSkipped(step=step, why=why):
+            return f"step {step} skipped: {why}"
+        case IntervalEnded():
+            return progress_line(event, steps)
+        case Evaluated(step=step, bits_per_byte=bits, whole=False):
+            return f"validation at step {step}: {bits:.4f} bits per byte"
+        case CheckpointCommitted(step=step, tier="shared", seconds=seconds):
+            return f"checkpoint of step {step} committed in {seconds:.2f} s"
+        case RunStopped(step=step):
+            return f"stopped after step {step}; the same command resumes"
+    return None
+
+
+def _greeting(start: RunStarted) -> str:
+    ranks = "1 rank" if start.world_size == 1 else f"{start.world_size} ranks"
+    lines = [
+        f"{start.job}: {start.parameters:,} parameters on {ranks} ({start.layout}), "
+        f"{start.device}; {start.steps} steps of {start.step_tokens:,} tokens; "
+        f"spec {start.spec_hash[:12]}"
+    ]
+    if start.metrics_url is not None:
+        lines.append(f"metrics at {start.metrics_url}")
+    if start.step >= start.steps:
+        lines.append(f"done already: step {start.step} of {start.steps}")
+    elif start.step:
+        lines.append(f"resuming after step {start.step}")
+    return "\n".join(lines)
+
+
+def progress_line(report: IntervalEnded, steps: int) -> str:
+    """What the console says of a log interval."""
     line = (
-        f"step {step:>{len(str(steps))}}/{steps}  loss {values['loss']:.4f}  "
-        f"lr {values['lr']:.2e}  grad norm {values['grad_norm']:.2f}  "
-        f"{values['tokens_per_second']:,.0f} tokens/s  MFU {values['mfu']:.0%}"
+        f"step {report.step:>{len(str(steps))}}/{steps}  loss {report.loss:.4f}  "
+        f"lr {report.lr:.2e}  grad norm {report.grad_norm:.2f}  "
+        f"{report.tokens_per_second:,.0f} tokens/s  MFU {report.mfu:.0%}"
     )
-    if values["exposed_seconds"]:
-        share = {k: v / values["seconds"] for k, v in values["exposed_seconds"].items()}
-        parts = ", ".join(f"{name} {each:.0%}" for name, each in share.items())
-        line += f"  waits {sum(share.values()):.0%} ({parts})"
-    if "bubble" in values:
-        line += f"  bubble {values['bubble']:.0%} (formula {values['bubble_formula']:.0%})"
-    if "load_imbalance" in values:
-        line += f"  expert load max/mean {values['load_imbalance']:.2f}"
-    for name in ("dropped", "rerouted"):
-        if values.get(name):
-            line += f"  {name} {values[name]:,.0f}"
+    if report.exposed_seconds:
+        share = {k: v / report.seconds for k, v in report.exposed_seconds.items()}
+        parts = ", ".join(f"{_SHOWN.get(k, k)} {each:.0%}" for k, each in share.items())
+        line += f"  exposed comm {sum(share.values()):.0%} ({parts})"
+    if report.bubble is not None and report.bubble_formula is not None:
+        line += f"  bubble {report.bubble:.0%} (formula {report.bubble_formula:.0%})"
+    if report.load_imbalance is not None:
+        line += f"  expert imbalance {report.load_imbalance:.2f}"
+    for name, count in (("dropped", report.dropped), ("rerouted", report.rerouted)):
+        if count:
+            line += f"  {name} {count:,.0f}"
     return line
 
 

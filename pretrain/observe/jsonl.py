@@ -1,16 +1,142 @@
-"""RUN_DIR/log.jsonl: one JSON object a line."""
+"""RUN_DIR/log.jsonl: one JSON object a line, written and read.
+
+A line is an event of :mod:`pretrain.observe.events` with the event's fields:
+``{"event": NAME, "time": SECONDS, ...}``. ``time`` is Unix time. A number that is not finite is
+null. Every start of a run appends to the file; its ``start`` line has the ``log_version``. Lines
+about the restore come before the ``start`` line.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from pretrain.errors import InputError
 from pretrain.observe.console import say
+from pretrain.observe.events import EVENTS, Event, RunDone, RunStarted, RunStopped, StepCommitted
+
+_RENAMED = {"cursor": "consumed_samples"}
+"""Fields of version 0, by the names that they have now."""
+
+
+class JsonlLog:
+    """A sink that appends events to a file.
+
+    Raises InputError where the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, now: Callable[[], float] = time.time) -> None:
+        self._now = now
+        try:
+            self._file = path.open("a", buffering=1)
+        except OSError as error:
+            raise InputError(f"run_dir: {path} cannot be written: {error.strerror}") from None
+
+    def __call__(self, event: Event) -> None:
+        """Append one event. A full disk ends the log, and not the run."""
+        if self._file.closed:
+            return
+        line = {"event": event.name, "time": round(self._now(), 3), **logged(event)}
+        try:
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        except OSError as error:
+            # Training is worth more than its log; what matters is in the checkpoints.
+            say(f"{self._file.name} cannot be written ({error.strerror}); logging ends here")
+            self.close()
+
+    def close(self) -> None:
+        """Append no more events."""
+        with contextlib.suppress(OSError):  # what could not be written is still in its buffer
+            self._file.close()
+
+
+def logged(event: Event) -> dict[str, Any]:
+    """The fields of an event that the log has, as JSON values; fields that are None are left out
+    where None is their default."""
+    values = {}
+    for each in fields(event):
+        value = getattr(event, each.name)
+        if each.metadata.get("log", True) and not (value is None and each.default is None):
+            values[each.name] = _finite(value)
+    return values
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return value
+
+
+@dataclass(frozen=True)
+class LoggedEvent:
+    """One line of a log."""
+
+    event: Event
+    time: float | None
+    """Unix time; None in logs of version 0."""
+
+
+@dataclass(frozen=True)
+class Log:
+    """What a log file says."""
+
+    lines: list[LoggedEvent]
+    problems: list[str]
+    """A line for each line that is no event; a last line that a kill cut off is no problem."""
+
+    @property
+    def events(self) -> list[Event]:
+        """The events in the order of the file."""
+        return [line.event for line in self.lines]
+
+
+def read_log(path: Path) -> Log:
+    """Read a log of any version. Raises OSError where the file cannot be read.
+
+    Events and fields that this version does not know are passed over.
+    """
+    lines, problems = [], []
+    texts = path.read_text(errors="replace").splitlines(keepends=True)
+    for number, text in enumerate(texts, 1):
+        try:
+            found = _parse(text)
+        except (ValueError, TypeError, KeyError) as error:
+            if number < len(texts) or text.endswith("\n"):
+                problems.append(f"{path}: line {number} is not an event: {error}")
+            continue
+        if found is not None:
+            lines.append(found)
+    return Log(lines, problems)
+
+
+def _parse(text: str) -> LoggedEvent | None:
+    values = json.loads(text)
+    if not isinstance(values, dict):
+        raise ValueError("the line must be a JSON object")
+    kind = EVENTS.get(values["event"])
+    if kind is None:
+        return None
+    values = {_RENAMED.get(key, key): value for key, value in values.items()}
+    known: dict[str, Any] = {}
+    for each in fields(kind):
+        if each.name in values:
+            value = values[each.name]
+            # A null in a place of a number is a number that was not finite.
+            known[each.name] = math.nan if value is None and each.type == "float" else value
+        elif each.default is MISSING and each.default_factory is MISSING:
+            raise ValueError(f"the event {kind.name} must have the field {each.name}")
+    stamp = values.get("time")
+    return LoggedEvent(kind(**known), float(stamp) if isinstance(stamp, int | float) else None)
 
 
 @dataclass(frozen=True)
@@ -20,62 +146,16 @@ class History:
     failures: int = 0
     """Starts that were not followed by an orderly end."""
     seconds: float = 0.0
-    """Of training."""
+    """Spent in committed steps."""
 
     @classmethod
     def read(cls, path: Path) -> History:
-        """From the log of the starts so far; lines that are no events are passed over."""
-        starts, ends, seconds = 0, 0, 0.0
+        """From the log of the starts before this one; an unreadable file has no history."""
         try:
-            lines = path.read_text(errors="replace").splitlines()
+            events = read_log(path).events
         except OSError:
             return cls()
-        for line in lines:
-            try:
-                event = json.loads(line)
-                name = event["event"]
-            except (ValueError, TypeError, KeyError):
-                continue
-            starts += name == "start"
-            ends += name in ("stopped", "done")
-            if name == "step" and isinstance(event.get("seconds"), int | float):
-                seconds += event["seconds"]
-        return cls(max(0, starts - ends), seconds)
-
-
-class RunLog:
-    """One JSON object a line in ``RUN_DIR/log.jsonl``; only rank 0 writes."""
-
-    def __init__(self, path: Path, spec_hash: str, enabled: bool) -> None:
-        self.spec_hash = spec_hash
-        try:
-            self._file = path.open("a", buffering=1) if enabled else None
-        except OSError as error:
-            raise InputError(f"run_dir: {path} cannot be written: {error.strerror}") from None
-
-    def write(self, event: str, **values: Any) -> None:
-        """Append one event."""
-        if self._file is not None:
-            # JSON has no NaN and no infinity.
-            finite = {
-                key: None if isinstance(value, float) and not math.isfinite(value) else value
-                for key, value in values.items()
-            }
-            line = {"event": event, **finite, "spec_hash": self.spec_hash}
-            try:
-                self._file.write(json.dumps(line, allow_nan=False) + "\n")
-            except OSError as error:
-                # Training is worth more than its log; what matters is in the checkpoints.
-                say(f"{self._file.name} cannot be written ({error.strerror}); logging ends here")
-                self._give_up()
-
-    def close(self) -> None:
-        """No more events."""
-        if self._file is not None:
-            self._give_up()
-
-    def _give_up(self) -> None:
-        file, self._file = self._file, None
-        with contextlib.suppress(OSError):  # what could not be written is still in its buffer
-            if file is not None:
-                file.close()
+        starts = sum(isinstance(event, RunStarted) for event in events)
+        ends = sum(isinstance(event, RunStopped | RunDone) for event in events)
+        steps = (event for event in events if isinstance(event, StepCommitted))
+        return cls(max(0, starts - ends), sum(step.seconds for step in steps))

@@ -1,24 +1,33 @@
-"""Prometheus metrics, published by rank 0 alone and from this file alone."""
+"""Prometheus metrics: every name is registered in this file, and rank 0 serves them."""
 
 from __future__ import annotations
 
 import socket
 import threading
 import time
-from collections.abc import Mapping
 from wsgiref.simple_server import WSGIServer
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-from ckpt import Event
-from parallel import Kind, Topology, Traffic
+from parallel import Topology
 from pretrain.errors import InputError
+from pretrain.observe.events import (
+    CheckpointCommitted,
+    Event,
+    IntervalEnded,
+    Restored,
+    RoutingReport,
+    SaveBegun,
+    StepCommitted,
+    StepSkipped,
+    StepTaken,
+)
 from pretrain.spec import JobSpec
 
 
 class Metrics:
-    """The metrics of one run, in an injected registry."""
+    """A sink that keeps the metrics of one run in an injected registry."""
 
     def __init__(
         self, registry: CollectorRegistry, spec: JobSpec, topology: Topology, version: str
@@ -62,7 +71,7 @@ class Metrics:
         self.data_wait = counter(
             "data_wait_seconds_total", "Time the slowest rank waited for data."
         )
-        self.cursor = gauge("data_cursor_samples", "The next sample index.")
+        self.consumed = gauge("consumed_samples", "Sequences of all committed steps.")
         self.collective_seconds = counter(
             "collective_seconds_total", "Seconds of collectives on rank 0.", "op", "group"
         )
@@ -70,7 +79,8 @@ class Metrics:
             "collective_bytes_total", "Bytes that rank 0 gave to collectives.", "op", "group"
         )
         self.communication = gauge(
-            "communication_time_ratio", "Share of a step in which ranks wait in collectives."
+            "communication_time_ratio",
+            "Share of a step in collectives that no computation hides.",
         )
         self.imbalance = gauge(
             "moe_expert_load_imbalance_ratio", "Largest over mean load of an expert.", "layer"
@@ -109,83 +119,69 @@ class Metrics:
         )
         self.last_step = gauge("last_step_timestamp_seconds", "Unix time of the last step.")
 
-    def record_step(self, seconds: float, data_wait_seconds: float) -> None:
-        """After each step, which took ``seconds`` with its barrier and update."""
-        self.step_duration.observe(seconds)
-        self.data_wait.inc(data_wait_seconds)
+    def __call__(self, event: Event) -> None:
+        """Publish what one event says."""
+        if isinstance(event, StepTaken):
+            self._step(event)
+        match event:
+            case StepCommitted():
+                self._commit(event)
+            case StepSkipped(reason=reason, overflow=overflow):
+                self.skipped.labels(reason).inc()
+                self.overflows.inc(overflow)
+            case IntervalEnded():
+                self._interval(event)
+            case Restored(seconds=seconds):
+                self.restore_duration.set(seconds)
+            case SaveBegun(stall_seconds=seconds, tiers=tiers):
+                # The copy is one for all tiers: the fastest of them stands for the copy.
+                self.save_duration.labels(tiers[0] if tiers else "none", "stall").observe(seconds)
+            case CheckpointCommitted(tier=tier):
+                self.save_duration.labels(tier, "write").observe(event.write_seconds)
+                self.save_duration.labels(tier, "commit").observe(event.seconds)
+                self.last_checkpoint.set(time.time())
+
+    def _step(self, event: StepTaken) -> None:
+        self.step_duration.observe(event.seconds)
+        self.data_wait.inc(event.data_wait_seconds)
         self.last_step.set(time.time())
+        for (op, group), seconds in event.collective_seconds.items():
+            self.collective_seconds.labels(op, group).inc(seconds)
+        for (op, group), count in event.collective_bytes.items():
+            self.collective_bytes.labels(op, group).inc(count)
 
-    def record_skip(self, reason: str, overflow: bool) -> None:
-        """After each step that changed nothing."""
-        self.skipped.labels(reason).inc()
-        self.overflows.inc(overflow)
-
-    def record_commit(
-        self,
-        *,
-        loss: float,
-        grad_norm: float,
-        lr: float,
-        target_tokens: int,
-        cursor: int,
-        seconds: float,
-    ) -> None:
-        """After each committed step."""
+    def _commit(self, event: StepCommitted) -> None:
         self.steps.inc()
-        self.tokens.inc(target_tokens)
-        self.loss.set(loss)
-        self.grad_norm.set(grad_norm)
-        self.learning_rate.set(lr)
-        self.rate.set(target_tokens / seconds)
-        self.cursor.set(cursor)
+        self.tokens.inc(event.target_tokens)
+        self.loss.set(event.loss)
+        self.grad_norm.set(event.grad_norm)
+        self.learning_rate.set(event.lr)
+        self.rate.set(event.tokens_per_second)
+        self.consumed.set(event.consumed_samples)
+        self.model_flops.inc(event.model_flops)
+        self.mfu.set(event.mfu)
 
-    def record_flops(self, flops: float, mfu: float) -> None:
-        """After each committed step."""
-        self.model_flops.inc(flops)
-        self.mfu.set(mfu)
-
-    def record_traffic(self, traffic: Mapping[Kind, Traffic]) -> None:
-        """After each step: this rank's collectives in it."""
-        for (op, group), one in traffic.items():
-            self.collective_seconds.labels(op, group).inc(one.seconds)
-            self.collective_bytes.labels(op, group).inc(one.bytes)
-
-    def record_routing(
-        self,
-        layers: list[int],
-        tokens_per_expert: list[list[int]],
-        entropies: list[float],
-        moved: list[list[int]],
-        bias: float | None,
-    ) -> None:
-        """After each log interval: what the routers of ``layers`` did in it, over all ranks."""
-        if bias is not None:
-            self.bias.set(bias)
-        rows = zip(layers, tokens_per_expert, entropies, moved, strict=True)
-        for layer, counts, entropy, (dropped, rerouted) in rows:
-            mean = sum(counts) / len(counts)
-            self.imbalance.labels(str(layer)).set(max(counts) / max(mean, 1e-9))
-            self.dead.labels(str(layer)).set(counts.count(0))
-            self.entropy.labels(str(layer)).set(entropy)
-            self.dropped.labels(str(layer)).inc(dropped)
-            self.rerouted.labels(str(layer)).inc(rerouted)
-
-    def record_capacity(self, shares: list[float], relative_speeds: list[float]) -> None:
-        """After each log interval, of all ranks in order."""
-        for rank, (share, speed) in enumerate(zip(shares, relative_speeds, strict=True)):
+    def _interval(self, event: IntervalEnded) -> None:
+        self.communication.set(sum(event.exposed_seconds.values()) / event.seconds)
+        if event.routing is not None:
+            self._routing(event.routing)
+        for rank, share in enumerate(event.capacity_shares or ()):
             self.capacity_share.labels(str(rank)).set(share)
+        for rank, speed in enumerate(event.relative_speeds or ()):
             self.relative_speed.labels(str(rank)).set(speed)
 
-    def record_stall(self, seconds: float) -> None:
-        """After each save was begun: what training waited."""
-        self.save_duration.labels("memory", "stall").observe(seconds)
-
-    def record_save(self, event: Event) -> None:
-        """After each commit to a tier."""
-        tier = str(event.tier)
-        self.save_duration.labels(tier, "write").observe(event.write_seconds)
-        self.save_duration.labels(tier, "commit").observe(event.seconds)
-        self.last_checkpoint.set(time.time())
+    def _routing(self, routing: RoutingReport) -> None:
+        if routing.bias_abs_max is not None:
+            self.bias.set(routing.bias_abs_max)
+        self.rank_imbalance.set(routing.rank_imbalance)
+        for at, layer in enumerate(map(str, routing.layers)):
+            counts = routing.tokens_per_expert[at]
+            mean = sum(counts) / len(counts)
+            self.imbalance.labels(layer).set(max(counts) / max(mean, 1e-9))
+            self.dead.labels(layer).set(counts.count(0))
+            self.entropy.labels(layer).set(routing.entropies[at])
+            self.dropped.labels(layer).inc(routing.dropped[at])
+            self.rerouted.labels(layer).inc(routing.rerouted[at])
 
 
 class Endpoint:

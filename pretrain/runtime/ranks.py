@@ -76,9 +76,17 @@ class Runtime:
             raise SystemExit(EXIT_BAD_INPUT)
         return value  # type: ignore[return-value]
 
-    def first(self, act: Callable[[], object]) -> None:
-        """Let rank 0 act while the others wait; fail on all where it fails."""
-        self.together(lambda: act() if self.is_first else None)
+    def first(self, act: Callable[[], T]) -> T | None:
+        """Let rank 0 act while the others wait; returns what rank 0 did there, and None elsewhere.
+
+        Raises on every rank where rank 0 fails.
+        """
+        return self.together(lambda: act() if self.is_first else None)
+
+    def from_first(self, act: Callable[[], int]) -> int:
+        """The number that ``act`` returns on rank 0, on every rank. Raises as :meth:`first`."""
+        value = self.first(act)
+        return self.broadcast(0 if value is None else value)
 
     def broadcast(self, value: int, source: int = 0) -> int:
         """The value of rank ``source``."""

@@ -8,13 +8,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training is. Replaced as a whole, when the barrier says commit; an overflow changes the
-    loss scale, and nothing else."""
+    """Where training is. The trainer replaces the whole value when the barrier says commit; an
+    overflow of float16 changes the loss scale only."""
 
     step: int = 0
     tokens_seen: int = 0
-    cursor: int = 0
-    """The next sample index."""
+    consumed_samples: int = 0
+    """Sequences of all committed steps, which is the index of the next sample."""
     train_loss_first: float | None = None
     train_loss_last: float | None = None
     validation: float | None = None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
@@ -14,13 +12,15 @@ from prometheus_client import CollectorRegistry
 import ckpt
 from ckpt import CheckpointError, Saver
 from pretrain.checkpoint import (
-    Saves,
+    Checkpointer,
+    CheckpointProgress,
     checkpoint_arrays,
-    forget_run,
-    go_back,
     join_peers,
+    launch_secret,
     newest_shared_step,
+    remove_run,
     restore,
+    roll_back,
     start_saver,
 )
 from pretrain.data import prepare_corpus
@@ -33,13 +33,27 @@ from pretrain.errors import (
     LostRankError,
 )
 from pretrain.job import Job, build_job
-from pretrain.observe import Endpoint, History, Metrics, RunLog, Summary, say, show_summary
+from pretrain.observe import (
+    Console,
+    Endpoint,
+    Evaluated,
+    Events,
+    History,
+    JsonlLog,
+    Metrics,
+    RunDone,
+    RunStarted,
+    RunStopped,
+    Summary,
+    say,
+    show_summary,
+)
 from pretrain.runtime import Runtime, StopRequest, lock_run, peak_memory_bytes, start
 from pretrain.spec import JobSpec
 from pretrain.state import Progress
 from pretrain.train.evaluate import evaluate
 from pretrain.train.generate import generate
-from pretrain.train.trainer import Training, train
+from pretrain.train.trainer import Trainer
 
 
 def run(spec: JobSpec) -> int:
@@ -58,22 +72,27 @@ def run(spec: JobSpec) -> int:
         return _run(spec, runtime, stop)
 
 
-def prepare(spec: JobSpec, fresh: bool = False, back_to: int | None = None) -> None:
-    """Prepare the corpus; with ``fresh``, remove the run's log, summary and checkpoints; with
-    ``back_to``, let it go on from an older step than its newest.
+def prepare(spec: JobSpec, *, reset: bool = False, load_step: int | None = None) -> None:
+    """Prepare the corpus of a spec, and change what the next start of the run begins from.
+
+    Args:
+        spec: the run.
+        reset: remove the run's log, summary and checkpoints; the next start is a new run.
+        load_step: roll the run back: the next start resumes from this step. Newer checkpoints are
+            moved to ``away/``, and checkpoints in nodes' memory and on their disks are not taken.
 
     Raises InputError where the corpus cannot be made, another run holds the folder, there is no
     such step, or something cannot be removed.
     """
     prepare_corpus(spec.data, spec.model.vocab_size, say)
-    if not fresh and back_to is None:
+    if not reset and load_step is None:
         return
     with lock_run(spec):
         try:
-            if back_to is not None:
-                go_back(spec.checkpoint_path, back_to)
+            if load_step is not None:
+                roll_back(spec.checkpoint_path, load_step, say)
                 return
-            forget_run(spec.checkpoint_path)
+            remove_run(spec.checkpoint_path)
             for name in ("log.jsonl", "summary.json"):
                 (spec.run_path / name).unlink(missing_ok=True)
         except OSError as error:
@@ -84,54 +103,76 @@ def prepare(spec: JobSpec, fresh: bool = False, back_to: int | None = None) -> N
 
 def _run(spec: JobSpec, runtime: Runtime, stop: StopRequest) -> int:
     runtime.first(lambda: prepare_corpus(spec.data, spec.model.vocab_size, say))
-    job = build_job(spec, runtime)
-    key = f"{runtime.broadcast(secrets.randbits(62)):016x}"
-    saver = runtime.together(lambda: start_saver(job, key))
+    events = Events(Console(spec.train.steps, runtime.rank))
+    job = build_job(spec, runtime, events)
+    secret = launch_secret(runtime)
+    writer = runtime.together(lambda: start_saver(job, secret))
     ended = False
     try:
-        join_peers(job, saver, runtime.together(saver.ready), key)
-        code = _train(job, stop, saver)
+        join_peers(job, writer, runtime.together(writer.ready), secret)
+        with ExitStack() as sinks:
+            code = _train(job, stop, writer, sinks)
         ended = True
     finally:
         # What only nodes have is theirs to keep, unless the run has ended with all of it shared.
-        saver.close() if ended else saver.leave()
+        writer.close() if ended else writer.leave()
     return code
 
 
-def _train(job: Job, stop: StopRequest, saver: Saver) -> int:
-    spec, runtime = job.spec, job.runtime
-    began = time.perf_counter()
-    progress = restore(job, saver.tiers)
-    shared_step = max(0, newest_shared_step(job))
-    runtime.together(lambda: saver.prepare(job.topology, checkpoint_arrays(job)))
-    history = History.read(spec.run_path / "log.jsonl") if runtime.is_first else History()
-    log = runtime.together(lambda: RunLog(spec.run_path / "log.jsonl", spec.hash, runtime.is_first))
+def _train(job: Job, stop: StopRequest, writer: Saver, sinks: ExitStack) -> int:
+    runtime, path = job.runtime, job.spec.run_path / "log.jsonl"
+    history = History.read(path) if runtime.is_first else History()
+    url = runtime.first(lambda: _open_sinks(job, path, sinks))
+    progress = restore(job, writer.tiers)
+    checkpoints = CheckpointProgress.after(progress.step, max(0, newest_shared_step(job)))
+    runtime.together(lambda: writer.prepare(job.topology, checkpoint_arrays(job)))
+    job.events.publish(_started(job, progress, url))
+    checkpointer = Checkpointer(job, writer, stop=stop, history=history, progress=checkpoints)
+    trainer = Trainer(job, progress, checkpointer)
+    with _watched(runtime, trainer):
+        if trainer.train(stop):
+            job.events.publish(RunStopped(step=trainer.progress.step))
+            return EXIT_TRY_AGAIN
+        _finish(job, trainer.progress)
+    job.events.publish(RunDone(step=trainer.progress.step))
+    return EXIT_DONE
+
+
+def _open_sinks(job: Job, path: Path, sinks: ExitStack) -> str | None:
+    """Let the log and the metrics have the run's events; returns where the metrics are served."""
+    spec = job.spec
+    log = JsonlLog(path)
+    sinks.callback(log.close)
+    job.events.subscribe(log)
     registry = CollectorRegistry()
-    metrics = Metrics(registry, spec, job.topology, version("convoy-moe"))
-    if progress.step:
-        metrics.restore_duration.set(time.perf_counter() - began)
-    endpoint = _serve(spec, runtime, registry)
-    _greet(job, progress, log, endpoint)
-    saves = Saves(job, saver, stop, log, metrics, history, progress.step, shared_step)
-    try:
-        training = Training(job, progress, log, metrics, saves)
-        with _watched(runtime, training):
-            if train(training, stop):
-                if runtime.is_first:
-                    say(f"stopped after step {training.progress.step}; the same command resumes")
-                log.write("stopped", step=training.progress.step)
-                return EXIT_TRY_AGAIN
-            _finish(job, training.progress, log)
-        log.write("done", step=training.progress.step)
-        return EXIT_DONE
-    finally:
-        log.close()
-        if endpoint is not None:
-            endpoint.close()
+    job.events.subscribe(Metrics(registry, spec, job.topology, version("convoy-moe")))
+    if spec.metrics.port < 0:
+        return None
+    endpoint = Endpoint(registry, spec.metrics.host, spec.metrics.port)
+    sinks.callback(endpoint.close)
+    return endpoint.url
+
+
+def _started(job: Job, progress: Progress, url: str | None) -> RunStarted:
+    spec, runtime = job.spec, job.runtime
+    return RunStarted(
+        step=progress.step,
+        job=spec.name,
+        spec_hash=spec.hash,
+        world_size=runtime.world,
+        topology=job.topology.as_dict(),
+        layout=job.topology.describe(),
+        parameters=sum(p.numel() for p in job.laid_out.whole.parameters()),
+        steps=spec.train.steps,
+        step_tokens=spec.global_batch_tokens,
+        device=runtime.device.type,
+        launch_id=runtime.launch_id,
+        metrics_url=url,
+    )
 
 
 @contextmanager
-def _watched(runtime: Runtime, training: Training) -> Iterator[None]:
+def _watched(runtime: Runtime, trainer: Trainer) -> Iterator[None]:
     """Where a collective fails, say which, and who is not in it."""
     try:
         yield
@@ -144,63 +185,30 @@ def _watched(runtime: Runtime, training: Training) -> Iterator[None]:
         told = roll_call.call(error)
         if told is None:
             raise SystemExit(EXIT_LOST) from None
-        raise LostRankError(f"after step {training.progress.step}, {told}") from error
+        raise LostRankError(f"after step {trainer.progress.step}, {told}") from error
 
 
-def _serve(spec: JobSpec, runtime: Runtime, registry: CollectorRegistry) -> Endpoint | None:
-    endpoints: list[Endpoint] = []
-    if spec.metrics.port >= 0:
-        runtime.first(
-            lambda: endpoints.append(Endpoint(registry, spec.metrics.host, spec.metrics.port))
-        )
-    return endpoints[0] if endpoints else None
-
-
-def _greet(job: Job, progress: Progress, log: RunLog, endpoint: Endpoint | None) -> None:
-    spec, runtime = job.spec, job.runtime
-    parameters = sum(p.numel() for p in job.laid_out.whole.parameters())
-    log.write(
-        "start",
-        step=progress.step,
-        world_size=runtime.world,
-        topology=job.topology.as_dict(),
-        parameters=parameters,
-        launch_id=runtime.launch_id,
-    )
-    if not runtime.is_first:
-        return
-    say(
-        f"{spec.name}: {parameters:,} parameters on {runtime.world} ranks "
-        f"({job.topology.describe()}), {runtime.device.type}; "
-        f"{spec.train.steps} steps of {spec.global_batch_tokens:,} tokens; spec {spec.hash[:12]}"
-    )
-    if endpoint is not None:
-        say(f"metrics at {endpoint.url}")
-    if progress.step >= spec.train.steps:
-        say(f"done already: step {progress.step} of {spec.train.steps}")
-    elif progress.step:
-        say(f"resuming after step {progress.step}")
-
-
-def _finish(job: Job, progress: Progress, log: RunLog) -> None:
+def _finish(job: Job, progress: Progress) -> None:
     """Write and show the summary; where it stands already, show it again."""
     spec, runtime = job.spec, job.runtime
     path = spec.run_path / "summary.json"
     known = Summary.read(path) if runtime.is_first else None
     current = known is not None and known.steps == progress.step and known.spec_hash == spec.hash
     if not runtime.broadcast(int(current)):
-        known = _summarize(job, progress, log)
+        known = _summarize(job, progress)
         summary = known
         runtime.first(lambda: _write_summary(path, summary))
     if runtime.is_first and known is not None:
         show_summary(known, spec)
 
 
-def _summarize(job: Job, progress: Progress, log: RunLog) -> Summary:
+def _summarize(job: Job, progress: Progress) -> Summary:
     spec, runtime, corpus = job.spec, job.runtime, job.corpus
     result = evaluate(job)
-    log.write(
-        "eval", step=progress.step, loss=result.loss, bits_per_byte=result.bits_per_byte, whole=True
+    job.events.publish(
+        Evaluated(
+            step=progress.step, loss=result.loss, bits_per_byte=result.bits_per_byte, whole=True
+        )
     )
     text = generate(job) if spec.sample.tokens else ""
     return Summary(

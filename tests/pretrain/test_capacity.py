@@ -14,7 +14,7 @@ import torch
 import ckpt
 from moe import Stopwatch
 from pretrain.parallelize import forward_backward as step_module
-from pretrain.train.trainer import Training
+from pretrain.train.trainer import Trainer
 from tests.support.jobs import events, prepare_job, write_spec
 from tests.support.ranks import run_ranks
 from tools.pretrain import main
@@ -34,7 +34,7 @@ def on_rank(
     """The command, on ranks that take 1 and ``slowness`` seconds for a row."""
     if slowness:
         Stopwatch.seconds = lambda self: float(self.rows) * (slowness if rank else 1.0)
-    step = Training.step
+    step = Trainer.step
 
     def step_with_a_bad_router(self, stop_requested):
         if self.progress.step == bad_step - 1 and rank == 1:
@@ -44,7 +44,7 @@ def on_rank(
         return step(self, stop_requested)
 
     if bad_step:
-        Training.step = step_with_a_bad_router
+        Trainer.step = step_with_a_bad_router
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

@@ -15,14 +15,14 @@ from pretrain.checkpoint.contents import save_checkpoint
 from pretrain.checkpoint.resume import restore
 from pretrain.errors import HealthError
 from pretrain.job import build_job
-from pretrain.observe.jsonl import RunLog
+from pretrain.observe import JsonlLog
 from pretrain.runtime.ranks import start
 from pretrain.spec.job import JobSpec
 from pretrain.state.progress import Progress
 from pretrain.train import trainer
-from pretrain.train.trainer import Training
+from pretrain.train.trainer import Trainer
 from tests.support.jobs import data_of, events, prepare_job
-from tests.support.layouts import Attempt, Trained, _Silent, spec_for, train
+from tests.support.layouts import Attempt, NoCheckpoints, Trained, spec_for, train
 from tests.support.ranks import run_ranks
 from tools.pretrain import main
 
@@ -130,8 +130,8 @@ def poisoned_on_rank(spec: JobSpec, poison: str, rank: int) -> str:
     """From the second step on the loss is NaN, or gradients are and the loss is not."""
     runtime = start(60.0)
     job = build_job(spec, runtime)
-    log = RunLog(spec.run_path / "log.jsonl", spec.hash, True)
-    training = Training(job, restore(job), log, _Silent())
+    job.events.subscribe(JsonlLog(spec.run_path / "log.jsonl"))
+    training = Trainer(job, restore(job), NoCheckpoints())
     training.step(False)
     if poison == "gradients":
         trainer.grad_square_sum = lambda *_: torch.tensor(torch.nan)

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import math
-import urllib.request
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry, generate_latest
 
-from ckpt import Event
 from parallel import (
-    Kind,
     ParallelDims,
     Topology,
-    Traffic,
     apply_expert_parallel,
     apply_fsdp,
     clip_grad_norm,
@@ -25,14 +20,13 @@ from pretrain.job import _check_nodes
 from pretrain.model.decoder import Decoder
 from pretrain.model.init import init_parameters
 from pretrain.model.rope import rope_frequencies, rotate
-from pretrain.observe.prometheus import Endpoint, Metrics
 from pretrain.observe.summary import heat_map
 from pretrain.optim import OptimizerConfig, ScheduleConfig, build_adamw
 from pretrain.parallelize.forward_backward import forward_backward, next_token_loss
 from pretrain.state.arrays import training_arrays
 from pretrain.state.layouts import parameter_layouts
 from pretrain.state.progress import Progress
-from pretrain.train.barrier import Action, Decision, Report, decide
+from pretrain.train.barrier import Action, Report, decide
 from tests.parallel.test_apply import full
 from tests.support.jobs import make_spec
 from tests.support.ranks import run_ranks
@@ -279,67 +273,6 @@ def test_gradients_are_scaled_in_place():
     before = model.weight.grad.clone()
     scale_gradients(model, 0.5)
     assert torch.equal(model.weight.grad, before * 0.5)
-
-
-def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
-    registry = CollectorRegistry()
-    spec = make_spec(tmp_path)
-    metrics = Metrics(registry, spec, Topology(dp_shard=2, ep=2), "1.0")
-    decision = Decision(Action.COMMIT, 2.5, 0.7, 256, False, False, 0.5, 0.1, None)
-    metrics.record_step(decision, 0.01, 8, 0.5)
-    metrics.record_step(
-        Decision(Action.SKIP, math.nan, 1.0, 256, False, False, 0.5, 0.1, None), 0.01, 8, 0.5
-    )
-    for scale in (4.0, 2.0, 1.0):
-        overflow = decide([report(grad_square_sum=math.inf)], 10, scale)
-        metrics.record_step(overflow, 0.01, 8, 0.5)
-    metrics.record_flops(1e9, 0.25)
-    metrics.record_flops(1e9, 0.5)
-    metrics.record_traffic({Kind("all_to_all", "ep"): Traffic(3, 4096, 0.75, 0.25)})
-    metrics.communication.set(0.125)
-    metrics.record_routing([1, 2], [[4, 0], [2, 2]], [0.5, 0.6], [[3, 4], [0, 0]], 0.25)
-    metrics.record_stall(0.1)
-    metrics.record_save(Event(what="committed", tier="shared", seconds=1.5, write_seconds=1.0))
-    endpoint = Endpoint(registry, "127.0.0.1", 0)
-    try:
-        with urllib.request.urlopen(endpoint.url) as response:
-            text = response.read().decode()
-        with pytest.raises(InputError, match=r"metrics.port .* cannot be listened on"):
-            Endpoint(registry, "127.0.0.1", int(endpoint.url.split(":")[2].split("/")[0]))
-    finally:
-        endpoint.close()
-    for line in [
-        "convoy_steps_total 1.0",
-        "convoy_tokens_total 256.0",
-        "convoy_loss 2.5",
-        "convoy_grad_norm 0.7",
-        "convoy_learning_rate 0.01",
-        "convoy_tokens_per_second 512.0",
-        "convoy_model_flops_total 2e+09",
-        "convoy_mfu_ratio 0.5",
-        "convoy_data_cursor_samples 8.0",
-        'convoy_collective_seconds_total{group="ep",op="all_to_all"} 0.75',
-        'convoy_collective_bytes_total{group="ep",op="all_to_all"} 4096.0',
-        "convoy_communication_time_ratio 0.125",
-        "convoy_data_wait_seconds_total 0.5",
-        'convoy_skipped_steps_total{reason="not_finite"} 2.0',
-        'convoy_skipped_steps_total{reason="overflow"} 2.0',
-        "convoy_overflows_total 2.0",
-        'convoy_moe_expert_load_imbalance_ratio{layer="1"} 2.0',
-        'convoy_moe_expert_load_imbalance_ratio{layer="2"} 1.0',
-        'convoy_moe_dead_experts{layer="1"} 1.0',
-        'convoy_moe_router_entropy_nats{layer="2"} 0.6',
-        "convoy_moe_router_bias_abs_max 0.25",
-        'convoy_moe_dropped_tokens_total{layer="1"} 3.0',
-        'convoy_moe_rerouted_tokens_total{layer="1"} 4.0',
-        'convoy_parallelism_info{cp="1",dp_replicate="1",dp_shard="2",ep="2",pp="1",tp="1"} 1.0',
-        f'convoy_job_info{{name="tiny",spec_hash="{spec.hash}"}} 1.0',
-        'convoy_checkpoint_duration_seconds_count{stage="stall",tier="memory"} 1.0',
-        'convoy_checkpoint_duration_seconds_sum{stage="write",tier="shared"} 1.0',
-        'convoy_checkpoint_duration_seconds_sum{stage="commit",tier="shared"} 1.5',
-    ]:
-        assert line in text.splitlines(), line
-    assert generate_latest(registry).decode().count("convoy_build_info{") == 1
 
 
 def test_the_heat_map_is_dark_where_the_load_is():

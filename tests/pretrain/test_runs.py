@@ -17,7 +17,7 @@ from pretrain.checkpoint.compatible import resolved
 from pretrain.observe.summary import Summary
 from pretrain.runtime.locks import lock_run
 from pretrain.spec.read import load_spec
-from pretrain.train.trainer import Training
+from pretrain.train.trainer import Trainer
 from tests.support.jobs import data_of, events, prepare_job, write_spec
 from tests.support.ranks import run_ranks
 from tools.pretrain import main
@@ -33,7 +33,7 @@ def text(tmp_path_factory) -> Path:
 def on_rank(rank: int, arguments: list[str], stop_after: int | None) -> tuple[int, str, str]:
     """The command; with ``stop_after``, the last rank gets a real SIGTERM in the step before."""
     if stop_after is not None and rank == int(os.environ["WORLD_SIZE"]) - 1:
-        step = Training.step
+        step = Trainer.step
 
         def step_with_signal(self, stop_requested):
             # The flag is read before a step: what comes during this one stops the next.
@@ -41,7 +41,7 @@ def on_rank(rank: int, arguments: list[str], stop_after: int | None) -> tuple[in
                 os.kill(os.getpid(), signal.SIGTERM)
             return step(self, stop_requested)
 
-        Training.step = step_with_signal
+        Trainer.step = step_with_signal
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -117,7 +117,7 @@ def test_a_stopped_and_resumed_run_is_bitwise_the_uninterrupted_one(
     a, b = (ckpt.read_manifest(run / "checkpoints") for run in (straight, resumed))
     for key in ("step", "tokens_seen", "cursor", "train_loss_first", "train_loss_last"):
         assert a.state[key] == b.state[key], key
-    assert a.state["cursor"] == 6 * 8
+    assert a.state["consumed_samples"] == 6 * 8
     if "expert_bias" in moe:
         bias = ckpt.open_group(straight / "checkpoints")["model/layers/moe/router/expert_bias"]
         assert bias.shape == (2, 4)
@@ -142,7 +142,7 @@ def test_a_batch_that_grows_is_the_same_on_any_ranks_and_after_a_resume(text, tm
     # 32 tokens of a sequence: 2 + 6 · tokens / 600, by whole micro-batches, and 8 from 600 on.
     cursors = [2, 4, 6, 8, 12, 16, 22, 30]
     for run in runs.values():
-        assert [event["cursor"] for event in events(run, "step")] == cursors
+        assert [event["consumed_samples"] for event in events(run, "step")] == cursors
         assert losses(run) == pytest.approx(losses(runs[1]), rel=1e-5)
     assert [event["tokens_seen"] for event in events(runs[2], "step")] == [32 * c for c in cursors]
 
@@ -199,8 +199,8 @@ def test_a_resize_keeps_the_samples_and_the_losses(text, tmp_path, before, after
     assert len(a) == len(b) == 24
     for step, (x, y) in enumerate(zip(a, b, strict=True), 1):
         assert y == pytest.approx(x, rel=1e-5), f"step {step}"
-    assert [e["cursor"] for e in events(straight, "step")] == [
-        e["cursor"] for e in events(resized, "step")
+    assert [e["consumed_samples"] for e in events(straight, "step")] == [
+        e["consumed_samples"] for e in events(resized, "step")
     ]
     assert a[-1] < a[0]
 
@@ -322,7 +322,7 @@ def test_a_run_that_diverges_ends_with_3_and_keeps_the_last_good_state(text, tmp
     assert [s["step"] for s in skips] == [good + 1] * 2, "a skip moves nothing forward"
     fingerprints(run)
     assert ckpt.read_manifest(run / "checkpoints").step == good
-    assert f"the newest checkpoint is step {good} in" in err
+    assert f"the newest committed checkpoint is step {good} in" in err
 
 
 def check_communication(interval: dict, parallel: dict) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ from pretrain.observe.jsonl import History
 from pretrain.plan.failures import DEVICE_HOURS_PER_FAILURE, optimal_interval
 from pretrain.runtime.signals import StopRequest
 from pretrain.spec.checkpoint import CheckpointConfig
-from pretrain.train.trainer import Training
+from pretrain.train.trainer import Trainer
 from tests.support.jobs import data_of, events, prepare_job, write_spec
 from tests.support.ranks import run_ranks, start_ranks
 from tests.support.s3 import BUCKET, Server, use
@@ -34,11 +35,11 @@ def text(tmp_path_factory) -> Path:
 def on_node(rank: int, spec: str, kill_at: int, poke_at: int, block: str) -> tuple[int, str, str]:
     """The command on a rank that is a node of its own; before step ``kill_at`` it dies."""
     os.environ["LOCAL_WORLD_SIZE"] = "1"
-    step = Training.step
+    step = Trainer.step
 
     def step_or_die(self, stop_requested):
         if self.progress.step == kill_at - 1:
-            self.saves.saver.wait()
+            self.checkpointer.writer.wait()
             os.kill(os.getpid(), signal.SIGKILL)
         if self.progress.step == poke_at - 1 and rank == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -46,7 +47,7 @@ def on_node(rank: int, spec: str, kill_at: int, poke_at: int, block: str) -> tup
             Path(block).write_text("in the way of the first manifest")
         return step(self, stop_requested)
 
-    Training.step = step_or_die
+    Trainer.step = step_or_die
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -189,11 +190,11 @@ def test_nodes_go_back_with_what_all_share(text, tmp_path, way):
         assert code == 2, err
         assert "train.seed (9) must be as in" in err
         assert ckpt.committed_steps(node(tmp_path / "memory", 0)) == [5], "a start that was refused"
-        assert main([str(spec), "--prepare", "--back-to", "3"]) == 2
-        assert main([str(spec), "--prepare", "--back-to", "2"]) == 0
+        assert main([str(spec), "--prepare", "--load-step", "3"]) == 2
+        assert main([str(spec), "--prepare", "--load-step", "2"]) == 0
         assert len(list((shared / "away").rglob("step-00000004.json"))) == 1
     elif way == "fresh":
-        assert main([str(spec), "--prepare", "--fresh"]) == 0
+        assert main([str(spec), "--prepare", "--reset"]) == 0
     else:
         shutil.rmtree(tmp_path / "run")
     code, out, err = run_to_the_end(spec, world=1)
@@ -292,9 +293,15 @@ def test_minutes_and_steps():
 
 def test_a_log_tells_failures_from_ends(tmp_path):
     log = tmp_path / "log.jsonl"
-    lines = ['{"event": "start"}', '{"event": "step", "seconds": 2.5}', "{torn",
-             '{"event": "start"}', '{"event": "stopped"}', '{"event": "start"}', "[1]",
-             '{"event": "step", "seconds": 1.5}']  # fmt: skip
+    start = {"event": "start", "step": 0, "world_size": 1, "topology": {}, "parameters": 1,
+             "launch_id": "a"}  # fmt: skip
+    step = {"event": "step", "step": 1, "loss": None, "grad_norm": 1.0, "lr": 0.1,
+            "tokens_seen": 8, "cursor": 1, "seconds": 2.5, "slowest_rank_seconds": 2.0,
+            "tokens_per_second": 3.2, "mfu": 0.1}  # fmt: skip
+    stopped = {"event": "stopped", "step": 1}
+    lines = [json.dumps(line) for line in (start, step)] + ["{torn"]
+    lines += [json.dumps(line) for line in (start, stopped, start)] + ["[1]"]
+    lines += [json.dumps(step | {"seconds": 1.5})]
     log.write_text("\n".join(lines))
     assert History.read(log) == History(failures=2, seconds=4.0)
     assert History.read(tmp_path / "none") == History()

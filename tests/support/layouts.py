@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +19,6 @@ from pretrain.checkpoint.contents import save_checkpoint
 from pretrain.checkpoint.resume import restore
 from pretrain.job import Job, build_job
 from pretrain.model.decoder import meta_decoder
-from pretrain.observe.jsonl import RunLog
 from pretrain.parallelize.decoder import decoder_layouts
 from pretrain.parallelize.stages import stage_layers
 from pretrain.runtime.ranks import start
@@ -112,8 +110,7 @@ def _on_rank(
     progress = restore(job)
     if loss_scale is not None:
         progress = replace(progress, loss_scale=loss_scale)
-    log = RunLog(Path(os.devnull), spec.hash, False)
-    training = trainer.Training(job, progress, log, _Silent())
+    training = trainer.Trainer(job, progress, NoCheckpoints())
     gradients: Slices = []
     scale = trainer.scale_gradients
 
@@ -125,7 +122,7 @@ def _on_rank(
     trainer.scale_gradients = scale_and_keep
     figures, saved, attempts = [], [], []
     while len(figures) < steps:
-        samples = training.progress.cursor
+        samples = training.progress.consumed_samples
         decision = training.step(False)
         committed = decision.action is Action.COMMIT
         outcome = "commit" if committed else decision.reason
@@ -207,11 +204,13 @@ def whole(ranks: list[Slices]) -> dict[str, Tensor]:
     return values
 
 
-class _Silent:
-    """Metrics of a run that nobody looks at."""
+class NoCheckpoints:
+    """In the place of a checkpointer: a run that saves nothing by itself."""
 
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: None
+    requested = False
+
+    def way_back(self) -> str:
+        return "nothing was saved"
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -1,0 +1,53 @@
+"""Which checkpoints of a run there are, as far as this start knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import ckpt
+from pretrain.job import Job
+
+
+@dataclass
+class CheckpointProgress:
+    """The newest step that was restored, begun and committed."""
+
+    restored: int
+    """The step after which this start began; 0 for a new run."""
+    begun: int
+    """The newest step of which a save was begun, or that was restored."""
+    shared_begun: int
+    """The newest step that the shared tier has, or was given."""
+    committed: dict[str, int] = field(default_factory=dict)
+    """By tier, the newest step whose commit this process has seen; rank 0 sees ``shared``."""
+
+    @staticmethod
+    def after(restored: int, shared_step: int) -> CheckpointProgress:
+        """For a start that resumed after ``restored``; the shared tier has ``shared_step``."""
+        return CheckpointProgress(restored, restored, shared_step, {"shared": shared_step})
+
+    def commit(self, tier: str, step: int) -> None:
+        """Note that a tier has the whole checkpoint of ``step``."""
+        self.committed[tier] = max(step, self.committed.get(tier, 0))
+
+
+def newest_shared_step(job: Job) -> int:
+    """The newest committed step in the shared folder, or -1; every rank must call."""
+    path = job.spec.checkpoint_path
+    return job.runtime.from_first(lambda: max(ckpt.committed_steps(path), default=-1))
+
+
+def way_back(job: Job) -> str:
+    """What to do after a run that cannot go on, of committed checkpoints only; every rank must
+    call."""
+    root = job.spec.checkpoint_path
+    newest = newest_shared_step(job)
+    if newest < 0:
+        return (
+            f"no checkpoint is committed in {root}; lower optimizer.lr, and start over with "
+            f"`convoy prepare SPEC --reset`"
+        )
+    return (
+        f"the newest committed checkpoint is step {newest} in {root}; lower optimizer.lr and run "
+        f"the same command, or go back first with `convoy prepare SPEC --load-step STEP`"
+    )

@@ -1,0 +1,319 @@
+"""What happens in a run, as values.
+
+An event is published once, by the code in which it happens. Sinks (the JSONL log, the Prometheus
+metrics, the console, tests) subscribe; the code that publishes knows none of them. Every rank
+publishes; sinks that are for a whole run are subscribed on rank 0 only.
+
+The fields of the classes below are the schema of ``RUN_DIR/log.jsonl``. A field whose metadata has
+``log`` false is for other sinks. Adding an event or a field with a default keeps ``LOG_VERSION``;
+removing or renaming one raises it, and :mod:`pretrain.observe.jsonl` upgrades older lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+LOG_VERSION = 1
+"""Version 0 had no version, no time, and ``cursor`` in the place of ``consumed_samples``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened in a run, after ``step`` committed steps."""
+
+    name: ClassVar[str]
+    """The value of ``event`` in the log."""
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted(Event):
+    """Ranks, model and data are ready; training begins or resumes after ``step``."""
+
+    name: ClassVar[str] = "start"
+    log_version: int = LOG_VERSION
+    job: str = ""
+    """The spec's ``name``."""
+    spec_hash: str = ""
+    world_size: int
+    topology: dict[str, int]
+    """Degrees of the parallel axes."""
+    layout: str = ""
+    """The degrees for people."""
+    parameters: int
+    """Of the whole model."""
+    steps: int = 0
+    """Steps that the spec asks for."""
+    step_tokens: int = 0
+    """Target tokens of a step with the full global batch."""
+    device: str = ""
+    launch_id: str
+    metrics_url: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored(Event):
+    """Parameters, moments and counters were loaded from a checkpoint."""
+
+    name: ClassVar[str] = "restored"
+    tier: str
+    """``memory``, ``peer``, ``local`` or ``shared``."""
+    seconds: float
+    """From the look for checkpoints until all was loaded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecChanged(Event):
+    """A field of the spec differs from the checkpoint that the run resumes from."""
+
+    name: ClassVar[str] = "spec_changed"
+    field: str
+    before: Any
+    now: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notice(Event):
+    """One line for people, of something that has no event of its own."""
+
+    name: ClassVar[str] = "notice"
+    text: str
+    problem: bool = False
+    """Whether somebody should look at the matter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTaken(Event):
+    """What committed and skipped steps share."""
+
+    loss: float
+    """Mean loss over the target tokens of the step, in nats per token."""
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    seconds: float
+    """Wall time on rank 0, with barrier and update."""
+    data_wait_seconds: float = 0.0
+    """Time that the slowest rank waited for its batch."""
+    loss_scale: float | None = None
+    """What the loss was multiplied by; None but in float16."""
+    collective_seconds: Mapping[tuple[str, str], float] = field(
+        default_factory=dict, metadata={"log": False}
+    )
+    """Of this rank, by (operation, parallelism)."""
+    collective_bytes: Mapping[tuple[str, str], int] = field(
+        default_factory=dict, metadata={"log": False}
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCommitted(StepTaken):
+    """The state moved forward by one step."""
+
+    name: ClassVar[str] = "step"
+    lr: float
+    target_tokens: int = 0
+    """Of this step, over all ranks."""
+    tokens_seen: int
+    """Target tokens of all committed steps."""
+    consumed_samples: int
+    """Sequences of all committed steps; the next step begins with this sample."""
+    slowest_rank_seconds: float
+    """Time of the slowest rank from its batch to the barrier."""
+    tokens_per_second: float
+    mfu: float
+    """Model FLOPs utilization (Chowdhery et al., arXiv 2204.02311, appendix B)."""
+    model_flops: float = 0.0
+    """FLOPs of the model's GEMMs in this step, forward and backward."""
+    communication_seconds: dict[str, float] = field(default_factory=dict)
+    """Of rank 0, by parallelism (dp, ep, tp, cp, pp, world)."""
+    exposed_seconds: dict[str, float] = field(default_factory=dict)
+    """The part of ``communication_seconds`` that no computation hid."""
+    communication_bytes: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSkipped(StepTaken):
+    """A step changed nothing: loss, gradient or router logits were not finite."""
+
+    name: ClassVar[str] = "skip"
+    reason: str
+    """``not_finite``, ``overflow`` or ``router_not_finite``."""
+    why: str = ""
+    """The reason for people."""
+    overflow: bool = False
+    """Whether a float16 gradient overflowed, which halves the loss scale and is expected."""
+    bad_router: tuple[int, int] | None = None
+    """(layer, rank) of the first router whose logits are not finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacityPlanned(Event):
+    """Straggler-aware capacity has new shares, from the next step on."""
+
+    name: ClassVar[str] = "capacity_plan"
+    plans: list[list[int]]
+    """Units of each rank, for each expert group."""
+    relative_speeds: list[float] = field(default_factory=list)
+    """Of each rank, over the mean of its expert group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingReport:
+    """What the routers did in a log interval, over all ranks; lists have an entry a MoE layer."""
+
+    layers: list[int]
+    """Numbers of the MoE layers."""
+    tokens_per_expert: list[list[int]]
+    """Assignments of each expert."""
+    entropies: list[float]
+    """Mean entropy of a token's probabilities, in nats."""
+    dropped: list[int]
+    """Assignments that no expert had room for."""
+    rerouted: list[int]
+    """Assignments that took another expert than the router's choice."""
+    bias_abs_max: float | None
+    """Largest bias of an expert in magnitude; None without biases."""
+    rank_imbalance: float
+    """Largest over mean number of routed tokens that a rank's experts computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntervalEnded(Event):
+    """``train.log_interval_steps`` steps have passed; sums and means over the interval."""
+
+    name: ClassVar[str] = "interval"
+    loss: float
+    """Of the interval's last step, as ``lr`` and ``grad_norm`` are."""
+    lr: float
+    grad_norm: float
+    tokens_per_second: float
+    mfu: float
+    seconds: float
+    """Of the interval's committed steps."""
+    communication_seconds: dict[str, float]
+    """Mean over ranks, by parallelism."""
+    exposed_seconds: dict[str, float]
+    """The part of ``communication_seconds`` that no computation hid."""
+    bubble: float | None = None
+    """Share of the interval in which pipeline stages waited for each other."""
+    bubble_formula: float | None = None
+    """The bubble that the schedule has when all stages take equal time."""
+    load_imbalance: float | None = None
+    """Largest over mean load of an expert, in the layer with the largest."""
+    router_entropy: float | None = None
+    """The smallest mean entropy of a layer, in nats."""
+    dropped: int | None = None
+    rerouted: int | None = None
+    steps: int = field(default=0, metadata={"log": False})
+    routing: RoutingReport | None = field(default=None, metadata={"log": False})
+    capacity_shares: list[float] | None = field(default=None, metadata={"log": False})
+    relative_speeds: list[float] | None = field(default=None, metadata={"log": False})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated(Event):
+    """Held-out sequences were scored."""
+
+    name: ClassVar[str] = "eval"
+    loss: float
+    """Mean loss in nats per token."""
+    bits_per_byte: float
+    whole: bool = False
+    """Whether all held-out sequences were scored, as at a run's end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveBegun(Event):
+    """A checkpoint was copied for the writer processes, and training goes on."""
+
+    name: ClassVar[str] = "save"
+    stall_seconds: float
+    """What training waited for the copy."""
+    tiers: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveIntervalChosen(Event):
+    """``checkpoint.interval_steps = "auto"`` has a new interval."""
+
+    name: ClassVar[str] = "save_interval"
+    seconds: float | None
+    """Until the next save."""
+    stall_seconds: float
+    failures: int
+    """Starts of this run that had no orderly end."""
+    seconds_between_failures: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointCommitted(Event):
+    """A tier has the whole checkpoint of ``step``."""
+
+    name: ClassVar[str] = "checkpoint"
+    tier: str
+    seconds: float
+    """From the copy until the commit."""
+    write_seconds: float
+    """From the copy until rank 0's objects were durable."""
+    bytes_written: int = 0
+    bytes_linked: int = 0
+    """Of objects that had not changed since the checkpoint before."""
+    retries: int = 0
+    path: str = ""
+    """The manifest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFailed(Event):
+    """A tier does not have the checkpoint of ``step`` (-1 where the step is not known)."""
+
+    name: ClassVar[str] = "checkpoint_failed"
+    tier: str
+    error: str
+    in_a_row: int = 1
+    """Failures of the tier since its last commit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStopped(Event):
+    """The run was asked to stop, and committed a checkpoint."""
+
+    name: ClassVar[str] = "stopped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunDone(Event):
+    """The run took all of its steps."""
+
+    name: ClassVar[str] = "done"
+
+
+EVENTS: dict[str, type[Event]] = {
+    kind.name: kind
+    for kind in (
+        RunStarted, Restored, SpecChanged, Notice, StepCommitted, StepSkipped, CapacityPlanned,
+        IntervalEnded, Evaluated, SaveBegun, SaveIntervalChosen, CheckpointCommitted,
+        CheckpointFailed, RunStopped, RunDone,
+    )
+}  # fmt: skip
+"""Every event by its name in the log."""
+
+Sink = Callable[[Event], None]
+
+
+class Events:
+    """The place where a process publishes its events."""
+
+    def __init__(self, *sinks: Sink) -> None:
+        self._sinks = list(sinks)
+
+    def subscribe(self, sink: Sink) -> None:
+        """Let ``sink`` have every event from now on, after the sinks that are there."""
+        self._sinks.append(sink)
+
+    def publish(self, event: Event) -> None:
+        """Give an event to every sink, in the order of their subscription."""
+        for sink in self._sinks:
+            sink(event)

@@ -1,0 +1,77 @@
+"""The ``state`` of a manifest, typed: what a run's checkpoint holds besides arrays.
+
+In the manifest the fields of :class:`Progress` lie side by side with the others: retention, which
+knows no run, finds ``validation`` at the top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from ckpt import CheckpointError, Manifest
+from pretrain.state.progress import Progress
+
+_RENAMED = {"cursor": "consumed_samples"}
+"""Fields of checkpoints of before, by the names that they have now."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a checkpoint of a training run says of the run."""
+
+    progress: Progress
+    corpus: str
+    """Fingerprint of the tokenized corpus."""
+    capacity: dict[str, Any] | None
+    """Speeds and plans of straggler-aware capacity, see ``CapacityBalance.state``."""
+    kind: Literal["training"] = "training"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON, for a manifest."""
+        return {
+            "kind": self.kind,
+            **self.progress.as_dict(),
+            "corpus": self.corpus,
+            "capacity": self.capacity,
+        }
+
+
+def read_run_state(manifest: Manifest) -> RunState | None:
+    """The run state of a manifest; None where the checkpoint holds weights only.
+
+    Raises CheckpointError where the state is of neither form, or of another step than the manifest.
+    """
+    state = {_RENAMED.get(key, key): value for key, value in manifest.state.items()}
+    # Checkpoints of before name no kind; those of a run have a corpus.
+    kind = state.get("kind", "training" if "corpus" in state else "weights")
+    if kind != "training":
+        return None
+    names = {each.name for each in fields(Progress)}
+    try:
+        progress = _PROGRESS.validate_python({k: v for k, v in state.items() if k in names})
+        corpus, capacity = state["corpus"], state.get("capacity")
+        if not isinstance(corpus, str) or not isinstance(capacity, Mapping | None):
+            raise TypeError("corpus must be text, and capacity an object or null")
+    except (ValidationError, KeyError, TypeError) as error:
+        first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise CheckpointError(
+            f"the state of the checkpoint of step {manifest.step} cannot be read: {first}"
+        ) from None
+    if progress.step != manifest.step:
+        raise CheckpointError(
+            f"state.step ({progress.step}) must be the step of the manifest ({manifest.step})"
+        )
+    return RunState(progress, corpus, None if capacity is None else dict(capacity))
+
+
+def run_id_of(manifest: Manifest) -> str:
+    """The run that a checkpoint is of, or ``""`` where the manifest does not say."""
+    found = manifest.state.get("run_id")
+    return found if isinstance(found, str) else ""
+
+
+_PROGRESS = TypeAdapter(Progress)

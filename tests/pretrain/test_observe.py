@@ -1,0 +1,276 @@
+"""Events, and what the log, the metrics and the console make of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import urllib.request
+from dataclasses import MISSING, fields
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from parallel import Topology
+from pretrain.errors import InputError
+from pretrain.observe import Console, Endpoint, Events, JsonlLog, Metrics, read_log
+from pretrain.observe.events import (
+    EVENTS,
+    LOG_VERSION,
+    CheckpointCommitted,
+    CheckpointFailed,
+    Evaluated,
+    Event,
+    IntervalEnded,
+    Notice,
+    Restored,
+    RoutingReport,
+    RunStarted,
+    RunStopped,
+    SaveBegun,
+    SpecChanged,
+    StepCommitted,
+    StepSkipped,
+)
+from tests.support.jobs import make_spec
+
+EXAMPLES = {
+    "int": 7,
+    "float": 0.5,
+    "str": "text",
+    "bool": True,
+    "Any": [1, None],
+    "float | None": 0.25,
+    "int | None": 3,
+    "str | None": "there",
+    "dict[str, int]": {"ep": 2},
+    "dict[str, float]": {"ep": 0.5},
+    "list[str]": ["memory"],
+    "list[float]": [0.5, 1.5],
+    "list[list[int]]": [[1536, 512]],
+    "tuple[int, int] | None": [3, 1],
+}
+
+
+def example(kind: type[Event]) -> Event:
+    """An event with a value of its own in every field that the log has."""
+    return kind(**{f.name: EXAMPLES[f.type] for f in fields(kind) if f.metadata.get("log", True)})
+
+
+def test_every_event_comes_back_from_the_log_as_it_was_published(tmp_path):
+    log = JsonlLog(tmp_path / "log.jsonl", now=lambda: 1234.5678)
+    events = Events(log)
+    published = [example(kind) for kind in EVENTS.values()]
+    for event in published:
+        events.publish(event)
+    log.close()
+    found = read_log(tmp_path / "log.jsonl")
+    assert found.problems == []
+    assert found.events == published
+    assert {line.time for line in found.lines} == {1234.568}
+    lines = [json.loads(text) for text in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["event"] for line in lines] == list(EVENTS)
+    assert all(list(line)[:2] == ["event", "time"] for line in lines)
+
+
+def test_numbers_that_are_not_finite_are_null_in_the_log(tmp_path):
+    log = JsonlLog(tmp_path / "log.jsonl")
+    log(StepSkipped(step=3, loss=math.nan, grad_norm=math.inf, seconds=1.0, reason="not_finite"))
+    log.close()
+    line = json.loads((tmp_path / "log.jsonl").read_text())
+    assert line["loss"] is None
+    assert line["grad_norm"] is None
+    (event,) = read_log(tmp_path / "log.jsonl").events
+    assert math.isnan(event.loss)
+
+
+def test_a_log_without_a_version_is_read(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text(
+        '{"event": "start", "step": 0, "world_size": 2, "topology": {"ep": 2}, "parameters": 9, '
+        '"launch_id": "a", "spec_hash": "b"}\n'
+        '{"event": "step", "step": 1, "loss": 2.5, "grad_norm": 0.7, "lr": 0.1, "tokens_seen": 8, '
+        '"cursor": 4, "seconds": 0.5, "slowest_rank_seconds": 0.4, "tokens_per_second": 16.0, '
+        '"mfu": 0.1, "spec_hash": "b"}\n'
+        '{"event": "of a later version", "step": 1}\n'
+    )
+    log = read_log(path)
+    assert log.problems == []
+    assert [type(event) for event in log.events] == [RunStarted, StepCommitted]
+    assert log.events[1].consumed_samples == 4
+    assert {line.time for line in log.lines} == {None}
+
+
+def test_lines_that_are_no_events_are_problems_and_a_cut_last_line_is_none(tmp_path):
+    path = tmp_path / "log.jsonl"
+    good = '{"event": "done", "step": 6}'
+    path.write_text(f'[1]\n{good}\n{{"event": "done"}}\nnoise\n{{"event": "do')
+    log = read_log(path)
+    assert [event.step for event in log.events] == [6]
+    assert [problem.partition(": line ")[2][0] for problem in log.problems] == ["1", "3", "4"]
+    with pytest.raises(FileNotFoundError):
+        read_log(tmp_path / "none")
+
+
+def test_a_log_that_cannot_be_opened_is_an_input_error(tmp_path):
+    with pytest.raises(InputError, match=r"run_dir: .*log.jsonl cannot be written"):
+        JsonlLog(tmp_path / "nowhere" / "log.jsonl")
+
+
+def test_sinks_get_every_event_in_the_order_of_their_subscription():
+    seen = []
+    events = Events(lambda event: seen.append(("first", event.step)))
+    events.publish(RunStopped(step=1))
+    events.subscribe(lambda event: seen.append(("second", event.step)))
+    events.publish(RunStopped(step=2))
+    assert seen == [("first", 1), ("first", 2), ("second", 2)]
+
+
+STARTED = {
+    "job": "tiny", "parameters": 1234, "world_size": 1, "layout": "1 rank", "device": "cpu",
+    "steps": 6, "step_tokens": 256, "spec_hash": "0123456789abcdef", "topology": {},
+    "launch_id": "a",
+}  # fmt: skip
+SHARED = {"tier": "shared", "seconds": 1.5, "write_seconds": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("event", "out", "err"),
+    [
+        (RunStarted(step=0, **STARTED), "tiny: 1,234 parameters on 1 rank (1 rank), cpu", ""),
+        (RunStarted(step=6, **STARTED), "done already: step 6 of 6", ""),
+        (RunStarted(step=2, **STARTED), "resuming after step 2", ""),
+        (Restored(step=2, tier="memory", seconds=1.0), "restored step 2 from tier memory", ""),
+        (Restored(step=2, tier="shared", seconds=1.0), "", ""),
+        (SpecChanged(step=2, field="a.b", before=1, now=2), "a.b was 1, is 2", ""),
+        (Notice(step=0, text="by the way"), "by the way", ""),
+        (Notice(step=0, text="look here", problem=True), "", "error: rank {}: look here"),
+        (Evaluated(step=4, loss=1.0, bits_per_byte=2.0), "step 4: 2.0000 bits per byte", ""),
+        (Evaluated(step=4, loss=1.0, bits_per_byte=2.0, whole=True), "", ""),
+        (CheckpointCommitted(step=4, **SHARED), "checkpoint of step 4 committed in 1.50 s", ""),
+        (
+            CheckpointFailed(step=4, tier="local", error="disk full"), "",
+            "error: rank {}: checkpoint of step 4 is not in tier local: disk full",
+        ),
+        (
+            CheckpointFailed(step=-1, tier="local", error="disk full", in_a_row=3), "",
+            "a checkpoint is not in tier local: disk full; tier local has failed 3 times in a row",
+        ),
+        (RunStopped(step=4), "stopped after step 4; the same command resumes", ""),
+    ],
+)  # fmt: skip
+def test_the_console_says_what_happens_on_rank_0_and_problems_everywhere(event, out, err, capsys):
+    Console(6, 0)(event)
+    shown = capsys.readouterr()
+    assert out in shown.out
+    assert bool(out) == bool(shown.out)
+    assert err.format(0) in shown.err
+    assert bool(err) == bool(shown.err)
+    Console(6, 3)(event)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert err.format(3) in shown.err
+
+
+def test_a_line_of_an_interval_names_exposed_communication_and_expert_imbalance(capsys):
+    report = IntervalEnded(
+        step=2, loss=2.5, lr=0.01, grad_norm=0.7, tokens_per_second=512.0, mfu=0.5, seconds=8.0,
+        communication_seconds={"ep": 2.0, "world": 1.0},
+        exposed_seconds={"ep": 1.0, "world": 0.8},
+        load_imbalance=1.41, dropped=3, bubble=0.25, bubble_formula=0.2,
+    )  # fmt: skip
+    Console(60, 0)(report)
+    line = capsys.readouterr().out
+    assert line.startswith("step  2/60  loss 2.5000")
+    assert "exposed comm 22% (ep 12%, sync 10%)" in line
+    assert "bubble 25% (formula 20%)" in line
+    assert "expert imbalance 1.41" in line
+    assert "dropped 3" in line
+    assert "rerouted" not in line
+
+
+def test_every_field_of_an_event_has_an_example_here():
+    for kind in EVENTS.values():
+        for each in fields(kind):
+            if each.metadata.get("log", True):
+                assert each.type in EXAMPLES, (kind, each.name, each.type)
+    assert next(f for f in fields(RunStarted) if f.name == "log_version").default == LOG_VERSION
+    assert all(
+        f.default is not MISSING or f.default_factory is not MISSING or f.metadata.get("log", True)
+        for kind in EVENTS.values()
+        for f in fields(kind)
+    ), "what the log leaves out has a default"
+
+
+def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
+    registry = CollectorRegistry()
+    spec = make_spec(tmp_path)
+    metrics = Metrics(registry, spec, Topology(dp_shard=2, ep=2), "1.0")
+    taken = {"loss": 2.5, "grad_norm": 0.7, "seconds": 0.5, "data_wait_seconds": 0.1}
+    metrics(
+        StepCommitted(
+            **taken, step=1, lr=0.01, target_tokens=256, tokens_seen=256, consumed_samples=8,
+            slowest_rank_seconds=0.4, tokens_per_second=512.0, mfu=0.5, model_flops=2e9,
+            collective_seconds={("all_to_all", "ep"): 0.75},
+            collective_bytes={("all_to_all", "ep"): 4096},
+        )
+    )  # fmt: skip
+    for reason in ("not_finite", "overflow", "overflow", "not_finite"):
+        metrics(StepSkipped(**taken, step=2, reason=reason, overflow=reason == "overflow"))
+    routing = RoutingReport(
+        layers=[1, 2], tokens_per_expert=[[4, 0], [2, 2]], entropies=[0.5, 0.6], dropped=[3, 0],
+        rerouted=[4, 0], bias_abs_max=0.25, rank_imbalance=1.5,
+    )  # fmt: skip
+    metrics(
+        IntervalEnded(
+            step=2, loss=2.5, lr=0.01, grad_norm=0.7, tokens_per_second=512.0, mfu=0.5,
+            seconds=8.0, communication_seconds={"ep": 2.0}, exposed_seconds={"ep": 1.0},
+            routing=routing, capacity_shares=[1.5, 0.5], relative_speeds=[1.25, 0.75],
+        )
+    )  # fmt: skip
+    metrics(Restored(step=1, tier="shared", seconds=3.0))
+    metrics(SaveBegun(step=2, stall_seconds=0.1, tiers=["memory", "shared"]))
+    metrics(CheckpointCommitted(step=2, tier="shared", seconds=1.5, write_seconds=1.0))
+    endpoint = Endpoint(registry, "127.0.0.1", 0)
+    try:
+        with urllib.request.urlopen(endpoint.url) as response:
+            text = response.read().decode()
+        with pytest.raises(InputError, match=r"metrics.port .* cannot be listened on"):
+            Endpoint(registry, "127.0.0.1", int(endpoint.url.split(":")[2].split("/")[0]))
+    finally:
+        endpoint.close()
+    for line in [
+        "convoy_steps_total 1.0",
+        "convoy_tokens_total 256.0",
+        "convoy_loss 2.5",
+        "convoy_grad_norm 0.7",
+        "convoy_learning_rate 0.01",
+        "convoy_tokens_per_second 512.0",
+        "convoy_model_flops_total 2e+09",
+        "convoy_mfu_ratio 0.5",
+        "convoy_consumed_samples 8.0",
+        'convoy_collective_seconds_total{group="ep",op="all_to_all"} 0.75',
+        'convoy_collective_bytes_total{group="ep",op="all_to_all"} 4096.0',
+        "convoy_communication_time_ratio 0.125",
+        "convoy_data_wait_seconds_total 0.5",
+        'convoy_skipped_steps_total{reason="not_finite"} 2.0',
+        'convoy_skipped_steps_total{reason="overflow"} 2.0',
+        "convoy_overflows_total 2.0",
+        'convoy_moe_expert_load_imbalance_ratio{layer="1"} 2.0',
+        'convoy_moe_expert_load_imbalance_ratio{layer="2"} 1.0',
+        'convoy_moe_dead_experts{layer="1"} 1.0',
+        'convoy_moe_router_entropy_nats{layer="2"} 0.6',
+        "convoy_moe_router_bias_abs_max 0.25",
+        "convoy_moe_rank_load_imbalance_ratio 1.5",
+        'convoy_moe_capacity_share{rank="1"} 0.5',
+        'convoy_rank_relative_speed_ratio{rank="0"} 1.25',
+        "convoy_restore_duration_seconds 3.0",
+        'convoy_moe_dropped_tokens_total{layer="1"} 3.0',
+        'convoy_moe_rerouted_tokens_total{layer="1"} 4.0',
+        'convoy_parallelism_info{cp="1",dp_replicate="1",dp_shard="2",ep="2",pp="1",tp="1"} 1.0',
+        f'convoy_job_info{{name="tiny",spec_hash="{spec.hash}"}} 1.0',
+        'convoy_checkpoint_duration_seconds_count{stage="stall",tier="memory"} 1.0',
+        'convoy_checkpoint_duration_seconds_sum{stage="write",tier="shared"} 1.0',
+        'convoy_checkpoint_duration_seconds_sum{stage="commit",tier="shared"} 1.5',
+    ]:
+        assert line in text.splitlines(), line
+    assert generate_latest(registry).decode().count("convoy_build_info{") == 1
