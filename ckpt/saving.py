@@ -31,7 +31,13 @@ from ckpt.format import (
 from ckpt.locations import Location, open_store
 from ckpt.objects import ObjectRecord, gather
 from ckpt.plan import own_cells
-from ckpt.retention import REMOVED, committed_save_ids, mark_unwanted, remove_objects
+from ckpt.retention import (
+    REMOVED,
+    committed_save_ids,
+    mark_unwanted,
+    remove_objects,
+    what_is_wrong,
+)
 from ckpt.shard import Encoder, ObjectLayout, ReadInto, aligned
 from ckpt.store import Bytes, Store
 from parallel.layout import Topology
@@ -151,9 +157,23 @@ def see_that_it_goes_on(store: Store, info: SaveInfo, rank: int) -> None:
     a leftover: it goes on from an older step, and will save this one itself."""
     names = store.names(pending_key(info.save_id))
     if f"rank-{rank}.begun" not in names or REMOVED in names:
-        mark_unwanted(store, info.save_id)
-        remove_objects(store, info.save_id)
+        with contextlib.suppress(OSError):  # what stays is removed with the next start's leftovers
+            mark_unwanted(store, info.save_id)
+            remove_objects(store, info.save_id)
         raise GivenUpError(_GIVEN_UP)
+
+
+@contextlib.contextmanager
+def giving_up_is_told(store: Store, info: SaveInfo, rank: int) -> Iterator[None]:
+    """An error because a later start has removed the marks and objects of this save becomes
+    GivenUpError; only once :func:`begin` has left this rank's mark."""
+    try:
+        yield
+    except GivenUpError:
+        raise
+    except (FileNotFoundError, CheckpointError):
+        see_that_it_goes_on(store, info, rank)
+        raise
 
 
 def write_metadata(store: Store, info: SaveInfo, records: list[ArrayRecord]) -> Receipt:
@@ -306,8 +326,10 @@ def commit(
             f"step {info.step} already has a checkpoint in {store.where()}; save elsewhere, or "
             f"move {key.rpartition('/')[2]} away"
         ) from None
-    if REMOVED in store.names(pending_key(info.save_id)):
-        # A start has looked for manifests just before there was one: it removes the objects.
+    marks = store.names(pending_key(info.save_id))
+    if REMOVED in marks or (not marks and what_is_wrong(store, manifest)):
+        # A start has looked for manifests just before there was one: it removes the objects, and
+        # after them the marks.
         store.remove(key)
         raise GivenUpError(_GIVEN_UP)
     with contextlib.suppress(OSError):  # it is committed, marked or not: the next start clears up
