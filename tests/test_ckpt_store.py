@@ -27,7 +27,7 @@ from ckpt.object_store import PART_BYTES, ObjectStore, open_location
 from ckpt.peer import PeerServer, PeerStore
 from ckpt.retrying import Retrying, may_pass
 from ckpt.store import LocalStore, Store
-from tests.s3 import BUCKET, Server, free_port, proxy, use
+from tests.s3 import BUCKET, Server, deaf_port, proxy, use
 
 
 @pytest.fixture(scope="module")
@@ -443,7 +443,7 @@ def test_an_s3_server_that_fails_now_and_then_is_asked_again(server):
 
 def test_a_server_that_is_not_there_is_one_line(monkeypatch):
     monkeypatch.setitem(object_store._RETRIES, "max_retries", 1)
-    with use(free_port()):
+    with deaf_port() as port, use(port):
         store = open_location(f"s3://{BUCKET}/nowhere")
         for act in (
             lambda: store.read("key"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -9,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ import ckpt
 from parallel.layout import Topology
 from pretrain.corpus import prepare_corpus
 from tests.checkpoints import save_with_threads
+from tests.dist import run_ranks
 from tests.jobs import events, make_spec, write_corpus, write_spec
 from tools import inspect_ckpt, reshard
 from tools.pretrain import main as pretrain
@@ -119,6 +123,11 @@ def test_inspect_shows_and_verifies(tmp_path, capsys):
     assert "no checkpoint in" in one_error_line(capsys.readouterr().err)
 
 
+def on_rank(rank: int, arguments: list[str]) -> tuple[int, str]:
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        return pretrain(arguments), err.getvalue()
+
+
 def test_bad_input_ends_with_2_and_one_line(tmp_path, capsys):
     write_corpus(tmp_path / "text", 12)
     spec = write_spec(tmp_path)
@@ -128,14 +137,16 @@ def test_bad_input_ends_with_2_and_one_line(tmp_path, capsys):
     ]:
         assert pretrain(list(map(str, arguments))) == 2
         assert message in one_error_line(capsys.readouterr().err)
-    for arguments, message in [
-        ([spec, "--set", "run_dir=/proc/nowhere"], "run_dir (/proc/nowhere) cannot be written"),
-        ([spec, "--set", "data.source=/no/where"], "data.source (/no/where) must be"),
-        ([spec, "--set", "checkpoint.path=/proc/nowhere"], "cannot be written"),
+    for change, message in [
+        ("run_dir=/proc/nowhere", "run_dir (/proc/nowhere) cannot be written"),
+        ("data.source=/no/where", "data.source (/no/where) must be"),
     ]:
-        result = command("tools/pretrain.py", *arguments)
-        assert result.returncode == 2, result
-        assert message in one_error_line(result.stderr)
+        ((code, err),) = run_ranks(on_rank, 1, [str(spec), "--set", change], group=False)
+        assert code == 2, err
+        assert message in one_error_line(err)
+    result = command("tools/pretrain.py", spec, "--set", "checkpoint.path=/proc/nowhere")
+    assert result.returncode == 2, result
+    assert "cannot be written" in one_error_line(result.stderr)
 
 
 def test_the_resolved_spec_is_shown(tmp_path, capsys):
@@ -163,15 +174,25 @@ def test_a_disk_without_room_for_a_checkpoint_is_told_before_training(tmp_path):
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def torchrun(*arguments: str | Path) -> subprocess.Popen:
+@contextlib.contextmanager
+def torchrun(*arguments: str | Path) -> Iterator[subprocess.Popen]:
+    """On two ranks, which do not outlive the test, however that ends."""
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }  # fmt: skip
-    return subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         "tools/pretrain.py", *map(str, arguments)],
+         "--monitor-interval", "0.02", "tools/pretrain.py", *map(str, arguments)],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    ) as process:  # fmt: skip
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.terminate()  # it ends its ranks; they are in sessions of their own
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.communicate(timeout=60)
+                process.kill()
 
 
 def test_sigterm_to_torchrun_commits_and_the_next_start_resumes(tmp_path):
@@ -183,27 +204,20 @@ def test_sigterm_to_torchrun_commits_and_the_next_start_resumes(tmp_path):
         checkpoint={"interval_steps": 100_000},
     )  # fmt: skip
     run = tmp_path / "run"
-    first = torchrun(spec)
-    try:
-        deadline = time.monotonic() + 90
+    with torchrun(spec) as first:
         while not (run / "log.jsonl").exists() or len(events(run, "step")) < 5:
-            assert time.monotonic() < deadline, "training did not begin"
             assert first.poll() is None, first.communicate()[0]
-            time.sleep(0.1)
+            time.sleep(0.02)
         first.send_signal(signal.SIGTERM)
-        out = first.communicate(timeout=60)[0]
-    finally:
-        first.kill()
+        out = first.communicate()[0]
     assert "the same command resumes" in out
     (step,) = ckpt.committed_steps(run / "checkpoints")
     assert step == len(events(run, "step"))
     ckpt.verify(run / "checkpoints", ckpt.read_manifest(run / "checkpoints"))
 
-    second = torchrun(spec, "--set", f"train.steps={step + 2}", "--set", "schedule.warmup_steps=0")
-    try:
-        out = second.communicate(timeout=120)[0]
-    finally:
-        second.kill()
+    more = ["--set", f"train.steps={step + 2}", "--set", "schedule.warmup_steps=0"]
+    with torchrun(spec, *more) as second:
+        out = second.communicate()[0]
     assert second.returncode == 0, out
     assert f"resuming after step {step}" in out
     assert "spec changed since step" in out
