@@ -2,8 +2,11 @@
 
 import os
 import random
+from collections.abc import Iterator
 
 import pytest
+
+from tests.dist import end_ranks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -23,3 +26,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chooser.shuffle(files)
     chooser.shuffle(items)
     items.sort(key=lambda item: files.index(item.path))  # their fixtures are made once
+
+
+@pytest.fixture(autouse=True)
+def _no_rank_outlives_its_test() -> Iterator[None]:
+    yield
+    end_ranks()
