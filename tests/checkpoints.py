@@ -6,7 +6,8 @@ import contextlib
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -156,3 +157,11 @@ def ended(saver: Saver) -> Iterator[Saver]:
         raise
     finally:
         saver.close()
+
+
+def eventually(true: Callable[[], object], what: str) -> None:
+    """Wait until it is so; a machine that is busy may take long."""
+    deadline = time.monotonic() + 120
+    while not true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)

@@ -23,7 +23,16 @@ from ckpt.retention import mark_unwanted, remove_objects
 from ckpt.saving import begin, leave_receipt
 from ckpt.staging import Staging
 from parallel.layout import Topology
-from tests.checkpoints import SPECS, bits, ended, full_values, info, local_array, pieces
+from tests.checkpoints import (
+    SPECS,
+    bits,
+    ended,
+    eventually,
+    full_values,
+    info,
+    local_array,
+    pieces,
+)
 from tests.dist import start_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -57,13 +66,6 @@ def assert_holds(root: Path, step: int) -> None:
     ckpt.load(root, manifest, arrays)
     for array in arrays:
         assert torch.equal(bits(pieces(array)), bits(full_values(array.spec, step))), step
-
-
-def eventually(true, what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 def alive(pid: int) -> bool:
