@@ -123,9 +123,17 @@ def test_inspect_shows_and_verifies(tmp_path, capsys):
     assert "no checkpoint in" in one_error_line(capsys.readouterr().err)
 
 
-def on_rank(rank: int, arguments: list[str]) -> tuple[int, str]:
-    with contextlib.redirect_stderr(io.StringIO()) as err:
-        return pretrain(arguments), err.getvalue()
+def on_rank(rank: int, arguments: list[str]) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        return pretrain(arguments), out.getvalue(), err.getvalue()
+
+
+def refused(*arguments: str | Path) -> str:
+    """What the command says, on a rank that has imported everything already."""
+    ((code, _, err),) = run_ranks(on_rank, 1, list(map(str, arguments)), group=False)
+    assert code == 2, err
+    return one_error_line(err)
 
 
 def test_bad_input_ends_with_2_and_one_line(tmp_path, capsys):
@@ -141,9 +149,7 @@ def test_bad_input_ends_with_2_and_one_line(tmp_path, capsys):
         ("run_dir=/proc/nowhere", "run_dir (/proc/nowhere) cannot be written"),
         ("data.source=/no/where", "data.source (/no/where) must be"),
     ]:
-        ((code, err),) = run_ranks(on_rank, 1, [str(spec), "--set", change], group=False)
-        assert code == 2, err
-        assert message in one_error_line(err)
+        assert message in refused(spec, "--set", change)
     result = command("tools/pretrain.py", spec, "--set", "checkpoint.path=/proc/nowhere")
     assert result.returncode == 2, result
     assert "cannot be written" in one_error_line(result.stderr)
@@ -167,9 +173,8 @@ def test_a_disk_without_room_for_a_checkpoint_is_told_before_training(tmp_path):
     try:
         write_corpus(tmp_path / "text", 12)
         spec = write_spec(tmp_path)
-        result = command("tools/pretrain.py", spec, "--set", f"checkpoint.path={disk}/c")
-        assert result.returncode == 2
-        assert "must have room for one checkpoint" in one_error_line(result.stderr)
+        said = refused(spec, "--set", f"checkpoint.path={disk}/c")
+        assert "must have room for one checkpoint" in said
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
@@ -195,7 +200,22 @@ def torchrun(*arguments: str | Path) -> Iterator[subprocess.Popen]:
                 process.kill()
 
 
-def test_sigterm_to_torchrun_commits_and_the_next_start_resumes(tmp_path):
+def run_by_torchrun(arguments: list[str]) -> tuple[int, str]:
+    with torchrun(*arguments) as process:
+        out = process.communicate()[0]
+    return process.returncode, out
+
+
+def run_by_ranks(arguments: list[str]) -> tuple[int, str]:
+    """The same, by processes that have imported everything already."""
+    results = run_ranks(on_rank, 2, arguments, group=False)
+    return max(code for code, _, _ in results), "".join(out + err for _, out, err in results)
+
+
+@pytest.mark.parametrize(
+    "run_again", [run_by_ranks, pytest.param(run_by_torchrun, marks=pytest.mark.slow)]
+)
+def test_sigterm_to_torchrun_commits_and_the_next_start_resumes(tmp_path, run_again):
     write_corpus(tmp_path / "text", 20)
     made = make_spec(tmp_path)
     prepare_corpus(made.data, made.model.vocab_size, lambda _: None)
@@ -216,9 +236,8 @@ def test_sigterm_to_torchrun_commits_and_the_next_start_resumes(tmp_path):
     ckpt.verify(run / "checkpoints", ckpt.read_manifest(run / "checkpoints"))
 
     more = ["--set", f"train.steps={step + 2}", "--set", "schedule.warmup_steps=0"]
-    with torchrun(spec, *more) as second:
-        out = second.communicate()[0]
-    assert second.returncode == 0, out
+    code, out = run_again([str(spec), *more])
+    assert code == 0, out
     assert f"resuming after step {step}" in out
     assert "spec changed since step" in out
     summary = json.loads((run / "summary.json").read_text())
