@@ -375,6 +375,15 @@ def test_evaluation_and_text_do_not_depend_on_the_layout(text, tmp_path, layouts
                    for a, b in zip(x, y, strict=True)) <= 4  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def finished(text, tmp_path_factory) -> Path:
+    """A folder with a run that has ended, on one rank."""
+    folder = tmp_path_factory.mktemp("finished")
+    spec = write_spec(folder, data=data_of(text))
+    assert launch(spec, 1)[0] == 0
+    return folder
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -389,18 +398,13 @@ def test_evaluation_and_text_do_not_depend_on_the_layout(text, tmp_path, layouts
         ("train.seed=1", r"train.seed \(1\) must be as in"),
     ],
 )
-def test_a_resume_that_would_be_another_run_is_refused(text, tmp_path_factory, change, message):
-    folder = tmp_path_factory.getbasetemp() / "finished"
-    if not folder.exists():
-        folder.mkdir()
-        write_spec(folder, data=data_of(text))
-        assert launch(folder / "spec.json", 1)[0] == 0
-    before = fingerprints(folder / "run")
-    code, _, err = launch(folder / "spec.json", 1, change)
+def test_a_resume_that_would_be_another_run_is_refused(finished, change, message):
+    before = fingerprints(finished / "run")
+    code, _, err = launch(finished / "spec.json", 1, change)
     assert code == 2
     assert err.count("\n") == 1
     assert __import__("re").search(message, err), err
-    assert fingerprints(folder / "run") == before
+    assert fingerprints(finished / "run") == before
 
 
 def test_two_runs_never_share_a_folder(text, tmp_path):
