@@ -4,11 +4,12 @@ import os
 import random
 from collections.abc import Iterator
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
+import torch
 
 from tests.dist import end_ranks
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,6 +30,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _no_rank_outlives_its_test() -> Iterator[None]:
+def _tests_know_nothing_of_each_other() -> Iterator[None]:
+    """Random numbers do not depend on what ran before, and no rank outlives its test."""
+    torch.manual_seed(0)
+    random.seed(0)
     yield
     end_ranks()
