@@ -31,8 +31,9 @@ pretrain: setup
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 	    tools/pretrain.py $(SPEC) $(ARGS)
 
+# Many tests are one process that starts torch: two workers share them out.
 test: setup
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist worksteal
 
 test-all: setup
 	$(PY) -m pytest -m ""

@@ -105,7 +105,8 @@ class Saver:
         )
         theirs.close()
         self._channel = Channel(Connection(ours.detach()))
-        self._channel.send(Request(setup=self._setup.model_copy(update={"tiers": self.tiers})))
+        with contextlib.suppress(OSError):  # one that has ended already is told of by ready
+            self._channel.send(Request(setup=self._setup.model_copy(update={"tiers": self.tiers})))
 
     def ready(self, timeout_seconds: float = 120.0) -> int:
         """Wait until the keeper is this rank's only one; returns the port of what it serves, or 0.

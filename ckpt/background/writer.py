@@ -33,6 +33,7 @@ from ckpt.write import (
     begin,
     commit,
     discard,
+    giving_up_is_told,
     leave_failure,
     leave_receipt,
     read_receipts,
@@ -177,14 +178,15 @@ class TierWriter:
         first, retries = rank == info.writers[0], self.store.retries
         try:
             begin(self.store, info, rank)
-            receipt: Receipt = write_metadata(self.store, info, order.arrays) if first else {}
-            if self._previous is None:
-                self._previous = _newest(self.store)
-            written = write_staged(self.store, info, parts, self._previous)
-            receipt |= written.receipt
-            settle(self.store, info, receipt)
-            see_that_it_goes_on(self.store, info, self.keeper.setup.rank)
-            leave_receipt(self.store, info, rank, receipt)
+            with giving_up_is_told(self.store, info, rank):
+                receipt: Receipt = write_metadata(self.store, info, order.arrays) if first else {}
+                if self._previous is None:
+                    self._previous = _newest(self.store)
+                written = write_staged(self.store, info, parts, self._previous)
+                receipt |= written.receipt
+                settle(self.store, info, receipt)
+                see_that_it_goes_on(self.store, info, rank)
+                leave_receipt(self.store, info, rank, receipt)
             self._previous = Previous(info.save_id, written.receipt)
         except GivenUpError:
             raise
@@ -209,7 +211,8 @@ class TierWriter:
         if self._gather(order, watch=True):
             discard(self.store, info)
             raise CheckpointError("another rank could not write its part")
-        commit(self.store, info, order.arrays, read_receipts(self.store, info))
+        with giving_up_is_told(self.store, info, rank):
+            commit(self.store, info, order.arrays, read_receipts(self.store, info))
         with contextlib.suppress(OSError, CheckpointError):  # they will be there for the next time
             retain(self.store, self.tier.keep)
         return Event(what="committed", **about)

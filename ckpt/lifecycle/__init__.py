@@ -3,7 +3,13 @@
 from ckpt.lifecycle.garbage import Garbage, find_garbage, remove_garbage, remove_uncommitted
 from ckpt.lifecycle.lineage import Link, read_lineage, spec_differences
 from ckpt.lifecycle.reachable import fingerprint, forget, reachable
-from ckpt.lifecycle.removal import REMOVED, committed_save_ids, mark_unwanted, remove_objects
+from ckpt.lifecycle.removal import (
+    REMOVED,
+    committed_save_ids,
+    mark_unwanted,
+    remove_objects,
+    what_is_wrong,
+)
 from ckpt.lifecycle.retention import Removal, Retention, RetentionPlan, plan_retention, retain
 
 __all__ = [
@@ -26,4 +32,5 @@ __all__ = [
     "remove_uncommitted",
     "retain",
     "spec_differences",
+    "what_is_wrong",
 ]

@@ -17,18 +17,27 @@ from ckpt.store import Store
 REMOVED = "removed"
 """The mark of a save whose objects are being removed."""
 
+_MARK_ATTEMPTS = 3
+
 
 def mark_unwanted(store: Store, save_id: str) -> None:
     """Make a save's objects a leftover, should their removal be interrupted."""
     mark = f"{pending_key(save_id)}/{REMOVED}"
-    try:
-        with contextlib.suppress(FileExistsError):
-            store.write(mark, [b""])
-        store.settle([mark])
-    except OSError as error:
-        # Where there is no room for it, to make room is worth a leftover.
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
+    for attempt in range(_MARK_ATTEMPTS):
+        try:
+            with contextlib.suppress(FileExistsError):
+                store.write(mark, [b""])
+            store.settle([mark])
+            return
+        except FileNotFoundError:
+            # Another process that removes this save has just removed the folder of its marks.
+            if attempt == _MARK_ATTEMPTS - 1:
+                raise
+        except OSError as error:
+            # Where there is no room for it, to make room is worth a leftover.
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            return
 
 
 def committed_save_ids(store: Store) -> set[str]:

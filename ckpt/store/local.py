@@ -139,10 +139,13 @@ class LocalStore:
         """As in Store. What cannot be removed stays, for the next time."""
         for where, folders, files in os.walk(self.root / folder, topdown=False):
             with contextlib.suppress(OSError):
+                # Two that remove the same at once must not leave it to each other.
                 for name in files:
-                    self.files.remove(Path(where, name))
+                    with contextlib.suppress(FileNotFoundError):
+                        self.files.remove(Path(where, name))
                 for name in folders:
-                    self.files.remove_folder(Path(where, name))
+                    with contextlib.suppress(FileNotFoundError):
+                        self.files.remove_folder(Path(where, name))
         with contextlib.suppress(OSError):
             self.files.remove_folder(self.root / folder)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -25,7 +25,13 @@ from ckpt.format import (
     metadata_objects,
     pending_key,
 )
-from ckpt.lifecycle import REMOVED, committed_save_ids, mark_unwanted, remove_objects
+from ckpt.lifecycle import (
+    REMOVED,
+    committed_save_ids,
+    mark_unwanted,
+    remove_objects,
+    what_is_wrong,
+)
 from ckpt.store import Location, Store, open_store
 from parallel.layout import Topology
 
@@ -77,9 +83,23 @@ def see_that_it_goes_on(store: Store, info: SaveInfo, rank: int) -> None:
     a leftover: it goes on from an older step, and will save this one itself."""
     names = store.names(pending_key(info.save_id))
     if f"rank-{rank}.begun" not in names or REMOVED in names:
-        mark_unwanted(store, info.save_id)
-        remove_objects(store, info.save_id)
+        with contextlib.suppress(OSError):  # what stays is removed with the next start's leftovers
+            mark_unwanted(store, info.save_id)
+            remove_objects(store, info.save_id)
         raise GivenUpError(_GIVEN_UP)
+
+
+@contextlib.contextmanager
+def giving_up_is_told(store: Store, info: SaveInfo, rank: int) -> Iterator[None]:
+    """Turn an error into GivenUpError where a later start has removed the marks and objects of this
+    save; to be entered once :func:`begin` has left this rank's mark."""
+    try:
+        yield
+    except GivenUpError:
+        raise
+    except (FileNotFoundError, CheckpointError):
+        see_that_it_goes_on(store, info, rank)
+        raise
 
 
 def leave_receipt(store: Store, info: SaveInfo, rank: int, receipt: Receipt) -> None:
@@ -165,8 +185,10 @@ def commit(
             f"step {info.step} already has a checkpoint in {store.where()}; save elsewhere, or "
             f"move {key.rpartition('/')[2]} away"
         ) from None
-    if REMOVED in store.names(pending_key(info.save_id)):
-        # A start has looked for manifests just before there was one: it removes the objects.
+    marks = store.names(pending_key(info.save_id))
+    if REMOVED in marks or (not marks and what_is_wrong(store, manifest)):
+        # A start has looked for manifests just before there was one: it removes the objects, and
+        # after them the marks.
         store.remove(key)
         raise GivenUpError(_GIVEN_UP)
     with contextlib.suppress(OSError):  # it is committed, marked or not: the next start clears up

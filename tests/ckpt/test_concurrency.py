@@ -112,26 +112,26 @@ def test_two_processes_that_save_the_same_steps(tmp_path):
 
 
 def test_saves_while_others_are_removed(root):
-    done = threading.Event()
+    done, passed = threading.Event(), threading.Semaphore(0)
 
-    def keep_removing() -> int:
-        passes = 0
+    def keep_removing() -> None:
         while not done.is_set():
             ckpt.retain(ckpt.LocalStore(root, UnsyncedFiles()), 2)
-            passes += 1
-        return passes
+            passed.release()
 
     with ThreadPoolExecutor(1) as pool:
-        passes = pool.submit(keep_removing)
+        removing = pool.submit(keep_removing)
         try:
             for step in range(1, 31):
                 assert save_alone(root, step, f"{step}-x", step, UnsyncedFiles()) == ""
                 steps = ckpt.committed_steps(root)
                 assert steps[-1] == step
                 assert_whole(root, step)
+                # However little time the other thread is given, it takes part all along.
+                assert step % 5 or passed.acquire(timeout=60) or removing.result()
         finally:
             done.set()
-        assert passes.result() > 5
+        removing.result()
     ckpt.retain(root, 2)
     assert ckpt.committed_steps(root) == [29, 30]
     for step in (29, 30):

@@ -320,7 +320,7 @@ def test_the_published_table_of_damage_is_what_happens():
     assert outcomes[0]["object", "one bit of the padding between chunks flipped"]["load"].tried
     page = damage.DOC.read_text()
     published = page.partition(damage.BEGIN)[2].partition(damage.END)[0]
-    assert published.strip().startswith(text), "python -m tests.damage --write"
+    assert published.strip().startswith(text), "python -m tests.support.damage --write"
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from tests.ckpt.test_store import Flaky, retrying
 from tests.support.checkpoints import (
     SPECS,
     bits,
+    ended,
     full_values,
     info,
     local_array,
@@ -283,12 +284,12 @@ def test_a_keeper_asks_a_store_again(server, tmp_path):
         return None
 
     with proxy(server.port, fault) as port, use(port):
-        saver = ckpt.Saver([ckpt.Tier(name="shared", location=root)], 0, tmp_path / ".lock")
-        saver.ready()
-        arrays = [local_array(spec, Topology(), 0, full_values(spec, 4)) for spec in SPECS]
-        saver.save(info(4, Topology()), arrays)
-        (event,) = saver.wait()
-        saver.close()
+        tier = ckpt.Tier(name="shared", location=root)
+        with ended(ckpt.Saver([tier], 0, tmp_path / ".lock")) as saver:
+            saver.ready()
+            arrays = [local_array(spec, Topology(), 0, full_values(spec, 4)) for spec in SPECS]
+            saver.save(info(4, Topology()), arrays)
+            (event,) = saver.wait()
         assert (event.what, event.retries) == ("committed", 2), event.error
     with use(server.port):
         assert_loads(root, 4, Topology(), seed=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -19,10 +20,19 @@ import ckpt
 from ckpt.background import writer
 from ckpt.background.messages import Channel, Order, Setup
 from ckpt.background.staging import Staging
-from ckpt.lifecycle.removal import mark_unwanted
+from ckpt.lifecycle.removal import mark_unwanted, remove_objects
 from ckpt.write.commit import begin, leave_receipt
 from parallel.layout import Topology
-from tests.support.checkpoints import SPECS, bits, full_values, info, local_array, pieces
+from tests.support.checkpoints import (
+    SPECS,
+    bits,
+    ended,
+    eventually,
+    full_values,
+    info,
+    local_array,
+    pieces,
+)
 from tests.support.ranks import start_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -45,9 +55,8 @@ def saver_at(root: Path, rank: int = 0, **options: object) -> ckpt.Saver:
 
 @pytest.fixture
 def saver(tmp_path):
-    saver = saver_at(tmp_path)
-    yield saver
-    saver.close()
+    with ended(saver_at(tmp_path)) as saver:
+        yield saver
 
 
 def assert_holds(root: Path, step: int) -> None:
@@ -57,13 +66,6 @@ def assert_holds(root: Path, step: int) -> None:
     ckpt.load(root, manifest, arrays)
     for array in arrays:
         assert torch.equal(bits(pieces(array)), bits(full_values(array.spec, step))), step
-
-
-def eventually(true, what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 def alive(pid: int) -> bool:
@@ -127,18 +129,16 @@ def test_an_object_that_was_damaged_since_is_written_again(saver, tmp_path):
 
 def test_a_new_keeper_links_to_what_an_earlier_run_saved(tmp_path):
     for step in (1, 2):
-        saver = saver_at(tmp_path)
-        saver.save(info(step, Topology()), arrays_of(1))
-        (event,) = saver.wait()
-        saver.close()
+        with ended(saver_at(tmp_path)) as saver:
+            saver.save(info(step, Topology()), arrays_of(1))
+            (event,) = saver.wait()
     assert event.bytes_written == 0
 
 
 def test_compressed_in_the_background(tmp_path):
-    saver = saver_at(tmp_path, compression="zstd")
-    saver.save(info(1, Topology()), arrays_of(1))
-    saver.wait()
-    saver.close()
+    with ended(saver_at(tmp_path, compression="zstd")) as saver:
+        saver.save(info(1, Topology()), arrays_of(1))
+        saver.wait()
     assert ckpt.read_manifest(tmp_path).arrays[0].compression == "zstd"
     assert_holds(tmp_path, 1)
 
@@ -173,14 +173,13 @@ def test_a_keeper_that_is_killed_is_told_and_replaced(saver, tmp_path):
 
 
 def test_a_later_start_elsewhere_ends_a_save_that_waits(tmp_path):
-    saver = saver_at(tmp_path)
-    saver.save(info(7, PAIR), arrays_of(7, PAIR))  # and rank 1 never comes
-    eventually(lambda: list(tmp_path.rglob("rank-0.json")), "the first rank's part is there")
-    assert ckpt.remove_uncommitted(tmp_path) == [info(7, PAIR).save_id]
-    (event,) = saver.wait(60)
-    assert event.what == "failed"
-    assert "a later start of the run has given this save up" in event.error
-    saver.close()
+    with ended(saver_at(tmp_path)) as saver:
+        saver.save(info(7, PAIR), arrays_of(7, PAIR))  # and rank 1 never comes
+        eventually(lambda: list(tmp_path.rglob("rank-0.json")), "the first rank's part is there")
+        assert ckpt.remove_uncommitted(tmp_path) == [info(7, PAIR).save_id]
+        (event,) = saver.wait(60)
+        assert event.what == "failed"
+        assert "a later start of the run has given this save up" in event.error
     assert ckpt.committed_steps(tmp_path) == []
     assert not list(tmp_path.glob("objects/[!.]*")), "what it had written is removed"
 
@@ -218,6 +217,85 @@ def test_a_save_that_is_given_up_before_its_receipt_leaves_nothing(tmp_path, mon
     assert list((tmp_path / "objects").iterdir()) == []
 
 
+@pytest.mark.parametrize("at", ["write_staged", "settle", "leave_receipt"])
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_write_that_fails_since_its_save_was_given_up_is_told_as_that(
+    tmp_path, monkeypatch, at, finished
+):
+    def fail(store, *_):
+        if finished:
+            assert ckpt.remove_uncommitted(tmp_path) == [info(7, PAIR).save_id]
+        else:
+            mark_unwanted(store, info(7, PAIR).save_id)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), ".pending-00000007-test")
+
+    monkeypatch.setattr(writer, at, fail)
+    with pytest.raises(ckpt.CheckpointError, match="a later start of the run has given this"):
+        save_in_tier(tmp_path, 0)
+    assert list((tmp_path / "objects").iterdir()) == []
+
+
+def test_a_write_that_fails_for_another_reason_is_told_with_its_reason(tmp_path, monkeypatch):
+    def fail(*_):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "a folder")
+
+    monkeypatch.setattr(writer, "write_staged", fail)
+    with pytest.raises(FileNotFoundError, match="a folder"):
+        save_in_tier(tmp_path, 1)
+    assert (tmp_path / "objects/.pending-00000007-test/rank-1.failed").exists()
+
+
+def test_two_that_remove_a_save_at_once_remove_all_of_it(tmp_path):
+    about = info(7, PAIR)
+
+    class Crossed(ckpt.LocalStore):
+        """Another one removes everything just before a mark becomes durable, once."""
+
+        crossed = False
+
+        def settle(self, keys):
+            keys = list(keys)
+            if not self.crossed and any(key.endswith("/removed") for key in keys):
+                self.crossed = True
+                remove_objects(ckpt.LocalStore(tmp_path), about.save_id)
+            super().settle(keys)
+
+    store = ckpt.LocalStore(tmp_path)
+    begin(store, about, 0)
+    store.write(f"objects/{about.save_id}/part", [b"of a rank"])
+    assert ckpt.remove_uncommitted(Crossed(tmp_path)) == [about.save_id]
+    assert list((tmp_path / "objects").iterdir()) == []
+
+
+@pytest.mark.parametrize("removed", [True, False])
+def test_a_commit_stands_only_while_its_objects_are_there(tmp_path, removed):
+    about = info(3, ALONE)
+
+    class Crossed(ckpt.LocalStore):
+        """A later start comes between a manifest and the look for marks: it has read the manifests
+        before, and removes everything; or it reads them now, and clears up the marks alone."""
+
+        def publish(self, key, data):
+            super().publish(key, data)
+            if key.startswith("manifests/") and removed:
+                mark_unwanted(self, about.save_id)
+                remove_objects(self, about.save_id)
+            elif key.startswith("manifests/"):
+                assert ckpt.remove_uncommitted(tmp_path) == []
+                assert not list((tmp_path / "objects").glob(".pending-*"))
+
+    def save():
+        return ckpt.save(Crossed(tmp_path), about, arrays_of(3), 0, lambda ok: ok)
+
+    if removed:
+        with pytest.raises(ckpt.CheckpointError, match="a later start of the run has given this"):
+            save()
+        assert ckpt.committed_steps(tmp_path) == []
+    else:
+        save()
+        assert_holds(tmp_path, 3)
+
+
 def test_a_commit_that_a_later_start_has_crossed_is_taken_back(tmp_path, monkeypatch):
     store, about, commit = ckpt.open_store(tmp_path), info(7, PAIR), writer.commit
     begin(store, about, 1)
@@ -239,8 +317,9 @@ def test_a_first_rank_that_cannot_begin_clears_up_after_the_others(tmp_path, mon
 
     def write_later() -> None:
         store, about = ckpt.open_store(tmp_path), info(7, PAIR)
+        marks = f"objects/.pending-{about.save_id}"
         begin(store, about, 1)
-        time.sleep(0.3)
+        eventually(lambda: "rank-0.failed" in store.names(marks), "the first rank has failed")
         store.write(f"objects/{about.save_id}/part", [b"of the other rank"])
         leave_receipt(store, about, 1, {})
 
@@ -257,8 +336,7 @@ def test_a_first_rank_that_cannot_begin_clears_up_after_the_others(tmp_path, mon
 
 def test_peers_find_a_keeper_that_took_anothers_place(tmp_path):
     served = tmp_path / "served"
-    saver = ckpt.Saver([], 0, tmp_path / ".keeper", serves=str(served), key="secret")
-    try:
+    with ended(ckpt.Saver([], 0, tmp_path / ".keeper", serves=str(served), key="secret")) as saver:
         port = saver.ready()
         store = ckpt.open_store(f"peer://secret@127.0.0.1:{port}/node1")
         store.publish("a", b"before")
@@ -268,8 +346,6 @@ def test_peers_find_a_keeper_that_took_anothers_place(tmp_path):
             saver.save(info(1, Topology()), arrays_of(1))
         again = ckpt.open_store(f"peer://secret@127.0.0.1:{port}/node1")
         assert again.read("a") == b"before"
-    finally:
-        saver.close()
 
 
 def test_a_keeper_does_not_hold_what_its_trainer_printed_into(tmp_path):
@@ -283,11 +359,11 @@ saver.ready()
 print(saver._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    process = subprocess.Popen(
-        [sys.executable, "-c", trainer], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    printed, _ = process.communicate(timeout=60)
-    keeper = int(printed)
+    process = subprocess.run(
+        [sys.executable, "-c", trainer], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        timeout=100,
+    )  # fmt: skip
+    keeper = int(process.stdout)
     assert alive(keeper)
     os.kill(keeper, signal.SIGTERM)
     eventually(lambda: not alive(keeper), "the keeper gives way")
@@ -330,13 +406,12 @@ def test_the_next_start_takes_over_from_a_keeper_that_waits_in_vain(tmp_path):
         process.join()
     pid = int((tmp_path / "pid-0").read_text())
     assert alive(pid), "it waits for the receipt of rank 1"
-    saver = saver_at(root)
-    eventually(lambda: not alive(pid), "the keeper before gives way")
-    assert ckpt.committed_steps(root) == []
-    assert ckpt.remove_uncommitted(root) == ["00000007-test"]
-    saver.save(info(8, Topology()), arrays_of(8))
-    saver.wait()
-    saver.close()
+    with ended(saver_at(root)) as saver:
+        eventually(lambda: not alive(pid), "the keeper before gives way")
+        assert ckpt.committed_steps(root) == []
+        assert ckpt.remove_uncommitted(root) == ["00000007-test"]
+        saver.save(info(8, Topology()), arrays_of(8))
+        saver.wait()
     assert_holds(root, 8)
 
 
@@ -421,11 +496,10 @@ def test_memory_outlives_a_trainer_for_a_while(tmp_path, linger):
     assert alive(pid)
     assert_holds(memory, 1)
     tiers = [ckpt.Tier(name="memory", location=str(memory), ranks=(0,), volatile=True)]
-    saver = ckpt.Saver(tiers, 0, root / ".keeper")
-    saver.ready()
-    eventually(lambda: not alive(pid), "the keeper before gives way")
-    assert_holds(memory, 1)
-    saver.close(forget=True)
+    with ended(ckpt.Saver(tiers, 0, root / ".keeper")) as saver:
+        saver.ready()
+        eventually(lambda: not alive(pid), "the keeper before gives way")
+        assert_holds(memory, 1)
     assert not memory.exists()
 
 
@@ -433,19 +507,19 @@ def test_tiers_of_nodes_hold_what_their_ranks_need(tmp_path):
     # Copies take turns over all ranks in a shared store; on a node's disk its ranks have it all.
     topology = Topology(dp_replicate=2, dp_shard=2, ep=2)
     nodes = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
-    savers = []
-    for rank, node in nodes.items():
-        local = ckpt.Tier(name="local", location=str(tmp_path / f"node{node[0]}"), ranks=node)
-        shared = ckpt.Tier(name="shared", location=str(tmp_path / "shared"))
-        savers.append(ckpt.Saver([local, shared], rank, tmp_path / f"lock-{rank}"))
-    for rank, saver in enumerate(savers):
-        saver.ready()
-        saver.save(info(1, topology), arrays_of(1, topology, rank))
-    events = [[(e.tier, e.what) for e in saver.wait()] for saver in savers]
-    assert sorted(events[2]) == [("local", "committed"), ("shared", "written")]
-    assert sorted(events[3]) == [("local", "written"), ("shared", "written")]
-    for saver in savers:
-        saver.close()
+    with contextlib.ExitStack() as held:
+        savers = []
+        for rank, node in nodes.items():
+            local = ckpt.Tier(name="local", location=str(tmp_path / f"node{node[0]}"), ranks=node)
+            shared = ckpt.Tier(name="shared", location=str(tmp_path / "shared"))
+            saver = ckpt.Saver([local, shared], rank, tmp_path / f"lock-{rank}")
+            savers.append(held.enter_context(ended(saver)))
+        for rank, saver in enumerate(savers):
+            saver.ready()
+            saver.save(info(1, topology), arrays_of(1, topology, rank))
+        events = [[(e.tier, e.what) for e in saver.wait()] for saver in savers]
+        assert sorted(events[2]) == [("local", "committed"), ("shared", "written")]
+        assert sorted(events[3]) == [("local", "written"), ("shared", "written")]
     assert_holds(tmp_path / "shared", 1)
     for rank, node in nodes.items():
         root = tmp_path / f"node{node[0]}"
@@ -461,10 +535,11 @@ def test_tiers_of_nodes_hold_what_their_ranks_need(tmp_path):
 def test_a_keeper_that_cannot_start_is_told_once(tmp_path):
     (tmp_path / "file").touch()
     tiers = [ckpt.Tier(name="shared", location=str(tmp_path / "root"))]
-    saver = ckpt.Saver(tiers, 0, tmp_path / "file" / "lock")
-    with pytest.raises(ckpt.CheckpointError, match="the keeper of rank 0 did not start"):
+    with (
+        ended(ckpt.Saver(tiers, 0, tmp_path / "file" / "lock")) as saver,
+        pytest.raises(ckpt.CheckpointError, match="the keeper of rank 0 did not start"),
+    ):
         saver.ready()
-    saver.close()
 
 
 def test_a_stranger_who_says_nothing_keeps_no_peer_waiting(tmp_path):

@@ -28,7 +28,7 @@ from ckpt.store.object_store import PART_BYTES, ObjectStore, open_location
 from ckpt.store.peer import PeerServer, PeerStore
 from ckpt.store.protocol import Store
 from ckpt.store.retrying import Retrying, may_pass
-from tests.support.s3 import BUCKET, Server, free_port, proxy, use
+from tests.support.s3 import BUCKET, Server, deaf_port, proxy, use
 
 
 @pytest.fixture(scope="module")
@@ -444,7 +444,7 @@ def test_an_s3_server_that_fails_now_and_then_is_asked_again(server):
 
 def test_a_server_that_is_not_there_is_one_line(monkeypatch):
     monkeypatch.setitem(object_store._RETRIES, "max_retries", 1)
-    with use(free_port()):
+    with deaf_port() as port, use(port):
         store = open_location(f"s3://{BUCKET}/nowhere")
         for act in (
             lambda: store.read("key"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -9,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ from parallel.layout import Topology
 from pretrain.data.prepare import prepare_corpus
 from tests.support.checkpoints import save_with_threads
 from tests.support.jobs import events, make_spec, write_corpus, write_spec
+from tests.support.ranks import run_ranks
 from tools import inspect_ckpt, reshard
 from tools.pretrain import main as pretrain
 
@@ -119,6 +123,19 @@ def test_inspect_shows_and_verifies(tmp_path, capsys):
     assert "no checkpoint in" in one_error_line(capsys.readouterr().err)
 
 
+def on_rank(rank: int, arguments: list[str]) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        return pretrain(arguments), out.getvalue(), err.getvalue()
+
+
+def refused(*arguments: str | Path) -> str:
+    """What the command says, on a rank that has imported everything already."""
+    ((code, _, err),) = run_ranks(on_rank, 1, list(map(str, arguments)), group=False)
+    assert code == 2, err
+    return one_error_line(err)
+
+
 def test_bad_input_ends_with_2_and_one_line(tmp_path, capsys):
     write_corpus(tmp_path / "text", 12)
     spec = write_spec(tmp_path)
@@ -128,14 +145,14 @@ def test_bad_input_ends_with_2_and_one_line(tmp_path, capsys):
     ]:
         assert pretrain(list(map(str, arguments))) == 2
         assert message in one_error_line(capsys.readouterr().err)
-    for arguments, message in [
-        ([spec, "--set", "run_dir=/proc/nowhere"], "run_dir (/proc/nowhere) cannot be written"),
-        ([spec, "--set", "data.source=/no/where"], "data.source (/no/where) must be"),
-        ([spec, "--set", "checkpoint.path=/proc/nowhere"], "cannot be written"),
+    for change, message in [
+        ("run_dir=/proc/nowhere", "run_dir (/proc/nowhere) cannot be written"),
+        ("data.source=/no/where", "data.source (/no/where) must be"),
     ]:
-        result = command("tools/pretrain.py", *arguments)
-        assert result.returncode == 2, result
-        assert message in one_error_line(result.stderr)
+        assert message in refused(spec, "--set", change)
+    result = command("tools/pretrain.py", spec, "--set", "checkpoint.path=/proc/nowhere")
+    assert result.returncode == 2, result
+    assert "cannot be written" in one_error_line(result.stderr)
 
 
 def test_the_resolved_spec_is_shown(tmp_path, capsys):
@@ -156,25 +173,49 @@ def test_a_disk_without_room_for_a_checkpoint_is_told_before_training(tmp_path):
     try:
         write_corpus(tmp_path / "text", 12)
         spec = write_spec(tmp_path)
-        result = command("tools/pretrain.py", spec, "--set", f"checkpoint.path={disk}/c")
-        assert result.returncode == 2
-        assert "must have room for one checkpoint" in one_error_line(result.stderr)
+        said = refused(spec, "--set", f"checkpoint.path={disk}/c")
+        assert "must have room for one checkpoint" in said
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def torchrun(*arguments: str | Path) -> subprocess.Popen:
+@contextlib.contextmanager
+def torchrun(*arguments: str | Path) -> Iterator[subprocess.Popen]:
+    """On two ranks, which do not outlive the test, however that ends."""
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }  # fmt: skip
-    return subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         "tools/pretrain.py", *map(str, arguments)],
+         "--monitor-interval", "0.02", "tools/pretrain.py", *map(str, arguments)],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    ) as process:  # fmt: skip
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.terminate()  # it ends its ranks; they are in sessions of their own
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.communicate(timeout=60)
+                process.kill()
 
 
-def test_sigterm_to_torchrun_commits_and_the_next_start_resumes(tmp_path):
+def run_by_torchrun(arguments: list[str]) -> tuple[int, str]:
+    with torchrun(*arguments) as process:
+        out = process.communicate()[0]
+    return process.returncode, out
+
+
+def run_by_ranks(arguments: list[str]) -> tuple[int, str]:
+    """The same, by processes that have imported everything already."""
+    results = run_ranks(on_rank, 2, arguments, group=False)
+    return max(code for code, _, _ in results), "".join(out + err for _, out, err in results)
+
+
+@pytest.mark.parametrize(
+    "run_again", [run_by_ranks, pytest.param(run_by_torchrun, marks=pytest.mark.slow)]
+)
+def test_sigterm_to_torchrun_commits_and_the_next_start_resumes(tmp_path, run_again):
     write_corpus(tmp_path / "text", 20)
     made = make_spec(tmp_path)
     prepare_corpus(made.data, made.model.vocab_size, lambda _: None)
@@ -183,28 +224,20 @@ def test_sigterm_to_torchrun_commits_and_the_next_start_resumes(tmp_path):
         checkpoint={"interval_steps": 100_000},
     )  # fmt: skip
     run = tmp_path / "run"
-    first = torchrun(spec)
-    try:
-        deadline = time.monotonic() + 90
+    with torchrun(spec) as first:
         while not (run / "log.jsonl").exists() or len(events(run, "step")) < 5:
-            assert time.monotonic() < deadline, "training did not begin"
             assert first.poll() is None, first.communicate()[0]
-            time.sleep(0.1)
+            time.sleep(0.02)
         first.send_signal(signal.SIGTERM)
-        out = first.communicate(timeout=60)[0]
-    finally:
-        first.kill()
+        out = first.communicate()[0]
     assert "the same command resumes" in out
     (step,) = ckpt.committed_steps(run / "checkpoints")
     assert step == len(events(run, "step"))
     ckpt.verify(run / "checkpoints", ckpt.read_manifest(run / "checkpoints"))
 
-    second = torchrun(spec, "--set", f"train.steps={step + 2}", "--set", "schedule.warmup_steps=0")
-    try:
-        out = second.communicate(timeout=120)[0]
-    finally:
-        second.kill()
-    assert second.returncode == 0, out
+    more = ["--set", f"train.steps={step + 2}", "--set", "schedule.warmup_steps=0"]
+    code, out = run_again([str(spec), *more])
+    assert code == 0, out
     assert f"resuming after step {step}" in out
     assert "spec changed since step" in out
     summary = json.loads((run / "summary.json").read_text())

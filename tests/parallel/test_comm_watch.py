@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from parallel import (
     start_all_to_all,
     watch_collectives,
 )
+from parallel.comm_watch import Watch
 from tests.support.ranks import run_ranks
 
 EP = Kind("all_to_all", "ep")
@@ -89,16 +92,26 @@ def test_what_is_computed_meanwhile_hides_it(monkeypatch):
     assert seconds_of(monkeypatch, "recv", 5.0, 2.0, False) == Traffic(1, 12, 3.0, 3.0)
 
 
-def a_rank_that_waits(rank: int) -> tuple[Traffic, Traffic, dict, str, dict]:
+def wait_long(watch: Watch, waited: Path) -> None:
+    """Let the other rank come when this one has waited for it for 0.3 s."""
+    while not watch.waiting:
+        time.sleep(0.001)
+    time.sleep(0.3)
+    waited.touch()
+
+
+def a_rank_that_waits(rank: int, waited: Path) -> tuple[Traffic, Traffic, dict, str, dict]:
     group = dist.group.WORLD
     x = torch.ones(4, 2, requires_grad=True)
     all_to_all(x, None, None, group)  # nobody watches
     with watch_collectives() as watch:
         dist.barrier()
-        if rank == 1:
-            time.sleep(0.3)
+        if rank == 0:
+            threading.Thread(target=wait_long, args=(watch, waited)).start()
+        while rank == 1 and not waited.exists():
+            time.sleep(0.001)
         all_to_all(x, None, None, group).sum().backward()
-        waited = watch.take()[EP]
+        late = watch.take()[EP]
         dist.barrier()
         arriving = start_all_to_all(x, None, None, group)
         time.sleep(0.3)
@@ -108,11 +121,11 @@ def a_rank_that_waits(rank: int) -> tuple[Traffic, Traffic, dict, str, dict]:
         model = nn.Sequential(nn.Linear(4, 4))
         apply_fsdp(model, ParallelDims.build(Topology(dp_shard=2), "cpu"), [model[0]])
         model(torch.ones(1, 4)).sum().backward()
-        return waited, hidden, watch.take(), words, watch.take()
+        return late, hidden, watch.take(), words, watch.take()
 
 
-def test_ranks_that_wait_for_another_say_so():
-    first, second = run_ranks(a_rank_that_waits, 2)
+def test_ranks_that_wait_for_another_say_so(tmp_path):
+    first, second = run_ranks(a_rank_that_waits, 2, tmp_path / "waited")
     waited, hidden, fsdp, words, nothing = first
     # There and back: 32 bytes each.
     assert (waited.count, waited.bytes) == (2, 64)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,6 +19,7 @@ from ckpt import (
     Location,
     Manifest,
     SaveInfo,
+    Saver,
     committed_steps,
     load,
     open_store,
@@ -141,3 +145,23 @@ def assert_nothing_left_over(root: Location) -> None:
     found = set(store.names("objects"))
     assert found == kept, f"nobody will ever remove {found - kept}"
     assert len(store.names("manifests")) == len(steps), store.names("manifests")
+
+
+@contextlib.contextmanager
+def ended(saver: Saver) -> Iterator[Saver]:
+    """A saver whose keeper does not outlive the test, however that ends."""
+    try:
+        yield saver
+    except BaseException:
+        saver._process.kill()  # it may be waiting for what will never come
+        raise
+    finally:
+        saver.close()
+
+
+def eventually(true: Callable[[], object], what: str) -> None:
+    """Wait until it is so; a machine that is busy may take long."""
+    deadline = time.monotonic() + 120
+    while not true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)

@@ -1,7 +1,7 @@
 """What is done to every file of a checkpoint, who notices, and what they say.
 
-``python -m tests.damage`` prints the tables of docs/checkpoints.md, other formats' among them;
-``--write`` puts them there.
+``python -m tests.support.damage`` prints the tables of docs/checkpoints.md, and
+``--write`` puts the tables there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SPECS = [
 ]
 STEP = 5
 DOC = Path(__file__).parents[2] / "docs" / "checkpoints.md"
-BEGIN, END = "<!-- damage: python -m tests.damage --write -->", "<!-- end of damage -->"
+BEGIN, END = "<!-- damage: python -m tests.support.damage --write -->", "<!-- end of damage -->"
 
 
 def make(root: Path, compression: str) -> ckpt.Manifest:

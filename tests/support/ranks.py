@@ -21,6 +21,7 @@ from typing import Any
 # One server imports torch once; ranks fork from it, before any thread of torch exists.
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["tests._preload"])
+_started: list[Any] = []
 
 
 def set_rank_environment(rank: int, world: int, port: int) -> None:
@@ -80,7 +81,16 @@ def start_ranks(
     ]
     for process in processes:
         process.start()
+    _started.extend(processes)
     return processes, results
+
+
+def end_ranks() -> None:
+    """Kill what ranks a test has left behind, for instance because it failed."""
+    while _started:
+        process = _started.pop()
+        process.kill()
+        process.join()
 
 
 def run_ranks(

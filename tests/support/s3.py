@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,19 +16,33 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 BUCKET = "bucket"
 
 
+# The system chooses the port: what was free a moment ago may not be any more.
+SERVE = """
+import signal
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+signal.pause()
+"""
+
+
 class Server:
     def __init__(self) -> None:
-        self.port = free_port()
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self.process = subprocess.Popen(command, **quiet)
-        deadline = time.monotonic() + 60
-        while True:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
-                break
-            assert self.process.poll() is None, "the server has ended"
-            assert time.monotonic() < deadline, "the server does not start"
-            time.sleep(0.05)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SERVE], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        try:
+            self._make_bucket()
+        except BaseException:
+            self.kill()
+            raise
+
+    def _make_bucket(self) -> None:
+        assert self.process.stdout is not None
+        said = self.process.stdout.readline()
+        assert said, "the server has ended"
+        self.port = int(said)
         who = "AWS4-HMAC-SHA256 Credential=key/20260101/us-east-1/s3/aws4_request, Signature=0"
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/{BUCKET}", method="PUT", headers={"Authorization": who}
@@ -40,6 +53,8 @@ class Server:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
     def uploads(self) -> bytes:
         """The uploads in parts that were neither ended nor aborted, as the server lists them."""
@@ -47,10 +62,12 @@ class Server:
             return answer.read()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@contextlib.contextmanager
+def deaf_port() -> Iterator[int]:
+    """A port that nobody listens on, and that nobody else is given meanwhile."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 def environment(port: int) -> dict[str, str]:
