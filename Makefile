@@ -17,7 +17,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE := 1
 # After SIGTERM ranks finish a step and commit a checkpoint before they are killed.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 600
 
-.PHONY: setup pretrain test test-all lint types check megablocks clean
+.PHONY: setup pretrain test test-all lint types check megablocks docs/spec.md clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -54,6 +54,9 @@ megablocks: setup
 	$(PY) -m pip install --no-deps --no-build-isolation \
 	    "megablocks==0.10.0" "stanford-stk==0.7.1" "grouped_gemm==0.3.0"
 	$(PY) -m pip install triton
+
+docs/spec.md: setup
+	$(PY) -m pretrain.spec.reference > $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -34,7 +34,7 @@ def train(how: str, steps: int, folder: Path) -> dict[str, Any]:
     """One run; its summary, and the lines of its log by event."""
     run = folder / how
     values = [*LAYOUT, f"parallel.gradient_compression={how}", f"train.steps={steps}",
-              f"run_dir={run}", "metrics.port=-1", "sample.tokens=0", "train.eval_interval_steps=0",
+              f"run_dir={run}", "metrics.port=-1", "sample.tokens=0", "eval.interval_steps=0",
               f"schedule.warmup_steps={min(24, steps // 5)}"]  # fmt: skip
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
                "2", "tools/pretrain.py", "tools/recipes/stdlib-tiny.toml"]  # fmt: skip

@@ -34,7 +34,12 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from bench.harness import Row, arguments, finish
 from moe import MoEConfig, MoELayer
-from moe.dispatch import AllGatherDispatcher, AllToAllDispatcher, Dispatcher, FixedSplitDispatcher
+from moe.dispatch import (
+    AllGatherDispatcher,
+    AllToAllDispatcher,
+    Dispatcher,
+    PaddedAllToAllDispatcher,
+)
 from parallel import exchange_counts
 
 T, D, E, K = 4096, 512, 32, 4
@@ -71,7 +76,7 @@ def subjects_of(rank: int, world: int) -> dict[str, Callable[[], None]]:
     dispatchers: dict[str, Dispatcher] = {
         "convoy": AllToAllDispatcher(group),
         "convoy in 4 chunks": AllToAllDispatcher(group, chunks=4),
-        "convoy fixed_split": FixedSplitDispatcher(group, T, lambda _: None),
+        "convoy padded_all_to_all": PaddedAllToAllDispatcher(group, T, lambda _: None),
         "convoy all_gather": AllGatherDispatcher(group),
     }
 

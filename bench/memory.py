@@ -85,7 +85,7 @@ def activations(samples: int) -> list[Row]:
 
 def state_on_rank(zero: int, steps: int, rank: int) -> tuple[float, float]:
     """Peak and slices, in bytes."""
-    parallel = ParallelConfig.model_validate({"dp_shard": 2, "ep": 1, "zero": zero})
+    parallel = ParallelConfig.model_validate({"dp_shard": 2, "memory": {"zero_stage": zero}})
     dims = ParallelDims.build(Topology(dp_shard=2), "cpu")
     batches = torch.randint(512, (4, 65)).split(2)
     before = resident("VmRSS")

@@ -265,7 +265,7 @@ PEERS: dict[str, Callable[[MoELayer], Peer]] = {
 def installed_peers(layer: MoELayer) -> dict[str, Peer]:
     """Those that run here, by name, with the weights of ``layer``."""
     c = layer.config
-    asked = (c.score_func, c.renormalize, c.num_shared_experts, c.capacity_policy)
+    asked = (c.score_func, c.norm_topk_prob, c.num_shared_experts, c.capacity.policy)
     assert asked == ("softmax", True, 0, "dropless"), "not what the peers compute"
     peers = {}
     for name, make in PEERS.items():

@@ -40,15 +40,15 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 from bench.harness import Row, arguments, finish
 from moe import MoEConfig, MoELayer
 from parallel import ParallelDims, Topology, all_gather_rows, apply_expert_parallel
-from router import Balance, StragglerAwareCapacity
+from router import StragglerAwareCapacity, StragglerBalancer
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES: dict[str, Any] = {"d_model": 256, "d_ff": 512, "num_experts": 16, "top_k": 4}
 T = 2048
 POLICIES: dict[str, dict[str, Any]] = {
     "dropless": {},
-    "fixed": {"capacity_policy": "fixed"},
-    "convoy": {"capacity_policy": "straggler_aware"},
+    "fixed": {"policy": "fixed"},
+    "convoy": {"policy": "straggler_aware"},
 }
 RANKS = 2
 
@@ -66,12 +66,12 @@ def burn(core: int, share: float) -> None:
 class Subject:
     """One policy's layer on this rank, and what it did."""
 
-    def __init__(self, fields: dict[str, Any], dims: ParallelDims) -> None:
+    def __init__(self, capacity: dict[str, Any], dims: ParallelDims) -> None:
         torch.manual_seed(0)
-        self.config = MoEConfig(**SIZES, **fields)
+        self.config = MoEConfig(**SIZES, capacity=capacity)
         self.layer = MoELayer(self.config)
         apply_expert_parallel(self.layer, dims.ep_mesh)
-        self.balance = Balance.start(RANKS)
+        self.balance = StragglerBalancer.start(RANKS)
         self.plans = [self.balance.plan.units]
         self.moved = [0, 0]
 
@@ -79,7 +79,7 @@ class Subject:
         """Forward, backward and barrier: the slower rank's seconds."""
         began = time.perf_counter()
         hidden, aux = self.layer(x_TD.detach().requires_grad_())
-        (hidden.square().mean() + aux.loss).backward()
+        (hidden.square().mean() + aux.aux_loss).backward()
         dist.barrier()
         seconds = time.perf_counter() - began
         for parameter in self.layer.parameters():
@@ -92,7 +92,9 @@ class Subject:
         )
         capacity = self.layer.router.capacity
         if isinstance(capacity, StragglerAwareCapacity):
-            self.balance = self.balance.after(rows[:, 0].tolist(), rows[:, 1].tolist(), self.config)
+            self.balance = self.balance.after(
+                rows[:, 0].tolist(), rows[:, 1].tolist(), capacity.config
+            )
             capacity.plan = self.balance.plan
             self.plans.append(self.balance.plan.units)
         return float(rows[:, 2].max())
@@ -106,7 +108,7 @@ def on_rank(rank: int, port: int, blocks: int, block_steps: int, burning: Any, o
                       WORLD_SIZE=str(RANKS))  # fmt: skip
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     dims = ParallelDims.build(Topology(dp_shard=RANKS, ep=RANKS), "cpu")
-    subjects = {name: Subject(fields, dims) for name, fields in POLICIES.items()}
+    subjects = {name: Subject(capacity, dims) for name, capacity in POLICIES.items()}
     generator = torch.Generator().manual_seed(rank)
     x_TD = torch.randn(T, SIZES["d_model"], generator=generator)
     free = [subjects["dropless"].step(x_TD) for _ in range(5 + 3 * block_steps)][5:]
@@ -198,10 +200,10 @@ def report(result: dict[str, Any]) -> list[Row]:
 def train(name: str, fields: dict[str, Any], folder: Path, steps: int) -> None:
     """The tiny recipe beside the stranger; prints its loss and what moved."""
     run_dir = folder / name
-    settings = [f"run_dir={run_dir}", f"train.steps={steps}", "train.eval_interval_steps=0",
+    settings = [f"run_dir={run_dir}", f"train.steps={steps}", "eval.interval_steps=0",
                 "metrics.port=-1", f"checkpoint.interval_steps={steps}", "sample.tokens=0",
 ]  # fmt: skip
-    settings += [f"moe.{key}={value}" for key, value in fields.items()]
+    settings += [f"moe.capacity.{key}={value}" for key, value in fields.items()]
     recipe = [str(ROOT / "tools/pretrain.py"), str(ROOT / "tools/recipes/stdlib-tiny.toml")]
     with_settings = [part for setting in settings for part in ("--set", setting)]
     cores = sorted(os.sched_getaffinity(0))

@@ -44,7 +44,7 @@ def steps(way: str, small: bool, device: torch.device, samples: int) -> tuple[li
     model, moe = (SMALL, SMALL_MOE) if small else (LARGE, LARGE_MOE)
     b, s = (2, 64) if small else (2, 4096)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    parallel = ParallelConfig.model_validate({"dp_shard": 1, "recompute": way})
+    parallel = ParallelConfig.model_validate({"dp_shard": 1, "memory": {"recompute": way}})
     dims = ParallelDims.build(Topology(), device.type)
     laid_out = lay_out(model, moe, parallel, dims, s, dtype)
     laid_out.model.to_empty(device=device)

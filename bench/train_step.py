@@ -47,7 +47,7 @@ PACKAGES = ["torch", "numpy", "transformers", "torchtitan"]
 B, S = 8, 512
 MODEL = ModelConfig(vocab_size=2048, d_model=256, num_layers=4, num_heads=4, num_kv_heads=4,
                     rope_theta=1e6)  # fmt: skip
-MOE = MoEConfig(d_model=256, d_ff=512, num_experts=8, top_k=2, load_balance_weight=0.0)
+MOE = MoEConfig(d_model=256, d_ff=512, num_experts=8, top_k=2, aux_loss_coeff=0.0)
 
 Gradient = Callable[[], float]
 """Zero the gradients, run a forward and backward, and give the loss."""

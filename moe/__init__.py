@@ -7,8 +7,8 @@ from moe.dispatch import (
     AllToAllDispatcher,
     Arrived,
     Dispatcher,
-    FixedSplitDispatcher,
     LocalDispatcher,
+    PaddedAllToAllDispatcher,
 )
 from moe.experts import GroupedExperts, choose_backend
 from moe.layer import FeedForward, MoEAux, MoELayer, MoEOutput
@@ -22,13 +22,13 @@ __all__ = [
     "Arrived",
     "Dispatcher",
     "FeedForward",
-    "FixedSplitDispatcher",
     "GroupedExperts",
     "LocalDispatcher",
     "MoEAux",
     "MoEConfig",
     "MoELayer",
     "MoEOutput",
+    "PaddedAllToAllDispatcher",
     "Rows",
     "Stopwatch",
     "choose_backend",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,53 +10,67 @@ from moe.activation import ActivationName
 from router import RouterConfig
 
 Backend = Literal["auto", "loop", "grouped_mm", "packed", "megablocks"]
-DispatcherName = Literal["all_to_all", "fixed_split", "all_gather", "hierarchical"]
+DispatcherName = Literal["all_to_all", "padded_all_to_all", "all_gather", "hierarchical"]
 
 
 class MoEConfig(RouterConfig):
-    """Sizes of one MoE layer, beside its router's fields.
+    """The ``[moe]`` section: sizes, compute and dispatch of one MoE layer, and its router.
 
-    Example: ``MoEConfig(d_model=64, d_ff=128, num_experts=8, top_k=2)``.
+    Example: ``MoEConfig(d_model=64, d_ff=128, num_experts=8, top_k=2)``, and with a capacity
+    ``capacity={"policy": "fixed", "capacity_factor": 1.25}`` or
+    ``capacity=FixedCapacityConfig(capacity_factor=1.25)``.
     """
 
+    RENAMED: ClassVar[dict[str, str]] = RouterConfig.RENAMED | {
+        "dispatch_chunks": "overlap_chunks",
+        "max_tokens": "max_tokens_per_call",
+    }
+
     d_model: int = Field(ge=1)
+    """The size of the layer's input and output; a job spec takes it from ``[model]``."""
     d_ff: int = Field(ge=1)
-    """Hidden size of one expert."""
+    """The hidden size of one expert."""
     activation: ActivationName = "swiglu"
+    """The activation function of experts and shared experts (Shazeer, arXiv 2002.05202)."""
     ffn_bias: bool = False
-    """Biases in the products of experts and shared experts."""
+    """Add biases to the matrix products of experts and shared experts."""
     num_shared_experts: int = Field(default=0, ge=0)
-    """Experts that every token passes through; computed as one of num_shared_experts · d_ff."""
+    """The number of experts that every token passes through, computed as one feed-forward layer of
+    hidden size num_shared_experts · d_ff (DeepSeekMoE, arXiv 2401.06066)."""
     shared_expert_gate: bool = False
-    """Multiply the shared experts' output by sigmoid(x · w), w learned (Qwen2-MoE)."""
+    """Multiply the shared experts' output by sigmoid(x · w) with a learned vector w (Qwen2-MoE)."""
 
     backend: Backend = "auto"
-    """``loop``: plain products; ``grouped_mm``: one grouped product for all experts; ``packed``:
-    the fastest on a CPU; ``megablocks``: its grouped GEMM, on CUDA; ``auto``: the fastest that the
-    device, the dtype and the sizes allow."""
+    """How experts are computed. ``loop``: three GEMMs for each expert. ``grouped_mm``: PyTorch's
+    grouped GEMM. ``packed``: the fastest on a CPU. ``megablocks``: MegaBlocks' grouped GEMM, on
+    CUDA. ``auto``: the fastest of them that the device, the dtype and the sizes allow."""
     recompute_experts: bool = False
-    """Keep the experts' input alone, and compute their products again in the backward."""
+    """Keep only the experts' input for the backward, and compute the experts' GEMMs again."""
     dispatcher: DispatcherName = "all_to_all"
-    """How tokens reach the experts of other ranks: see :mod:`moe.dispatch`."""
-    dispatch_chunks: int = Field(default=1, ge=1)
-    """Cut a call's tokens into so many parts: experts compute one while the next is on its way."""
-    max_tokens: int = Field(default=0, ge=0)
-    """``fixed_split`` alone: the most tokens that a rank brings to one call."""
+    """How routed tokens reach the experts of other ranks. ``all_to_all``: all-to-all with splits of
+    the exact size. ``padded_all_to_all``: all-to-all with equal splits, without waiting for an
+    accelerator. ``all_gather``: every rank gets all tokens. ``hierarchical``: a token crosses to
+    a node once, and is then distributed within that node."""
+    overlap_chunks: int = Field(default=1, ge=1)
+    """Cut the tokens of a call into this many chunks: experts compute one chunk while the next is
+    in transfer."""
+    max_tokens_per_call: int = Field(default=0, ge=0)
+    """For ``padded_all_to_all``: the most tokens that one rank brings to one call."""
 
     @model_validator(mode="after")
-    def _check_moe(self) -> MoEConfig:
+    def _check_moe(self) -> Self:
         if self.shared_expert_gate and not self.num_shared_experts:
             raise ValueError(
                 "moe.shared_expert_gate (true) must have moe.num_shared_experts (0) at least 1"
             )
-        if (self.dispatcher == "fixed_split") != bool(self.max_tokens):
+        if (self.dispatcher == "padded_all_to_all") != bool(self.max_tokens_per_call):
             raise ValueError(
-                f"moe.max_tokens ({self.max_tokens}) must be above 0 with moe.dispatcher "
-                f"(fixed_split), and 0 without ({self.dispatcher})"
+                f"moe.max_tokens_per_call ({self.max_tokens_per_call}) must be above 0 with "
+                f"moe.dispatcher (padded_all_to_all), and 0 without ({self.dispatcher})"
             )
-        if self.dispatch_chunks > 1 and self.dispatcher == "all_gather":
+        if self.overlap_chunks > 1 and self.dispatcher == "all_gather":
             raise ValueError(
-                f"moe.dispatch_chunks ({self.dispatch_chunks}) must be 1 with moe.dispatcher "
+                f"moe.overlap_chunks ({self.overlap_chunks}) must be 1 with moe.dispatcher "
                 f"(all_gather)"
             )
         return self

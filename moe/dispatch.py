@@ -245,16 +245,16 @@ class AllToAllDispatcher:
         return flights[0].start_back(y_SD)
 
 
-class FixedSplitDispatcher:
+class PaddedAllToAllDispatcher:
     """All-to-all of equal parts, whose sizes follow from the capacity and not from the routing.
 
     Nothing waits for an accelerator, and shapes are the same in every call. A rank sends each rank
     as many slots as can be filled: the tokens of a call, or what the capacity policy lets the
-    experts of that rank take, if that is less. A call may have fewer than ``max_tokens``.
+    experts of that rank take, if that is less. A call may have fewer than ``max_tokens_per_call``.
 
     Args:
         group: the ranks that share the experts.
-        max_tokens: of one call, on any rank.
+        max_tokens_per_call: of one call, on any rank.
         room: tokens of a call -> the most that each expert takes of them; None for any number.
         chunks: as of :class:`AllToAllDispatcher`.
     """
@@ -262,18 +262,26 @@ class FixedSplitDispatcher:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        max_tokens: int,
+        max_tokens_per_call: int,
         room: Callable[[int], Sequence[int] | None],
         chunks: int = 1,
     ) -> None:
-        self.group, self.max_tokens, self.room, self.chunks = group, max_tokens, room, chunks
+        self.group, self.max_tokens_per_call, self.room, self.chunks = (
+            group,
+            max_tokens_per_call,
+            room,
+            chunks,
+        )
 
     def dispatch(self, x_TD: Tensor, routed: RouterOutput) -> Iterator[Arrived]:
-        """See :class:`Dispatcher`. Raises ValueError for more tokens than ``max_tokens``."""
-        if len(x_TD) > self.max_tokens:
+        """See :class:`Dispatcher`.
+
+        Raises ValueError for more tokens than ``max_tokens_per_call``.
+        """
+        if len(x_TD) > self.max_tokens_per_call:
             raise ValueError(
-                f"a call has {len(x_TD)} tokens: moe.max_tokens ({self.max_tokens}) must be at "
-                f"least as many"
+                f"a call has {len(x_TD)} tokens: moe.max_tokens_per_call "
+                f"({self.max_tokens_per_call}) must be at least as many"
             )
         experts = range(len(routed.rows_per_expert_E))
         chunks = _chunks(x_TD, routed, self.chunks)
@@ -281,8 +289,8 @@ class FixedSplitDispatcher:
 
     def _slots(self, experts: range, ranks: int) -> int:
         """Rows that a rank sends to each rank: one bound for all, so that parts are equal."""
-        tokens = -(-self.max_tokens // self.chunks)
-        room_E = self.room(self.max_tokens)
+        tokens = -(-self.max_tokens_per_call // self.chunks)
+        room_E = self.room(self.max_tokens_per_call)
         if room_E is None:
             return tokens
         blocks = [_block_of(experts, ranks, rank) for rank in range(ranks)]
@@ -312,7 +320,7 @@ class FixedSplitDispatcher:
     ) -> Iterator[Arrived]:
         ranks, rank = self.group.size(), self.group.rank()
         mine = _block_of(experts, ranks, rank)
-        room_E = self.room(self.max_tokens)
+        room_E = self.room(self.max_tokens_per_call)
         for i in range(len(chunks)):
             following = None
             if i + 1 < len(chunks):

@@ -17,8 +17,8 @@ from moe.dispatch import (
     AllGatherDispatcher,
     AllToAllDispatcher,
     Dispatcher,
-    FixedSplitDispatcher,
     LocalDispatcher,
+    PaddedAllToAllDispatcher,
 )
 from moe.experts import GroupedExperts
 from moe.stopwatch import Stopwatch
@@ -34,22 +34,22 @@ class MoEAux(NamedTuple):
     """Scalar float32, not yet weighted; 0 where its weight is 0."""
     z_loss: Tensor
     """Scalar float32, not yet weighted."""
-    loss: Tensor
+    aux_loss: Tensor
     """The three by their weights: add this to the loss."""
     entropy: Tensor
     """Scalar float32 without a gradient: mean entropy of the tokens' probabilities, in nats."""
     tokens_per_expert_E: Tensor
     """[E] int64 over all experts, wherever they live, as chosen, before capacity. Sums to T·K, but
     under expert choice, where each expert takes ceil(T·K / E), and in a replay with gaps."""
-    record_TK: Tensor
-    """[T, K] int64, what ``layer(x, record_TK)`` needs to route these tokens so again."""
+    topk_indices_TK: Tensor
+    """[T, K] int64, what ``layer(x, topk_indices_TK)`` needs to route these tokens so again."""
     num_dropped: Tensor
     """Scalar int64: assignments that no expert had room for."""
     num_rerouted: Tensor
     """Scalar int64: assignments that took another expert than the chosen one, for want of room."""
-    num_not_finite: Tensor
+    num_nonfinite_tokens: Tensor
     """Scalar int64: tokens whose logits have a NaN or an infinity; their outputs are NaN."""
-    batch_counts_E: Tensor
+    expert_counts_E: Tensor
     """[E] int64: give it to the step's next call, for the loss over a global batch."""
     stopwatch: Stopwatch
     """The rows that this rank's experts computed, and for how long, in the forward."""
@@ -111,7 +111,7 @@ class MoELayer(nn.Module):
 
         layer = MoELayer(MoEConfig(d_model=64, d_ff=128, num_experts=8, top_k=2))
         hidden, aux = layer(torch.randn(4, 16, 64))
-        (hidden.square().mean() + aux.loss).backward()
+        (hidden.square().mean() + aux.aux_loss).backward()
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -153,11 +153,13 @@ class MoELayer(nn.Module):
             self.router.balance_group = group
         if c.dispatcher == "all_gather":
             self.dispatcher = AllGatherDispatcher(group)
-        elif c.dispatcher == "fixed_split":
+        elif c.dispatcher == "padded_all_to_all":
             room = self.router.capacity.most
-            self.dispatcher = FixedSplitDispatcher(group, c.max_tokens, room, c.dispatch_chunks)
+            self.dispatcher = PaddedAllToAllDispatcher(
+                group, c.max_tokens_per_call, room, c.overlap_chunks
+            )
         elif c.dispatcher == "all_to_all":
-            self.dispatcher = AllToAllDispatcher(group, chunks=c.dispatch_chunks)
+            self.dispatcher = AllToAllDispatcher(group, chunks=c.overlap_chunks)
         elif across_nodes is None or within_node is None:
             raise ValueError(
                 "moe.dispatcher (hierarchical) must have expert ranks on more than one node, and "
@@ -165,19 +167,19 @@ class MoELayer(nn.Module):
                 "of meshes built with ranks_per_node; or use all_to_all"
             )
         else:
-            self.dispatcher = AllToAllDispatcher(across_nodes, within_node, c.dispatch_chunks)
+            self.dispatcher = AllToAllDispatcher(across_nodes, within_node, c.overlap_chunks)
 
     def forward(
         self,
         x: Tensor,
-        expert_indices_TK: Tensor | None = None,
-        counts_before_E: Tensor | None = None,
+        replay_indices_TK: Tensor | None = None,
+        prior_expert_counts_E: Tensor | None = None,
     ) -> MoEOutput:
         """[..., D] -> the same shape and dtype, and what the router did.
 
         The dim before the last is the sequence, for the sequence-wise loss; a [T, D] input is one.
-        ``expert_indices_TK`` replays recorded choices, an earlier call's ``aux.record_TK``, and
-        ``counts_before_E`` is what the loss over a global batch needs, see
+        ``replay_indices_TK`` are recorded choices, the ``aux.topk_indices_TK`` of an earlier call.
+        ``prior_expert_counts_E`` is for the loss over a global batch. See
         :meth:`router.TopKRouter.forward`.
 
         Under expert parallelism every rank of the group must call, with any number of tokens,
@@ -191,7 +193,7 @@ class MoELayer(nn.Module):
         x_TD = x.reshape(x.numel() // x.shape[-1], x.shape[-1])
 
         seq_len = x.shape[-2] if x.ndim > 1 else 1
-        routed = self.router(x_TD, seq_len, expert_indices_TK, counts_before_E)
+        routed = self.router(x_TD, seq_len, replay_indices_TK, prior_expert_counts_E)
         arriving = self.dispatcher.dispatch(x_TD, routed)
         # While rows are on their way, the experts that every token passes through are computed.
         shared_TD = self._shared(x_TD)
@@ -206,8 +208,8 @@ class MoELayer(nn.Module):
 
         if shared_TD is not None:
             y_TD = y_TD + shared_TD
-        if x.device.type != "cpu" or routed.num_not_finite:
-            y_TD = y_TD.masked_fill(routed.not_finite_T.unsqueeze(1), torch.nan)
+        if x.device.type != "cpu" or routed.num_nonfinite_tokens:
+            y_TD = y_TD.masked_fill(routed.nonfinite_T.unsqueeze(1), torch.nan)
         # Of the shape of x, and no view to autograd: y_TD is nobody else's, and FSDP warns of views
         # where it wraps the layer alone.
         hidden = torch.ops.aten._unsafe_view(y_TD.to(x.dtype), x.shape)
@@ -226,15 +228,15 @@ class MoELayer(nn.Module):
             load_balance_loss=routed.load_balance_loss,
             sequence_balance_loss=routed.sequence_balance_loss,
             z_loss=routed.z_loss,
-            loss=c.load_balance_weight * routed.load_balance_loss
-            + c.sequence_balance_weight * routed.sequence_balance_loss
-            + c.z_loss_weight * routed.z_loss,
+            aux_loss=c.aux_loss_coeff * routed.load_balance_loss
+            + c.seq_aux_loss_coeff * routed.sequence_balance_loss
+            + c.z_loss_coeff * routed.z_loss,
             entropy=routed.entropy,
             tokens_per_expert_E=routed.tokens_per_expert_E,
-            record_TK=routed.record_TK,
+            topk_indices_TK=routed.topk_indices_TK,
             num_dropped=routed.tokens_per_expert_E.sum() - routed.rows_per_expert_E.sum(),
             num_rerouted=routed.num_rerouted,
-            num_not_finite=routed.num_not_finite,
-            batch_counts_E=routed.batch_counts_E,
+            num_nonfinite_tokens=routed.num_nonfinite_tokens,
+            expert_counts_E=routed.expert_counts_E,
             stopwatch=stopwatch,
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from enum import StrEnum
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -10,89 +11,163 @@ from parallel.gradient_compression import GradientCompression
 from parallel.layout import Topology
 from parallel.recompute import Recompute
 
-PipelineSchedule = Literal["gpipe", "1f1b", "zbv", "dualpipev"]
+_MODEL = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
-class ParallelConfig(BaseModel):
-    """Degrees of every parallel axis, and what FSDP keeps between forward and backward.
+class PipelineSchedule(StrEnum):
+    """The order of forwards and backwards in a pipeline."""
 
-    ``dp_shard = -1`` takes the ranks that the other axes leave over. Attention and dense layers
-    use ``pp x dp_replicate x dp_shard x cp x tp``; experts use the same ranks folded as
-    ``efsdp x ep`` (arXiv 2504.14960, "parallel folding").
-    """
+    GPIPE = "gpipe"
+    """All forwards before all backwards (Huang et al., arXiv 1811.06965)."""
+    ONE_F_ONE_B = "1f1b"
+    """Each backward as early as possible, interleaved where ranks have several stages (Narayanan et
+    al., arXiv 2104.04473)."""
+    ZBV = "zbv"
+    """ZB-V (Qi et al., arXiv 2401.10241, section 6)."""
+    DUALPIPEV = "dualpipev"
+    """DualPipeV (DeepSeek-V3, arXiv 2412.19437, and the DualPipe code)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    @property
+    def folds_into_v(self) -> bool:
+        """Whether the stages run along the ranks and back, so that the first rank has the first
+        stage and the last, and weight gradients are computed in a backward pass of their own."""
+        return self in (PipelineSchedule.ZBV, PipelineSchedule.DUALPIPEV)
 
-    pp: int = Field(default=1, ge=1)
-    dp_replicate: int = Field(default=1, ge=1)
-    dp_shard: int = Field(default=-1, ge=-1)
-    cp: int = Field(default=1, ge=1)
-    tp: int = Field(default=1, ge=1)
-    ep: int = Field(default=1, ge=1)
-    pp_schedule: PipelineSchedule = "1f1b"
-    """All forwards before all backwards, or each backward as soon as may be (interleaved where
-    ranks have several stages); or, with two stages on a rank that are as far from the pipeline's
-    ends, ZB-V (Qi et al., arXiv 2401.10241, section 6) or DualPipeV (DeepSeek-V3, arXiv 2412.19437,
-    and its code), where weights' gradients are computed while ranks would else wait."""
-    pp_stages_per_rank: int = Field(default=1, ge=1)
-    """Parts of the model on each pipeline rank: more wait less and send more."""
-    tp_across_nodes: bool = False
-    """Let tensor-parallel ranks be on several machines."""
-    max_nodes_per_token: int = Field(default=0, ge=0)
-    """Refuse machines on which a token may be sent to more nodes than this; 0 takes any."""
-    zero: Literal[1, 2, 3] = 3
-    """What is held in slices but while it is used (Rajbhandari et al., arXiv 1910.02054, section
-    5): optimizer state; gradients too; parameters too. With 1, gradients are summed over ranks once
-    a step, and not once a micro-batch."""
-    gradient_compression: GradientCompression = "none"
-    """Of sums over dp_replicate: float32; bfloat16; or one_bit, signs with error feedback."""
-    prefetch: int = Field(default=0, ge=0)
-    """Layers ahead whose parameters are gathered; 0 leaves it to FSDP."""
-    offload_optimizer: bool = False
-    """Keep slices of parameters, gradients and moments in host memory, and update them there."""
-    offload_activations: bool = False
-    """Keep in host memory what layers save for their backward."""
 
-    recompute: Recompute = "none"
-    """Of each layer's activations keep the input alone (full), or the results of products and of
-    attention too (selective), and compute the rest again in the backward."""
-    recompute_every: int = Field(default=1, ge=1)
-    """Do so for the first of every so many layers."""
+class PipelineConfig(BaseModel):
+    """The ``[parallel.pipeline]`` section: for ``parallel.pp`` above 1, stages and their order."""
+
+    model_config = _MODEL
+
+    schedule: PipelineSchedule = Field(default=PipelineSchedule.ONE_F_ONE_B, strict=False)
+    """``gpipe``: all forwards before all backwards (Huang et al., arXiv 1811.06965). ``1f1b``: each
+    backward as early as possible, interleaved where ranks have several stages (Narayanan et al.,
+    arXiv 2104.04473). ``zbv`` (Qi et al., arXiv 2401.10241, section 6) and ``dualpipev``
+    (DeepSeek-V3, arXiv 2412.19437, and the DualPipe code): two stages on each rank, in a V, and
+    weight gradients that are computed while ranks would otherwise wait."""
+    stages_per_rank: int = Field(default=1, ge=1)
+    """The number of pipeline stages on each rank: more stages shorten the bubble and send more."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.recompute == "none" and self.recompute_every > 1:
+        if self.schedule.folds_into_v and self.stages_per_rank != 2:
             raise ValueError(
-                f"parallel.recompute_every ({self.recompute_every}) must be 1 where "
-                f"parallel.recompute is none"
+                f"parallel.pipeline.stages_per_rank ({self.stages_per_rank}) must be 2 with "
+                f"parallel.pipeline.schedule ({self.schedule}): a rank has one stage of each arm "
+                f"of the V"
+            )
+        return self
+
+
+class MemoryConfig(BaseModel):
+    """The ``[parallel.memory]`` section: what is sharded, offloaded and recomputed."""
+
+    model_config = _MODEL
+
+    zero_stage: Literal[1, 2, 3] = 3
+    """What each rank keeps only a shard of between uses: 1 the optimizer state; 2 gradients too; 3
+    parameters too (ZeRO, Rajbhandari et al., arXiv 1910.02054, section 5). With 1, gradients are
+    reduced once a step, and otherwise once a micro-batch."""
+    prefetch: int = Field(default=0, ge=0)
+    """The number of layers ahead whose parameters are all-gathered; 0 leaves the choice to FSDP."""
+    offload_optimizer: bool = False
+    """Keep the shards of parameters, gradients and moments in host memory, and run the optimizer
+    there."""
+    offload_activations: bool = False
+    """Keep the activations that layers save for the backward in host memory."""
+    recompute: Recompute = "none"
+    """Activation recomputation (Chen et al., arXiv 1604.06174). ``full``: a layer keeps only its
+    input. ``selective``: a layer also keeps the results of GEMMs and of attention (Korthikanti et
+    al., arXiv 2205.05198)."""
+    recompute_layer_freq: int = Field(default=1, ge=1)
+    """Recompute the first of every so many layers."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.recompute == "none" and self.recompute_layer_freq > 1:
+            raise ValueError(
+                f"parallel.memory.recompute_layer_freq ({self.recompute_layer_freq}) must be 1 "
+                f"where parallel.memory.recompute is none"
             )
         if self.offload_activations and self.recompute == "selective":
             raise ValueError(
-                "parallel.offload_activations (true) must be false with parallel.recompute "
-                "(selective), which keeps what it keeps by itself; full or none go with it"
+                "parallel.memory.offload_activations (true) must be false with "
+                "parallel.memory.recompute (selective), which chooses by itself what is kept; full "
+                "or none go with offload_activations"
             )
+        return self
+
+
+class ParallelConfig(BaseModel):
+    """The ``[parallel]`` section: the degree of every parallel axis.
+
+    Attention and dense layers use ``pp x dp_replicate x dp_shard x cp x tp`` ranks; experts use the
+    same ranks folded as ``efsdp x ep`` (parallel folding, arXiv 2504.14960).
+    """
+
+    model_config = _MODEL
+
+    RENAMED: ClassVar[dict[str, str]] = {
+        "pp_schedule": "pipeline.schedule",
+        "pp_stages_per_rank": "pipeline.stages_per_rank",
+        "zero": "memory.zero_stage",
+        "prefetch": "memory.prefetch",
+        "offload_optimizer": "memory.offload_optimizer",
+        "offload_activations": "memory.offload_activations",
+        "recompute": "memory.recompute",
+        "recompute_every": "memory.recompute_layer_freq",
+    }
+    """Former names of fields, with the present ones."""
+
+    pp: int = Field(default=1, ge=1)
+    """Pipeline-parallel degree."""
+    dp_replicate: int = Field(default=1, ge=1)
+    """The number of replicas of the sharded model (HSDP)."""
+    dp_shard: int = Field(default=-1, ge=-1)
+    """The number of ranks that shard one replica (FSDP); -1 takes the ranks that the other axes
+    leave over."""
+    cp: int = Field(default=1, ge=1)
+    """Context-parallel degree: ranks that share a sequence in attention."""
+    tp: int = Field(default=1, ge=1)
+    """Tensor-parallel degree (Shoeybi et al., arXiv 1909.08053)."""
+    ep: int = Field(default=1, ge=1)
+    """Expert-parallel degree: ranks that share the experts of a layer."""
+    tp_across_nodes: bool = False
+    """Allow tensor-parallel ranks on several nodes."""
+    max_nodes_per_token: int = Field(default=0, ge=0)
+    """Refuse to start where a token may be sent to more nodes than this; 0 allows any number."""
+    gradient_compression: GradientCompression = "none"
+    """How gradients are summed over ``dp_replicate``. ``none``: in float32. ``bfloat16``: with half
+    the bytes. ``one_bit``: signs with error feedback (1-bit SGD, Seide et al., Interspeech 2014)."""
+    pipeline: PipelineConfig = PipelineConfig()
+    """The pipeline's schedule and stages."""
+    memory: MemoryConfig = MemoryConfig()
+    """Sharding, offloading and recomputation."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_old_names(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for old in sorted(cls.RENAMED.keys() & data.keys()):
+                raise ValueError(f"parallel.{old} is now parallel.{cls.RENAMED[old]}")
+        return data
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if self.gradient_compression != "none" and self.dp_replicate == 1:
             raise ValueError(
                 f"parallel.gradient_compression ({self.gradient_compression}) must be none where "
-                f"parallel.dp_replicate is 1: it is of sums over copies"
+                f"parallel.dp_replicate is 1: only sums over replicas are compressed"
             )
-        if self.pp == 1 and self.pp_stages_per_rank > 1:
+        schedule, stages = self.pipeline.schedule, self.pipeline.stages_per_rank
+        if self.pp == 1 and schedule.folds_into_v:
             raise ValueError(
-                f"parallel.pp_stages_per_rank ({self.pp_stages_per_rank}) must be 1 where "
-                f"parallel.pp is 1"
+                f"parallel.pp (1) must be at least 2 with parallel.pipeline.schedule ({schedule})"
             )
-        if self.pp_schedule in ("zbv", "dualpipev"):
-            if self.pp == 1:
-                raise ValueError(
-                    f"parallel.pp (1) must be at least 2 with parallel.pp_schedule "
-                    f"({self.pp_schedule})"
-                )
-            if self.pp_stages_per_rank != 2:
-                raise ValueError(
-                    f"parallel.pp_stages_per_rank ({self.pp_stages_per_rank}) must be 2 with "
-                    f"parallel.pp_schedule ({self.pp_schedule}): a rank has one stage of each arm "
-                    f"of the V"
-                )
+        if self.pp == 1 and stages > 1:
+            raise ValueError(
+                f"parallel.pipeline.stages_per_rank ({stages}) must be 1 where parallel.pp is 1"
+            )
         return self
 
     def topology(self, world: int) -> Topology:

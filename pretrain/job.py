@@ -32,7 +32,7 @@ from pretrain.parallelize import LaidOut, Part, Pass, Routing, forward_backward,
 from pretrain.runtime import Runtime
 from pretrain.spec import JobSpec
 from pretrain.state import residual_arrays, training_arrays
-from router import TopKRouter
+from router import StragglerAwareConfig, TopKRouter
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Job:
         """Gradients of one step's loss, see :func:`pretrain.parallelize.forward_backward`, times
         ``loss_scale``, a power of two: that rounds nothing."""
         divisor = planned_tokens / (loss_scale or 1.0)
-        once = self.spec.parallel.zero == 1
+        once = self.spec.parallel.memory.zero_stage == 1
         part, device = self.part, self.runtime.device
         if self.laid_out.pipeline is not None:
             return self.laid_out.pipeline.forward_backward(batches, divisor, device, part, once)
@@ -137,12 +137,12 @@ def build_job(spec: JobSpec, runtime: Runtime, events: Events | None = None) -> 
     runtime.together(lambda: _check_nodes(spec, topology, per_node))
     dims = ParallelDims.build(topology, runtime.device.type, per_node)
     laid_out = runtime.together(lambda: _lay_out(spec, dims))
-    _make_room(laid_out, runtime.device, spec.parallel.offload_optimizer)
+    _make_room(laid_out, runtime.device, spec.parallel.memory.offload_optimizer)
     loader = Loader(
         train,
         GlobalOrder(len(train), spec.train.seed),
-        partial(spec.train.batch_size, seq_len=spec.data.seq_len),
-        spec.train.micro_batch_size,
+        partial(spec.batch.size_at, seq_len=spec.data.seq_len),
+        spec.batch.micro_batch_size,
         dims.dp_rank,
         dims.dp_size,
     )
@@ -163,15 +163,16 @@ def build_job(spec: JobSpec, runtime: Runtime, events: Events | None = None) -> 
 
 def _check_device(spec: JobSpec, device_type: str) -> None:
     for field in ("offload_optimizer", "offload_activations"):
-        if getattr(spec.parallel, field) and device_type == "cpu":
+        if getattr(spec.parallel.memory, field) and device_type == "cpu":
             raise InputError(
-                f"parallel.{field} (true) must be false on a CPU: everything is in host memory"
+                f"parallel.memory.{field} (true) must be false on a CPU: everything is in host "
+                f"memory"
             )
     m = spec.moe
     if m is None:
         return
     try:
-        choose_backend(m.backend, m.d_model, m.d_ff, spec.train.dtype, device_type)
+        choose_backend(m.backend, m.d_model, m.d_ff, spec.precision.dtype, device_type)
     except ValueError as error:
         raise InputError(str(error)) from None
 
@@ -194,7 +195,7 @@ def _end_token(spec: JobSpec) -> int | None:
 def _lay_out(spec: JobSpec, dims: ParallelDims) -> LaidOut:
     try:
         return lay_out(
-            spec.model, spec.moe, spec.parallel, dims, spec.data.seq_len, spec.train.dtype,
+            spec.model, spec.moe, spec.parallel, dims, spec.data.seq_len, spec.precision.dtype,
             spec.train.compile,
         )  # fmt: skip
     except ValueError as error:
@@ -216,7 +217,7 @@ def _check_nodes(spec: JobSpec, topology: Topology, ranks_per_node: int) -> None
             f"parallel.ep ({topology.ep}) must be a multiple or a divisor of the ranks of a node "
             f"({ranks_per_node}) with parallel.max_nodes_per_token ({most})"
         )
-    takes = moe.num_experts if moe.selection == "expert_choice" else moe.top_k
+    takes = moe.num_experts if moe.routing == "expert_choice" else moe.top_k
     reached = nodes_per_token(
         moe.num_experts, moe.n_groups, moe.topk_groups, takes, topology.ep, ranks_per_node
     )
@@ -229,9 +230,10 @@ def _check_nodes(spec: JobSpec, topology: Topology, ranks_per_node: int) -> None
 
 
 def _capacity_balance(spec: JobSpec, topology: Topology) -> CapacityBalance | None:
-    if spec.moe is None or spec.moe.capacity_policy != "straggler_aware":
+    if spec.moe is None or not isinstance(spec.moe.capacity, StragglerAwareConfig):
         return None
-    balance, path = CapacityBalance(spec.moe, topology), spec.train.replay_capacity_plans
+    config = spec.moe.capacity
+    balance, path = CapacityBalance(config, topology), config.replay_log
     if path:
         balance.replay(_recorded_plans(Path(path)), Path(path))
     return balance
@@ -244,12 +246,11 @@ def _recorded_plans(path: Path) -> dict[int, list[list[int]]]:
         log = read_log(path)
     except OSError as error:
         raise InputError(
-            f"train.replay_capacity_plans ({path}) cannot be read: {error.strerror}"
+            f"moe.capacity.replay_log ({path}) cannot be read: {error.strerror}"
         ) from None
     if log.problems:
         raise InputError(
-            f"train.replay_capacity_plans ({path}) must be the log.jsonl of a run: "
-            f"{log.problems[0]}"
+            f"moe.capacity.replay_log ({path}) must be the log.jsonl of a run: {log.problems[0]}"
         )
     plans: dict[int, list[list[int]]] = {}
     for event in log.events:

@@ -15,29 +15,41 @@ from pretrain.model import is_bias
 class OptimizerConfig(BaseModel):
     """The ``[optimizer]`` section: AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     lr: float = Field(gt=0)
+    """The peak learning rate."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
+    """The decay of the mean of gradients."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
+    """The decay of the mean of squared gradients."""
     eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the mean of squared gradients."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Of matrices; norms have none."""
+    """The decoupled weight decay of matrices; norms and biases have none."""
     clip_norm: float = Field(default=1.0, ge=0)
-    """Gradients are scaled down to this global norm; 0 leaves them."""
+    """Gradients are scaled down to this global norm; 0 leaves gradients unscaled."""
 
 
 class ScheduleConfig(BaseModel):
-    """The ``[schedule]`` section: warm-up, then a fall along a cosine or a line, none, or one at
-    the end (warm-up-stable-decay, WSD)."""
+    """The ``[schedule]`` section: the learning rate over the steps."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """How the learning rate falls after the warm-up. ``cosine``: along half a cosine (Loshchilov
+    and Hutter, arXiv 1608.03983). ``linear``: along a line. ``constant``: not at all. ``wsd``:
+    along a line over the last ``decay_steps`` (Hu et al., arXiv 2404.06395)."""
     warmup_steps: int = Field(default=0, ge=0)
+    """The first steps, over which the learning rate rises linearly to its peak."""
     decay_steps: int = Field(default=0, ge=0)
-    """WSD alone: the last steps, over which the rate falls linearly."""
+    """For ``wsd``: the last steps, over which the learning rate falls linearly."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """The learning rate at the end as a ratio to the peak; ``constant`` ignores this field."""
 
     @model_validator(mode="after")
     def _check(self) -> ScheduleConfig:
@@ -73,8 +85,9 @@ class ScheduleConfig(BaseModel):
 def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW over all parameters, with its moments made at once, as zeros.
 
-    torch makes them in the first step; made here, a checkpoint has the same arrays at any step and
-    can be loaded before any. Matrices decay; norms and biases, an expert's too, do not.
+    torch makes the moments in the first step. Made here, a checkpoint has the same arrays at any
+    step, and can be loaded before the first one. Matrices decay; norms and biases do not, and
+    neither do the biases of experts.
     """
     parameters = list(model.parameters())
     decays = {
@@ -112,8 +125,8 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 def moments(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dict[str, Tensor]]:
     """By name of a moment and of a parameter: whatever the optimizer keeps in a parameter's shape.
 
-    All parameters have the same, and have them before the first step: then a checkpoint has the
-    same arrays at any step. That is all that checkpoints ask of an optimizer.
+    All parameters have the same moments, and have the moments before the first step: a checkpoint
+    then has the same arrays at any step. Checkpoints ask nothing else of an optimizer.
     """
     found: dict[str, dict[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
@@ -124,7 +137,7 @@ def moments(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dic
 
 
 def set_update_count(optimizer: torch.optim.Optimizer, count: int) -> None:
-    """Set how many updates every parameter has had, where the optimizer counts them."""
+    """Set the number of updates of every parameter, where the optimizer counts updates."""
     for state in optimizer.state.values():
         if "step" in state:
             state["step"].fill_(count)

@@ -1,4 +1,4 @@
-"""Who goes where: scores, selection, and the losses that keep experts balanced."""
+"""Routing: scores, choice of experts, capacity, and the losses that balance experts."""
 
 from router.capacity import (
     CapacityPolicy,
@@ -7,23 +7,33 @@ from router.capacity import (
     Placement,
     StragglerAwareCapacity,
 )
-from router.config import RouterConfig
+from router.config import (
+    CapacityConfig,
+    DroplessConfig,
+    FixedCapacityConfig,
+    RouterConfig,
+    StragglerAwareConfig,
+)
 from router.losses import load_balance_loss, sequence_balance_loss, z_loss
-from router.plan import UNITS_PER_RANK, Balance, CapacityPlan
+from router.plan import UNITS_PER_RANK, CapacityPlan, StragglerBalancer
 from router.select import count_tokens_per_expert
 from router.topk import RouterOutput, TopKRouter, no_autocast
 
 __all__ = [
     "UNITS_PER_RANK",
-    "Balance",
+    "CapacityConfig",
     "CapacityPlan",
     "CapacityPolicy",
     "Dropless",
+    "DroplessConfig",
     "FixedCapacity",
+    "FixedCapacityConfig",
     "Placement",
     "RouterConfig",
     "RouterOutput",
     "StragglerAwareCapacity",
+    "StragglerAwareConfig",
+    "StragglerBalancer",
     "TopKRouter",
     "count_tokens_per_expert",
     "load_balance_loss",

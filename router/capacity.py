@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from router.config import RouterConfig
+from router.config import (
+    CapacityConfig,
+    DroplessConfig,
+    FixedCapacityConfig,
+    StragglerAwareConfig,
+)
 from router.plan import CapacityPlan, largest_remainder
 from router.select import count_tokens_per_expert
 
@@ -80,7 +85,7 @@ class Dropless:
     """Every expert takes what comes.
 
     The worst case: all tokens of all ranks of the group choose the experts of one rank, which then
-    computes T · min(K, its experts) assignments of every rank's T tokens. ``max_received_rows``
+    computes T · min(K, its experts) assignments of every rank's T tokens. ``max_tokens_per_rank``
     bounds that: where a rank would compute more, each rank's share of its room is in proportion to
     what it would have sent there, and the rest goes to next-best experts of ranks that have room
     left, shared in proportion to what is over. One small exchange of counts a layer tells. A bound
@@ -88,8 +93,8 @@ class Dropless:
     dropped.
     """
 
-    def __init__(self, config: RouterConfig) -> None:
-        self.max_received_rows = config.max_received_rows
+    def __init__(self, config: DroplessConfig) -> None:
+        self.max_tokens_per_rank = config.max_tokens_per_rank
         self._group: dist.ProcessGroup | None = None
 
     def use_expert_group(self, group: dist.ProcessGroup) -> None:
@@ -108,7 +113,7 @@ class Dropless:
         training: bool = True,
     ) -> Placement:
         """See :class:`CapacityPolicy`. With the bound, every rank of the group must call."""
-        if self.max_received_rows:
+        if self.max_tokens_per_rank:
             E = choice_TE.shape[1]
             bins = _rank_bins(self._room(expert_indices_TK, E), E)
             return _place(expert_indices_TK, choice_TE, scores_TE, [bins])
@@ -117,7 +122,7 @@ class Dropless:
 
     def _room(self, expert_indices_TK: Tensor, num_experts: int) -> Tensor:
         """[ranks] int64: what this rank may send to each rank."""
-        most = self.max_received_rows
+        most = self.max_tokens_per_rank
         counts_E = count_tokens_per_expert(expert_indices_TK, num_experts + 1)[:num_experts]
         if self._group is None or self._group.size() == 1:
             return counts_E.sum().clamp(max=most).unsqueeze(0)
@@ -147,8 +152,8 @@ def expert_capacity(num_tokens: int, top_k: int, num_experts: int, capacity_fact
 class FixedCapacity:
     """Each expert takes ceil(T·K / E · capacity_factor) of the T tokens of a call.
 
-    Over that, assignments give way by ``overflow``: ``drop_by_position`` keeps the first come,
-    ``drop_by_score`` the highest scores, earlier tokens first where those tie; ``reroute`` keeps
+    Over that, assignments give way by ``overflow``: ``position`` keeps the first come,
+    ``probs`` the highest scores, earlier tokens first where those tie; ``reroute`` keeps
     the highest scores and sends the others to their next-best expert with room, so that one is
     dropped only if every expert it can reach, and that its token does not have already, is full.
 
@@ -156,17 +161,19 @@ class FixedCapacity:
     experts fill up one after another, at most num_experts + top_k, and commonly two or three.
     """
 
-    def __init__(self, config: RouterConfig) -> None:
-        self.config = config
+    def __init__(self, config: FixedCapacityConfig, *, num_experts: int, top_k: int) -> None:
+        self.config, self.num_experts, self.top_k = config, num_experts, top_k
 
     def use_expert_group(self, group: dist.ProcessGroup) -> None:
-        """See :class:`CapacityPolicy`; it is all the same to this one."""
+        """See :class:`CapacityPolicy`; this policy does not depend on the group."""
 
     def most(self, num_tokens: int) -> list[int] | None:
         """See :class:`CapacityPolicy`."""
-        c = self.config
-        room = expert_capacity(num_tokens, c.top_k, c.num_experts, c.capacity_factor)
-        return [room] * c.num_experts
+        return [self._room(num_tokens)] * self.num_experts
+
+    def _room(self, num_tokens: int) -> int:
+        factor = self.config.capacity_factor
+        return expert_capacity(num_tokens, self.top_k, self.num_experts, factor)
 
     def place(
         self,
@@ -176,15 +183,14 @@ class FixedCapacity:
         training: bool = True,
     ) -> Placement:
         """See :class:`CapacityPolicy`."""
-        c, E = self.config, choice_TE.shape[1]
-        room = expert_capacity(len(expert_indices_TK), c.top_k, E, c.capacity_factor)
+        E, room = self.num_experts, self._room(len(expert_indices_TK))
         # Filled there: a list that is copied to an accelerator would be waited for.
         room_E = torch.full((E,), room, dtype=torch.int64, device=choice_TE.device)
         bins = _Bins(torch.arange(E, device=choice_TE.device), room_E)
-        if self.config.overflow == "reroute":
+        if self.config.drop_policy == "reroute":
             return _place(expert_indices_TK, choice_TE, scores_TE, [bins])
         priority_TK = None
-        if self.config.overflow == "drop_by_score":
+        if self.config.drop_policy == "probs":
             priority_TK = scores_TE.gather(1, expert_indices_TK.clamp(max=E - 1))
         kept_TK = keep_within(expert_indices_TK, priority_TK, bins.room_B)
         none = torch.zeros((), dtype=torch.int64, device=choice_TE.device)
@@ -201,8 +207,8 @@ class StragglerAwareCapacity:
     to theirs: there is no step to wait for.
     """
 
-    def __init__(self, config: RouterConfig) -> None:
-        self.config = config
+    def __init__(self, config: StragglerAwareConfig, *, num_experts: int, top_k: int) -> None:
+        self.config, self.num_experts, self.top_k = config, num_experts, top_k
         self.plan = CapacityPlan.equal(1)
 
     def use_expert_group(self, group: dist.ProcessGroup) -> None:
@@ -215,7 +221,8 @@ class StragglerAwareCapacity:
 
     def rooms(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Rows that each expert, and each rank, takes of a call."""
-        return _rooms(self.config, self.plan.units, num_tokens)
+        assignments = num_tokens * self.top_k
+        return _rooms(self.config, self.plan.units, assignments, self.num_experts)
 
     def place(
         self,
@@ -235,12 +242,12 @@ class StragglerAwareCapacity:
 
 @lru_cache(maxsize=64)
 def _rooms(
-    config: RouterConfig, units: tuple[int, ...], num_tokens: int
+    config: StragglerAwareConfig, units: tuple[int, ...], assignments: int, num_experts: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     def total(factor: float) -> int:
-        return expert_capacity(num_tokens, config.top_k, 1, factor)
+        return expert_capacity(assignments, 1, 1, factor)
 
-    per_rank = config.num_experts // len(units)
+    per_rank = num_experts // len(units)
     all_units = sum(units) * per_rank
     # Rounded up, so that an expert has room for one token however few there are.
     per_expert = [-(-total(config.capacity_factor) * u // all_units) for u in units]
@@ -327,10 +334,10 @@ def _place(
     return Placement(torch.where(kept_TK, indices_TK, chosen_TK), ~kept_TK, rerouted)
 
 
-def capacity_policy(config: RouterConfig) -> CapacityPolicy:
-    """The policy of a config."""
-    if config.capacity_policy == "fixed":
-        return FixedCapacity(config)
-    if config.capacity_policy == "straggler_aware":
-        return StragglerAwareCapacity(config)
+def capacity_policy(config: CapacityConfig, *, num_experts: int, top_k: int) -> CapacityPolicy:
+    """The policy that a config describes, for ``num_experts`` experts and ``top_k`` choices."""
+    if isinstance(config, FixedCapacityConfig):
+        return FixedCapacity(config, num_experts=num_experts, top_k=top_k)
+    if isinstance(config, StragglerAwareConfig):
+        return StragglerAwareCapacity(config, num_experts=num_experts, top_k=top_k)
     return Dropless(config)

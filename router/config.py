@@ -1,86 +1,213 @@
-"""What decides who goes where: the routing fields of the ``[moe]`` section."""
+"""The options of a router: the routing fields of the ``[moe]`` section of a job spec."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 ScoreFunc = Literal["softmax", "sigmoid"]
-CapacityName = Literal["dropless", "fixed", "straggler_aware"]
-Selection = Literal["top_k", "expert_choice", "sinkhorn", "forced_balance"]
+Routing = Literal["top_k", "expert_choice", "sinkhorn", "force_load_balance"]
+DropPolicy = Literal["reroute", "probs", "position"]
+
+_MODEL = ConfigDict(
+    frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+)
+
+
+class DroplessConfig(BaseModel):
+    """No expert has a capacity: every chosen assignment is computed."""
+
+    model_config = _MODEL
+
+    policy: Literal["dropless"] = "dropless"
+    """Names this variant."""
+    max_tokens_per_rank: int = Field(default=0, ge=0)
+    """The most assignments that the experts of one rank compute in one call; 0 sets no bound. What
+    exceeds the bound goes to next-best experts of other ranks, and is dropped where no rank has
+    room."""
+
+
+class FixedCapacityConfig(BaseModel):
+    """Every expert has the same capacity (GShard, Lepikhin et al., arXiv 2006.16668)."""
+
+    model_config = _MODEL
+
+    policy: Literal["fixed"] = "fixed"
+    """Names this variant."""
+    capacity_factor: float = Field(default=1.25, gt=0)
+    """One expert takes at most ceil(T·K / E · capacity_factor) of the T tokens of a call, with
+    K = ``top_k`` and E = ``num_experts``."""
+    drop_policy: DropPolicy = "reroute"
+    """What happens to assignments beyond an expert's capacity. ``reroute``: each goes to the
+    token's next-best expert with room. ``probs``: the assignments with the lowest scores are
+    dropped. ``position``: the assignments of the last tokens are dropped."""
+
+
+class StragglerAwareConfig(BaseModel):
+    """Each rank has a capacity in proportion to its measured speed; what is over is rerouted."""
+
+    model_config = _MODEL
+
+    policy: Literal["straggler_aware"] = "straggler_aware"
+    """Names this variant."""
+    capacity_factor: float = Field(default=1.25, gt=0)
+    """The experts of a rank with a share of 1 take at most ceil(T·K / E · capacity_factor) of the T
+    tokens of a call each, with K = ``top_k`` and E = ``num_experts``."""
+    rank_capacity_factor: float = Field(default=1.0, ge=1)
+    """All ranks of an expert group together take this multiple of T·K assignments."""
+    floor: float = Field(default=0.25, ge=0.01, le=1)
+    """The least share of a rank; the mean share is 1."""
+    ceiling: float = Field(default=2.0, ge=1)
+    """The greatest share of a rank; the mean share is 1."""
+    smoothing: float = Field(default=0.3, gt=0, le=1)
+    """The weight of the newest step in the exponential mean of a rank's speed."""
+    hysteresis: float = Field(default=0.05, ge=0)
+    """The relative change of a rank's share that starts a new plan; smaller changes are ignored."""
+    replay_log: str | None = None
+    """The log.jsonl of an earlier run: its capacity plans are used, and measured speeds are not."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.capacity_factor < self.rank_capacity_factor:
+            raise ValueError(
+                f"moe.capacity.capacity_factor ({self.capacity_factor}) must be at least "
+                f"moe.capacity.rank_capacity_factor ({self.rank_capacity_factor}): experts would "
+                f"be full before their ranks"
+            )
+        return self
+
+
+CapacityConfig = Annotated[
+    DroplessConfig | FixedCapacityConfig | StragglerAwareConfig, Field(discriminator="policy")
+]
+"""The capacity of experts and ranks, one variant for each ``policy``."""
+
+_VARIANTS: dict[str, type[BaseModel]] = {
+    "dropless": DroplessConfig,
+    "fixed": FixedCapacityConfig,
+    "straggler_aware": StragglerAwareConfig,
+}
 
 
 class RouterConfig(BaseModel):
-    """Scores, selection, balancing and the auxiliary losses of one router.
+    """Scores, choice of experts, capacity, and the auxiliary losses of one router.
 
     Raises ValidationError (a ValueError) for fields that do not fit together.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = _MODEL
+
+    RENAMED: ClassVar[dict[str, str]] = {
+        "renormalize": "norm_topk_prob",
+        "selection": "routing",
+        "load_balance_weight": "aux_loss_coeff",
+        "load_balance_scope": "aux_loss_scope",
+        "sequence_balance_weight": "seq_aux_loss_coeff",
+        "z_loss_weight": "z_loss_coeff",
+        "capacity_policy": "capacity.policy",
+        "capacity_factor": "capacity.capacity_factor",
+        "overflow": "capacity.drop_policy",
+        "max_received_rows": "capacity.max_tokens_per_rank",
+        "rank_capacity_factor": "capacity.rank_capacity_factor",
+        "capacity_floor": "capacity.floor",
+        "capacity_ceiling": "capacity.ceiling",
+        "capacity_smoothing": "capacity.smoothing",
+        "capacity_hysteresis": "capacity.hysteresis",
+    }
+    """Former names of fields, with the present ones."""
 
     num_experts: int = Field(ge=1)
+    """The number of routed experts of one layer (E)."""
     top_k: int = Field(ge=1)
+    """The number of experts that each token chooses (K)."""
 
     score_func: ScoreFunc = "softmax"
+    """Makes scores of logits: a softmax over all experts, or a sigmoid of each logit (DeepSeek-V3,
+    arXiv 2412.19437, eq. 15)."""
     softmax_after_topk: bool = False
-    """Take the softmax over a token's chosen logits (Mixtral), not over all of them."""
-    renormalize: bool = True
-    """Make a token's top_k weights sum to one."""
+    """Take the softmax over the chosen logits of a token (Mixtral), and not over all logits."""
+    norm_topk_prob: bool = True
+    """Scale the weights of a token's chosen experts to a sum of 1."""
     route_scale: float = Field(default=1.0, gt=0)
-    """Multiplies the weights, last."""
+    """A factor on the weights, applied after ``norm_topk_prob``."""
     router_dtype: Literal["float32", "float64"] = "float32"
+    """The dtype of logits, scores and auxiliary losses; a wider input dtype takes precedence."""
     input_jitter: float = Field(default=0.0, ge=0, lt=1)
-    """In training, multiply the router's input by uniform numbers in 1 - jitter to 1 + jitter."""
+    """In training, multiply the router's input by uniform random numbers between 1 - input_jitter
+    and 1 + input_jitter (Fedus et al., arXiv 2101.03961, section 2.2)."""
 
-    selection: Selection = "top_k"
-    """``expert_choice``: each expert takes the ceil(T·K / E) tokens that score highest for it;
-    ``sinkhorn`` balances the choice within a micro-batch; ``forced_balance`` ignores the scores and
-    is for benchmarks alone."""
+    routing: Routing = "top_k"
+    """How experts are chosen. ``top_k``: each token takes its highest scores. ``expert_choice``:
+    each expert takes the ceil(T·K / E) tokens with the highest scores (Zhou et al.,
+    arXiv 2202.09368). ``sinkhorn``: top_k after a balancing normalization within the micro-batch
+    (Clark et al., arXiv 2202.01169). ``force_load_balance``: experts in turn, whatever the scores;
+    for benchmarks only."""
     n_groups: int = Field(default=1, ge=1)
-    """Experts in equal blocks: the experts of a node, say."""
+    """Equal blocks of experts, for example the experts of one node each (DeepSeek-V3,
+    arXiv 2412.19437, section 2.1.2)."""
     topk_groups: int = Field(default=1, ge=1)
-    """A token's experts come from this many groups."""
+    """The number of groups that the experts of one token come from."""
     topk_per_group: int = Field(default=2, ge=1)
-    """A group's score is the sum of its so many best."""
+    """The score of a group is the sum of this many of its highest scores."""
 
-    capacity_policy: CapacityName = "dropless"
-    capacity_factor: float = Field(default=1.25, gt=0)
-    """``fixed``: an expert takes ceil(T·K / E · capacity_factor) of the T tokens of a call;
-    ``straggler_aware``: the mean of what experts take is as much."""
-    overflow: Literal["reroute", "drop_by_score", "drop_by_position"] = "reroute"
-    max_received_rows: int = Field(default=0, ge=0)
-    """``dropless``: the most assignments that a rank computes in a call; 0 is no bound."""
-    rank_capacity_factor: float = Field(default=1.0, ge=1)
-    """``straggler_aware``: what all ranks take together, as a multiple of T·K."""
-    capacity_floor: float = Field(default=0.25, ge=0.01, le=1)
-    """``straggler_aware``: the least share of a rank, 1 being the mean."""
-    capacity_ceiling: float = Field(default=2.0, ge=1)
-    """``straggler_aware``: the greatest share of a rank."""
-    capacity_smoothing: float = Field(default=0.3, gt=0, le=1)
-    """``straggler_aware``: the weight of the newest step in a rank's speed."""
-    capacity_hysteresis: float = Field(default=0.05, ge=0)
-    """``straggler_aware``: the change of some rank's share that is worth a new plan."""
+    capacity: CapacityConfig = DroplessConfig()
+    """The capacity of experts and ranks; a table whose ``policy`` names the variant."""
 
     expert_bias: bool = False
-    """Balance without a loss: a bias for each expert, added to the scores for the choice alone."""
+    """Balance experts without a loss: a bias for each expert is added to the scores for the choice
+    and not to the weights (Wang et al., arXiv 2408.15664)."""
     bias_update_rate: float = Field(default=0.001, ge=0)
-    """What a step adds to or takes from each bias; 0 freezes them."""
-    load_balance_weight: float = Field(default=0.01, ge=0)
-    load_balance_scope: Literal["micro_batch", "global_batch"] = "micro_batch"
-    """Whose tokens the loss's fractions count: those of a call on one rank, or of all ranks and of
-    the step so far."""
-    sequence_balance_weight: float = Field(default=0.0, ge=0)
-    z_loss_weight: float = Field(default=0.0, ge=0)
+    """The amount by which one step raises or lowers each bias; 0 freezes the biases."""
+    aux_loss_coeff: float = Field(default=0.01, ge=0)
+    """The coefficient of the load-balancing loss (Fedus et al., arXiv 2101.03961, eqs. 4-6)."""
+    aux_loss_scope: Literal["micro_batch", "global_batch"] = "micro_batch"
+    """The tokens that the load-balancing loss counts: the tokens of one call, or the tokens of all
+    ranks and of the step's earlier micro-batches (Qiu et al., arXiv 2501.11873)."""
+    seq_aux_loss_coeff: float = Field(default=0.0, ge=0)
+    """The coefficient of the sequence-wise load-balancing loss (DeepSeek-V3, arXiv 2412.19437,
+    eqs. 17-20)."""
+    z_loss_coeff: float = Field(default=0.0, ge=0)
+    """The coefficient of the router z-loss (Zoph et al., arXiv 2202.08906, eq. 5)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_old_names(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for old in sorted(cls.RENAMED.keys() & data.keys()):
+                raise ValueError(f"moe.{old} is now moe.{cls.RENAMED[old]}")
+        return data
+
+    @field_validator("capacity", mode="before")
+    @classmethod
+    def _check_capacity_fields(cls, capacity: Any) -> Any:
+        """Add the default policy, and name the policies of a field that the policy lacks."""
+        if not isinstance(capacity, dict):
+            return capacity
+        policy = capacity.get("policy", "dropless")
+        variant = _VARIANTS.get(policy) if isinstance(policy, str) else None
+        for field in capacity if variant else ():
+            have = [name for name, other in _VARIANTS.items() if field in other.model_fields]
+            if have and policy not in have:
+                raise ValueError(
+                    f"moe.capacity.{field} ({capacity[field]}) must be left out with "
+                    f"moe.capacity.policy ({policy}); policy {' or '.join(have)} has it"
+                )
+        return {"policy": policy, **capacity}
 
     @model_validator(mode="after")
-    def _check(self) -> RouterConfig:
+    def _check(self) -> Self:
+        self._check_choice()
+        self._check_groups()
+        return self
+
+    def _check_choice(self) -> None:
         if self.top_k > self.num_experts:
             raise ValueError(
                 f"moe.top_k ({self.top_k}) must be at most moe.num_experts ({self.num_experts})"
             )
-        if self.top_k == 1 and (self.renormalize or self.softmax_after_topk):
-            field = "renormalize" if self.renormalize else "softmax_after_topk"
+        if self.top_k == 1 and (self.norm_topk_prob or self.softmax_after_topk):
+            field = "norm_topk_prob" if self.norm_topk_prob else "softmax_after_topk"
             raise ValueError(
                 f"moe.{field} (true) must be false with moe.top_k (1): every weight would be 1 "
                 f"and the router would get no gradient from the model's loss"
@@ -90,52 +217,21 @@ class RouterConfig(BaseModel):
                 f"moe.softmax_after_topk (true) must be false with moe.score_func "
                 f"({self.score_func})"
             )
-        if self.selection == "expert_choice" and self.softmax_after_topk:
+        if self.routing == "expert_choice" and self.softmax_after_topk:
             raise ValueError(
-                "moe.softmax_after_topk (true) must be false with moe.selection (expert_choice)"
+                "moe.softmax_after_topk (true) must be false with moe.routing (expert_choice)"
             )
-        if self.selection != "top_k" and (self.expert_bias or self.n_groups > 1):
+        if self.routing != "top_k" and (self.expert_bias or self.n_groups > 1):
             raise ValueError(
-                f"moe.selection ({self.selection}) must be top_k with moe.expert_bias "
+                f"moe.routing ({self.routing}) must be top_k with moe.expert_bias "
                 f"({str(self.expert_bias).lower()}) or moe.n_groups ({self.n_groups})"
             )
-        self._check_groups()
-        self._check_capacity()
-        return self
-
-    def _check_capacity(self) -> None:
-        policy = self.capacity_policy
-        if policy == "dropless" and self.overflow != "reroute" and not self.max_received_rows:
+        if self.routing == "expert_choice" and self.capacity != DroplessConfig():
+            bound = getattr(self.capacity, "max_tokens_per_rank", 0)
             raise ValueError(
-                f"moe.overflow ({self.overflow}) must be left out with moe.capacity_policy "
-                f"(dropless), under which nothing is over; fixed has a capacity"
-            )
-        if self.selection == "expert_choice" and (policy != "dropless" or self.max_received_rows):
-            raise ValueError(
-                f"moe.capacity_policy ({policy}) must be dropless, and moe.max_received_rows "
-                f"({self.max_received_rows}) 0, with moe.selection (expert_choice): experts take "
-                f"no more than they choose"
-            )
-        if self.max_received_rows and policy != "dropless":
-            raise ValueError(
-                f"moe.max_received_rows ({self.max_received_rows}) must be 0 with "
-                f"moe.capacity_policy ({policy}), which has bounds of its own"
-            )
-        if self.max_received_rows and self.overflow != "reroute":
-            raise ValueError(
-                f"moe.overflow ({self.overflow}) must be reroute with moe.max_received_rows "
-                f"({self.max_received_rows})"
-            )
-        if policy == "straggler_aware" and self.capacity_factor < self.rank_capacity_factor:
-            raise ValueError(
-                f"moe.capacity_factor ({self.capacity_factor}) must be at least "
-                f"moe.rank_capacity_factor ({self.rank_capacity_factor}): experts would be full "
-                f"before their ranks"
-            )
-        if policy == "straggler_aware" and self.overflow != "reroute":
-            raise ValueError(
-                f"moe.overflow ({self.overflow}) must be reroute with moe.capacity_policy "
-                f"(straggler_aware)"
+                f"moe.capacity.policy ({self.capacity.policy}) must be dropless, and "
+                f"moe.capacity.max_tokens_per_rank ({bound}) 0, with moe.routing (expert_choice): "
+                f"experts take no more than they choose"
             )
 
     def _check_groups(self) -> None:

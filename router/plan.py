@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from router.config import RouterConfig
+from router.config import StragglerAwareConfig
 
 UNITS_PER_RANK = 1024
 """A plan's total is so many units for each rank, whatever the shares."""
@@ -73,7 +73,7 @@ def bounded_shares(speeds: Sequence[float], floor: float, ceiling: float) -> lis
 
 
 @dataclass(frozen=True)
-class Balance:
+class StragglerBalancer:
     """Smoothed speeds of an expert group's ranks, and the plan that is in force."""
 
     speeds: tuple[float | None, ...]
@@ -81,18 +81,18 @@ class Balance:
     plan: CapacityPlan
 
     @staticmethod
-    def start(ranks: int) -> Balance:
+    def start(ranks: int) -> StragglerBalancer:
         """Before anything is measured."""
-        return Balance((None,) * ranks, CapacityPlan.equal(ranks))
+        return StragglerBalancer((None,) * ranks, CapacityPlan.equal(ranks))
 
     def after(
-        self, rows: Sequence[float], seconds: Sequence[float], config: RouterConfig
-    ) -> Balance:
+        self, rows: Sequence[float], seconds: Sequence[float], config: StragglerAwareConfig
+    ) -> StragglerBalancer:
         """What holds after a step in which each rank computed ``rows`` in ``seconds``.
 
-        A speed is an exponential mean with ``capacity_smoothing`` as the newest step's weight; a
+        A speed is an exponential mean with ``smoothing`` as the newest step's weight; a
         rank that computed nothing keeps its own. The plan follows when some rank's share would
-        change by more than ``capacity_hysteresis`` of its present one, and then goes all the way.
+        change by more than ``hysteresis`` of its present one, and then goes all the way.
         """
         speeds = []
         for old, n, s in zip(self.speeds, rows, seconds, strict=True):
@@ -100,17 +100,17 @@ class Balance:
             if new is None or old is None:
                 speeds.append(old if new is None else new)
             else:
-                speeds.append(old + config.capacity_smoothing * (new - old))
+                speeds.append(old + config.smoothing * (new - old))
         known = [s for s in speeds if s is not None]
         if not known:
-            return Balance(tuple(speeds), self.plan)
+            return StragglerBalancer(tuple(speeds), self.plan)
         mean = sum(known) / len(known)
         shares = bounded_shares(
             [mean if s is None else s for s in speeds],
-            config.capacity_floor,
-            config.capacity_ceiling,
+            config.floor,
+            config.ceiling,
         )
         units = largest_remainder(UNITS_PER_RANK * len(shares), shares)
         moved = max(abs(new - old) / old for new, old in zip(units, self.plan.units, strict=True))
-        plan = self.plan if moved <= config.capacity_hysteresis else CapacityPlan(tuple(units))
-        return Balance(tuple(speeds), plan)
+        plan = self.plan if moved <= config.hysteresis else CapacityPlan(tuple(units))
+        return StragglerBalancer(tuple(speeds), plan)

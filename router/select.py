@@ -79,7 +79,9 @@ def sinkhorn(logits_TE: Tensor, iterations: int = _SINKHORN_ITERATIONS) -> Tenso
     return log_TE.exp() / max(logits_TE.shape[0], 1)
 
 
-def forced_balance(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> Tensor:
+def force_load_balance(
+    num_tokens: int, top_k: int, num_experts: int, device: torch.device
+) -> Tensor:
     """Experts in turn, whatever the scores: [T, K]; counts differ by at most one."""
     flat = torch.arange(num_tokens * top_k, device=device) % num_experts
     return flat.view(num_tokens, top_k)

@@ -21,7 +21,7 @@ from router.losses import load_balance_loss, sequence_balance_loss, z_loss
 from router.select import (
     count_tokens_per_expert,
     expert_choice,
-    forced_balance,
+    force_load_balance,
     limit_to_groups,
     select_top_k,
     sinkhorn,
@@ -39,7 +39,7 @@ class RouterOutput(NamedTuple):
     expert_weights_TK: Tensor
     """Of the same shape, float32, the weight of each expert's output; 0 where there is none; NaN
     for a token whose logits are not finite."""
-    record_TK: Tensor
+    topk_indices_TK: Tensor
     """What a later call takes to route these tokens again: as ``expert_indices_TK``, but -1 - e
     where expert e was chosen, and nobody had room."""
     rows_per_expert_E: Tensor
@@ -51,13 +51,13 @@ class RouterOutput(NamedTuple):
     tokens_per_expert_E: Tensor
     """[E] int64, assignments as they were chosen, before capacity; sums to T·K, or under expert
     choice to E · min(ceil(T·K / E), T)."""
-    batch_counts_E: Tensor
+    expert_counts_E: Tensor
     """[E] int64, the assignments that the load-balancing loss counted: these tokens', or those of
     all ranks and of the step so far. The next call of the step takes them."""
-    not_finite_T: Tensor
+    nonfinite_T: Tensor
     """[T] bool: tokens with a NaN or an infinity among their logits. Their weights are NaN, and so
     is the layer's output for them: they are not routed as if nothing were wrong."""
-    num_not_finite: Tensor
+    num_nonfinite_tokens: Tensor
     """Scalar int64: how many."""
     load_balance_loss: Tensor
     """Scalar float32, not yet weighted; so are the next two."""
@@ -102,7 +102,9 @@ class TopKRouter(nn.Module):
         super().__init__()
         self.config = config
         self.dtype = getattr(torch, config.router_dtype)
-        self.capacity = capacity_policy(config)
+        self.capacity = capacity_policy(
+            config.capacity, num_experts=config.num_experts, top_k=config.top_k
+        )
         self.balance_group: dist.ProcessGroup | None = None
         """Ranks whose tokens the load-balancing loss counts together, beside this one."""
         self.token_group: dist.ProcessGroup | None = None
@@ -110,9 +112,9 @@ class TopKRouter(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, d_model))
         bias = torch.zeros(config.num_experts, dtype=torch.float32) if config.expert_bias else None
         self.register_buffer("expert_bias", bias)
-        if config.selection == "forced_balance":
+        if config.routing == "force_load_balance":
             warnings.warn(
-                "moe.selection is forced_balance: tokens go to experts in turn, whatever their "
+                "moe.routing is force_load_balance: tokens go to experts in turn, whatever their "
                 "scores; this measures speed and trains nothing of use",
                 stacklevel=2,
             )
@@ -147,19 +149,19 @@ class TopKRouter(nn.Module):
         self,
         x_TD: Tensor,
         seq_len: int | None = None,
-        expert_indices_TK: Tensor | None = None,
-        counts_before_E: Tensor | None = None,
+        replay_indices_TK: Tensor | None = None,
+        prior_expert_counts_E: Tensor | None = None,
     ) -> RouterOutput:
         """Route [T, D] tokens; T may be 0.
 
         Args:
             x_TD: the tokens, sequence after sequence.
             seq_len: tokens of each sequence, for the sequence-wise loss; None takes all as one.
-            expert_indices_TK: [T, K] int64, a ``record_TK`` to take instead of choosing; E where
-                there is no choice. Weights, losses and gradients are as if these had been chosen;
-                what was dropped for want of room is again.
-            counts_before_E: ``batch_counts_E`` of the step's call before this one, for the loss
-                over a global batch; None in the first.
+            replay_indices_TK: [T, K] int64, the ``topk_indices_TK`` of an earlier call, used instead
+                of choosing; E where there is no choice. Weights, losses and gradients are those of
+                tokens that choose these experts; dropped assignments are dropped again.
+            prior_expert_counts_E: [E] int64, the ``expert_counts_E`` of the step's call before this
+                one, for the loss over a global batch; None in the first call.
 
         Raises ValueError for recorded choices of another shape or dtype, or, on a CPU, of experts
         that there are not.
@@ -172,14 +174,16 @@ class TopKRouter(nn.Module):
             if jitter and self.training:
                 x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - jitter, 1 + jitter)
             logits_TE = F.linear(x_TD, self.weight.to(dtype))
-            return self._route(logits_TE, seq_len, expert_indices_TK, counts_before_E, out_dtype)
+            return self._route(
+                logits_TE, seq_len, replay_indices_TK, prior_expert_counts_E, out_dtype
+            )
 
     def _route(
         self,
         logits_TE: Tensor,
         seq_len: int | None,
-        recorded_TK: Tensor | None,
-        counts_before_E: Tensor | None,
+        replay_TK: Tensor | None,
+        prior_expert_counts_E: Tensor | None,
         dtype: torch.dtype,
     ) -> RouterOutput:
         config = self.config
@@ -189,71 +193,77 @@ class TopKRouter(nn.Module):
         E = config.num_experts
         sound_TE = logits_TE.detach().masked_fill(bad_T.unsqueeze(1), 0)
         choice_TE = self._choice(sound_TE, score(sound_TE, config.score_func)[0])
-        if recorded_TK is None:
+        if replay_TK is None:
             wanted_TK = chosen_TK = self._select(choice_TE)
         else:
-            self._check_recorded(recorded_TK, len(logits_TE))
-            wanted_TK = recorded_TK.where(recorded_TK >= 0, -1 - recorded_TK)
+            self._check_replay(replay_TK, len(logits_TE))
+            wanted_TK = replay_TK.where(replay_TK >= 0, -1 - replay_TK)
             # What was dropped takes nobody's room.
-            chosen_TK = recorded_TK.masked_fill(recorded_TK < 0, E)
+            chosen_TK = replay_TK.masked_fill(replay_TK < 0, E)
         counts_E = count_tokens_per_expert(wanted_TK, E + 1)[:E]
         # Tokens that go nowhere of use give way to all others.
         priority_TE = scores_TE.detach().masked_fill(bad_T.unsqueeze(1), -1)
         placed = self.capacity.place(chosen_TK, choice_TE, priority_TE, self.training)
         indices_TK, rows_E, dropped_TK = placed.expert_indices_TK, counts_E, placed.dropped_TK
-        if config.selection == "expert_choice" or recorded_TK is not None:
+        if config.routing == "expert_choice" or replay_TK is not None:
             nowhere_TK = indices_TK == E
             dropped_TK = nowhere_TK if dropped_TK is None else dropped_TK | nowhere_TK
-        if recorded_TK is not None:
+        if replay_TK is not None:
             # The dropped ones' part of the weights stays theirs.
-            indices_TK = indices_TK.where(recorded_TK >= 0, wanted_TK)
-        record_TK = indices_TK
-        weights_TK = self._weights(logits_TE, scores_TE, indices_TK, recorded_TK is not None)
+            indices_TK = indices_TK.where(replay_TK >= 0, wanted_TK)
+        topk_indices_TK = indices_TK
+        weights_TK = self._weights(logits_TE, scores_TE, indices_TK, replay_TK is not None)
         weights_TK = weights_TK.masked_fill(bad_T.unsqueeze(1), torch.nan)
         if dropped_TK is not None:
             # What a token has left keeps its weight: a drop makes its output smaller.
             weights_TK = weights_TK.masked_fill(dropped_TK, 0)
-            record_TK = record_TK.where(~dropped_TK | (record_TK == E), -1 - record_TK)
+            topk_indices_TK = topk_indices_TK.where(
+                ~dropped_TK | (topk_indices_TK == E), -1 - topk_indices_TK
+            )
             indices_TK = indices_TK.masked_fill(dropped_TK, E)
             rows_E = count_tokens_per_expert(indices_TK, E + 1)[:E]
-        batch_counts_E = self._batch_counts(counts_E, counts_before_E)
+        expert_counts_E = self._batch_counts(counts_E, prior_expert_counts_E)
         # Where its weight is 0 the finer loss costs nothing: it is not computed.
         sequence_loss = logits_TE.new_zeros(())
-        if config.sequence_balance_weight:
+        if config.seq_aux_loss_coeff:
             sequence_loss = sequence_balance_loss(probs_TE, wanted_TK, seq_len, self.token_group)
         entropy = -(probs_TE.detach() * probs_TE.detach().clamp_min(_TINY).log()).sum()
         return RouterOutput(
             expert_indices_TK=indices_TK,
-            record_TK=record_TK,
+            topk_indices_TK=topk_indices_TK,
             expert_weights_TK=weights_TK.to(dtype),
             rows_per_expert_E=rows_E,
             dropped_TK=dropped_TK,
             num_rerouted=placed.num_rerouted,
             tokens_per_expert_E=counts_E,
-            batch_counts_E=batch_counts_E,
-            not_finite_T=bad_T,
-            num_not_finite=bad_T.sum(),
-            load_balance_loss=load_balance_loss(probs_TE, batch_counts_E).to(dtype),
+            expert_counts_E=expert_counts_E,
+            nonfinite_T=bad_T,
+            num_nonfinite_tokens=bad_T.sum(),
+            load_balance_loss=load_balance_loss(probs_TE, expert_counts_E).to(dtype),
             sequence_balance_loss=sequence_loss.to(dtype),
             z_loss=z_loss(logits_TE).to(dtype),
             entropy=(entropy / max(logits_TE.shape[0], 1)).to(dtype),
         )
 
-    def _batch_counts(self, counts_E: Tensor, counts_before_E: Tensor | None) -> Tensor:
-        """What the load-balancing loss counts, see ``load_balance_scope``."""
-        micro_batch = self.config.load_balance_scope == "micro_batch"
+    def _batch_counts(self, counts_E: Tensor, prior_expert_counts_E: Tensor | None) -> Tensor:
+        """What the load-balancing loss counts, see ``aux_loss_scope``."""
+        micro_batch = self.config.aux_loss_scope == "micro_batch"
         group = self.token_group if micro_batch else self.balance_group
-        batch_counts_E = counts_E.clone()
-        if group is not None and self.config.load_balance_weight:
-            dist.all_reduce(batch_counts_E, group=group)
+        expert_counts_E = counts_E.clone()
+        if group is not None and self.config.aux_loss_coeff:
+            dist.all_reduce(expert_counts_E, group=group)
         if micro_batch:
-            return batch_counts_E
-        return batch_counts_E if counts_before_E is None else batch_counts_E + counts_before_E
+            return expert_counts_E
+        return (
+            expert_counts_E
+            if prior_expert_counts_E is None
+            else expert_counts_E + prior_expert_counts_E
+        )
 
     def _choice(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
         """What experts are chosen by, [T, E]; minus infinity for those out of a token's reach."""
         config = self.config
-        if config.selection == "sinkhorn":
+        if config.routing == "sinkhorn":
             # In evaluation there need be no batch to balance: the plain choice (as Megatron-core).
             return sinkhorn(logits_TE) if self.training else logits_TE
         # Logits order as softmax scores do, and do not tie where those underflow.
@@ -267,28 +277,28 @@ class TopKRouter(nn.Module):
         return choice_TE
 
     def _select(self, choice_TE: Tensor) -> Tensor:
-        if self.config.selection == "forced_balance":
+        if self.config.routing == "force_load_balance":
             T, E = choice_TE.shape
-            return forced_balance(T, self.config.top_k, E, choice_TE.device)
-        if self.config.selection == "expert_choice":
+            return force_load_balance(T, self.config.top_k, E, choice_TE.device)
+        if self.config.routing == "expert_choice":
             return expert_choice(choice_TE, self.config.top_k)
         return select_top_k(choice_TE, self.config.top_k)
 
-    def _check_recorded(self, recorded_TK: Tensor, tokens: int) -> None:
-        E, selection = self.config.num_experts, self.config.selection
-        K = E if selection == "expert_choice" else self.config.top_k
-        if recorded_TK.shape != (tokens, K) or recorded_TK.dtype != torch.int64:
+    def _check_replay(self, replay_TK: Tensor, tokens: int) -> None:
+        E, routing = self.config.num_experts, self.config.routing
+        K = E if routing == "expert_choice" else self.config.top_k
+        if replay_TK.shape != (tokens, K) or replay_TK.dtype != torch.int64:
             raise ValueError(
-                f"expert_indices_TK ({list(recorded_TK.shape)}, {recorded_TK.dtype}) must be "
+                f"replay_indices_TK ({list(replay_TK.shape)}, {replay_TK.dtype}) must be "
                 f"[{tokens}, {K}] int64: the tokens, and moe.top_k or, under expert_choice, "
                 f"moe.num_experts"
             )
         # On an accelerator looking would mean waiting for it.
-        if recorded_TK.device.type == "cpu" and recorded_TK.numel():
-            low, high = recorded_TK.min(), recorded_TK.max()
+        if replay_TK.device.type == "cpu" and replay_TK.numel():
+            low, high = replay_TK.min(), replay_TK.max()
             if low < -E or high > E:
                 raise ValueError(
-                    f"expert_indices_TK ({int(low)} to {int(high)}) must be below "
+                    f"replay_indices_TK ({int(low)} to {int(high)}) must be below "
                     f"moe.num_experts ({E}), {E} for none, or -1 - e for a dropped e"
                 )
 
@@ -297,10 +307,10 @@ class TopKRouter(nn.Module):
     ) -> Tensor:
         """[T, K]; with ``gaps`` some indices may be E, no expert, and get nothing."""
         config = self.config
-        if config.selection == "expert_choice":
+        if config.routing == "expert_choice":
             chosen_TE = indices_TK < config.num_experts
             weights_TK = scores_TE * chosen_TE
-            if config.renormalize:
+            if config.norm_topk_prob:
                 weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp_min(_TINY)
         elif config.softmax_after_topk:
             weights_TK = logits_TE.gather(1, indices_TK.clamp(max=config.num_experts - 1))
@@ -313,7 +323,7 @@ class TopKRouter(nn.Module):
             weights_TK = scores_TE.gather(1, indices_TK.clamp(max=config.num_experts - 1))
             if gaps:
                 weights_TK = weights_TK.masked_fill(indices_TK == config.num_experts, 0)
-            if config.renormalize:
+            if config.norm_topk_prob:
                 weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp_min(_TINY)
         return weights_TK * config.route_scale
 

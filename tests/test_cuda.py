@@ -28,8 +28,8 @@ def test_the_layer_on_the_device_is_the_layer_on_the_host(tokens):
     device, _ = layer_and_input()
     device.cuda()
     a, b = host(x[:tokens]), device(x[:tokens].cuda())
-    (a.hidden.square().sum() + a.aux.loss).backward()
-    (b.hidden.square().sum() + b.aux.loss).backward()
+    (a.hidden.square().sum() + a.aux.aux_loss).backward()
+    (b.hidden.square().sum() + b.aux.aux_loss).backward()
     torch.testing.assert_close(b.hidden.cpu(), a.hidden, rtol=1e-4, atol=1e-4)
     assert torch.equal(b.aux.tokens_per_expert_E.cpu(), a.aux.tokens_per_expert_E)
     for p, q in zip(host.parameters(), device.parameters(), strict=True):
@@ -63,13 +63,14 @@ def test_fast_paths_agree_with_the_plain_one_in_bfloat16(backend):
         assert (a - b).float().norm() < 3e-2 * b.float().norm()
 
 
-@pytest.mark.parametrize("policy", ["dropless", "fixed"])
-def test_the_layer_does_not_wait_for_the_device(policy):
+@pytest.mark.parametrize(
+    "capacity", [{"policy": "dropless"}, {"policy": "fixed", "drop_policy": "position"}]
+)
+def test_the_layer_does_not_wait_for_the_device(capacity):
     torch.manual_seed(0)
-    layer = MoELayer(
-        MoEConfig(d_model=64, d_ff=96, num_experts=8, top_k=2, capacity_policy=policy,
-                  overflow="drop_by_position")
-    ).to("cuda", torch.bfloat16)  # fmt: skip
+    layer = MoELayer(MoEConfig(d_model=64, d_ff=96, num_experts=8, top_k=2, capacity=capacity)).to(
+        "cuda", torch.bfloat16
+    )
     x = torch.randn(256, 64, device="cuda", dtype=torch.bfloat16)
     layer(x).hidden.float().sum().backward()
     torch.cuda.set_sync_debug_mode("error")
@@ -113,8 +114,9 @@ def test_backward_is_the_same_twice():
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 def test_a_run_on_one_device_resumes_bitwise(precision, tmp_path):
     write_corpus(tmp_path / "text")
-    train = {"precision": precision}
-    spec = write_spec(tmp_path, train=train, sample={"prompt": "def", "tokens": 4})
+    spec = write_spec(
+        tmp_path, precision={"compute": precision}, sample={"prompt": "def", "tokens": 4}
+    )
     losses = []
     for name, stop_after in (("straight", None), ("resumed", 4), ("resumed", None)):
         arguments = [str(spec), "--set", f"run_dir={tmp_path / name}"]

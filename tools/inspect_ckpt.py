@@ -31,6 +31,7 @@ from ckpt.format import manifest_key
 from parallel import Topology
 from pretrain.errors import EXIT_BAD_INPUT
 from pretrain.observe import Bar, complain, human_bytes, say
+from pretrain.spec import upgraded
 
 GRACE_SECONDS = 86400.0
 
@@ -165,7 +166,7 @@ def diff(root: ckpt.Location, manifest: ckpt.Manifest, args: argparse.Namespace)
     bar = Bar(sum(manifest.objects[k].bytes for k in manifest.objects if "/c/" in f"/{k}"))
     arrays = ckpt.compare(root, manifest, there, other, bar)
     unlike = [array for array in arrays if array.what != "alike"]
-    fields = ckpt.spec_differences(manifest.spec, other.spec)
+    fields = ckpt.spec_differences(upgraded(manifest.spec), upgraded(other.spec))
     if args.json:
         found = {
             "here": ckpt.open_store(root).where(manifest_key(manifest.step)),
@@ -201,7 +202,7 @@ def _changes(fields: Sequence[tuple[str, Any, Any]]) -> list[dict[str, Any]]:
 
 def lineage(root: ckpt.Location, args: argparse.Namespace) -> int:
     """The steps, oldest first, and what is new in each."""
-    links = ckpt.read_lineage(root)
+    links = ckpt.read_lineage(root, upgraded)
     if not links:
         ckpt.read_manifest(root)  # says what is wrong
     if args.json:

@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory", default=f"{MEMORY >> 20}MiB", help="for all workers together")
     parser.add_argument("--workers", type=int, choices=range(1, 257), metavar="N")
     parser.add_argument("--format", choices=["convoy", "dcp", "safetensors"], default="convoy")
-    parser.add_argument("--weights-only", action="store_true", help="what train.init_from reads")
+    parser.add_argument("--weights-only", action="store_true", help="what init.checkpoint reads")
     parser.add_argument("--dtype", choices=DTYPES, help="of floating weights; with --weights-only")
     parser.add_argument("--family", choices=["torchtitan"], help="whose names and shapes SRC has")
     parser.add_argument(

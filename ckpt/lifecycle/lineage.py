@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -35,8 +36,12 @@ class Link:
     """Why there is nothing else here."""
 
 
-def read_lineage(root: Location) -> list[Link]:
+def read_lineage(
+    root: Location, upgraded: Callable[[dict[str, Any]], dict[str, Any]] = dict
+) -> list[Link]:
     """Every checkpoint of a store, oldest first; one whose manifest is damaged says so.
+
+    ``upgraded`` gives an earlier version's spec the present names, which are then no changes.
 
     Raises CheckpointError where the store cannot be listed.
     """
@@ -49,7 +54,7 @@ def read_lineage(root: Location) -> list[Link]:
         except CheckpointError as error:
             links.append(Link(step, problem=str(error)))
             continue
-        links.append(_link(manifest, before))
+        links.append(_link(manifest, before, upgraded))
         before = manifest
     return links
 
@@ -65,7 +70,14 @@ def spec_differences(before: Any, now: Any, path: str = "") -> list[tuple[str, A
     return [] if before == now else [(path, before, now)]
 
 
-def _link(manifest: Manifest, before: Manifest | None) -> Link:
+def _link(
+    manifest: Manifest,
+    before: Manifest | None,
+    upgraded: Callable[[dict[str, Any]], dict[str, Any]],
+) -> Link:
+    changes = []
+    if before is not None:
+        changes = spec_differences(upgraded(before.spec), upgraded(manifest.spec))
     return Link(
         step=manifest.step,
         save_id=manifest.save_id,
@@ -78,7 +90,7 @@ def _link(manifest: Manifest, before: Manifest | None) -> Link:
         parent=manifest.parent,
         new_run=before is not None and _run(manifest) != _run(before),
         resized=before is not None and manifest.topology != before.topology,
-        spec_changes=() if before is None else tuple(spec_differences(before.spec, manifest.spec)),
+        spec_changes=tuple(changes),
     )
 
 

@@ -26,16 +26,19 @@ from ckpt.store import Location, Store, open_store
 class Retention(BaseModel):
     """Which checkpoints are kept: those that any of the rules keeps."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     keep: int = Field(default=2, ge=1)
-    """The newest ones."""
+    """The number of newest checkpoints that are kept."""
     keep_every: int = Field(default=0, ge=0)
-    """Those whose step is a multiple of it, for ever; 0 none."""
+    """Checkpoints whose step is a multiple of this are kept for ever; 0 keeps none."""
     keep_best: int = Field(default=0, ge=0)
-    """Those of the lowest ``validation`` in the manifest's ``state``."""
+    """The number of checkpoints with the lowest ``validation`` in their manifest's ``state`` that
+    are kept."""
     grace_seconds: float = Field(default=0.0, ge=0)
-    """How long one stays after the save that put it beyond ``keep``."""
+    """Seconds that a checkpoint stays after the save that put the checkpoint beyond ``keep``."""
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class Checkpointer:
 
     def save(self, progress: Progress, last: bool) -> None:
         """Begin a checkpoint; every rank must call. The ``last`` of a run goes to all tiers."""
-        step, every = progress.step, self.job.spec.checkpoint.shared_every
+        step, every = progress.step, self.job.spec.checkpoint.tiers.shared_interval
         known = self.progress
         self.stop.save_requested = False
         self._saves += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,18 +11,18 @@ from ckpt import Manifest
 from parallel import Topology
 from pretrain.errors import InputError
 from pretrain.job import Job
-from pretrain.spec import JobSpec
+from pretrain.spec import JobSpec, upgraded
 from pretrain.state import read_run_state
 
 # A resume under another value of these would not be the same run.
 _FIXED = ("model", "moe", "data.seq_len", "data.shard_tokens", "data.document_mask",
-          "train.global_batch_size", "train.ramp_batch_size", "train.ramp_tokens",
+          "batch.global_batch_size", "batch.batch_size_rampup",
           "train.seed")  # fmt: skip
 _FREE = (
-    "moe.backend", "moe.input_jitter", "moe.bias_update_rate", "moe.load_balance_weight",
-    "moe.sequence_balance_weight", "moe.z_loss_weight", "moe.load_balance_scope",
-    "moe.dispatcher", "moe.dispatch_chunks", "moe.max_tokens", "moe.recompute_experts",
-    "moe.capacity_smoothing", "moe.capacity_hysteresis",
+    "moe.backend", "moe.input_jitter", "moe.bias_update_rate", "moe.aux_loss_coeff",
+    "moe.seq_aux_loss_coeff", "moe.z_loss_coeff", "moe.aux_loss_scope",
+    "moe.dispatcher", "moe.overlap_chunks", "moe.max_tokens_per_call", "moe.recompute_experts",
+    "moe.capacity.smoothing", "moe.capacity.hysteresis", "moe.capacity.replay_log",
 )  # fmt: skip
 
 
@@ -35,9 +34,11 @@ def check_resumable(job: Job, manifest: Manifest) -> None:
     if state is None:
         raise InputError(
             f"checkpoint.path ({root}) must be the run's own: {where} holds weights alone; name it "
-            f"in train.init_from"
+            f"in init.checkpoint"
         )
-    for field, before, now in ckpt.spec_differences(resolved(manifest.spec), spec.as_dict()):
+    differences = ckpt.spec_differences(resolved(manifest.spec), spec.as_dict())
+    # A union's variant explains the fields that only one of two specs has.
+    for field, before, now in sorted(differences, key=lambda d: not d[0].endswith(".policy")):
         if field not in _FREE and any(field == f or field.startswith(f"{f}.") for f in _FIXED):
             raise InputError(
                 f"{field} ({now}) must be as in {where} ({before}); start over elsewhere, or put "
@@ -47,27 +48,27 @@ def check_resumable(job: Job, manifest: Manifest) -> None:
         raise InputError(
             f"data.path ({spec.data.path}) must hold the corpus of {where}; its tokens are others"
         )
-    if manifest.topology != job.topology.as_dict() and (
-        spec.checkpoint.on_topology_change == "abort"
-    ):
+    if manifest.topology != job.topology.as_dict() and (not spec.checkpoint.reshard_on_load):
         raise InputError(
-            f"topology ({job.topology.describe()}) must be that of {where} "
+            f"layout ({job.topology.describe()}) must be that of {where} "
             f"({Topology(**manifest.topology).describe()}), or "
-            f'checkpoint.on_topology_change must be "reshard"'
+            f"checkpoint.reshard_on_load must be true"
         )
 
 
 def resolved(saved: dict[str, Any]) -> dict[str, Any]:
-    """A spec that was saved, with today's defaults for fields that there were not then, and without
-    those that there are no more."""
+    """A spec that a checkpoint holds, in this version's terms.
+
+    Fields that are new get their defaults; fields that were removed are left out.
+    """
+    kept = upgraded(saved)
     try:
-        return JobSpec.model_validate(saved).as_dict()
+        return JobSpec.model_validate(kept).as_dict()
     except ValidationError as error:
         gone = [e["loc"] for e in error.errors() if e["type"] == "extra_forbidden"]
-    kept = copy.deepcopy(saved)
     for *sections, field in gone:
         section = kept
         for name in sections:
-            section = section[str(name)]
+            section = section.get(str(name), section)  # a union's variant is no table
         del section[str(field)]
-    return resolved(kept) if gone else saved
+    return resolved(kept) if gone else kept

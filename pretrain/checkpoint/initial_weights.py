@@ -1,4 +1,4 @@
-"""Initial weights of a run: fresh, or from another checkpoint."""
+"""Initial weights of a run: random, or from another checkpoint."""
 
 from __future__ import annotations
 
@@ -11,55 +11,58 @@ from pretrain.errors import InputError
 from pretrain.job import Job
 from pretrain.model import init_parameters
 from pretrain.observe import Notice
+from pretrain.spec import upgraded
 from pretrain.state import Progress, seed_rng
 
 
 def initialize(job: Job) -> Progress:
-    """Fill the model of a new run: fresh weights, or those of ``train.init_from``.
+    """Initialize the model of a new run: at random, or with the weights of ``init.checkpoint``.
 
     Every rank must call. Raises InputError or CheckpointError where the weights cannot be had.
     """
     spec, runtime = job.spec, job.runtime
-    if spec.train.init_from is None:
-        _fresh_parameters(job)
+    if spec.init.checkpoint is None:
+        _initialize_parameters(job)
     else:
-        _load_initial(job, spec.train.init_from)
+        _load_initial(job, spec.init.checkpoint)
     seed_rng(spec.train.seed, 0, runtime.rank)
-    return Progress(loss_scale=spec.train.first_loss_scale)
+    return Progress(loss_scale=spec.precision.first_loss_scale)
 
 
-def _load_initial(job: Job, init_from: str) -> None:
+def _load_initial(job: Job, checkpoint: str) -> None:
     spec, runtime = job.spec, job.runtime
-    root = runtime.together(lambda: _as_location(init_from))
+    root = runtime.together(lambda: _as_location(checkpoint))
     manifest = runtime.together(lambda: ckpt.read_manifest(root))
     arrays = [array for array in job.arrays() if array.spec.name.startswith("model/")]
-    if spec.train.init_missing == "keep":
-        _fresh_parameters(job)
-    rename, missing = spec.train.init_rename, spec.train.init_missing
+    missing: Missing = "refuse" if spec.init.strict else "keep"
+    if missing == "keep":
+        _initialize_parameters(job)
+    rename = spec.init.rename
     kept = runtime.together(lambda: _load_weights(root, manifest, arrays, rename, missing))
     for name in kept:
-        _note(job, f"{name} is not in train.init_from and gets fresh values")
+        _note(job, f"{name} is not in init.checkpoint and is initialized at random")
     _note(job, f"initial weights are those of step {manifest.step} in {root}")
+    saved = upgraded(manifest.spec)
     for section in ("model", "moe"):
-        before, now = manifest.spec.get(section), spec.as_dict()[section]
+        before, now = saved.get(section), spec.as_dict()[section]
         for field, was, here in ckpt.spec_differences(before, now, section):
-            _note(job, f"spec differs from train.init_from's: {field} was {was}, is {here}")
+            _note(job, f"spec differs from that of init.checkpoint: {field} was {was}, is {here}")
 
 
 def _note(job: Job, text: str) -> None:
     job.events.publish(Notice(step=0, text=text))
 
 
-def _fresh_parameters(job: Job) -> None:
+def _initialize_parameters(job: Job) -> None:
     seed, layers = job.spec.train.seed, job.spec.model.num_layers
     init_parameters(job.model, job.layouts, job.runtime.rank, seed, layers)
 
 
-def _as_location(init_from: str) -> Location:
+def _as_location(checkpoint: str) -> Location:
     try:
-        return ckpt.as_location(init_from)
+        return ckpt.as_location(checkpoint)
     except ValueError as error:
-        raise InputError(f"train.init_from ({init_from}): {error}") from None
+        raise InputError(f"init.checkpoint ({checkpoint}): {error}") from None
 
 
 def _load_weights(
@@ -77,4 +80,4 @@ def _load_weights(
             raise CheckpointError(f"checkpoint array {stray[0]} has no place in the model")
         return ckpt.load(root, manifest, arrays, rename, missing)
     except CheckpointError as error:
-        raise CheckpointError(f"train.init_from ({root}): {error}") from None
+        raise CheckpointError(f"init.checkpoint ({root}): {error}") from None

@@ -77,7 +77,7 @@ def _restore_shared(job: Job, step: int, began: float) -> Progress:
     read = partial(ckpt.read_manifest, root, step)
     manifest = runtime.together(lambda: _or_way_back(root, step, read))
     runtime.together(lambda: check_resumable(job, manifest))
-    once = spec.checkpoint.read_once and job.topology.dp_replicate > 1
+    once = spec.checkpoint.broadcast_on_load and job.topology.dp_replicate > 1
     load = partial(_load, job, manifest, root, once)
     progress = runtime.together(lambda: _or_way_back(root, step, load))
     if once:
@@ -148,7 +148,7 @@ def _load(job: Job, manifest: Manifest, root: Location, once: bool = False) -> P
     if job.balance is not None and same_ranks and state.capacity:
         job.balance.load(state.capacity)
         job.balance.apply(job.routers, runtime.rank)
-    progress, scale = state.progress, job.spec.train.first_loss_scale
+    progress, scale = state.progress, job.spec.precision.first_loss_scale
     if scale is None or progress.loss_scale is None:
         # One of the two runs is not in float16: the loss scale begins anew.
         progress = replace(progress, loss_scale=scale, steps_at_loss_scale=0)

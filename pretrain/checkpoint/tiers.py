@@ -17,7 +17,7 @@ from pretrain.spec import JobSpec
 
 def tiers_of(spec: JobSpec, runtime: Runtime) -> list[Tier]:
     """Where this rank's checkpoints go, the fastest first."""
-    config, tiers = spec.checkpoint, []
+    config, tiers = spec.checkpoint.tiers, []
     node, ranks = _node_of(runtime)
     if config.memory:
         folder = f"convoy-{place_name(spec)}-node{node}"
@@ -32,9 +32,10 @@ def tiers_of(spec: JobSpec, runtime: Runtime) -> list[Tier]:
         )
     if config.local_path is not None:
         folder = f"{config.local_path}/{spec.name}-{place_name(spec)}-node{node}"
-        tiers.append(Tier(name="local", location=folder, ranks=ranks, keep=config.keep))
+        keep = spec.checkpoint.retention.keep
+        tiers.append(Tier(name="local", location=folder, ranks=ranks, keep=keep))
     shared = str(spec.checkpoint_path)
-    return [*tiers, Tier(name="shared", location=shared, keep=config.retention)]
+    return [*tiers, Tier(name="shared", location=shared, keep=spec.checkpoint.retention)]
 
 
 def _node_of(runtime: Runtime) -> tuple[int, tuple[int, ...]]:
@@ -52,12 +53,15 @@ def start_saver(job: Job, key: str) -> Saver:
     spec, runtime = job.spec, job.runtime
     node, ranks = _node_of(runtime)
     serves = None
-    if spec.checkpoint.peer:
+    if spec.checkpoint.tiers.replicate_to_peer:
         if runtime.world <= runtime.ranks_per_node:
-            raise InputError("checkpoint.peer (true) must be false on one node: it has no other")
+            raise InputError(
+                "checkpoint.tiers.replicate_to_peer (true) must be false on one node: there is no "
+                "other node"
+            )
         if runtime.rank == ranks[0]:
             name = f"convoy-{place_name(spec)}-node{node}-peers"
-            serves = str(Path(spec.checkpoint.memory_path) / name)
+            serves = str(Path(spec.checkpoint.tiers.memory_path) / name)
     memory = Path("/dev/shm")
     folder = memory if memory.is_dir() else Path(tempfile.gettempdir())
     lock = folder / f"convoy-{place_name(spec)}-{runtime.rank}.lock"
@@ -68,7 +72,7 @@ def start_saver(job: Job, key: str) -> Saver:
         compression=spec.checkpoint.compression,
         serves=serves,
         key=key,
-        linger_seconds=spec.checkpoint.linger_seconds,
+        linger_seconds=spec.checkpoint.tiers.memory_retention_seconds,
     )
 
 
@@ -78,7 +82,7 @@ def join_peers(job: Job, saver: Saver, port: int, key: str) -> None:
     ``port`` is what this rank's keeper serves, or 0.
     """
     runtime, size = job.runtime, job.runtime.ranks_per_node
-    if not job.spec.checkpoint.peer:
+    if not job.spec.checkpoint.tiers.replicate_to_peer:
         return
     host = IPv4Address(address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")))
     served = runtime.gather_pairs([(int(host), port)])

@@ -39,7 +39,7 @@ from pretrain.convert.weights import CheckpointWeights, UpcycledWeights, WeightS
 from pretrain.data import END_OF_DOCUMENT, read_tokenizer
 from pretrain.errors import InputError
 from pretrain.model import ModelConfig, meta_decoder
-from pretrain.spec import JobSpec, resolve_spec
+from pretrain.spec import JobSpec, resolve_spec, upgraded
 
 _SEQ_LEN = 1024
 _TOKENIZER = "tokenizer.json"
@@ -144,12 +144,9 @@ def new_spec(sections: Sections, target: Path, end_token: str | None = None) -> 
             "path": f"runs/corpora/{name}",
             "seq_len": min(model["max_seq_len"] or _SEQ_LEN, _SEQ_LEN),
         },
-        "train": {
-            "steps": 1000,
-            "global_batch_size": 8,
-            "micro_batch_size": 1,
-            "init_from": str(target / "checkpoints"),
-        },
+        "batch": {"global_batch_size": 8, "micro_batch_size": 1},
+        "train": {"steps": 1000},
+        "init": {"checkpoint": str(target / "checkpoints")},
         "optimizer": {"lr": 1e-5},
         "schedule": {"warmup_steps": 100},
     }
@@ -227,9 +224,10 @@ def export_hf(
 
 def _sections_of(root: Path, manifest: Manifest) -> tuple[ModelConfig, MoEConfig | None]:
     try:
-        moe = manifest.spec.get("moe")
+        spec = upgraded(manifest.spec)
+        moe = spec.get("moe")
         return (
-            ModelConfig.model_validate(manifest.spec.get("model")),
+            ModelConfig.model_validate(spec.get("model")),
             None if moe is None else MoEConfig.model_validate(moe),
         )
     except ValidationError as error:
@@ -254,7 +252,7 @@ def upcycle(
 
     Sparse upcycling (Komatsuzaki et al., arXiv 2212.05055): every expert of a layer is a copy of
     its dense feed-forward, the router is fresh, and the first layers may stay dense. ``overrides``
-    are ``section.field=value``, such as ``moe.load_balance_weight=0.02``.
+    are ``section.field=value``, such as ``moe.aux_loss_coeff=0.02``.
 
     Raises InputError where the source is no dense model, or the sizes would not be its own.
     """
@@ -266,10 +264,10 @@ def upcycle(
         base = new_spec((model, moe), target, end_token).as_dict()
     else:
         manifest = ckpt.read_manifest(source, step)
-        resolved = resolve_spec(dict(manifest.spec), f"the spec of step {manifest.step}")
+        resolved = resolve_spec(upgraded(manifest.spec), f"the spec of step {manifest.step}")
         base, weights, kind = resolved.as_dict(), CheckpointWeights(source, manifest), "checkpoint"
     base |= {"name": target.absolute().name.lstrip("._-"), "run_dir": None}
-    base["train"]["init_from"] = str(target / "checkpoints")
+    base["init"]["checkpoint"] = str(target / "checkpoints")
     base["checkpoint"]["path"] = None
     sizes = num_experts, top_k, first_k_dense
     spec = upcycled_spec(base, *sizes, overrides, str(source))

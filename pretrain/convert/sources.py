@@ -117,7 +117,7 @@ def with_names(source: Source, rename: Mapping[str, str]) -> Source:
 
 
 def weights_only(source: Source) -> Source:
-    """Parameters and buffers alone, which ``train.init_from`` reads: what begins with ``model/``,
+    """Parameters and buffers alone, which ``init.checkpoint`` reads: what begins with ``model/``,
     or, where nothing does, what is not an optimizer's.
 
     Raises InputError where nothing is left.

@@ -7,7 +7,7 @@ Legend: L layers, E experts, D d_model, F d_ff, K top_k.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from parallel.layout import Box
 from pretrain.convert.widen import Widened, widened_sections
 from pretrain.errors import InputError
 from pretrain.model import first_matrix, meta_decoder
-from pretrain.spec import JobSpec, resolve_spec
+from pretrain.spec import JobSpec, resolve_spec, upgraded
 from pretrain.state import model_arrays, parameter_layouts
 
 Values = np.ndarray[Any, Any]
@@ -54,7 +54,7 @@ def operate(
     """The weights and the spec of a model whose experts are others; moments are left behind.
 
     ``drop`` leaves experts out. A token whose top_k experts were among them takes its next best
-    ones, and the weights are theirs: with ``renormalize`` they sum to one again.
+    ones, and the weights are theirs: with ``norm_topk_prob`` they sum to one again.
 
     ``duplicate`` puts the copies of an expert side by side, its router's row among them, so that
     they stay in its group. A token that chose an expert chooses all its copies: top_k and
@@ -84,7 +84,7 @@ def operate(
     if not source.info.spec.get("model"):
         raise InputError("--surgery needs a checkpoint that holds the spec of its model")
     weights = Selected(source, {n: n for n in source.arrays if n.startswith("model/")})
-    before = resolve_spec(_copied(source.info.spec), "the checkpoint's spec")
+    before = resolve_spec(upgraded(source.info.spec), "the checkpoint's spec")
     if noise < 0 or (noise and surgery.kind not in ("duplicate", "widen")):
         raise InputError(
             f"--surgery-noise ({noise}) must be 0 but with duplicate and widen, and not below"
@@ -93,10 +93,6 @@ def operate(
     made, spec = operation(weights, before, surgery, overrides, noise)
     _check_fits(made, spec)
     return made, spec
-
-
-def _copied(spec: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: dict(v) if isinstance(v, dict) else v for k, v in spec.items()}
 
 
 def _informed(source: Source, spec: JobSpec, surgery: Surgery, how: object) -> SourceInfo:
@@ -185,7 +181,7 @@ def _regroup(
     else:
         copies = surgery.numbers[0]
         experts = [e for e in range(moe.num_experts) for _ in range(copies)]
-        scaled = moe.score_func == "softmax" or moe.renormalize
+        scaled = moe.score_func == "softmax" or moe.norm_topk_prob
         sections["moe"] |= {
             "num_experts": len(experts),
             "top_k": moe.top_k * copies,

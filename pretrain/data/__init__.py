@@ -1,5 +1,6 @@
 """From text to batches: the corpus, the global order of samples, and the loader."""
 
+from pretrain.data.batch import BatchConfig, BatchSizeRampup
 from pretrain.data.config import END_OF_DOCUMENT, DataConfig
 from pretrain.data.loader import Cursor, Loader
 from pretrain.data.manifest import CorpusManifest, open_corpus
@@ -10,6 +11,8 @@ from pretrain.data.tokenizer import bytes_per_token, end_of_document, load_token
 
 __all__ = [
     "END_OF_DOCUMENT",
+    "BatchConfig",
+    "BatchSizeRampup",
     "CorpusManifest",
     "Cursor",
     "DataConfig",

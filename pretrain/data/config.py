@@ -8,24 +8,27 @@ END_OF_DOCUMENT = "<|endoftext|>"
 
 
 class DataConfig(BaseModel):
-    """The ``[data]`` section."""
+    """The ``[data]`` section: the corpus, its tokenizer and its sequences."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+    )
 
     source: str = Field(min_length=1)
-    """``stdlib`` (this Python's standard library), a folder, a file or a glob."""
+    """Where the text comes from: ``stdlib`` (this Python's standard library), a folder, a file or a
+    glob."""
     path: str = Field(min_length=1)
-    """Where the prepared corpus is kept; made when it is not there."""
+    """The folder of the prepared corpus, which is made where there is none."""
     seq_len: int = Field(ge=1)
     """Tokens of one sequence."""
     shard_tokens: int = Field(default=1 << 26, ge=2)
-    """Tokens of one shard file; no sequence crosses from one into the next."""
+    """Tokens of one shard file; no sequence crosses from one shard into the next."""
     tokenizer_bytes: int = Field(default=64 << 20, ge=1)
-    """The tokenizer is trained on at most this much of the training text."""
+    """The tokenizer is trained on at most this many bytes of the training text."""
     tokenizer: str | None = None
-    """A tokenizer.json to take instead of training one; byte-level, as most are."""
+    """A byte-level tokenizer.json to use; by default a tokenizer is trained."""
     end_token: str = Field(default=END_OF_DOCUMENT, min_length=1)
     """The token that ends a document."""
     document_mask: bool = False
-    """Tokens attend to those of their own document alone, and not to all before them in their
-    sequence; the end token is the last of its document."""
+    """Tokens attend only to tokens of their own document; without the mask, to all earlier tokens
+    of their sequence. The end token is the last token of its document."""

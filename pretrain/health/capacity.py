@@ -10,10 +10,10 @@ from parallel import Topology
 from pretrain.errors import InputError
 from router import (
     UNITS_PER_RANK,
-    Balance,
     CapacityPlan,
-    RouterConfig,
     StragglerAwareCapacity,
+    StragglerAwareConfig,
+    StragglerBalancer,
     TopKRouter,
 )
 
@@ -28,9 +28,10 @@ class CapacityBalance:
     alone.
     """
 
-    def __init__(self, config: RouterConfig, topology: Topology) -> None:
+    def __init__(self, config: StragglerAwareConfig, topology: Topology) -> None:
         self.config, self.ranks_per_group = config, topology.ep
-        self.groups = [Balance.start(topology.ep) for _ in range(topology.world // topology.ep)]
+        groups = topology.world // topology.ep
+        self.groups = [StragglerBalancer.start(topology.ep) for _ in range(groups)]
         self.recorded: Mapping[int, Plans] | None = None
         """Plans to take in the place of measured ones, by the step after which they hold."""
 
@@ -44,12 +45,12 @@ class CapacityBalance:
             found = [len(units) for units in plans]
             if found != like:
                 raise InputError(
-                    f"train.replay_capacity_plans ({path}) must be of {len(like)} expert groups of "
+                    f"moe.capacity.replay_log ({path}) must be of {len(like)} expert groups of "
                     f"{like[0]} ranks; after step {step} it has {found}"
                 )
             if any(min(units) < 1 or sum(units) != UNITS_PER_RANK * len(units) for units in plans):
                 raise InputError(
-                    f"train.replay_capacity_plans ({path}) must have positive units that sum to "
+                    f"moe.capacity.replay_log ({path}) must have positive units that sum to "
                     f"{UNITS_PER_RANK} a rank; after step {step} it has {plans}"
                 )
         self.recorded = recorded
@@ -100,7 +101,7 @@ class CapacityBalance:
 
     def _set_plans(self, plans: Plans) -> None:
         self.groups = [
-            Balance(group.speeds, CapacityPlan(tuple(units)))
+            StragglerBalancer(group.speeds, CapacityPlan(tuple(units)))
             for group, units in zip(self.groups, plans, strict=True)
         ]
 
@@ -119,6 +120,6 @@ class CapacityBalance:
         """The inverse, of a checkpoint of the same topology."""
         self._set_plans(state["plans"])
         self.groups = [
-            Balance(tuple(speeds), group.plan)
+            StragglerBalancer(tuple(speeds), group.plan)
             for speeds, group in zip(state["speeds"], self.groups, strict=True)
         ]

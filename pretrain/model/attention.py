@@ -27,28 +27,39 @@ _LATENT_NORM_EPS = 1e-6
 class AttentionConfig(BaseModel):
     """The attention fields of the ``[model]`` section."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     d_model: int = Field(ge=1)
+    """The size of the residual stream."""
     num_heads: int = Field(ge=1)
+    """The number of query heads."""
     num_kv_heads: int = Field(ge=1)
+    """The number of key-value heads (grouped-query attention, Ainslie et al., arXiv 2305.13245)."""
     head_dim: int | None = Field(default=None, ge=1)
-    """Size of one head; d_model / num_heads where it is left out."""
+    """The size of one head; d_model / num_heads by default."""
     qk_norm: QKNorm = "head"
     """RMSNorm of queries and keys: of each head, or of all heads as one vector."""
     kv_lora_rank: int = Field(default=0, ge=0)
-    """Above 0: multi-head latent attention. Keys and values come from a vector of this size."""
+    """Above 0: multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), whose keys
+    and values come from a latent vector of this size. 0: grouped-query attention."""
     q_lora_rank: int = Field(default=0, ge=0)
-    """Queries come from a vector of this size; 0: from the input."""
+    """With latent attention: queries come from a latent vector of this size; 0 takes the input."""
     qk_nope_head_dim: int = Field(default=0, ge=0)
+    """With latent attention: the part of a query and key head without rotary positions."""
     qk_rope_head_dim: int = Field(default=0, ge=0)
+    """With latent attention: the part of a query and key head with rotary positions."""
     v_head_dim: int = Field(default=0, ge=0)
-    """Sizes of a latent head: of a query and key without and with positions, and of a value."""
+    """With latent attention: the size of a value head."""
     rope_theta: float = Field(default=10000.0, gt=1)
+    """The base of the rotary frequencies (Su et al., arXiv 2104.09864)."""
     rope_interleaved: bool = False
-    """Rotary pairs are neighbours (2i, 2i + 1), not (i, i + half)."""
+    """Rotary pairs are neighbours (2i, 2i + 1), and not (i, i + half)."""
     yarn: YarnConfig | None = None
+    """Scaling of the rotary frequencies for long sequences; none without this table."""
     norm_eps: float = Field(default=1e-6, gt=0)
+    """Added to the mean square in every RMSNorm of the decoder's layers."""
 
     @model_validator(mode="after")
     def _check_attention(self) -> Self:

@@ -22,17 +22,18 @@ class ModelConfig(AttentionConfig):
     """The ``[model]`` section: everything of the decoder but its MoE layers."""
 
     vocab_size: int = Field(ge=257)
-    """At least 257: every byte, and the end of a document."""
+    """Tokens of the vocabulary; at least every byte and the end of a document."""
     num_layers: int = Field(ge=1)
+    """Layers of the decoder."""
     d_ff: int = Field(default=0, ge=0)
-    """Hidden size of a dense feed-forward layer; 0 where there is none."""
+    """The hidden size of a dense feed-forward layer; 0 where no layer is dense."""
     first_k_dense: int = Field(default=0, ge=0)
-    """The first layers that are dense although there is a ``[moe]`` section."""
+    """The number of first layers that are dense although there is a ``[moe]`` section."""
     tie_embeddings: bool = False
-    """The matrix that makes logits is the embedding's."""
+    """Use the embedding matrix as the output matrix too."""
     max_seq_len: int = Field(default=0, ge=0)
-    """The longest sequence that the model is for, where there is one to be told; it changes no
-    number."""
+    """The longest sequence that the model is meant for, an upper bound of ``data.seq_len``; 0 sets
+    no bound."""
 
     @model_validator(mode="after")
     def _check_model(self) -> Self:
@@ -67,14 +68,14 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         x_BSD: Tensor,
-        counts_before_E: Tensor | None = None,
+        prior_expert_counts_E: Tensor | None = None,
         documents: Documents | None = None,
     ) -> tuple[Tensor, MoEAux | None]:
         """[B, S, D] -> [B, S, D], and the MoE layer's report where there is one."""
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), documents)
         h_BSD = self.ffn_norm(x_BSD)
         if self.moe is not None:
-            hidden, aux = self.moe(h_BSD, counts_before_E=counts_before_E)
+            hidden, aux = self.moe(h_BSD, prior_expert_counts_E=prior_expert_counts_E)
             return x_BSD + hidden, aux
         assert self.ffn is not None
         return x_BSD + self.ffn(h_BSD), None
@@ -134,7 +135,7 @@ class Decoder(nn.Module):
         """[B, S] int64 token ids -> logits [B, S, V]; B may be 0.
 
         A part without the first layer takes what the layer before gave, [B, S, D].
-        ``counts_before`` are the ``batch_counts_E`` of the step's forward before this one, one for
+        ``counts_before`` are the ``expert_counts_E`` of the step's forward before this one, one for
         each MoE layer, for load balancing over a global batch. With ``documents``, of the whole
         sequences whatever of them is here, tokens attend to those of their own; where a sequence's
         positions begin does not matter to a document, since only differences of them enter.

@@ -16,20 +16,23 @@ class YarnConfig(BaseModel):
     YaRN (Peng et al., arXiv 2309.00071, section 3), with the magnitudes of DeepSeek-V3's code.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     factor: float = Field(ge=1)
-    """How many times longer."""
+    """The new sequence length as a multiple of ``original_seq_len``."""
     original_seq_len: int = Field(ge=1)
-    """The length that was trained on before."""
+    """Tokens of a sequence in the training before."""
     beta_fast: float = Field(default=32.0, gt=0)
-    """Pairs that turn more often than this over the original length keep their frequency."""
+    """Pairs with more rotations than this over the original length keep their frequency."""
     beta_slow: float = Field(default=1.0, gt=0)
-    """Those that turn less often are slowed down by the whole factor."""
+    """Pairs with fewer rotations than this are slowed down by the whole factor."""
     mscale: float = Field(default=0.0, ge=0)
+    """With latent attention: the weight of log(factor) in the magnitude of the rotary part."""
     mscale_all_dim: float = Field(default=0.0, ge=0)
-    """Latent attention alone, both or neither: the weights of log(factor) in the magnitude of the
-    rotary part, and in that of all logits."""
+    """With latent attention: the weight of log(factor) in the magnitude of all logits; above 0
+    together with ``mscale``."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -74,8 +74,9 @@ def lay_out(
     Raises ValueError where there are fewer layers than stages, or experts are not a multiple of
     their ranks.
     """
-    pp, schedule = dims.topology.pp, parallel.pp_schedule
-    num_stages = pp * parallel.pp_stages_per_rank if pp > 1 else 1
+    memory = parallel.memory
+    pp, schedule = dims.topology.pp, parallel.pipeline.schedule
+    num_stages = pp * parallel.pipeline.stages_per_rank if pp > 1 else 1
     stages = stage_layers(config, moe, seq_len, num_stages)
     here = dims.pp_mesh.get_local_rank()
     mine = [stage for stage in range(num_stages) if place_of(stage, pp, schedule) == here]
@@ -83,21 +84,21 @@ def lay_out(
     with torch.device("meta"):
         model = Decoder(config, moe, chain.from_iterable(stages[stage] for stage in mine))
     parts = {0: model} if num_stages == 1 else {s: model.part(stages[s]) for s in mine}
-    weight_pass = apply_weight_pass(model) if schedule in ("zbv", "dualpipev") else None
+    weight_pass = apply_weight_pass(model) if schedule.folds_into_v else None
     apply_expert_parallel(model, dims.ep_mesh, dims.ep_node_meshes)
     apply_tensor_parallel(model, dims.tp_mesh, tensor_parallel_plan(model))
     apply_context_parallel(model, dims.cp_mesh, dims.token_mesh)
     blocks = list(model.blocks.values())
     if compiled:
         compile_regions(blocks, dims.topology)
-    apply_recompute(blocks, parallel.recompute, parallel.recompute_every)
-    if parallel.offload_activations:
+    apply_recompute(blocks, memory.recompute, memory.recompute_layer_freq)
+    if memory.offload_activations:
         apply_activation_offload(blocks)
     compute_dtype = None if dtype == torch.float32 else dtype
     for part in parts.values():
         apply_fsdp(
-            part, dims, list(part.blocks.values()), parallel.zero == 3, compute_dtype,
-            parallel.gradient_compression == "none", parallel.prefetch, parallel.offload_optimizer,
+            part, dims, list(part.blocks.values()), memory.zero_stage == 3, compute_dtype,
+            parallel.gradient_compression == "none", memory.prefetch, memory.offload_optimizer,
         )  # fmt: skip
     layouts = decoder_layouts(whole, stages, dims.topology, schedule)
     pipeline = None

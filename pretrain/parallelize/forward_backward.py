@@ -115,9 +115,9 @@ def forward_backward(
             nll = next_token_loss(out.logits, targets_BS)
             loss = nll
             for aux in out.aux:
-                loss = loss + routed * aux.loss
+                loss = loss + routed * aux.aux_loss
             (loss / divisor).backward()
-        counts = [aux.batch_counts_E for aux in out.aux]
+        counts = [aux.expert_counts_E for aux in out.aux]
         if part.counts:
             loss_sum += nll.detach()
             target_tokens += targets_BS.numel()

@@ -26,7 +26,10 @@ from pretrain.parallelize.schedule import place_of
 Orders = dict[int, list[_Action]]
 """By place along pp, what the rank there does."""
 
-_V = {"zbv": ScheduleZBVZeroBubble, "dualpipev": ScheduleDualPipeV}
+_FOLDED = {
+    PipelineSchedule.ZBV: ScheduleZBVZeroBubble,
+    PipelineSchedule.DUALPIPEV: ScheduleDualPipeV,
+}
 
 
 def make_orders(
@@ -52,10 +55,10 @@ def make_orders(
     ]
     options: Any = {"n_microbatches": micro_batches, "loss_fn": lambda *_: None}
     pp = group.size()
-    if schedule == "gpipe":
+    if schedule is PipelineSchedule.GPIPE:
         return ScheduleLoopedBFS(stages, **options).pipeline_order_with_comms
-    if schedule in _V:
-        made = _V[schedule](stages, **options).pipeline_order
+    if schedule.folds_into_v:
+        made = _FOLDED[schedule](stages, **options).pipeline_order
         orders = {rank: _flat(actions) for rank, actions in made.items()}
     elif len(stages) > 1:
         return ScheduleInterleaved1F1B(stages, **options).pipeline_order_with_comms

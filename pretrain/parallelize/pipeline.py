@@ -271,10 +271,10 @@ class _Step:
         documents = self.part.documents(self.batches[turn][:, :-1])
         with self.pipeline.weight_pass.into(self.products.get((stage, turn))):
             out: DecoderOutput = self.pipeline.parts[stage](x, self.counts.get(stage), documents)
-        self.counts[stage] = [aux.batch_counts_E for aux in out.aux]
+        self.counts[stage] = [aux.expert_counts_E for aux in out.aux]
         tokens = self.inputs[turn].numel()
         routed = tokens // self.part.tp_degree
-        extra = [routed / self.divisor * aux.loss for aux in out.aux]
+        extra = [routed / self.divisor * aux.aux_loss for aux in out.aux]
         root = out.logits
         if stage == self.pipeline.num_stages - 1:
             nll = next_token_loss(out.logits, self.targets[turn])

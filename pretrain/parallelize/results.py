@@ -21,7 +21,7 @@ class Routing:
     """[L] float64, the routers' entropies summed over the tokens."""
     moved_L2: Tensor
     """[L, 2] int64, assignments dropped and rerouted for want of room."""
-    not_finite_L: Tensor
+    nonfinite_L: Tensor
     """[L] int64, tokens whose logits are not finite."""
 
     def plus(self, before: Routing | None) -> Routing:
@@ -32,7 +32,7 @@ class Routing:
             self.tokens_per_expert_LE + before.tokens_per_expert_LE,
             self.entropy_sum_L + before.entropy_sum_L,
             self.moved_L2 + before.moved_L2,
-            self.not_finite_L + before.not_finite_L,
+            self.nonfinite_L + before.nonfinite_L,
         )
 
     def placed(self, rows: Tensor, num_layers: int) -> Routing:
@@ -46,7 +46,7 @@ class Routing:
             spread(self.tokens_per_expert_LE),
             spread(self.entropy_sum_L),
             spread(self.moved_L2),
-            spread(self.not_finite_L),
+            spread(self.nonfinite_L),
         )
 
 
@@ -56,7 +56,7 @@ def routing_of(reports: Sequence[MoEAux], tokens: int) -> Routing:
         torch.stack([aux.tokens_per_expert_E for aux in reports]),
         tokens * torch.stack([aux.entropy for aux in reports]).double(),
         torch.stack([torch.stack([aux.num_dropped, aux.num_rerouted]) for aux in reports]),
-        torch.stack([aux.num_not_finite for aux in reports]),
+        torch.stack([aux.num_nonfinite_tokens for aux in reports]),
     )
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from parallel import PipelineSchedule
 
-_V = ("zbv", "dualpipev")
-
 
 def place_of(stage: int, pp: int, schedule: PipelineSchedule) -> int:
     """Which of ``pp`` places along the pipeline has a stage: one after another, round and round,
     or under ``zbv`` and ``dualpipev`` there and back, so that the first has the last stage too."""
     turn, place = divmod(stage, pp)
-    return pp - 1 - place if schedule in _V and turn % 2 else place
+    return pp - 1 - place if schedule.folds_into_v and turn % 2 else place
 
 
 def bubble(
-    pp: int, stages_per_rank: int, micro_batches: int, schedule: PipelineSchedule = "1f1b"
+    pp: int,
+    stages_per_rank: int,
+    micro_batches: int,
+    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B,
 ) -> float:
     """The share of a step that ranks wait where all stages and passes take the same time.
 
@@ -30,7 +31,7 @@ def bubble(
     first of them, the less is left to fill the gaps with.
     """
     waits = pp - 1
-    passes = 6 * micro_batches if schedule in _V else stages_per_rank * micro_batches
+    passes = 6 * micro_batches if schedule.folds_into_v else stages_per_rank * micro_batches
     return waits / (passes + waits)
 
 
@@ -39,8 +40,8 @@ def padded_count(
 ) -> int:
     """How many micro-batches a schedule takes, that many at least: the interleaved one a multiple
     of the ranks, DualPipeV as many as there are stages."""
-    if schedule == "dualpipev":
+    if schedule is PipelineSchedule.DUALPIPEV:
         return max(micro_batches, pp * stages_per_rank)
-    if schedule == "1f1b" and stages_per_rank > 1:
+    if schedule is PipelineSchedule.ONE_F_ONE_B and stages_per_rank > 1:
         return -(-micro_batches // pp) * pp
     return micro_batches

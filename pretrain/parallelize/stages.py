@@ -25,8 +25,8 @@ def stage_layers(
     L = model.num_layers
     if num_stages > L:
         raise ValueError(
-            f"model.num_layers ({L}) must be at least parallel.pp x parallel.pp_stages_per_rank "
-            f"({num_stages} stages)"
+            f"model.num_layers ({L}) must be at least parallel.pp x "
+            f"parallel.pipeline.stages_per_rank ({num_stages} stages)"
         )
     flops = forward_flops(model, moe, seq_len)
     num_dense = L if moe is None else model.first_k_dense

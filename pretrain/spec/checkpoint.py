@@ -1,56 +1,97 @@
-"""The ``[checkpoint]`` section of the spec."""
+"""The ``[init]`` and ``[checkpoint]`` sections of the spec."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ckpt.lifecycle import Retention
 
+_MODEL = ConfigDict(
+    frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+)
 
-class CheckpointConfig(BaseModel):
-    """The ``[checkpoint]`` section."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+class InitConfig(BaseModel):
+    """The ``[init]`` section: initial weights from another checkpoint."""
 
-    path: str | None = None
-    """A folder that every rank shares, or ``s3://BUCKET/PREFIX``; RUN_DIR/checkpoints where it is
-    left out."""
-    interval_steps: Literal["auto"] | int | None = None
-    """100 where interval_minutes is left out too. ``auto`` weighs what a save costs against what a
-    failure loses."""
-    interval_minutes: float | None = Field(default=None, gt=0)
-    keep: int = Field(default=2, ge=1)
-    # Of ``path`` alone, as in ckpt.Retention.
-    keep_every: int = Field(default=0, ge=0)
-    keep_best: int = Field(default=0, ge=0)
-    grace_seconds: float = Field(default=0.0, ge=0)
-    compression: Literal["none", "zstd"] = "none"
-    read_once: bool = False
-    """Where dp_replicate makes copies of the model, read for one and send to the others, for a
-    store that is slower than the network."""
+    model_config = _MODEL
+
+    checkpoint: str | None = None
+    """A checkpoint folder, or ``s3://BUCKET/PREFIX``. The run starts at step 0 with the weights of
+    the newest checkpoint there and a new optimizer state; without this field weights are random."""
+    rename: dict[str, str] = Field(default_factory=dict)
+    """Array names in ``checkpoint``, with their names in the model; both may be prefixes that end
+    in /."""
+    strict: bool = True
+    """Refuse a checkpoint that lacks a parameter of the model; with false such a parameter is
+    initialized at random."""
+
+
+class TiersConfig(BaseModel):
+    """The ``[checkpoint.tiers]`` section: copies of checkpoints on the nodes themselves.
+
+    The tiers are the memory of the own node, the memory of a peer node, a local disk, and the
+    shared store of ``checkpoint.path``.
+    """
+
+    model_config = _MODEL
+
     memory: bool = False
-    """Keep the newest one in each node's memory too, which outlives a worker."""
+    """Keep the newest checkpoint in the memory of each node too, where a restarted rank finds the
+    checkpoint."""
     memory_path: str = "/dev/shm"
-    peer: bool = False
-    """Keep it in the next node's memory too, for when a whole node is lost."""
-    linger_seconds: float = Field(default=600.0, ge=0)
-    """How long a node's memory waits for a restart after a run has ended in an error."""
+    """The folder in memory for ``memory`` and ``replicate_to_peer``."""
+    replicate_to_peer: bool = False
+    """Keep the newest checkpoint of each node in the memory of the next node too, for the loss of a
+    whole node."""
+    memory_retention_seconds: float = Field(default=600.0, ge=0)
+    """Seconds that checkpoints in memory wait for a restart after a run has failed."""
     local_path: str | None = None
-    """A folder on a disk of each node's own, to keep checkpoints in too."""
-    shared_every: int = Field(default=1, ge=1)
-    """Of how many saves one goes to ``path``; the last of a run always does."""
-    on_topology_change: Literal["abort", "reshard"] = "abort"
-    """What a resume on other ranks does."""
+    """A folder on a local disk of each node, where checkpoints are kept too."""
+    shared_interval: int = Field(default=1, ge=1)
+    """One of this many saves goes to ``checkpoint.path`` too; the last save of a run always does.
+    """
 
     @model_validator(mode="after")
-    def _check(self) -> CheckpointConfig:
+    def _check(self) -> Self:
+        own = self.memory or self.replicate_to_peer or self.local_path
+        if self.shared_interval > 1 and not own:
+            raise ValueError(
+                f"checkpoint.tiers.shared_interval ({self.shared_interval}) must be 1 without "
+                f"checkpoint.tiers.memory or checkpoint.tiers.local_path: other saves would go "
+                f"nowhere"
+            )
+        return self
+
+
+class CheckpointConfig(BaseModel):
+    """The ``[checkpoint]`` section: where and when a run saves, and how a run resumes."""
+
+    model_config = _MODEL
+
+    path: str | None = None
+    """A folder that all ranks share, or ``s3://BUCKET/PREFIX``; RUN_DIR/checkpoints by default."""
+    interval_steps: Literal["auto"] | int | None = None
+    """Steps between two saves; 100 where ``interval_minutes`` is left out too. ``auto`` balances
+    the cost of a save against the work that a failure loses (Young, 1974; Daly, 2006)."""
+    interval_minutes: float | None = Field(default=None, gt=0)
+    """Minutes between two saves; in place of ``interval_steps``."""
+    compression: Literal["none", "zstd"] = "none"
+    """The compression of stored chunks."""
+    broadcast_on_load: bool = False
+    """With ``parallel.dp_replicate`` above 1: one replica reads the checkpoint and broadcasts the
+    arrays to the others, for a store that is slower than the network."""
+    reshard_on_load: bool = False
+    """Allow a resume with another layout than the layout of the checkpoint."""
+    retention: Retention = Retention()
+    """Which checkpoints stay in ``path``."""
+    tiers: TiersConfig = TiersConfig()
+    """Copies of checkpoints on the nodes themselves."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         steps, minutes = self.interval_steps, self.interval_minutes
         if steps is not None and minutes is not None:
             raise ValueError(
@@ -59,26 +100,11 @@ class CheckpointConfig(BaseModel):
             )
         if isinstance(steps, int) and steps < 1:
             raise ValueError(f"checkpoint.interval_steps ({steps}) must be at least 1, or auto")
-        if self.shared_every > 1 and not (self.memory or self.peer or self.local_path):
-            raise ValueError(
-                f"checkpoint.shared_every ({self.shared_every}) must be 1 without "
-                f"checkpoint.memory or checkpoint.local_path: other saves would go nowhere"
-            )
         return self
 
     @property
-    def retention(self) -> Retention:
-        """What stays in ``path``."""
-        return Retention(
-            keep=self.keep,
-            keep_every=self.keep_every,
-            keep_best=self.keep_best,
-            grace_seconds=self.grace_seconds,
-        )
-
-    @property
     def steps_between(self) -> int | None:
-        """Steps between saves; None where time is what counts."""
+        """Steps between two saves; None where saves are due by the clock."""
         if self.interval_minutes is not None or self.interval_steps == "auto":
             return None
         return 100 if self.interval_steps is None else self.interval_steps

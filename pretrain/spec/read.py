@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,6 +23,8 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
 
     Raises InputError: one line that names the field, the value and the rule.
     """
+    if path.suffix not in (".toml", ".json", ""):
+        raise InputError(f"spec {path}: a spec is TOML or JSON, in a file named *.toml or *.json")
     try:
         text = path.read_text()
         data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -61,27 +63,67 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
 
 
 def _one_line(error: ValidationError) -> str:
-    # A field that there is not explains the one that is missing for it.
+    # An unknown field explains why another one is missing.
     errors = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     first = errors[0]
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-    location = ".".join(str(part) for part in first["loc"])
     if first["type"] == "value_error":
         return str(first["ctx"]["error"]) + more
+    parts, model = _walk(first["loc"])
+    location = ".".join(parts)
     if first["type"] == "extra_forbidden":
-        known = _fields_at(first["loc"][:-1])
-        close = difflib.get_close_matches(str(first["loc"][-1]), known, 1)
-        hint = f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
-        return f"{location}: no such field{hint}{more}"
+        return f"{location}: no such field{_suggestion(parts[-1], model)}{more}"
     if first["type"] == "missing":
         return f"{location}: required{more}"
+    if first["type"] == "union_tag_invalid":
+        known, tag = first["ctx"]["expected_tags"], first["ctx"]["tag"]
+        return f"{location}.policy ({tag!r}): Input should be {known}{more}"
     return f"{location} ({first['input']!r}): {first['msg']}{more}"
 
 
-def _fields_at(location: Sequence[int | str]) -> list[str]:
+def _suggestion(field: str, model: type[BaseModel]) -> str:
+    """Where a field of this name is, or which fields the section has."""
+    elsewhere = [path for path in _paths(JobSpec) if path.rpartition(".")[2] == field]
+    known = list(model.model_fields)
+    close = difflib.get_close_matches(field, known, 1)
+    if elsewhere or close:
+        return f"; did you mean {' or '.join(elsewhere or close)}?"
+    return f"; there are {', '.join(known)}"
+
+
+def _walk(location: Sequence[int | str]) -> tuple[list[str], type[BaseModel]]:
+    """The parts of a location without the tags of unions, and the model that has the last part."""
     model: type[BaseModel] = JobSpec
-    for part in location:
-        annotation = model.model_fields[str(part)].annotation
-        candidates = [annotation, *get_args(annotation)]
-        model = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
-    return list(model.model_fields)
+    parts: list[str] = []
+    variants: list[type[BaseModel]] = []
+    for part in map(str, location):
+        chosen = [v for v in variants if v.model_fields["policy"].default == part]
+        if chosen:
+            model, variants = chosen[0], []
+            continue
+        if variants:
+            model = variants[0]
+        parts.append(part)
+        field = model.model_fields.get(part)
+        models = [] if field is None else models_in(field.annotation)
+        variants = models if len(models) > 1 else []
+        if part is not location[-1] and len(models) == 1:
+            model = models[0]
+    return parts, model
+
+
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The config models of a field's type: one for a section, several for a union of variants."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for inner in get_args(annotation) for model in models_in(inner)]
+
+
+def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every field of a model by its dotted path, once for all variants of a union."""
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{name}"
+        inner = (
+            path for m in models_in(field.annotation) for path in _paths(m, f"{prefix}{name}.")
+        )
+        yield from dict.fromkeys(inner)

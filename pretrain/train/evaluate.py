@@ -60,7 +60,7 @@ def evaluate(job: Job, limit: int | None = None) -> Evaluation:
     total = len(job.held_out)
     count = total if limit is None else min(limit, total)
     indices = [i * total // count for i in range(count)]
-    size, ranks = job.spec.train.micro_batch_size, job.dims.dp_size
+    size, ranks = job.spec.batch.micro_batch_size, job.dims.dp_size
     data, vocab_size = job.spec.data, job.spec.model.vocab_size
     lengths = torch.from_numpy(bytes_per_token(load_tokenizer(data), vocab_size, data.end_token))
     sums = torch.zeros(3, dtype=torch.float64)  # nats, tokens, bytes

@@ -65,7 +65,7 @@ class IntervalStats:
             exposed_seconds=exposed,
             bubble=exposed.get("pp", 0.0) / self.seconds if stages else None,
             bubble_formula=(
-                bubble(p.pp, p.pp_stages_per_rank, self.micro_batches, p.pp_schedule)
+                bubble(p.pp, p.pipeline.stages_per_rank, self.micro_batches, p.pipeline.schedule)
                 if stages
                 else None
             ),

@@ -36,7 +36,7 @@ class Trainer:
         self.job, self.progress, self.checkpointer = job, progress, checkpointer
         spec, runtime = job.spec, job.runtime
         self.flops_per_token = forward_flops(spec.model, spec.moe, spec.data.seq_len).training
-        self.peak_flops = runtime.total(peak_flops_per_second(runtime.device, spec.train.dtype))
+        self.peak_flops = runtime.total(peak_flops_per_second(runtime.device, spec.precision.dtype))
         """Of all ranks, in a second."""
         self.skipped = 0
         """Steps skipped in a row, overflows of float16 not counted."""
@@ -61,7 +61,7 @@ class Trainer:
             every = spec.train.log_interval_steps
             if self.interval.tokens and (step % every == 0 or step == spec.train.steps):
                 self.end_interval(decision)
-            every = spec.train.eval_interval_steps
+            every = spec.eval.interval_steps
             if every and step % every == 0 and not last:
                 self.validate()
             due = checkpointer.due(step, requested=decision.save)
@@ -161,7 +161,7 @@ class Trainer:
             train_loss_last=decision.loss,
             validation=None,
         )
-        self.progress = progress.after_commit(job.spec.train.loss_scale_growth_steps)
+        self.progress = progress.after_commit(job.spec.precision.loss_scale_growth_steps)
         self.skipped = 0
 
     def _publish_commit(
@@ -262,7 +262,7 @@ class Trainer:
 
     def validate(self) -> None:
         """Score some held-out sequences; every rank must call."""
-        result = evaluate(self.job, self.job.spec.train.eval_sequences)
+        result = evaluate(self.job, self.job.spec.eval.sequences)
         finite = result.loss if math.isfinite(result.loss) else None
         self.progress = replace(self.progress, validation=finite)
         self.job.events.publish(
@@ -272,5 +272,5 @@ class Trainer:
 
 def _bad_layer(layers: Sequence[int], routing: Routing | None) -> int:
     """The first layer with logits that are not finite, or -1."""
-    counts = [] if routing is None else routing.not_finite_L.tolist()
+    counts = [] if routing is None else routing.nonfinite_L.tolist()
     return next((layer for layer, count in zip(layers, counts, strict=False) if count), -1)

@@ -137,7 +137,7 @@ def test_the_imported_checkpoint_is_one_and_says_so(folders, capsys):
     spec = load_spec(root / "spec.toml")
     manifest = ckpt.read_manifest(root / "checkpoints")
     assert manifest.spec_hash == spec.hash
-    assert spec.train.init_from == str(root / "checkpoints")
+    assert spec.init.checkpoint == str(root / "checkpoints")
     assert not [p for p in root.parent.iterdir() if p.name.startswith(".")]
 
 
@@ -200,8 +200,8 @@ def corpus(tmp_path_factory) -> dict[str, object]:
     prepare_corpus(spec.data, 300)
     return {
         **{f"data.{key}": value for key, value in data.items()},
-        "data.shard_tokens": 20_000, "train.global_batch_size": 4, "train.micro_batch_size": 2,
-        "train.eval_sequences": 4, "schedule.warmup_steps": 0, "checkpoint.interval_steps": 2,
+        "data.shard_tokens": 20_000, "batch.global_batch_size": 4, "batch.micro_batch_size": 2,
+        "eval.sequences": 4, "schedule.warmup_steps": 0, "checkpoint.interval_steps": 2,
     }  # fmt: skip
 
 
@@ -255,14 +255,14 @@ def test_weights_that_do_not_fit_the_spec_are_refused(folders, corpus, tmp_path)
         return one_error_line(err)
 
     text = refused(**{"moe.d_ff": 22})
-    assert f"train.init_from ({root}/checkpoints)" in text
+    assert f"init.checkpoint ({root}/checkpoints)" in text
     assert "has shape (3, 8, 32, 20) but the model needs (3, 8, 32, 22)" in text
     text = refused(**{"model.qk_norm": "none"})
     assert "array model/layers/attention/k_norm/weight has no place in the model" in text
-    assert "no checkpoint in /nowhere" in refused(**{"train.init_from": "/nowhere"})
+    assert "no checkpoint in /nowhere" in refused(**{"init.checkpoint": "/nowhere"})
     shutil.copytree(root / "checkpoints", tmp_path / "own")
     text = refused(**{"checkpoint.path": tmp_path / "own"})
-    assert "holds weights alone; name it in train.init_from" in text
+    assert "holds weights alone; name it in init.checkpoint" in text
 
 
 @pytest.mark.parametrize("first_k_dense", [0, 1])

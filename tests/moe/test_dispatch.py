@@ -50,7 +50,7 @@ def one_pass(layer: MoELayer, x: torch.Tensor, case: str) -> dict[str, Any]:
         recorded = (torch.arange(len(x)).unsqueeze(1) + torch.tensor([0, 3, 5])) % E
     layer.zero_grad()
     out = layer(x, recorded)
-    (out.hidden.square().sum() + out.aux.loss).backward()
+    (out.hidden.square().sum() + out.aux.aux_loss).backward()
     moved = int(out.aux.num_dropped), int(out.aux.num_rerouted)
     return {"hidden": out.hidden.detach(), "x": x.grad, "moved": moved}
 
@@ -116,11 +116,11 @@ class TestAllToAllOnFourRanks(DispatcherContract):
 
 
 class TestAllToAllInChunks(DispatcherContract):
-    fields = {"dispatch_chunks": 3}
+    fields = {"overlap_chunks": 3}
 
 
 class TestAllToAllWithDrops(DispatcherContract):
-    fields = {"capacity_policy": "fixed", "capacity_factor": 0.75, "overflow": "drop_by_score"}
+    fields = {"capacity": {"policy": "fixed", "capacity_factor": 0.75, "drop_policy": "probs"}}
 
 
 class TestHierarchical(DispatcherContract):
@@ -129,23 +129,34 @@ class TestHierarchical(DispatcherContract):
 
 
 class TestHierarchicalInChunks(DispatcherContract):
-    fields = {"dispatcher": "hierarchical", "dispatch_chunks": 2, "capacity_policy": "fixed",
-              "capacity_factor": 0.75}  # fmt: skip
+    fields = {
+        "dispatcher": "hierarchical",
+        "overlap_chunks": 2,
+        "capacity": {"policy": "fixed", "capacity_factor": 0.75},
+    }
     world, nodes = 4, 2
 
 
 class TestFixedSplit(DispatcherContract):
-    fields = {"dispatcher": "fixed_split", "max_tokens": MAX_TOKENS}
+    fields = {"dispatcher": "padded_all_to_all", "max_tokens_per_call": MAX_TOKENS}
 
 
 class TestFixedSplitWithinCapacity(DispatcherContract):
-    fields = {"dispatcher": "fixed_split", "max_tokens": MAX_TOKENS, "capacity_policy": "fixed",
-              "capacity_factor": 0.6, "dispatch_chunks": 2}  # fmt: skip
+    fields = {
+        "dispatcher": "padded_all_to_all",
+        "max_tokens_per_call": MAX_TOKENS,
+        "capacity": {"policy": "fixed", "capacity_factor": 0.6},
+        "overlap_chunks": 2,
+    }
     world = 4
 
 
 class TestFixedSplitGrouped(DispatcherContract):
-    fields = {"dispatcher": "fixed_split", "max_tokens": MAX_TOKENS, "backend": "grouped_mm"}
+    fields = {
+        "dispatcher": "padded_all_to_all",
+        "max_tokens_per_call": MAX_TOKENS,
+        "backend": "grouped_mm",
+    }
 
 
 class TestAllGather(DispatcherContract):
@@ -160,8 +171,8 @@ def sizes_on_rank(rank: int, world: int) -> dict[str, tuple[int, int]]:
     for name, fields in (
         ("all_to_all", {}),
         ("hierarchical", {"dispatcher": "hierarchical"}),
-        ("fixed_split", {"dispatcher": "fixed_split", "max_tokens": 20, "capacity_policy": "fixed",
-                         "capacity_factor": 0.5}),
+        ("padded_all_to_all", {"dispatcher": "padded_all_to_all", "max_tokens_per_call": 20,
+                               "capacity": {"policy": "fixed", "capacity_factor": 0.5}}),
     ):  # fmt: skip
         layer = make_layer(**fields)
         apply_expert_parallel(layer, dims.ep_mesh, dims.ep_node_meshes)
@@ -181,7 +192,7 @@ def test_a_row_crosses_once_however_many_of_its_experts_are_there():
     # Rank 0's node gets 20 rows from each rank's peer there, and hands them on within it.
     assert [s["hierarchical"] for s in sizes] == [(80, 160), (80, 80), (0, 0), (0, 0)]
     # ceil(20·3/8·0.5) = 4 of each expert, 2 experts on a rank: 8 slots from each of 4 ranks.
-    assert [s["fixed_split"][0] for s in sizes] == [32] * 4
+    assert [s["padded_all_to_all"][0] for s in sizes] == [32] * 4
 
 
 def order_on_rank(rank: int, world: int) -> dict[str, list[str]]:
@@ -199,7 +210,7 @@ def order_on_rank(rank: int, world: int) -> dict[str, list[str]]:
     for name, fields in (
         ("all_to_all", {}),
         ("hierarchical", {"dispatcher": "hierarchical"}),
-        ("fixed_split", {"dispatcher": "fixed_split", "max_tokens": 5}),
+        ("padded_all_to_all", {"dispatcher": "padded_all_to_all", "max_tokens_per_call": 5}),
         ("all_gather", {"dispatcher": "all_gather"}),
     ):
         layer = make_layer(**fields)
@@ -223,9 +234,11 @@ def test_shared_experts_are_computed_while_rows_travel():
 
 def too_many_tokens(rank: int) -> None:
     dims = ParallelDims.build(Topology(dp_shard=2, ep=2), "cpu")
-    layer = make_layer(dispatcher="fixed_split", max_tokens=4)
+    layer = make_layer(dispatcher="padded_all_to_all", max_tokens_per_call=4)
     apply_expert_parallel(layer, dims.ep_mesh)
-    with pytest.raises(ValueError, match=r"5 tokens: moe.max_tokens \(4\) must be at least"):
+    with pytest.raises(
+        ValueError, match=r"5 tokens: moe.max_tokens_per_call \(4\) must be at least"
+    ):
         layer(torch.randn(5, D))
     with pytest.raises(ValueError, match=r"moe.dispatcher \(hierarchical\) must have expert ranks"):
         apply_expert_parallel(make_layer(dispatcher="hierarchical"), dims.ep_mesh)
@@ -233,12 +246,12 @@ def too_many_tokens(rank: int) -> None:
 
 def test_what_a_dispatcher_cannot_do_is_refused():
     run_ranks(too_many_tokens, 2)
-    with pytest.raises(ValueError, match=r"moe.max_tokens \(0\) must be above 0"):
-        make_layer(dispatcher="fixed_split")
-    with pytest.raises(ValueError, match=r"moe.max_tokens \(9\) must be above 0 with"):
-        make_layer(max_tokens=9)
-    with pytest.raises(ValueError, match=r"moe.dispatch_chunks \(2\) must be 1"):
-        make_layer(dispatcher="all_gather", dispatch_chunks=2)
+    with pytest.raises(ValueError, match=r"moe.max_tokens_per_call \(0\) must be above 0"):
+        make_layer(dispatcher="padded_all_to_all")
+    with pytest.raises(ValueError, match=r"moe.max_tokens_per_call \(9\) must be above 0 with"):
+        make_layer(max_tokens_per_call=9)
+    with pytest.raises(ValueError, match=r"moe.overlap_chunks \(2\) must be 1"):
+        make_layer(dispatcher="all_gather", overlap_chunks=2)
 
 
 def grown(rank: int, fields: dict[str, Any]) -> float:
@@ -260,5 +273,5 @@ def grown(rank: int, fields: dict[str, Any]) -> float:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_steps_leave_nothing_in_memory():
     # What leaked once was 4 MiB a step: 160 MiB in the 40 between.
-    for fields in ({}, {"dispatch_chunks": 2}):
+    for fields in ({}, {"overlap_chunks": 2}):
         assert max(run_ranks(grown, 2, fields)) < 40

@@ -33,29 +33,29 @@ def oracle_of(layer: MoELayer, x: torch.Tensor):
     shared = None if s is None else (s.w_gate.weight, s.w_up.weight, s.w_down.weight)
     return oracle.moe_forward(
         x, layer.router.weight, e.w_gate, e.w_up, e.w_down,
-        c.top_k, c.score_func, c.renormalize, shared,
+        c.top_k, c.score_func, c.norm_topk_prob, shared,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("backend", ["loop", "grouped_mm", "packed"])
 @pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
 @pytest.mark.parametrize("num_shared_experts", [0, 2])
-def test_matches_the_oracle(backend, score_func, renormalize, num_shared_experts):
+def test_matches_the_oracle(backend, score_func, norm_topk_prob, num_shared_experts):
     layer = make_layer(
         backend=backend,
         score_func=score_func,
-        renormalize=renormalize,
+        norm_topk_prob=norm_topk_prob,
         num_shared_experts=num_shared_experts,
-        load_balance_weight=0.3,
-        z_loss_weight=0.2,
+        aux_loss_coeff=0.3,
+        z_loss_coeff=0.2,
     )
     x = torch.randn(20, D)
     grad_y = torch.randn(20, D)
     inputs = [x.clone().requires_grad_() for _ in range(2)]
 
     out = layer(inputs[0])
-    ((out.hidden * grad_y).sum() + out.aux.loss).backward()
+    ((out.hidden * grad_y).sum() + out.aux.aux_loss).backward()
     actual = {n: p.grad.clone() for n, p in layer.named_parameters()}
     layer.zero_grad()
     y, balance, z, counts = oracle_of(layer, inputs[1])
@@ -92,9 +92,9 @@ def test_an_empty_batch_is_ordinary(backend, shape):
     layer = make_layer(backend=backend, num_shared_experts=1)
     x = torch.randn(shape, requires_grad=True)
     out = layer(x)
-    (out.hidden.sum() + out.aux.loss).backward()
+    (out.hidden.sum() + out.aux.aux_loss).backward()
     assert out.hidden.shape == shape
-    assert out.aux.loss == 0
+    assert out.aux.aux_loss == 0
     assert out.aux.tokens_per_expert_E.tolist() == [0] * E
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None, name
@@ -280,15 +280,15 @@ def test_backward_is_the_same_twice():
 
 
 def test_recomputation_counts_losses_once():
-    layer = make_layer(load_balance_weight=1.0)
+    layer = make_layer(aux_loss_coeff=1.0)
     x = torch.randn(30, D)
-    plain = layer(x).aux.loss
+    plain = layer(x).aux.aux_loss
     plain.backward()
     expected = layer.router.weight.grad.clone()
     layer.zero_grad()
     out = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
-    out.aux.loss.backward()
-    assert torch.equal(out.aux.loss, plain)
+    out.aux.aux_loss.backward()
+    assert torch.equal(out.aux.aux_loss, plain)
     assert torch.equal(layer.router.weight.grad, expected)
 
 
@@ -299,7 +299,7 @@ def test_autocast_leaves_the_router_in_float32():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cast = layer(x)
     assert torch.equal(plain.aux.tokens_per_expert_E, cast.aux.tokens_per_expert_E)
-    assert torch.equal(plain.aux.loss, cast.aux.loss)
+    assert torch.equal(plain.aux.aux_loss, cast.aux.aux_loss)
     torch.testing.assert_close(cast.hidden, plain.hidden, rtol=0.1, atol=0.05)
     assert not torch.equal(cast.hidden, plain.hidden), "the experts are cast"
 
@@ -332,7 +332,7 @@ def test_a_layer_with_odd_sizes_falls_back_or_says_why():
 def test_bad_configurations_name_the_field_and_the_rule():
     with pytest.raises(ValidationError, match=r"moe.top_k \(7\) must be at most moe.num_experts"):
         make_layer(top_k=7)
-    with pytest.raises(ValidationError, match=r"moe.renormalize \(true\) must be false"):
+    with pytest.raises(ValidationError, match=r"moe.norm_topk_prob \(true\) must be false"):
         make_layer(top_k=1)
     with pytest.raises(ValidationError, match="no_such_field"):
         make_layer(no_such_field=1)

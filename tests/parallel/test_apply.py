@@ -57,14 +57,14 @@ class Model(nn.Module):
         loss = x.new_zeros(())
         for layer in self.layers:
             x, aux = layer(x)
-            loss = loss + aux.loss * x.shape[0]
+            loss = loss + aux.aux_loss * x.shape[0]
         return self.head(x), loss
 
 
 def make_model(case: str = "") -> Model:
     torch.manual_seed(7)
-    overflow = {"little room": "reroute", "less room": "drop_by_score"}.get(case)
-    fields = {"capacity_policy": "fixed", "capacity_factor": 0.75, "overflow": overflow}
+    overflow = {"little room": "reroute", "less room": "probs"}.get(case)
+    fields = {"capacity": {"policy": "fixed", "capacity_factor": 0.75, "drop_policy": overflow}}
     model = Model(**fields) if overflow else Model()
     with torch.no_grad():
         for layer in model.layers:

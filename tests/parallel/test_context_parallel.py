@@ -91,10 +91,10 @@ def test_every_token_is_somewhere_once_and_the_work_is_even():
 
 MODEL = ModelConfig(vocab_size=300, d_model=D, num_layers=3, num_heads=4, num_kv_heads=2,
                     d_ff=40, first_k_dense=1)  # fmt: skip
-BALANCE = {"load_balance_weight": 0.3, "sequence_balance_weight": 0.4, "z_loss_weight": 0.1}
+BALANCE = {"aux_loss_coeff": 0.3, "seq_aux_loss_coeff": 0.4, "z_loss_coeff": 0.1}
 MOES = [
     {"num_shared_experts": 1},
-    {"load_balance_scope": "global_batch"},
+    {"aux_loss_scope": "global_batch"},
     {"score_func": "sigmoid", "expert_bias": True, "n_groups": 2},
 ]
 

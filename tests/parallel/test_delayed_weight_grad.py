@@ -19,11 +19,11 @@ LATENT = MODEL.model_copy(update={
     "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
 })  # fmt: skip
 MOE = MoEConfig(d_model=32, d_ff=24, num_experts=6, top_k=2, num_shared_experts=1,
-                shared_expert_gate=True, load_balance_weight=0.1, z_loss_weight=0.1)  # fmt: skip
+                shared_expert_gate=True, aux_loss_coeff=0.1, z_loss_coeff=0.1)  # fmt: skip
 
 
 def loss_of(out: DecoderOutput) -> Tensor:
-    return out.logits.square().sum() + sum(aux.loss for aux in out.aux)
+    return out.logits.square().sum() + sum(aux.aux_loss for aux in out.aux)
 
 
 def batches(sizes: tuple[int, ...]) -> list[Tensor]:

@@ -16,7 +16,7 @@ B, S = 2, 24
 MODEL = ModelConfig(vocab_size=300, d_model=32, num_layers=4, num_heads=4, num_kv_heads=2,
                     d_ff=40, first_k_dense=2)  # fmt: skip
 MOE = MoEConfig(d_model=32, d_ff=24, num_experts=6, top_k=2, num_shared_experts=1, backend="loop",
-                load_balance_weight=0.1, sequence_balance_weight=0.1, z_loss_weight=0.1,
+                aux_loss_coeff=0.1, seq_aux_loss_coeff=0.1, z_loss_coeff=0.1,
                 input_jitter=0.01)  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def forward_backward(
     with counter, sdpa_kernel(SDPBackend.MATH):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             out = model(tokens)
-            loss = out.logits.square().mean() + sum(aux.loss for aux in out.aux)
+            loss = out.logits.square().mean() + sum(aux.aux_loss for aux in out.aux)
         loss.backward()
     result = {name: p.grad for name, p in model.named_parameters()}
     return result | {

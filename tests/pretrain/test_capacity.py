@@ -19,8 +19,12 @@ from tests.support.jobs import events, prepare_job, write_spec
 from tests.support.ranks import run_ranks
 from tools.pretrain import main
 
-MOE = {"num_experts": 4, "top_k": 2, "d_ff": 24, "capacity_policy": "straggler_aware",
-       "capacity_smoothing": 0.5}  # fmt: skip
+MOE = {
+    "num_experts": 4,
+    "top_k": 2,
+    "d_ff": 24,
+    "capacity": {"policy": "straggler_aware", "smoothing": 0.5},
+}
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +95,7 @@ def test_plans_follow_speed_resume_and_are_replayed(tmp_path, text):
 
     replayed, free = tmp_path / "replayed", tmp_path / "free"
     log = straight / "run" / "log.jsonl"
-    code, _, err = launch(replayed, text, f"train.replay_capacity_plans={log}", slowness=0.1)
+    code, _, err = launch(replayed, text, f"moe.capacity.replay_log={log}", slowness=0.1)
     assert code == 0, err
     assert losses(replayed / "run") == losses(straight / "run")
     code, _, err = launch(free, text, slowness=0.1)
@@ -110,23 +114,23 @@ def test_a_replay_of_what_is_no_log_is_refused(tmp_path, text):
          "must have positive units that sum to 1024 a rank; after step 1 it has [[2048, 0]]"),
     ):  # fmt: skip
         other.write_text(content + "\n")
-        code, _, err = launch(tmp_path / "run", text, f"train.replay_capacity_plans={other}")
+        code, _, err = launch(tmp_path / "run", text, f"moe.capacity.replay_log={other}")
         assert code == 2
         assert message in err
-    code, _, err = launch(tmp_path / "run", text, "train.replay_capacity_plans=nowhere.jsonl")
+    code, _, err = launch(tmp_path / "run", text, "moe.capacity.replay_log=nowhere.jsonl")
     assert code == 2
-    assert "replay_capacity_plans (nowhere.jsonl) cannot be read: No such file" in err
+    assert "moe.capacity.replay_log (nowhere.jsonl) cannot be read: No such file" in err
     code, _, err = launch(
-        tmp_path / "run", text, "train.replay_capacity_plans=x", capacity_policy="dropless"
+        tmp_path / "run", text, "moe.capacity.replay_log=x", capacity={"policy": "dropless"}
     )
     assert code == 2
-    assert "must be empty unless moe.capacity_policy (dropless) is straggler_aware" in err
+    assert "moe.capacity.policy (dropless); policy straggler_aware has it" in err
 
 
 def test_a_router_that_goes_wrong_is_refused_with_layer_and_step(tmp_path, text):
     code, out, err = launch(
-        tmp_path, text, bad_step=3, score_func="sigmoid", renormalize=False,
-        capacity_policy="dropless",
+        tmp_path, text, bad_step=3, score_func="sigmoid", norm_topk_prob=False,
+        capacity={"policy": "dropless"},
     )  # fmt: skip
     assert code == 3
     # Rank 1 spoils its slice of the parameter, which all ranks compute with.
@@ -144,7 +148,7 @@ def counted_on_rank(rank: int, arguments: list[str]) -> list[list[int]]:
     routing_of = step_module.routing_of
 
     def counting(reports, tokens):
-        counted.append([int(aux.batch_counts_E.sum()) for aux in reports])
+        counted.append([int(aux.expert_counts_E.sum()) for aux in reports])
         return routing_of(reports, tokens)
 
     step_module.routing_of = counting
@@ -155,7 +159,7 @@ def counted_on_rank(rank: int, arguments: list[str]) -> list[list[int]]:
 
 def test_a_global_batch_is_counted_over_ranks_and_micro_batches(tmp_path, text):
     data = {"source": str(text / "text"), "path": str(text / "corpus")}
-    moe = {"num_experts": 4, "top_k": 2, "d_ff": 24, "load_balance_scope": "global_batch"}
+    moe = {"num_experts": 4, "top_k": 2, "d_ff": 24, "aux_loss_scope": "global_batch"}
     spec = write_spec(tmp_path, moe=moe, data=data)
     results = run_ranks(counted_on_rank, 2, [str(spec), "--set", "train.steps=2"], group=False)
     # 2 ranks x 2 sequences x 32 tokens x 2 experts, then as many again, in each of two steps.

@@ -55,7 +55,7 @@ def decoder(kind: str) -> Decoder:
              "d_ff": 48, "first_k_dense": 1}  # fmt: skip
     config = ModelConfig(**sizes | (LATENT if kind == "latent" else {}))
     model = Decoder(config, MoEConfig(d_model=32, d_ff=24, num_experts=6, top_k=2,
-                                      load_balance_weight=0.0))  # fmt: skip
+                                      aux_loss_coeff=0.0))  # fmt: skip
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "attention.w" in name:
@@ -185,14 +185,14 @@ def one_process(data, tmp_path_factory) -> Trained:
     [
         ("pp=2", {}),
         ("cp=2", {}),
-        pytest.param("cp=2,tp=2", {"recompute": "selective"}, marks=SLOW),
+        pytest.param("cp=2,tp=2", {"memory": {"recompute": "selective"}}, marks=SLOW),
         pytest.param("tp=2", {}, marks=SLOW),
-        pytest.param("dp_shard=2,ep=2", {"recompute": "full"}, marks=SLOW),
+        pytest.param("dp_shard=2,ep=2", {"memory": {"recompute": "full"}}, marks=SLOW),
         pytest.param("cp=2,tp=2", {}, marks=SLOW),
-        pytest.param("pp=2,cp=2", {"recompute": "full"}, marks=SLOW),
-        pytest.param("pp=2", {"pp_stages_per_rank": 2}, marks=SLOW),
-        pytest.param("pp=2 zbv", {"recompute": "full"}, marks=SLOW),
-        pytest.param("pp=2,cp=2,tp=2,ep=4", {"pp_schedule": "gpipe"}, marks=SLOW),
+        pytest.param("pp=2,cp=2", {"memory": {"recompute": "full"}}, marks=SLOW),
+        pytest.param("pp=2", {"pipeline": {"stages_per_rank": 2}}, marks=SLOW),
+        pytest.param("pp=2 zbv", {"memory": {"recompute": "full"}}, marks=SLOW),
+        pytest.param("pp=2,cp=2,tp=2,ep=4", {"pipeline": {"schedule": "gpipe"}}, marks=SLOW),
     ],
 )
 def test_a_layout_trains_as_one_process_does(layout, parallel, one_process, data, tmp_path):

@@ -27,7 +27,7 @@ BAD_CONFIGS = [
     ("mixtral", {"hidden_size": "x"}, 'hidden_size ("x") must be a whole number'),
     ("mixtral", {"hidden_act": "gelu"}, 'hidden_act ("gelu") must be "silu" or "swish"'),
     ("mixtral", {"sliding_window": 64}, "sliding_window (64) must be null or at least max"),
-    ("mixtral", {"num_experts_per_tok": 1}, "moe.renormalize (true) must be false with moe.top_k"),
+    ("mixtral", {"num_experts_per_tok": 1}, "moe.norm_topk_prob (true) must be false with moe.top"),
     ("mixtral", {"vocab_size": 200}, "model.vocab_size (200): Input should be greater than"),
     ("mixtral", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}},
      'rope_parameters: rope_type ("llama3") must be "default" or "yarn"'),

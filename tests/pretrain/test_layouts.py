@@ -44,11 +44,11 @@ STEPS, SAVED = 10, 7
 SECTIONS: dict[str, Any] = {
     "model": {"num_kv_heads": 4, "num_layers": 4},
     "moe": {
-        "num_experts": 8, "expert_bias": True, "num_shared_experts": 1, "z_loss_weight": 0.01,
-        "load_balance_weight": 0.02, "sequence_balance_weight": 0.02,
-        "capacity_policy": "fixed", "capacity_factor": 4.0,
+        "num_experts": 8, "expert_bias": True, "num_shared_experts": 1, "z_loss_coeff": 0.01,
+        "aux_loss_coeff": 0.02, "seq_aux_loss_coeff": 0.02,
+        "capacity": {"policy": "fixed", "capacity_factor": 4.0},
     },
-    "train": {"steps": 20, "global_batch_size": 5},
+    "train": {"steps": 20}, "batch": {"global_batch_size": 5},
     "optimizer": {"eps": 1e-4},
 }  # fmt: skip
 LAYOUTS = [
@@ -116,19 +116,23 @@ def test_a_layout_trains_as_one_process_does(layout: str, runs):
 @pytest.mark.parametrize(
     ("layout", "parallel"),
     [
-        ("pp=2", {"pp_schedule": "gpipe"}),
-        pytest.param("pp=4", {"pp_schedule": "gpipe"}, marks=SLOW),
-        ("pp=2", {"pp_stages_per_rank": 2}),
+        ("pp=2", {"pipeline": {"schedule": "gpipe"}}),
+        pytest.param("pp=4", {"pipeline": {"schedule": "gpipe"}}, marks=SLOW),
+        ("pp=2", {"pipeline": {"stages_per_rank": 2}}),
         pytest.param(
-            "pp=2,dp_shard=2,ep=2", {"pp_stages_per_rank": 2, "recompute": "full"}, marks=SLOW
+            "pp=2,dp_shard=2,ep=2",
+            {"pipeline": {"stages_per_rank": 2}, "memory": {"recompute": "full"}},
+            marks=SLOW,
         ),
-        pytest.param("pp=2,dp_shard=2", {"zero": 1}, marks=SLOW),
-        pytest.param("dp_replicate=2,dp_shard=2", {"zero": 2}, marks=SLOW),
-        pytest.param("tp=2,cp=2", {"recompute": "selective"}, marks=SLOW),
-        pytest.param("pp=2,dp_shard=2 zbv", {"zero": 1}, marks=SLOW),
-        pytest.param("pp=2,dp_shard=2 dualpipev", {"zero": 2}, marks=SLOW),
-        pytest.param("pp=2,tp=2,ep=2 zbv", {"recompute": "full"}, marks=SLOW),
-        pytest.param("pp=2,dp_shard=2,ep=2 dualpipev", {"recompute": "selective"}, marks=SLOW),
+        pytest.param("pp=2,dp_shard=2", {"memory": {"zero_stage": 1}}, marks=SLOW),
+        pytest.param("dp_replicate=2,dp_shard=2", {"memory": {"zero_stage": 2}}, marks=SLOW),
+        pytest.param("tp=2,cp=2", {"memory": {"recompute": "selective"}}, marks=SLOW),
+        pytest.param("pp=2,dp_shard=2 zbv", {"memory": {"zero_stage": 1}}, marks=SLOW),
+        pytest.param("pp=2,dp_shard=2 dualpipev", {"memory": {"zero_stage": 2}}, marks=SLOW),
+        pytest.param("pp=2,tp=2,ep=2 zbv", {"memory": {"recompute": "full"}}, marks=SLOW),
+        pytest.param(
+            "pp=2,dp_shard=2,ep=2 dualpipev", {"memory": {"recompute": "selective"}}, marks=SLOW
+        ),
     ],
 )
 def test_schedules_and_recomputation_change_nothing_either(layout, parallel, runs, data, tmp_path):
@@ -155,7 +159,7 @@ def test_a_v_of_stages_of_unequal_lengths(layout: str, backend: str, data, tmp_p
     on the path that puts their weights' products aside, and on the one that does not."""
     model = {**SECTIONS["model"], "num_layers": 9, "first_k_dense": 2}
     sections = {**SECTIONS, "model": model, "moe": {**SECTIONS["moe"], "backend": backend}}
-    sections["train"] = {**SECTIONS["train"], "global_batch_size": 13}
+    sections["batch"] = {"global_batch_size": 13}
     alone = train(spec_for(tmp_path, data, "", **sections), 3)
     trained = train(spec_for(tmp_path, data, layout, **sections), 3)
     assert trained.losses == pytest.approx(alone.losses, rel=1e-5)
@@ -175,8 +179,8 @@ def test_a_v_of_stages_of_unequal_lengths(layout: str, backend: str, data, tmp_p
 def test_signs_are_those_of_parameters_wherever_they_are(layout, precision, data, tmp_path):
     """Blocks of numbers that share a magnitude are a parameter's own, wherever its stage is, or a
     slice's where a copy is cut: then they are others. And what is owed is resumed with."""
-    sections = {**SECTIONS, "train": {**SECTIONS["train"], "precision": precision}}
-    fewer = {"gradient_compression": "one_bit", "zero": 2}
+    sections = {**SECTIONS, "precision": {"compute": precision}}
+    fewer = {"gradient_compression": "one_bit", "memory": {"zero_stage": 2}}
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
     alone = train(spec_for(tmp_path / "a", data, "dp_replicate=2", parallel=fewer, **sections), 2)
@@ -269,9 +273,9 @@ def passes_on_rank(spec: JobSpec, rank: int) -> tuple[list[int], list[int], list
 
 @pytest.mark.parametrize("once", [False, pytest.param(True, marks=SLOW)])
 def test_second_passes_have_the_work_and_fsdp_reduces_after_them(once: bool, data, tmp_path):
-    parallel = {"zero": 1 if once else 3}
+    parallel = {"memory": {"zero_stage": 1 if once else 3}}
     # Where gradients are of two dtypes, FSDP reduces them only if it has made them one.
-    sections = {**SECTIONS, "train": {**SECTIONS["train"], "precision": "bfloat16"}}
+    sections = {**SECTIONS, "precision": {"compute": "bfloat16"}}
     spec = spec_for(tmp_path, data, "pp=2,dp_shard=2 zbv", parallel=parallel, **sections)
     for found, there, reduced in run_ranks(partial(passes_on_rank, spec), 4, group=False):
         assert Counter(found) == Counter(5 * there)
@@ -282,12 +286,12 @@ def test_second_passes_have_the_work_and_fsdp_reduces_after_them(once: bool, dat
     ("layout", "parallel"),
     [
         pytest.param("pp=2,cp=2", {}, marks=SLOW),
-        ("pp=2", {"pp_stages_per_rank": 2}),
+        ("pp=2", {"pipeline": {"stages_per_rank": 2}}),
         pytest.param("tp=2,ep=2", {}, marks=SLOW),
     ],
 )
 def test_balance_over_the_global_batch(layout: str, parallel, data, tmp_path):
-    sections = {**SECTIONS, "moe": {**SECTIONS["moe"], "load_balance_scope": "global_batch"}}
+    sections = {**SECTIONS, "moe": {**SECTIONS["moe"], "aux_loss_scope": "global_batch"}}
     alone = train(spec_for(tmp_path, data, "", **sections), 2)
     trained = train(spec_for(tmp_path, data, layout, parallel=parallel, **sections), 2)
     assert trained.losses == pytest.approx(alone.losses, rel=1e-5)
@@ -340,7 +344,7 @@ def test_any_layout_loads_what_any_other_saved(runs, data, tmp_path):
 )  # fmt: skip
 def test_a_run_goes_on_under_another_layout(before: str, after: str, runs, data, tmp_path):
     run, alone = runs(before), runs("dp_shard=1").trained
-    checkpoint = {"path": str(run.root), "on_topology_change": "reshard"}
+    checkpoint = {"path": str(run.root), "reshard_on_load": True}
     spec = spec_for(tmp_path, data, after, checkpoint=checkpoint, **SECTIONS)
     resumed = train(spec, STEPS - SAVED)
     assert resumed.losses == pytest.approx(alone.losses[SAVED:], rel=1e-5)

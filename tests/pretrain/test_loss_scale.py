@@ -41,11 +41,15 @@ def float16(
 ) -> JobSpec:
     """With noise on the routers' input, so that a step that is tried again shows whether it is the
     same one."""
+    precision = {"compute": "float16"}
+    precision |= {name: fields.pop(name) for name in list(fields) if name.startswith("loss_scale")}
     sections = {
         "run_dir": str(folder),
         "parallel": {"gradient_compression": compression},
         "moe": {"expert_bias": True, "input_jitter": 0.01},
-        "train": {"precision": "float16", "steps": 20, "global_batch_size": 6, **fields},
+        "batch": {"global_batch_size": 6},
+        "precision": precision,
+        "train": {"steps": 20, **fields},
     }
     folder.mkdir()
     return spec_for(folder, data, layout, **sections)
@@ -60,8 +64,8 @@ def float16(
 )  # fmt: skip
 def test_scales_change_no_bit_in_float32(layout, compression, data, tmp_path):
     spec = spec_for(
-        tmp_path, data, layout, moe={"z_loss_weight": 1e-3}, train={"loss_scale_growth_steps": 1},
-        parallel={"gradient_compression": compression},
+        tmp_path, data, layout, moe={"z_loss_coeff": 1e-3},
+        precision={"loss_scale_growth_steps": 1}, parallel={"gradient_compression": compression},
     )  # fmt: skip
     plain = train(spec, 3)
     scaled = train(spec, 3, loss_scale=2.0**16)
@@ -189,8 +193,8 @@ def resume_on_rank(spec: JobSpec, rank: int) -> list[Progress]:
 
         Progress.as_dict = only_saved
         save_checkpoint(job, Progress(step=step, tokens_seen=192 * step, cursor=6 * step))
-        train = spec.train.model_copy(update={"precision": precision})
-        restored = restore(build_job(spec.model_copy(update={"train": train}), runtime))
+        section = spec.precision.model_copy(update={"compute": precision})
+        restored = restore(build_job(spec.model_copy(update={"precision": section}), runtime))
         found.append(replace(restored, run_id=""))
     return found
 
@@ -207,8 +211,8 @@ def test_a_checkpoint_with_a_scale_or_without(data, tmp_path):
 def test_float8_is_refused_before_anything_begins(data, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("tools.pretrain.run", lambda spec: pytest.fail("it began"))
     float16(tmp_path / "run", data, "")
-    assert main([str(tmp_path / "run" / "spec.json"), "--set", "train.precision=float8"]) == 2
+    assert main([str(tmp_path / "run" / "spec.json"), "--set", "precision.compute=float8"]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert "train.precision (float8) must be float32, bfloat16 or float16" in err
+    assert "precision.compute (float8) must be float32, bfloat16 or float16" in err
     assert "not implemented, for any hardware" in err

@@ -82,7 +82,7 @@ def parity_on_rank(rank: int, spec, topology: Topology, count: int):
     ids=str,
 )
 def test_the_model_on_ranks_is_the_model_in_one_process(tmp_path, topology, count):
-    spec = make_spec(tmp_path, moe={"num_shared_experts": 1, "z_loss_weight": 0.01})
+    spec = make_spec(tmp_path, moe={"num_shared_experts": 1, "z_loss_coeff": 0.01})
     model, _ = build(spec, Topology(), 0)
     alone = forward_backward(model, batches(spec, count), 1000, torch.device("cpu"))
     square = sum(float(p.grad.double().square().sum()) for p in model.parameters())

@@ -61,14 +61,17 @@ def test_fewer_layers_than_stages_are_refused():
 
 @pytest.mark.parametrize("pp", [2, 3, 5])
 def test_a_v_goes_there_and_back_and_others_round_and_round(pp):
-    for schedule in ("zbv", "dualpipev"):
+    for schedule in (PipelineSchedule.ZBV, PipelineSchedule.DUALPIPEV):
         places = [place_of(stage, pp, schedule) for stage in range(2 * pp)]
         assert places == [*range(pp), *reversed(range(pp))]
-    for schedule in ("gpipe", "1f1b"):
+    for schedule in (PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B):
         assert [place_of(stage, pp, schedule) for stage in range(2 * pp)] == [*range(pp)] * 2
 
 
-SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("zbv", 2), ("dualpipev", 2)]
+SCHEDULES = [
+    (PipelineSchedule.GPIPE, 1), (PipelineSchedule.ONE_F_ONE_B, 1),
+    (PipelineSchedule.ONE_F_ONE_B, 2), (PipelineSchedule.ZBV, 2), (PipelineSchedule.DUALPIPEV, 2),
+]  # fmt: skip
 COUNTS = [1, 3, 7, 8, 13]
 
 
@@ -108,15 +111,15 @@ def test_a_simulated_step_has_the_bubble_of_the_formula(schedule, stages_per_ran
     ranks = [rank[schedule, stages_per_rank] for rank in orders]
     padded = [each[0] for each in ranks[0]]
     assert padded == {
-        ("1f1b", 2): [4, 4, 8, 8, 16],
-        ("dualpipev", 2): [8, 8, 8, 8, 13],
+        (PipelineSchedule.ONE_F_ONE_B, 2): [4, 4, 8, 8, 16],
+        (PipelineSchedule.DUALPIPEV, 2): [8, 8, 8, 8, 13],
     }.get((schedule, stages_per_rank), COUNTS)
     for i, m in enumerate(padded):
         actions = [rank[i][1] for rank in ranks]
         waits = 1 - m * 3.0 / simulated(actions, stages_per_rank)
-        if m >= 7 or schedule not in ("zbv", "dualpipev"):
+        if m >= 7 or not schedule.folds_into_v:
             assert waits == pytest.approx(bubble(4, stages_per_rank, m, schedule))
-        if schedule in ("zbv", "dualpipev"):
+        if schedule.folds_into_v:
             assert waits < bubble(4, 1, m)
             assert waits < bubble(4, 2, m) / 2 or m < 7
         for rank, order in enumerate(actions):
@@ -124,7 +127,11 @@ def test_a_simulated_step_has_the_bubble_of_the_formula(schedule, stages_per_ran
 
 
 def assert_all_is_done_once(
-    rank: int, order: list[str], micro_batches: int, schedule: str, stages_per_rank: int
+    rank: int,
+    order: list[str],
+    micro_batches: int,
+    schedule: PipelineSchedule,
+    stages_per_rank: int,
 ) -> None:
     """Every forward and backward of a rank's stages, none in one pass between the two of another;
     and nothing is sent from the rank to itself."""

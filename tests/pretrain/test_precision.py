@@ -23,7 +23,8 @@ from tests.support.ranks import run_ranks
 SECTIONS: dict[str, Any] = {
     "model": {"num_kv_heads": 4},
     "moe": {"num_experts": 8, "d_ff": 32, "expert_bias": True, "num_shared_experts": 1},
-    "train": {"steps": 20, "global_batch_size": 5},
+    "train": {"steps": 20},
+    "batch": {"global_batch_size": 5},
     "optimizer": {"eps": 1e-4},
 }
 
@@ -35,7 +36,7 @@ def data(tmp_path_factory) -> dict[str, str]:
 
 def sections(precision: str) -> dict[str, Any]:
     # With this scale nothing overflows; how one is found is tested elsewhere.
-    return {**SECTIONS, "train": {**SECTIONS["train"], "precision": precision, "loss_scale": 4096}}
+    return {**SECTIONS, "precision": {"compute": precision, "loss_scale": 4096}}
 
 
 def dtypes_on_rank(spec: JobSpec, rank: int) -> dict[str, set[torch.dtype]]:
@@ -132,8 +133,8 @@ def test_a_backward_in_two_passes_adds_up_as_one_does(schedule, backend, once, d
     fields = sections("bfloat16")
     fields["model"] = {**fields["model"], "num_layers": 4}
     fields["moe"] = {**fields["moe"], "backend": backend}
-    fields["train"] = {**fields["train"], "global_batch_size": 10}
-    fields["parallel"] = {"zero": 1 if once else 3}
+    fields["batch"] = {"global_batch_size": 10}
+    fields["parallel"] = {"memory": {"zero_stage": 1 if once else 3}}
     plain = train(spec_for(tmp_path, data, "pp=2,dp_shard=2", **fields), 1)
     again = train(spec_for(tmp_path, data, f"pp=2,dp_shard=2 {schedule}", **fields), 1)
     assert again.losses == pytest.approx(plain.losses, rel=1e-6)

@@ -80,7 +80,7 @@ def fingerprints(run: Path) -> dict[str, int]:
     [
         pytest.param(1, {}, {"input_jitter": 0.01}, marks=SLOW),
         (2, {"ep": 2}, {"expert_bias": True, "input_jitter": 0.01}),
-        pytest.param(2, {"ep": 1, "zero": 1}, {}, marks=SLOW),
+        pytest.param(2, {"ep": 1, "memory": {"zero_stage": 1}}, {}, marks=SLOW),
         pytest.param(2, {"dp_replicate": 2, "gradient_compression": "one_bit"}, {}, marks=SLOW),
         pytest.param(4, {"ep": 2}, {}, marks=SLOW),
         pytest.param(4, {"ep": 4, "cp": 2}, {"input_jitter": 0.01}, marks=SLOW),
@@ -94,8 +94,8 @@ def test_a_stopped_and_resumed_run_is_bitwise_the_uninterrupted_one(
     text, tmp_path, world, parallel, moe
 ):
     # An evaluation just before the checkpoint must leave no trace in either.
-    train = {"eval_interval_steps": 3}
-    spec = write_spec(tmp_path, parallel=parallel, data=data_of(text), train=train, moe=moe)
+    evaluation = {"interval_steps": 3}
+    spec = write_spec(tmp_path, parallel=parallel, data=data_of(text), eval=evaluation, moe=moe)
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
 
     code, out, _ = launch(spec, world, f"run_dir={straight}")
@@ -131,8 +131,8 @@ def test_a_stopped_and_resumed_run_is_bitwise_the_uninterrupted_one(
 
 @SLOW
 def test_a_batch_that_grows_is_the_same_on_any_ranks_and_after_a_resume(text, tmp_path):
-    train = {"steps": 8, "ramp_batch_size": 2, "ramp_tokens": 600, "micro_batch_size": 2}
-    spec = write_spec(tmp_path, data=data_of(text), train=train)
+    batch = {"batch_size_rampup": {"start": 2, "tokens": 600}}
+    spec = write_spec(tmp_path, data=data_of(text), train={"steps": 8}, batch=batch)
     runs = {world: tmp_path / str(world) for world in (1, 2, 4)}
     for world, run in runs.items():
         if world == 2:
@@ -150,10 +150,10 @@ def test_a_batch_that_grows_is_the_same_on_any_ranks_and_after_a_resume(text, tm
 
 @SLOW
 def test_recomputed_activations_change_no_bit(text, tmp_path):
-    moe = {"expert_bias": True, "input_jitter": 0.01, "sequence_balance_weight": 0.01}
+    moe = {"expert_bias": True, "input_jitter": 0.01, "seq_aux_loss_coeff": 0.01}
     found = []
     for name in ("none", "full", "selective"):
-        parallel = {"ep": 2, "recompute": name}
+        parallel = {"ep": 2, "memory": {"recompute": name}}
         spec = write_spec(tmp_path, parallel=parallel, data=data_of(text), moe=moe)
         code, _, err = launch(spec, 4, f"run_dir={tmp_path / name}")
         assert code == 0, err
@@ -174,9 +174,11 @@ def test_recomputed_activations_change_no_bit(text, tmp_path):
 def test_a_resize_keeps_the_samples_and_the_losses(text, tmp_path, before, after, cp):
     sections = {
         "data": data_of(text),
-        "train": {"steps": 24, "global_batch_size": 6, "eval_sequences": 4},
+        "train": {"steps": 24},
+        "batch": {"global_batch_size": 6},
+        "eval": {"sequences": 4},
         "checkpoint": {"interval_steps": 100},
-        "moe": {"expert_bias": True, "sequence_balance_weight": 0.01},
+        "moe": {"expert_bias": True, "seq_aux_loss_coeff": 0.01},
     }
     spec = write_spec(tmp_path, **sections)
     ep = {1: 1, 2: 2, 4: 4}
@@ -194,7 +196,7 @@ def test_a_resize_keeps_the_samples_and_the_losses(text, tmp_path, before, after
     assert "must be that of the checkpoint of step 4" in err
     assert 'on_topology_change must be "reshard"' in err
 
-    code, *_ = launch(spec, after, on_resized, *layout, "checkpoint.on_topology_change=reshard")
+    code, *_ = launch(spec, after, on_resized, *layout, "checkpoint.reshard_on_load=true")
     assert code == 0
     a, b = losses(straight), losses(resized)
     assert len(a) == len(b) == 24
@@ -232,7 +234,7 @@ def test_copies_of_the_model_may_be_read_once(text, tmp_path):
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     assert launch(spec, 2, f"run_dir={straight}")[0] == 0
     assert launch(spec, 2, f"run_dir={resumed}", stop_after=4)[0] == 75
-    overrides = (f"run_dir={resumed}", "checkpoint.read_once=true")
+    overrides = (f"run_dir={resumed}", "checkpoint.broadcast_on_load=true")
     arguments = [str(spec), *(part for o in overrides for part in ("--set", o))]
     results = run_ranks(reading_noted, 2, arguments, tmp_path, group=False)
     assert [code for code, _, _ in results] == [0, 0], results
@@ -277,7 +279,7 @@ def test_gradients_with_fewer_bits_train_as_well(text, tmp_path):
 
     code, out, err = launch(
         tmp_path / "one_bit.json", 1, "parallel.dp_replicate=1", "train.steps=14",
-        "parallel.gradient_compression=none", "checkpoint.on_topology_change=reshard",
+        "parallel.gradient_compression=none", "checkpoint.reshard_on_load=true",
     )  # fmt: skip
     assert code == 0, err
     assert "what compressed gradients still owed was of other ranks, and is left out" in out
@@ -343,7 +345,7 @@ def check_communication(interval: dict, parallel: dict) -> None:
         assert interval["bubble_formula"] == (p - 1) / (passes + p - 1)
 
 
-ZBV = {"pp": 2, "tp": 2, "pp_schedule": "zbv", "pp_stages_per_rank": 2}
+ZBV = {"pp": 2, "tp": 2, "pipeline": {"schedule": "zbv", "stages_per_rank": 2}}
 MORE_LAYOUTS = [(4, {"ep": 4}), (3, {"pp": 3}), (4, {"cp": 2, "ep": 2}), (4, {"pp": 2, "tp": 2})]
 
 
@@ -390,10 +392,10 @@ def finished(text, tmp_path_factory) -> Path:
     ("change", "message"),
     [
         (
-            "train.global_batch_size=4",
-            r"train.global_batch_size \(4\) must be as in the checkpoint",
+            "batch.global_batch_size=4",
+            r"batch.global_batch_size \(4\) must be as in the checkpoint",
         ),
-        ("moe.top_k=1", "moe.renormalize"),
+        ("moe.top_k=1", "moe.norm_topk_prob"),
         ("moe.d_ff=16", r"moe.d_ff \(16\) must be as in the checkpoint of step 6"),
         ("data.seq_len=16", r"data.seq_len \(16\) must be as in"),
         ("data.document_mask=true", r"data.document_mask \(True\) must be as in"),

@@ -20,6 +20,33 @@ RECIPE = "tools/recipes/stdlib-tiny.toml"
     [
         ("train.stepz=3", "train.stepz: no such field; did you mean steps?"),
         ("trian.steps=3", "trian: no such field; did you mean train?"),
+        ("steps=3", "steps: no such field; did you mean train.steps?"),
+        ("train.compute=3", "train.compute: no such field; did you mean precision.compute?"),
+        ("moe.seq_len=3", "moe.seq_len: no such field; did you mean data.seq_len?"),
+        (
+            "parallel.memory.recomputed=full",
+            "parallel.memory.recomputed: no such field; did you mean",
+        ),
+        ("moe.capacity.capacity_factor=2", "(dropless); policy fixed or straggler_aware has it"),
+        ("moe.capacity.polizy=3", "moe.capacity.polizy: no such field; did you mean policy?"),
+        (
+            "moe.capacity={policy='fixed', zzz=1}",
+            "moe.capacity.zzz: no such field; there are policy,",
+        ),
+        (
+            "moe.capacity.policy=none",
+            "moe.capacity.policy ('none'): Input should be 'dropless', 'f",
+        ),
+        (
+            "moe.capacity={policy='fixed', capacity_factor=0}",
+            "moe.capacity.capacity_factor (0): Input should be greater than 0",
+        ),
+        ("moe.capacity=3", "moe.capacity (3): Input should be"),
+        (
+            "moe.capacity={policy='straggler_aware'}",
+            "parallel.ep (1) must be at least 2 with moe.capacity.policy (straggler_aware)",
+        ),
+        ("parallel.pipeline.schedule=2f2b", "parallel.pipeline.schedule ('2f2b'): Input should be"),
         ("moe.zzz=3", "moe.zzz: no such field; there are num_experts, top_k,"),
         ("train.steps=ten", "train.steps ('ten'): Input should be a valid integer"),
         ("train.steps=1.5", "train.steps (1.5): Input should be a valid integer"),
@@ -35,8 +62,8 @@ RECIPE = "tools/recipes/stdlib-tiny.toml"
         ),
         ("model.first_k_dense=4", "model.first_k_dense (4) must be at most model.num_layers (3)"),
         (
-            "checkpoint.keep_best=1",
-            "checkpoint.keep_best (1) must be 0 without train.eval_interval",
+            "checkpoint.retention.keep_best=1",
+            "checkpoint.retention.keep_best (1) must be 0 without eval.interval_steps",
         ),
         ("model.d_ff=0", "model.d_ff (0) must be at least 1 where a layer is dense"),
         ("model.vocab_size=256", "model.vocab_size (256): Input should be greater than or equal"),
@@ -44,34 +71,55 @@ RECIPE = "tools/recipes/stdlib-tiny.toml"
         ("parallel.tp=8", "model.num_heads (4) must be a multiple of parallel.tp (8)"),
         ("parallel.tp=4", "model.num_kv_heads (2) must be a multiple of parallel.tp (4)"),
         ("parallel.pp=4", "model.num_layers (3) must be at least parallel.pp x"),
-        ("parallel.pp_stages_per_rank=2", "parallel.pp_stages_per_rank (2) must be 1 where"),
-        ("parallel.pp_schedule=zbv", "parallel.pp (1) must be at least 2 with parallel.pp_sched"),
-        ("train.loss_scale=3", "train.loss_scale (3) must be a power of two from 1 to 2^127"),
-        ("train.loss_scale=0", "train.loss_scale (0) must be a power of two"),
-        ("train.loss_scale=-2", "train.loss_scale (-2) must be a power of two"),
-        (f"train.loss_scale={1 << 128}", "must be a power of two from 1 to 2^127"),
-        ("train.loss_scale=2.5", "train.loss_scale (2.5): Input should be a valid integer"),
-        ("train.loss_scale_growth_steps=0", "train.loss_scale_growth_steps (0): Input should be"),
         (
-            "train.precision=float8",
-            "train.precision (float8) must be float32, bfloat16 or float16: products in float8 are",
+            "parallel.pipeline.stages_per_rank=2",
+            "parallel.pipeline.stages_per_rank (2) must be 1 where",
         ),
         (
-            "train.precision=half",
-            "train.precision ('half'): Input should be 'float32', 'bfloat16' or 'float16'",
+            "parallel.pipeline.schedule=zbv",
+            "parallel.pipeline.stages_per_rank (1) must be 2 with",
+        ),
+        (
+            "precision.loss_scale=3",
+            "precision.loss_scale (3) must be a power of two from 1 to 2^127",
+        ),
+        ("precision.loss_scale=0", "precision.loss_scale (0) must be a power of two"),
+        ("precision.loss_scale=-2", "precision.loss_scale (-2) must be a power of two"),
+        (f"precision.loss_scale={1 << 128}", "must be a power of two from 1 to 2^127"),
+        ("precision.loss_scale=2.5", "precision.loss_scale (2.5): Input should be a valid integer"),
+        (
+            "precision.loss_scale_growth_steps=0",
+            "precision.loss_scale_growth_steps (0): Input should be",
+        ),
+        (
+            "precision.compute=float8",
+            "precision.compute (float8) must be float32, bfloat16 or float16: GEMMs in float8",
+        ),
+        (
+            "precision.compute=half",
+            "precision.compute ('half'): Input should be 'float32', 'bfloat16' or 'float16'",
         ),
         (
             "parallel.gradient_compression=one_bit",
             "parallel.gradient_compression (one_bit) must be none where parallel.dp_replicate is 1",
         ),
-        ("parallel.zero=4", "parallel.zero (4): Input should be 1, 2 or 3"),
-        ("train.ramp_batch_size=4", "train.ramp_batch_size (4) must be at most"),
+        (
+            "parallel.memory.zero_stage=4",
+            "parallel.memory.zero_stage (4): Input should be 1, 2 or 3",
+        ),
+        (
+            "batch.batch_size_rampup={start=9,tokens=600}",
+            "batch.batch_size_rampup.start (9) must be at most",
+        ),
         (
             "parallel.cp=5",
             "data.seq_len (32) must be a multiple of 2 x parallel.cp x parallel.tp (2 x 5 x 1)",
         ),
-        ("parallel.recompute_every=2", "parallel.recompute_every (2) must be 1 where"),
-        ("train.micro_batch_size=9", "train.micro_batch_size (9) must be at most"),
+        (
+            "parallel.memory.recompute_layer_freq=2",
+            "parallel.memory.recompute_layer_freq (2) must be 1 where",
+        ),
+        ("batch.micro_batch_size=9", "batch.micro_batch_size (9) must be at most"),
         ("schedule.warmup_steps=7", "schedule.warmup_steps + decay_steps (7 + 0) must be at most"),
         ("schedule.kind=wsd", "schedule.decay_steps (0) must be above 0 for wsd"),
         ("data.shard_tokens=32", "data.seq_len (32) must be less than data.shard_tokens (32)"),
@@ -113,6 +161,9 @@ def test_a_matrix_of_the_first_and_the_last_stage(tmp_path):
 def test_files_that_are_no_spec(tmp_path):
     with pytest.raises(InputError, match=r"cannot be read: No such file"):
         load_spec(tmp_path / "none.toml")
+    (tmp_path / "spec.yaml").write_text("a: 1")
+    with pytest.raises(InputError, match=r"spec.yaml: a spec is TOML or JSON, in a file named"):
+        load_spec(tmp_path / "spec.yaml")
     (tmp_path / "bad.toml").write_text("a = = 1")
     with pytest.raises(InputError, match=r"bad.toml is not valid .toml"):
         load_spec(tmp_path / "bad.toml")
@@ -129,14 +180,17 @@ def test_files_that_are_no_spec(tmp_path):
 @pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
 @pytest.mark.parametrize("stages", [1, 3])
 def test_a_v_has_two_stages_on_a_rank(tmp_path, schedule, stages):
-    fields = {"pp": 2, "pp_schedule": schedule, "pp_stages_per_rank": stages}
+    fields = {"pp": 2, "pipeline": {"schedule": schedule, "stages_per_rank": stages}}
     with pytest.raises(InputError) as error:
         make_spec(tmp_path, model={"num_layers": 6}, parallel=fields)
-    assert f"parallel.pp_stages_per_rank ({stages}) must be 2 with" in str(error.value)
-    assert f"parallel.pp_schedule ({schedule}): a rank has one stage of each arm of the V" in str(
-        error.value
+    assert f"parallel.pipeline.stages_per_rank ({stages}) must be 2 with" in str(error.value)
+    assert (
+        f"parallel.pipeline.schedule ({schedule}): a rank has one stage of each arm of the V"
+        in str(error.value)
     )
-    make_spec(tmp_path, model={"num_layers": 4}, parallel=fields | {"pp_stages_per_rank": 2})
+    make_spec(
+        tmp_path, model={"num_layers": 4}, parallel=fields | {"pipeline": {"stages_per_rank": 2}}
+    )
 
 
 def test_degrees_must_fit_the_world(tmp_path):
@@ -181,7 +235,7 @@ def test_layouts_that_would_work_are_named(tmp_path, parallel, world, nearest):
 
 
 def test_no_layout_of_so_many_ranks(tmp_path):
-    moe = {"capacity_policy": "straggler_aware"}  # wants experts on several ranks; there are 4
+    moe = {"capacity": {"policy": "straggler_aware"}}  # wants experts on several ranks; there are 4
     spec = make_spec(tmp_path, moe=moe, parallel={"ep": 2})
     with pytest.raises(InputError, match="no layout of 5 ranks works for this model and data"):
         spec.topology(5)
@@ -203,10 +257,12 @@ def test_the_hash_is_of_the_resolved_spec(tmp_path):
 
 
 def test_only_float16_scales_its_loss(tmp_path):
-    for precision, scale in (("float32", None), ("bfloat16", None), ("float16", 2.0**127)):
-        train = make_spec(tmp_path, train={"precision": precision, "loss_scale": 1 << 127}).train
-        assert train.dtype == getattr(torch, precision)
-        assert train.first_loss_scale == scale
+    short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    for compute, scale in (("float32", None), ("bfloat16", None), ("float16", 2.0**127)):
+        for name in (compute, short[compute]):
+            spec = make_spec(tmp_path, precision={"compute": name, "loss_scale": 1 << 127})
+            assert spec.precision.dtype == getattr(torch, compute)
+            assert spec.precision.first_loss_scale == scale
 
 
 def test_the_recipe_is_valid_toml_and_fits_one_and_many_ranks():
@@ -216,24 +272,3 @@ def test_the_recipe_is_valid_toml_and_fits_one_and_many_ranks():
     assert spec.topology(2).ep == 2
     assert spec.topology(64).world == 64
     assert load_spec(Path(RECIPE), ["parallel.ep=1"]).topology(1).world == 1
-
-
-def test_the_readme_names_every_field_of_the_spec():
-    from pathlib import Path
-
-    readme = Path("README.md").read_text()
-
-    def fields(model, prefix):
-        for name, field in model.model_fields.items():
-            inner = [
-                t
-                for t in (field.annotation, *getattr(field.annotation, "__args__", ()))
-                if isinstance(t, type) and hasattr(t, "model_fields")
-            ]
-            if inner:
-                yield from fields(inner[0], f"{prefix}{name}.")
-            else:
-                yield f"{prefix}{name}", name
-
-    missing = [full for full, name in fields(JobSpec, "") if f"`{name}`" not in readme]
-    assert not missing

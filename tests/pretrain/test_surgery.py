@@ -48,7 +48,7 @@ def source_of(folders, case: str) -> Source:
         return source
     # Sigmoid scores that are not renormalized, which no family has.
     spec = json.loads(json.dumps(source.info.spec))
-    spec["moe"]["renormalize"] = False
+    spec["moe"]["norm_topk_prob"] = False
     return Described(source, replace(source.info, spec=spec))
 
 
@@ -277,10 +277,10 @@ def test_a_run_begins_with_renamed_weights_and_fresh_ones_when_told(folders, tmp
     write_checkpoint(Selected(source, names), tmp_path / "weights", Topology())
     small = {
         **{f"data.{key}": value for key, value in data.items()},
-        "data.shard_tokens": 20_000, "train.steps": 1, "train.global_batch_size": 4,
-        "train.micro_batch_size": 2, "train.eval_sequences": 4, "schedule.warmup_steps": 0,
+        "data.shard_tokens": 20_000, "train.steps": 1, "batch.global_batch_size": 4,
+        "batch.micro_batch_size": 2, "eval.sequences": 4, "schedule.warmup_steps": 0,
         "optimizer.lr": 1e-30, "moe.bias_update_rate": 0, "run_dir": tmp_path / "run",
-        "train.init_from": tmp_path / "weights",
+        "init.checkpoint": tmp_path / "weights",
     }  # fmt: skip
 
     def train(*more: str) -> tuple[int, str, str]:
@@ -290,16 +290,16 @@ def test_a_run_begins_with_renamed_weights_and_fresh_ones_when_told(folders, tmp
         code = pretrain([str(folders / "mixtral-ours/spec.toml"), *flags])
         return code, *capsys.readouterr()
 
-    rename = 'train.init_rename={"model/stem/" = "model/embed/"}'
+    rename = 'init.rename={"model/stem/" = "model/embed/"}'
     code, _, err = train(rename)
     assert code == 2
     assert "has no array model/norm/weight" in one_error_line(err)
-    code, _, err = train("train.init_missing=keep")
+    code, _, err = train("init.strict=false")
     assert code == 2
     assert "model/stem/weight has no place in the model" in one_error_line(err)
-    code, out, err = train(rename, "train.init_missing=keep")
+    code, out, err = train(rename, "init.strict=false")
     assert code == 0, err
-    assert "model/norm/weight is not in train.init_from and gets fresh values" in out
+    assert "model/norm/weight is not in init.checkpoint and is initialized at random" in out
     made = ckpt.open(tmp_path / "run/checkpoints")
     old = source.read_box("model/embed/weight", whole(source.arrays["model/embed/weight"]))
     assert np.array_equal(made["model/embed/weight"][...], old)

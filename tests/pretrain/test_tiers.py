@@ -78,9 +78,14 @@ def losses(run: Path) -> dict[int, float]:
 @pytest.fixture
 def spec(text, tmp_path) -> Path:
     checkpoint = {
-        "interval_steps": 1, "memory": True, "memory_path": str(tmp_path / "memory"),
-        "local_path": str(tmp_path / "disks"), "shared_every": 3,
-    }  # fmt: skip
+        "interval_steps": 1,
+        "tiers": {
+            "memory": True,
+            "memory_path": str(tmp_path / "memory"),
+            "local_path": str(tmp_path / "disks"),
+            "shared_interval": 3,
+        },
+    }
     parallel = {"ep": 2}
     return write_spec(tmp_path, data=data_of(text), checkpoint=checkpoint, parallel=parallel)
 
@@ -121,9 +126,14 @@ def test_a_restart_takes_the_newest_that_every_rank_can_reach(spec, tmp_path):
 
 def test_a_lost_node_is_restored_from_its_neighbour(text, tmp_path):
     checkpoint = {
-        "interval_steps": 1, "memory": True, "memory_path": str(tmp_path / "memory"),
-        "peer": True, "shared_every": 100,
-    }  # fmt: skip
+        "interval_steps": 1,
+        "tiers": {
+            "memory": True,
+            "memory_path": str(tmp_path / "memory"),
+            "replicate_to_peer": True,
+            "shared_interval": 100,
+        },
+    }
     spec = write_spec(tmp_path, data=data_of(text), checkpoint=checkpoint, parallel={"ep": 2})
     memory = tmp_path / "memory"
     run_until(spec, 5)
@@ -174,9 +184,15 @@ def test_a_shared_folder_that_fails_is_told_and_training_goes_on(spec, tmp_path)
 )
 def test_nodes_go_back_with_what_all_share(text, tmp_path, way):
     checkpoint = {
-        "interval_steps": 1, "keep": 9, "shared_every": 2, "linger_seconds": 60.0,
-        "memory": True, "memory_path": str(tmp_path / "memory"),
-    }  # fmt: skip
+        "interval_steps": 1,
+        "retention": {"keep": 9},
+        "tiers": {
+            "shared_interval": 2,
+            "memory_retention_seconds": 60.0,
+            "memory": True,
+            "memory_path": str(tmp_path / "memory"),
+        },
+    }
     spec = write_spec(tmp_path, data=data_of(text), checkpoint=checkpoint)
     run_until(spec, 6, world=1)
     shared = tmp_path / "run" / "checkpoints"
@@ -309,9 +325,9 @@ def test_a_log_tells_failures_from_ends(tmp_path):
 
 @SLOW
 def test_the_regular_and_the_best_stay(text, tmp_path):
-    checkpoint = {"interval_steps": 1, "keep": 1, "keep_every": 3, "keep_best": 1}
-    train = {"eval_interval_steps": 2}
-    spec = write_spec(tmp_path, data=data_of(text), checkpoint=checkpoint, train=train)
+    checkpoint = {"interval_steps": 1, "retention": {"keep": 1, "keep_every": 3, "keep_best": 1}}
+    evaluation = {"interval_steps": 2}
+    spec = write_spec(tmp_path, data=data_of(text), checkpoint=checkpoint, eval=evaluation)
     code, _, err = run_to_the_end(spec)
     assert code == 0, err
     root = tmp_path / "run" / "checkpoints"
@@ -360,7 +376,7 @@ def test_a_run_saves_to_an_object_store_and_resumes_from_it(text, tmp_path):
     [
         ({"interval_steps": 5, "interval_minutes": 1.0}, "interval_minutes .* must be left out"),
         ({"interval_steps": 0}, r"interval_steps \(0\) must be at least 1, or auto"),
-        ({"shared_every": 2}, r"shared_every \(2\) must be 1 without"),
+        ({"tiers": {"shared_interval": 2}}, r"shared_every \(2\) must be 1 without"),
     ],
 )
 def test_what_contradicts_itself_is_refused(fields, error):

@@ -14,17 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe import MoEConfig, MoELayer
-from router import Dropless, FixedCapacity, RouterConfig
+from router import Dropless, DroplessConfig, FixedCapacity, FixedCapacityConfig
 from router.capacity import expert_capacity
+from router.config import DropPolicy
 
-OVERFLOWS = ["reroute", "drop_by_score", "drop_by_position"]
+DROP_POLICIES = ["reroute", "probs", "position"]
 
 
-def config(E: int, K: int, factor: float, overflow: str = "reroute") -> RouterConfig:
-    return RouterConfig(
-        num_experts=E, top_k=K, renormalize=False, capacity_policy="fixed",
-        capacity_factor=factor, overflow=overflow,
-    )  # fmt: skip
+def fixed(E: int, K: int, factor: float, drop_policy: DropPolicy = "reroute") -> FixedCapacity:
+    config = FixedCapacityConfig(capacity_factor=factor, drop_policy=drop_policy)
+    return FixedCapacity(config, num_experts=E, top_k=K)
 
 
 Level = tuple[list[int], list[int]]
@@ -46,17 +45,17 @@ def literal_keep(asks: list[tuple[int, float]], levels: list[Level]) -> list[boo
     return kept
 
 
-def literal_place(chosen, choice, scores, levels, overflow):
+def literal_place(chosen, choice, scores, levels, drop_policy):
     """The policy in words, with loops: returns [T][K] experts, None where dropped."""
     T, K, E = len(chosen), len(chosen[0]), len(choice[0])
     order = [(t, k) for t in range(T) for k in range(K)]
-    by_score = overflow != "drop_by_position"
+    by_score = drop_policy != "position"
     asks = [(chosen[t][k], scores[t][chosen[t][k]] if by_score else 0.0) for t, k in order]
     kept = literal_keep(asks, levels)
     placed = [[None] * K for _ in range(T)]
     for (t, k), ok in zip(order, kept, strict=True):
         placed[t][k] = chosen[t][k] if ok else None
-    if overflow != "reroute":
+    if drop_policy != "reroute":
         return placed
     waiting = {t: [k for k in range(K) if placed[t][k] is None] for t in range(T)}
     while any(waiting.values()):
@@ -96,21 +95,21 @@ def draw_choices(T: int, E: int, K: int, seed: int) -> tuple[torch.Tensor, ...]:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.integers(0, 12), st.integers(1, 6), st.data(), st.sampled_from(OVERFLOWS),
+    st.integers(0, 12), st.integers(1, 6), st.data(), st.sampled_from(DROP_POLICIES),
     st.sampled_from([0.3, 0.5, 1.0, 1.1, 2.0]),
 )  # fmt: skip
-def test_placement_is_the_literal_one(T, E, data, overflow, factor):
+def test_placement_is_the_literal_one(T, E, data, drop_policy, factor):
     K = data.draw(st.integers(1, E))
     chosen, choice, scores = draw_choices(T, E, K, data.draw(st.integers(0, 10**6)))
 
-    placed = FixedCapacity(config(E, K, factor, overflow)).place(chosen, choice, scores)
+    placed = fixed(E, K, factor, drop_policy).place(chosen, choice, scores)
 
     capacity = expert_capacity(T, K, E, factor)
     expected = []
     if T:
         expected = literal_place(
             chosen.tolist(), choice.tolist(), scores.tolist(),
-            [(list(range(E)), [capacity] * E)], overflow,
+            [(list(range(E)), [capacity] * E)], drop_policy,
         )  # fmt: skip
     actual = placed.expert_indices_TK.masked_fill(placed.dropped_TK, -1).tolist()
     assert actual == [[-1 if e is None else e for e in row] for row in expected]
@@ -122,7 +121,7 @@ def test_placement_is_the_literal_one(T, E, data, overflow, factor):
     for t, row in enumerate(actual):
         there = [e for e in row if e >= 0]
         assert len(set(there)) == len(there), "an expert twice for one token"
-        if overflow == "reroute" and len(there) < K:
+        if drop_policy == "reroute" and len(there) < K:
             free = [e for e in range(E) if loads[e] < capacity and choice[t, e] > -math.inf]
             assert set(free) <= set(there), "dropped although an expert had room"
 
@@ -139,15 +138,15 @@ def test_a_factor_that_binary_cannot_hold_is_not_rounded_up():
     assert expert_capacity(100, 2, 2, 1.1) == 110
 
 
-@pytest.mark.parametrize("overflow", OVERFLOWS)
-def test_with_room_for_all_nothing_changes(overflow):
+@pytest.mark.parametrize("drop_policy", DROP_POLICIES)
+def test_with_room_for_all_nothing_changes(drop_policy):
     scores = torch.rand(20, 4)
     chosen = scores.topk(2, dim=1).indices
-    placed = FixedCapacity(config(4, 2, 4.0, overflow)).place(chosen, scores, scores)
+    placed = fixed(4, 2, 4.0, drop_policy).place(chosen, scores, scores)
     assert torch.equal(placed.expert_indices_TK, chosen)
     assert not placed.dropped_TK.any()
     assert placed.num_rerouted == 0
-    plain = Dropless(config(4, 2, 4.0, overflow)).place(chosen, scores, scores)
+    plain = Dropless(DroplessConfig()).place(chosen, scores, scores)
     assert plain.expert_indices_TK is chosen
     assert plain.dropped_TK is None
 
@@ -155,20 +154,20 @@ def test_with_room_for_all_nothing_changes(overflow):
 def test_with_room_for_just_all_rerouting_drops_none_of_a_top_1_choice():
     scores = torch.rand(40, 4) + torch.tensor([3.0, 0.0, 0.0, 0.0])
     chosen = scores.topk(1, dim=1).indices
-    placed = FixedCapacity(config(4, 1, 1.0)).place(chosen, scores, scores)
+    placed = fixed(4, 1, 1.0).place(chosen, scores, scores)
     assert not placed.dropped_TK.any()
     assert torch.bincount(placed.expert_indices_TK.flatten()).tolist() == [10] * 4
     assert placed.num_rerouted == 30
 
 
-@pytest.mark.parametrize("overflow", OVERFLOWS)
+@pytest.mark.parametrize("drop_policy", DROP_POLICIES)
 @pytest.mark.parametrize("backend", ["loop", "grouped_mm"])
-def test_the_layer_computes_what_was_placed(overflow, backend):
+def test_the_layer_computes_what_was_placed(drop_policy, backend):
     torch.manual_seed(3)
     layer = MoELayer(
         MoEConfig(
-            d_model=16, d_ff=24, num_experts=6, top_k=2, capacity_policy="fixed",
-            capacity_factor=0.9, overflow=overflow, backend=backend,
+            d_model=16, d_ff=24, num_experts=6, top_k=2, backend=backend,
+            capacity=FixedCapacityConfig(capacity_factor=0.9, drop_policy=drop_policy),
         )
     )  # fmt: skip
     with torch.no_grad():
@@ -202,14 +201,14 @@ def test_the_layer_computes_what_was_placed(overflow, backend):
     assert out.aux.num_dropped == dropped
     assert dropped >= 60 - 6 * expert_capacity(30, 2, 6, 0.9) > 0
     assert out.aux.tokens_per_expert_E.sum() == 60, "losses see what was chosen"
-    assert (out.aux.num_rerouted > 0) == (overflow == "reroute")
+    assert (out.aux.num_rerouted > 0) == (drop_policy == "reroute")
 
 
 def test_no_room_at_all_and_no_tokens():
-    fields = {"d_model": 16, "d_ff": 24, "num_experts": 6, "top_k": 2, "capacity_policy": "fixed"}
+    fields = {"d_model": 16, "d_ff": 24, "num_experts": 6, "top_k": 2}
     layer = MoELayer(MoEConfig(**fields))
     out = layer(torch.randn(0, 16, requires_grad=True))
     assert out.aux.num_dropped == 0
     out.hidden.sum().backward()
     with pytest.raises(ValueError, match="capacity_factor"):
-        MoEConfig(**fields, capacity_factor=0.0)
+        MoEConfig(**fields, capacity={"policy": "fixed", "capacity_factor": 0.0})

@@ -18,7 +18,14 @@ from pydantic import ValidationError
 
 from moe import MoEConfig, MoELayer
 from parallel import ParallelDims, Topology, apply_expert_parallel
-from router import Balance, CapacityPlan, RouterConfig, StragglerAwareCapacity
+from router import (
+    CapacityPlan,
+    FixedCapacityConfig,
+    RouterConfig,
+    StragglerAwareCapacity,
+    StragglerAwareConfig,
+    StragglerBalancer,
+)
 from router.capacity import CapacityPolicy, capacity_policy
 from router.plan import UNITS_PER_RANK, bounded_shares, largest_remainder
 from tests.router.test_capacity import draw_choices, literal_place
@@ -38,7 +45,7 @@ class PolicyContract:
     reroutes = True
 
     def policy(self) -> CapacityPolicy:
-        return capacity_policy(config(**self.fields))
+        return capacity_policy(config(**self.fields).capacity, num_experts=E, top_k=K)
 
     @pytest.mark.parametrize("T", [0, 1, 5, 14])
     @pytest.mark.parametrize("seed", range(12))
@@ -80,28 +87,28 @@ class TestDropless(PolicyContract):
 
 
 class TestDroplessWithABound(PolicyContract):
-    fields = {"max_received_rows": 48}
+    fields = {"capacity": {"max_tokens_per_rank": 48}}
 
 
 class TestReroute(PolicyContract):
-    fields = {"capacity_policy": "fixed", "capacity_factor": 1.0}
+    fields = {"capacity": {"policy": "fixed", "capacity_factor": 1.0}}
 
 
 class TestDropByScore(PolicyContract):
-    fields = {"capacity_policy": "fixed", "capacity_factor": 1.0, "overflow": "drop_by_score"}
+    fields = {"capacity": {"policy": "fixed", "capacity_factor": 1.0, "drop_policy": "probs"}}
     reroutes = False
 
 
 class TestDropByPosition(PolicyContract):
-    fields = {"capacity_policy": "fixed", "capacity_factor": 1.0, "overflow": "drop_by_position"}
+    fields = {"capacity": {"policy": "fixed", "capacity_factor": 1.0, "drop_policy": "position"}}
     reroutes = False
 
 
 class TestStragglerAware(PolicyContract):
-    fields = {"capacity_policy": "straggler_aware", "capacity_factor": 1.5}
+    fields = {"capacity": {"policy": "straggler_aware", "capacity_factor": 1.5}}
 
     def policy(self) -> StragglerAwareCapacity:
-        policy = capacity_policy(config(**self.fields))
+        policy = capacity_policy(config(**self.fields).capacity, num_experts=E, top_k=K)
         assert isinstance(policy, StragglerAwareCapacity)
         policy.plan = CapacityPlan((1024, 1024))
         return policy
@@ -173,8 +180,8 @@ def test_shares_keep_their_sum_their_bounds_and_the_order_of_speeds(speeds, floo
 @settings(deadline=None)
 @given(st.lists(st.lists(speeds, min_size=3, max_size=3), min_size=1, max_size=15))
 def test_plans_keep_their_sum_whatever_is_measured(steps):
-    c = config(capacity_policy="straggler_aware")
-    balance = Balance.start(3)
+    c = StragglerAwareConfig()
+    balance = StragglerBalancer.start(3)
     for step in steps:
         balance = balance.after(step, [1.0] * 3, c)
         assert sum(balance.plan.units) == 3 * UNITS_PER_RANK
@@ -184,14 +191,14 @@ def test_plans_keep_their_sum_whatever_is_measured(steps):
 
 @pytest.mark.parametrize("speed", [1e-3, 7.0, 1e9])
 def test_equal_speeds_give_equal_shares(speed):
-    c = config(capacity_policy="straggler_aware", capacity_hysteresis=0.0)
-    balance = Balance.start(5).after([speed] * 5, [1.0] * 5, c)
+    c = StragglerAwareConfig(hysteresis=0.0)
+    balance = StragglerBalancer.start(5).after([speed] * 5, [1.0] * 5, c)
     assert balance.plan == CapacityPlan.equal(5)
 
 
 def test_a_plan_follows_speeds_smoothly_and_small_changes_not_at_all():
-    c = config(capacity_policy="straggler_aware", capacity_smoothing=0.5)
-    balance = Balance.start(2).after([100, 100], [1, 1], c)
+    c = StragglerAwareConfig(smoothing=0.5)
+    balance = StragglerBalancer.start(2).after([100, 100], [1, 1], c)
     assert balance.plan.units == (1024, 1024)
     balance = balance.after([100, 104], [1, 1], c)  # 1 % apart, once smoothed
     assert balance.plan.units == (1024, 1024)
@@ -208,8 +215,8 @@ def test_a_plan_follows_speeds_smoothly_and_small_changes_not_at_all():
 
 
 def test_until_a_rank_is_measured_it_counts_as_the_mean():
-    c = config(capacity_policy="straggler_aware")
-    balance = Balance.start(3).after([100, 0, 300], [1, 0, 1], c)
+    c = StragglerAwareConfig()
+    balance = StragglerBalancer.start(3).after([100, 0, 300], [1, 0, 1], c)
     assert balance.speeds == (100, None, 300)
     assert balance.plan.units == (512, 1024, 1536)
 
@@ -217,17 +224,25 @@ def test_until_a_rank_is_measured_it_counts_as_the_mean():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"capacity_policy": "fixed", "capacity_factor": 0.0}, "capacity_factor"),
-        ({"capacity_policy": "fixed", "max_received_rows": 5}, r"max_received_rows \(5\) must be"),
-        ({"capacity_policy": "straggler_aware", "overflow": "drop_by_score"}, r"must be reroute"),
-        ({"max_received_rows": 5, "overflow": "drop_by_score"}, r"must be reroute with moe"),
-        ({"capacity_policy": "straggler_aware", "rank_capacity_factor": 1.5},
-         r"capacity_factor \(1.25\) must be at least moe.rank_capacity_factor \(1.5\)"),
-        ({"capacity_policy": "straggler_aware", "capacity_floor": 0.0001}, "capacity_floor"),
-        ({"selection": "expert_choice", "capacity_policy": "fixed"}, r"\(fixed\) must be dropless"),
-        ({"selection": "expert_choice", "max_received_rows": 3}, r"max_received_rows \(3\) 0"),
-        ({"selection": "expert_choice", "softmax_after_topk": True}, "must be false"),
-        ({"selection": "expert_choice", "expert_bias": True}, r"must be top_k"),
+        ({"capacity": {"policy": "fixed", "capacity_factor": 0.0}}, "capacity_factor"),
+        ({"capacity": {"policy": "fixed", "max_tokens_per_rank": 5}},
+         r"moe.capacity.max_tokens_per_rank \(5\) must be left out with moe.capacity.policy "
+         r"\(fixed\); policy dropless has it"),
+        ({"capacity": {"policy": "straggler_aware", "drop_policy": "probs"}},
+         r"drop_policy \(probs\) must be left out .* policy fixed has it"),
+        ({"capacity": {"capacity_factor": 2.0}},
+         r"policy \(dropless\); policy fixed or straggler_aware has it"),
+        ({"capacity": {"policy": "none"}}, "does not match any of the expected tags"),
+        ({"capacity": {"policy": "fixed", "factor": 2.0}}, "factor"),
+        ({"capacity": {"policy": "straggler_aware", "rank_capacity_factor": 1.5}},
+         r"capacity_factor \(1.25\) must be at least moe.capacity.rank_capacity_factor \(1.5\)"),
+        ({"capacity": {"policy": "straggler_aware", "floor": 0.0001}}, "floor"),
+        ({"routing": "expert_choice", "capacity": {"policy": "fixed"}},
+         r"\(fixed\) must be dropless"),
+        ({"routing": "expert_choice", "capacity": {"max_tokens_per_rank": 3}},
+         r"moe.capacity.max_tokens_per_rank \(3\) 0"),
+        ({"routing": "expert_choice", "softmax_after_topk": True}, "must be false"),
+        ({"routing": "expert_choice", "expert_bias": True}, r"must be top_k"),
     ],
 )  # fmt: skip
 def test_fields_that_do_not_fit_are_refused(fields, message):
@@ -239,7 +254,9 @@ def guarded(rank: int, most: int, tokens: list[int]) -> tuple[int, int, int, int
     """What a rank computes, and what the guard did, where all want the experts of rank 0."""
     dims = ParallelDims.build(Topology(dp_shard=2, ep=2), "cpu")
     torch.manual_seed(0)
-    layer = MoELayer(MoEConfig(d_model=8, d_ff=8, num_experts=E, top_k=K, max_received_rows=most))
+    layer = MoELayer(
+        MoEConfig(d_model=8, d_ff=8, num_experts=E, top_k=K, capacity={"max_tokens_per_rank": most})
+    )
     apply_expert_parallel(layer, dims.ep_mesh)
     with torch.no_grad():
         layer.router.weight.zero_()
@@ -273,8 +290,8 @@ def counted(rank: int) -> tuple[list[int], float, torch.Tensor]:
     """Two micro-batches of a global batch: the counts, the loss and the router's gradient."""
     torch.manual_seed(0)
     layer = MoELayer(
-        MoEConfig(d_model=8, d_ff=8, num_experts=E, top_k=K, load_balance_scope="global_batch",
-                  load_balance_weight=1.0)
+        MoEConfig(d_model=8, d_ff=8, num_experts=E, top_k=K, aux_loss_scope="global_batch",
+                  aux_loss_coeff=1.0)
     )  # fmt: skip
     layer.router.balance_group = dist.group.WORLD
     with torch.no_grad():
@@ -283,9 +300,9 @@ def counted(rank: int) -> tuple[list[int], float, torch.Tensor]:
     batches = torch.randn(2, 2, 10, 8, generator=generator)[:, rank]
     before, losses = None, []
     for x in batches:
-        out = layer(x, counts_before_E=before)
-        before = out.aux.batch_counts_E
-        losses.append(out.aux.loss)
+        out = layer(x, prior_expert_counts_E=before)
+        before = out.aux.expert_counts_E
+        losses.append(out.aux.aux_loss)
     losses[-1].backward()
     return before.tolist(), float(losses[-1].detach()), layer.router.weight.grad
 
@@ -310,3 +327,17 @@ def test_the_loss_over_a_global_batch_counts_all_ranks_and_the_step_so_far():
         assert grad.abs().sum() > 0
     local = layer.router(x[1, 0]).load_balance_loss
     assert abs(float(local.detach()) - results[0][1]) > 1e-3, "one call's own loss is another"
+
+
+def test_a_capacity_is_a_table_or_a_config():
+    table = config(capacity={"policy": "fixed", "capacity_factor": 1.5})
+    assert table.capacity == FixedCapacityConfig(capacity_factor=1.5)
+    assert config(capacity=FixedCapacityConfig(capacity_factor=1.5)) == table
+    assert config(capacity={"max_tokens_per_rank": 5}).capacity.policy == "dropless"
+    assert config().capacity == config(capacity={}).capacity
+
+
+@pytest.mark.parametrize(("old", "new"), MoEConfig.RENAMED.items())
+def test_former_names_are_refused_with_the_present_one(old, new):
+    with pytest.raises(ValidationError, match=rf"moe.{old} is now moe.{new}\b"):
+        MoEConfig(d_model=8, d_ff=8, num_experts=E, top_k=K, **{old: 1})

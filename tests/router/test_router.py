@@ -54,7 +54,7 @@ def literal(router: TopKRouter, x: torch.Tensor) -> tuple[list[list[int]], list[
             weights = [v / sum(exps) for v in exps]
         else:
             weights = [scores[e] for e in chosen]
-            if c.renormalize:
+            if c.norm_topk_prob:
                 weights = [w / sum(weights) for w in weights]
         all_chosen.append(chosen)
         all_weights.append([w * c.route_scale for w in weights])
@@ -65,12 +65,12 @@ def literal(router: TopKRouter, x: torch.Tensor) -> tuple[list[list[int]], list[
     "fields",
     [
         {},
-        {"renormalize": False},
+        {"norm_topk_prob": False},
         {"score_func": "sigmoid"},
-        {"score_func": "sigmoid", "renormalize": False, "route_scale": 2.5},
+        {"score_func": "sigmoid", "norm_topk_prob": False, "route_scale": 2.5},
         {"softmax_after_topk": True},
         {"router_dtype": "float64"},
-        {"top_k": 1, "renormalize": False},
+        {"top_k": 1, "norm_topk_prob": False},
         {"n_groups": 4, "topk_groups": 2},
         {"n_groups": 2, "topk_groups": 1, "topk_per_group": 4},
         {"n_groups": 4, "topk_groups": 2, "score_func": "sigmoid", "expert_bias": True,
@@ -157,20 +157,20 @@ def test_the_sequence_loss_is_the_mean_of_each_sequences_own(top_k):
 
 @pytest.mark.parametrize(
     "weights",
-    [{"load_balance_weight": 1.0}, {"sequence_balance_weight": 1.0}, {"z_loss_weight": 1.0}],
+    [{"aux_loss_coeff": 1.0}, {"seq_aux_loss_coeff": 1.0}, {"z_loss_coeff": 1.0}],
     ids=str,
 )
 def test_each_loss_reaches_the_router_once_under_recomputation(weights):
-    zero = {"load_balance_weight": 0.0, **weights}
+    zero = {"aux_loss_coeff": 0.0, **weights}
     torch.manual_seed(0)
     layer = MoELayer(MoEConfig(d_model=D, d_ff=16, num_experts=E, top_k=2, **zero))
     x = torch.randn(3, 7, D)
-    loss = layer(x).aux.loss
+    loss = layer(x).aux.aux_loss
     loss.backward()
     expected = layer.router.weight.grad.clone()
     assert expected.abs().sum() > 0
     layer.zero_grad()
-    again = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).aux.loss
+    again = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).aux.aux_loss
     again.backward()
     assert torch.equal(again, loss)
     assert torch.equal(layer.router.weight.grad, expected)
@@ -179,7 +179,7 @@ def test_each_loss_reaches_the_router_once_under_recomputation(weights):
 def test_a_sequence_is_the_dim_before_the_last():
     torch.manual_seed(0)
     config = {"d_model": D, "d_ff": 16, "num_experts": E, "top_k": 2}
-    layer = MoELayer(MoEConfig(**config, sequence_balance_weight=1.0))
+    layer = MoELayer(MoEConfig(**config, seq_aux_loss_coeff=1.0))
     x = torch.randn(3, 7, D)
     whole = layer(x).aux.sequence_balance_loss
     each = torch.stack([layer(row).aux.sequence_balance_loss for row in x])
@@ -202,7 +202,7 @@ def test_sinkhorn_balances_tokens_and_experts():
     plan = sinkhorn(logits, iterations=50)
     torch.testing.assert_close(plan.sum(1), torch.full((64,), 1 / 64))
     torch.testing.assert_close(plan.sum(0), torch.full((E,), 1 / E), rtol=1e-3, atol=1e-4)
-    router = make_router(selection="sinkhorn", top_k=2)
+    router = make_router(routing="sinkhorn", top_k=2)
     x = torch.randn(256, D) + 1.0
     balanced = router(x).tokens_per_expert_E
     router.eval()
@@ -213,8 +213,8 @@ def test_sinkhorn_balances_tokens_and_experts():
 
 
 def test_forced_balance_says_so_and_is_even():
-    with pytest.warns(UserWarning, match="forced_balance: tokens go to experts in turn"):
-        router = make_router(selection="forced_balance")
+    with pytest.warns(UserWarning, match="force_load_balance: tokens go to experts in turn"):
+        router = make_router(routing="force_load_balance")
     out = router(torch.randn(T, D))
     assert out.tokens_per_expert_E.tolist() == [T * 3 // E] * E
     assert all(len(set(row)) == 3 for row in out.expert_indices_TK.tolist())
@@ -228,8 +228,8 @@ def test_recorded_choices_are_replayed():
     recorded = layer.router(x.view(10, D)).expert_indices_TK
     with torch.no_grad():
         layer.router.weight.add_(torch.randn_like(layer.router.weight) * 0.01)
-    replayed = layer(x, expert_indices_TK=recorded)
-    other = layer(x, expert_indices_TK=recorded.roll(1, 0))
+    replayed = layer(x, replay_indices_TK=recorded)
+    other = layer(x, replay_indices_TK=recorded.roll(1, 0))
     assert torch.equal(
         replayed.aux.tokens_per_expert_E, torch.bincount(recorded.flatten(), minlength=E)
     )
@@ -278,11 +278,11 @@ def test_the_router_keeps_its_dtype_whatever_the_models(dtype):
         ({"n_groups": 2, "topk_groups": 3}, r"moe.topk_groups \(3\) must be at most moe.n_groups"),
         ({"n_groups": 8, "topk_groups": 4}, r"moe.topk_per_group \(2\) must be at most .* = 1\)"),
         ({"n_groups": 4}, r"moe.top_k \(3\) must be at most the experts of moe.topk_groups \(1 x"),
-        ({"top_k": 1}, r"moe.renormalize \(true\) must be false with moe.top_k \(1\)"),
+        ({"top_k": 1}, r"moe.norm_topk_prob \(true\) must be false with moe.top_k \(1\)"),
         ({"softmax_after_topk": True, "score_func": "sigmoid"}, r"moe.softmax_after_topk"),
-        ({"selection": "sinkhorn", "expert_bias": True}, r"moe.selection \(sinkhorn\) must be"),
+        ({"routing": "sinkhorn", "expert_bias": True}, r"moe.routing \(sinkhorn\) must be"),
         ({"route_scale": 0.0}, "route_scale"),
-        ({"selection": "best"}, "selection"),
+        ({"routing": "best"}, "routing"),
     ],
 )
 def test_fields_that_do_not_fit_are_refused(fields, message):
@@ -300,13 +300,13 @@ def literal_expert_choice(scores: list[list[float]], takes: int) -> list[set[int
     return experts
 
 
-@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
 @pytest.mark.parametrize("tokens", [24, 3, 1, 0])
-def test_experts_choose_their_best_tokens(renormalize, tokens):
+def test_experts_choose_their_best_tokens(norm_topk_prob, tokens):
     torch.manual_seed(0)
     layer = MoELayer(
-        MoEConfig(d_model=D, d_ff=16, num_experts=E, top_k=3, selection="expert_choice",
-                  renormalize=renormalize)
+        MoEConfig(d_model=D, d_ff=16, num_experts=E, top_k=3, routing="expert_choice",
+                  norm_topk_prob=norm_topk_prob)
     )  # fmt: skip
     with torch.no_grad():
         layer.router.weight.mul_(30)
@@ -317,7 +317,7 @@ def test_experts_choose_their_best_tokens(renormalize, tokens):
     y = torch.zeros(tokens, D)
     for t, experts in enumerate(expected):
         assert {e for e in out.expert_indices_TK[t].tolist() if e < E} == experts
-        total = sum(float(scores[t, e].detach()) for e in experts) if renormalize else 1.0
+        total = sum(float(scores[t, e].detach()) for e in experts) if norm_topk_prob else 1.0
         for e in experts:
             weight = float(scores[t, e].detach()) / total
             assert float(out.expert_weights_TK[t, e].detach()) == pytest.approx(weight, rel=1e-4)
@@ -333,15 +333,15 @@ def test_experts_choose_their_best_tokens(renormalize, tokens):
 
 
 @pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("selection", ["top_k", "expert_choice"])
+@pytest.mark.parametrize("routing", ["top_k", "expert_choice"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_logits_that_are_not_finite_are_counted_and_never_routed_in_silence(
-    score_func, selection, bad
+    score_func, routing, bad
 ):
     torch.manual_seed(0)
     layer = MoELayer(
         MoEConfig(d_model=D, d_ff=16, num_experts=E, top_k=3, score_func=score_func,
-                  selection=selection)
+                  routing=routing)
     )  # fmt: skip
     x = torch.randn(6, D)
     x[2, 0] = bad
@@ -349,9 +349,9 @@ def test_logits_that_are_not_finite_are_counted_and_never_routed_in_silence(
         layer.router.weight[:, 0] = 0.0
         layer.router.weight[4, 0] = 1.0  # one expert's logit alone: 0 · inf is NaN for the others
     out = layer(x)
-    assert out.aux.num_not_finite == 1
+    assert out.aux.num_nonfinite_tokens == 1
     routed = layer.router(x)
-    assert routed.not_finite_T.tolist() == [False, False, True, False, False, False]
+    assert routed.nonfinite_T.tolist() == [False, False, True, False, False, False]
     used = routed.expert_indices_TK[2] < E
     assert routed.expert_weights_TK[2][used].isnan().all()
     others = torch.ones(6, dtype=torch.bool)
@@ -359,25 +359,25 @@ def test_logits_that_are_not_finite_are_counted_and_never_routed_in_silence(
     assert routed.expert_weights_TK[others].isfinite().all()
     assert out.hidden[2].isnan().all()
     assert out.hidden[others].isfinite().all()
-    assert layer(torch.randn(6, D)).aux.num_not_finite == 0
+    assert layer(torch.randn(6, D)).aux.num_nonfinite_tokens == 0
 
 
 def test_one_infinite_logit_is_enough():
-    router = make_router(score_func="sigmoid", renormalize=False)
+    router = make_router(score_func="sigmoid", norm_topk_prob=False)
     with torch.no_grad():
         router.weight.zero_()
         router.weight[4, 0] = 3e38
     x = torch.zeros(2, D)
     x[1, 0] = 100.0  # the logit of expert 4 is infinite, and its sigmoid 1
     out = router(x)
-    assert out.num_not_finite == 1
+    assert out.num_nonfinite_tokens == 1
     assert out.expert_weights_TK[1].isnan().all()
     assert out.expert_weights_TK[0].isfinite().all()
 
 
 @pytest.mark.parametrize(
     "fields",
-    [{"selection": "sinkhorn"}, {"capacity_policy": "fixed", "capacity_factor": 0.5}],
+    [{"routing": "sinkhorn"}, {"capacity": {"policy": "fixed", "capacity_factor": 0.5}}],
     ids=str,
 )
 def test_a_token_that_is_not_finite_moves_no_other(fields):
@@ -391,7 +391,7 @@ def test_a_token_that_is_not_finite_moves_no_other(fields):
     x[5, 0] = math.nan
     routed = layer.router(x)
     others = torch.arange(8) != 5
-    if "capacity_policy" not in fields:
+    if "capacity" not in fields:
         assert torch.equal(routed.expert_indices_TK[others], sound.expert_indices_TK[others])
     else:
         kept = (routed.expert_indices_TK[others] < E).sum()
@@ -404,12 +404,12 @@ def test_a_token_that_is_not_finite_moves_no_other(fields):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"capacity_policy": "fixed", "capacity_factor": 0.5},
-        {"capacity_policy": "fixed", "capacity_factor": 0.5, "overflow": "drop_by_score"},
-        {"capacity_policy": "fixed", "capacity_factor": 0.5, "overflow": "drop_by_position"},
-        {"capacity_policy": "fixed", "capacity_factor": 0.5, "softmax_after_topk": True},
-        {"max_received_rows": 11},
-        {"selection": "expert_choice"},
+        {"capacity": {"policy": "fixed", "capacity_factor": 0.5}},
+        {"capacity": {"policy": "fixed", "capacity_factor": 0.5, "drop_policy": "probs"}},
+        {"capacity": {"policy": "fixed", "capacity_factor": 0.5, "drop_policy": "position"}},
+        {"capacity": {"policy": "fixed", "capacity_factor": 0.5}, "softmax_after_topk": True},
+        {"capacity": {"max_tokens_per_rank": 11}},
+        {"routing": "expert_choice"},
         {"score_func": "sigmoid", "expert_bias": True, "n_groups": 2},
     ],
 )
@@ -418,13 +418,13 @@ def test_a_replay_has_the_weights_and_drops_of_what_was_recorded(fields):
     layer = MoELayer(MoEConfig(d_model=D, d_ff=16, num_experts=E, top_k=2, **fields))
     x = torch.randn(T, D)
     first = layer.router(x)
-    if "capacity_policy" in fields:
-        assert (first.record_TK < 0).any()
-    again = layer.router(x, expert_indices_TK=first.record_TK)
-    for name in ("expert_indices_TK", "expert_weights_TK", "record_TK", "rows_per_expert_E"):
+    if "policy" in fields.get("capacity", {}):
+        assert (first.topk_indices_TK < 0).any()
+    again = layer.router(x, replay_indices_TK=first.topk_indices_TK)
+    for name in ("expert_indices_TK", "expert_weights_TK", "topk_indices_TK", "rows_per_expert_E"):
         assert torch.equal(getattr(first, name), getattr(again, name)), name
     hidden, aux = layer(x)
-    replayed = layer(x, aux.record_TK)
+    replayed = layer(x, aux.topk_indices_TK)
     assert torch.equal(replayed.hidden, hidden)
     assert replayed.aux.num_dropped == aux.num_dropped
     assert replayed.aux.num_rerouted == 0
@@ -434,10 +434,10 @@ def test_a_replay_has_the_weights_and_drops_of_what_was_recorded(fields):
 def test_no_choice_has_no_part_in_the_weights(fields):
     router = make_router(**fields)
     x = torch.randn(T, D)
-    recorded = router(x).record_TK.clone()
+    recorded = router(x).topk_indices_TK.clone()
     recorded[3, 1:] = E
     recorded[4] = E
-    out = router(x, expert_indices_TK=recorded)
+    out = router(x, replay_indices_TK=recorded)
     weights = out.expert_weights_TK.detach()
     assert weights[3].tolist() == pytest.approx([1.0, 0.0, 0.0])
     assert (weights[4] == 0).all()
@@ -448,21 +448,21 @@ def test_no_choice_has_no_part_in_the_weights(fields):
         router.weight[-1] += 3
     theirs = (recorded != E - 1).all(1)
     if fields != {"score_func": "sigmoid"}:
-        again = router(x, expert_indices_TK=recorded).expert_weights_TK.detach()
+        again = router(x, replay_indices_TK=recorded).expert_weights_TK.detach()
         assert torch.allclose(again[theirs], weights[theirs]), "an expert nobody chose matters"
 
 
 def test_records_that_do_not_fit_are_refused():
     router, x = make_router(), torch.randn(T, D)
-    record = router(x).record_TK
+    record = router(x).topk_indices_TK
     for bad in (record[:, :1], record[1:], record.int()):
-        with pytest.raises(ValueError, match=r"expert_indices_TK \(.*\) must be \["):
-            router(x, expert_indices_TK=bad)
+        with pytest.raises(ValueError, match=r"replay_indices_TK \(.*\) must be \["):
+            router(x, replay_indices_TK=bad)
     for value in (E + 1, -E - 1):
         bad = record.clone()
         bad[2, 0] = value
-        with pytest.raises(ValueError, match=rf"expert_indices_TK \(.*{value}.*\) must be below"):
-            router(x, expert_indices_TK=bad)
+        with pytest.raises(ValueError, match=rf"replay_indices_TK \(.*{value}.*\) must be below"):
+            router(x, replay_indices_TK=bad)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

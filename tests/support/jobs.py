@@ -48,10 +48,9 @@ def tiny(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
             "source": str(folder / "text"), "path": str(folder / "corpus"), "seq_len": 32,
             "shard_tokens": 20_000,
         },
-        "train": {
-            "steps": 6, "global_batch_size": 8, "micro_batch_size": 2, "log_interval_steps": 2,
-            "eval_sequences": 8, "timeout_seconds": 60.0,
-        },
+        "batch": {"global_batch_size": 8, "micro_batch_size": 2},
+        "train": {"steps": 6, "log_interval_steps": 2, "timeout_seconds": 60.0},
+        "eval": {"sequences": 8},
         "optimizer": {"lr": 0.003},
         "schedule": {"warmup_steps": 2},
         "checkpoint": {"interval_steps": 3},

@@ -70,7 +70,7 @@ def spec_for(folder: Path, data: dict[str, str], layout: str, **sections: Any) -
     degrees, _, schedule = (layout or "dp_shard=1").partition(" ")
     parallel = topology_of(degrees).as_dict() | sections.pop("parallel", {})
     if schedule:
-        parallel |= {"pp_schedule": schedule, "pp_stages_per_rank": 2}
+        parallel |= {"pipeline": {"schedule": schedule, "stages_per_rank": 2}}
     return make_spec(folder, data={**data, **sections.pop("data", {})}, parallel=parallel,
                      **sections)  # fmt: skip
 
@@ -164,9 +164,9 @@ def _gradients(job: Job, scale: float) -> Slices:
 def empty_arrays(spec: JobSpec, topology: Topology, rank: int) -> list[LocalArray]:
     """Room for what a rank of a topology has of the training state, without any process group."""
     p, decoder = spec.parallel, meta_decoder(spec.model, spec.moe)
-    count = p.pp * p.pp_stages_per_rank
+    count = p.pp * p.pipeline.stages_per_rank
     stages = stage_layers(spec.model, spec.moe, spec.data.seq_len, count)
-    layouts = decoder_layouts(decoder, stages, topology, p.pp_schedule)
+    layouts = decoder_layouts(decoder, stages, topology, p.pipeline.schedule)
     tensors = dict(chain(decoder.named_parameters(), decoder.named_buffers()))
     parameters = dict(decoder.named_parameters())
 

@@ -19,7 +19,7 @@ def moe_forward(
     w_down_EFD: Tensor,
     top_k: int,
     score_func: str = "softmax",
-    renormalize: bool = True,
+    norm_topk_prob: bool = True,
     shared: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     """Returns y_TD, the load-balancing loss, the z-loss and the assignments of every expert."""
@@ -43,7 +43,7 @@ def moe_forward(
         probs.append(prob)
         chosen = sorted(range(E), key=lambda e: (-float(scores[e].detach()), e))[:top_k]
         weights = [scores[e] for e in chosen]
-        if renormalize:
+        if norm_topk_prob:
             norm = sum(weights[1:], weights[0])
             weights = [w / norm for w in weights]
         y_D = torch.zeros_like(x_D)

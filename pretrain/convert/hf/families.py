@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from moe import MoEConfig
@@ -65,15 +66,15 @@ def expressed(name: str, model: ModelConfig, moe: MoEConfig | None) -> Any:
     """A field by ``section.field``, or one of the derived names that families speak of."""
     if name == "moe":
         return moe is not None
-    section, field_name = name.split(".")
+    section, field_name = name.split(".", 1)
     if section == "model":
         return getattr(model, field_name)
     assert moe is not None, "moe is asked for first"
-    if field_name == "renormalize":  # a softmax over the chosen logits is one over all, normed
-        return moe.renormalize or moe.softmax_after_topk
+    if field_name == "norm_topk_prob":  # a softmax over the chosen logits is one over all, normed
+        return moe.norm_topk_prob or moe.softmax_after_topk
     if field_name == "topk_per_group" and moe.n_groups == 1:
         return 2  # there is nothing to choose
-    return getattr(moe, field_name)
+    return attrgetter(field_name)(moe)
 
 
 def _toml(value: Any) -> str:
@@ -83,12 +84,12 @@ def _toml(value: Any) -> str:
 _GROUPED = {"model.latent": (False,), "model.rope_interleaved": (False,)}
 _MOE = {
     "moe": (True,),
-    "moe.capacity_policy": ("dropless",),
-    "moe.max_received_rows": (0,),
+    "moe.capacity.policy": ("dropless",),
+    "moe.capacity.max_tokens_per_rank": (0,),
     "moe.activation": ("swiglu",),
     "moe.ffn_bias": (False,),
     "moe.shared_expert_gate": (False,),
-    "moe.selection": ("top_k", "sinkhorn"),  # sinkhorn is the plain choice in evaluation
+    "moe.routing": ("top_k", "sinkhorn"),  # sinkhorn is the plain choice in evaluation
 }
 _SOFTMAX = {
     **_MOE,
@@ -125,7 +126,7 @@ def _read_mixtral(config: HFConfig) -> Sections:
         "num_experts": config.size("num_local_experts"),
         "top_k": config.size("num_experts_per_tok"),
         "d_ff": config.size("intermediate_size"),
-        "load_balance_weight": config.number("router_aux_loss_coef", 0.001),
+        "aux_loss_coeff": config.number("router_aux_loss_coef", 0.001),
     }
 
 
@@ -136,7 +137,7 @@ def _write_mixtral(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Any]:
         "intermediate_size": moe.d_ff,
         "num_local_experts": moe.num_experts,
         "num_experts_per_tok": moe.top_k,
-        "router_aux_loss_coef": moe.load_balance_weight,
+        "router_aux_loss_coef": moe.aux_loss_coeff,
         "sliding_window": None,
     }
 
@@ -154,8 +155,8 @@ def _read_softmax(config: HFConfig, d_ff: str, balance: float) -> dict[str, Any]
         "num_experts": config.size(experts),
         "top_k": config.size("num_experts_per_tok"),
         "d_ff": config.size(d_ff),
-        "renormalize": config.flag("norm_topk_prob"),
-        "load_balance_weight": config.number("router_aux_loss_coef", balance),
+        "norm_topk_prob": config.flag("norm_topk_prob"),
+        "aux_loss_coeff": config.number("router_aux_loss_coef", balance),
     }
 
 
@@ -163,8 +164,8 @@ def _write_softmax(moe: MoEConfig) -> dict[str, Any]:
     return {
         "num_experts": moe.num_experts,
         "num_experts_per_tok": moe.top_k,
-        "norm_topk_prob": moe.renormalize or moe.softmax_after_topk,
-        "router_aux_loss_coef": moe.load_balance_weight,
+        "norm_topk_prob": moe.norm_topk_prob or moe.softmax_after_topk,
+        "router_aux_loss_coef": moe.aux_loss_coeff,
     }
 
 
@@ -226,15 +227,15 @@ def _read_deepseek_v3(config: HFConfig) -> Sections:
         "d_ff": config.size("moe_intermediate_size"),
         "num_shared_experts": config.size("n_shared_experts"),
         "score_func": "sigmoid",
-        "renormalize": config.flag("norm_topk_prob", True),
+        "norm_topk_prob": config.flag("norm_topk_prob", True),
         "route_scale": config.number("routed_scaling_factor"),
         "n_groups": config.size("n_group"),
         "topk_groups": config.size("topk_group"),
         "topk_per_group": 2,
         "expert_bias": True,
-        "load_balance_weight": 0.0,
+        "aux_loss_coeff": 0.0,
         # The paper's (arXiv 2412.19437, section 4.2); a config.json has it not.
-        "sequence_balance_weight": 0.0001,
+        "seq_aux_loss_coeff": 0.0001,
     }
 
 
@@ -257,7 +258,7 @@ def _write_deepseek_v3(model: ModelConfig, moe: MoEConfig | None) -> dict[str, A
         "n_routed_experts": moe.num_experts,
         "num_experts_per_tok": moe.top_k,
         "n_shared_experts": moe.num_shared_experts,
-        "norm_topk_prob": moe.renormalize,
+        "norm_topk_prob": moe.norm_topk_prob,
         "routed_scaling_factor": moe.route_scale,
         "n_group": moe.n_groups,
         "topk_group": moe.topk_groups,
@@ -281,7 +282,7 @@ _FAMILIES = (
     ),
     Family(
         "mixtral", "MixtralForCausalLM", _read_mixtral,
-        {**_SOFTMAX, **_NO_NORM, "model.first_k_dense": (0,), "moe.renormalize": (True,)},
+        {**_SOFTMAX, **_NO_NORM, "model.first_k_dense": (0,), "moe.norm_topk_prob": (True,)},
         _write_mixtral, {"rms_norm_eps": 1e-5, "rope_theta": 1e6}, _MIXTRAL_NAMES,
     ),
     Family(

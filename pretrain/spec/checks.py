@@ -1,0 +1,153 @@
+"""Rules between the sections of a spec, one function for each family of rules.
+
+Every function raises ValueError: one line that names the fields, their values and the rule.
+"""
+
+from __future__ import annotations
+
+from pretrain.spec.sections import Sections
+from router import StragglerAwareConfig
+
+
+def check_moe(spec: Sections) -> None:
+    """Experts against the model, the expert-parallel degree and the batch."""
+    model, moe, ep = spec.model, spec.moe, spec.parallel.ep
+    if model.d_ff == 0 and (moe is None or model.first_k_dense):
+        raise ValueError(
+            "model.d_ff (0) must be at least 1 where a layer is dense: "
+            "model.first_k_dense is above 0 or there is no [moe] section"
+        )
+    if moe is None:
+        if ep > 1:
+            raise ValueError(f"parallel.ep ({ep}) must be 1 where there is no [moe] section")
+        return
+    if moe.d_model != model.d_model:
+        raise ValueError(
+            f"moe.d_model ({moe.d_model}) must be model.d_model ({model.d_model}); leave "
+            f"moe.d_model out"
+        )
+    if moe.num_experts < ep:
+        raise ValueError(f"moe.num_experts ({moe.num_experts}) must be at least parallel.ep ({ep})")
+    if moe.num_experts % ep:
+        raise ValueError(
+            f"moe.num_experts ({moe.num_experts}) must be a multiple of parallel.ep ({ep})"
+        )
+    if isinstance(moe.capacity, StragglerAwareConfig) and ep == 1:
+        raise ValueError(
+            "parallel.ep (1) must be at least 2 with moe.capacity.policy (straggler_aware): "
+            "ranks that hold all experts have no work to pass on"
+        )
+    micro_batch, seq_len = spec.batch.micro_batch_size, spec.data.seq_len
+    if 0 < moe.max_tokens_per_call < micro_batch * seq_len:
+        raise ValueError(
+            f"moe.max_tokens_per_call ({moe.max_tokens_per_call}) must be at least "
+            f"batch.micro_batch_size x data.seq_len ({micro_batch} x {seq_len} = "
+            f"{micro_batch * seq_len})"
+        )
+
+
+def check_pipeline(spec: Sections) -> None:
+    """Pipeline stages against the model."""
+    pp, stages_per_rank = spec.parallel.pp, spec.parallel.pipeline.stages_per_rank
+    if pp * stages_per_rank > spec.model.num_layers:
+        raise ValueError(
+            f"model.num_layers ({spec.model.num_layers}) must be at least parallel.pp x "
+            f"parallel.pipeline.stages_per_rank ({pp} x {stages_per_rank} stages)"
+        )
+    if pp > 1 and spec.model.tie_embeddings:
+        raise ValueError(
+            f"parallel.pp ({pp}) must be 1 with model.tie_embeddings (true): the first stage "
+            f"and the last would share a matrix"
+        )
+
+
+def check_compile(spec: Sections) -> None:
+    """What torch.compile does not go with."""
+    if spec.train.compile and spec.data.document_mask:
+        raise ValueError(
+            "train.compile (true) must be false with data.document_mask (true): where "
+            "documents end changes with every batch"
+        )
+    if spec.train.compile and spec.parallel.memory.recompute == "selective":
+        raise ValueError(
+            "train.compile (true) must be false with parallel.memory.recompute (selective): "
+            "operations inside a compiled region cannot be selected"
+        )
+
+
+def check_sequences(spec: Sections) -> None:
+    """The length of a sequence against the corpus, the model and the ranks that share sequences."""
+    cp, tp, seq_len = spec.parallel.cp, spec.parallel.tp, spec.data.seq_len
+    if cp > 1 and seq_len % (2 * cp * tp):
+        raise ValueError(
+            f"data.seq_len ({seq_len}) must be a multiple of 2 x parallel.cp x parallel.tp "
+            f"(2 x {cp} x {tp}): a rank takes a piece of a sequence's first half and one "
+            f"of its second"
+        )
+    if seq_len % tp:
+        raise ValueError(
+            f"data.seq_len ({seq_len}) must be a multiple of parallel.tp ({tp}): between "
+            f"GEMMs every rank has a part of the sequence"
+        )
+    if 0 < spec.model.max_seq_len < seq_len:
+        raise ValueError(
+            f"data.seq_len ({seq_len}) must be at most model.max_seq_len ({spec.model.max_seq_len})"
+        )
+    if seq_len >= spec.data.shard_tokens:
+        raise ValueError(
+            f"data.seq_len ({seq_len}) must be less than data.shard_tokens "
+            f"({spec.data.shard_tokens}): no sequence crosses from one shard into the next"
+        )
+
+
+def check_tensor_parallel(spec: Sections) -> None:
+    """Sizes of the model against the tensor-parallel degree."""
+    tp, model = spec.parallel.tp, spec.model
+    if tp == 1:
+        return
+    for field in ("num_heads", "num_kv_heads", "d_ff", "vocab_size"):
+        if getattr(model, field) % tp:
+            raise ValueError(
+                f"model.{field} ({getattr(model, field)}) must be a multiple of parallel.tp ({tp})"
+            )
+    for field, value, why in (
+        ("tie_embeddings", model.tie_embeddings, "an embedding that is the output matrix too"),
+        ("qk_norm", model.qk_norm == "all_heads" and model.qk_norm, "a norm over all heads"),
+    ):
+        if value:
+            raise ValueError(
+                f"parallel.tp ({tp}) must be 1 with model.{field} ({value}): {why} is not cut; "
+                f"parallel.dp_shard, cp and ep are for such a model"
+            )
+
+
+def check_schedule(spec: Sections) -> None:
+    """The learning-rate schedule and the checkpoints against the length of the run."""
+    schedule, steps = spec.schedule, spec.train.steps
+    if schedule.warmup_steps + schedule.decay_steps > steps:
+        raise ValueError(
+            f"schedule.warmup_steps + decay_steps ({schedule.warmup_steps} + "
+            f"{schedule.decay_steps}) must be at most train.steps ({steps})"
+        )
+
+
+def check_checkpoint(spec: Sections) -> None:
+    """Retention against evaluation."""
+    best = spec.checkpoint.retention.keep_best
+    if best and not spec.eval.interval_steps:
+        raise ValueError(
+            f"checkpoint.retention.keep_best ({best}) must be 0 without eval.interval_steps: "
+            f"nothing tells which checkpoint is best"
+        )
+
+
+ALL_CHECKS = (
+    check_moe,
+    check_pipeline,
+    check_compile,
+    check_sequences,
+    check_tensor_parallel,
+    check_schedule,
+    check_checkpoint,
+)
+"""In the order in which a spec is checked."""

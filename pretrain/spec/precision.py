@@ -1,0 +1,59 @@
+"""The ``[precision]`` section of the spec: the dtype of compute, and the loss scale of float16."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+class PrecisionConfig(BaseModel):
+    """The ``[precision]`` section: mixed precision (Micikevicius et al., arXiv 1710.03740)."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    compute: Literal["float32", "bfloat16", "float16"] = "float32"
+    """The dtype of GEMMs and of what ranks exchange; ``fp32``, ``bf16`` and ``fp16`` are accepted
+    too. Parameters, gradient sums, moments, routers and the loss are in float32 in any case."""
+    loss_scale: int = 1 << 16
+    """For float16: the initial factor on the loss before the backward, a power of two from 1 to
+    2^127. The factor is halved where gradients overflow."""
+    loss_scale_growth_steps: int = Field(default=2000, ge=1)
+    """For float16: the loss scale doubles after this many steps in a row without an overflow."""
+
+    @field_validator("compute", mode="before")
+    @classmethod
+    def _check_compute(cls, value: Any) -> Any:
+        if value in ("float8", "fp8"):
+            raise ValueError(
+                f"precision.compute ({value}) must be float32, bfloat16 or float16: GEMMs in "
+                f"float8 are not implemented, for any hardware"
+            )
+        return _SHORT.get(value, value) if isinstance(value, str) else value
+
+    @field_validator("loss_scale")
+    @classmethod
+    def _check_loss_scale(cls, value: int) -> int:
+        # The largest power of two in float32, which the loss is in.
+        if value.bit_count() != 1 or not 1 <= value <= 1 << 127:
+            raise ValueError(
+                f"precision.loss_scale ({value}) must be a power of two from 1 to 2^127, as 65536 "
+                f"is: a division of gradients by a power of two rounds nothing"
+            )
+        return value
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of GEMMs."""
+        dtype: torch.dtype = getattr(torch, self.compute)
+        return dtype
+
+    @property
+    def first_loss_scale(self) -> float | None:
+        """The loss scale of the first step; None for dtypes other than float16."""
+        return float(self.loss_scale) if self.compute == "float16" else None

@@ -1,0 +1,82 @@
+"""The tables of a job spec, each with the config of one part."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from moe import MoEConfig
+from parallel import ParallelConfig
+from pretrain.data import BatchConfig, DataConfig
+from pretrain.model import ModelConfig
+from pretrain.optim import OptimizerConfig, ScheduleConfig
+from pretrain.spec.checkpoint import CheckpointConfig, InitConfig
+from pretrain.spec.precision import PrecisionConfig
+from pretrain.spec.train import EvalConfig, TrainConfig
+
+_MODEL = ConfigDict(
+    frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+)
+
+
+class MetricsConfig(BaseModel):
+    """The ``[metrics]`` section: the Prometheus endpoint."""
+
+    model_config = _MODEL
+
+    port: int = Field(default=-1, ge=-1, le=65535)
+    """The port of the Prometheus endpoint on rank 0; 0 takes a free port, -1 makes no endpoint."""
+    host: str = "127.0.0.1"
+    """The address that the endpoint listens on."""
+
+
+class SampleConfig(BaseModel):
+    """The ``[sample]`` section: text that the model generates for the summary."""
+
+    model_config = _MODEL
+
+    prompt: str = ""
+    """The text that the model continues."""
+    tokens: int = Field(default=0, ge=0)
+    """The number of tokens to generate; 0 generates no text."""
+    temperature: float = Field(default=0.8, ge=0)
+    """Divides the logits before sampling; 0 always takes the token with the highest logit."""
+
+
+class Sections(BaseModel):
+    """Everything that a run depends on; :class:`pretrain.spec.JobSpec` adds the rules between
+    tables."""
+
+    model_config = _MODEL
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The name of the run: letters, digits, dots, hyphens and underscores."""
+    run_dir: str | None = None
+    """The folder of log, summary and checkpoints; runs/NAME by default."""
+    model: ModelConfig
+    """The decoder without its MoE layers."""
+    moe: MoEConfig | None = None
+    """The MoE layers; without this table the model is dense."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Degrees of the parallel axes."""
+    data: DataConfig
+    """The corpus and its tokenizer."""
+    batch: BatchConfig
+    """Sequences of a step."""
+    train: TrainConfig
+    """The length of the run and its loop."""
+    precision: PrecisionConfig = PrecisionConfig()
+    """The dtype of compute."""
+    init: InitConfig = InitConfig()
+    """Initial weights."""
+    optimizer: OptimizerConfig
+    """AdamW."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """The learning rate over the steps."""
+    eval: EvalConfig = EvalConfig()
+    """Evaluation on held-out sequences."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving and resuming."""
+    metrics: MetricsConfig = MetricsConfig()
+    """The Prometheus endpoint."""
+    sample: SampleConfig = SampleConfig()
+    """Generated text at the end of a run."""

@@ -1,0 +1,26 @@
+"""docs/spec.md says what the config models say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pretrain.spec.job import JobSpec
+from pretrain.spec.read import models_in
+from pretrain.spec.reference import spec_reference
+
+DOC = Path(__file__).parents[2] / "docs/spec.md"
+
+
+def test_the_reference_is_current():
+    assert DOC.read_text() == spec_reference(), "run make docs/spec.md"
+
+
+def test_every_field_says_what_it_means():
+    def silent(model, path):
+        for name, field in model.model_fields.items():
+            if not field.description:
+                yield f"{path}{name}"
+            for inner in models_in(field.annotation):
+                yield from silent(inner, f"{path}{name}.")
+
+    assert list(silent(JobSpec, "")) == []
