@@ -138,7 +138,7 @@ class ParallelConfig(BaseModel):
     """Refuse to start where a token may be sent to more nodes than this; 0 allows any number."""
     gradient_compression: GradientCompression = "none"
     """How gradients are summed over ``dp_replicate``. ``none``: in float32. ``bfloat16``: with half
-    the bytes. ``one_bit``: signs with error feedback (1-bit SGD, Seide et al., Interspeech 2014)."""
+    the bytes. ``one_bit``: signs with error feedback (1-bit SGD, Seide et al., 2014)."""
     pipeline: PipelineConfig = PipelineConfig()
     """The pipeline's schedule and stages."""
     memory: MemoryConfig = MemoryConfig()

@@ -50,7 +50,7 @@ def restore(job: Job, tiers: Sequence[Tier] = ()) -> Progress:
 
     Raises:
         InputError: where the checkpoint is of another model, data or batch, or of another
-            topology and the spec does not say ``on_topology_change = "reshard"``.
+            topology and ``checkpoint.reshard_on_load`` is false.
         CheckpointError: where it is not whole.
     """
     runtime, began = job.runtime, time.perf_counter()

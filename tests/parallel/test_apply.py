@@ -63,9 +63,9 @@ class Model(nn.Module):
 
 def make_model(case: str = "") -> Model:
     torch.manual_seed(7)
-    overflow = {"little room": "reroute", "less room": "probs"}.get(case)
-    fields = {"capacity": {"policy": "fixed", "capacity_factor": 0.75, "drop_policy": overflow}}
-    model = Model(**fields) if overflow else Model()
+    drop_policy = {"little room": "reroute", "less room": "probs"}.get(case)
+    fields = {"capacity": {"policy": "fixed", "capacity_factor": 0.75, "drop_policy": drop_policy}}
+    model = Model(**fields) if drop_policy else Model()
     with torch.no_grad():
         for layer in model.layers:
             layer.moe.router.weight.mul_(20)

@@ -149,7 +149,7 @@ def test_a_lost_node_is_restored_from_its_neighbour(text, tmp_path):
     assert "restored step 4 from tier memory" in out
     after = losses(tmp_path / "run")
     assert {step: after[step] for step in before} == before
-    # What nodes alone had is made safe by the first save, whatever shared_every says.
+    # What nodes alone had is made safe by the first save, whatever shared_interval says.
     assert ckpt.committed_steps(tmp_path / "run/checkpoints") == [5, 6]
     assert not list(memory.iterdir()), "memory is given back"
 
@@ -376,7 +376,7 @@ def test_a_run_saves_to_an_object_store_and_resumes_from_it(text, tmp_path):
     [
         ({"interval_steps": 5, "interval_minutes": 1.0}, "interval_minutes .* must be left out"),
         ({"interval_steps": 0}, r"interval_steps \(0\) must be at least 1, or auto"),
-        ({"tiers": {"shared_interval": 2}}, r"shared_every \(2\) must be 1 without"),
+        ({"tiers": {"shared_interval": 2}}, r"shared_interval \(2\) must be 1 without"),
     ],
 )
 def test_what_contradicts_itself_is_refused(fields, error):
