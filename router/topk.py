@@ -158,8 +158,8 @@ class TopKRouter(nn.Module):
             x_TD: the tokens, sequence after sequence.
             seq_len: tokens of each sequence, for the sequence-wise loss; None takes all as one.
             replay_indices_TK: [T, K] int64, the ``topk_indices_TK`` of an earlier call, to be used
-                instead of a choice; E where there is no choice. Weights, losses and gradients are those of
-                tokens that choose these experts; dropped assignments are dropped again.
+                instead of a choice; E stands for no expert. Weights, losses and gradients are those
+                of tokens that choose these experts; dropped assignments are dropped again.
             prior_expert_counts_E: [E] int64, the ``expert_counts_E`` of the step's call before this
                 one, for the loss over a global batch; None in the first call.
 
