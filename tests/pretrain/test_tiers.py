@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import shutil
 import signal
@@ -13,11 +14,14 @@ from pathlib import Path
 import pytest
 
 import ckpt
+from parallel import local_shard
 from pretrain.checkpoint.interval import SaveClock
 from pretrain.observe.jsonl import History
 from pretrain.plan.failures import DEVICE_HOURS_PER_FAILURE, optimal_interval
 from pretrain.runtime.signals import StopRequest
+from pretrain.spec import load_spec
 from pretrain.spec.checkpoint import CheckpointConfig
+from pretrain.train import prepare
 from pretrain.train.trainer import Trainer
 from tests.support.jobs import data_of, events, prepare_job, write_spec
 from tests.support.ranks import run_ranks, start_ranks
@@ -122,6 +126,44 @@ def test_a_restart_takes_the_newest_that_every_rank_can_reach(spec, tmp_path):
     assert ckpt.committed_steps(shared)[-1] == 6
     assert not list(memory.iterdir()), "memory is given back"
     assert ckpt.committed_steps(node(disks, 0)) == [5, 6]
+
+
+def diverge_on_node(rank: int, spec: str, after: int) -> tuple[int, str]:
+    """The command on a rank that is a node; after ``after`` steps its weights are NaN."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    step = Trainer.step
+
+    def step_of_nan(self, stop_requested):
+        if self.progress.step == after:
+            local_shard(self.job.model.head.weight).detach().fill_(math.nan)
+        return step(self, stop_requested)
+
+    Trainer.step = step_of_nan
+    err = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
+        code = main([spec, "--set", "train.max_skipped_steps=2"])
+    return code, err.getvalue()
+
+
+def test_a_diverged_run_names_a_committed_checkpoint_and_a_roll_back_passes_over_nodes(
+    spec, tmp_path
+):
+    shared = tmp_path / "run/checkpoints"
+    results = run_ranks(diverge_on_node, 2, str(spec), 5, group=False)
+    assert [code for code, _ in results] == [3, 3]
+    err = "".join(text for _, text in results)
+    # Nodes have steps 4 and 5; step 6 is the next that the shared folder would have had.
+    assert ckpt.committed_steps(shared) == [3]
+    assert ckpt.committed_steps(node(tmp_path / "disks", 0)) == [4, 5]
+    assert f"the newest committed checkpoint is step 3 in {shared}" in err
+    assert "`convoy prepare SPEC --load-step STEP`" in err
+
+    prepare(load_spec(spec), load_step=3)
+    code, out, err = run_to_the_end(spec)
+    assert code == 0, err
+    assert "resuming after step 3" in out, "what nodes have of the time after is not taken"
+    (restored,) = events(tmp_path / "run", "restored")
+    assert (restored["step"], restored["tier"]) == (3, "shared")
 
 
 def test_a_lost_node_is_restored_from_its_neighbour(text, tmp_path):
