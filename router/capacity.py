@@ -1,7 +1,7 @@
-"""How many rows an expert or a rank takes, and what becomes of those over it.
+"""Capacity: how many assignments an expert or a rank takes, and what happens to the others.
 
-Legend: T tokens, K top_k, E experts, N = T·K assignments in the order of tokens, then of k; bins
-are experts or ranks, whatever has room of its own.
+Legend: T tokens, K top_k, E experts, B bins, N = T·K assignments in the order of tokens, then of k.
+A bin is an expert or a rank, whichever the capacity is of.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ from router.select import count_tokens_per_expert
 
 
 class Placement(NamedTuple):
-    """Where assignments end up. Discrete: nothing here has a gradient."""
+    """The expert of every assignment after capacity. No field has a gradient."""
 
     expert_indices_TK: Tensor
     """[T, K] int64; a dropped assignment keeps the expert that was chosen."""
     dropped_TK: Tensor | None
-    """[T, K] bool; None where nothing can be dropped, and no device need be waited for."""
+    """[T, K] bool; None where the policy drops nothing, which spares waiting for an accelerator."""
     num_rerouted: Tensor
-    """Scalar int64: assignments that took another expert than the chosen one."""
+    """Scalar int64: assignments that were moved to another expert than the chosen one."""
 
 
 class CapacityPolicy(Protocol):
-    """Fits choices to the room there is."""
+    """Places the chosen assignments within a capacity."""
 
     def most(self, num_tokens: int) -> list[int] | None:
-        """Rows that each expert takes at most of a call of up to ``num_tokens``; None: any."""
+        """[E] the most assignments of each expert in a call of up to ``num_tokens`` tokens; None
+        for no bound."""
         ...
 
     def place(
@@ -54,25 +55,27 @@ class CapacityPolicy(Protocol):
         """Place every assignment or drop it.
 
         Args:
-            expert_indices_TK: [T, K] the chosen experts, no expert twice for a token; E for none.
-            choice_TE: [T, E] what they were chosen by; minus infinity for experts out of reach.
-            scores_TE: [T, E] the scores that decide who gives way.
-            training: whether time is worth more than the choice.
+            expert_indices_TK: [T, K] the chosen experts, no expert twice for a token; E stands for
+                no expert.
+            choice_TE: [T, E] the values of the choice; minus infinity for experts that a token must
+                not take.
+            scores_TE: [T, E] the scores; the lowest scores give way.
+            training: whether the bounds on ranks apply; evaluation has no step to keep short.
         """
         ...
 
     def use_expert_group(self, group: dist.ProcessGroup) -> None:
-        """Experts are in equal blocks over the ranks of ``group`` from now on."""
+        """Set the ranks that hold the experts, in equal blocks."""
         ...
 
 
 class _Bins(NamedTuple):
-    """Something that has room: each expert alone, or all experts of a rank together."""
+    """The bins of one level of capacity: single experts, or all experts of a rank."""
 
     of_expert_E: Tensor
     """[E] int64, the bin of each expert."""
     room_B: Tensor
-    """[B] int64, assignments that each bin takes."""
+    """[B] int64, the most assignments of each bin."""
 
 
 def _rank_bins(room_B: Tensor, num_experts: int) -> _Bins:
@@ -82,15 +85,16 @@ def _rank_bins(room_B: Tensor, num_experts: int) -> _Bins:
 
 
 class Dropless:
-    """Every expert takes what comes.
+    """Every expert computes all assignments that choose the expert.
 
-    The worst case: all tokens of all ranks of the group choose the experts of one rank, which then
-    computes T · min(K, its experts) assignments of every rank's T tokens. ``max_tokens_per_rank``
-    bounds that: where a rank would compute more, each rank's share of its room is in proportion to
-    what it would have sent there, and the rest goes to next-best experts of ranks that have room
-    left, shared in proportion to what is over. One small exchange of counts a layer tells. A bound
-    of the group's mean of T·K and a few more has room for all; below, what no rank has room for is
-    dropped.
+    In the worst case all tokens of all ranks of the group choose the experts of one rank, which
+    then computes T · min(K, experts of the rank) assignments for each rank's T tokens.
+    ``max_tokens_per_rank`` bounds this number. Where a rank would exceed the bound, each sender
+    gets a part of the rank's capacity in proportion to the number of assignments that the sender
+    has for the rank. The other assignments go to next-best experts of ranks with capacity left,
+    which is divided in proportion to these assignments. The counts cost one small all-gather a
+    layer. A bound slightly above the group's mean of T·K drops nothing; a lower bound drops what no
+    rank can take.
     """
 
     def __init__(self, config: DroplessConfig) -> None:
@@ -112,7 +116,7 @@ class Dropless:
         scores_TE: Tensor,
         training: bool = True,
     ) -> Placement:
-        """See :class:`CapacityPolicy`. With the bound, every rank of the group must call."""
+        """See :class:`CapacityPolicy`. With a bound, every rank of the group must call."""
         if self.max_tokens_per_rank:
             E = choice_TE.shape[1]
             bins = _rank_bins(self._room(expert_indices_TK, E), E)
@@ -121,7 +125,7 @@ class Dropless:
         return Placement(expert_indices_TK, None, none)
 
     def _room(self, expert_indices_TK: Tensor, num_experts: int) -> Tensor:
-        """[ranks] int64: what this rank may send to each rank."""
+        """[ranks] int64: the most assignments that this rank may send to each rank."""
         most = self.max_tokens_per_rank
         counts_E = count_tokens_per_expert(expert_indices_TK, num_experts + 1)[:num_experts]
         if self._group is None or self._group.size() == 1:
@@ -138,7 +142,8 @@ class Dropless:
 
 
 def _portions(whole_R: Tensor, weights_SR: Tensor) -> Tensor:
-    """Cut each whole in proportion to a column of weights; the integer parts sum to it exactly."""
+    """Divide each whole number in proportion to a column of weights, into integers whose sum is the
+    whole number."""
     ends_SR = weights_SR.cumsum(0)
     ends_SR = whole_R * ends_SR // ends_SR[-1].clamp(min=1)
     return ends_SR.diff(dim=0, prepend=torch.zeros_like(ends_SR[:1]))
@@ -150,15 +155,16 @@ def expert_capacity(num_tokens: int, top_k: int, num_experts: int, capacity_fact
 
 
 class FixedCapacity:
-    """Each expert takes ceil(T·K / E · capacity_factor) of the T tokens of a call.
+    """Each expert takes at most ceil(T·K / E · capacity_factor) of the T tokens of a call.
 
-    Over that, assignments give way by ``overflow``: ``position`` keeps the first come,
-    ``probs`` the highest scores, earlier tokens first where those tie; ``reroute`` keeps
-    the highest scores and sends the others to their next-best expert with room, so that one is
-    dropped only if every expert it can reach, and that its token does not have already, is full.
+    ``drop_policy`` decides which assignments beyond the capacity give way. ``position`` keeps the
+    first tokens. ``probs`` keeps the highest scores, and the earlier token where scores tie.
+    ``reroute`` keeps the highest scores too, and sends each other assignment to the token's
+    next-best expert with room. An assignment is dropped only where all experts are full that the
+    token may take and does not have already.
 
-    On an accelerator ``reroute`` waits for the device once a round; there are as many rounds as
-    experts fill up one after another, at most num_experts + top_k, and commonly two or three.
+    On an accelerator ``reroute`` waits for the device once a round. There are at most
+    num_experts + top_k rounds, and usually two or three.
     """
 
     def __init__(self, config: FixedCapacityConfig, *, num_experts: int, top_k: int) -> None:
@@ -198,13 +204,14 @@ class FixedCapacity:
 
 
 class StragglerAwareCapacity:
-    """Each rank takes its share of a call's assignments by :class:`router.plan.CapacityPlan`.
+    """Each rank takes a share of a call's assignments by :class:`router.plan.CapacityPlan`.
 
-    Of T tokens a rank takes its share of ceil(T·K · rank_capacity_factor), and each of its experts
-    an equal part of the rank's share of T·K · capacity_factor, rounded up. What is over either goes
-    to its next-best expert with room, and is dropped only when none has. Until a plan is set, and
-    without an expert group, shares are equal. In evaluation experts have room, ranks are not held
-    to theirs: there is no step to wait for.
+    Of T tokens a rank takes its share of ceil(T·K · rank_capacity_factor) assignments. Each expert
+    of the rank takes an equal part of the rank's share of T·K · capacity_factor, rounded up.
+    Assignments beyond either bound go to the token's next-best expert with room, and are dropped
+    only where no expert has room. Shares are equal until a plan is set, and without an expert
+    group. Evaluation applies the bounds of experts and not the bounds of ranks: there is no
+    training step that a slow rank could delay.
     """
 
     def __init__(self, config: StragglerAwareConfig, *, num_experts: int, top_k: int) -> None:
@@ -220,7 +227,7 @@ class StragglerAwareCapacity:
         return list(self.rooms(num_tokens)[0])
 
     def rooms(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Rows that each expert, and each rank, takes of a call."""
+        """The most assignments of each expert, and of each rank, in a call."""
         assignments = num_tokens * self.top_k
         return _rooms(self.config, self.plan.units, assignments, self.num_experts)
 
@@ -249,23 +256,24 @@ def _rooms(
 
     per_rank = num_experts // len(units)
     all_units = sum(units) * per_rank
-    # Rounded up, so that an expert has room for one token however few there are.
+    # Rounded up: an expert has room for at least one token, however few tokens there are.
     per_expert = [-(-total(config.capacity_factor) * u // all_units) for u in units]
     ranks = largest_remainder(total(config.rank_capacity_factor), tuple(Fraction(u) for u in units))
     return tuple(n for n in per_expert for _ in range(per_rank)), tuple(ranks)
 
 
 def keep_within(bins: Tensor, priority: Tensor | None, room_B: Tensor) -> Tensor:
-    """Which assignments their bin has room for.
+    """Which assignments fit into their bins.
 
     Args:
-        bins: any shape, int64; B stands for none and is never kept.
-        priority: of the same shape; the highest are kept, earlier ones first where they tie, or
-            with None simply the earlier.
-        room_B: [B] int64.
+        bins: the bin of each assignment, int64, of any shape; B stands for no bin, and such an
+            assignment is never kept.
+        priority: of the shape of ``bins``. The highest priorities are kept, and the earlier
+            assignment where priorities tie; None keeps the earlier assignments.
+        room_B: [B] int64, the most assignments of each bin.
 
     Returns:
-        bool, of the same shape.
+        bool, of the shape of ``bins``.
     """
     flat = bins.flatten()
     order = torch.arange(flat.numel(), device=flat.device)
@@ -285,7 +293,7 @@ def keep_within(bins: Tensor, priority: Tensor | None, room_B: Tensor) -> Tensor
 def _fit(
     asked_TK: Tensor, scores_TE: Tensor, levels: Sequence[_Bins], room: Sequence[Tensor]
 ) -> Tensor:
-    """Which of the experts asked for (E for none) have room, and their ranks too: [T, K] bool."""
+    """[T, K] bool: which requested experts (E for no expert) have room on every level."""
     E = scores_TE.shape[1]
     priority_TK = scores_TE.gather(1, asked_TK.clamp(max=E - 1))
     kept_TK = asked_TK < E
@@ -305,7 +313,8 @@ def _room_left(indices_TK: Tensor, kept_TK: Tensor, level: _Bins) -> Tensor:
 def _place(
     chosen_TK: Tensor, choice_TE: Tensor, scores_TE: Tensor, levels: Sequence[_Bins]
 ) -> Placement:
-    """Keep the highest scores within every level's room, and send the others to where there is."""
+    """Keep the highest scores within every level's capacity, and move the others to free
+    experts."""
     E = choice_TE.shape[1]
     indices_TK = chosen_TK
     kept_TK = _fit(chosen_TK, scores_TE, levels, [level.room_B for level in levels])
@@ -316,8 +325,8 @@ def _place(
         full_E = torch.zeros(E, dtype=torch.bool, device=choice_TE.device)
         for level, room_B in zip(levels, room, strict=True):
             full_E = full_E | (room_B <= 0)[level.of_expert_E]
-        # An expert is out of reach for a token that has it already. A rejected choice need not be
-        # remembered: who was turned away was turned away by a full expert, or a full rank.
+        # A token must not take an expert twice. A rejected choice need not be remembered: only a
+        # full expert or a full rank rejects a choice.
         taken_TE = torch.zeros(len(choice_TE), E + 1, dtype=torch.bool, device=choice_TE.device)
         taken_TE = taken_TE.scatter_(1, indices_TK, kept_TK)[:, :E]
         best_T = choice_TE.masked_fill(taken_TE | full_E, -torch.inf).max(-1)

@@ -15,11 +15,11 @@ from router.select import count_tokens_per_expert
 def load_balance_loss(probs_TE: Tensor, tokens_per_expert_E: Tensor) -> Tensor:
     """Switch load-balancing loss, E · Σ_i f_i · P_i (Fedus et al., arXiv 2101.03961, eqs. 4-6).
 
-    f_i = count_i / Σ count is the fraction of assignments that expert i got, count_i / (T·K) where
-    the counts are of these T tokens, and P_i the mean over tokens of its probability. The loss is 1
-    when both are uniform; its gradient flows through P. With counts of a global batch it is the
-    loss of Qiu et al. (arXiv 2501.11873, eqs. 3 and 4): as f is the same everywhere, the mean of
-    all calls' losses, weighted by their tokens, has the mean of P over the whole batch in it.
+    f_i = count_i / Σ count is the fraction of assignments of expert i, and P_i the mean over tokens
+    of the probability of expert i. The loss is 1 where f and P are uniform; the gradient flows
+    through P. With the counts of a global batch this is the loss of Qiu et al. (arXiv 2501.11873,
+    eqs. 3 and 4): f is then equal in all calls, and the token-weighted mean of the calls' losses is
+    the loss with P averaged over the global batch.
 
     Args:
         probs_TE: [T, E] scores normalized to sum to one over the experts, float32.
@@ -41,16 +41,17 @@ def sequence_balance_loss(
     seq_len: int | None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """The same loss of each sequence alone, averaged (DeepSeek-V3, arXiv 2412.19437, eqs. 17-20).
+    """Mean over sequences of the load-balancing loss of one sequence (DeepSeek-V3, arXiv
+    2412.19437, eqs. 17-20).
 
-    The fractions f count the choices that were made, bias and groups included. Where sequences are
-    spread over a group, f counts all of each, P this rank's part, and the mean over ranks is the
+    The fractions f count the actual choices, bias and groups included. Where sequences are spread
+    over a group, f counts the whole sequence and P this rank's part; the mean over ranks is the
     loss.
 
     Args:
         probs_TE: [T, E] scores normalized over the experts, sequence after sequence.
         expert_indices_TK: [T, K] int64.
-        seq_len: tokens of each sequence here, T being a multiple of it; None takes all as one.
+        seq_len: tokens of each sequence on this rank, a divisor of T; None for one sequence.
         group: the ranks that have equal parts of the same sequences; all must call.
 
     Returns:

@@ -1,7 +1,7 @@
 """Shares of work for ranks of different speed: the plan of straggler-aware capacity.
 
-Everything here is exact or a pure function of the numbers that all ranks exchange, so that every
-rank comes to the same plan. Nothing here measures, waits or communicates.
+Every function is a pure function of numbers that all ranks exchange, so that every rank computes
+the same plan. Nothing here measures, waits or communicates.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from fractions import Fraction
 from router.config import StragglerAwareConfig
 
 UNITS_PER_RANK = 1024
-"""A plan's total is so many units for each rank, whatever the shares."""
+"""The units of a plan sum to this number times the number of ranks."""
 
 
 def largest_remainder(total: int, weights: Sequence[Fraction]) -> list[int]:
     """Whole numbers in proportion to ``weights`` that sum to ``total`` (Hamilton's method).
 
-    Each is its exact share rounded down; what is left goes to the largest remainders, one each,
-    and among equal ones to the first.
+    Each number is the exact share rounded down. The rest is given to the largest remainders, one
+    unit each, and to the first of equal remainders.
     """
     weight = sum(weights)
     exact = [total * w / weight for w in weights]
@@ -35,26 +35,26 @@ def largest_remainder(total: int, weights: Sequence[Fraction]) -> list[int]:
 
 @dataclass(frozen=True)
 class CapacityPlan:
-    """What each rank of an expert group takes of all work, in whole units."""
+    """The share of work of each rank of an expert group, in whole units."""
 
     units: tuple[int, ...]
-    """One for each rank; sums to UNITS_PER_RANK · ranks."""
+    """The units of each rank; their sum is UNITS_PER_RANK · ranks."""
 
     @staticmethod
     def equal(ranks: int) -> CapacityPlan:
-        """The same for all."""
+        """Equal shares."""
         return CapacityPlan((UNITS_PER_RANK,) * ranks)
 
     @property
     def shares(self) -> list[float]:
-        """1 for a rank that takes as much as the mean."""
+        """The share of each rank; the mean share is 1."""
         return [u / UNITS_PER_RANK for u in self.units]
 
 
 def bounded_shares(speeds: Sequence[float], floor: float, ceiling: float) -> list[Fraction]:
     """Shares in proportion to speed with a mean of 1, none under ``floor`` or over ``ceiling``.
 
-    Where a bound holds, the others divide what is left in proportion. floor <= 1 <= ceiling.
+    Ranks that no bound holds divide the rest in proportion to speed. floor <= 1 <= ceiling.
     """
     exact = [Fraction(s) for s in speeds]
     low, high = Fraction(str(floor)), Fraction(str(ceiling))
@@ -74,25 +74,30 @@ def bounded_shares(speeds: Sequence[float], floor: float, ceiling: float) -> lis
 
 @dataclass(frozen=True)
 class StragglerBalancer:
-    """Smoothed speeds of an expert group's ranks, and the plan that is in force."""
+    """Smoothed speeds of an expert group's ranks, and the current plan."""
 
     speeds: tuple[float | None, ...]
-    """Rows per second of expert compute; None until a rank has computed any."""
+    """Assignments per second of expert compute; None for a rank that has computed none so far."""
     plan: CapacityPlan
 
     @staticmethod
     def start(ranks: int) -> StragglerBalancer:
-        """Before anything is measured."""
+        """Equal shares, before any measurement."""
         return StragglerBalancer((None,) * ranks, CapacityPlan.equal(ranks))
 
     def after(
         self, rows: Sequence[float], seconds: Sequence[float], config: StragglerAwareConfig
     ) -> StragglerBalancer:
-        """What holds after a step in which each rank computed ``rows`` in ``seconds``.
+        """Speeds and plan after a step.
 
-        A speed is an exponential mean with ``smoothing`` as the newest step's weight; a
-        rank that computed nothing keeps its own. The plan follows when some rank's share would
-        change by more than ``hysteresis`` of its present one, and then goes all the way.
+        A speed is an exponential mean with ``smoothing`` as the weight of the newest step; a rank
+        that computed nothing keeps its speed. The plan changes only where the share of some rank
+        changes by more than ``hysteresis``, relative to the rank's present share.
+
+        Args:
+            rows: the assignments that each rank computed in the step.
+            seconds: the time that each rank's experts took.
+            config: smoothing, hysteresis, floor and ceiling.
         """
         speeds = []
         for old, n, s in zip(self.speeds, rows, seconds, strict=True):

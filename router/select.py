@@ -1,4 +1,4 @@
-"""Which experts a token takes. Nothing here has a gradient: a choice is discrete.
+"""The choice of experts for each token. A choice is discrete: no function here has a gradient.
 
 Legend: T tokens, E experts, K top_k, G groups.
 """
@@ -27,7 +27,7 @@ def count_tokens_per_expert(expert_indices_TK: Tensor, num_experts: int) -> Tens
 def limit_to_groups(
     scores_TE: Tensor, n_groups: int, topk_groups: int, topk_per_group: int
 ) -> Tensor:
-    """Put every expert outside a token's best groups out of reach, at minus infinity.
+    """Set the scores of experts outside a token's best groups to minus infinity.
 
     Experts are in n_groups equal blocks. A group's score is the sum of its topk_per_group best; the
     topk_groups best groups stay (DeepSeek-V3, arXiv 2412.19437, section 2.1.2, with
@@ -65,12 +65,12 @@ def expert_choice(scores_TE: Tensor, top_k: int) -> Tensor:
 
 
 def sinkhorn(logits_TE: Tensor, iterations: int = _SINKHORN_ITERATIONS) -> Tensor:
-    """Scale exp(logits) so that tokens weigh alike and experts weigh alike: [T, E] -> [T, E].
+    """Scale exp(logits) to equal sums over tokens and equal sums over experts: [T, E] -> [T, E].
 
     Sinkhorn's alternate normalization of rows and columns (Sinkhorn and Knopp, 1967), as used for
-    routing by Clark et al. (arXiv 2202.01169, section 3.1), in logarithms so that it cannot
-    overflow, and for a fixed number of rounds so that no accelerator is waited for. Rows end
-    normalized to 1 / T, columns nearly to 1 / E.
+    routing by Clark et al. (arXiv 2202.01169, section 3.1). Logarithms avoid an overflow, and a
+    fixed number of rounds avoids waiting for an accelerator. At the end rows sum to 1 / T and
+    columns nearly to 1 / E.
     """
     log_TE = logits_TE
     for _ in range(iterations):
@@ -82,6 +82,6 @@ def sinkhorn(logits_TE: Tensor, iterations: int = _SINKHORN_ITERATIONS) -> Tenso
 def force_load_balance(
     num_tokens: int, top_k: int, num_experts: int, device: torch.device
 ) -> Tensor:
-    """Experts in turn, whatever the scores: [T, K]; counts differ by at most one."""
+    """[T, K]: experts in turn, whatever the scores; the counts of experts differ by at most one."""
     flat = torch.arange(num_tokens * top_k, device=device) % num_experts
     return flat.view(num_tokens, top_k)
