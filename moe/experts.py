@@ -208,6 +208,7 @@ class GroupedExperts(nn.Module):
 
     def __init__(
         self,
+        *,
         num_experts: int,
         d_model: int,
         d_ff: int,

@@ -26,46 +26,47 @@ from router import RouterOutput, TopKRouter
 
 
 class MoEAux(NamedTuple):
-    """What a layer reports besides its output. All of it is about the tokens of this call."""
+    """Losses and statistics of one call of a layer, over the tokens of that call."""
 
     load_balance_loss: Tensor
-    """Scalar float32, not yet weighted."""
+    """Scalar float32, without its coefficient."""
     sequence_balance_loss: Tensor
-    """Scalar float32, not yet weighted; 0 where its weight is 0."""
+    """Scalar float32, without its coefficient; 0 where the coefficient is 0."""
     z_loss: Tensor
-    """Scalar float32, not yet weighted."""
+    """Scalar float32, without its coefficient."""
     aux_loss: Tensor
-    """The three by their weights: add this to the loss."""
+    """Scalar float32: the sum of the three losses with their coefficients, for the model's loss."""
     entropy: Tensor
     """Scalar float32 without a gradient: mean entropy of the tokens' probabilities, in nats."""
     tokens_per_expert_E: Tensor
-    """[E] int64 over all experts, wherever they live, as chosen, before capacity. Sums to T·K, but
-    under expert choice, where each expert takes ceil(T·K / E), and in a replay with gaps."""
+    """[E] int64: the assignments of all experts of all ranks as chosen, before capacity. The sum is
+    T·K, except under expert choice and in a replay with dropped assignments."""
     topk_indices_TK: Tensor
-    """[T, K] int64, what ``layer(x, topk_indices_TK)`` needs to route these tokens so again."""
+    """[T, K] int64: the record of the routing, to be replayed as ``replay_indices_TK``."""
     num_dropped: Tensor
-    """Scalar int64: assignments that no expert had room for."""
+    """Scalar int64: dropped assignments."""
     num_rerouted: Tensor
-    """Scalar int64: assignments that took another expert than the chosen one, for want of room."""
+    """Scalar int64: assignments that were rerouted from a full expert to another one."""
     num_nonfinite_tokens: Tensor
-    """Scalar int64: tokens whose logits have a NaN or an infinity; their outputs are NaN."""
+    """Scalar int64: tokens with a NaN or an infinity among their logits; their outputs are NaN."""
     expert_counts_E: Tensor
-    """[E] int64: give it to the step's next call, for the loss over a global batch."""
+    """[E] int64: the ``prior_expert_counts_E`` of the step's next call."""
     stopwatch: Stopwatch
-    """The rows that this rank's experts computed, and for how long, in the forward."""
+    """The assignments that this rank's experts computed in the forward, and the time in seconds."""
 
     @property
     def load_imbalance(self) -> Tensor:
-        """Scalar: the largest over the mean load of an expert; 0 for no tokens."""
+        """Scalar: the largest load of an expert over the mean load; 0 for no tokens."""
         return self._imbalance(self.tokens_per_expert_E)
 
     @property
     def num_dead_experts(self) -> Tensor:
-        """Scalar int64: experts that no token of this call chose."""
+        """Scalar int64: the experts that no token of this call chose."""
         return (self.tokens_per_expert_E == 0).sum()
 
     def rank_imbalance(self, ranks: int) -> Tensor:
-        """Scalar: the same for ranks that hold equal blocks of experts, and this call's tokens."""
+        """Scalar: the largest load of a rank over the mean load, for ``ranks`` with equal blocks of
+        experts and this call's tokens."""
         return self._imbalance(self.tokens_per_expert_E.view(ranks, -1).sum(1))
 
     @staticmethod
@@ -74,15 +75,15 @@ class MoEAux(NamedTuple):
 
 
 class MoEOutput(NamedTuple):
-    """A NamedTuple, so that FSDP and pipelining find the tensors in it."""
+    """The output of a layer. FSDP and pipelining find tensors in a NamedTuple."""
 
     hidden: Tensor
-    """Shaped as the input."""
+    """Of the shape and dtype of the input."""
     aux: MoEAux
 
 
 class FeedForward(nn.Module):
-    """A dense feed-forward layer, and the shared experts: see :mod:`moe.activation`."""
+    """A dense feed-forward layer, also for the shared experts; see :mod:`moe.activation`."""
 
     def __init__(
         self, d_model: int, d_ff: int, activation: ActivationName = "swiglu", bias: bool = False
@@ -103,9 +104,9 @@ class FeedForward(nn.Module):
 class MoELayer(nn.Module):
     """A mixture-of-experts feed-forward layer for any PyTorch model.
 
-    Plain, it runs in one process. ``parallel.apply_expert_parallel`` spreads its experts over
-    ranks from outside; results are the same. Nothing is left behind by a forward: the auxiliary
-    losses are in the output, so activation recomputation cannot count them twice.
+    Without further setup the layer runs in one process. ``parallel.apply_expert_parallel`` spreads
+    the experts over ranks, with equal results. A forward leaves no state in the module: auxiliary
+    losses are part of the output, and activation recomputation cannot count a loss twice.
 
     Example::
 
@@ -119,9 +120,14 @@ class MoELayer(nn.Module):
         self.config = c = config
         self.router = TopKRouter(c.d_model, c)
         self.experts = GroupedExperts(
-            c.num_experts, c.d_model, c.d_ff, c.backend, c.activation, c.ffn_bias,
-            c.recompute_experts,
-        )  # fmt: skip
+            num_experts=c.num_experts,
+            d_model=c.d_model,
+            d_ff=c.d_ff,
+            backend=c.backend,
+            activation=c.activation,
+            bias=c.ffn_bias,
+            recompute=c.recompute_experts,
+        )
         self.shared_experts: FeedForward | None = None
         self.shared_gate: nn.Linear | None = None
         if c.num_shared_experts:
@@ -137,15 +143,15 @@ class MoELayer(nn.Module):
         across_nodes: dist.ProcessGroup | None = None,
         within_node: dist.ProcessGroup | None = None,
     ) -> None:
-        """Exchange tokens over ``group``; ``parallel.apply_expert_parallel`` calls this.
+        """Exchange tokens over ``group``; ``parallel.apply_expert_parallel`` calls this method.
 
         Args:
             group: the ranks that share the experts, in equal blocks.
-            across_nodes: of them, those at this rank's place in each node; with ``within_node``,
-                what the hierarchical dispatcher needs.
-            within_node: of them, those of this rank's node.
+            across_nodes: for ``hierarchical``, the ranks of ``group`` at this rank's place in each
+                node.
+            within_node: for ``hierarchical``, the ranks of ``group`` on this rank's node.
 
-        Raises ValueError for ``hierarchical`` without these two.
+        Raises ValueError for ``hierarchical`` without both of these groups.
         """
         c = self.config
         self.router.capacity.use_expert_group(group)
@@ -175,15 +181,17 @@ class MoELayer(nn.Module):
         replay_indices_TK: Tensor | None = None,
         prior_expert_counts_E: Tensor | None = None,
     ) -> MoEOutput:
-        """[..., D] -> the same shape and dtype, and what the router did.
+        """[..., D] -> output of the same shape and dtype, and the router's losses and statistics.
 
-        The dim before the last is the sequence, for the sequence-wise loss; a [T, D] input is one.
+        The dim before the last is the sequence, for the sequence-wise loss; a [T, D] input is one
+        sequence.
         ``replay_indices_TK`` are recorded choices, the ``aux.topk_indices_TK`` of an earlier call.
         ``prior_expert_counts_E`` is for the loss over a global batch. See
         :meth:`router.TopKRouter.forward`.
 
-        Under expert parallelism every rank of the group must call, with any number of tokens,
-        none included. Raises ValueError where the last dim is not d_model, or choices do not fit.
+        Under expert parallelism every rank of the group must call, with any number of tokens, also
+        with 0. Raises ValueError where the last dim is not d_model, or where
+        ``replay_indices_TK`` do not fit.
         """
         if not x.ndim or x.shape[-1] != self.config.d_model or not x.is_floating_point():
             raise ValueError(
@@ -195,7 +203,7 @@ class MoELayer(nn.Module):
         seq_len = x.shape[-2] if x.ndim > 1 else 1
         routed = self.router(x_TD, seq_len, replay_indices_TK, prior_expert_counts_E)
         arriving = self.dispatcher.dispatch(x_TD, routed)
-        # While rows are on their way, the experts that every token passes through are computed.
+        # The shared experts are computed while rows are in transfer.
         shared_TD = self._shared(x_TD)
         stopwatch = Stopwatch(x.device)
         returning = []
@@ -210,8 +218,8 @@ class MoELayer(nn.Module):
             y_TD = y_TD + shared_TD
         if x.device.type != "cpu" or routed.num_nonfinite_tokens:
             y_TD = y_TD.masked_fill(routed.nonfinite_T.unsqueeze(1), torch.nan)
-        # Of the shape of x, and no view to autograd: y_TD is nobody else's, and FSDP warns of views
-        # where it wraps the layer alone.
+        # A reshape that autograd does not record as a view: nothing else refers to y_TD, and FSDP
+        # warns of views where only this layer is wrapped.
         hidden = torch.ops.aten._unsafe_view(y_TD.to(x.dtype), x.shape)
         return MoEOutput(hidden, self._aux(routed, stopwatch))
 

@@ -1,4 +1,4 @@
-"""The router: scores for every expert, and the experts of every token.
+"""The router: scores of all experts for each token, and the experts that each token takes.
 
 Legend: T tokens, D d_model, E experts, K top_k.
 """
@@ -31,45 +31,48 @@ _TINY = 1e-20
 
 
 class RouterOutput(NamedTuple):
-    """Where every token goes. A NamedTuple, so that FSDP and pipelining see the tensors in it."""
+    """The routing of every token. FSDP and pipelining find tensors in a NamedTuple."""
 
     expert_indices_TK: Tensor
-    """[T, K] int64, best first; E, beyond all experts, where the assignment is dropped. Under
+    """[T, K] int64, best first; E, which is no expert, where the assignment is dropped. Under
     expert choice [T, E]: column e is e where expert e takes the token, and E elsewhere."""
     expert_weights_TK: Tensor
-    """Of the same shape, float32, the weight of each expert's output; 0 where there is none; NaN
-    for a token whose logits are not finite."""
+    """Float32, of the shape of ``expert_indices_TK``: the weight of each expert's output; 0 for no
+    expert; NaN for a token whose logits are not finite."""
     topk_indices_TK: Tensor
-    """What a later call takes to route these tokens again: as ``expert_indices_TK``, but -1 - e
-    where expert e was chosen, and nobody had room."""
+    """The record of the routing, which a later call replays: as ``expert_indices_TK``, but -1 - e
+    where expert e was chosen and the assignment was dropped."""
     rows_per_expert_E: Tensor
-    """[E] int64, assignments that each expert is to compute."""
+    """[E] int64: the assignments that each expert computes."""
     dropped_TK: Tensor | None
-    """Of the same shape, bool: no expert computes it. None where every place has an expert."""
+    """Bool, of the shape of ``expert_indices_TK``: the assignment is dropped. None where none
+    is."""
     num_rerouted: Tensor
-    """Scalar int64: assignments that took another expert than the chosen one, for want of room."""
+    """Scalar int64: assignments that were rerouted from a full expert to another one."""
     tokens_per_expert_E: Tensor
-    """[E] int64, assignments as they were chosen, before capacity; sums to T·K, or under expert
-    choice to E · min(ceil(T·K / E), T)."""
+    """[E] int64: the assignments as chosen, before capacity. The sum is T·K, or under expert choice
+    E · min(ceil(T·K / E), T)."""
     expert_counts_E: Tensor
-    """[E] int64, the assignments that the load-balancing loss counted: these tokens', or those of
-    all ranks and of the step so far. The next call of the step takes them."""
+    """[E] int64: the assignments that the load-balancing loss counted, of these tokens, or of all
+    ranks and of the step so far. The step's next call takes these counts."""
     nonfinite_T: Tensor
-    """[T] bool: tokens with a NaN or an infinity among their logits. Their weights are NaN, and so
-    is the layer's output for them: they are not routed as if nothing were wrong."""
+    """[T] bool: tokens with a NaN or an infinity among their logits. The weights of such a token,
+    and the layer's output for such a token, are NaN."""
     num_nonfinite_tokens: Tensor
-    """Scalar int64: how many."""
+    """Scalar int64: the number of such tokens."""
     load_balance_loss: Tensor
-    """Scalar float32, not yet weighted; so are the next two."""
+    """Scalar float32, without its coefficient."""
     sequence_balance_loss: Tensor
+    """Scalar float32, without its coefficient; 0 where the coefficient is 0."""
     z_loss: Tensor
+    """Scalar float32, without its coefficient."""
     entropy: Tensor
     """Scalar float32 without a gradient: the mean over tokens of the entropy of their
     probabilities, in nats; from 0 to log(E)."""
 
 
 def score(logits_TE: Tensor, score_func: ScoreFunc) -> tuple[Tensor, Tensor]:
-    """Scores, and the same normalized to probabilities over the experts; both [T, E].
+    """Scores, and probabilities over the experts; both [T, E].
 
     Softmax scores are their own probabilities. Sigmoid scores are divided by their sum for the
     balancing losses (DeepSeek-V3, arXiv 2412.19437, eq. 19).
@@ -82,7 +85,7 @@ def score(logits_TE: Tensor, score_func: ScoreFunc) -> tuple[Tensor, Tensor]:
 
 
 def no_autocast(device_type: str) -> AbstractContextManager[object]:
-    """Autocast off, on devices that have it."""
+    """A context without autocast, on devices that have autocast."""
     if not torch.amp.is_autocast_available(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)
@@ -91,9 +94,9 @@ def no_autocast(device_type: str) -> AbstractContextManager[object]:
 class TopKRouter(nn.Module):
     """A linear map to one logit per expert, a score function, and a choice of top_k experts.
 
-    The map, the scores and the losses are in ``router_dtype``, or the input's dtype if that is
-    wider, whatever the model's dtype and under autocast too: in bfloat16 the logits of nearby
-    experts tie, and which of them wins is arbitrary.
+    The map, the scores and the losses are in ``router_dtype``, or in the input's dtype if the
+    input's is wider, whatever the model's dtype, and under autocast too. In bfloat16 the logits of
+    similar experts would tie, and the choice among them would be arbitrary.
     """
 
     expert_bias: Tensor | None
@@ -106,23 +109,23 @@ class TopKRouter(nn.Module):
             config.capacity, num_experts=config.num_experts, top_k=config.top_k
         )
         self.balance_group: dist.ProcessGroup | None = None
-        """Ranks whose tokens the load-balancing loss counts together, beside this one."""
+        """The ranks whose tokens the load-balancing loss counts together."""
         self.token_group: dist.ProcessGroup | None = None
-        """Ranks that have parts of the same sequences, and so of one micro-batch."""
+        """The ranks that have parts of the same sequences, and therefore of one micro-batch."""
         self.weight = nn.Parameter(torch.empty(config.num_experts, d_model))
         bias = torch.zeros(config.num_experts, dtype=torch.float32) if config.expert_bias else None
         self.register_buffer("expert_bias", bias)
         if config.routing == "force_load_balance":
             warnings.warn(
                 "moe.routing is force_load_balance: tokens go to experts in turn, whatever their "
-                "scores; this measures speed and trains nothing of use",
+                "scores; this is for benchmarks and does not train a router",
                 stacklevel=2,
             )
         self.reset_parameters()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Biases stay in float32, whatever the model is cast to: in bfloat16 a step of 0.001 would
-        be lost on a bias of 0.5."""
+        """Keep biases in float32, whatever dtype the model is cast to: in bfloat16 a step of 0.001
+        would be lost on a bias of 0.5."""
         before = self.expert_bias
         super()._apply(fn, recurse)
         after = self.expert_bias
@@ -131,16 +134,17 @@ class TopKRouter(nn.Module):
         return self
 
     def use_token_group(self, group: dist.ProcessGroup) -> None:
-        """Sequences are spread over ``group``; ``parallel.apply_context_parallel`` calls this."""
+        """Set the ranks over which sequences are spread; ``parallel.apply_context_parallel`` calls
+        this method."""
         self.token_group = group
 
     def extra_repr(self) -> str:
-        """What print shows."""
+        """The fields that ``print`` shows."""
         c = self.config
         return f"d_model={self.weight.shape[1]}, num_experts={c.num_experts}, top_k={c.top_k}"
 
     def reset_parameters(self) -> None:
-        """Normal with standard deviation 0.02, so that first scores are close to uniform."""
+        """Normal with standard deviation 0.02, for nearly uniform initial scores."""
         nn.init.normal_(self.weight, std=0.02)
         if self.expert_bias is not None:
             nn.init.zeros_(self.expert_bias)
@@ -156,15 +160,15 @@ class TopKRouter(nn.Module):
 
         Args:
             x_TD: the tokens, sequence after sequence.
-            seq_len: tokens of each sequence, for the sequence-wise loss; None takes all as one.
+            seq_len: tokens of each sequence, for the sequence-wise loss; None for one sequence.
             replay_indices_TK: [T, K] int64, the ``topk_indices_TK`` of an earlier call, to be used
                 instead of a choice; E stands for no expert. Weights, losses and gradients are those
                 of tokens that choose these experts; dropped assignments are dropped again.
             prior_expert_counts_E: [E] int64, the ``expert_counts_E`` of the step's call before this
                 one, for the loss over a global batch; None in the first call.
 
-        Raises ValueError for recorded choices of another shape or dtype, or, on a CPU, of experts
-        that there are not.
+        Raises ValueError for ``replay_indices_TK`` of another shape or dtype, and, on a CPU, for
+        expert numbers out of range.
         """
         dtype = torch.promote_types(self.dtype, x_TD.dtype)
         with no_autocast(x_TD.device.type):
@@ -198,10 +202,10 @@ class TopKRouter(nn.Module):
         else:
             self._check_replay(replay_TK, len(logits_TE))
             wanted_TK = replay_TK.where(replay_TK >= 0, -1 - replay_TK)
-            # What was dropped takes nobody's room.
+            # A dropped assignment takes no capacity.
             chosen_TK = replay_TK.masked_fill(replay_TK < 0, E)
         counts_E = count_tokens_per_expert(wanted_TK, E + 1)[:E]
-        # Tokens that go nowhere of use give way to all others.
+        # Tokens whose logits are not finite give way to all others.
         priority_TE = scores_TE.detach().masked_fill(bad_T.unsqueeze(1), -1)
         placed = self.capacity.place(chosen_TK, choice_TE, priority_TE, self.training)
         indices_TK, rows_E, dropped_TK = placed.expert_indices_TK, counts_E, placed.dropped_TK
@@ -209,21 +213,20 @@ class TopKRouter(nn.Module):
             nowhere_TK = indices_TK == E
             dropped_TK = nowhere_TK if dropped_TK is None else dropped_TK | nowhere_TK
         if replay_TK is not None:
-            # The dropped ones' part of the weights stays theirs.
+            # Dropped assignments keep their part of the sum of weights.
             indices_TK = indices_TK.where(replay_TK >= 0, wanted_TK)
         topk_indices_TK = indices_TK
         weights_TK = self._weights(logits_TE, scores_TE, indices_TK, replay_TK is not None)
         weights_TK = weights_TK.masked_fill(bad_T.unsqueeze(1), torch.nan)
         if dropped_TK is not None:
-            # What a token has left keeps its weight: a drop makes its output smaller.
+            # A token's other assignments keep their weights: a drop makes the output smaller.
             weights_TK = weights_TK.masked_fill(dropped_TK, 0)
-            topk_indices_TK = topk_indices_TK.where(
-                ~dropped_TK | (topk_indices_TK == E), -1 - topk_indices_TK
-            )
+            unchanged_TK = ~dropped_TK | (topk_indices_TK == E)
+            topk_indices_TK = topk_indices_TK.where(unchanged_TK, -1 - topk_indices_TK)
             indices_TK = indices_TK.masked_fill(dropped_TK, E)
             rows_E = count_tokens_per_expert(indices_TK, E + 1)[:E]
         expert_counts_E = self._batch_counts(counts_E, prior_expert_counts_E)
-        # Where its weight is 0 the finer loss costs nothing: it is not computed.
+        # With a coefficient of 0 the sequence-wise loss is not computed.
         sequence_loss = logits_TE.new_zeros(())
         if config.seq_aux_loss_coeff:
             sequence_loss = sequence_balance_loss(probs_TE, wanted_TK, seq_len, self.token_group)
@@ -246,7 +249,7 @@ class TopKRouter(nn.Module):
         )
 
     def _batch_counts(self, counts_E: Tensor, prior_expert_counts_E: Tensor | None) -> Tensor:
-        """What the load-balancing loss counts, see ``aux_loss_scope``."""
+        """[E]: the assignments that the load-balancing loss counts, see ``aux_loss_scope``."""
         micro_batch = self.config.aux_loss_scope == "micro_batch"
         group = self.token_group if micro_batch else self.balance_group
         expert_counts_E = counts_E.clone()
@@ -261,10 +264,10 @@ class TopKRouter(nn.Module):
         )
 
     def _choice(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
-        """What experts are chosen by, [T, E]; minus infinity for those out of a token's reach."""
+        """[T, E]: the values of the choice; minus infinity for experts outside a token's groups."""
         config = self.config
         if config.routing == "sinkhorn":
-            # In evaluation there need be no batch to balance: the plain choice (as Megatron-core).
+            # Evaluation takes the plain choice, as Megatron-core does: a batch may be one token.
             return sinkhorn(logits_TE) if self.training else logits_TE
         # Logits order as softmax scores do, and do not tie where those underflow.
         choice_TE = logits_TE if config.softmax_after_topk else scores_TE
@@ -293,19 +296,20 @@ class TopKRouter(nn.Module):
                 f"[{tokens}, {K}] int64: the tokens, and moe.top_k or, under expert_choice, "
                 f"moe.num_experts"
             )
-        # On an accelerator looking would mean waiting for it.
+        # On an accelerator this check would wait for the device.
         if replay_TK.device.type == "cpu" and replay_TK.numel():
             low, high = replay_TK.min(), replay_TK.max()
             if low < -E or high > E:
                 raise ValueError(
                     f"replay_indices_TK ({int(low)} to {int(high)}) must be below "
-                    f"moe.num_experts ({E}), {E} for none, or -1 - e for a dropped e"
+                    f"moe.num_experts ({E}), {E} for no expert, or -1 - e for a dropped expert e"
                 )
 
     def _weights(
         self, logits_TE: Tensor, scores_TE: Tensor, indices_TK: Tensor, gaps: bool
     ) -> Tensor:
-        """[T, K]; with ``gaps`` some indices may be E, no expert, and get nothing."""
+        """[T, K]; with ``gaps`` some indices may be E, which is no expert and gets a weight of
+        0."""
         config = self.config
         if config.routing == "expert_choice":
             chosen_TE = indices_TK < config.num_experts
@@ -315,7 +319,7 @@ class TopKRouter(nn.Module):
         elif config.softmax_after_topk:
             weights_TK = logits_TE.gather(1, indices_TK.clamp(max=config.num_experts - 1))
             if gaps:
-                # Not minus infinity: a token that goes nowhere would have NaN for its gradient.
+                # Not minus infinity: the gradient of a token without experts would be NaN.
                 nothing = torch.finfo(weights_TK.dtype).min
                 weights_TK = weights_TK.masked_fill(indices_TK == config.num_experts, nothing)
             weights_TK = weights_TK.softmax(-1)
@@ -329,25 +333,26 @@ class TopKRouter(nn.Module):
 
     @torch.no_grad()
     def update_bias(self, tokens_per_expert_E: Tensor) -> None:
-        """Once per step: raise the bias of experts below the mean load, lower that of those above.
+        """Raise the bias of experts below the mean load and lower the others', once per step.
 
         b_i += u · sign(mean(n) - n_i) (Wang et al., arXiv 2408.15664, algorithm 1; DeepSeek-V3,
-        arXiv 2412.19437, section 2.1.2). No gradient flows through it, and none is disturbed.
+        arXiv 2412.19437, section 2.1.2). Biases have no gradient.
 
         Args:
-            tokens_per_expert_E: [E] assignments of the whole step, over all ranks, so that every
-                rank's bias stays the same: all-reduce what the ranks' layers report.
+            tokens_per_expert_E: [E] the assignments of the whole step over all ranks, the
+            all-reduced
+                counts of the ranks' layers, so that biases stay equal on all ranks.
 
-        Raises ValueError where there are no biases, or the counts are of another number of experts.
+        Raises ValueError for a router without biases, and for a count of another number of experts.
         """
         if self.expert_bias is None:
-            raise ValueError("moe.expert_bias (false) must be true for its biases to be moved")
+            raise ValueError("moe.expert_bias (false) must be true for update_bias")
         if tokens_per_expert_E.shape != self.expert_bias.shape:
             raise ValueError(
                 f"tokens_per_expert_E ({list(tokens_per_expert_E.shape)}) must be "
                 f"[{len(self.expert_bias)}], a count for each of moe.num_experts"
             )
-        # n_i against the mean as integers, E · n_i against the sum: exact for any counts.
+        # n_i is compared with the mean in integers, E · n_i with the sum: exact for any counts.
         counts_E = tokens_per_expert_E.to(self.expert_bias.device)
         direction_E = torch.sign(counts_E.sum() - counts_E * len(counts_E))
         self.expert_bias += self.config.bias_update_rate * direction_E

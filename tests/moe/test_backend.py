@@ -68,7 +68,7 @@ def test_the_megablocks_path_around_its_product_is_the_plain_one(monkeypatch, ac
     ops = types.SimpleNamespace(gmm=gmm)
     monkeypatch.setitem(sys.modules, "grouped_gemm", types.SimpleNamespace(ops=ops))
     torch.manual_seed(0)
-    experts = GroupedExperts(4, 8, 12, activation=activation, bias=True)
+    experts = GroupedExperts(num_experts=4, d_model=8, d_ff=12, activation=activation, bias=True)
     for bias in (experts.b_up, experts.b_down):
         torch.nn.init.normal_(bias)
     x, source = torch.randn(5, 8), torch.tensor([0, 3, 1, 1, 4, 2])
