@@ -5,7 +5,7 @@ from moe.config import MoEConfig
 from moe.dispatch import (
     AllGatherDispatcher,
     AllToAllDispatcher,
-    Arrived,
+    DispatchedRows,
     Dispatcher,
     LocalDispatcher,
     PaddedAllToAllDispatcher,
@@ -19,7 +19,7 @@ __all__ = [
     "ACTIVATIONS",
     "AllGatherDispatcher",
     "AllToAllDispatcher",
-    "Arrived",
+    "DispatchedRows",
     "Dispatcher",
     "FeedForward",
     "GroupedExperts",

@@ -1,10 +1,10 @@
-"""Moving tokens to the ranks of their experts and back.
+"""Dispatch and combine: moving tokens to the ranks of their experts and back.
 
-Legend: T tokens, D d_model, E experts, K top_k, S rows that are here, R assignments of them.
+Legend: T tokens, D d_model, E experts, K top_k, S rows on this rank, R assignments of these rows.
 
-A row crosses to a rank once, however many of its experts are there, with its experts' numbers and
-weights beside it; that rank sums what its experts give, and one row comes back. So T tokens cost at
-most T · min(K, ranks) rows each way, and not T · K.
+A row is sent to a rank once, with the numbers and weights of its experts, however many of its
+experts the rank holds. The rank sums the outputs of its experts, and returns one row. T tokens
+therefore cost at most T · min(K, ranks) rows in each direction, and not T · K.
 """
 
 from __future__ import annotations
@@ -29,50 +29,51 @@ from parallel import (
 from router import RouterOutput, count_tokens_per_expert
 
 
-class Arrived(NamedTuple):
-    """Rows beside the experts that compute them."""
+class DispatchedRows(NamedTuple):
+    """Rows on the rank of the experts that compute them."""
 
     rows: Rows
-    ticket: Any
-    """What the same dispatcher needs for the way back; lives as long as one forward."""
+    handle: Any
+    """State of the dispatcher for ``combine``; valid within one forward."""
 
 
 class Dispatcher(Protocol):
-    """How tokens reach experts. Stateless between calls, so recomputation is safe.
+    """How tokens reach experts. A dispatcher keeps no state between calls, for recomputation.
 
-    Every rank of the group must call both, and take all that comes.
+    Every rank of the group must call both methods, and take all parts of the iterator.
     """
 
-    def dispatch(self, x_TD: Tensor, routed: RouterOutput) -> Iterator[Arrived]:
-        """Bring every routed row to the ranks of its experts.
+    def dispatch(self, x_TD: Tensor, routed: RouterOutput) -> Iterator[DispatchedRows]:
+        """Send every routed row to the ranks of its experts.
 
-        The first part is on its way when this returns; each that is taken from the iterator was
-        waited for, with the next on its way. Parts are of consecutive tokens.
+        The transfer of the first part has begun when this method returns. The iterator waits for a
+        part, begins the transfer of the next part, and then gives the part. Parts are consecutive.
         """
         ...
 
-    def combine(self, y_SD: Tensor, arrived: Arrived) -> Callable[[], Tensor]:
-        """Send the experts' sums of a part home; the result, when called, waits: [tokens, D]."""
+    def combine(self, y_SD: Tensor, dispatched: DispatchedRows) -> Callable[[], Tensor]:
+        """Return the experts' sums of a part to their ranks. The result, when called, waits for the
+        transfer and gives [tokens, D]."""
         ...
 
 
 class LocalDispatcher:
-    """Every expert is here: nothing moves."""
+    """For one rank that holds all experts: no row is sent."""
 
-    def dispatch(self, x_TD: Tensor, routed: RouterOutput) -> Iterator[Arrived]:
+    def dispatch(self, x_TD: Tensor, routed: RouterOutput) -> Iterator[DispatchedRows]:
         """See :class:`Dispatcher`."""
         indices_TK, weights_TK = routed.expert_indices_TK, routed.expert_weights_TK
         experts = range(len(routed.rows_per_expert_E))
         length = indices_TK.numel() if routed.dropped_TK is None else None
-        yield Arrived(rows_of(x_TD, indices_TK, weights_TK, experts, length), None)
+        yield DispatchedRows(rows_of(x_TD, indices_TK, weights_TK, experts, length), None)
 
-    def combine(self, y_SD: Tensor, arrived: Arrived) -> Callable[[], Tensor]:
+    def combine(self, y_SD: Tensor, dispatched: DispatchedRows) -> Callable[[], Tensor]:
         """See :class:`Dispatcher`."""
         return lambda: y_SD
 
 
 class _Tokens(NamedTuple):
-    """What travels: rows, and for each its experts (a number past all where there is none)."""
+    """Rows with the numbers and weights of their experts; a number past all is no expert."""
 
     x_TD: Tensor
     expert_indices_TK: Tensor
@@ -80,7 +81,7 @@ class _Tokens(NamedTuple):
 
 
 def _destinations(indices_TK: Tensor, experts: range, ranks: int) -> Tensor:
-    """[T, K] the ranks that a token goes to, each once; ``ranks`` in the other places."""
+    """[T, K] the ranks that each token is sent to, each once; ``ranks`` in the other places."""
     block = len(experts) // ranks
     local_TK = indices_TK - experts.start
     to_TK = torch.where((local_TK >= 0) & (local_TK < len(experts)), local_TK // block, ranks)
@@ -96,29 +97,30 @@ def _block_of(experts: range, ranks: int, rank: int) -> range:
 
 
 @dataclass(frozen=True)
-class _Flight:
-    """Tokens under way over one group."""
+class _Transfer:
+    """An all-to-all of tokens over one group, begun and not yet waited for."""
 
     index: RowMap
-    """Of the rows that were sent, into the tokens that they are of."""
+    """From the rows that were sent to their tokens."""
     input_splits: list[int] | None
     output_splits: list[int] | None
     group: dist.ProcessGroup
     parts: tuple[Arriving, Arriving, Arriving]
     num_assignments: int | None
-    """Of the rows that arrive, to the experts of this rank's block; None where no one knows."""
+    """The assignments of the rows that arrive to this rank's experts; None where the number is
+    unknown."""
 
-    def land(self) -> _Tokens:
-        """Wait for them."""
+    def wait(self) -> _Tokens:
+        """The tokens that arrive, once the transfer is complete."""
         return _Tokens(*(part.wait() for part in self.parts))
 
-    def start_back(self, y_SD: Tensor) -> Callable[[], Tensor]:
-        """Send sums home; the result, when called, waits and adds up each token's."""
+    def start_return(self, y_SD: Tensor) -> Callable[[], Tensor]:
+        """Begin to return sums; the result, when called, waits and adds up each token's sums."""
         back = start_all_to_all(y_SD, self.output_splits, self.input_splits, self.group)
         return lambda: sum_rows(back.wait(), self.index)
 
 
-def _take_off(
+def _start_transfer(
     tokens: _Tokens,
     index: RowMap,
     splits: tuple[list[int], list[int]] | None,
@@ -126,7 +128,7 @@ def _take_off(
     num_assignments: int | None,
     empty_R: Tensor | None = None,
     no_expert: int = 0,
-) -> _Flight:
+) -> _Transfer:
     indices = tokens.expert_indices_TK.index_select(0, index.source_R)
     if empty_R is not None:
         indices = indices.masked_fill(empty_R.unsqueeze(1), no_expert)
@@ -139,19 +141,19 @@ def _take_off(
             take_rows(tokens.expert_weights_TK, index),
         )
     ]
-    return _Flight(
+    return _Transfer(
         index, input_splits, output_splits, group, (parts[0], parts[1], parts[2]), num_assignments
     )
 
 
 def _plan(
     chunks: Sequence[_Tokens], experts: range, group: dist.ProcessGroup
-) -> list[Callable[[], _Flight]]:
-    """How each chunk is to travel, with one exchange of counts for all; call to let it go."""
+) -> list[Callable[[], _Transfer]]:
+    """A transfer for each chunk, which a call begins; counts are exchanged once for all chunks."""
     ranks, device = group.size(), chunks[0].x_TD.device
     block = len(experts) // ranks
     destinations = [_destinations(c.expert_indices_TK, experts, ranks) for c in chunks]
-    # Rows, and the assignments that they bring, for each rank and chunk.
+    # Rows, and their assignments, for each rank and chunk.
     sent = torch.zeros(ranks, len(chunks), 2, dtype=torch.int64, device=device)
     for i, (chunk, to_TK) in enumerate(zip(chunks, destinations, strict=True)):
         sent[:, i, 0] = count_tokens_per_expert(to_TK, ranks + 1)[:ranks]
@@ -160,9 +162,9 @@ def _plan(
         per_expert = count_tokens_per_expert(local_TK.masked_fill(outside_TK, len(experts)),
                                              len(experts) + 1)  # fmt: skip
         sent[:, i, 1] = per_expert[: len(experts)].view(ranks, block).sum(1)
-    # One copy to the host for both, since that is where a CUDA stream must be waited for.
+    # One copy to the host for both tensors: the copy waits for the CUDA stream.
     both = torch.stack([sent, exchange_counts(sent, group)]).tolist()
-    flights: list[Callable[[], _Flight]] = []
+    transfers: list[Callable[[], _Transfer]] = []
     for i, (chunk, to_TK) in enumerate(zip(chunks, destinations, strict=True)):
         splits = ([row[i][0] for row in both[0]], [row[i][0] for row in both[1]])
         order = sort_by_expert(to_TK)[: sum(splits[0])]
@@ -174,16 +176,16 @@ def _plan(
             source_R: Tensor = source_R,
             splits: tuple[list[int], list[int]] = splits,
             assignments: int = assignments,
-        ) -> _Flight:
+        ) -> _Transfer:
             index = row_map(source_R, len(chunk.x_TD))
-            return _take_off(chunk, index, splits, group, assignments)
+            return _start_transfer(chunk, index, splits, group, assignments)
 
-        flights.append(go)
-    return flights
+        transfers.append(go)
+    return transfers
 
 
 def _chunks(x_TD: Tensor, routed: RouterOutput, number: int) -> list[_Tokens]:
-    """Cut into consecutive parts; as many on every rank, the later ones perhaps empty."""
+    """Consecutive parts, of an equal number on every rank; the last parts may be empty."""
     size = -(-len(x_TD) // number)
     cuts = [slice(i * size, (i + 1) * size) for i in range(number)]
     return [
@@ -193,18 +195,20 @@ def _chunks(x_TD: Tensor, routed: RouterOutput, number: int) -> list[_Tokens]:
 
 
 class AllToAllDispatcher:
-    """Experts in equal blocks over the ranks of a group; rows travel by uneven all-to-all.
+    """All-to-all with splits of the exact size; the ranks of a group hold equal blocks of experts.
 
-    Counts are exchanged once per layer; a rank may send or receive no rows at all. The worst case,
-    every token of every rank sent to one: that rank receives as many rows as all ranks have tokens.
+    Counts are exchanged once per layer. A rank may send or receive no rows. In the worst case every
+    token of every rank is sent to one rank, which receives as many rows as all ranks have tokens.
 
-    With a second group it is hierarchical: rows cross from node to node over ``group`` (the ranks
-    with this one's place within their node), once to a node, and then go on within it.
+    With a second group the dispatch is hierarchical: a row is sent to a node once, over ``group``
+    (the ranks at this rank's place in each node), and is then sent to the ranks within the node.
 
     Args:
-        group: the ranks that share the experts; or of them those at this rank's place in each node.
-        within: the ranks of this node; then the ranks of a node hold consecutive blocks of experts.
-        chunks: parts of a call that travel one after another, while experts compute the last.
+        group: the ranks that share the experts; for a hierarchical dispatch only the ranks at this
+            rank's place in each node.
+        within: for a hierarchical dispatch the ranks of this node; the ranks of a node hold
+            consecutive blocks of experts.
+        chunks: parts of a call; one part is in transfer while experts compute the part before.
     """
 
     def __init__(
@@ -215,48 +219,48 @@ class AllToAllDispatcher:
     ) -> None:
         self.group, self.within, self.chunks = group, within, chunks
 
-    def dispatch(self, x_TD: Tensor, routed: RouterOutput) -> Iterator[Arrived]:
+    def dispatch(self, x_TD: Tensor, routed: RouterOutput) -> Iterator[DispatchedRows]:
         """See :class:`Dispatcher`."""
         experts = range(len(routed.rows_per_expert_E))
         plans = _plan(_chunks(x_TD, routed, self.chunks), experts, self.group)
-        return self._arrivals(plans, plans[0](), experts)
+        return self._dispatched(plans, plans[0](), experts)
 
-    def _arrivals(
-        self, plans: list[Callable[[], _Flight]], flight: _Flight, experts: range
-    ) -> Iterator[Arrived]:
+    def _dispatched(
+        self, plans: list[Callable[[], _Transfer]], transfer: _Transfer, experts: range
+    ) -> Iterator[DispatchedRows]:
         mine = _block_of(experts, self.group.size(), self.group.rank())
         for plan in [*plans[1:], None]:
             following = None if plan is None else plan()
-            tokens, flights = flight.land(), [flight]
+            tokens, transfers = transfer.wait(), [transfer]
             block = mine
             if self.within is not None:
-                flights.append(_plan([tokens], mine, self.within)[0]())
-                tokens = flights[-1].land()
+                transfers.append(_plan([tokens], mine, self.within)[0]())
+                tokens = transfers[-1].wait()
                 block = _block_of(mine, self.within.size(), self.within.rank())
-            yield Arrived(rows_of(*tokens, block, flights[-1].num_assignments), flights)
+            yield DispatchedRows(rows_of(*tokens, block, transfers[-1].num_assignments), transfers)
             if following is not None:
-                flight = following
+                transfer = following
 
-    def combine(self, y_SD: Tensor, arrived: Arrived) -> Callable[[], Tensor]:
+    def combine(self, y_SD: Tensor, dispatched: DispatchedRows) -> Callable[[], Tensor]:
         """See :class:`Dispatcher`."""
-        flights: list[_Flight] = arrived.ticket
-        for flight in reversed(flights[1:]):
-            y_SD = flight.start_back(y_SD)()
-        return flights[0].start_back(y_SD)
+        transfers: list[_Transfer] = dispatched.handle
+        for transfer in reversed(transfers[1:]):
+            y_SD = transfer.start_return(y_SD)()
+        return transfers[0].start_return(y_SD)
 
 
 class PaddedAllToAllDispatcher:
-    """All-to-all of equal parts, whose sizes follow from the capacity and not from the routing.
+    """All-to-all with equal splits, whose sizes follow from the capacity and not from the routing.
 
-    Nothing waits for an accelerator, and shapes are the same in every call. A rank sends each rank
-    as many slots as can be filled: the tokens of a call, or what the capacity policy lets the
-    experts of that rank take, if that is less. A call may have fewer than ``max_tokens_per_call``.
+    Nothing waits for an accelerator, and all calls have equal shapes. A rank sends the smaller of
+    two numbers of slots to each rank: ``max_tokens_per_call``, or the most assignments that the
+    capacity policy allows the experts of one rank. A call may have fewer tokens.
 
     Args:
         group: the ranks that share the experts.
-        max_tokens_per_call: of one call, on any rank.
-        room: tokens of a call -> the most that each expert takes of them; None for any number.
-        chunks: as of :class:`AllToAllDispatcher`.
+        max_tokens_per_call: the most tokens of one call on any rank.
+        room: from the tokens of a call to the most assignments of each expert; None for no bound.
+        chunks: see :class:`AllToAllDispatcher`.
     """
 
     def __init__(
@@ -273,7 +277,7 @@ class PaddedAllToAllDispatcher:
             chunks,
         )
 
-    def dispatch(self, x_TD: Tensor, routed: RouterOutput) -> Iterator[Arrived]:
+    def dispatch(self, x_TD: Tensor, routed: RouterOutput) -> Iterator[DispatchedRows]:
         """See :class:`Dispatcher`.
 
         Raises ValueError for more tokens than ``max_tokens_per_call``.
@@ -285,10 +289,10 @@ class PaddedAllToAllDispatcher:
             )
         experts = range(len(routed.rows_per_expert_E))
         chunks = _chunks(x_TD, routed, self.chunks)
-        return self._arrivals(chunks, self._take_off(chunks[0], experts), experts)
+        return self._dispatched(chunks, self._start_transfer(chunks[0], experts), experts)
 
     def _slots(self, experts: range, ranks: int) -> int:
-        """Rows that a rank sends to each rank: one bound for all, so that parts are equal."""
+        """The rows that a rank sends to each rank, equal for all ranks."""
         tokens = -(-self.max_tokens_per_call // self.chunks)
         room_E = self.room(self.max_tokens_per_call)
         if room_E is None:
@@ -296,11 +300,11 @@ class PaddedAllToAllDispatcher:
         blocks = [_block_of(experts, ranks, rank) for rank in range(ranks)]
         return min(tokens, max(sum(room_E[e] for e in block) for block in blocks))
 
-    def _take_off(self, tokens: _Tokens, experts: range) -> _Flight:
+    def _start_transfer(self, tokens: _Tokens, experts: range) -> _Transfer:
         ranks, E = self.group.size(), len(experts)
         x_TD, indices_TK, weights_TK = tokens
         if not len(x_TD):
-            # There must be a row for empty slots to show: one that goes to no expert.
+            # Empty slots need a row to refer to: a row that no expert takes.
             x_TD = torch.cat([x_TD, x_TD.new_zeros(1, x_TD.shape[1])])
             indices_TK = indices_TK.new_full((1, indices_TK.shape[1]), E)
             weights_TK = torch.cat([weights_TK, weights_TK.new_zeros(1, weights_TK.shape[1])])
@@ -313,44 +317,44 @@ class PaddedAllToAllDispatcher:
         empty_R = (slot >= counts.unsqueeze(1)).flatten()
         source_R = (order[places].flatten() // to_TK.shape[1]).masked_fill(empty_R, 0)
         index = row_map(source_R, len(x_TD))
-        return _take_off(tokens, index, None, self.group, None, empty_R, E)
+        return _start_transfer(tokens, index, None, self.group, None, empty_R, E)
 
-    def _arrivals(
-        self, chunks: list[_Tokens], flight: _Flight, experts: range
-    ) -> Iterator[Arrived]:
+    def _dispatched(
+        self, chunks: list[_Tokens], transfer: _Transfer, experts: range
+    ) -> Iterator[DispatchedRows]:
         ranks, rank = self.group.size(), self.group.rank()
         mine = _block_of(experts, ranks, rank)
         room_E = self.room(self.max_tokens_per_call)
         for i in range(len(chunks)):
             following = None
             if i + 1 < len(chunks):
-                following = self._take_off(chunks[i + 1], experts)
-            tokens = flight.land()
+                following = self._start_transfer(chunks[i + 1], experts)
+            tokens = transfer.wait()
             length = tokens.expert_indices_TK.numel()
             if room_E is not None:
                 length = min(length, ranks * sum(room_E[e] for e in mine))
-            arrived = rows_of(*tokens, mine, length)
-            yield Arrived(arrived, (flight, len(chunks[i].x_TD)))
+            dispatched = rows_of(*tokens, mine, length)
+            yield DispatchedRows(dispatched, (transfer, len(chunks[i].x_TD)))
             if following is not None:
-                flight = following
+                transfer = following
 
-    def combine(self, y_SD: Tensor, arrived: Arrived) -> Callable[[], Tensor]:
+    def combine(self, y_SD: Tensor, dispatched: DispatchedRows) -> Callable[[], Tensor]:
         """See :class:`Dispatcher`."""
-        flight, num_tokens = arrived.ticket
-        finish = flight.start_back(y_SD)
+        transfer, num_tokens = dispatched.handle
+        finish = transfer.start_return(y_SD)
         return lambda: finish()[:num_tokens]
 
 
 class AllGatherDispatcher:
-    """Every rank gets all tokens of the group, and sums over ranks bring the outputs home.
+    """All-gather of all tokens of the group, and a reduce-scatter of the outputs.
 
-    For groups of a few ranks, where top_k is not much less than the number of ranks anyway.
+    For groups of a few ranks, where top_k is nearly the number of ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
-    def dispatch(self, x_TD: Tensor, routed: RouterOutput) -> Iterator[Arrived]:
+    def dispatch(self, x_TD: Tensor, routed: RouterOutput) -> Iterator[DispatchedRows]:
         """See :class:`Dispatcher`."""
         experts = range(len(routed.rows_per_expert_E))
         T = len(x_TD)
@@ -367,14 +371,16 @@ class AllGatherDispatcher:
             everywhere(routed.expert_indices_TK, len(experts)),
             everywhere(routed.expert_weights_TK),
         ]
-        return self._arrival(parts, experts, T)
+        return self._gathered(parts, experts, T)
 
-    def _arrival(self, parts: list[Arriving], experts: range, num_tokens: int) -> Iterator[Arrived]:
+    def _gathered(
+        self, parts: list[Arriving], experts: range, num_tokens: int
+    ) -> Iterator[DispatchedRows]:
         mine = _block_of(experts, self.group.size(), self.group.rank())
         x_SD, indices_SK, weights_SK = (part.wait() for part in parts)
-        yield Arrived(rows_of(x_SD, indices_SK, weights_SK, mine), num_tokens)
+        yield DispatchedRows(rows_of(x_SD, indices_SK, weights_SK, mine), num_tokens)
 
-    def combine(self, y_SD: Tensor, arrived: Arrived) -> Callable[[], Tensor]:
+    def combine(self, y_SD: Tensor, dispatched: DispatchedRows) -> Callable[[], Tensor]:
         """See :class:`Dispatcher`."""
         back = start_scatter_sums(y_SD, self.group, "ep")
-        return lambda: back.wait()[: arrived.ticket]
+        return lambda: back.wait()[: dispatched.handle]

@@ -202,15 +202,15 @@ class MoELayer(nn.Module):
 
         seq_len = x.shape[-2] if x.ndim > 1 else 1
         routed = self.router(x_TD, seq_len, replay_indices_TK, prior_expert_counts_E)
-        arriving = self.dispatcher.dispatch(x_TD, routed)
+        parts_in_transfer = self.dispatcher.dispatch(x_TD, routed)
         # The shared experts are computed while rows are in transfer.
         shared_TD = self._shared(x_TD)
         stopwatch = Stopwatch(x.device)
         returning = []
-        for arrived in arriving:
-            y_SD = self.experts(*arrived.rows, stopwatch)
-            stopwatch.rows += arrived.rows.rows_per_expert_E.sum()
-            returning.append(self.dispatcher.combine(y_SD, arrived))
+        for dispatched in parts_in_transfer:
+            y_SD = self.experts(*dispatched.rows, stopwatch)
+            stopwatch.rows += dispatched.rows.rows_per_expert_E.sum()
+            returning.append(self.dispatcher.combine(y_SD, dispatched))
         parts = [part() for part in returning]
         y_TD = parts[0] if len(parts) == 1 else torch.cat(parts)
 
