@@ -1,4 +1,4 @@
-"""What experts do between their products.
+"""Activation functions of experts.
 
 Legend: n rows of one expert, F d_ff.
 
@@ -22,17 +22,17 @@ _aten = torch.ops.aten
 
 
 class Activation(NamedTuple):
-    """One activation, for autograd and into memory that is there already."""
+    """One activation function, for autograd and with preallocated outputs."""
 
     gated: bool
     plain: Callable[[Tensor], Tensor]
     forward_out: Callable[[Tensor, Tensor], object]
     """(z, out): out = act(z)."""
     backward_out: Callable[[Tensor, Tensor, Tensor], object]
-    """(grad, z, out): out = grad · act'(z); out is neither of the others."""
+    """(grad, z, out): out = grad · act'(z); out must not be grad or z."""
 
     def hidden(self, gate: Tensor | None, up: Tensor) -> Tensor:
-        """h from the products; with gradients."""
+        """h from the results of the GEMMs, with gradients."""
         return self.plain(up) if gate is None else self.plain(gate) * up
 
 

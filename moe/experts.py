@@ -1,7 +1,6 @@
 """The experts of one layer: many small feed-forward networks over one set of rows.
 
-Legend: S rows, R assignments of rows to experts, D d_model, F d_ff, E experts held here (all of
-them, or a rank's block).
+Legend: S rows, R assignments of rows to experts, D d_model, F d_ff, E experts of this rank.
 """
 
 from __future__ import annotations
@@ -30,11 +29,12 @@ from router import no_autocast
 ExpertsFn = Callable[[Rows, ExpertWeights, ActivationName], Tensor]
 """(rows, weights, activation) -> [S, D]: for each row the sum over its assignments of weight ·
 (h w_down + b_down), h as :mod:`moe.activation` has it; zeros for a row that no expert takes.
-The weight is applied before w_down, which is the same and spares keeping what it multiplies."""
+The weight is applied before w_down: the result is equal, and the output of w_down need not be kept
+for the backward."""
 
 
 def experts_loop(rows: Rows, weights: ExpertWeights, activation: ActivationName) -> Tensor:
-    """The plain path: three products per expert, in any dtype, any shape and on any device."""
+    """The backend ``loop``: three GEMMs per expert, in any dtype and shape, and on any device."""
     act = ACTIVATIONS[activation]
     counts = rows.rows_per_expert_E.tolist()
     index = row_map(rows.source_R[: sum(counts)], len(rows.x_SD))
@@ -57,7 +57,7 @@ def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _PutAside(torch.autograd.Function):
-    """A grouped product whose weights' gradient is put aside, see :mod:`parallel.weight_pass`."""
+    """A grouped GEMM with a delayed weight gradient, see :mod:`parallel.delayed_weight_grad`."""
 
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, w_EDF: Tensor, ends_E: Tensor, put: Put) -> Tensor:
@@ -75,7 +75,7 @@ class _PutAside(torch.autograd.Function):
 
 
 class _ActivateDown(torch.autograd.Function):
-    """h = weight · act(gate) * up, then h w_down; h is computed again in the backward, not kept."""
+    """h = weight · act(gate) * up, then h w_down; h is recomputed in the backward."""
 
     @staticmethod
     def forward(ctx: Any, name: ActivationName, put: Put | None, *inputs: Any) -> Tensor:
@@ -112,15 +112,15 @@ def experts_grouped_mm(
     activation: ActivationName,
     weight_pass: WeightPass | None = None,
 ) -> Tensor:
-    """The fast path of accelerators: one grouped product for all experts, three in all.
+    """The backend ``grouped_mm``: three grouped GEMMs, each for all experts.
 
-    Nothing here waits for an accelerator. Of [R, F] it keeps the products alone, and h besides
-    between the two passes of a backward, where ``weight_pass`` asks for them.
+    No step waits for an accelerator. Of the [R, F] tensors only the results of GEMMs are kept for
+    the backward; with ``weight_pass`` also h, until the weight gradients are computed.
     """
     counts_E, R = rows.rows_per_expert_E, len(rows.source_R)
     index = row_map(rows.source_R, len(rows.x_SD))
     ends_E = counts_E.cumsum(0).to(torch.int32)
-    # A grouped product leaves what lies past its last group as it was, forward and backward.
+    # A grouped GEMM does not write rows past its last group, in the forward and in the backward.
     real_R1 = (torch.arange(R, device=counts_E.device) < ends_E[-1]).unsqueeze(1)
     x_RD = torch.where(real_R1, take_rows(rows.x_SD, index), 0)
     weights_R1 = torch.where(real_R1, rows.weights_R.unsqueeze(1), 0)
@@ -164,12 +164,12 @@ _PATHS: dict[str, ExpertsFn] = {
 def choose_backend(
     backend: Backend, d_model: int, d_ff: int, dtype: torch.dtype, device_type: str
 ) -> str:
-    """The one place where a path is chosen: ``loop``, ``grouped_mm``, ``megablocks`` or ``packed``.
+    """The backend that runs: ``loop``, ``grouped_mm``, ``megablocks`` or ``packed``.
 
-    ``auto`` takes ``packed`` on a CPU and ``grouped_mm`` elsewhere, and where they cannot run
-    ``loop``, which always can.
+    ``auto`` takes ``packed`` on a CPU and ``grouped_mm`` elsewhere, and ``loop`` where the sizes or
+    the dtype do not allow these.
 
-    Raises ValueError where the path that is asked for cannot run: ``grouped_mm`` takes rows that
+    Raises ValueError where the requested backend cannot run: ``grouped_mm`` takes rows that
     are multiples of 16 bytes, in bfloat16, or on a CPU in float32 or float16; ``packed`` takes
     float32 or float64 on a CPU; ``megablocks`` takes bfloat16 on CUDA, and must be installed.
     """
@@ -235,7 +235,7 @@ class GroupedExperts(nn.Module):
         self.reset_parameters()
 
     def extra_repr(self) -> str:
-        """What print shows; ``auto`` says what it picks."""
+        """The fields that ``print`` shows, with the backend that ``auto`` takes."""
         E, D, F = self.w_up.shape
         text = f"num_experts={E}, d_model={D}, d_ff={F}, {self.activation}, backend={self.backend}"
         if self.backend == "auto":
@@ -262,12 +262,12 @@ class GroupedExperts(nn.Module):
     ) -> Tensor:
         """The fields of :class:`moe.rows.Rows` -> [S, D], see :data:`ExpertsFn`. S may be 0.
 
-        ``stopwatch`` runs here, where FSDP has gathered the parameters already.
+        ``stopwatch`` runs in this method, after FSDP has gathered the parameters.
         """
         parameters = (self.w_gate, self.w_up, self.w_down, self.b_gate, self.b_up, self.b_down)
         weights = ExpertWeights._make(None if p is None else local_shard(p) for p in parameters)
-        # The layer's dtype is its weights', since under mixed precision FSDP has cast them, or
-        # autocast's, which does not know grouped products.
+        # The dtype of compute is the weights' dtype, which FSDP has cast under mixed precision, or
+        # autocast's dtype: autocast does not cast grouped GEMMs by itself.
         device, dtype = x_SD.device.type, weights.w_up.dtype
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
@@ -280,7 +280,7 @@ class GroupedExperts(nn.Module):
             weights = weights.map(lambda p: p.to(dtype))
             if not (self.recompute and torch.is_grad_enabled()):
                 return run(rows, weights, self.activation)
-            # Nothing random happens in an expert, so no random state need be put back.
+            # Experts use no random numbers: no random state need be restored.
             out: Tensor = checkpoint(
                 run, rows, weights, self.activation, use_reentrant=False, preserve_rng_state=False
             )

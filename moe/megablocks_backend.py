@@ -1,9 +1,10 @@
-"""The experts through MegaBlocks' grouped GEMM, on CUDA; the only file that imports it.
+"""The backend ``megablocks``: MegaBlocks' grouped GEMM, on CUDA.
 
-MegaBlocks (arXiv 2211.15841) does not import without CUDA, and pins an older torch than the one it
-runs with: it is imported on first use, and ``make megablocks`` installs it.
+MegaBlocks (arXiv 2211.15841) does not import without CUDA, and pins an older torch than the torch
+that MegaBlocks runs with. Only this file imports MegaBlocks, at the first use, and
+``make megablocks`` installs the package.
 
-Legend: R assignments of rows to experts, D d_model, F d_ff, E experts held here.
+Legend: R assignments of rows to experts, D d_model, F d_ff, E experts of this rank.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from moe.weights import ExpertWeights
 
 
 def why_no_megablocks(dtype: torch.dtype, device_type: str) -> str:
-    """What stands in the way, with what would work, or nothing."""
+    """Why the backend cannot run, with an alternative; empty where the backend can run."""
     if device_type != "cuda" or dtype != torch.bfloat16:
         return f"must have bfloat16 on cuda, not {dtype} on {device_type}; use auto"
     missing = [name for name in ("megablocks", "grouped_gemm") if find_spec(name) is None]
@@ -29,7 +30,8 @@ def why_no_megablocks(dtype: torch.dtype, device_type: str) -> str:
 
 
 def experts_megablocks(rows: Rows, weights: ExpertWeights, activation: ActivationName) -> Tensor:
-    """See :data:`moe.experts.ExpertsFn`. Waits for the device once: the GEMM's sizes are host's."""
+    """See :data:`moe.experts.ExpertsFn`. Waits for the device once: the GEMM takes its sizes on
+    the host."""
     from grouped_gemm import ops
 
     counts = rows.rows_per_expert_E.cpu()

@@ -1,7 +1,7 @@
-"""The experts' fast path on a CPU: nine products per expert, everything between them in cache.
+"""The backend ``packed``, for CPUs: nine GEMMs per expert, with intermediate results in the cache.
 
-Legend: S rows, R assignments of rows to experts, D d_model, F d_ff, E experts held here, n rows of
-one expert.
+Legend: S rows, R assignments of rows to experts, D d_model, F d_ff, E experts of this rank, n rows
+of one expert.
 
 A library's grouped product, or autograd over one product per expert, writes every intermediate to
 memory and reads it back: on a CPU that costs a quarter of the time. Here a block of one expert's

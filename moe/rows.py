@@ -1,10 +1,11 @@
 """The rows that a rank's experts compute, and copying and summing them along an index.
 
-Legend: T tokens, K top_k, D d_model, E experts held here, S rows that are here, R assignments of
+Legend: T tokens, K top_k, D d_model, E experts of this rank, S rows on this rank, R assignments of
 these rows to these experts.
 
 Autograd's own backward of ``x[index]`` is an accumulating scatter, which is slow and, on CUDA, not
-deterministic. Here both directions read: a copy's gradient sums along the sorted index.
+deterministic. In this file both directions gather: the gradient of a copy is a sum along the sorted
+index.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from router import count_tokens_per_expert
 
 
 class Rows(NamedTuple):
-    """Rows, and which of them each expert takes. A row may be taken many times, or not at all."""
+    """Rows and their assignments to experts. A row may have many assignments, or none."""
 
     x_SD: Tensor
     """[S, D]."""
     source_R: Tensor
     """[R] int64: the row of ``x_SD`` of each assignment, sorted by expert."""
     weights_R: Tensor
-    """[R] what each assignment's output is multiplied by."""
+    """[R] the factor of each assignment's output."""
     rows_per_expert_E: Tensor
-    """[E] int64. Where it sums to less than R, the rest of R is padding and counts for nothing."""
+    """[E] int64. Where the sum is less than R, the last places of R are padding and are ignored."""
 
 
 def sort_by_expert(expert_indices: Tensor) -> Tensor:
-    """[...] int64 -> [N] int64, the flat assignments ordered by expert, then as they came."""
+    """[...] int64 -> [N] int64: the flat assignments ordered by expert, and then by position."""
     return expert_indices.flatten().argsort(stable=True)
 
 
@@ -42,15 +43,15 @@ def rows_of(
     experts: range,
     length: int | None = None,
 ) -> Rows:
-    """Sort the assignments of [S, D] rows that are to ``experts``; all others are left out.
+    """Sort the assignments of [S, D] rows to ``experts``; other assignments are left out.
 
     Args:
         x_SD: the rows.
         expert_indices_SK: [S, K] int64.
         expert_weights_SK: [S, K].
-        experts: those of this rank.
-        length: R, or a bound on it, where the host knows one. Without it R is exact on a CPU, and
-            S·K, an accelerator not being waited for, elsewhere.
+        experts: the experts of this rank.
+        length: R, or an upper bound of R, where the host knows one. With None R is exact on a CPU,
+            and S·K elsewhere, which avoids waiting for an accelerator.
     """
     E, K = len(experts), expert_indices_SK.shape[1]
     local_SK = expert_indices_SK - experts.start
@@ -73,23 +74,23 @@ class _Pick(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
         (index_R,) = ctx.saved_tensors
-        # Nothing is picked twice, so nothing is added up.
+        # No place is picked twice: there is nothing to sum.
         return grads[0].new_zeros(ctx.shape).index_copy_(0, index_R, grads[0]), None
 
 
 def _pick(x_N: Tensor, index_R: Tensor) -> Tensor:
-    """``x[index]`` for an index that has no place twice."""
+    """``x[index]`` for an index without duplicates."""
     out: Tensor = _Pick.apply(x_N, index_R)
     return out
 
 
 class RowMap(NamedTuple):
-    """An index into S rows, and the same sorted: what a sum along it needs."""
+    """An index into S rows, with its sorted order for sums along the index."""
 
     source_R: Tensor
     """[R] int64, each in [0, S)."""
     order_R: Tensor
-    """[R] int64: the places of ``source_R`` by the row they name, then as they came."""
+    """[R] int64: the places of ``source_R`` ordered by row, and then by position."""
     ends_S1: Tensor
     """[S + 1] int64: row s has the places order_R[ends[s] : ends[s + 1]]."""
 
@@ -141,6 +142,6 @@ def take_rows(x_SD: Tensor, index: RowMap) -> Tensor:
 
 
 def sum_rows(y_RD: Tensor, index: RowMap) -> Tensor:
-    """The transpose: row s of the result is the sum of those y that name it; [R, D] -> [S, D]."""
+    """The transpose of :func:`take_rows`, [R, D] -> [S, D]: row s sums all y of source s."""
     out: Tensor = _SumRows.apply(y_RD, index)
     return out

@@ -1,4 +1,4 @@
-"""How long a rank's experts take, waiting for others excluded."""
+"""The time that a rank's experts compute, without waiting for other ranks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 
 class Stopwatch:
-    """Adds up intervals of one device, without waiting for it until they are asked for."""
+    """Sums intervals on one device; only :meth:`seconds` waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.rows: torch.Tensor | int = 0
-        """Assignments that were computed meanwhile."""
+        """The assignments that were computed in the intervals."""
         self._cuda = device.type == "cuda"
         self._seconds = 0.0
         self._began = 0.0
@@ -32,7 +32,7 @@ class Stopwatch:
             self._seconds += time.perf_counter() - self._began
 
     def seconds(self) -> float:
-        """The sum; on CUDA it waits for the last interval's end."""
+        """The sum of all intervals; on CUDA this call waits for the end of the last interval."""
         milliseconds = 0.0
         for begin, end in self._events:
             end.synchronize()

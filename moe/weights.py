@@ -1,6 +1,6 @@
-"""The parameters of a rank's experts, as the paths that compute them take them.
+"""The parameters of a rank's experts, as the backends take them.
 
-Legend: E experts held here, D d_model, F d_ff.
+Legend: E experts of this rank, D d_model, F d_ff.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ class ExpertWeights(NamedTuple):
     w_down: Tensor
     """[E, F, D]."""
     b_gate: Tensor | None = None
-    """[E, F]; the biases are there together or not at all."""
+    """[E, F]; None for experts without biases, and where the activation has no gate."""
     b_up: Tensor | None = None
     """[E, F]."""
     b_down: Tensor | None = None
     """[E, D]."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> ExpertWeights:
-        """The same of each that is there."""
+        """Apply a function to each parameter that is not None."""
         return ExpertWeights._make(None if p is None else function(p) for p in self)
 
     def of(self, expert: int) -> ExpertWeights:
-        """One expert's."""
+        """The parameters of one expert."""
         return self.map(lambda p: p[expert])

@@ -1,4 +1,4 @@
-"""Layouts that would work, where the one that was asked for does not."""
+"""Suggestions of layouts that work, for a layout that does not."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _AXES = ("pp", "dp_replicate", "cp", "tp", "ep", "dp_shard")
 def nearest_layouts(
     asked: ParallelConfig, world: int, fits: Callable[[Topology], bool], most: int = 3
 ) -> list[Topology]:
-    """Layouts of ``world`` ranks that are nearest to what was asked for, the nearest first.
+    """The layouts of ``world`` ranks that are nearest to the requested layout, the nearest first.
 
-    The distance is the sum over axes of doublings or halvings of a degree. ``dp_shard`` counts
-    little: it is what other axes leave over.
+    The distance is the sum over axes of doublings or halvings of a degree. ``dp_shard`` has a
+    small weight: this axis takes the ranks that the other axes leave over.
 
     Args:
-        asked: the degrees, which need not fit together.
-        world: ranks.
-        fits: whether a layout does.
-        most: how many.
+        asked: the requested degrees, which need not fit together.
+        world: the number of ranks.
+        fits: whether a layout works for the model and the data.
+        most: the most layouts to return.
     """
 
     def distance(t: Topology) -> float:

@@ -1,4 +1,4 @@
-"""Reading a job spec: a file, overrides, and one line for what is wrong with them."""
+"""Reading a job spec: a file, overrides, and one line for an error in either."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pretrain.spec.job import JobSpec
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
     """Read a spec and apply ``section.field=value`` overrides.
 
-    A value is read as TOML, or taken as a string where it is none: ``train.steps=10``,
+    A value is read as TOML, and what is not TOML is a string: ``train.steps=10``,
     ``data.source=stdlib``.
 
     Raises InputError: one line that names the field, the value and the rule.

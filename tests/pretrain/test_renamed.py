@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,18 @@ import pytest
 
 import ckpt
 from pretrain.checkpoint.compatible import resolved
+from pretrain.checkpoint.contents import checkpoint_arrays, save_info
+from pretrain.checkpoint.resume import restore
 from pretrain.errors import InputError
+from pretrain.job import build_job
+from pretrain.runtime.ranks import start
 from pretrain.spec.job import JobSpec
 from pretrain.spec.read import load_spec
 from pretrain.spec.renamed import RENAMED, upgraded
-from tests.support.jobs import write_spec
+from pretrain.state.progress import Progress
+from router import FixedCapacityConfig
+from tests.support.jobs import make_spec, prepare_job, write_spec
+from tests.support.ranks import run_ranks
 
 FORMER: dict[str, Any] = json.loads((Path(__file__).parent / "data/former_spec.json").read_text())
 """The resolved spec of the tiny recipe, as the release before the renames stored it."""
@@ -136,3 +145,41 @@ def test_every_present_name_is_a_field():
 
     assert set(RENAMED.values()) <= set(_paths(JobSpec))
     assert not set(RENAMED) & set(_paths(JobSpec))
+
+
+def resume_on_rank(spec: JobSpec, rank: int) -> list[Any]:
+    """A checkpoint whose manifest holds the spec as the former release wrote it."""
+    runtime = start(60.0)
+    job = build_job(spec, runtime)
+    restore(job)
+    save = replace(save_info(job, Progress(step=1, tokens_seen=32)), spec=in_former_terms(spec))
+    root = spec.checkpoint_path
+    ckpt.save(root, save, checkpoint_arrays(job), runtime.rank, runtime.agree)
+    resumed = restore(build_job(spec, runtime))
+    kept = dict(ckpt.read_manifest(root).spec)
+    assert spec.moe is not None
+    fields = {"capacity": FixedCapacityConfig(), "aux_loss_coeff": 0.5}
+    other = spec.model_copy(update={"moe": spec.moe.model_copy(update=fields)})
+    try:
+        restore(build_job(other, runtime))
+    except InputError as error:
+        return [resumed.step, kept, str(error)]
+    return [resumed.step, kept, ""]
+
+
+def in_former_terms(spec: JobSpec) -> dict[str, Any]:
+    """The tiny job's spec, in the tables and fields of the former release."""
+    now = spec.as_dict()
+    moe = {key: now["moe"][key] for key in ("num_experts", "top_k", "d_ff", "d_model")}
+    former_spec = former(moe=moe, model=now["model"], data=now["data"])
+    former_spec["train"] |= {"steps": 6, "global_batch_size": 8, "micro_batch_size": 2}
+    former_spec["train"]["eval_sequences"] = 8
+    return former_spec
+
+
+def test_a_checkpoint_with_a_former_spec_resumes(tmp_path):
+    spec = make_spec(prepare_job(tmp_path))
+    ((step, kept, refusal),) = run_ranks(partial(resume_on_rank, spec), 1, group=False)
+    assert step == 1
+    assert "capacity_policy" in kept["moe"], "the manifest is of the former release"
+    assert "moe.capacity.policy (fixed) must be as in the checkpoint of step 1" in refusal
