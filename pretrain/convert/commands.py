@@ -176,6 +176,8 @@ def spec_toml(spec: JobSpec) -> str:
     values = spec.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
     if spec.moe is not None:
         del values["moe"]["d_model"]
+        if "capacity" in values["moe"]:  # the policy is a default of its own variant
+            values["moe"]["capacity"]["policy"] = spec.moe.capacity.policy
     _toml_table(values, "", lines)
     return "\n".join(lines) + "\n"
 

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from pretrain.convert.commands import spec_toml
 from pretrain.errors import InputError
 from pretrain.spec.job import JobSpec
 from pretrain.spec.read import load_spec
@@ -272,3 +273,12 @@ def test_the_recipe_is_valid_toml_and_fits_one_and_many_ranks():
     assert spec.topology(2).ep == 2
     assert spec.topology(64).world == 64
     assert load_spec(Path(RECIPE), ["parallel.ep=1"]).topology(1).world == 1
+
+
+@pytest.mark.parametrize("policy", ["dropless", "fixed"])
+def test_a_spec_written_as_toml_reads_as_the_same_spec(tmp_path, policy):
+    rampup = {"batch_size_rampup": {"start": 2, "tokens": 64}}
+    spec = make_spec(tmp_path, moe={"capacity": {"policy": policy}}, batch=rampup,
+                     parallel={"pp": 2, "pipeline": {"schedule": "gpipe"}})  # fmt: skip
+    (tmp_path / "written.toml").write_text(spec_toml(spec))
+    assert load_spec(tmp_path / "written.toml") == spec
