@@ -27,7 +27,7 @@ from ckpt.format import STORAGE_DTYPES
 from ckpt.interop.plain_array import read_plain
 from ckpt.interop.safe_pickle import Inert, admitted, read_pickle
 from ckpt.rewrite import SourceArray, described, is_described
-from parallel.layout import Box, intersect
+from parallel.layout import Box, box_shape, intersect, whole_box, within
 
 METADATA = ".metadata"
 _STORED = "torch.distributed.checkpoint"
@@ -135,33 +135,25 @@ class DcpSource:
     def read_box(self, name: str, box: Box) -> np.ndarray[Any, Any]:
         """See :class:`ckpt.source.Source`."""
         array = self.arrays[name]
-        out = np.empty([stop - start for start, stop in box], array.dtype)
+        out = np.empty(box_shape(box), array.dtype)
         for chunk in self.chunks[name]:
             common = intersect(chunk.box, box)
             if common is None:
                 continue
-            sizes = tuple(stop - start for start, stop in chunk.box)
+            sizes = box_shape(chunk.box)
             plain = _find_numbers(chunk.path, chunk.offset, chunk.length, name, sizes,
                                   array.logical_dtype)  # fmt: skip
-            inner = _moved(common, chunk.box)
+            inner = [(part.start, part.stop) for part in within(common, chunk.box)]
             lying = tuple(sizes[dim] for dim in plain.order), tuple(inner[d] for d in plain.order)
             values = read_plain(chunk.path, plain.offset, lying[0], array.dtype, lying[1])
             back = [plain.order.index(dim) for dim in range(len(sizes))]
-            out[tuple(slice(*extent) for extent in _moved(common, box))] = values.transpose(back)
+            out[within(common, box)] = values.transpose(back)
         return out
 
 
 def is_dcp(path: Path) -> bool:
     """Whether this looks like what :class:`DcpSource` reads."""
     return (path / METADATA).is_file()
-
-
-def _moved(box: Box, outer: Box) -> Box:
-    """``box`` as seen from where ``outer`` begins."""
-    return tuple(
-        (start - base, stop - base)
-        for (start, stop), (base, _) in zip(box, outer, strict=True)
-    )  # fmt: skip
 
 
 def _size(size: Any) -> tuple[int, ...]:
@@ -209,9 +201,9 @@ def _place(folder: Path, name: str, box: Box, places: _Places) -> _Chunk:
 
 def _check_tiling(path: Path, name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
     """The chunks are the tensor: none is missing, none lies over another."""
-    whole = tuple((0, size) for size in shape)
+    whole = whole_box(shape)
     filled = sorted(box for box in boxes if all(start < stop for start, stop in box))
-    volume = sum(math.prod(stop - start for start, stop in box) for box in filled)
+    volume = sum(math.prod(box_shape(box)) for box in filled)
     fits = all(len(box) == len(shape) for box in boxes)
     fits = fits and all(intersect(box, whole) == box for box in filled)
     if not fits or volume != math.prod(shape):

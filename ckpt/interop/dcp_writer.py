@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckpt.interop.dcp_reader import METADATA
 from ckpt.rewrite import Checked, FolderTarget, Part, Receipt, Source, row_major_boxes
-from parallel.layout import Box, Topology
+from parallel.layout import Box, Topology, box_shape, whole_box
 
 CHUNK_BYTES = 8 << 20
 """The most that a chunk has: torch.save writes, and torch.load reads, a whole one."""
@@ -85,7 +86,7 @@ class DcpTarget(FolderTarget):
                 offsets = torch.Size([start for start, _ in box])
                 index = MetadataIndex(name, offsets, len(chunks[name]))
                 places[index] = _StorageInfo(file, begin, length)
-                sizes = torch.Size([stop - start for start, stop in box])
+                sizes = torch.Size(box_shape(box))
                 chunks[name].append(ChunkStorageMetadata(offsets, sizes))
         tensors: dict[str, STORAGE_TYPES] = {
             name: TensorStorageMetadata(
@@ -108,8 +109,8 @@ class DcpTarget(FolderTarget):
 def _chunk_boxes(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
     boxes = list(row_major_boxes(shape, itemsize, CHUNK_BYTES))
     # An array without elements has one chunk all the same: it has a shape to be checked.
-    yield from boxes or [tuple((0, size) for size in shape)]
+    yield from boxes or [whole_box(shape)]
 
 
 def _elements(box: Box) -> int:
-    return int(torch.Size([stop - start for start, stop in box]).numel())
+    return math.prod(box_shape(box))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.errors import CheckpointError
-from parallel.layout import Box
+from parallel.layout import Box, box_shape
 
 _FEW_BYTES = 64 << 10
 _MUCH = 1 << 20
@@ -28,7 +28,7 @@ def read_plain(
 
     Raises CheckpointError, naming the file, where it ends too soon or cannot be read.
     """
-    sizes = [stop - start for start, stop in box]
+    sizes = box_shape(box)
     out = np.empty(sizes, dtype)
     if out.size == 0:
         return out

@@ -31,7 +31,7 @@ from ckpt.rewrite.source import Source, SourceArray
 from ckpt.rewrite.target import Part, Progress, Receipt, UnfinishedError
 from ckpt.store import LocalStore, Location, open_store
 from ckpt.write import SaveInfo, begin, commit, discard
-from parallel.layout import Box, Topology, cells
+from parallel.layout import Box, Topology, cells, whole_box
 
 
 def record_under(name: str, array: SourceArray, topology: Topology) -> ArrayRecord:
@@ -92,7 +92,7 @@ class CheckpointTarget:
         return {
             layout.key: layout
             for record in self.records
-            for cell in cells(tuple((0, size) for size in record.shape), record.shard_shape)
+            for cell in cells(whole_box(record.shape), record.shard_shape)
             for layout in [ObjectLayout(record, cell)]
         }
 
