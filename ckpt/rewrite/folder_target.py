@@ -16,6 +16,7 @@ from ckpt.rewrite.description import DESCRIPTION, Description
 from ckpt.rewrite.journal import FILES, append_journal, lock, read_journal
 from ckpt.rewrite.source import Source
 from ckpt.rewrite.target import Part, Progress, Receipt, UnfinishedError
+from ckpt.store import publish_folder
 from parallel.layout import Topology
 
 _JOURNAL = "journal.jsonl"
@@ -98,11 +99,9 @@ class FolderTarget:
             self.put(DESCRIPTION, described)
             for name in (_JOURNAL, ".lock"):
                 (self.work / name).unlink(missing_ok=True)
-            FILES.sync_folder(self.work)
-            if self.folder.exists():  # rename would take an empty folder's place
-                raise CheckpointError(f"{self.folder} must not exist: somebody has made it")
-            self.work.rename(self.folder)
-            FILES.sync_folder(self.folder.parent)
+            publish_folder(self.work, self.folder)
+        except FileExistsError:
+            raise CheckpointError(f"{self.folder} must not exist: somebody has made it") from None
         except OSError as error:
             raise self._unwritable(error) from None
 
