@@ -21,7 +21,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt.interop.dcp_reader import METADATA
-from ckpt.rewrite import Checked, FolderTarget, Part, Receipt, Source, row_major_boxes
+from ckpt.rewrite import (
+    Checked,
+    FolderTarget,
+    Part,
+    Receipt,
+    Source,
+    row_major_boxes,
+    split_into_files,
+)
 from parallel.layout import Box, Topology, box_shape, whole_box
 
 CHUNK_BYTES = 8 << 20
@@ -43,16 +51,12 @@ class DcpTarget(FolderTarget):
 
     def __init__(self, source: Source, folder: Path, topology: Topology) -> None:
         super().__init__(source, folder, topology, f"dcp {CHUNK_BYTES} {FILE_BYTES}")
-        files: list[list[_Chunk]] = [[]]
-        filled = 0
-        for name, array in sorted(source.arrays.items()):
-            for box in _chunk_boxes(array.shape, array.dtype.itemsize):
-                nbytes = _elements(box) * array.dtype.itemsize
-                if files[-1] and filled + nbytes > FILE_BYTES:
-                    files.append([])
-                    filled = 0
-                files[-1].append(_Chunk(name, box))
-                filled += nbytes
+        sizes = (
+            (_Chunk(name, box), _elements(box) * array.dtype.itemsize)
+            for name, array in sorted(source.arrays.items())
+            for box in _chunk_boxes(array.shape, array.dtype.itemsize)
+        )
+        files = split_into_files(sizes, FILE_BYTES)
         self.files = {f"__0_{i}.distcp": chunks for i, chunks in enumerate(files)}
 
     def parts(self) -> Sequence[Part]:

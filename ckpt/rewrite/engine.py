@@ -75,8 +75,7 @@ def _one_part(
         return part.key, target.write(part.key, slab_bytes, progress), True
     except OSError as error:
         raise UnfinishedError(
-            f"{error.filename or part.key} cannot be written: {error.strerror}; run it again to "
-            f"go on"
+            f"{error.filename or part.key} cannot be written: {error.strerror}; run it again"
         ) from None
 
 
@@ -171,7 +170,7 @@ def _together(
             told = now
     except BrokenProcessPool:
         raise UnfinishedError(
-            "a worker was killed, perhaps for want of memory; run it again to go on"
+            "a worker was killed, perhaps for want of memory; run it again"
         ) from None
     finally:
         journal.flush()

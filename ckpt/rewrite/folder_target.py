@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from crc32c import crc32c
 
@@ -19,6 +19,7 @@ from ckpt.rewrite.target import Part, Progress, Receipt, UnfinishedError
 from ckpt.store import publish_folder
 from parallel.layout import Topology
 
+T = TypeVar("T")
 _JOURNAL = "journal.jsonl"
 _BLOCK = 4 << 20
 
@@ -30,12 +31,24 @@ class FolderTarget:
         source: what is written.
         folder: where; it must not exist.
         topology: the layout that the description names.
-        options: whatever makes the files other ones, for the name of the folder beside.
+        options: whatever else changes the files; the hidden folder's name depends on it.
+        beside: small files that the folder gets besides, by name; ``convoy.json``, the description
+            of the arrays, where it is None.
     """
 
-    def __init__(self, source: Source, folder: Path, topology: Topology, options: str) -> None:
-        self.source, self.folder, self.topology = source, folder.absolute(), topology
-        text = f"{source.info.identity} {topology} {options}"
+    def __init__(
+        self,
+        source: Source,
+        folder: Path,
+        topology: Topology,
+        options: str,
+        beside: Mapping[str, bytes] | None = None,
+    ) -> None:
+        self.source, self.folder = source, folder.absolute()
+        if beside is None:
+            beside = {DESCRIPTION: Description.of(source, topology).encode()}
+        self.beside = dict(beside)
+        text = f"{source.info.identity} {topology} {options} {sorted(self.beside.items())}"
         made = hashlib.sha256(text.encode()).hexdigest()[:12]
         self.work = self.folder.with_name(f".{self.folder.name}.{made}")
         self._lock: int | None = None
@@ -95,8 +108,8 @@ class FolderTarget:
                 if not self.check(key, receipt):
                     raise CheckpointError(f"{self.work / key} is not as it was written")
             self.finish(receipts)
-            described = Description.of(self.source, self.topology).encode()
-            self.put(DESCRIPTION, described)
+            for name, data in self.beside.items():
+                self.put(name, data)
             for name in (_JOURNAL, ".lock"):
                 (self.work / name).unlink(missing_ok=True)
             publish_folder(self.work, self.folder)
@@ -147,6 +160,22 @@ class Checked:
 
     def flush(self) -> None:
         """As torch.save calls it."""
+
+
+def split_into_files(pieces: Iterable[tuple[T, int]], file_bytes: int) -> list[list[T]]:
+    """Pieces, each with its bytes, in the files that have them in order.
+
+    A file has at most ``file_bytes``, or one piece. Without pieces there is one empty file.
+    """
+    files: list[list[T]] = [[]]
+    filled = 0
+    for piece, nbytes in pieces:
+        if files[-1] and filled + nbytes > file_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(piece)
+        filled += nbytes
+    return files
 
 
 def file_crc32c(path: Path) -> tuple[int, int] | None:

@@ -6,26 +6,23 @@ Legend: L layers, E experts, D d_model, F d_ff, K top_k.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckpt.rewrite import Selected, Source, SourceArray, SourceInfo, changed
-from parallel import Topology
+from ckpt.rewrite import Described, Selected, Source, SourceInfo, changed
 from parallel.layout import Box
+from pretrain.convert.upcycled import Upcycled, upcycled_spec
+from pretrain.convert.weights import misfit, weight_arrays
 from pretrain.convert.widen import Widened, widened_sections
 from pretrain.errors import InputError
-from pretrain.model import first_matrix, meta_decoder
 from pretrain.spec import JobSpec, resolve_spec, upgraded
-from pretrain.state import model_arrays, parameter_layouts
+from pretrain.state import MODEL, ROUTER, has_expert_dim
 
 Values = np.ndarray[Any, Any]
 
-_OF_EXPERTS = re.compile(r"model/layers/moe/(experts/\w+|router/(weight|expert_bias))")
-_EXPERT_MATRIX = re.compile(r"model/layers/moe/experts/(w_gate|w_up|w_down)")
 _KINDS = ("upcycle=NUM_EXPERTS", "drop=EXPERT,...", "duplicate=COPIES", "widen=COPIES")
 
 
@@ -83,7 +80,7 @@ def operate(
     """
     if not source.info.spec.get("model"):
         raise InputError("--surgery needs a checkpoint that holds the spec of its model")
-    weights = Selected(source, {n: n for n in source.arrays if n.startswith("model/")})
+    weights = Selected(source, {n: n for n in source.arrays if n.startswith(MODEL)})
     before = resolve_spec(upgraded(source.info.spec), "the checkpoint's spec")
     if noise < 0 or (noise and surgery.kind not in ("duplicate", "widen")):
         raise InputError(
@@ -91,7 +88,9 @@ def operate(
         )
     operation = {"upcycle": _upcycle, "widen": _widen}.get(surgery.kind, _regroup)
     made, spec = operation(weights, before, surgery, overrides, noise)
-    _check_fits(made, spec)
+    wrong = misfit(made, weight_arrays(spec.model, spec.moe), "the new spec's model")
+    if wrong is not None:
+        raise InputError(f"--surgery: {wrong}")
     return made, spec
 
 
@@ -101,20 +100,6 @@ def _informed(source: Source, spec: JobSpec, surgery: Surgery, how: object) -> S
     return replace(info, spec=spec.as_dict(), spec_hash=spec.hash, state={"surgery": what})
 
 
-def _check_fits(source: Source, spec: JobSpec) -> None:
-    """The arrays are those of the new spec's model: nothing was left as it was by accident."""
-    decoder = meta_decoder(spec.model, spec.moe)
-    layouts = parameter_layouts(decoder, Topology())
-    wanted = {a.spec.name: a.spec.shape for a in model_arrays(decoder, decoder, layouts, 0)}
-    found = {name: array.shape for name, array in source.arrays.items()}
-    for name in sorted(wanted.keys() | found.keys()):
-        if wanted.get(name) != found.get(name):
-            raise InputError(
-                f"--surgery: {name} has shape {found.get(name)} but the new spec's model needs "
-                f"{wanted.get(name)}"
-            )
-
-
 class _Regrouped:
     """A source with other experts: number i of its new ones is ``experts[i]`` of the old ones."""
 
@@ -122,14 +107,14 @@ class _Regrouped:
         self.source, self.info, self.experts, self.noise = source, info, experts, noise
         self.arrays = {
             name: replace(array, shape=(array.shape[0], len(experts), *array.shape[2:]))
-            if _OF_EXPERTS.fullmatch(name)
+            if has_expert_dim(name)
             else array
             for name, array in source.arrays.items()
         }
 
     def read_box(self, name: str, box: Box) -> Values:
         """See :class:`ckpt.source.Source`."""
-        if not _OF_EXPERTS.fullmatch(name):
+        if not has_expert_dim(name):
             return self.source.read_box(name, box)
         wanted = self.experts[slice(*box[1])]
         if not wanted:
@@ -141,14 +126,13 @@ class _Regrouped:
         else:
             each = [self.source.read_box(name, (box[0], (e, e + 1), *box[2:])) for e in wanted]
             values = np.concatenate(each, axis=1)
-        if self.noise and name.endswith("router/weight"):
+        if self.noise and name == ROUTER:
             self._add_noise(values, box)
         return values
 
     def _add_noise(self, values_LED: Values, box: Box) -> None:
         """The same for a row however it is read: a generator for each, from its first number on."""
-        name = "model/layers/moe/router/weight"
-        size = self.arrays[name].shape[2]
+        size = self.arrays[ROUTER].shape[2]
         for i, layer in enumerate(range(*box[0])):
             for j, expert in enumerate(range(*box[1])):
                 old = self.experts[expert]
@@ -156,7 +140,7 @@ class _Regrouped:
                     row_D = values_LED[i, j]
                     if box[2] != (0, size):
                         whole = ((layer, layer + 1), (old, old + 1), (0, size))
-                        row_D = self.source.read_box(name, whole)[0, 0]
+                        row_D = self.source.read_box(ROUTER, whole)[0, 0]
                     scale = self.noise * float(np.sqrt(np.mean(np.square(row_D, dtype=np.float64))))
                     drawn_D = np.random.default_rng([layer, expert]).standard_normal(size)
                     values_LED[i, j] += (scale * drawn_D[slice(*box[2])]).astype(values_LED.dtype)
@@ -188,7 +172,7 @@ def _regroup(
             "topk_per_group": moe.topk_per_group * copies,
             "route_scale": moe.route_scale / (1 if scaled else copies),
         }
-    stored = source.arrays.get("model/layers/moe/router/weight")
+    stored = source.arrays.get(ROUTER)
     if noise and (stored is None or stored.logical_dtype not in ("float32", "float64")):
         raise InputError(f"--surgery-noise ({noise}) needs weights in float32")
     spec = resolve_spec(sections, "after --surgery the spec", overrides)
@@ -196,66 +180,12 @@ def _regroup(
     return _Regrouped(source, info, experts, noise), spec
 
 
-class _Upcycled:
-    """A dense source as a MoE: see :func:`operate`."""
-
-    def __init__(self, dense: Source, info: SourceInfo, spec: JobSpec) -> None:
-        assert spec.moe is not None
-        self.dense, self.info, self.moe = dense, info, spec.moe
-        self.num_layers, self.seed = spec.model.num_layers, spec.train.seed
-        decoder = meta_decoder(spec.model, spec.moe)
-        layouts = parameter_layouts(decoder, Topology())
-        self.arrays: dict[str, SourceArray] = {}
-        for array in model_arrays(decoder, decoder, layouts, 0):
-            old = dense.arrays.get(_old_name(array.spec.name))
-            dtype = array.spec.logical_dtype if old is None else old.logical_dtype
-            self.arrays[array.spec.name] = SourceArray(
-                array.spec.shape, dtype, array.spec.splits, array.spec.attributes
-            )
-
-    def read_box(self, name: str, box: Box) -> Values:
-        """See :class:`ckpt.source.Source`."""
-        array = self.arrays[name]
-        if "layers" not in array.attributes:
-            return self.dense.read_box(name, box)
-        layers = array.attributes["layers"][slice(*box[0])]
-        if name.startswith("model/layers/moe/router/"):
-            return self._router(name, layers, box)
-        old = _old_name(name)
-        there = self.dense.arrays[old].attributes["layers"]
-        at = [there.index(layer) for layer in layers]
-        if not at:
-            return np.empty([stop - start for start, stop in box], array.dtype)
-        assert at == list(range(at[0], at[-1] + 1)), "layers that stay are the first ones"
-        rows = (at[0], at[-1] + 1)
-        if old == name:
-            return self.dense.read_box(name, (rows, *box[1:]))
-        values = self.dense.read_box(old, (rows, box[3], box[2])).transpose(0, 2, 1)
-        return np.repeat(values[:, None], box[1][1] - box[1][0], axis=1)
-
-    def _router(self, name: str, layers: list[int], box: Box) -> Values:
-        out = np.zeros([stop - start for start, stop in box], np.float32)
-        if name.endswith("/weight"):
-            shape = (self.moe.num_experts, self.moe.d_model)
-            rest = tuple(slice(*extent) for extent in box[1:])
-            for i, layer in enumerate(layers):
-                parameter = f"layers.{layer}.moe.router.weight"
-                out[i] = first_matrix(
-                    parameter, shape, self.moe.d_model, self.num_layers, self.seed
-                ).numpy()[rest]
-        return out
-
-
-def _old_name(name: str) -> str:
-    match = _EXPERT_MATRIX.fullmatch(name)
-    return name if match is None else f"model/layers/ffn/{match[1]}/weight"
-
-
 def _upcycle(
     source: Source, before: JobSpec, surgery: Surgery, overrides: Sequence[str], noise: float
 ) -> tuple[Source, JobSpec]:
     spec = upcycled_spec(before.as_dict(), surgery.numbers[0], 2, 0, overrides, "the checkpoint")
-    return _Upcycled(source, _informed(source, spec, surgery, None), spec), spec
+    made = Upcycled(source, spec)
+    return Described(made, _informed(source, spec, surgery, None)), spec
 
 
 def _widen(
@@ -265,33 +195,3 @@ def _widen(
     sections = widened_sections(before.as_dict(), copies)
     spec = resolve_spec(sections, "after --surgery the spec", overrides)
     return Widened(source, _informed(source, spec, surgery, noise), copies, noise), spec
-
-
-def upcycled_spec(
-    sections: dict[str, Any],
-    num_experts: int,
-    top_k: int,
-    first_k_dense: int,
-    overrides: Sequence[str],
-    where: str,
-) -> JobSpec:
-    """The spec of a MoE whose experts are copies of a dense model's layers.
-
-    Raises InputError where the model is not dense, or experts would have other sizes.
-    """
-    if sections["moe"] is not None:
-        raise InputError(f"{where} must be a dense model: it has a [moe] section")
-    d_ff = sections["model"]["d_ff"]
-    sections = {**sections, "moe": {"num_experts": num_experts, "top_k": top_k, "d_ff": d_ff}}
-    sections["model"] = {
-        **sections["model"], "first_k_dense": first_k_dense, "d_ff": d_ff if first_k_dense else 0,
-    }  # fmt: skip
-    spec = resolve_spec(sections, where, overrides)
-    assert spec.moe is not None
-    for field, value, rule in (
-        ("d_ff", spec.moe.d_ff, d_ff),
-        ("num_shared_experts", spec.moe.num_shared_experts, 0),
-    ):
-        if value != rule:
-            raise InputError(f"moe.{field} ({value}) must be {rule}: experts are copies of a layer")
-    return spec

@@ -5,7 +5,6 @@ Legend: L layers, E experts, D d_model, F d_ff, N copies of a hidden unit.
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -13,14 +12,11 @@ import numpy as np
 
 from ckpt.format import FLOATS, convert, to_float32
 from ckpt.rewrite import Source, SourceInfo
-from parallel.layout import Box
+from parallel.layout import Box, box_shape
 from pretrain.errors import InputError
+from pretrain.state import feed_forward
 
 Values = np.ndarray[Any, Any]
-
-_NAME = re.compile(
-    r"model/layers/(moe/experts|moe/shared_experts|ffn)/([wb])_(gate|up|down)(?:/(?:weight|bias))?"
-)
 
 
 class Widened:
@@ -69,10 +65,10 @@ class Widened:
 
     def _hidden_dim(self, name: str) -> int | None:
         """Which dim of an array is F, if one is that is to be widened."""
-        match = _NAME.fullmatch(name)
-        if match is None or match[1] not in self._rooms:
+        found = feed_forward(name)
+        if found is None or found.room not in self._rooms:
             return None
-        room, kind, which = match.groups()
+        room, kind, which = found
         if kind == "b":
             return None if which == "down" else 2 if room == "moe/experts" else 1
         if room == "moe/experts":  # [L, E, D, F], and [L, E, F, D]
@@ -80,19 +76,19 @@ class Widened:
         return 2 if which == "down" else 1  # [L, F, D], and [L, D, F]
 
     def _is_shared_out(self, name: str) -> bool:
-        match = _NAME.fullmatch(name)
-        return match is not None and match[1] in self._rooms and match.group(2, 3) == ("w", "down")
+        found = feed_forward(name)
+        return found is not None and found.room in self._rooms and found[1:] == ("w", "down")
 
     def _shares(self, name: str, box: Box, dim: int) -> Values:
         """What multiplies w_down, of as many dims; the same for a unit however it is read."""
         lead = box[:2] if "/experts/" in name else box[:1]
         sizes = [1] * len(box)
-        sizes[: len(lead)] = [stop - start for start, stop in lead]
+        sizes[: len(lead)] = box_shape(lead)
         sizes[dim] = box[dim][1] - box[dim][0]
         shares = np.full(sizes, 1 / self.copies)
         if self.noise:
             units = self.source.arrays[name].shape[dim]
-            room = self._rooms.index(_NAME.fullmatch(name)[1])  # type: ignore[index]
+            room = self._rooms.index(feed_forward(name).room)  # type: ignore[union-attr]
             for place in np.ndindex(*sizes[: len(lead)]):
                 at = [start + i for (start, _), i in zip(lead, place, strict=True)]
                 drawn_FN = np.random.default_rng([room, *at]).standard_normal((units, self.copies))
