@@ -2,7 +2,7 @@
 
 ``.metadata`` is a pickle of where every chunk of every tensor is; a ``.distcp`` file is chunks end
 to end, each a zip archive as torch.save writes it: a small pickle of shape and strides, and the
-numbers uncompressed. Both pickles are read by :mod:`ckpt.inert`, and of the numbers only what is
+numbers uncompressed. Both pickles are read by :mod:`ckpt.interop.safe_pickle`, and of the numbers only what is
 asked for. A chunk's offsets and sizes are those of its box in the whole tensor, so it does not
 matter how placements (``_StridedShard`` among them) had cut it.
 
@@ -91,7 +91,7 @@ class _Plain(NamedTuple):
 
 
 class DcpSource:
-    """A :class:`ckpt.source.Source` of a torch.distributed.checkpoint folder.
+    """A :class:`ckpt.rewrite.Source` of a torch.distributed.checkpoint folder.
 
     ``left_out`` names what is no tensor (learning rates, counts, lists): pickles, which are not
     read. Raises CheckpointError, naming the file, for metadata that names anything unexpected,
@@ -133,7 +133,7 @@ class DcpSource:
         self.described = is_described(folder)
 
     def read_box(self, name: str, box: Box) -> np.ndarray[Any, Any]:
-        """See :class:`ckpt.source.Source`."""
+        """See :class:`ckpt.rewrite.Source`."""
         array = self.arrays[name]
         out = np.empty(box_shape(box), array.dtype)
         for chunk in self.chunks[name]:

@@ -71,7 +71,7 @@ class DcpTarget(FolderTarget):
         ]
 
     def fill(self, file: Checked, key: str, slab_bytes: int) -> dict[str, Any]:
-        """See :class:`ckpt.folder.FolderTarget`."""
+        """See :class:`ckpt.rewrite.FolderTarget`."""
         spans = []
         for name, box in self.files[key]:
             dtype = getattr(torch, self.source.arrays[name].logical_dtype)
@@ -82,7 +82,7 @@ class DcpTarget(FolderTarget):
         return {"spans": spans}
 
     def finish(self, receipts: dict[str, Receipt]) -> None:
-        """See :class:`ckpt.folder.FolderTarget`."""
+        """See :class:`ckpt.rewrite.FolderTarget`."""
         chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in self.source.arrays}
         places = {}
         for file, members in self.files.items():

@@ -48,7 +48,7 @@ class _Place(NamedTuple):
 
 
 class SafetensorsSource:
-    """A :class:`ckpt.source.Source` of a file or a folder.
+    """A :class:`ckpt.rewrite.Source` of a file or a folder.
 
     Raises CheckpointError, naming the file, for headers that are not right, arrays that are in two
     files or in none, dtypes that have no place in a checkpoint, and files that end too soon.
@@ -73,7 +73,7 @@ class SafetensorsSource:
         self.described = is_described(folder)
 
     def read_box(self, name: str, box: Box) -> np.ndarray[Any, Any]:
-        """See :class:`ckpt.source.Source`."""
+        """See :class:`ckpt.rewrite.Source`."""
         array, place = self.arrays[name], self.places[name]
         return read_plain(place.path, place.offset, array.shape, array.dtype, box)
 

@@ -75,7 +75,7 @@ class SafetensorsTarget(FolderTarget):
         return len(text).to_bytes(8, "little") + text
 
     def fill(self, file: Checked, key: str, slab_bytes: int) -> dict[str, Any]:
-        """See :class:`ckpt.folder.FolderTarget`."""
+        """See :class:`ckpt.rewrite.FolderTarget`."""
         file.write(self._header(self.files[key]))
         for name in self.files[key]:
             array = self.source.arrays[name]
@@ -84,7 +84,7 @@ class SafetensorsTarget(FolderTarget):
         return {}
 
     def finish(self, receipts: dict[str, Receipt]) -> None:
-        """See :class:`ckpt.folder.FolderTarget`."""
+        """See :class:`ckpt.rewrite.FolderTarget`."""
         if len(self.files) > 1:
             total = sum(array.nbytes for array in self.source.arrays.values())
             weight_map = {name: file for file, names in self.files.items() for name in names}

@@ -68,7 +68,7 @@ def operate(
 
     ``widen`` multiplies d_ff, of the experts or of a dense model's layers: every hidden unit is
     there several times and the output stays what it was, with ``noise`` too; see
-    :class:`pretrain.widen.Widened`.
+    :class:`pretrain.convert.widen.Widened`.
 
     Args:
         source: with the spec that it was trained with.
@@ -113,7 +113,7 @@ class _Regrouped:
         }
 
     def read_box(self, name: str, box: Box) -> Values:
-        """See :class:`ckpt.source.Source`."""
+        """See :class:`ckpt.rewrite.Source`."""
         if not has_expert_dim(name):
             return self.source.read_box(name, box)
         wanted = self.experts[slice(*box[1])]

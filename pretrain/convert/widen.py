@@ -48,7 +48,7 @@ class Widened:
                 )
 
     def read_box(self, name: str, box: Box) -> Values:
-        """See :class:`ckpt.source.Source`."""
+        """See :class:`ckpt.rewrite.Source`."""
         dim = self._hidden_dim(name)
         if dim is None:
             return self.source.read_box(name, box)
