@@ -17,6 +17,7 @@ from pretrain.state.names import (
     weight_names,
 )
 from pretrain.state.progress import Progress
+from pretrain.state.run_state import RunState, read_run_state, run_id_of
 
 if TYPE_CHECKING:
     from pretrain.state.arrays import model_arrays, residual_arrays, training_arrays
@@ -28,6 +29,7 @@ __all__ = [
     "MODEL",
     "ROUTER",
     "Progress",
+    "RunState",
     "array_path",
     "dense_name",
     "feed_forward",
@@ -37,6 +39,7 @@ __all__ = [
     "name_in_layer",
     "parameter_layouts",
     "parameter_name",
+    "read_run_state",
     "residual_arrays",
     "rng_arrays",
     "rng_states",
