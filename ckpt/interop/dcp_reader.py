@@ -1,12 +1,12 @@
 """Arrays of a torch.distributed.checkpoint folder, read without torch and without unpickling it.
 
-``.metadata`` is a pickle of where every chunk of every tensor is; a ``.distcp`` file is chunks end
-to end, each a zip archive as torch.save writes it: a small pickle of shape and strides, and the
-numbers uncompressed. Both pickles are read by :mod:`ckpt.interop.safe_pickle`, and of the numbers only what is
-asked for. A chunk's offsets and sizes are those of its box in the whole tensor, so it does not
-matter how placements (``_StridedShard`` among them) had cut it.
+``.metadata`` is a pickle of where every chunk of every tensor is. A ``.distcp`` file is chunks end
+to end. Each chunk is a zip archive as torch.save writes it: a small pickle of shape and strides,
+and the numbers uncompressed. :mod:`ckpt.interop.safe_pickle` reads both pickles, and of the numbers
+only what is asked for is read. A chunk's offsets and sizes are those of its box in the whole
+tensor: how placements (``_StridedShard`` among them) had cut the tensor does not matter.
 
-The format has no checksums of the numbers: they are only as good as the disk.
+The format has no checksums of the numbers: what is read is only as good as the disk.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _LONGEST_PICKLE = 1 << 20
 
 
 def _plain(module: str, name: str) -> str | type | None:
-    """A dtype is its name, and a table in order is a table."""
+    """A pickled dtype reads as the dtype's name, and an OrderedDict as a dict."""
     if (module, name) == ("collections", "OrderedDict"):
         return dict
     return name if module == "torch" and (name in STORAGE_DTYPES or name in _OTHER_DTYPES) else None
@@ -84,7 +84,8 @@ class _Chunk(NamedTuple):
 
 
 class _Plain(NamedTuple):
-    """Numbers in a file: those of a chunk, with its dims in the order in which they lie there."""
+    """The numbers of a chunk in a file: the byte where the numbers begin, and the order in which
+    the chunk's dims lie there."""
 
     offset: int
     order: tuple[int, ...]

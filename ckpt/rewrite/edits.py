@@ -22,7 +22,7 @@ Index = tuple[int, ...]
 
 
 class Selected:
-    """Some arrays of a source, under other names: ``names`` has the source's, by the new one."""
+    """Some arrays of a source, under other names: ``names`` maps each new name to the source's."""
 
     def __init__(self, source: Source, names: Mapping[str, str]) -> None:
         self.source, self.names = source, dict(names)
@@ -38,9 +38,9 @@ class Converted:
     """A source with some of its arrays in another float dtype, rounded to nearest, ties to even.
 
     Args:
-        source: the rest of it stays as it is.
-        names: of the arrays; those that are no floats of 16 bits or more stay as they are.
-        dtype: the logical dtype that they get.
+        source: arrays that are not named stay as they are.
+        names: of the arrays; an array that has no floats of 16 bits or more stays as it is.
+        dtype: the new logical dtype.
     """
 
     def __init__(self, source: Source, names: Iterable[str], dtype: str) -> None:

@@ -1,4 +1,4 @@
-"""Targets that are a folder of files: written beside their place, and moved there when whole."""
+"""Targets that are a folder of files: written in a hidden folder, which is renamed at the end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BLOCK = 4 << 20
 
 
 class FolderTarget:
-    """What the formats of plain files have in common; see :class:`ckpt.rewrite.Target`.
+    """A :class:`ckpt.rewrite.Target` that is a folder of files; each format is a subclass.
 
     Args:
         source: what is written.
@@ -98,7 +98,7 @@ class FolderTarget:
         append_journal(self.work / _JOURNAL, receipts)
 
     def finish(self, receipts: dict[str, Receipt]) -> None:
-        """Write what makes the files a whole."""
+        """Write the files that need all receipts, such as an index."""
         raise NotImplementedError
 
     def commit(self, receipts: dict[str, Receipt]) -> None:
@@ -129,7 +129,7 @@ class FolderTarget:
         self._lock = None
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a small file, in the place of one that an earlier call left."""
+        """Write a small file durably, in the place of one that an earlier call left."""
         with (self.work / name).open("wb") as file:
             file.write(data)
             file.flush()
@@ -142,7 +142,7 @@ class FolderTarget:
 
 
 class Checked:
-    """A file that is written from its beginning, with its length and CRC32C."""
+    """A new file that is written in order, with the length and the CRC32C of what was written."""
 
     def __init__(self, file: BinaryIO, progress: Progress) -> None:
         self.file, self.progress, self.nbytes, self.value = file, progress, 0, 0
@@ -159,7 +159,7 @@ class Checked:
         return len(view)
 
     def flush(self) -> None:
-        """As torch.save calls it."""
+        """Does nothing; torch.save calls this method."""
 
 
 def split_into_files(pieces: Iterable[tuple[T, int]], file_bytes: int) -> list[list[T]]:

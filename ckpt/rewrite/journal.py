@@ -27,7 +27,8 @@ def lock(path: Path, what: Path) -> int:
 
 
 def read_journal(path: Path) -> dict[str, Receipt]:
-    """Every receipt of a journal; a line that a kill cut short is passed over, with its part."""
+    """Every receipt of a journal. A line that a kill cut short is left out: that part is written
+    again."""
     receipts: dict[str, Receipt] = {}
     if not path.exists():
         return receipts

@@ -36,8 +36,8 @@ def row_major_boxes(shape: tuple[int, ...], itemsize: int, most_bytes: int) -> I
 class Slabs:
     """Reads the boxes of an object's chunks, in row-major order of the chunks, by slabs of many.
 
-    A slab is a run of chunks that make up a box: what it takes of the source is read once, however
-    the two grids lie.
+    A slab is a run of chunks that make up a box. Each number of the source is read once, whatever
+    the grids of source and target are.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Slabs:
         self._slab: tuple[Box, np.ndarray[Any, Any]] | None = None
 
     def __call__(self, box: Box) -> np.ndarray[Any, Any]:
-        """The numbers of one chunk, which is the next one or in the slab of the last."""
+        """The numbers of a chunk of the slab that was read last, or of the next slab."""
         while self._slab is None or intersect(box, self._slab[0]) != box:
             self._slab = None  # two slabs are never in memory
             slab = next(self._boxes)

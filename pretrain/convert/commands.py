@@ -1,4 +1,4 @@
-"""Import, export and upcycling: from one folder to another that is whole or not there."""
+"""Import, export and upcycling, each from a folder to a new folder."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def import_hf(source: Path, target: Path) -> tuple[JobSpec, int]:
     """Make ``target/checkpoints`` and ``target/spec.toml`` of a Hugging Face folder.
 
     Returns the spec and the verified bytes. Raises InputError for what Convoy cannot express, and
-    for files that are not whole.
+    CheckpointError for files that are not whole. Memory is bounded, however large the tensors are.
+    An import that stops half-way leaves nothing.
     """
     refuse_existing(target)
     sections, weights, kind = _open_hf(source)
@@ -182,8 +183,10 @@ def export_hf(
 ) -> tuple[Family, Manifest, int]:
     """Write a checkpoint's weights as a Hugging Face folder; moments stay behind.
 
-    Returns the family, what was read, and the bytes written. Raises InputError for what the family
-    cannot express, and CheckpointError for a checkpoint that is not whole.
+    Returns the family, the manifest that was read, and the bytes of the tensors. Raises InputError
+    for what the family cannot express, and CheckpointError for a checkpoint that is not whole or a
+    target that cannot be written. After a full disk or a kill the same call goes on: until then
+    ``target`` is not there, and a hidden folder beside it has the files that are done.
     """
     manifest = ckpt.read_manifest(root, step)
     model, moe = _sections_of(root, manifest)
@@ -230,7 +233,7 @@ def upcycle(
     """Make a MoE of a dense checkpoint, Convoy's or a Hugging Face folder, as :func:`import_hf`.
 
     Sparse upcycling (Komatsuzaki et al., arXiv 2212.05055): every expert of a layer is a copy of
-    its dense feed-forward, the router is fresh, and the first layers may stay dense. ``overrides``
+    its dense feed-forward, the router has initial weights, and the first layers may stay dense. ``overrides``
     are ``section.field=value``, such as ``moe.aux_loss_coeff=0.02``.
 
     Raises InputError where the source is no dense model, or the sizes would not be its own.

@@ -1,4 +1,4 @@
-"""Sources for a reshard: which format it is, and what of it is taken under which names."""
+"""Sources for a reshard: their format, and which of their arrays are taken under which names."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 def open_source(location: str, step: int | None = None) -> Source:
     """A checkpoint, a torch.distributed.checkpoint folder, or safetensors.
 
-    What is not Convoy's is given names and arrays as Convoy has them, see :func:`adopted`, unless
-    a reshard wrote it, and described them.
+    Arrays of other projects get names and shapes as Convoy has them, see :func:`adopted`. A folder
+    that a reshard wrote has a description of its arrays, and is taken as it is.
 
-    Raises CheckpointError where there is none of the three, or it cannot be read.
+    Raises CheckpointError where the location is none of the three, or cannot be read.
     """
     path = Path(location)
     foreign: DcpSource | SafetensorsSource
@@ -48,7 +48,7 @@ def adopted(source: Source) -> Source:
     """Arrays of ``layers.0.norm.weight`` and so on stacked to ``layers/norm/weight`` [L, ...].
 
     Dots become slashes. Layers whose arrays differ in shape or dtype stay single. The attribute
-    ``layers`` names those that there are, as in a checkpoint.
+    ``layers`` has the layers' numbers, as in a checkpoint.
     """
     names = {array_path(name): name for name in source.arrays}
     if len(names) != len(source.arrays):
@@ -83,8 +83,8 @@ def with_names(source: Source, rename: Mapping[str, str]) -> Source:
 
 
 def weights_only(source: Source) -> Source:
-    """Parameters and buffers alone, which ``init.checkpoint`` reads: what begins with ``model/``,
-    or, where nothing does, what is not an optimizer's.
+    """Only the parameters and buffers, which are what ``init.checkpoint`` reads; see
+    :func:`pretrain.state.weight_names`.
 
     Raises InputError where nothing is left.
     """
@@ -97,7 +97,9 @@ def weights_only(source: Source) -> Source:
 
 
 def in_dtype(source: Source, dtype: str) -> Source:
-    """Floating weights in another dtype of :data:`DTYPES`. Experts' biases stay in float32: in
-    bfloat16 another expert would be chosen."""
+    """Floating weights in another dtype of :data:`DTYPES`.
+
+    Experts' biases stay in float32: in bfloat16 other experts would be chosen.
+    """
     names = [name for name in weight_names(list(source.arrays)) if not name.endswith("expert_bias")]
     return Converted(source, names, DTYPES[dtype])

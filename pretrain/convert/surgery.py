@@ -1,5 +1,4 @@
-"""Changes of a model's experts and their width by name: weights and spec together, never by
-accident.
+"""Changes of a model's experts and of their width: the weights and the spec change together.
 
 Legend: L layers, E experts, D d_model, F d_ff, K top_k.
 """
@@ -27,14 +26,14 @@ _KINDS = ("upcycle=NUM_EXPERTS", "drop=EXPERT,...", "duplicate=COPIES", "widen=C
 
 
 class Surgery(NamedTuple):
-    """What is to be done: ``kind`` is upcycle, drop, duplicate or widen."""
+    """A change: ``kind`` is upcycle, drop, duplicate or widen."""
 
     kind: str
     numbers: tuple[int, ...]
 
 
 def parse_surgery(text: str) -> Surgery:
-    """Read ``"drop=3,7"``. Raises InputError for what is none of the four."""
+    """Read ``"drop=3,7"``. Raises InputError for any other text."""
     kind, _, value = text.partition("=")
     numbers = value.split(",")
     known = kind in ("upcycle", "drop", "duplicate", "widen")
@@ -48,35 +47,40 @@ def parse_surgery(text: str) -> Surgery:
 def operate(
     source: Source, surgery: Surgery, overrides: Sequence[str] = (), noise: float = 0.0
 ) -> tuple[Source, JobSpec]:
-    """The weights and the spec of a model whose experts are others; moments are left behind.
+    """The weights and the spec of a model after a change of its experts. Optimizer moments are left
+    out.
 
-    ``drop`` leaves experts out. A token whose top_k experts were among them takes its next best
-    ones, and the weights are theirs: with ``norm_topk_prob`` they sum to one again.
+    ``drop`` removes experts. A token whose top_k experts were among the removed ones takes its next
+    best experts, with the weights of these: with ``norm_topk_prob`` a token's weights sum to one
+    again.
 
-    ``duplicate`` puts the copies of an expert side by side, its router's row among them, so that
-    they stay in its group. A token that chose an expert chooses all its copies: top_k and
-    topk_per_group are multiplied by their number, and each copy has an equal part of the weight,
-    so that the output is what it was. (Softmax scores are divided by the copies, and weights that
-    are renormalized, or a softmax of the chosen, too. Sigmoid scores that are not renormalized are
-    not, and route_scale is divided instead.) Copies that are alike get gradients that are alike:
-    with ``noise`` above 0 the copies' rows of the router, all but the first, differ by normal
-    numbers of so many times the row's root mean square. To keep a step's work, override
-    ``moe.top_k`` with what it was; the copies then take turns only as the noise lets them.
+    ``duplicate`` puts the copies of an expert, and the copies of its router's row, side by side:
+    copies stay in the expert's group. A token that chose an expert chooses all copies of the
+    expert. ``top_k`` and ``topk_per_group`` are multiplied by the number of copies, each copy has
+    an equal part of the weight, and the output does not change. (Normalization divides softmax
+    scores, renormalized weights and a softmax of the chosen by the number of copies. For sigmoid
+    scores that are not renormalized, ``route_scale`` is divided instead.) Equal copies would get
+    equal gradients. With ``noise`` above 0 the copies' rows of the router, except the first, get
+    normal noise of standard deviation ``noise`` times the row's root mean square. To keep the cost
+    of a step, override ``moe.top_k`` with its old value; only noise then makes tokens choose
+    different copies.
 
     ``upcycle`` makes a MoE of a dense model (Komatsuzaki et al., arXiv 2212.05055): every expert is
-    a copy of the layer's feed-forward, the router is fresh, top_k is 2 unless it is overridden.
+    a copy of the layer's feed-forward, the router has initial weights, and ``top_k`` is 2 unless it
+    is overridden.
 
-    ``widen`` multiplies d_ff, of the experts or of a dense model's layers: every hidden unit is
-    there several times and the output stays what it was, with ``noise`` too; see
+    ``widen`` multiplies ``d_ff`` of the experts, or of a dense model's layers. Every hidden unit is
+    there several times, and the output does not change, with ``noise`` neither; see
     :class:`pretrain.convert.widen.Widened`.
 
     Args:
-        source: with the spec that it was trained with.
-        surgery: what is done.
+        source: holds the spec of its model.
+        surgery: the change.
         overrides: ``section.field=value`` of the new spec.
         noise: see above.
 
-    Raises InputError for experts that there are not, and for a spec that does not fit.
+    Raises InputError for experts that the model does not have, and for a new spec that does not
+    fit the new arrays.
     """
     if not source.info.spec.get("model"):
         raise InputError("--surgery needs a checkpoint that holds the spec of its model")
@@ -131,7 +135,7 @@ class _Regrouped:
         return values
 
     def _add_noise(self, values_LED: Values, box: Box) -> None:
-        """The same for a row however it is read: a generator for each, from its first number on."""
+        """Each row has a generator of its own: the noise of a row does not depend on the boxes."""
         size = self.arrays[ROUTER].shape[2]
         for i, layer in enumerate(range(*box[0])):
             for j, expert in enumerate(range(*box[1])):

@@ -37,11 +37,11 @@ _ROLE = re.compile(r"\bw[123]\b")
 def from_titan(source: Source) -> Source:
     """The weights of a torchtitan checkpoint whose layers are stacked; the rest stays behind.
 
-    Its experts are [L, E, out, in], Convoy's [L, E, in, out]. Llama's rotary pairs lie side by
-    side there: ``model.rope_interleaved`` says so in the spec to train on with.
+    Experts' matrices are [L, E, out, in] in torchtitan and [L, E, in, out] in Convoy. torchtitan's
+    Llama has rotary pairs side by side: set ``model.rope_interleaved`` in the spec to train on with.
 
-    Raises InputError, naming it, for an array that is of none of the models that are known
-    (grouped-query attention, dense or with experts).
+    Raises InputError, naming the array, for an array of a model that is not known. Known are models
+    with grouped-query attention, dense or with experts.
     """
     names = {}
     for name in source.arrays:

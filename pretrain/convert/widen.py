@@ -1,4 +1,4 @@
-"""Wider feed-forwards with the same output: every hidden unit several times.
+"""Wider feed-forwards with an unchanged output: every hidden unit is there several times.
 
 Legend: L layers, E experts, D d_model, F d_ff, N copies of a hidden unit.
 """
@@ -21,11 +21,12 @@ Values = np.ndarray[Any, Any]
 
 class Widened:
     """A source whose hidden units are there ``copies`` times, side by side (Chen et al., arXiv
-    1511.05641, section 2.2): of the experts and the shared ones, or of a dense model's layers.
+    1511.05641, section 2.2). The hidden units are those of the routed and the shared experts, or of
+    a dense model's layers.
 
-    A unit's row of w_down is shared out among its copies, 1/N to each. With ``noise`` the shares
-    differ, by normal numbers of so many times 1/N whose sum is 0: the output stays what it was, and
-    the copies, whose gradients would otherwise be alike, part.
+    Each copy of a unit gets 1/N of the unit's row of w_down. With ``noise`` the shares differ by
+    normal numbers of standard deviation ``noise`` / N that sum to 0: the output does not change,
+    and the copies get different gradients.
 
     Raises InputError where w_down has a dtype that cannot be divided.
     """
@@ -64,7 +65,7 @@ class Widened:
         return convert(wide * shares, wide.dtype.name, dtype)
 
     def _hidden_dim(self, name: str) -> int | None:
-        """Which dim of an array is F, if one is that is to be widened."""
+        """The dim of an array that is F and is widened; None where there is none."""
         found = feed_forward(name)
         if found is None or found.room not in self._rooms:
             return None
@@ -80,7 +81,8 @@ class Widened:
         return found is not None and found.room in self._rooms and found[1:] == ("w", "down")
 
     def _shares(self, name: str, box: Box, dim: int) -> Values:
-        """What multiplies w_down, of as many dims; the same for a unit however it is read."""
+        """The factor of each number of a box of w_down, of as many dims. The factor of a unit does not
+        depend on the box."""
         lead = box[:2] if "/experts/" in name else box[:1]
         sizes = [1] * len(box)
         sizes[: len(lead)] = box_shape(lead)
@@ -99,7 +101,7 @@ class Widened:
 
 
 def widened_sections(sections: dict[str, Any], copies: int) -> dict[str, Any]:
-    """The spec's sections after the same."""
+    """The sections of the spec of the widened model."""
     section = "model" if sections["moe"] is None else "moe"
     d_ff = sections[section]["d_ff"]
     return {**sections, section: {**sections[section], "d_ff": copies * d_ff}}

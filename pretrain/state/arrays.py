@@ -54,9 +54,9 @@ def residual_arrays(
     layouts: Mapping[str, ShardLayout],
     rank: int,
 ) -> list[LocalArray]:
-    """What every copy of the model owes to its gradients, see :class:`parallel.CompressedSum`.
+    """What gradient compression left out of the sums, see :class:`parallel.CompressedSum`.
 
-    ``residual/NAME`` mirrors ``model/NAME``, with a dim for the copies before the parameter's own.
+    ``residual/NAME`` mirrors ``model/NAME``, with a dim for the replicas before the parameter's own.
     """
     if not residuals:
         return []
