@@ -233,8 +233,8 @@ def upcycle(
     """Make a MoE of a dense checkpoint, Convoy's or a Hugging Face folder, as :func:`import_hf`.
 
     Sparse upcycling (Komatsuzaki et al., arXiv 2212.05055): every expert of a layer is a copy of
-    its dense feed-forward, the router has initial weights, and the first layers may stay dense. ``overrides``
-    are ``section.field=value``, such as ``moe.aux_loss_coeff=0.02``.
+    its dense feed-forward, the router has initial weights, and the first layers may stay dense.
+    ``overrides`` are ``section.field=value``, such as ``moe.aux_loss_coeff=0.02``.
 
     Raises InputError where the source is no dense model, or the sizes would not be its own.
     """

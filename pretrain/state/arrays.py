@@ -56,7 +56,7 @@ def residual_arrays(
 ) -> list[LocalArray]:
     """What gradient compression left out of the sums, see :class:`parallel.CompressedSum`.
 
-    ``residual/NAME`` mirrors ``model/NAME``, with a dim for the replicas before the parameter's own.
+    ``residual/NAME`` mirrors ``model/NAME``, with a dim of replicas before the parameter's own.
     """
     if not residuals:
         return []
