@@ -38,7 +38,7 @@ def from_titan(source: Source) -> Source:
     """The weights of a torchtitan checkpoint whose layers are stacked; the rest stays behind.
 
     Experts' matrices are [L, E, out, in] in torchtitan and [L, E, in, out] in Convoy. torchtitan's
-    Llama has rotary pairs side by side: set ``model.rope_interleaved`` in the spec to train on with.
+    Llama has rotary pairs side by side: set ``model.rope_interleaved`` in the spec to train with.
 
     Raises InputError, naming the array, for an array of a model that is not known. Known are models
     with grouped-query attention, dense or with experts.

@@ -81,7 +81,7 @@ class Widened:
         return found is not None and found.room in self._rooms and found[1:] == ("w", "down")
 
     def _shares(self, name: str, box: Box, dim: int) -> Values:
-        """The factor of each number of a box of w_down, of as many dims. The factor of a unit does not
+        """The factor of each number of a box of w_down, of as many dims. A unit's factor does not
         depend on the box."""
         lead = box[:2] if "/experts/" in name else box[:1]
         sizes = [1] * len(box)
