@@ -43,7 +43,7 @@ from ckpt.format import ObjectLayout, ObjectRecord
 from ckpt.local_array import ArraySpec
 from ckpt.store import LocalStore
 from ckpt.write import begin, commit, leave_receipt, own_cells, read_receipts, write_metadata
-from parallel.layout import Topology, cells, dense_splits, expert_splits
+from parallel.layout import Topology, cells, dense_splits, expert_splits, whole_box
 
 MODELS = [
     Sizes(layers=layers, d_model=4096, d_ff=1536, experts=experts, vocab=152064)
@@ -141,7 +141,7 @@ def committed(case: Case, folder: Path) -> tuple[float, float, int]:
     objects = {
         layout.key: ObjectRecord(bytes=layout.room + layout.index_bytes, checksum=2**32 - 1)
         for record in records
-        for cell in cells(tuple((0, size) for size in record.shape), record.shard_shape)
+        for cell in cells(whole_box(record.shape), record.shard_shape)
         for layout in [ObjectLayout(record, cell)]
     }
     keys = list(objects)

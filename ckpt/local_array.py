@@ -13,7 +13,7 @@ from torch import Tensor
 from ckpt.errors import CheckpointError
 from ckpt.format import STORAGE_DTYPES, Array, ArrayRecord, Compression, storage_grid
 from ckpt.store import Bytes
-from parallel.layout import Box, ShardLayout, Topology, within
+from parallel.layout import Box, ShardLayout, Topology, box_shape, within
 
 _BIT_PATTERNS = {
     getattr(torch, name): getattr(torch, stored)
@@ -83,7 +83,7 @@ class LocalArray:
         first = [i for box in boxes for i in range(*box[0])] if stacked else list(range(len(boxes)))
         self._piece_at = dict(zip(first, self.pieces, strict=True))
         for piece in self.pieces:
-            sizes = tuple(stop - start for start, stop in boxes[0][1 if stacked else 0 :])
+            sizes = box_shape(boxes[0][1 if stacked else 0 :])
             assert tuple(piece.shape) == sizes, (spec.name, piece.shape, sizes)
             assert piece.dtype == spec.dtype, (spec.name, piece.dtype)
 

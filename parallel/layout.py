@@ -11,7 +11,7 @@ that the ranks which exchange tokens are neighbours.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import product
@@ -315,6 +315,16 @@ def nodes_per_token(
     everywhere = len(set().union(*nodes))
     widest = sorted((len(group) for group in nodes), reverse=True)[:topk_groups]
     return min(sum(widest), everywhere, top_k)
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """The sizes of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """The box of a whole array."""
+    return tuple((0, size) for size in shape)
 
 
 def within(box: Box, outer: Box) -> tuple[slice, ...]:

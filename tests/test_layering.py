@@ -57,7 +57,7 @@ PRETRAIN = {
     "pretrain.runtime": {"pretrain.errors", "pretrain.spec"},
     "pretrain.observe": {"pretrain.errors", "pretrain.spec"},
     "pretrain.plan": {"pretrain.spec", "pretrain.model", "pretrain.parallelize"},
-    "pretrain.convert.hf": {"pretrain.errors", "pretrain.model"},
+    "pretrain.convert.hf": {"pretrain.errors", "pretrain.model", "pretrain.state"},
     "pretrain.convert": {
         "pretrain.errors", "pretrain.model", "pretrain.data", "pretrain.state", "pretrain.spec",
         "pretrain.convert.hf",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from ckpt.store import lock_file
 
 _COMMANDS = (b"ckpt.background.writer", b"ckpt.keeper")  # the second: of a release before
 
@@ -18,26 +19,24 @@ def claim(lock: Path, timeout_seconds: float) -> Iterator[None]:
     """Be the only keeper of this rank on this machine: an earlier one is asked to end, and killed
     where it does not in time."""
     lock.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + timeout_seconds
+    asked = signal.SIGTERM
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            handle = lock_file(lock, 0o600)
+            if _is_at(handle, lock):
+                break
+            # The holder before has removed the file: nobody else will look at this lock.
+            os.close(handle)
+            continue
+        if time.monotonic() > deadline:
+            asked = signal.SIGKILL
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            holder = lock.read_text()
+            if _is_keeper(holder):
+                os.kill(int(holder), asked)
+        time.sleep(0.02)
     try:
-        deadline = time.monotonic() + timeout_seconds
-        asked = signal.SIGTERM
-        while True:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _is_at(handle, lock):
-                    break
-                # The one before has removed it: this is a lock that nobody else will look at.
-                os.close(handle)
-                handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-                continue
-            holder = os.pread(handle, 32, 0).decode()
-            if time.monotonic() > deadline:
-                asked = signal.SIGKILL
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                if _is_keeper(holder):
-                    os.kill(int(holder), asked)
-            time.sleep(0.02)
         os.ftruncate(handle, 0)
         os.pwrite(handle, str(os.getpid()).encode(), 0)
         try:

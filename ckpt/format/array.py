@@ -19,7 +19,7 @@ from pydantic import (
 
 from ckpt.format.dtypes import STORAGE_DTYPES
 from ckpt.format.object_index import object_key
-from parallel.layout import ShardLayout, Topology, cells
+from parallel.layout import ShardLayout, Topology, cells, whole_box
 
 Compression = Literal["none", "zstd"]
 """What chunks are compressed with."""
@@ -94,7 +94,7 @@ class ArrayRecord(Record):
 
     def object_keys(self) -> Iterator[str]:
         """The key of every object of this array, below its save id."""
-        whole = tuple((0, size) for size in self.shape)
+        whole = whole_box(self.shape)
         for coordinates in cells(whole, self.shard_shape):
             yield object_key(self.name, coordinates)
 

@@ -42,7 +42,7 @@ from ckpt.format.array import (
 from ckpt.format.keys import manifest_key
 from ckpt.format.object_index import ObjectRecord, Objects, Stored
 from ckpt.store import Location, open_store
-from parallel.layout import Box, Topology, cells, count_cells
+from parallel.layout import Box, Topology, cells, count_cells, whole_box
 
 
 def _check_save_id(name: str) -> str:
@@ -109,7 +109,7 @@ class Manifest(Record):
     def boxes(self, record: ArrayRecord) -> list[Box]:
         """The parts of an array that are here; they have nothing in common."""
         if self.ranks is None:
-            return [tuple((0, size) for size in record.shape)]
+            return [whole_box(record.shape)]
         layout = record.layout(Topology(**self.topology))
         return list(dict.fromkeys(box for rank in self.ranks for box in layout.boxes(rank)))
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from ckpt.format.array import ArrayRecord
 from ckpt.format.object_index import object_key
 from ckpt.store import PAGE, Bytes
-from parallel.layout import Box, cell_box
+from parallel.layout import Box, box_shape, cell_box
 
 assert sys.byteorder == "little", "objects are written from memory as it is"
 _LARGE_CHUNK = 1 << 20
@@ -119,7 +119,7 @@ class ObjectLayout:
         """Lay the numbers of one chunk's box into the ``stride`` bytes of ``room``."""
         shape = self.record.chunk_shape
         values = room[: self.chunk_bytes].view(self.record.dtype).reshape(shape)
-        sizes = tuple(stop - start for start, stop in box)
+        sizes = box_shape(box)
         if sizes != shape:
             values[...] = 0
         corner: tuple[Any, ...] = (*(slice(0, size) for size in sizes), ...)

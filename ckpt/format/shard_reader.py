@@ -15,7 +15,7 @@ from ckpt.format.object_index import ObjectRecord
 from ckpt.format.shard_layout import Array, ObjectLayout
 from ckpt.format.shard_writer import aligned
 from ckpt.store import Bytes, Reader
-from parallel.layout import Box, intersect, within
+from parallel.layout import Box, box_shape, intersect, within
 
 _READ_BYTES = 1 << 20  # at a time: what was read is still in the cache when it is summed
 _MOST_PARTS = 512  # of one read; systems allow 1,024
@@ -62,7 +62,7 @@ def read_object(
             checks[number] = check.tobytes()
             continue
         plain = layout.record.compression == "none"
-        shape = tuple(e - s for s, e in box)
+        shape = box_shape(box)
         direct = plain and common == box and shape == layout.record.chunk_shape
         parts = target.memory(box) if direct else None
         if parts is None:
@@ -71,7 +71,7 @@ def read_object(
             parts = [body]
         _read_checked(reader, start, parts, check, number)
         checks[number] = check.tobytes()
-        count += math.prod(e - s for s, e in common)
+        count += math.prod(box_shape(common))
         if len(parts) == 1 and (not plain or parts[0] is room):
             values = _decode(parts[0], layout, number)
             place: tuple[Any, ...] = (*within(common, box), ...)  # an array, of a scalar too

@@ -3,13 +3,22 @@
 from typing import TYPE_CHECKING, Any
 
 from ckpt.interop.dcp_reader import DcpSource, is_dcp
-from ckpt.interop.safetensors_reader import SafetensorsSource, is_safetensors
+from ckpt.interop.safetensors_reader import (
+    SAFETENSORS_DTYPES,
+    SAFETENSORS_INDEX,
+    SAFETENSORS_SINGLE,
+    SafetensorsSource,
+    is_safetensors,
+)
 from ckpt.interop.safetensors_writer import SafetensorsTarget
 
 if TYPE_CHECKING:
     from ckpt.interop.dcp_writer import DcpTarget
 
 __all__ = [
+    "SAFETENSORS_DTYPES",
+    "SAFETENSORS_INDEX",
+    "SAFETENSORS_SINGLE",
     "DcpSource",
     "DcpTarget",
     "SafetensorsSource",

@@ -1,12 +1,12 @@
 """Arrays of a torch.distributed.checkpoint folder, read without torch and without unpickling it.
 
-``.metadata`` is a pickle of where every chunk of every tensor is; a ``.distcp`` file is chunks end
-to end, each a zip archive as torch.save writes it: a small pickle of shape and strides, and the
-numbers uncompressed. Both pickles are read by :mod:`ckpt.inert`, and of the numbers only what is
-asked for. A chunk's offsets and sizes are those of its box in the whole tensor, so it does not
-matter how placements (``_StridedShard`` among them) had cut it.
+``.metadata`` is a pickle of where every chunk of every tensor is. A ``.distcp`` file is chunks end
+to end. Each chunk is a zip archive as torch.save writes it: a small pickle of shape and strides,
+and the numbers uncompressed. :mod:`ckpt.interop.safe_pickle` reads both pickles, and of the numbers
+only what is asked for is read. A chunk's offsets and sizes are those of its box in the whole
+tensor: how placements (``_StridedShard`` among them) had cut the tensor does not matter.
 
-The format has no checksums of the numbers: they are only as good as the disk.
+The format has no checksums of the numbers: what is read is only as good as the disk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ckpt.format import STORAGE_DTYPES
 from ckpt.interop.plain_array import read_plain
 from ckpt.interop.safe_pickle import Inert, admitted, read_pickle
 from ckpt.rewrite import SourceArray, described, is_described
-from parallel.layout import Box, intersect
+from parallel.layout import Box, box_shape, intersect, whole_box, within
 
 METADATA = ".metadata"
 _STORED = "torch.distributed.checkpoint"
@@ -63,7 +63,7 @@ _LONGEST_PICKLE = 1 << 20
 
 
 def _plain(module: str, name: str) -> str | type | None:
-    """A dtype is its name, and a table in order is a table."""
+    """A pickled dtype reads as the dtype's name, and an OrderedDict as a dict."""
     if (module, name) == ("collections", "OrderedDict"):
         return dict
     return name if module == "torch" and (name in STORAGE_DTYPES or name in _OTHER_DTYPES) else None
@@ -84,14 +84,15 @@ class _Chunk(NamedTuple):
 
 
 class _Plain(NamedTuple):
-    """Numbers in a file: those of a chunk, with its dims in the order in which they lie there."""
+    """The numbers of a chunk in a file: the byte where the numbers begin, and the order in which
+    the chunk's dims lie there."""
 
     offset: int
     order: tuple[int, ...]
 
 
 class DcpSource:
-    """A :class:`ckpt.source.Source` of a torch.distributed.checkpoint folder.
+    """A :class:`ckpt.rewrite.Source` of a torch.distributed.checkpoint folder.
 
     ``left_out`` names what is no tensor (learning rates, counts, lists): pickles, which are not
     read. Raises CheckpointError, naming the file, for metadata that names anything unexpected,
@@ -133,35 +134,27 @@ class DcpSource:
         self.described = is_described(folder)
 
     def read_box(self, name: str, box: Box) -> np.ndarray[Any, Any]:
-        """See :class:`ckpt.source.Source`."""
+        """See :class:`ckpt.rewrite.Source`."""
         array = self.arrays[name]
-        out = np.empty([stop - start for start, stop in box], array.dtype)
+        out = np.empty(box_shape(box), array.dtype)
         for chunk in self.chunks[name]:
             common = intersect(chunk.box, box)
             if common is None:
                 continue
-            sizes = tuple(stop - start for start, stop in chunk.box)
+            sizes = box_shape(chunk.box)
             plain = _find_numbers(chunk.path, chunk.offset, chunk.length, name, sizes,
                                   array.logical_dtype)  # fmt: skip
-            inner = _moved(common, chunk.box)
+            inner = [(part.start, part.stop) for part in within(common, chunk.box)]
             lying = tuple(sizes[dim] for dim in plain.order), tuple(inner[d] for d in plain.order)
             values = read_plain(chunk.path, plain.offset, lying[0], array.dtype, lying[1])
             back = [plain.order.index(dim) for dim in range(len(sizes))]
-            out[tuple(slice(*extent) for extent in _moved(common, box))] = values.transpose(back)
+            out[within(common, box)] = values.transpose(back)
         return out
 
 
 def is_dcp(path: Path) -> bool:
     """Whether this looks like what :class:`DcpSource` reads."""
     return (path / METADATA).is_file()
-
-
-def _moved(box: Box, outer: Box) -> Box:
-    """``box`` as seen from where ``outer`` begins."""
-    return tuple(
-        (start - base, stop - base)
-        for (start, stop), (base, _) in zip(box, outer, strict=True)
-    )  # fmt: skip
 
 
 def _size(size: Any) -> tuple[int, ...]:
@@ -209,9 +202,9 @@ def _place(folder: Path, name: str, box: Box, places: _Places) -> _Chunk:
 
 def _check_tiling(path: Path, name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
     """The chunks are the tensor: none is missing, none lies over another."""
-    whole = tuple((0, size) for size in shape)
+    whole = whole_box(shape)
     filled = sorted(box for box in boxes if all(start < stop for start, stop in box))
-    volume = sum(math.prod(stop - start for start, stop in box) for box in filled)
+    volume = sum(math.prod(box_shape(box)) for box in filled)
     fits = all(len(box) == len(shape) for box in boxes)
     fits = fits and all(intersect(box, whole) == box for box in filled)
     if not fits or volume != math.prod(shape):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,8 +21,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt.interop.dcp_reader import METADATA
-from ckpt.rewrite import Checked, FolderTarget, Part, Receipt, Source, row_major_boxes
-from parallel.layout import Box, Topology
+from ckpt.rewrite import (
+    Checked,
+    FolderTarget,
+    Part,
+    Receipt,
+    Source,
+    row_major_boxes,
+    split_into_files,
+)
+from parallel.layout import Box, Topology, box_shape, whole_box
 
 CHUNK_BYTES = 8 << 20
 """The most that a chunk has: torch.save writes, and torch.load reads, a whole one."""
@@ -42,16 +51,12 @@ class DcpTarget(FolderTarget):
 
     def __init__(self, source: Source, folder: Path, topology: Topology) -> None:
         super().__init__(source, folder, topology, f"dcp {CHUNK_BYTES} {FILE_BYTES}")
-        files: list[list[_Chunk]] = [[]]
-        filled = 0
-        for name, array in sorted(source.arrays.items()):
-            for box in _chunk_boxes(array.shape, array.dtype.itemsize):
-                nbytes = _elements(box) * array.dtype.itemsize
-                if files[-1] and filled + nbytes > FILE_BYTES:
-                    files.append([])
-                    filled = 0
-                files[-1].append(_Chunk(name, box))
-                filled += nbytes
+        sizes = (
+            (_Chunk(name, box), _elements(box) * array.dtype.itemsize)
+            for name, array in sorted(source.arrays.items())
+            for box in _chunk_boxes(array.shape, array.dtype.itemsize)
+        )
+        files = split_into_files(sizes, FILE_BYTES)
         self.files = {f"__0_{i}.distcp": chunks for i, chunks in enumerate(files)}
 
     def parts(self) -> Sequence[Part]:
@@ -66,7 +71,7 @@ class DcpTarget(FolderTarget):
         ]
 
     def fill(self, file: Checked, key: str, slab_bytes: int) -> dict[str, Any]:
-        """See :class:`ckpt.folder.FolderTarget`."""
+        """See :class:`ckpt.rewrite.FolderTarget`."""
         spans = []
         for name, box in self.files[key]:
             dtype = getattr(torch, self.source.arrays[name].logical_dtype)
@@ -77,7 +82,7 @@ class DcpTarget(FolderTarget):
         return {"spans": spans}
 
     def finish(self, receipts: dict[str, Receipt]) -> None:
-        """See :class:`ckpt.folder.FolderTarget`."""
+        """See :class:`ckpt.rewrite.FolderTarget`."""
         chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in self.source.arrays}
         places = {}
         for file, members in self.files.items():
@@ -85,7 +90,7 @@ class DcpTarget(FolderTarget):
                 offsets = torch.Size([start for start, _ in box])
                 index = MetadataIndex(name, offsets, len(chunks[name]))
                 places[index] = _StorageInfo(file, begin, length)
-                sizes = torch.Size([stop - start for start, stop in box])
+                sizes = torch.Size(box_shape(box))
                 chunks[name].append(ChunkStorageMetadata(offsets, sizes))
         tensors: dict[str, STORAGE_TYPES] = {
             name: TensorStorageMetadata(
@@ -108,8 +113,8 @@ class DcpTarget(FolderTarget):
 def _chunk_boxes(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
     boxes = list(row_major_boxes(shape, itemsize, CHUNK_BYTES))
     # An array without elements has one chunk all the same: it has a shape to be checked.
-    yield from boxes or [tuple((0, size) for size in shape)]
+    yield from boxes or [whole_box(shape)]
 
 
 def _elements(box: Box) -> int:
-    return int(torch.Size([stop - start for start, stop in box]).numel())
+    return math.prod(box_shape(box))

@@ -1,4 +1,4 @@
-"""A box of an array that lies in a file as plain bytes, with few reads of little more than it."""
+"""Reading a box of an array that lies in a file as plain bytes, with few reads of few bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.errors import CheckpointError
-from parallel.layout import Box
+from parallel.layout import Box, box_shape
 
 _FEW_BYTES = 64 << 10
 _MUCH = 1 << 20
@@ -23,12 +23,12 @@ def read_plain(
 ) -> np.ndarray[Any, Any]:
     """The numbers of ``box`` of an array of ``shape`` in row-major order at ``offset`` of a file.
 
-    What lies end to end is read at once. Rows of a few bytes are read with what is between them,
-    up to a mebibyte at a time.
+    Numbers that lie end to end are read at once. Rows of a few bytes are read together with the
+    bytes between the rows, up to a mebibyte at a time.
 
     Raises CheckpointError, naming the file, where it ends too soon or cannot be read.
     """
-    sizes = [stop - start for start, stop in box]
+    sizes = box_shape(box)
     out = np.empty(sizes, dtype)
     if out.size == 0:
         return out
@@ -59,7 +59,8 @@ def read_plain(
 def _first_dim_of_run(
     shape: Sequence[int], sizes: Sequence[int], strides: Sequence[int], itemsize: int
 ) -> int:
-    """The first of the dims that are read in one go: those after it are whole, or nearly free."""
+    """The first of the dims that one read takes: of the dims after this one the box has all, or
+    so much that the rest costs little."""
     cut = len(shape)
     while cut > 0:
         whole = all(sizes[i] == shape[i] for i in range(cut, len(shape)))

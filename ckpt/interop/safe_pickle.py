@@ -1,8 +1,8 @@
-"""Reading what a pickle says without doing what it says.
+"""Reading the contents of a pickle without running what the pickle names.
 
 Unpickling runs what the pickle names. Here a class that is on a short list becomes an inert record
-of its arguments and its state, and any other name is an error, so that nothing of an untrusted file
-is ever executed or imported.
+of its arguments and its state, and any other name is an error: nothing of an untrusted file is ever
+executed or imported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Inert:
     state: Any
 
     def __new__(cls, *args: Any) -> Inert:
-        """As a pickle calls it."""
+        """Called by a pickle with the arguments of the class that the record stands for."""
         self = object.__new__(cls)
         self.args, self.state = args, None
         return self
@@ -36,7 +36,7 @@ class Inert:
 
 
 Admit = Callable[[str, str], Any]
-"""What a module and a name stand for; None where they are not admitted."""
+"""From a module and a name to the class that stands for them; None where the name is refused."""
 
 
 def admitted(names: Mapping[str, tuple[str, ...]]) -> Admit:

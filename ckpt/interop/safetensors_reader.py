@@ -22,9 +22,9 @@ from ckpt.interop.plain_array import read_plain
 from ckpt.rewrite import SourceArray, described, is_described
 from parallel.layout import Box
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-DTYPES = {
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+SAFETENSORS_SINGLE = "model.safetensors"
+SAFETENSORS_DTYPES = {
     "F64": "float64",
     "F32": "float32",
     "F16": "float16",
@@ -48,7 +48,7 @@ class _Place(NamedTuple):
 
 
 class SafetensorsSource:
-    """A :class:`ckpt.source.Source` of a file or a folder.
+    """A :class:`ckpt.rewrite.Source` of a file or a folder.
 
     Raises CheckpointError, naming the file, for headers that are not right, arrays that are in two
     files or in none, dtypes that have no place in a checkpoint, and files that end too soon.
@@ -66,14 +66,14 @@ class SafetensorsSource:
                     raise CheckpointError(f"{file}: {name} must be in one file, and is in another")
                 array, begin = _array(file, name, entry)
                 found[name], self.places[name] = array, _Place(file, data + begin)
-        if path.is_dir() and (path / INDEX).is_file():
+        if path.is_dir() and (path / SAFETENSORS_INDEX).is_file():
             _check_index(path, self.places)
         folder = path if path.is_dir() else path.parent
         self.info, self.arrays = described(folder, f"safetensors-{seen.hexdigest()[:16]}", found)
         self.described = is_described(folder)
 
     def read_box(self, name: str, box: Box) -> np.ndarray[Any, Any]:
-        """See :class:`ckpt.source.Source`."""
+        """See :class:`ckpt.rewrite.Source`."""
         array, place = self.arrays[name], self.places[name]
         return read_plain(place.path, place.offset, array.shape, array.dtype, box)
 
@@ -81,25 +81,27 @@ class SafetensorsSource:
 def is_safetensors(path: Path) -> bool:
     """Whether this looks like what :class:`SafetensorsSource` reads."""
     if path.is_dir():
-        return (path / INDEX).is_file() or any(path.glob("*.safetensors"))
+        return (path / SAFETENSORS_INDEX).is_file() or any(path.glob("*.safetensors"))
     return path.suffix == ".safetensors"
 
 
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    if (path / INDEX).is_file():
+    if (path / SAFETENSORS_INDEX).is_file():
         return [path / file for file in sorted(set(_weight_map(path).values()))]
     files = sorted(path.glob("*.safetensors"))
-    if len(files) > 1 and path / SINGLE not in files:
-        raise CheckpointError(f"{path} has {len(files)} safetensors files and no {INDEX}: name one")
+    if len(files) > 1 and path / SAFETENSORS_SINGLE not in files:
+        raise CheckpointError(
+            f"{path} has {len(files)} safetensors files and no {SAFETENSORS_INDEX}: name one"
+        )
     if not files:
         raise CheckpointError(f"{path} has no safetensors files")
-    return [path / SINGLE] if path / SINGLE in files else files
+    return [path / SAFETENSORS_SINGLE] if path / SAFETENSORS_SINGLE in files else files
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    path = folder / INDEX
+    path = folder / SAFETENSORS_INDEX
     try:
         found = json.loads(path.read_bytes())["weight_map"]
         names = {str(name): str(file) for name, file in found.items()}
@@ -117,10 +119,12 @@ def _check_index(folder: Path, places: dict[str, _Place]) -> None:
     listed = _weight_map(folder)
     for name, file in listed.items():
         if name not in places or places[name].path.name != file:
-            raise CheckpointError(f"{folder / file}: {name} is missing; {INDEX} lists it")
+            raise CheckpointError(
+                f"{folder / file}: {name} is missing; {SAFETENSORS_INDEX} lists it"
+            )
     stray = sorted(set(places) - set(listed))
     if stray:
-        raise CheckpointError(f"{places[stray[0]].path}: {stray[0]} is not in {INDEX}")
+        raise CheckpointError(f"{places[stray[0]].path}: {stray[0]} is not in {SAFETENSORS_INDEX}")
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int, bytes]:
@@ -177,14 +181,14 @@ def _check_offsets(path: Path, header: dict[str, Any], data_bytes: int) -> None:
 
 def _array(path: Path, name: str, entry: dict[str, Any]) -> tuple[SourceArray, int]:
     kind, shape = entry.get("dtype"), entry.get("shape")
-    if kind not in DTYPES:
+    if kind not in SAFETENSORS_DTYPES:
         raise CheckpointError(
-            f"{path}: {name} has dtype {kind}; one of {', '.join(DTYPES)} can be read"
+            f"{path}: {name} has dtype {kind}; one of {', '.join(SAFETENSORS_DTYPES)} can be read"
         )
     if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
         raise CheckpointError(f"{path}: {name} has no shape")
     begin, end = map(int, entry["data_offsets"])
-    nbytes = math.prod(shape) * np.dtype(STORAGE_DTYPES[DTYPES[kind]]).itemsize
+    nbytes = math.prod(shape) * np.dtype(STORAGE_DTYPES[SAFETENSORS_DTYPES[kind]]).itemsize
     if nbytes != end - begin:
         raise CheckpointError(f"{path}: {name} has {end - begin} bytes, its shape needs {nbytes}")
-    return SourceArray(tuple(shape), DTYPES[kind]), begin
+    return SourceArray(tuple(shape), SAFETENSORS_DTYPES[kind]), begin

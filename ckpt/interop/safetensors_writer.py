@@ -3,37 +3,51 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckpt.interop.safetensors_reader import DTYPES, INDEX, SINGLE
-from ckpt.rewrite import Checked, FolderTarget, Part, Receipt, Source, row_major_boxes
+from ckpt.interop.safetensors_reader import (
+    SAFETENSORS_DTYPES,
+    SAFETENSORS_INDEX,
+    SAFETENSORS_SINGLE,
+)
+from ckpt.rewrite import (
+    Checked,
+    FolderTarget,
+    Part,
+    Receipt,
+    Source,
+    row_major_boxes,
+    split_into_files,
+)
 from parallel.layout import Topology
 
 FILE_BYTES = 5 * 10**9
 """A file has at most so many bytes of arrays, or one array."""
-_NAMES = {logical: name for name, logical in DTYPES.items()}
+_NAMES = {logical: name for name, logical in SAFETENSORS_DTYPES.items()}
 
 
 class SafetensorsTarget(FolderTarget):
-    """A :class:`ckpt.rewrite.Target`: a folder of safetensors files; each file is a part."""
+    """A :class:`ckpt.rewrite.Target`: a folder of safetensors files; each file is a part.
+
+    The files have the arrays in the order of the source. ``beside`` is as in FolderTarget.
+    """
 
     def __init__(
-        self, source: Source, folder: Path, topology: Topology, file_bytes: int = FILE_BYTES
+        self,
+        source: Source,
+        folder: Path,
+        topology: Topology,
+        file_bytes: int = FILE_BYTES,
+        beside: Mapping[str, bytes] | None = None,
     ) -> None:
-        super().__init__(source, folder, topology, f"safetensors {file_bytes}")
-        files: list[list[str]] = [[]]
-        filled = 0
-        for name, array in sorted(source.arrays.items()):
-            if files[-1] and filled + array.nbytes > file_bytes:
-                files.append([])
-                filled = 0
-            files[-1].append(name)
-            filled += array.nbytes
+        super().__init__(source, folder, topology, f"safetensors {file_bytes}", beside)
+        sizes = ((name, array.nbytes) for name, array in source.arrays.items())
+        files = split_into_files(sizes, file_bytes)
         count = len(files)
         self.files = {
-            SINGLE if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors": names
+            SAFETENSORS_SINGLE if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors": names
             for i, names in enumerate(files, 1)
         }
 
@@ -61,7 +75,7 @@ class SafetensorsTarget(FolderTarget):
         return len(text).to_bytes(8, "little") + text
 
     def fill(self, file: Checked, key: str, slab_bytes: int) -> dict[str, Any]:
-        """See :class:`ckpt.folder.FolderTarget`."""
+        """See :class:`ckpt.rewrite.FolderTarget`."""
         file.write(self._header(self.files[key]))
         for name in self.files[key]:
             array = self.source.arrays[name]
@@ -70,7 +84,7 @@ class SafetensorsTarget(FolderTarget):
         return {}
 
     def finish(self, receipts: dict[str, Receipt]) -> None:
-        """See :class:`ckpt.folder.FolderTarget`."""
+        """See :class:`ckpt.rewrite.FolderTarget`."""
         if len(self.files) > 1:
             total = sum(array.nbytes for array in self.source.arrays.values())
             weight_map = {name: file for file, names in self.files.items() for name in names}
@@ -78,4 +92,4 @@ class SafetensorsTarget(FolderTarget):
                 "metadata": {"total_size": total},
                 "weight_map": dict(sorted(weight_map.items())),
             }
-            self.put(INDEX, (json.dumps(index, indent=2) + "\n").encode())
+            self.put(SAFETENSORS_INDEX, (json.dumps(index, indent=2) + "\n").encode())

@@ -18,7 +18,7 @@ from ckpt.format import (
     read_object,
 )
 from ckpt.store import Bytes, Location, Store, open_store
-from parallel.layout import Box, cells, within
+from parallel.layout import Box, box_shape, cells, within
 
 if TYPE_CHECKING:
     pass
@@ -62,7 +62,7 @@ def read_box_into(
 
 def read_box(root: Location, manifest: Manifest, record: ArrayRecord, box: Box) -> Array:
     """The same, into new memory."""
-    out = np.empty([stop - start for start, stop in box], record.dtype)
+    out = np.empty(box_shape(box), record.dtype)
     read_box_into(root, manifest, record, box, out)
     return out
 

@@ -13,7 +13,7 @@ import numpy as np
 from ckpt.format import Array, ArrayRecord, Manifest, to_float32
 from ckpt.read.box import read_box
 from ckpt.store import THREADS, Location, Progress
-from parallel.layout import Box, cell_box, cells
+from parallel.layout import Box, cell_box, cells, whole_box
 
 BLOCK_BYTES = 16 << 20
 """Of an array, read of each checkpoint and compared at a time, by each of a few threads."""
@@ -86,7 +86,7 @@ def _boxes(a: ArrayRecord, b: ArrayRecord) -> Iterator[Box]:
     for dim in reversed(range(len(step))):
         times = max(1, BLOCK_BYTES // max(1, _bytes(a, tuple(step))))
         step[dim] = max(1, min(a.shape[dim], step[dim] * times))
-    for at in cells(tuple((0, size) for size in a.shape), tuple(step)):
+    for at in cells(whole_box(a.shape), tuple(step)):
         yield cell_box(at, tuple(step), a.shape)
 
 

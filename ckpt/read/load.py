@@ -17,7 +17,7 @@ from ckpt.format import (
 )
 from ckpt.read.box import read_one
 from ckpt.store import THREADS, Location, open_store
-from parallel.layout import Box, cells
+from parallel.layout import Box, box_shape, cells
 
 if TYPE_CHECKING:
     from ckpt.local_array import LocalArray
@@ -76,7 +76,7 @@ def load(
     with ThreadPoolExecutor(THREADS) as pool:
         count = sum(pool.map(read, parts))
     boxes = [box for array in taken for box in array.boxes]
-    expected = sum(math.prod(stop - start for start, stop in box) for box in boxes)
+    expected = sum(math.prod(box_shape(box)) for box in boxes)
     assert count == expected, "the chunks read do not cover the arrays"
     return sorted(kept)
 

@@ -31,12 +31,13 @@ from ckpt.rewrite.source import Source, SourceArray
 from ckpt.rewrite.target import Part, Progress, Receipt, UnfinishedError
 from ckpt.store import LocalStore, Location, open_store
 from ckpt.write import SaveInfo, begin, commit, discard
-from parallel.layout import Box, Topology, cells
+from parallel.layout import Box, Topology, cells, whole_box
 
 
 def record_under(name: str, array: SourceArray, topology: Topology) -> ArrayRecord:
-    """An array cut for ``topology``, along the dims that the saving layout cut; a save under
-    ``topology`` may cut others (stages, tensor parallelism), which any layout loads as well."""
+    """The record of an array that is cut for ``topology``, along the dims that the saving layout
+    cut. A save under ``topology`` may cut other dims (stages, tensor parallelism); any layout loads
+    either."""
     layout = array.layout(topology)
     shard, chunk = storage_grid(layout, array.dtype.itemsize)
     return ArrayRecord(
@@ -54,8 +55,8 @@ def record_under(name: str, array: SourceArray, topology: Topology) -> ArrayReco
 class CheckpointTarget:
     """A :class:`ckpt.rewrite.Target`: a checkpoint for ``topology``; each object is a part.
 
-    The save id follows from the source and the topology, so that the same call finds what it wrote
-    before it was killed. The journal is in the save's pending folder.
+    The save id follows from the source and the topology: after a kill the same call finds what was
+    written. The journal is in the save's pending folder.
 
     Raises CheckpointError for names that cannot be those of a checkpoint's arrays.
     """
@@ -78,7 +79,7 @@ class CheckpointTarget:
             parent=told.save_id,
         )
         self.manifest: Manifest | None = None
-        """Once it is committed."""
+        """The manifest, once the target is committed."""
         self._lock: int | None = None
         self._resumed = False
 
@@ -92,7 +93,7 @@ class CheckpointTarget:
         return {
             layout.key: layout
             for record in self.records
-            for cell in cells(tuple((0, size) for size in record.shape), record.shard_shape)
+            for cell in cells(whole_box(record.shape), record.shard_shape)
             for layout in [ObjectLayout(record, cell)]
         }
 
@@ -135,7 +136,7 @@ class CheckpointTarget:
         return True
 
     def write(self, key: str, slab_bytes: int, progress: Progress) -> Receipt:
-        """See :class:`ckpt.rewrite.Target`; its name is durable when it is in the journal."""
+        """See :class:`ckpt.rewrite.Target`; :meth:`journal` makes the object's name durable."""
         layout = self._layouts[key]
         record = layout.record
         slabs = Slabs(

@@ -15,7 +15,7 @@ from ckpt.rewrite.source import Source, SourceArray, SourceInfo
 from parallel.layout import Topology
 
 DESCRIPTION = "convoy.json"
-"""The file beside arrays in another format that holds what the format has no place for."""
+"""The file beside arrays of another format, with what that format cannot hold."""
 
 
 class _ArrayNote(BaseModel):
@@ -41,7 +41,7 @@ class Description(BaseModel):
 
     @staticmethod
     def of(source: Source, topology: Topology) -> Description:
-        """That of a source written for ``topology``."""
+        """The description of a source that is written for ``topology``."""
         info = source.info
         return Description(
             step=info.step,
@@ -70,7 +70,7 @@ def described(
 ) -> tuple[SourceInfo, dict[str, SourceArray]]:
     """What ``convoy.json`` in ``folder`` adds to arrays of another format, where there is one.
 
-    Raises CheckpointError where it cannot be read, or is of other arrays.
+    Raises CheckpointError where ``convoy.json`` cannot be read, or describes other arrays.
     """
     path = folder / DESCRIPTION
     if not is_described(folder):

@@ -1,9 +1,11 @@
-"""Sources that change what another source yields: selections, dtypes and descriptions."""
+"""Sources that change what another source yields: names, stacks, dtypes and descriptions."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,12 +14,15 @@ from ckpt.format import (
     FLOATS,
     convert,
 )
-from ckpt.rewrite.source import Source, SourceInfo, changed
-from parallel.layout import Box
+from ckpt.rewrite.source import Source, SourceArray, SourceInfo, changed
+from parallel.layout import Box, box_shape
+
+Index = tuple[int, ...]
+"""Of the first dims of an array."""
 
 
 class Selected:
-    """Some arrays of a source, under other names: ``names`` has the source's, by the new one."""
+    """Some arrays of a source, under other names: ``names`` maps each new name to the source's."""
 
     def __init__(self, source: Source, names: Mapping[str, str]) -> None:
         self.source, self.names = source, dict(names)
@@ -33,9 +38,9 @@ class Converted:
     """A source with some of its arrays in another float dtype, rounded to nearest, ties to even.
 
     Args:
-        source: the rest of it stays as it is.
-        names: of the arrays; those that are no floats of 16 bits or more stay as they are.
-        dtype: the logical dtype that they get.
+        source: arrays that are not named stay as they are.
+        names: of the arrays; an array that has no floats of 16 bits or more stays as it is.
+        dtype: the new logical dtype.
     """
 
     def __init__(self, source: Source, names: Iterable[str], dtype: str) -> None:
@@ -55,11 +60,105 @@ class Converted:
         return convert(values, self.source.arrays[name].logical_dtype, self.dtype)
 
 
-class Described:
-    """A source whose ``info`` is another."""
+class Stacked:
+    """Arrays of a source as indexes of larger arrays.
 
-    def __init__(self, source: Source, info: SourceInfo) -> None:
-        self.source, self.info, self.arrays = source, info, source.arrays
+    Args:
+        source: what has the arrays.
+        members: by the new name, the source's array at every index of the first dims: ``{(0,): a,
+            (1,): b}`` for an array of one dim more, ``{(0, 0): a, (0, 1): b}`` for one of two more,
+            ``{(): a}`` for an array as it is. Members of one array have one shape and dtype.
+        attributes: of the new arrays, by name; one that is as it was keeps its own.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        members: Mapping[str, Mapping[Index, str]],
+        attributes: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        self.source, self.members = source, {name: dict(of) for name, of in members.items()}
+        self.info = changed(source.info, sorted((n, sorted(m.items())) for n, m in members.items()))
+        self.arrays: dict[str, SourceArray] = {}
+        for name, of in self.members.items():
+            one = source.arrays[next(iter(of.values()))]
+            if () not in of:
+                lead = tuple(max(at) + 1 for at in zip(*of, strict=True))
+                assert len(of) == math.prod(lead), name
+                one = SourceArray(
+                    (*lead, *one.shape), one.logical_dtype, (), attributes.get(name, {})
+                )
+            self.arrays[name] = one
+
+    def read_box(self, name: str, box: Box) -> np.ndarray[Any, Any]:
+        """See :class:`Source`."""
+        members = self.members[name]
+        if () in members:
+            return self.source.read_box(members[()], box)
+        dims = len(next(iter(members)))
+        out = np.empty(box_shape(box), self.arrays[name].dtype)
+        for at in product(*(range(start, stop) for start, stop in box[:dims])):
+            place = tuple(i - start for i, (start, _) in zip(at, box, strict=False))
+            out[place] = self.source.read_box(members[at], box[dims:])
+        return out
+
+
+class Unstacked:
+    """The inverse of :class:`Stacked`: single indexes of a source's first dims as arrays.
+
+    Args:
+        source: what has the arrays.
+        members: by the new name, the source's array and the index.
+    """
+
+    def __init__(self, source: Source, members: Mapping[str, tuple[str, Index]]) -> None:
+        self.source, self.members = source, dict(members)
+        self.info = changed(source.info, sorted(members.items()))
+        self.arrays = {
+            name: SourceArray(source.arrays[old].shape[len(at) :], source.arrays[old].logical_dtype)
+            for name, (old, at) in members.items()
+        }
+
+    def read_box(self, name: str, box: Box) -> np.ndarray[Any, Any]:
+        """See :class:`Source`."""
+        old, at = self.members[name]
+        first = tuple((i, i + 1) for i in at)
+        return self.source.read_box(old, (*first, *box)).reshape(box_shape(box))
+
+
+class Transposed:
+    """A source with the last two dims of some of its arrays swapped."""
+
+    def __init__(self, source: Source, names: Iterable[str]) -> None:
+        self.source, self.names = source, frozenset(names)
+        self.info = changed(source.info, ("transposed", sorted(self.names)))
+        self.arrays = dict(source.arrays)
+        for name in self.names:
+            array = source.arrays[name]
+            *first, rows, columns = array.shape
+            self.arrays[name] = replace(array, shape=(*first, columns, rows))
+
+    def read_box(self, name: str, box: Box) -> np.ndarray[Any, Any]:
+        """See :class:`Source`."""
+        if name not in self.names:
+            return self.source.read_box(name, box)
+        *first, rows, columns = box
+        return self.source.read_box(name, (*first, columns, rows)).swapaxes(-1, -2)
+
+
+class Described:
+    """A source with another ``info`` and, where ``arrays`` are given, others' splits and
+    attributes for arrays that it has; arrays that are not given are left out."""
+
+    def __init__(
+        self, source: Source, info: SourceInfo, arrays: Mapping[str, SourceArray] | None = None
+    ) -> None:
+        self.source, self.info = source, info
+        self.arrays = source.arrays if arrays is None else dict(arrays)
+        for name, array in self.arrays.items():
+            found = source.arrays[name]
+            same = (array.shape, array.logical_dtype) == (found.shape, found.logical_dtype)
+            assert same, (name, array, found)
 
     def read_box(self, name: str, box: Box) -> np.ndarray[Any, Any]:
         """See :class:`Source`."""

@@ -1,8 +1,8 @@
 """Making one checkpoint of another, part by part: in bounded memory, resumable, by many processes.
 
 A target is cut into parts (objects, files), each written by one process at a time. The first
-process keeps a journal of the parts that are durable. After a kill, the same call reads the
-journal, reads every part that it lists again and compares, and writes what is left.
+process keeps a journal of the parts that are durable. After a kill, the same call reads the journal
+and every part that the journal lists, compares, and writes the parts that are left.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ def rewrite(
     """Write what is left of ``target`` and commit it; returns the receipts of all parts.
 
     Args:
-        target: what to write; it knows its source.
-        memory: bytes that the processes may need together, besides those of their start.
-        workers: processes; with 1 the work is done in this one.
-        progress: is told of every byte once, also of those that were there already.
+        target: what to write; a target knows its source.
+        memory: bytes that all processes together may need, besides what Python itself needs.
+        workers: processes; with 1 this process does the work.
+        progress: called with the bytes that were written since the last call; the bytes of parts
+            that an earlier call wrote count too.
 
     Raises:
-        UnfinishedError: where the target cannot be written, or a process was killed; what is
-            durable stays for the next call.
-        CheckpointError: for anything else, the source's faults among it; what was written is
-            removed.
+        UnfinishedError: where the target cannot be written, or a process was killed; durable parts
+            stay for the next call.
+        CheckpointError: for any other fault, such as a damaged source; what was written is removed.
     """
     if memory < workers * LEAST_MEMORY:
         raise CheckpointError(
@@ -67,7 +67,7 @@ def rewrite(
 def _one_part(
     target: Target, part: Part, receipt: Receipt | None, slab_bytes: int, progress: Progress
 ) -> tuple[str, Receipt, bool]:
-    """Its receipt, and whether it was written now."""
+    """The part's key and receipt, and whether this call wrote the part."""
     try:
         if receipt is not None and target.check(part.key, receipt):
             progress(part.nbytes)
@@ -75,8 +75,7 @@ def _one_part(
         return part.key, target.write(part.key, slab_bytes, progress), True
     except OSError as error:
         raise UnfinishedError(
-            f"{error.filename or part.key} cannot be written: {error.strerror}; run it again to "
-            f"go on"
+            f"{error.filename or part.key} cannot be written: {error.strerror}; run it again"
         ) from None
 
 
@@ -171,7 +170,7 @@ def _together(
             told = now
     except BrokenProcessPool:
         raise UnfinishedError(
-            "a worker was killed, perhaps for want of memory; run it again to go on"
+            "a worker was killed, perhaps for want of memory; run it again"
         ) from None
     finally:
         journal.flush()

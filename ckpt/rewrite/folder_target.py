@@ -1,13 +1,13 @@
-"""Targets that are a folder of files: written beside their place, and moved there when whole."""
+"""Targets that are a folder of files: written in a hidden folder, which is renamed at the end."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from crc32c import crc32c
 
@@ -16,25 +16,39 @@ from ckpt.rewrite.description import DESCRIPTION, Description
 from ckpt.rewrite.journal import FILES, append_journal, lock, read_journal
 from ckpt.rewrite.source import Source
 from ckpt.rewrite.target import Part, Progress, Receipt, UnfinishedError
+from ckpt.store import publish_folder
 from parallel.layout import Topology
 
+T = TypeVar("T")
 _JOURNAL = "journal.jsonl"
 _BLOCK = 4 << 20
 
 
 class FolderTarget:
-    """What the formats of plain files have in common; see :class:`ckpt.rewrite.Target`.
+    """A :class:`ckpt.rewrite.Target` that is a folder of files; each format is a subclass.
 
     Args:
         source: what is written.
         folder: where; it must not exist.
         topology: the layout that the description names.
-        options: whatever makes the files other ones, for the name of the folder beside.
+        options: whatever else changes the files; the hidden folder's name depends on it.
+        beside: small files that the folder gets besides, by name; ``convoy.json``, the description
+            of the arrays, where it is None.
     """
 
-    def __init__(self, source: Source, folder: Path, topology: Topology, options: str) -> None:
-        self.source, self.folder, self.topology = source, folder.absolute(), topology
-        text = f"{source.info.identity} {topology} {options}"
+    def __init__(
+        self,
+        source: Source,
+        folder: Path,
+        topology: Topology,
+        options: str,
+        beside: Mapping[str, bytes] | None = None,
+    ) -> None:
+        self.source, self.folder = source, folder.absolute()
+        if beside is None:
+            beside = {DESCRIPTION: Description.of(source, topology).encode()}
+        self.beside = dict(beside)
+        text = f"{source.info.identity} {topology} {options} {sorted(self.beside.items())}"
         made = hashlib.sha256(text.encode()).hexdigest()[:12]
         self.work = self.folder.with_name(f".{self.folder.name}.{made}")
         self._lock: int | None = None
@@ -84,7 +98,7 @@ class FolderTarget:
         append_journal(self.work / _JOURNAL, receipts)
 
     def finish(self, receipts: dict[str, Receipt]) -> None:
-        """Write what makes the files a whole."""
+        """Write the files that need all receipts, such as an index."""
         raise NotImplementedError
 
     def commit(self, receipts: dict[str, Receipt]) -> None:
@@ -94,15 +108,13 @@ class FolderTarget:
                 if not self.check(key, receipt):
                     raise CheckpointError(f"{self.work / key} is not as it was written")
             self.finish(receipts)
-            described = Description.of(self.source, self.topology).encode()
-            self.put(DESCRIPTION, described)
+            for name, data in self.beside.items():
+                self.put(name, data)
             for name in (_JOURNAL, ".lock"):
                 (self.work / name).unlink(missing_ok=True)
-            FILES.sync_folder(self.work)
-            if self.folder.exists():  # rename would take an empty folder's place
-                raise CheckpointError(f"{self.folder} must not exist: somebody has made it")
-            self.work.rename(self.folder)
-            FILES.sync_folder(self.folder.parent)
+            publish_folder(self.work, self.folder)
+        except FileExistsError:
+            raise CheckpointError(f"{self.folder} must not exist: somebody has made it") from None
         except OSError as error:
             raise self._unwritable(error) from None
 
@@ -117,7 +129,7 @@ class FolderTarget:
         self._lock = None
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a small file, in the place of one that an earlier call left."""
+        """Write a small file durably, in the place of one that an earlier call left."""
         with (self.work / name).open("wb") as file:
             file.write(data)
             file.flush()
@@ -130,7 +142,7 @@ class FolderTarget:
 
 
 class Checked:
-    """A file that is written from its beginning, with its length and CRC32C."""
+    """A new file that is written in order, with the length and the CRC32C of what was written."""
 
     def __init__(self, file: BinaryIO, progress: Progress) -> None:
         self.file, self.progress, self.nbytes, self.value = file, progress, 0, 0
@@ -147,7 +159,23 @@ class Checked:
         return len(view)
 
     def flush(self) -> None:
-        """As torch.save calls it."""
+        """Does nothing; torch.save calls this method."""
+
+
+def split_into_files(pieces: Iterable[tuple[T, int]], file_bytes: int) -> list[list[T]]:
+    """Pieces, each with its bytes, in the files that have them in order.
+
+    A file has at most ``file_bytes``, or one piece. Without pieces there is one empty file.
+    """
+    files: list[list[T]] = [[]]
+    filled = 0
+    for piece, nbytes in pieces:
+        if files[-1] and filled + nbytes > file_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(piece)
+        filled += nbytes
+    return files
 
 
 def file_crc32c(path: Path) -> tuple[int, int] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from pathlib import Path
@@ -11,24 +10,25 @@ from crc32c import crc32c
 
 from ckpt.errors import CheckpointError
 from ckpt.rewrite.target import Receipt
-from ckpt.store import Files
+from ckpt.store import Files, lock_file
 
 FILES = Files()
 
 
 def lock(path: Path, what: Path) -> int:
-    """Keep others from writing ``what`` while this process lives and has the file open."""
-    handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    """Take the lock of ``what``, which is at ``path``: the handle of :func:`ckpt.store.lock_file`.
+
+    Raises CheckpointError where another process holds the lock.
+    """
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock_file(path)
     except BlockingIOError:
-        os.close(handle)
         raise CheckpointError(f"{what} is being written by another process") from None
-    return handle
 
 
 def read_journal(path: Path) -> dict[str, Receipt]:
-    """Every receipt of a journal; a line that a kill cut short is passed over, with its part."""
+    """Every receipt of a journal. A line that a kill cut short is left out: that part is written
+    again."""
     receipts: dict[str, Receipt] = {}
     if not path.exists():
         return receipts

@@ -11,7 +11,7 @@ from ckpt.store import Location
 from parallel.layout import Topology
 
 MEMORY = 512 << 20
-"""What a reshard may need where nothing else is said."""
+"""The bytes of memory that a rewrite may need, by default."""
 
 
 def reshard(
@@ -23,8 +23,8 @@ def reshard(
 ) -> Manifest:
     """Write the checkpoint ``manifest`` of ``source`` into ``target``, for ``topology``.
 
-    Numbers are copied bit by bit and everything read is verified. Committed like any save: until
-    it is whole, ``target`` has no manifest of it.
+    Numbers are copied bit by bit and everything read is verified. The manifest is written last, as
+    for any save.
 
     Raises CheckpointError where ``target`` has this step already, or the source is damaged, or
     the target cannot be written: see :func:`ckpt.rewrite.rewrite`.
@@ -40,8 +40,10 @@ def write_checkpoint(
     memory: int = MEMORY,
     workers: int = 1,
 ) -> Manifest:
-    """The same from any source, with the memory and the processes of
-    :func:`ckpt.rewrite.rewrite`."""
+    """Write a checkpoint from any source, as :func:`reshard` does.
+
+    ``memory`` and ``workers`` are those of :func:`ckpt.rewrite.rewrite`.
+    """
     made = CheckpointTarget(source, target, topology)
     rewrite(made, memory, workers, progress)
     assert made.manifest is not None

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from parallel.layout import Box
+from parallel.layout import Box, box_shape, intersect, whole_box, within
 
 
 def row_major_boxes(shape: tuple[int, ...], itemsize: int, most_bytes: int) -> Iterator[Box]:
@@ -22,11 +22,11 @@ def row_major_boxes(shape: tuple[int, ...], itemsize: int, most_bytes: int) -> I
         dim -= 1
         inner *= shape[dim]
     if dim == 0:
-        yield tuple((0, size) for size in shape)
+        yield whole_box(shape)
         return
     cut = dim - 1  # the dim that is taken in runs; those after it are whole
     step = max(1, most_bytes // inner)
-    rest = tuple((0, size) for size in shape[dim:])
+    rest = whole_box(shape[dim:])
     for outer in product(*map(range, shape[:cut])):
         for start in range(0, shape[cut], step):
             run = (start, min(start + step, shape[cut]))
@@ -36,8 +36,8 @@ def row_major_boxes(shape: tuple[int, ...], itemsize: int, most_bytes: int) -> I
 class Slabs:
     """Reads the boxes of an object's chunks, in row-major order of the chunks, by slabs of many.
 
-    A slab is a run of chunks that make up a box: what it takes of the source is read once, however
-    the two grids lie.
+    A slab is a run of chunks that make up a box. Each number of the source is read once, whatever
+    the grids of source and target are.
     """
 
     def __init__(
@@ -50,24 +50,21 @@ class Slabs:
     ) -> None:
         self.read = read
         grid = tuple(
-            -(-(stop - start) // size)
-            for (start, stop), size in zip(whole, chunk_shape, strict=True)
-        )  # fmt: skip
+            -(-length // size) for length, size in zip(box_shape(whole), chunk_shape, strict=True)
+        )
         chunk_bytes = math.prod(chunk_shape) * itemsize
         # No generator of a method: it would hold this object, and with it a slab, in a circle.
         self._boxes = _of_chunks(row_major_boxes(grid, chunk_bytes, slab_bytes), chunk_shape, whole)
         self._slab: tuple[Box, np.ndarray[Any, Any]] | None = None
 
     def __call__(self, box: Box) -> np.ndarray[Any, Any]:
-        """The numbers of one chunk, which is the next one or in the slab of the last."""
-        while self._slab is None or not _inside(box, self._slab[0]):
+        """The numbers of a chunk of the slab that was read last, or of the next slab."""
+        while self._slab is None or intersect(box, self._slab[0]) != box:
             self._slab = None  # two slabs are never in memory
             slab = next(self._boxes)
             self._slab = slab, self.read(slab)
         base, values = self._slab
-        return values[
-            tuple(slice(s - b, e - b) for (s, e), (b, _) in zip(box, base, strict=True))
-        ]  # fmt: skip
+        return values[within(box, base)]
 
 
 def _of_chunks(runs: Iterator[Box], chunk_shape: tuple[int, ...], whole: Box) -> Iterator[Box]:
@@ -76,7 +73,3 @@ def _of_chunks(runs: Iterator[Box], chunk_shape: tuple[int, ...], whole: Box) ->
             (base + first * size, min(base + last * size, stop))
             for (first, last), size, (base, stop) in zip(run, chunk_shape, whole, strict=True)
         )
-
-
-def _inside(box: Box, outer: Box) -> bool:
-    return all(b <= s and e <= f for (s, e), (b, f) in zip(box, outer, strict=True))

@@ -1,6 +1,6 @@
-"""Where arrays come from: a checkpoint, files of other formats, and changes on the way.
+"""The protocol of everything that yields arrays: checkpoints, files of other formats, changes.
 
-A source is read box by box, so that whatever is made of it can be made in bounded memory.
+A source is read box by box: whatever is written from a source needs a bounded memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from parallel.layout import Box, ShardLayout, Topology
 
 @dataclass(frozen=True)
 class SourceArray:
-    """One array of a source. ``splits`` is as in ShardLayout: what cut it where it was saved."""
+    """One array of a source. ``splits`` is as in ShardLayout: the axes that cut the array when the
+    array was saved."""
 
     shape: tuple[int, ...]
     logical_dtype: str
@@ -43,12 +44,12 @@ class SourceArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its numbers."""
+        """Bytes of all numbers of the array."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def layout(self, topology: Topology) -> ShardLayout:
-        """Who holds which slice under ``topology``; where nothing is known of splits, everybody
-        has all of it."""
+        """Who holds which slice under ``topology``. Every rank has all of an array of which no
+        splits are known."""
         return ShardLayout(self.shape, self.splits or ((),) * len(self.shape), topology)
 
 
@@ -56,7 +57,7 @@ class SourceArray:
 class SourceInfo:
     """What is known of a source besides its arrays.
 
-    ``identity`` is another for other contents: a save id, or names, lengths and times of files.
+    ``identity`` differs where contents differ: a save id, or names, lengths and times of files.
     """
 
     identity: str
@@ -70,7 +71,7 @@ class SourceInfo:
 
 
 class Source(Protocol):
-    """Arrays by name. It is pickled to reach other processes, and so holds no open files."""
+    """Arrays by name. A source is pickled to reach other processes, and holds no open files."""
 
     @property
     def info(self) -> SourceInfo:
@@ -83,9 +84,10 @@ class Source(Protocol):
         ...
 
     def read_box(self, name: str, box: Box) -> np.ndarray[Any, Any]:
-        """The numbers of a box, as they are stored; little more than them is read.
+        """The numbers of a box as they are stored, bfloat16 and float8 as bit patterns. Little
+        more than the box is read.
 
-        Raises CheckpointError where they are missing or damaged.
+        Raises CheckpointError where numbers are missing or damaged.
         """
         ...
 
@@ -93,7 +95,7 @@ class Source(Protocol):
 class CheckpointSource:
     """A committed checkpoint; everything read is verified.
 
-    Raises CheckpointError where it has the slices of some ranks alone.
+    Raises CheckpointError where the checkpoint has the slices of some ranks only.
     """
 
     def __init__(self, root: Location, manifest: Manifest) -> None:
@@ -128,5 +130,5 @@ def _of_record(record: ArrayRecord) -> SourceArray:
 
 
 def changed(info: SourceInfo, how: object) -> SourceInfo:
-    """That of a source that differs from another in what ``how`` says."""
+    """The info of a source that was made from another one; ``how`` tells the change."""
     return replace(info, identity=f"{info.identity} {how}")

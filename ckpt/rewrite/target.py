@@ -10,7 +10,7 @@ from ckpt.errors import CheckpointError
 Progress = Callable[[int], None]
 """Called with the count of bytes that have been written since the last call."""
 Receipt = dict[str, Any]
-"""What is known of a part that is durable, as JSON."""
+"""What a target says of a durable part, as JSON."""
 
 
 class Part(NamedTuple):
@@ -21,12 +21,13 @@ class Part(NamedTuple):
 
 
 class Target(Protocol):
-    """What is written. It is pickled to reach other processes."""
+    """A checkpoint or folder that is being written, pickled to reach other processes."""
 
     def begin(self) -> dict[str, Receipt]:
-        """Make ready, alone; returns the receipts of the parts that an earlier call wrote.
+        """Prepare the target, in the first process only; returns the receipts of the parts that an
+        earlier call wrote.
 
-        Raises CheckpointError where the target is there already, or somebody is writing it.
+        Raises CheckpointError where the target is there already, or another process writes there.
         """
         ...
 
@@ -35,12 +36,12 @@ class Target(Protocol):
         ...
 
     def check(self, key: str, receipt: Receipt) -> bool:
-        """Read a part; whether it is what the receipt says."""
+        """Read a part, and say whether the part is what the receipt says."""
         ...
 
     def write(self, key: str, slab_bytes: int, progress: Progress) -> Receipt:
-        """Write a part, in the place of what an earlier call may have left of it, and make it
-        durable. At most a few times ``slab_bytes`` are in memory."""
+        """Write a part and make the part durable. What an earlier call may have left of the part is
+        replaced. At most a few times ``slab_bytes`` are in memory."""
         ...
 
     def journal(self, receipts: dict[str, Receipt]) -> None:
@@ -48,7 +49,7 @@ class Target(Protocol):
         ...
 
     def commit(self, receipts: dict[str, Receipt]) -> None:
-        """All parts are durable: make them a whole that others see."""
+        """Make the target visible to others, now that all parts are durable."""
         ...
 
     def discard(self) -> None:
@@ -56,9 +57,9 @@ class Target(Protocol):
         ...
 
     def end(self) -> None:
-        """Let others begin."""
+        """Release the target's lock."""
         ...
 
 
 class UnfinishedError(CheckpointError):
-    """What is durable is kept: the same call goes on from there."""
+    """A rewrite that stopped. Durable parts are kept: the same call goes on from there."""

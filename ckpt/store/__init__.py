@@ -1,11 +1,12 @@
 """Where bytes are kept: named, immutable objects in folders, object stores and peers."""
 
+from ckpt.store.folder import lock_file, new_folder, publish_folder
 from ckpt.store.local import LocalStore
 from ckpt.store.location import Location, as_location, open_store
 from ckpt.store.peer import PeerServer, address_towards
 from ckpt.store.posix import PAGE, Files
 from ckpt.store.protocol import THREADS, Bytes, Progress, Reader, Store
-from ckpt.store.retrying import Retrying
+from ckpt.store.retrying import Retrying, holds
 
 __all__ = [
     "PAGE",
@@ -21,5 +22,9 @@ __all__ = [
     "Store",
     "address_towards",
     "as_location",
+    "holds",
+    "lock_file",
+    "new_folder",
     "open_store",
+    "publish_folder",
 ]

@@ -138,7 +138,7 @@ class Retrying:
             try:
                 act()
             except FileExistsError:
-                if not (failed and self._holds(key, parts)):
+                if not (failed and holds(self, key, parts)):
                     raise
                 self.settle([key])  # it may have failed just before that
             except OSError:
@@ -160,22 +160,26 @@ class Retrying:
             self._sleep(longest * self._jitter())
         return act()
 
-    def _holds(self, key: str, parts: Iterable[memoryview | bytes]) -> bool:
-        """Whether an object is just ``parts``."""
-        with self.open(key) as reader:
-            at = 0
-            for part in parts:
-                view = memoryview(part).cast("B")
-                if at + len(view) > reader.size:
+
+def holds(store: Store, key: str, parts: Iterable[memoryview | bytes]) -> bool:
+    """Whether an object's bytes are those of ``parts``, end to end.
+
+    Raises OSError where the object cannot be read.
+    """
+    found = np.empty(_COMPARED_BYTES, np.uint8)
+    with store.open(key) as reader:
+        at = 0
+        for part in parts:
+            expected = np.frombuffer(part, np.uint8)
+            if at + expected.nbytes > reader.size:
+                return False
+            for start in range(0, expected.nbytes, _COMPARED_BYTES):
+                block = expected[start : start + _COMPARED_BYTES]
+                reader.read_into(at + start, [found[: block.nbytes]])
+                if not np.array_equal(block, found[: block.nbytes]):
                     return False
-                for start in range(0, len(view), _COMPARED_BYTES):
-                    wanted = view[start : start + _COMPARED_BYTES]
-                    found = np.empty(len(wanted), np.uint8)
-                    reader.read_into(at + start, [found])
-                    if found.data != wanted:
-                        return False
-                at += len(view)
-            return at == reader.size
+            at += expected.nbytes
+        return at == reader.size
 
 
 class _Source:

@@ -9,7 +9,7 @@ from ckpt.format import ArrayRecord, Manifest, ObjectLayout, ReadInto, committed
 from ckpt.store import Location, Progress, open_store
 from ckpt.write.commit import SaveInfo, begin, commit, discard
 from ckpt.write.objects import WRITERS, settle, write_metadata, write_objects
-from parallel.layout import cells
+from parallel.layout import cells, whole_box
 
 
 def save_streamed(
@@ -37,8 +37,8 @@ def save_streamed(
         begin(store, info, 0)
         objects = write_metadata(store, info, records)
         for record, read in arrays:
-            whole = tuple((0, size) for size in record.shape)
-            layouts = [ObjectLayout(record, at) for at in cells(whole, record.shard_shape)]
+            grid = cells(whole_box(record.shape), record.shard_shape)
+            layouts = [ObjectLayout(record, at) for at in grid]
             todo = [(layout, read) for layout in layouts]
             objects |= write_objects(store, info, todo, progress, threads, 0)
         settle(store, info, objects)

@@ -1,44 +1,53 @@
-"""Import, export and upcycling: from one folder to another that is whole or not there."""
+"""Import, export and upcycling, each from a folder to a new folder."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import secrets
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 import torch
 from pydantic import ValidationError
 from tokenizers import Tokenizer
-from torch import Tensor
 
 import ckpt
 from ckpt import CheckpointError, Manifest
+from ckpt.interop import SafetensorsTarget
+from ckpt.rewrite import (
+    MEMORY,
+    CheckpointSource,
+    Converted,
+    Described,
+    Source,
+    rewrite,
+    write_checkpoint,
+)
+from ckpt.store import new_folder
 from moe import MoEConfig
+from parallel import Topology
 from pretrain.convert.hf import (
     FAMILIES,
     Family,
-    HFCheckpoint,
     HFConfig,
-    HFTensor,
-    HFWeights,
     Sections,
     family_for,
     family_of,
+    from_hf,
     hf_tensors,
-    write_json,
-    write_safetensors,
+    open_hf,
+    to_hf,
 )
-from pretrain.convert.surgery import upcycled_spec
-from pretrain.convert.weights import CheckpointWeights, UpcycledWeights, WeightSource, save_weights
+from pretrain.convert.upcycled import Upcycled, upcycled_spec
+from pretrain.convert.weights import misfit, weight_arrays
 from pretrain.data import END_OF_DOCUMENT, read_tokenizer
 from pretrain.errors import InputError
-from pretrain.model import ModelConfig, meta_decoder
+from pretrain.model import ModelConfig
 from pretrain.spec import JobSpec, resolve_spec, upgraded
 
 _SEQ_LEN = 1024
@@ -51,42 +60,12 @@ def refuse_existing(target: Path) -> None:
         raise InputError(f"{target} must not exist: choose another folder, or remove it")
 
 
-@contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """A hidden sibling that becomes ``target`` at the end, or is removed.
-
-    Raises InputError where ``target`` is there already, or cannot be written.
-    """
-    refuse_existing(target)
-    target = target.absolute()
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        _sync(partial)
-        partial.rename(target)
-        _sync(target.parent)
-    except OSError as error:
-        raise InputError(
-            f"{target} cannot be written: {error.strerror}: {error.filename or target}"
-        ) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def import_hf(source: Path, target: Path) -> tuple[JobSpec, int]:
     """Make ``target/checkpoints`` and ``target/spec.toml`` of a Hugging Face folder.
 
     Returns the spec and the verified bytes. Raises InputError for what Convoy cannot express, and
-    for files that are not whole.
+    CheckpointError for files that are not whole. Memory is bounded, however large the tensors are.
+    An import that stops half-way leaves nothing.
     """
     refuse_existing(target)
     sections, weights, kind = _open_hf(source)
@@ -119,17 +98,16 @@ def find_end_token(source: Path, vocab_size: int) -> str | None:
     return None
 
 
-def _open_hf(source: Path) -> tuple[Sections, WeightSource, str]:
+def _open_hf(source: Path) -> tuple[Sections, Source, str]:
     config = HFConfig.read(source)
     family = family_of(config)
     model, moe = family.sections(config)
     spec = new_spec((model, moe), source)  # says what does not fit, before files are read
-    decoder = meta_decoder(spec.model, spec.moe)
-    tensors = list(hf_tensors(decoder, family.names))
-    checkpoint = HFCheckpoint(source)
+    arrays = weight_arrays(spec.model, spec.moe)
+    tensors = hf_tensors(arrays, family.names)
     spare = config.size("num_nextn_predict_layers", 0)
-    checkpoint.check(tensors, spec.model.num_layers, spare)
-    return (model, moe), HFWeights(checkpoint, tensors), family.model_type
+    files = open_hf(source, tensors, spec.model.num_layers, spare)
+    return (model, moe), from_hf(files, tensors, arrays), family.model_type
 
 
 def new_spec(sections: Sections, target: Path, end_token: str | None = None) -> JobSpec:
@@ -158,38 +136,43 @@ def new_spec(sections: Sections, target: Path, end_token: str | None = None) -> 
 
 
 def _write(
-    target: Path, spec: JobSpec, weights: WeightSource, state: dict[str, Any], source: Path
+    target: Path, spec: JobSpec, weights: Source, state: dict[str, Any], source: Path
 ) -> int:
-    """The checkpoint, the spec, and the tokenizer of ``source`` if the spec names it."""
-    with new_folder(target) as folder:
-        manifest = save_weights(folder / "checkpoints", spec, weights, state)
-        verified = ckpt.verify(folder / "checkpoints", manifest)
-        if spec.data.tokenizer == str(target / _TOKENIZER):
-            shutil.copyfile(source / _TOKENIZER, folder / _TOKENIZER)
-        (folder / "spec.toml").write_text(spec_toml(spec))
+    """Make ``target`` of the checkpoint, the spec, and the tokenizer of ``source`` if the spec
+    names it; returns the verified bytes. Weights are converted to the model's dtype, float32."""
+    arrays = weight_arrays(spec.model, spec.moe)
+    info = replace(
+        weights.info,
+        step=0,
+        topology=Topology(),
+        state=state,
+        spec=spec.as_dict(),
+        spec_hash=spec.hash,
+    )
+    made = Described(Converted(weights, arrays, "float32"), info, arrays)
+    try:
+        with new_folder(target) as folder:
+            manifest = write_checkpoint(made, folder / "checkpoints", Topology())
+            verified = ckpt.verify(folder / "checkpoints", manifest)
+            if spec.data.tokenizer == str(target / _TOKENIZER):
+                shutil.copyfile(source / _TOKENIZER, folder / _TOKENIZER)
+            (folder / "spec.toml").write_text(spec_toml(spec))
+    except OSError as error:
+        raise InputError(
+            f"{target} cannot be written: {error.strerror}: {error.filename or target}"
+        ) from None
     return verified
 
 
 def spec_toml(spec: JobSpec) -> str:
     """A spec as the TOML of what differs from the defaults."""
-    lines = ["# data, train and optimizer are a start: set them to what you train on."]
     values = spec.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
     if spec.moe is not None:
         del values["moe"]["d_model"]
         if "capacity" in values["moe"]:  # the policy is a default of its own variant
             values["moe"]["capacity"]["policy"] = spec.moe.capacity.policy
-    _toml_table(values, "", lines)
-    return "\n".join(lines) + "\n"
-
-
-def _toml_table(values: dict[str, Any], prefix: str, lines: list[str]) -> None:
-    tables = {key: value for key, value in values.items() if isinstance(value, dict)}
-    for key, value in values.items():
-        if key not in tables:
-            lines.append(f"{key} = {json.dumps(value)}")
-    for key, table in tables.items():
-        lines += ["", f"[{prefix}{key}]"]
-        _toml_table(table, f"{prefix}{key}.", lines)
+    heading = "# data, train and optimizer are a start: set them to what you train on.\n"
+    return heading + tomli_w.dumps(values)
 
 
 def export_hf(
@@ -202,26 +185,25 @@ def export_hf(
 ) -> tuple[Family, Manifest, int]:
     """Write a checkpoint's weights as a Hugging Face folder; moments stay behind.
 
-    Returns the family, what was read, and the bytes written. Raises InputError for what the family
-    cannot express, and CheckpointError for a checkpoint that is not whole.
+    Returns the family, the manifest that was read, and the bytes of the tensors. Raises InputError
+    for what the family cannot express, and CheckpointError for a checkpoint that is not whole or a
+    target that cannot be written. After a full disk or a kill the same call goes on: until then
+    ``target`` is not there, and a hidden folder beside it has the files that are done.
     """
-    refuse_existing(target)
     manifest = ckpt.read_manifest(root, step)
     model, moe = _sections_of(root, manifest)
     seq_len = int((manifest.spec.get("data") or {}).get("seq_len", _SEQ_LEN))
-    made = FAMILIES[family] if family else family_for(model, moe, seq_len)
-    config = made.config(model, moe, seq_len) | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    tensors = list(hf_tensors(meta_decoder(model, moe), made.names))
-    weights = CheckpointWeights(root, manifest)
-
-    def read(tensor: HFTensor) -> Tensor:
-        value = weights.read(tensor.parameter, tensor.expert)
-        return value if tensor.expert is None else value.T
-
-    with new_folder(target) as folder:
-        written = write_safetensors(folder, tensors, read, dtype, max_file_bytes)
-        write_json(folder / "config.json", config)
-    return made, manifest, written
+    made, name = FAMILIES[family] if family else family_for(model, moe, seq_len), str(dtype)
+    config = made.config(model, moe, seq_len) | {"torch_dtype": name.removeprefix("torch.")}
+    arrays = weight_arrays(model, moe)
+    source = CheckpointSource(root, manifest)
+    wrong = misfit(source, arrays, "the model of its spec")
+    if wrong is not None:
+        raise CheckpointError(f"checkpoint array {wrong}")
+    weights = to_hf(source, hf_tensors(arrays, made.names), name.removeprefix("torch."))
+    beside = {"config.json": (json.dumps(config, indent=2) + "\n").encode()}
+    rewrite(SafetensorsTarget(weights, target, Topology(), max_file_bytes, beside), MEMORY)
+    return made, manifest, sum(array.nbytes for array in weights.arrays.values())
 
 
 def _sections_of(root: Path, manifest: Manifest) -> tuple[ModelConfig, MoEConfig | None]:
@@ -253,13 +235,13 @@ def upcycle(
     """Make a MoE of a dense checkpoint, Convoy's or a Hugging Face folder, as :func:`import_hf`.
 
     Sparse upcycling (Komatsuzaki et al., arXiv 2212.05055): every expert of a layer is a copy of
-    its dense feed-forward, the router is fresh, and the first layers may stay dense. ``overrides``
-    are ``section.field=value``, such as ``moe.aux_loss_coeff=0.02``.
+    its dense feed-forward, the router has initial weights, and the first layers may stay dense.
+    ``overrides`` are ``section.field=value``, such as ``moe.aux_loss_coeff=0.02``.
 
     Raises InputError where the source is no dense model, or the sizes would not be its own.
     """
     refuse_existing(target)
-    weights: WeightSource
+    weights: Source
     if (source / "config.json").exists():
         (model, moe), weights, kind = _open_hf(source)
         end_token = find_end_token(source, model["vocab_size"])
@@ -267,12 +249,10 @@ def upcycle(
     else:
         manifest = ckpt.read_manifest(source, step)
         resolved = resolve_spec(upgraded(manifest.spec), f"the spec of step {manifest.step}")
-        base, weights, kind = resolved.as_dict(), CheckpointWeights(source, manifest), "checkpoint"
+        base, weights, kind = resolved.as_dict(), CheckpointSource(source, manifest), "checkpoint"
     base |= {"name": target.absolute().name.lstrip("._-"), "run_dir": None}
     base["init"]["checkpoint"] = str(target / "checkpoints")
     base["checkpoint"]["path"] = None
     sizes = num_experts, top_k, first_k_dense
     spec = upcycled_spec(base, *sizes, overrides, str(source))
-    assert spec.moe is not None
-    upcycled = UpcycledWeights(weights, spec.moe, spec.model.num_layers, spec.train.seed)
-    return spec, _write(target, spec, upcycled, {"upcycled_from": kind}, source)
+    return spec, _write(target, spec, Upcycled(weights, spec), {"upcycled_from": kind}, source)

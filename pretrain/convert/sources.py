@@ -1,14 +1,10 @@
-"""Sources for a reshard: which format it is, and what of it is taken under which names."""
+"""Sources for a reshard: their format, and which of their arrays are taken under which names."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from ckpt.errors import CheckpointError
 from ckpt.format import read_manifest, renamed
@@ -19,24 +15,21 @@ from ckpt.rewrite import (
     Described,
     Selected,
     Source,
-    SourceArray,
-    changed,
+    Stacked,
 )
-from parallel.layout import Box
 from pretrain.errors import InputError
+from pretrain.state import array_path, split_layer, weight_names
 
-_LAYER = re.compile(r"(.*?)(?:^|/)layers/(\d+)/(.+)")
-_NO_WEIGHTS = ("optimizer/", "optim/", "rng/", "residual/")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def open_source(location: str, step: int | None = None) -> Source:
     """A checkpoint, a torch.distributed.checkpoint folder, or safetensors.
 
-    What is not Convoy's is given names and arrays as Convoy has them, see :func:`adopted`, unless
-    a reshard wrote it, and described them.
+    Arrays of other projects get names and shapes as Convoy has them, see :func:`adopted`. A folder
+    that a reshard wrote has a description of its arrays, and is taken as it is.
 
-    Raises CheckpointError where there is none of the three, or it cannot be read.
+    Raises CheckpointError where the location is none of the three, or cannot be read.
     """
     path = Path(location)
     foreign: DcpSource | SafetensorsSource
@@ -55,60 +48,33 @@ def adopted(source: Source) -> Source:
     """Arrays of ``layers.0.norm.weight`` and so on stacked to ``layers/norm/weight`` [L, ...].
 
     Dots become slashes. Layers whose arrays differ in shape or dtype stay single. The attribute
-    ``layers`` names those that there are, as in a checkpoint.
+    ``layers`` has the layers' numbers, as in a checkpoint.
     """
-    names = {name.replace(".", "/"): name for name in source.arrays}
+    names = {array_path(name): name for name in source.arrays}
     if len(names) != len(source.arrays):
         raise CheckpointError("two names of arrays differ in . and / alone: rename one")
     stacks: dict[str, dict[int, str]] = {}
-    single = dict(names)
-    for new, old in names.items():
-        match = _LAYER.fullmatch(new)
-        if match is not None:
-            stacked = "/".join(part for part in (match[1], "layers", match[3]) if part)
-            stacks.setdefault(stacked, {})[int(match[2])] = old
-            del single[new]
-    for stacked, members in list(stacks.items()):
-        kinds = {(source.arrays[n].shape, source.arrays[n].logical_dtype) for n in members.values()}
-        if len(kinds) > 1 or stacked in single:
-            single |= {old.replace(".", "/"): old for old in members.values()}
-            del stacks[stacked]
-    return Stacked(source, single, {s: dict(sorted(m.items())) for s, m in stacks.items()})
-
-
-class Stacked:
-    """Some arrays of a source as they are, and others as indexes of a stacked array's first dim.
-
-    Args:
-        source: what has the arrays.
-        single: their names in it, by the new ones.
-        stacks: by the new name, the names of its layers' arrays by the layers' numbers.
-    """
-
-    def __init__(
-        self,
-        source: Source,
-        single: Mapping[str, str],
-        stacks: Mapping[str, Mapping[int, str]],
-    ) -> None:
-        self.source, self.single = source, dict(single)
-        self.stacks = {name: list(members.values()) for name, members in stacks.items()}
-        self.info = changed(source.info, (sorted(single.items()), sorted(self.stacks.items())))
-        self.arrays = {new: source.arrays[old] for new, old in single.items()}
-        for name, members in stacks.items():
-            one = source.arrays[next(iter(members.values()))]
-            self.arrays[name] = SourceArray(
-                (len(members), *one.shape), one.logical_dtype, (), {"layers": list(members)}
-            )
-
-    def read_box(self, name: str, box: Box) -> np.ndarray[Any, Any]:
-        """See :class:`ckpt.source.Source`."""
-        if name in self.single:
-            return self.source.read_box(self.single[name], box)
-        out = np.empty([stop - start for start, stop in box], self.arrays[name].dtype)
-        for i, member in enumerate(self.stacks[name][slice(*box[0])]):
-            out[i] = self.source.read_box(member, box[1:])
-        return out
+    single = []
+    for path in names:
+        stacked, layer = split_layer(path)
+        if layer is None:
+            single.append(path)
+        else:
+            stacks.setdefault(stacked, {})[layer] = path
+    members: dict[str, dict[tuple[int, ...], str]] = {path: {(): names[path]} for path in single}
+    attributes = {}
+    for stacked, of in stacks.items():
+        layers = sorted(of)
+        kinds = {
+            (array.shape, array.logical_dtype)
+            for array in (source.arrays[names[path]] for path in of.values())
+        }
+        if len(kinds) > 1 or stacked in names:
+            members |= {path: {(): names[path]} for path in of.values()}
+        else:
+            members[stacked] = {(i,): names[of[layer]] for i, layer in enumerate(layers)}
+            attributes[stacked] = {"layers": layers}
+    return Stacked(source, members, attributes)
 
 
 def with_names(source: Source, rename: Mapping[str, str]) -> Source:
@@ -117,12 +83,12 @@ def with_names(source: Source, rename: Mapping[str, str]) -> Source:
 
 
 def weights_only(source: Source) -> Source:
-    """Parameters and buffers alone, which ``init.checkpoint`` reads: what begins with ``model/``,
-    or, where nothing does, what is not an optimizer's.
+    """Only the parameters and buffers, which are what ``init.checkpoint`` reads; see
+    :func:`pretrain.state.weight_names`.
 
     Raises InputError where nothing is left.
     """
-    names = _weights(source)
+    names = weight_names(list(source.arrays))
     if not names:
         raise InputError("--weights-only: there are no weights")
     picked = Selected(source, {name: name for name in names})
@@ -130,13 +96,10 @@ def weights_only(source: Source) -> Source:
     return Described(picked, replace(picked.info, state=state))
 
 
-def _weights(source: Source) -> list[str]:
-    of_model = [name for name in source.arrays if name.startswith("model/")]
-    return of_model or [name for name in source.arrays if not name.startswith(_NO_WEIGHTS)]
-
-
 def in_dtype(source: Source, dtype: str) -> Source:
-    """Floating weights in another dtype of :data:`DTYPES`. Experts' biases stay in float32: in
-    bfloat16 another expert would be chosen."""
-    names = [name for name in _weights(source) if not name.endswith("expert_bias")]
+    """Floating weights in another dtype of :data:`DTYPES`.
+
+    Experts' biases stay in float32: in bfloat16 other experts would be chosen.
+    """
+    names = [name for name in weight_names(list(source.arrays)) if not name.endswith("expert_bias")]
     return Converted(source, names, DTYPES[dtype])

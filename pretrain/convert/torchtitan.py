@@ -6,15 +6,11 @@ Legend: L layers, E experts, D d_model, F d_ff.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
-from typing import Any
-
-import numpy as np
 
 from ckpt.format import renamed
-from ckpt.rewrite import Selected, Source, changed
-from parallel.layout import Box
+from ckpt.rewrite import Selected, Source, Transposed
 from pretrain.errors import InputError
+from pretrain.state import MODEL, is_expert_matrix
 
 _ATTENTION = r"layers/attention/(?:qkv_linear/)?"
 _EXPERTS = r"layers/moe/(?:experts|routed_experts/inner_experts)/"
@@ -36,24 +32,24 @@ _NO_WEIGHTS = re.compile(
     r"(optimizer|lr_scheduler|dataloader|train_state)/.*|.*/tokens_per_expert(_E)?|.*freqs_cis"
 )
 _ROLE = re.compile(r"\bw[123]\b")
-_EXPERT_MATRIX = re.compile(r"model/layers/moe/experts/(w_gate|w_up|w_down)")
 
 
 def from_titan(source: Source) -> Source:
     """The weights of a torchtitan checkpoint whose layers are stacked; the rest stays behind.
 
-    Its experts are [L, E, out, in], Convoy's [L, E, in, out]. Llama's rotary pairs lie side by
-    side there: ``model.rope_interleaved`` says so in the spec to train on with.
+    Experts' matrices are [L, E, out, in] in torchtitan and [L, E, in, out] in Convoy. torchtitan's
+    Llama has rotary pairs side by side: set ``model.rope_interleaved`` in the spec to train with.
 
-    Raises InputError, naming it, for an array that is of none of the models that are known
-    (grouped-query attention, dense or with experts).
+    Raises InputError, naming the array, for an array of a model that is not known. Known are models
+    with grouped-query attention, dense or with experts.
     """
     names = {}
     for name in source.arrays:
         if _NO_WEIGHTS.fullmatch(name) is None:
-            names[name] = f"model/{_ROLE.sub(lambda m: _ROLES[m[0]], _ours(name))}"
+            names[name] = f"{MODEL}{_ROLE.sub(lambda m: _ROLES[m[0]], _ours(name))}"
     picked = Selected(source, {name: name for name in names})
-    return _Turned(Selected(picked, renamed(names, names)))
+    made = Selected(picked, renamed(names, names))
+    return Transposed(made, [name for name in made.arrays if is_expert_matrix(name)])
 
 
 def _ours(name: str) -> str:
@@ -62,22 +58,3 @@ def _ours(name: str) -> str:
         if match is not None:
             return match.expand(ours)
     raise InputError(f"--family torchtitan: array {name} is of no model that is known")
-
-
-class _Turned:
-    """A source with the last two dims of experts' matrices swapped."""
-
-    def __init__(self, source: Source) -> None:
-        self.source, self.info = source, changed(source.info, "turned")
-        self.arrays = dict(source.arrays)
-        for name, array in source.arrays.items():
-            if _EXPERT_MATRIX.fullmatch(name):
-                *first, rows, columns = array.shape
-                self.arrays[name] = replace(array, shape=(*first, columns, rows))
-
-    def read_box(self, name: str, box: Box) -> np.ndarray[Any, Any]:
-        """See :class:`ckpt.source.Source`."""
-        if not _EXPERT_MATRIX.fullmatch(name):
-            return self.source.read_box(name, box)
-        *first, rows, columns = box
-        return self.source.read_box(name, (*first, columns, rows)).swapaxes(-1, -2)

@@ -1,11 +1,10 @@
-"""Wider feed-forwards with the same output: every hidden unit several times.
+"""Wider feed-forwards with an unchanged output: every hidden unit is there several times.
 
 Legend: L layers, E experts, D d_model, F d_ff, N copies of a hidden unit.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -13,23 +12,21 @@ import numpy as np
 
 from ckpt.format import FLOATS, convert, to_float32
 from ckpt.rewrite import Source, SourceInfo
-from parallel.layout import Box
+from parallel.layout import Box, box_shape
 from pretrain.errors import InputError
+from pretrain.state import feed_forward
 
 Values = np.ndarray[Any, Any]
-
-_NAME = re.compile(
-    r"model/layers/(moe/experts|moe/shared_experts|ffn)/([wb])_(gate|up|down)(?:/(?:weight|bias))?"
-)
 
 
 class Widened:
     """A source whose hidden units are there ``copies`` times, side by side (Chen et al., arXiv
-    1511.05641, section 2.2): of the experts and the shared ones, or of a dense model's layers.
+    1511.05641, section 2.2). The hidden units are those of the routed and the shared experts, or of
+    a dense model's layers.
 
-    A unit's row of w_down is shared out among its copies, 1/N to each. With ``noise`` the shares
-    differ, by normal numbers of so many times 1/N whose sum is 0: the output stays what it was, and
-    the copies, whose gradients would otherwise be alike, part.
+    Each copy of a unit gets 1/N of the unit's row of w_down. With ``noise`` the shares differ by
+    normal numbers of standard deviation ``noise`` / N that sum to 0: the output does not change,
+    and the copies get different gradients.
 
     Raises InputError where w_down has a dtype that cannot be divided.
     """
@@ -52,7 +49,7 @@ class Widened:
                 )
 
     def read_box(self, name: str, box: Box) -> Values:
-        """See :class:`ckpt.source.Source`."""
+        """See :class:`ckpt.rewrite.Source`."""
         dim = self._hidden_dim(name)
         if dim is None:
             return self.source.read_box(name, box)
@@ -68,11 +65,11 @@ class Widened:
         return convert(wide * shares, wide.dtype.name, dtype)
 
     def _hidden_dim(self, name: str) -> int | None:
-        """Which dim of an array is F, if one is that is to be widened."""
-        match = _NAME.fullmatch(name)
-        if match is None or match[1] not in self._rooms:
+        """The dim of an array that is F and is widened; None where there is none."""
+        found = feed_forward(name)
+        if found is None or found.room not in self._rooms:
             return None
-        room, kind, which = match.groups()
+        room, kind, which = found
         if kind == "b":
             return None if which == "down" else 2 if room == "moe/experts" else 1
         if room == "moe/experts":  # [L, E, D, F], and [L, E, F, D]
@@ -80,19 +77,20 @@ class Widened:
         return 2 if which == "down" else 1  # [L, F, D], and [L, D, F]
 
     def _is_shared_out(self, name: str) -> bool:
-        match = _NAME.fullmatch(name)
-        return match is not None and match[1] in self._rooms and match.group(2, 3) == ("w", "down")
+        found = feed_forward(name)
+        return found is not None and found.room in self._rooms and found[1:] == ("w", "down")
 
     def _shares(self, name: str, box: Box, dim: int) -> Values:
-        """What multiplies w_down, of as many dims; the same for a unit however it is read."""
+        """The factor of each number of a box of w_down, of as many dims. A unit's factor does not
+        depend on the box."""
         lead = box[:2] if "/experts/" in name else box[:1]
         sizes = [1] * len(box)
-        sizes[: len(lead)] = [stop - start for start, stop in lead]
+        sizes[: len(lead)] = box_shape(lead)
         sizes[dim] = box[dim][1] - box[dim][0]
         shares = np.full(sizes, 1 / self.copies)
         if self.noise:
             units = self.source.arrays[name].shape[dim]
-            room = self._rooms.index(_NAME.fullmatch(name)[1])  # type: ignore[index]
+            room = self._rooms.index(feed_forward(name).room)  # type: ignore[union-attr]
             for place in np.ndindex(*sizes[: len(lead)]):
                 at = [start + i for (start, _), i in zip(lead, place, strict=True)]
                 drawn_FN = np.random.default_rng([room, *at]).standard_normal((units, self.copies))
@@ -103,7 +101,7 @@ class Widened:
 
 
 def widened_sections(sections: dict[str, Any], copies: int) -> dict[str, Any]:
-    """The spec's sections after the same."""
+    """The sections of the spec of the widened model."""
     section = "model" if sections["moe"] is None else "moe"
     d_ff = sections[section]["d_ff"]
     return {**sections, section: {**sections[section], "d_ff": copies * d_ff}}

@@ -17,9 +17,6 @@ import hashlib
 import io
 import json
 import lzma
-import os
-import secrets
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -28,6 +25,7 @@ from typing import BinaryIO, cast
 import numpy as np
 from tokenizers import Tokenizer
 
+from ckpt.store import new_folder
 from pretrain.data.config import DataConfig
 from pretrain.data.documents import Document, find_documents, is_held_out
 from pretrain.data.manifest import CorpusManifest, Shard, open_corpus
@@ -60,32 +58,17 @@ def prepare_corpus(
             f"data.source ({data.source}) must have at least 2 documents with text, one to train "
             f"on and one to hold out; it has {len(documents)}"
         )
-    partial = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
     say(f"preparing {data.path}: {len(train)} documents, {len(val)} held out")
     try:
-        partial.mkdir(parents=True)
-        manifest = _write(partial, data, vocab_size, train, val)
-        _make_durable(partial)
-        partial.replace(folder)
+        with new_folder(folder) as partial:
+            return _write(partial, data, vocab_size, train, val)
     except OSError as error:
         if (folder / "manifest.json").exists():  # someone else was faster
             return open_corpus(data, vocab_size)
         raise InputError(
             f"data.path ({data.path}) cannot be prepared: {error.strerror}: "
-            f"{error.filename or partial}"
+            f"{error.filename or folder}"
         ) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return manifest
-
-
-def _make_durable(folder: Path) -> None:
-    for path in (*folder.iterdir(), folder, folder.parent):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _write(

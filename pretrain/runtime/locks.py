@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from ckpt.store import lock_file
 from pretrain.errors import InputError
 from pretrain.spec import JobSpec
+
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 @contextmanager
@@ -20,19 +23,18 @@ def lock_folder(folder: Path, field: str) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        held = [lock_file(folder / ".lock")]
+    except BlockingIOError:
+        raise InputError(f"{field} ({folder}) is in use by another run") from None
     except OSError as error:
-        raise InputError(f"{field} ({folder}) cannot be written: {error.strerror}") from None
+        if error.errno not in _NO_LOCKS:
+            raise InputError(f"{field} ({folder}) cannot be written: {error.strerror}") from None
+        held = []  # a file system without locks: the operator must see to it
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(f"{field} ({folder}) is in use by another run") from None
-        except OSError:
-            pass  # a file system without locks: the operator must see to it
         yield
     finally:
-        os.close(handle)
+        for handle in held:
+            os.close(handle)
 
 
 @contextmanager

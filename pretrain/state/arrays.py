@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -15,8 +14,7 @@ from parallel import (
 )
 from pretrain.optim import moments
 from pretrain.state.layouts import tensors
-
-_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+from pretrain.state.names import array_path, split_layer
 
 
 def model_arrays(
@@ -56,9 +54,9 @@ def residual_arrays(
     layouts: Mapping[str, ShardLayout],
     rank: int,
 ) -> list[LocalArray]:
-    """What every copy of the model owes to its gradients, see :class:`parallel.CompressedSum`.
+    """What gradient compression left out of the sums, see :class:`parallel.CompressedSum`.
 
-    ``residual/NAME`` mirrors ``model/NAME``, with a dim for the copies before the parameter's own.
+    ``residual/NAME`` mirrors ``model/NAME``, with a dim of replicas before the parameter's own.
     """
     if not residuals:
         return []
@@ -86,20 +84,20 @@ def _stack(
 ) -> Iterator[LocalArray]:
     stacks: dict[str, list[tuple[int, str]]] = {}
     for name in whole:
-        match = _LAYER.fullmatch(name)
-        if match is not None:
-            stacks.setdefault(match[2], []).append((int(match[1]), name))
+        path, index = split_layer(array_path(name))
+        if index is not None:
+            stacks.setdefault(path, []).append((index, name))
             continue
         layout = layouts[name]
         spec = ArraySpec(
-            _path(prefix, name), layout.shape, whole[name].dtype, layout.splits, {}, layout.stages
+            f"{prefix}/{path}", layout.shape, whole[name].dtype, layout.splits, {}, layout.stages
         )
         yield LocalArray(spec, layout.boxes(rank), _pieces([name], here))
-    for suffix, members in stacks.items():
+    for path, members in stacks.items():
         layout = layouts[members[0][1]]
         names = [name for _, name in members]
         spec = ArraySpec(
-            name=_path(prefix, f"layers.{suffix}"),
+            name=f"{prefix}/{path}",
             shape=(len(members), *layout.shape),
             dtype=whole[names[0]].dtype,
             splits=((), *layout.splits),
@@ -112,7 +110,3 @@ def _stack(
 
 def _pieces(names: Iterable[str], here: Mapping[str, Tensor]) -> list[Tensor]:
     return [local_shard(here[name]).detach() for name in names if name in here]
-
-
-def _path(prefix: str, name: str) -> str:
-    return f"{prefix}/{name.replace('.', '/')}"

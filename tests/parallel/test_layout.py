@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel import ParallelConfig, ShardLayout, Topology, parse_topology
-from parallel.layout import cell_box, cells, intersect, nodes_per_token
+from parallel.layout import box_shape, cell_box, cells, intersect, nodes_per_token
 
 topologies = st.builds(
     lambda pp, dr, ep, more, cp, tp: Topology(
@@ -56,7 +56,7 @@ def test_no_cell_of_the_grain_crosses_a_boundary(topology, shape, splits):
         for coordinates in cells(box, grain):
             cell = cell_box(coordinates, grain, shape)
             assert intersect(cell, box) == cell
-            covered += math.prod(stop - start for start, stop in cell)
+            covered += math.prod(box_shape(cell))
     assert covered == math.prod(shape) * layout.num_replicas
 
 

@@ -7,13 +7,23 @@ import json
 import shutil
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 import ckpt
-from pretrain.convert.hf.files import HFCheckpoint
+from ckpt.format.dtypes import convert
+from ckpt.rewrite import LEAST_MEMORY, write_checkpoint
+from ckpt.rewrite.edits import Converted
+from ckpt.rewrite.folder_target import Checked
+from ckpt.rewrite.source import CheckpointSource, SourceArray
+from ckpt.store.posix import Files
+from parallel.layout import Topology
+from pretrain.convert.hf.files import from_hf
+from pretrain.convert.hf.tensors import HFTensor
 from tests.commands.test_tools import one_error_line
 from tests.support.hf import change_tensors, make_folders, run
+from tests.support.sources import MemorySource
 
 
 @pytest.fixture(scope="module")
@@ -148,20 +158,72 @@ def test_an_export_that_fails_leaves_nothing(folders, tmp_path, capsys):
 
 
 def test_an_import_that_runs_out_of_disk_leaves_nothing(folders, tmp_path, capsys, monkeypatch):
-    read, count = HFCheckpoint.read, iter(range(40))
+    append, count = Files.append, iter(range(100))
 
-    def full(self, name):
-        if next(count) == 30:
+    def full(self, handle, data):
+        if next(count) == 12:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return read(self, name)
+        return append(self, handle, data)
 
-    monkeypatch.setattr(HFCheckpoint, "read", full)
+    monkeypatch.setattr(Files, "append", full)
     assert run("import", folders / "mixtral", tmp_path / "out") == 2
     assert "No space left on device" in one_error_line(capsys.readouterr().err)
+    assert next(count) > 12
     assert not list(tmp_path.iterdir())
 
 
-def test_without_safetensors_one_line_says_how_to_get_it(folders, tmp_path, capsys, monkeypatch):
+def test_an_interrupted_export_leaves_no_folder_and_goes_on_when_it_is_called_again(
+    folders, tmp_path, capsys, monkeypatch
+):
+    source = folders / "mixtral-ours/checkpoints"
+    flags = ["--max-file-bytes", 30_000]
+    assert run("export", source, tmp_path / "whole", *flags) == 0
+    write, count = Checked.write, iter(range(10_000))
+
+    def full(self, data):
+        if next(count) == 40:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checked, "write", full)
+        assert run("export", source, tmp_path / "out", *flags) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    (beside,) = tmp_path.glob(".out.*")
+    assert 1 < len(list(beside.glob("*.safetensors"))) < 9
+    assert not (beside / "config.json").exists()
+    assert run("export", source, tmp_path / "out", *flags) == 0
+    made, whole = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        for name in ("out", "whole")
+    )
+    assert made == whole
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+
+
+def test_an_import_never_reads_a_large_tensor_whole(tmp_path):
+    files = MemorySource({
+        **{f"e.{i}": SourceArray((512, 8192), "bfloat16") for i in range(3)},  # 8 MiB each
+        "embed": SourceArray((4096, 2048), "bfloat16"),  # 16 MiB
+    })  # fmt: skip
+    experts = SourceArray((1, 3, 8192, 512), "float32", (), {"layers": [0]})
+    arrays = {"model/e": experts, "model/embed": SourceArray((4096, 2048), "float32")}
+    tensors = [HFTensor(f"e.{i}", "model/e", (0, i), (512, 8192), True) for i in range(3)]
+    tensors.append(HFTensor("embed", "model/embed", (), (4096, 2048), False))
+    source = Converted(from_hf(files, tensors, arrays), arrays, "float32")
+    write_checkpoint(source, tmp_path, Topology(), memory=LEAST_MEMORY)
+    assert max(files.read_bytes) <= LEAST_MEMORY // 4
+    assert sum(files.read_bytes) == 40 << 20, "each number once"
+    whole = tuple((0, size) for size in experts.shape)
+    manifest = ckpt.read_manifest(tmp_path)
+    found = CheckpointSource(tmp_path, manifest).read_box("model/e", whole)
+    for i in range(3):
+        expected = convert(files.values[f"e.{i}"], "bfloat16", "float32").T
+        assert np.array_equal(found[0, i].view(np.uint32), expected.view(np.uint32))
+
+
+def test_the_safetensors_library_is_not_needed(folders, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    assert run("import", folders / "mixtral", tmp_path / "out") == 2
-    assert "pip install 'convoy-moe[hf]'" in one_error_line(capsys.readouterr().err)
+    assert run("import", folders / "mixtral", tmp_path / "ours") == 0
+    assert run("export", tmp_path / "ours/checkpoints", tmp_path / "out") == 0

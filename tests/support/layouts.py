@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ckpt import LocalArray
 from parallel import Topology, local_shard, parse_topology
-from parallel.layout import Box
+from parallel.layout import Box, box_shape
 from pretrain.checkpoint.contents import save_checkpoint
 from pretrain.checkpoint.resume import restore
 from pretrain.job import Job, build_job
@@ -173,7 +173,7 @@ def empty_arrays(spec: JobSpec, topology: Topology, rank: int) -> list[LocalArra
     def here(names: dict[str, Tensor]) -> dict[str, Tensor]:
         boxes = {name: layouts[name].boxes(rank) for name in names}
         return {
-            name: torch.full([stop - start for start, stop in box[0]], torch.nan)
+            name: torch.full(box_shape(box[0]), torch.nan)
             for name, box in boxes.items() if box
         }  # fmt: skip
 

@@ -1,17 +1,12 @@
-"""The tensors of a Hugging Face checkpoint and the parameters that they are.
-
-Legend: E experts.
-"""
+"""The tensors of a Hugging Face checkpoint, and which part of Convoy's arrays each one is."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
-from itertools import chain
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from parallel import expert_parameter_names
-from pretrain.model import Decoder
+from ckpt.rewrite import SourceArray
+from pretrain.state import is_expert_matrix, name_in_layer, parameter_name
 
 _NAMES = {
     "embed.weight": "model.embed_tokens.weight",
@@ -41,7 +36,7 @@ _LAYER_NAMES = {
     "moe.shared_experts.w_gate.weight": "mlp.shared_experts.gate_proj.weight",
     "moe.shared_experts.w_up.weight": "mlp.shared_experts.up_proj.weight",
     "moe.shared_experts.w_down.weight": "mlp.shared_experts.down_proj.weight",
-    # Of each expert alone, and transposed: Convoy's are [in, out].
+    # One tensor for each expert, transposed: Convoy's are [in, out].
     "moe.experts.w_gate": "mlp.experts.{expert}.gate_proj.weight",
     "moe.experts.w_up": "mlp.experts.{expert}.up_proj.weight",
     "moe.experts.w_down": "mlp.experts.{expert}.down_proj.weight",
@@ -49,42 +44,44 @@ _LAYER_NAMES = {
 
 
 class HFTensor(NamedTuple):
-    """One tensor of a Hugging Face checkpoint and the parameter that it is."""
+    """One tensor of a Hugging Face checkpoint, and which part of Convoy's arrays it is."""
 
     name: str
-    parameter: str
-    expert: int | None
-    """The part of an expert parameter, transposed in the file."""
+    array: str
+    """In the logical tree, such as ``model/layers/ffn/w_up/weight``."""
+    place: tuple[int, ...]
+    """Index of the first dims of the array: none, the layer, or the layer and the expert."""
     shape: tuple[int, ...]
     """In the file."""
+    transposed: bool
+    """Whether the file has the part of the array with its two dims swapped."""
 
 
-def hf_tensors(decoder: Decoder, names: Mapping[str, str]) -> Iterator[HFTensor]:
-    """Every tensor of the checkpoint of a decoder, layer after layer.
+def hf_tensors(arrays: Mapping[str, SourceArray], names: Mapping[str, str]) -> list[HFTensor]:
+    """Every tensor of the checkpoint of a decoder: the embedding, layer after layer, the head.
 
     Args:
-        decoder: its names and shapes alone are used; it may be on the meta device.
-        names: what the family calls otherwise than the others, by the name within a layer.
+        arrays: the decoder's, with the attribute ``layers`` where layers are stacked.
+        names: the family's own names of tensors, by the parameter's name within a layer.
     """
-    experts = expert_parameter_names(decoder)
-    named = chain(decoder.named_parameters(), decoder.named_buffers())
-    for name, tensor in sorted(named, key=lambda pair: _place(pair[0])):
-        shape, hf_name = tuple(tensor.shape), _hf_name(name, names)
-        if name not in experts:
-            yield HFTensor(hf_name, name, None, shape)
+    found: list[tuple[int, HFTensor]] = []
+    for array, about in arrays.items():
+        inner = name_in_layer(array)
+        if inner is None:
+            first = -1 if array.startswith("model/embed/") else 1 << 30
+            hf_name = _NAMES[parameter_name(array)]
+            found.append((first, HFTensor(hf_name, array, (), about.shape, False)))
             continue
-        for expert in range(shape[0]):
-            yield HFTensor(hf_name.format(expert=expert), name, expert, (shape[2], shape[1]))
-
-
-def _hf_name(name: str, names: Mapping[str, str]) -> str:
-    match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
-    if match is None:
-        return _NAMES[name]
-    return f"model.layers.{match[1]}.{names.get(match[2]) or _LAYER_NAMES[match[2]]}"
-
-
-def _place(name: str) -> int:
-    """Sorts the embedding before the layers, and norm and head after them; stable within."""
-    match = re.match(r"layers\.(\d+)\.", name)
-    return int(match[1]) if match else -1 if name.startswith("embed.") else 1 << 30
+        hf_name = names.get(inner) or _LAYER_NAMES[inner]
+        for i, layer in enumerate(about.attributes["layers"]):
+            prefix = f"model.layers.{layer}."
+            if not is_expert_matrix(array):
+                tensor = HFTensor(prefix + hf_name, array, (i,), about.shape[1:], False)
+                found.append((layer, tensor))
+                continue
+            _, experts, rows, columns = about.shape
+            for expert in range(experts):
+                name = prefix + hf_name.format(expert=expert)
+                tensor = HFTensor(name, array, (i, expert), (columns, rows), True)
+                found.append((layer, tensor))
+    return [tensor for _, tensor in sorted(found, key=lambda pair: pair[0])]
