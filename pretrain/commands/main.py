@@ -47,12 +47,11 @@ def _choose(words: Sequence[str]) -> int:
         usage="convoy COMMAND ...",
     )
     parser.add_argument("--version", action="store_true", help="print the version")
-    parser.add_argument("command", nargs="?", metavar="COMMAND", help="one of those below")
-    args = parser.parse_args(words)
-    if args.version:
+    named = [word for word in words if not word.startswith("-")]
+    if not named and parser.parse_args(words).version:
         from importlib.metadata import version
 
         say(version("convoy-moe"))
         return 0
-    wrong = "a command is missing" if args.command is None else f"{args.command} is no command"
+    wrong = f"{named[0]} is no command" if named else "a command is missing"
     raise parser.refusal(f"{wrong}: the commands are {', '.join(_COMMANDS)}; see convoy --help")

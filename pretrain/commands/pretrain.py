@@ -10,11 +10,14 @@ import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pretrain.commands.parsing import Parser, ended, is_first_rank
 from pretrain.errors import EXIT_INTERRUPTED, HealthError, InputError, LostRankError
-from pretrain.observe import StatusFile, complain, outcome_of, say
+from pretrain.observe import complain, say
+
+if TYPE_CHECKING:
+    from pretrain.observe import StatusFile
 
 _EPILOG = """\
 examples:
@@ -85,6 +88,7 @@ def _print_spec(args: argparse.Namespace) -> int:
 def _pretrain(args: argparse.Namespace) -> int:
     """Train; an error is told once, by rank 0 or by the one rank that has met it."""
     from ckpt import CheckpointError, OtherRankError
+    from pretrain.observe import outcome_of
     from pretrain.runtime import launched_world
     from pretrain.spec import load_spec
     from pretrain.train import run
@@ -114,6 +118,8 @@ def _status_file(spec: Path, overrides: Sequence[str]) -> StatusFile | None:
 
     A spec that is refused has no resolved ``run_dir``. What its file says is taken then.
     """
+    from pretrain.observe import StatusFile
+
     if not is_first_rank():
         return None
     values: dict[str, Any] = {}

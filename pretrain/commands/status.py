@@ -6,9 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallel.layout import count_ranks
 from pretrain.commands.parsing import Parser, ended
-from pretrain.observe import last_step, newest_checkpoint, read_status, say
+from pretrain.observe import say
 
 _EPILOG = """\
 examples:
@@ -38,6 +37,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _show(run_dir: Path, *, as_json: bool) -> int:
+    from parallel.layout import count_ranks
+    from pretrain.observe import last_step, newest_checkpoint, read_status
+
     status = read_status(run_dir)
     step = last_step(run_dir / "log.jsonl")
     if as_json:

@@ -233,6 +233,9 @@ def test_sigterm_to_torchrun_commits_and_the_next_start_resumes(tmp_path, run_ag
         first.send_signal(signal.SIGTERM)
         out = first.communicate()[0]
     assert "the same command resumes" in out
+    assert first.returncode == 1, "torchrun hides the exit code of its ranks"
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], status["exit_code"], status["world_size"]) == ("try_again", 75, 2)
     (step,) = ckpt.committed_steps(run / "checkpoints")
     assert step == len(events(run, "step"))
     ckpt.verify(run / "checkpoints", ckpt.read_manifest(run / "checkpoints"))
@@ -242,6 +245,7 @@ def test_sigterm_to_torchrun_commits_and_the_next_start_resumes(tmp_path, run_ag
     assert code == 0, out
     assert f"resuming after step {step}" in out
     assert "spec changed since step" in out
+    assert json.loads((run / "status.json").read_text())["state"] == "done"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == step + 2
     assert summary["world_size"] == 2
