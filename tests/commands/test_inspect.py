@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
 
 import ckpt
-from ckpt.format.keys import objects_key, pending_key
+from ckpt.format.keys import locate, objects_key, pending_key
 from parallel.layout import Topology
 from pretrain.commands.inspect import main
+from pretrain.commands.reshard import main as reshard
 from tests.support.checkpoints import SPECS, full_values, info, local_array, save_with_threads
 from tests.support.s3 import BUCKET, Server, use
 
@@ -248,3 +250,25 @@ def test_an_s3_location_is_as_good_as_a_folder(tmp_path, capsys):
         _, lines = run(capsys, wrong, code=2)
         assert len(lines) == 1
         assert "must be a folder, or one of s3://BUCKET/PREFIX" in lines[0]
+
+
+def test_the_path_of_a_manifest_names_its_checkpoint(tmp_path, capsys, monkeypatch):
+    root = tmp_path / "a"
+    for step in (3, 5):
+        save(root, step, {"w": torch.full((2,), float(step))})
+    path = ckpt.manifest_path(root, 3)
+    assert as_json(capsys, path)["step"] == 3
+    assert as_json(capsys, "verify", path, "--step", "3")["step"] == 3
+    assert as_json(capsys, "diff", path, root, code=1)["arrays"][0]["max_abs"] == 2
+    assert "step        3" in run(capsys, "history", path)[0]
+    _, lines = run(capsys, path, "--step", "5", code=2)
+    assert "step (5) must be left out, or be that of the manifest" in lines[0]
+    assert ckpt.open(str(path))["w"][0] == ckpt.open(path)["w"][0] == 3
+    monkeypatch.chdir(root)
+    assert as_json(capsys, "manifests/step-00000003.json")["step"] == 3
+    out = tmp_path / "out"
+    assert reshard([str(path), str(out), "--layout", "dp_shard=2"]) == 0
+    assert ckpt.committed_steps(out) == [3]
+    assert locate("s3://bucket/run/manifests/step-00000003.json") == ("s3://bucket/run", 3)
+    assert locate("/manifests/step-00000003.json")[0] == Path("/")
+    assert locate(root, 4) == (root, 4)
