@@ -135,10 +135,11 @@ class Decoder(nn.Module):
         """[B, S] int64 token ids -> logits [B, S, V]; B may be 0.
 
         A stage without the first layer takes the hidden states of the layer before, [B, S, D].
-        ``counts_before`` are the ``expert_counts_E`` of the step's forward before this one, one for
-        each MoE layer, for load balancing over a global batch. With ``documents``, of the whole
-        sequences whatever of them is here, tokens attend to those of their own; where a sequence's
-        positions begin does not matter to a document, since only differences of them enter.
+        ``counts_before`` has, for each MoE layer, the ``expert_counts_E`` of the step's forwards
+        before this one: load balancing over a global batch needs the counts. With ``documents``
+        tokens attend only to tokens of their own document. ``documents`` describes whole sequences,
+        also where ranks share a sequence. Positions are counted from the beginning of a sequence
+        and not of a document: attention depends on differences of positions alone.
         """
         x_BSD = tokens_BS if self.embed is None else self.embed(tokens_BS)
         reports: list[MoEAux] = []
