@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from ckpt import CheckpointError
+from parallel.layout import Topology
 from pretrain.commands import main
 from pretrain.commands.pretrain import main as pretrain
 from pretrain.errors import HealthError, InputError, LostRankError
 from pretrain.observe.status import Status, StatusFile, last_step, outcome_of, read_status
 from pretrain.runtime.locks import lock_folder
 from tests.pretrain.test_runs import launch
+from tests.support.checkpoints import save_with_threads
 from tests.support.jobs import data_of, prepare_job, write_spec
 
 
@@ -33,11 +35,22 @@ def found(run: Path) -> Status:
     return status
 
 
-def test_a_run_that_is_stopped_done_and_refused(text, tmp_path, capsys):
-    spec = write_spec(tmp_path, data=data_of(text), train={"steps": 4})
-    run = tmp_path / "run"
-    code, _, err = launch(spec, 1, stop_after=2)
-    assert code == 75, err
+def test_a_run_that_is_stopped_done_and_refused(tmp_path, monkeypatch, capsys):
+    """What happens on real ranks under torchrun is in test_tools.py."""
+    spec, run = write_spec(tmp_path), tmp_path / "run"
+    ends = iter([(2, 75), (4, 0)])
+
+    def train(spec, status):
+        step, code = next(ends)
+        with status.during(spec.checkpoint_path):
+            assert found(run).state == "running"
+            save_with_threads(spec.checkpoint_path, step, Topology())
+            (run / "log.jsonl").write_text(json.dumps({"event": "step", "step": step}) + "\n")
+        status.end(code)
+        return code
+
+    monkeypatch.setattr("pretrain.train.run", train)
+    assert pretrain([str(spec)]) == 75
     status = found(run)
     assert (status.state, status.exit_code, status.world_size) == ("try_again", 75, 1)
     assert status.step == 2
@@ -47,8 +60,7 @@ def test_a_run_that_is_stopped_done_and_refused(text, tmp_path, capsys):
     assert out.startswith("try_again, exit code 75: stopped on request; the same command resumes\n")
     assert f"checkpoint  {status.checkpoint}" in out
 
-    code, _, err = launch(spec, 1)
-    assert code == 0, err
+    assert pretrain([str(spec)]) == 0
     status = found(run)
     assert (status.state, status.exit_code, status.step) == ("done", 0, 4)
     assert status.host == socket.gethostname()

@@ -163,7 +163,7 @@ def test_the_resolved_spec_is_shown(tmp_path, capsys):
     shown = json.loads(capsys.readouterr().out)
     assert shown["train"]["steps"] == 7
     assert shown["moe"]["d_model"] == 32
-    assert shown["checkpoint"]["keep"] == 2
+    assert shown["checkpoint"]["retention"]["keep"] == 2
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_told_before_training(tmp_path):
