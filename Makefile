@@ -27,7 +27,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 setup: $(VENV)/.ready
 
 pretrain: setup
-	$(PY) tools/pretrain.py $(SPEC) $(ARGS) --prepare $(if $(filter 1,$(FRESH)),--reset)
+	$(PY) tools/prepare_data.py $(SPEC) $(ARGS) $(if $(filter 1,$(FRESH)),--reset)
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 	    tools/pretrain.py $(SPEC) $(ARGS)
 

@@ -1,6 +1,6 @@
 """Saving and loading a training state: Convoy, its peers, and the disk's and the memory's limits.
 
-    python bench/checkpoint.py [--quick] [--json FILE] [--planning]
+    python -m bench.checkpoint [--quick] [--json FILE] [--planning]
 
 The state is a MoE model of 24 layers of 8 experts with AdamW's moments, 1 GiB in float32 (64 MiB
 with --quick), whole on 1 rank or cut in half over 2, which are processes on gloo. The places are a
@@ -39,9 +39,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
-
-# A script's own folder comes first on its path.
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from bench import planning
 from bench.harness import Row, arguments, finish

@@ -1,6 +1,6 @@
 """Gradients summed over copies with fewer bits: bytes, and what they do to the loss.
 
-    OMP_NUM_THREADS=1 python bench/compression.py [--quick] [--json FILE]
+    OMP_NUM_THREADS=1 python -m bench.compression [--quick] [--json FILE]
 
 The recipe that ``make pretrain`` trains (tools/recipes/stdlib-tiny.toml), on 2 ranks that each have
 a copy of the model, under every ``parallel.gradient_compression``: bytes that a rank gives to
@@ -21,11 +21,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-# A script's own folder comes first on its path.
-sys.path[0] = str(ROOT)
-
 from bench.harness import Row, arguments, finish
+
+ROOT = Path(__file__).resolve().parent.parent
 
 LAYOUT = ["parallel.ep=1", "parallel.dp_shard=1", "parallel.dp_replicate=2"]
 

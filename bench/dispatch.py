@@ -1,6 +1,6 @@
 """Dispatch and combine over gloo ranks against raw all-to-alls of the same bytes.
 
-    python bench/dispatch.py [--quick] [--json FILE]
+    python -m bench.dispatch [--quick] [--json FILE]
 
 On 2 and 4 ranks, each brings T tokens with K experts chosen at random. A row crosses to a rank
 once, however many of its experts are there. ``limit`` is two raw all_to_all_single (there and back)
@@ -19,18 +19,13 @@ import os
 import random
 import socket
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-# A script's own folder comes first on its path.
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from bench.harness import Row, arguments, finish
 from moe import MoEConfig, MoELayer

@@ -1,6 +1,6 @@
 """Everything that needs a CUDA device, in one command: its tests, and the benches that run there.
 
-    python bench/gpu.py --out FOLDER [--megablocks] [--seconds 500]
+    python -m bench.gpu --out FOLDER [--megablocks] [--seconds 500]
 
 Runs tests/test_cuda.py, then bench/moe_layer.py at the size h200 in bfloat16 and
 bench/train_gpu.py, each in a process of its own with what is left of the time, and leaves their
@@ -62,11 +62,11 @@ def main() -> int:
     parts["tests"] = run("tests", [python, "-m", "pytest", "-v", "tests/test_cuda.py"], args.out,
                          deadline)  # fmt: skip
     table = str((args.out / "moe_layer-h200.json").resolve())
-    parts["moe_layer"] = run("moe_layer", [python, "bench/moe_layer.py", "--json", table], args.out,
-                             deadline)  # fmt: skip
+    parts["moe_layer"] = run("moe_layer", [python, "-m", "bench.moe_layer", "--json", table],
+                             args.out, deadline)  # fmt: skip
     table = str((args.out / "train_gpu.json").resolve())
-    parts["train"] = run("train", [python, "bench/train_gpu.py", "--samples", "5", "--json", table],
-                         args.out, deadline)  # fmt: skip
+    parts["train"] = run("train", [python, "-m", "bench.train_gpu", "--samples", "5", "--json",
+                         table], args.out, deadline)  # fmt: skip
     machine = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,

@@ -1,6 +1,6 @@
 """What activations and training state take, and what it costs to have less of them.
 
-    OMP_NUM_THREADS=1 python bench/memory.py [--quick] [--json FILE]
+    OMP_NUM_THREADS=1 python -m bench.memory [--quick] [--json FILE]
 
 Activations: what the tiny Qwen3-MoE of bench/train_step.py holds between its forward and its
 backward, as resident memory, under every way to compute it again, with the time of both; the limit
@@ -15,15 +15,11 @@ from __future__ import annotations
 import os
 import re
 import statistics
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
-
-# A script's own folder comes first on its path.
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from bench.harness import Row, arguments, finish, interleave
 from bench.scaling import on_ranks

@@ -1,6 +1,6 @@
 """Forward and backward of one MoE layer against dense products of the same active FLOPs.
 
-    OMP_NUM_THREADS=1 python bench/moe_layer.py [--quick] [--json FILE]
+    OMP_NUM_THREADS=1 python -m bench.moe_layer [--quick] [--json FILE]
 
 The limit is the nine dense products of the layer (three forward, six backward) over all T·K rows
 at once, into memory that is there already. Peers that are installed (bench/README.md) do the same
@@ -13,16 +13,11 @@ Legend: T tokens, D d_model, F d_ff, E experts, K top_k, N = T·K routed rows.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-
-# A script's own folder comes first on its path.
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from bench.harness import Row, arguments, finish, interleave
 from bench.peers import Peer, check, convoy, installed_peers, results

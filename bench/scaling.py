@@ -1,6 +1,6 @@
 """Weak scaling: the same work for each rank, on 1, 2 and 4 ranks of one thread each.
 
-    OMP_NUM_THREADS=1 python bench/scaling.py [--quick] [--json FILE]
+    OMP_NUM_THREADS=1 python -m bench.scaling [--quick] [--json FILE]
 
 A step of the tiny Qwen3-MoE of bench/train_step.py with 2,048 tokens a rank, under layouts of every
 axis; loss, backward, gradient norm, barrier and AdamW included. The limit is as many processes that
@@ -16,20 +16,15 @@ import multiprocessing as mp
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
-
-# A script's own folder comes first on its path.
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from bench.harness import Row, arguments, finish
 from bench.train_step import MODEL, MOE, S

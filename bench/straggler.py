@@ -1,6 +1,6 @@
 """Two ranks on a core each, one shared with a busy stranger: what each capacity policy costs.
 
-    python bench/straggler.py [--quick] [--json FILE] [--train]
+    python -m bench.straggler [--quick] [--json FILE] [--train]
 
 A MoE layer's forward and backward on 2 ranks (experts spread over both), each pinned to one core. A
 process of its own burns half of the second core. Subjects are the policies: ``dropless``, ``fixed``
@@ -33,9 +33,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-# A script's own folder comes first on its path.
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from bench.harness import Row, arguments, finish
 from moe import MoEConfig, MoELayer

@@ -1,6 +1,6 @@
 """Training steps of a model that fills one accelerator, as a share of its peak.
 
-    python bench/train_gpu.py [--quick] [--json FILE]
+    python -m bench.train_gpu [--quick] [--json FILE]
 
 A decoder of 16 layers with 64 experts of which a token takes 8 (6.8 billion parameters, 1.1 of them
 active) in bfloat16 with float32 parameters, gradients and moments: forward, loss, backward,
@@ -13,16 +13,11 @@ that the bench runs. Not yet run on an accelerator.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
-
-# A script's own folder comes first on its path.
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from bench.harness import Row, arguments, finish
 from moe import MoEConfig

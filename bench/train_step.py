@@ -1,6 +1,6 @@
 """A whole training step of a tiny Qwen3-MoE against a dense model of the same active FLOPs.
 
-    OMP_NUM_THREADS=2 python bench/train_step.py [--quick] [--kept] [--json FILE]
+    OMP_NUM_THREADS=2 python -m bench.train_step [--quick] [--kept] [--json FILE]
 
 Forward, loss, backward, one gradient norm, AdamW. The limit is the same decoder with dense layers
 whose hidden size is what a token's experts have together. Peers that are installed
@@ -27,9 +27,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
-
-# A script's own folder comes first on its path.
-sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import ckpt
 from bench.harness import Row, arguments, finish, interleave

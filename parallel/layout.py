@@ -87,7 +87,12 @@ class Topology:
     def describe(self) -> str:
         """The degrees above one, for people: ``dp_shard=2 ep=2``, or ``1 rank``."""
         parts = [f"{name}={degree}" for name, degree in self.as_dict().items() if degree > 1]
-        return " ".join(parts) or "1 rank"
+        return " ".join(parts) or count_ranks(1)
+
+
+def count_ranks(count: int) -> str:
+    """``1 rank`` or ``2 ranks``, for people."""
+    return f"{count} rank" + ("" if count == 1 else "s")
 
 
 def parse_topology(text: str) -> Topology:

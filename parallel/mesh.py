@@ -8,7 +8,7 @@ from functools import cached_property
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from parallel.layout import Topology
+from parallel.layout import Topology, count_ranks
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ParallelDims:
         world = dist.get_world_size()
         if topology.world != world:
             raise ValueError(
-                f"topology ({topology.describe()} = {topology.world} ranks) "
+                f"topology ({topology.describe()} = {count_ranks(topology.world)}) "
                 f"must have the world size ({world})"
             )
         t = topology

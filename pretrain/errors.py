@@ -7,6 +7,9 @@ EXIT_LOST = 1
 EXIT_BAD_INPUT = 2
 EXIT_HEALTH = 3
 EXIT_TRY_AGAIN = 75
+EXIT_INTERRUPTED = 130
+EXIT_CRASHED = 1
+"""What Python ends with after a traceback."""
 
 
 class InputError(ValueError):

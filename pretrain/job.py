@@ -13,7 +13,7 @@ from torch import Tensor
 from ckpt import LocalArray
 from moe import choose_backend
 from parallel import CompressedSum, Documents, ParallelDims, ShardLayout, Topology
-from parallel.layout import nodes_per_token
+from parallel.layout import count_ranks, nodes_per_token
 from pretrain.data import (
     CorpusManifest,
     GlobalOrder,
@@ -225,7 +225,7 @@ def _check_nodes(spec: JobSpec, topology: Topology, ranks_per_node: int) -> None
         raise InputError(
             f"parallel.max_nodes_per_token ({most}) must be at least {reached}: moe.topk_groups "
             f"({moe.topk_groups}) of moe.n_groups ({moe.n_groups}) reach so many nodes with "
-            f"parallel.ep ({topology.ep}) and {ranks_per_node} ranks on a node"
+            f"parallel.ep ({topology.ep}) and {count_ranks(ranks_per_node)} on a node"
         )
 
 

@@ -4,6 +4,7 @@ from ckpt.format.array import ArrayRecord, Compression, keys_of_ranks, metadata_
 from ckpt.format.chunk_grid import storage_grid
 from ckpt.format.dtypes import FLOATS, STORAGE_DTYPES, convert, to_float32
 from ckpt.format.keys import (
+    locate,
     manifest_key,
     manifest_name,
     manifest_path,
@@ -45,6 +46,7 @@ __all__ = [
     "encode_manifest",
     "gather",
     "keys_of_ranks",
+    "locate",
     "manifest_key",
     "manifest_name",
     "manifest_path",

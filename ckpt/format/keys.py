@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from ckpt.store import Location, open_store
+from ckpt.store import Location, as_location, open_store
+
+_MANIFEST = re.compile(r"(?:(.*)/)?manifests/step-([0-9]{8,18})\.json")
 
 
 def objects_key(save_id: str) -> str:
@@ -26,6 +29,26 @@ def manifest_key(step: int) -> str:
 def manifest_name(root: Location, step: int) -> str:
     """The same in any store, for people."""
     return open_store(root).where(manifest_key(step))
+
+
+def locate(location: Location, step: int | None = None) -> tuple[Location, int | None]:
+    """The checkpoint folder and the step that ``location`` names.
+
+    The path of a manifest, ``FOLDER/manifests/step-00000240.json``, names its folder and its step.
+    Any other location is a folder and keeps ``step``.
+
+    Raises ValueError for a URL of no store, and where the manifest is of another step than
+    ``step``.
+    """
+    if not isinstance(location, str | Path):
+        return location, step
+    match = _MANIFEST.fullmatch(str(location))
+    if match is None:
+        return as_location(location) if isinstance(location, str) else location, step
+    named = int(match[2])
+    if step is not None and step != named:
+        raise ValueError(f"step ({step}) must be left out, or be that of the manifest {location}")
+    return as_location("." if match[1] is None else match[1] or "/"), named
 
 
 def objects_dir(root: Path, save_id: str) -> Path:

@@ -41,7 +41,7 @@ from ckpt.format.array import (
 )
 from ckpt.format.keys import manifest_key
 from ckpt.format.object_index import ObjectRecord, Objects, Stored
-from ckpt.store import Location, open_store
+from ckpt.store import LocalStore, Location, open_store
 from parallel.layout import Box, Topology, cells, count_cells, whole_box
 
 
@@ -203,9 +203,10 @@ def read_manifest(root: Location, step: int | None = None) -> Manifest:
     steps = committed_steps(store)
     if step is None:
         if not steps:
-            inner = "checkpoints"
+            where, inner = store.where(), "checkpoints"
+            if isinstance(store, LocalStore) and not store.root.exists():
+                raise CheckpointError(f"no checkpoint in {where}: there is no such folder")
             hint = f"; did you mean {store.where(inner)}?" if store.names(inner) else ""
-            where = store.where()
             raise CheckpointError(f"no checkpoint in {where}: no manifest in its manifests/{hint}")
         step = steps[-1]
     elif step not in steps:

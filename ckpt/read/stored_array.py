@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.format import ArrayRecord, Manifest, read_manifest, to_float32
+from ckpt.format import ArrayRecord, Manifest, locate, read_manifest, to_float32
 from ckpt.read.box import read_box
 from ckpt.store import Location, Store, open_store
 
@@ -141,7 +141,10 @@ class OpenCheckpoint(Mapping[str, StoredArray]):
 def open_checkpoint(root: Location, step: int | None = None) -> OpenCheckpoint:
     """Open the checkpoint of ``step``, or the newest one; ``ckpt.open`` is this.
 
+    ``root`` may also be the path of a manifest, which names its step.
+
     Raises CheckpointError where there is none, or its manifest is damaged.
     """
+    root, step = locate(root, step)
     store = open_store(root)
     return OpenCheckpoint(store, read_manifest(store, step))

@@ -90,7 +90,9 @@ def weights_only(source: Source) -> Source:
     """
     names = weight_names(list(source.arrays))
     if not names:
-        raise InputError("--weights-only: there are no weights")
+        raise InputError(
+            "SRC has no weights: every array of it is an optimizer's or a random state"
+        )
     picked = Selected(source, {name: name for name in names})
     state = {"weights_of": source.info.identity}
     return Described(picked, replace(picked.info, state=state))

@@ -38,9 +38,9 @@ def parse_surgery(text: str) -> Surgery:
     numbers = value.split(",")
     known = kind in ("upcycle", "drop", "duplicate", "widen")
     if not known or not all(n.isdecimal() for n in numbers) or (kind != "drop" and numbers[1:]):
-        raise InputError(f"--surgery ({text}) must be one of {', '.join(_KINDS)}")
+        raise InputError(f"surgery ({text}) must be one of {', '.join(_KINDS)}")
     if kind in ("duplicate", "widen") and int(value) < 2:
-        raise InputError(f"--surgery ({text}): there must be at least 2 copies")
+        raise InputError(f"surgery ({text}): there must be at least 2 copies")
     return Surgery(kind, tuple(map(int, numbers)))
 
 
@@ -83,18 +83,16 @@ def operate(
     fit the new arrays.
     """
     if not source.info.spec.get("model"):
-        raise InputError("--surgery needs a checkpoint that holds the spec of its model")
+        raise InputError("surgery needs a checkpoint that holds the spec of its model")
     weights = Selected(source, {n: n for n in source.arrays if n.startswith(MODEL)})
     before = resolve_spec(upgraded(source.info.spec), "the checkpoint's spec")
     if noise < 0 or (noise and surgery.kind not in ("duplicate", "widen")):
-        raise InputError(
-            f"--surgery-noise ({noise}) must be 0 but with duplicate and widen, and not below"
-        )
+        raise InputError(f"--noise ({noise}) must be 0 but with duplicate and widen, and not below")
     operation = {"upcycle": _upcycle, "widen": _widen}.get(surgery.kind, _regroup)
     made, spec = operation(weights, before, surgery, overrides, noise)
     wrong = misfit(made, weight_arrays(spec.model, spec.moe), "the new spec's model")
     if wrong is not None:
-        raise InputError(f"--surgery: {wrong}")
+        raise InputError(f"surgery: {wrong}")
     return made, spec
 
 
@@ -155,13 +153,13 @@ def _regroup(
 ) -> tuple[Source, JobSpec]:
     moe = before.moe
     if moe is None:
-        raise InputError(f"--surgery {surgery.kind} needs a model with experts: this one is dense")
+        raise InputError(f"surgery {surgery.kind} needs a model with experts: this one is dense")
     sections = before.as_dict()
     if surgery.kind == "drop":
         unknown = [e for e in surgery.numbers if e >= moe.num_experts]
         if unknown:
             raise InputError(
-                f"--surgery drop ({unknown[0]}) must be an expert's number, 0 to "
+                f"surgery drop ({unknown[0]}) must be an expert's number, 0 to "
                 f"{moe.num_experts - 1}"
             )
         experts = [e for e in range(moe.num_experts) if e not in surgery.numbers]
@@ -178,8 +176,8 @@ def _regroup(
         }
     stored = source.arrays.get(ROUTER)
     if noise and (stored is None or stored.logical_dtype not in ("float32", "float64")):
-        raise InputError(f"--surgery-noise ({noise}) needs weights in float32")
-    spec = resolve_spec(sections, "after --surgery the spec", overrides)
+        raise InputError(f"--noise ({noise}) needs weights in float32")
+    spec = resolve_spec(sections, "after surgery the spec", overrides)
     info = _informed(source, spec, surgery, (experts, noise))
     return _Regrouped(source, info, experts, noise), spec
 
@@ -197,5 +195,5 @@ def _widen(
 ) -> tuple[Source, JobSpec]:
     copies = surgery.numbers[0]
     sections = widened_sections(before.as_dict(), copies)
-    spec = resolve_spec(sections, "after --surgery the spec", overrides)
+    spec = resolve_spec(sections, "after surgery the spec", overrides)
     return Widened(source, _informed(source, spec, surgery, noise), copies, noise), spec

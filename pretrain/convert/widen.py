@@ -44,7 +44,7 @@ class Widened:
                 self.arrays[name] = replace(array, shape=tuple(shape))
             if self._is_shared_out(name) and array.logical_dtype not in FLOATS:
                 raise InputError(
-                    f"--surgery widen: {name} has dtype {array.logical_dtype}; one of "
+                    f"surgery widen: {name} has dtype {array.logical_dtype}; one of "
                     f"{', '.join(FLOATS)} is needed"
                 )
 

@@ -1,4 +1,4 @@
-"""Finding the documents of a corpus."""
+"""The documents of a corpus: files, and lines of JSONL files."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Document:
     """Relative path, with ``#LINE`` for a line of JSONL."""
     path: Path
     offset: int = -1
-    """Where the line begins; -1 for a whole file."""
+    """The byte at which the line begins; -1 for a whole file."""
 
     @cached_property
     def hash(self) -> int:
-        """64 bits of the name's SHA-256: the same on every machine."""
+        """The first 64 bits of the SHA-256 of the name, equal on every machine."""
         name = self.name.encode("utf-8", errors="surrogateescape")
         return int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
 
@@ -39,24 +39,29 @@ class Document:
         with self.path.open("rb") as file:
             file.seek(self.offset)
             text = str(json.loads(file.readline())["text"])
-        # JSON can spell half of a surrogate pair, which is no text.
+        # JSON can spell one half of a surrogate pair, which UTF-8 cannot encode.
         return text.encode("utf-8", errors="replace").decode()
 
 
 def is_held_out(document: Document) -> bool:
-    """Every 20th document, by the hash of its name: adding files moves none of the others."""
+    """Whether a document is in the validation split.
+
+    About one document in 20 is, chosen by the hash of its name. A file that is added to the corpus
+    does not move other documents from one split to the other.
+    """
     return document.hash % HELD_OUT_EVERY == 0
 
 
 def find_documents(source: str) -> list[Document]:
-    """The documents of ``source``, ordered by name; empty texts and binary files are left out.
+    """The documents of ``source``, ordered by name, without empty texts and binary files.
 
     Args:
         source: ``stdlib``, a folder (searched in depth, hidden files left out), a file or a glob.
-            ``.jsonl`` files have one document a line, an object with a ``text``.
+            A ``.jsonl`` file has one document a line: a JSON object with the key ``text``.
 
     Raises:
-        InputError: where nothing is there, or a line of JSONL is none.
+        InputError: where ``source`` does not exist, a file cannot be read, or a line of a
+            ``.jsonl`` file is no JSON object with a ``text``.
     """
     if source == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])

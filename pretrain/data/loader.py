@@ -1,4 +1,6 @@
-"""Packed sequences in one global order that no rank count changes.
+"""The micro-batches of a step: packed sequences in a global order that no rank count changes.
+
+    text files -> documents -> tokens in shard files -> sequences -> global order -> micro-batches
 
 Legend: B batch, S sequence.
 """
@@ -16,7 +18,7 @@ from pretrain.data.sequences import PackedSequences
 
 @dataclass(frozen=True)
 class Cursor:
-    """The next sample index: all that a resume needs to know of the data."""
+    """The next sample index, from which a resumed run reads on."""
 
     sample_index: int = 0
 
@@ -26,9 +28,10 @@ def micro_batches(
 ) -> list[range]:
     """The sample indices of this rank's micro-batches in the step that starts at ``cursor``.
 
-    Micro-batch j of a step is its samples [j·m, (j+1)·m), whatever the ranks are; rank r takes
-    every dp_size-th of them. Where they do not divide, some ranks end with empty ones, so that all
-    join the same collectives.
+    With m = ``micro_batch_size``, micro-batch j of a step has the step's samples [j·m, (j+1)·m) for
+    any number of ranks. Rank r takes the micro-batches r, r + dp_size, r + 2·dp_size, and so on.
+    Where dp_size does not divide the number of micro-batches, some ranks get an empty last
+    micro-batch: every rank must join every collective.
     """
     start, stop = cursor.sample_index, cursor.sample_index + global_batch_size
     starts = list(range(start, stop, micro_batch_size))
@@ -42,7 +45,16 @@ def micro_batches(
 
 
 class Loader:
-    """Gives ``(micro-batches of a step, the cursor after it)``; state travels with the data."""
+    """Gives the micro-batches of a step, and the cursor after the step. The loader has no state.
+
+    Args:
+        sequences: of one split.
+        order: the sequence of each sample index.
+        batch_size: the global batch size of the step that begins at a sample index.
+        micro_batch_size: sequences of one micro-batch.
+        dp_rank: this rank among those that read different samples.
+        dp_size: the number of ranks that read different samples.
+    """
 
     def __init__(
         self,
@@ -54,12 +66,11 @@ class Loader:
         dp_size: int,
     ) -> None:
         self.sequences, self.order = sequences, order
-        # Of the step that begins at a sample index.
         self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
         self.dp_rank, self.dp_size = dp_rank, dp_size
 
     def step(self, cursor: Cursor) -> tuple[list[Tensor], Cursor]:
-        """The micro-batches [b, S + 1] of the step at ``cursor``."""
+        """The micro-batches of the step at ``cursor``, int64 [b, S + 1], and the next cursor."""
         size = self.batch_size(cursor.sample_index)
         ranges = micro_batches(cursor, size, self.micro_batch_size, self.dp_rank, self.dp_size)
         batches = [self.sequences.batch([self.order[i] for i in r]) for r in ranges]

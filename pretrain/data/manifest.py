@@ -20,7 +20,7 @@ class Shard(BaseModel):
 
 
 class CorpusManifest(BaseModel):
-    """What was prepared, and the size of the held-out text under two compressors."""
+    """``manifest.json`` of a prepared corpus: the settings, the shard files, and sizes in bytes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -40,11 +40,15 @@ class CorpusManifest(BaseModel):
     val_gzip_bytes: int
     val_xz_bytes: int
     fingerprint: str
-    """SHA-256 of the tokenizer and every token; runs on unlike corpora are never mixed."""
+    """SHA-256 of the tokenizer and of every token. A run refuses to resume on another corpus."""
 
 
 def open_corpus(data: DataConfig, vocab_size: int) -> CorpusManifest:
-    """The manifest at ``data.path``. Raises InputError where it is none, or of another corpus."""
+    """The manifest at ``data.path``.
+
+    Raises InputError where there is no manifest, where it is damaged, or where the corpus was
+    prepared with other settings than those of ``data``.
+    """
     path = Path(data.path) / "manifest.json"
     try:
         manifest = CorpusManifest.model_validate_json(path.read_bytes())

@@ -1,4 +1,4 @@
-"""The global order of samples: a pure function of the seed and the position."""
+"""The global order of samples, a pure function of the seed and the sample index."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import hashlib
 
 
 class GlobalOrder:
-    """Which sequence has which sample index, for ever: a fresh permutation every epoch.
+    """The sequence of each sample index; every epoch has another permutation.
 
-    The permutation is a four-round Feistel network over the next power of four, walked until it
-    falls in range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, section 3):
-    any position is found at once, in no memory, on every rank alike.
+    The permutation is a four-round Feistel network over the smallest power of four that is at least
+    ``num_sequences``. A value out of range is encrypted again until the result is in range (cycle
+    walking; Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, section 3). Looking
+    up an index needs no table, and gives the same sequence on every rank.
     """
 
     def __init__(self, num_sequences: int, seed: int) -> None:
@@ -19,7 +20,7 @@ class GlobalOrder:
         self._half = max(1, -(-(num_sequences - 1).bit_length() // 2))
 
     def __getitem__(self, sample_index: int) -> int:
-        """The sequence at a position in the global order, which has no end."""
+        """The sequence of a sample index; the order has no end."""
         epoch, value = divmod(sample_index, self.num_sequences)
         while True:
             value = self._encrypt(value, epoch)

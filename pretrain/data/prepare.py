@@ -1,4 +1,4 @@
-"""From a folder of text to shards of tokens, once.
+"""Text to token shards, once.
 
 A prepared corpus is a folder::
 
@@ -7,7 +7,8 @@ A prepared corpus is a folder::
     val-00000.bin ...    the held-out documents
     manifest.json        written last
 
-It is made under another name and renamed, so a folder with the right name is whole.
+The folder is written under a temporary name and renamed at the end: a folder at ``data.path`` is
+never half written.
 """
 
 from __future__ import annotations
@@ -38,10 +39,15 @@ _BATCH = 512
 def prepare_corpus(
     data: DataConfig, vocab_size: int, say: Callable[[str], None] = print
 ) -> CorpusManifest:
-    """Make the corpus of ``data``, or check that the one at ``data.path`` is it.
+    """Prepare the corpus of ``data``; where ``data.path`` exists, check and use what is there.
 
-    Raises InputError for a source without enough text, for a path that holds something else and
-    for one that cannot be written.
+    Args:
+        data: of the spec.
+        vocab_size: of the model.
+        say: told of what is done, one line each.
+
+    Raises InputError where the source has fewer than two documents, where ``data.path`` holds
+    another corpus or none, or where it cannot be written.
     """
     folder = Path(data.path)
     if folder.exists():
@@ -63,7 +69,7 @@ def prepare_corpus(
         with new_folder(folder) as partial:
             return _write(partial, data, vocab_size, train, val)
     except OSError as error:
-        if (folder / "manifest.json").exists():  # someone else was faster
+        if (folder / "manifest.json").exists():  # another process has prepared the corpus meanwhile
             return open_corpus(data, vocab_size)
         raise InputError(
             f"data.path ({data.path}) cannot be prepared: {error.strerror}: "
@@ -164,7 +170,7 @@ class _Counter(io.RawIOBase):
 
 
 def _compressed_sizes(documents: list[Document]) -> tuple[int, int]:
-    """The documents end to end under gzip -9 and xz -9, in bytes."""
+    """The bytes of all documents, one after the other, under gzip -9 and under xz -9."""
     gzipped, xzipped = _Counter(), _Counter()
     with (
         gzip.GzipFile(fileobj=gzipped, mode="wb", compresslevel=9, mtime=0) as g,

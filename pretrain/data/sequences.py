@@ -1,4 +1,4 @@
-"""Token shards as fixed-length sequences."""
+"""Token shards cut into sequences of a fixed length."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from pretrain.errors import InputError
 
 
 class PackedSequences:
-    """The sequences of one split: S tokens each, documents end to end, read through mmap.
+    """The sequences of one split, read through mmap. Documents follow each other without padding.
 
-    Sequence i of a shard is its tokens [i·S, i·S + S], one more than S, since each token but the
-    first is a target; what is left over at a shard's end is not used. With ``whole`` it is used
-    too, as a last sequence filled up with -1, so that every token is a target once.
+    Sequence i of a shard has the shard's tokens i·S to i·S + S, both included: S inputs, and S
+    targets that are shifted by one token. Tokens left over at the end of a shard are not used. With
+    ``whole`` they make a last sequence that is padded with -1, and every token of the shard but the
+    first is a target once.
 
-    Raises InputError where a file is not as long as the manifest says, or no sequence fits.
+    Raises InputError where a file is not as long as the manifest says, or where no shard is long
+    enough for a sequence.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class PackedSequences:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Int64 tokens [S + 1] of one sequence, in the order of the files."""
+        """The tokens of one sequence, int64 [S + 1]; sequences are numbered through the shards."""
         shard = int(np.searchsorted(self._ends, index, side="right"))
         first = int(self._ends[shard - 1]) if shard else 0
         start = (index - first) * self.seq_len
@@ -67,6 +69,6 @@ class PackedSequences:
         return np.pad(tokens, (0, missing), constant_values=-1) if missing else tokens
 
     def batch(self, indices: list[int]) -> Tensor:
-        """[len(indices), S + 1] int64; no indices are an ordinary, empty batch."""
+        """The tokens of some sequences, int64 [len(indices), S + 1]; ``indices`` may be empty."""
         rows = [self[index] for index in indices]
         return torch.from_numpy(np.stack(rows) if rows else np.empty((0, self.seq_len + 1), int))

@@ -14,7 +14,12 @@ from pretrain.errors import InputError
 
 
 def load_tokenizer(data: DataConfig) -> Tokenizer:
-    """The prepared corpus's tokenizer; the end of a document spelt out in a text is only text."""
+    """The tokenizer of the prepared corpus.
+
+    A text that spells out the end token is encoded as ordinary text, not as the end token.
+
+    Raises InputError where the file cannot be read.
+    """
     path = Path(data.path) / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -25,10 +30,10 @@ def load_tokenizer(data: DataConfig) -> Tokenizer:
 
 
 def read_tokenizer(path: Path, vocab_size: int, end_token: str) -> Tokenizer:
-    """A tokenizer that was made elsewhere, ready for whole documents.
+    """A tokenizer.json of another project, without truncation and padding.
 
-    Raises InputError where it cannot be read, is not byte-level, has ids beyond ``vocab_size``, or
-    lacks ``end_token``.
+    Raises InputError where the file cannot be read, or where the tokenizer is not byte-level, has
+    an id of ``vocab_size`` or above, or lacks ``end_token``.
     """
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -62,8 +67,8 @@ def end_of_document(tokenizer: Tokenizer, end_token: str = END_OF_DOCUMENT) -> i
 def bytes_per_token(
     tokenizer: Tokenizer, vocab_size: int, end_token: str = END_OF_DOCUMENT
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """[V] int64: how many bytes of text each token stands for; the end of a document none."""
-    # A byte-level token is spelt with one character for each byte; an added one as it is.
+    """The bytes of text that each token stands for, int64 [V]; 0 for the end token."""
+    # A byte-level token has one character for each byte; an added token is its own text.
     tokens = [tokenizer.id_to_token(i) or "" for i in range(vocab_size)]
     sizes = np.array([len(token) for token in tokens], dtype=np.int64)
     for i, token in tokenizer.get_added_tokens_decoder().items():
@@ -75,7 +80,10 @@ def bytes_per_token(
 def train_tokenizer(
     documents: list[Document], vocab_size: int, limit: int, end_token: str
 ) -> Tokenizer:
-    """Train a byte-level BPE tokenizer on ``limit`` bytes: documents in order of their hashes."""
+    """Train a byte-level BPE tokenizer on at most ``limit`` bytes of the documents' text.
+
+    Documents are taken in the order of their hashes: the sample is then of all folders.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -88,7 +96,6 @@ def train_tokenizer(
 
     def some() -> Iterator[str]:
         left = limit
-        # By hash, so that a limit takes from everywhere and not from the first folder.
         for document in sorted(documents, key=lambda d: d.hash):
             raw = document.read().encode()[:left]
             yield raw.decode(errors="ignore")

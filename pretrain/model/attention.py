@@ -21,7 +21,7 @@ from pretrain.model.rope import YarnConfig, rope_frequencies, rotate
 QKNorm = Literal["none", "head", "all_heads"]
 
 _LATENT_NORM_EPS = 1e-6
-"""DeepSeek-V3's, whatever the other norms have."""
+"""The epsilon of the norms of latents, from DeepSeek-V3; ``norm_eps`` is for the other norms."""
 
 
 class AttentionConfig(BaseModel):
@@ -133,7 +133,7 @@ class AttentionConfig(BaseModel):
 
     @property
     def softmax_scale(self) -> float:
-        """What attention logits are multiplied by."""
+        """The factor of attention logits."""
         scale = 1 / math.sqrt(self.qk_head_dim)
         return scale if self.yarn is None else scale * self.yarn.logit_scale
 
@@ -146,7 +146,7 @@ def rotate_as(config: AttentionConfig, x_BHSP: Tensor, positions_S: Tensor | Non
 
 
 class _CausalAttention(nn.Module):
-    """What both kinds of attention have: where the rest of each sequence is."""
+    """The part that both kinds of attention share: which ranks have the rest of each sequence."""
 
     context: Context
 
@@ -155,7 +155,10 @@ class _CausalAttention(nn.Module):
         self.context = WholeSequence()
 
     def use_sequence_group(self, group: dist.ProcessGroup) -> None:
-        """Sequences are spread over ``group``; ``parallel.apply_context_parallel`` calls this."""
+        """Tell the module that each sequence is cut over the ranks of ``group``.
+
+        ``parallel.apply_context_parallel`` calls this method.
+        """
         self.context = SpreadSequence(group)
 
 
@@ -175,8 +178,11 @@ class GroupedQueryAttention(_CausalAttention):
         self.k_norm = nn.RMSNorm(sizes[1], c.norm_eps) if sizes else None
 
     def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
-        """[B, S, D] -> [B, S, D]; tokens attend to themselves and those before them, of their
-        documents where these are given."""
+        """[B, S, D] -> [B, S, D].
+
+        A token attends to itself and to earlier tokens: of its sequence, or with ``documents`` of
+        its document.
+        """
         S, c = x_BSD.shape[1], self.config
         at = self.context.positions(S, x_BSD.device)
         q_BHSC = rotate_as(c, self._normed(self.wq(x_BSD), self.q_norm), at)
@@ -186,7 +192,7 @@ class GroupedQueryAttention(_CausalAttention):
         y_BHSC = self.context.attend(
             q_BHSC, k_BWGC.transpose(1, 2), v_BWGC.transpose(1, 2), c.softmax_scale, documents
         )
-        # Heads are those that are here: tensor parallelism may have cut the projections.
+        # y has the heads of this rank: tensor parallelism may have cut the projections.
         out: Tensor = self.wo(y_BHSC.transpose(1, 2).flatten(2))
         return out
 
@@ -203,8 +209,8 @@ class GroupedQueryAttention(_CausalAttention):
 class LatentAttention(_CausalAttention):
     """Causal multi-head latent attention (DeepSeek-V3, arXiv 2412.19437, section 2.1.1).
 
-    Keys and values of all heads are made from one small vector for each token, the latent; the
-    rotary part of the keys is shared by all heads.
+    The keys and values of all heads are computed from one small vector for each token, the latent.
+    All heads share the rotary part of the keys.
     """
 
     def __init__(self, config: AttentionConfig) -> None:
@@ -223,17 +229,20 @@ class LatentAttention(_CausalAttention):
         self.wo = nn.Linear(c.num_heads * c.v_head_dim, c.d_model, bias=False)
 
     def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
-        """[B, S, D] -> [B, S, D]; tokens attend to themselves and those before them, of their
-        documents where these are given."""
+        """[B, S, D] -> [B, S, D].
+
+        A token attends to itself and to earlier tokens: of its sequence, or with ``documents`` of
+        its document.
+        """
         B, S, _ = x_BSD.shape
         c = self.config
         N, P, V = c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
         q = self._queries(x_BSD)
-        # Heads are those that are here: tensor parallelism may have cut the projections.
+        # H counts the heads of this rank: tensor parallelism may have cut the projections.
         H = q.shape[-1] // (N + P)
         q_BHSC = q.view(B, S, H, N + P).transpose(1, 2)
         q_BHSN, q_BHSP = q_BHSC.split((N, P), dim=-1)
-        # The latents are a hundredth of the keys and values that are made of them: they travel.
+        # Ranks exchange latents, which have about a hundredth of the bytes of keys and values.
         latent_BWR, k_BWP = self.context.gather(self.wkv_a(x_BSD)).split((c.kv_lora_rank, P), -1)
         W = latent_BWR.shape[1]
         kv = self.wkv_b(self.kv_a_norm(latent_BWR)).view(B, W, H, N + V).transpose(1, 2)
@@ -250,7 +259,7 @@ class LatentAttention(_CausalAttention):
         return out
 
     def _queries(self, x_BSD: Tensor) -> Tensor:
-        # One map; or down to the latent, its norm, and up.
+        # One projection; or a projection to the latent, its norm, and a projection to the heads.
         q = x_BSD
         for module in (self.wq, self.wq_a, self.q_a_norm, self.wq_b):
             q = q if module is None else module(q)
@@ -258,5 +267,5 @@ class LatentAttention(_CausalAttention):
 
 
 def build_attention(config: AttentionConfig) -> nn.Module:
-    """The attention of a config."""
+    """The attention module that a config asks for."""
     return LatentAttention(config) if config.latent else GroupedQueryAttention(config)

@@ -49,13 +49,13 @@ class DecoderOutput(NamedTuple):
     """Logits and what every MoE layer reports; a NamedTuple, so that FSDP sees the tensors."""
 
     logits: Tensor
-    """[B, S, V]; of a part without the last layer, what its last one gives, [B, S, D]."""
+    """[B, S, V]; from a stage without the last layer, the hidden states [B, S, D]."""
     aux: tuple[MoEAux, ...]
-    """One for each MoE layer, in order."""
+    """The report of each MoE layer, in order."""
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then the same with a MoE or a dense feed-forward layer."""
+    """y = x + attention(norm(x)), then y + ffn(norm(y)), where ffn is a MoE or a dense MLP."""
 
     def __init__(self, config: ModelConfig, moe: MoEConfig | None) -> None:
         super().__init__()
@@ -82,17 +82,17 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A causal language model, or those of its layers that are here.
+    """A causal language model, or some of its layers, such as a pipeline stage.
 
-    The embedding is with the first layer, the last norm and the head with the last. Names are those
-    of the whole model, whatever is here. Parameters are left as torch's constructors made them:
-    :func:`pretrain.model.init_parameters` gives them values that do not depend on the number of
-    ranks.
+    The embedding belongs to the first layer; the last norm and the head belong to the last layer.
+    A parameter has the same name in a stage as in the whole model. The constructor leaves
+    parameters as torch initializes them; :func:`pretrain.model.init_parameters` sets initial
+    weights that do not depend on the number of ranks.
 
     Args:
         config: of the whole model.
         moe: of its MoE layers; None for a dense model.
-        layers: the numbers of those that are here, in order; all where None.
+        layers: the numbers of the layers to build, in order; None builds all.
     """
 
     def __init__(
@@ -112,11 +112,11 @@ class Decoder(nn.Module):
 
     @property
     def blocks(self) -> dict[int, DecoderLayer]:
-        """The layers that are here, by number."""
+        """The layers of this module, by number."""
         return {int(i): cast(DecoderLayer, layer) for i, layer in self.layers.items()}
 
     def part(self, layers: Iterable[int]) -> Decoder:
-        """Some of the layers that are here, and what goes with them: the same modules."""
+        """A decoder of some of these layers. It shares their modules and does not copy them."""
         part = Decoder(self.config, None, ())
         for i in layers:
             part.layers[str(i)] = self.layers[str(i)]
@@ -134,11 +134,12 @@ class Decoder(nn.Module):
     ) -> DecoderOutput:
         """[B, S] int64 token ids -> logits [B, S, V]; B may be 0.
 
-        A part without the first layer takes what the layer before gave, [B, S, D].
-        ``counts_before`` are the ``expert_counts_E`` of the step's forward before this one, one for
-        each MoE layer, for load balancing over a global batch. With ``documents``, of the whole
-        sequences whatever of them is here, tokens attend to those of their own; where a sequence's
-        positions begin does not matter to a document, since only differences of them enter.
+        A stage without the first layer takes the hidden states of the layer before, [B, S, D].
+        ``counts_before`` has, for each MoE layer, the ``expert_counts_E`` of the step's forwards
+        before this one: load balancing over a global batch needs the counts. With ``documents``
+        tokens attend only to tokens of their own document. ``documents`` describes whole sequences,
+        also where ranks share a sequence. Positions are counted from the beginning of a sequence
+        and not of a document: attention depends on differences of positions alone.
         """
         x_BSD = tokens_BS if self.embed is None else self.embed(tokens_BS)
         reports: list[MoEAux] = []
@@ -159,6 +160,6 @@ class Decoder(nn.Module):
 
 
 def meta_decoder(model: ModelConfig, moe: MoEConfig | None) -> Decoder:
-    """The decoder with names, shapes and dtypes, and without storage."""
+    """The decoder on the meta device: names, shapes and dtypes without storage."""
     with torch.device("meta"):
         return Decoder(model, moe)

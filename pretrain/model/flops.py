@@ -1,13 +1,13 @@
-"""How many floating-point operations a token costs, and how many a device can do.
+"""Floating-point operations of a token, and the peak rate of a device.
 
 Legend: B batch, S sequence, D d_model, F d_ff, E experts, K top_k, V vocab.
 
-Counted are the model's products, two operations for a multiplication and its addition, forward once
-and backward twice, and nothing else: not what a layout or recomputation does again, not norms,
-activations, rotations or look-ups. Of attention only pairs that the causal mask lets through count,
-and of experts only those that a token takes. Sequences count as whole ones whether or not
-``data.document_mask`` keeps their documents apart; where it does, fewer pairs are computed than are
-counted, and what is said of model FLOPs is an upper estimate.
+The GEMMs of the model are counted: two operations for a multiplication and an addition, once for
+the forward and twice for the backward. Norms, activations, rotations and look-ups are not counted,
+nor is recomputation, nor the extra work of a layout. In attention the query-key pairs of the causal
+mask are counted, and in MoE layers the experts that a token is routed to. ``data.document_mask``
+does not change the count: with it fewer pairs are computed than are counted, and the model FLOPs
+are an upper bound.
 """
 
 from __future__ import annotations
@@ -31,39 +31,40 @@ _TFLOPS = {
 }
 
 _LONG_ENOUGH = 0.02
-"""Seconds of a product; larger ones are slow on CPUs without float16, and say no more."""
+"""A GEMM that takes so many seconds is large enough to measure the peak with."""
 
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """Operations of one token's forward, a mean over the sequence's positions."""
+    """Floating-point operations of the forward of one token, averaged over its positions."""
 
     attention_projections: float
     attention_scores: float
-    """Queries by keys, and the weights by values."""
+    """The GEMMs of queries with keys, and of attention weights with values."""
     dense_layers: float
     routers: float
     experts: float
-    """Those that a token takes, shared ones too."""
+    """The experts that a token is routed to, and the shared experts."""
     head: float
 
     @property
     def total(self) -> float:
-        """The sum."""
+        """The sum of all fields."""
         return float(sum(getattr(self, field.name) for field in fields(self)))
 
     @property
     def training(self) -> float:
-        """Forward and backward: every product has two gradients."""
+        """Forward and backward: each GEMM of the forward has two GEMMs in the backward."""
         return 3 * self.total
 
 
 def forward_flops(
     model: ModelConfig, moe: MoEConfig | None, seq_len: int, causal: bool = True
 ) -> ForwardFlops:
-    """Count a token of a sequence of ``seq_len``.
+    """The operations of a token in a sequence of ``seq_len`` tokens.
 
-    ``causal = False`` counts all S keys for each query and not (S + 1) / 2; some publications do.
+    With ``causal`` a query counts (seq_len + 1) / 2 keys, the mean over positions. Otherwise it
+    counts all ``seq_len`` keys, as some publications do.
     """
     num_dense = model.num_layers if moe is None else model.first_k_dense
     num_moe = model.num_layers - num_dense
@@ -81,7 +82,7 @@ def forward_flops(
 
 
 def _attention_weights(c: AttentionConfig) -> int:
-    """Of the matrices of one layer."""
+    """The number of attention weights of one layer."""
     D, H = c.d_model, c.num_heads
     if not c.latent:
         return D * c.qk_head_dim * (2 * H + 2 * c.num_kv_heads)
@@ -93,15 +94,18 @@ def _attention_weights(c: AttentionConfig) -> int:
 
 
 def _expert_weights(c: MoEConfig) -> int:
-    """Of the matrices of one layer that a token passes through."""
+    """The number of expert weights of one layer that a token is multiplied with."""
     products = 3 if ACTIVATIONS[c.activation].gated else 2
     weights = (c.top_k + c.num_shared_experts) * products * c.d_model * c.d_ff
     return weights + (c.d_model if c.shared_expert_gate else 0)
 
 
 def peak_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
-    """What one rank's device can do: of its data sheet, or, where there is none, the fastest of
-    some products here and now, with this process's threads."""
+    """The peak rate of one rank's device, in floating-point operations per second.
+
+    For the GPUs in ``_TFLOPS`` the rate is that of the data sheet. For other devices the rate is
+    measured: the fastest of a few GEMMs with this process's threads.
+    """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for known, by_dtype in _TFLOPS.items():
@@ -114,7 +118,7 @@ def peak_flops_per_second(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _product_seconds(size: int, device: torch.device, dtype: torch.dtype) -> float:
-    # Not random: a resume has its random state by now.
+    # Ones, not random numbers: a resumed run has restored its random state by now.
     a = torch.ones(size, size, device=device, dtype=dtype)
     out, best = torch.empty_like(a), float("inf")
     for _ in range(8):

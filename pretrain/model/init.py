@@ -1,8 +1,8 @@
-"""First values of parameters, the same for any number of ranks.
+"""Initial weights, which do not depend on the number of ranks.
 
-Every matrix (each expert's alone) has a generator of its own, seeded by the job's seed and the
-parameter's name. A rank makes the matrices that it holds a part of, one at a time, and keeps that
-part: no rank ever holds the model, and the values do not know how many ranks there are.
+Every matrix of the model, and every matrix of each expert, has its own random generator, seeded by
+the job's seed and the parameter's name. A rank generates the matrices of which it has a shard, one
+at a time, and keeps its shard. No rank ever has the whole model in memory.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from parallel import ShardLayout, expert_parameter_names, local_shard
 def init_parameters(
     model: nn.Module, layouts: Mapping[str, ShardLayout], rank: int, seed: int, num_layers: int
 ) -> None:
-    """Fill every parameter of a laid-out, materialized model in place.
+    """Fill every parameter of a parallelized, materialized model in place.
 
-    Vectors (norms) are ones, biases zeros. Matrices are normal with standard deviation
-    fan_in ** -0.5; what writes into the residual stream is divided by sqrt(2 · num_layers) (GPT-2's
-    scheme); the embedding and the router have 0.02. Buffers (the experts' biases) are zeros.
+    Norm weights are ones; biases and buffers are zeros. The elements of a matrix are normal with
+    standard deviation fan_in ** -0.5. For matrices whose output is added to the residual stream the
+    deviation is divided by sqrt(2 · num_layers), as in GPT-2. The embedding and the routers have
+    the standard deviation 0.02.
 
     Args:
         model: on its device; parameters may be DTensors.
@@ -63,13 +64,16 @@ def first_matrix(
     seed: int,
     expert: int | None = None,
 ) -> Tensor:
-    """The first values of one matrix, or of one expert's: a function of the arguments alone."""
+    """The initial values of a matrix, or with ``expert`` of that expert's matrix.
+
+    The values depend on the arguments and on nothing else.
+    """
     std = _std(name, fan_in, num_layers)
     return _normal(name if expert is None else f"{name}/{expert}", shape, std, seed)
 
 
 def is_bias(name: str) -> bool:
-    """Whether a parameter of that name is added to something; experts' biases have two dims."""
+    """Whether a parameter is a bias, by its name: the biases of experts have two dims."""
     return name.endswith(".bias") or name.rsplit(".", 1)[-1] in ("b_gate", "b_up", "b_down")
 
 

@@ -50,21 +50,24 @@ class YarnConfig(BaseModel):
 
     @property
     def rotary_scale(self) -> float:
-        """Multiplies the rotary parts of queries and keys, each."""
+        """The factor of the rotary part of queries, and of the rotary part of keys."""
         if self.mscale == 0:
             return self._magnitude(1.0)
         return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
 
     @property
     def logit_scale(self) -> float:
-        """Multiplies the attention logits, besides."""
+        """A further factor of attention logits."""
         return self._magnitude(self.mscale_all_dim) ** 2
 
     def _magnitude(self, weight: float) -> float:
         return 0.1 * weight * math.log(self.factor) + 1.0
 
     def turns_dim(self, turns: float, size: int, theta: float) -> float:
-        """The pair that turns so many times over the original length; a fraction (eq. 17)."""
+        """The index of the pair that makes ``turns`` turns over ``original_seq_len`` positions.
+
+        The index is a real number: arXiv 2309.00071, equation 17.
+        """
         wavelength = self.original_seq_len / (turns * 2 * math.pi)
         return size * math.log(wavelength) / (2 * math.log(theta))
 
@@ -74,9 +77,10 @@ def rope_frequencies(
 ) -> Tensor:
     """Radians per position of every pair of a rotary part, [size / 2] float32.
 
-    theta ** (-2i / size) (Su et al., arXiv 2104.09864, section 3.2.2). With ``yarn`` the slow ones
-    are divided by its factor, the fast ones kept, and those between blended (arXiv 2309.00071,
-    section 3.2; the ends of the ramp are whole dims, as in the authors' code).
+    Pair i has theta ** (-2i / size) (Su et al., arXiv 2104.09864, section 3.2.2). With ``yarn`` the
+    frequencies of slow pairs are divided by ``yarn.factor``, those of fast pairs are kept, and a
+    linear ramp blends both for the pairs between (arXiv 2309.00071, section 3.2). The ends of the
+    ramp are integers, as in the authors' code.
     """
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
     frequencies = 1.0 / theta**exponents
@@ -100,9 +104,9 @@ def rotate(
 ) -> Tensor:
     """Rotary position embedding (Su et al., arXiv 2104.09864, eq. 34), times ``scale``.
 
-    Pairs are (i, i + P/2), or with ``interleaved`` (2i, 2i + 1). The result has the pairs' first
-    members in its first half either way: queries and keys alike, so that no product changes.
-    Positions are 0 to S - 1 where none are given.
+    Pairs are (i, i + P/2), or with ``interleaved`` (2i, 2i + 1). In both cases the first half of
+    the result has the first members of the pairs. Queries and keys are permuted in the same way,
+    and their inner products do not change. Positions are 0 to S - 1 where ``positions_S`` is None.
     """
     if positions_S is None:
         positions_S = torch.arange(x_BHSP.shape[-2], device=x_BHSP.device)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from pretrain.observe.console import Bar, Console, complain, human_bytes, say
+from pretrain.observe.console import Console, complain, human_bytes, progress_bar, say
 from pretrain.observe.events import (
     CapacityPlanned,
     CheckpointCommitted,
@@ -26,10 +26,17 @@ from pretrain.observe.jsonl import History, JsonlLog, read_log
 
 if TYPE_CHECKING:
     from pretrain.observe.prometheus import Endpoint, Metrics
+    from pretrain.observe.status import (
+        Status,
+        StatusFile,
+        last_step,
+        newest_checkpoint,
+        outcome_of,
+        read_status,
+    )
     from pretrain.observe.summary import Summary, show_summary
 
 __all__ = [
-    "Bar",
     "CapacityPlanned",
     "CheckpointCommitted",
     "CheckpointFailed",
@@ -50,31 +57,44 @@ __all__ = [
     "SaveBegun",
     "SaveIntervalChosen",
     "SpecChanged",
+    "Status",
+    "StatusFile",
     "StepCommitted",
     "StepSkipped",
     "Summary",
     "complain",
     "human_bytes",
+    "last_step",
+    "newest_checkpoint",
+    "outcome_of",
+    "progress_bar",
     "read_log",
+    "read_status",
     "say",
     "show_summary",
 ]
 
-_WITH_TORCH = {
+_ON_DEMAND = {
     "Endpoint": "pretrain.observe.prometheus",
     "Metrics": "pretrain.observe.prometheus",
+    "Status": "pretrain.observe.status",
+    "StatusFile": "pretrain.observe.status",
     "Summary": "pretrain.observe.summary",
+    "last_step": "pretrain.observe.status",
+    "newest_checkpoint": "pretrain.observe.status",
+    "outcome_of": "pretrain.observe.status",
+    "read_status": "pretrain.observe.status",
     "show_summary": "pretrain.observe.summary",
 }
 
 
 def __getattr__(name: str) -> Any:
-    # On demand: the other names need neither torch nor the seconds of its import.
-    if name not in _WITH_TORCH:
+    # On demand: the other names need neither torch nor pydantic, and the time of their import.
+    if name not in _ON_DEMAND:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module(_WITH_TORCH[name]), name)
+    value = getattr(import_module(_ON_DEMAND[name]), name)
     globals()[name] = value
     return value
 

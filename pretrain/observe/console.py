@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-import threading
-import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+from parallel.layout import count_ranks
 from pretrain.observe.events import (
     CheckpointCommitted,
     CheckpointFailed,
@@ -93,9 +94,11 @@ def _line(event: Event, steps: int) -> str | None:
 
 
 def _greeting(start: RunStarted) -> str:
-    ranks = "1 rank" if start.world_size == 1 else f"{start.world_size} ranks"
+    ranks = count_ranks(start.world_size)
+    if start.world_size > 1:
+        ranks += f" ({start.layout})"
     lines = [
-        f"{start.job}: {start.parameters:,} parameters on {ranks} ({start.layout}), "
+        f"{start.job}: {start.parameters:,} parameters on {ranks}, "
         f"{start.device}; {start.steps} steps of {start.step_tokens:,} tokens; "
         f"spec {start.spec_hash[:12]}"
     ]
@@ -129,27 +132,35 @@ def progress_line(report: IntervalEnded, steps: int) -> str:
     return line
 
 
-class Bar:
-    """Bytes done and time left, on one line of a terminal; nothing elsewhere."""
+@contextmanager
+def progress_bar(total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar on the terminal, for as long as the context lasts; nothing where stderr is none.
 
-    def __init__(self, total: int) -> None:
-        self.total, self.done, self.began = total, 0, time.monotonic()
-        self.shown = sys.stderr.isatty()
-        self.last = -1.0
-        self._lock = threading.Lock()  # several threads tell of what they have done
+    Yields a function that any thread calls with the number of bytes that have just been done.
+    """
+    if not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    from rich.console import Console  # here: only some commands show a bar
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TaskProgressColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
-    def __call__(self, count: int) -> None:
-        """``count`` more bytes are done."""
-        with self._lock:
-            self.done += count
-            now = time.monotonic()
-            if self.shown and (now - self.last > 0.1 or self.done >= self.total):
-                self.last = now
-                share = min(self.done / max(self.total, 1), 1.0)
-                left = (now - self.began) * (1 - share) / max(share, 1e-9)
-                text = f"{share:6.1%}  {human_bytes(self.done)}  {left:.0f} s left"
-                end = "" if share < 1 else "\n"
-                print(f"\r{text:<50}", end=end, file=sys.stderr, flush=True)
+    columns = (
+        TaskProgressColumn(),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=total_bytes)
+        yield lambda count: progress.advance(task, count)
 
 
 def human_bytes(count: float) -> str:

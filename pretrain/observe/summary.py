@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from ckpt import manifest_name
+from parallel.layout import count_ranks
 from pretrain.observe.console import human_bytes, say
 from pretrain.spec import JobSpec
 
@@ -63,9 +64,13 @@ def heat_map(layers: list[int], rows: list[list[int]]) -> str:
 def show_summary(summary: Summary, spec: JobSpec) -> None:
     """Print it, with the commands that go on from here."""
     s = summary
+    where = count_ranks(s.world_size)
+    if s.world_size > 1:
+        where += f" ({s.layout})"
     first, last = s.train_loss_first or 0.0, s.train_loss_last or 0.0
     say(
-        f"\n{spec.name}: {s.steps} steps, {s.tokens:,} tokens on {s.world_size} ranks ({s.layout})"
+        f"\n{spec.name}: {s.steps} steps, {s.tokens:,} tokens "
+        f"on {where}"
         f"\n  validation        {s.val_bits_per_byte:.3f} bits per byte of held-out text"
         f"\n  gzip -9, xz -9    {s.gzip_bits_per_byte:.3f}, {s.xz_bits_per_byte:.3f}"
         f"\n  training loss     {first:.3f} -> {last:.3f} nats per token"
@@ -76,13 +81,13 @@ def show_summary(summary: Summary, spec: JobSpec) -> None:
         say(heat_map(s.moe_layers, s.tokens_per_expert))
     if s.sample:
         say(f"\nsample, from {spec.sample.prompt!r}:\n{_indent(s.sample)}")
-    root, python = spec.checkpoint_path, Path(sys.executable)
-    if python.is_relative_to(Path.cwd()):
-        python = python.relative_to(Path.cwd())
+    root = spec.checkpoint_path
+    if isinstance(root, Path):
+        root = root.resolve()  # the commands below work from any folder
     say(
-        f"\ncheckpoint  {s.checkpoint}"
-        f"\n  inspect   {python} tools/inspect_ckpt.py {root} --verify"
-        f"\n  reshard   {python} tools/reshard.py {root} {root}-ep1 --layout ep=1"
+        f"\ncheckpoint  {manifest_name(root, s.steps)}"
+        f"\n  inspect   convoy inspect verify {root}"
+        f"\n  reshard   convoy reshard {root} {root}-ep1 --layout ep=1"
         f"\n  resume    the same command with --set train.steps={2 * s.steps}"
     )
 

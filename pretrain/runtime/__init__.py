@@ -1,6 +1,6 @@
 """This process among its ranks: process groups, signals, locks and memory."""
 
-from pretrain.runtime.locks import lock_run
+from pretrain.runtime.locks import lock_folder, lock_run
 from pretrain.runtime.memory import keep_freed_memory, peak_memory_bytes
 from pretrain.runtime.ranks import Runtime, launched_rank, launched_world, start
 from pretrain.runtime.signals import StopRequest
@@ -11,6 +11,7 @@ __all__ = [
     "keep_freed_memory",
     "launched_rank",
     "launched_world",
+    "lock_folder",
     "lock_run",
     "peak_memory_bytes",
     "start",

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import model_validator
 
 from parallel import Topology
+from parallel.layout import count_ranks
 from pretrain.errors import InputError
 from pretrain.spec.checks import ALL_CHECKS
 from pretrain.spec.nearest import nearest_layouts
@@ -82,8 +83,8 @@ class JobSpec(Sections):
         except ValueError as error:
             nearest = nearest_layouts(self.parallel, world, self._fits)
             known = "; ".join(topology.describe() for topology in nearest)
-            hint = f"layouts that work on {world} ranks: {known}" if known else (
-                f"no layout of {world} ranks works for this model and data"
+            hint = f"layouts that work on {count_ranks(world)}: {known}" if known else (
+                f"no layout of {count_ranks(world)} works for this model and data"
             )  # fmt: skip
             raise InputError(f"{error}; {hint}") from None
 

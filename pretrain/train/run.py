@@ -44,6 +44,7 @@ from pretrain.observe import (
     RunDone,
     RunStarted,
     RunStopped,
+    StatusFile,
     Summary,
     say,
     show_summary,
@@ -56,8 +57,12 @@ from pretrain.train.generate import generate
 from pretrain.train.trainer import Trainer
 
 
-def run(spec: JobSpec) -> int:
+def run(spec: JobSpec, status: StatusFile | None = None) -> int:
     """Pretrain as the spec says; returns the exit code.
+
+    Args:
+        spec: of the run.
+        status: on rank 0, where the run's beginning and end are recorded.
 
     Raises:
         InputError, CheckpointError: nothing can be done with this spec, data or checkpoint.
@@ -69,7 +74,12 @@ def run(spec: JobSpec) -> int:
         held.callback(runtime.close)
         held.callback(stop.restore)
         runtime.first(lambda: held.enter_context(lock_run(spec)))
-        return _run(spec, runtime, stop)
+        if status is not None:
+            held.enter_context(status.during(spec.checkpoint_path))
+        code = _run(spec, runtime, stop)
+        if status is not None:
+            status.end(code)
+        return code
 
 
 def prepare(spec: JobSpec, *, reset: bool = False, load_step: int | None = None) -> None:
@@ -77,12 +87,12 @@ def prepare(spec: JobSpec, *, reset: bool = False, load_step: int | None = None)
 
     Args:
         spec: the run.
-        reset: remove the run's log, summary and checkpoints; the next start is a new run.
+        reset: remove the run's log, summary, status and checkpoints; the next start is a new run.
         load_step: roll the run back: the next start resumes from this step. Newer checkpoints are
             moved to ``away/``, and checkpoints in nodes' memory and on their disks are not taken.
 
     Raises InputError where the corpus cannot be made, another run holds the folder, there is no
-    such step, or something cannot be removed.
+    such step, or a file cannot be removed.
     """
     prepare_corpus(spec.data, spec.model.vocab_size, say)
     if not reset and load_step is None:
@@ -93,7 +103,7 @@ def prepare(spec: JobSpec, *, reset: bool = False, load_step: int | None = None)
                 roll_back(spec.checkpoint_path, load_step, say)
                 return
             remove_run(spec.checkpoint_path)
-            for name in ("log.jsonl", "summary.json"):
+            for name in ("log.jsonl", "summary.json", "status.json"):
                 (spec.run_path / name).unlink(missing_ok=True)
         except OSError as error:
             raise InputError(

@@ -97,7 +97,7 @@ def test_neither_torch_nor_a_model_is_needed_to_read(opened):
         "import sys, ckpt\n"
         "from ckpt.rewrite import CheckpointSource\n"
         "from ckpt.interop import DcpSource, SafetensorsTarget\n"
-        "import tools.reshard\n"
+        "import pretrain.commands.reshard\n"
         "from ckpt.read import open_checkpoint\n"
         "print(open_checkpoint(sys.argv[1])['model/layers/x'].float32[1, 2].shape)\n"
         "bad = {'torch', 'zarr', 'pretrain.model', 'moe', 'router'} & set(sys.modules)\n"

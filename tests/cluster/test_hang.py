@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.commands.pretrain import main
 from pretrain.data.loader import Loader
 from tests.support.jobs import prepare_job, write_spec
 from tests.support.ranks import start_ranks
-from tools.pretrain import main
 
 TIMEOUT = {"train": {"timeout_seconds": 4.0, "steps": 6}}
 

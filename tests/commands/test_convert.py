@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 import ckpt
 from parallel import Topology
+from pretrain.commands.inspect import main as inspect
 from pretrain.convert.commands import new_spec
 from pretrain.convert.hf.config import HFConfig
 from pretrain.convert.hf.families import family_of
@@ -39,7 +40,6 @@ from tests.support.hf import (
     weights_of,
 )
 from tests.support.jobs import make_spec, write_corpus
-from tools import inspect_ckpt
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_what_an_older_transformers_saved_is_read(folders, tmp_path):
 
 def test_the_imported_checkpoint_is_one_and_says_so(folders, capsys):
     root = folders / "mixtral-ours"
-    assert inspect_ckpt.main([str(root / "checkpoints"), "--verify"]) == 0
+    assert inspect(["verify", str(root / "checkpoints")]) == 0
     out = capsys.readouterr().out
     assert "imported_from mixtral" in out
     assert "optimizer/" not in out

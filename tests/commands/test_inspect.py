@@ -1,26 +1,28 @@
-"""tools/inspect_ckpt.py: damage, differences, lineage and garbage, as lines and as JSON."""
+"""convoy inspect: damage, differences, history and garbage, as lines and as JSON."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
 
 import ckpt
-from ckpt.format.keys import objects_key, pending_key
+from ckpt.format.keys import locate, objects_key, pending_key
 from parallel.layout import Topology
+from pretrain.commands.inspect import main
+from pretrain.commands.reshard import main as reshard
 from tests.support.checkpoints import SPECS, full_values, info, local_array, save_with_threads
 from tests.support.s3 import BUCKET, Server, use
-from tools import inspect_ckpt
 
 TOPOLOGY = Topology(dp_shard=2, ep=2)
 
 
 def run(capsys, *arguments: object, code: int = 0) -> tuple[str, list[str]]:
-    assert inspect_ckpt.main([str(each) for each in arguments]) == code
+    assert main([str(each) for each in arguments]) == code
     out, err = capsys.readouterr()
     return out, err.splitlines()
 
@@ -48,14 +50,14 @@ def test_verify_names_all_that_is_damaged(tmp_path, capsys):
     data = bytearray(path.read_bytes())
     data[3] ^= 1
     path.write_bytes(data)
-    out, lines = run(capsys, tmp_path, "--verify", code=2)
+    out, lines = run(capsys, "verify", tmp_path, code=2)
     assert "step      9" in out
     assert "verified" not in out
     assert len(lines) == 3
     for what in ("embed/weight/c/1/0 is missing", "rng/torch/zarr.json is damaged",
                  "w_gate/c/0/1/0/0 is damaged: the CRC32C of chunk"):  # fmt: skip
         assert sum(what in line for line in lines) == 1, what
-    found = as_json(capsys, tmp_path, "--verify", code=2)
+    found = as_json(capsys, "verify", tmp_path, code=2)
     assert len(found["damage"]) == 3
     assert found["verified_bytes"] is None
     with pytest.raises(ckpt.CheckpointError, match=r"rng/torch/zarr.json is damaged"):
@@ -112,10 +114,10 @@ def test_layouts_are_no_difference(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(import_module("ckpt.read.compare"), "BLOCK_BYTES", 64)
     save_with_threads(tmp_path / "a", 5, TOPOLOGY)
     save_with_threads(tmp_path / "b", 7, Topology(dp_shard=4, ep=4))
-    out, _ = run(capsys, tmp_path / "a", "--diff", tmp_path / "b")
-    assert out == "4 of 4 arrays are alike, bit by bit\n"
+    out, _ = run(capsys, "diff", tmp_path / "a", tmp_path / "b")
+    assert out == "4 of 4 arrays are identical, bit by bit\n"
     save_with_threads(tmp_path / "b", 8, Topology(dp_replicate=2), seed=1)
-    found = as_json(capsys, tmp_path / "a", "--diff", tmp_path / "b")
+    found = as_json(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1)
     for spec in SPECS:
         (one,) = (array for array in found["arrays"] if array["name"] == spec.name)
         a, b = full_values(spec), full_values(spec, 1)
@@ -123,7 +125,7 @@ def test_layouts_are_no_difference(tmp_path, capsys, monkeypatch):
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[size]
         assert one["differing"] == int((a.view(bits) != b.view(bits)).sum())
     assert not found["alike"]
-    found = as_json(capsys, tmp_path / "a", "--diff", tmp_path / "b", "--other-step", "7")
+    found = as_json(capsys, "diff", tmp_path / "a", tmp_path / "b", "--other-step", "7")
     assert found["alike"]
 
 
@@ -134,15 +136,15 @@ def test_diff_tells_of_arrays_and_of_the_spec(tmp_path, capsys):
     changed = {"same": torch.ones(3), "numbers": torch.tensor([1.0, 1, 1, 3])}
     save(tmp_path / "b", 1, {**changed, "there": torch.ones(1), "shape": torch.ones(3, 2)},
          spec={"train": {"lr": 2, "seed": 0}, "moe": None})  # fmt: skip
-    lines = run(capsys, tmp_path / "a", "--diff", tmp_path / "b")[0].splitlines()
-    assert "spec: train.lr is 1 here, 2 there" in lines
+    lines = run(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1)[0].splitlines()
+    assert "spec: train.lr is 1 in CKPT, 2 in OTHER" in lines
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines}
     assert rows["here"] == "only here"
     assert rows["there"] == "only there"
     assert rows["shape"] == "shape: (2, 3) and (3, 2)"
     assert rows["numbers"] == "numbers 1 of 4 2 1"  # sqrt(4) / sqrt(4)
     assert "same" not in rows
-    assert lines[-1] == "1 of 5 arrays are alike, bit by bit"
+    assert lines[-1] == "1 of 5 arrays are identical, bit by bit"
 
 
 def test_diff_refuses_what_is_damaged(tmp_path, capsys):
@@ -150,12 +152,12 @@ def test_diff_refuses_what_is_damaged(tmp_path, capsys):
     save_with_threads(tmp_path / "b", 5, TOPOLOGY)
     path = ckpt.objects_dir(tmp_path / "b", manifest.save_id) / "model/embed/weight/c/1/0"
     path.write_bytes(path.read_bytes()[:-1])
-    _, lines = run(capsys, tmp_path / "a", "--diff", tmp_path / "b", code=2)
+    _, lines = run(capsys, "diff", tmp_path / "a", tmp_path / "b", code=2)
     assert len(lines) == 1
     assert str(path) in lines[0]
 
 
-def test_lineage_tells_of_runs_resizes_specs_and_reshards(tmp_path, capsys):
+def test_history_tells_of_runs_resizes_specs_and_reshards(tmp_path, capsys):
     w = {"w": torch.ones(2)}
     spec = {"train": {"lr": 1.0}, "moe": {"top_k": 2}}
     save(tmp_path, 10, w, save_id="00000010-first", spec=spec, spec_hash="a" * 64)
@@ -163,14 +165,14 @@ def test_lineage_tells_of_runs_resizes_specs_and_reshards(tmp_path, capsys):
     later = spec | {"train": {"lr": 0.5}}
     about = info(30, Topology(dp_shard=2), "00000030-second")
     ckpt.save_streamed(tmp_path, replace(about, spec=later), [])
-    found = as_json(capsys, tmp_path, "--lineage")
+    found = as_json(capsys, "history", tmp_path)
     assert [link["run"] for link in found] == ["first", "first", "second"]
     assert [link["new_run"] for link in found] == [False, False, True]
     assert [link["resized"] for link in found] == [False, False, True]
     assert found[2]["spec_changes"] == [{"field": "train.lr", "before": 1.0, "now": 0.5}]
     assert found[1]["seconds"] >= 0
     assert found[0]["bytes"] == ckpt.read_manifest(tmp_path, 10).total_bytes
-    out, _ = run(capsys, tmp_path, "--lineage")
+    out, _ = run(capsys, "history", tmp_path)
     assert out.splitlines()[0] == "run first"
     assert "run second" in out
     assert "resized to dp_shard=2" in out
@@ -180,22 +182,22 @@ def test_lineage_tells_of_runs_resizes_specs_and_reshards(tmp_path, capsys):
     made = ckpt.reshard(tmp_path, source, tmp_path / "other", Topology(dp_shard=2))
     assert made.parent == "00000020-first"
     assert ckpt.read_manifest(tmp_path / "other").parent == "00000020-first"
-    out, _ = run(capsys, tmp_path / "other", "--lineage")
+    out, _ = run(capsys, "history", tmp_path / "other")
     assert out.splitlines()[0].endswith(", of 00000020-first")
     out, _ = run(capsys, tmp_path / "other")
     assert "made of   00000020-first" in out
 
 
-def test_lineage_goes_past_a_damaged_manifest_and_says_so(tmp_path, capsys):
+def test_history_goes_past_a_damaged_manifest_and_says_so(tmp_path, capsys):
     for step in (1, 2, 3):
         save(tmp_path, step, {"w": torch.ones(2)})
     ckpt.manifest_path(tmp_path, 2).write_bytes(b"{}")
-    out, lines = run(capsys, tmp_path, "--lineage", code=2)
+    out, lines = run(capsys, "history", tmp_path, code=2)
     assert "step        1" in out
     assert "step        3" in out
     assert len(lines) == 1
     assert "step-00000002.json is damaged" in lines[0]
-    _, lines = run(capsys, tmp_path / "nowhere", "--lineage", code=2)
+    _, lines = run(capsys, "history", tmp_path / "nowhere", code=2)
     assert "no checkpoint in" in lines[0]
 
 
@@ -205,24 +207,24 @@ def test_garbage_is_listed_and_removed(tmp_path, capsys):
     store.write(f"{pending_key('00000002-dead')}/rank-0.begun", [b""])
     store.write(f"{objects_key('00000002-dead')}/w/c/0", [bytes(2048)])
     store.write(f"{objects_key('00000003-away')}/w/c/0", [bytes(1024)])
-    out, _ = run(capsys, tmp_path, "--gc", "--dry-run")
+    out, _ = run(capsys, "gc", tmp_path, "--dry-run")
     assert out.count("stays: it is younger than 86400 s") == 2
-    out, _ = run(capsys, tmp_path, "--gc", "--dry-run", "--grace-seconds", "0")
+    out, _ = run(capsys, "gc", tmp_path, "--dry-run", "--grace-seconds", "0")
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert "uncommitted 00000002-dead 2 2.0 KiB would go" in lines
     assert "unlisted 00000003-away 1 1.0 KiB stays: its manifest may have been moved away" in lines
-    assert lines[-1] == "2.0 KiB in 1 would be removed"
+    assert lines[-1] == "2.0 KiB in 1 entry would be removed"
     assert (tmp_path / "objects/00000002-dead").exists()
-    out, _ = run(capsys, tmp_path, "--gc", "--grace-seconds", "0")
-    assert out.splitlines()[-1] == "2.0 KiB in 1 were removed"
+    out, _ = run(capsys, "gc", tmp_path, "--grace-seconds", "0")
+    assert out.splitlines()[-1] == "2.0 KiB in 1 entry were removed"
     assert not (tmp_path / "objects/00000002-dead").exists()
-    found = as_json(capsys, tmp_path, "--gc", "--grace-seconds", "0", "--unlisted")
+    found = as_json(capsys, "gc", tmp_path, "--grace-seconds", "0", "--unlisted")
     assert [(each["name"], each["removed"]) for each in found["garbage"]] == [
         ("00000003-away", True)
     ]
     assert found["bytes"] == 1024
-    out, _ = run(capsys, tmp_path, "--gc", "--grace-seconds", "0")
-    assert out == "0 B in 0 were removed\n"
+    out, _ = run(capsys, "gc", tmp_path, "--grace-seconds", "0")
+    assert out == "0 B in 0 entries were removed\n"
     ckpt.verify(tmp_path, ckpt.read_manifest(tmp_path))
 
 
@@ -233,12 +235,12 @@ def test_an_s3_location_is_as_good_as_a_folder(tmp_path, capsys):
             root = f"s3://{BUCKET}/run/checkpoints"
             manifest = save_with_threads(root, 5, TOPOLOGY)
             save_with_threads(tmp_path, 5, Topology())
-            out, _ = run(capsys, root, "--verify")
+            out, _ = run(capsys, "verify", root)
             assert f"verified: all {manifest.total_bytes:,} bytes" in out
             assert f"{root}/manifests/step-00000005.json" in out
-            assert "4 of 4 arrays are alike" in run(capsys, root, "--diff", tmp_path)[0]
-            assert "run test" in run(capsys, root, "--lineage")[0]
-            assert run(capsys, root, "--gc")[0] == "0 B in 0 were removed\n"
+            assert "4 of 4 arrays are identical" in run(capsys, "diff", root, tmp_path)[0]
+            assert "run test" in run(capsys, "history", root)[0]
+            assert run(capsys, "gc", root)[0] == "0 B in 0 entries were removed\n"
             _, lines = run(capsys, "s3://no-bucket/run", code=2)
             assert lines[0].startswith("error: s3://no-bucket/run")
             assert lines[0].endswith(" cannot be read: there is no such bucket")
@@ -248,3 +250,25 @@ def test_an_s3_location_is_as_good_as_a_folder(tmp_path, capsys):
         _, lines = run(capsys, wrong, code=2)
         assert len(lines) == 1
         assert "must be a folder, or one of s3://BUCKET/PREFIX" in lines[0]
+
+
+def test_the_path_of_a_manifest_names_its_checkpoint(tmp_path, capsys, monkeypatch):
+    root = tmp_path / "a"
+    for step in (3, 5):
+        save(root, step, {"w": torch.full((2,), float(step))})
+    path = ckpt.manifest_path(root, 3)
+    assert as_json(capsys, path)["step"] == 3
+    assert as_json(capsys, "verify", path, "--step", "3")["step"] == 3
+    assert as_json(capsys, "diff", path, root, code=1)["arrays"][0]["max_abs"] == 2
+    assert "step        3" in run(capsys, "history", path)[0]
+    _, lines = run(capsys, path, "--step", "5", code=2)
+    assert "step (5) must be left out, or be that of the manifest" in lines[0]
+    assert ckpt.open(str(path))["w"][0] == ckpt.open(path)["w"][0] == 3
+    monkeypatch.chdir(root)
+    assert as_json(capsys, "manifests/step-00000003.json")["step"] == 3
+    out = tmp_path / "out"
+    assert reshard([str(path), str(out), "--layout", "dp_shard=2"]) == 0
+    assert ckpt.committed_steps(out) == [3]
+    assert locate("s3://bucket/run/manifests/step-00000003.json") == ("s3://bucket/run", 3)
+    assert locate("/manifests/step-00000003.json")[0] == Path("/")
+    assert locate(root, 4) == (root, 4)

@@ -1,8 +1,10 @@
-"""tools/reshard.py between formats, with weights alone, under other names and in other dtypes."""
+"""convoy reshard between formats, of weights without moments, under other names and dtypes."""
 
 from __future__ import annotations
 
+import io
 import json
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -13,9 +15,10 @@ from safetensors.torch import load_file, save_file
 import ckpt
 from ckpt.interop.safetensors_reader import SafetensorsSource
 from parallel.layout import Topology
+from pretrain.commands import reshard
+from pretrain.observe import progress_bar
 from tests.commands.test_tools import EXPERTS, contents, one_error_line
 from tests.support.checkpoints import full_values, save_with_threads
-from tools import reshard
 
 BIAS = ckpt.ArraySpec("model/layers/moe/router/expert_bias", (3, 8), torch.float32, ((), ()))
 NORM = ckpt.ArraySpec("model/norm/weight", (257,), torch.float32, (("fsdp",),))
@@ -47,7 +50,7 @@ def test_there_and_back_through_another_format_is_bit_equal(start, tmp_path, for
 
 
 def test_weights_alone_in_bfloat16(start, tmp_path):
-    assert run(start, tmp_path / "out", "--weights-only", "--dtype", "bf16") == 0
+    assert run("weights", start, tmp_path / "out", "--dtype", "bf16") == 0
     found = ckpt.open(tmp_path / "out")
     assert set(found) == {spec.name for spec in SPECS if spec.name.startswith("model/")}
     for spec in SPECS:
@@ -84,7 +87,7 @@ def test_a_checkpoint_of_others_is_stacked_and_renamed(tmp_path, form):
         save_file(tensors, tmp_path / "theirs/model.safetensors")
     rules = ["tok_embeddings/=model/embed/", "layers/=model/layers/"]
     flags = [flag for rule in rules for flag in ("--rename", rule)]
-    assert run(tmp_path / "theirs", tmp_path / "out", *flags, "--weights-only") == 0
+    assert run("weights", tmp_path / "theirs", tmp_path / "out", *flags) == 0
     found = ckpt.open(tmp_path / "out")
     assert set(found) == {
         "model/embed/weight", "model/layers/attention/wq/weight",
@@ -102,8 +105,8 @@ def test_a_checkpoint_of_others_is_stacked_and_renamed(tmp_path, form):
 
 
 def test_names_change_on_the_way_out_too(start, tmp_path):
-    flags = ["--weights-only", "--dtype", "bf16", "--rename", "model/norm/=model/last/"]
-    assert run(start, tmp_path / "out", "--format", "safetensors", *flags) == 0
+    flags = ["--dtype", "bf16", "--rename", "model/norm/=model/last/"]
+    assert run("weights", start, tmp_path / "out", "--format", "safetensors", *flags) == 0
     tensors = load_file(tmp_path / "out/model.safetensors")
     assert tensors["model/last/weight"].dtype == torch.bfloat16
     source = SafetensorsSource(tmp_path / "out")
@@ -120,14 +123,14 @@ def test_bad_input_is_refused_in_one_line_and_leaves_nothing(start, tmp_path, ca
     assert "--memory (lots) must be a size such as 512MiB" in refused("--memory", "lots")
     assert "memory (16 MiB) must be at least 32 MiB" in refused("--memory", "16MiB")
     assert "for each of 3 workers" in refused("--memory", "64MB", "--workers", "3")
-    assert "--dtype (bf16) must be with --weights-only" in refused("--dtype", "bf16")
     assert "--rename (a) must be OLD=NEW" in refused("--rename", "a")
     assert "rename a=b: there is no such array" in refused("--rename", "a=b")
     text = refused("--rename", "model/norm/weight=model/embed/weight")
     assert "one name, model/embed/weight" in text
     text = refused("--rename", "model/norm/weight=../../x")
     assert "array name '../../x' must be parts" in text
-    assert "the checkpoint's spec: name: required" in refused("--surgery", "drop=1")
+    assert run("surgery", start, tmp_path / "out", "drop=1") == 2
+    assert "the checkpoint's spec: name: required" in one_error_line(capsys.readouterr().err)
     assert "no checkpoint in" in refused(source=tmp_path / "nowhere")
     path = tmp_path / "x.safetensors"
     path.write_bytes(b"\0" * 20)
@@ -146,15 +149,38 @@ def test_bad_input_is_refused_in_one_line_and_leaves_nothing(start, tmp_path, ca
 def test_the_bar_counts_every_byte(start, tmp_path, monkeypatch):
     bars = []
 
-    class Spy(reshard.Bar):
-        def __init__(self, total):
-            super().__init__(total)
-            bars.append(self)
+    @contextmanager
+    def spy(total):
+        bars.append([total, 0])
 
-    monkeypatch.setattr(reshard, "Bar", Spy)
+        def advance(count):
+            bars[-1][1] += count
+
+        yield advance
+
+    monkeypatch.setattr(reshard, "progress_bar", spy)
     for form in ("convoy", "dcp", "safetensors"):
+        bars.clear()
         assert run(start, tmp_path / form, "--format", form) == 0
-        bar = bars.pop()
-        assert bar.done >= bar.total > 0
-        assert form == "dcp" or bar.done == bar.total
+        assert len(bars) == (2 if form == "convoy" else 1), "a checkpoint is verified too"
+        for total, done in bars:
+            assert done >= total > 0
+            assert form == "dcp" or done == total
     assert json.loads((tmp_path / "dcp/convoy.json").read_text())["step"] == 9
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_bar_is_shown_on_a_terminal_and_nowhere_else(monkeypatch):
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr("sys.stderr", stream)
+        monkeypatch.setenv("TERM", "xterm")
+        with progress_bar(1 << 20) as advance:
+            advance(1 << 19)
+            advance(1 << 19)
+        assert ("1.0/1.0 MiB" in stream.getvalue()) == stream.isatty()
+        assert ("100%" in stream.getvalue()) == stream.isatty()
+        assert bool(stream.getvalue()) == stream.isatty()

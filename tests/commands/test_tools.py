@@ -19,12 +19,13 @@ import torch
 
 import ckpt
 from parallel.layout import Topology
+from pretrain.commands.inspect import main as inspect
+from pretrain.commands.pretrain import main as pretrain
+from pretrain.commands.reshard import main as reshard
 from pretrain.data.prepare import prepare_corpus
 from tests.support.checkpoints import save_with_threads
 from tests.support.jobs import events, make_spec, write_corpus, write_spec
 from tests.support.ranks import run_ranks
-from tools import inspect_ckpt, reshard
-from tools.pretrain import main as pretrain
 
 ROOT = Path(__file__).parents[2]
 EXPERTS = [
@@ -64,7 +65,7 @@ def test_reshard_to_one_to_four_and_back_is_bit_equal(tmp_path, capsys):
         ("ep2", "ep1", "ep=1"), ("ep1", "ep4", "ep=4"), ("ep4", "back", "ep=2"),
     ]:  # fmt: skip
         arguments = [str(tmp_path / source), str(tmp_path / target), "--layout", layout]
-        assert reshard.main(arguments) == 0, capsys.readouterr().err
+        assert reshard(arguments) == 0, capsys.readouterr().err
     assert contents(tmp_path / "back") == contents(start)
     assert contents(tmp_path / "ep4") != contents(start), "four ranks have other objects"
     assert "written and verified" in capsys.readouterr().out
@@ -80,7 +81,7 @@ def test_reshard_refuses_what_it_cannot_do(tmp_path, capsys):
     target = tmp_path / "target"
 
     def refused(*arguments: str) -> str:
-        assert reshard.main([str(source), str(target), *arguments]) == 2
+        assert reshard([str(source), str(target), *arguments]) == 2
         return one_error_line(capsys.readouterr().err)
 
     assert "layout (eq=2) must be AXIS=DEGREE" in refused("--layout", "eq=2")
@@ -93,14 +94,14 @@ def test_reshard_refuses_what_it_cannot_do(tmp_path, capsys):
     assert ckpt.committed_steps(target) == []
     assert not list((target / "objects").iterdir()), "half a checkpoint was left"
     victim.write_bytes(data)
-    assert reshard.main([str(source), str(target), "--layout", "ep=1"]) == 0
+    assert reshard([str(source), str(target), "--layout", "ep=1"]) == 0
     capsys.readouterr()
     assert "already has a checkpoint of step 9" in refused("--layout", "ep=4")
 
 
 def test_inspect_shows_and_verifies(tmp_path, capsys):
     manifest = save_with_threads(tmp_path, 9, Topology(dp_shard=2, ep=2), EXPERTS)
-    assert inspect_ckpt.main([str(tmp_path), "--verify"]) == 0
+    assert inspect(["verify", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "step      9" in out
     assert "dp_shard=2 ep=2" in out
@@ -108,7 +109,7 @@ def test_inspect_shows_and_verifies(tmp_path, capsys):
     assert "bfloat16" in out
     assert f"verified: all {manifest.total_bytes:,} bytes" in out
 
-    assert inspect_ckpt.main([str(tmp_path), "--json"]) == 0
+    assert inspect([str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     arrays = {array["name"]: array for array in found["arrays"]}
     assert arrays["model/embed/weight"]["shape"] == [50, 12]
@@ -117,10 +118,11 @@ def test_inspect_shows_and_verifies(tmp_path, capsys):
     assert sum(a["bytes"] for a in found["arrays"]) + metadata == found["bytes"]
 
     (ckpt.objects_dir(tmp_path, manifest.save_id) / "model/embed/weight/c/1/0").unlink()
-    assert inspect_ckpt.main([str(tmp_path), "--verify"]) == 2
+    assert inspect(["verify", str(tmp_path)]) == 2
     assert "weight/c/1/0 is missing" in one_error_line(capsys.readouterr().err)
-    assert inspect_ckpt.main([str(tmp_path / "nowhere")]) == 2
-    assert "no checkpoint in" in one_error_line(capsys.readouterr().err)
+    assert inspect([str(tmp_path / "nowhere")]) == 2
+    assert "no checkpoint in" in (line := one_error_line(capsys.readouterr().err))
+    assert "there is no such folder" in line
 
 
 def on_rank(rank: int, arguments: list[str]) -> tuple[int, str, str]:
@@ -161,7 +163,7 @@ def test_the_resolved_spec_is_shown(tmp_path, capsys):
     shown = json.loads(capsys.readouterr().out)
     assert shown["train"]["steps"] == 7
     assert shown["moe"]["d_model"] == 32
-    assert shown["checkpoint"]["keep"] == 2
+    assert shown["checkpoint"]["retention"]["keep"] == 2
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_told_before_training(tmp_path):
@@ -231,6 +233,9 @@ def test_sigterm_to_torchrun_commits_and_the_next_start_resumes(tmp_path, run_ag
         first.send_signal(signal.SIGTERM)
         out = first.communicate()[0]
     assert "the same command resumes" in out
+    assert first.returncode == 1, "torchrun hides the exit code of its ranks"
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], status["exit_code"], status["world_size"]) == ("try_again", 75, 2)
     (step,) = ckpt.committed_steps(run / "checkpoints")
     assert step == len(events(run, "step"))
     ckpt.verify(run / "checkpoints", ckpt.read_manifest(run / "checkpoints"))
@@ -240,6 +245,7 @@ def test_sigterm_to_torchrun_commits_and_the_next_start_resumes(tmp_path, run_ag
     assert code == 0, out
     assert f"resuming after step {step}" in out
     assert "spec changed since step" in out
+    assert json.loads((run / "status.json").read_text())["state"] == "done"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == step + 2
     assert summary["world_size"] == 2

@@ -13,11 +13,11 @@ import torch
 
 import ckpt
 from moe import Stopwatch
+from pretrain.commands.pretrain import main
 from pretrain.parallelize import forward_backward as step_module
 from pretrain.train.trainer import Trainer
 from tests.support.jobs import events, prepare_job, write_spec
 from tests.support.ranks import run_ranks
-from tools.pretrain import main
 
 MOE = {
     "num_experts": 4,

@@ -13,6 +13,7 @@ import torch
 from parallel import local_shard
 from pretrain.checkpoint.contents import save_checkpoint
 from pretrain.checkpoint.resume import restore
+from pretrain.commands.pretrain import main
 from pretrain.errors import HealthError
 from pretrain.job import build_job
 from pretrain.observe import JsonlLog
@@ -24,7 +25,6 @@ from pretrain.train.trainer import Trainer
 from tests.support.jobs import data_of, events, prepare_job
 from tests.support.layouts import Attempt, NoCheckpoints, Trained, spec_for, train
 from tests.support.ranks import run_ranks
-from tools.pretrain import main
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +209,7 @@ def test_a_checkpoint_with_a_scale_or_without(data, tmp_path):
 
 
 def test_float8_is_refused_before_anything_begins(data, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("tools.pretrain.run", lambda spec: pytest.fail("it began"))
+    monkeypatch.setattr("pretrain.train.run", lambda spec, status: pytest.fail("it began"))
     float16(tmp_path / "run", data, "")
     assert main([str(tmp_path / "run" / "spec.json"), "--set", "precision.compute=float8"]) == 2
     err = capsys.readouterr().err

@@ -14,6 +14,7 @@ import pytest
 import ckpt
 from parallel import Topology
 from pretrain.checkpoint.compatible import resolved
+from pretrain.commands.pretrain import main
 from pretrain.observe.summary import Summary
 from pretrain.runtime.locks import lock_run
 from pretrain.spec.read import load_spec
@@ -21,7 +22,6 @@ from pretrain.train.trainer import Trainer
 from tests.support.checkpoints import eventually
 from tests.support.jobs import data_of, events, prepare_job, write_spec
 from tests.support.ranks import run_ranks
-from tools.pretrain import main
 
 SLOW = pytest.mark.slow
 

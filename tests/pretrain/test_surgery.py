@@ -16,6 +16,8 @@ from ckpt.rewrite.edits import Described, Selected
 from ckpt.rewrite.reshard import write_checkpoint
 from ckpt.rewrite.source import CheckpointSource, Source
 from parallel.layout import Topology
+from pretrain.commands.pretrain import main as pretrain
+from pretrain.commands.reshard import main as reshard
 from pretrain.convert.surgery import operate, parse_surgery
 from pretrain.data.prepare import prepare_corpus
 from pretrain.model.decoder import Decoder, meta_decoder
@@ -26,8 +28,6 @@ from tests.commands.test_tools import one_error_line
 from tests.support.hf import logits_of, make_model, our_logits, run, tokens, weights_of
 from tests.support.jobs import make_spec, write_corpus
 from tests.support.sources import whole
-from tools import reshard
-from tools.pretrain import main as pretrain
 
 CASES = ["mixtral", "olmoe", "deepseek_v3", "qwen3_moe-unnormed", "qwen3"]
 
@@ -68,7 +68,7 @@ def logits(source: Source) -> torch.Tensor:
 
 
 def surgery(*arguments: object) -> int:
-    return reshard.main([str(argument) for argument in arguments])
+    return reshard(["surgery", *map(str, arguments)])
 
 
 @pytest.mark.parametrize("copies", [2, 3])
@@ -126,7 +126,7 @@ def test_a_wider_model_gives_the_same_logits(folders, case, noise):
 
 def test_dropped_experts_are_gone_and_the_others_are_what_they_were(folders, tmp_path):
     source = folders / "mixtral-ours/checkpoints"
-    assert surgery(source, tmp_path / "out", "--surgery", "drop=0,2", "--layout", "ep=2") == 0
+    assert surgery(source, tmp_path / "out", "drop=0,2", "--layout", "ep=2") == 0
     before, after = ckpt.open(source), ckpt.open(tmp_path / "out")
     kept = [e for e in range(before.manifest.spec["moe"]["num_experts"]) if e not in (0, 2)]
     assert after.manifest.spec["moe"]["num_experts"] == len(kept)
@@ -168,7 +168,7 @@ def test_the_remaining_experts_of_a_token_are_chosen_as_before(folders):
 
 def test_upcycling_is_what_the_other_command_does(folders, tmp_path):
     source = folders / "qwen3-ours/checkpoints"
-    flags = ["--surgery", "upcycle=4", "--layout", "ep=1"]
+    flags = ["upcycle=4", "--layout", "ep=1"]
     assert surgery(source, tmp_path / "out", *flags) == 0
     dense = logits_of(make_model("qwen3"))
     assert (our_logits(tmp_path / "out") - dense).abs().max() < 1e-4
@@ -184,27 +184,24 @@ def test_surgery_refuses_what_does_not_fit(folders, tmp_path, capsys):
         assert not (tmp_path / "out").exists()
         return one_error_line(capsys.readouterr().err)
 
-    assert "must be one of upcycle=NUM_EXPERTS" in refused("mixtral", "--surgery", "grow=3")
-    assert "must be one of" in refused("mixtral", "--surgery", "duplicate=2,3")
-    assert "at least 2 copies" in refused("mixtral", "--surgery", "duplicate=1")
-    assert "drop (99) must be an expert's number, 0 to" in refused(
-        "mixtral", "--surgery", "drop=99"
-    )
-    assert "must be a dense model" in refused("mixtral", "--surgery", "upcycle=4")
-    assert "needs a model with experts" in refused("qwen3", "--surgery", "drop=1")
+    assert "must be one of upcycle=NUM_EXPERTS" in refused("mixtral", "grow=3")
+    assert "must be one of" in refused("mixtral", "duplicate=2,3")
+    assert "at least 2 copies" in refused("mixtral", "duplicate=1")
+    assert "drop (99) must be an expert's number, 0 to" in refused("mixtral", "drop=99")
+    assert "must be a dense model" in refused("mixtral", "upcycle=4")
+    assert "needs a model with experts" in refused("qwen3", "drop=1")
     experts = ckpt.read_manifest(folders / "olmoe-ours/checkpoints").spec["moe"]["num_experts"]
     most = ",".join(map(str, range(1, experts)))
-    assert "moe.top_k (" in refused("olmoe", "--surgery", f"drop={most}")
-    assert "moe.num_experts (" in refused("deepseek_v3", "--surgery", "drop=1"), "groups are equal"
-    text = refused("mixtral", "--surgery", "drop=1", "--set", "moe.d_ff=4")
+    assert "moe.top_k (" in refused("olmoe", f"drop={most}")
+    assert "moe.num_experts (" in refused("deepseek_v3", "drop=1"), "groups are equal"
+    text = refused("mixtral", "drop=1", "--set", "moe.d_ff=4")
     assert "w_down has shape" in text
     assert "but the new spec's model needs" in text
-    assert "--surgery-noise (0.1) must be 0 but with duplicate and widen" in refused(
-        "mixtral", "--surgery", "drop=1", "--surgery-noise", "0.1"
+    assert "--noise (0.1) must be 0 but with duplicate and widen" in refused(
+        "mixtral", "drop=1", "--noise", "0.1"
     )
-    assert "must be with --surgery" in refused("mixtral", "--set", "moe.top_k=1")
     assert "layout ep (7) must divide moe.num_experts" in refused(
-        "mixtral", "--surgery", "duplicate=2", "--layout", "ep=7"
+        "mixtral", "duplicate=2", "--layout", "ep=7"
     )
 
 
@@ -250,7 +247,7 @@ def test_torchtitans_weights_are_those_that_an_import_gives(folders, tmp_path, v
             tensors[f"layers.{match[1]}.{in_layer[match[2]]}.weight"] = tensor
     dcp.save({**tensors, "train_state": {"step": 3}}, checkpoint_id=tmp_path / "theirs")
     flags = ["--family", "torchtitan", "--layout", "ep=1"]
-    assert surgery(tmp_path / "theirs", tmp_path / "out", *flags) == 0
+    assert reshard([str(tmp_path / "theirs"), str(tmp_path / "out"), *flags]) == 0
     found, imported = (
         ckpt.open(root)
         for root in (tmp_path / "out", folders / "qwen3_moe-unnormed-ours/checkpoints")
@@ -261,7 +258,7 @@ def test_torchtitans_weights_are_those_that_an_import_gives(folders, tmp_path, v
         assert np.array_equal(found[name][...], array[...]), name
     tensors["layers.0.odd.weight"] = torch.ones(2)
     dcp.save(tensors, checkpoint_id=tmp_path / "odd")
-    assert surgery(tmp_path / "odd", tmp_path / "other", *flags) == 2
+    assert reshard([str(tmp_path / "odd"), str(tmp_path / "other"), *flags]) == 2
 
 
 def test_a_run_begins_with_renamed_weights_and_fresh_ones_when_told(folders, tmp_path, capsys):

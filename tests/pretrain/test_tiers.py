@@ -16,6 +16,8 @@ import pytest
 import ckpt
 from parallel import local_shard
 from pretrain.checkpoint.interval import SaveClock
+from pretrain.commands.prepare import main as prepare
+from pretrain.commands.pretrain import main
 from pretrain.observe.jsonl import History
 from pretrain.plan.failures import DEVICE_HOURS_PER_FAILURE, optimal_interval
 from pretrain.runtime.signals import StopRequest
@@ -26,7 +28,6 @@ from pretrain.train.trainer import Trainer
 from tests.support.jobs import data_of, events, prepare_job, write_spec
 from tests.support.ranks import run_ranks, start_ranks
 from tests.support.s3 import BUCKET, Server, use
-from tools.pretrain import main
 
 SLOW = pytest.mark.slow
 
@@ -248,11 +249,11 @@ def test_nodes_go_back_with_what_all_share(text, tmp_path, way):
         assert code == 2, err
         assert "train.seed (9) must be as in" in err
         assert ckpt.committed_steps(node(tmp_path / "memory", 0)) == [5], "a start that was refused"
-        assert main([str(spec), "--prepare", "--load-step", "3"]) == 2
-        assert main([str(spec), "--prepare", "--load-step", "2"]) == 0
+        assert prepare([str(spec), "--load-step", "3"]) == 2
+        assert prepare([str(spec), "--load-step", "2"]) == 0
         assert len(list((shared / "away").rglob("step-00000004.json"))) == 1
     elif way == "fresh":
-        assert main([str(spec), "--prepare", "--reset"]) == 0
+        assert prepare([str(spec), "--reset"]) == 0
     else:
         shutil.rmtree(tmp_path / "run")
     code, out, err = run_to_the_end(spec, world=1)

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 import ckpt
 from moe import MoEConfig
 from parallel import Topology
+from pretrain.commands import main
 from pretrain.model.decoder import Decoder, ModelConfig, meta_decoder
 from pretrain.state.arrays import model_arrays
 from pretrain.state.layouts import parameter_layouts
-from tools import convert_hf
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
@@ -129,7 +129,7 @@ def weights_of(root: Path) -> dict[str, tuple[int, int]]:
 
 def run(*arguments: object) -> int:
     """The command."""
-    return convert_hf.main([str(argument) for argument in arguments])
+    return main("convert", [str(argument) for argument in arguments])
 
 
 def make_folders(root: Path) -> Path:

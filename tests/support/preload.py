@@ -3,4 +3,4 @@
 import numpy.random  # noqa: F401
 import torch._dynamo  # noqa: F401 - FSDP's first step imports it, for a second in every rank
 
-import tools.pretrain  # noqa: F401 - with all that a rank of a run imports
+import pretrain.train  # noqa: F401 - with all that a rank of a run imports

@@ -20,7 +20,7 @@ from typing import Any
 
 # One server imports torch once; ranks fork from it, before any thread of torch exists.
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["tests._preload"])
+_context.set_forkserver_preload(["tests.support.preload"])
 _started: list[Any] = []
 
 

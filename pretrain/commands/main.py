@@ -1,0 +1,57 @@
+"""``convoy COMMAND``: the command line as a whole."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from pretrain.commands import convert, inspect, prepare, pretrain, reshard, status
+from pretrain.commands.parsing import Parser
+from pretrain.observe import say
+
+_COMMANDS = {
+    "pretrain": (pretrain.main, "train a model as a job spec says"),
+    "prepare": (prepare.main, "prepare the corpus of a spec; roll a run back; start it afresh"),
+    "status": (status.main, "show how a run ended, or that it is running"),
+    "inspect": (inspect.main, "show, verify and compare checkpoints; remove garbage"),
+    "reshard": (reshard.main, "rewrite a checkpoint for another layout, format or shape"),
+    "convert": (convert.main, "import from and export to Hugging Face; upcycle dense models"),
+}
+
+
+def main(command: str | None = None, arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code.
+
+    Args:
+        command: ``pretrain``, ``prepare``, ``status``, ``inspect``, ``reshard`` or ``convert``.
+            Where it is None, the first of ``arguments`` names the command.
+        arguments: what follows on the command line; None takes this process's own.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if command is None and words and words[0] in _COMMANDS:
+        command = words.pop(0)
+    if command is None:
+        return _choose(words)
+    return _COMMANDS[command][0](words)
+
+
+def _choose(words: Sequence[str]) -> int:
+    """Answer a command line that names no command."""
+    width = max(map(len, _COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, (_, what) in _COMMANDS.items()]
+    parser = Parser(
+        "convoy",
+        "Pretrain mixture-of-experts models, and look after their checkpoints.",
+        "commands:\n" + "\n".join(lines) + "\n\n"
+        "convoy COMMAND --help has the arguments, examples and exit codes of each.",
+        usage="convoy COMMAND ...",
+    )
+    parser.add_argument("--version", action="store_true", help="print the version")
+    named = [word for word in words if not word.startswith("-")]
+    if not named and parser.parse_args(words).version:
+        from importlib.metadata import version
+
+        say(version("convoy-moe"))
+        return 0
+    wrong = f"{named[0]} is no command" if named else "a command is missing"
+    raise parser.refusal(f"{wrong}: the commands are {', '.join(_COMMANDS)}; see convoy --help")

@@ -1,0 +1,141 @@
+"""What all commands share: reading a command line, and ending with a line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from pretrain.errors import EXIT_BAD_INPUT, EXIT_TRY_AGAIN
+from pretrain.observe import complain
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that answers what it cannot read with one line and exit code 2.
+
+    Args:
+        prog: the command as a person types it, ``convoy reshard``.
+        description: one sentence.
+        epilog: examples and exit codes, shown as they are.
+        moved: flags of before, each with what replaces it.
+    """
+
+    def __init__(
+        self,
+        prog: str,
+        description: str,
+        epilog: str,
+        moved: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            **kwargs,
+        )
+        self.moved = moved or {}
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As in argparse; a flag of before is answered with the one that replaces it."""
+        for word in args or ():
+            flag = word.partition("=")[0]
+            if flag in self.moved:
+                raise self.refusal(f"{flag} is now {self.moved[flag]}")
+        return super().parse_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong in one line and end with 2."""
+        raise self.refusal(f"{message}; see {self.prog} --help")
+
+    def refusal(self, message: str) -> SystemExit:
+        """Print a line, and return the error that ends the process with 2."""
+        if is_first_rank():
+            complain(message)
+        return SystemExit(EXIT_BAD_INPUT)
+
+
+def subcommands(
+    prog: str,
+    description: str,
+    parsers: Mapping[str, tuple[Parser, str]],
+    words: Sequence[str],
+    *,
+    epilog: str,
+    default: str | None = None,
+) -> tuple[str, argparse.Namespace]:
+    """Choose among ``parsers``, each with a line that says what it is for, and let it read.
+
+    Where the first word names none of them, ``default`` reads all words.
+
+    Returns the name of the subcommand and its arguments.
+    """
+    if words and words[0] in parsers:
+        return words[0], parsers[words[0]][0].parse_args(words[1:])
+    if default is not None and words and words[0] not in ("-h", "--help"):
+        return default, parsers[default][0].parse_args(words)
+    width = max(map(len, parsers))
+    lines = [f"  {name:<{width}}  {what}" for name, (_, what) in parsers.items()]
+    listed = "subcommands:\n" + "\n".join(lines)
+    more = f"{prog} SUBCOMMAND --help has the arguments of each."
+    parser = Parser(
+        prog,
+        description,
+        f"{listed}\n\n{more}\n\n{epilog}",
+        usage=f"{prog} {'[SUBCOMMAND]' if default else 'SUBCOMMAND'} ...",
+    )
+    if words and words[0] in ("-h", "--help"):
+        parser.print_help()
+        raise SystemExit(0)
+    names = ", ".join(parsers)
+    wrong = f"{words[0]} is no subcommand" if words else "arguments are missing"
+    raise parser.refusal(f"{wrong}: the subcommands are {names}; see {prog} --help")
+
+
+def is_first_rank() -> bool:
+    """Whether a launcher gave this process rank 0, or there is no launcher."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def ended(act: Callable[[], int], *, debug: bool, stopped: str) -> int:
+    """The exit code of a command that ``act`` carries out.
+
+    Bad input is told in one line and ends with 2; with ``debug`` the error is raised. Ctrl-C or
+    SIGTERM lets ``act`` clean up, prints ``stopped`` and ends with 75.
+    """
+    from ckpt.errors import CheckpointError  # here: importing ckpt takes half a second
+
+    try:
+        with _sigterm_as_interrupt():
+            return act()
+    except KeyboardInterrupt:
+        complain(f"stopped; {stopped}")
+        return EXIT_TRY_AGAIN
+    except OSError as error:
+        if debug:
+            raise
+        complain(f"{error.filename or 'a file'} cannot be read or written: {error.strerror}")
+    except (ValueError, CheckpointError) as error:
+        if debug:
+            raise
+        complain(str(error))
+    return EXIT_BAD_INPUT
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    """SIGTERM would end the process before it has removed what is half made."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

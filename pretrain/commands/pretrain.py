@@ -1,0 +1,149 @@
+"""``convoy pretrain``: a run, from a spec to an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pretrain.commands.parsing import Parser, ended, is_first_rank
+from pretrain.errors import EXIT_INTERRUPTED, HealthError, InputError, LostRankError
+from pretrain.observe import complain, say
+
+if TYPE_CHECKING:
+    from pretrain.observe import StatusFile
+
+_EPILOG = """\
+examples:
+  convoy prepare spec.toml && convoy pretrain spec.toml
+  convoy pretrain spec.toml --set train.steps=1000 --set parallel.ep=4
+  torchrun --nproc-per-node 8 tools/pretrain.py spec.toml
+  torchrun --nproc-per-node 8 -m tools.pretrain spec.toml
+  torchrun --nproc-per-node 8 --no-python convoy pretrain spec.toml
+
+The same command resumes a run that was stopped. Ctrl-C and SIGTERM finish the step and commit a
+checkpoint; a second Ctrl-C ends the run at once. SIGUSR1 asks for a checkpoint.
+
+exit codes (torchrun ends with 1 for all but 0; RUN_DIR/status.json has the code and the reason, and
+convoy status RUN_DIR shows them):
+  0   done
+  1   a rank was lost or stuck, or an unexpected error: the same command resumes
+  2   the spec, the corpus or a checkpoint cannot be used
+  3   training diverged: the loss or the gradient stayed not finite
+  75  stopped on request after a committed checkpoint: the same command resumes
+"""
+_MOVED = {
+    "--prepare": "a command: convoy prepare SPEC",
+    "--fresh": "convoy prepare SPEC --reset",
+    "--back-to": "convoy prepare SPEC --load-step N",
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run ``convoy pretrain``; returns its exit code."""
+    parser = Parser("convoy pretrain", "Train a model as a job spec says.", _EPILOG, _MOVED)
+    add_spec_arguments(parser)
+    parser.add_argument("--print-spec", action="store_true", help="print the resolved spec and end")
+    args = parser.parse_args(arguments)
+    if args.print_spec:
+        return _print_spec(args)
+    try:
+        return _pretrain(args)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
+    """SPEC, ``--set`` and ``--debug``."""
+    parser.add_argument("spec", type=Path, metavar="SPEC", help="a job spec, in TOML or JSON")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="SECTION.FIELD=VALUE",
+        help="override a field of the spec; may be repeated",
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def _print_spec(args: argparse.Namespace) -> int:
+    def show() -> int:
+        from pretrain.spec import load_spec
+
+        spec = load_spec(args.spec, args.overrides)
+        if is_first_rank():
+            say(json.dumps(spec.as_dict(), indent=1))
+        return 0
+
+    return ended(show, debug=args.debug, stopped="nothing was changed")
+
+
+def _pretrain(args: argparse.Namespace) -> int:
+    """Train; an error is told once, by rank 0 or by the one rank that has met it."""
+    from ckpt import CheckpointError, OtherRankError
+    from pretrain.observe import outcome_of
+    from pretrain.runtime import launched_world
+    from pretrain.spec import load_spec
+    from pretrain.train import run
+
+    status = _status_file(args.spec, args.overrides)
+    met_by_all = True  # until ranks act for themselves, every rank meets the same error
+    try:
+        spec = load_spec(args.spec, args.overrides)
+        spec.topology(launched_world())
+        met_by_all = False
+        return run(spec, status)
+    except BaseException as error:
+        if status is not None and not status.began:
+            _record_refusal(status, error)
+        if args.debug or not isinstance(
+            error, InputError | CheckpointError | HealthError | LostRankError
+        ):
+            raise
+        met_by_all |= isinstance(error, HealthError)
+        if is_first_rank() if met_by_all else not isinstance(error, OtherRankError):
+            complain(str(error))
+        return outcome_of(error)[1]
+
+
+def _status_file(spec: Path, overrides: Sequence[str]) -> StatusFile | None:
+    """The run's status.json where this is rank 0 and the run's folder is known.
+
+    A spec that is refused has no resolved ``run_dir``. What its file says is taken then.
+    """
+    from pretrain.observe import StatusFile
+
+    if not is_first_rank():
+        return None
+    values: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        text = spec.read_text()
+        found = json.loads(text) if spec.suffix == ".json" else tomllib.loads(text)
+        values = found if isinstance(found, dict) else {}
+    for override in overrides:
+        field, _, value = override.partition("=")
+        if field in ("name", "run_dir"):
+            values[field] = value.strip("\"'")
+    name, run_dir = values.get("name"), values.get("run_dir")
+    if isinstance(run_dir, str):
+        folder = Path(run_dir)
+    elif isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        folder = Path("runs", name)
+    else:
+        return None
+    return StatusFile(folder, int(os.environ.get("WORLD_SIZE", "1")))
+
+
+def _record_refusal(status: StatusFile, error: BaseException) -> None:
+    """Record an error from before the run had its folder, unless another run has the folder."""
+    from pretrain.runtime import lock_folder
+
+    with contextlib.suppress(InputError, OSError), lock_folder(status.run_dir, "run_dir"):
+        status.fail(error)

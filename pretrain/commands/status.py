@@ -1,0 +1,68 @@
+"""``convoy status``: whether a run is running, and how it ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from pretrain.commands.parsing import Parser, ended
+from pretrain.observe import say
+
+_EPILOG = """\
+examples:
+  convoy status runs/stdlib-tiny
+  convoy status runs/stdlib-tiny --json | jq .exit_code
+
+The state is running, done, lost_rank, bad_input, health, try_again, interrupted or crashed. With
+--json the fields are those of RUN_DIR/status.json, and "gone": whether rank 0 was killed before it
+could write how it ended.
+
+exit codes:
+  0  the status was shown, whatever it is
+  2  the folder has no status that can be read
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run ``convoy status``; returns its exit code."""
+    parser = Parser("convoy status", "Show whether a run is running, and how it ended.", _EPILOG)
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    args = parser.parse_args(arguments)
+    return ended(
+        lambda: _show(args.run_dir, as_json=args.json), debug=args.debug, stopped="nothing changed"
+    )
+
+
+def _show(run_dir: Path, *, as_json: bool) -> int:
+    from parallel.layout import count_ranks
+    from pretrain.observe import last_step, newest_checkpoint, read_status
+
+    status = read_status(run_dir)
+    step = last_step(run_dir / "log.jsonl")
+    if as_json:
+        found = status.model_dump() | {
+            "step": step,
+            "checkpoint": newest_checkpoint(status.checkpoint_path),
+            "gone": status.is_gone,
+        }
+        say(json.dumps(found, indent=1))
+        return 0
+    if status.is_gone:
+        say(f"killed: process {status.pid}, rank 0, is gone without a word; start the run again")
+    elif status.state == "running":
+        say(f"running: process {status.pid} on {status.host}, {count_ranks(status.world_size)}")
+    else:
+        why = f": {status.reason}" if status.reason else ""
+        say(f"{status.state}, exit code {status.exit_code}{why}")
+    say(f"  started     {status.started}")
+    if status.state != "running":
+        say(f"  ended       {status.time}")
+    if step is not None:
+        say(f"  step        {step}")
+    checkpoint = newest_checkpoint(status.checkpoint_path)
+    if checkpoint is not None:
+        say(f"  checkpoint  {checkpoint}")
+    return 0
