@@ -23,7 +23,7 @@ from pretrain.plan.failures import DEVICE_HOURS_PER_FAILURE, optimal_interval
 from pretrain.runtime.signals import StopRequest
 from pretrain.spec import load_spec
 from pretrain.spec.checkpoint import CheckpointConfig
-from pretrain.train import prepare
+from pretrain.train import prepare as prepare_run
 from pretrain.train.trainer import Trainer
 from tests.support.jobs import data_of, events, prepare_job, write_spec
 from tests.support.ranks import run_ranks, start_ranks
@@ -159,7 +159,7 @@ def test_a_diverged_run_names_a_committed_checkpoint_and_a_roll_back_passes_over
     assert f"the newest committed checkpoint is step 3 in {shared}" in err
     assert "`convoy prepare SPEC --load-step STEP`" in err
 
-    prepare(load_spec(spec), load_step=3)
+    prepare_run(load_spec(spec), load_step=3)
     code, out, err = run_to_the_end(spec)
     assert code == 0, err
     assert "resuming after step 3" in out, "what nodes have of the time after is not taken"
