@@ -136,7 +136,7 @@ SHARED = {"tier": "shared", "seconds": 1.5, "write_seconds": 1.0}
 @pytest.mark.parametrize(
     ("event", "out", "err"),
     [
-        (RunStarted(step=0, **STARTED), "tiny: 1,234 parameters on 1 rank (1 rank), cpu", ""),
+        (RunStarted(step=0, **STARTED), "tiny: 1,234 parameters on 1 rank, cpu", ""),
         (RunStarted(step=6, **STARTED), "done already: step 6 of 6", ""),
         (RunStarted(step=2, **STARTED), "resuming after step 2", ""),
         (Restored(step=2, tier="memory", seconds=1.0), "restored step 2 from tier memory", ""),
