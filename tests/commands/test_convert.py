@@ -220,7 +220,7 @@ def test_training_begins_with_the_weights_and_what_it_makes_is_exported(
     frozen = {**corpus, "train.steps": 1, "optimizer.lr": 1e-30, "moe.bias_update_rate": 0,
               "parallel.ep": 2}  # fmt: skip
     out = train(spec, still, 2, frozen)
-    assert "first values are the weights of step 0" in out
+    assert "initial weights are those of step 0" in out
     assert run("export", still / "checkpoints", tmp_path / "still-hf") == 0
     for name, tensor in load_file(folders / "deepseek_v3/model.safetensors").items():
         assert torch.equal(load_file(tmp_path / "still-hf/model.safetensors")[name], tensor), name
