@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 from pathlib import Path
@@ -14,7 +15,6 @@ import torch
 import ckpt
 from moe import Stopwatch
 from pretrain.commands.pretrain import main
-from pretrain.parallelize import forward_backward as step_module
 from pretrain.train.trainer import Trainer
 from tests.support.jobs import events, prepare_job, write_spec
 from tests.support.ranks import run_ranks
@@ -145,6 +145,8 @@ def test_a_router_that_goes_wrong_is_refused_with_layer_and_step(tmp_path, text)
 def counted_on_rank(rank: int, arguments: list[str]) -> list[list[int]]:
     """What the load-balancing losses of a run's forwards counted, by MoE layer."""
     counted = []
+    # The room has a function of this name too, which an import statement would give.
+    step_module = importlib.import_module("pretrain.parallelize.forward_backward")
     routing_of = step_module.routing_of
 
     def counting(reports, tokens):
