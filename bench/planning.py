@@ -42,7 +42,7 @@ from bench.state import KINDS, Sizes
 from ckpt.format import ObjectLayout, ObjectRecord
 from ckpt.local_array import ArraySpec
 from ckpt.store import LocalStore
-from ckpt.write import begin, commit, leave_receipt, own_cells, read_receipts, write_metadata
+from ckpt.write import begin, commit, own_cells, read_receipts, write_metadata, write_receipt
 from parallel.layout import Topology, cells, dense_splits, expert_splits, whole_box
 
 MODELS = [
@@ -139,7 +139,7 @@ def committed(case: Case, folder: Path) -> tuple[float, float, int]:
     records = [spec.record(case.topology) for spec in specs]
     begin(store, info, 0)
     objects = {
-        layout.key: ObjectRecord(bytes=layout.room + layout.index_bytes, checksum=2**32 - 1)
+        layout.key: ObjectRecord(bytes=layout.buffer_bytes + layout.index_bytes, checksum=2**32 - 1)
         for record in records
         for cell in cells(whole_box(record.shape), record.shard_shape)
         for layout in [ObjectLayout(record, cell)]
@@ -148,7 +148,7 @@ def committed(case: Case, folder: Path) -> tuple[float, float, int]:
     metadata = write_metadata(store, info, records)
     for rank in range(case.ranks):  # as many receipts, with as many objects in all
         receipt = {key: objects[key] for key in keys[rank :: case.ranks]}
-        leave_receipt(store, info, rank, receipt | (metadata if rank == 0 else {}))
+        write_receipt(store, info, rank, receipt | (metadata if rank == 0 else {}))
     seconds, manifest = _seconds(lambda: commit(store, info, records, read_receipts(store, info)))
     read, _ = _seconds(lambda: ckpt.read_manifest(store, 1))
     return seconds, read, len(manifest.objects)

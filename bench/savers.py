@@ -113,17 +113,17 @@ class Convoy:
 
 
 class ConvoyAsync(Convoy):
-    """ckpt.Saver: copied to memory that a process of its own writes from."""
+    """ckpt.AsyncCheckpointer: copied to memory that a process of its own writes from."""
 
     def __init__(self, state: State) -> None:
         super().__init__(state)
-        self._savers: dict[Path, ckpt.Saver] = {}
+        self._savers: dict[Path, ckpt.AsyncCheckpointer] = {}
 
-    def _saver(self, folder: Path) -> ckpt.Saver:
+    def _saver(self, folder: Path) -> ckpt.AsyncCheckpointer:
         if folder not in self._savers:
             tier = ckpt.Tier(name="shared", location=str(folder))
             lock = folder.with_name(f".{folder.name}-{self.state.rank}")
-            saver = ckpt.Saver([tier], self.state.rank, lock)
+            saver = ckpt.AsyncCheckpointer([tier], self.state.rank, lock)
             atexit.register(saver.close)
             saver.ready()
             saver.prepare(self.topology, self.arrays)
@@ -140,7 +140,7 @@ class ConvoyAsync(Convoy):
             for event in saver.wait():
                 if event.what == "failed":
                     raise RuntimeError(event.error)
-            # Every rank's keeper has written; the first one's also commits.
+            # Every rank's writer process has written; that of the first rank also commits.
             dist.barrier()
 
         return wait

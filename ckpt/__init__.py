@@ -1,95 +1,76 @@
-"""Zarr checkpoints: layout, commit, tiers, reshard. It knows tensors, not experts."""
+"""Checkpoints in zarr v3: saved, verified, and loaded on any number of ranks.
+
+This door has what a training loop needs. The rooms have the rest: ``ckpt.store``, ``ckpt.format``,
+``ckpt.lifecycle``, ``ckpt.write``, ``ckpt.read``, ``ckpt.background``, ``ckpt.rewrite`` and
+``ckpt.interop``. Arrays are known by name, shape and sharding; experts and layers are not known.
+"""
 
 from typing import TYPE_CHECKING, Any
 
-from ckpt.background import TIERS, Event, Tier, TierName
-from ckpt.errors import CheckpointError, OtherRankError
-from ckpt.format import (
-    ArrayRecord,
-    Manifest,
-    committed_steps,
-    manifest_key,
-    manifest_name,
-    manifest_path,
-    objects_dir,
-    read_manifest,
-)
-from ckpt.lifecycle import (
-    Garbage,
-    Link,
-    Removal,
-    Retention,
-    RetentionPlan,
-    find_garbage,
-    fingerprint,
-    forget,
-    plan_retention,
-    reachable,
-    read_lineage,
-    remove_garbage,
-    remove_uncommitted,
-    retain,
-    spec_differences,
-)
-from ckpt.read import (
-    ArrayDifference,
-    OpenCheckpoint,
-    StoredArray,
-    compare,
-    find_damage,
-    load,
-    open_group,
-    read_box,
-    read_box_into,
-    verify,
-)
+from ckpt.background import SaveEvent, Tier
+from ckpt.errors import CheckpointError
+from ckpt.format import Manifest, committed_steps, read_manifest
+from ckpt.lifecycle import Retention, find_garbage, read_lineage, remove_garbage, retain
+from ckpt.read import compare, find_damage, load, verify
 from ckpt.read import open_checkpoint as open  # noqa: A004
 from ckpt.rewrite import reshard
-from ckpt.store import (
-    LocalStore,
-    Location,
-    Retrying,
-    Store,
-    address_towards,
-    as_location,
-    open_store,
-)
-from ckpt.write import Agree, SaveInfo, save, save_streamed
+from ckpt.store import LocalStore, Location, Retrying, Store, open_store
+from ckpt.write import SaveInfo, save
 
 if TYPE_CHECKING:
-    from ckpt.background import Saver
+    from ckpt.background import AsyncCheckpointer
     from ckpt.local_array import ArraySpec, LocalArray
+
+__all__ = [
+    "ArraySpec",
+    "AsyncCheckpointer",
+    "CheckpointError",
+    "LocalArray",
+    "LocalStore",
+    "Location",
+    "Manifest",
+    "Retention",
+    "Retrying",
+    "SaveEvent",
+    "SaveInfo",
+    "Store",
+    "Tier",
+    "committed_steps",
+    "compare",
+    "find_damage",
+    "find_garbage",
+    "load",
+    "open",
+    "open_store",
+    "read_lineage",
+    "read_manifest",
+    "remove_garbage",
+    "reshard",
+    "retain",
+    "save",
+    "verify",
+]
 
 _WITH_TORCH = {
     "ArraySpec": "ckpt.local_array",
+    "AsyncCheckpointer": "ckpt.background",
     "LocalArray": "ckpt.local_array",
-    "Saver": "ckpt.background.saver",
 }
 
 
-def __getattr__(name: str) -> Any:
-    # On demand: to read a checkpoint needs neither torch nor the seconds of its import.
-    if name not in _WITH_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # mypy would otherwise take any name for one of this module
 
-    value = getattr(import_module(_WITH_TORCH[name]), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        # On demand: to read a checkpoint needs neither torch nor the seconds of its import.
+        if name not in _WITH_TORCH:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
 
-
-__all__ = [
-    "TIERS", "Agree", "ArrayDifference", "ArrayRecord", "ArraySpec", "CheckpointError", "Event",
-    "Garbage", "Link", "LocalArray", "LocalStore", "Location", "Manifest", "OpenCheckpoint",
-    "OtherRankError", "Removal", "Retention", "RetentionPlan", "Retrying", "SaveInfo", "Saver",
-    "Store", "StoredArray", "Tier", "TierName", "address_towards", "as_location",
-    "committed_steps", "compare", "find_damage", "find_garbage", "fingerprint", "forget", "load",
-    "manifest_key", "manifest_name", "manifest_path", "objects_dir", "open", "open_group",
-    "open_store", "plan_retention", "reachable", "read_box", "read_box_into", "read_lineage",
-    "read_manifest", "remove_garbage", "remove_uncommitted", "reshard", "retain", "save",
-    "save_streamed", "spec_differences", "verify",
-]  # fmt: skip
+        value = getattr(import_module(_WITH_TORCH[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return __all__
+    rooms = ["background", "format", "lifecycle", "read", "rewrite", "store", "write"]
+    return sorted([*__all__, *rooms])

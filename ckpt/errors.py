@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, or is not whole, or is not the one asked for."""
+    """A checkpoint cannot be written, is missing, incomplete or damaged, or does not fit."""
 
 
 class OtherRankError(CheckpointError):
-    """This rank did its part; another could not, and says why."""
+    """This rank wrote its objects, but another rank failed and reports the reason."""

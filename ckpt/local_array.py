@@ -1,4 +1,4 @@
-"""One rank's part of an array, held as torch tensors."""
+"""This rank's slices of an array, as torch tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ _BIT_PATTERNS = {
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """An array as every rank knows it, whatever it holds of it. ``shape`` is logical."""
+    """What all ranks know of an array.
+
+    ``shape`` is that of the unsharded array; ``splits`` and ``stages`` are the fields of
+    :class:`parallel.layout.ShardLayout`; ``attributes`` become attributes of the zarr array.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -32,11 +36,10 @@ class ArraySpec:
     splits: tuple[tuple[str, ...], ...]
     attributes: Mapping[str, Any] = field(default_factory=dict)
     stages: tuple[int, ...] = ()
-    """As in ShardLayout."""
 
     @property
     def logical_dtype(self) -> str:
-        """The dtype's name in a manifest. Raises CheckpointError for one that has none."""
+        """The dtype's name in a manifest. Raises CheckpointError where it cannot be stored."""
         name = str(self.dtype).removeprefix("torch.")
         if name not in STORAGE_DTYPES:
             raise CheckpointError(
@@ -45,11 +48,11 @@ class ArraySpec:
         return name
 
     def layout(self, topology: Topology) -> ShardLayout:
-        """Who holds which slice under ``topology``."""
+        """Which rank holds which slice under ``topology``."""
         return ShardLayout(self.shape, self.splits, topology, self.stages)
 
     def record(self, topology: Topology, compression: Compression = "none") -> ArrayRecord:
-        """The array as a save under ``topology`` stores it; the same on every rank."""
+        """The array's record in the manifest of a save under ``topology``; equal on every rank."""
         itemsize = np.dtype(STORAGE_DTYPES[self.logical_dtype]).itemsize
         shard, chunk = storage_grid(self.layout(topology), itemsize)
         return ArrayRecord(
@@ -70,10 +73,11 @@ class LocalArray:
 
     Args:
         spec: the array.
-        boxes: the slices, in logical coordinates: one, none, or with ``stacked`` any number that
-            differ in the first dim alone.
-        pieces: a tensor of the box's shape, if there is one; or, with ``stacked``, one of the shape
-            of the other dims for each index of the first that the boxes have.
+        boxes: the slices, in coordinates of the unsharded array. Without ``stacked`` one box or
+            none; with ``stacked`` any number of boxes that differ only in the first dim.
+        pieces: without ``stacked`` a tensor of the box's shape for each box. With ``stacked`` a
+            tensor for each index of the first dim in the boxes, of the shape of the other dims.
+        stacked: whether each index of the first dim has a tensor of its own.
     """
 
     def __init__(
@@ -88,40 +92,47 @@ class LocalArray:
             assert piece.dtype == spec.dtype, (spec.name, piece.dtype)
 
     def read_into(self, box: Box, out: Array) -> None:
-        """Copy the numbers of a box within these slices, as they are stored. From a CUDA device
-        into pinned memory the copy is only begun: synchronize before ``out`` is read."""
+        """Copy the numbers of a box within these slices to ``out``, in the stored dtype.
+
+        From a CUDA device to pinned memory the copy is asynchronous: synchronize before ``out`` is
+        read.
+        """
         parts = self._host_parts(box)
         if parts is not None:
             for i, part in enumerate(parts):
-                np.copyto(out[i, ...] if self.stacked else out, part)  # torch would start threads
+                np.copyto(
+                    out[i, ...] if self.stacked else out, part
+                )  # not by torch, which would start threads
             return
         target = torch.from_numpy(out)
         for to, source in zip(self._split(target), self._parts(box), strict=True):
             to.copy_(_storage_view(source.detach()), non_blocking=True)
 
     def write(self, box: Box, values: Array) -> None:
-        """Put stored numbers into a box within these slices."""
-        # torch wants memory that it may write to, even where it only reads.
+        """Set the numbers of a box within these slices from ``values``, in the stored dtype."""
+        # torch warns about memory that is read-only, even where torch only reads.
         source = torch.from_numpy(values if values.flags.writeable else values.copy())
         with torch.no_grad():
             for part, piece in zip(self._split(source), self._parts(box), strict=True):
                 _storage_view(piece).copy_(part)
 
     def memory(self, box: Box) -> list[Bytes] | None:
-        """The bytes of a box within these slices, in order, to be read into; None where they are
-        on a device, or scattered."""
+        """Buffers for the bytes of a box within these slices, in order; None where the tensors are
+        on a device or not contiguous."""
         parts = self._host_parts(box)
         if parts is None or not all(part.flags.c_contiguous for part in parts):
             return None
         return [part.reshape(-1).view(np.uint8) for part in parts]
 
     def _host_parts(self, box: Box) -> list[Array] | None:
-        """Views of the numbers of a box, where they are in host memory. Cut by numpy: a chunk may
-        have parts by the hundred, and torch takes ten times as long for each."""
+        """Views of the numbers of a box; None where the tensors are not in host memory.
+
+        The views are numpy's: a chunk may have hundreds, and torch takes ten times as long each.
+        """
         pieces, place = self._pieces(box)
         if not all(piece.is_cpu for piece in pieces):
             return None
-        where: tuple[Any, ...] = (*place, ...)  # an array, of a scalar too
+        where: tuple[Any, ...] = (*place, ...)  # the ellipsis keeps a scalar an array
         return [_storage_view(piece.detach()).numpy()[where] for piece in pieces]
 
     def _parts(self, box: Box) -> list[Tensor]:
@@ -129,7 +140,7 @@ class LocalArray:
         return [piece[place] for piece in pieces]
 
     def _pieces(self, box: Box) -> tuple[list[Tensor], tuple[slice, ...]]:
-        """Those that have a part of a box, and which."""
+        """The tensors that hold a part of a box, and the place of the part in each of them."""
         if not self.stacked:
             return self.pieces[:1], within(box, self.boxes[0])
         rest = within(box[1:], self.boxes[0][1:])

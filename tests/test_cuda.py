@@ -137,7 +137,9 @@ def test_a_save_in_the_background_is_what_the_device_held(tmp_path):
     expected = [piece.cpu().clone() for piece in pieces]
     box = tuple((0, size) for size in spec.shape)
     array = ckpt.LocalArray(spec, [box], pieces, stacked=True)
-    saver = ckpt.Saver([ckpt.Tier(name="shared", location=str(tmp_path))], 0, tmp_path / ".lock")
+    saver = ckpt.AsyncCheckpointer(
+        [ckpt.Tier(name="shared", location=str(tmp_path))], 0, tmp_path / ".lock"
+    )
     saver.ready()
     try:
         for step in (1, 2):

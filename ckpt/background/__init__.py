@@ -2,32 +2,34 @@
 
 from typing import TYPE_CHECKING, Any
 
-from ckpt.background.messages import Event
+from ckpt.background.messages import SaveEvent
 from ckpt.background.tier import TIERS, Tier, TierName
 
 if TYPE_CHECKING:
-    from ckpt.background.saver import Saver
+    from ckpt.background.checkpointer import AsyncCheckpointer
 
 __all__ = [
     "TIERS",
-    "Event",
-    "Saver",
+    "AsyncCheckpointer",
+    "SaveEvent",
     "Tier",
     "TierName",
 ]
 
-_WITH_TORCH = {"Saver": "ckpt.background.saver"}
+_WITH_TORCH = {"AsyncCheckpointer": "ckpt.background.checkpointer"}
 
 
-def __getattr__(name: str) -> Any:
-    # On demand: the other names need neither torch nor the seconds of its import.
-    if name not in _WITH_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # mypy would otherwise take any name for one of this module
 
-    value = getattr(import_module(_WITH_TORCH[name]), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        # On demand: only this name needs torch, whose import takes seconds.
+        if name not in _WITH_TORCH:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        value = getattr(import_module(_WITH_TORCH[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -11,13 +11,16 @@ from pathlib import Path
 
 from ckpt.store import lock_file
 
-_COMMANDS = (b"ckpt.background.writer", b"ckpt.keeper")  # the second: of a release before
+_COMMANDS = (b"ckpt.background.writer", b"ckpt.keeper")  # the second is the module's former name
 
 
 @contextlib.contextmanager
 def claim(lock: Path, timeout_seconds: float) -> Iterator[None]:
-    """Be the only keeper of this rank on this machine: an earlier one is asked to end, and killed
-    where it does not in time."""
+    """Hold the lock of this rank's writer process on this machine.
+
+    An earlier writer process that holds the lock is sent SIGTERM, and SIGKILL after
+    ``timeout_seconds``.
+    """
     lock.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout_seconds
     asked = signal.SIGTERM
@@ -26,14 +29,14 @@ def claim(lock: Path, timeout_seconds: float) -> Iterator[None]:
             handle = lock_file(lock, 0o600)
             if _is_at(handle, lock):
                 break
-            # The holder before has removed the file: nobody else will look at this lock.
+            # The former holder removed the file: no other process will look at this lock.
             os.close(handle)
             continue
         if time.monotonic() > deadline:
             asked = signal.SIGKILL
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
             holder = lock.read_text()
-            if _is_keeper(holder):
+            if _is_writer_process(holder):
                 os.kill(int(holder), asked)
         time.sleep(0.02)
     try:
@@ -54,8 +57,9 @@ def _is_at(handle: int, path: Path) -> bool:
         return False
 
 
-def _is_keeper(pid: str) -> bool:
-    # What a lock says may be of another machine or container: nobody else's process is signalled.
+def _is_writer_process(pid: str) -> bool:
+    # The lock may name a process of another machine or container: that number may belong to an
+    # unrelated process here, which must not be signalled.
     try:
         command = Path("/proc", pid, "cmdline").read_bytes()
     except (OSError, ValueError):

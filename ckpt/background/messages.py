@@ -1,4 +1,4 @@
-"""What a trainer and its keeper say to each other: JSON, one object a message."""
+"""The messages between a trainer and its writer process: JSON, one object a message."""
 
 from __future__ import annotations
 
@@ -15,38 +15,40 @@ from ckpt.write import SaveInfo
 from parallel.layout import Topology
 
 
-class Setup(Message):
-    """The first message to a keeper."""
-
-    serves: str | None = None
-    """A folder in memory that this keeper serves to other nodes' keepers."""
-    key: str = ""
-    """What those must know."""
-    port: int = 0
-    """What it is served at; 0 for any that is free."""
+class Hello(Message):
+    """The first message to a writer process: its rank, its tiers and its limits."""
 
     rank: int
     tiers: list[Tier]
     lock: str
-    """A file that says which keeper is this rank's."""
-    linger_seconds: float
-    """How long volatile tiers are kept for a trainer that died."""
+    """The file that names the one writer process of this rank on this machine."""
+    serves: str | None = None
+    """A folder in memory that this writer process serves to the writer processes of other nodes."""
+    key: str = ""
+    """The secret that a client of the served folder must know."""
+    port: int = 0
+    """The port to serve the folder at; 0 for any free one."""
+    memory_retention_seconds: float
+    """How long volatile tiers are kept after the trainer died."""
     commit_timeout_seconds: float
-    """How long a commit waits for the other ranks' keepers."""
+    """How long a commit waits for the writer processes of other ranks."""
 
 
 class StagedObject(Message):
     """One object of a save, laid out in the staging memory."""
 
     array: int
+    """The index of its array in :attr:`SaveRequest.arrays`."""
     coordinates: tuple[int, ...]
+    """Its place in the array's grid of objects."""
     offset: int
+    """Where it begins in the staging memory, in bytes."""
     tiers: list[TierName]
-    """Where this rank writes it."""
+    """The tiers that this rank writes it to."""
 
 
-class Order(Message):
-    """Write what is staged."""
+class SaveRequest(Message):
+    """Write what is staged to some tiers; all fields but the last four are as in SaveInfo."""
 
     save_id: str
     step: int
@@ -74,56 +76,63 @@ class Order(Message):
         )
 
 
-class Close(Message):
-    """Finish what was ordered, and end."""
+class Shutdown(Message):
+    """Finish the saves that were requested, and end."""
 
-    forget: bool
-    """Remove volatile tiers now."""
+    remove_volatile: bool
+    """Remove the volatile tiers now."""
 
 
 class Request(Message):
-    """Everything that a trainer sends: one of these."""
+    """A message of the trainer; one of the fields is set."""
 
-    setup: Setup | None = None
-    tier: Tier | None = None
-    """One more."""
-    order: Order | None = None
-    close: Close | None = None
+    hello: Hello | None = None
+    add_tier: Tier | None = None
+    save: SaveRequest | None = None
+    shutdown: Shutdown | None = None
 
 
-class Event(Message):
-    """What a keeper tells of one save in one tier; of no tier, that its memory is free again."""
+class SaveEvent(Message):
+    """A message of the writer process, about one save in one tier.
+
+    ``ready`` and ``free`` are about no tier. ``ready``: the writer process has started. ``free``:
+    every tier has read the staging memory, and the next save may fill it. ``written``: this rank's
+    objects are durable, and another rank commits. ``committed``: this rank published the manifest.
+    ``failed``: the save is not in this tier.
+    """
 
     what: Literal["ready", "free", "written", "committed", "failed"]
     tier: TierName | None = None
     step: int = -1
     port: int = 0
-    """Of what this keeper serves; with ``ready``."""
+    """With ``ready``: the port at which the writer process serves its folder; 0 for none."""
     error: str = ""
+    """With ``failed``: the reason, in one line."""
     seconds: float = 0.0
-    """From the order on."""
+    """From the request until this event."""
     write_seconds: float = 0.0
-    """Of them, until this rank's part was durable."""
+    """From the request until this rank's objects were durable."""
     retries: int = 0
-    """Operations of this rank that were tried again, each as often as it was."""
+    """How many attempts of this rank at store operations were repeated."""
     bytes_written: int = 0
     """By this rank."""
     bytes_linked: int = 0
-    """That were there already, in the checkpoint before."""
+    """By this rank: bytes of unchanged objects, hard-linked to the checkpoint before."""
 
 
 @dataclass
 class Channel:
-    """One end of a trainer's line to its keeper."""
+    """One end of the connection between a trainer and its writer process."""
 
     connection: Connection[Any, Any]
 
     def send(self, message: BaseModel) -> None:
-        """Raises OSError where there is nobody at the other end."""
+        """Send one message. Raises OSError where the other process is gone."""
         self.connection.send_bytes(message.model_dump_json().encode())
 
     def receive(self, timeout_seconds: float | None) -> bytes | None:
-        """The next message; None where there is none in time. Raises EOFError at the end."""
+        """The next message; None where no message came in time. Raises EOFError where the other
+        process is gone."""
         if not self.connection.poll(timeout_seconds):
             return None
         try:
@@ -132,6 +141,6 @@ class Channel:
             raise EOFError from None
 
     def close(self) -> None:
-        """Hang up."""
+        """Close this end."""
         with contextlib.suppress(OSError):
             self.connection.close()

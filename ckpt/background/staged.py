@@ -14,7 +14,7 @@ from ckpt.write import WRITERS, Receipt, SaveInfo
 
 @dataclass(frozen=True)
 class Previous:
-    """What this rank wrote, or found, in the save before."""
+    """The objects of the checkpoint before the present save."""
 
     save_id: str
     receipt: Mapping[str, ObjectRecord]
@@ -22,30 +22,30 @@ class Previous:
 
 @dataclass(frozen=True)
 class StagedPart:
-    """One object, and the memory that it is laid out in: its chunks, a stride each."""
+    """One object, and the buffer that holds its chunks, ``layout.chunk_stride`` bytes each."""
 
     layout: ObjectLayout
-    room: Bytes
+    buffer: Bytes
 
     @classmethod
     def of(
         cls, record: ArrayRecord, coordinates: tuple[int, ...], memory: Bytes, offset: int
     ) -> StagedPart:
-        """The object that is staged at ``offset``."""
+        """The object that is staged at ``offset`` in ``memory``."""
         layout = ObjectLayout(record, coordinates)
-        return cls(layout, memory[offset : offset + layout.page_room])
+        return cls(layout, memory[offset : offset + layout.padded_bytes])
 
     def sealed(self) -> tuple[list[memoryview | bytes], ObjectRecord]:
-        """The object's bytes, with their checksums; where chunks are not compressed, all of it
-        stays in place, and is one part."""
+        """The object's bytes with their checksums, and its record in a manifest. Without
+        compression the bytes are one part: the buffer itself."""
         encoder = Encoder(self.layout)
-        parts = list(encoder.parts([self.room]))
+        parts = list(encoder.parts([self.buffer]))
         return parts, encoder.record
 
 
 @dataclass(frozen=True)
 class Written:
-    """What became of some objects."""
+    """The objects of a rank in one tier, and how they got there."""
 
     receipt: Receipt
     bytes_written: int
@@ -55,9 +55,10 @@ class Written:
 def write_staged(
     store: Store, info: SaveInfo, staged: Sequence[StagedPart], previous: Previous | None
 ) -> Written:
-    """Make durable what is staged. An object that has not changed since the save before is given a
-    second key, and not written again: its length, its checksum and each of its bytes are compared.
-    See :func:`ckpt.write.settle`.
+    """Write staged objects; their names are durable after :func:`ckpt.write.sync`.
+
+    An object that has not changed since the ``previous`` save is linked and not written again: its
+    length, its checksum and each of its bytes are compared first.
     """
     folder = objects_key(info.save_id)
 

@@ -1,4 +1,4 @@
-"""Host memory that a trainer fills and its keeper writes from."""
+"""Host memory that a trainer fills and its writer process writes from."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from ckpt.store import PAGE, Bytes
 
 
 class Staging:
-    """Anonymous shared memory, in as many processes as have its handle; it grows, and never
-    shrinks. It is gone when the last of them has let go."""
+    """Anonymous shared memory of all processes that have its file descriptor, ``handle``.
+
+    The memory grows and never shrinks. The system frees the memory when the last process has closed
+    its descriptor.
+    """
 
     def __init__(self, handle: int | None = None) -> None:
         self.handle = os.memfd_create("convoy-staging") if handle is None else handle
         self._memory: Bytes | None = None
 
-    def room(self, count: int) -> Bytes:
-        """``count`` bytes from the first on, aligned to a page. What was in them stays.
+    def buffer(self, count: int) -> Bytes:
+        """The first ``count`` bytes, aligned to a page; their contents stay as they were.
 
-        Raises OSError where there is no memory.
+        Raises OSError where there is not enough memory.
         """
         if self._memory is None or self._memory.nbytes < count:
             size = max(-(-count // PAGE) * PAGE, os.fstat(self.handle).st_size)
             os.ftruncate(self.handle, size)
-            self._memory = np.empty(0, np.uint8)  # an old mapping goes before there is a new one
+            self._memory = np.empty(0, np.uint8)  # unmap the old mapping before a new one is made
             if size:
                 # Faulting in every page now spares the first save from it.
                 populate = getattr(mmap, "MAP_POPULATE", 0)
@@ -35,6 +38,6 @@ class Staging:
         return self._memory[:count]
 
     def close(self) -> None:
-        """Let go of it in this process."""
+        """Unmap the memory in this process."""
         self._memory = None
         os.close(self.handle)

@@ -10,11 +10,11 @@ from ckpt.lifecycle import Retention
 
 TierName = Literal["memory", "peer", "local", "shared"]
 TIERS: tuple[TierName, ...] = ("memory", "peer", "local", "shared")
-"""From the fastest to the safest."""
+"""The tiers from the fastest to the safest."""
 
 
 class Message(BaseModel):
-    """What the trainer and its writer process send each other: frozen, of known fields."""
+    """A message between the trainer and its writer process: frozen, without unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -24,15 +24,15 @@ class Tier(Message):
 
     name: TierName
     location: str
-    """A folder, or whatever else ``open_store`` takes."""
+    """A folder, or another location that ``ckpt.open_store`` takes."""
     ranks: tuple[int, ...] | None = None
-    """The ranks that write there: those of a node, or all of them where it is None."""
+    """The ranks that write to this tier: those of one node; None for all ranks."""
     keep: int | Retention = 2
-    """What stays there; a number is of the newest."""
+    """The checkpoints that stay in this tier; a number keeps that many of the newest."""
     volatile: bool = False
-    """Removed when the run ends: it is memory."""
+    """Whether the tier is in memory, and is removed when the run ends."""
 
     @property
-    def writers(self) -> tuple[int, ...]:
-        """The ranks that write there, as far as they are told apart; the first one commits."""
-        return (0,) if self.ranks is None else self.ranks
+    def committer(self) -> int:
+        """The rank that commits in this tier: the first one that writes there."""
+        return 0 if self.ranks is None else self.ranks[0]

@@ -1,8 +1,8 @@
-"""A rank's keeper: the process that writes what its trainer has staged, and outlives it.
+"""The writer process of a rank: it writes what the trainer has staged, and outlives the trainer.
 
-A trainer that dies after it has staged a save loses nothing: the keeper has the memory, writes it,
-and commits where the other ranks' keepers have done their part. Keepers know each other only by
-the receipts that they leave in the stores.
+A trainer that dies after staging a save loses nothing: the writer process still has the staging
+memory, writes the objects, and commits once the writer processes of the other ranks have written
+theirs. Writer processes see each other only through the receipts in the stores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from ckpt.background.claim import claim
-from ckpt.background.messages import Channel, Event, Order, Request, Setup
+from ckpt.background.messages import Channel, Hello, Request, SaveEvent, SaveRequest
 from ckpt.background.staged import Previous, StagedPart, write_staged
 from ckpt.background.staging import Staging
 from ckpt.background.tier import Tier
@@ -28,174 +28,186 @@ from ckpt.format import committed_steps, read_manifest
 from ckpt.lifecycle import retain
 from ckpt.store import PeerServer, Retrying, Store, open_store
 from ckpt.write import (
-    GivenUpError,
-    Receipt,
+    SaveAbandonedError,
+    abandonment_reported,
     begin,
+    check_not_abandoned,
     commit,
     discard,
-    giving_up_is_told,
-    leave_failure,
-    leave_receipt,
+    finished_ranks,
     read_receipts,
-    see_that_it_goes_on,
-    settle,
-    settled_ranks,
+    sync,
+    write_failure,
     write_metadata,
+    write_receipt,
 )
 
 _OWNER = ".owner"
-_POLL_SECONDS = (0.005, 0.5)  # between looks at receipts: at first, and at most
-_ALONE_SECONDS, _HURRIED_SECONDS = 60.0, 5.0  # for the others' parts, when the trainers are gone
+_POLL_SECONDS = (0.005, 0.5)  # between two looks at the receipts: the first pause, and the longest
+# How long to wait for the other ranks' parts once the trainer is gone.
+_ORPHANED_SECONDS, _HURRIED_SECONDS = 60.0, 5.0
 
 
-class Keeper:
-    """The keeper of one rank."""
+class WriterProcess:
+    """The writer process of one rank.
 
-    def __init__(self, channel: Channel, staging: Staging, setup: Setup) -> None:
-        self.channel, self.staging, self.setup = channel, staging, setup
-        self.alone_since: float | None = None
-        """When the trainer was lost."""
+    Args:
+        channel: the connection to the trainer.
+        staging: the memory that the trainer fills.
+        hello: the trainer's first message.
+    """
+
+    def __init__(self, channel: Channel, staging: Staging, hello: Hello) -> None:
+        self.channel, self.staging, self.hello = channel, staging, hello
+        self.orphaned_at: float | None = None
+        """When the trainer died, on the monotonic clock; None while there is a trainer."""
         self.hurry = threading.Event()
-        """Another keeper wants this one's place: wait for nobody any more."""
+        """Set by SIGTERM: a new writer process of this rank waits for the lock."""
         self._sending = threading.Lock()
-        self.writers = {tier.name: TierWriter(self, tier) for tier in setup.tiers}
+        self.writers = {tier.name: TierWriter(self, tier) for tier in hello.tiers}
 
-    def tell(self, event: Event) -> None:
-        """Let the trainer know, if there is still one."""
+    def publish(self, event: SaveEvent) -> None:
+        """Send an event to the trainer; nothing happens where the trainer is gone."""
         with self._sending, contextlib.suppress(OSError):
             self.channel.send(event)
 
     def run(self) -> None:
-        """Serve until the trainer is done, or long gone."""
+        """Serve the trainer's requests until a shutdown, or until the trainer is gone and all
+        requested saves are done."""
         server = None
-        if self.setup.serves is not None:
-            server = PeerServer(Path(self.setup.serves), self.setup.key, self.setup.port)
+        if self.hello.serves is not None:
+            server = PeerServer(Path(self.hello.serves), self.hello.key, self.hello.port)
         for location in self._volatile():
             Path(location).mkdir(parents=True, exist_ok=True)
             Path(location, _OWNER).write_text(str(os.getpid()))
-        self.tell(Event(what="ready", port=0 if server is None else server.port))
-        forget = False
+        self.publish(SaveEvent(what="ready", port=0 if server is None else server.port))
+        remove = False
         while True:
             try:
                 data = self.channel.receive(None)
             except EOFError:
-                self.alone_since = time.monotonic()
-                _let_go_of_output()
+                self.orphaned_at = time.monotonic()
+                _close_output()
                 break
             request = Request.model_validate_json(data or b"{}")
-            if request.close is not None:
-                forget = request.close.forget
+            if request.shutdown is not None:
+                remove = request.shutdown.remove_volatile
                 break
-            if request.tier is not None:
-                self.setup.tiers.append(request.tier)
-                self.writers[request.tier.name] = TierWriter(self, request.tier)
-            if request.order is not None:
-                self._accept(request.order)
+            if request.add_tier is not None:
+                self.hello.tiers.append(request.add_tier)
+                self.writers[request.add_tier.name] = TierWriter(self, request.add_tier)
+            if request.save is not None:
+                self._accept(request.save)
         for writer in self.writers.values():
             writer.finish()
         own = self._volatile()
-        if own and self.alone_since is not None:
-            forget = not self.hurry.wait(self.setup.linger_seconds)
-        for location in own if forget else []:
-            # Another keeper may have taken it over, of a rank by another number.
+        if own and self.orphaned_at is not None:
+            remove = not self.hurry.wait(self.hello.memory_retention_seconds)
+        for location in own if remove else []:
+            # The writer process of a rank with another number may have taken the folder over.
             with contextlib.suppress(OSError):
                 if Path(location, _OWNER).read_text() == str(os.getpid()):
                     open_store(location).remove_all("")
 
     def _volatile(self) -> list[str]:
-        """The folders in memory that are this keeper's to remove."""
+        """The folders in memory that this writer process removes when the run ends."""
         own = [
             tier.location
-            for tier in self.setup.tiers
-            if tier.volatile and self.setup.rank == tier.writers[0]
+            for tier in self.hello.tiers
+            if tier.volatile and self.hello.rank == tier.committer
         ]
-        return own + ([self.setup.serves] if self.setup.serves is not None else [])
+        return own + ([self.hello.serves] if self.hello.serves is not None else [])
 
-    def _accept(self, order: Order) -> None:
-        memory = self.staging.room(order.staged_bytes)
-        left = threading.Semaphore(0)
-        for name in order.tiers:
+    def _accept(self, request: SaveRequest) -> None:
+        memory = self.staging.buffer(request.staged_bytes)
+        done = threading.Semaphore(0)
+        for name in request.tiers:
             parts = [
-                StagedPart.of(order.arrays[one.array], one.coordinates, memory, one.offset)
-                for one in order.objects
+                StagedPart.of(request.arrays[one.array], one.coordinates, memory, one.offset)
+                for one in request.objects
                 if name in one.tiers
             ]
-            self.writers[name].accept(order, parts, left)
-        threading.Thread(target=self._free, args=(left, len(order.tiers)), daemon=True).start()
+            self.writers[name].accept(request, parts, done)
+        threading.Thread(target=self._free, args=(done, len(request.tiers)), daemon=True).start()
 
-    def _free(self, left: threading.Semaphore, count: int) -> None:
+    def _free(self, done: threading.Semaphore, count: int) -> None:
         for _ in range(count):
-            left.acquire()
-        self.tell(Event(what="free"))
+            done.acquire()
+        self.publish(SaveEvent(what="free"))
 
     def others_may_come(self, began: float) -> bool:
-        """Whether to go on waiting for other ranks."""
-        limit = self.setup.commit_timeout_seconds
-        if self.alone_since is not None:
-            # The others' trainers are gone too, or soon will be.
-            began = max(began, self.alone_since)
-            limit = min(limit, _HURRIED_SECONDS if self.hurry.is_set() else _ALONE_SECONDS)
+        """Whether a save that ``began`` then should still wait for other ranks' receipts."""
+        limit = self.hello.commit_timeout_seconds
+        if self.orphaned_at is not None:
+            # The trainers of the other ranks are gone too, or will be soon.
+            began = max(began, self.orphaned_at)
+            limit = min(limit, _HURRIED_SECONDS if self.hurry.is_set() else _ORPHANED_SECONDS)
         return time.monotonic() - began < limit
 
 
 class TierWriter:
-    """Writes orders to one tier, one after the other."""
+    """Writes the requested saves to one tier, one after the other, in a thread of its own."""
 
-    def __init__(self, keeper: Keeper, tier: Tier) -> None:
-        self.keeper, self.tier = keeper, tier
+    def __init__(self, process: WriterProcess, tier: Tier) -> None:
+        self.process, self.tier = process, tier
         self.store = Retrying(open_store(tier.location))
         self._previous: Previous | None = None
-        self._orders: queue.Queue[tuple[Order, list[StagedPart], threading.Semaphore] | None]
-        self._orders = queue.Queue()
+        self._requests: queue.Queue[
+            tuple[SaveRequest, list[StagedPart], threading.Semaphore] | None
+        ]
+        self._requests = queue.Queue()
         self._thread = threading.Thread(target=self._run, name=tier.name, daemon=True)
         self._thread.start()
 
-    def accept(self, order: Order, parts: list[StagedPart], done: threading.Semaphore) -> None:
-        """Write ``parts`` when those before are written; ``done`` is released when they are not
-        needed any more."""
-        self._orders.put((order, parts, done))
+    def accept(
+        self, request: SaveRequest, parts: list[StagedPart], done: threading.Semaphore
+    ) -> None:
+        """Queue a save of ``parts``; ``done`` is released when ``parts`` may be overwritten."""
+        self._requests.put((request, parts, done))
 
     def finish(self) -> None:
-        """Wait until all orders are done."""
-        self._orders.put(None)
+        """Wait until all queued saves are done."""
+        self._requests.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        while (one := self._orders.get()) is not None:
+        while (one := self._requests.get()) is not None:
             began = time.monotonic()
             try:
                 event = self._save(*one)
             except Exception as error:
                 if not isinstance(error, OSError | CheckpointError):
                     traceback.print_exc()
-                event = Event(what="failed", error=_one_line(error))
+                event = SaveEvent(what="failed", error=_one_line(error))
             seconds = time.monotonic() - began
             about = {"tier": self.tier.name, "step": one[0].step, "seconds": seconds}
-            self.keeper.tell(event.model_copy(update=about))
+            self.process.publish(event.model_copy(update=about))
 
-    def _save(self, order: Order, parts: list[StagedPart], done: threading.Semaphore) -> Event:
-        info, rank, began = order.info(self.tier), self.keeper.setup.rank, time.monotonic()
-        first, retries = rank == info.writers[0], self.store.retries
+    def _save(
+        self, request: SaveRequest, parts: list[StagedPart], done: threading.Semaphore
+    ) -> SaveEvent:
+        info, rank, began = request.info(self.tier), self.process.hello.rank, time.monotonic()
+        commits, retries = rank == info.writers[0], self.store.retries
         try:
             begin(self.store, info, rank)
-            with giving_up_is_told(self.store, info, rank):
-                receipt: Receipt = write_metadata(self.store, info, order.arrays) if first else {}
+            with abandonment_reported(self.store, info, rank):
+                receipt = write_metadata(self.store, info, request.arrays) if commits else {}
                 if self._previous is None:
                     self._previous = _newest(self.store)
                 written = write_staged(self.store, info, parts, self._previous)
                 receipt |= written.receipt
-                settle(self.store, info, receipt)
-                see_that_it_goes_on(self.store, info, rank)
-                leave_receipt(self.store, info, rank, receipt)
+                sync(self.store, info, receipt)
+                check_not_abandoned(self.store, info, rank)
+                write_receipt(self.store, info, rank, receipt)
             self._previous = Previous(info.save_id, written.receipt)
-        except GivenUpError:
+        except SaveAbandonedError:
             raise
         except BaseException:
             with contextlib.suppress(OSError):
-                leave_failure(self.store, info, rank)
-            if first:
-                with contextlib.suppress(CheckpointError, OSError):  # the first error is the one
-                    self._gather(order)
+                write_failure(self.store, info, rank)
+            if commits:
+                with contextlib.suppress(CheckpointError, OSError):  # report the first error
+                    self._await_receipts(request)
                     discard(self.store, info)
             raise
         finally:
@@ -206,41 +218,42 @@ class TierWriter:
             "bytes_written": written.bytes_written,
             "bytes_linked": written.bytes_linked,
         }
-        if not first:
-            return Event(what="written", **about)
-        if self._gather(order, watch=True):
+        if not commits:
+            return SaveEvent(what="written", **about)
+        if not self._await_receipts(request, check=True):
             discard(self.store, info)
             raise CheckpointError("another rank could not write its part")
-        with giving_up_is_told(self.store, info, rank):
-            commit(self.store, info, order.arrays, read_receipts(self.store, info))
-        with contextlib.suppress(OSError, CheckpointError):  # they will be there for the next time
+        with abandonment_reported(self.store, info, rank):
+            commit(self.store, info, request.arrays, read_receipts(self.store, info))
+        with contextlib.suppress(OSError, CheckpointError):  # the next save tries again
             retain(self.store, self.tier.keep)
-        return Event(what="committed", **about)
+        return SaveEvent(what="committed", **about)
 
-    def _gather(self, order: Order, watch: bool = False) -> bool:
-        """Wait for every rank's receipt; whether one of them has failed. With ``watch``, end where
-        the save is given up meanwhile.
+    def _await_receipts(self, request: SaveRequest, check: bool = False) -> bool:
+        """Wait until every rank has left a receipt or a failure; whether all left receipts.
 
-        Raises CheckpointError where one does not come: what the others have written stays until the
-        next start, for they may be writing still.
+        Raises CheckpointError where a rank leaves neither in time. The objects of the other ranks
+        then stay until the next start: that rank may still be writing. With ``check``, raises
+        SaveAbandonedError where the save is abandoned meanwhile.
         """
-        info, began = order.info(self.tier), time.monotonic()
+        info, began = request.info(self.tier), time.monotonic()
         pause, longest = _POLL_SECONDS
         while True:
-            if watch:
-                see_that_it_goes_on(self.store, info, self.keeper.setup.rank)
-            ended = settled_ranks(self.store, info)
-            waiting = [rank for rank in info.writers if rank not in ended]
+            if check:
+                check_not_abandoned(self.store, info, self.process.hello.rank)
+            finished = finished_ranks(self.store, info)
+            waiting = [rank for rank in info.writers if rank not in finished]
             if not waiting:
-                return not all(ended.values())
-            if not self.keeper.others_may_come(began):
+                return all(finished.values())
+            if not self.process.others_may_come(began):
                 raise CheckpointError(f"rank {waiting[0]} did not finish its part in time")
             time.sleep(pause)
             pause = min(2 * pause, longest)
 
 
-def _let_go_of_output() -> None:
-    # Whoever reads what the trainer printed, through a pipe, would otherwise wait for the keeper.
+def _close_output() -> None:
+    # A process that reads the trainer's output through a pipe waits until all writers have closed
+    # the pipe: this process must not be one of them.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)
@@ -262,21 +275,21 @@ def _newest(store: Store) -> Previous | None:
 
 
 def main(connection_handle: int, staging_handle: int) -> None:
-    """Run the keeper whose line and memory were inherited under these numbers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer to answer
+    """Run the writer process. The arguments are inherited file descriptors: of the connection to
+    the trainer, and of the staging memory."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     channel = Channel(Connection(connection_handle))
-    request = Request.model_validate_json(channel.receive(None) or b"{}")
-    setup = request.setup
-    assert setup is not None, "the first message sets up"
+    hello = Request.model_validate_json(channel.receive(None) or b"{}").hello
+    assert hello is not None, "the first message must be a Hello"
     staging = Staging(staging_handle)
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
-    with claim(Path(setup.lock), timeout_seconds=60.0):
-        keeper = Keeper(channel, staging, setup)
-        signal.signal(signal.SIGTERM, lambda *_: keeper.hurry.set())
+    with claim(Path(hello.lock), timeout_seconds=60.0):
+        process = WriterProcess(channel, staging, hello)
+        signal.signal(signal.SIGTERM, lambda *_: process.hurry.set())
         if stopping.is_set():
-            keeper.hurry.set()
-        keeper.run()
+            process.hurry.set()
+        process.run()
 
 
 if __name__ == "__main__":

@@ -1,17 +1,9 @@
-"""The bytes of a checkpoint: arrays, shard objects, chunks and the manifest."""
+"""The bytes of a checkpoint: the manifest, arrays, objects and chunks."""
 
 from ckpt.format.array import ArrayRecord, Compression, keys_of_ranks, metadata_objects
 from ckpt.format.chunk_grid import storage_grid
 from ckpt.format.dtypes import FLOATS, STORAGE_DTYPES, convert, to_float32
-from ckpt.format.keys import (
-    locate,
-    manifest_key,
-    manifest_name,
-    manifest_path,
-    objects_dir,
-    objects_key,
-    pending_key,
-)
+from ckpt.format.keys import locate, manifest_key, objects_key, pending_key
 from ckpt.format.manifest import (
     Manifest,
     committed_steps,
@@ -22,7 +14,7 @@ from ckpt.format.manifest import (
 from ckpt.format.names import Missing, check_names, renamed
 from ckpt.format.object_index import ObjectRecord, gather
 from ckpt.format.shard_layout import Array, ObjectLayout, ReadInto
-from ckpt.format.shard_reader import Target, read_object
+from ckpt.format.shard_reader import Destination, read_object
 from ckpt.format.shard_writer import Encoder, aligned
 
 __all__ = [
@@ -31,13 +23,13 @@ __all__ = [
     "Array",
     "ArrayRecord",
     "Compression",
+    "Destination",
     "Encoder",
     "Manifest",
     "Missing",
     "ObjectLayout",
     "ObjectRecord",
     "ReadInto",
-    "Target",
     "aligned",
     "check_names",
     "committed_steps",
@@ -48,10 +40,7 @@ __all__ = [
     "keys_of_ranks",
     "locate",
     "manifest_key",
-    "manifest_name",
-    "manifest_path",
     "metadata_objects",
-    "objects_dir",
     "objects_key",
     "pending_key",
     "read_manifest",

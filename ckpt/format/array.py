@@ -22,14 +22,14 @@ from ckpt.format.object_index import object_key
 from parallel.layout import ShardLayout, Topology, cells, whole_box
 
 Compression = Literal["none", "zstd"]
-"""What chunks are compressed with."""
+"""The compression of the chunks of an array."""
 ZSTD_LEVEL = 1
 MOST_CHUNK_BYTES = 1 << 32
-"""Of one chunk. Whoever reads it needs as much memory, whatever the object's length."""
+"""The limit on the length of a chunk. A reader of any part of a chunk needs that much memory."""
 
 
 class Record(BaseModel):
-    """A part of the manifest: frozen, of known fields."""
+    """A part of the manifest: frozen, without unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -41,7 +41,7 @@ _PART = re.compile(r"(?!\.{1,2}$|zarr\.json$)[^/\\\x00-\x1f\x7f]+")
 
 
 def check_name(name: str) -> str:
-    """Return an array's name that is safe as a path. Raises ValueError for any other.
+    """Return ``name`` if it is safe as a relative path. Raises ValueError otherwise.
 
     The name comes from a manifest, which may be forged, and becomes part of a path.
     """
@@ -51,7 +51,12 @@ def check_name(name: str) -> str:
 
 
 class ArrayRecord(Record):
-    """One stored array. Shapes are logical; ``splits`` is as in ShardLayout."""
+    """One stored array.
+
+    ``shape`` is that of the unsharded array; ``splits`` and ``stages`` are the fields of
+    :class:`parallel.layout.ShardLayout` under the topology of the save. ``shard_shape`` is the
+    shape of the part in one object, ``chunk_shape`` that of a chunk in the object.
+    """
 
     name: Annotated[str, AfterValidator(check_name)]
     shape: tuple[Count, ...]
@@ -61,7 +66,6 @@ class ArrayRecord(Record):
     chunk_shape: tuple[_Size, ...]
     compression: Compression = "none"
     stages: tuple[int, ...] = ()
-    """As in ShardLayout, of the topology that it was saved under."""
     attributes: dict[str, Any] = {}
 
     @model_validator(mode="after")
@@ -80,7 +84,7 @@ class ArrayRecord(Record):
             raise ValueError(f"{self.name} has a chunk of more than {MOST_CHUNK_BYTES} bytes")
         self.layout(ONE_RANK)
         if self.attributes:
-            dump(self.attributes)  # a number that is none is not JSON
+            dump(self.attributes)  # raises for NaN and infinities, which JSON lacks
         return self
 
     @property
@@ -89,7 +93,7 @@ class ArrayRecord(Record):
         return np.dtype(STORAGE_DTYPES[self.logical_dtype])
 
     def layout(self, topology: Topology) -> ShardLayout:
-        """Who holds which slice under the ``topology`` that it was saved under."""
+        """Which rank holds which slice under ``topology``, that of the save."""
         return ShardLayout(self.shape, self.splits, topology, self.stages)
 
     def object_keys(self) -> Iterator[str]:
@@ -100,7 +104,7 @@ class ArrayRecord(Record):
 
 
 def keys_of_ranks(record: ArrayRecord, layout: ShardLayout, ranks: Iterable[int]) -> Iterator[str]:
-    """The key of every object that any of ``ranks`` holds a part of; some come more than once."""
+    """The key of every object that any of ``ranks`` holds a part of; keys may repeat."""
     for rank in ranks:
         for box in layout.boxes(rank):
             for coordinates in cells(box, record.shard_shape):
@@ -108,7 +112,7 @@ def keys_of_ranks(record: ArrayRecord, layout: ShardLayout, ranks: Iterable[int]
 
 
 def metadata_objects(arrays: list[ArrayRecord]) -> dict[str, bytes]:
-    """Every zarr.json of a save: the groups on the way, and each array's."""
+    """Every zarr.json of a save by its key: of the groups, and of the arrays."""
     files = {"zarr.json": _group_metadata()}
     for record in arrays:
         parts = record.name.split("/")

@@ -8,9 +8,9 @@ from functools import lru_cache
 from parallel.layout import ShardLayout
 
 SHARD_BYTES = 64 << 20
-"""The length that objects come near to: enough to stream, few enough to list."""
+"""The length that objects aim at: long enough to stream, few enough to list."""
 CHUNK_BYTES = 4 << 20
-"""The length that inner chunks come near to: the least that a reader must read to verify."""
+"""The length that chunks aim at: a reader must read whole chunks to verify them."""
 
 
 @lru_cache(maxsize=1 << 12)
@@ -20,14 +20,23 @@ def storage_grid(
     shard_bytes: int = SHARD_BYTES,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of an array's objects and of the chunks in them.
+    """The shapes of an array's objects and of the chunks in each object.
 
-    No object crosses from one rank's slice into another's, so that each has one writer. Leading
-    dims (layer, expert) are cut first, so that an object holds whole trailing ones.
+    No object crosses the boundary between two ranks' slices: each object has one writer. Leading
+    dims (layer, expert) are cut first; an object therefore holds entire trailing dims.
 
-    A dim that no slice's boundary cuts is cut anywhere: zarr lets the last object be short. In the
-    others a size must divide the slice's; where none near the aim does (a prime number of rows),
-    the slice stays whole in that dim and a later dim is cut.
+    A dim that is not sharded is cut at any size: zarr allows a short last object. In a sharded dim
+    the object's size must divide the slice's size. Where no divisor is near the aim (a prime number
+    of rows), the slice is not cut in that dim, and a later dim is cut.
+
+    Args:
+        layout: which rank holds which slice of the array.
+        itemsize: bytes of one number.
+        shard_bytes: the length that objects aim at.
+        chunk_bytes: the length that chunks aim at.
+
+    Returns:
+        The shape of an object, and the shape of a chunk.
     """
     grain = layout.grain()
     free = [g == max(n, 1) for g, n in zip(grain, layout.shape, strict=True)]
@@ -39,10 +48,12 @@ def storage_grid(
     for dim, size in enumerate(shard):
         wanted = _wanted(chunk, dim, itemsize, chunk_bytes)
         if free[dim]:
-            # A last chunk beyond the array is padded: a divisor near the aim spares that.
+            # A chunk that reaches beyond the array is padded: prefer a divisor near the aim.
             below = _divisor_below(size, wanted)
             chunk[dim] = below if below * 4 >= wanted else _even_part(size, wanted)
-            shard[dim] = chunk[dim] * -(-size // chunk[dim])  # zarr wants chunks to divide it
+            shard[dim] = chunk[dim] * -(
+                -size // chunk[dim]
+            )  # a multiple of the chunk, as zarr requires
         else:
             chunk[dim] = _near_divisor(size, wanted)
     return tuple(shard), tuple(chunk)
@@ -62,7 +73,7 @@ def _divisor_below(size: int, wanted: int) -> int:
 
 
 def _near_divisor(size: int, wanted: int) -> int:
-    """The divisor of ``size`` nearest to ``wanted``, at most; if too far below, the next above."""
+    """The divisor of ``size`` next below ``wanted``; if under a quarter of it, the next above."""
     below = _divisor_below(size, wanted)
     if below * 4 >= wanted:
         return below

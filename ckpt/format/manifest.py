@@ -1,4 +1,4 @@
-"""What a checkpoint is on disk: names, records, the manifest, and zarr's metadata.
+"""The manifest, the file that makes a checkpoint.
 
 ::
 
@@ -10,13 +10,14 @@
         c/0/0                                     one object: a zarr shard, one writer
 
 Everything under a save id is immutable. The manifest lists every object with its length and a
-checksum, those of an array in row-major order of its grid, so that a missing one is an error and
-never zarr's fill value.
+checksum, in row-major order of each array's grid: a missing object is an error, and is never read
+as zarr's fill value.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator
 from functools import cached_property
@@ -60,7 +61,8 @@ def _check_topology(degrees: dict[str, int]) -> dict[str, int]:
 
 
 class Manifest(Record):
-    """A committed checkpoint. ``state`` is the saver's own, plain JSON."""
+    """A committed checkpoint. ``state`` is plain JSON for the trainer; this package only reads the
+    properties below from it."""
 
     format: Literal["convoy-checkpoint"] = "convoy-checkpoint"
     format_version: Literal[2] = 2
@@ -69,14 +71,14 @@ class Manifest(Record):
     created: str
     topology: Annotated[dict[str, int], AfterValidator(_check_topology)]
     ranks: tuple[int, ...] | None = None
-    """The ranks whose slices are here, where a store has only some: those of a node."""
+    """The ranks whose slices this store has: those of a node; None for all ranks."""
     parent: Annotated[str, AfterValidator(_check_save_id)] | None = None
-    """The save id of the checkpoint that this one was made of, where that was not by training."""
+    """The save id of the checkpoint that this one was converted from; None for a trainer's save."""
     arrays: list[ArrayRecord]
     metadata: dict[str, ObjectRecord]
-    """Every zarr.json, by its key below the save id."""
+    """Every zarr.json by its key below the save id."""
     stored: list[Stored]
-    """The objects of each of ``arrays``, in turn."""
+    """The objects of each array, in the order of ``arrays``."""
     state: dict[str, Any]
     spec: dict[str, Any]
     spec_hash: str
@@ -91,10 +93,10 @@ class Manifest(Record):
             parts = name.split("/")
             for depth in range(1, len(parts)):
                 if "/".join(parts[:depth]) in names:
-                    raise ValueError(f"{name} is inside of another array")
+                    raise ValueError(f"{name} is inside another array")
         world, ranks = Topology(**self.topology).world, self.ranks
         if ranks is not None and not (ranks and len(set(ranks)) == len(ranks)):
-            raise ValueError("ranks must be some, and each once")
+            raise ValueError("ranks must not be empty and must not repeat")
         if ranks is not None and not (min(ranks) >= 0 and max(ranks) < world):
             raise ValueError(f"ranks must be below {world}")
         return self
@@ -107,29 +109,43 @@ class Manifest(Record):
         raise CheckpointError(f"checkpoint step {self.step} has no array {name}")
 
     def boxes(self, record: ArrayRecord) -> list[Box]:
-        """The parts of an array that are here; they have nothing in common."""
+        """The parts of an array that this store has; they do not overlap."""
         if self.ranks is None:
             return [whole_box(record.shape)]
         layout = record.layout(Topology(**self.topology))
         return list(dict.fromkeys(box for rank in self.ranks for box in layout.boxes(rank)))
 
     def coordinates(self, record: ArrayRecord) -> Iterator[tuple[int, ...]]:
-        """Where in an array the objects are that are here."""
+        """The grid coordinates of an array's objects that this store has, in no fixed order."""
         found = (cells(box, record.shard_shape) for box in self.boxes(record))
         return itertools.chain.from_iterable(found)
 
     def count(self, record: ArrayRecord) -> int:
-        """How many :meth:`coordinates` there are, without going through them."""
+        """The number of :meth:`coordinates`, computed without listing them."""
         return sum(count_cells(box, record.shard_shape) for box in self.boxes(record))
 
     def sorted_coordinates(self, record: ArrayRecord) -> list[tuple[int, ...]] | None:
-        """Where in an array the objects are that are here, in row-major order; None for all."""
+        """The grid coordinates of an array's objects that this store has, in row-major order; None
+        for all objects of the array."""
         return None if self.ranks is None else sorted(set(self.coordinates(record)))
 
     @cached_property
     def objects(self) -> Objects:
         """Every object by its key below the save id."""
         return Objects(self.arrays, self.metadata, self.stored, self.sorted_coordinates)
+
+    @property
+    def launch(self) -> str:
+        """The launch that saved this checkpoint: the save id without the step in front."""
+        return self.save_id.removeprefix(f"{self.step:08d}-")
+
+    @property
+    def validation(self) -> float | None:
+        """The validation loss that the trainer put into ``state``; None where there is no finite
+        number."""
+        value = self.state.get("validation")
+        is_number = isinstance(value, int | float) and -math.inf < value < math.inf
+        return value if is_number else None
 
     @property
     def total_bytes(self) -> int:
@@ -139,7 +155,7 @@ class Manifest(Record):
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest's bytes, with a checksum of their own."""
+    """The bytes of the manifest's file: JSON with a checksum."""
     body = dump(manifest.model_dump(mode="json"))
     return b'{"crc32c":%d,"manifest":%s}\n' % (crc32c(body), body)
 
@@ -148,7 +164,10 @@ _ENVELOPE = re.compile(rb'\{"crc32c":(\d{1,10}),"manifest":(.*)\}\n', re.DOTALL)
 
 
 def decode_manifest(data: bytes, where: str) -> Manifest:
-    """The inverse. Raises CheckpointError for any changed byte, naming the file."""
+    """The manifest in a file's bytes.
+
+    Raises CheckpointError, with ``where`` in the message, where any byte was changed.
+    """
     match = _ENVELOPE.fullmatch(data)
     if match is None or crc32c(match[2]) != int(match[1]):
         raise CheckpointError(f"manifest {where} is damaged: its checksum does not match")
@@ -164,7 +183,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
 
 
 def _shown(text: str) -> str:
-    # It may be anyone's: one line of it, and not more.
+    # The text may come from a forged manifest: show one short line of it.
     return text if len(text) < 300 and text.isprintable() else f"{text[:300]!a} ..."
 
 
@@ -180,7 +199,7 @@ def _check_coverage(manifest: Manifest, where: str) -> None:
             f"{len(manifest.arrays)}"
         )
     for record, stored in zip(manifest.arrays, manifest.stored, strict=True):
-        # They are in the order of the grid: as many as there must be are those that must be.
+        # Objects are listed in the order of the grid, without keys: only their number can be wrong.
         count = manifest.count(record)
         if count != len(stored.checksums) or not stored.is_even:
             raise CheckpointError(
@@ -196,8 +215,8 @@ def _check_coverage(manifest: Manifest, where: str) -> None:
 def read_manifest(root: Location, step: int | None = None) -> Manifest:
     """The manifest of ``step``, or of the newest one.
 
-    Raises CheckpointError where there is none, or where it is damaged: an older one is never
-    taken silently in its place.
+    Raises CheckpointError where there is no such manifest, or where the manifest is damaged; an
+    older manifest is never read in its place.
     """
     store = open_store(root)
     steps = committed_steps(store)
@@ -223,7 +242,8 @@ def read_manifest(root: Location, step: int | None = None) -> Manifest:
 
 
 def committed_steps(root: Location) -> list[int]:
-    """The steps that have a manifest, ascending. Raises CheckpointError where nobody can tell."""
+    """The steps that have a manifest, ascending. Raises CheckpointError where the store cannot be
+    listed."""
     store = open_store(root)
     try:
         names = store.names("manifests")

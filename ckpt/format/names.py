@@ -1,4 +1,4 @@
-"""Names of arrays: which can be, and rules by which they change."""
+"""Names of arrays: valid names, and rules for renaming."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from typing import Literal
 from ckpt.errors import CheckpointError
 
 Missing = Literal["refuse", "keep"]
-"""What becomes of an array that a checkpoint lacks: an error, or it keeps its values."""
+"""What to do about an array that a checkpoint lacks: raise an error, or keep the array's values."""
 
 
 def renamed(names: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
-    """The old name of every array by its new one, under rules that leave nothing to chance.
+    """The old name of every array by its new name.
 
-    ``rename`` has new names by old ones; where both end in ``/`` they are beginnings of names. An
-    exact name goes before a beginning, and a longer beginning before a shorter one.
+    ``rename`` maps old names to new names. A rule whose names both end in ``/`` renames every array
+    whose name begins with the old one. A rule for the exact name is preferred, then the rule with
+    the longest prefix.
 
-    Raises CheckpointError for a rule that no array follows, and where two arrays get one name.
+    Raises CheckpointError for a rule that matches no array, and where two arrays get the same name.
     """
     for old, new in rename.items():
         if old.endswith("/") != new.endswith("/") or not old.strip("/") or not new.strip("/"):
             raise CheckpointError(
-                f"rename {old}={new} must be a name and a name, or two beginnings that end in /"
+                f"rename {old}={new} must be two names, or two prefixes that end in /"
             )
     prefixes = sorted((old for old in rename if old.endswith("/")), key=len, reverse=True)
     result: dict[str, str] = {}
@@ -41,10 +42,7 @@ def renamed(names: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse names that cannot be those of a checkpoint's arrays: they become folders.
-
-    Raises CheckpointError, naming one.
-    """
+    """Raises CheckpointError for a name that no array may have; names become folders."""
     every = set(names)
     for name in sorted(every):
         parts = name.split("/")
@@ -56,7 +54,9 @@ def check_names(names: Iterable[str]) -> None:
         for depth in range(1, len(parts)):
             above = "/".join(parts[:depth])
             if above in every:
-                raise CheckpointError(f"array {above} cannot have {name} in it: rename one")
+                raise CheckpointError(
+                    f"array {above} cannot have array {name} inside it: rename one"
+                )
 
 
 def _is_part(part: str) -> bool:

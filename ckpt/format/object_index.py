@@ -1,4 +1,4 @@
-"""What a manifest says of objects: a few numbers each, of a million of them in a second."""
+"""The lengths and checksums of a manifest's objects, in columns: a million decode in a second."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Checksum = Annotated[int, Field(ge=0, lt=1 << 32)]
 
 
 class Gridded(Protocol):
-    """What must be known of an array to name its objects."""
+    """An array's fields that determine the keys of its objects."""
 
     @property
     def name(self) -> str:
@@ -25,11 +25,11 @@ class Gridded(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Logical."""
+        """The shape of the unsharded array."""
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
-        """Of an object."""
+        """The shape of the part in one object."""
 
 
 class ObjectRecord(NamedTuple):
@@ -45,29 +45,29 @@ class ObjectRecord(NamedTuple):
 
     @classmethod
     def of(cls, data: builtins.bytes) -> ObjectRecord:
-        """Of a small file."""
+        """The record of a file that is no shard, with these bytes."""
         return cls(bytes=len(data), checksum=crc32c(data))
 
 
 class Stored(BaseModel):
-    """The objects of one array that are here, in row-major order of the grid."""
+    """The objects of one array in a store, in row-major order of the grid."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     lengths: list[tuple[_Count, _Count]]
-    """In bytes, as runs: so many objects, of so many bytes each."""
+    """Run-length encoded: pairs of a number of objects, and the bytes of each of them."""
     checksums: list[_Checksum]
 
     @classmethod
     def of(cls, objects: Sequence[ObjectRecord]) -> Stored:
-        """Of the objects in turn."""
+        """The columns of a sequence of records."""
         runs = groupby(record.bytes for record in objects)
         lengths = [(sum(1 for _ in run), length) for length, run in runs]
         return cls(lengths=lengths, checksums=[record.checksum for record in objects])
 
     @property
     def total_bytes(self) -> int:
-        """Of all of them."""
+        """The sum of all lengths."""
         return sum(count * length for count, length in self.lengths)
 
     @property
@@ -88,7 +88,7 @@ def grid_of(record: Gridded) -> tuple[int, ...]:
 
 
 Coordinates = Callable[[Any], Sequence[tuple[int, ...]] | None]
-"""Where in an array the objects are that are here, in row-major order; None for all of them."""
+"""The grid coordinates of an array's objects in a store, in row-major order; None for all."""
 
 
 def _keys(record: Gridded, coordinates: Sequence[tuple[int, ...]] | None) -> Iterator[str]:
@@ -103,7 +103,7 @@ def _keys(record: Gridded, coordinates: Sequence[tuple[int, ...]] | None) -> Ite
 
 
 class Gathered(NamedTuple):
-    """What is known of the objects of a save, against what it must have."""
+    """The objects of a save in a manifest's order, and the keys that are missing or unexpected."""
 
     metadata: dict[str, ObjectRecord]
     stored: list[Stored]
@@ -117,7 +117,7 @@ def gather(
     coordinates: Coordinates,
     found: Mapping[str, ObjectRecord],
 ) -> Gathered:
-    """Put what was ``found``, by key, into a manifest's order."""
+    """Put the ``found`` objects, by key, into a manifest's order."""
     missing = [key for key in metadata if key not in found]
     here = {key: found[key] for key in metadata if key in found}
     count, stored = len(here), []
@@ -136,8 +136,7 @@ def gather(
 
 
 class Objects(Mapping[str, ObjectRecord]):
-    """Every object of a manifest by its key below the save id; those of arrays are worked out as
-    they are asked for."""
+    """Every object of a manifest by its key below the save id; keys are computed on demand."""
 
     def __init__(
         self,
@@ -173,11 +172,11 @@ class Objects(Mapping[str, ObjectRecord]):
             yield from _keys(column.record, self._coordinates(column.record))
 
     def items(self) -> ItemsView[str, ObjectRecord]:
-        """All of them, sooner than one by one."""
+        """All keys and records, faster than by look-ups of each key."""
         return _Items(self)
 
     def pairs(self) -> Iterator[tuple[str, ObjectRecord]]:
-        """The same, in turn."""
+        """All keys and records: metadata first, then each array's objects in row-major order."""
         yield from self._metadata.items()
         for column in self._columns.values():
             keys = _keys(column.record, self._coordinates(column.record))
@@ -218,7 +217,7 @@ class _Column:
         return np.repeat(np.array([n for _, n in self.stored.lengths], np.int64), counts)
 
     def index(self, at: tuple[int, ...]) -> int | None:
-        """Which of the objects the one at some coordinates is; None where it is not here."""
+        """The index of the object at some coordinates; None where the store lacks that object."""
         if self._places is not None:
             return self._places.get(at)
         if len(at) != len(self.grid):
@@ -231,9 +230,9 @@ class _Column:
         return flat
 
     def records(self) -> Iterator[ObjectRecord]:
-        """All of them in turn."""
+        """The records in order."""
         return map(ObjectRecord, self._lengths.tolist(), self.stored.checksums)
 
     def record_at(self, index: int) -> ObjectRecord:
-        """One of them."""
+        """The record at an index."""
         return ObjectRecord(int(self._lengths[index]), self.stored.checksums[index])

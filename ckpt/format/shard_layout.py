@@ -2,13 +2,14 @@
 
 The bytes are as zarr's sharding codec document (version 1.0) has them: chunks in any order, each
 followed by its CRC32C; then the index, an offset and a length for every chunk in row-major order
-(both 2**64 - 1 where there is none), little-endian uint64, followed by the index's CRC32C. Chunks
-that are not compressed begin at multiples of a page, where they are large, or of 8 bytes; objects
-of large ones are whole pages. Between chunks, and before such an index, are zeros, which the index
-does not know.
-They are written here rather than through zarr-python, whose writer copies the object repeatedly,
-and read here because zarr-python takes a missing object for zeros. Its reader and tensorstore's
-read what this writes; tests hold them to it.
+(both 2**64 - 1 for an empty chunk), little-endian uint64, followed by the index's CRC32C. An
+uncompressed chunk begins at a multiple of a page where chunks are large, else of 8 bytes; an object
+of large chunks is a number of entire pages. The gaps between chunks, and before the index, are
+zeros.
+
+Objects are not written through zarr-python, whose writer copies each object several times, and not
+read through zarr-python, which reads a missing object as zeros. zarr-python and tensorstore can
+read the objects, which tests check.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ckpt.format.object_index import object_key
 from ckpt.store import PAGE, Bytes
 from parallel.layout import Box, box_shape, cell_box
 
-assert sys.byteorder == "little", "objects are written from memory as it is"
+assert sys.byteorder == "little", "objects are written without a change of byte order"
 _LARGE_CHUNK = 1 << 20
 
 Array: TypeAlias = "NDArray[Any]"
@@ -38,7 +39,7 @@ ReadInto = Callable[[Box, Array], None]
 
 @dataclass(frozen=True)
 class ObjectLayout:
-    """What is where in one object."""
+    """Where the chunks and the index of one object are."""
 
     record: ArrayRecord
     coordinates: tuple[int, ...]
@@ -50,12 +51,12 @@ class ObjectLayout:
 
     @cached_property
     def box(self) -> Box:
-        """The part of the array in it."""
+        """The part of the array in this object."""
         return cell_box(self.coordinates, self.record.shard_shape, self.record.shape)
 
     @cached_property
     def grid(self) -> tuple[int, ...]:
-        """How many chunks it has along each dim, those beyond the array's edge among them."""
+        """The number of chunks along each dim, chunks beyond the array's edge included."""
         sizes = zip(self.record.shard_shape, self.record.chunk_shape, strict=True)
         return tuple(shard // chunk for shard, chunk in sizes)
 
@@ -65,7 +66,7 @@ class ObjectLayout:
         record = self.record
         dims = zip(self.coordinates, self.grid, record.shard_shape, record.chunk_shape,
                    record.shape, strict=True)  # fmt: skip
-        # Along each dim the chunk's place in the grid, and what of the array is in it.
+        # Along each dim: the chunk's index in the grid, and the chunk's extent in the array.
         along = [
             [(i, (at, min(at + chunk, size))) for i in range(count)
              if (at := shard_number * shard + i * chunk) < size]
@@ -86,44 +87,44 @@ class ObjectLayout:
         return math.prod(self.record.chunk_shape) * self.record.dtype.itemsize
 
     @cached_property
-    def stride(self) -> int:
-        """From one chunk that is not compressed to the next."""
+    def chunk_stride(self) -> int:
+        """Bytes from the start of an uncompressed chunk to the start of the next one."""
         return round_up(self.chunk_bytes + 4, PAGE if self._large else 8)
 
     @property
-    def room(self) -> int:
-        """Bytes to stage it in: a stride for each chunk."""
-        return self.stride * len(self.chunks)
+    def buffer_bytes(self) -> int:
+        """Bytes of a buffer for all chunks, ``chunk_stride`` each."""
+        return self.chunk_stride * len(self.chunks)
 
     @cached_property
     def length(self) -> int:
-        """Its bytes, where its chunks are not compressed."""
-        end = self.room - self.stride + self.chunk_bytes + 4 + self.index_bytes
+        """Bytes of the object without compression."""
+        end = self.buffer_bytes - self.chunk_stride + self.chunk_bytes + 4 + self.index_bytes
         return round_up(end, PAGE) if self._large else end
 
     @property
-    def page_room(self) -> int:
-        """Bytes to stage all of it in, so that the next one begins at a page."""
-        return round_up(max(self.room, self.length), PAGE)
+    def padded_bytes(self) -> int:
+        """Bytes of a buffer for the entire object, rounded up to a page."""
+        return round_up(max(self.buffer_bytes, self.length), PAGE)
 
     @property
     def index_bytes(self) -> int:
-        """The bytes of the index at its end."""
+        """Bytes of the index at the end of the object."""
         return math.prod(self.grid) * 16 + 4
 
     @property
     def _large(self) -> bool:
         return self.chunk_bytes >= _LARGE_CHUNK
 
-    def fill(self, box: Box, room: Bytes, read: ReadInto) -> None:
-        """Lay the numbers of one chunk's box into the ``stride`` bytes of ``room``."""
+    def fill(self, box: Box, buffer: Bytes, read: ReadInto) -> None:
+        """Read the numbers of one chunk's box into the first bytes of ``buffer``."""
         shape = self.record.chunk_shape
-        values = room[: self.chunk_bytes].view(self.record.dtype).reshape(shape)
+        values = buffer[: self.chunk_bytes].view(self.record.dtype).reshape(shape)
         sizes = box_shape(box)
         if sizes != shape:
             values[...] = 0
         corner: tuple[Any, ...] = (*(slice(0, size) for size in sizes), ...)
-        read(box, values[corner])  # an array, of a scalar too
+        read(box, values[corner])  # the ellipsis keeps a scalar an array
 
 
 def round_up(count: int, step: int) -> int:

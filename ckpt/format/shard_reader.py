@@ -17,32 +17,36 @@ from ckpt.format.shard_writer import aligned
 from ckpt.store import Bytes, Reader
 from parallel.layout import Box, box_shape, intersect, within
 
-_READ_BYTES = 1 << 20  # at a time: what was read is still in the cache when it is summed
-_MOST_PARTS = 512  # of one read; systems allow 1,024
+_READ_BYTES = 1 << 20  # of one read: the data is still in the cache when its CRC is computed
+_MOST_PARTS = 512  # buffers of one read; systems allow 1,024
 
 
-class Target(Protocol):
-    """Where numbers that are read go."""
+class Destination(Protocol):
+    """Takes the numbers that are read."""
 
     def memory(self, box: Box) -> list[Bytes] | None:
-        """The bytes of a box in order, to be read into; None where they are not in one piece."""
+        """Buffers for the bytes of a box, in order, to read into; None where there are none."""
 
     def write(self, box: Box, values: Array) -> None:
-        """Take the numbers of a box, in the stored dtype."""
+        """Take the numbers of a box, in the stored dtype; called where :meth:`memory` gave None."""
 
 
 def read_object(
-    reader: Reader, layout: ObjectLayout, expected: ObjectRecord, wanted: Box, target: Target
+    reader: Reader,
+    layout: ObjectLayout,
+    expected: ObjectRecord,
+    wanted: Box,
+    destination: Destination,
 ) -> int:
-    """Read the part of one object that lies in ``wanted`` into ``target``; returns the count of
-    numbers.
+    """Read the part of one object that lies in ``wanted`` into ``destination``; returns the
+    number of numbers read.
 
-    Each chunk read must have its CRC32C, and those of all chunks together must be what the manifest
-    says, so that no other object passes for this one. Until this returns, ``target`` may hold what
-    is not so.
+    The CRC32C of each chunk read is checked, and the CRC32C of all chunks' CRC32Cs against the
+    manifest: another object is never accepted in place of this one. Until this function returns,
+    ``destination`` may hold unverified numbers.
 
-    Raises CheckpointError, without the object's name, where it is short, long or changed; OSError
-    where it cannot be read.
+    Raises CheckpointError, without the object's name, where the object is short, long or changed,
+    and OSError where the object cannot be read.
     """
     if reader.size != expected.bytes:
         raise CheckpointError(f"has {reader.size} bytes, the manifest says {expected.bytes}")
@@ -52,7 +56,7 @@ def read_object(
     reader.expect([(b - 4 if near[n] is None else a, b) for n, (a, b) in spans.items()])
     checks: dict[int, bytes] = {}
     count = 0
-    room: Bytes | None = None
+    buffer: Bytes | None = None
     for number, box in layout.chunks:
         start, stop = spans[number]
         common = near[number]
@@ -64,25 +68,25 @@ def read_object(
         plain = layout.record.compression == "none"
         shape = box_shape(box)
         direct = plain and common == box and shape == layout.record.chunk_shape
-        parts = target.memory(box) if direct else None
+        parts = destination.memory(box) if direct else None
         if parts is None:
-            room = aligned(layout.chunk_bytes) if room is None and plain else room
-            body = room if plain and room is not None else np.empty(stop - start - 4, np.uint8)
+            buffer = aligned(layout.chunk_bytes) if buffer is None and plain else buffer
+            body = buffer if plain and buffer is not None else np.empty(stop - start - 4, np.uint8)
             parts = [body]
         _read_checked(reader, start, parts, check, number)
         checks[number] = check.tobytes()
         count += math.prod(box_shape(common))
-        if len(parts) == 1 and (not plain or parts[0] is room):
+        if len(parts) == 1 and (not plain or parts[0] is buffer):
             values = _decode(parts[0], layout, number)
             place: tuple[Any, ...] = (*within(common, box), ...)  # an array, of a scalar too
-            target.write(common, values[place])
+            destination.write(common, values[place])
     if crc32c(b"".join(checks.values())) != expected.checksum:
         raise CheckpointError("is damaged: it is not the one that was saved")
     return count
 
 
 def _read_index(reader: Reader, layout: ObjectLayout) -> dict[int, tuple[int, int]]:
-    """Where every chunk of the object begins and ends, its CRC32C included."""
+    """The first byte of every chunk of the object, and the byte after its CRC32C."""
     if reader.size < layout.index_bytes:
         raise CheckpointError("is damaged: it is shorter than its index")
     tail = np.empty(layout.index_bytes, np.uint8)
@@ -114,7 +118,7 @@ def _read_checked(
 
 
 def _blocks(parts: list[Bytes]) -> Iterator[list[Bytes]]:
-    """``parts`` in turn, some at a time, and large ones in pieces."""
+    """``parts`` in order, in groups of at most ``_READ_BYTES``; long parts are split."""
     blocks: list[Bytes] = []
     size = 0
     for part in parts:
@@ -131,7 +135,7 @@ def _blocks(parts: list[Bytes]) -> Iterator[list[Bytes]]:
 def _decode(body: Bytes, layout: ObjectLayout, number: int) -> Array:
     if layout.record.compression == "zstd":
         try:
-            # What is too short would be zeros at its end, without a word.
+            # numcodecs would leave the rest of the output as it was, without an error.
             if _unpacked_bytes(body[:18].tobytes()) != layout.chunk_bytes:
                 raise ValueError
             body = zstd.decompress(body, np.empty(layout.chunk_bytes, np.uint8))
@@ -141,7 +145,11 @@ def _decode(body: Bytes, layout: ObjectLayout, number: int) -> Array:
 
 
 def _unpacked_bytes(head: bytes) -> int:
-    """What a zstd frame says that it unpacks to, 0 where it does not say (RFC 8878, 3.1.1.1)."""
+    """The content size in a zstd frame's header, 0 where there is none (RFC 8878, 3.1.1.1).
+
+    Parsed here because numcodecs has no call for it: its ``decompress`` allocates what a damaged or
+    forged header asks for, or fills a given output only in part.
+    """
     descriptor = int.from_bytes(head[4:5], "little")
     single = descriptor >> 5 & 1
     width = (single, 2, 4, 8)[descriptor >> 6]

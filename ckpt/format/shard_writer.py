@@ -1,4 +1,4 @@
-"""Encoding of one shard object: chunks, checksums and the index."""
+"""Encoding of one object: chunks, checksums and the index."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 def aligned(count: int) -> Bytes:
-    """Zeroed memory that direct writes take; much of it in huge pages where the system has them,
-    which spares the device a list of small ones."""
+    """Zeroed memory, aligned as direct writes need it.
+
+    Long buffers lie in huge pages where the system has them: the device then gets a short list of
+    large pages.
+    """
     if count < _HUGE_PAGE:
         memory = np.zeros(count + PAGE, np.uint8)
         start = -memory.__array_interface__["data"][0] % PAGE
@@ -39,27 +42,27 @@ def aligned(count: int) -> Bytes:
 
 @dataclass
 class Encoder:
-    """The bytes of one object, in parts, and what a manifest says of it."""
+    """The bytes of one object, in parts, and its record in a manifest."""
 
     layout: ObjectLayout
     _checks: bytearray = field(default_factory=bytearray)
     _length: int = 0
 
-    def parts(self, rooms: Iterable[Bytes]) -> Iterator[memoryview | bytes]:
-        """Put checksums to the filled ``rooms``, each of some chunks, a stride for each; ends with
-        the index, which is put into the last room where that has room for it.
+    def parts(self, buffers: Iterable[Bytes]) -> Iterator[memoryview | bytes]:
+        """Add checksums to filled ``buffers``, and yield the object's bytes in parts.
 
-        A part may be changed as soon as the next one is asked for.
+        Each buffer holds some chunks, ``chunk_stride`` bytes each. The index comes last, in the
+        last buffer where it fits. A part is valid until the next one is requested.
         """
-        layout, stride = self.layout, self.layout.stride
+        layout, stride = self.layout, self.layout.chunk_stride
         index = np.full((math.prod(layout.grid), 2), _NO_CHUNK, dtype="<u8")
         left = [number for number, _ in layout.chunks]
         size = layout.chunk_bytes
-        for room in rooms:
-            here = left[: max(1, room.nbytes // stride)]
+        for buffer in buffers:
+            here = left[: max(1, buffer.nbytes // stride)]
             left = left[len(here) :]
             for at, number in enumerate(here):
-                chunk = room[at * stride : at * stride + size + 4].data
+                chunk = buffer[at * stride : at * stride + size + 4].data
                 if layout.record.compression == "zstd":
                     yield self._packed(chunk[:size], index[number])
                     continue
@@ -67,11 +70,11 @@ class Encoder:
             if layout.record.compression == "zstd":
                 continue
             used = len(here) * stride if left else (len(here) - 1) * stride + size + 4
-            if not left and room.nbytes >= layout.length - self._length:
+            if not left and buffer.nbytes >= layout.length - self._length:
                 used = layout.length - self._length
-                room[used - layout.index_bytes : used] = np.frombuffer(_tail(index), np.uint8)
+                buffer[used - layout.index_bytes : used] = np.frombuffer(_tail(index), np.uint8)
             self._length += used
-            yield room[:used].data
+            yield buffer[:used].data
         assert not left, f"{layout.key} lacks chunks"
         if layout.record.compression == "zstd" or self._length < layout.length:
             tail = _tail(index)
@@ -93,32 +96,35 @@ class Encoder:
         return packed
 
     def fill(self, read: ReadInto, memory: Bytes | None = None) -> Iterator[Bytes]:
-        """Rooms for :meth:`parts`, one after the other in ``memory``, which is best aligned; in
-        that of one chunk where there is none, or too little."""
-        layout, stride = self.layout, self.layout.stride
+        """Yield filled buffers for :meth:`parts`, one after the other in ``memory``.
+
+        ``memory`` should be aligned; where it is None or too short for a chunk, the buffer of one
+        chunk is allocated.
+        """
+        layout, stride = self.layout, self.layout.chunk_stride
         if memory is None or memory.nbytes < stride:
             memory = aligned(stride)
-        # Writes of about the same length: a short one costs nearly as much as a long one.
+        # Writes of about equal length: a short write costs nearly as much as a long one.
         writes = -(-len(layout.chunks) // (memory.nbytes // stride))
-        if max(layout.room, layout.length) <= memory.nbytes:
+        if max(layout.buffer_bytes, layout.length) <= memory.nbytes:
             writes = 1
         together = -(-len(layout.chunks) // writes)
         for first in range(0, len(layout.chunks), together):
             boxes = layout.chunks[first : first + together]
             last = first + together >= len(layout.chunks)
-            room = memory[: len(boxes) * stride]
+            buffer = memory[: len(boxes) * stride]
             if last and layout.length - first * stride <= memory.nbytes:
-                room = memory[: max(room.nbytes, layout.length - first * stride)]
+                buffer = memory[: max(buffer.nbytes, layout.length - first * stride)]
             for at, (_, box) in enumerate(boxes):
-                chunk = room[at * stride : (at + 1) * stride]
-                chunk[layout.chunk_bytes :] = 0  # it may have been another object's
+                chunk = buffer[at * stride : (at + 1) * stride]
+                chunk[layout.chunk_bytes :] = 0  # the memory may hold another object's bytes
                 layout.fill(box, chunk, read)
-            room[len(boxes) * stride :] = 0
-            yield room
+            buffer[len(boxes) * stride :] = 0
+            yield buffer
 
     @property
     def record(self) -> ObjectRecord:
-        """Once all parts were taken."""
+        """The object's record in a manifest; valid once all parts were taken."""
         return ObjectRecord(bytes=self._length, checksum=crc32c(bytes(self._checks)))
 
 

@@ -1,14 +1,14 @@
-"""Which checkpoints a store has, which of them stay, and how the others are removed."""
+"""Which checkpoints a store has, which of them are kept, and how the others are removed."""
 
 from ckpt.lifecycle.garbage import Garbage, find_garbage, remove_garbage, remove_uncommitted
 from ckpt.lifecycle.lineage import Link, read_lineage, spec_differences
-from ckpt.lifecycle.reachable import fingerprint, forget, reachable
+from ckpt.lifecycle.reachable import fingerprint, prune, reachable
 from ckpt.lifecycle.removal import (
     REMOVED,
     committed_save_ids,
-    mark_unwanted,
+    first_problem,
+    mark_for_removal,
     remove_objects,
-    what_is_wrong,
 )
 from ckpt.lifecycle.retention import Removal, Retention, RetentionPlan, plan_retention, retain
 
@@ -22,9 +22,10 @@ __all__ = [
     "committed_save_ids",
     "find_garbage",
     "fingerprint",
-    "forget",
-    "mark_unwanted",
+    "first_problem",
+    "mark_for_removal",
     "plan_retention",
+    "prune",
     "reachable",
     "read_lineage",
     "remove_garbage",
@@ -32,5 +33,4 @@ __all__ = [
     "remove_uncommitted",
     "retain",
     "spec_differences",
-    "what_is_wrong",
 ]

@@ -1,4 +1,4 @@
-"""What lies in a store and belongs to no checkpoint."""
+"""Objects in a store that belong to no checkpoint."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from typing import Literal
 
 from ckpt.errors import CheckpointError
 from ckpt.format import committed_steps, manifest_key, objects_key, pending_key, read_manifest
-from ckpt.lifecycle.removal import mark_unwanted, remove_objects
+from ckpt.lifecycle.removal import mark_for_removal, remove_objects
 from ckpt.store import Location, Store, open_store
 
 _PENDING = pending_key("").rpartition("/")[2]
 _DRAFT = re.compile(r"\.step-\d{8,}\.json\.[0-9a-f]{8}")
 
-Kind = Literal["draft", "mark", "uncommitted", "unlisted"]
+GarbageKind = Literal["draft", "mark", "uncommitted", "unlisted"]
 
 
 @dataclass(frozen=True)
 class Garbage:
-    """Something that no manifest needs.
+    """Something in a store that no manifest needs.
 
-    ``draft``: a manifest that was never published. ``mark``: a save is marked as pending that has a
-    manifest; the mark is all that goes. ``uncommitted``: a save that was interrupted, or whose
-    removal was. ``unlisted``: objects without a mark and without a manifest, which somebody may
-    have moved away and want back.
+    ``draft``: a manifest that was never published. ``mark``: the mark of a pending save that has a
+    manifest; only the mark is removed. ``uncommitted``: a save that was interrupted, or whose
+    removal was. ``unlisted``: objects without a mark and without a manifest; somebody may have
+    moved the manifest away, and want the checkpoint back.
     """
 
-    kind: Kind
+    kind: GarbageKind
     name: str
-    """The save id; of a draft, its file."""
+    """The save id; for a draft the file name."""
     objects: int
     bytes: int
     modified: float
-    """The store's time of its youngest object, in seconds since 1970; 0 where it has none."""
+    """The time of the newest object, in seconds since 1970 by the store's clock; 0 for none."""
     stays: str = ""
-    """Why it is not removed; empty where it is."""
+    """Why :func:`remove_garbage` keeps it; empty where it is removed."""
 
 
 def find_garbage(
@@ -51,29 +51,29 @@ def find_garbage(
 
     Args:
         root: the store.
-        grace_seconds: what is younger stays: it may be a save on its way. So does what is from the
-            future, by a clock that went back.
-        unlisted: let unlisted objects go too.
-        now: seconds since 1970.
+        grace_seconds: garbage younger than this stays: it may be a save in progress. Garbage with a
+            time in the future stays too: a clock may have been set back.
+        unlisted: whether unlisted objects are removed too.
+        now: gives the time in seconds since 1970.
 
-    Where a manifest is damaged all objects stay: they might be its own. Raises OSError where the
-    store cannot be listed.
+    While a manifest is damaged all objects stay: any of them may belong to it. Raises OSError where
+    the store cannot be listed.
     """
     store = open_store(root)
-    # Before the manifests: what is committed in between is listed by one.
+    # List objects before manifests: a save committed in between then has a manifest in the list.
     names = store.names("objects")
     drafts = [name for name in store.names("manifests") if _DRAFT.fullmatch(name)]
     committed, damaged = _committed(store)
     pending = {n.removeprefix(_PENDING) for n in names if n.startswith(_PENDING)}
     saves = {n for n in names if not n.startswith(".")}
 
-    def told(kind: Kind, name: str, listing: Iterable[tuple[int, float]]) -> Garbage:
+    def described(kind: GarbageKind, name: str, listing: Iterable[tuple[int, float]]) -> Garbage:
         sizes = list(listing)
         modified = max((at for _, at in sizes), default=0.0)
         age = now() - modified
         stays = ""
         if kind in ("uncommitted", "unlisted") and damaged:
-            stays = f"it may be of {damaged}, which is damaged"
+            stays = f"it may belong to {damaged}, which is damaged"
         elif grace_seconds and sizes and age < grace_seconds:
             stays = f"it is younger than {grace_seconds:g} s"
         elif kind == "unlisted" and not unlisted:
@@ -83,34 +83,34 @@ def find_garbage(
     found = []
     manifests = store.listing("manifests") if drafts else {}
     for name in drafts:
-        found.append(told("draft", name, [manifests[name]] if name in manifests else []))
+        found.append(described("draft", name, [manifests[name]] if name in manifests else []))
     for save_id in sorted(pending):
         marks = store.listing(pending_key(save_id)).values()
         if save_id in committed:
-            found.append(told("mark", save_id, marks))
+            found.append(described("mark", save_id, marks))
         else:
             objects = store.listing(objects_key(save_id)).values()
-            found.append(told("uncommitted", save_id, [*marks, *objects]))
+            found.append(described("uncommitted", save_id, [*marks, *objects]))
     for save_id in sorted(saves - pending - committed):
-        found.append(told("unlisted", save_id, store.listing(objects_key(save_id)).values()))
+        found.append(described("unlisted", save_id, store.listing(objects_key(save_id)).values()))
     return found
 
 
 def remove_garbage(root: Location, garbage: Iterable[Garbage]) -> list[Garbage]:
-    """Remove what :func:`find_garbage` found, but for what stays; returns what was removed.
+    """Remove the garbage that :func:`find_garbage` listed without ``stays``; returns the removed.
 
-    Raises OSError where something cannot be.
+    Raises OSError where something cannot be removed.
     """
     store, removed = open_store(root), []
     goes = [each for each in garbage if not each.stays]
     if not goes:
         return []
-    # A commit that was killed may not be durable; nothing goes before it is.
-    store.settle(manifest_key(step) for step in committed_steps(store))
+    # The manifest of a killed commit may not be durable: make it so before anything is removed.
+    store.sync(manifest_key(step) for step in committed_steps(store))
     for each in goes:
         if each.kind == "uncommitted":
-            mark_unwanted(store, each.name)
-    # Whoever has committed one since has not seen the mark; who has yet to will.
+            mark_for_removal(store, each.name)
+    # A save committed since then did not see its mark, and is kept; a later commit sees the mark.
     committed, damaged = _committed(store)
     for each in goes:
         if each.kind == "draft":
@@ -126,11 +126,11 @@ def remove_garbage(root: Location, garbage: Iterable[Garbage]) -> list[Garbage]:
 
 
 def remove_uncommitted(root: Location) -> list[str]:
-    """Remove what interrupted saves and removals left; returns their save ids.
+    """Remove the objects of interrupted saves and removals; returns their save ids.
 
-    Only what is marked as pending goes: the objects of a manifest that somebody moved away stay.
-    Nothing is removed where a manifest is damaged, since it might be that of a pending one. Only
-    for a store that nobody else is saving into.
+    Only saves marked as pending are removed: the objects of a manifest that somebody moved away
+    stay. Nothing is removed while a manifest is damaged: it may be that of a pending save. No other
+    process may be saving to the store.
     """
     with contextlib.suppress(CheckpointError):
         removed = remove_garbage(root, find_garbage(root))
@@ -139,7 +139,7 @@ def remove_uncommitted(root: Location) -> list[str]:
 
 
 def _committed(store: Store) -> tuple[set[str], str]:
-    """The save ids of all manifests that can be read, and where the first of the others is."""
+    """The save ids of all readable manifests, and the path of the first damaged one."""
     committed, damaged = set(), ""
     for step in committed_steps(store):
         try:

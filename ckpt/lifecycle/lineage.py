@@ -1,4 +1,4 @@
-"""Where the checkpoints of a store come from: runs, resizes, changes of the spec."""
+"""The history of a store: its checkpoints in order, with launches, resizes and spec changes."""
 
 from __future__ import annotations
 
@@ -14,32 +14,35 @@ from ckpt.store import Location, open_store
 
 @dataclass(frozen=True)
 class Link:
-    """One checkpoint, and what is new in it since the one before."""
+    """One checkpoint of a store, and what changed since the checkpoint before."""
 
     step: int
     save_id: str = ""
-    run: str = ""
-    """The save id without the step: what tells launches apart."""
+    launch: str = ""
+    """See :attr:`Manifest.launch`."""
     created: str = ""
     seconds: float | None = None
-    """Since the one before was saved, by the savers' clocks."""
+    """Seconds between the creation times of the checkpoint before and this one; None where one of
+    the times is missing."""
     bytes: int = 0
     topology: dict[str, int] | None = None
     spec_hash: str = ""
     parent: str | None = None
-    """As in Manifest."""
-    new_run: bool = False
+    """See :attr:`Manifest.parent`."""
+    new_launch: bool = False
+    """Whether the checkpoint before is of another launch."""
     resized: bool = False
+    """Whether the checkpoint before has another topology."""
     spec_changes: tuple[tuple[str, Any, Any], ...] = ()
-    """Fields, what they were, and what they are."""
+    """Each changed field of the spec, its value before, and its value now."""
     problem: str = ""
-    """Why there is nothing else here."""
+    """Why the manifest cannot be read; all other fields but the step are then empty."""
 
 
 def read_lineage(
     root: Location, upgraded: Callable[[dict[str, Any]], dict[str, Any]] = dict
 ) -> list[Link]:
-    """Every checkpoint of a store, oldest first; one whose manifest is damaged says so.
+    """Every checkpoint of a store, oldest first; of a damaged manifest a link with a ``problem``.
 
     ``upgraded`` gives an earlier version's spec the present names, which are then no changes.
 
@@ -60,7 +63,7 @@ def read_lineage(
 
 
 def spec_differences(before: Any, now: Any, path: str = "") -> list[tuple[str, Any, Any]]:
-    """The fields of two specs that differ, with both values; None where one has no such field."""
+    """The fields in which two specs differ, with both values; None stands for a missing field."""
     if isinstance(before, dict) and isinstance(now, dict):
         found = []
         for key in sorted(before.keys() | now.keys()):
@@ -81,25 +84,21 @@ def _link(
     return Link(
         step=manifest.step,
         save_id=manifest.save_id,
-        run=_run(manifest),
+        launch=manifest.launch,
         created=manifest.created,
         seconds=None if before is None else _seconds(before.created, manifest.created),
         bytes=manifest.total_bytes,
         topology=manifest.topology,
         spec_hash=manifest.spec_hash,
         parent=manifest.parent,
-        new_run=before is not None and _run(manifest) != _run(before),
+        new_launch=before is not None and manifest.launch != before.launch,
         resized=before is not None and manifest.topology != before.topology,
         spec_changes=tuple(changes),
     )
 
 
-def _run(manifest: Manifest) -> str:
-    return manifest.save_id.removeprefix(f"{manifest.step:08d}-")
-
-
 def _seconds(before: str, now: str) -> float | None:
     try:
         return (datetime.fromisoformat(now) - datetime.fromisoformat(before)).total_seconds()
-    except (ValueError, TypeError):  # not a time, or one of them without its zone
+    except (ValueError, TypeError):  # not a time, or only one of the two has a time zone
         return None

@@ -1,4 +1,4 @@
-"""What a rank can reach of the checkpoints in its tiers."""
+"""The checkpoints in a tier that a rank can load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckpt.format import (
     read_manifest,
 )
 from ckpt.lifecycle.garbage import remove_uncommitted
-from ckpt.lifecycle.removal import mark_unwanted
+from ckpt.lifecycle.removal import mark_for_removal
 from ckpt.store import Location, Store, open_store
 from parallel.layout import Topology
 
@@ -28,10 +28,17 @@ def reachable(
     wanted: Callable[[Manifest], bool] = lambda _: True,
     most: int = 4,
 ) -> list[Manifest]:
-    """The newest ``wanted`` checkpoints in a tier of which ``rank`` of ``topology`` finds all that
-    it needs, newest first; at most ``most``. Numbers are verified when they are read, not here.
+    """The checkpoints in a tier that have all objects that a rank needs, newest first.
 
-    A manifest or an object that cannot be read is a checkpoint that cannot be reached.
+    Objects are checked for their length; their checksums are verified when they are read. A
+    checkpoint whose manifest or objects cannot be read is left out.
+
+    Args:
+        root: the tier.
+        topology: that of the run.
+        rank: the rank that will load.
+        wanted: whether a checkpoint is considered.
+        most: the most checkpoints to return.
     """
     store, found = open_store(root), list[Manifest]()
     with contextlib.suppress(CheckpointError):
@@ -63,16 +70,17 @@ def _holds(store: Store, manifest: Manifest, topology: Topology, rank: int) -> b
 
 
 def fingerprint(manifest: Manifest) -> int:
-    """A number below 2**62 that tells one save from another."""
+    """A hash of the save id below 2**62: equal for equal saves, for comparison between ranks."""
     digest = blake2b(manifest.save_id.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
 
 
-def forget(root: Location, after: int, ours: Callable[[Manifest], bool]) -> list[int]:
-    """Remove the checkpoints of steps beyond ``after``, which a run that goes on from there will
-    make anew, and those that are not ``ours``; returns their steps.
+def prune(root: Location, after: int, ours: Callable[[Manifest], bool]) -> list[int]:
+    """Remove a tier's checkpoints of steps beyond ``after``, and those that are not ``ours``;
+    returns their steps.
 
-    For a tier of one node: what all ranks share is not for one to judge.
+    A run that resumes at step ``after`` saves the later steps again. Only for the tier of one node:
+    one rank may not decide about storage that all ranks share.
     """
     store, removed = open_store(root), []
     for step in committed_steps(store):
@@ -82,9 +90,9 @@ def forget(root: Location, after: int, ours: Callable[[Manifest], bool]) -> list
         if step <= after and (manifest is None or ours(manifest)):
             continue
         if manifest is not None:
-            mark_unwanted(store, manifest.save_id)
+            mark_for_removal(store, manifest.save_id)
         store.remove(manifest_key(step))
         removed.append(step)
-    if removed:  # their memory, and their disk, are wanted for the next save
+    if removed:  # the next save needs the space
         remove_uncommitted(store)
     return removed

@@ -15,48 +15,49 @@ from ckpt.format import (
 from ckpt.store import Store
 
 REMOVED = "removed"
-"""The mark of a save whose objects are being removed."""
+"""The name of the mark of a save whose objects are being removed."""
 
 _MARK_ATTEMPTS = 3
 
 
-def mark_unwanted(store: Store, save_id: str) -> None:
-    """Make a save's objects a leftover, should their removal be interrupted."""
+def mark_for_removal(store: Store, save_id: str) -> None:
+    """Mark a save as being removed, so that the next start completes an interrupted removal."""
     mark = f"{pending_key(save_id)}/{REMOVED}"
     for attempt in range(_MARK_ATTEMPTS):
         try:
             with contextlib.suppress(FileExistsError):
                 store.write(mark, [b""])
-            store.settle([mark])
+            store.sync([mark])
             return
         except FileNotFoundError:
             # Another process that removes this save has just removed the folder of its marks.
             if attempt == _MARK_ATTEMPTS - 1:
                 raise
         except OSError as error:
-            # Where there is no room for it, to make room is worth a leftover.
+            # On a full disk the removal goes on without the mark: it frees the missing space.
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             return
 
 
 def committed_save_ids(store: Store) -> set[str]:
-    """Those that have a manifest. Raises CheckpointError where one is damaged."""
+    """The save ids of all manifests. Raises CheckpointError where a manifest is damaged."""
     return {read_manifest(store, step).save_id for step in committed_steps(store)}
 
 
 def remove_objects(store: Store, save_id: str) -> None:
-    """Remove a save's objects, and then the mark that they may go: it stays while one stays."""
+    """Remove a save's objects, and then its marks; the marks stay while any object stays."""
     store.remove_all(objects_key(save_id))
     if save_id not in store.names("objects"):
-        store.settle([objects_key(save_id)])
+        store.sync([objects_key(save_id)])
         store.remove_all(pending_key(save_id))
 
 
-def what_is_wrong(store: Store, manifest: Manifest) -> str | None:
-    """The first object of a checkpoint that is not there with its length; None where all are.
+def first_problem(store: Store, manifest: Manifest) -> str | None:
+    """The first object of a checkpoint that is missing or of another length, in words; None where
+    there is no such object.
 
-    Numbers are not read. Raises OSError where the store cannot be listed.
+    Objects are not read. Raises OSError where the store cannot be listed.
     """
     folder = objects_key(manifest.save_id)
     found = store.listing(folder)

@@ -1,9 +1,8 @@
-"""Which checkpoints are kept, and how the others are removed."""
+"""Retention: rules for the checkpoints that are kept, and the removal of the others."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,12 +18,12 @@ from ckpt.format import (
     manifest_key,
     read_manifest,
 )
-from ckpt.lifecycle.removal import mark_unwanted, remove_objects, what_is_wrong
+from ckpt.lifecycle.removal import first_problem, mark_for_removal, remove_objects
 from ckpt.store import Location, Store, open_store
 
 
 class Retention(BaseModel):
-    """Which checkpoints are kept: those that any of the rules keeps."""
+    """The rules of retention; a checkpoint is kept where any of the rules keeps it."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -43,7 +42,7 @@ class Retention(BaseModel):
 
 @dataclass(frozen=True)
 class Removal:
-    """A checkpoint that no rule keeps."""
+    """A checkpoint that no rule keeps, and why."""
 
     step: int
     save_id: str
@@ -53,23 +52,29 @@ class Removal:
 
 @dataclass(frozen=True)
 class RetentionPlan:
-    """What :func:`retain` would remove, and why it keeps the rest."""
+    """The checkpoints that :func:`retain` would remove, and those that it would keep."""
 
     remove: tuple[Removal, ...]
     keep: dict[int, str]
-    """Why, for each step that stays."""
+    """The reason, by step."""
 
 
 def plan_retention(
     root: Location, retention: Retention, now: Callable[[], float] = time.time
 ) -> RetentionPlan:
-    """Work out what no rule keeps; nothing is removed.
+    """Find the checkpoints that no rule keeps; nothing is removed.
 
-    Nothing is, ever, while the newest checkpoint is not whole: each of its objects must be there
-    with its length. One whose manifest is damaged stays, since what it owns is unknown. ``now`` (in
-    seconds since 1970) only ever lets more stay than the rules for steps do, whatever it says.
+    All checkpoints are kept while the newest one is incomplete: each of its objects must be there
+    with its length. A checkpoint whose manifest is damaged is kept: its objects are unknown.
 
-    Raises CheckpointError where the store cannot be listed.
+    Args:
+        root: the checkpoint folder or store.
+        retention: the rules.
+        now: gives the time in seconds since 1970, for ``grace_seconds``. A wrong clock can only
+            keep more checkpoints than the other rules do.
+
+    Raises:
+        CheckpointError: where the store cannot be listed.
     """
     return _Planner(open_store(root), retention, now).plan()
 
@@ -77,18 +82,27 @@ def plan_retention(
 def retain(
     root: Location, keep: int | Retention, now: Callable[[], float] = time.time
 ) -> list[int]:
-    """Remove what no rule keeps; returns the steps removed. A number keeps the newest ones.
+    """Remove the checkpoints that no rule keeps; returns their steps.
 
-    A manifest goes, durably, before its objects do: what remains listed is always whole. Raises
-    OSError where a manifest cannot be removed, or the store not listed.
+    Each manifest is durably removed before its objects: a checkpoint that is still listed has all
+    its objects.
+
+    Args:
+        root: the checkpoint folder or store.
+        keep: the rules, or how many of the newest checkpoints are kept.
+        now: see :func:`plan_retention`.
+
+    Raises:
+        OSError: where a manifest cannot be removed.
+        CheckpointError: where the store cannot be listed.
     """
     retention = keep if isinstance(keep, Retention) else Retention(keep=keep)
     store = open_store(root)
     plan, removed = plan_retention(store, retention, now), list[int]()
-    # One whose commit was killed is listed, and may not be durable: it must be, before others go.
-    store.settle(manifest_key(step) for step in plan.keep)
+    # The manifest of a killed commit may not be durable: make it so before others are removed.
+    store.sync(manifest_key(step) for step in plan.keep)
     for removal in plan.remove:
-        mark_unwanted(store, removal.save_id)
+        mark_for_removal(store, removal.save_id)
         store.remove(manifest_key(removal.step))
         remove_objects(store, removal.save_id)
         removed.append(removal.step)
@@ -112,15 +126,15 @@ class _Planner:
             elif every and step % every == 0:
                 kept[step] = f"a multiple of {every}"
             elif (manifest := self._manifest(step)) is None:
-                kept[step] = "its manifest is damaged"  # and someone may want to look at it
+                kept[step] = "its manifest is damaged"  # somebody may want to look at it
             elif step in self._best:
                 kept[step] = f"one of the best {self.retention.keep_best} by validation"
             elif not self._is_past_grace(step):
                 kept[step] = f"superseded less than {self.retention.grace_seconds:g} s ago"
             else:
                 beyond.append(manifest)
-        if beyond and (wrong := self._newest_is_not_whole()):
-            kept |= {m.step: f"the newest one is not whole: {wrong}" for m in beyond}
+        if beyond and (wrong := self._problem_of_newest()):
+            kept |= {m.step: f"the newest one is incomplete: {wrong}" for m in beyond}
             beyond = []
         why = f"there are {self.retention.keep} newer ones"
         remove = tuple(Removal(m.step, m.save_id, m.total_bytes, why) for m in beyond)
@@ -140,13 +154,12 @@ class _Planner:
         ranked = []
         for step in self.steps:
             manifest = self._manifest(step)
-            value = None if manifest is None else manifest.state.get("validation")
-            if isinstance(value, int | float) and math.isfinite(value):
-                ranked.append((value, -step))  # of two alike the newer
+            if manifest is not None and manifest.validation is not None:
+                ranked.append((manifest.validation, -step))  # of two equal ones the newer
         return {-negative for _, negative in sorted(ranked)[: self.retention.keep_best]}
 
     def _is_past_grace(self, step: int) -> bool:
-        """Whether it is long enough ago that a save put this one beyond the newest ones."""
+        """Whether the save that made ``step`` older than the newest ``keep`` is long enough ago."""
         if not self.retention.grace_seconds:
             return True
         later = self.steps[self.steps.index(step) + self.retention.keep]
@@ -159,6 +172,6 @@ class _Planner:
             return False
         return self.now() - saved >= self.retention.grace_seconds
 
-    def _newest_is_not_whole(self) -> str | None:
+    def _problem_of_newest(self) -> str | None:
         newest = self._manifest(self.steps[-1])
-        return "its manifest is damaged" if newest is None else what_is_wrong(self.store, newest)
+        return "its manifest is damaged" if newest is None else first_problem(self.store, newest)

@@ -1,4 +1,4 @@
-"""Reading any slice of a checkpoint, verified, onto any number of ranks."""
+"""Reading slices of a checkpoint, verified, onto any number of ranks."""
 
 from ckpt.read.box import read_box, read_box_into, read_nowhere
 from ckpt.read.compare import ArrayDifference, compare

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -10,28 +10,28 @@ from ckpt.errors import CheckpointError
 from ckpt.format import (
     Array,
     ArrayRecord,
+    Destination,
     Manifest,
     ObjectLayout,
     ObjectRecord,
-    Target,
     objects_key,
     read_object,
 )
 from ckpt.store import Bytes, Location, Store, open_store
 from parallel.layout import Box, box_shape, cells, within
 
-if TYPE_CHECKING:
-    pass
-
 
 class _Into:
-    """A box of an array, in memory."""
+    """Reads into a numpy array that holds a box."""
 
     def __init__(self, box: Box, out: Array) -> None:
         self.box, self.out = box, out
 
     def memory(self, box: Box) -> list[Bytes] | None:
-        place: tuple[Any, ...] = (*within(box, self.box), ...)  # an array, of a scalar too
+        place: tuple[Any, ...] = (
+            *within(box, self.box),
+            ...,
+        )  # the ellipsis keeps a scalar an array
         part = self.out[place]
         return [part.reshape(-1).view(np.uint8)] if part.flags.c_contiguous else None
 
@@ -40,19 +40,19 @@ class _Into:
 
 
 class Nowhere:
-    """For those who only want to know whether it can be read."""
+    """Drops the numbers: for reads that only verify."""
 
     def memory(self, box: Box) -> None:
-        """No memory to read into."""
+        """There are no buffers to read into."""
 
     def write(self, box: Box, values: Array) -> None:
-        """Drop the values: they were checked when they were read."""
+        """Drop the values: their checksums were verified."""
 
 
 def read_box_into(
     root: Location, manifest: Manifest, record: ArrayRecord, box: Box, out: Array
 ) -> None:
-    """Fill ``out``, in the stored dtype, with the numbers of a box. Every byte read is verified.
+    """Fill ``out``, of the stored dtype, with the numbers of a box. Every byte read is verified.
 
     Raises CheckpointError, naming the object, where one is missing, short or changed.
     """
@@ -61,31 +61,39 @@ def read_box_into(
 
 
 def read_box(root: Location, manifest: Manifest, record: ArrayRecord, box: Box) -> Array:
-    """The same, into new memory."""
+    """The numbers of a box, in the stored dtype. Every byte read is verified.
+
+    Raises CheckpointError, naming the object, where one is missing, short or changed.
+    """
     out = np.empty(box_shape(box), record.dtype)
     read_box_into(root, manifest, record, box, out)
     return out
 
 
-def _read(store: Store, manifest: Manifest, record: ArrayRecord, box: Box, target: Target) -> int:
+def _read(
+    store: Store, manifest: Manifest, record: ArrayRecord, box: Box, destination: Destination
+) -> int:
     count = 0
     for coordinates in cells(box, record.shard_shape):
         layout = ObjectLayout(record, coordinates)
-        count += read_one(store, manifest, layout, box, target)
+        count += read_one(store, manifest, layout, box, destination)
     return count
 
 
 def read_nowhere(store: Store, save_id: str, layout: ObjectLayout, expected: ObjectRecord) -> None:
-    """Read all of an object and compare. Raises CheckpointError, without the object's name, where
-    it is not what ``expected`` says, and OSError where it cannot be read."""
+    """Read and verify an entire object.
+
+    Raises CheckpointError, without the object's name, where the object differs from ``expected``,
+    and OSError where the object cannot be read.
+    """
     with store.open(f"{objects_key(save_id)}/{layout.key}") as reader:
         read_object(reader, layout, expected, layout.box, Nowhere())
 
 
 def read_one(
-    store: Store, manifest: Manifest, layout: ObjectLayout, box: Box, target: Target
+    store: Store, manifest: Manifest, layout: ObjectLayout, box: Box, destination: Destination
 ) -> int:
-    """Read the part of ``box`` that one object holds; returns the bytes read.
+    """Read the part of ``box`` that one object holds; returns the number of numbers read.
 
     Raises CheckpointError where the object is missing, unreadable or damaged.
     """
@@ -94,7 +102,7 @@ def read_one(
         raise CheckpointError(f"object {store.where(key)} is on another node")
     try:
         with store.open(key) as reader:
-            return read_object(reader, layout, manifest.objects[layout.key], box, target)
+            return read_object(reader, layout, manifest.objects[layout.key], box, destination)
     except CheckpointError as error:
         raise CheckpointError(f"object {store.where(key)} {error}") from None
     except FileNotFoundError:

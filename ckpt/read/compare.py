@@ -1,4 +1,4 @@
-"""By how much two checkpoints differ, a few chunks at a time and whatever their layouts."""
+"""How two checkpoints differ, compared a few chunks at a time; their layouts may differ too."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ import numpy as np
 
 from ckpt.format import Array, ArrayRecord, Manifest, to_float32
 from ckpt.read.box import read_box
-from ckpt.store import THREADS, Location, Progress
+from ckpt.store import THREADS, Location, ReportBytes
 from parallel.layout import Box, cell_box, cells, whole_box
 
 BLOCK_BYTES = 16 << 20
-"""Of an array, read of each checkpoint and compared at a time, by each of a few threads."""
+"""Bytes of an array that a thread reads from each checkpoint and compares at a time."""
 
 
 @dataclass(frozen=True)
 class ArrayDifference:
-    """How an array of one checkpoint differs from the one of that name in another.
+    """How an array of one checkpoint differs from the array of that name in another.
 
-    ``what``: ``alike`` is bit by bit; ``numbers`` have the counts below; the others were not read.
+    ``what`` is ``alike`` where all bits are equal, and ``numbers`` where some differ: the counts
+    below say how many. Arrays of any other ``what`` were not read.
     """
 
     name: str
@@ -33,11 +34,11 @@ class ArrayDifference:
     differing: int = 0
     """Elements whose bits differ."""
     max_abs: float | None = None
-    """The greatest difference; of floats and integers, where both are finite."""
+    """The largest absolute difference of two finite numbers; None for bool arrays."""
     relative_l2: float | None = None
     """sqrt(sum((there - here)^2) / sum(here^2)) where both are finite; None where here is zero."""
     not_finite: int = 0
-    """Elements that differ and are NaN or infinite in one or both."""
+    """Elements that differ, and are NaN or infinite in at least one of the checkpoints."""
 
 
 def compare(
@@ -45,12 +46,22 @@ def compare(
     manifest: Manifest,
     there: Location,
     other: Manifest,
-    progress: Progress = lambda _: None,
+    progress: ReportBytes = lambda _: None,
 ) -> list[ArrayDifference]:
-    """Compare every array of two checkpoints, bit by bit; everything read is verified.
+    """Compare every array of two checkpoints, bit by bit; every byte read is verified.
 
-    ``progress`` is called with bytes of ``manifest``'s arrays. Raises CheckpointError where an
-    object of either is missing or damaged.
+    Args:
+        here: the folder or store of the first checkpoint.
+        manifest: the first checkpoint.
+        there: the folder or store of the second checkpoint.
+        other: the second checkpoint.
+        progress: called with the bytes of the first checkpoint that were compared.
+
+    Returns:
+        One entry for each array name of either checkpoint, sorted by name.
+
+    Raises:
+        CheckpointError: where an object of either checkpoint is missing or damaged.
     """
     ours = {record.name: record for record in manifest.arrays}
     theirs = {record.name: record for record in other.arrays}
@@ -75,12 +86,12 @@ def compare(
             with ThreadPoolExecutor(THREADS) as pool:
                 for sums in pool.map(measure, _boxes(a, b)):
                     total += sums
-            found.append(total.told(name, math.prod(a.shape)))
+            found.append(total.summary(name, math.prod(a.shape)))
     return found
 
 
 def _boxes(a: ArrayRecord, b: ArrayRecord) -> Iterator[Box]:
-    """Boxes that cover an array, of whole chunks of both where those are small enough."""
+    """Boxes that cover an array, of entire chunks of both checkpoints where these are small."""
     both = tuple(max(x, y) for x, y in zip(a.chunk_shape, b.chunk_shape, strict=True))
     step = list(both if _bytes(a, both) <= BLOCK_BYTES else a.chunk_shape)
     for dim in reversed(range(len(step))):
@@ -130,7 +141,7 @@ class _Sums:
             self.numeric and more.numeric,
         )
 
-    def told(self, name: str, elements: int) -> ArrayDifference:
+    def summary(self, name: str, elements: int) -> ArrayDifference:
         if not self.differing:
             return ArrayDifference(name, "alike", elements=elements)
         relative = None

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: any slice of any array, verified, onto any number of ranks."""
+"""Loading a checkpoint into this rank's slices of its arrays."""
 
 from __future__ import annotations
 
@@ -8,13 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from ckpt.errors import CheckpointError
-from ckpt.format import (
-    ArrayRecord,
-    Manifest,
-    Missing,
-    ObjectLayout,
-    renamed,
-)
+from ckpt.format import ArrayRecord, Manifest, Missing, ObjectLayout, renamed
 from ckpt.read.box import read_one
 from ckpt.store import THREADS, Location, open_store
 from parallel.layout import Box, box_shape, cells
@@ -30,25 +24,25 @@ def load(
     rename: Mapping[str, str] | None = None,
     missing: Missing = "refuse",
 ) -> list[str]:
-    """Fill this rank's slices in place, from objects of whatever layout they were saved under.
+    """Fill this rank's slices in place; the checkpoint may have been saved under any topology.
 
-    Several objects are read at a time, straight into the tensors where those are in host memory.
-    Arrays of the checkpoint that are not among ``arrays`` are not read.
+    Several objects are read at a time, directly into tensors in host memory. Arrays of the
+    checkpoint that are not among ``arrays`` are not read.
 
     Args:
         root: the checkpoint folder or store.
-        manifest: what is read.
+        manifest: the checkpoint.
         arrays: this rank's slices.
-        rename: names in ``arrays`` by names in the checkpoint, see :func:`ckpt.format.renamed`.
-        missing: what becomes of arrays that the checkpoint lacks.
+        rename: names of ``arrays`` by names in the checkpoint; see :func:`ckpt.format.renamed`.
+        missing: whether an array that the checkpoint lacks is an error, or keeps its values.
 
     Returns:
         The names of the arrays that the checkpoint lacks.
 
     Raises:
-        CheckpointError: where the checkpoint lacks an array, or has it in another shape or dtype,
-            before anything is written; or where an object is missing, short or damaged, in which
-            case the tensors are not to be used.
+        CheckpointError: before any tensor is changed, where the checkpoint lacks an array or has
+            another shape or dtype; later, where an object is missing, short or damaged. The tensors
+            hold unverified numbers then.
     """
     store = open_store(root)
     names = renamed([record.name for record in manifest.arrays], rename or {})
@@ -66,7 +60,7 @@ def load(
         for coordinates in cells(box, record.shard_shape)
     ]
 
-    # The largest first: none is left for the end, when the other threads have nothing more to do.
+    # Largest first: no thread ends with a large object while the others idle.
     parts.sort(key=lambda part: -part[2].length)
 
     def read(part: tuple[LocalArray, Box, ObjectLayout]) -> int:

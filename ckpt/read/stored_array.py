@@ -1,6 +1,6 @@
-"""A checkpoint as a table of arrays that are read when they are indexed, every byte verified.
+"""A checkpoint as a mapping of arrays; indexing an array reads and verifies its chunks.
 
-Neither torch nor a model's code is needed: ``ckpt.open(path)["model/embed/weight"][:3]``.
+Neither torch nor the model's code is needed: ``ckpt.open(path)["model/embed/weight"][:3]``.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from ckpt.read.box import read_box
 from ckpt.store import Location, Store, open_store
 
 Index = Any
-"""Ints, slices, an ellipsis, or a tuple of them: what numpy calls basic indexing."""
+"""Ints, slices, an ellipsis, or a tuple of them: numpy's basic indexing."""
 
 
 class StoredArray:
     """One array of a checkpoint. Indexing reads the chunks that the index touches, and no others.
 
-    ``array[3, 17]`` has the numbers as they are stored: bfloat16 and float8 as their bit patterns,
-    uint16 and uint8, which ``logical_dtype`` tells apart. ``array.float32[3, 17]`` has them as
+    ``array[3, 17]`` gives the stored numbers: bfloat16 and float8 are bit patterns of dtype uint16
+    and uint8, and ``logical_dtype`` has the name of the float. ``array.float32[3, 17]`` gives
     float32.
     """
 
@@ -48,15 +48,15 @@ class StoredArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         if copy is False:
-            raise ValueError(f"{self.name} is on disk: without a copy there is no array of it")
+            raise ValueError(f"{self.name} is on disk: copy=False is not possible")
         return np.asarray(self[...], dtype)
 
     def __getitem__(self, index: Index) -> np.ndarray[Any, Any]:
-        """The numbers, as stored; a scalar is an array without dims.
+        """The stored numbers at an index; a scalar is an array without dims.
 
-        Raises IndexError for an index out of range or of too many dims, TypeError for one that is
-        neither an int nor a slice, and CheckpointError, naming the object, where what the manifest
-        lists is missing, short or damaged.
+        Raises IndexError for an index out of range or with too many dims, TypeError for an index
+        that is neither an int nor a slice, and CheckpointError, naming the object, where an object
+        is missing, short or damaged.
         """
         picks = _expand(index, self.shape, self.name)
         box: list[tuple[int, int]] = []
@@ -75,23 +75,23 @@ class StoredArray:
 
     @property
     def float32(self) -> Floats:
-        """The same array, whose numbers are float32 when they are read."""
+        """A view of this array whose numbers are converted to float32 when they are read."""
         return Floats(self)
 
 
 class Floats:
-    """What ``StoredArray.float32`` is; it is indexed like the array itself."""
+    """A :class:`StoredArray` whose numbers are converted to float32."""
 
     def __init__(self, array: StoredArray) -> None:
         self.array = array
 
     def __getitem__(self, index: Index) -> np.ndarray[Any, Any]:
-        """The numbers as float32; float64 and large integers are rounded."""
+        """The numbers at an index as float32; float64 and large integers are rounded."""
         return to_float32(self.array[index], self.array.logical_dtype)
 
 
 def _expand(index: Index, shape: tuple[int, ...], name: str) -> list[int | slice]:
-    """An int from 0 or a slice for every dim."""
+    """For every dim a slice, or an int that is not negative."""
     given = list(index) if isinstance(index, tuple) else [index]
     dots = [i for i, part in enumerate(given) if part is Ellipsis]
     if len(dots) > 1:
@@ -118,7 +118,7 @@ def _expand(index: Index, shape: tuple[int, ...], name: str) -> list[int | slice
 
 
 class OpenCheckpoint(Mapping[str, StoredArray]):
-    """The arrays of one checkpoint by name; ``manifest`` has the rest of what it says."""
+    """The arrays of one checkpoint by name, and its ``manifest``."""
 
     def __init__(self, root: Store, manifest: Manifest) -> None:
         self.root, self.manifest = root, manifest
@@ -143,7 +143,7 @@ def open_checkpoint(root: Location, step: int | None = None) -> OpenCheckpoint:
 
     ``root`` may also be the path of a manifest, which names its step.
 
-    Raises CheckpointError where there is none, or its manifest is damaged.
+    Raises CheckpointError where there is no such checkpoint, or its manifest is damaged.
     """
     root, step = locate(root, step)
     store = open_store(root)

@@ -13,19 +13,18 @@ from ckpt.format import (
     ObjectLayout,
     ObjectRecord,
     metadata_objects,
-    objects_dir,
     objects_key,
     read_manifest,
 )
 from ckpt.read.box import Nowhere, missing, read_one, unreadable
-from ckpt.store import THREADS, Location, Progress, Store, open_store
+from ckpt.store import THREADS, Location, ReportBytes, Store, open_store
 
 if TYPE_CHECKING:
     import zarr
 
 
-def verify(root: Location, manifest: Manifest, progress: Progress = lambda _: None) -> int:
-    """Read every byte of a checkpoint and compare with its checksums; returns how many.
+def verify(root: Location, manifest: Manifest, progress: ReportBytes = lambda _: None) -> int:
+    """Read every byte of a checkpoint and check its checksums; returns the number of bytes.
 
     Raises CheckpointError, naming the first object that is missing, short or damaged.
     """
@@ -35,13 +34,14 @@ def verify(root: Location, manifest: Manifest, progress: Progress = lambda _: No
 
 
 def find_damage(
-    root: Location, manifest: Manifest, progress: Progress = lambda _: None
+    root: Location, manifest: Manifest, progress: ReportBytes = lambda _: None
 ) -> list[str]:
-    """Read every byte of a checkpoint; a line for each object that is missing, short or damaged."""
+    """Read every byte of a checkpoint; returns a line for each object that is missing, short or
+    damaged."""
     return list(_problems(root, manifest, progress))
 
 
-def _problems(root: Location, manifest: Manifest, progress: Progress) -> Iterator[str]:
+def _problems(root: Location, manifest: Manifest, progress: ReportBytes) -> Iterator[str]:
     store = open_store(root)
     metadata = metadata_objects(manifest.arrays)
     layouts = {
@@ -90,16 +90,15 @@ def _verify_metadata(store: Store, manifest: Manifest) -> None:
 def open_group(root: Path, step: int | None = None) -> zarr.Group:
     """The arrays of a checkpoint, read-only, through zarr-python.
 
-    ``open_group(root)["model/layers/moe/experts/w_gate"][3, 17]`` is one expert. zarr-python takes
-    a missing object for zeros, so every object's length is compared first, and what says how they
-    are to be read.
+    ``open_group(root)["model/layers/moe/experts/w_gate"][3, 17]`` is one expert. zarr-python reads
+    a missing object as zeros: every object's length, and every zarr.json, is checked first.
 
-    Raises CheckpointError where one is missing, short or long, or there is no checkpoint.
+    Raises CheckpointError where an object is missing, short or long, or there is no checkpoint.
     """
-    import zarr  # here, for its seconds of import
+    import zarr  # here: the import takes seconds
 
     manifest = read_manifest(root, step)
-    folder = objects_dir(root, manifest.save_id)
+    folder = root / objects_key(manifest.save_id)
     _verify_metadata(open_store(root), manifest)
     for key, record in manifest.objects.items():
         path = folder / key

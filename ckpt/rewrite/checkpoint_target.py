@@ -124,7 +124,7 @@ class CheckpointTarget:
 
     def parts(self) -> Sequence[Part]:
         """See :class:`ckpt.rewrite.Target`."""
-        return [Part(key, layout.room) for key, layout in self._layouts.items()]
+        return [Part(key, layout.buffer_bytes) for key, layout in self._layouts.items()]
 
     def check(self, key: str, receipt: Receipt) -> bool:
         """See :class:`ckpt.rewrite.Target`."""
@@ -155,7 +155,7 @@ class CheckpointTarget:
             for part in parts:
                 yield part
                 if left:
-                    progress(layout.stride)
+                    progress(layout.chunk_stride)
                 left = max(0, left - 1)
 
         if self._resumed:
@@ -168,7 +168,7 @@ class CheckpointTarget:
         """See :class:`ckpt.rewrite.Target`."""
         pending = pending_key(self.info.save_id)
         try:
-            self.store.settle(self._key(key) for key in receipts)
+            self.store.sync(self._key(key) for key in receipts)
             count = sum(name.startswith("journal-") for name in self.store.names(pending))
             self.store.publish(f"{pending}/journal-{count:06d}", json.dumps(receipts).encode())
         except OSError as error:
@@ -183,7 +183,7 @@ class CheckpointTarget:
                     self.store.remove(self._key(key))
                 self.store.write(self._key(key), [data])
                 objects[key] = ObjectRecord.of(data)
-            self.store.settle(self._key(key) for key in objects)
+            self.store.sync(self._key(key) for key in objects)
             self.manifest = commit(self.store, self.info, self.records, objects)
         except OSError as error:
             raise self._unwritable(error) from None

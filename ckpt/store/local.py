@@ -1,4 +1,4 @@
-"""Where checkpoints are kept: named, immutable objects."""
+"""A folder on a local or a shared file system as a store."""
 
 from __future__ import annotations
 
@@ -13,27 +13,31 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from typing_extensions import override
 
 from ckpt.store.posix import Files
-from ckpt.store.protocol import Bytes, Reader
+from ckpt.store.protocol import Bytes, Reader, Store
 
-_SYNCS = 8  # at a time: the system does many together as fast as one
+_SYNCS = 8  # at a time: the system runs several as fast as one
 
 
-class LocalStore:
-    """A folder on a local or a shared file system with hard links."""
+class LocalStore(Store):
+    """A folder on a local or a shared file system with hard links.
+
+    A write that fails removes the incomplete file.
+    """
 
     links = True
 
     def __init__(self, root: Path, files: Files | None = None) -> None:
         self.root, self.files = root, files or Files()
 
+    @override
     def where(self, key: str = "") -> str:
-        """The path."""
         return str(self.root / key)
 
+    @override
     def write(self, key: str, parts: Iterable[memoryview | bytes]) -> None:
-        """As in Store. Half a file is removed; were it not, nothing would ever take it for one."""
         path = self.root / key
         self._make_folders(path.parent)
         handle = self.files.create(path)
@@ -48,8 +52,9 @@ class LocalStore:
         finally:
             self.files.close(handle)
 
-    def settle(self, keys: Iterable[str]) -> None:
-        """Sync every folder from the objects' up to the root."""
+    @override
+    def sync(self, keys: Iterable[str]) -> None:
+        # Every folder from the objects' own up to the root.
         parents: set[Path] = set()
         for key in keys:
             path = (self.root / key).parent
@@ -61,11 +66,12 @@ class LocalStore:
         with ThreadPoolExecutor(_SYNCS) as pool:
             list(pool.map(self.files.sync_folder, parents))
 
+    @override
     def publish(self, key: str, data: bytes) -> None:
-        """Write a draft, and link it: unlike a rename, a link fails where the name is taken."""
+        # A draft is written, then linked: unlike a rename, a link fails where the name is taken.
         path = self.root / key
         self._make_folders(path.parent)
-        # The folders above may be new too. Those that are not ours may not be opened.
+        # The folders above may be new too. A folder of another user may be unreadable: skip it.
         for parent in (self.root, *self.root.resolve().parents):
             with contextlib.suppress(PermissionError):
                 self.files.sync_folder(parent)
@@ -78,35 +84,35 @@ class LocalStore:
                 self.files.remove(draft)
         self.files.sync_folder(path.parent)
 
+    @override
     @contextlib.contextmanager
     def open(self, key: str) -> Iterator[Reader]:
-        """As in Store."""
         path = self.root / key
-        # A pipe in its place would otherwise be waited for.
+        # Opening a pipe in place of the file would otherwise wait for a writer.
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise OSError(errno.EINVAL, "it is not a file", str(path))
+                raise OSError(errno.EINVAL, "is not a regular file", str(path))
             yield _LocalReader(handle)
         finally:
             os.close(handle)
 
+    @override
     def read(self, key: str) -> bytes:
-        """As in Store."""
         with self.open(key) as reader:
             data = np.empty(reader.size, np.uint8)
             reader.read_into(0, [data])
         return data.tobytes()
 
+    @override
     def names(self, folder: str) -> list[str]:
-        """As in Store; an empty folder is a name too."""
         try:
             return sorted(os.listdir(self.root / folder))  # noqa: PTH208 - iterdir joins each
         except FileNotFoundError:
             return []
 
+    @override
     def listing(self, folder: str) -> dict[str, tuple[int, float]]:
-        """As in Store."""
         found, top = {}, self.root / folder
         for where, _, files in os.walk(top):
             for name in files:
@@ -116,8 +122,8 @@ class LocalStore:
                     found[path.relative_to(top).as_posix()] = status.st_size, status.st_mtime
         return found
 
+    @override
     def link(self, old: str, new: str) -> bool:
-        """A hard link."""
         path = self.root / new
         self._make_folders(path.parent)
         try:
@@ -128,20 +134,19 @@ class LocalStore:
             return False
         return True
 
+    @override
     def remove(self, key: str) -> None:
-        """As in Store."""
         path = self.root / key
         with contextlib.suppress(FileNotFoundError):
             self.files.remove(path)
             self.files.sync_folder(path.parent)
 
+    @override
     def remove_all(self, folder: str) -> None:
-        """As in Store. What cannot be removed stays, for the next time."""
         for where, folders, files in os.walk(self.root / folder, topdown=False):
             with contextlib.suppress(OSError):
-                # Two that remove the same at once must not leave it to each other.
                 for name in files:
-                    with contextlib.suppress(FileNotFoundError):
+                    with contextlib.suppress(FileNotFoundError):  # another process removed the file
                         self.files.remove(Path(where, name))
                 for name in folders:
                     with contextlib.suppress(FileNotFoundError):
@@ -149,8 +154,8 @@ class LocalStore:
         with contextlib.suppress(OSError):
             self.files.remove_folder(self.root / folder)
 
+    @override
     def free_bytes(self) -> int | None:
-        """As in Store."""
         return shutil.disk_usage(self.root).free
 
     def _make_folders(self, path: Path) -> None:
@@ -159,14 +164,14 @@ class LocalStore:
             self.files.make_folder(path)
 
 
-class _LocalReader:
+class _LocalReader(Reader):
     def __init__(self, handle: int) -> None:
         self.handle, self.size = handle, os.fstat(handle).st_size
 
     def read_into(self, start: int, parts: Sequence[Bytes]) -> None:
         expected = sum(map(len, parts))
         found = os.preadv(self.handle, parts, start)  # type: ignore[arg-type]
-        while found != expected:  # rare: the system may read less at a time
+        while found != expected:  # rare: the system may read less than was asked for
             more = os.preadv(self.handle, _after(parts, found), start + found)
             if not more:
                 raise OSError(0, f"it ends at byte {start + found}")

@@ -1,4 +1,4 @@
-"""From where a store is to the store."""
+"""Opening the store at a location."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from ckpt.store.local import LocalStore
 from ckpt.store.protocol import Store
 
 Location = Store | Path | str
-"""A store, or where one is: a folder, ``s3://BUCKET/PREFIX`` (``gs://``, ``az://``) or ``peer://``."""
+"""A store, or its place: a folder, ``s3://BUCKET/PREFIX`` (``gs://``, ``az://``), or ``peer://``."""
 
 
 def open_store(location: Location) -> Store:
     """The store at a location.
 
-    Raises ValueError for a URL that names none, or where the package that it needs is missing.
+    Raises ValueError for the URL of no store, and where the package for the store is missing.
     """
     if isinstance(location, str) and location.startswith("peer://"):
         from ckpt.store.peer import PeerStore
 
         return PeerStore(location)
     if isinstance(location, str) and "://" in location:
-        from ckpt.store.object_store import open_location  # which needs a package that few have
+        from ckpt.store.object_store import open_location  # needs obstore, an optional package
 
         return open_location(location)
     if isinstance(location, str | Path):
@@ -35,8 +35,10 @@ def open_store(location: Location) -> Store:
 
 
 def as_location(text: str) -> Path | str:
-    """A location that a person typed: a URL as it is, anything else a folder. Raises ValueError for
-    a URL of no store."""
+    """The location in a command line or a spec: a URL, or a folder.
+
+    Raises ValueError for the URL of no store.
+    """
     if "://" in text:
         open_store(text)
         return text

@@ -1,8 +1,8 @@
-"""Checkpoints in object stores, through obstore: S3 and what speaks it, Google's, Azure's.
+"""Object stores, through obstore: S3 and compatible servers, Google Cloud Storage, Azure.
 
-An object appears whole under its key or not at all, and is durable then, so there is nothing to
-settle. obstore repeats requests that servers failed (5xx, lost connections) with exponential
-backoff and jitter; ``ckpt.retrying`` repeats what that gave up on.
+A server makes an object visible atomically and durably: there is nothing to sync. obstore repeats
+failed requests (5xx, lost connections) with exponential backoff and jitter; ``ckpt.Retrying``
+repeats operations that obstore gave up.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
+
+from ckpt.store.protocol import Reader, Store
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
@@ -27,15 +30,15 @@ if TYPE_CHECKING:
 
 SCHEMES = ("s3", "gs", "az")
 PART_BYTES = 8 << 20
-"""Of an upload in parts; what is smaller is uploaded in one request."""
+"""The bytes of a part of an upload; a shorter object is uploaded in one request."""
 UPLOADS = 3
-"""Parts of one object on their way at a time."""
+"""The parts of one object that are uploaded at a time."""
 READ_BYTES = 8 << 20
-"""The most that is fetched, and held, at a time of an object that is read."""
+"""The most bytes of an object that a reader fetches in a request, and holds."""
 TAIL_BYTES = 64 << 10
-"""Of an object, fetched as it is opened: its index, or all of it."""
+"""The last bytes of an object, fetched when it is opened: the index, or a short object."""
 _SMALL = 4096
-_GAP = 64 << 10  # bytes that nobody wants cost less than a request
+_GAP = 64 << 10  # fetching that many unwanted bytes costs less than a request
 _RETRIES: Any = {
     "max_retries": 6,
     "backoff": {
@@ -48,10 +51,11 @@ _RETRIES: Any = {
 
 
 def open_location(location: str) -> ObjectStore:
-    """The store at ``s3://bucket/prefix``, ``gs://`` or ``az://``; options are taken from the
-    environment, as obstore names them (AWS_ENDPOINT_URL, AWS_ALLOW_HTTP, ...).
+    """The store at ``s3://bucket/prefix``, ``gs://`` or ``az://``.
 
-    Raises ValueError, in one line, where the location is none or obstore is not installed.
+    Options are environment variables with obstore's names (AWS_ENDPOINT_URL, AWS_ALLOW_HTTP, ...).
+
+    Raises ValueError, in one line, where ``location`` is no such URL or obstore is not installed.
     """
     scheme, _, rest = location.partition("://")
     if scheme not in SCHEMES or not rest.strip("/"):
@@ -62,7 +66,7 @@ def open_location(location: str) -> ObjectStore:
     return ObjectStore(location.rstrip("/"), _client(location.rstrip("/"), options, os.getpid()))
 
 
-@lru_cache(maxsize=16)  # it holds the connections
+@lru_cache(maxsize=16)  # a client holds connections
 def _client(location: str, options: tuple[tuple[str, str], ...], process: int) -> Client:
     try:
         from obstore.exceptions import BaseError
@@ -80,23 +84,27 @@ def _client(location: str, options: tuple[tuple[str, str], ...], process: int) -
         raise ValueError(f"checkpoint location {location}: {_first_line(error)}") from None
 
 
-class ObjectStore:
+class ObjectStore(Store):
     """Objects under a bucket's prefix; ``client`` is one of ``obstore.store``."""
 
     links = False
-    """A copy that the server makes is a copy, and reading is far."""
+    """A copy on the server takes space, and reads for a comparison are slow."""
 
     def __init__(self, location: str, client: Client) -> None:
         self.location, self.client = location, client
 
+    @override
     def where(self, key: str = "") -> str:
-        """Its URL."""
         return f"{self.location}/{key}" if key else self.location
 
     def write(self, key: str, parts: Iterable[memoryview | bytes]) -> None:
-        """As in Store. What is larger than PART_BYTES is uploaded in parts as they come, of which
-        ``UPLOADS + 2`` are in memory; whether the key is free is asked before, then: such an object
-        must have one writer, as those of a save have. Smaller ones may be contended."""
+        """Write an object; see :meth:`Store.write`.
+
+        An object longer than ``PART_BYTES`` is uploaded in parts, ``UPLOADS + 2`` of them in memory
+        at a time. Such an upload first asks whether the key is taken, and is not atomic: the object
+        must have a single writer, as every object of a save has. Two writers of a shorter object
+        may compete.
+        """
         blocks = _blocks(parts)
         first, second = next(blocks, b""), next(blocks, None)
         if second is None:
@@ -106,69 +114,73 @@ class ObjectStore:
 
         if self._holds(key):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self.where(key))
-        with self._told(key):
+        with self._errors(key):
             whole = chain((first, second), blocks)
             obstore.put(self.client, key, whole, chunk_size=PART_BYTES, max_concurrency=UPLOADS)
 
-    def settle(self, keys: Iterable[str]) -> None:
-        """What is there is durable."""
+    @override
+    def sync(self, keys: Iterable[str]) -> None:
+        pass  # an object that a server has accepted is durable, its name included
 
     def publish(self, key: str, data: bytes | bytearray) -> None:
-        """A conditional put. It is marked as ours: an answer may be lost, and a request that is
-        repeated then finds the key taken by what it asked for."""
+        """Put an object if the key is free; see :meth:`Store.publish`.
+
+        The object carries a random mark of this call. Where the server's answer is lost, the
+        repeated request finds the key taken: the mark tells whether by this call.
+        """
         import obstore
 
         mark = {"writer": secrets.token_hex(8)}
         try:
-            with self._told(key):
+            with self._errors(key):
                 obstore.put(self.client, key, data, mode="create", attributes=mark)
         except FileExistsError:
             try:
-                with self._told(key):
+                with self._errors(key):
                     found = obstore.get(self.client, key, options={"head": True}).attributes
             except FileNotFoundError:
-                # Of two at a time a store may refuse both, or it was removed since.
-                message = "the server refused one of two writers at a time, and has neither's"
+                # A server may refuse both of two writers; or the object was removed since.
+                message = "the server refused two writers at a time, and has neither object"
                 raise OSError(errno.EAGAIN, message, self.where(key)) from None
             if found.get("writer") != mark["writer"]:
                 raise
 
+    @override
     @contextlib.contextmanager
     def open(self, key: str) -> Iterator[ObjectReader]:
-        """As in Store."""
         yield ObjectReader(self, key)
 
+    @override
     def read(self, key: str) -> bytes:
-        """As in Store."""
         import obstore
 
-        with self._told(key):
+        with self._errors(key):
             return bytes(obstore.get(self.client, key).bytes())
 
+    @override
     def names(self, folder: str) -> list[str]:
-        """As in Store."""
         import obstore
 
-        with self._told(folder):
+        with self._errors(folder):
             found = obstore.list_with_delimiter(self.client, folder)
         paths = [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
         return sorted(path.rpartition("/")[2] for path in paths)
 
+    @override
     def listing(self, folder: str) -> dict[str, tuple[int, float]]:
-        """As in Store; one request for each thousand."""
         found = {}
-        with self._told(folder):
+        with self._errors(folder):
             for each in self._all(folder):
                 key = each["path"].removeprefix(f"{folder}/")
                 found[key] = each["size"], each["last_modified"].timestamp()
         return found
 
     def link(self, old: str, new: str) -> bool:
-        """A copy that the server makes; False where it has no conditional ones."""
+        """Let the server copy the object; False where the server has no conditional copies."""
         import obstore
 
         try:
-            with self._told(new):
+            with self._errors(new):
                 obstore.copy(self.client, old, new, overwrite=False)
         except FileExistsError:
             raise
@@ -176,32 +188,32 @@ class ObjectStore:
             return False
         return True
 
+    @override
     def remove(self, key: str) -> None:
-        """As in Store."""
         self._remove([key])
 
+    @override
     def remove_all(self, folder: str) -> None:
-        """As in Store. What cannot be removed stays, for the next time."""
-        with contextlib.suppress(OSError), self._told(folder):
+        with contextlib.suppress(OSError), self._errors(folder):
             keys = [each["path"] for each in self._all(folder)]
             for start in range(0, len(keys), 1000):
                 self._remove(keys[start : start + 1000])
 
+    @override
     def free_bytes(self) -> int | None:
-        """Nobody knows."""
         return None
 
     def _remove(self, keys: list[str]) -> None:
         import obstore
 
-        with contextlib.suppress(FileNotFoundError), self._told(keys[0]):
+        with contextlib.suppress(FileNotFoundError), self._errors(keys[0]):
             obstore.delete(self.client, keys)
 
     def _holds(self, key: str) -> bool:
         import obstore
 
         try:
-            with self._told(key):
+            with self._errors(key):
                 obstore.head(self.client, key)
         except FileNotFoundError:
             return False
@@ -213,19 +225,19 @@ class ObjectStore:
         return chain.from_iterable(obstore.list(self.client, folder, chunk_size=1000))
 
     @contextlib.contextmanager
-    def _told(self, key: str) -> Iterator[None]:
-        """obstore's errors as OSErrors, each in one line."""
+    def _errors(self, key: str) -> Iterator[None]:
+        """Raise obstore's errors as OSErrors, each in one line."""
         from obstore.exceptions import BaseError
 
         try:
             yield
         except (BaseError, FileNotFoundError) as error:
             if isinstance(error, FileNotFoundError) and error.filename is not None:
-                raise  # told already
+                raise  # converted already
             _raise(error, self.where(key))
 
 
-class ObjectReader:
+class ObjectReader(Reader):
     """One object, fetched in large pieces."""
 
     def __init__(self, store: ObjectStore, key: str) -> None:
@@ -237,8 +249,11 @@ class ObjectReader:
         self._block = (0, memoryview(b""))
 
     def expect(self, spans: Sequence[tuple[int, int]]) -> None:
-        """As in Reader: small ones are fetched at once, together; of the others it is known how far
-        to read on."""
+        """Announce the reads to come; see :meth:`Reader.expect`.
+
+        Short spans are fetched now, in one request. Long spans tell later requests how far to read
+        ahead.
+        """
         runs: list[tuple[int, int]] = []
         small = []
         for start, stop in sorted(spans):
@@ -254,15 +269,15 @@ class ObjectReader:
             import obstore
 
             starts, stops = [a for a, _ in away], [b for _, b in away]
-            with self._store._told(self._key):
+            with self._store._errors(self._key):
                 client = self._store.client
                 found = obstore.get_ranges(
                     client, self._key, starts=starts, ends=stops, coalesce=_GAP
                 )
             self._small = {at: memoryview(data) for at, data in zip(starts, found, strict=True)}
 
+    @override
     def read_into(self, start: int, parts: Sequence[NDArray[np.uint8]]) -> None:
-        """As in Reader."""
         left = sum(part.nbytes for part in parts)
         for part in parts:
             out = part.data
@@ -274,7 +289,7 @@ class ObjectReader:
                 left -= len(found)
 
     def _from(self, start: int, wanted: int) -> memoryview:
-        """Some bytes from ``start`` on."""
+        """One or more of the bytes from ``start`` on."""
         if start in self._small:
             return self._small[start]
         for at, data in (self._tail, self._block):
@@ -286,8 +301,8 @@ class ObjectReader:
             raise OSError(errno.EIO, f"it ends at byte {self.size}", self._where)
         import obstore
 
-        self._block = (0, memoryview(b""))  # let go of it before the next one comes
-        with self._store._told(self._key):
+        self._block = (0, memoryview(b""))  # free the block before the next one is fetched
+        with self._store._errors(self._key):
             data = memoryview(
                 obstore.get_range(self._store.client, self._key, start=start, end=stop)
             )
@@ -297,17 +312,17 @@ class ObjectReader:
         return data
 
     def _open(self) -> tuple[int, memoryview]:
-        """Length and last bytes, in one request where the store can, and has any bytes."""
+        """The object's length and last bytes, in one request where the server can."""
         import obstore
         from obstore.exceptions import GenericError, NotSupportedError
 
         client = self._store.client
-        with self._store._told(self._key):
+        with self._store._errors(self._key):
             try:
                 found = obstore.get(client, self._key, options={"range": {"suffix": TAIL_BYTES}})
                 return found.meta["size"], memoryview(found.bytes())
             except (GenericError, NotSupportedError) as error:
-                # Azure knows no such range, and no store one of an empty object.
+                # Azure has no suffix ranges, and no server has a range of an empty object.
                 if not (isinstance(error, NotSupportedError) or _NO_RANGE.search(str(error))):
                     raise
             return obstore.head(client, self._key)["size"], memoryview(b"")
@@ -318,7 +333,7 @@ class ObjectReader:
 
 
 def _blocks(parts: Iterable[memoryview | bytes]) -> Iterator[bytearray]:
-    """``parts``, which may change as soon as the next one is asked for, as blocks that stay."""
+    """Copy ``parts``, each valid only until the next is requested, into blocks that stay valid."""
     block = bytearray()
     for part in parts:
         view = memoryview(part).cast("B")
@@ -346,7 +361,7 @@ _KINDS = {
 
 
 def _raise(error: Exception, where: str) -> NoReturn:
-    """The OSError for an error of obstore's, whose own text has many lines."""
+    """Raise an OSError of one line for an error of obstore, whose text has many lines."""
     text = str(error)
     status = _STATUS.search(text)
     kind = _KINDS.get(type(error).__name__)
@@ -362,7 +377,7 @@ def _raise(error: Exception, where: str) -> NoReturn:
     elif "TimedOut" in text or "timed out" in text:
         kind, message = errno.ETIMEDOUT, "the server did not answer in time"
     elif "ConnectionRefused" in text or "Connection refused" in text:
-        kind, message = errno.ECONNREFUSED, "the server takes no connections"
+        kind, message = errno.ECONNREFUSED, "the server refuses connections"
     elif "error sending request" in text or "connection" in text:
         kind, message = errno.ECONNRESET, "the connection to the server was lost"
     else:

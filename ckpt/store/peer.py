@@ -1,40 +1,44 @@
-"""Another node's memory as a store: a small server in its keeper, and the client.
+"""Another node's memory as a store: a small server in its writer process, and the client.
 
-Only who knows the run's key is served, over connections of multiprocessing (bytes and an HMAC
-handshake; nothing is unpickled).
+Messages are bytes over connections of :mod:`multiprocessing`; nothing is unpickled. Client and
+server each prove by an HMAC that they know the run's key, before the first request.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hmac
 import json
 import os
+import secrets
 import socket
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from ckpt.store.local import LocalStore
-from ckpt.store.protocol import Bytes, Reader
+from ckpt.store.protocol import Bytes, Reader, Store
 
 _SCHEME = "peer://"
 _TIMEOUT_SECONDS = 30.0
 _PART_BYTES = 4 << 20
-# What a lost connection raises, from below or from multiprocessing.
+_NONCE_BYTES = 32
+# What a lost connection raises, in the system or in multiprocessing.
 _LOST = (EOFError, OSError, AuthenticationError)
 
 
 def address_towards(host: str) -> str:
-    """This machine's address as another one sees it, by which it would reach ``host``."""
+    """The address of this machine on the network by which it reaches ``host``."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # A machine's own name is often that of its loopback: others come by its default route.
+        # The name of this machine often resolves to the loopback: then take the default route.
         for other in (host, "192.0.2.1"):
             with contextlib.suppress(OSError):
                 probe.connect((other, 1))  # sends nothing
@@ -45,8 +49,13 @@ def address_towards(host: str) -> str:
 
 
 class PeerServer:
-    """Serves the stores in a folder to other nodes until it is closed, at ``port``, or where that
-    is 0 or taken at any that is free."""
+    """Serves the stores in a folder to other nodes until it is closed.
+
+    Args:
+        folder: the folder; each folder in it is a store.
+        key: the secret that a client must know.
+        port: the port to listen at; a free one where it is 0 or taken.
+    """
 
     def __init__(self, folder: Path, key: str, port: int = 0) -> None:
         self.folder = folder
@@ -61,26 +70,26 @@ class PeerServer:
 
     @property
     def port(self) -> int:
-        """Where it listens, on all of the machine's addresses."""
+        """The port that it listens at, on all addresses of the machine."""
         return int(self._listener.getsockname()[1])
 
     def close(self) -> None:
-        """Accept nobody any more."""
+        """Accept no further connections."""
         self._closed = True
         self._listener.close()
 
     def _accept(self) -> None:
         while not self._closed:
-            with contextlib.suppress(*_LOST):  # of a stranger, or of the end
+            with contextlib.suppress(*_LOST):  # a client without the key, or the end
                 accepted, _ = self._listener.accept()
                 threading.Thread(target=self._serve, args=(accepted,), daemon=True).start()
 
     def _serve(self, accepted: socket.socket) -> None:
         _limit(accepted, _TIMEOUT_SECONDS)
         with contextlib.suppress(*_LOST), Connection(accepted.detach()) as connection:
-            # Here, so that who connects and says nothing keeps nobody else.
-            deliver_challenge(connection, self._key)
-            answer_challenge(connection, self._key)
+            # In the thread of this connection: a silent client delays no other.
+            _challenge(connection, self._key, b"client")
+            _answer_challenge(connection, self._key, b"server")
             with socket.socket(fileno=os.dup(connection.fileno())) as same:
                 _limit(same, 0.0)  # a client may be silent between two saves
             while True:
@@ -110,7 +119,7 @@ class PeerServer:
             try:
                 store.write(key, parts)
             except OSError:
-                # An answer is lost where the connection ends with something unread.
+                # Closing a connection with unread bytes would lose the answer.
                 for _ in parts:
                     pass
                 raise
@@ -139,8 +148,25 @@ class PeerServer:
         return {}, None
 
 
+def _challenge(connection: Connection[Any, Any], key: bytes, role: bytes) -> None:
+    """Raises AuthenticationError where the other end, in its ``role``, does not know ``key``."""
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    connection.send_bytes(nonce)
+    if not hmac.compare_digest(connection.recv_bytes(_NONCE_BYTES), _proof(key, role, nonce)):
+        raise AuthenticationError("the other end does not know the key")
+
+
+def _answer_challenge(connection: Connection[Any, Any], key: bytes, role: bytes) -> None:
+    connection.send_bytes(_proof(key, role, connection.recv_bytes(_NONCE_BYTES)))
+
+
+def _proof(key: bytes, role: bytes, nonce: bytes) -> bytes:
+    # With the role in it, a proof cannot be sent back to the end that made it.
+    return hmac.digest(key, role + nonce, "sha256")
+
+
 def _limit(connected: socket.socket, seconds: float) -> None:
-    """How long a read or a write may wait for the other end; 0 for ever."""
+    """Limit the seconds that a read or a write waits for the other end; 0 for no limit."""
     value = struct.pack("@ll", int(seconds), 0)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connected.setsockopt(socket.SOL_SOCKET, option, value)
@@ -150,7 +176,7 @@ def _send(connection: Connection[Any, Any], message: dict[str, Any]) -> None:
     connection.send_bytes(json.dumps(message).encode())
 
 
-class PeerStore:
+class PeerStore(Store):
     """A store in another node's memory, at ``peer://KEY@HOST:PORT/NAME``."""
 
     links = False
@@ -162,12 +188,13 @@ class PeerStore:
         self._address, self._key = (host, int(port)), key.encode()
         self._mine = threading.local()
 
+    @override
     def where(self, key: str = "") -> str:
-        """Without the key of the run."""
+        # Without the secret key.
         return f"{_SCHEME}{self._address[0]}:{self._address[1]}/{self._prefix}/{key}".rstrip("/")
 
+    @override
     def write(self, key: str, parts: Iterable[memoryview | bytes]) -> None:
-        """As in Store."""
         with self._asking("write", key) as connection:
             try:
                 for part in parts:
@@ -176,67 +203,68 @@ class PeerStore:
                         connection.send_bytes(view[start : start + _PART_BYTES])
                 connection.send_bytes(b"")
             except BrokenPipeError:
-                pass  # it says why before it hangs up
+                pass  # the server sends the reason before it closes the connection
             self._receive(connection, key)
 
-    def settle(self, keys: Iterable[str]) -> None:
-        """Nothing: memory has nothing safer."""
+    @override
+    def sync(self, keys: Iterable[str]) -> None:
+        pass  # memory is never durable
 
+    @override
     def publish(self, key: str, data: bytes) -> None:
-        """As in Store."""
         with self._asking("publish", key) as connection:
             connection.send_bytes(data)
             self._receive(connection, key)
 
+    @override
     @contextlib.contextmanager
     def open(self, key: str) -> Iterator[Reader]:
-        """As in Store."""
         with self._asking("size", key) as connection:
             size = self._receive(connection, key)["size"]
         yield _PeerReader(self, key, size)
 
+    @override
     def read(self, key: str) -> bytes:
-        """As in Store."""
         return self.read_range(key, 0, -1)
 
     def read_range(self, key: str, start: int, count: int) -> bytes:
-        """``count`` bytes of an object; all that follow where it is negative."""
+        """``count`` bytes of an object from ``start`` on; all where ``count`` is negative."""
         with self._asking("read", key, start=start, count=count) as connection:
             self._receive(connection, key)
             return connection.recv_bytes()
 
+    @override
     def names(self, folder: str) -> list[str]:
-        """As in Store."""
         with self._asking("names", folder) as connection:
             return list(self._receive(connection, folder)["names"])
 
+    @override
     def listing(self, folder: str) -> dict[str, tuple[int, float]]:
-        """As in Store."""
         with self._asking("listing", folder) as connection:
             found = self._receive(connection, folder)["listing"]
         return {key: (size, modified) for key, (size, modified) in found.items()}
 
+    @override
     def link(self, old: str, new: str) -> bool:
-        """As in Store: it cannot."""
         return False
 
+    @override
     def remove(self, key: str) -> None:
-        """As in Store."""
         with self._asking("remove", key) as connection:
             self._receive(connection, key)
 
+    @override
     def remove_all(self, folder: str) -> None:
-        """As in Store."""
         with self._asking("remove_all", folder) as connection:
             self._receive(connection, folder)
 
+    @override
     def free_bytes(self) -> int | None:
-        """Not known."""
         return None
 
     @contextlib.contextmanager
     def _asking(self, op: str, key: str, **more: int) -> Iterator[Connection[Any, Any]]:
-        """This thread's connection, with a request on its way; it is dropped where that fails."""
+        """This thread's connection, with a request sent; closed where that fails."""
         full = f"{self._prefix}/{key}".rstrip("/")
         try:
             connection = getattr(self._mine, "connection", None)
@@ -246,7 +274,10 @@ class PeerStore:
             yield connection
         except (EOFError, AuthenticationError, ConnectionError) as error:
             self._drop()
-            reason = "the connection is lost" if isinstance(error, EOFError) else str(error)
+            # A server that closes a connection with unread bytes, as that of a client without the
+            # key, resets the connection.
+            lost = isinstance(error, EOFError | ConnectionResetError | BrokenPipeError)
+            reason = "the connection is lost" if lost else str(error)
             raise OSError(errno.EIO, reason, self.where(key)) from None
         except OSError:
             if op == "write":
@@ -256,15 +287,15 @@ class PeerStore:
     def _connect(self) -> Connection[Any, Any]:
         made = socket.create_connection(self._address, _TIMEOUT_SECONDS)
         made.settimeout(None)
-        # A peer that is gone without a word is an error, not a wait without end.
+        # A peer that vanishes must be an error, not an endless wait.
         _limit(made, _TIMEOUT_SECONDS)
         milliseconds = int(1000 * _TIMEOUT_SECONDS)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection: Connection[Any, Any] = Connection(made.detach())
         try:
-            answer_challenge(connection, self._key)
-            deliver_challenge(connection, self._key)
+            _answer_challenge(connection, self._key, b"client")
+            _challenge(connection, self._key, b"server")
         except BaseException:
             connection.close()
             raise
@@ -286,7 +317,7 @@ class PeerStore:
         return answer
 
 
-class _PeerReader:
+class _PeerReader(Reader):
     def __init__(self, store: PeerStore, key: str, size: int) -> None:
         self._store, self._key, self.size = store, key, size
 

@@ -1,7 +1,7 @@
-"""The operations on files that a save is made of, each one call.
+"""The file operations of a save, each one method.
 
-Everything of a checkpoint that reaches a file system goes through :class:`Files`, so that what a
-crash, a full disk or a kill can do to a save is known at each of them.
+Every write to a file system goes through :class:`Files`: tests inject a crash, a full disk or a
+kill at each of the operations.
 """
 
 from __future__ import annotations
@@ -14,25 +14,28 @@ from pathlib import Path
 import numpy as np
 
 PAGE = 4096
-"""What addresses, offsets and lengths of direct writes must be multiples of."""
+"""Addresses, offsets and lengths of direct writes (O_DIRECT) must be multiples of this."""
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class Files:
-    """The real ones. Every method raises OSError where the system refuses."""
+    """Operations on the real file system. Every method raises OSError where the system fails."""
 
     def make_folder(self, path: Path) -> None:
-        """Make one folder, unless it is there."""
+        """Make one folder; no error where the folder exists."""
         path.mkdir(exist_ok=True)
 
     def create(self, path: Path) -> int:
-        """A handle to a new file. Raises FileExistsError where there is one."""
+        """Create a file and open it to write. Raises FileExistsError where the file exists."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def append(self, handle: int, data: memoryview) -> None:
-        """Write at the end. Aligned data goes past the page cache where the file system can: that
-        spares a copy of it, and spares the pages that other processes live from."""
+        """Write at the end of the file.
+
+        Aligned data bypasses the page cache where the file system can: this spares a copy, and
+        leaves other processes' pages in the cache.
+        """
         while data:
             data = data[_write(handle, data) :]
 
@@ -41,7 +44,7 @@ class Files:
         os.fsync(handle)
 
     def close(self, handle: int) -> None:
-        """Let go of a handle."""
+        """Close a file."""
         os.close(handle)
 
     def sync_folder(self, path: Path) -> None:
@@ -53,7 +56,7 @@ class Files:
             os.close(handle)
 
     def link(self, old: Path, new: Path) -> None:
-        """A second name of a file. Raises FileExistsError where the name is taken."""
+        """Make a hard link. Raises FileExistsError where ``new`` exists."""
         os.link(old, new)
 
     def remove(self, path: Path) -> None:
@@ -72,7 +75,9 @@ def _write(handle: int, data: memoryview) -> int:
         try:
             return os.write(handle, data[:whole])
         except OSError as error:
-            if error.errno != errno.EINVAL:  # this one wants other alignments: without, then
+            if (
+                error.errno != errno.EINVAL
+            ):  # the file system has other alignments: write through the cache
                 raise
     _set_direct(handle, False)
     return os.write(handle, data)
@@ -90,5 +95,5 @@ def _set_direct(handle: int, direct: bool) -> bool:
 
 
 def address(data: memoryview) -> int:
-    """Where ``data`` is in memory."""
+    """The address of ``data`` in memory."""
     return int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])

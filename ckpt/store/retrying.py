@@ -1,4 +1,4 @@
-"""A store whose operations are tried again after errors that may pass."""
+"""A store whose operations are retried after transient errors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
+from typing_extensions import override
 
 from ckpt.store.protocol import Bytes, Reader, Store
 
@@ -24,27 +25,27 @@ _COMPARED_BYTES = 1 << 20
 
 
 def may_pass(error: OSError) -> bool:
-    """Whether the same may succeed in a while: not where a name is taken or missing, where it is
-    not permitted, and where there is no room."""
+    """Whether an error is transient. An error about a taken or missing name, a permission or a full
+    disk is not."""
     return error.errno not in _LASTING
 
 
-class Retrying:
-    """Any store, asked again and again, with exponential backoff and full jitter.
+class Retrying(Store):
+    """A store whose operations are retried with exponential backoff and full jitter.
 
-    An operation that failed may have been done all the same: where its second try finds the name
-    taken, what is there is compared, byte by byte, and is no error if it is what was asked for.
+    An operation that failed may have taken effect. Where a retry finds the key taken, the object
+    there is compared byte by byte: an equal object is success, any other raises FileExistsError.
 
     Args:
         store: the store.
-        attempts: how often in all an operation is tried.
-        first_seconds: the longest wait before the second attempt; it doubles with each.
-        longest_seconds: what it doubles up to.
+        attempts: the most attempts at one operation, the first included.
+        first_seconds: the longest wait before the second attempt; doubled for each later one.
+        longest_seconds: the limit of that doubling.
         sleep: waits for some seconds.
-        jitter: a number from 0 to 1; each wait is its longest times one.
+        jitter: draws a number from 0 to 1, the share of the longest wait to wait.
 
     Attributes:
-        retries: operations that were tried again, each as often as it was.
+        retries: the number of repeated attempts so far.
     """
 
     def __init__(
@@ -62,46 +63,48 @@ class Retrying:
         self._sleep, self._jitter = sleep, jitter
         self._lock = threading.Lock()  # objects are written and read by several threads
 
+    @override
     def where(self, key: str = "") -> str:
-        """As in Store."""
         return self.store.where(key)
 
     def write(self, key: str, parts: Iterable[memoryview | bytes]) -> None:
-        """As in Store. Parts that can be had but once (a generator's) are written again only if
-        the first of them was not yet taken."""
+        """Write an object; see :meth:`Store.write`.
+
+        Where ``parts`` is an iterator, a failed write is repeated only if no part was taken yet.
+        """
         source = _Source(parts)
         self._make(key, lambda: self.store.write(key, source), source, lambda: not source.spent)
 
-    def settle(self, keys: Iterable[str]) -> None:
-        """As in Store."""
+    @override
+    def sync(self, keys: Iterable[str]) -> None:
         names = list(keys)
-        self._again(lambda: self.store.settle(names))
+        self._again(lambda: self.store.sync(names))
 
+    @override
     def publish(self, key: str, data: bytes) -> None:
-        """As in Store."""
         self._make(key, lambda: self.store.publish(key, data), [data])
 
+    @override
     @contextlib.contextmanager
     def open(self, key: str) -> Iterator[Reader]:
-        """As in Store; each read is tried again by itself."""
         with contextlib.ExitStack() as stack:
             reader = self._again(lambda: stack.enter_context(self.store.open(key)))
             yield _RetryingReader(self, reader)
 
+    @override
     def read(self, key: str) -> bytes:
-        """As in Store."""
         return self._again(lambda: self.store.read(key))
 
+    @override
     def names(self, folder: str) -> list[str]:
-        """As in Store."""
         return self._again(lambda: self.store.names(folder))
 
+    @override
     def listing(self, folder: str) -> dict[str, tuple[int, float]]:
-        """As in Store."""
         return self._again(lambda: self.store.listing(folder))
 
+    @override
     def link(self, old: str, new: str) -> bool:
-        """As in Store."""
         made = True
 
         def link() -> None:
@@ -112,16 +115,16 @@ class Retrying:
             self._make(new, link, _Contents(stack, self, old))
         return made
 
+    @override
     def remove(self, key: str) -> None:
-        """As in Store."""
         self._again(lambda: self.store.remove(key))
 
+    @override
     def remove_all(self, folder: str) -> None:
-        """As in Store."""
         self._again(lambda: self.store.remove_all(folder))
 
+    @override
     def free_bytes(self) -> int | None:
-        """As in Store."""
         return self._again(self.store.free_bytes)
 
     def _make(
@@ -140,7 +143,9 @@ class Retrying:
             except FileExistsError:
                 if not (failed and holds(self, key, parts)):
                     raise
-                self.settle([key])  # it may have failed just before that
+                self.sync(
+                    [key]
+                )  # the attempt that wrote the object may have failed before the sync
             except OSError:
                 failed = True
                 raise
@@ -183,7 +188,7 @@ def holds(store: Store, key: str, parts: Iterable[memoryview | bytes]) -> bool:
 
 
 class _Source:
-    """Parts, and whether they can still be had from the first on."""
+    """Parts, and whether they can still be iterated from the first one."""
 
     def __init__(self, parts: Iterable[memoryview | bytes]) -> None:
         self._parts, self._once = parts, iter(parts) is parts
@@ -196,7 +201,7 @@ class _Source:
 
 
 class _Contents:
-    """What an object is, in parts; opened only when it is asked for."""
+    """The bytes of an object, in parts; the object is opened on iteration."""
 
     def __init__(self, stack: contextlib.ExitStack, store: Store, key: str) -> None:
         self._stack, self._store, self._key = stack, store, key
@@ -209,7 +214,7 @@ class _Contents:
             yield part.data
 
 
-class _RetryingReader:
+class _RetryingReader(Reader):
     def __init__(self, store: Retrying, reader: Reader) -> None:
         self._store, self._reader, self.size = store, reader, reader.size
 

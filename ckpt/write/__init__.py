@@ -1,20 +1,20 @@
 """The commit protocol: each rank writes its own objects, then one manifest is published."""
 
 from ckpt.write.commit import (
-    GivenUpError,
     Receipt,
+    SaveAbandonedError,
     SaveInfo,
+    abandonment_reported,
     begin,
+    check_not_abandoned,
     commit,
     discard,
-    giving_up_is_told,
-    leave_failure,
-    leave_receipt,
+    finished_ranks,
     read_receipts,
-    see_that_it_goes_on,
-    settled_ranks,
+    write_failure,
+    write_receipt,
 )
-from ckpt.write.objects import WRITERS, settle, write_metadata
+from ckpt.write.objects import WRITERS, sync, write_metadata
 from ckpt.write.ownership import own_cells
 from ckpt.write.save import Agree, save
 from ckpt.write.stream import save_streamed
@@ -22,21 +22,21 @@ from ckpt.write.stream import save_streamed
 __all__ = [
     "WRITERS",
     "Agree",
-    "GivenUpError",
     "Receipt",
+    "SaveAbandonedError",
     "SaveInfo",
+    "abandonment_reported",
     "begin",
+    "check_not_abandoned",
     "commit",
     "discard",
-    "giving_up_is_told",
-    "leave_failure",
-    "leave_receipt",
+    "finished_ranks",
     "own_cells",
     "read_receipts",
     "save",
     "save_streamed",
-    "see_that_it_goes_on",
-    "settle",
-    "settled_ranks",
+    "sync",
+    "write_failure",
     "write_metadata",
+    "write_receipt",
 ]

@@ -1,4 +1,5 @@
-"""The commit: receipts of all ranks, then one manifest."""
+"""The commit protocol: every rank writes a receipt of its objects, then one rank publishes the
+manifest."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt.errors import CheckpointError
 from ckpt.format import (
@@ -28,42 +29,42 @@ from ckpt.format import (
 from ckpt.lifecycle import (
     REMOVED,
     committed_save_ids,
-    mark_unwanted,
+    first_problem,
+    mark_for_removal,
     remove_objects,
-    what_is_wrong,
 )
 from ckpt.store import Location, Store, open_store
 from parallel.layout import Topology
 
-if TYPE_CHECKING:
-    pass
-
 Receipt = dict[str, ObjectRecord]
-"""What one rank wrote, by key below the save id."""
+"""The objects that a rank wrote, by key below the save id."""
 
 
-_GIVEN_UP = "a later start of the run has given this save up"
+_ABANDONED = "a later start of the run has abandoned this save"
 
 
-class GivenUpError(CheckpointError):
-    """Somebody else is removing a save that is being written."""
+class SaveAbandonedError(CheckpointError):
+    """A later start of the run is removing this save, which was still being written."""
 
 
 @dataclass(frozen=True)
 class SaveInfo:
-    """What a manifest says besides the arrays. ``save_id`` must be new, and alike on all ranks."""
+    """What a manifest says besides the arrays; identical on all ranks."""
 
     save_id: str
+    """The name of this save, new in the store; by custom ``{step:08d}-{launch}``."""
     step: int
     topology: Topology
+    """The degrees of the parallel axes that the arrays are sharded over."""
     state: dict[str, Any]
+    """Plain JSON for the trainer: counters, positions, anything that is no array."""
     spec: dict[str, Any]
     spec_hash: str
     ranks: tuple[int, ...] | None = None
     """The ranks that write to this store; None for all."""
     compression: Compression = "none"
     parent: str | None = None
-    """As in Manifest."""
+    """The save id of the checkpoint that this one was converted from; None for a trainer's save."""
 
     @property
     def writers(self) -> Sequence[int]:
@@ -72,38 +73,44 @@ class SaveInfo:
 
 
 def begin(store: Store, info: SaveInfo, rank: int) -> None:
-    """Mark a save as not yet committed, durably, before anything of it is written."""
+    """Durably mark a save as not yet committed, before any of its objects is written."""
     key = f"{pending_key(info.save_id)}/rank-{rank}.begun"
     store.write(key, [b""])
-    store.settle([key])
+    store.sync([key])
 
 
-def see_that_it_goes_on(store: Store, info: SaveInfo, rank: int) -> None:
-    """Raises GivenUpError where a later start, perhaps on other machines, has taken this save for
-    a leftover: it goes on from an older step, and will save this one itself."""
+def check_not_abandoned(store: Store, info: SaveInfo, rank: int) -> None:
+    """Raises SaveAbandonedError where a later start of the run is removing this save.
+
+    The later start, perhaps on other machines, resumed from an older step, and will save this step
+    itself. This rank's objects are removed first.
+    """
     names = store.names(pending_key(info.save_id))
     if f"rank-{rank}.begun" not in names or REMOVED in names:
-        with contextlib.suppress(OSError):  # what stays is removed with the next start's leftovers
-            mark_unwanted(store, info.save_id)
+        with contextlib.suppress(OSError):  # the next start removes what could not be removed
+            mark_for_removal(store, info.save_id)
             remove_objects(store, info.save_id)
-        raise GivenUpError(_GIVEN_UP)
+        raise SaveAbandonedError(_ABANDONED)
 
 
 @contextlib.contextmanager
-def giving_up_is_told(store: Store, info: SaveInfo, rank: int) -> Iterator[None]:
-    """Turn an error into GivenUpError where a later start has removed the marks and objects of this
-    save; to be entered once :func:`begin` has left this rank's mark."""
+def abandonment_reported(store: Store, info: SaveInfo, rank: int) -> Iterator[None]:
+    """Raise SaveAbandonedError in place of an error that the removal by a later start caused.
+
+    The removal of marks and objects makes this rank's operations on the save fail. To be entered
+    after :func:`begin`.
+    """
     try:
         yield
-    except GivenUpError:
+    except SaveAbandonedError:
         raise
     except (FileNotFoundError, CheckpointError):
-        see_that_it_goes_on(store, info, rank)
+        check_not_abandoned(store, info, rank)
         raise
 
 
-def leave_receipt(store: Store, info: SaveInfo, rank: int, receipt: Receipt) -> None:
-    """Say what this rank has written, all of it durable."""
+def write_receipt(store: Store, info: SaveInfo, rank: int, receipt: Receipt) -> None:
+    """Publish the list of the objects that this rank has written; all of them must be durable."""
     store.publish(_receipt_key(info, rank), json.dumps(receipt).encode())
 
 
@@ -111,23 +118,23 @@ def _receipt_key(info: SaveInfo, rank: int) -> str:
     return f"{pending_key(info.save_id)}/rank-{rank}.json"
 
 
-def leave_failure(store: Store, info: SaveInfo, rank: int) -> None:
-    """Say that this rank's part will not come."""
+def write_failure(store: Store, info: SaveInfo, rank: int) -> None:
+    """Tell the other ranks that this rank's objects will not come."""
     store.publish(f"{pending_key(info.save_id)}/rank-{rank}.failed", b"")
 
 
-def settled_ranks(store: Store, info: SaveInfo) -> dict[int, bool]:
-    """The ranks that have written their part, True, or have given up, False."""
-    ended = {}
+def finished_ranks(store: Store, info: SaveInfo) -> dict[int, bool]:
+    """For each rank that has finished: whether it left a receipt (True) or a failure (False)."""
+    finished = {}
     for name in store.names(pending_key(info.save_id)):
         match = re.fullmatch(r"rank-(\d+)\.(json|failed)", name)
         if match:
-            ended[int(match[1])] = match[2] == "json"
-    return ended
+            finished[int(match[1])] = match[2] == "json"
+    return finished
 
 
 def read_receipts(store: Store, info: SaveInfo) -> Receipt:
-    """What all ranks have written. Raises CheckpointError where one has left no receipt."""
+    """The objects of all ranks. Raises CheckpointError where a rank left no receipt."""
     objects: Receipt = {}
     for rank in info.writers:
         key = _receipt_key(info, rank)
@@ -147,10 +154,20 @@ def read_receipts(store: Store, info: SaveInfo) -> Receipt:
 def commit(
     root: Location, info: SaveInfo, records: list[ArrayRecord], objects: Receipt
 ) -> Manifest:
-    """Publish the manifest of objects that are all durable: the moment a checkpoint exists.
+    """Publish the manifest of a save; from this moment the checkpoint exists.
 
-    Raises CheckpointError where the objects are not the whole, the step has a manifest, or a later
-    start is removing the save.
+    Args:
+        root: the checkpoint folder or store.
+        info: what the manifest holds besides the arrays.
+        records: all arrays.
+        objects: all objects of the save; they must be durable.
+
+    Returns:
+        The manifest, durable.
+
+    Raises:
+        CheckpointError: where ``objects`` lacks some or has others, where the step already has a
+            manifest, or where a later start of the run is removing this save.
     """
     store = open_store(root)
     empty = Manifest(
@@ -169,15 +186,15 @@ def commit(
         versions=_versions(),
     )
     names = list(metadata_objects(records))
-    all_of_it = gather(records, names, empty.sorted_coordinates, objects)
+    gathered = gather(records, names, empty.sorted_coordinates, objects)
     key = manifest_key(info.step)
-    for what, keys in (("lacks", all_of_it.missing), ("has a stray", all_of_it.stray)):
+    for what, keys in (("lacks", gathered.missing), ("has a stray", gathered.stray)):
         if keys:
             where = store.where(key)
             raise CheckpointError(f"manifest {where} {what} object {keys[0]} ({len(keys)} in all)")
-    manifest = empty.model_copy(update={"metadata": all_of_it.metadata, "stored": all_of_it.stored})
+    manifest = empty.model_copy(update={"metadata": gathered.metadata, "stored": gathered.stored})
     data = encode_manifest(manifest)
-    decode_manifest(data, store.where(key))  # refuses what no reader would take
+    decode_manifest(data, store.where(key))  # raises for a manifest that no reader would accept
     try:
         store.publish(key, data)
     except FileExistsError:
@@ -186,12 +203,12 @@ def commit(
             f"move {key.rpartition('/')[2]} away"
         ) from None
     marks = store.names(pending_key(info.save_id))
-    if REMOVED in marks or (not marks and what_is_wrong(store, manifest)):
-        # A start has looked for manifests just before there was one: it removes the objects, and
-        # after them the marks.
+    if REMOVED in marks or (not marks and first_problem(store, manifest)):
+        # A later start listed the manifests before this one was there: it removes the objects, and
+        # then the marks.
         store.remove(key)
-        raise GivenUpError(_GIVEN_UP)
-    with contextlib.suppress(OSError):  # it is committed, marked or not: the next start clears up
+        raise SaveAbandonedError(_ABANDONED)
+    with contextlib.suppress(OSError):  # the save is committed; the next start removes the mark
         store.remove_all(pending_key(info.save_id))
     return manifest
 
@@ -202,8 +219,9 @@ def _versions() -> dict[str, str]:
 
 
 def discard(root: Location, info: SaveInfo) -> None:
-    """Remove what a save that failed has written; one that was committed after all is left."""
+    """Remove the objects of a failed save, unless the save was committed after all."""
     store = open_store(root)
-    with contextlib.suppress(CheckpointError, OSError):  # what cannot be told is left, as pending
+    # Where a manifest is damaged or cannot be read, the objects stay, marked as pending.
+    with contextlib.suppress(CheckpointError, OSError):
         if info.save_id not in committed_save_ids(store):
             remove_objects(store, info.save_id)

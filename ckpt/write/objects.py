@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from queue import LifoQueue
-from typing import TYPE_CHECKING
 
 from ckpt.format import (
     ArrayRecord,
@@ -18,22 +17,19 @@ from ckpt.format import (
     metadata_objects,
     objects_key,
 )
-from ckpt.store import Bytes, Progress, Store
+from ckpt.store import Bytes, ReportBytes, Store
 from ckpt.write.commit import Receipt, SaveInfo
 
-if TYPE_CHECKING:
-    pass
-
 WRITERS = min(4, 2 * (os.cpu_count() or 1))
-"""Objects that it writes: more than it has cores, since a device is waited for."""
-SMALL_THREADS = 8
-"""The same, where a device's answers are waited for more than its bytes."""
+"""Threads that write objects: more than cores, since a thread mostly waits for the device."""
+_METADATA_WRITERS = 8
+"""Threads that write zarr.json files, which take a device's latency and hardly any bandwidth."""
 WRITE_BYTES = 16 << 20
-"""What a thread lays out before it writes: more at a time is no faster."""
+"""Bytes that a thread lays out before each write; longer writes are no faster."""
 
 
 def write_metadata(store: Store, info: SaveInfo, records: list[ArrayRecord]) -> Receipt:
-    """Write every zarr.json of a save; see :func:`settle`."""
+    """Write every zarr.json of a save; their names are durable after :func:`sync`."""
     folder = objects_key(info.save_id)
 
     def write(one: tuple[str, bytes]) -> tuple[str, ObjectRecord]:
@@ -41,7 +37,7 @@ def write_metadata(store: Store, info: SaveInfo, records: list[ArrayRecord]) -> 
         store.write(f"{folder}/{key}", [data])
         return key, ObjectRecord.of(data)
 
-    with ThreadPoolExecutor(SMALL_THREADS) as pool:
+    with ThreadPoolExecutor(_METADATA_WRITERS) as pool:
         return dict(pool.map(write, metadata_objects(records).items()))
 
 
@@ -49,21 +45,26 @@ def write_objects(
     store: Store,
     info: SaveInfo,
     objects: Iterable[tuple[ObjectLayout, ReadInto]],
-    progress: Progress = lambda _: None,
+    progress: ReportBytes = lambda _: None,
     threads: int = WRITERS,
     write_bytes: int = WRITE_BYTES,
 ) -> Receipt:
-    """Write some objects, several at a time; each comes with a function that fills in numbers.
+    """Write objects in several threads; their names are durable after :func:`sync`.
 
-    Each thread lays out ``write_bytes`` before it writes them, or one chunk where that is more. See
-    :func:`settle`.
+    Args:
+        store: the store.
+        info: the save.
+        objects: the objects, each with a function that fills in the numbers of a box.
+        progress: called with the bytes of each object that was written, by any thread.
+        threads: how many objects are written at a time.
+        write_bytes: bytes that a thread lays out before each write; at least one chunk.
     """
     folder, todo = objects_key(info.save_id), list(objects)
-    rooms = [layout.page_room for layout, _ in todo]
-    # New memory costs about what a copy costs: a small save takes little of it.
-    least = max((layout.stride for layout, _ in todo), default=0)
-    size = min(write_bytes, max(rooms, default=0), max(least, sum(rooms) // (4 * threads)))
-    memories: LifoQueue[Bytes] = LifoQueue()  # what was written last is in the cache still
+    sizes = [layout.padded_bytes for layout, _ in todo]
+    # To fault in new memory costs about as much as a copy: a small save allocates little.
+    least = max((layout.chunk_stride for layout, _ in todo), default=0)
+    size = min(write_bytes, max(sizes, default=0), max(least, sum(sizes) // (4 * threads)))
+    memories: LifoQueue[Bytes] = LifoQueue()  # last in, first out: that buffer is in the cache
     for _ in range(min(threads, len(todo))):
         memories.put(aligned(size))
 
@@ -82,14 +83,13 @@ def write_objects(
         return dict(pool.map(write, todo))
 
 
-def settle(store: Store, info: SaveInfo, receipt: Iterable[str]) -> None:
-    """Make durable that what was written is there; once a save, since it takes the longer the more
-    folders there are."""
-    store.settle(f"{objects_key(info.save_id)}/{key}" for key in receipt)
+def sync(store: Store, info: SaveInfo, receipt: Iterable[str]) -> None:
+    """Make the names of a rank's objects durable; once a save, since each folder costs an fsync."""
+    store.sync(f"{objects_key(info.save_id)}/{key}" for key in receipt)
 
 
 class _Parts:
-    """One object's, made anew each time that a store asks for them from the first on."""
+    """The bytes of one object in parts; each iteration begins anew, for a store that retries."""
 
     def __init__(self, layout: ObjectLayout, read: ReadInto, memory: Bytes) -> None:
         self.encoder, self._read, self._memory = Encoder(layout), read, memory

@@ -1,4 +1,4 @@
-"""What a rank writes, worked out from the layouts alone: nothing is gathered, nobody plans."""
+"""Which objects a rank writes: computed from the layouts, without communication."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from parallel.layout import ShardLayout, cells
 def own_cells(
     record: ArrayRecord, layout: ShardLayout, rank: int, ranks: Sequence[int] | None = None
 ) -> Iterator[tuple[int, ...]]:
-    """The objects of an array that ``rank`` writes. Copies take turns, so that each has work.
+    """The objects of an array that ``rank`` writes; the replicas of a slice share its objects.
 
     Args:
         record: the array.
-        layout: who holds what of it.
+        layout: which rank holds which slice of the array.
         rank: a rank.
-        ranks: those that write to the store: all of them, or those of a node. What they hold is
-            written whole, each object by one of them.
+        ranks: the ranks that write to the store, for a node's own store those of the node; None
+            for all. Each object that any of them holds is written by exactly one of them.
+
+    Yields:
+        The coordinates of each object in the array's grid of objects.
     """
     index, count = _turn(layout, rank, ranks)
     grid = [-(-size // step) for size, step in zip(record.shape, record.shard_shape, strict=True)]
@@ -33,9 +36,9 @@ def own_cells(
 
 
 def _turn(layout: ShardLayout, rank: int, ranks: Sequence[int] | None) -> tuple[int, int]:
-    """Which of the writers that hold ``rank``'s slice it is, and how many there are."""
+    """The index of ``rank`` among the writers that hold its slice, and the number of these."""
     if ranks is None:
         return layout.replica_index(rank), layout.num_replicas
-    # Boxes of two ranks are the same or have nothing in common.
-    alike = [other for other in ranks if layout.boxes(other) == layout.boxes(rank)]
-    return alike.index(rank), len(alike)
+    # The boxes of two ranks are either equal or disjoint.
+    replicas = [other for other in ranks if layout.boxes(other) == layout.boxes(rank)]
+    return replicas.index(rank), len(replicas)

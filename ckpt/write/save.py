@@ -1,4 +1,4 @@
-"""Writing a checkpoint: every rank its own objects, then one manifest."""
+"""A synchronous save: every rank writes its own objects, then one rank the manifest."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from ckpt.errors import CheckpointError, OtherRankError
-from ckpt.format import (
-    Manifest,
-    ObjectLayout,
-)
+from ckpt.format import Manifest, ObjectLayout
 from ckpt.store import Location, Store, open_store
-from ckpt.write.commit import SaveInfo, begin, commit, discard, leave_receipt, read_receipts
-from ckpt.write.objects import settle, write_metadata, write_objects
+from ckpt.write.commit import SaveInfo, begin, commit, discard, read_receipts, write_receipt
+from ckpt.write.objects import sync, write_metadata, write_objects
 from ckpt.write.ownership import own_cells
 
 if TYPE_CHECKING:
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
 
 
 Agree = Callable[[bool], bool]
-"""A barrier that also asks: every rank gives its word, all learn whether all said yes."""
+"""A barrier with a vote: called on every rank, returns on each whether all ranks passed True."""
 
 
 def save(
@@ -28,23 +25,23 @@ def save(
 ) -> Manifest | None:
     """Write and commit a checkpoint; every rank calls with the same arrays in the same order.
 
-    Each rank works out from the topology alone which objects are its own. It leaves a receipt of
-    what it wrote; the first rank reads the receipts, checks that together they are the whole, and
-    publishes the manifest last, never over another.
+    Each rank computes from the topology which objects it writes, and publishes a receipt of them.
+    The first rank reads the receipts, checks that no object is missing, and publishes the manifest
+    last; an existing manifest is never replaced.
 
     Args:
         root: the checkpoint folder or store, shared by all ranks.
-        info: what else the manifest holds.
-        arrays: this rank's slices; a rank without any part of an array still names it.
+        info: what the manifest holds besides the arrays.
+        arrays: this rank's slices; a rank that holds no part of an array passes it with no boxes.
         rank: this rank.
-        agree: see :data:`Agree`; ``lambda ok: ok`` for one process.
+        agree: see :data:`Agree`; ``lambda ok: ok`` where there is one process.
 
     Returns:
         The manifest, durable, on the first rank; None elsewhere.
 
     Raises:
-        CheckpointError: on every rank if any could not write; nothing is committed then, and
-            what was written is removed.
+        CheckpointError: on every rank, where any rank could not write; no checkpoint is committed
+            then, and the written objects are removed.
     """
     store = open_store(root)
     records = [array.spec.record(info.topology, info.compression) for array in arrays]
@@ -57,11 +54,11 @@ def save(
             layout = array.spec.layout(info.topology)
             for coordinates in own_cells(record, layout, rank, info.ranks):
                 todo.append((ObjectLayout(record, coordinates), array.read_into))
-        todo.sort(key=lambda one: -one[0].length)  # no large one is left for the end
+        todo.sort(key=lambda one: -one[0].length)  # largest first: no thread ends with a large one
         receipt |= write_objects(store, info, todo)
-        settle(store, info, receipt)
-        leave_receipt(store, info, rank, receipt)
-    except Exception as error:  # the others must learn of it, whatever it is
+        sync(store, info, receipt)
+        write_receipt(store, info, rank, receipt)
+    except Exception as error:  # of any kind: the other ranks must learn that this one failed
         failure = error
     if not agree(failure is None):
         _abandon(store, info, failure)
@@ -81,7 +78,7 @@ def _abandon(store: Store, info: SaveInfo, failure: Exception | None) -> NoRetur
     what = f"checkpoint of step {info.step} in {store.where()} is not saved"
     if failure is None:
         raise OtherRankError(f"{what}: another rank could not write its part")
-    discard(store, info)  # every rank has stopped writing: they have all given their word
+    discard(store, info)  # no rank is still writing: all have voted
     if not isinstance(failure, OSError):
         raise failure
     raise CheckpointError(f"{what}: {failure.strerror}: {failure.filename or store.where()}")

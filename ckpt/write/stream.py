@@ -1,4 +1,4 @@
-"""Writing a checkpoint from one process, with numbers that are read as they are needed."""
+"""Writing a checkpoint from one process, chunk by chunk, in bounded memory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from ckpt.errors import CheckpointError
 from ckpt.format import ArrayRecord, Manifest, ObjectLayout, ReadInto, committed_steps
-from ckpt.store import Location, Progress, open_store
+from ckpt.store import Location, ReportBytes, open_store
 from ckpt.write.commit import SaveInfo, begin, commit, discard
-from ckpt.write.objects import WRITERS, settle, write_metadata, write_objects
+from ckpt.write.objects import WRITERS, sync, write_metadata, write_objects
 from parallel.layout import cells, whole_box
 
 
@@ -16,18 +16,26 @@ def save_streamed(
     root: Location,
     info: SaveInfo,
     arrays: Sequence[tuple[ArrayRecord, ReadInto]],
-    progress: Progress = lambda _: None,
+    progress: ReportBytes = lambda _: None,
     threads: int = WRITERS,
 ) -> Manifest:
-    """Write and commit a checkpoint, chunk by chunk.
+    """Write and commit a checkpoint from one process, chunk by chunk.
 
-    Each array comes with a function that fills in the numbers of a box of it, as they are stored;
-    it is called once for each chunk, in row-major order of objects and within them, by ``threads``
-    threads that each take an object. Committed like any save: until it is
-    whole, ``root`` has no manifest of it.
+    Args:
+        root: the checkpoint folder or store.
+        info: what the manifest holds besides the arrays.
+        arrays: each array with a function that fills in the numbers of a box, in the stored dtype.
+            The function is called once for each chunk, in row-major order of the objects and of the
+            chunks in them, from several threads.
+        progress: called with the bytes of each object that was written, by any thread.
+        threads: how many objects are written at a time.
 
-    Raises CheckpointError where ``root`` has this step already, or cannot be written. What an error
-    of any kind leaves behind is removed.
+    Returns:
+        The manifest, durable.
+
+    Raises:
+        CheckpointError: where ``root`` already has this step, or cannot be written. After an error
+            of any kind the written objects are removed.
     """
     store = open_store(root)
     if info.step in committed_steps(store):
@@ -41,7 +49,7 @@ def save_streamed(
             layouts = [ObjectLayout(record, at) for at in grid]
             todo = [(layout, read) for layout in layouts]
             objects |= write_objects(store, info, todo, progress, threads, 0)
-        settle(store, info, objects)
+        sync(store, info, objects)
         return commit(store, info, records, objects)
     except OSError as error:
         discard(store, info)

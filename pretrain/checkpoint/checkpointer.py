@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ckpt
-from ckpt import CheckpointError, Event, Saver
+from ckpt import AsyncCheckpointer, CheckpointError, SaveEvent
 from pretrain.checkpoint.contents import checkpoint_arrays, save_info
 from pretrain.checkpoint.interval import SaveClock
 from pretrain.checkpoint.progress import CheckpointProgress, way_back
@@ -33,7 +33,7 @@ class Checkpointer:
     def __init__(
         self,
         job: Job,
-        writer: Saver,
+        writer: AsyncCheckpointer,
         *,
         stop: StopRequest,
         history: History,
@@ -131,7 +131,7 @@ class Checkpointer:
                 f"checkpoint of step {progress.step} in {spec.checkpoint_path} is not saved: {why}"
             )
 
-    def _publish(self, event: Event) -> None:
+    def _publish(self, event: SaveEvent) -> None:
         assert event.tier is not None
         if event.what == "failed":
             self._fail(event.tier, event.step, event.error)
@@ -151,7 +151,7 @@ class Checkpointer:
                 bytes_written=event.bytes_written,
                 bytes_linked=event.bytes_linked,
                 retries=event.retries,
-                path=ckpt.manifest_name(where, event.step),
+                path=ckpt.open_store(where).where(ckpt.format.manifest_key(event.step)),
             )
         )
 

@@ -36,7 +36,7 @@ def check_resumable(job: Job, manifest: Manifest) -> None:
             f"checkpoint.path ({root}) must be the run's own: {where} holds weights alone; name it "
             f"in init.checkpoint"
         )
-    differences = ckpt.spec_differences(resolved(manifest.spec), spec.as_dict())
+    differences = ckpt.lifecycle.spec_differences(resolved(manifest.spec), spec.as_dict())
     # A union's variant explains the fields that only one of two specs has.
     for field, before, now in sorted(differences, key=lambda d: not d[0].endswith(".policy")):
         if field not in _FREE and any(field == f or field.startswith(f"{f}.") for f in _FIXED):

@@ -45,7 +45,7 @@ def _load_initial(job: Job, checkpoint: str) -> None:
     saved = upgraded(manifest.spec)
     for section in ("model", "moe"):
         before, now = saved.get(section), spec.as_dict()[section]
-        for field, was, here in ckpt.spec_differences(before, now, section):
+        for field, was, here in ckpt.lifecycle.spec_differences(before, now, section):
             _note(job, f"spec differs from that of init.checkpoint: {field} was {was}, is {here}")
 
 
@@ -60,7 +60,7 @@ def _initialize_parameters(job: Job) -> None:
 
 def _as_location(checkpoint: str) -> Location:
     try:
-        return ckpt.as_location(checkpoint)
+        return ckpt.store.as_location(checkpoint)
     except ValueError as error:
         raise InputError(f"init.checkpoint ({checkpoint}): {error}") from None
 

@@ -38,18 +38,18 @@ def restore_from_nodes(
         began: when the restore began, in seconds of :func:`time.perf_counter`.
     """
     runtime = job.runtime
-    own = [tier for tier in tiers if tier.writers[0] == runtime.rank]
+    own = [tier for tier in tiers if tier.committer == runtime.rank]
     for tier in own:
-        _try_tier(job, tier, ckpt.remove_uncommitted)
+        _try_tier(job, tier, ckpt.lifecycle.remove_uncommitted)
     runtime.agree(True)
     found = [
         (tier, manifest)
         for tier in tiers
-        for manifest in ckpt.reachable(
+        for manifest in ckpt.lifecycle.reachable(
             tier.location, job.topology, runtime.rank, partial(_is_of, run_id)
         )
     ]
-    mine = {(manifest.step, ckpt.fingerprint(manifest)) for _, manifest in found}
+    mine = {(manifest.step, ckpt.lifecycle.fingerprint(manifest)) for _, manifest in found}
     common = set.intersection(*map(set, runtime.gather_pairs(sorted(mine))))
     progress, tried = None, False
     for step, fingerprint in sorted(common, reverse=True):
@@ -57,7 +57,7 @@ def restore_from_nodes(
             break
         taken = ""
         for tier, manifest in found:
-            here = manifest.step, ckpt.fingerprint(manifest)
+            here = manifest.step, ckpt.lifecycle.fingerprint(manifest)
             if progress is None and here == (step, fingerprint):
                 try:
                     progress, taken = load(manifest, tier.location), tier.name
@@ -85,12 +85,12 @@ def forget_others(job: Job, tiers: Sequence[Tier], run_id: str, after: int) -> N
     """
 
     def forget(location: str) -> None:
-        steps = ckpt.forget(location, after, partial(_is_of, run_id))
+        steps = ckpt.lifecycle.prune(location, after, partial(_is_of, run_id))
         if steps:
             _note(job, after, f"steps {steps} in {location} are removed: the run resumes elsewhere")
 
     for tier in tiers:
-        if tier.writers[0] == job.runtime.rank:
+        if tier.committer == job.runtime.rank:
             _try_tier(job, tier, forget)
 
 

@@ -84,7 +84,9 @@ def _restore_shared(job: Job, step: int, began: float) -> Progress:
         _spread(job)
     publish = job.events.publish
     publish(Restored(step=step, tier="shared", seconds=time.perf_counter() - began))
-    for field, before, now in ckpt.spec_differences(resolved(manifest.spec), spec.as_dict()):
+    for field, before, now in ckpt.lifecycle.spec_differences(
+        resolved(manifest.spec), spec.as_dict()
+    ):
         publish(SpecChanged(step=step, field=field, before=before, now=now))
     return progress
 
@@ -171,7 +173,7 @@ def _ready_folder(job: Job) -> None:
     root = job.spec.checkpoint_path
     store = ckpt.open_store(root)
     try:
-        ckpt.remove_uncommitted(store)
+        ckpt.lifecycle.remove_uncommitted(store)
         # A commit needs what not every store has; better to know now.
         store.remove(".probe")
         store.publish(".probe", b"")

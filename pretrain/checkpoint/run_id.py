@@ -113,7 +113,7 @@ def roll_back(location: Location, step: int, say: Callable[[str], None]) -> None
     store.remove(_RUN)
     _write(store, name)
     for later in reversed([s for s in steps if s > step]):
-        key = ckpt.manifest_key(later)
+        key = ckpt.format.manifest_key(later)
         store.publish(f"away/{name}/{key.rpartition('/')[2]}", store.read(key))
         store.remove(key)
         say(

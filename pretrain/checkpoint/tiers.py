@@ -7,7 +7,8 @@ import tempfile
 from ipaddress import IPv4Address
 from pathlib import Path
 
-from ckpt import Saver, Tier, address_towards
+from ckpt import AsyncCheckpointer, Tier
+from ckpt.store import address_towards
 from pretrain.checkpoint.run_id import place_name
 from pretrain.errors import InputError
 from pretrain.job import Job
@@ -45,7 +46,7 @@ def _node_of(runtime: Runtime) -> tuple[int, tuple[int, ...]]:
     return node, tuple(range(node * size, min((node + 1) * size, runtime.world)))
 
 
-def start_saver(job: Job, key: str) -> Saver:
+def start_saver(job: Job, key: str) -> AsyncCheckpointer:
     """Start this rank's writer process, after the end of those that an earlier start has left.
 
     ``key`` is the launch secret, see :func:`launch_secret`.
@@ -65,21 +66,21 @@ def start_saver(job: Job, key: str) -> Saver:
     memory = Path("/dev/shm")
     folder = memory if memory.is_dir() else Path(tempfile.gettempdir())
     lock = folder / f"convoy-{place_name(spec)}-{runtime.rank}.lock"
-    return Saver(
+    return AsyncCheckpointer(
         tiers_of(spec, runtime),
         runtime.rank,
         lock,
         compression=spec.checkpoint.compression,
         serves=serves,
         key=key,
-        linger_seconds=spec.checkpoint.tiers.memory_retention_seconds,
+        memory_retention_seconds=spec.checkpoint.tiers.memory_retention_seconds,
     )
 
 
-def join_peers(job: Job, saver: Saver, port: int, key: str) -> None:
+def join_peers(job: Job, saver: AsyncCheckpointer, port: int, key: str) -> None:
     """Add the next node's memory to the tiers, where the spec says so; every rank must call.
 
-    ``port`` is what this rank's keeper serves, or 0.
+    ``port`` is what this rank's writer process serves, or 0.
     """
     runtime, size = job.runtime, job.runtime.ranks_per_node
     if not job.spec.checkpoint.tiers.replicate_to_peer:

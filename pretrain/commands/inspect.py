@@ -268,7 +268,7 @@ def _diff(args: argparse.Namespace) -> int:
     with progress_bar(stored) as advance:
         arrays = ckpt.compare(root, manifest, other_root, other, advance)
     differing = [array for array in arrays if array.what != "alike"]
-    fields = ckpt.spec_differences(upgraded(manifest.spec), upgraded(other.spec))
+    fields = ckpt.lifecycle.spec_differences(upgraded(manifest.spec), upgraded(other.spec))
     code = EXIT_DIFFERS if differing or fields else 0
     if args.json:
         found = {
@@ -289,7 +289,7 @@ def _diff(args: argparse.Namespace) -> int:
     return code
 
 
-def _row(array: ckpt.ArrayDifference) -> tuple[str, ...]:
+def _row(array: ckpt.read.ArrayDifference) -> tuple[str, ...]:
     if array.what != "numbers":
         what = array.what + (f": {array.detail}" if array.detail else "")
         return (array.name, what, "", "", "")
@@ -325,15 +325,16 @@ def _history(args: argparse.Namespace) -> int:
     return EXIT_BAD_INPUT if any(link.problem for link in links) else 0
 
 
-def _told(link: ckpt.Link, first: bool) -> list[str]:
+def _told(link: ckpt.lifecycle.Link, first: bool) -> list[str]:
     from parallel.layout import Topology
 
     if link.problem or link.topology is None:
         return [f"step {link.step:>8}  its manifest is damaged"]
     lines = []
     topology = Topology(**link.topology).describe()
-    if first or link.new_run:
-        lines.append(f"run {link.run}" + ("" if link.parent is None else f", of {link.parent}"))
+    if first or link.new_launch:
+        origin = "" if link.parent is None else f", of {link.parent}"
+        lines.append(f"launch {link.launch}{origin}")
     after = "" if link.seconds is None else f", {link.seconds:,.0f} s later"
     resized = f"  resized to {topology}" if link.resized else f"  {topology}" if first else ""
     size = human_bytes(link.bytes)

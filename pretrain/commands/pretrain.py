@@ -87,7 +87,8 @@ def _print_spec(args: argparse.Namespace) -> int:
 
 def _pretrain(args: argparse.Namespace) -> int:
     """Train; an error is told once, by rank 0 or by the one rank that has met it."""
-    from ckpt import CheckpointError, OtherRankError
+    from ckpt import CheckpointError
+    from ckpt.errors import OtherRankError
     from pretrain.observe import outcome_of
     from pretrain.runtime import launched_world
     from pretrain.spec import load_spec

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 import ckpt
 from ckpt import CheckpointError, Manifest
+from ckpt.format import manifest_key
 from ckpt.interop import SafetensorsTarget
 from ckpt.rewrite import (
     MEMORY,
@@ -217,9 +218,9 @@ def _sections_of(root: Path, manifest: Manifest) -> tuple[ModelConfig, MoEConfig
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
+        where = ckpt.open_store(root).where(manifest_key(manifest.step))
         raise CheckpointError(
-            f"manifest {ckpt.manifest_path(root, manifest.step)} has no spec of this version: "
-            f"{field}: {first['msg']}"
+            f"manifest {where} has no spec of this version: {field}: {first['msg']}"
         ) from None
 
 

@@ -218,12 +218,13 @@ def newest_checkpoint(location: Path | str | None) -> str | None:
     """The manifest of the newest checkpoint in a folder; None for an object store, or for none."""
     if location is None or "://" in str(location):
         return None
-    from ckpt.format import committed_steps, manifest_name  # here: as above
+    from ckpt import committed_steps, open_store  # here: as above
+    from ckpt.format import manifest_key
 
     try:
         folder = Path(location).resolve()
         steps = committed_steps(folder)
-        return manifest_name(folder, steps[-1]) if steps else None
+        return open_store(folder).where(manifest_key(steps[-1])) if steps else None
     except Exception:  # whatever it is, a run that ends must end as it would have
         return None
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ckpt import manifest_name
+from ckpt import open_store
+from ckpt.format import manifest_key
 from parallel.layout import count_ranks
 from pretrain.observe.console import human_bytes, say
 from pretrain.spec import JobSpec
@@ -85,7 +86,7 @@ def show_summary(summary: Summary, spec: JobSpec) -> None:
     if isinstance(root, Path):
         root = root.resolve()  # the commands below work from any folder
     say(
-        f"\ncheckpoint  {manifest_name(root, s.steps)}"
+        f"\ncheckpoint  {open_store(root).where(manifest_key(s.steps))}"
         f"\n  inspect   convoy inspect verify {root}"
         f"\n  reshard   convoy reshard {root} {root}-ep1 --layout ep=1"
         f"\n  resume    the same command with --set train.steps={2 * s.steps}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 import ckpt
-from ckpt import CheckpointError, Saver
+from ckpt import AsyncCheckpointer, CheckpointError
 from pretrain.checkpoint import (
     Checkpointer,
     CheckpointProgress,
@@ -129,7 +129,7 @@ def _run(spec: JobSpec, runtime: Runtime, stop: StopRequest) -> int:
     return code
 
 
-def _train(job: Job, stop: StopRequest, writer: Saver, sinks: ExitStack) -> int:
+def _train(job: Job, stop: StopRequest, writer: AsyncCheckpointer, sinks: ExitStack) -> int:
     runtime, path = job.runtime, job.spec.run_path / "log.jsonl"
     history = History.read(path) if runtime.is_first else History()
     url = runtime.first(lambda: _open_sinks(job, path, sinks))
@@ -233,7 +233,9 @@ def _summarize(job: Job, progress: Progress) -> Summary:
         tokens=progress.tokens_seen,
         world_size=runtime.world,
         layout=job.topology.describe(),
-        checkpoint=ckpt.manifest_name(spec.checkpoint_path, progress.step),
+        checkpoint=ckpt.open_store(spec.checkpoint_path).where(
+            ckpt.format.manifest_key(progress.step)
+        ),
         spec_hash=spec.hash,
         moe_layers=job.moe_layers,
         tokens_per_expert=result.tokens_per_expert_LE,

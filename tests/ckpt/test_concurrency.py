@@ -157,7 +157,7 @@ def test_a_clock_that_goes_back_changes_nothing(root, monkeypatch):
     assert created == sorted(created, reverse=True)
     assert ckpt.read_manifest(root).step == 4
     assert ckpt.retain(root, 2) == [1, 2]
-    assert ckpt.remove_uncommitted(root) == []
+    assert ckpt.lifecycle.remove_uncommitted(root) == []
     for step in (3, 4):
         assert_whole(root, step)
     assert_nothing_left_over(root)

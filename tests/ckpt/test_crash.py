@@ -13,8 +13,8 @@ import ckpt
 from ckpt.background.staged import Previous, StagedPart, write_staged
 from ckpt.format.shard_layout import ObjectLayout
 from ckpt.format.shard_writer import aligned
-from ckpt.write.commit import begin, commit, leave_receipt, read_receipts
-from ckpt.write.objects import settle, write_metadata
+from ckpt.write.commit import begin, commit, read_receipts, write_receipt
+from ckpt.write.objects import sync, write_metadata
 from parallel.layout import Topology
 from tests.support.checkpoints import (
     SMALL_SPECS,
@@ -82,23 +82,24 @@ def save_and_retain(run: Run) -> None:
 
 
 def save_staged(run: Run, step: int, previous: Previous | None) -> Previous:
-    """As a keeper does; what has not changed since the save before is linked."""
+    """Save as a writer process does: objects unchanged since the save before are linked."""
     about, parts = info(step, ONE), []
     records = [spec.record(ONE) for spec in SMALL_SPECS]
     for spec, record in zip(SMALL_SPECS, records, strict=True):
         layout = ObjectLayout(record, (0,) * len(spec.shape))
-        room = aligned(layout.page_room)
+        buffer = aligned(layout.padded_bytes)
         array = local_array(spec, ONE, 0, full_values(spec, step))
         for at, (_, box) in enumerate(layout.chunks):
-            layout.fill(box, room[at * layout.stride : (at + 1) * layout.stride], array.read_into)
-        parts.append(StagedPart(layout, room))
+            start = at * layout.chunk_stride
+            layout.fill(box, buffer[start : start + layout.chunk_stride], array.read_into)
+        parts.append(StagedPart(layout, buffer))
     begin(run.store, about, 0)
     receipt = write_metadata(run.store, about, records)
     written = write_staged(run.store, about, parts, previous)
     assert (written.bytes_linked > 0) == (previous is not None)
     receipt |= written.receipt
-    settle(run.store, about, receipt)
-    leave_receipt(run.store, about, 0, receipt)
+    sync(run.store, about, receipt)
+    write_receipt(run.store, about, 0, receipt)
     commit(run.store, about, records, read_receipts(run.store, about))
     run.files.note("saved", step)
     return Previous(about.save_id, written.receipt)
@@ -114,7 +115,7 @@ def save_staged_and_retain(run: Run) -> None:
 def clean_up_after_a_kill(run: Run) -> None:
     run.save(1, ONE)
     run.dies_within(40, lambda: run.save(2, ONE))
-    ckpt.remove_uncommitted(run.store)
+    ckpt.lifecycle.remove_uncommitted(run.store)
     run.save(2, ONE, "again")
     run.retain(1)
 
@@ -136,7 +137,7 @@ def assert_survived(base: Path, saved: set[int], unwanted: set[int]) -> None:
     for step in steps:
         assert_whole(store, step)
 
-    ckpt.remove_uncommitted(store)
+    ckpt.lifecycle.remove_uncommitted(store)
     assert ckpt.committed_steps(store) == steps
     assert_nothing_left_over(store)
     again = max(steps, default=0) + 1
@@ -275,7 +276,7 @@ def test_a_crash_after_a_kill_anywhere(base):
         run.save(1, ONE)
         run.dies_within(operations, lambda run=run: run.save(2, ONE))
         killed = len(run.files.log)
-        ckpt.remove_uncommitted(run.store)
+        ckpt.lifecycle.remove_uncommitted(run.store)
         if operations % 2:
             run.retain(1)
         if ckpt.committed_steps(run.store)[-1] == 1:

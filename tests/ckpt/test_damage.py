@@ -13,7 +13,15 @@ import torch
 import ckpt
 from parallel.layout import Topology
 from tests.support import damage
-from tests.support.checkpoints import SPECS, full_values, info, local_array, save_with_threads
+from tests.support.checkpoints import (
+    SPECS,
+    full_values,
+    info,
+    local_array,
+    manifest_file,
+    objects_folder,
+    save_with_threads,
+)
 from tests.support.ranks import run_ranks
 
 
@@ -25,7 +33,7 @@ def saved(tmp_path) -> tuple[Path, ckpt.Manifest]:
 def object_files(root: Path, manifest: ckpt.Manifest) -> list[Path]:
     keys = [key for key in manifest.objects if not key.endswith("zarr.json")]
     assert len(keys) >= 7
-    return [ckpt.objects_dir(root, manifest.save_id) / key for key in keys]
+    return [objects_folder(root, manifest.save_id) / key for key in keys]
 
 
 def load_everything(root: Path) -> None:
@@ -75,7 +83,7 @@ def test_damaged_objects_are_refused_at_load(saved, damage):
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_files_of_any_kind_are_found_by_verify(saved, damage):
     root, manifest = saved
-    folder = ckpt.objects_dir(root, manifest.save_id)
+    folder = objects_folder(root, manifest.save_id)
     for key in manifest.objects:
         refused(root, folder / key, damage, lambda: ckpt.verify(root, manifest))
     ckpt.verify(root, manifest)
@@ -85,7 +93,7 @@ def test_damaged_files_of_any_kind_are_found_by_verify(saved, damage):
 def test_a_damaged_manifest_is_refused_and_never_passed_over(saved, damage):
     root, _ = saved
     save_with_threads(root, 6, Topology(dp_shard=2, ep=2), seed=1)
-    path = ckpt.manifest_path(root, 6)
+    path = manifest_file(root, 6)
     refused(root, path, damage, lambda: ckpt.read_manifest(root))
     assert ckpt.read_manifest(root, 5).step == 5
 
@@ -95,14 +103,14 @@ def test_objects_that_changed_places_are_refused(tmp_path, part):
     # Each is whole and fits the other's place; only the manifest knows which is which.
     spec = ckpt.ArraySpec("w", (8, 6), torch.float32, (("fsdp",), ()))
     manifest = save_with_threads(tmp_path, 5, Topology(dp_shard=2), [spec])
-    a, b = (ckpt.objects_dir(tmp_path, manifest.save_id) / f"w/c/{i}/0" for i in (0, 1))
+    a, b = (objects_folder(tmp_path, manifest.save_id) / f"w/c/{i}/0" for i in (0, 1))
     first, second = a.read_bytes(), b.read_bytes()
     assert len(first) == len(second)
     a.write_bytes(second)
     b.write_bytes(first)
     box = ((0, 4), (0, 6)) if not part else ((1, 2), (0, 6))
     with pytest.raises(ckpt.CheckpointError, match=r"w/c/0/0 is damaged: it is not the one that"):
-        ckpt.read_box(tmp_path, manifest, manifest.array("w"), box)
+        ckpt.read.read_box(tmp_path, manifest, manifest.array("w"), box)
 
 
 def test_checksums_tell_contents_apart(tmp_path):
@@ -131,23 +139,23 @@ def test_one_flipped_bit_in_a_part_that_is_read_alone(saved):
     objects = write_metadata(store, about, [cut])
     objects |= write_objects(store, about, [(ObjectLayout(cut, (0, 0)), array.read_into)])
     manifest = commit(root, about, [cut], objects)
-    path = ckpt.objects_dir(root, "fine-chunks") / "w/c/0/0"
+    path = objects_folder(root, "fine-chunks") / "w/c/0/0"
     box = ((7, 9), (0, 1024))
     expected = full_values(spec)[7:9].numpy().tobytes()
-    assert ckpt.read_box(root, manifest, cut, box).tobytes() == expected
+    assert ckpt.read.read_box(root, manifest, cut, box).tobytes() == expected
 
     data = bytearray(path.read_bytes())
     data[8 * 4104 + 77] ^= 4
     path.write_bytes(bytes(data))
     with pytest.raises(ckpt.CheckpointError, match=r"w/c/0/0 is damaged: the CRC32C of chunk 8"):
-        ckpt.read_box(root, manifest, cut, box)
+        ckpt.read.read_box(root, manifest, cut, box)
 
 
 def test_a_manifest_that_forgets_an_object_is_refused(saved):
     root, manifest = saved
     from ckpt.format.manifest import encode_manifest
 
-    path = ckpt.manifest_path(root, 5)
+    path = manifest_file(root, 5)
     for at, (record, stored) in enumerate(zip(manifest.arrays, manifest.stored, strict=True)):
         one_less = stored.model_copy(update={"checksums": stored.checksums[:-1]})
         others = [*manifest.stored[:at], one_less, *manifest.stored[at + 1 :]]
@@ -201,12 +209,12 @@ def test_the_plain_zarr_view_checks_that_objects_are_there(saved):
     path = object_files(root, manifest)[0]
     path.unlink()
     with pytest.raises(ckpt.CheckpointError, match="is missing"):
-        ckpt.open_group(root)
+        ckpt.read.open_group(root)
 
 
 def test_a_renamed_manifest_is_refused(saved):
     root, _ = saved
-    ckpt.manifest_path(root, 5).rename(ckpt.manifest_path(root, 99))
+    manifest_file(root, 5).rename(manifest_file(root, 99))
     with pytest.raises(ckpt.CheckpointError, match=r"00000099.json is of step 5; it was renamed"):
         ckpt.read_manifest(root)
 

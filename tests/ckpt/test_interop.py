@@ -342,8 +342,8 @@ def test_rules_of_renaming_leave_nothing_to_chance():
     for rename, match in [
         ({"q": "r"}, "rename q=r: there is no such array"),
         ({"b": "a/x"}, "rename gives a/x and b one name, a/x"),
-        ({"a/": "c"}, "must be a name and a name, or two beginnings"),
-        ({"a/x": "", "b": "c"}, "must be a name and a name"),
+        ({"a/": "c"}, "must be two names, or two prefixes"),
+        ({"a/x": "", "b": "c"}, "must be two names"),
     ]:
         with pytest.raises(CheckpointError, match=match):
             renamed(names, rename)

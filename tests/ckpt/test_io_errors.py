@@ -102,7 +102,7 @@ def fail_at(root: Path, files: FailingFiles) -> None:
     assert steps == [1, 2] or (refusal and steps == [1])
     for step in steps:
         assert_whole(store, step)
-    ckpt.remove_uncommitted(store)
+    ckpt.lifecycle.remove_uncommitted(store)
     assert ckpt.committed_steps(store) == steps
     assert_nothing_left_over(root)
     save(store, 3)
@@ -150,7 +150,7 @@ def test_a_failure_at_every_operation_of_a_retention_pass(root, number, for_good
         assert steps[-1] == 3
         for step in steps:
             assert_whole(store, step)
-        ckpt.remove_uncommitted(store)
+        ckpt.lifecycle.remove_uncommitted(store)
         ckpt.retain(store, 1)
         assert ckpt.committed_steps(store) == [3]
         assert_nothing_left_over(root)
@@ -184,7 +184,7 @@ def test_what_cannot_be_removed_now_is_removed_later(root):
 
     assert ckpt.retain(ckpt.LocalStore(root, Busy()), 1) == [1]
     assert len(list((root / "objects").iterdir())) == 3, "what is left must stay marked"
-    assert ckpt.remove_uncommitted(store) == ["00000001-test"]
+    assert ckpt.lifecycle.remove_uncommitted(store) == ["00000001-test"]
     assert_nothing_left_over(root)
 
 
@@ -203,7 +203,7 @@ def test_a_commit_whose_mark_stays_is_one(root):
 
     save(Stubborn(root, UnsyncedFiles()), 1)
     assert_whole(root, 1)
-    assert ckpt.remove_uncommitted(root) == []
+    assert ckpt.lifecycle.remove_uncommitted(root) == []
     assert_nothing_left_over(root)
 
 
@@ -243,7 +243,7 @@ def test_a_folder_that_may_only_be_read(root, tmp_path):
         with pytest.raises(ckpt.CheckpointError, match=r"step 2 .*: Read-only file system"):
             save(tmp_path, 2)
         assert_whole(tmp_path, 1)
-        assert ckpt.remove_uncommitted(tmp_path) == []
+        assert ckpt.lifecycle.remove_uncommitted(tmp_path) == []
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
 

@@ -42,7 +42,7 @@ SPECS = [
 def save_for_ever(rank: int, root: Path) -> None:
     """What a run does: clear leftovers, go on after the newest step, save, keep two."""
     if rank == 0:
-        ckpt.remove_uncommitted(root)
+        ckpt.lifecycle.remove_uncommitted(root)
         ckpt.retain(root, 2)
     agree(True)
     steps = ckpt.committed_steps(root)
@@ -144,7 +144,7 @@ def kill_one(root: Path, victim: int, at: int) -> bool:
     assert steps
     for step in steps:
         assert_whole(root, step, SPECS)
-    ckpt.remove_uncommitted(root)
+    ckpt.lifecycle.remove_uncommitted(root)
     assert ckpt.committed_steps(root) == steps
     assert_nothing_left_over(root)
     again = steps[-1] + 1

@@ -77,10 +77,10 @@ watching = False
 sys.addaudithook(watch)
 import json
 count = 0
-path = ckpt.manifest_path(root, 5)
+path = root / ckpt.format.manifest_key(5)
 original = path.read_bytes()
 body = json.loads(original)["manifest"]
-objects = ckpt.objects_dir(root, body["save_id"])
+objects = root / ckpt.format.objects_key(body["save_id"])
 trees = tests.audited_forgeries(body)
 for data in [original, *trees]:
     path.write_bytes(data)

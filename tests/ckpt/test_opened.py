@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import ckpt
 from parallel.layout import Topology
-from tests.support.checkpoints import full_values, save_with_threads
+from tests.support.checkpoints import full_values, objects_folder, save_with_threads
 
 ROOT = Path(__file__).parents[2]
 INDEXES = st.one_of(
@@ -78,7 +78,7 @@ def test_an_opened_checkpoint_is_a_table(opened):
 def test_what_is_read_is_verified_and_nothing_else_is_read(opened, tmp_path):
     root = tmp_path / "copy"
     shutil.copytree(opened, root)
-    folder = ckpt.objects_dir(root, ckpt.read_manifest(root).save_id)
+    folder = objects_folder(root, ckpt.read_manifest(root).save_id)
     victim = folder / "model/layers/x/c/0/1/0"
     data = bytearray(victim.read_bytes())
     data[8] ^= 4

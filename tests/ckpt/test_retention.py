@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def removed(root: Location, now: float = 0, **rules) -> list[int]:
     """What the plan says and what is done are the same, and what stays is whole."""
     retention = ckpt.Retention(**rules)
     before = ckpt.committed_steps(root)
-    plan = ckpt.plan_retention(root, retention, lambda: now)
+    plan = ckpt.lifecycle.plan_retention(root, retention, lambda: now)
     assert ckpt.committed_steps(root) == before, "a plan removes nothing"
     gone = ckpt.retain(root, retention, lambda: now)
     assert gone == [each.step for each in plan.remove]
@@ -78,7 +79,7 @@ def test_the_newest_the_regular_and_the_best_are_kept(root):
         save(root, step, validation=None if loss != loss else loss)
     # 9 and 10 are the newest, 5 and 10 regular, 4 and 8 the best; 6 and 9 were not validated.
     assert removed(root, keep=2, keep_every=5, keep_best=2) == [1, 2, 3, 6, 7]
-    plan = ckpt.plan_retention(root, ckpt.Retention(keep=2, keep_every=5, keep_best=2))
+    plan = ckpt.lifecycle.plan_retention(root, ckpt.Retention(keep=2, keep_every=5, keep_best=2))
     assert plan.keep == {
         4: "one of the best 2 by validation",
         5: "a multiple of 5",
@@ -137,8 +138,8 @@ def test_nothing_goes_while_the_newest_is_not_whole(root, damage):
     if damage == "short":
         store.write(key, [data[:-1]])
     assert removed(root, keep=1) == []
-    why = ckpt.plan_retention(root, ckpt.Retention(keep=1)).keep[1]
-    assert why.startswith("the newest one is not whole: ")
+    why = ckpt.lifecycle.plan_retention(root, ckpt.Retention(keep=1)).keep[1]
+    assert why.startswith("the newest one is incomplete: ")
     assert damage == "manifest" or store.where(key) in why
     assert removed(root, keep=1, keep_best=1) == []
     # A save that is whole lets them go; what is damaged still is for people to look at.
@@ -154,7 +155,7 @@ def test_objects_that_cannot_be_removed_stay_marked(root, monkeypatch):
         assert ckpt.retain(root, 1) == [1]
     (found,) = ckpt.find_garbage(root)
     assert (found.kind, found.name) == ("uncommitted", "00000001-test")
-    assert ckpt.remove_uncommitted(root) == ["00000001-test"]
+    assert ckpt.lifecycle.remove_uncommitted(root) == ["00000001-test"]
 
 
 def scattered(root: Location) -> None:
@@ -216,5 +217,16 @@ def test_nothing_that_a_damaged_manifest_may_own_goes(root):
     }  # fmt: skip
     assert "step-00000002.json, which is damaged" in found[1].stays
     assert [each.kind for each in ckpt.remove_garbage(root, found)] == ["draft"]
-    assert ckpt.remove_uncommitted(root) == []
+    assert ckpt.lifecycle.remove_uncommitted(root) == []
     assert len(ckpt.open_store(root).names(objects_key("00000002-test"))) > 0
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(1.5, 1.5), (2, 2), (None, None), ("1.5", None), (math.nan, None), (-math.inf, None),
+     (10**400, 10**400)],
+)  # fmt: skip
+def test_the_validation_of_a_manifest_is_a_finite_number_or_none(root, value, expected):
+    manifest = save(root, 3)
+    assert manifest.validation is None
+    assert manifest.model_copy(update={"state": {"validation": value}}).validation == expected

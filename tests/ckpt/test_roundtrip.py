@@ -26,7 +26,9 @@ from tests.support.checkpoints import (
     full_values,
     info,
     local_array,
+    manifest_file,
     memory_folder,
+    objects_folder,
     save_with_threads,
 )
 
@@ -101,7 +103,7 @@ def test_any_layout_loads_under_any_other(before, after, shape, compression):
             spec = next(spec for spec in specs if spec.name == record.name)
             box = tuple((n // 3, n - n // 4) for n in record.shape)
             part = full_values(spec)[tuple(slice(*extent) for extent in box)]
-            found = ckpt.read_box(root, manifest, record, box)
+            found = ckpt.read.read_box(root, manifest, record, box)
             assert found.tobytes() == bits(part).numpy().tobytes(), record.name
 
 
@@ -151,7 +153,7 @@ def test_other_readers_see_the_same_numbers(tmp_path, reader):
         ckpt.ArraySpec("counts", (5, 3), torch.int64, (("fsdp",), ())),
     ]
     manifest = save_with_threads(tmp_path, 7, Topology(dp_shard=4, ep=2), specs)
-    folder = ckpt.objects_dir(tmp_path, manifest.save_id)
+    folder = objects_folder(tmp_path, manifest.save_id)
     for spec in specs:
         if reader == "zarr":
             seen = zarr.open_group(folder, mode="r")[spec.name][...]
@@ -171,7 +173,7 @@ def test_an_object_is_the_same_in_whatever_memory_it_is_laid_out(width, compress
     from ckpt.format.shard_writer import Encoder, aligned
 
     values = np.random.default_rng(0).random((13, width), np.float32)
-    record = ckpt.ArrayRecord(
+    record = ckpt.format.ArrayRecord(
         name="w", shape=values.shape, logical_dtype="float32", splits=((), ()),
         shard_shape=(14, width), chunk_shape=(2, width), compression=compression,
     )  # fmt: skip
@@ -190,20 +192,21 @@ def test_an_object_is_the_same_in_whatever_memory_it_is_laid_out(width, compress
     if compression == "none":
         assert len(whole) == layout.length
         assert len(whole) % 4096 == 0 or width == 3
-    sizes = [0, layout.stride, 2 * layout.stride, 3 * layout.stride + 1, layout.length - 1,
-             layout.length, layout.room, layout.page_room, 2 * layout.page_room]  # fmt: skip
+    stride = layout.chunk_stride
+    sizes = [0, stride, 2 * stride, 3 * stride + 1, layout.length - 1, layout.length,
+             layout.buffer_bytes, layout.padded_bytes, 2 * layout.padded_bytes]  # fmt: skip
     for size in sizes:
         memory = aligned(size)
         memory[:] = 255  # what another object left
         parts, again = encoded(lambda e, memory=memory: e.fill(read, memory))
         assert (b"".join(parts), again) == (whole, record), size
-        if compression == "none" and size >= layout.page_room:
+        if compression == "none" and size >= layout.padded_bytes:
             assert len(parts) == 1, "all of it is one write"
 
 
 def test_one_expert_is_one_index(tmp_path):
     save_with_threads(tmp_path, 7, Topology(dp_shard=2, ep=2))
-    group = ckpt.open_group(tmp_path)
+    group = ckpt.read.open_group(tmp_path)
     array = group["model/layers/moe/experts/w_gate"]
     assert array.attrs["logical_dtype"] == "bfloat16"
     expected = full_values(SPECS[2])[1, 3].view(torch.uint16).numpy()
@@ -299,7 +302,7 @@ def test_a_step_is_never_saved_over(tmp_path):
         save_with_threads(tmp_path, 3, Topology(), seed=2, save_id="again")
     assert ckpt.read_manifest(tmp_path) == first
     assert_loads(tmp_path, first, Topology(), SPECS, seed=1)
-    assert not ckpt.objects_dir(tmp_path, "again").exists()
+    assert not objects_folder(tmp_path, "again").exists()
 
 
 def test_retention_keeps_the_newest_and_leaves_others_whole(tmp_path):
@@ -325,7 +328,7 @@ def test_leftovers_of_an_interrupted_save_are_removed_and_nothing_else(tmp_path)
     # Killed between the commit and the end of a save, or just before a removal.
     (objects / ".pending-00000001-test").mkdir()
     assert ckpt.committed_steps(tmp_path) == [1]
-    assert ckpt.remove_uncommitted(tmp_path) == ["00000002-dead"]
+    assert ckpt.lifecycle.remove_uncommitted(tmp_path) == ["00000002-dead"]
     assert_loads(tmp_path, ckpt.read_manifest(tmp_path), Topology(), SPECS)
     names = sorted(p.name for p in (tmp_path / "manifests").iterdir())
     assert names == [".snapshot", "step-00000001.json"]
@@ -335,9 +338,9 @@ def test_leftovers_of_an_interrupted_save_are_removed_and_nothing_else(tmp_path)
 def test_the_objects_of_a_manifest_that_was_moved_away_stay(tmp_path):
     for step in (1, 2):
         save_with_threads(tmp_path, step, Topology(), seed=step)
-    path = ckpt.manifest_path(tmp_path, 2)
+    path = manifest_file(tmp_path, 2)
     path.rename(tmp_path / "aside.json")
-    assert ckpt.remove_uncommitted(tmp_path) == []
+    assert ckpt.lifecycle.remove_uncommitted(tmp_path) == []
     (tmp_path / "aside.json").rename(path)
     assert_loads(tmp_path, ckpt.read_manifest(tmp_path, 2), Topology(), SPECS, seed=2)
 
@@ -354,7 +357,7 @@ def test_a_removal_that_was_interrupted_is_ended_by_the_next_start(tmp_path, mon
         with pytest.raises(KeyboardInterrupt):
             ckpt.retain(tmp_path, 1)
     assert ckpt.committed_steps(tmp_path) == [2], "a manifest goes before its objects"
-    assert ckpt.remove_uncommitted(tmp_path) == ["00000001-test"]
+    assert ckpt.lifecycle.remove_uncommitted(tmp_path) == ["00000001-test"]
     assert [p.name for p in (tmp_path / "objects").iterdir()] == ["00000002-test"]
     assert_loads(tmp_path, ckpt.read_manifest(tmp_path), Topology(), SPECS, seed=2)
 
@@ -366,4 +369,4 @@ def test_an_object_that_two_would_write_cannot_exist_twice(tmp_path):
     write_objects(store, about, [(layout, array.read_into)])
     with pytest.raises(FileExistsError):
         write_objects(store, about, [(layout, array.read_into)])
-    assert (ckpt.objects_dir(tmp_path, about.save_id) / layout.key).exists()
+    assert (objects_folder(tmp_path, about.save_id) / layout.key).exists()

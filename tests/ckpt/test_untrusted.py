@@ -21,7 +21,14 @@ import ckpt
 from ckpt.format import ObjectLayout
 from ckpt.format.manifest import decode_manifest, encode_manifest
 from parallel.layout import Topology
-from tests.support.checkpoints import SPECS, local_array, memory_folder, save_with_threads
+from tests.support.checkpoints import (
+    SPECS,
+    local_array,
+    manifest_file,
+    memory_folder,
+    objects_folder,
+    save_with_threads,
+)
 
 TOPOLOGY = Topology(dp_shard=2, ep=2)
 LIMIT = 512 << 20  # of new memory; the checkpoint has some kilobytes
@@ -114,7 +121,7 @@ def mutate(body: Any, data: st.DataObject) -> Any:
 
 def fuzz_manifests(saved: Path, examples: int, enough: int) -> None:
     """At least so many examples, and until ``enough`` of them have got as far as the objects."""
-    path = ckpt.manifest_path(saved, 5)
+    path = manifest_file(saved, 5)
     original = path.read_bytes()
     body = json.loads(original)["manifest"]
     body["ranks"] = None
@@ -203,7 +210,7 @@ FORGED = [
     ({"arrays": {0: {"name": "a\0b"}}}, "must be parts"),
     ({"arrays": {0: {"name": ""}}}, "must be parts"),
     ({"arrays": {0: {"name": "model/layers/norm/weight"}}}, "two arrays have one name"),
-    ({"arrays": {0: {"name": "model/layers"}}}, "inside of another array"),
+    ({"arrays": {0: {"name": "model/layers"}}}, "inside another array"),
     ({"save_id": "../objects/x"}, "must be"),
     ({"save_id": ".."}, "must be"),
     ({"save_id": "/tmp"}, "must be"),
@@ -212,14 +219,14 @@ FORGED = [
     ({"topology": {"sideways": 2}}, "is no axis"),
     ({"topology": {"dp_shard": 0}}, "at least 1"),
     ({"ranks": [7]}, "ranks must be below 2"),
-    ({"ranks": []}, "ranks must be some"),
-    ({"ranks": [0, 0]}, "each once"),
+    ({"ranks": []}, "ranks must not be empty"),
+    ({"ranks": [0, 0]}, "must not repeat"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "message"), FORGED)
 def test_what_makes_no_sense_is_refused_by_name(saved, change, message):
-    original = ckpt.manifest_path(saved, 5).read_bytes()
+    original = manifest_file(saved, 5).read_bytes()
     body = json.loads(original)["manifest"]
     for field, value in change.items():
         if field == "arrays":
@@ -232,7 +239,7 @@ def test_what_makes_no_sense_is_refused_by_name(saved, change, message):
 
 
 def test_a_forged_manifest_of_some_ranks_asks_for_little(saved):
-    body = json.loads(ckpt.manifest_path(saved, 5).read_bytes())["manifest"]
+    body = json.loads(manifest_file(saved, 5).read_bytes())["manifest"]
     body["topology"] = {"dp_shard": 1 << 20}
     body["ranks"] = [5, 9]
     body["arrays"] = [{**body["arrays"][0], "shape": [1 << 50, 6], "shard_shape": [1 << 30, 6],
@@ -249,7 +256,7 @@ def test_a_forged_manifest_of_some_ranks_asks_for_little(saved):
 def object_of(root: Path) -> tuple[Path, ckpt.Manifest, str]:
     manifest = ckpt.read_manifest(root)
     key = next(k for k in manifest.objects if "w_gate/c/" in k)
-    return ckpt.objects_dir(root, manifest.save_id) / key, manifest, key
+    return objects_folder(root, manifest.save_id) / key, manifest, key
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
@@ -257,7 +264,7 @@ def test_a_forged_object_is_only_ever_refused(saved, compression):
     # Index and manifest have right checksums: what the index says must still make sense.
     root = saved / "zstd" if compression == "zstd" else saved
     path, manifest, key = object_of(root)
-    original, where = path.read_bytes(), ckpt.manifest_path(root, 5)
+    original, where = path.read_bytes(), manifest_file(root, 5)
     before = where.read_bytes()
     record = manifest.array(key.partition("/c/")[0])
     count = ObjectLayout(record, (0, 0, 0, 0)).index_bytes
@@ -306,7 +313,7 @@ def test_a_chunk_that_claims_to_unpack_to_anything_is_refused(saved):
     ]
     forged = decode_manifest(envelope(body), "it")
     with pytest.raises(ckpt.CheckpointError, match="is damaged"):
-        ckpt.read_box(root, forged, forged.array(name), ((0, 1), (0, 1), (0, 1), (0, 1)))
+        ckpt.read.read_box(root, forged, forged.array(name), ((0, 1), (0, 1), (0, 1), (0, 1)))
 
 
 @pytest.mark.parametrize("what", ["folder", "pipe", "endless", "text", "nesting"])
@@ -315,8 +322,8 @@ def test_what_stands_in_a_files_place_is_refused(saved, tmp_path, what):
     shutil.copytree(saved / "objects", tmp_path / "objects")
     (tmp_path / "manifests").mkdir()
     for path, back in [
-        (tmp_path / "manifests" / "step-00000005.json", ckpt.manifest_path(saved, 5).read_bytes()),
-        (ckpt.objects_dir(tmp_path, manifest.save_id) / "model/embed/weight/c/0/0", None),
+        (tmp_path / "manifests" / "step-00000005.json", manifest_file(saved, 5).read_bytes()),
+        (objects_folder(tmp_path, manifest.save_id) / "model/embed/weight/c/0/0", None),
     ]:
         path.unlink(missing_ok=True)
         if what == "folder":

@@ -15,7 +15,15 @@ from ckpt.format.keys import locate, objects_key, pending_key
 from parallel.layout import Topology
 from pretrain.commands.inspect import main
 from pretrain.commands.reshard import main as reshard
-from tests.support.checkpoints import SPECS, full_values, info, local_array, save_with_threads
+from tests.support.checkpoints import (
+    SPECS,
+    full_values,
+    info,
+    local_array,
+    manifest_file,
+    objects_folder,
+    save_with_threads,
+)
 from tests.support.s3 import BUCKET, Server, use
 
 TOPOLOGY = Topology(dp_shard=2, ep=2)
@@ -43,7 +51,7 @@ def save(root, step: int, arrays: dict[str, torch.Tensor], **changed):
 
 def test_verify_names_all_that_is_damaged(tmp_path, capsys):
     manifest = save_with_threads(tmp_path, 9, TOPOLOGY)
-    folder = ckpt.objects_dir(tmp_path, manifest.save_id)
+    folder = objects_folder(tmp_path, manifest.save_id)
     (folder / "model/embed/weight/c/1/0").unlink()
     (folder / "rng/torch/zarr.json").write_bytes(b"{}")
     path = folder / "model/layers/moe/experts/w_gate/c/0/1/0/0"
@@ -150,7 +158,7 @@ def test_diff_tells_of_arrays_and_of_the_spec(tmp_path, capsys):
 def test_diff_refuses_what_is_damaged(tmp_path, capsys):
     manifest = save_with_threads(tmp_path / "a", 5, TOPOLOGY)
     save_with_threads(tmp_path / "b", 5, TOPOLOGY)
-    path = ckpt.objects_dir(tmp_path / "b", manifest.save_id) / "model/embed/weight/c/1/0"
+    path = objects_folder(tmp_path / "b", manifest.save_id) / "model/embed/weight/c/1/0"
     path.write_bytes(path.read_bytes()[:-1])
     _, lines = run(capsys, "diff", tmp_path / "a", tmp_path / "b", code=2)
     assert len(lines) == 1
@@ -164,17 +172,17 @@ def test_history_tells_of_runs_resizes_specs_and_reshards(tmp_path, capsys):
     save(tmp_path, 20, w, save_id="00000020-first", spec=spec, spec_hash="a" * 64)
     later = spec | {"train": {"lr": 0.5}}
     about = info(30, Topology(dp_shard=2), "00000030-second")
-    ckpt.save_streamed(tmp_path, replace(about, spec=later), [])
+    ckpt.write.save_streamed(tmp_path, replace(about, spec=later), [])
     found = as_json(capsys, "history", tmp_path)
-    assert [link["run"] for link in found] == ["first", "first", "second"]
-    assert [link["new_run"] for link in found] == [False, False, True]
+    assert [link["launch"] for link in found] == ["first", "first", "second"]
+    assert [link["new_launch"] for link in found] == [False, False, True]
     assert [link["resized"] for link in found] == [False, False, True]
     assert found[2]["spec_changes"] == [{"field": "train.lr", "before": 1.0, "now": 0.5}]
     assert found[1]["seconds"] >= 0
     assert found[0]["bytes"] == ckpt.read_manifest(tmp_path, 10).total_bytes
     out, _ = run(capsys, "history", tmp_path)
-    assert out.splitlines()[0] == "run first"
-    assert "run second" in out
+    assert out.splitlines()[0] == "launch first"
+    assert "launch second" in out
     assert "resized to dp_shard=2" in out
     assert "spec: train.lr was 1.0, is 0.5" in out
 
@@ -191,7 +199,7 @@ def test_history_tells_of_runs_resizes_specs_and_reshards(tmp_path, capsys):
 def test_history_goes_past_a_damaged_manifest_and_says_so(tmp_path, capsys):
     for step in (1, 2, 3):
         save(tmp_path, step, {"w": torch.ones(2)})
-    ckpt.manifest_path(tmp_path, 2).write_bytes(b"{}")
+    manifest_file(tmp_path, 2).write_bytes(b"{}")
     out, lines = run(capsys, "history", tmp_path, code=2)
     assert "step        1" in out
     assert "step        3" in out
@@ -239,7 +247,7 @@ def test_an_s3_location_is_as_good_as_a_folder(tmp_path, capsys):
             assert f"verified: all {manifest.total_bytes:,} bytes" in out
             assert f"{root}/manifests/step-00000005.json" in out
             assert "4 of 4 arrays are identical" in run(capsys, "diff", root, tmp_path)[0]
-            assert "run test" in run(capsys, "history", root)[0]
+            assert "launch test" in run(capsys, "history", root)[0]
             assert run(capsys, "gc", root)[0] == "0 B in 0 entries were removed\n"
             _, lines = run(capsys, "s3://no-bucket/run", code=2)
             assert lines[0].startswith("error: s3://no-bucket/run")
@@ -256,7 +264,7 @@ def test_the_path_of_a_manifest_names_its_checkpoint(tmp_path, capsys, monkeypat
     root = tmp_path / "a"
     for step in (3, 5):
         save(root, step, {"w": torch.full((2,), float(step))})
-    path = ckpt.manifest_path(root, 3)
+    path = manifest_file(root, 3)
     assert as_json(capsys, path)["step"] == 3
     assert as_json(capsys, "verify", path, "--step", "3")["step"] == 3
     assert as_json(capsys, "diff", path, root, code=1)["arrays"][0]["max_abs"] == 2

@@ -23,7 +23,7 @@ from pretrain.commands.inspect import main as inspect
 from pretrain.commands.pretrain import main as pretrain
 from pretrain.commands.reshard import main as reshard
 from pretrain.data.prepare import prepare_corpus
-from tests.support.checkpoints import save_with_threads
+from tests.support.checkpoints import objects_folder, save_with_threads
 from tests.support.jobs import events, make_spec, write_corpus, write_spec
 from tests.support.ranks import run_ranks
 
@@ -69,7 +69,7 @@ def test_reshard_to_one_to_four_and_back_is_bit_equal(tmp_path, capsys):
     assert contents(tmp_path / "back") == contents(start)
     assert contents(tmp_path / "ep4") != contents(start), "four ranks have other objects"
     assert "written and verified" in capsys.readouterr().out
-    first, four = ckpt.open_group(start), ckpt.open_group(tmp_path / "ep4")
+    first, four = ckpt.read.open_group(start), ckpt.read.open_group(tmp_path / "ep4")
     for spec in EXPERTS:
         assert (first[spec.name][...].tobytes()) == four[spec.name][...].tobytes()
     assert ckpt.read_manifest(tmp_path / "ep4").topology["ep"] == 4
@@ -87,7 +87,7 @@ def test_reshard_refuses_what_it_cannot_do(tmp_path, capsys):
     assert "layout (eq=2) must be AXIS=DEGREE" in refused("--layout", "eq=2")
     assert "no checkpoint of step 8" in refused("--layout", "ep=1", "--step", "8")
     assert ckpt.committed_steps(target) == []
-    victim = ckpt.objects_dir(source, manifest.save_id) / "model/embed/weight/c/0/0"
+    victim = objects_folder(source, manifest.save_id) / "model/embed/weight/c/0/0"
     data = victim.read_bytes()
     victim.write_bytes(data[:50] + bytes([data[50] ^ 1]) + data[51:])
     assert "model/embed/weight/c/0/0 is damaged" in refused("--layout", "ep=1")
@@ -117,7 +117,7 @@ def test_inspect_shows_and_verifies(tmp_path, capsys):
     metadata = sum(r.bytes for k, r in manifest.objects.items() if k.endswith("zarr.json"))
     assert sum(a["bytes"] for a in found["arrays"]) + metadata == found["bytes"]
 
-    (ckpt.objects_dir(tmp_path, manifest.save_id) / "model/embed/weight/c/1/0").unlink()
+    (objects_folder(tmp_path, manifest.save_id) / "model/embed/weight/c/1/0").unlink()
     assert inspect(["verify", str(tmp_path)]) == 2
     assert "weight/c/1/0 is missing" in one_error_line(capsys.readouterr().err)
     assert inspect([str(tmp_path / "nowhere")]) == 2

@@ -22,6 +22,7 @@ from parallel.layout import Topology
 from pretrain.convert.hf.files import from_hf
 from pretrain.convert.hf.tensors import HFTensor
 from tests.commands.test_tools import one_error_line
+from tests.support.checkpoints import objects_folder
 from tests.support.hf import change_tensors, make_folders, run
 from tests.support.sources import MemorySource
 
@@ -144,7 +145,7 @@ def test_what_a_family_cannot_express_is_refused(folders, tmp_path, capsys, case
 def test_an_export_that_fails_leaves_nothing(folders, tmp_path, capsys):
     source = shutil.copytree(folders / "qwen3-ours/checkpoints", tmp_path / "source")
     manifest = ckpt.read_manifest(source)
-    victim = ckpt.objects_dir(source, manifest.save_id) / "model/norm/weight/c/0"
+    victim = objects_folder(source, manifest.save_id) / "model/norm/weight/c/0"
     data = victim.read_bytes()
     victim.write_bytes(bytes([data[0] ^ 1]) + data[1:])
     # The last norm and the head come after all the layers: most files are written by then.

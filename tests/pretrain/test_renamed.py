@@ -42,7 +42,7 @@ def test_a_stored_spec_is_brought_up_to_date():
     spec = JobSpec.model_validate(upgraded(FORMER))
     assert before == FORMER, "the argument is not changed"
     recipe = load_spec(Path("tools/recipes/stdlib-tiny.toml"))
-    assert ckpt.spec_differences(spec.as_dict(), recipe.as_dict()) == []
+    assert ckpt.lifecycle.spec_differences(spec.as_dict(), recipe.as_dict()) == []
     assert resolved(FORMER) == recipe.as_dict()
 
 

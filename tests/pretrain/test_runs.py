@@ -19,7 +19,7 @@ from pretrain.observe.summary import Summary
 from pretrain.runtime.locks import lock_run
 from pretrain.spec.read import load_spec
 from pretrain.train.trainer import Trainer
-from tests.support.checkpoints import eventually
+from tests.support.checkpoints import eventually, manifest_file
 from tests.support.jobs import data_of, events, prepare_job, write_spec
 from tests.support.ranks import run_ranks
 
@@ -120,7 +120,7 @@ def test_a_stopped_and_resumed_run_is_bitwise_the_uninterrupted_one(
         assert a.state[key] == b.state[key], key
     assert a.state["consumed_samples"] == 6 * 8
     if "expert_bias" in moe:
-        bias = ckpt.open_group(straight / "checkpoints")["model/layers/moe/router/expert_bias"]
+        bias = ckpt.read.open_group(straight / "checkpoints")["model/layers/moe/router/expert_bias"]
         assert bias.shape == (2, 4)
         assert 0 < abs(bias[...]).max() < 0.0061, "six steps of 0.001"
 
@@ -275,7 +275,7 @@ def test_gradients_with_fewer_bits_train_as_well(text, tmp_path):
     assert code == 0, err
     assert "what compressed gradients still owed is asked for no more, and is left out" in out
     # The checkpoint after that has nothing of the kind: the one before it is gone back to.
-    ckpt.manifest_path(tmp_path / "one_bit" / "checkpoints", 13).unlink()
+    manifest_file(tmp_path / "one_bit" / "checkpoints", 13).unlink()
 
     code, out, err = launch(
         tmp_path / "one_bit.json", 1, "parallel.dp_replicate=1", "train.steps=14",
@@ -323,7 +323,7 @@ def test_a_run_that_diverges_ends_with_3_and_keeps_the_last_good_state(text, tmp
     assert good >= 1
     skips = events(run, "skip")
     assert [s["step"] for s in skips] == [good + 1] * 2, "a skip moves nothing forward"
-    # A run that ends so does not wait for its keepers, which finish what they have been given.
+    # Such a run does not wait for its writer processes, which finish what they were given.
     root = run / "checkpoints"
     eventually(lambda: ckpt.committed_steps(root)[-1:] == [good], "the last good step is saved")
     fingerprints(run)

@@ -25,6 +25,7 @@ from pretrain.spec import load_spec
 from pretrain.spec.checkpoint import CheckpointConfig
 from pretrain.train import prepare as prepare_run
 from pretrain.train.trainer import Trainer
+from tests.support.checkpoints import objects_folder
 from tests.support.jobs import data_of, events, prepare_job, write_spec
 from tests.support.ranks import run_ranks, start_ranks
 from tests.support.s3 import BUCKET, Server, use
@@ -111,7 +112,7 @@ def test_a_restart_takes_the_newest_that_every_rank_can_reach(spec, tmp_path):
     # One node's memory is lost, and an object on its disk is damaged: step 4 is next.
     shutil.rmtree(node(memory, 1))
     manifest = ckpt.read_manifest(node(disks, 1), 5)
-    objects = ckpt.objects_dir(node(disks, 1), manifest.save_id)
+    objects = objects_folder(node(disks, 1), manifest.save_id)
     victim = max(objects.rglob("c/*/*"), key=lambda path: path.stat().st_size)
     data = bytearray(victim.read_bytes())
     data[len(data) // 3] ^= 8

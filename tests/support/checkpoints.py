@@ -9,17 +9,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ckpt import (
     ArraySpec,
+    AsyncCheckpointer,
     LocalArray,
     Location,
     Manifest,
     SaveInfo,
-    Saver,
     committed_steps,
     load,
     open_store,
@@ -27,6 +28,7 @@ from ckpt import (
     save,
     verify,
 )
+from ckpt.format import manifest_key, objects_key
 from parallel.layout import Topology
 
 SPECS = [
@@ -36,6 +38,14 @@ SPECS = [
               ((), ("ep",), ("efsdp",), ())),
     ArraySpec("rng/torch", (2, 40), torch.uint8, (("world",), ())),
 ]  # fmt: skip
+
+
+def objects_folder(root: Path, save_id: str) -> Path:
+    return root / objects_key(save_id)
+
+
+def manifest_file(root: Path, step: int) -> Path:
+    return root / manifest_key(step)
 
 
 def memory_folder() -> tempfile.TemporaryDirectory:
@@ -148,8 +158,8 @@ def assert_nothing_left_over(root: Location) -> None:
 
 
 @contextlib.contextmanager
-def ended(saver: Saver) -> Iterator[Saver]:
-    """A saver whose keeper does not outlive the test, however that ends."""
+def ended(saver: AsyncCheckpointer) -> Iterator[AsyncCheckpointer]:
+    """A checkpointer whose writer process does not outlive the test, however that ends."""
     try:
         yield saver
     except BaseException:

@@ -21,7 +21,16 @@ from ckpt.format.shard_layout import ObjectLayout
 from ckpt.write.commit import commit
 from ckpt.write.objects import write_metadata, write_objects
 from parallel.layout import Topology, cells
-from tests.support.checkpoints import bits, full_values, info, local_array, memory_folder, pieces
+from tests.support.checkpoints import (
+    bits,
+    full_values,
+    info,
+    local_array,
+    manifest_file,
+    memory_folder,
+    objects_folder,
+    pieces,
+)
 
 TOPOLOGY = Topology(dp_shard=2, ep=2)
 SPECS = [
@@ -62,10 +71,10 @@ class Subject:
 
     @property
     def folder(self) -> Path:
-        return ckpt.objects_dir(self.root, self.manifest.save_id)
+        return objects_folder(self.root, self.manifest.save_id)
 
     def path(self, key: str) -> Path:
-        return ckpt.manifest_path(self.root, STEP) if key == MANIFEST else self.folder / key
+        return manifest_file(self.root, STEP) if key == MANIFEST else self.folder / key
 
     def kind(self, key: str) -> str:
         return key if key == MANIFEST else "zarr.json" if key.endswith("zarr.json") else "object"
@@ -148,8 +157,8 @@ def swapped(subject: Subject, key: str, most: int) -> Iterator[Changes]:
 def earlier(subject: Subject, key: str, most: int) -> Iterator[Changes]:
     """The file of the same name of the checkpoint before."""
     before = ckpt.read_manifest(subject.root, STEP - 1)
-    folder = ckpt.objects_dir(subject.root, before.save_id)
-    path = ckpt.manifest_path(subject.root, STEP - 1) if key == MANIFEST else folder / key
+    folder = objects_folder(subject.root, before.save_id)
+    path = manifest_file(subject.root, STEP - 1) if key == MANIFEST else folder / key
     if path.read_bytes() != subject.path(key).read_bytes():
         yield {key: path.read_bytes()}
 
@@ -202,7 +211,7 @@ def by_part(subject: Subject, key: str) -> None:
     refused = None
     for _, box in layout.chunks:
         try:
-            found = ckpt.read_box(subject.root, manifest, layout.record, box)
+            found = ckpt.read.read_box(subject.root, manifest, layout.record, box)
         except ckpt.CheckpointError as error:
             refused = error
             continue
@@ -213,8 +222,8 @@ def by_part(subject: Subject, key: str) -> None:
 
 
 def by_zarr(subject: Subject, key: str) -> None:
-    """zarr-python's own reader, behind ``ckpt.open_group``."""
-    group = ckpt.open_group(subject.root, STEP)
+    """zarr-python's own reader, behind ``ckpt.read.open_group``."""
+    group = ckpt.read.open_group(subject.root, STEP)
     for spec in SPECS:
         found = np.asarray(group[spec.name][...])
         expected = bits(full_values(spec, STEP)).numpy().tobytes()

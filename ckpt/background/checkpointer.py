@@ -1,4 +1,4 @@
-"""A trainer's side of saving in the background: copy, and go on."""
+"""Asynchronous saves, the trainer's side: copy the arrays to host memory, and train on."""
 
 from __future__ import annotations
 
@@ -16,14 +16,22 @@ from socket import socketpair
 
 import torch
 
-from ckpt.background.messages import Channel, Close, Event, Order, Request, Setup, StagedObject
+from ckpt.background.messages import (
+    Channel,
+    Hello,
+    Request,
+    SaveEvent,
+    SaveRequest,
+    Shutdown,
+    StagedObject,
+)
 from ckpt.background.staging import Staging
 from ckpt.background.tier import Tier, TierName
 from ckpt.errors import CheckpointError
 from ckpt.format import ArrayRecord, Compression, ObjectLayout
 from ckpt.local_array import ArraySpec, LocalArray
 from ckpt.store import Bytes, open_store
-from ckpt.write import SaveInfo, leave_failure, own_cells
+from ckpt.write import SaveInfo, own_cells, write_failure
 from parallel.layout import Topology
 
 _START = (
@@ -33,7 +41,10 @@ _START = (
 
 @dataclass(frozen=True)
 class Staged:
-    """Where what this rank writes is staged; worked out once, as long as the arrays stay."""
+    """Where each object that this rank writes lies in the staging memory.
+
+    Valid as long as the specs, the topology and the tiers stay as they are.
+    """
 
     specs: list[ArraySpec]
     topology: Topology
@@ -44,22 +55,24 @@ class Staged:
     bytes: int
 
 
-class Saver:
-    """Saves of one rank, written by a keeper process of its own.
+class AsyncCheckpointer:
+    """Saves of one rank, written in the background by a writer process of its own.
 
-    ``save`` returns as soon as the numbers are copied to host memory. Whether they were committed
-    is told by :meth:`poll` and :meth:`wait`; nothing is ever committed in part.
+    :meth:`save` returns as soon as the arrays are copied to host memory. :meth:`poll` and
+    :meth:`wait` report which saves were committed and which failed; a checkpoint is never committed
+    in part. Call :meth:`ready` once before the first save, and :meth:`close` at the end.
 
     Args:
-        tiers: where to; in all tiers alike at each save that names no others.
+        tiers: the places that every save is written to, unless the save names some of them.
         rank: this rank.
-        lock: a file by which this rank's keepers on this machine know each other: an earlier one,
-            of a trainer that died, ends before this one begins.
-        compression: of the chunks.
-        serves: a folder in memory that the keeper lends to other nodes; see :meth:`ready`.
-        key: what those must know.
-        linger_seconds: how long volatile tiers outlive a trainer that died.
-        commit_timeout_seconds: how long a commit waits for other ranks.
+        lock: a file that names this rank's writer process on this machine. A writer process that
+            an earlier, dead trainer left behind ends before the new one starts to write.
+        compression: the compression of the chunks.
+        serves: a folder in memory that the writer process serves to other nodes; see
+            :meth:`ready`.
+        key: the secret that a client of the served folder must know.
+        memory_retention_seconds: how long volatile tiers are kept after the trainer died.
+        commit_timeout_seconds: how long a commit waits for the writer processes of other ranks.
     """
 
     def __init__(
@@ -71,23 +84,23 @@ class Saver:
         compression: Compression = "none",
         serves: str | None = None,
         key: str = "",
-        linger_seconds: float = 600.0,
+        memory_retention_seconds: float = 600.0,
         commit_timeout_seconds: float = 1800.0,
     ) -> None:
         self.tiers, self.rank, self.compression = list(tiers), rank, compression
-        self._setup = Setup(
+        self._hello = Hello(
             rank=rank,
             tiers=self.tiers,
             lock=str(lock),
             serves=serves,
             key=key,
-            linger_seconds=linger_seconds,
+            memory_retention_seconds=memory_retention_seconds,
             commit_timeout_seconds=commit_timeout_seconds,
         )
         self._staged: Staged | None = None
         self._pinned: tuple[int, int] | None = None
         self._pending: dict[tuple[int, TierName], SaveInfo] = {}
-        self._events: list[Event] = []
+        self._events: list[SaveEvent] = []
         self._busy = False
         self._start()
 
@@ -100,75 +113,84 @@ class Saver:
             [sys.executable, "-c", _START.format(root, *handles), "ckpt.background.writer"],
             stdin=subprocess.DEVNULL,
             pass_fds=handles,
-            start_new_session=True,  # what ends the trainer's group does not end the keeper
+            start_new_session=True,  # a signal to the trainer's process group must not end it
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         theirs.close()
         self._channel = Channel(Connection(ours.detach()))
-        with contextlib.suppress(OSError):  # one that has ended already is told of by ready
-            self._channel.send(Request(setup=self._setup.model_copy(update={"tiers": self.tiers})))
+        with contextlib.suppress(OSError):  # ready() reports a writer process that ended already
+            self._channel.send(Request(hello=self._hello.model_copy(update={"tiers": self.tiers})))
 
     def ready(self, timeout_seconds: float = 120.0) -> int:
-        """Wait until the keeper is this rank's only one; returns the port of what it serves, or 0.
+        """Wait until the writer process holds this rank's lock; returns the port at which the
+        writer process serves its folder, or 0.
 
-        Raises CheckpointError where it does not start.
+        Raises CheckpointError where the writer process does not start.
         """
         try:
             data = self._channel.receive(timeout_seconds)
         except EOFError:
             data = None
-        event = None if data is None else Event.model_validate_json(data)
+        event = None if data is None else SaveEvent.model_validate_json(data)
         if event is None or event.what != "ready":
-            raise CheckpointError(f"the keeper of rank {self.rank} did not start")
-        # One that takes this one's place is found where this one was.
-        self._setup = self._setup.model_copy(update={"port": event.port})
+            raise CheckpointError(f"the writer process of rank {self.rank} did not start")
+        # A replacement of this writer process serves the folder at the same port.
+        self._hello = self._hello.model_copy(update={"port": event.port})
         return event.port
 
     def add(self, tier: Tier) -> None:
-        """One more tier, for the saves to come."""
-        self._send(Request(tier=tier))
+        """Write later saves to one more tier."""
+        self._send(Request(add_tier=tier))
         self.tiers.append(tier)
         self._staged = None
 
     def save(
         self, info: SaveInfo, arrays: Sequence[LocalArray], tiers: Sequence[TierName] | None = None
     ) -> float:
-        """Copy this rank's part to host memory and have it written; every rank must call.
+        """Copy this rank's objects to host memory and request a save; every rank must call.
 
-        Waits for the save before to leave the memory, if it has not. Arrays may be changed as soon
-        as this returns. ``info.ranks`` and its compression are the tiers' own matter.
+        Waits until the writer process has read the staging memory of the save before. The arrays
+        may be changed as soon as this method returns.
 
-        Returns the seconds that the caller was kept.
+        Args:
+            info: what the manifest holds besides the arrays; ``info.ranks`` and
+                ``info.compression`` are ignored: the tiers and this checkpointer have their own.
+            arrays: this rank's slices, in the same order on every rank.
+            tiers: the names of the tiers to write to; None for all.
 
-        Raises CheckpointError where the keeper is gone or memory is short.
+        Returns:
+            The seconds that the caller waited.
+
+        Raises:
+            CheckpointError: where the writer process is gone, or host memory is short.
         """
         began = time.perf_counter()
         names = [tier.name for tier in self.tiers if tiers is None or tier.name in tiers]
         try:
-            self._order(info, arrays, names)
+            self._request(info, arrays, names)
         except BaseException:
-            self._give_up(info, names)
+            self._report_failure(info, names)
             raise
         self._pending |= {(info.step, name): info for name in names}
         self._busy = True
         return time.perf_counter() - began
 
-    def _order(self, info: SaveInfo, arrays: Sequence[LocalArray], names: list[TierName]) -> None:
+    def _request(self, info: SaveInfo, arrays: Sequence[LocalArray], names: list[TierName]) -> None:
         while self._busy:
-            self._take(None)
-        plan, room = self._prepare(info.topology, arrays)
+            self._receive_event(None)
+        plan, buffer = self._prepare(info.topology, arrays)
         chunks = [
-            (layout, one.offset + at * layout.stride, box, arrays[one.array].read_into)
+            (layout, one.offset + at * layout.chunk_stride, box, arrays[one.array].read_into)
             for one, layout in zip(plan.objects, plan.layouts, strict=True)
             if set(names) & set(one.tiers)
             for at, (_, box) in enumerate(layout.chunks)
         ]
-        # A device copies by itself, in the order of the stream that this thread is on.
+        # A device copies asynchronously, in the order of this thread's stream: threads do not help.
         threads = 1 if torch.cuda.is_available() else torch.get_num_threads()
 
         def copy(first: int) -> None:
             for layout, start, box, read in chunks[first::threads]:
-                layout.fill(box, room[start : start + layout.stride], read)
+                layout.fill(box, buffer[start : start + layout.chunk_stride], read)
 
         if threads == 1:
             copy(0)
@@ -177,7 +199,7 @@ class Saver:
                 list(pool.map(copy, range(threads)))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        order = Order(
+        request = SaveRequest(
             save_id=info.save_id,
             step=info.step,
             topology=info.topology.as_dict(),
@@ -190,18 +212,18 @@ class Saver:
             objects=plan.objects,
             staged_bytes=plan.bytes,
         )
-        self._send(Request(order=order))
+        self._send(Request(save=request))
 
-    def _give_up(self, info: SaveInfo, names: Sequence[TierName]) -> None:
-        """Tell the other ranks' keepers that this rank's part will not come."""
+    def _report_failure(self, info: SaveInfo, names: Sequence[TierName]) -> None:
+        """Tell the other ranks' writer processes that this rank's objects will not come."""
         for tier in self.tiers:
             if tier.name in names:
                 with contextlib.suppress(OSError):
-                    leave_failure(open_store(tier.location), info, self.rank)
+                    write_failure(open_store(tier.location), info, self.rank)
 
     def prepare(self, topology: Topology, arrays: Sequence[LocalArray]) -> int:
-        """Take the host memory that saves of such arrays need, so that the first one need not wait
-        for it; returns its bytes. Raises CheckpointError where there is not enough."""
+        """Allocate the host memory that saves of such arrays need, before the first save needs the
+        memory; returns its bytes. Raises CheckpointError where there is not enough memory."""
         return self._prepare(topology, arrays)[0].bytes
 
     def _prepare(self, topology: Topology, arrays: Sequence[LocalArray]) -> tuple[Staged, Bytes]:
@@ -209,13 +231,13 @@ class Saver:
         if self._pinned is not None and self._pinned[1] < plan.bytes:
             self._unpin()
         try:
-            room = self._staging.room(plan.bytes)
+            buffer = self._staging.buffer(plan.bytes)
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"no host memory to stage {plan.bytes} bytes in: {error}"
             ) from None
-        self._pin(room.__array_interface__["data"][0], room.nbytes)
-        return plan, room
+        self._pin(buffer.__array_interface__["data"][0], buffer.nbytes)
+        return plan, buffer
 
     def _plan(self, topology: Topology, arrays: Sequence[LocalArray]) -> Staged:
         specs = [array.spec for array in arrays]
@@ -236,76 +258,77 @@ class Saver:
                 StagedObject(array=index, coordinates=coordinates, offset=offset, tiers=names)
             )
             layouts.append(one)
-            offset += one.page_room
+            offset += one.padded_bytes
         if old is not None:
-            self._staging.room(old.bytes)[:] = 0  # what is between chunks is zeros
+            self._staging.buffer(old.bytes)[:] = 0  # the gaps between chunks must be zeros
         plan = Staged(specs, topology, self.compression, records, objects, layouts, offset)
         self._staged = plan
         return plan
 
     def _pin(self, address: int, count: int) -> None:
-        """Let a CUDA device copy into the memory by itself."""
+        """Page-lock the memory, for asynchronous copies from a CUDA device."""
         if torch.cuda.is_available() and count and self._pinned is None:
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, count, 0)))
             self._pinned = (address, count)
 
     def _unpin(self) -> None:
-        """Before the memory moves, or goes."""
+        """Undo :meth:`_pin`, before the memory is moved or freed."""
         if self._pinned is not None:
             address, self._pinned = self._pinned[0], None
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
 
-    def poll(self) -> list[Event]:
-        """What has become of saves since the last look: an event for each tier."""
-        while (self._pending or self._busy) and self._take(0):
+    def poll(self) -> list[SaveEvent]:
+        """The events since the last call, without waiting: one for each save in each tier."""
+        while (self._pending or self._busy) and self._receive_event(0):
             pass
-        return self._told()
+        return self._new_events()
 
-    def wait(self, timeout_seconds: float | None = None) -> list[Event]:
-        """The same, once all saves are done; or what there is when the time is over."""
+    def wait(self, timeout_seconds: float | None = None) -> list[SaveEvent]:
+        """Wait until all saves are done, at most ``timeout_seconds``; returns the events since the
+        last call of this method or of :meth:`poll`."""
         end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while self._pending:
-            if not self._take(None if end is None else max(0.0, end - time.monotonic())):
+            if not self._receive_event(None if end is None else max(0.0, end - time.monotonic())):
                 break
-        return self._told()
+        return self._new_events()
 
-    def _told(self) -> list[Event]:
-        told, self._events = self._events, []
-        return told
+    def _new_events(self) -> list[SaveEvent]:
+        events, self._events = self._events, []
+        return events
 
-    def close(self, forget: bool = True) -> None:
-        """Wait for what is being written, and end the keeper; with ``forget``, remove what is in
-        memory."""
+    def close(self, remove_volatile: bool = True) -> None:
+        """Wait until all saves are written, and end the writer process; with ``remove_volatile``
+        the volatile tiers are removed."""
         with contextlib.suppress(OSError):
-            self._channel.send(Request(close=Close(forget=forget)))
+            self._channel.send(Request(shutdown=Shutdown(remove_volatile=remove_volatile)))
         self._process.wait()
         self._channel.close()
         self._unpin()
         self._staging.close()
 
     def leave(self) -> None:
-        """End without a word, as a crash would: the keeper writes what it has, keeps what is in
-        memory for the next start, and ends by itself."""
+        """Disconnect without a shutdown, as a crash would. The writer process finishes the saves,
+        keeps the volatile tiers for the next start, and ends by itself."""
         self._channel.close()
         self._unpin()
         self._staging.close()
-        self._process.returncode = 0  # nobody waits for it
+        self._process.returncode = 0  # this process never waits for the writer process
 
     def _send(self, request: Request) -> None:
         try:
             self._channel.send(request)
         except OSError:
-            raise self._lost() from None
+            raise self._replace_writer() from None
 
-    def _receive(self, timeout_seconds: float | None) -> Event | None:
+    def _receive(self, timeout_seconds: float | None) -> SaveEvent | None:
         try:
             data = self._channel.receive(timeout_seconds)
         except EOFError:
-            raise self._lost() from None
-        return None if data is None else Event.model_validate_json(data)
+            raise self._replace_writer() from None
+        return None if data is None else SaveEvent.model_validate_json(data)
 
-    def _take(self, timeout_seconds: float | None) -> bool:
-        """Whether there was an event in time."""
+    def _receive_event(self, timeout_seconds: float | None) -> bool:
+        """Take in one event; False where no event came in time."""
         event = self._receive(timeout_seconds)
         if event is None:
             return False
@@ -316,19 +339,19 @@ class Saver:
             self._events.append(event)
         return True
 
-    def _lost(self) -> CheckpointError:
-        """The keeper is gone; another takes its place for the saves to come."""
+    def _replace_writer(self) -> CheckpointError:
+        """Start another writer process in place of one that ended; returns the error to raise."""
         code = self._process.wait()
         steps = sorted({step for step, _ in self._pending})
         self._channel.close()
         self._unpin()
         self._staging.close()
         for (_, name), info in self._pending.items():
-            self._give_up(info, [name])
+            self._report_failure(info, [name])
         self._pending.clear()
         self._start()
         self.ready()
         return CheckpointError(
-            f"the keeper of rank {self.rank} ended with {code}; saves {steps} are lost, later ones "
-            f"have another keeper"
+            f"the writer process of rank {self.rank} ended with {code}: the saves of steps {steps} "
+            f"are lost; another writer process has started for later saves"
         )
