@@ -136,7 +136,7 @@ def commit() -> Iterator[str]:
                12, "end", fill=RED)  # fmt: skip
     yield text(edge + 10, 216, "a kill on this side:", 12, "start", fill=RED)
     yield text(edge + 10, 232, "the checkpoint is whole", 12, "start", fill=RED)
-    yield text(20, 264, "Rank 0's writer process reads all receipts, checks that together they cover "
+    yield text(20, 264, "Rank 0's writer process reads all receipts, checks that they cover "
                "every array, and publishes the manifest last.", 12, "start")  # fmt: skip
 
 
