@@ -123,6 +123,8 @@ RUN = {
     "--layout ep=4": Run(),
     "convoy inspect diff runs/stdlib-tiny/checkpoints runs/stdlib-tiny/checkpoints-ep4": Run(),
     "convoy inspect gc runs/stdlib-tiny/checkpoints --dry-run": Run(),
+    "convoy reshard weights runs/stdlib-tiny/checkpoints weights-bf16 --dtype bf16": Run(),
+    "convoy reshard surgery runs/stdlib-tiny/checkpoints grown duplicate=2 --noise 0.02": Run(),
     "convoy convert export runs/stdlib-tiny/checkpoints HF_DIR": Run(),
     "convoy convert import HF_DIR OUT": Run(),
     f"convoy prepare {RECIPE} --load-step 160": Run((("160", "2"),)),
@@ -134,10 +136,10 @@ RUN = {
 ELSEWHERE = {
     "convoy convert upcycle SRC OUT --num-experts 8 --top-k 2": "tests/commands/test_convert.py",
     f"torchrun --standalone --nproc-per-node 2 tools/pretrain.py {RECIPE}": "Makefile",
-    "torchrun --nproc-per-node 2 tools/pretrain.py mine.toml": "tests/commands/test_tools.py",
-    "torchrun --nproc-per-node 2 -m tools.pretrain mine.toml": "tests/commands/test_tools.py",
+    "torchrun --nproc-per-node 2 tools/pretrain.py mine.toml": "tests/commands/test_starting.py",
+    "torchrun --nproc-per-node 2 -m tools.pretrain mine.toml": "tests/commands/test_starting.py",
     "torchrun --nproc-per-node 2 --no-python convoy pretrain mine.toml": (
-        "tests/commands/test_tools.py"
+        "tests/commands/test_starting.py"
     ),
 }
 
