@@ -79,6 +79,16 @@ def test_every_option_of_the_layer_is_on_its_page():
     assert wanted <= named
 
 
+def test_every_environment_variable_is_on_its_page():
+    page = (DOCS / "operations.md").read_text()
+    table = page[page.index("## Environment variables") :]
+    for top in ("ckpt", "cluster", "parallel", "pretrain", "bench"):
+        for path in (ROOT / top).rglob("*.py"):
+            read = re.findall(r'environ(?:\.get)?[\[(]"([A-Z_]+)"', path.read_text())
+            for name in [*read, *re.findall(r'"(CONVOY_[A-Z_]+)"', path.read_text())]:
+                assert f"`{name}`" in table or name == "JAX_PLATFORMS", (path, name)
+
+
 # ------------------------------------------------------------------------------------------------
 # Errors.
 
