@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,8 @@ def workplace(tmp_path_factory):
     (folder / RECIPE).write_text(small_recipe())
     (spec,) = [text for _, text in blocks("toml") if text.startswith("name = ")]
     (folder / "mine.toml").write_text(spec)
-    convoy(folder, "prepare", RECIPE)
+    with chdir(folder):
+        assert main(arguments=["prepare", RECIPE]) == 0
     convoy(folder, "pretrain", RECIPE)
     return folder
 
