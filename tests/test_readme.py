@@ -1,49 +1,279 @@
-"""What the README shows is run."""
+"""What README.md and docs/ show is run: every block of Python, TOML and commands."""
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from contextlib import chdir
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from pretrain.commands import main
+from pretrain.spec import resolve_spec
+from tests.support.jobs import write_corpus
 from tests.support.ranks import run_ranks
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+PAGES = {
+    path.name if path.parent == ROOT else str(path.relative_to(ROOT)): path.read_text()
+    for path in [
+        ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "bench" / "README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+    ]
+}  # fmt: skip
+RECIPE = "tools/recipes/stdlib-tiny.toml"
+# A program of its own in test_docs_checkpoint_format.py.
+NOT_HERE = {"docs/checkpoint-format.md"}
 
 
-def blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+def blocks(language: str) -> list[tuple[str, str]]:
+    """(page, text) of every block of a language, in order."""
+    pattern = re.compile(rf"^```{language}\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+    return [(page, block) for page, text in PAGES.items() for block in pattern.findall(text)]
 
 
-def test_the_layer_in_ten_lines_works(capsys):
-    alone = [block for block in blocks() if "init_process_group" not in block]
-    assert alone, "the README shows no Python"
-    for block in alone:
-        assert "MoELayer" in block
-        assert len(block.strip().splitlines()) <= 12
-        exec(compile(block, str(README), "exec"), {})
+def commands() -> list[str]:
+    """Every command of the sh blocks once, without comments, continued lines joined."""
+    lines = [
+        " ".join(shlex.split(line, comments=True))
+        for _, block in blocks("sh")
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
+    return list(dict.fromkeys(line for line in lines if line))
 
 
-def on_rank(rank: int, block: str) -> tuple[float, float]:
+# ------------------------------------------------------------------------------------------------
+# A folder in which commands and blocks find what they name.
+
+SMALL = {
+    "vocab_size": 320, "d_model": 24, "d_ff": 16, "ep": 1, "seq_len": 32, "steps": 3,
+    "eval_interval_steps": 2, "interval_steps": 1, "warmup_steps": 1, "tokens": 4,
+    "source": '"my-texts"',
+}  # fmt: skip
+
+
+def small_recipe() -> str:
+    """The recipe with sizes that take no time; all its sections and names are kept."""
+    text = (ROOT / RECIPE).read_text()
+    for field, value in SMALL.items():
+        text = re.sub(rf"^{field} = .*$", f"{field} = {value}", text, flags=re.MULTILINE)
+    return text
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("docs")
+    write_corpus(folder / "my-texts", files=20)
+    (folder / RECIPE).parent.mkdir(parents=True)
+    (folder / RECIPE).write_text(small_recipe())
+    (spec,) = [text for _, text in blocks("toml") if text.startswith("name = ")]
+    (folder / "mine.toml").write_text(spec)
+    with chdir(folder):
+        assert main(arguments=["prepare", RECIPE]) == 0
+    convoy(folder, "pretrain", RECIPE)
+    return folder
+
+
+def convoy(folder: Path, *words: str) -> None:
+    """In a process of its own: a run changes signal handlers and process groups."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    start = "import sys; from pretrain.commands import main; sys.exit(main())"
+    ended = subprocess.run(
+        [sys.executable, "-c", start, *words],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+# ------------------------------------------------------------------------------------------------
+# Commands.
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a documented command is run here."""
+
+    replaced: tuple[tuple[str, str], ...] = ()
+    """Words, and what stands for them here."""
+    more: str = ""
+    """Words behind the others."""
+    code: int = 0
+    process: bool = False
+
+
+# In this order: later ones need what earlier ones made.
+RUN = {
+    f"convoy prepare {RECIPE}": Run(),
+    "convoy pretrain mine.toml --print-spec": Run(),
+    "convoy prepare mine.toml": Run(more="--set model.vocab_size=320"),
+    "convoy pretrain mine.toml": Run(
+        more="--set model.vocab_size=320 --set train.steps=1 --set checkpoint.interval_steps=1",
+        process=True,
+    ),
+    "convoy status runs/stdlib-tiny": Run(),
+    "convoy inspect runs/stdlib-tiny/checkpoints": Run(),
+    "convoy inspect verify runs/stdlib-tiny/checkpoints": Run(),
+    "convoy inspect history runs/stdlib-tiny/checkpoints": Run(),
+    "convoy reshard runs/stdlib-tiny/checkpoints runs/stdlib-tiny/checkpoints-ep4 "
+    "--layout ep=4": Run(),
+    "convoy inspect diff runs/stdlib-tiny/checkpoints runs/stdlib-tiny/checkpoints-ep4": Run(),
+    "convoy inspect gc runs/stdlib-tiny/checkpoints --dry-run": Run(),
+    "convoy reshard weights runs/stdlib-tiny/checkpoints weights-bf16 --dtype bf16": Run(),
+    "convoy reshard surgery runs/stdlib-tiny/checkpoints grown duplicate=2 --noise 0.02": Run(),
+    "convoy convert export runs/stdlib-tiny/checkpoints HF_DIR": Run(),
+    "convoy convert import HF_DIR OUT": Run(),
+    f"convoy prepare {RECIPE} --load-step 160": Run((("160", "2"),)),
+    "convoy inspect gc runs/stdlib-tiny/checkpoints --unlisted --dry-run": Run(),
+    "convoy inspect gc runs/stdlib-tiny/checkpoints --unlisted": Run(),
+}
+
+# Run by another test, which is named.
+ELSEWHERE = {
+    "convoy convert upcycle SRC OUT --num-experts 8 --top-k 2": "tests/commands/test_convert.py",
+    f"torchrun --standalone --nproc-per-node 2 tools/pretrain.py {RECIPE}": "Makefile",
+    "torchrun --nproc-per-node 2 tools/pretrain.py mine.toml": "tests/commands/test_starting.py",
+    "torchrun --nproc-per-node 2 -m tools.pretrain mine.toml": "tests/commands/test_starting.py",
+    "torchrun --nproc-per-node 2 --no-python convoy pretrain mine.toml": (
+        "tests/commands/test_starting.py"
+    ),
+}
+
+# Of a shell, git or a package index; the benchmarks take minutes.
+OUTSIDE = {
+    "git clone REPOSITORY convoy", "cd convoy", "source .venv/bin/activate", "pip install -e .",
+    "OMP_NUM_THREADS=1 .venv/bin/python -m bench.moe_layer --quick",
+    "OMP_NUM_THREADS=1 .venv/bin/python -m bench.moe_layer --json layer.json",
+    ".venv/bin/python -m pip install --no-deps --ignore-requires-python --target build/peers "
+    "-r bench/requirements-peers.txt",
+    "PYTHONPATH=build/peers OMP_NUM_THREADS=1 .venv/bin/python -m bench.moe_layer --quick",
+}  # fmt: skip
+
+
+def test_every_command_is_run_somewhere():
+    tables = RUN.keys() | ELSEWHERE.keys() | OUTSIDE
+    found = {command for command in commands() if not command.startswith("make ")}
+    assert found == tables
+
+
+def test_commands_that_other_tests_run_are_in_them():
+    for command, where in ELSEWHERE.items():
+        text = (ROOT / where).read_text()
+        for word in ("upcycle", "--no-python", "tools.pretrain", "tools/pretrain.py"):
+            if word in command:
+                assert word in text, (command, where)
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    shown = [c for c in commands() if c.startswith("make ")]
+    inline = [span for text in PAGES.values() for span in re.findall(r"`(make [^`]+)`", text)]
+    assert "make pretrain" in shown
+    for command in shown + inline:
+        target, *settings = shlex.split(command)[1:]
+        assert re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE), command
+        for setting in settings:
+            assert f"$({setting.partition('=')[0]}" in makefile, command
+
+
+def test_commands_and_blocks_about_a_run_do_their_work(workplace, monkeypatch, capsys):
+    # One test: commands come in order, and the run is made once.
+    monkeypatch.chdir(workplace)
+    for command, how in RUN.items():
+        words = [dict(how.replaced).get(word, word) for word in shlex.split(command)[1:]]
+        words += shlex.split(how.more)
+        if how.process:
+            convoy(workplace, *words)
+            continue
+        code, said = main(arguments=words), capsys.readouterr()
+        assert (code, said.err) == (how.code, ""), (command, said.out)
+    for page, block in blocks("python"):
+        if (
+            page not in NOT_HERE
+            and "init_process_group" not in block
+            and re.search("runs/|-checkpoints", block)
+        ):
+            exec(compile(block, page, "exec"), {"__name__": "__main__"})
+
+
+def test_flags_in_the_text_exist(capsys):
+    spans = {
+        re.sub(r"\s+", " ", span)
+        for text in PAGES.values()
+        for span in re.findall(r"`(convoy [a-z][^`]*)`", text)
+    }
+    assert spans
+    for span in spans:
+        words = shlex.split(span)[1:]
+        command = [word for word in words[:2] if re.fullmatch(r"[a-z]+", word)]
+        with pytest.raises(SystemExit) as ended:
+            main(arguments=[*command, "--help"])
+        shown = capsys.readouterr().out
+        assert ended.value.code == 0, span
+        for word in words:
+            if word.startswith("--"):
+                assert word in shown, span
+
+
+# ------------------------------------------------------------------------------------------------
+# Python and TOML.
+
+
+def python_blocks(several_ranks: bool) -> list[Any]:
+    """Blocks that need nothing but a folder, or that are for several ranks."""
+    found = [
+        pytest.param(block, id=f"{page}-{number}")
+        for number, (page, block) in enumerate(blocks("python"))
+        if page not in NOT_HERE and ("init_process_group" in block) == several_ranks
+        if several_ranks or not ("-checkpoints" in block or "runs/" in block)
+    ]
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("block", python_blocks(several_ranks=False))
+def test_a_python_block_runs(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, "block", "exec"), {"__name__": "__main__"})
+
+
+def on_rank(rank: int, folder: str, block: str) -> float:
+    os.chdir(folder)
     namespace: dict[str, Any] = {}
-    exec(compile(block, str(README), "exec"), namespace)
-    router = namespace["model"].layers[0].router
-    return float(namespace["loss"].detach()), float(router.weight.detach().to_local().norm())
+    exec(compile(block, "block", "exec"), namespace)
+    parameters = list(namespace["model"].parameters())
+    assert parameters
+    return sum(float(p.detach().to_local().square().sum()) for p in parameters)
 
 
-def test_the_layer_on_ranks_works():
-    (block,) = [block for block in blocks() if "init_process_group" in block]
-    for loss, norm in run_ranks(on_rank, 2, block, group=False):
-        assert loss > 0
-        assert norm > 0
+@pytest.mark.parametrize("block", python_blocks(several_ranks=True))
+def test_a_python_block_for_ranks_runs(tmp_path, block):
+    sums = run_ranks(on_rank, 2, str(tmp_path), block, group=False)
+    assert all(each > 0 for each in sums)
 
 
-def test_commands_name_files_that_exist():
-    text = README.read_text()
-    for path in set(re.findall(r"\b(?:tools|docs|bench)/[\w./-]+\.\w+", text)):
-        assert (README.parent / path).exists(), path
-    targets = set(re.findall(r"`make (\w+)", text)) | set(re.findall(r"^make (\w+)", text, re.M))
-    makefile = (README.parent / "Makefile").read_text()
-    assert {"setup", "pretrain", "test"} <= targets
-    for target in targets:
-        assert re.search(rf"^{target}:", makefile, re.M), target
+def test_the_layer_fits_in_ten_lines():
+    (block,) = [b for page, b in blocks("python") if page == "README.md" and "aux_loss:" in b]
+    assert len(block.strip().splitlines()) <= 10
+
+
+@pytest.mark.parametrize(
+    "block", [pytest.param(b, id=f"{p}-{i}") for i, (p, b) in enumerate(blocks("toml"))]
+)
+def test_a_toml_block_is_a_spec(block):
+    sections = tomllib.loads(block)
+    data = tomllib.loads((ROOT / RECIPE).read_text())
+    if "name" in sections:
+        data = {}
+    for name, values in sections.items():
+        data[name] = values
+    spec = resolve_spec(data, "block")
+    said = re.search(r"(\d+) ranks", block.splitlines()[0])
+    if said:
+        assert spec.topology(int(said[1])).world == int(said[1])

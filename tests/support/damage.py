@@ -1,6 +1,6 @@
 """What is done to every file of a checkpoint, who notices, and what they say.
 
-``python -m tests.support.damage`` prints the tables of docs/checkpoints.md, and
+``python -m tests.support.damage`` prints the tables of docs/checkpoint-format.md, and
 ``--write`` puts the tables there.
 """
 
@@ -39,7 +39,7 @@ SPECS = [
     ckpt.ArraySpec("step", (), torch.int64, ()),
 ]
 STEP = 5
-DOC = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+DOC = Path(__file__).parents[2] / "docs" / "checkpoint-format.md"
 BEGIN, END = "<!-- damage: python -m tests.support.damage --write -->", "<!-- end of damage -->"
 
 

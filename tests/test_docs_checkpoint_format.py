@@ -1,4 +1,4 @@
-"""docs/checkpoints.md is enough to write a reader from: the one that it shows is run."""
+"""docs/checkpoint-format.md is enough to write a reader from: the one that it shows is run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from parallel.layout import Topology
 from tests.support.checkpoints import SPECS, full_values, save_with_threads
 
-PAGE = Path(__file__).parent.parent / "docs" / "checkpoints.md"
+PAGE = Path(__file__).parent.parent / "docs" / "checkpoint-format.md"
 
 
 @pytest.fixture(scope="module")

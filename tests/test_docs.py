@@ -1,0 +1,189 @@
+"""The pages of docs/ and README.md name what there is: options, metrics, events, errors, files."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from docs.images.draw import PICTURES
+from moe import MoEConfig
+from parallel import Topology
+from pretrain.observe import Metrics
+from pretrain.observe.events import EVENTS
+from pretrain.spec import load_spec
+from pretrain.spec.renamed import RENAMED
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [
+    ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md",
+    ROOT / "bench" / "README.md", *sorted(DOCS.glob("*.md")),
+]  # fmt: skip
+
+
+def outside_code(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+# ------------------------------------------------------------------------------------------------
+# Metrics, events, options.
+
+
+def test_every_metric_is_on_its_page_and_no_other():
+    registry = CollectorRegistry()
+    spec = load_spec(ROOT / "tools" / "recipes" / "stdlib-tiny.toml")
+    Metrics(registry, spec, Topology(dp_shard=2, ep=2), "0")
+    there = {
+        metric.name + ("_total" if metric.type == "counter" else "")
+        for metric in registry.collect()
+    }
+    # A gauge called *_info is one of prometheus_client's own types.
+    page = (DOCS / "metrics.md").read_text()
+    table = page[page.index("## Prometheus") : page.index("## log.jsonl")]
+    assert set(re.findall(r"^\| `(convoy_\w+)", table, re.MULTILINE)) == there
+
+
+@pytest.mark.parametrize("name", EVENTS)
+def test_every_event_and_field_is_on_its_page(name):
+    page = (DOCS / "metrics.md").read_text()
+    log = page[page.index("## log.jsonl") : page.index("## summary.json")]
+    heads = {
+        each.strip(): body
+        for head, body in re.findall(
+            r"^### (.*?)\n(.*?)(?=^### |\Z)", log, re.DOTALL | re.MULTILINE
+        )
+        for each in head.split(",")
+    }
+    assert set(heads) == set(EVENTS)
+    logged = {f.name for f in fields(EVENTS[name]) if f.metadata.get("log", True)} - {"step"}
+    rows = re.findall(r"^\| (`.*?) \|", heads[name], re.MULTILINE)
+    assert {field for row in rows for field in re.findall(r"`(\w+)`", row)} == logged
+
+
+def test_every_option_of_the_layer_is_on_its_page():
+    page = (DOCS / "layer.md").read_text()
+    options = page[page.index("## Options") : page.index("## Load balancing over")]
+    cells = [row.split("|")[1:3] for row in options.splitlines() if row.startswith("| ")]
+    named = {name for row in cells for cell in row for name in re.findall(r"`(\w+)`", cell)}
+    schema = MoEConfig.model_json_schema()
+    variants = [d["properties"] for n, d in schema["$defs"].items() if "policy" in d["properties"]]
+    assert len(variants) == 3
+    wanted = set(schema["properties"]) - {"capacity"}
+    for properties in variants:
+        wanted |= set(properties) - {"policy"}
+    assert wanted <= named
+
+
+def test_every_former_field_is_in_the_changelog():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    for old, new in RENAMED.items():
+        for path in (old, new):
+            assert re.search(rf"\b{path.rpartition('.')[2]}\b", text), (old, new)
+
+
+def test_every_environment_variable_is_on_its_page():
+    page = (DOCS / "operations.md").read_text()
+    table = page[page.index("## Environment variables") :]
+    for top in ("ckpt", "cluster", "parallel", "pretrain", "bench"):
+        for path in (ROOT / top).rglob("*.py"):
+            read = re.findall(r'environ(?:\.get)?[\[(]"([A-Z_]+)"', path.read_text())
+            for name in [*read, *re.findall(r'"(CONVOY_[A-Z_]+)"', path.read_text())]:
+                assert f"`{name}`" in table or name == "JAX_PLATFORMS", (path, name)
+
+
+# ------------------------------------------------------------------------------------------------
+# Errors.
+
+
+@cache
+def templates() -> list[str]:
+    """Every string of the code, the parts of a literal joined, with … for what is filled in."""
+    found = []
+    for top in ("moe", "router", "parallel", "ckpt", "cluster", "pretrain"):
+        for path in (ROOT / top).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    parts = [
+                        str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values
+                    ]
+                    found.append("".join(parts))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(node.value)
+    return found
+
+
+def errors() -> list[str]:
+    page = (DOCS / "troubleshooting.md").read_text()
+    return list(re.findall(r"^\| `([^`]*)` \|", page, re.MULTILINE))
+
+
+PYDANTICS = {"… Input should be a valid integer"}
+
+
+@pytest.mark.parametrize("error", errors())
+def test_an_error_of_the_troubleshooting_page_is_in_the_code(error):
+    if error in PYDANTICS:
+        return
+    parts = [re.escape(part.strip()) for part in re.split(r"…", error) if part.strip()]
+    pattern = re.compile(".*".join(parts), re.DOTALL)
+    assert any(pattern.search(template) for template in templates()), error
+
+
+# ------------------------------------------------------------------------------------------------
+# Links, files, form.
+
+
+def anchors(text: str) -> set[str]:
+    heads = re.findall(r"^#+ (.*)$", outside_code(text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)]+)\)", outside_code(page.read_text())):
+        if target.startswith("http"):
+            continue
+        file, _, anchor = target.partition("#")
+        path = (page.parent / file).resolve() if file else page
+        assert path.exists(), target
+        if anchor:
+            assert anchor in anchors(path.read_text()), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_exist(page):
+    if page.name == "CHANGELOG.md":
+        return  # it names what is no more
+    tops = "router|parallel|moe|ckpt|cluster|pretrain|tools|bench|tests|docs"
+    for name in re.findall(rf"`((?:{tops})/[\w./-]+\.\w+)`", page.read_text()):
+        assert (ROOT / name).exists(), name
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    text = (ROOT / "README.md").read_text()
+    for path in DOCS.glob("*.md"):
+        assert f"docs/{path.name}" in text, path.name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_prose_is_not_too_wide(page):
+    if page.name == "spec.md":
+        return  # generated from docstrings
+    for number, line in enumerate(outside_code(page.read_text()).splitlines(), 1):
+        if not line.startswith("|"):
+            assert len(line) <= 105, (number, line)
+
+
+def test_the_readme_is_one_page():
+    assert len((ROOT / "README.md").read_text().splitlines()) < 180
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_the_pictures_are_those_that_the_script_draws(name):
+    assert (DOCS / "images" / name).read_text() == PICTURES[name], "python -m docs.images.draw"
