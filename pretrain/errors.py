@@ -1,4 +1,4 @@
-"""Ends of a run that are no bug: one line for a person, and an exit code."""
+"""Expected ends of a run: each has an exit code, and an error prints one line for a person."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class InputError(ValueError):
 
 
 class HealthError(RuntimeError):
-    """Training has diverged and going on would not mend it. Exit code 3."""
+    """Training has diverged, and more steps would not repair the state. Exit code 3."""
 
 
 class LostRankError(RuntimeError):
-    """A collective failed, as when a rank is gone or stuck. Exit code 1; the same command goes on
+    """A collective failed because a rank is gone or stuck. Exit code 1; the same command resumes
     from the newest checkpoint."""

@@ -70,9 +70,9 @@ def restore_from_nodes(
             job.events.publish(Restored(step=step, tier=taken, seconds=seconds))
         tried = True
     if tried and progress is None and shared_step < 0:
-        # Some ranks hold parts of it by now: first values would not undo moments and counters.
+        # Some ranks have loaded parts: fresh weights would not undo their moments and counters.
         raise CheckpointError(
-            "no checkpoint of the nodes can be read on every rank, and there is none in "
+            "no checkpoint in the node-local tiers can be read on every rank, and there is none in "
             f"{job.spec.checkpoint_path}; remove the tiers' folders to start over"
         )
     return progress

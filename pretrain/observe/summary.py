@@ -41,7 +41,7 @@ class Summary(BaseModel):
 
     @staticmethod
     def read(path: Path) -> Summary | None:
-        """The summary at ``path``; None where there is none of this form."""
+        """The summary at ``path``; None where the file is missing or has another form."""
         try:
             return Summary.model_validate_json(path.read_bytes())
         except (OSError, ValidationError):
@@ -49,7 +49,12 @@ class Summary(BaseModel):
 
 
 def heat_map(layers: list[int], rows: list[list[int]]) -> str:
-    """A line for each layer, a cell for each expert, from none of the tokens to twice its share."""
+    """Expert loads as text: a line for each layer, two characters for each expert.
+
+    Args:
+        layers: numbers of the MoE layers.
+        rows: for each layer the assignments of each expert.
+    """
     lines = [f"expert load, '{_SHADES[0]}' none to '{_SHADES[-1]}' twice the mean or more:"]
     for layer, counts in zip(layers, rows, strict=True):
         mean = max(sum(counts) / len(counts), 1e-9)
@@ -63,7 +68,7 @@ def heat_map(layers: list[int], rows: list[list[int]]) -> str:
 
 
 def show_summary(summary: Summary, spec: JobSpec) -> None:
-    """Print it, with the commands that go on from here."""
+    """Print a summary, and commands that a person may want next."""
     s = summary
     where = count_ranks(s.world_size)
     if s.world_size > 1:

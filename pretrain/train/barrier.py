@@ -1,8 +1,8 @@
 """The step barrier: one small vector from every rank, one decision on every rank.
 
-The logical model state moves forward here and nowhere else. After the backward each rank puts what
-it saw into a vector of fixed size; all see all vectors, and from the same numbers reach the same
-decision. Only :attr:`Action.COMMIT` lets the optimizer step.
+The logical model state moves forward here and nowhere else. After the backward pass each rank puts
+its numbers into a vector of fixed size. Every rank receives all vectors and computes one decision
+from them. Only :attr:`Action.COMMIT` lets the optimizer step.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from parallel import all_gather_rows
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank brings to the barrier. All fields are floats: the vector is float64."""
+    """The vector of one rank. All fields are floats: the vector is float64."""
 
     loss_sum: float
-    """Summed negative log-likelihood of its target tokens, in nats."""
+    """Summed negative log-likelihood of the rank's target tokens, in nats."""
     target_tokens: float
     grad_square_sum: float
-    """Its share of the squared global gradient norm, without the loss scale; a copy held n times
-    counts 1/n."""
+    """The rank's share of the squared global gradient norm, without the loss scale; a parameter
+    that n ranks hold counts 1/n on each."""
     stop_requested: float
     save_requested: float
-    """A save is due, or somebody asked for one."""
+    """Whether a save is due by the clock, or a signal asked for a save."""
     step_seconds: float
-    """Until here, the barrier; waiting in collectives is included."""
+    """Seconds from the request for a batch to the barrier, waiting in collectives included."""
     data_wait_seconds: float
     expert_rows: float
-    """Assignments that its experts computed, in all layers."""
+    """Routed tokens that the rank's experts computed, in all layers."""
     expert_seconds: float
-    """How long they took in the forward, waiting for other ranks excluded."""
+    """Seconds of the rank's experts in the forward pass, waiting for other ranks excluded."""
     bad_layer: float
-    """The first layer with router logits that were not finite; -1 where all were."""
+    """The first layer whose router logits were not finite; -1 where all were finite."""
 
 
 class Action(Enum):
@@ -50,22 +50,22 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class Decision:
-    """The same on every rank."""
+    """What all ranks do with the step; every rank computes an equal decision."""
 
     action: Action
     loss: float
     """Mean over the step's target tokens, in nats."""
     grad_norm: float
-    """Of the gradient of the mean loss."""
+    """Norm of the gradient of the mean loss, before clipping."""
     target_tokens: int
     stop: bool
     """Some rank was asked to stop: commit a checkpoint after this step and end."""
     save: bool
     """Some rank asks for a checkpoint of this step."""
     step_seconds: float
-    """Of the slowest rank."""
+    """Seconds of the slowest rank, from its request for a batch to the barrier."""
     data_wait_seconds: float
-    """Of the slowest rank."""
+    """Seconds that the slowest rank waited for its batch."""
     bad_router: tuple[int, int] | None
     """The first layer, and a rank, whose router logits were not finite."""
     loss_scale: float | None = None
