@@ -113,7 +113,9 @@ def unknown_action_on_rank(rank: int) -> str:
     model = config(num_layers=2, first_k_dense=1)
     with torch.device("meta"):
         stages = {rank: Decoder(model, MOE, range(rank, rank + 1))}
-    pipeline = Pipeline(stages, 2, schedule="1f1b", pp_mesh=dims.pp_mesh, moe=MOE)
+    pipeline = Pipeline(
+        stages, 2, schedule=PipelineSchedule.ONE_F_ONE_B, pp_mesh=dims.pp_mesh, moe=MOE
+    )
     step = _Step(
         pipeline, [torch.zeros(0, 4)], divisor=1.0, device=torch.device("cpu"),
         local_batch=LocalBatch(), reduce_once=False,
