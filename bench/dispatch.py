@@ -35,7 +35,7 @@ from moe.dispatch import (
     Dispatcher,
     PaddedAllToAllDispatcher,
 )
-from parallel import exchange_counts
+from parallel.collectives import exchange_counts
 
 T, D, E, K = 4096, 512, 32, 4
 

@@ -28,7 +28,7 @@ from moe import MoEConfig
 from parallel import ParallelConfig, ParallelDims, Recompute, Topology, apply_recompute, local_shard
 from pretrain.model import Decoder, ModelConfig, init_parameters
 from pretrain.optim import OptimizerConfig, build_adamw
-from pretrain.parallelize import Part, forward_backward, lay_out
+from pretrain.parallelize import LocalBatch, forward_backward, parallelize
 
 WAYS: dict[str, tuple[Recompute, int]] = {
     "none": ("none", 1), "selective": ("selective", 1), "full, every 2nd": ("full", 2),
@@ -67,7 +67,7 @@ def activations(samples: int) -> list[Row]:
 
     def step(model: Decoder) -> None:
         model.zero_grad()
-        forward_backward(model, [tokens], B * S, device)
+        forward_backward(model, [tokens], B * S, device=device)
 
     runs: dict[str, Callable[[], None]] = {w: partial(step, model) for w, model in models.items()}
     timed = interleave("activations", "step_seconds", runs | {"limit": runs["none"]}, samples)
@@ -85,20 +85,24 @@ def state_on_rank(zero: int, steps: int, rank: int) -> tuple[float, float]:
     dims = ParallelDims.build(Topology(dp_shard=2), "cpu")
     batches = torch.randint(512, (4, 65)).split(2)
     before = resident("VmRSS")
-    laid_out = lay_out(WIDE, WIDE_MOE, parallel, dims, 64)
-    laid_out.model.to_empty(device="cpu")
-    init_parameters(laid_out.model, laid_out.layouts, rank, 0, WIDE.num_layers)
-    optimizer = build_adamw(laid_out.model, OptimizerConfig(lr=1e-9))
+    parallel_model = parallelize(WIDE, WIDE_MOE, parallel=parallel, dims=dims, seq_len=64)
+    model = parallel_model.local_model
+    model.to_empty(device="cpu")
+    init_parameters(model, parallel_model.layouts, rank, 0, WIDE.num_layers)
+    optimizer = build_adamw(model, OptimizerConfig(lr=1e-9))
     # So that its pages are there: a step's peak is to be of what comes on top.
-    for parameter in laid_out.model.parameters():
+    for parameter in model.parameters():
         for moment in ("exp_avg", "exp_avg_sq"):
             local_shard(optimizer.state[parameter][moment]).fill_(0.0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     for _ in range(steps):
         optimizer.zero_grad()
-        forward_backward(laid_out.model, batches, 256, torch.device("cpu"), Part(dims), zero == 1)
+        forward_backward(
+            model, batches, 256, device=torch.device("cpu"), local_batch=LocalBatch(dims),
+            reduce_once=zero == 1,
+        )  # fmt: skip
         optimizer.step()
-    slices = sum(4 * 4 * local_shard(p).numel() for p in laid_out.model.parameters())
+    slices = sum(4 * 4 * local_shard(p).numel() for p in model.parameters())
     return resident("VmHWM") - before, slices
 
 

@@ -34,13 +34,13 @@ from parallel import (
     all_gather_rows,
     by_parallelism,
     grad_square_sum,
+    monitor_collectives,
     parse_topology,
     scale_gradients,
-    watch_collectives,
 )
 from pretrain.model import init_parameters
 from pretrain.optim import OptimizerConfig, build_adamw
-from pretrain.parallelize import Part, forward_backward, lay_out
+from pretrain.parallelize import LocalBatch, forward_backward, parallelize
 from pretrain.runtime import keep_freed_memory
 
 SEQUENCES = 4
@@ -92,30 +92,33 @@ def rank_main(case: Case, rank: int, port: int, orders: Connection) -> None:
         ParallelConfig.model_validate(topology.as_dict()),
         ParallelDims.build(topology, "cpu"),
     )
-    laid_out = lay_out(MODEL, MOE, parallel, dims, S)
-    for part in laid_out.parts.values():
-        part.to_empty(device="cpu")
-    init_parameters(laid_out.model, laid_out.layouts, dist.get_rank(), 0, MODEL.num_layers)
-    optimizer = build_adamw(laid_out.model, OptimizerConfig(lr=1e-9))
+    parallel_model = parallelize(MODEL, MOE, parallel=parallel, dims=dims, seq_len=S)
+    model = parallel_model.local_model
+    for stage in parallel_model.stages.values():
+        stage.to_empty(device="cpu")
+    init_parameters(model, parallel_model.layouts, dist.get_rank(), 0, MODEL.num_layers)
+    optimizer = build_adamw(model, OptimizerConfig(lr=1e-9))
     # Ranks that share sequences all have those of all of them.
     shared = dist.get_world_size() // dims.dp_size
     generator = torch.Generator().manual_seed(dims.dp_rank)
     shape = SEQUENCES * shared, S + 1
     batches = torch.randint(MODEL.vocab_size, shape, generator=generator).split(2)
-    planned, device, mine = SEQUENCES * S * case.ranks, torch.device("cpu"), Part(dims)
+    planned, device, mine = SEQUENCES * S * case.ranks, torch.device("cpu"), LocalBatch(dims)
 
     def step() -> None:
         optimizer.zero_grad()
-        if laid_out.pipeline is not None:
-            laid_out.pipeline.forward_backward(batches, planned, device, mine, False)
+        if parallel_model.pipeline is not None:
+            parallel_model.pipeline.forward_backward(
+                batches, planned, device=device, local_batch=mine, reduce_once=False
+            )
         else:
-            forward_backward(laid_out.model, batches, planned, device, mine)
-        square = grad_square_sum(laid_out.model, dims)
+            forward_backward(model, batches, planned, device=device, local_batch=mine)
+        square = grad_square_sum(model, dims)
         all_gather_rows(square.reshape(1))
-        scale_gradients(laid_out.model, 0.5)
+        scale_gradients(model, 0.5)
         optimizer.step()
 
-    with watch_collectives() as watch:
+    with monitor_collectives() as watch:
         while orders.recv():
             began = time.perf_counter()
             watch.take()

@@ -24,7 +24,7 @@ from moe import MoEConfig
 from parallel import ParallelConfig, ParallelDims, Topology, clip_grad_norm
 from pretrain.model import ModelConfig, forward_flops, init_parameters, peak_flops_per_second
 from pretrain.optim import OptimizerConfig, build_adamw
-from pretrain.parallelize import Part, forward_backward, lay_out
+from pretrain.parallelize import LocalBatch, forward_backward, parallelize
 
 LARGE = ModelConfig(vocab_size=50304, d_model=2048, num_layers=16, num_heads=16, num_kv_heads=4)
 LARGE_MOE = MoEConfig(d_model=2048, d_ff=1024, num_experts=64, top_k=8)
@@ -41,17 +41,19 @@ def steps(way: str, small: bool, device: torch.device, samples: int) -> tuple[li
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     parallel = ParallelConfig.model_validate({"dp_shard": 1, "memory": {"recompute": way}})
     dims = ParallelDims.build(Topology(), device.type)
-    laid_out = lay_out(model, moe, parallel, dims, s, dtype)
-    laid_out.model.to_empty(device=device)
-    init_parameters(laid_out.model, laid_out.layouts, 0, 0, model.num_layers)
-    optimizer = build_adamw(laid_out.model, OptimizerConfig(lr=1e-9))
+    parallel_model = parallelize(model, moe, parallel=parallel, dims=dims, seq_len=s, dtype=dtype)
+    parallel_model.local_model.to_empty(device=device)
+    init_parameters(parallel_model.local_model, parallel_model.layouts, 0, 0, model.num_layers)
+    optimizer = build_adamw(parallel_model.local_model, OptimizerConfig(lr=1e-9))
     batches = torch.randint(model.vocab_size, (2 * b, s + 1)).split(b)
     tokens, times = 2 * b * s, []
     for turn in range(samples + 2):
         began = time.perf_counter()
         optimizer.zero_grad()
-        forward_backward(laid_out.model, batches, tokens, device, Part(dims))
-        clip_grad_norm(laid_out.model, dims, 1.0)
+        forward_backward(
+            parallel_model.local_model, batches, tokens, device=device, local_batch=LocalBatch(dims)
+        )
+        clip_grad_norm(parallel_model.local_model, dims, 1.0)
         optimizer.step()
         if device.type == "cuda":
             torch.cuda.synchronize()

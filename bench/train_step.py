@@ -55,7 +55,7 @@ def ours(model: Decoder, batch: Tensor) -> Gradient:
 
     def run() -> float:
         model.zero_grad()
-        result = forward_backward(model, [batch], B * S, batch.device)
+        result = forward_backward(model, [batch], B * S, device=batch.device)
         return float(result.loss_sum) / (B * S)
 
     return run

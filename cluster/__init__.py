@@ -1,1 +1,1 @@
-"""Machines, without a model or a checkpoint: who is stuck, slow or gone."""
+"""The ranks and machines of a job: detection of ranks that are stuck, slow or lost."""

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe.rows import RowMap, Rows, row_map, rows_of, sort_by_expert, sum_rows, take_rows
-from parallel import (
-    Arriving,
+from parallel.collectives import (
+    PendingRows,
     all_gather_rows,
     exchange_counts,
     start_all_to_all,
@@ -105,7 +105,7 @@ class _Transfer:
     input_splits: list[int] | None
     output_splits: list[int] | None
     group: dist.ProcessGroup
-    parts: tuple[Arriving, Arriving, Arriving]
+    parts: tuple[PendingRows, PendingRows, PendingRows]
     num_assignments: int | None
     """The assignments of the rows that arrive to this rank's experts; None where the number is
     unknown."""
@@ -361,7 +361,7 @@ class AllGatherDispatcher:
         sizes = all_gather_rows(torch.tensor([T], device=x_TD.device), self.group, "ep")
         padding = int(sizes.max()) - T
 
-        def everywhere(part: Tensor, fill: int = 0) -> Arriving:
+        def everywhere(part: Tensor, fill: int = 0) -> PendingRows:
             if padding:
                 part = torch.cat([part, part.new_full((padding, part.shape[1]), fill)])
             return start_gather_rows(part, self.group, "ep")
@@ -374,7 +374,7 @@ class AllGatherDispatcher:
         return self._gathered(parts, experts, T)
 
     def _gathered(
-        self, parts: list[Arriving], experts: range, num_tokens: int
+        self, parts: list[PendingRows], experts: range, num_tokens: int
     ) -> Iterator[DispatchedRows]:
         mine = _block_of(experts, self.group.size(), self.group.rank())
         x_SD, indices_SK, weights_SK = (part.wait() for part in parts)

@@ -23,7 +23,8 @@ from moe.packed import experts_packed
 from moe.rows import RowMap, Rows, row_map, sum_rows, take_rows
 from moe.stopwatch import Stopwatch
 from moe.weights import ExpertWeights
-from parallel import Put, WeightPass, local_shard, putting_aside
+from parallel import WeightGradStore, local_shard
+from parallel.delayed_weight_grad import PutGrad
 from router import no_autocast
 
 ExpertsFn = Callable[[Rows, ExpertWeights, ActivationName], Tensor]
@@ -60,7 +61,7 @@ class _PutAside(torch.autograd.Function):
     """A grouped GEMM with a delayed weight gradient, see :mod:`parallel.delayed_weight_grad`."""
 
     @staticmethod
-    def forward(ctx: Any, x_RD: Tensor, w_EDF: Tensor, ends_E: Tensor, put: Put) -> Tensor:
+    def forward(ctx: Any, x_RD: Tensor, w_EDF: Tensor, ends_E: Tensor, put: PutGrad) -> Tensor:
         ctx.save_for_backward(x_RD, w_EDF, ends_E)
         ctx.put = put
         return F.grouped_mm(x_RD, w_EDF, offs=ends_E)
@@ -78,7 +79,7 @@ class _ActivateDown(torch.autograd.Function):
     """h = weight · act(gate) * up, then h w_down; h is recomputed in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, name: ActivationName, put: Put | None, *inputs: Any) -> Tensor:
+    def forward(ctx: Any, name: ActivationName, put: PutGrad | None, *inputs: Any) -> Tensor:
         weights_R1, ends_E, w_down_EFD, up_RF, gate_RF = inputs
         ctx.save_for_backward(*inputs)
         ctx.name, ctx.put = name, put
@@ -110,12 +111,12 @@ def experts_grouped_mm(
     rows: Rows,
     weights: ExpertWeights,
     activation: ActivationName,
-    weight_pass: WeightPass | None = None,
+    weight_grad_store: WeightGradStore | None = None,
 ) -> Tensor:
     """The backend ``grouped_mm``: three grouped GEMMs, each for all experts.
 
     No step waits for an accelerator. Of the [R, F] tensors only the results of GEMMs are kept for
-    the backward; with ``weight_pass`` also h, until the weight gradients are computed.
+    the backward; with ``weight_grad_store`` also h, until the weight gradients are computed.
     """
     counts_E, R = rows.rows_per_expert_E, len(rows.source_R)
     index = row_map(rows.source_R, len(rows.x_SD))
@@ -128,7 +129,7 @@ def experts_grouped_mm(
     expert_R = None if w.b_up is None else _expert_of_row(ends_E, R)
 
     def product(w_EDF: Tensor, bias_EF: Tensor | None) -> Tensor:
-        put = putting_aside(weight_pass, w_EDF)
+        put = None if weight_grad_store is None else weight_grad_store.put_for(w_EDF)
         if put is None:
             y_RF = F.grouped_mm(x_RD, w_EDF, offs=ends_E)
         else:
@@ -139,7 +140,7 @@ def experts_grouped_mm(
 
     up_RF = product(w.w_up, w.b_up)
     gate_RF = None if w.w_gate is None else product(w.w_gate, w.b_gate)
-    put = putting_aside(weight_pass, w.w_down)
+    put = None if weight_grad_store is None else weight_grad_store.put_for(w.w_down)
     w_down = w.w_down if put is None else w.w_down.detach()
     y_RD: Tensor = _ActivateDown.apply(activation, put, weights_R1, ends_E, w_down, up_RF, gate_RF)
     if w.b_down is not None and expert_R is not None:
@@ -219,7 +220,7 @@ class GroupedExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.backend, self.activation, self.recompute = backend, activation, recompute
-        self.weight_pass: WeightPass | None = None
+        self.weight_grad_store: WeightGradStore | None = None
         gated = ACTIVATIONS[activation].gated
         E, D, F = num_experts, d_model, d_ff
 
@@ -274,7 +275,7 @@ class GroupedExperts(nn.Module):
         _, d_model, d_ff = weights.w_up.shape
         run = _PATHS[choose_backend(self.backend, d_model, d_ff, dtype, device)]
         if run is experts_grouped_mm:
-            run = partial(experts_grouped_mm, weight_pass=self.weight_pass)
+            run = partial(experts_grouped_mm, weight_grad_store=self.weight_grad_store)
         with no_autocast(device), nullcontext() if stopwatch is None else stopwatch:
             rows = Rows(x_SD.to(dtype), source_R, weights_R.to(dtype), rows_per_expert_E)
             weights = weights.map(lambda p: p.to(dtype))

@@ -1,4 +1,7 @@
-"""Process meshes, shard layouts, collectives, and functions that apply layouts to models."""
+"""Device meshes, shard layouts, collectives, and functions that parallelize a model.
+
+``dir(parallel)`` lists the public names. ``parallel.layout`` can be imported without torch.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -8,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    # On demand: to work out who holds what needs neither torch nor its seconds of import.
+    # Imported on demand: parallel.layout needs neither torch nor the seconds of torch's import.
     if name.startswith("__") and name != "__all__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module("parallel.api"), name)

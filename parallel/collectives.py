@@ -1,4 +1,4 @@
-"""Collectives with gradients, and the few plain ones that the rest of the house uses.
+"""Collectives of rows with gradients, and a few collectives without.
 
 Legend: R rows received, N rows sent, D d_model, E experts.
 """
@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from parallel.comm_watch import Kind, Parallelism, Waitable, watched
+from parallel.comm_watch import CollectiveKind, CollectiveWork, Parallelism, monitored
 
-_Send = Callable[[Tensor], tuple[Tensor, Waitable]]
-"""Start a collective: the rows that leave -> those that will have come, and the work under way."""
+_Send = Callable[[Tensor], tuple[Tensor, CollectiveWork]]
+"""Starts a collective of the sent rows; returns the buffer for the received rows, and the work."""
 
 
 class _Exchange:
-    """One collective under way, and later the one that takes its gradient back."""
+    """A started collective in the forward, and in the backward the collective of its gradient."""
 
     def __init__(self, there: _Send, back: _Send) -> None:
         self.there, self.back = there, back
@@ -30,7 +30,7 @@ class _Exchange:
         self.grad_ND: Tensor | None = None
 
     def start(self, x_ND: Tensor) -> Tensor:
-        self.sent = x_ND  # until it has left
+        self.sent = x_ND  # the collective reads the tensor until it ends
         out_RD, self.work = self.there(x_ND)
         return out_RD
 
@@ -41,7 +41,7 @@ class _Exchange:
 def _all_to_all(
     input_splits: list[int] | None, output_splits: list[int] | None, group: dist.ProcessGroup
 ) -> _Send:
-    def send(x_ND: Tensor) -> tuple[Tensor, Waitable]:
+    def send(x_ND: Tensor) -> tuple[Tensor, CollectiveWork]:
         rows = len(x_ND) if output_splits is None else sum(output_splits)
         out_RD = x_ND.new_empty(rows, *x_ND.shape[1:])
         return out_RD, exchange_rows(out_RD, x_ND, group, "ep", output_splits, input_splits)
@@ -50,7 +50,7 @@ def _all_to_all(
 
 
 def _gather(group: dist.ProcessGroup, of: Parallelism) -> _Send:
-    def send(x_ND: Tensor) -> tuple[Tensor, Waitable]:
+    def send(x_ND: Tensor) -> tuple[Tensor, CollectiveWork]:
         out = x_ND.new_empty(group.size() * len(x_ND), *x_ND.shape[1:])
         return out, all_gather(out, x_ND, group, of)
 
@@ -58,7 +58,7 @@ def _gather(group: dist.ProcessGroup, of: Parallelism) -> _Send:
 
 
 def _sum_blocks(group: dist.ProcessGroup, of: Parallelism) -> _Send:
-    def send(x_RD: Tensor) -> tuple[Tensor, Waitable]:
+    def send(x_RD: Tensor) -> tuple[Tensor, CollectiveWork]:
         out = x_RD.new_empty(len(x_RD) // group.size(), *x_RD.shape[1:])
         return out, reduce_scatter(out, x_RD, group, of)
 
@@ -85,35 +85,35 @@ class _Wait(torch.autograd.Function):
     def forward(ctx: Any, out_RD: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange = exchange
         exchange.work.wait()
-        # It holds what it received, which holds the graph, which holds it: a circle that nothing
-        # collects, since it runs through C++.
+        # The work holds the received tensor, which holds the graph, which holds the work: a cycle
+        # through C++ that no garbage collector frees.
         exchange.work = exchange.sent = None
         return out_RD.view_as(out_RD)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        # What waits in the forward starts in the backward, and the other way round: whatever was
-        # computed between the two is between them again.
+        # The wait of the forward is the start in the backward, and the start of the forward is the
+        # wait: the gradient's collective overlaps the backward of what the forward overlapped.
         ctx.exchange.start_back(grads[0].contiguous())
         return grads[0], None
 
 
-class Arriving:
-    """Rows that are on their way."""
+class PendingRows:
+    """Received rows of a collective that may not have ended."""
 
     def __init__(self, out_RD: Tensor, exchange: _Exchange) -> None:
         self._out, self._exchange = out_RD, exchange
 
     def wait(self) -> Tensor:
-        """[R, ...] once they are here; call it once."""
+        """Wait for the collective; [R, ...] the received rows. Call once."""
         out: Tensor = _Wait.apply(self._out, self._exchange)
         return out
 
 
-def _start(x_ND: Tensor, there: _Send, back: _Send) -> Arriving:
+def _start(x_ND: Tensor, there: _Send, back: _Send) -> PendingRows:
     exchange = _Exchange(there, back)
-    return Arriving(_Start.apply(x_ND, exchange), exchange)
+    return PendingRows(_Start.apply(x_ND, exchange), exchange)
 
 
 def start_all_to_all(
@@ -121,9 +121,10 @@ def start_all_to_all(
     input_splits: list[int] | None,
     output_splits: list[int] | None,
     group: dist.ProcessGroup,
-) -> Arriving:
-    """:func:`all_to_all` without waiting; its gradient overlaps what the forward overlapped."""
-    # The transpose of "send these rows there" is "send their gradients back".
+) -> PendingRows:
+    """Start :func:`all_to_all`. In the backward, the gradient's collective overlaps the backward of
+    what the forward computed between this call and :meth:`PendingRows.wait`."""
+    # The gradient of a sent row is the gradient of the received row, sent back.
     return _start(
         x_ND,
         _all_to_all(input_splits, output_splits, group),
@@ -137,38 +138,38 @@ def all_to_all(
     output_splits: list[int] | None,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Send ``input_splits[r]`` rows to each rank r, in order; receive ``output_splits[r]`` from it.
+    """Send ``input_splits[r]`` rows to each rank r, and receive ``output_splits[r]`` rows from it.
 
     Args:
-        x_ND: [sum(input_splits), ...] rows, those for rank 0 first. Zero rows are ordinary.
-        input_splits: rows for each rank of ``group``; None for equal parts.
-        output_splits: rows from each rank; it must be what that rank's input_splits say.
-        group: the ranks that take part; every one must call.
+        x_ND: [sum(input_splits), ...] rows, those for rank 0 first; zero rows are allowed.
+        input_splits: number of rows for each rank of ``group``; None: the same number for each.
+        output_splits: number of rows from each rank, as in that rank's ``input_splits``.
+        group: the ranks; every rank of the group must call.
 
     Returns:
-        [sum(output_splits), ...] rows, those from rank 0 first. Differentiable, once: the backward
-        sends each row's gradient to the row's origin.
+        [sum(output_splits), ...] rows, those from rank 0 first. Differentiable once: the backward
+        sends each row's gradient to the rank that sent the row.
     """
     return start_all_to_all(x_ND, input_splits, output_splits, group).wait()
 
 
-def start_gather_rows(x_ND: Tensor, group: dist.ProcessGroup, of: Parallelism) -> Arriving:
-    """[N, ...], N alike on all ranks -> [ranks · N, ...] on every one, in rank order, later.
+def start_gather_rows(x_ND: Tensor, group: dist.ProcessGroup, of: Parallelism) -> PendingRows:
+    """Start to gather [N, ...] of each rank, the same N, to [ranks · N, ...] in rank order.
 
-    The gradient of a row is the sum of all ranks' gradients of it.
+    The gradient of a row is the sum of all ranks' gradients of the row.
     """
     return _start(x_ND, _gather(group, of), _sum_blocks(group, of))
 
 
-def start_scatter_sums(x_RD: Tensor, group: dist.ProcessGroup, of: Parallelism) -> Arriving:
-    """[ranks · N, ...] -> [N, ...]: the r-th block, summed over ranks, on rank r, later."""
+def start_scatter_sums(x_RD: Tensor, group: dist.ProcessGroup, of: Parallelism) -> PendingRows:
+    """Start to reduce [ranks · N, ...] to [N, ...]: rank r gets the sum over ranks of block r."""
     return _start(x_RD, _sum_blocks(group, of), _gather(group, of))
 
 
 def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Each rank's r-th row to rank r: [ranks, ...] integers, by rank sent to -> by rank sent from.
+    """Send row r of each rank to rank r: [ranks, ...] integers -> [ranks, ...] by sending rank.
 
-    No gradient; every rank of ``group`` must call.
+    Without a gradient; every rank of ``group`` must call.
     """
     received, counts = torch.empty_like(counts), counts.contiguous()
     exchange_rows(received, counts, group, "ep").wait()
@@ -178,7 +179,7 @@ def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
 def all_gather_rows(
     row_V: Tensor, group: dist.ProcessGroup | None = None, of: Parallelism = "world"
 ) -> Tensor:
-    """[V] on each rank of a group, or of all -> [ranks, V] on every one, in rank order."""
+    """Gather [V] of each rank of ``group``, or of all ranks, to [ranks, V] in rank order."""
     ranks = dist.get_world_size(group)
     rows = row_V.new_empty(ranks * row_V.numel())
     all_gather(rows, row_V.contiguous(), group, of).wait()
@@ -192,47 +193,54 @@ def exchange_rows(
     of: Parallelism,
     output_splits: list[int] | None = None,
     input_splits: list[int] | None = None,
-) -> Waitable:
-    """Begin to send every rank its part of the first dim; equal ones where no splits are given."""
+) -> CollectiveWork:
+    """Start an all-to-all of the first dim from ``x`` into ``out``; equal splits where None."""
 
     def begin() -> Any:
         return dist.all_to_all_single(
             out, x, output_splits, input_splits, group=group, async_op=True
         )
 
-    return watched(Kind("all_to_all", of), x, group, begin)
+    return monitored(CollectiveKind("all_to_all", of), x, group, begin)
 
 
 def all_reduce(
     x: Tensor, group: dist.ProcessGroup | None = None, of: Parallelism = "world"
-) -> Waitable:
-    """Begin to sum a tensor over ranks, in place."""
-    return watched(
-        Kind("all_reduce", of), x, group, lambda: dist.all_reduce(x, group=group, async_op=True)
+) -> CollectiveWork:
+    """Start to sum ``x`` in place over the ranks of ``group``, or over all ranks."""
+    return monitored(
+        CollectiveKind("all_reduce", of),
+        x,
+        group,
+        lambda: dist.all_reduce(x, group=group, async_op=True),
     )
 
 
 def all_gather(
     out: Tensor, x: Tensor, group: dist.ProcessGroup | None, of: Parallelism
-) -> Waitable:
-    """Begin to gather equal tensors, one after another in ``out``."""
-    return watched(
-        Kind("all_gather", of), x, group, lambda: _all_gather(out, x, group=group, async_op=True)
+) -> CollectiveWork:
+    """Start to gather ``x`` of every rank into ``out``, in rank order along the first dim."""
+    return monitored(
+        CollectiveKind("all_gather", of),
+        x,
+        group,
+        lambda: _all_gather(out, x, group=group, async_op=True),
     )
 
 
 def reduce_scatter(
     out: Tensor, x: Tensor, group: dist.ProcessGroup, of: Parallelism, op: Any = None
-) -> Waitable:
-    """Begin to sum a tensor over ranks; each gets its part of the first dim."""
+) -> CollectiveWork:
+    """Start to reduce ``x`` over ranks: rank r gets block r of the first dim in ``out``. ``op`` is
+    a sum where None."""
     op = dist.ReduceOp.SUM if op is None else op
 
     def begin() -> Any:
         return _reduce_scatter(out, x, op=op, group=group, async_op=True)
 
-    return watched(Kind("reduce_scatter", of), x, group, begin)
+    return monitored(CollectiveKind("reduce_scatter", of), x, group, begin)
 
 
-# torch 2.13 renamed the tensor forms of these and warns on the old names; 2.11 has only those.
+# torch 2.13 renamed these two functions and warns about the old names; 2.11 has the old names only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -1,9 +1,10 @@
-"""What collectives cost a rank, and which one it is in.
+"""The cost of a rank's collectives, and the name of the one that the rank is in.
 
-Those that go through :func:`watched` are counted while a :class:`Watch` is installed: this
-package's, FSDP's under :func:`parallel.apply_fsdp`, and a pipeline's sends and receives. A few
-small ones are not: within PyTorch's loss over a cut vocabulary, within routers' losses, of the
-gradients of norms under tensor parallelism, and those between hosts outside a step.
+A collective that starts through :func:`monitored` is counted while a :class:`CommMonitor` is
+installed. That holds for this package's collectives, for FSDP's under :func:`parallel.apply_fsdp`,
+and for a pipeline's sends and receives. A few small collectives are not counted: those inside
+PyTorch's loss over a sharded vocabulary, inside the routers' losses, of the gradients of norms
+under tensor parallelism, and those between hosts outside a step.
 """
 
 from __future__ import annotations
@@ -20,30 +21,34 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Waitable(Protocol):
-    """A collective under way."""
+class CollectiveWork(Protocol):
+    """A collective that has started, as ``torch.distributed.Work`` is."""
 
     def wait(self) -> object:
-        """Return, or let the current stream go on, when it is over."""
+        """Block the host, or on CUDA the current stream, until the collective has ended."""
         ...
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """Collectives on one rank."""
+class CommStats:
+    """Count, size and time of some collectives on one rank.
+
+    On CUDA the times are 0 unless the monitor was made with ``time_cuda``.
+    """
 
     count: int = 0
     bytes: int = 0
-    """What this rank gave to them; of receives, what it got."""
+    """Bytes of the tensors that this rank gave; of receives, bytes of the tensors it received."""
     seconds: float = 0.0
-    """From the start of each to its end, waiting for other ranks included; of sends and receives
-    what was waited, since a receive begins long before there is something to send."""
+    """From the start of each collective to its end, with the time that other ranks are late. Of
+    sends and receives, the time in ``wait``: a receive starts long before its sender does."""
     exposed_seconds: float = 0.0
-    """Of these, those in which this rank, or its stream, waited and computed nothing."""
+    """The part of ``seconds`` in which this rank, or its compute stream, waited without
+    computing (exposed communication)."""
 
-    def plus(self, other: Traffic) -> Traffic:
-        """Both together."""
-        return Traffic(
+    def plus(self, other: CommStats) -> CommStats:
+        """The sums of both."""
+        return CommStats(
             self.count + other.count,
             self.bytes + other.bytes,
             self.seconds + other.seconds,
@@ -52,114 +57,133 @@ class Traffic:
 
 
 Parallelism = Literal["dp", "ep", "tp", "cp", "pp", "world"]
-"""What collectives are for: ``dp`` gathers parameters and sums gradients, ``world`` is the step
-barrier and whatever else goes over all ranks."""
+"""The purpose of a collective: ``dp`` gathers parameters and reduces gradients; ``world`` is the
+step barrier and every other collective over all ranks."""
 PARALLELISMS = get_args(Parallelism)
 
 
-class Kind(NamedTuple):
-    """Which collectives, and of which parallelism."""
+class CollectiveKind(NamedTuple):
+    """An operation, as ``all_to_all``, and the parallelism that the operation serves."""
 
     op: str
     group: Parallelism
 
 
-class _Begun(NamedTuple):
-    """The last collective that was begun; told in words only if somebody asks."""
+class _Started(NamedTuple):
+    """The collective that started last; put into words only when somebody asks."""
 
-    kind: Kind
+    kind: CollectiveKind
     group: dist.ProcessGroup
     number: int
 
 
-class Watch:
-    """Adds up a rank's traffic, and knows the last collective that it began.
+class CommMonitor:
+    """Sums a rank's :class:`CommStats`, and knows the collective that started last.
 
-    Groups do not tell what they are for: axes that hold the same ranks share one.
+    A collective's purpose comes from the caller: axes with the same ranks share one process group.
+
+    Args:
+        time_cuda: time collectives on CUDA with events and one more stream. Off by default: no GPU
+            has run that code yet. When off, CUDA collectives are counted, and their times are 0.
     """
 
-    def __init__(self) -> None:
-        self._traffic: dict[Kind, Traffic] = {}
-        self._counts: dict[str, int] = {}
-        self._timed: deque[_CudaFlight] = deque()
-        self._last: _Begun | None = None
+    def __init__(self, time_cuda: bool = False) -> None:
+        self.time_cuda = time_cuda
+        self._stats: dict[CollectiveKind, CommStats] = {}
+        self._numbers: dict[str, int] = {}
+        self._cuda_works: deque[_CudaTimedWork] = deque()
+        self._last: _Started | None = None
         self.waiting = False
-        """Whether the rank waits for that one now, on the host."""
+        """Whether the host waits for the last collective now, or its wait has failed."""
 
     def start(
-        self, kind: Kind, tensor: Tensor, group: dist.ProcessGroup, begin: Callable[[], Any]
-    ) -> Waitable:
-        """Begin a collective, see :func:`watched`."""
-        number = self._counts.get(group.group_name, 0) + 1
-        self._counts[group.group_name] = number
-        self._last = _Begun(kind, group, number)
-        flight = _CudaFlight if tensor.is_cuda else _Flight
-        return flight(self, kind, tensor.numel() * tensor.element_size(), begin)
+        self,
+        kind: CollectiveKind,
+        tensor: Tensor,
+        group: dist.ProcessGroup,
+        begin: Callable[[], Any],
+    ) -> CollectiveWork:
+        """Start a collective, as :func:`monitored` does."""
+        number = self._numbers.get(group.group_name, 0) + 1
+        self._numbers[group.group_name] = number
+        self._last = _Started(kind, group, number)
+        size = tensor.numel() * tensor.element_size()
+        if not tensor.is_cuda:
+            return _TimedWork(self, kind, size, begin)
+        if self.time_cuda:
+            return _CudaTimedWork(self, kind, size, begin)
+        self.add(kind, CommStats(1, size))
+        work: CollectiveWork = begin()
+        return work
 
-    def add(self, kind: Kind, traffic: Traffic) -> None:
-        """Count what is over."""
-        self._traffic[kind] = traffic.plus(self._traffic.get(kind, Traffic()))
+    def add(self, kind: CollectiveKind, stats: CommStats) -> None:
+        """Add the stats of a collective that has ended."""
+        self._stats[kind] = stats.plus(self._stats.get(kind, CommStats()))
 
-    def land(self, flight: _CudaFlight) -> None:
-        """Count what a stream waits for, once it is known; those before it that are, are."""
-        self._timed.append(flight)
-        while self._timed and self._timed[0].over:
-            done = self._timed.popleft()
-            self.add(done.kind, done.measured())
+    def add_later(self, work: _CudaTimedWork) -> None:
+        """Add the times of ``work`` once the GPU has recorded them; add those recorded by now."""
+        self._cuda_works.append(work)
+        while self._cuda_works and self._cuda_works[0].is_recorded:
+            done = self._cuda_works.popleft()
+            self.add(done.kind, done.stats())
 
-    def take(self) -> dict[Kind, Traffic]:
-        """What was waited for since the last call. On CUDA it waits for the last one's end."""
-        while self._timed:
-            flight = self._timed.popleft()
-            self.add(flight.kind, flight.measured())
-        traffic, self._traffic = self._traffic, {}
-        return traffic
+    def take(self) -> dict[CollectiveKind, CommStats]:
+        """The stats since the last call. With ``time_cuda`` the host waits for the last
+        collective's end."""
+        while self._cuda_works:
+            work = self._cuda_works.popleft()
+            self.add(work.kind, work.stats())
+        stats, self._stats = self._stats, {}
+        return stats
 
     def describe(self) -> str:
-        """It, as ``all_to_all of ep, number 37 among ranks 0, 1``."""
+        """The last collective, as ``all_to_all of ep, number 37 among ranks 0, 1``."""
         if self._last is None:
             return "no collective"
         (op, name), group, number = self._last
         ranks = dist.get_process_group_ranks(group)
-        told = ", ".join(map(str, ranks if len(ranks) < 9 else [*ranks[:7], "...", ranks[-1]]))
-        return f"{op} of {name}, number {number} among ranks {told}"
+        listed = ", ".join(map(str, ranks if len(ranks) < 9 else [*ranks[:7], "...", ranks[-1]]))
+        return f"{op} of {name}, number {number} among ranks {listed}"
 
 
-_installed: Watch | None = None
+_installed: CommMonitor | None = None
 
 
-def install_watch(watch: Watch | None) -> None:
-    """Count this process's collectives from here on, or no longer."""
+def install_monitor(monitor: CommMonitor | None) -> None:
+    """Send this process's collectives through ``monitor`` from now on; None: through no monitor."""
     global _installed
-    _installed = watch
+    _installed = monitor
 
 
 @contextmanager
-def watch_collectives() -> Iterator[Watch]:
-    """Count this process's collectives meanwhile."""
-    before, watch = _installed, Watch()
-    install_watch(watch)
+def monitor_collectives(time_cuda: bool = False) -> Iterator[CommMonitor]:
+    """Count this process's collectives inside the ``with`` block."""
+    before, monitor = _installed, CommMonitor(time_cuda)
+    install_monitor(monitor)
     try:
-        yield watch
+        yield monitor
     finally:
-        install_watch(before)
+        install_monitor(before)
 
 
-def watched(
-    kind: Kind, tensor: Tensor, group: dist.ProcessGroup | None, begin: Callable[[], Any]
-) -> Waitable:
-    """Begin a collective, seen by the installed watch where there is one.
+def monitored(
+    kind: CollectiveKind,
+    tensor: Tensor,
+    group: dist.ProcessGroup | None,
+    begin: Callable[[], Any],
+) -> CollectiveWork:
+    """Start a collective, counted by the installed monitor where there is one.
 
     Args:
-        kind: its name, as ``all_to_all``, and what it is for.
-        tensor: what this rank gives to it; of a receive, what it gets.
-        group: the ranks; all where None.
-        begin: starts it and returns the work under way, which somebody must wait for.
+        kind: the operation, as ``all_to_all``, and its purpose.
+        tensor: what this rank gives; of a receive, the buffer that is filled.
+        group: the ranks; all ranks where None.
+        begin: starts the collective and returns its work. The caller must wait for the work.
     """
     group = group or dist.group.WORLD
     assert group is not None
     if _installed is None or group.size() == 1:
-        work: Waitable = begin()
+        work: CollectiveWork = begin()
         return work
     return _installed.start(kind, tensor, group, begin)
 
@@ -167,84 +191,86 @@ def watched(
 _POINT_TO_POINT = ("send", "recv")
 
 
-def by_parallelism(traffic: Mapping[Kind, Traffic]) -> dict[str, Traffic]:
-    """Added up to each of ``PARALLELISMS``, those without any too."""
-    sums = dict.fromkeys(PARALLELISMS, Traffic())
-    for kind, one in traffic.items():
+def by_parallelism(stats: Mapping[CollectiveKind, CommStats]) -> dict[str, CommStats]:
+    """The sums for each of ``PARALLELISMS``; zeros for one without collectives."""
+    sums = dict.fromkeys(PARALLELISMS, CommStats())
+    for kind, one in stats.items():
         sums[kind.group] = one.plus(sums[kind.group])
     return sums
 
 
-class _Flight:
-    """On the host: a thread of the backend tells when it is over."""
+class _TimedWork:
+    """A collective of host tensors: a thread of the backend reports its end."""
 
-    def __init__(self, watch: Watch, kind: Kind, size: int, begin: Callable[[], Any]) -> None:
-        self.watch, self.kind, self.size = watch, kind, size
-        self.began = time.perf_counter()
+    def __init__(
+        self, monitor: CommMonitor, kind: CollectiveKind, size: int, begin: Callable[[], Any]
+    ) -> None:
+        self.monitor, self.kind, self.size = monitor, kind, size
+        self.started = time.perf_counter()
         self.work = begin()
         self.ended: list[float] = []
         note = self.ended.append
-        # Some of gloo's have no future. And the callback must not hold the work: it would hold
-        # itself, through C++, for ever.
+        # Some works of gloo have no future. The callback must not refer to the work: the work
+        # refers to the callback through C++, and no garbage collector would free the two.
         with suppress(RuntimeError):
             self.work.get_future().add_done_callback(lambda _: note(time.perf_counter()))
 
     def wait(self) -> None:
-        """See :class:`Waitable`."""
         since = time.perf_counter()
-        self.watch.waiting = True
+        self.monitor.waiting = True
         self.work.wait()
-        self.watch.waiting = False
+        self.monitor.waiting = False
         until = time.perf_counter()
-        began = since if self.kind.op in _POINT_TO_POINT else self.began
+        started = since if self.kind.op in _POINT_TO_POINT else self.started
         exposed = until - since
         if self.ended and self.ended[0] <= since:
-            until, exposed = max(self.ended[0], began), 0.0
-        self.watch.add(self.kind, Traffic(1, self.size, until - began, exposed))
+            until, exposed = max(self.ended[0], started), 0.0
+        self.monitor.add(self.kind, CommStats(1, self.size, until - started, exposed))
 
 
-class _CudaFlight:
-    """On a stream: events tell, once they are asked. Not yet run on an accelerator.
+class _CudaTimedWork:
+    """A collective of CUDA tensors, timed by events; only with ``time_cuda``.
 
-    What is waited for on another stream than the compute stream, as FSDP does, exposes nothing
-    there; what the compute stream later waits for that one is not known, and not counted.
+    No GPU has run this class. Known gap: FSDP waits for its collectives on a stream of its own,
+    where the wait counts as no exposed time; the time that the compute stream then waits for
+    FSDP's stream is not measured.
     """
 
-    _beside: torch.cuda.Stream | None = None
-    """Waits for every collective, so that its end can be told from that of the compute stream's
-    wait; it computes nothing."""
+    _end_stream: torch.cuda.Stream | None = None
+    """Waits for every collective and computes nothing. An event on this stream marks the end of
+    the collective itself; the compute stream may come to its own wait much later."""
 
-    def __init__(self, watch: Watch, kind: Kind, size: int, begin: Callable[[], Any]) -> None:
-        self.watch, self.kind, self.size = watch, kind, size
+    def __init__(
+        self, monitor: CommMonitor, kind: CollectiveKind, size: int, begin: Callable[[], Any]
+    ) -> None:
+        self.monitor, self.kind, self.size = monitor, kind, size
         self.events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
-        self.computes = torch.cuda.current_stream() == torch.cuda.default_stream()
+        self.on_compute_stream = torch.cuda.current_stream() == torch.cuda.default_stream()
         self.events[0].record()
         self.work = begin()
 
     def wait(self) -> None:
-        """See :class:`Waitable`."""
         _, ended, since, until = self.events
         since.record()
         self.work.wait()
         until.record()
-        if _CudaFlight._beside is None:
-            _CudaFlight._beside = torch.cuda.Stream()
-        with torch.cuda.stream(_CudaFlight._beside):
+        if _CudaTimedWork._end_stream is None:
+            _CudaTimedWork._end_stream = torch.cuda.Stream()
+        with torch.cuda.stream(_CudaTimedWork._end_stream):
             self.work.wait()
             ended.record()
-        # It holds what it received.
-        self.work = None
-        self.watch.land(self)
+        self.work = None  # the work holds the tensors of the collective
+        self.monitor.add_later(self)
 
     @property
-    def over(self) -> bool:
-        """Whether all is known of it."""
+    def is_recorded(self) -> bool:
+        """Whether the GPU has passed the last events."""
         return bool(self.events[1].query() and self.events[3].query())
 
-    def measured(self) -> Traffic:
-        """Waits for its end."""
-        began, ended, since, until = self.events
+    def stats(self) -> CommStats:
+        """Times from the events; the host waits until the GPU has passed the last events."""
+        started, ended, since, until = self.events
         ended.synchronize()
         until.synchronize()
-        exposed = since.elapsed_time(until) / 1e3 if self.computes else 0.0
-        return Traffic(1, self.size, began.elapsed_time(ended) / 1e3, exposed)
+        exposed = since.elapsed_time(until) / 1e3 if self.on_compute_stream else 0.0
+        return CommStats(1, self.size, started.elapsed_time(ended) / 1e3, exposed)

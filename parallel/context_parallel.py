@@ -1,13 +1,14 @@
-"""Context parallelism: a sequence's tokens spread over ranks.
+"""Context parallelism: each rank computes on a part of every sequence's tokens.
 
-Legend: B batch, S tokens of a sequence that are here, W those of the whole sequence, H heads, G
-key-value heads, C size of a head, V of a value's.
+Legend: B batch, S tokens of a sequence on this rank, W tokens of the full sequence, H heads, G
+key-value heads, C size of a head's key, V size of a head's value.
 
-Keys and values are gathered and queries stay, as in Llama 3 (arXiv 2407.21783, section 3.3.2): with
-grouped or latent keys little travels, and any attention kernel will do. A sequence is cut into
-2 · ranks pieces, and rank r has pieces r and 2 · ranks - 1 - r, so that under a causal mask all
-have the same work. PyTorch's own context parallelism has no kernel for CPUs, and takes the place of
-attention in every model of the process; this is a few lines, and of the modules that are asked.
+Keys and values are gathered, queries are not, as in Llama 3 (arXiv 2407.21783, section 3.3.2):
+grouped or latent keys are small, and any attention kernel can be used. A sequence is split into
+2 · ranks pieces. Rank r has pieces r and 2 · ranks - 1 - r, so that all ranks have equal work under
+a causal mask. PyTorch's own context parallelism is not used: PyTorch has no CPU kernel for it, and
+replaces the attention function of the whole process; this module changes only the modules of the
+model that is given.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from parallel.collectives import start_gather_rows
 from parallel.document_mask import Documents, attend_within
 
 
-class Context(Protocol):
-    """How much of each sequence is here, and how attention sees the rest."""
+class SequenceContext(Protocol):
+    """The part of each sequence that this rank has, and attention to the full sequence."""
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """[S] int64: where in the sequence the ``length`` tokens that are here belong."""
+        """[S] int64: positions in the full sequence of this rank's ``length`` tokens."""
         ...
 
     def gather(self, x_BSX: Tensor) -> Tensor:
-        """[B, S, ...] -> [B, W, ...] in the order of the sequence."""
+        """[B, S, ...] of every rank -> [B, W, ...] in the order of the full sequence."""
         ...
 
     def attend(
@@ -45,20 +46,22 @@ class Context(Protocol):
         scale: float,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Causal attention of the queries here to all keys, or those of their documents, which are
-        the whole sequence's: [B, H, S, V]."""
+        """Causal attention of this rank's queries to the full sequence's keys: [B, H, S, V].
+
+        With ``documents``, a query sees the keys of its own document only.
+        """
         ...
 
 
-class WholeSequence:
-    """All of it is here."""
+class FullSequence:
+    """This rank has every token of the sequences."""
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """See :class:`Context`."""
+        """As in :class:`SequenceContext`."""
         return torch.arange(length, device=device)
 
     def gather(self, x_BSX: Tensor) -> Tensor:
-        """See :class:`Context`."""
+        """As in :class:`SequenceContext`."""
         return x_BSX
 
     def attend(
@@ -69,7 +72,7 @@ class WholeSequence:
         scale: float,
         documents: Documents | None = None,
     ) -> Tensor:
-        """See :class:`Context`."""
+        """As in :class:`SequenceContext`."""
         if documents is not None:
             return attend_within(q_BHSC, k_BGWC, v_BGWV, scale, documents)
         gqa = q_BHSC.shape[1] != k_BGWC.shape[1]
@@ -78,25 +81,27 @@ class WholeSequence:
         )
 
 
-class SpreadSequence:
-    """Two pieces of it are here, one of the first half and one of the second."""
+class ShardedSequence:
+    """This rank has two pieces of each sequence, one of each half."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        from torch.nn.attention.bias import causal_lower_right  # it brings all of torch's compiler
+        # Imported here: the import loads torch's compiler.
+        from torch.nn.attention.bias import causal_lower_right
 
         self.group = group
-        # A shape that attention's kernels know; it is a tensor to torch, and under the dispatch of
-        # selective recomputation none of its kind can be made: so once, with sizes to be set.
+        # A mask that attention's kernels know by its shape. The mask is a tensor subclass, which
+        # cannot be made inside selective recomputation: so it is made here, and attend() sets its
+        # sizes.
         self._causal = causal_lower_right(1, 1)
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """See :class:`Context`."""
+        """As in :class:`SequenceContext`."""
         piece = length // 2
         within = torch.arange(piece, device=device)
         return torch.cat([number * piece + within for number in self._pieces()])
 
     def gather(self, x_BSX: Tensor) -> Tensor:
-        """See :class:`Context`."""
+        """As in :class:`SequenceContext`."""
         pieces = start_gather_rows(x_BSX.transpose(0, 1), self.group, "cp").wait()
         pieces = pieces.unflatten(0, (self.group.size(), 2, x_BSX.shape[1] // 2))
         first, second = pieces[:, 0], pieces[:, 1].flip(0)
@@ -110,7 +115,7 @@ class SpreadSequence:
         scale: float,
         documents: Documents | None = None,
     ) -> Tensor:
-        """See :class:`Context`."""
+        """As in :class:`SequenceContext`."""
         piece = q_BHSC.shape[2] // 2
         gqa = q_BHSC.shape[1] != k_BGWC.shape[1]
         parts = []
@@ -137,12 +142,13 @@ class SpreadSequence:
 def apply_context_parallel(
     model: nn.Module, cp_mesh: DeviceMesh, token_mesh: DeviceMesh | None = None
 ) -> nn.Module:
-    """Let the modules of ``model`` that look along a sequence know that each rank has a part of it.
+    """Prepare ``model`` for inputs that are each rank's part of every sequence.
 
-    Attention has ``use_sequence_group(group)`` and gathers keys over ``cp_mesh``. Routers have
-    ``use_token_group(group)``: their losses count the tokens of a micro-batch or of a sequence,
-    which is spread over ``token_mesh``, with tensor-parallel ranks in it. Feed the model each
-    rank's part, see :func:`sequence_part`. Gradients of all parameters are each rank's own.
+    Modules with ``use_sequence_group(group)``, as attention, get the group of ``cp_mesh`` and
+    gather keys and values over it. Modules with ``use_token_group(group)``, as routers, get the
+    group of ``token_mesh``, or of ``cp_mesh`` where None: routers' losses count the tokens of a
+    micro-batch or a sequence, which tensor-parallel ranks share as well. The model's input is
+    :func:`local_sequence`. Gradients of all parameters are each rank's own and must be summed.
     """
     for name, mesh in (("use_sequence_group", cp_mesh), ("use_token_group", token_mesh or cp_mesh)):
         for module in model.modules():
@@ -152,25 +158,30 @@ def apply_context_parallel(
     return model
 
 
-def sequence_part(x_BW: Tensor, cp_mesh: DeviceMesh) -> Tensor:
-    """[B, W, ...] -> [B, W / ranks, ...]: what is this rank's; W is a multiple of 2 · ranks."""
+def local_sequence(x_BW: Tensor, cp_mesh: DeviceMesh) -> Tensor:
+    """[B, W, ...] -> [B, W / ranks, ...]: this rank's tokens; W is a multiple of 2 · ranks."""
     ranks = cp_mesh.size()
     if ranks == 1:
         return x_BW
     assert x_BW.shape[1] % (2 * ranks) == 0, (x_BW.shape, ranks)
-    context = SpreadSequence(cp_mesh.get_group())
+    context = ShardedSequence(cp_mesh.get_group())
     return x_BW.index_select(1, context.positions(x_BW.shape[1] // ranks, x_BW.device))
 
 
 @contextmanager
-def whole_sequences(model: nn.Module) -> Iterator[None]:
-    """For a while let every rank work on whole sequences of any length; without a gradient."""
-    spread = [m for m in model.modules() if isinstance(getattr(m, "context", None), SpreadSequence)]
-    before = [module.context for module in spread]
-    for module in spread:
-        module.context = WholeSequence()  # type: ignore[assignment]
+def full_sequences(model: nn.Module) -> Iterator[None]:
+    """Inside the ``with`` block every rank computes on full sequences, of any length.
+
+    For forwards without gradients.
+    """
+    modules = [
+        m for m in model.modules() if isinstance(getattr(m, "context", None), ShardedSequence)
+    ]
+    before = [module.context for module in modules]
+    for module in modules:
+        module.context = FullSequence()  # type: ignore[assignment]
     try:
         yield
     finally:
-        for module, context in zip(spread, before, strict=True):
+        for module, context in zip(modules, before, strict=True):
             module.context = context

@@ -1,18 +1,20 @@
-"""A backward in two passes: the gradient of what came in, and later those of weights.
+"""Delayed weight gradients: a backward computes the inputs' gradients first, the weights' later.
 
-A pipeline sends the first on as soon as it is there, and computes the second where it would else
-wait (Qi et al., arXiv 2401.10241, section 2). Here the layers put the products that make their
-weights' gradients aside, as DeepSeek's DualPipe has them do; whatever else a backward does is done
-in the first pass, once. PyTorch's pipelines cut the graph in two and run some of its nodes again:
-one that exchanges rows with other ranks, or computes both kinds of gradients together, cannot be.
+A pipeline stage sends the gradient of its input to the stage before as soon as that gradient is
+there, and computes the gradients of its weights when the rank would otherwise wait (Qi et al.,
+arXiv 2401.10241, section 2). Layers put the GEMMs of their weights' gradients into a
+:class:`WeightGradStore`, as in DeepSeek's DualPipe; everything else of a backward runs once, in the
+first pass. PyTorch's own pipelines split the autograd graph instead and run some of its nodes
+twice. That does not work for a node that exchanges rows with other ranks, nor for a node that
+computes both kinds of gradients.
 
-Legend: T rows, D in and F out.
+Legend: T rows, D input size, F output size.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,78 +25,90 @@ from torch.autograd.function import once_differentiable
 
 from parallel.dtensor import local_shard
 
-Product = Callable[[], Tensor]
+ComputeGrad = Callable[[], Tensor]
 """Computes the gradient of one weight."""
-Products = deque[tuple[Tensor, Product]]
-"""Weights, as a forward had them, and what is put aside for each."""
-Put = Callable[[Product], None]
-"""Puts a weight's product aside."""
+PutGrad = Callable[[ComputeGrad], None]
+"""Stores the computation of one weight's gradient for later."""
 
 
-class WeightPass:
-    """Where the layers of a model put products aside, for as long as they are to."""
+class WeightGradStore:
+    """The delayed weight gradients of one model, by a key for each backward.
+
+    Layers of the model hold the store, see :func:`apply_delayed_weight_grad`. Outside
+    :meth:`collect` the layers compute their weights' gradients at once.
+    """
 
     def __init__(self) -> None:
-        self.products: Products | None = None
+        self._delayed: dict[Hashable, deque[tuple[Tensor, ComputeGrad]]] = {}
+        self._collecting: deque[tuple[Tensor, ComputeGrad]] | None = None
 
     @contextmanager
-    def into(self, products: Products | None) -> Iterator[None]:
-        """Around a forward whose backward is to have two passes, and around the first of them,
-        since it may run forwards again. With None everything is as without this."""
-        before, self.products = self.products, products
+    def collect(self, key: Hashable | None) -> Iterator[None]:
+        """Delay the weight gradients of forwards inside the ``with`` block, under ``key``.
+
+        Wrap the forward, and the backward too: activation recomputation runs forwards inside the
+        backward. With None nothing is delayed.
+        """
+        before = self._collecting
+        self._collecting = None if key is None else self._delayed.setdefault(key, deque())
         try:
             yield
         finally:
-            self.products = before
+            self._collecting = before
+
+    def put_for(self, weight: Tensor) -> PutGrad | None:
+        """How a layer's forward delays the gradient of ``weight``; None: compute it at once.
+
+        A layer that gets a function must compute with ``weight.detach()``.
+        """
+        delayed = self._collecting
+        if delayed is None or not (torch.is_grad_enabled() and weight.requires_grad):
+            return None
+        return lambda compute: delayed.append((weight, compute))
+
+    def count(self, key: Hashable) -> int:
+        """The number of weight gradients delayed under ``key``."""
+        return len(self._delayed.get(key, ()))
+
+    def compute(self, key: Hashable) -> None:
+        """Compute the weight gradients delayed under ``key``, and add them to the weights.
+
+        Under FSDP, :func:`parallel.finish_backward` must come next.
+        """
+        delayed = self._delayed.pop(key, deque())
+        while delayed:
+            weight, compute = delayed.popleft()
+            torch.autograd.backward(weight, compute())
 
 
-def apply_weight_pass(model: nn.Module) -> WeightPass:
-    """Let linear layers without a bias, and modules with an attribute ``weight_pass``, know where
-    to put their products aside; before :func:`apply_tensor_parallel`.
+def apply_delayed_weight_grad(model: nn.Module) -> WeightGradStore:
+    """Let the layers of ``model`` delay their weights' gradients; returns the store that they use.
 
-    Other weights get their gradients in the first pass: embeddings, norms, routers, and experts but
-    on the ``grouped_mm`` path, since the others compute both kinds of gradients together.
+    Layers that can: linear layers without a bias, and modules with an attribute
+    ``weight_grad_store``. All other weights get their gradients in the first pass: embeddings,
+    norms, routers, and experts except on the ``grouped_mm`` path, because the other paths compute
+    both kinds of gradients together. Call before :func:`parallel.apply_tensor_parallel`.
     """
-    weight_pass = WeightPass()
+    store = WeightGradStore()
     for module in model.modules():
         names = [name for name, _ in module.named_parameters(recurse=False)]
         if type(module) is nn.Linear and names == ["weight"]:
-            vars(module)["weight_pass"] = weight_pass
+            vars(module)["weight_grad_store"] = store
             module.forward = _forward(module)  # type: ignore[assignment]
-        elif "weight_pass" in vars(module):
-            vars(module)["weight_pass"] = weight_pass
-    return weight_pass
-
-
-def run_products(products: Products) -> None:
-    """The second pass: compute what was put aside and add it to the weights' gradients.
-
-    For FSDP, :func:`finish_backward` comes next.
-    """
-    while products:
-        weight, product = products.popleft()
-        torch.autograd.backward(weight, product())
-
-
-def putting_aside(weight_pass: WeightPass | None, weight: Tensor) -> Put | None:
-    """How the product of a weight is put aside, or None where it is computed at once.
-
-    Such a weight must be taken out of the graph, by ``weight.detach()``.
-    """
-    products = None if weight_pass is None else weight_pass.products
-    if products is None or not (torch.is_grad_enabled() and weight.requires_grad):
-        return None
-    return lambda product: products.append((weight, product))
+        elif "weight_grad_store" in vars(module):
+            vars(module)["weight_grad_store"] = store
+    return store
 
 
 def linear(x: Tensor, module: nn.Module) -> Tensor:
-    """x W^T for what of a module's weight is here."""
+    """x W^T with the local shard of the module's weight."""
     assert isinstance(module.weight, Tensor)
     weight = local_shard(module.weight)
-    put = putting_aside(vars(module).get("weight_pass"), weight)
+    store: WeightGradStore | None = vars(module).get("weight_grad_store")
+    put = None if store is None else store.put_for(weight)
     if put is None:
         return F.linear(x, weight)
-    # A weight's gradient hangs on its input's: nothing else calls for it.
+    # Autograd calls the backward below only for the gradient of x: the weight is detached.
     assert x.requires_grad
     out: Tensor = _Linear.apply(x, weight.detach(), put)
     return out
@@ -106,7 +120,7 @@ def _forward(module: nn.Module) -> Callable[[Tensor], Tensor]:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, put: Put) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, put: PutGrad) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.put = put
         return F.linear(x, weight)
@@ -115,7 +129,7 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
         x, weight = ctx.saved_tensors
-        # Detached, or it would hold the graph of whatever made it.
+        # Without detach() the stored function would keep the graph that made x.
         grad_TF, x_TD = grads[0].flatten(0, -2), x.detach().flatten(0, -2)
         ctx.put(lambda: grad_TF.t() @ x_TD)
         return grads[0] @ weight, None, None

@@ -1,23 +1,23 @@
-"""Documents packed into sequences: tokens attend to their own document alone.
+"""Documents packed into sequences: a token attends to tokens of its own document only.
 
-Legend: B batch, W tokens of a whole sequence, S queries, W' keys up to the last query's, H heads, G
-key-value heads, C size of a head, V of a value's.
+Legend: B batch, W tokens of a full sequence, S queries, W' keys up to the last query's, H heads, G
+key-value heads, C size of a head's key, V size of a head's value.
 
-Two paths, chosen in :func:`attend_within`. The plain one is a product under a mask, which computes
-all pairs, those across documents too; accelerators take it, but none has run it yet. The fast one
-calls attention's kernel for each document. Milliseconds of one core for forward and backward of 8
-heads of 32 in float32, 4 sequences of 512 tokens and 2 of 2,048, by tokens of a document (150 is
-the median of lengths with a log-normal spread of 1):
+:func:`attend_within` chooses between two paths. The plain path is attention under one mask, which
+computes all pairs of tokens, also across documents; accelerators take this path, and no GPU has run
+it yet. The fast path calls attention's kernel for each document. Milliseconds on one core for
+forward and backward of 8 heads of size 32 in float32, with 4 sequences of 512 tokens or 2 of 2,048,
+by tokens of a document (150 is the median of lengths with a log-normal spread of 1):
 
                               512 tokens of a sequence        2,048
                                 1    8   64  150  all      1    8   64  150  all
-    under a mask               66   66   66   67   67    575  561  547  563  559
-    document by document       66   20   14   37   62    154   44   25   84  297
-    the same, small together   10   12   14   36   62     25   24   27   84  298
+    one mask                   66   66   66   67   67    575  561  547  563  559
+    one call a document        66   20   14   37   62    154   44   25   84  297
+    small documents share      10   12   14   36   62     25   24   27   84  298
 
-Calls for documents of few tokens cost more than their pairs, and make many nodes for the backward:
-so those that follow each other share one, under a small mask. At no length was that slower than one
-mask for all beyond what repeats differ by, and so a CPU always takes it.
+A call for a document of few tokens costs more than the pairs that the call saves, and adds nodes to
+the backward: so small neighbouring documents share one call under a small mask. At no length was
+sharing slower than one mask, beyond the noise of repeats; a CPU always takes this path.
 """
 
 from __future__ import annotations
@@ -29,31 +29,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _GROUP_TOKENS = 32
-"""Documents share a call up to here, so that a sequence has at most W / 16 + 1; 16 and 64 are about
-as fast."""
+"""Most tokens of the documents that share one call. A sequence then has at most W / 16 + 1 calls.
+16 and 64 are about as fast."""
 
 
 class Calls(NamedTuple):
-    """How one sequence's queries and keys are cut, each piece of queries with one of keys."""
+    """The calls of attention for one sequence: each has a run of queries and a run of keys."""
 
     queries: list[int]
-    """Lengths, from the first query on."""
+    """Number of queries of each call, from the first query on."""
     keys: list[int]
-    """Lengths, from the first key that any query sees on."""
+    """Number of keys of each call, from the first key that any query sees on."""
     before: int
-    """Keys in front of those."""
+    """Number of keys before the first call's."""
     masks: list[Tensor | None]
     """[queries, keys] bool; None for plain causal attention of as many keys as queries."""
 
 
 class Documents:
-    """Which tokens of a micro-batch's sequences belong together.
+    """The document of each token of a micro-batch.
 
-    What attention needs of it is made when the first layer asks, and kept for the others. Not a
-    dataclass and no tuple: FSDP would hand each layer a copy.
+    Masks and calls are made when the first layer asks, and kept for the other layers. The class is
+    neither a dataclass nor a tuple: FSDP copies those for each layer.
 
     Args:
-        numbers_BW: int64, the number of each token's document, which never falls along a sequence.
+        numbers_BW: [B, W] int64, the number of each token's document, not decreasing along a
+            sequence.
     """
 
     def __init__(self, numbers_BW: Tensor) -> None:
@@ -63,19 +64,19 @@ class Documents:
 
     @classmethod
     def ended_by(cls, end_token: int, tokens_BW: Tensor) -> Documents:
-        """Those of int64 token ids, each with the end token that ends it."""
+        """The documents of [B, W] int64 token ids; a document includes the token that ends it."""
         ends_BW = (tokens_BW == end_token).long()
         return cls(ends_BW.cumsum(1) - ends_BW)
 
     def mask(self, first: int, length: int) -> Tensor:
-        """[B, 1, S, W'] bool: what ``length`` queries see, the first of them at ``first``."""
+        """[B, 1, S, W'] bool: the keys that each of ``length`` queries from ``first`` on sees."""
         if (first, length) not in self._masks:
             seen = _seen(self.numbers_BW[:, : first + length], first)
             self._masks[first, length] = seen.unsqueeze(1)
         return self._masks[first, length]
 
     def calls(self, first: int, length: int) -> list[Calls]:
-        """The same as calls of attention, for each sequence; waits for an accelerator."""
+        """The calls of attention for each sequence; the host waits for the tokens' device."""
         if (first, length) not in self._calls:
             rows = self.numbers_BW[:, : first + length]
             self._calls[first, length] = [_calls(row_W, first) for row_W in rows]
@@ -89,7 +90,7 @@ def _seen(numbers_XW: Tensor, first: int) -> Tensor:
 
 
 def _calls(numbers_W: Tensor, first: int) -> Calls:
-    groups: list[tuple[int, int, bool]] = []  # start, stop, and whether a mask is needed
+    groups: list[tuple[int, int, bool]] = []  # start, stop, whether the call needs a mask
     stop = 0
     for length in numbers_W.unique_consecutive(return_counts=True)[1].tolist():
         start, stop = stop, stop + length
@@ -122,13 +123,13 @@ def attend_within(
 
     Args:
         q_BHSC: queries of the positions from ``first`` on.
-        k_BGWC: keys of the whole sequence.
-        v_BGWV: values of the whole sequence.
-        scale: of the logits.
-        documents: of the whole sequences.
+        k_BGWC: keys of the full sequence.
+        v_BGWV: values of the full sequence.
+        scale: factor of the logits.
+        documents: the documents of the full sequences.
         first: the position of the first query.
     """
-    # An accelerator would be waited for to know where documents end.
+    # The fast path needs the documents' lengths on the host, which would wait for an accelerator.
     on_host = q_BHSC.device.type == "cpu" and len(q_BHSC) > 0
     how = attend_by_document if on_host else attend_masked
     return how(q_BHSC, k_BGWC, v_BGWV, scale, documents, first)
@@ -142,10 +143,10 @@ def attend_masked(
     documents: Documents,
     first: int = 0,
 ) -> Tensor:
-    """See :func:`attend_within`: the plain path, on any device."""
+    """The plain path of :func:`attend_within`, on any device."""
     H, S = q_BHSC.shape[1:3]
     k, v = k_BGWC[:, :, : first + S], v_BGWV[:, :, : first + S]
-    # CUDA's memory-efficient kernel takes a mask, but no grouped heads.
+    # CUDA's memory-efficient kernel takes a mask, but not fewer key-value heads than heads.
     if k.shape[1] != H:
         k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
     return F.scaled_dot_product_attention(
@@ -161,11 +162,11 @@ def attend_by_document(
     documents: Documents,
     first: int = 0,
 ) -> Tensor:
-    """See :func:`attend_within`: the fast path, on a CPU, of at least one sequence."""
+    """The fast path of :func:`attend_within`, for a CPU and at least one sequence."""
     S, W = q_BHSC.shape[2], k_BGWC.shape[2]
     gqa = q_BHSC.shape[1] != k_BGWC.shape[1]
     rows = []
-    # Splits and not slices: the backward of a slice fills a tensor of the whole's size.
+    # split() and not slices: the backward of a slice fills a tensor of the full size.
     for q, k, v, calls in zip(
         q_BHSC.split(1), k_BGWC.split(1), v_BGWV.split(1), documents.calls(first, S), strict=True
     ):

@@ -7,5 +7,5 @@ from torch.distributed.tensor import DTensor
 
 
 def local_shard(parameter: Tensor) -> Tensor:
-    """The part of a parameter that this rank computes with; a plain tensor is its own."""
+    """The local shard of a DTensor; a plain tensor is returned as given."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter

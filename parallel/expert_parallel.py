@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank keeps its share of every MoE layer's experts."""
+"""Expert parallelism: each rank holds a block of every MoE layer's experts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 
 class ExpertParallelModule(Protocol):
-    """A layer whose experts can live on different ranks.
+    """A layer whose experts can be sharded over ranks.
 
-    Every parameter of ``experts`` has the expert as its first dim.
+    The first dim of every parameter of ``experts`` is the expert.
     """
 
     experts: nn.Module
@@ -25,14 +25,15 @@ class ExpertParallelModule(Protocol):
         across_nodes: dist.ProcessGroup | None = None,
         within_node: dist.ProcessGroup | None = None,
     ) -> None:
-        """Exchange tokens over ``group``; called once the experts' parameters are cut."""
+        """Dispatch tokens over ``group``; called after the experts' parameters are sharded."""
         ...
 
 
 def expert_modules(model: nn.Module) -> Iterator[ExpertParallelModule]:
     """The layers of ``model`` that have experts, in the order of ``model.modules()``."""
     for module in model.modules():
-        # Not isinstance: since Python 3.12 that looks past nn.Module's own way to hold submodules.
+        # isinstance() with the protocol would not do: since Python 3.12 it does not call
+        # nn.Module.__getattr__, which finds submodules.
         if isinstance(getattr(module, "experts", None), nn.Module) and callable(
             getattr(module, "use_expert_group", None)
         ):
@@ -40,12 +41,12 @@ def expert_modules(model: nn.Module) -> Iterator[ExpertParallelModule]:
 
 
 def expert_parameter_names(model: nn.Module) -> set[str]:
-    """The names, as in ``model.named_parameters()``, of the parameters that belong to experts."""
+    """Names, as in ``model.named_parameters()``, of the experts' parameters."""
     return _names_of(model, (module.experts for module in expert_modules(model)))
 
 
 def moe_parameter_names(model: nn.Module) -> set[str]:
-    """The same for all parameters of layers that have experts."""
+    """Names, as in ``model.named_parameters()``, of all parameters of layers that have experts."""
     return _names_of(model, (cast(nn.Module, module) for module in expert_modules(model)))
 
 
@@ -59,24 +60,24 @@ def apply_expert_parallel(
     ep_mesh: DeviceMesh,
     node_meshes: tuple[DeviceMesh, DeviceMesh] | None = None,
 ) -> nn.Module:
-    """Give each rank of ``ep_mesh`` its block of every layer's experts, and a dispatcher.
+    """Shard every layer's experts over ``ep_mesh``, and let the layers dispatch tokens over it.
 
-    Parameters become DTensors cut along the expert dim, with the logical shape [E, ...], so that
-    any tool that understands DTensor sees the whole layer. No values move: as with fully_shard,
-    every rank must have built the same ones (from one seed, or on the meta device).
+    Experts' parameters become DTensors sharded along the expert dim, with the global shape
+    [E, ...]. No values are sent: as with fully_shard, all ranks must have built the same values
+    (from one seed, or on the meta device).
 
-    An expert's gradient is the sum over the tokens of all ranks of the mesh. The gradients of the
-    router and of everything else are each rank's own: :func:`apply_fsdp`, or an all-reduce (sum) of
-    yours, adds them up.
+    An expert's gradient is the sum over the tokens of all ranks of the mesh. Gradients of all other
+    parameters are each rank's own; :func:`parallel.apply_fsdp`, or an all-reduce of the caller's,
+    must sum them.
 
     Args:
-        model: anything that holds such layers.
+        model: a module with layers as :class:`ExpertParallelModule`.
         ep_mesh: the ranks that share the experts.
-        node_meshes: ``ParallelDims.ep_node_meshes``, for dispatchers that treat nodes apart.
+        node_meshes: ``ParallelDims.ep_node_meshes``, for the hierarchical dispatcher.
 
-    Raises ValueError where a layer's experts are not a multiple of the ranks.
+    Raises ValueError where a layer's number of experts is not a multiple of the ranks.
     """
-    nodes = [] if node_meshes is None else [mesh.get_group() for mesh in node_meshes]
+    node_groups = [] if node_meshes is None else [mesh.get_group() for mesh in node_meshes]
     ranks = ep_mesh.size()
     if ranks == 1:
         return model
@@ -92,5 +93,5 @@ def apply_expert_parallel(
                 owner.register_parameter(
                     name, nn.Parameter(cut, requires_grad=parameter.requires_grad)
                 )
-        module.use_expert_group(ep_mesh.get_group(), *nodes)
+        module.use_expert_group(ep_mesh.get_group(), *node_groups)
     return model

@@ -1,4 +1,4 @@
-"""Lay a model out over meshes, from outside: the modules themselves know no ranks."""
+"""Fully sharded data parallelism: FSDP2 over the dense mesh and the expert mesh."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from parallel.mesh import ParallelDims
 def apply_fsdp(
     model: nn.Module,
     dims: ParallelDims,
+    *,
     blocks: Sequence[nn.Module],
     reshard_after_forward: bool = True,
     compute_dtype: torch.dtype | None = None,
@@ -38,26 +39,27 @@ def apply_fsdp(
     """Shard parameters, gradients and optimizer state with FSDP2, experts over their own mesh.
 
     Gradients are summed over ranks, never averaged: divide each rank's summed loss by the global
-    count of target tokens, so that a rank with fewer tokens weighs less. A loss that is each rank's
-    own mean must be divided by the number of ranks.
+    number of target tokens. A loss that is each rank's own mean must be divided by the number of
+    ranks.
 
     Args:
-        model: after :func:`apply_expert_parallel`.
-        dims: the meshes; where a parameter is on one rank alone, keeps its dtype and stays on the
-            device, nothing is done.
-        blocks: the submodules whose parameters are gathered together, outermost layers first;
-            what is in none of them belongs to ``model`` itself.
+        model: the model, after :func:`parallel.apply_expert_parallel`.
+        dims: the meshes. Parameters that one rank holds alone are not sharded, unless
+            ``compute_dtype`` or ``offload`` asks for FSDP.
+        blocks: submodules whose parameters are gathered together, in the order of the forward;
+            parameters in no block are gathered with ``model`` itself.
         reshard_after_forward: free gathered parameters between forward and backward (ZeRO-3), or
-            keep them (ZeRO-2).
-        compute_dtype: what parameters are gathered and computed with as; None for their own. They
-            keep theirs, and gradients are summed in float32. Routers are left out: their choices
-            are between close numbers.
-        sum_replicas: sum gradients over copies too; where False that is yours to do, as
-            :class:`parallel.CompressedSum` does.
-        prefetch: how many blocks ahead parameters are gathered, in the forward and the backward; 0
-            leaves it to FSDP, which on an accelerator gathers one while another is computed.
-        offload: keep parameters' slices, their gradients and so the optimizer's state in host
-            memory, and let the optimizer run there. Parameters must be made there, buffers on the
+            keep gathered parameters until the backward (ZeRO-2).
+        compute_dtype: dtype of gathered parameters and of the computation; None for the
+            parameters' own. Stored parameters keep their dtype, and gradients are summed in
+            float32. Routers are excluded: a rounded logit can change which experts are chosen.
+        sum_replicas: sum gradients over replicas (``dp_replicate``) too. With False the caller
+            must sum over replicas, as :class:`parallel.CompressedSum` does.
+        prefetch: number of blocks ahead whose parameters are gathered, in forward and backward.
+            With 0 FSDP decides, and on an accelerator gathers one block during another's
+            computation.
+        offload: keep local shards of parameters, gradients and optimizer state in host memory; the
+            optimizer then runs on the CPU. Parameters must be made on the CPU, buffers on the
             device.
     """
     t = dims.topology
@@ -80,8 +82,8 @@ def apply_fsdp(
 
     for module in expert_modules(model):
         if t.efsdp * t.dp_replicate == 1 and not casts and not offload:
-            # Each expert is on one rank alone: there is nothing to gather and nothing to reduce,
-            # and a mesh of one would still copy every expert twice a step.
+            # One rank holds each expert: no gather and no reduction are needed, and FSDP over a
+            # mesh of one rank would copy every expert twice a step.
             alone.update(module.experts.parameters())
         else:
             shard(
@@ -94,8 +96,8 @@ def apply_fsdp(
         if casts and isinstance(router, nn.Module):
             shard(router, beside, mp_policy=MixedPrecisionPolicy())
         if t.tp > 1:
-            # What is beside the experts is whole on all ranks of tp, and each has tokens of its
-            # own: its gradients are to be added up over tp too, which FSDP over both does.
+            # A MoE layer's other parameters are replicated over tp, and each tp rank computes on
+            # other tokens: FSDP over the mesh of both axes sums the gradients over tp as well.
             shard(cast(nn.Module, module), beside, ignored_params=alone)
     for block in (*blocks, model):
         shard(
@@ -107,7 +109,7 @@ def apply_fsdp(
         )
     replicas = _ReplicaSum(dims.replicate_mesh) if sum_replicas and t.dp_replicate > 1 else None
     _set_sums(cast(list[FSDPModule], sharded), replicas)
-    # A plain attribute: modules are what nn.Module registers.
+    # nn.Module.__setattr__ is passed by: the attribute is neither a module nor a parameter.
     model.__dict__[_REPLICAS] = replicas
     if prefetch:
         _set_prefetch(blocks, prefetch)
@@ -115,66 +117,72 @@ def apply_fsdp(
 
 
 def _set_sums(modules: Sequence[FSDPModule], replicas: _ReplicaSum | None) -> None:
-    """Sums and no means, over copies too, by collectives that are watched."""
+    """Let FSDP sum instead of average, over replicas too, by monitored collectives."""
     for number, fsdp in enumerate(modules):
         if replicas is not None:
             fsdp.set_all_reduce_hook(partial(replicas, number))
-            # The step's last backward must come by all of them, used in it or not (since 2.12).
+            # The hook must run for every module in the step's last backward, also for a module
+            # that this backward did not use. The setting exists since torch 2.12.
             getattr(fsdp, "set_reduce_scatter_unused_params", lambda _: None)(True)
         fsdp.set_gradient_divide_factor(1.0)
-        # Without this a divide factor asks gloo for a reduction that it does not have.
+        # Otherwise FSDP asks gloo for a reduction with a divide factor, which gloo lacks.
         fsdp.set_force_sum_reduction_for_comms(True)
         fsdp.set_custom_all_gather(cast(Any, _AllGather()))
         fsdp.set_custom_reduce_scatter(cast(Any, _ReduceScatter()))
 
 
 def _set_prefetch(blocks: Sequence[nn.Module], ahead: int) -> None:
-    """Gather what the next ``ahead`` blocks need beside the block that is computed."""
+    """Gather the parameters of the next ``ahead`` blocks during a block's computation."""
 
-    def parts(some: Sequence[nn.Module]) -> list[FSDPModule]:
+    def fsdp_modules(some: Sequence[nn.Module]) -> list[FSDPModule]:
         return [m for block in some for m in block.modules() if isinstance(m, FSDPModule)]
 
     for i, block in enumerate(blocks):
         fsdp = cast(FSDPModule, block)
-        fsdp.set_modules_to_forward_prefetch(parts(blocks[i + 1 : i + 1 + ahead]))
-        fsdp.set_modules_to_backward_prefetch(parts(blocks[max(i - ahead, 0) : i][::-1]))
+        fsdp.set_modules_to_forward_prefetch(fsdp_modules(blocks[i + 1 : i + 1 + ahead]))
+        fsdp.set_modules_to_backward_prefetch(fsdp_modules(blocks[max(i - ahead, 0) : i][::-1]))
 
 
 _REPLICAS = "_convoy_replica_sum"
 
 
 class _ReplicaSum:
-    """Sums over copies what FSDP has summed within one, as its last backward goes along.
+    """Sums gradients over replicas, after FSDP's reduce-scatter within a replica.
 
-    FSDP's own hybrid sharding does the same; here it can be watched, and one layout of parameters
-    serves compressed sums as well.
+    FSDP2 can do this all-reduce itself, given a two-dimensional mesh (HSDP). Convoy keeps its own
+    for two reasons. First, the all-reduce goes through the comm monitor: FSDP2 lets a caller
+    replace the all-gather and the reduce-scatter, but not the all-reduce, which would then be
+    missing from exposed communication and from hang reports. Second, parameters stay sharded over
+    one mesh dim, whether this class or :class:`parallel.CompressedSum`, which FSDP cannot replace,
+    sums over replicas; a run can change ``gradient_compression`` without another layout.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group = mesh.get_group()
         self.last = True
-        """Whether the coming backward is the step's last."""
-        self._before: dict[int, Tensor] = {}
+        """Whether the next backward is the step's last."""
+        self._unsummed: dict[int, Tensor] = {}
 
     def expect(self, last: bool) -> None:
-        """Say what the coming backward is."""
+        """Set whether the next backward is the step's last."""
         if self.last:
-            self._before.clear()  # a step begins; one that was given up leaves nothing
+            self._unsummed.clear()  # a new step; an abandoned step must leave no gradients
         self.last = last
 
     def __call__(self, module: int, reduced: Tensor) -> None:
         if reduced.is_cuda:
-            # FSDP made it on another stream, and does not hold it until this one has read it.
+            # FSDP allocated the tensor on another stream, and may free it before the current
+            # stream has read it.
             reduced.record_stream(torch.cuda.current_stream())
-        before = self._before.pop(module, None)
+        before = self._unsummed.pop(module, None)
         if before is not None:
             assert before.shape == reduced.shape, "some of its parameters had no gradient"
             reduced += before
         if self.last:
             all_reduce(reduced, self.group, "dp").wait()
         else:
-            # FSDP adds what it is left with to the gradient: nothing, until all is there.
-            self._before[module] = reduced.clone()
+            # FSDP adds `reduced` to the gradient: zeros until the step's last backward.
+            self._unsummed[module] = reduced.clone()
             reduced.zero_()
 
 
@@ -184,7 +192,7 @@ class _Allocate:
 
 
 class _AllGather(_Allocate):
-    """FSDP's own, but watched; it never asks for it to go on by itself."""
+    """FSDP's all-gather, monitored. FSDP never passes ``async_op=True``."""
 
     def __call__(
         self,
@@ -197,7 +205,7 @@ class _AllGather(_Allocate):
 
 
 class _ReduceScatter(_Allocate):
-    """The same."""
+    """FSDP's reduce-scatter, monitored. FSDP never passes ``async_op=True``."""
 
     def __call__(
         self,
@@ -210,14 +218,13 @@ class _ReduceScatter(_Allocate):
         reduce_scatter(output_tensor, input_tensor, group, "dp", op).wait()
 
 
-def set_gradient_sync(model: nn.Module, sync: bool, last: bool) -> None:
-    """What becomes of the gradients of the coming backward.
+def set_gradient_sync(model: nn.Module, *, sync: bool, last: bool) -> None:
+    """Set which reductions FSDP does with the gradients of the next backward.
 
     Args:
-        model: after :func:`apply_fsdp`; another is left alone.
-        sync: sum them over the ranks that share a copy of the model, each keeping its slice; until
-            then each rank holds them whole.
-        last: this is the step's last: sum over copies as well.
+        model: the model, after :func:`apply_fsdp`; a model without FSDP is not changed.
+        sync: reduce-scatter within a replica; until then each rank holds unsharded gradients.
+        last: the next backward is the step's last: reduce-scatter, and sum over replicas as well.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(sync or last)
@@ -226,26 +233,30 @@ def set_gradient_sync(model: nn.Module, sync: bool, last: bool) -> None:
             replicas.expect(last)
 
 
-def finish_backward(model: nn.Module, sync: bool, last: bool) -> None:
-    """What FSDP does at the end of a backward, once more: gradients that came after it are added
-    up, and reduced as :func:`set_gradient_sync` says of ``sync`` and ``last``."""
+def finish_backward(model: nn.Module, *, sync: bool, last: bool) -> None:
+    """Run FSDP's end of a backward once more, for gradients that came after the backward.
+
+    FSDP accumulates the delayed weight gradients, and reduces as :func:`set_gradient_sync` says of
+    ``sync`` and ``last``. A model without FSDP is not changed.
+    """
     if not isinstance(model, FSDPModule):
         return
-    # FSDP has no public name for it; PyTorch's own pipelines call this too.
+    # FSDP has no public name for this function; PyTorch's own pipelines call it too.
     finish = fully_shard.state(model)._root_post_backward_final_callback  # type: ignore[attr-defined]
-    # It reduces gradients of one dtype, and makes float32 of those alone that it does not reduce.
-    set_gradient_sync(model, False, last=False)
+    # FSDP reduces gradients of one dtype only, and converts gradients to float32 only when it does
+    # not reduce: so the first call converts, and the second reduces.
+    set_gradient_sync(model, sync=False, last=False)
     finish()
     if sync or last:
-        set_gradient_sync(model, sync, last)
+        set_gradient_sync(model, sync=sync, last=last)
         finish()
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Let go of parameters that a forward without a backward has left gathered.
+    """Free the parameters that a forward without a backward has left gathered.
 
-    Until then ``model.parameters()`` are those copies, and not the slices that the optimizer and a
-    checkpoint are about.
+    Until then ``model.parameters()`` are the gathered parameters, not the local shards that the
+    optimizer updates and a checkpoint stores.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,10 +1,11 @@
-"""Sums of gradients over the ranks that have copies of a model (``dp_replicate``).
+"""Compressed sums of gradients over replicas (``dp_replicate``).
 
-FSDP has summed them over the ranks that share a copy. Between copies links may be slow, so this is
-done once a step, whatever the number of micro-batches; as FSDP goes along in the last backward, or
-with fewer bits after it.
+FSDP sums gradients within a replica. Links between replicas may be slow: so gradients are summed
+over replicas once a step, whatever the number of micro-batches. Without compression
+:func:`parallel.apply_fsdp` does that sum during the last backward; here gradients are sent with
+fewer bits after the last backward.
 
-Legend: N numbers of a bucket, n copies.
+Legend: N numbers of a bucket, n replicas.
 """
 
 from __future__ import annotations
@@ -22,27 +23,29 @@ from parallel.dtensor import local_shard
 GradientCompression = Literal["none", "bfloat16", "one_bit"]
 
 _BUCKET = 1 << 23
-"""Numbers that travel together: 32 MiB of float32."""
+"""Numbers of one collective: 32 MiB of float32."""
 _BLOCK = 1024
-"""Numbers that share one magnitude, where only signs travel."""
+"""Numbers that share one magnitude under ``one_bit``."""
 
 
 class CompressedSum:
-    """Sums gradients over copies with fewer bits, after the last backward of a step.
+    """Sums gradients over replicas with fewer bits, after the last backward of a step.
 
-    - ``bfloat16``: each rank rounds what it gives, sums in float32 its part of what all gave, and
-      rounds the sum. Half the bytes of float32.
-    - ``one_bit``: each rank gives signs, and a mean magnitude for every 1,024 numbers; what that
-      gets wrong it adds to its next step's gradients (Seide et al., "1-Bit Stochastic Gradient
-      Descent", Interspeech 2014, section 2.2; error feedback). All get all: (n - 1) · N / 8 bytes a
-      rank, for 8 · N · (n - 1) / n of a float32 all-reduce, so for fewer than 64 copies.
+    - ``bfloat16``: each rank rounds its gradients to bfloat16, sums one n-th of all ranks' in
+      float32, and rounds the sum. Half the bytes of float32.
+    - ``one_bit``: each rank sends signs, and one mean magnitude for every 1,024 numbers. The
+      rounding error is kept and added to the next step's gradients (error feedback; Seide et al.,
+      "1-Bit Stochastic Gradient Descent", Interspeech 2014, section 2.2). Every rank gathers all
+      messages: (n - 1) · N / 8 bytes a rank, against 8 · N · (n - 1) / n of a float32 all-reduce.
+      That is less for fewer than 64 replicas.
 
-    The sums are the same bits on every copy. A gradient that is not finite gives sums that are not.
+    All replicas get sums of equal bits. A gradient that is not finite gives a sum that is not
+    finite.
 
     Args:
-        model: after FSDP; its parameters' gradients are summed in place.
-        group: the ranks that have the copies of what is here.
-        how: one of these.
+        model: the model, after :func:`parallel.apply_fsdp`; gradients are summed in place.
+        group: the ranks that hold replicas of this rank's shards.
+        how: the compression.
     """
 
     def __init__(
@@ -50,23 +53,24 @@ class CompressedSum:
     ) -> None:
         self.model, self.group, self.how = model, group, how
         self.residuals: dict[str, Tensor] = {}
-        """By parameter: what is still owed to the gradients, float32; for one_bit alone."""
+        """By parameter name: the rounding error for the next step, float32; one_bit only."""
         if how == "one_bit":
             self.residuals = {
                 name: torch.zeros_like(local_shard(p), dtype=torch.float32)
                 for name, p in model.named_parameters()
             }
         self._pending: list[list[tuple[Tensor, Tensor]]] = []
-        """Pieces of residuals, and what they are to be."""
+        """For each bucket: views of residuals, and their next values."""
 
     def reduce(self, scale: float = 1.0) -> None:
-        """Sum; every rank of the group must call, with gradients for the same parameters.
+        """Sum gradients over the group.
 
-        Gradients come and go multiplied by ``scale``, a power of two; what is owed is not, and so
-        outlives a change of it.
+        Every rank of the group must call, with gradients for the same parameters. Gradients before
+        and after are multiplied by the loss scale ``scale``, a power of two; residuals are not, and
+        stay valid when the loss scale changes.
         """
         self._pending = []
-        for grads, owed in self._buckets():
+        for grads, errors in self._buckets():
             sizes = [-(-len(grad) // _BLOCK) * _BLOCK for grad in grads]
             flat_N = torch.cat([_padded(grad, _BLOCK) for grad in grads]).float()
             if scale != 1:
@@ -74,27 +78,27 @@ class CompressedSum:
             if self.how == "bfloat16":
                 total_N = self._rounded(flat_N)
             else:
-                flat_N += torch.cat([_padded(piece, _BLOCK) for piece in owed])
+                flat_N += torch.cat([_padded(piece, _BLOCK) for piece in errors])
                 total_N, sent_N = self._signs(flat_N, [len(grad) for grad in grads])
                 rest = flat_N.sub_(sent_N).split(sizes)
-                self._pending.append(list(zip(owed, rest, strict=True)))
+                self._pending.append(list(zip(errors, rest, strict=True)))
             if scale != 1:
                 total_N *= scale
             for grad, part in zip(grads, total_N.split(sizes), strict=True):
                 grad.copy_(part[: len(grad)])
 
     def commit(self) -> None:
-        """Keep what the last :meth:`reduce` still owes: its sums became part of the model."""
+        """Keep the rounding errors of the last :meth:`reduce`, whose sums updated the model."""
         for bucket in self._pending:
             for residual, rest in bucket:
                 residual.copy_(rest[: len(residual)])
         self._pending = []
 
     def _buckets(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Views of gradients, flat, and of what is owed to them: no more in all than a bucket."""
+        """Flat views of gradients and of their residuals, in buckets of at most ``_BUCKET``."""
         grads: list[Tensor] = []
-        owed: list[Tensor] = []
-        room = _BUCKET
+        errors: list[Tensor] = []
+        space = _BUCKET
         for name, parameter in self.model.named_parameters():
             if parameter.grad is None:
                 continue
@@ -102,14 +106,14 @@ class CompressedSum:
             residual = self.residuals[name].view(-1) if self.residuals else flat[:0]
             for start in range(0, len(flat), _BUCKET):
                 piece = flat[start : start + _BUCKET]
-                if len(piece) > room:
-                    yield grads, owed
-                    grads, owed, room = [], [], _BUCKET
+                if len(piece) > space:
+                    yield grads, errors
+                    grads, errors, space = [], [], _BUCKET
                 grads.append(piece)
-                owed.append(residual[start : start + _BUCKET])
-                room -= len(piece)
+                errors.append(residual[start : start + _BUCKET])
+                space -= len(piece)
         if grads:
-            yield grads, owed
+            yield grads, errors
 
     def _rounded(self, flat_N: Tensor) -> Tensor:
         n = self.group.size()
@@ -121,10 +125,10 @@ class CompressedSum:
         return theirs[: len(flat_N)].float()
 
     def _signs(self, flat_N: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
-        """The sum of what all ranks sent, and what this one did, [N] float32 each.
+        """The sum over all ranks' messages, and this rank's message as numbers; [N] float32 each.
 
-        ``lengths`` are those of what was padded to whole blocks: no two parameters share one, and
-        zeros that fill one up do not count.
+        ``lengths`` are the gradients' lengths before padding to full blocks: no two parameters
+        share a block, and the zeros of the padding do not count in a mean.
         """
         n, blocks = self.group.size(), len(flat_N) // _BLOCK
         counts = torch.tensor(
@@ -137,7 +141,7 @@ class CompressedSum:
         messages = message.new_empty(n * len(message))
         all_gather(messages, message, self.group, "dp").wait()
         total, mine = torch.zeros_like(by_block), by_block
-        # In the order of the ranks, so that all have the same bits.
+        # In rank order: floating-point sums then have equal bits on all ranks.
         for rank, theirs in enumerate(messages.chunk(n)):
             scales = theirs[-4 * blocks :].clone().view(torch.float32)
             sent = _unpacked(theirs[: -4 * blocks]).view(blocks, _BLOCK) * scales.unsqueeze(1)
@@ -153,13 +157,13 @@ def _padded(x_N: Tensor, multiple: int) -> Tensor:
 
 
 def _packed(bits: Tensor) -> Tensor:
-    """[..., 8 · k] bool -> uint8, eight to a byte."""
+    """[8 · k] bool -> [k] uint8."""
     places = 2 ** torch.arange(8, device=bits.device, dtype=torch.uint8)
     return (bits.reshape(-1, 8).to(torch.uint8) * places).sum(1, dtype=torch.uint8)
 
 
 def _unpacked(packed: Tensor) -> Tensor:
-    """The inverse, as float32 signs: 1 and -1."""
+    """[k] uint8 -> [8 · k] float32 signs, 1 and -1; the inverse of :func:`_packed`."""
     places = 2 ** torch.arange(8, device=packed.device, dtype=torch.uint8)
     bits = packed.unsqueeze(1).bitwise_and(places) != 0
     return bits.flatten().float() * 2 - 1

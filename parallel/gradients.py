@@ -1,4 +1,4 @@
-"""Gradients of parameters that are on whatever meshes: one norm over all of them."""
+"""The norm and the scale of gradients whose parameters are sharded over different meshes."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from parallel.mesh import ParallelDims
 def grad_square_sum(model: nn.Module, dims: ParallelDims | None) -> Tensor:
     """This rank's share of the squared global gradient norm, a float64 scalar.
 
-    Summed over all ranks it is the whole, experts counted once: a slice that n ranks hold counts
-    1/n on each. ``dims`` are the meshes that the model is laid out over; None in one process.
-    Parameters without a gradient have none.
+    The sum over all ranks is the squared global norm: a shard that n ranks hold counts 1/n on each
+    of the n ranks. Parameters without a gradient count as zeros. ``dims`` are the meshes that the
+    model is parallelized over; None for one process.
     """
     ranks = 1 if dims is None else dims.topology.world // dims.topology.pp
-    by_copies: dict[int, list[Tensor]] = {}
+    by_replicas: dict[int, list[Tensor]] = {}
     for parameter in model.parameters():
         if parameter.grad is not None:
-            copies = ranks // _parts(parameter)
-            by_copies.setdefault(copies, []).append(local_shard(parameter.grad))
+            replicas = ranks // _num_shards(parameter)
+            by_replicas.setdefault(replicas, []).append(local_shard(parameter.grad))
     total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
-    for copies, grads in by_copies.items():
+    for replicas, grads in by_replicas.items():
         norms = torch.stack(torch._foreach_norm(grads)).double()
-        total += norms.square().sum() / copies
+        total += norms.square().sum() / replicas
     return total
 
 
-def _parts(parameter: Tensor) -> int:
-    """In how many slices it is cut."""
+def _num_shards(parameter: Tensor) -> int:
+    """The number of different shards of a parameter."""
     if not isinstance(parameter, DTensor):
         return 1
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -42,18 +42,18 @@ def _parts(parameter: Tensor) -> int:
 
 
 def scale_gradients(model: nn.Module, factor: float) -> None:
-    """Multiply every gradient in place; exactly nothing for a factor of 1."""
+    """Multiply every gradient by ``factor``, in place; a factor of 1 changes no bit."""
     grads = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
     if factor != 1.0 and grads:
         torch._foreach_mul_(grads, factor)
 
 
 def clip_grad_norm(model: nn.Module, dims: ParallelDims | None, max_norm: float) -> float:
-    """Scale gradients down to a global norm of ``max_norm``; returns what it was.
+    """Scale gradients down to a global norm of at most ``max_norm``; returns the norm before.
 
-    ``torch.nn.utils.clip_grad_norm_`` does not take parameters of different meshes, as experts and
-    the rest are. Every rank must call; each waits for its device. A norm that is not finite leaves
-    the gradients as they are.
+    ``torch.nn.utils.clip_grad_norm_`` refuses parameters on different meshes, and experts are on
+    another mesh than dense parameters. Every rank must call; the host waits for the device. If the
+    norm is not finite, gradients are not changed.
     """
     square = grad_square_sum(model, dims)
     if dims is not None:

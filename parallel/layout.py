@@ -1,11 +1,11 @@
-"""Who holds which slice of which array, as plain arithmetic.
+"""Which rank holds which slice of an array, as plain arithmetic.
 
-Nothing here touches torch or a process group: the layout of any rank of any topology can be
-worked out on one laptop. Checkpoints are written and resharded from this alone.
+This module uses neither torch nor process groups: the layout of any rank of any topology can be
+computed on a laptop. Checkpoints are written and resharded by this arithmetic.
 
-The dense axes multiply to the world, outermost first: ``pp x dp_replicate x dp_shard x cp x tp``.
-Experts are folded onto the same ranks: ``efsdp x ep = dp_shard x cp x tp``, ``ep`` innermost, so
-that the ranks which exchange tokens are neighbours.
+The product of the dense axes is the world size, outermost axis first: ``pp x dp_replicate x
+dp_shard x cp x tp``. Experts are sharded over the same ranks: ``efsdp x ep = dp_shard x cp x tp``,
+with ``ep`` innermost, so that the ranks of one ep group are neighbours.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from functools import cached_property
 from itertools import product
 
 Box = tuple[tuple[int, int], ...]
-"""A half-open range per dim of an array: ``((start, stop), ...)`` in logical coordinates."""
+"""A half-open range for each dim: ``((start, stop), ...)`` in coordinates of the global array."""
 
 MOST_RANKS = 1 << 20
 
-# The axes that an array may be split over, in groups that each decompose a rank number in full.
-# "fsdp" is dp_shard and cp taken together, as fully_shard sees them; "fsdp_tp" is both and tp.
+# The axes that an array may be split over. The axes of each group together decompose a rank number.
+# "fsdp" is dp_shard and cp as one axis, as in fully_shard; "fsdp_tp" is dp_shard, cp and tp.
 _BASES: tuple[tuple[str, ...], ...] = (
     ("pp", "dp_replicate", "fsdp", "tp"),
     ("pp", "dp_replicate", "efsdp", "ep"),
@@ -33,7 +33,7 @@ _BASES: tuple[tuple[str, ...], ...] = (
 
 @dataclass(frozen=True)
 class Topology:
-    """The degree of every parallel axis; a pure description, valid without any process."""
+    """The degree of every parallel axis; needs no process group."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -63,21 +63,21 @@ class Topology:
 
     @property
     def fsdp(self) -> int:
-        """The number of ranks that share one copy of a dense parameter: dp_shard x cp."""
+        """The number of shards of a dense parameter: dp_shard x cp."""
         return self.dp_shard * self.cp
 
     @property
     def fsdp_tp(self) -> int:
-        """The number of ranks that share one copy of what tp does not cut: dp_shard x cp x tp."""
+        """The number of shards of a parameter outside tensor parallelism: dp_shard x cp x tp."""
         return self.fsdp * self.tp
 
     @property
     def efsdp(self) -> int:
-        """The number of ranks that share one copy of an expert: dp_shard x cp x tp / ep."""
+        """The number of shards of an expert: dp_shard x cp x tp / ep."""
         return self.fsdp * self.tp // self.ep
 
     def size(self, axis: str) -> int:
-        """The degree of ``axis``, a field or one of fsdp, fsdp_tp, efsdp and world."""
+        """The degree of ``axis``: a field, or fsdp, fsdp_tp, efsdp or world."""
         return int(getattr(self, axis))
 
     def as_dict(self) -> dict[str, int]:
@@ -96,9 +96,9 @@ def count_ranks(count: int) -> str:
 
 
 def parse_topology(text: str) -> Topology:
-    """Read ``"dp_shard=4,ep=2"``. A dp_shard left out is the least that ``ep`` needs.
+    """Read ``"dp_shard=4,ep=2"``. Without dp_shard, the smallest that ``ep`` needs is taken.
 
-    Raises ValueError for an unknown axis, a degree that is no whole number, or an ep that does
+    Raises ValueError for an unknown axis, a degree that is not a whole number, or an ep that does
     not divide dp_shard x cp x tp.
     """
     names = [field.name for field in fields(Topology)]
@@ -119,7 +119,7 @@ def parse_topology(text: str) -> Topology:
 
 
 def _piece(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
-    """One part of a range, cut as torch.chunk does: ceil(n / parts) each, the last ones short."""
+    """Part ``index`` of a range split as by torch.chunk: ceil(n / parts) each, the last short."""
     step = -(-(stop - start) // parts)
     return min(start + index * step, stop), min(start + (index + 1) * step, stop)
 
@@ -128,19 +128,19 @@ def _piece(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
 class ShardLayout:
     """The slices of one array over the ranks of a topology.
 
-    ``splits`` has, for each dim, the axes that cut it, outermost first; an axis that cuts no dim
-    holds copies. Capital letters are logical sizes: ``shape`` is never a local shape.
+    ``splits`` has, for each dim, the axes that split the dim, outermost first. Ranks along an axis
+    that splits no dim hold replicas. ``shape`` is the shape of the global array.
     """
 
     shape: tuple[int, ...]
     splits: tuple[tuple[str, ...], ...]
     topology: Topology
     stages: tuple[int, ...] = ()
-    """Places along pp: of the whole array, or of each index of its first dim; empty where every
-    place has all of it."""
+    """Places along pp: one for the array, or one for each index of the first dim; empty where every
+    place holds the array."""
 
     def __post_init__(self) -> None:
-        # ValueErrors: a checkpoint's layouts are read from a file.
+        # ValueError and not assert: a checkpoint's layouts are read from a file.
         used = [axis for axes in self.splits for axis in axes]
         if len(self.splits) != len(self.shape):
             raise ValueError(f"splits {self.splits} must be one for each dim of {self.shape}")
@@ -166,7 +166,7 @@ class ShardLayout:
         return coordinates
 
     def boxes(self, rank: int) -> list[Box]:
-        """The slices that ``rank`` holds: one, or where stages are told apart any number."""
+        """The slices that ``rank`` holds: one, or with ``stages`` any number."""
         box = self.box(rank)
         if not self.stages:
             return [box]
@@ -184,8 +184,8 @@ class ShardLayout:
         return runs
 
     def box(self, rank: int) -> Box:
-        """The slice that ``rank`` holds, whatever its stage; empty in a dim where there was less
-        than one part each."""
+        """The slice of ``rank`` with ``stages`` ignored. A range is empty where the dim has fewer
+        parts than ranks."""
         coordinates = self._coordinates(rank)
         box = []
         for size, axes in zip(self.shape, self.splits, strict=True):
@@ -197,11 +197,11 @@ class ShardLayout:
 
     @cached_property
     def num_replicas(self) -> int:
-        """How many ranks hold each slice."""
+        """The number of ranks that hold each slice."""
         return math.prod(self.topology.size(a) for a in self._basis if a not in self._used)
 
     def replica_index(self, rank: int) -> int:
-        """Which of the ranks that hold the same slice ``rank`` is, from 0."""
+        """The index of ``rank`` among the ranks that hold the same slice, from 0."""
         coordinates = self._coordinates(rank)
         index = 0
         for axis in self._basis:
@@ -210,10 +210,10 @@ class ShardLayout:
         return index
 
     def grain(self) -> tuple[int, ...]:
-        """The largest regular grid of which no cell crosses from one rank's slice to another's.
+        """The largest cell of a regular grid in which each cell belongs to one rank's slice.
 
-        A zarr grid is regular while nested uneven splits are not; a cell of the greatest common
-        divisor of all boundaries always fits. Only the last cell of a dim may be short.
+        A zarr grid is regular, and nested uneven splits are not; cells as long as the greatest
+        common divisor of all boundaries always fit. Only the last cell of a dim may be shorter.
         """
         grain = [self._grain_of(n, axes) for n, axes in zip(self.shape, self.splits, strict=True)]
         changes = [i for i in range(1, len(self.stages)) if self.stages[i] != self.stages[i - 1]]
@@ -236,23 +236,23 @@ class ShardLayout:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The common part of two boxes, or None where there is none. Scalars intersect in ``()``."""
+    """The intersection of two boxes, or None where it is empty; of two scalars ``()``."""
     common = tuple((max(s, t), min(e, f)) for (s, e), (t, f) in zip(a, b, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
 
 def cells(box: Box, cell: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The grid coordinates of every cell that touches ``box``, in row-major order."""
+    """The grid coordinates of every cell that intersects ``box``, in row-major order."""
     ranges = [
         range(start // step, -(-stop // step)) if start < stop else range(0)
         for (start, stop), step in zip(box, cell, strict=True)
     ]
-    # Where one is empty the others may be of any length, and product() would make lists of them.
+    # With an empty range the other ranges may have any length, and product() would list them all.
     return product(*ranges) if all(ranges) else iter(())
 
 
 def count_cells(box: Box, cell: tuple[int, ...]) -> int:
-    """How many :func:`cells` there are, without going through them."""
+    """The number of :func:`cells`, without listing the cells."""
     sizes = (
         -(-stop // step) - start // step if start < stop else 0
         for (start, stop), step in zip(box, cell, strict=True)
@@ -261,21 +261,21 @@ def count_cells(box: Box, cell: tuple[int, ...]) -> int:
 
 
 def cell_box(coordinates: tuple[int, ...], cell: tuple[int, ...], shape: tuple[int, ...]) -> Box:
-    """The part of the array that a grid cell covers, clipped to the array's ``shape``."""
+    """The box of a grid cell, clipped to the array's ``shape``."""
     return tuple(
         (i * step, min((i + 1) * step, size))
         for i, step, size in zip(coordinates, cell, shape, strict=True)
     )
 
 
-# How fully_shard cuts a parameter, and so how a checkpoint's grid is cut: dense parameters along
-# their first dim; experts, whose first dim is the expert and belongs to ep, along the second.
+# The dim that fully_shard splits, and so the dim that a checkpoint's grid splits: the first of a
+# dense parameter; the second of an expert's, because ep splits the first, which is the expert.
 FSDP_DENSE_DIM = 0
 FSDP_EXPERT_DIM = 1
 
 
 def dense_splits(ndim: int, tp_dim: int | None = None) -> tuple[tuple[str, ...], ...]:
-    """Splits of a dense parameter of ``ndim`` dims, of which tp may cut one, before fsdp does."""
+    """Splits of a dense parameter of ``ndim`` dims; tp may split one dim, before fsdp does."""
     return tuple(
         (("tp",) if dim == tp_dim else ()) + (("fsdp",) if dim == FSDP_DENSE_DIM else ())
         for dim in range(ndim)
@@ -283,7 +283,7 @@ def dense_splits(ndim: int, tp_dim: int | None = None) -> tuple[tuple[str, ...],
 
 
 def spread_splits(ndim: int) -> tuple[tuple[str, ...], ...]:
-    """Splits of a parameter that tp does not cut, whose gradients its ranks add up as well."""
+    """Splits of a parameter that tp replicates, and whose gradients are summed over tp."""
     return tuple(("fsdp_tp",) if dim == FSDP_DENSE_DIM else () for dim in range(ndim))
 
 
@@ -298,19 +298,19 @@ def expert_splits(ndim: int) -> tuple[tuple[str, ...], ...]:
 def nodes_per_token(
     num_experts: int, n_groups: int, topk_groups: int, top_k: int, ep: int, ranks_per_node: int
 ) -> int:
-    """The most nodes that a token is sent to, experts being in equal blocks over ``ep`` ranks.
+    """The most nodes that a token is sent to, with experts in equal blocks over ``ep`` ranks.
 
     Node-limited routing (DeepSeek-V3, arXiv 2412.19437, section 2.1.2) is group-limited routing
-    with groups that lie within nodes. The groups belong to the model and the nodes to the machines:
-    here the two meet.
+    where each group of experts is on one node. Groups are the model's and nodes the cluster's;
+    this function relates the two.
 
     Args:
-        num_experts: E.
-        n_groups: equal blocks of experts.
-        topk_groups: groups that a token's experts come from.
-        top_k: experts of a token.
-        ep: ranks that share the experts; a multiple of ``ranks_per_node``, or a divisor.
-        ranks_per_node: consecutive ranks on one machine.
+        num_experts: number of experts.
+        n_groups: number of equal groups of consecutive experts.
+        topk_groups: number of groups that a token's experts come from.
+        top_k: number of experts of a token.
+        ep: number of ranks that share the experts; a multiple or a divisor of ``ranks_per_node``.
+        ranks_per_node: number of consecutive ranks on one machine.
     """
     size, per_rank = num_experts // n_groups, num_experts // ep
     nodes = [

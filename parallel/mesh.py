@@ -1,4 +1,4 @@
-"""Process meshes: the dense axes and the expert axes, folded over the same ranks."""
+"""Device meshes of the dense axes and of the expert axes, over the same ranks."""
 
 from __future__ import annotations
 
@@ -15,47 +15,48 @@ from parallel.layout import Topology, count_ranks
 class ParallelDims:
     """The meshes of one topology over the default process group.
 
-    A mesh is a collective to make, so every rank asks for the same ones in the same order; all
-    are made by :meth:`build`, none on first use.
+    Making a mesh is a collective: all ranks must make equal meshes in equal order. So
+    :meth:`build` makes all meshes, and none is made on first use.
     """
 
     topology: Topology
     replicate_mesh: DeviceMesh
-    """[dp_replicate]: the ranks that have copies of what is here."""
+    """[dp_replicate]: the ranks that hold replicas of this rank's shards."""
     fsdp_mesh: DeviceMesh
-    """[fsdp]: the ranks that dense parameters are cut over."""
+    """[fsdp]: the ranks that dense parameters are sharded over."""
     efsdp_mesh: DeviceMesh
-    """[efsdp]: the same for experts."""
+    """[efsdp]: the ranks that each expert is sharded over."""
     ep_mesh: DeviceMesh
-    """[ep]: the ranks that exchange tokens."""
+    """[ep]: the ranks that share the experts, and dispatch tokens to each other."""
     fsdp_tp_mesh: DeviceMesh
-    """[fsdp_tp]: the same for what tp does not cut."""
+    """[fsdp_tp]: the ranks that dense parameters outside tensor parallelism are sharded over."""
     tp_mesh: DeviceMesh
-    """[tp]: the ranks that share each product."""
+    """[tp]: the ranks that share each GEMM."""
     token_mesh: DeviceMesh
-    """[cp_tp]: the ranks that have parts of the same micro-batches."""
+    """[cp_tp]: the ranks that have parts of the same micro-batch."""
     pp_mesh: DeviceMesh
-    """[pp]: the ranks that have the stages of the same micro-batches."""
+    """[pp]: the ranks that have the stages of one pipeline."""
     stage_mesh: DeviceMesh
-    """[stage]: the ranks at this one's place along pp, which have the same layers."""
+    """[stage]: the ranks at this rank's place along pp, all with equal layers."""
     cp_mesh: DeviceMesh
-    """[cp]: the ranks that have parts of the same sequences."""
+    """[cp]: the ranks that have parts of the same sequence."""
     ep_node_meshes: tuple[DeviceMesh, DeviceMesh] | None = None
-    """Of them, those at this rank's place in each node, and those of its node; None unless the ep
-    axis holds several whole nodes of more than one rank."""
+    """Two meshes of ``ep_mesh``'s ranks: the ranks at this rank's place in each node, and the
+    ranks of this rank's node. None unless the ep axis has several full nodes of more than one
+    rank."""
 
     @staticmethod
     def build(
         topology: Topology, device_type: str, ranks_per_node: int | None = None
     ) -> ParallelDims:
-        """Make the meshes. The default process group must exist and have the topology's world.
+        """Make the meshes; every rank of the default process group must call.
 
         Args:
-            topology: the degrees.
+            topology: the degrees; their product must be the world size.
             device_type: ``cpu`` or ``cuda``.
-            ranks_per_node: consecutive ranks that share a machine; None takes all as one.
+            ranks_per_node: consecutive ranks that share a machine; None for one machine.
 
-        Raises ValueError where the world has another size.
+        Raises ValueError where the topology is of another world size.
         """
         world = dist.get_world_size()
         if topology.world != world:
@@ -64,9 +65,9 @@ class ParallelDims:
                 f"must have the world size ({world})"
             )
         t = topology
-        # Both foldings must come from one root: DTensors of unrelated meshes cannot be composed,
-        # and fully_shard over efsdp takes parameters that are already DTensors over ep.
-        # _unflatten is torch's private name for that; it is used in this module alone.
+        # All meshes must come from one root: fully_shard over efsdp takes parameters that are
+        # DTensors over ep already, and refuses meshes without a common root. DeviceMesh has no
+        # public name for _unflatten; tests/parallel/test_private_torch.py guards the private one.
         root = init_device_mesh(device_type, (world,), mesh_dim_names=("world",))
         dense = root._unflatten(
             0, (t.pp, t.dp_replicate, t.fsdp, t.tp), ("pp", "dp_replicate", "fsdp", "tp")
@@ -114,11 +115,11 @@ class ParallelDims:
 
     @cached_property
     def dp_rank(self) -> int:
-        """This rank's place among those that take different sequences."""
+        """This rank's index among the ranks that get different sequences."""
         inner = self.topology.cp * self.topology.tp
         return dist.get_rank() % (self.topology.world // self.topology.pp) // inner
 
     @property
     def dp_size(self) -> int:
-        """How many ranks take different sequences: dp_replicate x dp_shard."""
+        """The number of ranks that get different sequences: dp_replicate x dp_shard."""
         return self.topology.dp_replicate * self.topology.dp_shard

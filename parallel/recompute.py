@@ -1,4 +1,4 @@
-"""Computing activations again in the backward instead of keeping them, or keeping them away."""
+"""Activation memory: recomputation in the backward, or offload to host memory."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _KEPT = {
 
 
 def apply_recompute(blocks: Sequence[nn.Module], how: Recompute, every: int = 1) -> None:
-    """Let some blocks keep their inputs alone, and run their forward again in the backward.
+    """Let blocks save their inputs, and run their forward again in the backward.
 
-    Gradients have the same bits. Everything that a forward does happens twice, exchanges between
-    ranks too, in the same order on all of them.
+    Gradients are bitwise equal to those without recomputation. Collectives of the forward run twice
+    as well, in equal order on all ranks.
 
     Args:
-        blocks: in the order in which they run; before :func:`apply_fsdp`.
-        how: ``full`` keeps nothing else; ``selective`` keeps the results of products and of
-            attention as well (but not those of experts on the packed path, which are its own), so
-            that only what is cheap is done again; ``none`` changes nothing.
-        every: 1 for all blocks, n for the first of every n.
+        blocks: the blocks in the order of the forward; before :func:`parallel.apply_fsdp`.
+        how: ``full`` saves inputs only. ``selective`` saves the results of GEMMs and of attention
+            as well, and recomputes cheap operations only; experts on the packed path save nothing
+            more, because their GEMMs are not torch's. ``none`` changes nothing.
+        every: 1 for all blocks, n for the first of every n blocks.
     """
     if how == "none":
         return
@@ -53,31 +53,31 @@ def apply_recompute(blocks: Sequence[nn.Module], how: Recompute, every: int = 1)
     if how == "selective":
         contexts = partial(create_selective_checkpoint_contexts, _policy)
     for block in blocks[::every]:
-        # Not a wrapper module: the parameters keep their names.
+        # forward is replaced: a wrapper module would change the parameters' names.
         block.forward = _recomputed(block.forward, contexts)
 
 
 def apply_activation_offload(blocks: Sequence[nn.Module]) -> None:
-    """Let blocks keep what their backward needs in host memory; after :func:`apply_recompute`, so
-    that what is kept of a block that is computed again is its input alone.
+    """Let blocks save what their backward needs in host memory.
 
-    What selective recomputation keeps is its own, and stays. On a CPU nothing changes.
+    Call after :func:`apply_recompute`: then a recomputed block offloads its input only. What
+    selective recomputation saves stays on the device. On a CPU nothing changes.
     """
     for block in blocks:
         block.forward = _kept_on_host(block)
 
 
 class _OnHost(save_on_cpu):
-    """Everything but a block's parameters, which are kept anyhow."""
+    """Offloads saved tensors except a block's parameters, which stay on the device anyway."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__(pin_memory=torch.cuda.is_available())
         pack, unpack = self.pack_hook, self.unpack_hook
 
         def send(tensor: Tensor) -> Any:
-            # Looked up each time: FSDP gathers some of them within the forward.
-            here = {local_shard(p).untyped_storage().data_ptr() for p in block.parameters()}
-            return tensor if tensor.untyped_storage().data_ptr() in here else pack(tensor)
+            # Read at each call: FSDP replaces parameters by gathered ones during the forward.
+            owned = {local_shard(p).untyped_storage().data_ptr() for p in block.parameters()}
+            return tensor if tensor.untyped_storage().data_ptr() in owned else pack(tensor)
 
         self.pack_hook = send
         self.unpack_hook = lambda kept: kept if isinstance(kept, Tensor) else unpack(kept)
@@ -97,8 +97,8 @@ def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any]) -> Cal
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # Not stopped as soon as everything is there: another rank may need more of its forward than
-        # this one, and would wait for this one in the next exchange.
+        # early_stop=False: another rank may need more of its forward than this rank, and would then
+        # wait for this rank in a collective that this rank skips.
         return checkpoint(
             forward, *args, use_reentrant=False, context_fn=contexts, early_stop=False, **kwargs
         )

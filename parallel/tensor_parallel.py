@@ -1,15 +1,17 @@
-"""Tensor parallelism: matrices cut over ranks, and between them a part of the sequence on each.
+"""Tensor parallelism with sequence parallelism: sharded matrices, and activations sharded between.
 
-Legend: B batch, S tokens of a sequence that are here, W those on all ranks together, D d_model, F
-some wider size, V vocab.
+Legend: B batch, S tokens of a sequence on this rank, W tokens of a sequence on all ranks, D
+d_model, F hidden size, V vocab.
 
-A product by columns and the one by rows after it are cut so that nothing travels between them
-(Shoeybi et al., arXiv 1909.08053, section 3); before the first every rank gathers the sequence, and
-after the second it gets the sums of its part (Korthikanti et al., arXiv 2205.05198, section 4.2.2).
+A column-parallel linear layer and the row-parallel one after it need no collective between them
+(Shoeybi et al., arXiv 1909.08053, section 3). Before the first, every rank gathers the sequence;
+after the second, a reduce-scatter gives each rank the sums of its tokens (Korthikanti et al., arXiv
+2205.05198, section 4.2.2).
 
-Parameters become DTensors, which FSDP composes with and which show logical shapes. But it is not
-DTensor that computes here, nor PyTorch's styles, which are made of it: its views never come to an
-end on a tensor without elements (torch 2.13), and a micro-batch without sequences is ordinary.
+Parameters become DTensors, so that FSDP can shard them further and global shapes stay visible. The
+computation is on local tensors, neither by DTensor nor by PyTorch's ParallelStyle, which uses
+DTensor: a view of a DTensor without elements does not terminate (torch 2.13), and a micro-batch
+without sequences is ordinary here.
 """
 
 from __future__ import annotations
@@ -26,29 +28,31 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from parallel.collectives import start_gather_rows, start_scatter_sums
 from parallel.delayed_weight_grad import linear
 
-TensorParallel = Literal["gathered", "columns", "rows", "shared", "norm", "embedding", "logits"]
-"""How a module is laid out over ranks:
+TensorParallelStyle = Literal[
+    "gathered", "columns", "rows", "shared", "norm", "embedding", "logits"
+]
+"""How tensor parallelism changes a module:
 
-- ``gathered``: no parameters of its own are cut; its input [B, S, D] is gathered to [B, W, D], and
-  what else it is given is the same on all ranks.
+- ``gathered``: no own parameters are sharded; the input [B, S, D] is gathered to [B, W, D], and
+  further arguments must be equal on all ranks.
 - ``columns``: a linear layer [B, W, D] -> [B, W, F / ranks].
-- ``rows``: one after that, [B, W, F / ranks] -> [B, S, D].
-- ``shared``: a linear layer before one by columns, [B, W, D] -> [B, W, F], that every rank computes
-  whole and passes on to its own heads.
-- ``norm``: an RMSNorm with the whole weight on every rank, of whatever is there.
-- ``embedding``: [B, W] token ids -> [B, S, D], the vocabulary cut.
-- ``logits``: [B, S, D] -> a DTensor [B, W, V] cut along V.
+- ``rows``: a linear layer after ``columns``, [B, W, F / ranks] -> [B, S, D].
+- ``shared``: a linear layer before ``columns``, [B, W, D] -> [B, W, F], replicated on every rank.
+- ``norm``: an RMSNorm of local activations, its weight replicated on every rank.
+- ``embedding``: [B, W] token ids -> [B, S, D], the vocabulary sharded.
+- ``logits``: [B, S, D] -> a DTensor [B, W, V] sharded along V.
 """
 
 
 def apply_tensor_parallel(
-    model: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, TensorParallel]
+    model: nn.Module, tp_mesh: DeviceMesh, plan: Mapping[str, TensorParallelStyle]
 ) -> nn.Module:
-    """Cut the modules of ``plan``, by name, over ``tp_mesh``; before :func:`apply_fsdp`.
+    """Shard the modules that ``plan`` names over ``tp_mesh``; before :func:`parallel.apply_fsdp`.
 
-    No values move: every rank must have built the same ones, or none yet. Gradients of cut
-    parameters are whole; those of norms are parts of a sum, which FSDP adds up before it shards
-    them; those of all parameters that the plan leaves out are each rank's own.
+    No values are sent: all ranks must have built equal values, or be on the meta device. A sharded
+    parameter's gradient needs no sum over tp. Gradients of ``norm`` and ``shared`` weights are
+    partial sums, which FSDP sums before sharding. Gradients of parameters outside the plan are each
+    rank's own.
     """
     if tp_mesh.size() == 1:
         return model
@@ -68,12 +72,12 @@ def apply_tensor_parallel(
 
 
 def gather_sequence(x_BSD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[B, S, D] of each rank -> [B, W, D] on all; the gradient of a token is all ranks' sum."""
+    """[B, S, D] of each rank -> [B, W, D] on all; a token's gradient is the sum over ranks."""
     return start_gather_rows(x_BSD.transpose(0, 1), group, "tp").wait().transpose(0, 1)
 
 
 def scatter_sequence(x_BWD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[B, W, D] -> [B, S, D]: this rank's part of the sum over ranks. W is a multiple of them."""
+    """[B, W, D] -> [B, S, D]: this rank's tokens of the sum over ranks, which divide W."""
     assert x_BWD.shape[1] % group.size() == 0, (x_BWD.shape, group.size())
     return start_scatter_sums(x_BWD.transpose(0, 1), group, "tp").wait().transpose(0, 1)
 
@@ -82,7 +86,7 @@ def _gathered(forward: Callable[..., Tensor], group: dist.ProcessGroup) -> Calla
     return lambda x_BSD, *others: forward(gather_sequence(x_BSD, group), *others)
 
 
-# Weights are looked up in every call: FSDP puts the gathered ones in the module for its forward.
+# Weights are read in every call: FSDP puts gathered weights into the module for its forward.
 
 
 def _weight(module: nn.Module) -> Tensor:
@@ -99,19 +103,19 @@ def _rows(module: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
     return lambda x_BWF: scatter_sequence(linear(x_BWF, module), group)
 
 
-def _whole_weight(module: nn.Module) -> Tensor:
-    """Of which each rank's tokens or heads give a part of the gradient."""
+def _replicated_weight(module: nn.Module) -> Tensor:
+    """A replicated weight; each rank's tokens or heads give a partial sum of the gradient."""
     assert isinstance(module.weight, DTensor)
     return module.weight.to_local(grad_placements=[Partial()])
 
 
 def _norm(module: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
     assert isinstance(module, nn.RMSNorm)
-    return lambda x: F.rms_norm(x, module.normalized_shape, _whole_weight(module), module.eps)
+    return lambda x: F.rms_norm(x, module.normalized_shape, _replicated_weight(module), module.eps)
 
 
 def _shared(module: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    return lambda x_BWD: F.linear(x_BWD, _whole_weight(module))
+    return lambda x_BWD: F.linear(x_BWD, _replicated_weight(module))
 
 
 def _embedding(module: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
@@ -132,8 +136,8 @@ def _logits(module: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
 
     def forward(x_BSD: Tensor) -> Tensor:
         local = linear(gather_sequence(x_BSD, group), module)
-        whole: Tensor = DTensor.from_local(local, mesh, [Shard(2)], run_check=False)
-        return whole
+        sharded: Tensor = DTensor.from_local(local, mesh, [Shard(2)], run_check=False)
+        return sharded
 
     return forward
 

@@ -28,24 +28,32 @@ from pretrain.health import CapacityBalance
 from pretrain.model import Decoder
 from pretrain.observe import CapacityPlanned, Events, StepCommitted, read_log
 from pretrain.optim import build_adamw
-from pretrain.parallelize import LaidOut, Part, Pass, Routing, forward_backward, lay_out, routing_of
+from pretrain.parallelize import (
+    LocalBatch,
+    ParallelModel,
+    RoutingStats,
+    StepResult,
+    forward_backward,
+    parallelize,
+    routing_stats,
+)
 from pretrain.runtime import Runtime
 from pretrain.spec import JobSpec
 from pretrain.state import residual_arrays, training_arrays
 from router import StragglerAwareConfig, TopKRouter
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
-    """A run on one rank: laid-out model, optimizer and data."""
+    """A run on one rank: parallelized model, optimizer and data."""
 
     spec: JobSpec
     runtime: Runtime
     topology: Topology
     dims: ParallelDims
     corpus: CorpusManifest
-    laid_out: LaidOut
-    part: Part
+    parallel_model: ParallelModel
+    local_batch: LocalBatch
     optimizer: torch.optim.AdamW
     loader: Loader
     held_out: PackedSequences
@@ -58,13 +66,13 @@ class Job:
 
     @property
     def model(self) -> Decoder:
-        """What of the model is here."""
-        return self.laid_out.model
+        """The layers of this rank's stages."""
+        return self.parallel_model.local_model
 
     @property
     def layouts(self) -> dict[str, ShardLayout]:
         """Who holds which slice of every parameter and buffer, by name."""
-        return self.laid_out.layouts
+        return self.parallel_model.layouts
 
     @property
     def moe_layers(self) -> list[int]:
@@ -85,36 +93,46 @@ class Job:
 
     def forward_backward(
         self, batches: Sequence[Tensor], planned_tokens: int, loss_scale: float | None = None
-    ) -> Pass:
+    ) -> StepResult:
         """Gradients of one step's loss, see :func:`pretrain.parallelize.forward_backward`, times
         ``loss_scale``, a power of two: that rounds nothing."""
         divisor = planned_tokens / (loss_scale or 1.0)
         once = self.spec.parallel.memory.zero_stage == 1
-        part, device = self.part, self.runtime.device
-        if self.laid_out.pipeline is not None:
-            return self.laid_out.pipeline.forward_backward(batches, divisor, device, part, once)
-        return forward_backward(self.model, batches, divisor, device, part, once)
+        local_batch, device = self.local_batch, self.runtime.device
+        if self.parallel_model.pipeline is not None:
+            return self.parallel_model.pipeline.forward_backward(
+                batches, divisor, device=device, local_batch=local_batch, reduce_once=once
+            )
+        return forward_backward(
+            self.model, batches, divisor, device=device, local_batch=local_batch, reduce_once=once
+        )
 
     def forward(
         self, inputs_BS: Tensor, documents: Documents | None = None
-    ) -> tuple[Tensor | None, Routing | None]:
+    ) -> tuple[Tensor | None, RoutingStats | None]:
         """Logits, where the last stage is, and what this rank's routers did."""
-        if self.laid_out.pipeline is not None:
-            return self.laid_out.pipeline.forward(inputs_BS, self.part, documents)
+        if self.parallel_model.pipeline is not None:
+            return self.parallel_model.pipeline.forward(inputs_BS, self.local_batch, documents)
         out = self.model(inputs_BS, None, documents)
-        routed = inputs_BS.numel() // self.part.tp_degree
-        return out.logits, routing_of(out.aux, routed) if out.aux else None
+        routed = inputs_BS.numel() // self.local_batch.tp_degree
+        return out.logits, routing_stats(out.aux, routed) if out.aux else None
 
     def arrays(self) -> list[LocalArray]:
         """Parameters and moments, as a checkpoint has them."""
         return training_arrays(
-            self.laid_out.whole, self.model, self.optimizer, self.layouts, self.runtime.rank
+            self.parallel_model.meta_model,
+            self.model,
+            self.optimizer,
+            self.layouts,
+            self.runtime.rank,
         )
 
     def residuals(self) -> list[LocalArray]:
         """What compressed sums of gradients still owe."""
         owed = {} if self.compressed is None else self.compressed.residuals
-        return residual_arrays(self.laid_out.whole, owed, self.layouts, self.runtime.rank)
+        return residual_arrays(
+            self.parallel_model.meta_model, owed, self.layouts, self.runtime.rank
+        )
 
 
 def build_job(spec: JobSpec, runtime: Runtime, events: Events | None = None) -> Job:
@@ -136,8 +154,8 @@ def build_job(spec: JobSpec, runtime: Runtime, events: Events | None = None) -> 
         per_node = runtime.world  # nodes of different sizes are not told apart
     runtime.together(lambda: _check_nodes(spec, topology, per_node))
     dims = ParallelDims.build(topology, runtime.device.type, per_node)
-    laid_out = runtime.together(lambda: _lay_out(spec, dims))
-    _make_room(laid_out, runtime.device, spec.parallel.memory.offload_optimizer)
+    parallel_model = runtime.together(lambda: _parallelize(spec, dims))
+    _allocate(parallel_model, runtime.device, spec.parallel.memory.offload_optimizer)
     loader = Loader(
         train,
         GlobalOrder(len(train), spec.train.seed),
@@ -146,16 +164,27 @@ def build_job(spec: JobSpec, runtime: Runtime, events: Events | None = None) -> 
         dims.dp_rank,
         dims.dp_size,
     )
-    optimizer = build_adamw(laid_out.model, spec.optimizer)
+    optimizer = build_adamw(parallel_model.local_model, spec.optimizer)
     balance = runtime.together(lambda: _capacity_balance(spec, topology))
-    mine = Part(dims, runtime.together(lambda: _end_token(spec)))
+    local_batch = LocalBatch(dims, runtime.together(lambda: _end_token(spec)))
     how, compressed = spec.parallel.gradient_compression, None
     if how != "none":
-        compressed = CompressedSum(laid_out.model, dims.replicate_mesh.get_group(), how)
+        compressed = CompressedSum(parallel_model.local_model, dims.replicate_mesh.get_group(), how)
     job = Job(
-        spec, runtime, topology, dims, corpus, laid_out, mine, optimizer, loader, held_out, balance,
-        compressed, Events() if events is None else events,
-    )  # fmt: skip
+        spec=spec,
+        runtime=runtime,
+        topology=topology,
+        dims=dims,
+        corpus=corpus,
+        parallel_model=parallel_model,
+        local_batch=local_batch,
+        optimizer=optimizer,
+        loader=loader,
+        held_out=held_out,
+        balance=balance,
+        compressed=compressed,
+        events=Events() if events is None else events,
+    )
     for router in job.routers:
         router.balance_group = dims.stage_mesh.get_group()
     return job
@@ -177,11 +206,11 @@ def _check_device(spec: JobSpec, device_type: str) -> None:
         raise InputError(str(error)) from None
 
 
-def _make_room(laid_out: LaidOut, device: torch.device, offload: bool) -> None:
-    """Memory for what is here; buffers are on the device wherever parameters are."""
-    for part in laid_out.parts.values():
-        part.to_empty(device=torch.device("cpu") if offload else device)
-        for module in part.modules():
+def _allocate(parallel_model: ParallelModel, device: torch.device, offload: bool) -> None:
+    """Allocate parameters, in host memory with ``offload``, and buffers on the device."""
+    for stage in parallel_model.stages.values():
+        stage.to_empty(device=torch.device("cpu") if offload else device)
+        for module in stage.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
 
@@ -192,12 +221,17 @@ def _end_token(spec: JobSpec) -> int | None:
     return end_of_document(load_tokenizer(spec.data), spec.data.end_token)
 
 
-def _lay_out(spec: JobSpec, dims: ParallelDims) -> LaidOut:
+def _parallelize(spec: JobSpec, dims: ParallelDims) -> ParallelModel:
     try:
-        return lay_out(
-            spec.model, spec.moe, spec.parallel, dims, spec.data.seq_len, spec.precision.dtype,
-            spec.train.compile,
-        )  # fmt: skip
+        return parallelize(
+            spec.model,
+            spec.moe,
+            parallel=spec.parallel,
+            dims=dims,
+            seq_len=spec.data.seq_len,
+            dtype=spec.precision.dtype,
+            compiled=spec.train.compile,
+        )
     except ValueError as error:
         raise InputError(str(error)) from None
 

@@ -102,8 +102,17 @@ OUTSIDE = {
     "cluster": {"torch", "pydantic"},
 }
 CUDA_ONLY = {"megablocks", "grouped_gemm"}  # megablocks' grouped GEMM has a name of its own
-# Plain arithmetic of layouts, open to rooms that do without torch.
-OPEN_FILES = {"parallel.layout"}
+OPEN_FILES = {
+    # Plain arithmetic of layouts, for rooms that do without torch.
+    "parallel.layout",
+    # For layers: an MoE layer's dispatcher, attention, and experts each need one file of parallel
+    # in depth, whose names mean little in the door beside those of a whole model.
+    "parallel.collectives",
+    "parallel.context_parallel",
+    "parallel.delayed_weight_grad",
+    # For what starts collectives of its own, as pipelines, and for what installs the monitor.
+    "parallel.comm_watch",
+}
 
 Modules = Mapping[str, str]
 """Source text by full dotted name; a folder's ``__init__`` has the folder's name."""

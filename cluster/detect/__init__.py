@@ -1,7 +1,7 @@
-"""Detection of ranks that are stuck, slow or gone."""
+"""Detection of ranks that are stuck, slow or lost."""
 
-from cluster.detect.hang import RollCall
+from cluster.detect.hang import HangReport
 
 __all__ = [
-    "RollCall",
+    "HangReport",
 ]

@@ -1,8 +1,9 @@
-"""When a collective does not end: who is in which one, and who is in none.
+"""Hang reports: which rank is in which collective, when a collective fails or times out.
 
-A rank that waits in vain knows only that it waits. So every rank has a thread that looks at the
-job's store now and then; when one calls, the others say there where they are, those too that are
-stuck outside any collective, and the caller puts it into one line.
+A rank whose collective times out does not know which rank is missing. So every rank has a thread
+that polls the job's store. When one rank asks for a report, the threads of all other ranks write
+their rank's place to the store, also where the rank is stuck outside any collective. The rank that
+asked puts the places into one line.
 """
 
 from __future__ import annotations
@@ -17,68 +18,75 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import distributed_c10d
 
-from parallel import Watch
+# Public, documented names that torch.distributed does not mark as exported for type checkers.
+from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]
+
+from parallel import CommMonitor
 
 _POLL_SECONDS = 5.0
-_HOUSE = Path(__file__).resolve().parents[2]
-_SHOWN = 6
+_PROJECT = Path(__file__).resolve().parents[2]
+_MOST_PLACES = 6
+"""Places in a report line; a line stays readable on thousands of ranks."""
 
 
-class RollCall:
-    """One rank's part in it.
+class HangReport:
+    """Makes this rank's report, and answers reports of other ranks from a thread.
 
     Args:
-        store: of the job; a prefix of it that nobody else uses.
-        rank: this one.
-        world: how many there are.
-        watch: what this rank's collectives go through.
-        poll_seconds: how often the store is looked at.
+        store: a store of all ranks, under a prefix that nothing else uses.
+        rank: this rank.
+        world: the number of ranks.
+        monitor: the monitor of this rank's collectives.
+        poll_seconds: seconds between two looks at the store.
     """
 
     def __init__(
-        self, store: Store, rank: int, world: int, watch: Watch, poll_seconds: float
+        self, store: Store, rank: int, *, world: int, monitor: CommMonitor, poll_seconds: float
     ) -> None:
-        self.store, self.rank, self.world, self.watch = store, rank, world, watch
+        self.store, self.rank, self.world, self.monitor = store, rank, world, monitor
         self.poll_seconds = poll_seconds
         self._main = threading.get_ident()
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="roll-call", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="hang-report", daemon=True)
         self._thread.start()
 
     @staticmethod
-    def start(rank: int, world: int, watch: Watch, timeout_seconds: float) -> RollCall | None:
-        """Over the default group's store; None where a rank is alone."""
+    def start(
+        rank: int, world: int, *, monitor: CommMonitor, timeout_seconds: float
+    ) -> HangReport | None:
+        """Start the thread, with the default process group's store; None for one rank."""
         if world == 1:
             return None
-        # A connection of its own: the thread must not wait for what the main one waits for.
+        # clone() opens another connection: the main thread may block the first one in a wait.
         default: Any = distributed_c10d._get_default_store()
-        store = PrefixStore("roll-call", default.clone())
+        store = PrefixStore("hang-report", default.clone())
         store.set_timeout(timedelta(seconds=_POLL_SECONDS))
-        return RollCall(store, rank, world, watch, min(_POLL_SECONDS, timeout_seconds / 10))
+        poll_seconds = min(_POLL_SECONDS, timeout_seconds / 10)
+        return HangReport(store, rank, world=world, monitor=monitor, poll_seconds=poll_seconds)
 
     def is_lost(self, error: RuntimeError) -> bool:
-        """Whether an error is of a collective."""
+        """Whether ``error`` comes from a collective."""
         return (
-            self.watch.waiting
+            self.monitor.waiting
             or isinstance(error, dist.DistError)
             or any(word in str(error) for word in ("gloo", "NCCL"))
         )
 
-    def call(self, error: RuntimeError) -> str | None:
-        """Ask all ranks where they are; the answer in a line, or None where another rank has asked
-        before: it tells."""
-        what = self.watch.describe()
-        where = f"{what} failed" if self.watch.waiting else f"a collective after {what} failed"
+    def report(self, error: RuntimeError) -> str | None:
+        """One line for people: this rank's collective and ``error``, and where other ranks are.
+
+        None where another rank reports already.
+        """
+        what = self.monitor.describe()
+        where = f"{what} failed" if self.monitor.waiting else f"a collective after {what} failed"
         mine = f"rank {self.rank}: {where} ({_first_line(error)})"
         try:
-            if self.store.add("called", 1) > 1:
-                waits = self._where_waiting() if self.watch.waiting else f"failed too, after {what}"
-                self.store.set(str(self.rank), waits)
+            if self.store.add("requested", 1) > 1:
+                place = self._waits() if self.monitor.waiting else f"failed too, after {what}"
+                self.store.set(str(self.rank), place)
                 return None
-            # Twice as long as anybody looks away, and what it takes to answer.
+            # Two polls of the slowest thread, and a second for the answer.
             until = time.monotonic() + 2 * self.poll_seconds + 1
             others = [rank for rank in range(self.world) if rank != self.rank]
             while time.monotonic() < until and not self.store.check([str(r) for r in others]):
@@ -89,62 +97,64 @@ class RollCall:
                 if self.store.check([str(rank)])
             }
         except RuntimeError:
-            return f"{mine}; the store of the job is gone, and with it the rank that has it"
-        return f"{mine}; {self._told(answers, others)}"
+            return (
+                f"{mine}; the job's store does not answer: the rank that serves the store is lost"
+            )
+        return f"{mine}; {self._places(answers, others)}"
 
-    def _told(self, answers: Mapping[int, str], others: list[int]) -> str:
-        same = self._where_waiting()
+    def _places(self, answers: Mapping[int, str], others: list[int]) -> str:
+        same = self._waits()
         by_place: dict[str, list[int]] = {}
         for rank in others:
-            place = answers.get(rank, "no answer: ended, or its host is gone")
+            place = answers.get(rank, "no answer: the process has ended or its host is lost")
             if place != same:
                 by_place.setdefault(place, []).append(rank)
         if not by_place:
-            return "all others wait in it too"
+            return "all other ranks wait in this collective too"
         places = sorted(by_place.items(), key=lambda item: (len(item[1]), item[1]))
-        told = [f"{_ranks(ranks)}: {place}" for place, ranks in places[:_SHOWN]]
-        if len(places) > _SHOWN:
-            told.append(f"and {len(places) - _SHOWN} other places")
-        return "; ".join(told)
+        shown = [f"{_ranks(ranks)}: {place}" for place, ranks in places[:_MOST_PLACES]]
+        if len(places) > _MOST_PLACES:
+            shown.append(f"and {len(places) - _MOST_PLACES} other places")
+        return "; ".join(shown)
 
-    def _where_waiting(self) -> str:
-        return f"waits in {self.watch.describe()}"
+    def _waits(self) -> str:
+        return f"waits in {self.monitor.describe()}"
 
-    def _where(self) -> str:
-        if self.watch.waiting:
-            return self._where_waiting()
-        return f"at {_line_of(self._main)}, after {self.watch.describe()}"
+    def _place(self) -> str:
+        if self.monitor.waiting:
+            return self._waits()
+        return f"at {_line_of(self._main)}, after {self.monitor.describe()}"
 
     def _listen(self) -> None:
         try:
             while not self._over.wait(self.poll_seconds):
-                if self.store.check(["called"]):
-                    self.store.set(str(self.rank), self._where())
+                if self.store.check(["requested"]):
+                    self.store.set(str(self.rank), self._place())
                     return
         except RuntimeError:
-            return  # the store is gone: whoever calls finds that out
+            return  # the store does not answer; report() says so
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop the thread; this rank answers no more reports."""
         self._over.set()
         self._thread.join()
 
 
 def _line_of(thread: int) -> str:
-    """Where a thread is: its innermost line in this house, or its innermost one."""
+    """The innermost source line of a thread in this project, or else its innermost line."""
     frame = inner = sys._current_frames().get(thread)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(_HOUSE) and "site-packages" not in path.parts:
-            return f"{path.relative_to(_HOUSE)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        if path.is_relative_to(_PROJECT) and "site-packages" not in path.parts:
+            return f"{path.relative_to(_PROJECT)}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     if inner is None:
-        return "its end"
+        return "the end of its main thread"
     return f"{Path(inner.f_code.co_filename).name}:{inner.f_lineno}"
 
 
 def _first_line(error: RuntimeError) -> str:
-    """Without where in the library it was thrown, and its advice."""
+    """The first sentence of an error, without the place in torch's source and the advice."""
     return re.sub(r"^\[\S+:\d+\] ", "", str(error).strip()).split("\n")[0].split(". ")[0]
 
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
-from parallel import Context, Documents, SpreadSequence, WholeSequence
+from parallel import Documents
+from parallel.context_parallel import FullSequence, SequenceContext, ShardedSequence
 from pretrain.model.rope import YarnConfig, rope_frequencies, rotate
 
 QKNorm = Literal["none", "head", "all_heads"]
@@ -148,18 +149,18 @@ def rotate_as(config: AttentionConfig, x_BHSP: Tensor, positions_S: Tensor | Non
 class _CausalAttention(nn.Module):
     """The part that both kinds of attention share: which ranks have the rest of each sequence."""
 
-    context: Context
+    context: SequenceContext
 
     def __init__(self) -> None:
         super().__init__()
-        self.context = WholeSequence()
+        self.context = FullSequence()
 
     def use_sequence_group(self, group: dist.ProcessGroup) -> None:
         """Tell the module that each sequence is cut over the ranks of ``group``.
 
         ``parallel.apply_context_parallel`` calls this method.
         """
-        self.context = SpreadSequence(group)
+        self.context = ShardedSequence(group)
 
 
 class GroupedQueryAttention(_CausalAttention):

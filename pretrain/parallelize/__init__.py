@@ -1,18 +1,18 @@
-"""The decoder over ranks, and one forward and backward pass through it."""
+"""The parallelized decoder, and one forward and backward of a step."""
 
-from pretrain.parallelize.decoder import LaidOut, lay_out
-from pretrain.parallelize.forward_backward import Part, forward_backward, next_token_loss
-from pretrain.parallelize.results import Pass, Routing, routing_of
+from pretrain.parallelize.decoder import ParallelModel, parallelize
+from pretrain.parallelize.forward_backward import LocalBatch, forward_backward, next_token_loss
+from pretrain.parallelize.results import RoutingStats, StepResult, routing_stats
 from pretrain.parallelize.schedule import bubble
 
 __all__ = [
-    "LaidOut",
-    "Part",
-    "Pass",
-    "Routing",
+    "LocalBatch",
+    "ParallelModel",
+    "RoutingStats",
+    "StepResult",
     "bubble",
     "forward_backward",
-    "lay_out",
     "next_token_loss",
-    "routing_of",
+    "parallelize",
+    "routing_stats",
 ]

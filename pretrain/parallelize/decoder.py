@@ -1,9 +1,8 @@
-"""The reference decoder laid out over meshes: what is applied when, and what of it tensor
-parallelism cuts.
+"""The reference decoder, parallelized: the order of the apply_* functions, and tensor parallelism.
 
-Attention heads, hidden sizes of dense layers and the vocabulary are cut. A MoE layer is not: it
-finds on each rank tokens that are there alone, routes each once, and its experts are spread by
-expert parallelism, over these ranks too.
+Tensor parallelism shards attention heads, hidden sizes of dense layers and the vocabulary. It does
+not shard MoE layers: sequence parallelism gives each tp rank other tokens, a MoE layer routes each
+token once, and expert parallelism shards the experts over tp ranks as well.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from parallel import (
     ParallelDims,
     PipelineSchedule,
     ShardLayout,
-    TensorParallel,
+    TensorParallelStyle,
     Topology,
     apply_activation_offload,
     apply_context_parallel,
+    apply_delayed_weight_grad,
     apply_expert_parallel,
     apply_fsdp,
     apply_recompute,
     apply_tensor_parallel,
-    apply_weight_pass,
 )
 from pretrain.model import Decoder, DecoderLayer, ModelConfig, meta_decoder
 from pretrain.parallelize.pipeline import Pipeline
@@ -39,52 +38,62 @@ from pretrain.state import parameter_layouts
 
 
 @dataclass(frozen=True)
-class LaidOut:
-    """A model over ranks, as one of them has it."""
+class ParallelModel:
+    """One rank's part of a parallelized decoder."""
 
-    whole: Decoder
-    """On the meta device: all names, shapes and dtypes."""
-    model: Decoder
-    """What of it is here."""
-    parts: dict[int, Decoder]
-    """The same by pipeline stage; these are called."""
+    meta_model: Decoder
+    """The full model on the meta device: all names, global shapes and dtypes."""
+    local_model: Decoder
+    """The layers of all stages of this rank."""
+    stages: dict[int, Decoder]
+    """The layers of each stage of this rank, by the stage's number; forwards call these modules,
+    which share their parameters with ``local_model``."""
     layouts: dict[str, ShardLayout]
-    """Of every parameter and buffer, here or not, by name."""
+    """The layout of every parameter and buffer of the full model, by name."""
     pipeline: Pipeline | None
-    """Where there is more than one stage."""
+    """None for one stage."""
 
 
-def lay_out(
+def parallelize(
     config: ModelConfig,
     moe: MoEConfig | None,
+    *,
     parallel: ParallelConfig,
     dims: ParallelDims,
     seq_len: int,
     dtype: torch.dtype = torch.float32,
     compiled: bool = False,
-) -> LaidOut:
-    """Build on the meta device what this rank has of a decoder; ``to_empty`` its parts next.
+) -> ParallelModel:
+    """Build this rank's part of a decoder, parallelized, on the meta device.
 
-    What cuts parameters comes before FSDP, which shards what is left of them, and recomputation
-    before FSDP too, so that what is gathered for a layer serves both of its forwards.
+    The caller then calls ``to_empty`` on each of ``stages`` and gives the parameters values.
 
-    Products are computed in ``dtype``; parameters are in float32. With ``compiled``, regions of
-    the layers go through torch.compile, see :func:`compile_regions`.
+    Args:
+        config: the decoder.
+        moe: its MoE layers; None without.
+        parallel: what is applied.
+        dims: the meshes of ``parallel``'s degrees.
+        seq_len: tokens of a full sequence, for the stages' costs.
+        dtype: dtype of GEMMs and of activations between ranks; parameters are in float32.
+        compiled: compile regions of the layers, see :func:`compile_regions`.
 
-    Raises ValueError where there are fewer layers than stages, or experts are not a multiple of
-    their ranks.
+    Raises ValueError where the model has fewer layers than stages, or where the number of experts
+    is not a multiple of the ranks.
     """
+    # Expert and tensor parallelism come before FSDP, which shards local shards further. Activation
+    # recomputation comes before FSDP as well: then FSDP gathers a layer's parameters once for the
+    # recomputed forward and the backward.
     memory = parallel.memory
     pp, schedule = dims.topology.pp, parallel.pipeline.schedule
     num_stages = pp * parallel.pipeline.stages_per_rank if pp > 1 else 1
-    stages = stage_layers(config, moe, seq_len, num_stages)
-    here = dims.pp_mesh.get_local_rank()
-    mine = [stage for stage in range(num_stages) if place_of(stage, pp, schedule) == here]
-    whole = meta_decoder(config, moe)
+    layers = stage_layers(config, moe, seq_len=seq_len, num_stages=num_stages)
+    place = dims.pp_mesh.get_local_rank()
+    local = [stage for stage in range(num_stages) if place_of(stage, pp, schedule) == place]
+    meta_model = meta_decoder(config, moe)
     with torch.device("meta"):
-        model = Decoder(config, moe, chain.from_iterable(stages[stage] for stage in mine))
-    parts = {0: model} if num_stages == 1 else {s: model.part(stages[s]) for s in mine}
-    weight_pass = apply_weight_pass(model) if schedule.folds_into_v else None
+        model = Decoder(config, moe, chain.from_iterable(layers[stage] for stage in local))
+    stages = {0: model} if num_stages == 1 else {s: model.part(layers[s]) for s in local}
+    weight_grads = apply_delayed_weight_grad(model) if schedule.folds_into_v else None
     apply_expert_parallel(model, dims.ep_mesh, dims.ep_node_meshes)
     apply_tensor_parallel(model, dims.tp_mesh, tensor_parallel_plan(model))
     apply_context_parallel(model, dims.cp_mesh, dims.token_mesh)
@@ -95,23 +104,42 @@ def lay_out(
     if memory.offload_activations:
         apply_activation_offload(blocks)
     compute_dtype = None if dtype == torch.float32 else dtype
-    for part in parts.values():
+    for stage in stages.values():
         apply_fsdp(
-            part, dims, list(part.blocks.values()), memory.zero_stage == 3, compute_dtype,
-            parallel.gradient_compression == "none", memory.prefetch, memory.offload_optimizer,
-        )  # fmt: skip
-    layouts = decoder_layouts(whole, stages, dims.topology, schedule)
+            stage,
+            dims,
+            blocks=list(stage.blocks.values()),
+            reshard_after_forward=memory.zero_stage == 3,
+            compute_dtype=compute_dtype,
+            sum_replicas=parallel.gradient_compression == "none",
+            prefetch=memory.prefetch,
+            offload=memory.offload_optimizer,
+        )
     pipeline = None
     if num_stages > 1:
-        pipeline = Pipeline(parts, num_stages, schedule, dims.pp_mesh, moe, dtype, weight_pass)
-    return LaidOut(whole, model, parts, layouts, pipeline)
+        pipeline = Pipeline(
+            stages,
+            num_stages,
+            schedule=schedule,
+            pp_mesh=dims.pp_mesh,
+            moe=moe,
+            dtype=dtype,
+            weight_grads=weight_grads,
+        )
+    return ParallelModel(
+        meta_model=meta_model,
+        local_model=model,
+        stages=stages,
+        layouts=decoder_layouts(meta_model, layers, dims.topology, schedule),
+        pipeline=pipeline,
+    )
 
 
 def compile_regions(blocks: Sequence[DecoderLayer], topology: Topology) -> None:
-    """Let torch.compile have attention and dense layers, each by itself, where no collective is
-    within them: it would break the region in two.
+    """Compile attention, dense layers and shared experts with torch.compile, each by itself.
 
-    A MoE layer stays as it is: how many rows an expert gets changes with every call.
+    A region with a collective inside is not compiled: the collective would break the graph. Routed
+    experts are not compiled: their numbers of rows change with every call.
     """
     for block in blocks:
         if topology.tp == topology.cp == 1:
@@ -123,15 +151,15 @@ def compile_regions(blocks: Sequence[DecoderLayer], topology: Topology) -> None:
 
 
 def decoder_layouts(
-    whole: Decoder, stages: Sequence[range], topology: Topology, schedule: PipelineSchedule
+    model: Decoder, stages: Sequence[range], topology: Topology, schedule: PipelineSchedule
 ) -> dict[str, ShardLayout]:
-    """Who holds which slice of every parameter and buffer, by name: plain arithmetic.
+    """The layout of every parameter and buffer, by name; without process groups.
 
     Args:
-        whole: the model, on any device.
+        model: the full model, on any device.
         stages: the layers of every pipeline stage.
         topology: the degrees.
-        schedule: says where along pp each stage is.
+        schedule: decides the place along pp of each stage.
     """
     place = {
         i: place_of(stage, topology.pp, schedule)
@@ -143,32 +171,33 @@ def decoder_layouts(
         first, number = name.split(".")[:2]
         if first == "layers":
             return place[int(number)]
-        return place[0] if first == "embed" else place[whole.config.num_layers - 1]
+        return place[0] if first == "embed" else place[model.config.num_layers - 1]
 
-    return parameter_layouts(whole, topology, tp_dim, place_of_name)
+    return parameter_layouts(model, topology, tp_dim, place_of_name)
 
 
-def tensor_parallel_plan(model: Decoder) -> dict[str, TensorParallel]:
-    """By module name: all but the MoE layers, which find a part of the tokens on each rank."""
-    plan: dict[str, TensorParallel] = {}
+def tensor_parallel_plan(model: Decoder) -> dict[str, TensorParallelStyle]:
+    """The style of each sharded module outside MoE layers, by the module's name."""
+    plan: dict[str, TensorParallelStyle] = {}
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
         if ".moe" in name:
             continue
         if isinstance(module, nn.RMSNorm):
             plan[name] = "norm"
-        elif last in _HOW:
-            plan[name] = _HOW[last]
+        elif last in _STYLES:
+            plan[name] = _STYLES[last]
     return plan
 
 
 def tp_dim(name: str) -> int | None:
-    """The dim of a parameter outside MoE layers that tensor parallelism cuts, by its name."""
-    how = _HOW.get(name.removesuffix(".weight").rpartition(".")[2])
-    return {None: None, "shared": None, "rows": 1}.get(how, 0)
+    """The dim that tensor parallelism shards of a parameter outside MoE layers, by its name; None
+    where the parameter is replicated."""
+    style = _STYLES.get(name.removesuffix(".weight").rpartition(".")[2])
+    return {None: None, "shared": None, "rows": 1}.get(style, 0)
 
 
-_HOW: dict[str, TensorParallel] = {
+_STYLES: dict[str, TensorParallelStyle] = {
     "embed": "embedding", "head": "logits", "attention": "gathered", "ffn": "gathered",
     "wq": "columns", "wk": "columns", "wv": "columns", "wo": "rows",
     "wq_a": "shared", "wq_b": "columns", "wkv_a": "shared", "wkv_b": "columns",

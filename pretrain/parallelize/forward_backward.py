@@ -1,6 +1,7 @@
-"""Forward and backward of one step on one rank, up to the barrier.
+"""Forward and backward of one step on one rank.
 
-Legend: B batch, S sequence, V vocab, L MoE layers, E experts.
+Legend: B batch, S tokens of a sequence on this rank, W tokens of the full sequence, V vocab, E
+experts.
 """
 
 from __future__ import annotations
@@ -16,55 +17,59 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 from moe import Stopwatch
-from parallel import Documents, ParallelDims, sequence_part, set_gradient_sync
+from parallel import Documents, ParallelDims, local_sequence, set_gradient_sync
 from pretrain.model import DecoderOutput
-from pretrain.parallelize.results import Pass, Routing, routing_of
+from pretrain.parallelize.results import RoutingStats, StepResult, routing_stats
 
 
 @dataclass(frozen=True)
-class Part:
-    """What of a micro-batch is a rank's: context-parallel ranks each take a part of every sequence,
-    and the MoE layers of tensor-parallel ranks each see a part of that."""
+class LocalBatch:
+    """This rank's part of a micro-batch.
+
+    A context-parallel rank takes a part of every sequence; a MoE layer on a tensor-parallel rank
+    takes a part of those tokens.
+    """
 
     dims: ParallelDims | None = None
     end_token: int | None = None
-    """The id that ends a document, where tokens attend to their own document alone."""
+    """The id that ends a document; None where tokens attend across documents."""
 
     def inputs_and_targets(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """[b, W + 1] token ids -> [b, S] each: what the model takes here, and what follows it."""
+        """[B, W + 1] token ids -> [B, S] each: this rank's inputs, and the next token of each."""
         inputs_BS, targets_BS = batch[:, :-1], batch[:, 1:]
         if self.dims is None:
             return inputs_BS, targets_BS
         mesh = self.dims.cp_mesh
-        return sequence_part(inputs_BS, mesh), sequence_part(targets_BS, mesh)
+        return local_sequence(inputs_BS, mesh), local_sequence(targets_BS, mesh)
 
     def documents(self, inputs_BW: Tensor) -> Documents | None:
-        """Those of whole sequences, which every rank of a micro-batch finds alike; None where
-        tokens attend to all before them."""
+        """The documents of the full sequences [B, W], equal on all ranks of a micro-batch; None
+        where tokens attend across documents."""
         return None if self.end_token is None else Documents.ended_by(self.end_token, inputs_BW)
 
     @property
     def tp_degree(self) -> int:
-        """Ranks that compute the same logits together, and each see a part of their tokens."""
+        """The number of ranks that share the tokens of ``inputs_and_targets``."""
         return 1 if self.dims is None else self.dims.topology.tp
 
     @property
-    def counts(self) -> bool:
-        """Whether this rank is the one that counts a loss, of those that compute the same one."""
+    def owns_loss(self) -> bool:
+        """Whether this rank adds its loss to sums over ranks: one of each tp group, whose ranks all
+        compute the same loss."""
         return self.dims is None or self.dims.tp_mesh.get_local_rank() == 0
 
     def vocabulary_parallel(self) -> AbstractContextManager[None]:
-        """Around the loss and its backward: logits cut along the vocabulary are never whole."""
+        """A context for the loss and its backward with logits sharded along the vocabulary."""
         return nullcontext() if self.tp_degree == 1 else loss_parallel()
 
 
 def next_token_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    """Summed negative log-likelihood in nats, float32; targets of -1 do not count.
+    """Summed negative log-likelihood in nats, a float32 scalar; targets of -1 are ignored.
 
-    Logits may be a DTensor cut along the vocabulary: all its ranks get the same sum.
+    Logits may be a DTensor sharded along the vocabulary; all ranks of its mesh get the same sum.
     """
     if isinstance(logits_BSV, DTensor):
-        # A DTensor without elements forgets in a flatten how it is cut.
+        # flatten() of a DTensor without elements loses the placement.
         local_TV = logits_BSV.to_local().flatten(0, 1)
         logits_TV: Tensor = DTensor.from_local(local_TV, logits_BSV.device_mesh, (Shard(1),))
     else:
@@ -79,49 +84,50 @@ def forward_backward(
     model: nn.Module,
     micro_batches: Sequence[Tensor],
     divisor: float,
+    *,
     device: torch.device,
-    part: Part | None = None,
+    local_batch: LocalBatch | None = None,
     reduce_once: bool = False,
-) -> Pass:
+) -> StepResult:
     """Accumulate the gradient of one step's loss.
 
     The loss is the sum over micro-batches of (negative log-likelihood + target tokens · auxiliary
-    losses), divided by ``divisor``: how sequences are spread over ranks does not enter, and
-    gradients are summed over ranks. Auxiliary losses are each micro-batch's own, but for the
-    load-balancing loss with the scope of a global batch, which counts the step's so far.
+    losses), divided by ``divisor``. Gradients are summed over ranks, so that the loss does not
+    depend on the layout. Each micro-batch has its own auxiliary losses; but the load-balancing loss
+    with the scope ``global_batch`` counts the step's micro-batches so far.
 
     Args:
-        model: the laid-out decoder.
-        micro_batches: [b, S + 1] token ids; as many on every rank, some perhaps empty.
-        divisor: target tokens of the step over all ranks; over the loss scale, in float16.
-        device: where the model is.
-        part: what of the micro-batches is this rank's; all where None.
-        reduce_once: reduce gradients after the last micro-batch alone, at the cost of holding them
-            whole until then.
+        model: the parallelized decoder.
+        micro_batches: [B, W + 1] token ids; equally many on every rank, some may be empty.
+        divisor: target tokens of the step over all ranks; in float16 divided by the loss scale.
+        device: the model's device.
+        local_batch: this rank's part of the micro-batches; all where None.
+        reduce_once: reduce gradients after the last micro-batch only; each rank then holds
+            unsharded gradients during the step.
     """
-    part = part or Part()
+    local_batch = local_batch or LocalBatch()
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     target_tokens = 0
-    routing: Routing | None = None
+    routing: RoutingStats | None = None
     stopwatches: list[Stopwatch] = []
     counts: Sequence[Tensor] | None = None
     for turn, batch in enumerate(micro_batches):
-        set_gradient_sync(model, not reduce_once, last=turn == len(micro_batches) - 1)
+        set_gradient_sync(model, sync=not reduce_once, last=turn == len(micro_batches) - 1)
         batch = batch.to(device, non_blocking=True)
-        inputs_BS, targets_BS = part.inputs_and_targets(batch)
-        routed = targets_BS.numel() // part.tp_degree
-        with part.vocabulary_parallel():
-            out: DecoderOutput = model(inputs_BS, counts, part.documents(batch[:, :-1]))
+        inputs_BS, targets_BS = local_batch.inputs_and_targets(batch)
+        routed = targets_BS.numel() // local_batch.tp_degree
+        with local_batch.vocabulary_parallel():
+            out: DecoderOutput = model(inputs_BS, counts, local_batch.documents(batch[:, :-1]))
             nll = next_token_loss(out.logits, targets_BS)
             loss = nll
             for aux in out.aux:
                 loss = loss + routed * aux.aux_loss
             (loss / divisor).backward()
         counts = [aux.expert_counts_E for aux in out.aux]
-        if part.counts:
+        if local_batch.owns_loss:
             loss_sum += nll.detach()
             target_tokens += targets_BS.numel()
         if out.aux:
-            routing = routing_of(out.aux, routed).plus(routing)
+            routing = routing_stats(out.aux, routed).plus(routing)
             stopwatches += [aux.stopwatch for aux in out.aux]
-    return Pass(loss_sum, target_tokens, routing, tuple(stopwatches))
+    return StepResult(loss_sum, target_tokens, routing, tuple(stopwatches))

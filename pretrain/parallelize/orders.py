@@ -1,6 +1,6 @@
-"""What every rank of a pipeline does in which order: torch.distributed.pipelining's lists.
+"""The actions of every rank of a pipeline, in order, by torch.distributed.pipelining.
 
-Imported where there is a pipeline: with those lists comes all of torch's compiler.
+Imported only where there is a pipeline: the import loads all of torch's compiler.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from parallel import PipelineSchedule
 from pretrain.parallelize.schedule import place_of
 
 Orders = dict[int, list[_Action]]
-"""By place along pp, what the rank there does."""
+"""The actions of each rank of the pipeline, by its place along pp."""
 
 _FOLDED = {
     PipelineSchedule.ZBV: ScheduleZBVZeroBubble,
@@ -34,41 +34,43 @@ _FOLDED = {
 
 def make_orders(
     schedule: PipelineSchedule,
-    parts: Mapping[int, nn.Module],
+    stages: Mapping[int, nn.Module],
+    *,
     num_stages: int,
     micro_batches: int,
     group: dist.ProcessGroup,
 ) -> Orders:
-    """What every rank of ``group`` does in a step, sends and receives included.
+    """The actions of every rank of ``group`` in a step, with sends and receives.
 
     Args:
-        schedule: its name.
-        parts: by stage, this rank's parts of the model.
-        num_stages: of the whole model.
-        micro_batches: as many as :func:`pretrain.parallelize.schedule.padded_count` says.
+        schedule: the schedule's name.
+        stages: this rank's stages, by number.
+        num_stages: the number of stages of the model.
+        micro_batches: a number that :func:`pretrain.parallelize.schedule.padded_count` returned.
         group: the ranks of one pipeline.
     """
     device = torch.device("cpu")
-    # PyTorch's schedules take nothing of these but their numbers.
-    stages: list[Any] = [
-        PipelineStage(part, stage, num_stages, device, group=group) for stage, part in parts.items()
+    # PyTorch's schedules read only the numbers of these stages.
+    torch_stages: list[Any] = [
+        PipelineStage(model, stage, num_stages, device, group=group)
+        for stage, model in stages.items()
     ]
     options: Any = {"n_microbatches": micro_batches, "loss_fn": lambda *_: None}
     pp = group.size()
     if schedule is PipelineSchedule.GPIPE:
-        return ScheduleLoopedBFS(stages, **options).pipeline_order_with_comms
+        return ScheduleLoopedBFS(torch_stages, **options).pipeline_order_with_comms
     if schedule.folds_into_v:
-        made = _FOLDED[schedule](stages, **options).pipeline_order
+        made = _FOLDED[schedule](torch_stages, **options).pipeline_order
         orders = {rank: _flat(actions) for rank, actions in made.items()}
     elif len(stages) > 1:
-        return ScheduleInterleaved1F1B(stages, **options).pipeline_order_with_comms
+        return ScheduleInterleaved1F1B(torch_stages, **options).pipeline_order_with_comms
     else:
         orders = {rank: _one_f_one_b(rank, pp, micro_batches) for rank in range(pp)}
     return _add_send_recv(orders, lambda stage: place_of(stage, pp, schedule), num_stages)
 
 
 def _flat(actions: Iterable[_Action | None]) -> list[_Action]:
-    """Overlapped passes one after another: what the first gives is sent before the second."""
+    """Actions without OVERLAP_F_B: its sub-actions one after another."""
     return [
         part
         for action in actions
@@ -78,10 +80,11 @@ def _flat(actions: Iterable[_Action | None]) -> list[_Action]:
 
 
 def _one_f_one_b(stage: int, num_stages: int, micro_batches: int) -> list[_Action]:
-    """One stage's passes under 1F1B (Narayanan et al., arXiv 1806.03377, section 3.2).
+    """One stage's forwards and backwards under 1F1B (Narayanan et al., arXiv 1806.03377, section
+    3.2).
 
-    PyTorch's interleaved schedule wants certain numbers of micro-batches even of one stage, and its
-    plain one's list begins the last stage with the second of them (2.13).
+    PyTorch's interleaved schedule refuses some numbers of micro-batches even for one stage a rank.
+    The list of PyTorch's plain 1F1B starts the last stage with the second micro-batch (torch 2.13).
     """
     forwards = [_Action(stage, _ComputationType.FORWARD, i) for i in range(micro_batches)]
     backwards = [_Action(stage, _ComputationType.FULL_BACKWARD, i) for i in range(micro_batches)]

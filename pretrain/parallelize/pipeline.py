@@ -1,18 +1,18 @@
-"""Pipeline parallelism: which stage has which layers, and one step through all of them.
+"""Pipeline parallelism: one step through the stages of a model.
 
-Legend: B batch, S tokens of a sequence that are here, D d_model, V vocab.
+Legend: B batch, S tokens of a sequence on this rank, D d_model, V vocab.
 
-The order of work is torch.distributed.pipelining's, sends and receives included. What carries it
-out is here, for what its stages lack: micro-batches of different sizes, some of them empty, and
-losses that arise inside a stage, as routers' do. Every backward is an ordinary one, so that FSDP's
-hooks do what they do without a pipeline, or has a second pass of its own, see
-:mod:`parallel.weight_pass`, after which FSDP is told.
+The order of a step's actions, with sends and receives, comes from torch.distributed.pipelining.
+This module runs the actions, because PyTorch's stages do not take micro-batches of different sizes,
+empty micro-batches, or losses that arise inside a stage, as the routers' do. A full backward is an
+ordinary backward, so that FSDP's hooks work as they do without a pipeline. A backward with delayed
+weight gradients (:class:`parallel.WeightGradStore`) ends with :func:`parallel.finish_backward`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,58 +22,59 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe import MoEConfig, Stopwatch
 from parallel import (
+    CollectiveKind,
     Documents,
-    Kind,
     PipelineSchedule,
-    Products,
-    Waitable,
-    WeightPass,
+    WeightGradStore,
     finish_backward,
-    run_products,
     set_gradient_sync,
-    watched,
 )
+from parallel.comm_watch import CollectiveWork, monitored
 from pretrain.model import Decoder, DecoderOutput
-from pretrain.parallelize.forward_backward import Part, next_token_loss
-from pretrain.parallelize.results import Pass, Routing, routing_of
+from pretrain.parallelize.forward_backward import LocalBatch, next_token_loss
+from pretrain.parallelize.results import RoutingStats, StepResult, routing_stats
 from pretrain.parallelize.schedule import padded_count, place_of
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import _Action
 
+FSDP_ACTIONS = frozenset({"UNSHARD", "RESHARD", "REDUCE_GRAD"})
+"""Actions of PyTorch's schedules that FSDP's hooks do already, and a step leaves out."""
+
 
 class Pipeline:
-    """This rank's stages of a model, and the ranks that have the others.
+    """This rank's stages of a model, and the ranks that have the other stages.
 
     Stage s is at place ``place_of(s, pp, schedule)`` of ``pp_mesh``.
 
     Args:
-        parts: by stage, this rank's parts of the model, laid out.
-        num_stages: of the whole model.
-        schedule: see :class:`parallel.ParallelConfig`.
-        pp_mesh: the ranks that have the stages of the same micro-batches.
-        moe: of the whole model; None where it has no MoE layers.
-        dtype: of what goes from one stage to the next.
-        weight_pass: what :func:`parallel.apply_weight_pass` gave for the model; for schedules whose
-            backwards have two passes.
+        stages: this rank's parallelized stages, by number.
+        num_stages: the number of stages of the model.
+        schedule: as ``schedule`` of :class:`parallel.ParallelConfig`.
+        pp_mesh: the ranks of one pipeline.
+        moe: the MoE config of the model; None for a model without MoE layers.
+        dtype: dtype of activations between stages.
+        weight_grads: the store that :func:`parallel.apply_delayed_weight_grad` returned for the
+            model; needed by schedules with delayed weight gradients.
     """
 
     def __init__(
         self,
-        parts: Mapping[int, Decoder],
+        stages: Mapping[int, Decoder],
         num_stages: int,
+        *,
         schedule: PipelineSchedule,
         pp_mesh: DeviceMesh,
         moe: MoEConfig | None,
         dtype: torch.dtype = torch.float32,
-        weight_pass: WeightPass | None = None,
+        weight_grads: WeightGradStore | None = None,
     ) -> None:
         self.dtype = dtype
-        self.weight_pass = weight_pass or WeightPass()
-        self.parts, self.num_stages, self.schedule = dict(parts), num_stages, schedule
+        self.weight_grads = weight_grads or WeightGradStore()
+        self.stages, self.num_stages, self.schedule = dict(stages), num_stages, schedule
         self.group = pp_mesh.get_group()
         self.rank, self.ranks = pp_mesh.get_local_rank(), pp_mesh.size()
-        config = next(iter(self.parts.values())).config
+        config = next(iter(self.stages.values())).config
         self.moe_layers = (
             [] if moe is None else list(range(config.first_k_dense, config.num_layers))
         )
@@ -83,107 +84,134 @@ class Pipeline:
 
     @property
     def is_last(self) -> bool:
-        """Whether logits are here."""
-        return self.num_stages - 1 in self.parts
+        """Whether this rank has the last stage, and so the logits."""
+        return self.num_stages - 1 in self.stages
 
     @property
     def last_place(self) -> int:
-        """Where along the pipeline logits are."""
+        """The place along the pipeline of the last stage."""
         return place_of(self.num_stages - 1, self.ranks, self.schedule)
 
     def rows(self, stage: int, device: torch.device) -> Tensor:
-        """Which of the model's MoE layers a stage of this rank has, int64; made once, since a copy
-        to an accelerator waits for it."""
+        """int64 indices, among the model's MoE layers, of the MoE layers of a stage of this rank.
+
+        Kept, because a copy to an accelerator makes the host wait.
+        """
         if stage not in self._rows:
-            here = self.parts[stage].blocks
-            rows = [row for row, number in enumerate(self.moe_layers) if number in here]
+            blocks = self.stages[stage].blocks
+            rows = [row for row, number in enumerate(self.moe_layers) if number in blocks]
             self._rows[stage] = torch.tensor(rows, dtype=torch.int64, device=device)
         return self._rows[stage]
 
     def order(self, micro_batches: int) -> list[_Action]:
-        """What this rank does in a step, sends and receives included."""
+        """This rank's actions of a step of ``micro_batches``, with sends and receives."""
         if micro_batches not in self._orders:
-            from pretrain.parallelize.orders import make_orders  # which takes half a second
+            # Imported here: the import takes half a second.
+            from pretrain.parallelize.orders import make_orders
 
             orders = make_orders(
-                self.schedule, self.parts, self.num_stages, micro_batches, self.group
+                self.schedule,
+                self.stages,
+                num_stages=self.num_stages,
+                micro_batches=micro_batches,
+                group=self.group,
             )
             self._orders[micro_batches] = orders[self.rank]
         return self._orders[micro_batches]
 
     def padded(self, micro_batches: Sequence[Tensor]) -> list[Tensor]:
-        """With empty ones at the end where the schedule wants more, see
-        :func:`pretrain.parallelize.schedule.padded_count`."""
-        count = padded_count(len(micro_batches), self.ranks, len(self.parts), self.schedule)
+        """``micro_batches`` with empty ones at the end, as many as
+        :func:`pretrain.parallelize.schedule.padded_count` says."""
+        count = padded_count(
+            len(micro_batches),
+            self.ranks,
+            stages_per_rank=len(self.stages),
+            schedule=self.schedule,
+        )
         empty = micro_batches[0][:0]
         return [*micro_batches, *[empty] * (count - len(micro_batches))]
 
-    def no_routing(self, device: torch.device) -> Routing | None:
-        """Of no tokens; a rank without MoE layers has that to add to what others have."""
+    def no_routing(self, device: torch.device) -> RoutingStats | None:
+        """Stats of no tokens, for a sum over ranks; None for a model without MoE layers."""
         if not self.moe_layers:
             return None
         L = len(self.moe_layers)
         counts = torch.zeros(L, self.num_experts, dtype=torch.int64, device=device)
         sums = torch.zeros(L, dtype=torch.float64, device=device)
-        return Routing(counts, sums, counts.new_zeros(L, 2), counts.new_zeros(L))
+        return RoutingStats(counts, sums, counts.new_zeros(L, 2), counts.new_zeros(L))
 
     def peer(self, stage: int) -> int:
-        """The global rank that has a stage."""
+        """The global rank of a stage of this pipeline."""
         return dist.get_global_rank(self.group, place_of(stage, self.ranks, self.schedule))
 
     def forward(
-        self, inputs_BS: Tensor, part: Part, documents: Documents | None = None
-    ) -> tuple[Tensor | None, Routing | None]:
-        """Forward alone, one stage after another: the logits where the last stage is, and what the
-        routers of this rank's stages did."""
+        self, inputs_BS: Tensor, local_batch: LocalBatch, documents: Documents | None = None
+    ) -> tuple[Tensor | None, RoutingStats | None]:
+        """A forward without a backward; every rank of the pipeline must call.
+
+        Returns the logits, or None on ranks without the last stage, and the routing stats of this
+        rank's stages.
+        """
         x, routing = inputs_BS, self.no_routing(inputs_BS.device)
         for stage in range(self.num_stages):
-            if stage not in self.parts:
+            if stage not in self.stages:
                 continue
-            if stage and stage - 1 not in self.parts:
-                x = self._room(inputs_BS, part)
-                _wait(self._post(dist.irecv, x, stage - 1, stage))
-            out: DecoderOutput = self.parts[stage](x, None, documents)
-            routed = inputs_BS.numel() // part.tp_degree
-            routing = self._routing(stage, out, routed, routing)
+            if stage and stage - 1 not in self.stages:
+                x = self._buffer(inputs_BS, local_batch)
+                _wait(self._start(dist.irecv, x, peer=stage - 1, tag=stage))
+            out: DecoderOutput = self.stages[stage](x, None, documents)
+            routed = inputs_BS.numel() // local_batch.tp_degree
+            routing = self._add_routing(routing, stage, out, routed)
             x = out.logits
-            if stage < self.num_stages - 1 and stage + 1 not in self.parts:
-                _wait(self._post(dist.isend, x.contiguous(), stage + 1, stage + 1))
+            if stage < self.num_stages - 1 and stage + 1 not in self.stages:
+                _wait(self._start(dist.isend, x.contiguous(), peer=stage + 1, tag=stage + 1))
         return (x if self.is_last else None), routing
 
     def forward_backward(
         self,
         micro_batches: Sequence[Tensor],
         divisor: float,
+        *,
         device: torch.device,
-        part: Part,
+        local_batch: LocalBatch,
         reduce_once: bool,
-    ) -> Pass:
-        """As :func:`forward_backward` without a pipeline; every rank of the pipeline must call."""
-        return _Step(self, micro_batches, divisor, device, part, reduce_once).run()
+    ) -> StepResult:
+        """As :func:`pretrain.parallelize.forward_backward`, through all stages; every rank of the
+        pipeline must call.
 
-    def _room(self, inputs_BS: Tensor, part: Part) -> Tensor:
-        """For what a stage takes: [B, S / tp, D]."""
+        Raises RuntimeError for an action of PyTorch's schedule that Convoy does not know.
+        """
+        return _Step(
+            self,
+            micro_batches,
+            divisor=divisor,
+            device=device,
+            local_batch=local_batch,
+            reduce_once=reduce_once,
+        ).run()
+
+    def _buffer(self, inputs_BS: Tensor, local_batch: LocalBatch) -> Tensor:
+        """An empty tensor for a stage's input: [B, S / tp, D]."""
         B, S = inputs_BS.shape
-        d_model = next(iter(self.parts.values())).config.d_model
-        shape = B, S // part.tp_degree, d_model
+        d_model = next(iter(self.stages.values())).config.d_model
+        shape = B, S // local_batch.tp_degree, d_model
         return torch.empty(shape, dtype=self.dtype, device=inputs_BS.device)
 
-    def _post(self, how: Any, tensor: Tensor, stage: int, tag: int) -> list[Waitable]:
-        """Begin to send to a stage or receive from it; nothing travels where there is nothing."""
+    def _start(self, how: Any, tensor: Tensor, *, peer: int, tag: int) -> list[CollectiveWork]:
+        """Start a send to the stage ``peer``, or a receive from it; an empty tensor is not sent."""
         if not tensor.numel():
             return []
-        op = dist.P2POp(how, tensor, self.peer(stage), self.group, tag)
-        kind = Kind("send" if how is dist.isend else "recv", "pp")
-        return [watched(kind, tensor, self.group, lambda: dist.batch_isend_irecv([op])[0])]
+        op = dist.P2POp(how, tensor, self.peer(peer), self.group, tag)
+        kind = CollectiveKind("send" if how is dist.isend else "recv", "pp")
+        return [monitored(kind, tensor, self.group, lambda: dist.batch_isend_irecv([op])[0])]
 
-    def _routing(
-        self, stage: int, out: DecoderOutput, routed: int, before: Routing | None
-    ) -> Routing | None:
+    def _add_routing(
+        self, before: RoutingStats | None, stage: int, out: DecoderOutput, routed: int
+    ) -> RoutingStats | None:
         if not out.aux:
             return before
         rows = self.rows(stage, out.logits.device)
-        return routing_of(out.aux, routed).placed(rows, len(self.moe_layers)).plus(before)
+        return routing_stats(out.aux, routed).placed(rows, len(self.moe_layers)).plus(before)
 
 
 class _Step:
@@ -193,16 +221,17 @@ class _Step:
         self,
         pipeline: Pipeline,
         micro_batches: Sequence[Tensor],
+        *,
         divisor: float,
         device: torch.device,
-        part: Part,
+        local_batch: LocalBatch,
         reduce_once: bool,
     ) -> None:
-        self.pipeline, self.part, self.divisor = pipeline, part, divisor
+        self.pipeline, self.local_batch, self.divisor = pipeline, local_batch, divisor
         self.reduce_once = reduce_once
         batches = pipeline.padded(micro_batches)
         self.batches = [batch.to(device, non_blocking=True) for batch in batches]
-        pairs = [part.inputs_and_targets(batch) for batch in self.batches]
+        pairs = [local_batch.inputs_and_targets(batch) for batch in self.batches]
         self.inputs, self.targets = zip(*pairs, strict=True)
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.target_tokens = 0
@@ -210,124 +239,158 @@ class _Step:
         self.stopwatches: list[Stopwatch] = []
         self.counts: dict[int, list[Tensor]] = {}
         self.order = pipeline.order(len(batches))
-        self.backwards_left = dict.fromkeys(pipeline.parts, len(batches))
-        self.halfway = dict.fromkeys(pipeline.parts, 0)
-        # By stage and micro-batch, what those backwards put aside that have two passes.
-        self.products: dict[tuple[int, int | None], Products] = {
-            (action.stage_index, action.microbatch_index): deque()
+        self.backwards_left = dict.fromkeys(pipeline.stages, len(batches))
+        # By stage: backwards whose weight gradients are not computed yet.
+        self.without_weight_grads = dict.fromkeys(pipeline.stages, 0)
+        # The backwards with delayed weight gradients, by stage and micro-batch.
+        self.delayed = {
+            (action.stage_index, action.microbatch_index)
             for action in self.order
             if action.computation_type.name == "BACKWARD_INPUT"
         }
-        # By stage and micro-batch: what came, what is kept for the backward, and what goes.
-        self.arriving: dict[tuple[str, int, int], tuple[Tensor, list[Waitable]]] = {}
-        self.kept: dict[tuple[int, int], tuple[Tensor, Tensor, list[Tensor]]] = {}
-        self.leaving: dict[tuple[str, int, int], Tensor] = {}
-        self.sent: deque[tuple[Tensor, list[Waitable]]] = deque()
+        # By direction ("F" or "B"), stage and micro-batch: received tensors, and tensors to send.
+        self.received: dict[tuple[str, int, int], tuple[Tensor, list[CollectiveWork]]] = {}
+        self.to_send: dict[tuple[str, int, int], Tensor] = {}
+        # By stage and micro-batch: input, output and auxiliary losses, for the backward.
+        self.saved: dict[tuple[int, int], tuple[Tensor, Tensor, list[Tensor]]] = {}
+        self.sent: deque[tuple[Tensor, list[CollectiveWork]]] = deque()
+        # By the name of PyTorch's computation type.
+        self.actions: dict[str, Callable[[int, int], None]] = {
+            "FORWARD": self._forward,
+            "FULL_BACKWARD": self._full_backward,
+            "BACKWARD_INPUT": self._backward_input,
+            "BACKWARD_WEIGHT": self._backward_weight,
+            "SEND_F": self._send_f,
+            "RECV_F": self._recv_f,
+            "SEND_B": self._send_b,
+            "RECV_B": self._recv_b,
+        }
 
-    def run(self) -> Pass:
-        with self.part.vocabulary_parallel():
+    def run(self) -> StepResult:
+        with self.local_batch.vocabulary_parallel():
             for action in self.order:
-                act = getattr(self, f"_{action.computation_type.name.lower()}", None)
-                if act is not None:  # gathering and reducing parameters is left to FSDP's hooks
-                    act(action.stage_index, action.microbatch_index)
+                self._run_action(action)
         for _, works in self.sent:
             _wait(works)
-        return Pass(self.loss_sum, self.target_tokens, self.routing, tuple(self.stopwatches))
+        return StepResult(self.loss_sum, self.target_tokens, self.routing, tuple(self.stopwatches))
+
+    def _run_action(self, action: _Action) -> None:
+        name = action.computation_type.name
+        if name in FSDP_ACTIONS:
+            return
+        if name not in self.actions:
+            raise RuntimeError(
+                f"torch {torch.__version__} has a pipeline action that Convoy does not know: "
+                f"{action} ({name}); known are {', '.join(sorted({*self.actions, *FSDP_ACTIONS}))}"
+            )
+        assert action.microbatch_index is not None
+        self.actions[name](action.stage_index, action.microbatch_index)
 
     def _recv_f(self, stage: int, turn: int) -> None:
-        x = self.pipeline._room(self.inputs[turn], self.part)
-        works = self.pipeline._post(dist.irecv, x, stage - 1, self._tag("F", stage, turn))
-        self.arriving["F", stage, turn] = x, works
+        self._recv("F", stage, turn, peer=stage - 1)
 
     def _recv_b(self, stage: int, turn: int) -> None:
-        grad = self.pipeline._room(self.inputs[turn], self.part)
-        works = self.pipeline._post(dist.irecv, grad, stage + 1, self._tag("B", stage, turn))
-        self.arriving["B", stage, turn] = grad, works
+        self._recv("B", stage, turn, peer=stage + 1)
+
+    def _recv(self, direction: str, stage: int, turn: int, *, peer: int) -> None:
+        x = self.pipeline._buffer(self.inputs[turn], self.local_batch)
+        tag = self._tag(direction, stage, turn)
+        works = self.pipeline._start(dist.irecv, x, peer=peer, tag=tag)
+        self.received[direction, stage, turn] = x, works
 
     def _send_f(self, stage: int, turn: int) -> None:
-        self._send(self.leaving.pop(("F", stage, turn)), stage + 1, self._tag("F", stage + 1, turn))
+        self._send("F", stage, turn, peer=stage + 1)
 
     def _send_b(self, stage: int, turn: int) -> None:
-        self._send(self.leaving.pop(("B", stage, turn)), stage - 1, self._tag("B", stage - 1, turn))
+        self._send("B", stage, turn, peer=stage - 1)
 
-    def _send(self, tensor: Tensor, stage: int, tag: int) -> None:
-        self.sent.append((tensor, self.pipeline._post(dist.isend, tensor, stage, tag)))
-        # Few are held. What a send waits for, its receiver was given before anything that comes
-        # after the send, and so never waits for this rank.
+    def _send(self, direction: str, stage: int, turn: int, *, peer: int) -> None:
+        tensor, tag = self.to_send.pop((direction, stage, turn)), self._tag(direction, peer, turn)
+        self.sent.append((tensor, self.pipeline._start(dist.isend, tensor, peer=peer, tag=tag)))
+        # Few sent tensors are held. The wait below ends: the receiver starts its receive without
+        # waiting for anything that this rank does after the send.
         while len(self.sent) > 2 * self.pipeline.ranks:
             _wait(self.sent.popleft()[1])
 
-    def _tag(self, kind: str, stage: int, turn: int) -> int:
-        return (turn * self.pipeline.num_stages + stage) * 2 + (kind == "B")
+    def _tag(self, direction: str, stage: int, turn: int) -> int:
+        return (turn * self.pipeline.num_stages + stage) * 2 + (direction == "B")
 
-    def _arrived(self, kind: str, stage: int, turn: int) -> Tensor:
-        tensor, works = self.arriving.pop((kind, stage, turn))
+    def _wait_for(self, direction: str, stage: int, turn: int) -> Tensor:
+        tensor, works = self.received.pop((direction, stage, turn))
         _wait(works)
         return tensor
 
     def _forward(self, stage: int, turn: int) -> None:
-        x = self._arrived("F", stage, turn).requires_grad_() if stage else self.inputs[turn]
-        # Made anew by every stage: kept for all micro-batches, masks would be large.
-        documents = self.part.documents(self.batches[turn][:, :-1])
-        with self.pipeline.weight_pass.into(self.products.get((stage, turn))):
-            out: DecoderOutput = self.pipeline.parts[stage](x, self.counts.get(stage), documents)
+        x = self._wait_for("F", stage, turn).requires_grad_() if stage else self.inputs[turn]
+        # Every stage makes the documents' masks: masks of all micro-batches would be large.
+        documents = self.local_batch.documents(self.batches[turn][:, :-1])
+        key = (stage, turn) if (stage, turn) in self.delayed else None
+        with self.pipeline.weight_grads.collect(key):
+            out: DecoderOutput = self.pipeline.stages[stage](x, self.counts.get(stage), documents)
         self.counts[stage] = [aux.expert_counts_E for aux in out.aux]
         tokens = self.inputs[turn].numel()
-        routed = tokens // self.part.tp_degree
+        routed = tokens // self.local_batch.tp_degree
         extra = [routed / self.divisor * aux.aux_loss for aux in out.aux]
         root = out.logits
         if stage == self.pipeline.num_stages - 1:
             nll = next_token_loss(out.logits, self.targets[turn])
             root = nll / self.divisor
-            if self.part.counts:
+            if self.local_batch.owns_loss:
                 self.loss_sum += nll.detach()
                 self.target_tokens += tokens
         else:
-            self._leave("F", stage, stage + 1, turn, root.detach().contiguous())
-        self.kept[stage, turn] = x, root, extra
-        self.routing = self.pipeline._routing(stage, out, routed, self.routing)
+            self._hand_over("F", stage, turn, root.detach().contiguous(), peer=stage + 1)
+        self.saved[stage, turn] = x, root, extra
+        self.routing = self.pipeline._add_routing(self.routing, stage, out, routed)
         self.stopwatches += [aux.stopwatch for aux in out.aux]
 
     def _full_backward(self, stage: int, turn: int) -> None:
         self.backwards_left[stage] -= 1
         set_gradient_sync(
-            self.pipeline.parts[stage], not self.reduce_once, last=not self.backwards_left[stage]
+            self.pipeline.stages[stage],
+            sync=not self.reduce_once,
+            last=not self.backwards_left[stage],
         )
         self._run_backward(stage, turn)
 
     def _backward_input(self, stage: int, turn: int) -> None:
-        self.halfway[stage] += 1
-        set_gradient_sync(self.pipeline.parts[stage], False, last=False)
-        with self.pipeline.weight_pass.into(self.products[stage, turn]):
+        self.without_weight_grads[stage] += 1
+        set_gradient_sync(self.pipeline.stages[stage], sync=False, last=False)
+        with self.pipeline.weight_grads.collect((stage, turn)):
             self._run_backward(stage, turn)
 
     def _backward_weight(self, stage: int, turn: int) -> None:
-        run_products(self.products[stage, turn])
+        self.pipeline.weight_grads.compute((stage, turn))
         self.backwards_left[stage] -= 1
-        self.halfway[stage] -= 1
-        # Reduced is where no backward is halfway: then all parameters have gradients, as what sums
-        # them over copies takes for granted. No schedule has a full backward where one is.
-        sync = not self.reduce_once and not self.halfway[stage]
-        finish_backward(self.pipeline.parts[stage], sync, last=not self.backwards_left[stage])
+        self.without_weight_grads[stage] -= 1
+        # FSDP reduces when no backward lacks its weight gradients: then all parameters have
+        # gradients, which the sum over replicas requires. No schedule has a full backward while
+        # another backward lacks its weight gradients.
+        sync = not self.reduce_once and not self.without_weight_grads[stage]
+        last = not self.backwards_left[stage]
+        finish_backward(self.pipeline.stages[stage], sync=sync, last=last)
 
     def _run_backward(self, stage: int, turn: int) -> None:
-        x, root, extra = self.kept.pop((stage, turn))
+        x, root, extra = self.saved.pop((stage, turn))
         last = stage == self.pipeline.num_stages - 1
-        grad = None if last else self._arrived("B", stage, turn)
+        grad = None if last else self._wait_for("B", stage, turn)
         extra = [loss for loss in extra if loss.requires_grad]
         torch.autograd.backward([root, *extra], [grad, *[None] * len(extra)])
         if stage:
             assert x.grad is not None
-            self._leave("B", stage, stage - 1, turn, x.grad.contiguous())
+            self._hand_over("B", stage, turn, x.grad.contiguous(), peer=stage - 1)
 
-    def _leave(self, kind: str, stage: int, to: int, turn: int, tensor: Tensor) -> None:
-        """What a stage gives to a neighbour, which may be on this rank: then nothing is sent."""
-        if to in self.pipeline.parts:
-            self.arriving[kind, to, turn] = tensor, []
+    def _hand_over(
+        self, direction: str, stage: int, turn: int, tensor: Tensor, *, peer: int
+    ) -> None:
+        """Keep a tensor for the stage ``peer``: for a send, or where this rank has that stage for
+        its forward or backward."""
+        if peer in self.pipeline.stages:
+            self.received[direction, peer, turn] = tensor, []
         else:
-            self.leaving[kind, stage, turn] = tensor
+            self.to_send[direction, stage, turn] = tensor
 
 
-def _wait(works: Sequence[Waitable]) -> None:
+def _wait(works: Sequence[CollectiveWork]) -> None:
     for work in works:
         work.wait()

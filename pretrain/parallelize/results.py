@@ -1,4 +1,7 @@
-"""What one forward and backward pass returns."""
+"""Results of one forward and backward of a step.
+
+Legend: L MoE layers, E experts.
+"""
 
 from __future__ import annotations
 
@@ -12,37 +15,37 @@ from moe import MoEAux, Stopwatch
 
 
 @dataclass(frozen=True)
-class Routing:
-    """What the routers did with some tokens of this rank; it adds up."""
+class RoutingStats:
+    """Sums over some tokens of this rank of what the routers did."""
 
     tokens_per_expert_LE: Tensor
-    """[L, E] int64."""
+    """[L, E] int64, routed tokens of each expert."""
     entropy_sum_L: Tensor
-    """[L] float64, the routers' entropies summed over the tokens."""
+    """[L] float64, entropies in nats of the routers' probabilities, summed over tokens."""
     moved_L2: Tensor
-    """[L, 2] int64, assignments dropped and rerouted for want of room."""
+    """[L, 2] int64, assignments that an expert at capacity dropped, and rerouted."""
     nonfinite_L: Tensor
-    """[L] int64, tokens whose logits are not finite."""
+    """[L] int64, tokens with router logits that are not finite."""
 
-    def plus(self, before: Routing | None) -> Routing:
-        """This and what was before, or this alone."""
+    def plus(self, before: RoutingStats | None) -> RoutingStats:
+        """The sum with ``before``, or self where ``before`` is None."""
         if before is None:
             return self
-        return Routing(
+        return RoutingStats(
             self.tokens_per_expert_LE + before.tokens_per_expert_LE,
             self.entropy_sum_L + before.entropy_sum_L,
             self.moved_L2 + before.moved_L2,
             self.nonfinite_L + before.nonfinite_L,
         )
 
-    def placed(self, rows: Tensor, num_layers: int) -> Routing:
-        """Of all ``num_layers`` MoE layers, where this is of those that ``rows`` says, int64."""
+    def placed(self, rows: Tensor, num_layers: int) -> RoutingStats:
+        """Stats of all ``num_layers`` MoE layers: zeros but at the int64 indices ``rows``."""
 
         def spread(values: Tensor) -> Tensor:
             out = values.new_zeros((num_layers, *values.shape[1:]))
             return out.index_copy_(0, rows, values)
 
-        return Routing(
+        return RoutingStats(
             spread(self.tokens_per_expert_LE),
             spread(self.entropy_sum_L),
             spread(self.moved_L2),
@@ -50,9 +53,9 @@ class Routing:
         )
 
 
-def routing_of(reports: Sequence[MoEAux], tokens: int) -> Routing:
-    """The reports of a forward of ``tokens`` tokens, one for each MoE layer and at least one."""
-    return Routing(
+def routing_stats(reports: Sequence[MoEAux], tokens: int) -> RoutingStats:
+    """The stats of a forward of ``tokens`` tokens, from one report for each MoE layer (>= 1)."""
+    return RoutingStats(
         torch.stack([aux.tokens_per_expert_E for aux in reports]),
         tokens * torch.stack([aux.entropy for aux in reports]).double(),
         torch.stack([torch.stack([aux.num_dropped, aux.num_rerouted]) for aux in reports]),
@@ -61,16 +64,18 @@ def routing_of(reports: Sequence[MoEAux], tokens: int) -> Routing:
 
 
 @dataclass(frozen=True)
-class Pass:
-    """What one rank's micro-batches gave; gradients are in the parameters."""
+class StepResult:
+    """The losses and stats of one rank's micro-batches; the parameters hold the gradients."""
 
     loss_sum: Tensor
-    """Scalar float64: summed negative log-likelihood in nats."""
+    """Scalar float64: summed negative log-likelihood in nats; 0 on ranks that do not own the
+    loss."""
     target_tokens: int
-    routing: Routing | None
+    """Target tokens of ``loss_sum``."""
+    routing: RoutingStats | None
     """None for a model without MoE layers."""
     stopwatches: tuple[Stopwatch, ...]
-    """Of the experts, one for each layer and micro-batch."""
+    """Times of the experts, one for each MoE layer and micro-batch."""
 
     @property
     def expert_rows(self) -> int:
@@ -79,5 +84,5 @@ class Pass:
 
     @property
     def expert_seconds(self) -> float:
-        """What they took in the forward."""
+        """Seconds of this rank's experts in the forward."""
         return sum(watch.seconds() for watch in self.stopwatches)

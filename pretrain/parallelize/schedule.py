@@ -1,4 +1,4 @@
-"""Pipeline schedules: where each stage is, and for how long ranks wait."""
+"""Pipeline schedules: the place of each stage, and the exposed communication (bubble)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from parallel import PipelineSchedule
 
 
 def place_of(stage: int, pp: int, schedule: PipelineSchedule) -> int:
-    """Which of ``pp`` places along the pipeline has a stage: one after another, round and round,
-    or under ``zbv`` and ``dualpipev`` there and back, so that the first has the last stage too."""
+    """The place along pp of a stage: ``stage`` modulo ``pp``; under ``zbv`` and ``dualpipev`` in a
+    V, so that the first place has the first stage and the last."""
     turn, place = divmod(stage, pp)
     return pp - 1 - place if schedule.folds_into_v and turn % 2 else place
 
@@ -18,28 +18,30 @@ def bubble(
     micro_batches: int,
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B,
 ) -> float:
-    """The share of a step that ranks wait where all stages and passes take the same time.
+    """The share of a step in which a rank waits for other stages, if all stages take equal time.
 
-    (p - 1) / (v · m + p - 1) for p ranks of v stages and m micro-batches (Narayanan et al., arXiv
-    2104.04473, section 2.2, as a share of the whole step).
+    (p - 1) / (v · m + p - 1) for p ranks with v stages each and m micro-batches (Narayanan et al.,
+    arXiv 2104.04473, section 2.2, as a share of the full step).
 
-    Under ``zbv`` and ``dualpipev`` the first rank never waits, nor do others once their first
-    micro-batch has come (Qi et al., arXiv 2401.10241, section 6): what is left is that the last
-    begins, and ends, p - 1 forwards of a stage later. A rank's step is 6 · m passes of a stage, so
-    that is (p - 1) / (6 · m + p - 1), for 2 · p - 1 micro-batches and more, where a backward's two
-    passes each take as long as a forward. The more of the weights' gradients are computed in the
-    first of them, the less is left to fill the gaps with.
+    Under ``zbv`` and ``dualpipev`` the first rank never waits, and another rank waits only for its
+    first micro-batch (Qi et al., arXiv 2401.10241, section 6): the last rank starts p - 1 forwards
+    of a stage later, and ends as much later. A rank's step is 6 · m passes of a stage: for each of
+    two stages a forward, the inputs' gradients and the weights' gradients, which are taken as
+    equally long. So the share is (p - 1) / (6 · m + p - 1), for 2 · p - 1 micro-batches and more.
+    Weight gradients that are not delayed cannot fill gaps: then the measured share is larger.
     """
-    waits = pp - 1
+    idle = pp - 1
     passes = 6 * micro_batches if schedule.folds_into_v else stages_per_rank * micro_batches
-    return waits / (passes + waits)
+    return idle / (passes + idle)
 
 
 def padded_count(
-    micro_batches: int, pp: int, stages_per_rank: int, schedule: PipelineSchedule
+    micro_batches: int, pp: int, *, stages_per_rank: int, schedule: PipelineSchedule
 ) -> int:
-    """How many micro-batches a schedule takes, that many at least: the interleaved one a multiple
-    of the ranks, DualPipeV as many as there are stages."""
+    """The smallest number of micro-batches that a schedule takes, at least ``micro_batches``.
+
+    Interleaved 1F1B takes a multiple of the ranks, DualPipeV at least the number of stages.
+    """
     if schedule is PipelineSchedule.DUALPIPEV:
         return max(micro_batches, pp * stages_per_rank)
     if schedule is PipelineSchedule.ONE_F_ONE_B and stages_per_rank > 1:

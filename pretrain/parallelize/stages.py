@@ -1,26 +1,22 @@
-"""Which layers each pipeline stage holds."""
+"""The layers of each pipeline stage."""
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from moe import MoEConfig
 from pretrain.model import ModelConfig, forward_flops
 
-if TYPE_CHECKING:
-    pass
-
 
 def stage_layers(
-    model: ModelConfig, moe: MoEConfig | None, seq_len: int, num_stages: int
+    model: ModelConfig, moe: MoEConfig | None, *, seq_len: int, num_stages: int
 ) -> list[range]:
-    """The layers of every stage: consecutive, and such that the costliest stage costs least.
+    """The layers of every stage: consecutive, with the smallest cost of the costliest stage.
 
-    A layer costs its model FLOPs, see :func:`pretrain.model.forward_flops`; the last stage has the
-    head's too. Of equal ways the one whose first stages are shortest is taken.
+    The cost of a layer is its model FLOPs, see :func:`pretrain.model.forward_flops`; the last stage
+    has the head's FLOPs too. Of several such splits, the one with the shortest first stages.
 
-    Raises ValueError where there are fewer layers than stages.
+    Raises ValueError where the model has fewer layers than stages.
     """
     L = model.num_layers
     if num_stages > L:
@@ -38,7 +34,7 @@ def stage_layers(
 
     @lru_cache(None)
     def best(start: int, stages: int) -> tuple[float, tuple[int, ...]]:
-        """The costliest of ``stages`` stages from layer ``start`` on, and where each ends."""
+        """The cost of the costliest of ``stages`` stages from layer ``start`` on, and each end."""
         if stages == 1:
             return sum(costs[start:]), (L,)
         ways = []

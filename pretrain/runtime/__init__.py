@@ -1,4 +1,4 @@
-"""This process among its ranks: process groups, signals, locks and memory."""
+"""This process as one rank of a run: process groups, signals, locks and memory."""
 
 from pretrain.runtime.locks import lock_folder, lock_run
 from pretrain.runtime.memory import keep_freed_memory, peak_memory_bytes

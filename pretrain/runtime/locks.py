@@ -1,4 +1,4 @@
-"""Locks that keep two runs out of one folder."""
+"""Locks that keep a second run out of a run's folders."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 @contextmanager
 def lock_folder(folder: Path, field: str) -> Iterator[None]:
-    """Make a folder and hold its lock; the kernel lets go of it even after SIGKILL.
+    """Make ``folder`` and hold its lock; the kernel releases the lock even after SIGKILL.
 
-    Raises InputError, naming ``field``, where another run holds it or it cannot be written.
+    Raises InputError, naming the spec's ``field``, where another run holds the lock or the folder
+    cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -29,7 +30,7 @@ def lock_folder(folder: Path, field: str) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise InputError(f"{field} ({folder}) cannot be written: {error.strerror}") from None
-        held = []  # a file system without locks: the operator must see to it
+        held = []  # a file system without locks: a second run is not noticed
     try:
         yield
     finally:
@@ -39,8 +40,10 @@ def lock_folder(folder: Path, field: str) -> Iterator[None]:
 
 @contextmanager
 def lock_run(spec: JobSpec) -> Iterator[None]:
-    """Hold the run's folder and, should it be elsewhere, its checkpoint folder. An object store has
-    no locks: there a step is committed once, whoever tries."""
+    """Hold the locks of the run's folder and of its checkpoint folder.
+
+    An object store has no locks; there a conditional write lets one run commit a step.
+    """
     folders = {spec.run_path.resolve(): "run_dir"}
     if isinstance(spec.checkpoint_path, Path):
         folders.setdefault(spec.checkpoint_path.resolve(), "checkpoint.path")

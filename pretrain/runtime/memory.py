@@ -1,4 +1,4 @@
-"""Memory of this process: what the allocator keeps, and the peak."""
+"""Memory of this process: glibc's allocator, and the peak."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import sys
 
 import torch
 
-# Of malloc.h.
+# Constants of glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what is freed for what comes next, in this process.
+    """Let glibc keep freed memory of this process for later allocations.
 
-    It gives large pieces back at once, and takes them anew zeroed, page by page, in every step: on
-    a CPU that costs several percent of it. Does nothing with another C library, or where the
-    environment tunes glibc's malloc itself.
+    By default glibc returns large freed blocks to the kernel, and each step gets zeroed pages for
+    new blocks: on a CPU that costs several percent of a step. Does nothing with another C library,
+    or where environment variables tune glibc's malloc.
     """
     tuned = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
@@ -28,7 +28,7 @@ def keep_freed_memory() -> None:
 
 
 def peak_memory_bytes() -> int:
-    """The most memory this process has had: on its CUDA device, or else resident."""
+    """Peak bytes of this process: allocated on its CUDA device, or else resident on the host."""
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""This process among its ranks: groups, device, signals, and doing things together."""
+"""This process as one rank of a run: process groups, device, and decisions of all ranks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,23 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
-from cluster.detect import RollCall
-from parallel import Watch, install_watch
+# A public, documented name that torch.distributed does not mark as exported for type checkers.
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from cluster.detect import HangReport
+from parallel import CommMonitor
+from parallel.comm_watch import install_monitor
 from pretrain.errors import EXIT_BAD_INPUT, InputError
 from pretrain.runtime.memory import keep_freed_memory
 
 T = TypeVar("T")
 
-# Preparing a corpus or writing a checkpoint may take long on one rank while the others wait.
+# One rank may prepare a corpus or write a checkpoint for a long time while other ranks wait.
 _CONTROL_TIMEOUT = timedelta(hours=1)
+
+_TIME_CUDA = "CONVOY_TIME_CUDA_COLLECTIVES"
+"""Environment variable; 1 turns on times of collectives on CUDA, see :class:`CommMonitor`."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +38,17 @@ class Runtime:
     world: int
     device: torch.device
     control_group: dist.ProcessGroup
-    """Gloo, for decisions on the host; never used from within a step."""
+    """Gloo, for decisions on the host; not used inside a step."""
     launch_id: str
-    """The same on all ranks, and unlike any other launch's."""
-    watch: Watch = field(default_factory=Watch)
-    """Of this rank's collectives."""
-    roll_call: RollCall | None = None
-    """For when one does not end; None on one rank."""
+    """Equal on all ranks of a launch, and different in every launch."""
+    comm_monitor: CommMonitor = field(default_factory=CommMonitor)
+    """The stats of this rank's collectives."""
+    hang_report: HangReport | None = None
+    """Reports a collective that fails or times out; None for one rank."""
 
     @property
     def ranks_per_node(self) -> int:
-        """Consecutive ranks that share a machine, as the launcher says; all where none says."""
+        """The number of ranks on this machine, from LOCAL_WORLD_SIZE; all ranks without it."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
 
     @property
@@ -51,16 +57,17 @@ class Runtime:
         return self.rank == 0
 
     def agree(self, ok: bool) -> bool:
-        """A barrier that also asks: True on all ranks where all say True."""
+        """A barrier; True on all ranks where ``ok`` is True on all ranks."""
         word = torch.tensor(int(ok))
         dist.all_reduce(word, dist.ReduceOp.MIN, group=self.control_group)
         return bool(word.item())
 
     def together(self, act: Callable[[], T]) -> T:
-        """Let each rank act, without collectives; fail on all where it fails on one.
+        """Call ``act`` on every rank; where it fails on one rank, fail on all ranks.
 
-        The first rank that failed raises its own error. The others end with the exit code of bad
-        input in silence, so that a person reads one line, or one traceback.
+        ``act`` must not use collectives. The first failed rank raises its own error. Other ranks
+        raise SystemExit with the exit code of bad input and print nothing: a person then reads one
+        line, or one traceback.
         """
         value: T | None = None
         error: Exception | None = None
@@ -77,19 +84,19 @@ class Runtime:
         return value  # type: ignore[return-value]
 
     def first(self, act: Callable[[], T]) -> T | None:
-        """Let rank 0 act while the others wait; returns what rank 0 did there, and None elsewhere.
+        """Call ``act`` on rank 0 while other ranks wait; where it fails, fail on all ranks.
 
-        Raises on every rank where rank 0 fails.
+        Returns the value of ``act`` on rank 0, None on other ranks.
         """
         return self.together(lambda: act() if self.is_first else None)
 
     def from_first(self, act: Callable[[], int]) -> int:
-        """The number that ``act`` returns on rank 0, on every rank. Raises as :meth:`first`."""
+        """Call ``act`` on rank 0 as :meth:`first` does, and return its value on every rank."""
         value = self.first(act)
         return self.broadcast(0 if value is None else value)
 
     def broadcast(self, value: int, source: int = 0) -> int:
-        """The value of rank ``source``."""
+        """The value of rank ``source``, on every rank."""
         word = torch.tensor(value, dtype=torch.int64)
         dist.broadcast(word, source, group=self.control_group)
         return int(word)
@@ -107,8 +114,8 @@ class Runtime:
         return float(word)
 
     def gather_pairs(self, pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-        """Every rank's pairs of whole numbers from 0, in rank order; each may bring another
-        count."""
+        """The pairs of all ranks, in rank order. Numbers are at least 0; ranks may have different
+        numbers of pairs."""
         most = int(self.maximum(len(pairs)))
         own = torch.full((most, 2), -1, dtype=torch.int64)
         own[: len(pairs)] = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
@@ -117,10 +124,10 @@ class Runtime:
         return [[(a, b) for a, b in row.tolist() if a >= 0] for row in rows]
 
     def close(self) -> None:
-        """Leave the process group."""
-        install_watch(None)
-        if self.roll_call is not None:
-            self.roll_call.close()
+        """Stop the monitor and the hang report, and destroy the process groups."""
+        install_monitor(None)
+        if self.hang_report is not None:
+            self.hang_report.close()
         dist.destroy_process_group()
 
 
@@ -135,9 +142,14 @@ def launched_world() -> int:
 
 
 def start(timeout_seconds: float) -> Runtime:
-    """Join the process group that torchrun describes, or be one of one rank.
+    """Join the process group that torchrun describes; without torchrun, make one of one rank.
 
-    CUDA ranks take the device of their LOCAL_RANK and use NCCL for it, and gloo on the host.
+    With CUDA a rank takes the device LOCAL_RANK, with NCCL on the device and gloo on the host.
+
+    Args:
+        timeout_seconds: time after which a collective of a step fails.
+
+    Raises InputError where LOCAL_RANK has no CUDA device.
     """
     rank, world = launched_rank(), launched_world()
     cuda = torch.cuda.is_available()
@@ -162,7 +174,14 @@ def start(timeout_seconds: float) -> Runtime:
     assert isinstance(control, dist.ProcessGroup)
     token = torch.tensor(secrets.randbits(62), dtype=torch.int64)
     dist.broadcast(token, 0, group=control)
-    watch = Watch()
-    install_watch(watch)
-    roll_call = RollCall.start(rank, world, watch, timeout_seconds)
-    return Runtime(rank, world, device, control, f"{int(token):016x}", watch, roll_call)
+    monitor = CommMonitor(time_cuda=os.environ.get(_TIME_CUDA) == "1")
+    install_monitor(monitor)
+    return Runtime(
+        rank=rank,
+        world=world,
+        device=device,
+        control_group=control,
+        launch_id=f"{int(token):016x}",
+        comm_monitor=monitor,
+        hang_report=HangReport.start(rank, world, monitor=monitor, timeout_seconds=timeout_seconds),
+    )

@@ -1,4 +1,4 @@
-"""Requests to stop, from signals."""
+"""Requests to stop or to save, from signals."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from types import FrameType
 
 
 class StopRequest:
-    """SIGTERM or SIGINT asks for an end after the step; a second SIGINT ends at once. SIGUSR1 asks
-    for a save."""
+    """Notes signals for the training loop.
+
+    SIGTERM or SIGINT requests a stop after the step; a second SIGINT raises KeyboardInterrupt at
+    once. SIGUSR1 requests a checkpoint.
+    """
 
     def __init__(self) -> None:
         self.requested = self.save_requested = False
@@ -26,6 +29,6 @@ class StopRequest:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def restore(self) -> None:
-        """Put the former handlers back."""
+        """Restore the former signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)

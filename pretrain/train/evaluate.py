@@ -17,21 +17,21 @@ from torch import Tensor
 from parallel import free_gathered
 from pretrain.data import bytes_per_token, load_tokenizer
 from pretrain.job import Job
-from pretrain.parallelize import LaidOut, Routing, next_token_loss
+from pretrain.parallelize import ParallelModel, RoutingStats, next_token_loss
 
 
 @contextmanager
-def inference(laid_out: LaidOut) -> Iterator[None]:
+def inference(parallel_model: ParallelModel) -> Iterator[None]:
     """Forwards alone; afterwards the model is as training left it."""
-    for part in laid_out.parts.values():
-        part.eval()
+    for stage in parallel_model.stages.values():
+        stage.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        for part in laid_out.parts.values():
-            free_gathered(part)
-            part.train()
+        for stage in parallel_model.stages.values():
+            free_gathered(stage)
+            stage.train()
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ def evaluate(job: Job, limit: int | None = None) -> Evaluation:
     data, vocab_size = job.spec.data, job.spec.model.vocab_size
     lengths = torch.from_numpy(bytes_per_token(load_tokenizer(data), vocab_size, data.end_token))
     sums = torch.zeros(3, dtype=torch.float64)  # nats, tokens, bytes
-    routing: Routing | None = None
-    part = job.part
-    with inference(job.laid_out), part.vocabulary_parallel():
+    routing: RoutingStats | None = None
+    part = job.local_batch
+    with inference(job.parallel_model), part.vocabulary_parallel():
         # As many forwards on every rank, some of them of no sequences: all exchange tokens.
         for start in range(0, count, size * ranks):
             mine = indices[start : start + size * ranks][job.dims.dp_rank :: ranks]
@@ -81,7 +81,7 @@ def evaluate(job: Job, limit: int | None = None) -> Evaluation:
                 continue
             nll = next_token_loss(logits, targets_BS.to(job.runtime.device))
             real = targets_BS[targets_BS >= 0]
-            if part.counts:
+            if part.owns_loss:
                 sums += torch.tensor(
                     [float(nll), real.numel(), int(lengths[real].sum())], dtype=torch.float64
                 )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from parallel import whole_sequences
+from parallel import full_sequences
 from pretrain.data import end_of_document, load_tokenizer
 from pretrain.job import Job
 from pretrain.spec import SampleConfig
@@ -37,9 +37,9 @@ def generate(job: Job) -> str:
     tokens: list[int] = tokenizer.encode(sample.prompt, add_special_tokens=False).ids or [end]
     generator = torch.Generator().manual_seed(job.spec.train.seed)
     # The first rank of those that have logits.
-    last = 0 if job.laid_out.pipeline is None else job.laid_out.pipeline.last_place
+    last = 0 if job.parallel_model.pipeline is None else job.parallel_model.pipeline.last_place
     source = last * (job.runtime.world // job.topology.pp)
-    with inference(job.laid_out), whole_sequences(job.model):
+    with inference(job.parallel_model), full_sequences(job.model):
         for _ in range(sample.tokens):
             known = tokens[-job.spec.data.seq_len :]
             # Ranks of tensor parallelism have equal parts. What follows a token does not change it,
@@ -47,7 +47,7 @@ def generate(job: Job) -> str:
             padding = [end] * (-len(known) % job.topology.tp)
             window = torch.tensor([known + padding], device=job.runtime.device)
             # One document, but for the end token that an empty prompt begins with.
-            logits, _ = job.forward(window, job.part.documents(window))
+            logits, _ = job.forward(window, job.local_batch.documents(window))
             token = end
             if logits is not None:
                 token = _next_token(_whole(logits[0, len(known) - 1]), sample, generator)

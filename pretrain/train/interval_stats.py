@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from parallel import Kind, Traffic, by_parallelism
+from parallel import CollectiveKind, CommStats, by_parallelism
 from pretrain.job import Job
 from pretrain.observe import IntervalEnded, RoutingReport
-from pretrain.parallelize import Routing, bubble
+from pretrain.parallelize import RoutingStats, bubble
 from pretrain.train.evaluate import sum_over_ranks
 
 
@@ -23,24 +23,24 @@ class IntervalStats:
     seconds: float = 0.0
     micro_batches: int = 0
     """Of the last step, on each rank."""
-    traffic: dict[str, Traffic] = field(default_factory=dict)
+    traffic: dict[str, CommStats] = field(default_factory=dict)
     """Collectives of this rank, by parallelism."""
-    routing: Routing | None = None
+    routing: RoutingStats | None = None
     rank_rows: list[float] = field(default_factory=list)
     """Routed tokens that each rank's experts computed."""
 
     def add(
-        self, tokens: int, seconds: float, traffic: Mapping[Kind, Traffic]
-    ) -> dict[str, Traffic]:
+        self, tokens: int, seconds: float, traffic: Mapping[CollectiveKind, CommStats]
+    ) -> dict[str, CommStats]:
         """Add a committed step; returns the step's collectives by parallelism."""
         self.tokens += tokens
         self.seconds += seconds
         groups = by_parallelism(traffic)
         for name, one in groups.items():
-            self.traffic[name] = one.plus(self.traffic.get(name, Traffic()))
+            self.traffic[name] = one.plus(self.traffic.get(name, CommStats()))
         return groups
 
-    def add_routing(self, routing: Routing, rank_rows: list[float]) -> None:
+    def add_routing(self, routing: RoutingStats, rank_rows: list[float]) -> None:
         """Add what the routers of this rank did, and what each rank's experts computed."""
         self.routing = routing.plus(self.routing)
         before = self.rank_rows or [0.0] * len(rank_rows)
@@ -51,7 +51,7 @@ class IntervalStats:
     ) -> IntervalEnded:
         """The interval over all ranks; every rank must call."""
         seconds, exposed = self._communication(job)
-        stages, routing = job.laid_out.pipeline is not None, self._routing(job)
+        stages, routing = job.parallel_model.pipeline is not None, self._routing(job)
         p = job.spec.parallel
         return IntervalEnded(
             step=step,
@@ -109,7 +109,7 @@ class IntervalStats:
 
 
 def seconds_and_bytes(
-    traffic: Mapping[Kind, Traffic],
+    traffic: Mapping[CollectiveKind, CommStats],
 ) -> tuple[dict[tuple[str, str], float], dict[tuple[str, str], int]]:
     """Seconds and bytes of a step's collectives by (operation, parallelism)."""
     rows = [((str(op), str(group)), one) for (op, group), one in traffic.items()]

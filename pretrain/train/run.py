@@ -172,7 +172,7 @@ def _started(job: Job, progress: Progress, url: str | None) -> RunStarted:
         world_size=runtime.world,
         topology=job.topology.as_dict(),
         layout=job.topology.describe(),
-        parameters=sum(p.numel() for p in job.laid_out.whole.parameters()),
+        parameters=sum(p.numel() for p in job.parallel_model.meta_model.parameters()),
         steps=spec.train.steps,
         step_tokens=spec.global_batch_tokens,
         device=runtime.device.type,
@@ -189,10 +189,10 @@ def _watched(runtime: Runtime, trainer: Trainer) -> Iterator[None]:
     except (HealthError, CheckpointError):
         raise
     except RuntimeError as error:
-        roll_call = runtime.roll_call
-        if roll_call is None or not roll_call.is_lost(error):
+        hang_report = runtime.hang_report
+        if hang_report is None or not hang_report.is_lost(error):
             raise
-        told = roll_call.call(error)
+        told = hang_report.report(error)
         if told is None:
             raise SystemExit(EXIT_LOST) from None
         raise LostRankError(f"after step {trainer.progress.step}, {told}") from error

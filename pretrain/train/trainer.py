@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from parallel import Kind, Traffic, all_reduce, grad_square_sum, scale_gradients
+from parallel import CollectiveKind, CommStats, all_reduce, grad_square_sum, scale_gradients
 from pretrain.checkpoint import Checkpointer
 from pretrain.data import Cursor
 from pretrain.errors import HealthError
@@ -15,7 +15,7 @@ from pretrain.job import Job
 from pretrain.model import forward_flops, peak_flops_per_second
 from pretrain.observe import CapacityPlanned, Evaluated, StepCommitted, StepSkipped
 from pretrain.optim import set_lr
-from pretrain.parallelize import Pass, Routing
+from pretrain.parallelize import RoutingStats, StepResult
 from pretrain.runtime import StopRequest
 from pretrain.state import Progress, rng_states, set_rng_states
 from pretrain.train.barrier import Action, Decision, Report, decide, exchange
@@ -78,7 +78,7 @@ class Trainer:
         Raises HealthError on every rank after too many steps in a row that are not finite.
         """
         job, spec, before = self.job, self.job.spec, self.progress
-        job.runtime.watch.take()  # what came between steps is not of this one
+        job.runtime.comm_monitor.take()  # what came between steps is not of this one
         began = time.perf_counter()
         batches, cursor = job.loader.step(Cursor(before.consumed_samples))
         waited = time.perf_counter() - began
@@ -100,7 +100,7 @@ class Trainer:
             self.progress = self.progress.after_overflow()
             set_rng_states(random, device)
         job.optimizer.zero_grad()
-        traffic = job.runtime.watch.take()
+        traffic = job.runtime.comm_monitor.take()
         seconds = time.perf_counter() - began
         if decision.action is Action.SKIP:
             self._skip(decision, seconds, traffic)
@@ -118,7 +118,9 @@ class Trainer:
             )
         return decision
 
-    def _report(self, result: Pass, *, began: float, waited: float, stop_requested: bool) -> Report:
+    def _report(
+        self, result: StepResult, *, began: float, waited: float, stop_requested: bool
+    ) -> Report:
         """What this rank brings to the barrier."""
         scale = self.progress.loss_scale or 1.0
         return Report(
@@ -165,7 +167,7 @@ class Trainer:
         self.skipped = 0
 
     def _publish_commit(
-        self, decision: Decision, seconds: float, traffic: Mapping[Kind, Traffic]
+        self, decision: Decision, seconds: float, traffic: Mapping[CollectiveKind, CommStats]
     ) -> None:
         """Publish a committed step, and add the step to the interval."""
         job, tokens = self.job, decision.target_tokens
@@ -197,7 +199,7 @@ class Trainer:
             )
         )
 
-    def _balance(self, routing: Routing, reports: Sequence[Report]) -> bool:
+    def _balance(self, routing: RoutingStats, reports: Sequence[Report]) -> bool:
         """Move biases and capacity by the whole step's loads; whether plans of capacity changed."""
         rows = [report.expert_rows for report in reports]
         self.interval.add_routing(routing, rows)
@@ -216,7 +218,9 @@ class Trainer:
                 router.update_bias(everywhere[row])
         return replanned
 
-    def _skip(self, decision: Decision, seconds: float, traffic: Mapping[Kind, Traffic]) -> None:
+    def _skip(
+        self, decision: Decision, seconds: float, traffic: Mapping[CollectiveKind, CommStats]
+    ) -> None:
         self.skipped += not decision.overflow
         step = self.progress.step + 1
         collective_seconds, collective_bytes = seconds_and_bytes(traffic)
@@ -270,7 +274,7 @@ class Trainer:
         )
 
 
-def _bad_layer(layers: Sequence[int], routing: Routing | None) -> int:
+def _bad_layer(layers: Sequence[int], routing: RoutingStats | None) -> int:
     """The first layer with logits that are not finite, or -1."""
     counts = [] if routing is None else routing.nonfinite_L.tolist()
     return next((layer for layer, count in zip(layers, counts, strict=False) if count), -1)

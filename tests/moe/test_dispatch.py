@@ -205,7 +205,7 @@ def order_on_rank(rank: int, world: int) -> dict[str, list[str]]:
         setattr(owner, name, lambda *args: (events.append(event), act(*args))[1])
 
     watch(collectives._Exchange, "start", "start")
-    watch(collectives.Arriving, "wait", "wait")
+    watch(collectives.PendingRows, "wait", "wait")
     orders = {}
     for name, fields in (
         ("all_to_all", {}),

@@ -23,9 +23,9 @@ from parallel import (
     Topology,
     apply_expert_parallel,
     apply_fsdp,
-    expert_modules,
     expert_parameter_names,
 )
+from parallel.expert_parallel import expert_modules
 from parallel.layout import box_shape, dense_splits, expert_splits
 from tests.support.ranks import run_ranks
 
@@ -128,7 +128,7 @@ def on_rank(rank: int, topology: Topology, case: str, options: dict):
     dims = ParallelDims.build(topology, "cpu")
     model = make_model(case)
     apply_expert_parallel(model, dims.ep_mesh)
-    apply_fsdp(model, dims, model.layers, **options)
+    apply_fsdp(model, dims, blocks=model.layers, **options)
     check_options(model, options)
     experts = expert_parameter_names(model)
     x = batches(case, topology.world)[rank]

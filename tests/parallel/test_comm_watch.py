@@ -1,4 +1,4 @@
-"""Traffic is counted as it was: whole and exposed seconds, bytes, and what it was for."""
+"""The comm monitor: seconds, exposed seconds, bytes and purpose of collectives."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-import parallel
 from parallel import (
-    Kind,
+    CollectiveKind,
+    CommStats,
     ParallelDims,
     Topology,
-    Traffic,
-    all_to_all,
     apply_fsdp,
     by_parallelism,
     comm_watch,
-    start_all_to_all,
-    watch_collectives,
+    monitor_collectives,
 )
-from parallel.comm_watch import Watch
+from parallel.collectives import all_to_all, start_all_to_all
+from parallel.comm_watch import CommMonitor
 from tests.support.ranks import run_ranks
 
-EP = Kind("all_to_all", "ep")
+EP = CollectiveKind("all_to_all", "ep")
 
 
 class Clock:
@@ -64,7 +63,7 @@ class Work:
         self.pass_time(max(self.end - self.clock.now, 0.0))
 
 
-def seconds_of(monkeypatch, op: str, takes: float, computes: float, has_future=True) -> Traffic:
+def seconds_of(monkeypatch, op: str, takes: float, computes: float, has_future=True) -> CommStats:
     clock = Clock()
     monkeypatch.setattr(comm_watch, "time", clock)
 
@@ -74,54 +73,55 @@ def seconds_of(monkeypatch, op: str, takes: float, computes: float, has_future=T
         def size(self):
             return 2
 
-    with watch_collectives() as watch:
+    with monitor_collectives() as monitor:
         work = Work(clock, takes, has_future)
-        flight = parallel.watched(Kind(op, "ep"), torch.zeros(3), Two(), lambda: work)
+        kind = CollectiveKind(op, "ep")
+        monitored = comm_watch.monitored(kind, torch.zeros(3), Two(), lambda: work)
         work.pass_time(computes)
-        flight.wait()
-    return watch.take()[Kind(op, "ep")]
+        monitored.wait()
+    return monitor.take()[kind]
 
 
 def test_what_is_computed_meanwhile_hides_it(monkeypatch):
-    assert seconds_of(monkeypatch, "all_to_all", 5.0, 0.0) == Traffic(1, 12, 5.0, 5.0)
-    assert seconds_of(monkeypatch, "all_to_all", 5.0, 2.0) == Traffic(1, 12, 5.0, 3.0)
-    assert seconds_of(monkeypatch, "all_to_all", 5.0, 9.0) == Traffic(1, 12, 5.0, 0.0)
+    assert seconds_of(monkeypatch, "all_to_all", 5.0, 0.0) == CommStats(1, 12, 5.0, 5.0)
+    assert seconds_of(monkeypatch, "all_to_all", 5.0, 2.0) == CommStats(1, 12, 5.0, 3.0)
+    assert seconds_of(monkeypatch, "all_to_all", 5.0, 9.0) == CommStats(1, 12, 5.0, 0.0)
     # Where a backend does not tell the end, it is when it was waited for.
-    assert seconds_of(monkeypatch, "all_to_all", 5.0, 9.0, False) == Traffic(1, 12, 9.0, 0.0)
+    assert seconds_of(monkeypatch, "all_to_all", 5.0, 9.0, False) == CommStats(1, 12, 9.0, 0.0)
     # A receive is begun long before somebody sends.
-    assert seconds_of(monkeypatch, "recv", 5.0, 2.0, False) == Traffic(1, 12, 3.0, 3.0)
+    assert seconds_of(monkeypatch, "recv", 5.0, 2.0, False) == CommStats(1, 12, 3.0, 3.0)
 
 
-def wait_long(watch: Watch, waited: Path) -> None:
+def wait_long(monitor: CommMonitor, waited: Path) -> None:
     """Let the other rank come when this one has waited for it for 0.3 s."""
-    while not watch.waiting:
+    while not monitor.waiting:
         time.sleep(0.001)
     time.sleep(0.3)
     waited.touch()
 
 
-def a_rank_that_waits(rank: int, waited: Path) -> tuple[Traffic, Traffic, dict, str, dict]:
+def a_rank_that_waits(rank: int, waited: Path) -> tuple[CommStats, CommStats, dict, str, dict]:
     group = dist.group.WORLD
     x = torch.ones(4, 2, requires_grad=True)
-    all_to_all(x, None, None, group)  # nobody watches
-    with watch_collectives() as watch:
+    all_to_all(x, None, None, group)  # without a monitor
+    with monitor_collectives() as monitor:
         dist.barrier()
         if rank == 0:
-            threading.Thread(target=wait_long, args=(watch, waited)).start()
+            threading.Thread(target=wait_long, args=(monitor, waited)).start()
         while rank == 1 and not waited.exists():
             time.sleep(0.001)
         all_to_all(x, None, None, group).sum().backward()
-        late = watch.take()[EP]
+        late = monitor.take()[EP]
         dist.barrier()
-        arriving = start_all_to_all(x, None, None, group)
+        pending = start_all_to_all(x, None, None, group)
         time.sleep(0.3)
-        arriving.wait()
-        hidden = watch.take()[EP]
-        words = watch.describe()
+        pending.wait()
+        hidden = monitor.take()[EP]
+        words = monitor.describe()
         model = nn.Sequential(nn.Linear(4, 4))
-        apply_fsdp(model, ParallelDims.build(Topology(dp_shard=2), "cpu"), [model[0]])
+        apply_fsdp(model, ParallelDims.build(Topology(dp_shard=2), "cpu"), blocks=[model[0]])
         model(torch.ones(1, 4)).sum().backward()
-        return late, hidden, watch.take(), words, watch.take()
+        return late, hidden, monitor.take(), words, monitor.take()
 
 
 def test_ranks_that_wait_for_another_say_so(tmp_path):
@@ -134,21 +134,53 @@ def test_ranks_that_wait_for_another_say_so(tmp_path):
     assert (hidden.count, hidden.bytes) == (1, 32)
     assert hidden.exposed_seconds < hidden.seconds
     assert words == "all_to_all of ep, number 3 among ranks 0, 1"
-    assert set(fsdp) == {Kind("all_gather", "dp"), Kind("reduce_scatter", "dp")}
+    gather, reduce = CollectiveKind("all_gather", "dp"), CollectiveKind("reduce_scatter", "dp")
+    assert set(fsdp) == {gather, reduce}
     # 20 numbers of 4 bytes, of which a rank has half.
-    assert fsdp[Kind("all_gather", "dp")].bytes == 40 * fsdp[Kind("all_gather", "dp")].count
-    assert fsdp[Kind("reduce_scatter", "dp")].bytes == 80
+    assert fsdp[gather].bytes == 40 * fsdp[gather].count
+    assert fsdp[reduce].bytes == 80
     assert nothing == {}
     assert second[0].count == 2
 
 
 def test_what_they_are_for_adds_up():
-    traffic = {
-        Kind("all_gather", "dp"): Traffic(2, 10, 3.0, 1.0),
-        Kind("reduce_scatter", "dp"): Traffic(1, 5, 2.0, 2.0),
-        EP: Traffic(1, 7, 1.0, 0.0),
+    stats = {
+        CollectiveKind("all_gather", "dp"): CommStats(2, 10, 3.0, 1.0),
+        CollectiveKind("reduce_scatter", "dp"): CommStats(1, 5, 2.0, 2.0),
+        EP: CommStats(1, 7, 1.0, 0.0),
     }
-    sums = by_parallelism(traffic)
-    assert sums["dp"] == Traffic(3, 15, 5.0, 3.0)
-    assert sums["ep"] == Traffic(1, 7, 1.0, 0.0)
-    assert sums["tp"] == Traffic()
+    sums = by_parallelism(stats)
+    assert sums["dp"] == CommStats(3, 15, 5.0, 3.0)
+    assert sums["ep"] == CommStats(1, 7, 1.0, 0.0)
+    assert sums["tp"] == CommStats()
+
+
+class OnCuda:
+    is_cuda = True
+
+    def numel(self):
+        return 3
+
+    def element_size(self):
+        return 4
+
+
+def test_cuda_collectives_are_counted_and_not_timed_unless_asked(monkeypatch):
+    """No GPU has run the timing: the default must use neither events nor another stream."""
+
+    class Two:
+        group_name = "ranks"
+
+        def size(self):
+            return 2
+
+    def no_event(*args, **kwargs):
+        raise RuntimeError("an event")
+
+    monkeypatch.setattr(torch.cuda, "Event", no_event)
+    work = Work(Clock(), 1.0, True)
+    with monitor_collectives() as monitor:
+        assert comm_watch.monitored(EP, OnCuda(), Two(), lambda: work) is work
+    assert monitor.take() == {EP: CommStats(1, 12, 0.0, 0.0)}
+    with monitor_collectives(time_cuda=True), pytest.raises(RuntimeError, match="an event"):
+        comm_watch.monitored(EP, OnCuda(), Two(), lambda: work)

@@ -11,16 +11,16 @@ import torch.distributed as dist
 from moe import MoEConfig
 from parallel import (  # fmt: skip
     ParallelDims,
-    SpreadSequence,
     Topology,
     apply_context_parallel,
     apply_expert_parallel,
-    sequence_part,
-    whole_sequences,
+    full_sequences,
+    local_sequence,
 )
+from parallel.context_parallel import ShardedSequence
 from pretrain.model.attention import AttentionConfig, build_attention
 from pretrain.model.decoder import Decoder, ModelConfig
-from pretrain.parallelize.forward_backward import Part, forward_backward
+from pretrain.parallelize.forward_backward import LocalBatch, forward_backward
 from tests.support.ranks import run_ranks
 
 B, W, D = 2, 24, 32
@@ -41,7 +41,7 @@ def attention_pass(config: AttentionConfig, batch: int, mesh: Any) -> dict[str, 
     x, grad = torch.randn(2, batch, W, D)
     if mesh is not None:
         apply_context_parallel(module, mesh)
-        x, grad = sequence_part(x, mesh), sequence_part(grad, mesh)
+        x, grad = local_sequence(x, mesh), local_sequence(grad, mesh)
     x = x.clone().requires_grad_()
     y = module(x)
     y.backward(grad)
@@ -51,7 +51,7 @@ def attention_pass(config: AttentionConfig, batch: int, mesh: Any) -> dict[str, 
 
 def attention_on_rank(rank: int, world: int) -> dict[Any, dict[str, torch.Tensor]]:
     mesh = ParallelDims.build(Topology(cp=world), "cpu").cp_mesh
-    where = sequence_part(torch.arange(W).unsqueeze(0), mesh)[0]
+    where = local_sequence(torch.arange(W).unsqueeze(0), mesh)[0]
     return {
         (name, batch): attention_pass(config, batch, mesh) | {"where": where}
         for name, config in CONFIGS.items()
@@ -78,7 +78,7 @@ def test_attention_over_ranks_is_that_of_whole_sequences(world):
 
 def work_on_rank(rank: int, world: int) -> tuple[list[int], int]:
     dims = ParallelDims.build(Topology(cp=world), "cpu")
-    where = SpreadSequence(dims.cp_mesh.get_group()).positions(W // world, torch.device("cpu"))
+    where = ShardedSequence(dims.cp_mesh.get_group()).positions(W // world, torch.device("cpu"))
     return where.tolist(), int((where + 1).sum())
 
 
@@ -116,8 +116,8 @@ def step(fields: dict[str, Any], dims: ParallelDims | None) -> dict[str, torch.T
                 layer.moe.router.balance_group = dist.group.WORLD
     batches = torch.randint(300, (2, B, W + 1), generator=torch.Generator().manual_seed(5))
     result = forward_backward(
-        model, list(batches), 2 * B * W, torch.device("cpu"),
-        Part(dims),
+        model, list(batches), 2 * B * W, device=torch.device("cpu"),
+        local_batch=LocalBatch(dims),
     )  # fmt: skip
     grads = {}
     for name, p in model.named_parameters():
@@ -126,7 +126,7 @@ def step(fields: dict[str, Any], dims: ParallelDims | None) -> dict[str, torch.T
             grads[name] = p.grad.full_tensor()
         elif dims is not None:
             dist.all_reduce(grads[name])
-    with torch.no_grad(), whole_sequences(model):
+    with torch.no_grad(), full_sequences(model):
         # Any length, and all of it here.
         logits = model(batches[0][:1, :7]).logits
     tokens = torch.tensor(result.target_tokens)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from moe import MoEConfig
-from parallel import Products, apply_recompute, apply_weight_pass, run_products
+from parallel import apply_delayed_weight_grad, apply_recompute
 from pretrain.model.decoder import Decoder, DecoderOutput, ModelConfig
 
 MODEL = ModelConfig(vocab_size=300, d_model=32, num_layers=3, num_heads=4, num_kv_heads=2,
@@ -56,11 +54,9 @@ def test_two_passes_give_the_bits_of_one(model, fields, how):
         loss_of(plain(tokens)).backward()
 
     later = decoder(model, how, **fields)
-    weight_pass = apply_weight_pass(later)
-    aside: list[Products] = []
-    for tokens in batches((2, 0, 1)):
-        aside.append(deque())
-        with weight_pass.into(aside[-1]):
+    store = apply_delayed_weight_grad(later)
+    for key, tokens in enumerate(batches((2, 0, 1))):
+        with store.collect(key):
             loss_of(later(tokens)).backward()
     waiting = {name for name, p in later.named_parameters() if p.grad is None}
     assert waiting == {
@@ -71,24 +67,24 @@ def test_two_passes_give_the_bits_of_one(model, fields, how):
         or (name.endswith("experts") and p.ndim == 3 and fields["backend"] == "grouped_mm")
     }
     assert waiting
-    for products in aside:
-        run_products(products)
-        assert not products
+    for key in range(3):
+        assert store.count(key) == len(waiting)
+        store.compute(key)
+        assert not store.count(key)
     for (name, p), q in zip(later.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad), name
 
 
-def test_without_a_place_for_them_nothing_is_put_aside():
+def test_outside_collect_no_gradient_is_delayed():
     plain, later = decoder(MODEL, "none"), decoder(MODEL, "none")
-    weight_pass = apply_weight_pass(later)
-    products: Products = deque()
-    with weight_pass.into(products):
+    store = apply_delayed_weight_grad(later)
+    with store.collect("key"):
         pass
     (tokens,) = batches((2,))
     for model in (plain, later):
         loss_of(model(tokens)).backward()
-    with weight_pass.into(products), torch.no_grad():
+    with store.collect("key"), torch.no_grad():
         later(tokens)
-    assert not products
+    assert not store.count("key")
     for p, q in zip(later.parameters(), plain.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)

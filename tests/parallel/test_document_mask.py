@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel import Documents, ParallelDims, Topology, apply_context_parallel, sequence_part
+from parallel import Documents, ParallelDims, Topology, apply_context_parallel, local_sequence
 from parallel.document_mask import _GROUP_TOKENS, attend_by_document, attend_masked, attend_within
 from pretrain.model.attention import build_attention
 from tests.parallel.test_context_parallel import CONFIGS
@@ -136,7 +136,7 @@ def attention_pass(name: str, lengths: list[list[int]], mesh: Any) -> dict[str, 
     documents = Documents.ended_by(END, tokens)
     if mesh is not None:
         apply_context_parallel(module, mesh)
-        x, grad = sequence_part(x, mesh), sequence_part(grad, mesh)
+        x, grad = local_sequence(x, mesh), local_sequence(grad, mesh)
     x = x.clone().requires_grad_()
     y = module(x, documents)
     y.backward(grad)
@@ -145,7 +145,7 @@ def attention_pass(name: str, lengths: list[list[int]], mesh: Any) -> dict[str, 
 
 def attention_on_rank(rank: int, world: int) -> dict[Any, dict[str, Tensor]]:
     mesh = ParallelDims.build(Topology(cp=world), "cpu").cp_mesh
-    where = sequence_part(torch.arange(136).unsqueeze(0), mesh)[0]
+    where = local_sequence(torch.arange(136).unsqueeze(0), mesh)[0]
     return {
         (kind, name): attention_pass(kind, lengths, mesh) | {"where": where}
         for kind in ("grouped", "latent")

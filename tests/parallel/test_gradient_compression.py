@@ -8,15 +8,15 @@ import torch.distributed as dist
 from torch import nn
 
 from parallel import (
+    CollectiveKind,
     CompressedSum,
-    Kind,
     ParallelDims,
     Topology,
     apply_fsdp,
     gradient_compression,
     local_shard,
+    monitor_collectives,
     set_gradient_sync,
-    watch_collectives,
 )
 from tests.support.ranks import run_ranks
 
@@ -34,14 +34,14 @@ def compressed(rank: int, how: str, steps: int, bucket: int) -> dict:
     model = nn.Linear(70, 37)
     sums = CompressedSum(model, dist.group.WORLD, how)
     found = []
-    with watch_collectives() as watch:
+    with monitor_collectives() as monitor:
         for step in range(steps):
             for name, grad in gradients(rank, step).items():
                 model.get_parameter(name).grad = grad
             sums.reduce()
             found.append({n: p.grad.clone() for n, p in model.named_parameters()})
             sums.commit()
-        traffic = watch.take()
+        traffic = monitor.take()
     return {
         "sums": found, "owed": sums.residuals,
         "bytes": {kind.op: t.bytes for kind, t in traffic.items()},
@@ -131,12 +131,12 @@ def accumulated(rank: int, reshard: bool, sync: bool) -> tuple[dict, dict]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
     dims = ParallelDims.build(Topology(dp_replicate=2, dp_shard=2), "cpu")
-    apply_fsdp(model, dims, list(model), reshard_after_forward=reshard)
-    with watch_collectives() as watch:
+    apply_fsdp(model, dims, blocks=list(model), reshard_after_forward=reshard)
+    with monitor_collectives() as monitor:
         for turn in range(3):
-            set_gradient_sync(model, sync, last=turn == 2)
+            set_gradient_sync(model, sync=sync, last=turn == 2)
             model(inputs(rank, turn)).square().sum().backward()
-        traffic = watch.take()
+        traffic = monitor.take()
     whole = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
     assert all(local_shard(p).numel() < p.numel() for p in model.parameters())
     return whole, {kind: t.count for kind, t in traffic.items()}
@@ -156,9 +156,9 @@ def test_copies_are_summed_once_a_step(reshard, sync):
     for whole, counts in run_ranks(accumulated, 4, reshard, sync):
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(whole[name], parameter.grad, rtol=1e-5, atol=1e-5)
-        assert counts[Kind("all_reduce", "dp")] == 2
-        assert counts[Kind("reduce_scatter", "dp")] == (6 if sync else 2)
-        assert counts[Kind("all_gather", "dp")] > 2 or not reshard
+        assert counts[CollectiveKind("all_reduce", "dp")] == 2
+        assert counts[CollectiveKind("reduce_scatter", "dp")] == (6 if sync else 2)
+        assert counts[CollectiveKind("all_gather", "dp")] > 2 or not reshard
 
 
 def sometimes_used(rank: int) -> list[dict[str, torch.Tensor]]:
@@ -166,12 +166,12 @@ def sometimes_used(rank: int) -> list[dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     model = TwoLayers()
     dims = ParallelDims.build(Topology(dp_replicate=2), "cpu")
-    apply_fsdp(model, dims, [model.always, model.first])
+    apply_fsdp(model, dims, blocks=[model.always, model.first])
     found = []
     for step in range(2):
         model.zero_grad()
         for turn in range(2):
-            set_gradient_sync(model, True, last=turn == 1)
+            set_gradient_sync(model, sync=True, last=turn == 1)
             model(inputs(rank, 2 * step + turn), turn == 0).square().sum().backward()
         found.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
     return found

@@ -137,7 +137,7 @@ def test_a_tied_latent_model_on_ranks_is_the_model_in_one_process(tmp_path):
     moe = {"score_func": "sigmoid", "expert_bias": True, "num_shared_experts": 1}
     spec = make_spec(tmp_path, model=model, moe=moe)
     alone_model, _ = build(spec, Topology(), 0)
-    alone = forward_backward(alone_model, batches(spec, 3), 1000, CPU)
+    alone = forward_backward(alone_model, batches(spec, 3), 1000, device=CPU)
     topology = Topology(dp_shard=4, ep=2)
     results = run_ranks(parity_on_rank, 4, spec, topology, 3)
     assert sum(r[0] for r in results) == pytest.approx(float(alone.loss_sum), rel=1e-5)

@@ -147,13 +147,13 @@ def counted_on_rank(rank: int, arguments: list[str]) -> list[list[int]]:
     counted = []
     # The room has a function of this name too, which an import statement would give.
     step_module = importlib.import_module("pretrain.parallelize.forward_backward")
-    routing_of = step_module.routing_of
+    routing_stats = step_module.routing_stats
 
     def counting(reports, tokens):
         counted.append([int(aux.expert_counts_E.sum()) for aux in reports])
-        return routing_of(reports, tokens)
+        return routing_stats(reports, tokens)
 
-    step_module.routing_of = counting
+    step_module.routing_stats = counting
     with contextlib.redirect_stdout(io.StringIO()):
         assert main(arguments) == 0
     return counted

@@ -21,7 +21,7 @@ from pretrain.data.prepare import prepare_corpus
 from pretrain.data.tokenizer import end_of_document, load_tokenizer
 from pretrain.job import build_job
 from pretrain.model.decoder import Decoder, ModelConfig
-from pretrain.parallelize.forward_backward import Part, forward_backward, next_token_loss
+from pretrain.parallelize.forward_backward import LocalBatch, forward_backward, next_token_loss
 from pretrain.runtime.ranks import start
 from pretrain.spec.job import JobSpec
 from pretrain.train.evaluate import evaluate
@@ -92,7 +92,7 @@ def test_logits_and_gradients_are_those_of_each_document_by_itself(kind):
     assert (logits - model(inputs).logits)[0, 45:].abs().max() > 0.1, "the mask matters"
     model.zero_grad()
     # Of the whole step too: the first token of a document is a target like any other.
-    result = forward_backward(model, [batch], 1, CPU, Part(end_token=END))
+    result = forward_backward(model, [batch], 1, device=CPU, local_batch=LocalBatch(end_token=END))
     assert result.target_tokens == batch[:, 1:].numel()
     assert float(result.loss_sum) == pytest.approx(loss.item(), rel=1e-6)
     for name, parameter in model.named_parameters():
@@ -130,11 +130,11 @@ def test_without_an_end_token_nothing_changes(kind):
 
 def test_an_empty_micro_batch_is_ordinary():
     model, batch = decoder("grouped"), sequences()
-    part = Part(end_token=END)
-    whole = forward_backward(model, [batch], 100, CPU, part)
+    part = LocalBatch(end_token=END)
+    whole = forward_backward(model, [batch], 100, device=CPU, local_batch=part)
     wanted = [p.grad for p in model.parameters()]
     model.zero_grad()
-    more = forward_backward(model, [batch, batch[:0]], 100, CPU, part)
+    more = forward_backward(model, [batch, batch[:0]], 100, device=CPU, local_batch=part)
     assert more.loss_sum == whole.loss_sum
     for parameter, grad in zip(model.parameters(), wanted, strict=True):
         torch.testing.assert_close(parameter.grad, grad)
@@ -146,7 +146,9 @@ def test_recomputation_gives_the_same_bits(kind):
     for how in ("none", "full", "selective"):
         model = decoder(kind)
         apply_recompute(list(model.blocks.values()), how)
-        forward_backward(model, [sequences()], 100, CPU, Part(end_token=END))
+        forward_backward(
+            model, [sequences()], 100, device=CPU, local_batch=LocalBatch(end_token=END)
+        )
         found.append([p.grad for p in model.parameters()])
     for grads in zip(*found, strict=True):
         assert torch.equal(grads[0], grads[1])

@@ -16,11 +16,10 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 import ckpt
 from moe.experts import GroupedExperts
-from parallel import Products, Topology
+from parallel import Topology, WeightGradStore
 from pretrain.checkpoint.resume import restore
 from pretrain.job import build_job
 from pretrain.model.decoder import meta_decoder
-from pretrain.parallelize import pipeline
 from pretrain.parallelize.decoder import compile_regions
 from pretrain.runtime.ranks import start
 from pretrain.spec.job import JobSpec
@@ -242,30 +241,30 @@ def test_compiled_regions_change_nothing_either(layout, runs, data, tmp_path):
 
 
 def passes_on_rank(spec: JobSpec, rank: int) -> tuple[list[int], list[int], list[int]]:
-    """Of a step of five micro-batches: products that each second pass had to compute, those that
-    are in each stage, and how often FSDP reduced each parameter's gradient."""
+    """Of a step of five micro-batches: weight gradients that each second pass computed, weights in
+    each stage that can be delayed, and how often FSDP reduced each parameter's gradient."""
     runtime = start(spec.train.timeout_seconds)
     job = build_job(spec, runtime)
     restore(job)
     found: list[int] = []
     reduced: Counter[Any] = Counter()
-    run, reduce = pipeline.run_products, _fsdp_param_group.foreach_reduce
+    run, reduce = WeightGradStore.compute, _fsdp_param_group.foreach_reduce
 
-    def run_and_count(products: Products) -> None:
-        found.append(len(products))
-        run(products)
+    def run_and_count(store: WeightGradStore, key: object) -> None:
+        found.append(store.count(key))
+        run(store, key)
 
     def reduce_and_count(parameters: list[Any], *args: Any, **kwargs: Any) -> Any:
         reduced.update(map(id, parameters))
         return reduce(parameters, *args, **kwargs)
 
-    pipeline.run_products = run_and_count
+    WeightGradStore.compute = run_and_count
     _fsdp_param_group.foreach_reduce = reduce_and_count
     batch = torch.randint(300, (1, spec.data.seq_len + 1))
     job.forward_backward([batch] * 5, 5 * batch.numel())
     there = [
-        sum(isinstance(m, nn.Linear) + 3 * isinstance(m, GroupedExperts) for m in part.modules())
-        for part in job.laid_out.parts.values()
+        sum(isinstance(m, nn.Linear) + 3 * isinstance(m, GroupedExperts) for m in stage.modules())
+        for stage in job.parallel_model.stages.values()
     ]
     runtime.close()
     return found, there, list(reduced.values())

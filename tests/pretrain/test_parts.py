@@ -37,7 +37,7 @@ def build(spec, topology: Topology, rank: int, dims=None) -> tuple[Decoder, dict
         model = Decoder(spec.model, spec.moe)
     if dims is not None:
         apply_expert_parallel(model, dims.ep_mesh)
-        apply_fsdp(model, dims, list(model.blocks.values()))
+        apply_fsdp(model, dims, blocks=list(model.blocks.values()))
     model.to_empty(device="cpu")
     layouts = parameter_layouts(model, topology)
     init_parameters(model, layouts, rank, 5, spec.model.num_layers)
@@ -59,7 +59,7 @@ def parity_on_rank(rank: int, spec, topology: Topology, count: int):
     mine = [every[i : i + 1] for i in range(dims.dp_rank, rounds * dims.dp_size, dims.dp_size)]
     empty = torch.empty((0, spec.data.seq_len + 1), dtype=torch.int64)
     result = forward_backward(
-        model, [b[0] if b else empty for b in mine], 1000, torch.device("cpu")
+        model, [b[0] if b else empty for b in mine], 1000, device=torch.device("cpu")
     )
     values = {name: full(p.detach()) for name, p in model.named_parameters()}
     grads = {name: full(p.grad) for name, p in model.named_parameters()}
@@ -84,7 +84,7 @@ def parity_on_rank(rank: int, spec, topology: Topology, count: int):
 def test_the_model_on_ranks_is_the_model_in_one_process(tmp_path, topology, count):
     spec = make_spec(tmp_path, moe={"num_shared_experts": 1, "z_loss_coeff": 0.01})
     model, _ = build(spec, Topology(), 0)
-    alone = forward_backward(model, batches(spec, count), 1000, torch.device("cpu"))
+    alone = forward_backward(model, batches(spec, count), 1000, device=torch.device("cpu"))
     square = sum(float(p.grad.double().square().sum()) for p in model.parameters())
 
     results = run_ranks(parity_on_rank, topology.world, spec, topology, count)

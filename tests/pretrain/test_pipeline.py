@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from moe import MoEConfig
 from parallel import ParallelDims, PipelineSchedule, Topology
 from pretrain.model.decoder import Decoder, ModelConfig
 from pretrain.model.flops import forward_flops
-from pretrain.parallelize.pipeline import Pipeline
+from pretrain.parallelize.forward_backward import LocalBatch
+from pretrain.parallelize.pipeline import Pipeline, _Step
 from pretrain.parallelize.schedule import bubble, place_of
 from pretrain.parallelize.stages import stage_layers
 from tests.support.ranks import run_ranks
@@ -44,7 +46,7 @@ def costliest(model: ModelConfig, stages: list[range]) -> float:
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5, 7])
 def test_no_other_cut_has_a_cheaper_costliest_stage(fields, num_stages):
     model = config(**fields)
-    stages = stage_layers(model, MOE, 64, num_stages)
+    stages = stage_layers(model, MOE, seq_len=64, num_stages=num_stages)
     assert [i for stage in stages for i in stage] == list(range(7))
     assert all(stages)
     found = costliest(model, stages)
@@ -56,7 +58,7 @@ def test_no_other_cut_has_a_cheaper_costliest_stage(fields, num_stages):
 
 def test_fewer_layers_than_stages_are_refused():
     with pytest.raises(ValueError, match=r"num_layers \(7\) must be at least .* \(8 stages\)"):
-        stage_layers(config(), MOE, 64, 8)
+        stage_layers(config(), MOE, seq_len=64, num_stages=8)
 
 
 @pytest.mark.parametrize("pp", [2, 3, 5])
@@ -92,18 +94,43 @@ def orders_of(
 ) -> list[tuple[int, list[str]]]:
     model = config(num_layers=8)
     num_stages = 4 * stages_per_rank
-    stages = stage_layers(model, MOE, 64, num_stages)
+    stages = stage_layers(model, MOE, seq_len=64, num_stages=num_stages)
     parts = {}
     for stage in range(num_stages):
         if place_of(stage, 4, schedule) == rank:
             with torch.device("meta"):
                 parts[stage] = Decoder(model, MOE, stages[stage])
-    pipeline = Pipeline(parts, num_stages, schedule, dims.pp_mesh, MOE)
+    pipeline = Pipeline(parts, num_stages, schedule=schedule, pp_mesh=dims.pp_mesh, moe=MOE)
     found = []
     for count in COUNTS:
         padded = len(pipeline.padded([torch.zeros(0, 4)] * count))
         found.append((padded, [str(action) for action in pipeline.order(padded)]))
     return found
+
+
+def unknown_action_on_rank(rank: int) -> str:
+    dims = ParallelDims.build(Topology(pp=2), "cpu")
+    model = config(num_layers=2, first_k_dense=1)
+    with torch.device("meta"):
+        stages = {rank: Decoder(model, MOE, range(rank, rank + 1))}
+    pipeline = Pipeline(
+        stages, 2, schedule=PipelineSchedule.ONE_F_ONE_B, pp_mesh=dims.pp_mesh, moe=MOE
+    )
+    step = _Step(
+        pipeline, [torch.zeros(0, 4)], divisor=1.0, device=torch.device("cpu"),
+        local_batch=LocalBatch(), reduce_once=False,
+    )  # fmt: skip
+    kind = SimpleNamespace(name="QUANTIZE_GRAD")
+    step.order = [SimpleNamespace(computation_type=kind, stage_index=rank, microbatch_index=0)]
+    with pytest.raises(RuntimeError) as caught:
+        step.run()
+    return str(caught.value)
+
+
+def test_an_action_that_torch_adds_is_refused():
+    for said in run_ranks(unknown_action_on_rank, 2):
+        assert "has a pipeline action that Convoy does not know" in said
+        assert "(QUANTIZE_GRAD); known are BACKWARD_INPUT, " in said
 
 
 @pytest.mark.parametrize(("schedule", "stages_per_rank"), SCHEDULES)

@@ -165,7 +165,7 @@ def empty_arrays(spec: JobSpec, topology: Topology, rank: int) -> list[LocalArra
     """Room for what a rank of a topology has of the training state, without any process group."""
     p, decoder = spec.parallel, meta_decoder(spec.model, spec.moe)
     count = p.pp * p.pipeline.stages_per_rank
-    stages = stage_layers(spec.model, spec.moe, spec.data.seq_len, count)
+    stages = stage_layers(spec.model, spec.moe, seq_len=spec.data.seq_len, num_stages=count)
     layouts = decoder_layouts(decoder, stages, topology, p.pipeline.schedule)
     tensors = dict(chain(decoder.named_parameters(), decoder.named_buffers()))
     parameters = dict(decoder.named_parameters())
