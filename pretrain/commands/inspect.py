@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -53,7 +52,6 @@ _MOVED = {
 
 def main(arguments: Sequence[str]) -> int:
     """Run ``convoy inspect``; returns its exit code."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "| head" is no error
     parsers = {
         "show": (_show_parser(), "step, layout, size and arrays of a checkpoint"),
         "verify": (_verify_parser(), "read every byte and compare with the checksums"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -30,6 +31,9 @@ def main(command: str | None = None, arguments: Sequence[str] | None = None) -> 
     words = list(sys.argv[1:] if arguments is None else arguments)
     if command is None and words and words[0] in _COMMANDS:
         command = words.pop(0)
+    if command == "inspect" and arguments is None:
+        # In a process of its own, a reader that goes away ("| head") is no error.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if command is None:
         return _choose(words)
     return _COMMANDS[command][0](words)
