@@ -93,7 +93,7 @@ class Checkpointer:
             )
 
     def poll(self) -> None:
-        """Publish what has become of saves since the last call."""
+        """Publish an event for each save that was committed or failed since the last call."""
         try:
             events = self.writer.poll()
         except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""Straggler-aware capacity of a run: measured at the barrier, alike on every rank, replayable."""
+"""Straggler-aware capacity of a run: plans from the speeds that ranks exchange each step."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Plans = list[list[int]]
 
 
 class CapacityBalance:
-    """Speeds and plans of all expert groups; every rank keeps them all, and they are the same.
+    """Measured speeds and capacity plans of all expert groups; every rank keeps equal copies.
 
-    A group is ``ep`` consecutive ranks, which hold all experts once. Plans change at the barrier
-    alone.
+    An expert group is ``ep`` consecutive ranks, which together hold every expert once. Plans change
+    only at the step barrier.
     """
 
     def __init__(self, config: StragglerAwareConfig, topology: Topology) -> None:
@@ -57,17 +57,18 @@ class CapacityBalance:
 
     @property
     def plans(self) -> Plans:
-        """Those in force."""
+        """The plans in force."""
         return [list(group.plan.units) for group in self.groups]
 
     @property
     def shares(self) -> list[float]:
-        """Of each rank of the world, 1 for one that takes as much as its group's mean."""
+        """For each rank of the run, its planned work over the mean of its expert group."""
         return [share for group in self.groups for share in group.plan.shares]
 
     @property
     def relative_speeds(self) -> list[float]:
-        """Of each rank of the world, over its group's mean; 1 where nothing is known."""
+        """For each rank of the run, its expert speed over the mean of its expert group; 1.0 for a
+        rank without a measurement."""
         speeds = []
         for group in self.groups:
             known = [s for s in group.speeds if s is not None]
@@ -106,18 +107,18 @@ class CapacityBalance:
         ]
 
     def apply(self, routers: Sequence[TopKRouter], rank: int) -> None:
-        """Give this rank's routers the plan of its group."""
+        """Give this rank's routers the plan of this rank's expert group."""
         plan = self.groups[rank // self.ranks_per_group].plan
         for router in routers:
             assert isinstance(router.capacity, StragglerAwareCapacity)
             router.capacity.plan = plan
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: plain JSON."""
+        """Speeds and plans as plain JSON, for a checkpoint."""
         return {"speeds": [list(group.speeds) for group in self.groups], "plans": self.plans}
 
     def load(self, state: dict[str, Any]) -> None:
-        """The inverse, of a checkpoint of the same topology."""
+        """Restore what :meth:`state` returned; the checkpoint must have this run's topology."""
         self._set_plans(state["plans"])
         self.groups = [
             StragglerBalancer(tuple(speeds), group.plan)

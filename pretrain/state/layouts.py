@@ -22,7 +22,7 @@ def parameter_layouts(
     tp_dim: Callable[[str], int | None] = lambda _: None,
     stage: Callable[[str], int] = lambda _: 0,
 ) -> dict[str, ShardLayout]:
-    """Who holds which slice of every parameter and buffer, by name; nobody cuts buffers.
+    """The placement of every parameter and buffer, by name; buffers are whole on every rank.
 
     Args:
         whole: the model as one process would have it, on any device.

@@ -29,7 +29,7 @@ def rng_arrays(
 
 
 def rng_states(device: torch.device) -> dict[str, Tensor]:
-    """This rank's random states, by the name of their array."""
+    """This rank's random states as uint8 tensors: ``cpu``, and ``cuda`` on a CUDA device."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
