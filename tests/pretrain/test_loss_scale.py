@@ -192,7 +192,7 @@ def resume_on_rank(spec: JobSpec, rank: int) -> list[Progress]:
             return {k: v for k, v in as_dict(self).items() if k not in NONE} | saved
 
         Progress.as_dict = only_saved
-        save_checkpoint(job, Progress(step=step, tokens_seen=192 * step, cursor=6 * step))
+        save_checkpoint(job, Progress(step=step, tokens_seen=192 * step, consumed_samples=6 * step))
         section = spec.precision.model_copy(update={"compute": precision})
         restored = restore(build_job(spec.model_copy(update={"precision": section}), runtime))
         found.append(replace(restored, run_id=""))
@@ -203,7 +203,7 @@ def test_a_checkpoint_with_a_scale_or_without(data, tmp_path):
     spec = float16(tmp_path / "run", data, "", loss_scale=512)
     (found,) = run_ranks(partial(resume_on_rank, spec), 1, group=False)
     assert found == [
-        Progress(step=step, tokens_seen=192 * step, cursor=6 * step, **expected)
+        Progress(step=step, tokens_seen=192 * step, consumed_samples=6 * step, **expected)
         for step, (_, _, expected) in enumerate(CHECKPOINTS, 1)
     ]
 
