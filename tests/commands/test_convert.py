@@ -334,7 +334,7 @@ def test_the_models_own_tokenizer_is_taken_along(folders, corpus, tmp_path, caps
         load_spec_and_open(tmp_path / "ours/spec.toml", overrides)
     path.write_text(json.dumps({**renamed, "decoder": {"type": "Fuse"}}))
     assert run("import", source, tmp_path / "not-bytes") == 0
-    assert "tokenizer.json stays behind" in capsys.readouterr().out
+    assert "tokenizer.json is not copied" in capsys.readouterr().out
     assert load_spec(tmp_path / "not-bytes/spec.toml").data.tokenizer is None
     with pytest.raises(InputError, match="must be byte-level"):
         read_tokenizer(path, 300, "<|end|>")
