@@ -162,7 +162,8 @@ class Metrics:
         self.mfu.set(event.mfu)
 
     def _interval(self, event: IntervalEnded) -> None:
-        self.communication.set(sum(event.exposed_seconds.values()) / event.seconds)
+        if event.exposed_seconds:
+            self.communication.set(sum(event.exposed_seconds.values()) / event.seconds)
         if event.routing is not None:
             self._routing(event.routing)
         for rank, share in enumerate(event.capacity_shares or ()):

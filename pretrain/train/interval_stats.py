@@ -11,6 +11,7 @@ from parallel import CollectiveKind, CommStats, by_parallelism
 from pretrain.job import Job
 from pretrain.observe import IntervalEnded, RoutingReport
 from pretrain.parallelize import RoutingStats, bubble
+from pretrain.runtime import Runtime
 from pretrain.train.evaluate import sum_over_ranks
 
 
@@ -50,8 +51,9 @@ class IntervalStats:
         self, job: Job, step: int, *, loss: float, grad_norm: float, mfu: float
     ) -> IntervalEnded:
         """The interval over all ranks; every rank must call."""
-        seconds, exposed = self._communication(job)
-        stages, routing = job.parallel_model.pipeline is not None, self._routing(job)
+        timed = is_communication_timed(job.runtime)
+        seconds, exposed = self._communication(job) if timed else ({}, {})
+        stages, routing = timed and job.parallel_model.pipeline is not None, self._routing(job)
         p = job.spec.parallel
         return IntervalEnded(
             step=step,
@@ -106,6 +108,11 @@ class IntervalStats:
             bias_abs_max=None if bias < 0 else bias,
             rank_imbalance=_imbalance(self.rank_rows, job.topology.pp),
         )
+
+
+def is_communication_timed(runtime: Runtime) -> bool:
+    """Whether seconds of collectives are measured: on CUDA only where the monitor is told to."""
+    return runtime.device.type != "cuda" or runtime.comm_monitor.time_cuda
 
 
 def seconds_and_bytes(

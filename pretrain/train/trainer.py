@@ -20,7 +20,11 @@ from pretrain.runtime import StopRequest
 from pretrain.state import Progress, rng_states, set_rng_states
 from pretrain.train.barrier import Action, Decision, Report, decide, exchange
 from pretrain.train.evaluate import evaluate
-from pretrain.train.interval_stats import IntervalStats, seconds_and_bytes
+from pretrain.train.interval_stats import (
+    IntervalStats,
+    is_communication_timed,
+    seconds_and_bytes,
+)
 
 
 class Trainer:
@@ -174,6 +178,7 @@ class Trainer:
         self.progress = replace(self.progress, train_seconds=self.progress.train_seconds + seconds)
         groups = self.interval.add(tokens, seconds, traffic)
         shown = {name: one for name, one in groups.items() if one.count}
+        timed = is_communication_timed(job.runtime)
         collective_seconds, collective_bytes = seconds_and_bytes(traffic)
         job.events.publish(
             StepCommitted(
@@ -190,8 +195,8 @@ class Trainer:
                 tokens_per_second=tokens / seconds,
                 mfu=self.mfu(tokens, seconds),
                 model_flops=self.flops_per_token * tokens,
-                communication_seconds={k: t.seconds for k, t in shown.items()},
-                exposed_seconds={k: t.exposed_seconds for k, t in shown.items()},
+                communication_seconds={k: t.seconds for k, t in shown.items() if timed},
+                exposed_seconds={k: t.exposed_seconds for k, t in shown.items() if timed},
                 communication_bytes={k: t.bytes for k, t in shown.items()},
                 loss_scale=decision.loss_scale,
                 collective_seconds=collective_seconds,

@@ -6,8 +6,10 @@ import json
 import math
 import urllib.request
 from dataclasses import MISSING, fields
+from types import SimpleNamespace
 
 import pytest
+import torch
 from prometheus_client import CollectorRegistry, generate_latest
 
 from parallel import Topology
@@ -31,6 +33,7 @@ from pretrain.observe.events import (
     StepCommitted,
     StepSkipped,
 )
+from pretrain.train.interval_stats import is_communication_timed
 from tests.support.jobs import make_spec
 
 EXAMPLES = {
@@ -186,6 +189,16 @@ def test_a_line_of_an_interval_names_exposed_communication_and_expert_imbalance(
     assert "expert imbalance 1.41" in line
     assert "dropped 3" in line
     assert "rerouted" not in line
+
+
+@pytest.mark.parametrize(
+    ("device", "time_cuda", "timed"),
+    [("cpu", False, True), ("cuda", True, True), ("cuda", False, False)],
+)
+def test_communication_that_nobody_times_is_not_reported_as_hidden(device, time_cuda, timed):
+    monitor = SimpleNamespace(time_cuda=time_cuda)
+    runtime = SimpleNamespace(device=torch.device(device), comm_monitor=monitor)
+    assert is_communication_timed(runtime) is timed
 
 
 def test_every_field_of_an_event_has_an_example_here():
