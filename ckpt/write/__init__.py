@@ -17,7 +17,6 @@ from ckpt.write.commit import (
 from ckpt.write.objects import WRITERS, sync, write_metadata
 from ckpt.write.ownership import own_cells
 from ckpt.write.save import Agree, save
-from ckpt.write.stream import save_streamed
 
 __all__ = [
     "WRITERS",
@@ -34,7 +33,6 @@ __all__ = [
     "own_cells",
     "read_receipts",
     "save",
-    "save_streamed",
     "sync",
     "write_failure",
     "write_metadata",

@@ -50,9 +50,15 @@ class Checkpointer:
         """What this rank brings to the barrier: whether to save after this step."""
         return self.stop.save_requested or (self.job.runtime.is_first and self.clock.is_time())
 
-    def due(self, step: int, *, requested: bool) -> bool:
-        """Whether to save after ``step``; ``requested`` is what the barrier says of all ranks."""
-        return step > self.progress.begun and self.clock.due(step, requested)
+    def due(self, step: int, *, requested: bool, last: bool) -> bool:
+        """Whether to save after ``step``, which no save was begun of.
+
+        Args:
+            step: the newest committed step.
+            requested: whether any rank brought a request to the barrier.
+            last: whether the run ends after the step, which always saves.
+        """
+        return step > self.progress.begun and (last or self.clock.due(step, requested))
 
     def save(self, progress: Progress, last: bool) -> None:
         """Begin a checkpoint; every rank must call. The ``last`` of a run goes to all tiers."""

@@ -206,7 +206,6 @@ class IntervalEnded(Event):
     """The smallest mean entropy of a layer, in nats."""
     dropped: int | None = None
     rerouted: int | None = None
-    steps: int = field(default=0, metadata={"log": False})
     routing: RoutingReport | None = field(default=None, metadata={"log": False})
     capacity_shares: list[float] | None = field(default=None, metadata={"log": False})
     relative_speeds: list[float] | None = field(default=None, metadata={"log": False})

@@ -75,7 +75,6 @@ class IntervalStats:
             router_entropy=None if routing is None else min(routing.entropies),
             dropped=None if routing is None else sum(routing.dropped),
             rerouted=None if routing is None else sum(routing.rerouted),
-            steps=job.spec.train.steps,
             routing=routing,
             capacity_shares=None if job.balance is None else job.balance.shares,
             relative_speeds=None if job.balance is None else job.balance.relative_speeds,

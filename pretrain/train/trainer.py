@@ -68,8 +68,7 @@ class Trainer:
             every = spec.eval.interval_steps
             if every and step % every == 0 and not last:
                 self.validate()
-            due = checkpointer.due(step, requested=decision.save)
-            if due or (last and step > checkpointer.progress.begun):
+            if checkpointer.due(step, requested=decision.save, last=last):
                 checkpointer.save(self.progress, last)
         checkpointer.finish(self.progress)
         return stopped and self.progress.step < spec.train.steps

@@ -171,8 +171,7 @@ def test_history_tells_of_runs_resizes_specs_and_reshards(tmp_path, capsys):
     save(tmp_path, 10, w, save_id="00000010-first", spec=spec, spec_hash="a" * 64)
     save(tmp_path, 20, w, save_id="00000020-first", spec=spec, spec_hash="a" * 64)
     later = spec | {"train": {"lr": 0.5}}
-    about = info(30, Topology(dp_shard=2), "00000030-second")
-    ckpt.write.save_streamed(tmp_path, replace(about, spec=later), [])
+    save_with_threads(tmp_path, 30, Topology(dp_shard=2), [], save_id="00000030-second", spec=later)
     found = as_json(capsys, "history", tmp_path)
     assert [link["launch"] for link in found] == ["first", "first", "second"]
     assert [link["new_launch"] for link in found] == [False, False, True]

@@ -94,14 +94,13 @@ def pieces(array: LocalArray) -> torch.Tensor:
 
 
 def info(step: int, topology: Topology, save_id: str | None = None, **more: Any) -> SaveInfo:
+    values = {"spec": {"model": {"d_model": 6}}, "spec_hash": "0" * 64, **more}
     return SaveInfo(
         save_id=save_id or f"{step:08d}-test",
         step=step,
         topology=topology,
         state={"cursor": step * 8},
-        spec={"model": {"d_model": 6}},
-        spec_hash="0" * 64,
-        **more,
+        **values,
     )
 
 
