@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from importlib import import_module
@@ -30,24 +29,12 @@ from tests.support.checkpoints import (
     full_values,
     info,
     local_array,
-    memory_folder,
-    save_with_threads,
 )
+from tests.support.checkpoints import save_small as save
 from tests.support.crash import UnsyncedFiles
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
-TWO = Topology(dp_shard=2, ep=2)
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with memory_folder() as folder:
-        yield Path(folder) / "a run's checkpoints, ünïcode"
-
-
-def save(store: ckpt.Location, step: int, topology: Topology = TWO, **more: Any) -> ckpt.Manifest:
-    return save_with_threads(store, step, topology, SMALL_SPECS, step, **more)
 
 
 class Meeting(UnsyncedFiles):

@@ -20,26 +20,13 @@ import ckpt
 from ckpt.store.posix import Files
 from parallel.layout import Topology
 from tests.support.checkpoints import (
-    SMALL_SPECS,
     assert_nothing_left_over,
     assert_whole,
-    memory_folder,
-    save_with_threads,
 )
+from tests.support.checkpoints import save_small as save
 from tests.support.crash import UnsyncedFiles
 
 ROOT = Path(__file__).parents[2]
-TWO = Topology(dp_shard=2, ep=2)
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    with memory_folder() as folder:
-        yield Path(folder) / "a run's checkpoints, ünïcode"
-
-
-def save(store: ckpt.Location, step: int, topology: Topology = TWO, **more: Any) -> ckpt.Manifest:
-    return save_with_threads(store, step, topology, SMALL_SPECS, step, **more)
 
 
 OPERATIONS = [name for name in vars(Files) if not name.startswith("_") and name != "close"]

@@ -1,0 +1,16 @@
+"""What tests of several files about checkpoints start from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoints import memory_folder
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    with memory_folder() as folder:
+        yield Path(folder) / "a run's checkpoints, ünïcode"
