@@ -1,8 +1,9 @@
 """Checkpoints in zarr v3: saved, verified, and loaded on any number of ranks.
 
 This door has what a training loop needs. The rooms have the rest: ``ckpt.store``, ``ckpt.format``,
-``ckpt.lifecycle``, ``ckpt.write``, ``ckpt.read``, ``ckpt.background``, ``ckpt.rewrite`` and
-``ckpt.interop``. Arrays are known by name, shape and sharding; experts and layers are not known.
+``ckpt.lifecycle``, ``ckpt.write``, ``ckpt.read``, ``ckpt.background``, ``ckpt.rewrite``,
+``ckpt.interop`` and ``ckpt.state_dict``. Arrays are known by name, shape and sharding; experts and
+layers are not known.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,12 @@ from ckpt.write import SaveInfo, save
 if TYPE_CHECKING:
     from ckpt.background import AsyncCheckpointer
     from ckpt.local_array import ArraySpec, LocalArray
+    from ckpt.state_dict import AsyncSaver, load_state_dict, save_state_dict
 
 __all__ = [
     "ArraySpec",
     "AsyncCheckpointer",
+    "AsyncSaver",
     "CheckpointError",
     "LocalArray",
     "LocalStore",
@@ -40,6 +43,7 @@ __all__ = [
     "find_damage",
     "find_garbage",
     "load",
+    "load_state_dict",
     "open",
     "open_store",
     "read_lineage",
@@ -48,13 +52,17 @@ __all__ = [
     "reshard",
     "retain",
     "save",
+    "save_state_dict",
     "verify",
 ]
 
 _WITH_TORCH = {
     "ArraySpec": "ckpt.local_array",
     "AsyncCheckpointer": "ckpt.background",
+    "AsyncSaver": "ckpt.state_dict",
     "LocalArray": "ckpt.local_array",
+    "load_state_dict": "ckpt.state_dict",
+    "save_state_dict": "ckpt.state_dict",
 }
 
 
@@ -72,5 +80,5 @@ if not TYPE_CHECKING:  # mypy would otherwise take any name for one of this modu
 
 
 def __dir__() -> list[str]:
-    rooms = ["background", "format", "lifecycle", "read", "rewrite", "store", "write"]
+    rooms = ["background", "format", "lifecycle", "read", "rewrite", "state_dict", "store", "write"]
     return sorted([*__all__, *rooms])

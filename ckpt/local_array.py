@@ -11,9 +11,17 @@ import torch
 from torch import Tensor
 
 from ckpt.errors import CheckpointError
-from ckpt.format import STORAGE_DTYPES, Array, ArrayRecord, Compression, storage_grid
+from ckpt.format import (
+    STORAGE_DTYPES,
+    Array,
+    ArrayRecord,
+    Compression,
+    MeshRecord,
+    storage_grid,
+)
 from ckpt.store import Bytes
-from parallel.layout import Box, ShardLayout, Topology, box_shape, within
+from parallel.layout import Box, ShardLayout, Topology, box_shape, intersect, within
+from parallel.placements import MeshLayout, Placement, RankMesh
 
 _BIT_PATTERNS = {
     getattr(torch, name): getattr(torch, stored)
@@ -27,7 +35,9 @@ class ArraySpec:
     """What all ranks know of an array.
 
     ``shape`` is that of the unsharded array; ``splits`` and ``stages`` are the fields of
-    :class:`parallel.layout.ShardLayout`; ``attributes`` become attributes of the zarr array.
+    :class:`parallel.layout.ShardLayout`. An array with a ``mesh`` has ``placements`` on that mesh
+    instead, see :class:`parallel.placements.MeshLayout`. ``attributes`` become attributes of the
+    zarr array.
     """
 
     name: str
@@ -36,6 +46,8 @@ class ArraySpec:
     splits: tuple[tuple[str, ...], ...]
     attributes: Mapping[str, Any] = field(default_factory=dict)
     stages: tuple[int, ...] = ()
+    mesh: RankMesh | None = None
+    placements: tuple[Placement, ...] = ()
 
     @property
     def logical_dtype(self) -> str:
@@ -47,8 +59,10 @@ class ArraySpec:
             )
         return name
 
-    def layout(self, topology: Topology) -> ShardLayout:
+    def layout(self, topology: Topology) -> ShardLayout | MeshLayout:
         """Which rank holds which slice under ``topology``."""
+        if self.mesh is not None:
+            return MeshLayout(self.shape, self.mesh, self.placements)
         return ShardLayout(self.shape, self.splits, topology, self.stages)
 
     def record(self, topology: Topology, compression: Compression = "none") -> ArrayRecord:
@@ -64,6 +78,8 @@ class ArraySpec:
             chunk_shape=chunk,
             compression=compression,
             stages=self.stages,
+            mesh=None if self.mesh is None else MeshRecord.of(self.mesh),
+            placements=self.placements,
             attributes=dict(self.attributes),
         )
 
@@ -73,8 +89,8 @@ class LocalArray:
 
     Args:
         spec: the array.
-        boxes: the slices, in coordinates of the unsharded array. Without ``stacked`` one box or
-            none; with ``stacked`` any number of boxes that differ only in the first dim.
+        boxes: the slices, in coordinates of the unsharded array. With ``stacked`` the boxes differ
+            only in the first dim.
         pieces: without ``stacked`` a tensor of the box's shape for each box. With ``stacked`` a
             tensor for each index of the first dim in the boxes, of the shape of the other dims.
         stacked: whether each index of the first dim has a tensor of its own.
@@ -86,8 +102,8 @@ class LocalArray:
         self.spec, self.boxes, self.pieces, self.stacked = spec, list(boxes), list(pieces), stacked
         first = [i for box in boxes for i in range(*box[0])] if stacked else list(range(len(boxes)))
         self._piece_at = dict(zip(first, self.pieces, strict=True))
-        for piece in self.pieces:
-            sizes = box_shape(boxes[0][1 if stacked else 0 :])
+        for i, piece in enumerate(self.pieces):
+            sizes = box_shape(boxes[0][1:] if stacked else boxes[i])
             assert tuple(piece.shape) == sizes, (spec.name, piece.shape, sizes)
             assert piece.dtype == spec.dtype, (spec.name, piece.dtype)
 
@@ -142,7 +158,10 @@ class LocalArray:
     def _pieces(self, box: Box) -> tuple[list[Tensor], tuple[slice, ...]]:
         """The tensors that hold a part of a box, and the place of the part in each of them."""
         if not self.stacked:
-            return self.pieces[:1], within(box, self.boxes[0])
+            for held, piece in zip(self.boxes, self.pieces, strict=True):
+                if intersect(box, held) == box:
+                    return [piece], within(box, held)
+            raise AssertionError(f"{self.spec.name}: {box} is within none of {self.boxes}")
         rest = within(box[1:], self.boxes[0][1:])
         return [self._piece_at[i] for i in range(*box[0])], rest
 

@@ -23,12 +23,14 @@ ROOT = Path(__file__).parent.parent
 CKPT = {
     "ckpt.errors": set(),
     "ckpt.store": {"ckpt.errors"},
-    "ckpt.format": {"ckpt.errors", "ckpt.store", "parallel.layout"},
+    "ckpt.format": {"ckpt.errors", "ckpt.store", "parallel.layout", "parallel.placements"},
     "ckpt.lifecycle": {"ckpt.errors", "ckpt.store", "ckpt.format", "parallel.layout"},
-    "ckpt.local_array": {"ckpt.errors", "ckpt.store", "ckpt.format", "parallel.layout"},
+    "ckpt.local_array": {
+        "ckpt.errors", "ckpt.store", "ckpt.format", "parallel.layout", "parallel.placements",
+    },
     "ckpt.write": {
         "ckpt.errors", "ckpt.store", "ckpt.format", "ckpt.lifecycle", "ckpt.local_array",
-        "parallel.layout",
+        "parallel.layout", "parallel.placements",
     },
     "ckpt.read": {
         "ckpt.errors", "ckpt.store", "ckpt.format", "ckpt.local_array", "parallel.layout",
@@ -41,6 +43,10 @@ CKPT = {
         "ckpt.errors", "ckpt.store", "ckpt.format", "ckpt.read", "ckpt.write", "parallel.layout",
     },
     "ckpt.interop": {"ckpt.errors", "ckpt.store", "ckpt.format", "ckpt.rewrite", "parallel.layout"},
+    "ckpt.state_dict": {
+        "ckpt.errors", "ckpt.store", "ckpt.format", "ckpt.lifecycle", "ckpt.local_array",
+        "ckpt.write", "ckpt.read", "ckpt.background", "parallel.layout", "parallel.placements",
+    },
 }  # fmt: skip
 LIBRARY = {"router", "parallel", "moe", "ckpt", "cluster"}
 PRETRAIN = {
@@ -105,6 +111,7 @@ CUDA_ONLY = {"megablocks", "grouped_gemm"}  # megablocks' grouped GEMM has a nam
 OPEN_FILES = {
     # Plain arithmetic of layouts, for rooms that do without torch.
     "parallel.layout",
+    "parallel.placements",
     # For layers: an MoE layer's dispatcher, attention, and experts each need one file of parallel
     # in depth, whose names mean little in the door beside those of a whole model.
     "parallel.collectives",

@@ -211,6 +211,7 @@ class AsyncCheckpointer:
             arrays=plan.records,
             objects=plan.objects,
             staged_bytes=plan.bytes,
+            packed=info.packed,
         )
         self._send(Request(save=request))
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from ckpt.background.tier import Message, Tier, TierName
-from ckpt.format import ArrayRecord, Compression
+from ckpt.format import ArrayRecord, Compression, PackedTensor
 from ckpt.write import SaveInfo
 from parallel.layout import Topology
 
@@ -48,7 +48,7 @@ class StagedObject(Message):
 
 
 class SaveRequest(Message):
-    """Write what is staged to some tiers; all fields but the last four are as in SaveInfo."""
+    """Write what is staged to some tiers; fields of a name in SaveInfo are as there."""
 
     save_id: str
     step: int
@@ -61,6 +61,7 @@ class SaveRequest(Message):
     arrays: list[ArrayRecord]
     objects: list[StagedObject]
     staged_bytes: int
+    packed: tuple[PackedTensor, ...] = ()
 
     def info(self, tier: Tier) -> SaveInfo:
         """What the manifest in a tier says besides the arrays."""
@@ -73,6 +74,7 @@ class SaveRequest(Message):
             spec_hash=self.spec_hash,
             ranks=tier.ranks,
             compression=self.compression,
+            packed=self.packed,
         )
 
 

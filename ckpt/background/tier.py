@@ -27,8 +27,8 @@ class Tier(Message):
     """A folder, or another location that ``ckpt.open_store`` takes."""
     ranks: tuple[int, ...] | None = None
     """The ranks that write to this tier: those of one node; None for all ranks."""
-    keep: int | Retention = 2
-    """The checkpoints that stay in this tier; a number keeps that many of the newest."""
+    keep: int | Retention | None = 2
+    """The checkpoints that stay in this tier: a number keeps that many of the newest, None all."""
     volatile: bool = False
     """Whether the tier is in memory, and is removed when the run ends."""
 

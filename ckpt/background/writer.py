@@ -225,8 +225,9 @@ class TierWriter:
             raise CheckpointError("another rank could not write its part")
         with abandonment_reported(self.store, info, rank):
             commit(self.store, info, request.arrays, read_receipts(self.store, info))
-        with contextlib.suppress(OSError, CheckpointError):  # the next save tries again
-            retain(self.store, self.tier.keep)
+        if self.tier.keep is not None:
+            with contextlib.suppress(OSError, CheckpointError):  # the next save tries again
+                retain(self.store, self.tier.keep)
         return SaveEvent(what="committed", **about)
 
     def _await_receipts(self, request: SaveRequest, check: bool = False) -> bool:

@@ -1,6 +1,12 @@
 """The bytes of a checkpoint: the manifest, arrays, objects and chunks."""
 
-from ckpt.format.array import ArrayRecord, Compression, keys_of_ranks, metadata_objects
+from ckpt.format.array import (
+    ArrayRecord,
+    Compression,
+    MeshRecord,
+    keys_of_ranks,
+    metadata_objects,
+)
 from ckpt.format.chunk_grid import storage_grid
 from ckpt.format.dtypes import FLOATS, STORAGE_DTYPES, convert, to_float32
 from ckpt.format.keys import locate, manifest_key, objects_key, pending_key
@@ -13,23 +19,30 @@ from ckpt.format.manifest import (
 )
 from ckpt.format.names import Missing, check_names, renamed
 from ckpt.format.object_index import ObjectRecord, gather
+from ckpt.format.packed import PACKS, TREE, PackedTensor, PackPlace, StoredTensor
 from ckpt.format.shard_layout import Array, ObjectLayout, ReadInto
 from ckpt.format.shard_reader import Destination, read_object
 from ckpt.format.shard_writer import Encoder, aligned
 
 __all__ = [
     "FLOATS",
+    "PACKS",
     "STORAGE_DTYPES",
+    "TREE",
     "Array",
     "ArrayRecord",
     "Compression",
     "Destination",
     "Encoder",
     "Manifest",
+    "MeshRecord",
     "Missing",
     "ObjectLayout",
     "ObjectRecord",
+    "PackPlace",
+    "PackedTensor",
     "ReadInto",
+    "StoredTensor",
     "aligned",
     "check_names",
     "committed_steps",

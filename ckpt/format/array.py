@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator
+from functools import cached_property, lru_cache
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
@@ -19,7 +20,8 @@ from pydantic import (
 
 from ckpt.format.dtypes import STORAGE_DTYPES
 from ckpt.format.object_index import object_key
-from parallel.layout import ShardLayout, Topology, cells, whole_box
+from parallel.layout import MOST_RANKS, ShardLayout, Topology, cells, whole_box
+from parallel.placements import MeshLayout, Placement, RankMesh
 
 Compression = Literal["none", "zstd"]
 """The compression of the chunks of an array."""
@@ -50,12 +52,55 @@ def check_name(name: str) -> str:
     return name
 
 
+@lru_cache(maxsize=1 << 8)
+def _mesh(shape: tuple[int, ...], runs: tuple[tuple[int, int, int], ...]) -> RankMesh:
+    # Cached: the records of hundreds of arrays name the same few meshes.
+    ranks = tuple(first + i * step for first, count, step in runs for i in range(count))
+    return RankMesh(shape, ranks)
+
+
+class MeshRecord(Record):
+    """A mesh of ranks: its shape, and the ranks in row-major order.
+
+    ``ranks`` is run-length encoded: each entry is (first rank, count, step).
+    """
+
+    shape: tuple[_Size, ...]
+    ranks: tuple[tuple[Count, _Size, int], ...]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if sum(count for _, count, _ in self.ranks) > MOST_RANKS:
+            raise ValueError(f"a mesh has more than {MOST_RANKS} ranks")
+        self.mesh  # noqa: B018 - raises for a mesh that has no rank, or two, for a place
+        return self
+
+    @cached_property
+    def mesh(self) -> RankMesh:
+        """The mesh."""
+        return _mesh(self.shape, self.ranks)
+
+    @classmethod
+    def of(cls, mesh: RankMesh) -> MeshRecord:
+        """The record of a mesh."""
+        runs: list[tuple[int, int, int]] = []
+        for rank in mesh.ranks:
+            first, count, step = runs[-1] if runs else (0, 0, 0)
+            if count and (count == 1 or rank == first + count * step):
+                runs[-1] = (first, count + 1, step if count > 1 else rank - first)
+            else:
+                runs.append((rank, 1, 1))
+        return cls(shape=mesh.shape, ranks=tuple(runs))
+
+
 class ArrayRecord(Record):
     """One stored array.
 
     ``shape`` is that of the unsharded array; ``splits`` and ``stages`` are the fields of
-    :class:`parallel.layout.ShardLayout` under the topology of the save. ``shard_shape`` is the
-    shape of the part in one object, ``chunk_shape`` that of a chunk in the object.
+    :class:`parallel.layout.ShardLayout` under the topology of the save. An array with a ``mesh``
+    has ``placements`` on that mesh instead, and no splits: see
+    :class:`parallel.placements.MeshLayout`. ``shard_shape`` is the shape of the part in one object,
+    ``chunk_shape`` that of a chunk in the object.
     """
 
     name: Annotated[str, AfterValidator(check_name)]
@@ -66,6 +111,8 @@ class ArrayRecord(Record):
     chunk_shape: tuple[_Size, ...]
     compression: Compression = "none"
     stages: tuple[int, ...] = ()
+    mesh: MeshRecord | None = None
+    placements: tuple[Placement, ...] = ()
     attributes: dict[str, Any] = {}
 
     @model_validator(mode="after")
@@ -82,6 +129,10 @@ class ArrayRecord(Record):
                 )
         if math.prod(self.chunk_shape) * self.dtype.itemsize > MOST_CHUNK_BYTES:
             raise ValueError(f"{self.name} has a chunk of more than {MOST_CHUNK_BYTES} bytes")
+        if self.mesh is not None and (self.stages or any(self.splits)):
+            raise ValueError(f"{self.name} has a mesh, and splits or stages besides")
+        if self.mesh is None and self.placements:
+            raise ValueError(f"{self.name} has placements without a mesh")
         self.layout(ONE_RANK)
         if self.attributes:
             dump(self.attributes)  # raises for NaN and infinities, which JSON lacks
@@ -92,8 +143,10 @@ class ArrayRecord(Record):
         """The dtype of the stored numbers."""
         return np.dtype(STORAGE_DTYPES[self.logical_dtype])
 
-    def layout(self, topology: Topology) -> ShardLayout:
+    def layout(self, topology: Topology) -> ShardLayout | MeshLayout:
         """Which rank holds which slice under ``topology``, that of the save."""
+        if self.mesh is not None:
+            return MeshLayout(self.shape, self.mesh.mesh, self.placements)
         return ShardLayout(self.shape, self.splits, topology, self.stages)
 
     def object_keys(self) -> Iterator[str]:
@@ -103,7 +156,9 @@ class ArrayRecord(Record):
             yield object_key(self.name, coordinates)
 
 
-def keys_of_ranks(record: ArrayRecord, layout: ShardLayout, ranks: Iterable[int]) -> Iterator[str]:
+def keys_of_ranks(
+    record: ArrayRecord, layout: ShardLayout | MeshLayout, ranks: Iterable[int]
+) -> Iterator[str]:
     """The key of every object that any of ``ranks`` holds a part of; keys may repeat."""
     for rank in ranks:
         for box in layout.boxes(rank):

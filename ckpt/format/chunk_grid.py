@@ -6,6 +6,7 @@ import math
 from functools import lru_cache
 
 from parallel.layout import ShardLayout
+from parallel.placements import MeshLayout
 
 SHARD_BYTES = 64 << 20
 """The length that objects aim at: long enough to stream, few enough to list."""
@@ -15,7 +16,7 @@ CHUNK_BYTES = 4 << 20
 
 @lru_cache(maxsize=1 << 12)
 def storage_grid(
-    layout: ShardLayout,
+    layout: ShardLayout | MeshLayout,
     itemsize: int,
     shard_bytes: int = SHARD_BYTES,
     chunk_bytes: int = CHUNK_BYTES,

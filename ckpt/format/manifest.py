@@ -42,6 +42,7 @@ from ckpt.format.array import (
 )
 from ckpt.format.keys import manifest_key
 from ckpt.format.object_index import ObjectRecord, Objects, Stored
+from ckpt.format.packed import PackedTensor, PackPlace, StoredTensor, place
 from ckpt.store import LocalStore, Location, open_store
 from parallel.layout import Box, Topology, cells, count_cells, whole_box
 
@@ -65,7 +66,8 @@ class Manifest(Record):
     properties below from it."""
 
     format: Literal["convoy-checkpoint"] = "convoy-checkpoint"
-    format_version: Literal[2] = 2
+    format_version: Literal[2, 3] = 3
+    """Version 3 added ``mesh`` and ``placements`` of arrays, and ``packed``."""
     save_id: Annotated[str, AfterValidator(_check_save_id)]
     step: Count
     created: str
@@ -79,6 +81,8 @@ class Manifest(Record):
     """Every zarr.json by its key below the save id."""
     stored: list[Stored]
     """The objects of each array, in the order of ``arrays``."""
+    packed: tuple[PackedTensor, ...] = ()
+    """Tensors that lie in packs; a pack is one of ``arrays``."""
     state: dict[str, Any]
     spec: dict[str, Any]
     spec_hash: str
@@ -94,12 +98,34 @@ class Manifest(Record):
             for depth in range(1, len(parts)):
                 if "/".join(parts[:depth]) in names:
                     raise ValueError(f"{name} is inside another array")
+        self._check_packed(names)
         world, ranks = Topology(**self.topology).world, self.ranks
         if ranks is not None and not (ranks and len(set(ranks)) == len(ranks)):
             raise ValueError("ranks must not be empty and must not repeat")
         if ranks is not None and not (min(ranks) >= 0 and max(ranks) < world):
             raise ValueError(f"ranks must be below {world}")
         return self
+
+    def _check_packed(self, names: set[str]) -> None:
+        packs = {record.name: record for record in self.arrays if record.mesh is not None}
+        for tensor in self.packed:
+            if tensor.name in names:
+                raise ValueError("two arrays have one name")
+            names.add(tensor.name)
+            place(tensor, packs)  # raises where the tensor has no place
+
+    @cached_property
+    def packs(self) -> dict[str, PackPlace]:
+        """The packed tensors by name."""
+        records = {record.name: record for record in self.arrays}
+        return {one.name: PackPlace(one, records[one.pack]) for one in self.packed}
+
+    @cached_property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Every tensor that was saved, by name: arrays that are no packs, and packed tensors."""
+        holders = {one.pack for one in self.packed}
+        own = {record.name: record for record in self.arrays if record.name not in holders}
+        return {**own, **self.packs}
 
     def array(self, name: str) -> ArrayRecord:
         """The record of one array. Raises CheckpointError where there is none."""

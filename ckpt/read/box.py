@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,13 @@ from ckpt.format import (
     Manifest,
     ObjectLayout,
     ObjectRecord,
+    PackPlace,
+    StoredTensor,
     objects_key,
     read_object,
 )
 from ckpt.store import Bytes, Location, Store, open_store
-from parallel.layout import Box, box_shape, cells, within
+from parallel.layout import Box, box_shape, cells, intersect, within
 
 
 class _Into:
@@ -67,6 +70,26 @@ def read_box(root: Location, manifest: Manifest, record: ArrayRecord, box: Box) 
     """
     out = np.empty(box_shape(box), record.dtype)
     read_box_into(root, manifest, record, box, out)
+    return out
+
+
+def read_tensor(root: Location, manifest: Manifest, tensor: StoredTensor, box: Box) -> Array:
+    """The numbers of a box of one of ``manifest.tensors``, as :func:`read_box`."""
+    if not isinstance(tensor, PackPlace):
+        return read_box(root, manifest, tensor, box)
+    out = np.empty(box_shape(box), tensor.dtype)
+    count = 0
+    for slot in range(tensor.layout.num_slots):
+        for at, held in tensor.boxes(slot):
+            common = intersect(held, box)
+            if common is None:
+                continue
+            shape = box_shape(held)
+            run = ((slot, slot + 1), (at, at + math.prod(shape)))
+            part = read_box(root, manifest, tensor.pack, run).reshape(shape)
+            out[within(common, box)] = part[within(common, held)]
+            count += math.prod(box_shape(common))
+    assert count == out.size, f"{tensor.name} {box}: the slots do not cover it"
     return out
 
 

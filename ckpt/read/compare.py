@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ckpt.format import Array, ArrayRecord, Manifest, to_float32
-from ckpt.read.box import read_box
+from ckpt.format import Array, Manifest, PackPlace, StoredTensor, to_float32
+from ckpt.read.box import read_tensor
 from ckpt.store import THREADS, Location, ReportBytes
 from parallel.layout import Box, cell_box, cells, whole_box
 
@@ -63,8 +63,7 @@ def compare(
     Raises:
         CheckpointError: where an object of either checkpoint is missing or damaged.
     """
-    ours = {record.name: record for record in manifest.arrays}
-    theirs = {record.name: record for record in other.arrays}
+    ours, theirs = manifest.tensors, other.tensors
     found = []
     for name in sorted(ours.keys() | theirs.keys()):
         a, b = ours.get(name), theirs.get(name)
@@ -77,8 +76,9 @@ def compare(
             found.append(ArrayDifference(name, "dtype", detail))
         else:
 
-            def measure(box: Box, a: ArrayRecord = a, b: ArrayRecord = b) -> _Sums:
-                x, y = read_box(here, manifest, a, box), read_box(there, other, b, box)
+            def measure(box: Box, a: StoredTensor = a, b: StoredTensor = b) -> _Sums:
+                x = read_tensor(here, manifest, a, box)
+                y = read_tensor(there, other, b, box)
                 progress(x.nbytes)
                 return _Sums.of(x, y, a.logical_dtype)
 
@@ -90,10 +90,11 @@ def compare(
     return found
 
 
-def _boxes(a: ArrayRecord, b: ArrayRecord) -> Iterator[Box]:
+def _boxes(a: StoredTensor, b: StoredTensor) -> Iterator[Box]:
     """Boxes that cover an array, of entire chunks of both checkpoints where these are small."""
-    both = tuple(max(x, y) for x, y in zip(a.chunk_shape, b.chunk_shape, strict=True))
-    step = list(both if _bytes(a, both) <= BLOCK_BYTES else a.chunk_shape)
+    one, two = _chunk(a), _chunk(b)
+    both = tuple(max(x, y) for x, y in zip(one, two, strict=True))
+    step = list(both if _bytes(a, both) <= BLOCK_BYTES else one)
     for dim in reversed(range(len(step))):
         times = max(1, BLOCK_BYTES // max(1, _bytes(a, tuple(step))))
         step[dim] = max(1, min(a.shape[dim], step[dim] * times))
@@ -101,7 +102,12 @@ def _boxes(a: ArrayRecord, b: ArrayRecord) -> Iterator[Box]:
         yield cell_box(at, tuple(step), a.shape)
 
 
-def _bytes(record: ArrayRecord, shape: tuple[int, ...]) -> int:
+def _chunk(tensor: StoredTensor) -> tuple[int, ...]:
+    """What is read at once in any case; of a pack, what it has of a tensor."""
+    return tensor.shape if isinstance(tensor, PackPlace) else tensor.chunk_shape
+
+
+def _bytes(record: StoredTensor, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * record.dtype.itemsize
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.format import ArrayRecord, Manifest, locate, read_manifest, to_float32
-from ckpt.read.box import read_box
+from ckpt.format import Manifest, StoredTensor, locate, read_manifest, to_float32
+from ckpt.read.box import read_tensor
 from ckpt.store import Location, Store, open_store
 
 Index = Any
@@ -27,7 +27,7 @@ class StoredArray:
     float32.
     """
 
-    def __init__(self, root: Store, manifest: Manifest, record: ArrayRecord) -> None:
+    def __init__(self, root: Store, manifest: Manifest, record: StoredTensor) -> None:
         self._root, self._manifest, self._record = root, manifest, record
         self.name, self.shape = record.name, record.shape
         self.dtype, self.logical_dtype = record.dtype, record.logical_dtype
@@ -70,7 +70,7 @@ class StoredArray:
             low, high = (min(steps[0], steps[-1]), max(steps[0], steps[-1])) if steps else (0, -1)
             box.append((low, high + 1))
             finish.append(slice(None, None, steps.step))
-        values = read_box(self._root, self._manifest, self._record, tuple(box))
+        values = read_tensor(self._root, self._manifest, self._record, tuple(box))
         return np.asarray(values[tuple(finish)])
 
     @property
@@ -122,7 +122,7 @@ class OpenCheckpoint(Mapping[str, StoredArray]):
 
     def __init__(self, root: Store, manifest: Manifest) -> None:
         self.root, self.manifest = root, manifest
-        self._records = {record.name: record for record in manifest.arrays}
+        self._records = manifest.tensors
 
     def __getitem__(self, name: str) -> StoredArray:
         """Raises KeyError where there is no such array."""

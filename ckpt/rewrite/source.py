@@ -16,12 +16,12 @@ from crc32c import crc32c
 from ckpt.errors import CheckpointError
 from ckpt.format import (
     STORAGE_DTYPES,
-    ArrayRecord,
     Compression,
     Manifest,
+    StoredTensor,
     encode_manifest,
 )
-from ckpt.read import read_box
+from ckpt.read import read_tensor
 from ckpt.store import Location
 from parallel.layout import Box, ShardLayout, Topology
 
@@ -115,17 +115,18 @@ class CheckpointSource:
             spec_hash=manifest.spec_hash,
             save_id=manifest.save_id,
         )
-        self.records = {record.name: record for record in manifest.arrays}
+        self.records = manifest.tensors
         self.arrays = {name: _of_record(record) for name, record in self.records.items()}
 
     def read_box(self, name: str, box: Box) -> np.ndarray[Any, Any]:
         """See :class:`Source`."""
-        return read_box(self.root, self.manifest, self.records[name], box)
+        return read_tensor(self.root, self.manifest, self.records[name], box)
 
 
-def _of_record(record: ArrayRecord) -> SourceArray:
+def _of_record(record: StoredTensor) -> SourceArray:
+    splits = getattr(record, "splits", ())  # a packed tensor has placements on a mesh instead
     return SourceArray(
-        record.shape, record.logical_dtype, record.splits, record.attributes, record.compression
+        record.shape, record.logical_dtype, splits, record.attributes, record.compression
     )
 
 

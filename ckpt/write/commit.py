@@ -19,6 +19,7 @@ from ckpt.format import (
     Compression,
     Manifest,
     ObjectRecord,
+    PackedTensor,
     decode_manifest,
     encode_manifest,
     gather,
@@ -65,6 +66,8 @@ class SaveInfo:
     compression: Compression = "none"
     parent: str | None = None
     """The save id of the checkpoint that this one was converted from; None for a trainer's save."""
+    packed: tuple[PackedTensor, ...] = ()
+    """The tensors in the packs among the arrays."""
 
     @property
     def writers(self) -> Sequence[int]:
@@ -180,6 +183,7 @@ def commit(
         arrays=records,
         metadata={},
         stored=[],
+        packed=info.packed,
         state=info.state,
         spec=info.spec,
         spec_hash=info.spec_hash,

@@ -7,10 +7,14 @@ from itertools import chain
 
 from ckpt.format import ArrayRecord
 from parallel.layout import ShardLayout, cells
+from parallel.placements import MeshLayout
 
 
 def own_cells(
-    record: ArrayRecord, layout: ShardLayout, rank: int, ranks: Sequence[int] | None = None
+    record: ArrayRecord,
+    layout: ShardLayout | MeshLayout,
+    rank: int,
+    ranks: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, ...]]:
     """The objects of an array that ``rank`` writes; the replicas of a slice share its objects.
 
@@ -24,9 +28,11 @@ def own_cells(
     Yields:
         The coordinates of each object in the array's grid of objects.
     """
+    boxes = layout.boxes(rank)
+    if not boxes:
+        return  # perhaps no rank of the array's mesh
     index, count = _turn(layout, rank, ranks)
     grid = [-(-size // step) for size, step in zip(record.shape, record.shard_shape, strict=True)]
-    boxes = layout.boxes(rank)
     for coordinates in chain.from_iterable(cells(box, record.shard_shape) for box in boxes):
         flat = 0
         for coordinate, size in zip(coordinates, grid, strict=True):
@@ -35,7 +41,9 @@ def own_cells(
             yield coordinates
 
 
-def _turn(layout: ShardLayout, rank: int, ranks: Sequence[int] | None) -> tuple[int, int]:
+def _turn(
+    layout: ShardLayout | MeshLayout, rank: int, ranks: Sequence[int] | None
+) -> tuple[int, int]:
     """The index of ``rank`` among the writers that hold its slice, and the number of these."""
     if ranks is None:
         return layout.replica_index(rank), layout.num_replicas

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 EXIT_DIFFERS = 1
 _GRACE_SECONDS = 86400.0
+_LINE = 88  # characters of a value, beside its name
 
 _CODES = """\
 exit codes:
@@ -217,26 +218,43 @@ def summary(root: ckpt.Location, manifest: ckpt.Manifest) -> dict[str, object]:
             }
             for record in manifest.arrays
         ],
+        "packed": [
+            {
+                "name": tensor.name,
+                "shape": list(tensor.shape),
+                "dtype": place.logical_dtype,
+                "pack": tensor.pack,
+            }
+            for place in manifest.packs.values()
+            for tensor in [place.tensor]
+        ],
     }
 
 
 def show(root: ckpt.Location, manifest: ckpt.Manifest) -> None:
     """Print a checkpoint for people."""
     import ckpt
-    from parallel.layout import Topology
+    from ckpt.format import TREE
+    from parallel.layout import Topology, count_ranks
 
     found = summary(root, manifest)
     say(f"{found['checkpoint']}")
     say(f"  step      {manifest.step}, saved {manifest.created}")
-    say(f"  layout    {Topology(**manifest.topology).describe()}")
+    topology = Topology(**manifest.topology)
+    of_state_dict = TREE in manifest.state
+    layout = count_ranks(topology.world) if of_state_dict else topology.describe()
+    say(f"  layout    {layout}")
     if manifest.ranks is not None:
         say(f"  ranks     only the slices of {', '.join(map(str, manifest.ranks))} are here")
-    say(f"  spec      {manifest.spec_hash}")
+    if manifest.spec_hash:
+        say(f"  spec      {manifest.spec_hash}")
     say(f"  versions  {', '.join(f'{k} {v}' for k, v in manifest.versions.items())}")
     if manifest.parent is not None:
         say(f"  made of   {manifest.parent}")
     for key, value in manifest.state.items():
-        say(f"  {key:<9} {value}")
+        if key == TREE:
+            value = f"saved by save_state_dict, {len(manifest.tensors)} tensors"
+        say(f"  {key:<9} {_short(value)}")
     say(f"  size      {human_bytes(manifest.total_bytes)} in {len(manifest.objects)} objects")
     steps = ", ".join(map(str, ckpt.committed_steps(root)))
     say(f"  steps     {steps}")
@@ -245,7 +263,15 @@ def show(root: ckpt.Location, manifest: ckpt.Manifest) -> None:
         shape = " x ".join(map(str, array["shape"])) or "scalar"
         size = human_bytes(array["bytes"])
         rows.append((array["name"], shape, array["dtype"], str(array["objects"]), size))
+    for tensor in found["packed"]:  # type: ignore[attr-defined]
+        shape = " x ".join(map(str, tensor["shape"])) or "scalar"
+        rows.append((tensor["name"], shape, tensor["dtype"], f"in {tensor['pack']}", ""))
     _print_table(rows)
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= _LINE else f"{text[: _LINE - 4]} ..."
 
 
 def _print_table(rows: Sequence[tuple[str, ...]]) -> None:

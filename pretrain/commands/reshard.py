@@ -178,7 +178,8 @@ def _reshard(name: str, args: argparse.Namespace) -> int:
 
 def _source(args: argparse.Namespace) -> Source:
     """SRC, under the names that the flags give its arrays."""
-    from ckpt.format import locate
+    from ckpt.format import TREE, locate
+    from ckpt.rewrite import Selected
     from pretrain.convert import from_titan, open_source, with_names
 
     rename = {}
@@ -189,6 +190,10 @@ def _source(args: argparse.Namespace) -> Source:
         rename[old] = new
     location, step = locate(args.source, args.step)
     source = open_source(str(location), step)
+    if TREE in source.info.state and args.format != "convoy":
+        from ckpt.state_dict import dotted_names  # here: it imports torch
+
+        source = Selected(source, dotted_names(source.info.state[TREE]))
     if args.family:
         source = from_titan(source)
     return with_names(source, rename)

@@ -19,6 +19,15 @@ def test_the_door_is_narrow_and_dir_and_help_show_its_names():
 
 def test_rooms_are_reached_from_the_door():
     rooms = sorted(set(dir(ckpt)) - set(ckpt.__all__))
-    assert rooms == ["background", "format", "lifecycle", "read", "rewrite", "store", "write"]
+    assert rooms == [
+        "background",
+        "format",
+        "lifecycle",
+        "read",
+        "rewrite",
+        "state_dict",
+        "store",
+        "write",
+    ]
     for room in rooms:
         assert getattr(ckpt, room).__name__ == f"ckpt.{room}"

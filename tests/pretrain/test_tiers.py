@@ -375,7 +375,7 @@ def test_the_regular_and_the_best_stay(text, tmp_path):
     code, _, err = run_to_the_end(spec)
     assert code == 0, err
     root = tmp_path / "run" / "checkpoints"
-    scores = {e["step"]: e["loss"] for e in events(tmp_path / "run", "eval") if "whole" not in e}
+    scores = {e["step"]: e["loss"] for e in events(tmp_path / "run", "eval") if not e["whole"]}
     assert sorted(scores) == [2, 4]
     best = min(scores, key=lambda step: scores[step])
     assert ckpt.committed_steps(root) == sorted({3, 6, best})

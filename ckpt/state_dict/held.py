@@ -1,0 +1,292 @@
+"""What each rank holds of a state's tensors, and the agreement of all ranks on it."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from crc32c import crc32c
+from torch import Tensor
+
+from ckpt.errors import CheckpointError
+from ckpt.format import STORAGE_DTYPES
+from ckpt.state_dict.tree import Node, Path, flatten, merged, where
+from parallel.placements import MeshLayout, Placement, RankMesh
+
+_CHECKED_BYTES = 1 << 20
+"""The size up to which plain tensors of several ranks are compared, by checksum."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank says of one tensor. A plain tensor has no mesh."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    mesh: RankMesh | None
+    placements: tuple[Placement, ...]
+    check: int | None = None
+    """The CRC32C of a small plain tensor in host memory."""
+
+
+class Ranks:
+    """The ranks that save or load together: a process group, or one process without a group."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        if group is None and not (dist.is_available() and dist.is_initialized()):
+            self.rank, self.members = 0, [0]
+            return
+        self.rank = dist.get_rank(group)
+        self.members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        if self.rank < 0:
+            raise CheckpointError("this rank is no member of process_group: it must not call")
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return len(self.members)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, on each of them."""
+        if self.world == 1:
+            return [value]
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value, self.group)
+        return found
+
+    def share(self, value: Any, rank: int) -> Any:
+        """The value of ``rank``, on each rank."""
+        if self.world == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, self.members[rank], self.group)
+        return box[0]
+
+    def agree(self, ok: bool) -> bool:
+        """Whether all ranks passed True."""
+        return all(self.gather(ok))
+
+    def together(self, failure: Exception | None, what: str) -> None:
+        """Raise on every rank where any rank has a failure."""
+        said = None if failure is None else str(failure) or type(failure).__name__
+        for rank, other in enumerate(self.gather(said)):
+            if other is None:
+                continue
+            if failure is not None:
+                raise failure
+            raise CheckpointError(f"{what}: rank {rank}: {other}")
+
+
+@dataclass(frozen=True)
+class Local:
+    """This rank's part of a state: its JSON, its tensors by name, and what it says of them."""
+
+    tree: Node
+    tensors: dict[str, Tensor]
+    held: dict[str, Held]
+
+
+def local(state: Any, ranks: Ranks, check: bool = True) -> Local:
+    """Read a state. Raises CheckpointError, naming the value, for anything that is not stored."""
+    if not isinstance(state, dict):
+        raise CheckpointError(f"state is a {type(state).__name__}: it must be a dict")
+    tree, found = flatten(state)
+    held = {name: describe(path, tensor, ranks, check) for name, (path, tensor) in found.items()}
+    return Local(tree, {name: tensor for name, (_, tensor) in found.items()}, held)
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor; does not import DTensor, which takes a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def shard_of(tensor: Tensor) -> Tensor:
+    """The local shard, detached; it shares memory with ``tensor``."""
+    tensor = tensor.detach()
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def describe(path: Path, tensor: Tensor, ranks: Ranks, check: bool) -> Held:
+    """What this rank holds. Raises CheckpointError, naming the tensor, where it cannot be stored.
+
+    With ``check``, small plain tensors get a checksum, to be compared with other ranks'.
+    """
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in STORAGE_DTYPES:
+        raise CheckpointError(
+            f"{where(path)} has dtype {dtype}: one of {', '.join(STORAGE_DTYPES)} is needed"
+        )
+    if is_dtensor(tensor):
+        return _describe_dtensor(path, tensor, dtype, ranks)
+    plain = type(tensor) in (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    if not plain or tensor.layout != torch.strided or tensor.is_quantized:
+        what = type(tensor).__name__ if not plain else str(tensor.layout).removeprefix("torch.")
+        raise CheckpointError(
+            f"{where(path)} is a {what}: only dense tensors and DTensors can be saved"
+        )
+    if check and tensor.is_meta:
+        raise CheckpointError(f"{where(path)} is on the meta device: it has no numbers to save")
+    crc = None
+    if check and ranks.world > 1 and tensor.is_cpu and tensor.nbytes <= _CHECKED_BYTES:
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        crc = crc32c(np.ascontiguousarray(flat.numpy()).data)
+    return Held(tuple(tensor.shape), dtype, None, (), crc)
+
+
+def _describe_dtensor(path: Path, tensor: Any, dtype: str, ranks: Ranks) -> Held:
+    from torch.distributed.tensor import Partial
+
+    for placement in tensor.placements:
+        if isinstance(placement, Partial):
+            raise CheckpointError(
+                f"{where(path)} has the placement {placement}: its parts are not yet summed; "
+                f"redistribute() the tensor first"
+            )
+    every = tensor.device_mesh.mesh.reshape(-1).tolist()
+    if not set(every) <= set(ranks.members):
+        raise CheckpointError(
+            f"{where(path)} is on ranks {every}: all of them must be in process_group"
+        )
+    layout = layout_of(tensor, ranks)
+    slot, found = layout.slot(ranks.rank), tuple(shard_of(tensor).shape)
+    expected = (0,) if slot is None else layout.local_shape(slot)
+    if found != expected and not (0 in expected and 0 in found):
+        raise CheckpointError(
+            f"{where(path)} has a local shard of shape {found}: {expected} follows from its shape "
+            f"{layout.shape} and its placements {tensor.placements}"
+        )
+    return Held(layout.shape, dtype, layout.mesh, layout.placements)
+
+
+def layout_of(tensor: Any, ranks: Ranks) -> MeshLayout:
+    """The layout of a DTensor, with the ranks' numbers in ``ranks``."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    placements: list[Placement] = []
+    for placement in tensor.placements:
+        if isinstance(placement, _StridedShard):
+            placements.append((placement.dim, int(placement.split_factor)))
+        else:
+            placements.append(None if isinstance(placement, Replicate) else placement.dim)
+    grid = tensor.device_mesh.mesh
+    numbers = {member: rank for rank, member in enumerate(ranks.members)}
+    mesh = RankMesh(tuple(grid.shape), tuple(numbers[rank] for rank in grid.reshape(-1).tolist()))
+    return MeshLayout(tuple(tensor.shape), mesh, tuple(placements))
+
+
+@dataclass(frozen=True)
+class Described:
+    """What all ranks know of one tensor."""
+
+    dtype: str
+    layout: MeshLayout
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks know of a state: its JSON, and each tensor."""
+
+    tree: Node
+    tensors: dict[str, Described]
+    token: str
+    """Random, and equal on all ranks."""
+
+
+def agree(state: Any, ranks: Ranks) -> tuple[Local, Agreed]:
+    """What this rank has of a state, and what all ranks have.
+
+    Where all ranks say the same of their tensors, only digests are exchanged. Otherwise (a pipeline
+    stage has layers of its own) every kind of description is sent once.
+
+    Raises CheckpointError on every rank where any rank has a value that is not stored, or where two
+    ranks differ.
+    """
+    mine, failure = None, None
+    try:
+        mine = local(state, ranks)
+    except CheckpointError as error:
+        failure = error
+    ranks.together(failure, "the state cannot be saved")
+    assert mine is not None
+    digests = ranks.gather((_digest(mine), secrets.token_hex(4)))
+    alike: dict[bytes, list[int]] = {}
+    for rank, (digest, _) in enumerate(digests):
+        alike.setdefault(digest, []).append(rank)
+    kinds = [(of, ranks.share((mine.tree, mine.held), of[0])) for of in alike.values()]
+    tree = merged([(of[0], tree) for of, (tree, _) in kinds])
+    layouts = united([(of, held) for of, (_, held) in kinds])
+    return mine, Agreed(tree, layouts, digests[0][1])
+
+
+def _digest(mine: Local) -> bytes:
+    meshes = {held.mesh: i for i, held in enumerate(mine.held.values())}
+    held = [
+        (name, one.shape, one.dtype, meshes[one.mesh], one.placements, one.check)
+        for name, one in mine.held.items()
+    ]
+    said = repr((mine.tree, held, list(meshes.items())))
+    return hashlib.sha256(said.encode("utf-8", "surrogatepass")).digest()
+
+
+def united(kinds: Sequence[tuple[list[int], Mapping[str, Held]]]) -> dict[str, Described]:
+    """The dtype and the layout of each tensor.
+
+    Ranks that hold a tensor on meshes of their own (tensor parallelism within replicas) hold
+    replicas.
+
+    Args:
+        kinds: what ranks say of their tensors, with the ranks that say it.
+
+    Raises CheckpointError where ranks differ.
+    """
+    holders: dict[str, list[tuple[list[int], Held]]] = {}
+    for ranks, held in kinds:
+        for name, one in held.items():
+            holders.setdefault(name, []).append((ranks, one))
+    return {name: Described(of[0][1].dtype, _layout(name, of)) for name, of in holders.items()}
+
+
+def _layout(name: str, of: list[tuple[list[int], Held]]) -> MeshLayout:
+    (first, *_), one = of[0]
+    for (rank, *_), other in of:
+        for what in ("shape", "dtype", "placements"):
+            a, b = getattr(one, what), getattr(other, what)
+            if a != b:
+                raise CheckpointError(
+                    f"tensor {name} has {what} {a} on rank {first} and {b} on rank {rank}: it must "
+                    f"be equal on all ranks that have the tensor"
+                )
+        if one.check != other.check:
+            raise CheckpointError(
+                f"tensor {name} has other numbers on rank {rank} than on rank {first}: a plain "
+                f"tensor must be equal on all ranks; put what each rank has of its own, such as a "
+                f"random state, under a key with the rank in it"
+            )
+    holders = sorted(rank for ranks, _ in of for rank in ranks)
+    if one.mesh is None:
+        return MeshLayout(one.shape, RankMesh((len(holders),), tuple(holders)), (None,))
+    meshes = list(dict.fromkeys(held.mesh for _, held in of if held.mesh is not None))
+    absent = sorted({rank for mesh in meshes for rank in mesh.ranks} - set(holders))
+    if absent:
+        raise CheckpointError(
+            f"tensor {name} is on a mesh with rank {absent[0]}, and the state of rank {absent[0]} "
+            f"has no such tensor: every rank of a DTensor's mesh must save it"
+        )
+    if len({mesh.shape for mesh in meshes}) > 1:
+        raise CheckpointError(f"tensor {name} is on meshes of shapes that differ between ranks")
+    if len(meshes) == 1:
+        return MeshLayout(one.shape, meshes[0], one.placements)
+    ranks = tuple(rank for mesh in meshes for rank in mesh.ranks)
+    return MeshLayout(
+        one.shape, RankMesh((len(meshes), *meshes[0].shape), ranks), (None, *one.placements)
+    )

@@ -1,0 +1,231 @@
+"""Loading a state dict, on any number of ranks and with any placements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ckpt.errors import CheckpointError
+from ckpt.format import (
+    TREE,
+    ArrayRecord,
+    Manifest,
+    PackPlace,
+    committed_steps,
+    locate,
+    manifest_key,
+    read_manifest,
+)
+from ckpt.local_array import ArraySpec, LocalArray
+from ckpt.read import load
+from ckpt.state_dict.held import Ranks, is_dtensor, layout_of
+from ckpt.state_dict.packing import pieces
+from ckpt.state_dict.tree import Node
+from ckpt.state_dict.wanted import Wanted
+from ckpt.store import Location, Store, open_store
+from parallel.layout import Box, box_shape, intersect, within
+from parallel.placements import MeshLayout, RankMesh
+
+_WAVE_BYTES = 256 << 20
+"""Bytes of rows of packs that are read at a time, into memory of their own."""
+
+
+def load_state_dict(
+    root: Location,
+    state: dict[str, Any],
+    *,
+    step: int | None = None,
+    strict: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+) -> int:
+    """Fill a state in place from a checkpoint of :func:`save_state_dict`; every rank calls.
+
+    The tensors of ``state`` say which slices this rank needs: the checkpoint may have been saved on
+    any number of ranks, with any placements. Tensors are filled in place. Numbers, strings, bytes
+    and None are replaced in their dict or list. An empty dict or list takes all that the checkpoint
+    has there, and None takes a tensor: the state of an optimizer that has made no step is filled.
+    New tensors are made on ``device``; a new tensor becomes a DTensor like the tensor of ``state``
+    whose key is part of its path and whose shape is equal, as the parameter of a moment is in the
+    names of ``get_state_dict``. A tensor on the meta device is replaced by a new tensor in its
+    dict, for ``load_state_dict(..., assign=True)`` of a module.
+
+    Args:
+        root: the checkpoint folder or store, or the path of a manifest.
+        state: what to fill.
+        step: which checkpoint; None for the newest one that every rank has.
+        strict: whether it is an error that the checkpoint has a value that no rank asked for, or
+            that ``state`` has a value that the checkpoint lacks. Without ``strict`` the former is
+            ignored, and the latter stays as it is.
+        process_group: the ranks that load; None for all. One process needs no process group.
+        device: of new tensors that are no DTensors; None for the default device.
+
+    Returns:
+        The step of the checkpoint.
+
+    Raises:
+        CheckpointError: on every rank. Before any value is changed: where there is no such
+            checkpoint, and where keys, shapes or dtypes differ. Later: where an object is missing
+            or damaged; the tensors hold unverified numbers then.
+    """
+    ranks, what = Ranks(process_group), "the state cannot be loaded"
+    failure: CheckpointError | None = None
+    wanted: Wanted | None = None
+    try:
+        root, step = locate(root, step)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    store = open_store(root)
+    step = _newest(store, ranks) if step is None else step
+    try:
+        manifest = read_manifest(store, step)
+        wanted = Wanted(ranks, manifest, device or torch.get_default_device())
+        wanted.look(state, _tree(store, manifest))
+        failure = _stray(wanted.lacking, "the checkpoint lacks") if strict else None
+    except CheckpointError as error:
+        failure = error
+    ranks.together(failure, what)
+    assert wanted is not None
+    if strict:
+        # A pipeline stage asks for a part: what no rank asks for is an error.
+        nobody = set.intersection(*ranks.gather(set(wanted.unused)))
+        failure = _stray(sorted(nobody), "the state lacks")
+        if failure is not None:
+            raise failure
+    try:
+        _read(store, manifest, wanted.tensors, ranks)
+    except CheckpointError as error:
+        failure = error
+    ranks.together(failure, what)
+    wanted.settle()
+    return manifest.step
+
+
+def _newest(store: Store, ranks: Ranks) -> int | None:
+    """The newest step that every rank has; None where there is none, for the error that follows.
+
+    Ranks may have stores of their own, as the memory of each node.
+    """
+    try:
+        steps = set(committed_steps(store))
+    except CheckpointError:
+        steps = set()
+    every = ranks.gather(steps)
+    common = set.intersection(*every)
+    if not common and any(every):
+        raise CheckpointError(
+            f"no step in {store.where()} is on every rank; this rank has {sorted(steps)}"
+        )
+    return max(common) if common else None
+
+
+def _tree(store: Store, manifest: Manifest) -> Node:
+    tree = manifest.state.get(TREE)
+    if not isinstance(tree, dict) or "dict" not in tree:
+        raise CheckpointError(
+            f"checkpoint {store.where(manifest_key(manifest.step))} was not saved by "
+            f"save_state_dict: load its arrays with ckpt.load, or read them with ckpt.open"
+        )
+    return tree
+
+
+def _stray(names: list[str], what: str) -> CheckpointError | None:
+    if not names:
+        return None
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return CheckpointError(f"{what} {names[0]}{more}; strict=False loads what both have")
+
+
+def _read(store: Store, manifest: Manifest, tensors: dict[str, Tensor], ranks: Ranks) -> None:
+    own, packed = [], dict[str, list[PackPlace]]()
+    for name, tensor in tensors.items():
+        found = manifest.tensors[name]
+        if isinstance(found, PackPlace):
+            packed.setdefault(found.pack.name, []).append(found)
+        else:
+            layout = _wanted_layout(tensor, ranks)
+            own.append(LocalArray(_spec(found), *pieces(layout, tensor, ranks.rank)))
+    waves: list[list[_Rows]] = [[]]
+    for places in packed.values():
+        rows = _Rows.of(places, tensors, ranks)
+        if waves[-1] and sum(one.nbytes for one in (*waves[-1], rows)) > _WAVE_BYTES:
+            waves.append([])
+        waves[-1].append(rows)
+    for i, wave in enumerate(waves):
+        load(store, manifest, [*(own if i == 0 else []), *(rows.array for rows in wave)])
+        for rows in wave:
+            rows.scatter(tensors, ranks)
+
+
+def _wanted_layout(tensor: Tensor, ranks: Ranks) -> MeshLayout:
+    """The layout of a tensor on the ranks that load; a plain tensor is whole on this rank."""
+    if not is_dtensor(tensor):
+        return MeshLayout(tuple(tensor.shape), RankMesh((1,), (ranks.rank,)), (None,))
+    return layout_of(tensor, ranks)
+
+
+class _Rows:
+    """The rows of one pack that this rank needs, in memory of their own."""
+
+    def __init__(self, places: list[PackPlace], slots: list[int]) -> None:
+        self.places, self.slots = places, slots
+        spec = _spec(places[0].pack)
+        length = spec.shape[1]
+        self.buffers = [torch.empty(1, length, dtype=spec.dtype) for _ in slots]
+        self.array = LocalArray(spec, [((s, s + 1), (0, length)) for s in slots], self.buffers)
+
+    @classmethod
+    def of(cls, places: list[PackPlace], tensors: dict[str, Tensor], ranks: Ranks) -> _Rows:
+        """The rows that hold any part of this rank's slices."""
+        slots: set[int] = set()
+        for place in places:
+            layout = _wanted_layout(tensors[place.tensor.name], ranks)
+            boxes = layout.boxes(ranks.rank)
+            for slot in range(place.layout.num_slots):
+                if slot not in slots and any(_common(place, slot, boxes)):
+                    slots.add(slot)
+        return cls(places, sorted(slots))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows."""
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    def scatter(self, tensors: dict[str, Tensor], ranks: Ranks) -> None:
+        """Copy the numbers to the tensors."""
+        for place in self.places:
+            tensor = tensors[place.tensor.name]
+            boxes, here = pieces(_wanted_layout(tensor, ranks), tensor, ranks.rank)
+            for slot, buffer in zip(self.slots, self.buffers, strict=True):
+                for (at, held), box, common in _common(place, slot, boxes):
+                    shape = box_shape(held)
+                    part = buffer[0, at : at + math.prod(shape)].view(shape)
+                    target = here[boxes.index(box)]
+                    target[within(common, box)].copy_(part[within(common, held)])
+
+
+def _common(
+    place: PackPlace, slot: int, boxes: list[Box]
+) -> Iterator[tuple[tuple[int, Box], Box, Box]]:
+    """What a slot of a pack and some boxes of a tensor have in common: the stored box with its
+    place in the row, the wanted box, and the common part."""
+    for at, held in place.boxes(slot):
+        for box in boxes:
+            common = intersect(held, box)
+            if common is not None:
+                yield (at, held), box, common
+
+
+def _spec(record: ArrayRecord) -> ArraySpec:
+    return ArraySpec(
+        name=record.name,
+        shape=record.shape,
+        dtype=getattr(torch, record.logical_dtype),
+        splits=record.splits,
+        attributes=record.attributes,
+    )
