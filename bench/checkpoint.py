@@ -3,8 +3,10 @@
     python -m bench.checkpoint [--quick] [--json FILE] [--planning]
 
 The state is a MoE model of 24 layers of 8 experts with AdamW's moments, 1 GiB in float32 (64 MiB
-with --quick), whole on 1 rank or cut in half over 2, which are processes on gloo. The places are a
-folder on the disk (CONVOY_BENCH_DIR, build/bench otherwise) and one on tmpfs.
+with --quick), whole on 1 rank or cut in half over 2, which are processes on gloo. In the cases
+named ``mixed`` it is 10 layers of 20 tensors, half of them small (0.33 GiB; 3 layers with --quick).
+``convoy`` stacks the layers, and ``convoy state dict`` has each tensor by its own name. The places
+are a folder on the disk (CONVOY_BENCH_DIR, build/bench otherwise) and one on tmpfs.
 
 - ``save_seconds``: from a barrier until everything of the last rank is durable. ``limit`` is the
   faster of ``raw buffered`` and ``raw direct``: one file a rank of the same bytes, written in one
@@ -47,6 +49,7 @@ from bench.state import Sizes, State
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = Sizes(layers=24, d_model=256, d_ff=512, experts=8, vocab=16384)
+MIXED, QUICK_MIXED = 10, 3  # layers
 QUICK = Sizes(layers=4, d_model=128, d_ff=384, experts=8, vocab=2048)
 BLOCK = 4 << 20
 HUGE = 2 << 20
@@ -63,11 +66,13 @@ class Case:
     place: str
     folder: Path
     ranks: int
+    mixed: bool = False
 
     @property
     def name(self) -> str:
         """For the table."""
-        return f"{self.place}, {self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        name = f"{self.place}, {self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        return f"mixed, {name}" if self.mixed else name
 
 
 def huge(count: int) -> np.ndarray[Any, Any]:
@@ -172,7 +177,12 @@ class Rank:
 
     def __init__(self, case: Case, rank: int, sizes: Sizes) -> None:
         self.case, self.rank = case, rank
-        self.state = State.random(sizes, rank, case.ranks)
+        layers = MIXED if sizes == SIZES else QUICK_MIXED
+        self.state = (
+            State.mixed(layers, rank, case.ranks)
+            if case.mixed
+            else State.random(sizes, rank, case.ranks)
+        )
         self.subjects: dict[str, Subject] = installed_subjects(self.state)
         self.raw, self.times = Raw(self.state), Times()
         self.kept: set[str] = set()
@@ -342,7 +352,8 @@ def cases(only: str, most_ranks: int) -> Sequence[Case]:
     disk = Path(os.environ.get("CONVOY_BENCH_DIR", ROOT / "build" / "bench"))
     places = {"disk": disk, "tmpfs": Path("/dev/shm")}
     found = [
-        Case(place, folder / f"convoy-bench-{os.getpid()}", ranks)
+        Case(place, folder / f"convoy-bench-{os.getpid()}", ranks, mixed)
+        for mixed in (False, True)
         for ranks in range(1, most_ranks + 1)
         for place, folder in places.items()
     ]

@@ -81,6 +81,9 @@ class Convoy:
 
     def _arrays(self) -> Iterator[LocalArray]:
         sizes = self.state.sizes
+        if sizes is None:
+            yield from self._mixed()
+            return
         for kind in KINDS:
             for name, shape in sizes.layer().items():
                 splits = expert_splits(3) if len(shape) == 3 else dense_splits(len(shape))
@@ -95,6 +98,17 @@ class Convoy:
                 spec = ArraySpec(f"{kind}/{name}", shape, torch.float32, dense_splits(len(shape)))
                 boxes = spec.layout(self.topology).boxes(self.state.rank)
                 yield LocalArray(spec, boxes, [self.state.tensors[f"{kind}/{name}"]])
+
+    def _mixed(self) -> Iterator[LocalArray]:
+        shapes = self.state.shapes
+        layers = 1 + max(int(name.split("/")[1]) for name in shapes)
+        for name in (name.split("/")[2] for name in shapes if name.startswith("layers/0/")):
+            shape = (layers, *shapes[f"layers/0/{name}"])
+            splits = ((), *dense_splits(len(shape) - 1))
+            spec = ArraySpec(f"layers/{name}", shape, torch.float32, splits)
+            pieces = [self.state.tensors[f"layers/{i}/{name}"] for i in range(layers)]
+            boxes = spec.layout(self.topology).boxes(self.state.rank)
+            yield LocalArray(spec, boxes, pieces, stacked=True)
 
     def _agree(self, ok: bool) -> bool:
         self._word.fill_(not ok)
@@ -150,6 +164,55 @@ class ConvoyAsync(Convoy):
         self.begin(folder)()
 
 
+class ConvoyStateDict:
+    """ckpt.save_state_dict and ckpt.load_state_dict: DTensors on several ranks."""
+
+    def __init__(self, state: State) -> None:
+        self.tensors: dict[str, Any] = state.tensors if state.world == 1 else as_dtensors(state)
+        self.numbers = count(1)
+
+    def save(self, folder: Path) -> None:
+        """As in Subject."""
+        ckpt.save_state_dict(folder, {"model": self.tensors}, step=next(self.numbers))
+
+    def load(self, folder: Path) -> None:
+        """As in Subject."""
+        ckpt.load_state_dict(folder, {"model": self.tensors})
+
+
+class ConvoyStateDictAsync(ConvoyStateDict):
+    """ckpt.AsyncSaver."""
+
+    def __init__(self, state: State) -> None:
+        super().__init__(state)
+        self._savers: dict[Path, ckpt.AsyncSaver] = {}
+
+    def begin(self, folder: Path) -> Callable[[], object]:
+        """Returns when training may go on; what is returned waits until all is durable."""
+        if folder not in self._savers:
+            self._savers[folder] = ckpt.AsyncSaver(folder)
+            atexit.register(self._savers[folder]._saver.close)
+        saver = self._savers[folder]
+        saver.save({"model": self.tensors}, step=next(self.numbers))
+        return saver.wait
+
+    def save(self, folder: Path) -> None:
+        """As in Subject."""
+        self.begin(folder)()
+
+
+def as_dtensors(state: State) -> dict[str, Any]:
+    """The tensors, each cut along its first dim."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (state.world,))
+    return {
+        name: DTensor.from_local(tensor, mesh, [Shard(FSDP_DENSE_DIM)], run_check=False)
+        for name, tensor in state.tensors.items()
+    }
+
+
 class TorchSave:
     """torch.save of each rank's tensors; mapped into memory and copied on the way back."""
 
@@ -195,15 +258,8 @@ class Dcp:
     """torch.distributed.checkpoint: DTensors, two writing threads shared by the ranks."""
 
     def __init__(self, state: State) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import DTensor, Shard
-
-        mesh = init_device_mesh("cpu", (state.world,))
         self.threads = max(1, 2 // state.world)
-        self.tensors = {
-            name: DTensor.from_local(tensor, mesh, [Shard(FSDP_DENSE_DIM)], run_check=False)
-            for name, tensor in state.tensors.items()
-        }
+        self.tensors = as_dtensors(state)
 
     def writer(self, folder: Path) -> Any:
         """It syncs its files itself."""
@@ -370,6 +426,8 @@ class Orbax:
 SUBJECTS: dict[str, Callable[[State], Subject]] = {
     "convoy": Convoy,
     "convoy async": ConvoyAsync,
+    "convoy state dict": ConvoyStateDict,
+    "convoy state dict async": ConvoyStateDictAsync,
     "torch.save": TorchSave,
     "safetensors": Safetensors,
     "dcp": Dcp,

@@ -1,10 +1,11 @@
-"""A MoE model's training state, for bench/checkpoint.py: what there is to save.
+"""Training states for bench/checkpoint.py: a MoE model's, and 200 tensors of mixed sizes.
 
 Legend: V vocab, D d_model, F d_ff, E experts.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -46,7 +47,8 @@ class Sizes:
 class State:
     """One rank's part of a training state, all in float32, cut along each tensor's first dim."""
 
-    sizes: Sizes
+    sizes: Sizes | None
+    """None for tensors of mixed sizes, which nothing stacks."""
     rank: int
     world: int
     tensors: dict[str, Tensor]
@@ -70,6 +72,25 @@ class State:
             local = (shape[0] // world, *shape[1:])
             tensors[name] = torch.rand(local, generator=generator)
         return State(sizes, rank, world, tensors, shapes)
+
+    @staticmethod
+    def mixed(layers: int, rank: int, world: int) -> State:
+        """Layers of 20 tensors, each of a shape of its own: 10 have 1 to 64 KiB, as norms and
+        biases have, and 10 have 1 to 6 MiB. 10 layers have 0.33 GiB."""
+        generator = torch.Generator().manual_seed(rank)
+        draw, of_layer = random.Random(0), dict[str, tuple[int, ...]]()
+        for i in range(10):
+            of_layer[f"norm_{i}"] = (2 * draw.randint(128, 8192),)
+            rows, columns = 2 * draw.randint(256, 640), 8 * draw.randint(64, 256)
+            of_layer[f"linear_{i}"] = (rows, columns)
+        shapes = {
+            f"layers/{at}/{name}": shape for at in range(layers) for name, shape in of_layer.items()
+        }
+        tensors = {
+            name: torch.rand((shape[0] // world, *shape[1:]), generator=generator)
+            for name, shape in shapes.items()
+        }
+        return State(None, rank, world, tensors, shapes)
 
     @property
     def bytes(self) -> int:

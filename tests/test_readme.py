@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import ckpt
 from pretrain.commands import main
 from pretrain.spec import resolve_spec
 from tests.support.jobs import write_corpus
@@ -256,6 +257,24 @@ def on_rank(rank: int, folder: str, block: str) -> float:
 def test_a_python_block_for_ranks_runs(tmp_path, block):
     sums = run_ranks(on_rank, 2, str(tmp_path), block, group=False)
     assert all(each > 0 for each in sums)
+
+
+def on_rank_quietly(rank: int, folder: str, block: str) -> tuple[int, float]:
+    os.chdir(folder)
+    namespace: dict[str, Any] = {}
+    exec(compile(block, "block", "exec"), namespace)
+    return namespace["step"], float(namespace["loss"].item()) * namespace["ranks"]
+
+
+def test_what_the_readme_saves_on_two_ranks_loads_on_one_and_four(tmp_path):
+    (block,) = [b for page, b in blocks("python") if page == "README.md" and "load_state" in b]
+    losses = []
+    for step, ranks in enumerate((2, 1, 4)):
+        found = run_ranks(on_rank_quietly, ranks, str(tmp_path), block, group=False)
+        assert {one[0] for one in found} == {step}
+        losses.append(found[0][1])
+    assert losses == sorted(losses, reverse=True), "each goes on from the one before"
+    assert ckpt.committed_steps(tmp_path / "my-checkpoints") == [1, 2, 3]
 
 
 def test_the_layer_fits_in_ten_lines():

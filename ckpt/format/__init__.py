@@ -5,6 +5,7 @@ from ckpt.format.array import (
     Compression,
     MeshRecord,
     keys_of_ranks,
+    metadata_keys,
     metadata_objects,
 )
 from ckpt.format.chunk_grid import storage_grid
@@ -53,6 +54,7 @@ __all__ = [
     "keys_of_ranks",
     "locate",
     "manifest_key",
+    "metadata_keys",
     "metadata_objects",
     "objects_key",
     "pending_key",

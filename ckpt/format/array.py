@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import Annotated, Any, Literal, Self
 
@@ -166,15 +166,24 @@ def keys_of_ranks(
                 yield object_key(record.name, coordinates)
 
 
-def metadata_objects(arrays: list[ArrayRecord]) -> dict[str, bytes]:
+def metadata_objects(arrays: Sequence[ArrayRecord]) -> dict[str, bytes]:
     """Every zarr.json of a save by its key: of the groups, and of the arrays."""
-    files = {"zarr.json": _group_metadata()}
+    group = _group_metadata()
+    return {
+        key: group if record is None else _array_metadata(record)
+        for key, record in metadata_keys(arrays).items()
+    }
+
+
+def metadata_keys(arrays: Sequence[ArrayRecord]) -> dict[str, ArrayRecord | None]:
+    """The keys of :func:`metadata_objects`, each with its array; None for a group."""
+    keys: dict[str, ArrayRecord | None] = {"zarr.json": None}
     for record in arrays:
         parts = record.name.split("/")
         for depth in range(1, len(parts)):
-            files["/".join((*parts[:depth], "zarr.json"))] = _group_metadata()
-        files[f"{record.name}/zarr.json"] = _array_metadata(record)
-    return files
+            keys["/".join((*parts[:depth], "zarr.json"))] = None
+        keys[f"{record.name}/zarr.json"] = record
+    return keys
 
 
 def _group_metadata() -> bytes:

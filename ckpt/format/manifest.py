@@ -38,7 +38,7 @@ from ckpt.format.array import (
     Record,
     check_name,
     dump,
-    metadata_objects,
+    metadata_keys,
 )
 from ckpt.format.keys import manifest_key
 from ckpt.format.object_index import ObjectRecord, Objects, Stored
@@ -214,7 +214,7 @@ def _shown(text: str) -> str:
 
 
 def _check_coverage(manifest: Manifest, where: str) -> None:
-    expected, listed = metadata_objects(manifest.arrays).keys(), manifest.metadata.keys()
+    expected, listed = metadata_keys(manifest.arrays).keys(), manifest.metadata.keys()
     for what, names in (("lacks", expected - listed), ("has a stray", listed - expected)):
         if names:
             name, count = _shown(min(names)), len(names)

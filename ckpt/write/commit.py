@@ -24,7 +24,7 @@ from ckpt.format import (
     encode_manifest,
     gather,
     manifest_key,
-    metadata_objects,
+    metadata_keys,
     pending_key,
 )
 from ckpt.lifecycle import (
@@ -189,7 +189,7 @@ def commit(
         spec_hash=info.spec_hash,
         versions=_versions(),
     )
-    names = list(metadata_objects(records))
+    names = list(metadata_keys(records))
     gathered = gather(records, names, empty.sorted_coordinates, objects)
     key = manifest_key(info.step)
     for what, keys in (("lacks", gathered.missing), ("has a stray", gathered.stray)):
