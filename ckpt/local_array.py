@@ -122,7 +122,7 @@ class LocalArray:
             return
         target = torch.from_numpy(out)
         for to, source in zip(self._split(target), self._parts(box), strict=True):
-            to.copy_(_storage_view(source.detach()), non_blocking=True)
+            to.copy_(storage_view(source.detach()), non_blocking=True)
 
     def write(self, box: Box, values: Array) -> None:
         """Set the numbers of a box within these slices from ``values``, in the stored dtype."""
@@ -130,7 +130,7 @@ class LocalArray:
         source = torch.from_numpy(values if values.flags.writeable else values.copy())
         with torch.no_grad():
             for part, piece in zip(self._split(source), self._parts(box), strict=True):
-                _storage_view(piece).copy_(part)
+                storage_view(piece).copy_(part)
 
     def memory(self, box: Box) -> list[Bytes] | None:
         """Buffers for the bytes of a box within these slices, in order; None where the tensors are
@@ -149,7 +149,7 @@ class LocalArray:
         if not all(piece.is_cpu for piece in pieces):
             return None
         where: tuple[Any, ...] = (*place, ...)  # the ellipsis keeps a scalar an array
-        return [_storage_view(piece.detach()).numpy()[where] for piece in pieces]
+        return [storage_view(piece.detach()).numpy()[where] for piece in pieces]
 
     def _parts(self, box: Box) -> list[Tensor]:
         pieces, place = self._pieces(box)
@@ -169,6 +169,7 @@ class LocalArray:
         return values.unbind(0) if self.stacked else [values]
 
 
-def _storage_view(tensor: Tensor) -> Tensor:
+def storage_view(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor in the stored dtype; bfloat16 and float8 as bit patterns."""
     bits = _BIT_PATTERNS.get(tensor.dtype)
     return tensor if bits is None else tensor.view(bits)

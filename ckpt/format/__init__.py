@@ -8,7 +8,7 @@ from ckpt.format.array import (
     metadata_keys,
     metadata_objects,
 )
-from ckpt.format.chunk_grid import storage_grid
+from ckpt.format.chunk_grid import CHUNK_BYTES, storage_grid
 from ckpt.format.dtypes import FLOATS, STORAGE_DTYPES, convert, to_float32
 from ckpt.format.keys import locate, manifest_key, objects_key, pending_key
 from ckpt.format.manifest import (
@@ -26,6 +26,7 @@ from ckpt.format.shard_reader import Destination, read_object
 from ckpt.format.shard_writer import Encoder, aligned
 
 __all__ = [
+    "CHUNK_BYTES",
     "FLOATS",
     "PACKS",
     "STORAGE_DTYPES",

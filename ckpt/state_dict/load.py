@@ -24,7 +24,8 @@ from ckpt.format import (
 from ckpt.local_array import ArraySpec, LocalArray
 from ckpt.read import load
 from ckpt.state_dict.held import Ranks, is_dtensor, layout_of
-from ckpt.state_dict.packing import pieces
+from ckpt.state_dict.packed_row import PackedRow
+from ckpt.state_dict.packing import parts_at, pieces
 from ckpt.state_dict.tree import Node
 from ckpt.state_dict.wanted import Wanted
 from ckpt.store import Location, Store, open_store
@@ -142,7 +143,7 @@ def _stray(names: list[str], what: str) -> CheckpointError | None:
 
 
 def _read(store: Store, manifest: Manifest, tensors: dict[str, Tensor], ranks: Ranks) -> None:
-    own, packed = [], dict[str, list[PackPlace]]()
+    own, packed = list[LocalArray](), dict[str, list[PackPlace]]()
     for name, tensor in tensors.items():
         found = manifest.tensors[name]
         if isinstance(found, PackPlace):
@@ -152,6 +153,10 @@ def _read(store: Store, manifest: Manifest, tensors: dict[str, Tensor], ranks: R
             own.append(LocalArray(_spec(found), *pieces(layout, tensor, ranks.rank)))
     waves: list[list[_Rows]] = [[]]
     for places in packed.values():
+        direct = _direct(places, tensors, ranks)
+        if direct is not None:
+            own.append(direct)
+            continue
         rows = _Rows.of(places, tensors, ranks)
         if waves[-1] and sum(one.nbytes for one in (*waves[-1], rows)) > _WAVE_BYTES:
             waves.append([])
@@ -167,6 +172,38 @@ def _wanted_layout(tensor: Tensor, ranks: Ranks) -> MeshLayout:
     if not is_dtensor(tensor):
         return MeshLayout(tuple(tensor.shape), RankMesh((1,), (ranks.rank,)), (None,))
     return layout_of(tensor, ranks)
+
+
+def _direct(places: list[PackPlace], tensors: dict[str, Tensor], ranks: Ranks) -> LocalArray | None:
+    """A pack's row to be read into the tensors themselves; None where the slices are not those of
+    one slot, and where the tensors are not contiguous in host memory."""
+    slots = set()
+    for place in places:
+        layout, saved = _wanted_layout(tensors[place.name], ranks), place.layout
+        slot = layout.slot(ranks.rank)
+        if slot is None:
+            return None
+        cut = layout.num_slots > 1 or saved.num_slots > 1
+        alike = layout.placements == saved.placements and layout.mesh.shape == saved.mesh.shape
+        if cut and not alike:
+            return None
+        slots.add(slot)
+    parts = sorted(
+        (
+            part
+            for place in places
+            for part in parts_at(
+                place.tensor.start,
+                *pieces(
+                    _wanted_layout(tensors[place.name], ranks), tensors[place.name], ranks.rank
+                ),
+            )
+        ),
+        key=lambda part: part[0],
+    )
+    if len(slots) > 1 or not all(one.is_cpu and one.is_contiguous() for _, one in parts):
+        return None
+    return PackedRow(_spec(places[0].pack), slots.pop(), parts)
 
 
 class _Rows:

@@ -1,28 +1,28 @@
 """Which arrays a state becomes: one for each large tensor, and packs of the small ones.
 
-Objects of a few kilobytes take as long as objects of a megabyte. A tensor whose objects would be
-shorter than :data:`PACK_BYTES` therefore shares an array with others, see
-:mod:`ckpt.format.packed`.
+A file takes a millisecond or two whatever its length. A tensor whose objects would be shorter than
+:data:`PACK_BYTES` therefore shares an array with others, see :mod:`ckpt.format.packed`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ckpt.format import PACKS, STORAGE_DTYPES, PackedTensor, storage_grid
+from ckpt.format import CHUNK_BYTES, PACKS, STORAGE_DTYPES, PackedTensor, storage_grid
 from ckpt.local_array import ArraySpec, LocalArray
 from ckpt.state_dict.held import Described, shard_of
-from parallel.layout import box_shape, within
+from ckpt.state_dict.packed_row import PackedRow
+from parallel.layout import Box, box_shape, within
 from parallel.placements import MeshLayout, Placement, RankMesh
 
-PACK_BYTES = 1 << 20
-"""A tensor with shorter objects is packed."""
+PACK_BYTES = CHUNK_BYTES
+"""A tensor with objects shorter than a chunk is packed."""
 _ROW_BYTES = 32 << 20
 """The length that rows of packs aim at: one object, and what a reader keeps in memory."""
 
@@ -110,7 +110,7 @@ def _own(name: str, one: Described) -> ArraySpec:
 
 
 def local_arrays(made: Plan, tensors: Mapping[str, Tensor], rank: int) -> list[LocalArray]:
-    """This rank's slices of all arrays; small tensors are copied into the rows of their packs."""
+    """This rank's slices of all arrays."""
     arrays = [
         LocalArray(spec, *pieces(_layout(spec), tensors.get(spec.name), rank)) for spec in made.own
     ]
@@ -120,8 +120,12 @@ def local_arrays(made: Plan, tensors: Mapping[str, Tensor], rank: int) -> list[L
         if slot is None:
             arrays.append(LocalArray(spec, [], []))
             continue
-        row = ((slot, slot + 1), (0, pack.length))
-        arrays.append(LocalArray(spec, [row], [_filled(pack, tensors, rank)]))
+        parts = list(parts_of(pack.tensors, pack.mesh, tensors, rank))
+        if all(piece.is_cpu for _, piece in parts):
+            arrays.append(PackedRow(spec, slot, [(at, one.contiguous()) for at, one in parts]))
+        else:
+            row = ((slot, slot + 1), (0, pack.length))
+            arrays.append(LocalArray(spec, [row], [_filled(pack, parts)]))
     return arrays
 
 
@@ -130,9 +134,7 @@ def _layout(spec: ArraySpec) -> MeshLayout:
     return MeshLayout(spec.shape, spec.mesh, spec.placements)
 
 
-def pieces(
-    layout: MeshLayout, tensor: Tensor | None, rank: int
-) -> tuple[list[tuple[tuple[int, int], ...]], list[Tensor]]:
+def pieces(layout: MeshLayout, tensor: Tensor | None, rank: int) -> tuple[list[Box], list[Tensor]]:
     """The boxes that ``rank`` holds of a tensor, and the part of its local shard in each."""
     slot = layout.slot(rank)
     if slot is None or tensor is None:
@@ -143,22 +145,29 @@ def pieces(
     return layout.slot_boxes(slot), [shard[place] for place in places]
 
 
-def _filled(pack: Pack, tensors: Mapping[str, Tensor], rank: int) -> Tensor:
-    """This rank's row of a pack, [1, length], on the device of the tensors."""
-    parts = list(_parts(pack.tensors, pack.mesh, tensors, rank))
-    device = parts[0][1].device if parts else torch.device("cpu")
+def _filled(pack: Pack, parts: Sequence[tuple[int, Tensor]]) -> Tensor:
+    """This rank's row of a pack, [1, length], on the tensors' device: one copy to the host, and not
+    one for each tensor."""
+    device = next(piece.device for _, piece in parts if not piece.is_cpu)
     row = torch.zeros(1, pack.length, dtype=getattr(torch, pack.dtype), device=device)
     for at, piece in parts:
         row[0, at : at + piece.numel()].view(piece.shape).copy_(piece)
     return row
 
 
-def _parts(
+def parts_of(
     packed: Iterable[PackedTensor], mesh: RankMesh, tensors: Mapping[str, Tensor], rank: int
-) -> Iterable[tuple[int, Tensor]]:
+) -> Iterator[tuple[int, Tensor]]:
     """Each piece of this rank's tensors with its place in the row."""
     for one in packed:
-        layout, at = MeshLayout(one.shape, mesh, one.placements), one.start
-        for box, piece in zip(*pieces(layout, tensors[one.name], rank), strict=True):
-            yield at, piece
-            at += math.prod(box_shape(box))
+        layout = MeshLayout(one.shape, mesh, one.placements)
+        yield from parts_at(one.start, *pieces(layout, tensors[one.name], rank))
+
+
+def parts_at(
+    start: int, boxes: Iterable[Box], of: Iterable[Tensor]
+) -> Iterator[tuple[int, Tensor]]:
+    """The pieces of one tensor, each with its place in the row."""
+    for box, piece in zip(boxes, of, strict=True):
+        yield start, piece
+        start += math.prod(box_shape(box))

@@ -20,6 +20,12 @@ from ckpt.format.dtypes import STORAGE_DTYPES
 from tests.support.checkpoints import bits, objects_folder
 
 
+@pytest.fixture(autouse=True)
+def pack_little(monkeypatch):
+    """Tensors of a mebibyte have arrays of their own, so that small states have both kinds."""
+    monkeypatch.setattr("ckpt.state_dict.packing.PACK_BYTES", 1 << 20)
+
+
 def model(width: int = 600) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(

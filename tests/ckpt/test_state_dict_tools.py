@@ -19,6 +19,12 @@ from pretrain.commands import main
 from tests.support.ranks import run_ranks
 
 
+@pytest.fixture(autouse=True)
+def pack_little(monkeypatch):
+    """Tensors of a mebibyte have arrays of their own, so that small states have both kinds."""
+    monkeypatch.setattr("ckpt.state_dict.packing.PACK_BYTES", 1 << 20)
+
+
 def state(step: float) -> dict[str, Any]:
     torch.manual_seed(0)
     return {
