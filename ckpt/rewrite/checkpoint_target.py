@@ -22,6 +22,7 @@ from ckpt.format import (
     metadata_objects,
     objects_key,
     pending_key,
+    read_manifest,
     storage_grid,
 )
 from ckpt.read import read_nowhere
@@ -79,7 +80,7 @@ class CheckpointTarget:
             parent=told.save_id,
         )
         self.manifest: Manifest | None = None
-        """The manifest, once the target is committed."""
+        """The manifest, once the target is committed; by an earlier call too."""
         self._lock: int | None = None
         self._resumed = False
 
@@ -100,14 +101,15 @@ class CheckpointTarget:
     def _key(self, key: str) -> str:
         return f"{objects_key(self.info.save_id)}/{key}"
 
-    def begin(self) -> dict[str, Receipt]:
-        """See :class:`ckpt.rewrite.Target`."""
+    def begin(self) -> dict[str, Receipt] | None:
+        """See :class:`ckpt.rewrite.Target`; whether the objects of an earlier call are damaged is
+        for the caller to verify."""
         store, pending = self.store, pending_key(self.info.save_id)
         try:
             if self.info.step in committed_steps(store):
-                raise CheckpointError(
-                    f"{store.where()} already has a checkpoint of step {self.info.step}"
-                )
+                self.manifest = self._committed()
+                store.remove_all(pending)  # a kill after the commit leaves the marks
+                return None
             try:
                 begin(store, self.info, 0)
             except FileExistsError:
@@ -120,6 +122,16 @@ class CheckpointTarget:
                     found |= json.loads(store.read(f"{pending}/{name}"))
         except OSError as error:
             raise self._unwritable(error) from None
+        return found
+
+    def _committed(self) -> Manifest:
+        """The manifest of this rewrite. Raises CheckpointError where the step is another save."""
+        found = read_manifest(self.store, self.info.step)
+        if found.save_id != self.info.save_id:
+            raise CheckpointError(
+                f"{self.store.where()} already has another checkpoint of step {self.info.step}, "
+                f"{found.save_id}: choose another folder"
+            )
         return found
 
     def parts(self) -> Sequence[Part]:

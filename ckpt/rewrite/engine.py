@@ -25,8 +25,10 @@ _JOURNAL_SECONDS = 1.0
 
 def rewrite(
     target: Target, memory: int, workers: int = 1, progress: Progress = lambda _: None
-) -> dict[str, Receipt]:
-    """Write what is left of ``target`` and commit it; returns the receipts of all parts.
+) -> bool:
+    """Write what is left of ``target`` and commit it.
+
+    Returns True, or False where an earlier call had committed the target: then nothing is written.
 
     Args:
         target: what to write; a target knows its source.
@@ -40,13 +42,16 @@ def rewrite(
             stay for the next call.
         CheckpointError: for any other fault, such as a damaged source; what was written is removed.
     """
-    if memory < workers * LEAST_MEMORY:
+    least = workers * LEAST_MEMORY
+    if memory < least:
+        each = f", {LEAST_MEMORY >> 20} MiB for each of {workers} workers" if workers > 1 else ""
         raise CheckpointError(
-            f"memory ({memory >> 20} MiB) must be at least {LEAST_MEMORY >> 20} MiB for each of "
-            f"{workers} workers"
+            f"memory ({memory >> 20} MiB) must be at least {least >> 20} MiB{each}"
         )
     slab_bytes = memory // workers // 4
     done = target.begin()
+    if done is None:
+        return False
     try:
         parts = list(target.parts())
         if workers == 1:
@@ -61,7 +66,7 @@ def rewrite(
         raise
     finally:
         target.end()
-    return receipts
+    return True
 
 
 def _one_part(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +23,8 @@ from parallel.layout import Topology
 
 T = TypeVar("T")
 _JOURNAL = "journal.jsonl"
+_RECORD = ".rewrite.json"
+"""In a finished folder: which rewrite made it, and the length and CRC32C of every file."""
 _BLOCK = 4 << 20
 
 
@@ -49,25 +53,39 @@ class FolderTarget:
             beside = {DESCRIPTION: Description.of(source, topology).encode()}
         self.beside = dict(beside)
         text = f"{source.info.identity} {topology} {options} {sorted(self.beside.items())}"
-        made = hashlib.sha256(text.encode()).hexdigest()[:12]
-        self.work = self.folder.with_name(f".{self.folder.name}.{made}")
+        self._made = hashlib.sha256(text.encode()).hexdigest()
+        self.work = self.folder.with_name(f".{self.folder.name}.{self._made[:12]}")
         self._lock: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lock": None}
 
-    def begin(self) -> dict[str, Receipt]:
-        """See :class:`ckpt.rewrite.Target`."""
-        if self.folder.exists():
-            raise CheckpointError(
-                f"{self.folder} must not exist: choose another folder, or remove it"
-            )
+    def begin(self) -> dict[str, Receipt] | None:
+        """See :class:`ckpt.rewrite.Target`; every file of an earlier call is read."""
         try:
+            if self.folder.exists():
+                self._check_committed()
+                return None
             self.work.mkdir(parents=True, exist_ok=True)
             self._lock = lock(self.work / ".lock", self.folder)
             return read_journal(self.work / _JOURNAL)
         except OSError as error:
             raise self._unwritable(error) from None
+
+    def _check_committed(self) -> None:
+        """Raises CheckpointError where the folder is not this rewrite's, or not as written."""
+        record: object = None
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):
+            record = json.loads((self.folder / _RECORD).read_bytes())
+        if not isinstance(record, dict) or record.get("rewrite") != self._made:
+            raise CheckpointError(
+                f"{self.folder} must not exist: choose another folder, or remove it"
+            )
+        for name, was in record["files"].items():
+            if file_crc32c(self.folder / name) != tuple(was):
+                raise CheckpointError(
+                    f"{self.folder / name} is not as it was written: remove {self.folder}"
+                )
 
     def parts(self) -> Sequence[Part]:
         """See :class:`ckpt.rewrite.Target`."""
@@ -112,11 +130,19 @@ class FolderTarget:
                 self.put(name, data)
             for name in (_JOURNAL, ".lock"):
                 (self.work / name).unlink(missing_ok=True)
+            self.put(_RECORD, self._record(receipts))
             publish_folder(self.work, self.folder)
         except FileExistsError:
             raise CheckpointError(f"{self.folder} must not exist: somebody has made it") from None
         except OSError as error:
             raise self._unwritable(error) from None
+
+    def _record(self, receipts: dict[str, Receipt]) -> bytes:
+        files: dict[str, object] = {key: [r["bytes"], r["crc32c"]] for key, r in receipts.items()}
+        others = (path for path in self.work.iterdir() if path.name not in files)
+        files |= {path.name: file_crc32c(path) for path in others}
+        record = {"rewrite": self._made, "files": files}
+        return (json.dumps(record, sort_keys=True) + "\n").encode()
 
     def discard(self) -> None:
         """See :class:`ckpt.rewrite.Target`."""

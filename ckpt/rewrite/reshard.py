@@ -26,8 +26,9 @@ def reshard(
     Numbers are copied bit by bit and everything read is verified. The manifest is written last, as
     for any save.
 
-    Raises CheckpointError where ``target`` has this step already, or the source is damaged, or
-    the target cannot be written: see :func:`ckpt.rewrite.rewrite`.
+    Where an earlier call has committed this very reshard, its manifest is returned and nothing is
+    written. Raises CheckpointError where ``target`` has another checkpoint of this step, or the
+    source is damaged, or the target cannot be written: see :func:`ckpt.rewrite.rewrite`.
     """
     return write_checkpoint(CheckpointSource(source, manifest), target, topology, progress)
 

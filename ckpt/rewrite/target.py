@@ -23,11 +23,13 @@ class Part(NamedTuple):
 class Target(Protocol):
     """A checkpoint or folder that is being written, pickled to reach other processes."""
 
-    def begin(self) -> dict[str, Receipt]:
+    def begin(self) -> dict[str, Receipt] | None:
         """Prepare the target, in the first process only; returns the receipts of the parts that an
-        earlier call wrote.
+        earlier call wrote, or None where an earlier call has committed this very rewrite: the same
+        source, layout and options.
 
-        Raises CheckpointError where the target is there already, or another process writes there.
+        Raises CheckpointError where anything else is there already, where what an earlier call
+        committed is damaged, or where another process writes there.
         """
         ...
 

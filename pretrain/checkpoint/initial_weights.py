@@ -31,8 +31,8 @@ def initialize(job: Job) -> Progress:
 
 def _load_initial(job: Job, checkpoint: str) -> None:
     spec, runtime = job.spec, job.runtime
-    root = runtime.together(lambda: _as_location(checkpoint))
-    manifest = runtime.together(lambda: ckpt.read_manifest(root))
+    root, step = runtime.together(lambda: _located(checkpoint))
+    manifest = runtime.together(lambda: ckpt.read_manifest(root, step))
     arrays = [array for array in job.arrays() if array.spec.name.startswith("model/")]
     missing: Missing = "refuse" if spec.init.strict else "keep"
     if missing == "keep":
@@ -58,9 +58,10 @@ def _initialize_parameters(job: Job) -> None:
     init_parameters(job.model, job.layouts, job.runtime.rank, seed, layers)
 
 
-def _as_location(checkpoint: str) -> Location:
+def _located(checkpoint: str) -> tuple[Location, int | None]:
+    """The folder, and the step where ``checkpoint`` is the path of a manifest."""
     try:
-        return ckpt.store.as_location(checkpoint)
+        return ckpt.format.locate(checkpoint)
     except ValueError as error:
         raise InputError(f"init.checkpoint ({checkpoint}): {error}") from None
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 EXIT_DIFFERS = 1
 _GRACE_SECONDS = 86400.0
 _LINE = 88  # characters of a value, beside its name
+_ROWS = 40  # of a table
 
 _CODES = """\
 exit codes:
@@ -82,6 +83,10 @@ def _parser(
         "checkpoint", metavar="CKPT", help="a checkpoint folder or URL, or a manifest in one"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    if name in ("show", "verify", "diff"):
+        parser.add_argument(
+            "--all", action="store_true", help=f"all rows and whole values; {_ROWS} rows by default"
+        )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
@@ -159,7 +164,7 @@ def _show(args: argparse.Namespace) -> int:
     if args.json:
         say(json.dumps(summary(root, manifest), indent=1))
     else:
-        show(root, manifest)
+        show(root, manifest, whole=args.all)
     return 0
 
 
@@ -175,7 +180,7 @@ def _verify(args: argparse.Namespace) -> int:
         found = summary(root, manifest) | {"verified_bytes": verified, "damage": damage}
         say(json.dumps(found, indent=1))
     else:
-        show(root, manifest)
+        show(root, manifest, whole=args.all)
         if not damage:
             say(f"verified: all {manifest.total_bytes:,} bytes are as they were written")
     for line in damage:
@@ -231,8 +236,8 @@ def summary(root: ckpt.Location, manifest: ckpt.Manifest) -> dict[str, object]:
     }
 
 
-def show(root: ckpt.Location, manifest: ckpt.Manifest) -> None:
-    """Print a checkpoint for people."""
+def show(root: ckpt.Location, manifest: ckpt.Manifest, *, whole: bool = False) -> None:
+    """Print a checkpoint for people; ``whole`` prints long values and long tables too."""
     import ckpt
     from ckpt.format import TREE
     from parallel.layout import Topology, count_ranks
@@ -254,10 +259,10 @@ def show(root: ckpt.Location, manifest: ckpt.Manifest) -> None:
     for key, value in manifest.state.items():
         if key == TREE:
             value = f"saved by save_state_dict, {len(manifest.tensors)} tensors"
-        say(f"  {key:<9} {_short(value)}")
+        say(f"  {key:<9} {value if whole else _short(value)}")
     say(f"  size      {human_bytes(manifest.total_bytes)} in {len(manifest.objects)} objects")
     steps = ", ".join(map(str, ckpt.committed_steps(root)))
-    say(f"  steps     {steps}")
+    say(f"  steps     {steps if whole else _short(steps)}")
     rows = [("array", "shape", "dtype", "objects", "size")]
     for array in found["arrays"]:  # type: ignore[attr-defined]
         shape = " x ".join(map(str, array["shape"])) or "scalar"
@@ -266,25 +271,30 @@ def show(root: ckpt.Location, manifest: ckpt.Manifest) -> None:
     for tensor in found["packed"]:  # type: ignore[attr-defined]
         shape = " x ".join(map(str, tensor["shape"])) or "scalar"
         rows.append((tensor["name"], shape, tensor["dtype"], f"in {tensor['pack']}", ""))
-    _print_table(rows)
+    _print_table(rows, whole=whole)
 
 
 def _short(value: object) -> str:
-    text = str(value)
+    text = " ".join(str(value).split())
     return text if len(text) <= _LINE else f"{text[: _LINE - 4]} ..."
 
 
-def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
+def _print_table(rows: Sequence[tuple[str, ...]], *, whole: bool = True) -> None:
+    """Print rows under the first one; without ``whole`` only as many as a screen has room for."""
+    left = 0 if whole else max(0, len(rows) - 1 - _ROWS)
+    rows = rows[: len(rows) - left]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         say("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    if left:
+        say(f"... and {left} more; --all shows them")
 
 
 def _diff(args: argparse.Namespace) -> int:
     """The arrays and the fields of the spec in which two checkpoints differ."""
     import ckpt
     from ckpt.format import manifest_key
-    from pretrain.spec import upgraded  # here: it imports torch
+    from pretrain.spec import upgraded
 
     root, manifest = _read(args.checkpoint, args.step)
     other_root, other = _read(args.other, args.other_step)
@@ -308,7 +318,7 @@ def _diff(args: argparse.Namespace) -> int:
         say(f"spec: {field} is {before} in CKPT, {now} in OTHER")
     if differing:
         rows = [("array", "differs in", "elements", "largest", "relative")]
-        _print_table([*rows, *(_row(array) for array in differing)])
+        _print_table([*rows, *(_row(array) for array in differing)], whole=args.all)
     say(f"{len(arrays) - len(differing)} of {len(arrays)} arrays are identical, bit by bit")
     return code
 
@@ -330,7 +340,7 @@ def _changes(fields: Sequence[tuple[str, Any, Any]]) -> list[dict[str, Any]]:
 def _history(args: argparse.Namespace) -> int:
     """The steps, oldest first, and what changed in each."""
     import ckpt
-    from pretrain.spec import upgraded  # here: it imports torch
+    from pretrain.spec import upgraded
 
     root = _folder(args.checkpoint)
     links = ckpt.read_lineage(root, upgraded)

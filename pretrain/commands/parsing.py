@@ -8,6 +8,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn
 
 from pretrain.errors import EXIT_BAD_INPUT, EXIT_TRY_AGAIN
@@ -72,13 +74,20 @@ def subcommands(
 ) -> tuple[str, argparse.Namespace]:
     """Choose among ``parsers``, each with a line that says what it is for, and let it read.
 
-    Where the first word names none of them, ``default`` reads all words.
+    Where the first word names none of them, ``default`` reads all words; a word that is nearly a
+    name, and no path, is refused.
 
     Returns the name of the subcommand and its arguments.
     """
     if words and words[0] in parsers:
         return words[0], parsers[words[0]][0].parse_args(words[1:])
     if default is not None and words and words[0] not in ("-h", "--help"):
+        meant = get_close_matches(words[0], parsers, 1, 0.75)
+        if meant and not Path(words[0]).exists():
+            raise parsers[default][0].refusal(
+                f"{words[0]} is no subcommand of {prog} and no path that exists: did you mean "
+                f"{meant[0]}?"
+            )
         return default, parsers[default][0].parse_args(words)
     width = max(map(len, parsers))
     lines = [f"  {name:<{width}}  {what}" for name, (_, what) in parsers.items()]

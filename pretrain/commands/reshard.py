@@ -139,7 +139,7 @@ def _parser(
         "--memory",
         default="512MiB",
         metavar="SIZE",
-        help="buffers of all workers together; 512MiB by default",
+        help="buffers of all workers together, at least 32MiB for each; 512MiB by default",
     )
     parser.add_argument(
         "--workers", type=int, choices=range(1, 257), metavar="N", help="processes; up to 4"
@@ -157,19 +157,19 @@ def _reshard(name: str, args: argparse.Namespace) -> int:
 
     source = _edited(name, args, _source(args))
     topology = parse_topology(args.layout) if args.layout else source.info.topology
-    _check_experts(source, topology)
+    _check_layout(source, topology)
     memory = parse_bytes(args.memory)
     target = _target(args, source, topology)
     total = sum(part.nbytes for part in target.parts())
     with progress_bar(total) as advance:
-        rewrite(target, memory, args.workers or _workers(memory, total), advance)
+        new = rewrite(target, memory, args.workers or _workers(memory, total), advance)
     if isinstance(target, CheckpointTarget) and target.manifest is not None:
         with progress_bar(target.manifest.total_bytes) as advance:
             total = verify(target.store, target.manifest, advance)
     before = source.info.topology.describe()
     say(
         f"step {source.info.step}: {before} -> {topology.describe()}, {len(source.arrays)} arrays, "
-        f"{human_bytes(total)} written and verified"
+        f"{human_bytes(total)} {'written' if new else 'were written before'} and verified"
     )
     where = open_store(args.target).where
     say(where(manifest_key(source.info.step)) if args.format == "convoy" else args.target)
@@ -247,10 +247,17 @@ def parse_bytes(text: str) -> int:
     return int(match[1]) * _UNITS[match[2]]
 
 
-def _check_experts(source: Source, topology: Topology) -> None:
-    """Experts are stored in whole blocks. Whether other degrees fit is for a run to say."""
-    experts = (source.info.spec.get("moe") or {}).get("num_experts", topology.ep)
+def _check_layout(source: Source, topology: Topology) -> None:
+    """Experts are stored in whole blocks, and a stage without a layer stores nothing. Whether other
+    degrees fit is for a run to say."""
+    model, moe = (source.info.spec.get(name) or {} for name in ("model", "moe"))
+    experts, layers = moe.get("num_experts", topology.ep), model.get("num_layers", topology.pp)
     if experts % topology.ep:
         raise InputError(
-            f"layout ep ({topology.ep}) must divide moe.num_experts ({experts}) of the checkpoint"
+            f"--layout ep ({topology.ep}) must divide moe.num_experts ({experts}) of the checkpoint"
+        )
+    if topology.pp > layers:
+        raise InputError(
+            f"--layout pp ({topology.pp}) must be at most model.num_layers ({layers}) of the "
+            f"checkpoint"
         )

@@ -1,12 +1,16 @@
 """The job spec: one file of settings, and the rules between them."""
 
-from pretrain.spec.checkpoint import CheckpointConfig, InitConfig, TiersConfig
-from pretrain.spec.job import JobSpec
-from pretrain.spec.precision import PrecisionConfig
-from pretrain.spec.read import load_spec, resolve_spec
+from typing import TYPE_CHECKING, Any
+
 from pretrain.spec.renamed import upgraded
-from pretrain.spec.sections import SampleConfig
-from pretrain.spec.train import EvalConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from pretrain.spec.checkpoint import CheckpointConfig, InitConfig, TiersConfig
+    from pretrain.spec.job import JobSpec
+    from pretrain.spec.precision import PrecisionConfig
+    from pretrain.spec.read import load_spec, resolve_spec
+    from pretrain.spec.sections import SampleConfig
+    from pretrain.spec.train import EvalConfig, TrainConfig
 
 __all__ = [
     "CheckpointConfig",
@@ -21,3 +25,31 @@ __all__ = [
     "resolve_spec",
     "upgraded",
 ]
+
+_WITH_TORCH = {
+    "CheckpointConfig": "pretrain.spec.checkpoint",
+    "EvalConfig": "pretrain.spec.train",
+    "InitConfig": "pretrain.spec.checkpoint",
+    "JobSpec": "pretrain.spec.job",
+    "PrecisionConfig": "pretrain.spec.precision",
+    "SampleConfig": "pretrain.spec.sections",
+    "TiersConfig": "pretrain.spec.checkpoint",
+    "TrainConfig": "pretrain.spec.train",
+    "load_spec": "pretrain.spec.read",
+    "resolve_spec": "pretrain.spec.read",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # On demand: `convoy inspect` compares stored specs without the seconds of torch's import.
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(_WITH_TORCH[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

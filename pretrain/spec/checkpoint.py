@@ -19,8 +19,9 @@ class InitConfig(BaseModel):
     model_config = _MODEL
 
     checkpoint: str | None = None
-    """A checkpoint folder, or ``s3://BUCKET/PREFIX``. The run starts at step 0 with the weights of
-    the newest checkpoint there and a new optimizer state; without this field weights are random."""
+    """A checkpoint folder, ``s3://BUCKET/PREFIX``, or a manifest in one, which names its step. The
+    run starts at step 0 with the weights of that step, or of the newest checkpoint, and a new
+    optimizer state; without this field weights are random."""
     rename: dict[str, str] = Field(default_factory=dict)
     """Array names in ``checkpoint``, with their names in the model; both may be prefixes that end
     in /."""

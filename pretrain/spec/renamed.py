@@ -10,12 +10,40 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moe import MoEConfig
-from parallel import ParallelConfig
+# As MoEConfig.RENAMED and ParallelConfig.RENAMED, whose modules need the seconds of torch's import.
+MOE_RENAMED = {
+    "renormalize": "norm_topk_prob",
+    "selection": "routing",
+    "load_balance_weight": "aux_loss_coeff",
+    "load_balance_scope": "aux_loss_scope",
+    "sequence_balance_weight": "seq_aux_loss_coeff",
+    "z_loss_weight": "z_loss_coeff",
+    "capacity_policy": "capacity.policy",
+    "capacity_factor": "capacity.capacity_factor",
+    "overflow": "capacity.drop_policy",
+    "max_received_rows": "capacity.max_tokens_per_rank",
+    "rank_capacity_factor": "capacity.rank_capacity_factor",
+    "capacity_floor": "capacity.floor",
+    "capacity_ceiling": "capacity.ceiling",
+    "capacity_smoothing": "capacity.smoothing",
+    "capacity_hysteresis": "capacity.hysteresis",
+    "dispatch_chunks": "overlap_chunks",
+    "max_tokens": "max_tokens_per_call",
+}
+PARALLEL_RENAMED = {
+    "pp_schedule": "pipeline.schedule",
+    "pp_stages_per_rank": "pipeline.stages_per_rank",
+    "zero": "memory.zero_stage",
+    "prefetch": "memory.prefetch",
+    "offload_optimizer": "memory.offload_optimizer",
+    "offload_activations": "memory.offload_activations",
+    "recompute": "memory.recompute",
+    "recompute_every": "memory.recompute_layer_freq",
+}
 
 RENAMED: dict[str, str] = {
-    **{f"moe.{old}": f"moe.{new}" for old, new in MoEConfig.RENAMED.items()},
-    **{f"parallel.{old}": f"parallel.{new}" for old, new in ParallelConfig.RENAMED.items()},
+    **{f"moe.{old}": f"moe.{new}" for old, new in MOE_RENAMED.items()},
+    **{f"parallel.{old}": f"parallel.{new}" for old, new in PARALLEL_RENAMED.items()},
     "train.global_batch_size": "batch.global_batch_size",
     "train.micro_batch_size": "batch.micro_batch_size",
     "train.ramp_batch_size": "batch.batch_size_rampup.start",
@@ -109,7 +137,7 @@ def _pop_capacity(spec: dict[str, Any]) -> dict[str, Any] | None:
         return None
     fields = {
         new.removeprefix("capacity."): moe.pop(old)
-        for old, new in MoEConfig.RENAMED.items()
+        for old, new in MOE_RENAMED.items()
         if new.startswith("capacity.") and old in moe
     }
     fields["replay_log"] = replay or None

@@ -260,6 +260,11 @@ def test_weights_that_do_not_fit_the_spec_are_refused(folders, corpus, tmp_path)
     text = refused(**{"model.qk_norm": "none"})
     assert "array model/layers/attention/k_norm/weight has no place in the model" in text
     assert "no checkpoint in /nowhere" in refused(**{"init.checkpoint": "/nowhere"})
+    manifest = root / "checkpoints/manifests/step-00000000.json"
+    text = refused(**{"init.checkpoint": manifest, "moe.d_ff": 22})
+    assert f"init.checkpoint ({root}/checkpoints): array" in text, "a manifest names its folder"
+    text = refused(**{"init.checkpoint": manifest.with_name("step-00000007.json")})
+    assert "no checkpoint of step 7 in" in text
     shutil.copytree(root / "checkpoints", tmp_path / "own")
     text = refused(**{"checkpoint.path": tmp_path / "own"})
     assert "holds weights alone; name it in init.checkpoint" in text

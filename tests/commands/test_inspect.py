@@ -49,6 +49,25 @@ def save(root, step: int, arrays: dict[str, torch.Tensor], **changed):
     return ckpt.save(root, about, local, 0, lambda ok: ok)
 
 
+def test_what_is_shown_fits_a_screen(tmp_path, capsys):
+    arrays = {f"model/w{i:03d}": torch.ones(2) for i in range(60)}
+    state = {"weights_of": "x" * 5000, "text": "one\ntwo"}
+    save(tmp_path, 3, arrays, state=state)
+    lines = run(capsys, tmp_path)[0].splitlines()
+    assert max(map(len, lines)) <= 110
+    assert lines[-2].startswith("model/w039 ")
+    assert lines[-1] == "... and 20 more; --all shows them"
+    assert "  text      one two" in lines
+    out = run(capsys, "show", tmp_path, "--all")[0]
+    assert "x" * 5000 in out
+    assert out.splitlines()[-1].startswith("model/w059 ")
+    assert len(as_json(capsys, tmp_path)["arrays"]) == 60
+    save(tmp_path / "other", 3, {name: 2 * x for name, x in arrays.items()})
+    out = run(capsys, "diff", tmp_path, tmp_path / "other", code=1)[0].splitlines()
+    assert out[-2:] == ["... and 20 more; --all shows them",
+                        "0 of 60 arrays are identical, bit by bit"]  # fmt: skip
+
+
 def test_verify_names_all_that_is_damaged(tmp_path, capsys):
     manifest = save_with_threads(tmp_path, 9, TOPOLOGY)
     folder = objects_folder(tmp_path, manifest.save_id)

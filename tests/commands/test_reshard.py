@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import signal
+import subprocess
+import sys
 from contextlib import contextmanager
 
 import numpy as np
@@ -17,7 +20,7 @@ from ckpt.interop.safetensors_reader import SafetensorsSource
 from parallel.layout import Topology
 from pretrain.commands import reshard
 from pretrain.observe import progress_bar
-from tests.commands.test_tools import EXPERTS, contents, one_error_line
+from tests.commands.test_tools import EXPERTS, ROOT, contents, one_error_line
 from tests.support.checkpoints import full_values, save_with_threads
 
 BIAS = ckpt.ArraySpec("model/layers/moe/router/expert_bias", (3, 8), torch.float32, ((), ()))
@@ -45,8 +48,54 @@ def test_there_and_back_through_another_format_is_bit_equal(start, tmp_path, for
     assert contents(tmp_path / "back") == contents(start)
     first, last = ckpt.read_manifest(start), ckpt.read_manifest(tmp_path / "back")
     assert (first.state, first.spec_hash, first.step) == (last.state, last.spec_hash, last.step)
-    assert run(start, tmp_path / "files", "--format", form) == 2
+    assert run(start, tmp_path / "files", "--format", form, "--layout", "ep=4") == 2
     assert "files must not exist" in one_error_line(capsys.readouterr().err)
+
+
+KILLED = """
+import os, signal, sys
+from ckpt.rewrite import CheckpointTarget, FolderTarget
+from pretrain.commands.reshard import main
+def killed(commit):
+    def commit_and_die(self, receipts):
+        commit(self, receipts)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return commit_and_die
+for target in (CheckpointTarget, FolderTarget):
+    target.commit = killed(target.commit)
+main(sys.argv[1:])
+"""
+
+
+def stats(folder):
+    found = {path: path.stat() for path in folder.rglob("*") if path.is_file()}
+    return {path: (stat.st_ino, stat.st_mtime_ns) for path, stat in found.items()}
+
+
+@pytest.mark.parametrize("form", ["convoy", "dcp", "safetensors"])
+def test_after_a_kill_that_came_after_the_commit_the_command_says_that_it_is_done(
+    start, tmp_path, form, capsys
+):
+    command = [start, tmp_path / "out", "--format", form, "--layout", "dp_shard=2"]
+    died = subprocess.run([sys.executable, "-c", KILLED, *map(str, command)], cwd=ROOT)
+    assert died.returncode == -signal.SIGKILL
+    before = stats(tmp_path / "out")
+    for _ in range(2):
+        assert run(*command) == 0
+        assert "were written before and verified" in capsys.readouterr().out
+    left = {path for path in stats(tmp_path / "out") if ".pending" not in str(path)}
+    assert stats(tmp_path / "out") == {path: before[path] for path in left}
+    for other in (["--layout", "ep=4"], ["--rename", "model/norm/=model/last/"]):
+        assert run(*command[:-2], *other) == 2
+        assert "out" in one_error_line(capsys.readouterr().err)
+    assert run("weights", *command) == 2
+    capsys.readouterr()
+    victim = max(left, key=lambda path: path.stat().st_size)
+    data = bytearray(victim.read_bytes())
+    data[-9] ^= 1
+    victim.write_bytes(data)
+    assert run(*command) == 2, "damage is never called done"
+    assert victim.name in one_error_line(capsys.readouterr().err)
 
 
 def test_weights_alone_in_bfloat16(start, tmp_path):
@@ -122,7 +171,8 @@ def test_bad_input_is_refused_in_one_line_and_leaves_nothing(start, tmp_path, ca
 
     assert "--memory (lots) must be a size such as 512MiB" in refused("--memory", "lots")
     assert "memory (16 MiB) must be at least 32 MiB" in refused("--memory", "16MiB")
-    assert "for each of 3 workers" in refused("--memory", "64MB", "--workers", "3")
+    text = refused("--memory", "64MB", "--workers", "3")
+    assert "memory (64 MiB) must be at least 96 MiB, 32 MiB for each of 3 workers" in text
     assert "--rename (a) must be OLD=NEW" in refused("--rename", "a")
     assert "rename a=b: there is no such array" in refused("--rename", "a=b")
     text = refused("--rename", "model/norm/weight=model/embed/weight")
@@ -132,6 +182,9 @@ def test_bad_input_is_refused_in_one_line_and_leaves_nothing(start, tmp_path, ca
     assert run("surgery", start, tmp_path / "out", "drop=1") == 2
     assert "the checkpoint's spec: name: required" in one_error_line(capsys.readouterr().err)
     assert "no checkpoint in" in refused(source=tmp_path / "nowhere")
+    with pytest.raises(SystemExit, match="2"):
+        run("surgry", start, tmp_path / "out", "drop=1")
+    assert "did you mean surgery?" in one_error_line(capsys.readouterr().err)
     path = tmp_path / "x.safetensors"
     path.write_bytes(b"\0" * 20)
     assert "is no whole safetensors file" in refused(source=path)

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 import ckpt
+from moe import MoEConfig
+from parallel import ParallelConfig
 from pretrain.checkpoint.compatible import resolved
 from pretrain.checkpoint.contents import checkpoint_arrays, save_info
 from pretrain.checkpoint.resume import restore
@@ -20,7 +22,7 @@ from pretrain.job import build_job
 from pretrain.runtime.ranks import start
 from pretrain.spec.job import JobSpec
 from pretrain.spec.read import load_spec
-from pretrain.spec.renamed import RENAMED, upgraded
+from pretrain.spec.renamed import MOE_RENAMED, PARALLEL_RENAMED, RENAMED, upgraded
 from pretrain.state.progress import Progress
 from router import FixedCapacityConfig
 from tests.support.jobs import make_spec, prepare_job, write_spec
@@ -35,6 +37,11 @@ def former(**sections: dict[str, Any]) -> dict[str, Any]:
     for name, fields in sections.items():
         spec[name] |= fields
     return spec
+
+
+def test_the_tables_without_torch_are_those_of_the_configs():
+    assert MOE_RENAMED == MoEConfig.RENAMED
+    assert PARALLEL_RENAMED == ParallelConfig.RENAMED
 
 
 def test_a_stored_spec_is_brought_up_to_date():

@@ -203,6 +203,9 @@ def test_surgery_refuses_what_does_not_fit(folders, tmp_path, capsys):
     assert "layout ep (7) must divide moe.num_experts" in refused(
         "mixtral", "duplicate=2", "--layout", "ep=7"
     )
+    assert "layout pp (8) must be at most model.num_layers (" in refused(
+        "mixtral", "duplicate=2", "--layout", "pp=8"
+    )
 
 
 PLACES = {
