@@ -110,6 +110,8 @@ class SaveEvent(Message):
     """With ``ready``: the port at which the writer process serves its folder; 0 for none."""
     error: str = ""
     """With ``failed``: the reason, in one line."""
+    told: bool = False
+    """With ``failed``: the rank that commits the save gives this reason too."""
     seconds: float = 0.0
     """From the request until this event."""
     write_seconds: float = 0.0

@@ -34,6 +34,7 @@ from ckpt.write import (
     check_not_abandoned,
     commit,
     discard,
+    failure_of_others,
     finished_ranks,
     read_receipts,
     sync,
@@ -152,6 +153,7 @@ class TierWriter:
         self.process, self.tier = process, tier
         self.store = Retrying(open_store(tier.location))
         self._previous: Previous | None = None
+        self._told = False  # whether the rank that commits reads why this rank's save failed
         self._requests: queue.Queue[
             tuple[SaveRequest, list[StagedPart], threading.Semaphore] | None
         ]
@@ -172,13 +174,13 @@ class TierWriter:
 
     def _run(self) -> None:
         while (one := self._requests.get()) is not None:
-            began = time.monotonic()
+            began, self._told = time.monotonic(), False
             try:
                 event = self._save(*one)
             except Exception as error:
                 if not isinstance(error, OSError | CheckpointError):
                     traceback.print_exc()
-                event = SaveEvent(what="failed", error=_one_line(error))
+                event = SaveEvent(what="failed", error=_one_line(error), told=self._told)
             seconds = time.monotonic() - began
             about = {"tier": self.tier.name, "step": one[0].step, "seconds": seconds}
             self.process.publish(event.model_copy(update=about))
@@ -202,9 +204,11 @@ class TierWriter:
             self._previous = Previous(info.save_id, written.receipt)
         except SaveAbandonedError:
             raise
-        except BaseException:
+        except BaseException as error:
+            number = error.errno if isinstance(error, OSError) else None
             with contextlib.suppress(OSError):
-                write_failure(self.store, info, rank)
+                write_failure(self.store, info, rank, number)
+                self._told = number is not None and not commits
             if commits:
                 with contextlib.suppress(CheckpointError, OSError):  # report the first error
                     self._await_receipts(request)
@@ -221,8 +225,9 @@ class TierWriter:
         if not commits:
             return SaveEvent(what="written", **about)
         if not self._await_receipts(request, check=True):
+            reason = failure_of_others(self.store, info)
             discard(self.store, info)
-            raise CheckpointError("another rank could not write its part")
+            raise CheckpointError(reason)
         with abandonment_reported(self.store, info, rank):
             commit(self.store, info, request.arrays, read_receipts(self.store, info))
         if self.tier.keep is not None:

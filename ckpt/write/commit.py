@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ Receipt = dict[str, ObjectRecord]
 """The objects that a rank wrote, by key below the save id."""
 
 
+_FINISHED = re.compile(r"rank-(\d+)\.(json|failed)(?:-(\d+))?")
 _ABANDONED = "a later start of the run has abandoned this save"
 
 
@@ -121,19 +123,38 @@ def _receipt_key(info: SaveInfo, rank: int) -> str:
     return f"{pending_key(info.save_id)}/rank-{rank}.json"
 
 
-def write_failure(store: Store, info: SaveInfo, rank: int) -> None:
-    """Tell the other ranks that this rank's objects will not come."""
-    store.publish(f"{pending_key(info.save_id)}/rank-{rank}.failed", b"")
+def write_failure(store: Store, info: SaveInfo, rank: int, number: int | None = None) -> None:
+    """Tell the other ranks that this rank's objects will not come.
+
+    ``number`` is the errno of the reason, if there is one. The name of the file has it: a full disk
+    takes an empty file where it takes no byte.
+    """
+    reason = "" if number is None else f"-{number}"
+    store.publish(f"{pending_key(info.save_id)}/rank-{rank}.failed{reason}", b"")
 
 
 def finished_ranks(store: Store, info: SaveInfo) -> dict[int, bool]:
     """For each rank that has finished: whether it left a receipt (True) or a failure (False)."""
     finished = {}
     for name in store.names(pending_key(info.save_id)):
-        match = re.fullmatch(r"rank-(\d+)\.(json|failed)", name)
+        match = _FINISHED.fullmatch(name)
         if match:
             finished[int(match[1])] = match[2] == "json"
     return finished
+
+
+def failure_of_others(store: Store, info: SaveInfo) -> str:
+    """Which ranks left a failure, and why, in one line for people."""
+    reasons = {}
+    for name in store.names(pending_key(info.save_id)):
+        match = _FINISHED.fullmatch(name)
+        if match and match[2] == "failed":
+            reasons[int(match[1])] = f": {os.strerror(int(match[3]))}" if match[3] else ""
+    if not reasons:
+        return "another rank could not write its part"
+    first = min(reasons)
+    who = f"rank {first}" if len(reasons) == 1 else f"rank {first} and {len(reasons) - 1} more"
+    return f"{who} could not write{reasons[first]}"
 
 
 def read_receipts(store: Store, info: SaveInfo) -> Receipt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ckpt
 from ckpt import AsyncCheckpointer, CheckpointError, SaveEvent
+from ckpt.errors import OtherRankError
 from pretrain.checkpoint.contents import checkpoint_arrays, save_info
 from pretrain.checkpoint.interval import SaveClock
 from pretrain.checkpoint.progress import CheckpointProgress, way_back
@@ -44,6 +45,7 @@ class Checkpointer:
         self._saves = 0
         self._failures: dict[str, int] = {}
         self._error = ""
+        self._last_step: int | None = None
 
     @property
     def requested(self) -> bool:
@@ -125,22 +127,24 @@ class Checkpointer:
         """Wait for what was begun; every rank must call. A last step that only nodes' tiers have is
         saved in the shared tier too.
 
-        Raises CheckpointError on every rank where the last step is not in the shared tier.
+        Raises CheckpointError on every rank where the last step is not in the shared tier; rank 0,
+        which commits, gives the reason.
         """
+        self._last_step = progress.step
         if progress.step > self.progress.shared_begun:
             self.save(progress, last=True)
         self.wait()
         runtime, spec = self.job.runtime, self.job.spec
         if not runtime.agree(self._failures.get("shared", 0) == 0):
-            why = self._error or "another rank could not write its part"
-            raise CheckpointError(
-                f"checkpoint of step {progress.step} in {spec.checkpoint_path} is not saved: {why}"
-            )
+            what = f"checkpoint of step {progress.step} in {spec.checkpoint_path} is not saved"
+            if not runtime.is_first:
+                raise OtherRankError(what)
+            raise CheckpointError(f"{what}: {self._error or 'another rank could not write'}")
 
     def _publish(self, event: SaveEvent) -> None:
         assert event.tier is not None
         if event.what == "failed":
-            self._fail(event.tier, event.step, event.error)
+            self._fail(event.tier, event.step, event.error, told=event.told)
             return
         self._failures[event.tier] = 0
         self.clock.wrote(event.tier, event.write_seconds)
@@ -161,9 +165,15 @@ class Checkpointer:
             )
         )
 
-    def _fail(self, tier: str, step: int, error: str) -> None:
-        self._error = error
+    def _fail(self, tier: str, step: int, error: str, *, told: bool = False) -> None:
+        self._error, is_first = error, self.job.runtime.is_first
         self._failures[tier] = self._failures.get(tier, 0) + 1
         self.job.events.publish(
-            CheckpointFailed(step=step, tier=tier, error=error, in_a_row=self._failures[tier])
+            CheckpointFailed(
+                step=step,
+                tier=tier,
+                error=error,
+                in_a_row=self._failures[tier],
+                told=told or (tier == "shared" and step == self._last_step and is_first),
+            )
         )

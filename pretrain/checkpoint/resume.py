@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 
 import ckpt
 from ckpt import CheckpointError, LocalArray, Location, Manifest, Tier
+from ckpt.format import objects_key
 from pretrain.checkpoint.compatible import check_resumable, resolved
 from pretrain.checkpoint.initial_weights import initialize
 from pretrain.checkpoint.node_tiers import forget_others, restore_from_nodes
 from pretrain.checkpoint.progress import newest_shared_step
-from pretrain.checkpoint.run_id import run_id
+from pretrain.checkpoint.run_id import run_id, save_id
 from pretrain.errors import InputError
 from pretrain.job import Job
 from pretrain.observe import Notice, Restored, SpecChanged, human_bytes
@@ -54,6 +58,7 @@ def restore(job: Job, tiers: Sequence[Tier] = ()) -> Progress:
         CheckpointError: where it is not whole.
     """
     runtime, began = job.runtime, time.perf_counter()
+    runtime.together(lambda: _check_paths(job, tiers))
     runtime.first(lambda: _ready_folder(job))
     run = run_id(job)
     step = newest_shared_step(job)
@@ -166,6 +171,32 @@ def _alike(manifest: Manifest, prefix: str, arrays: list[LocalArray]) -> bool:
     """Whether the checkpoint has exactly these arrays under ``prefix``. A resharded checkpoint has
     a row for each rank that it was saved on, as before."""
     return _saved(manifest, prefix) == {a.spec.name: a.spec.shape for a in arrays}
+
+
+def _check_paths(job: Job, tiers: Sequence[Tier]) -> None:
+    """Refuse a folder that is so deep that the system takes no paths of objects in it."""
+    longest = max(
+        (
+            f"{objects_key(save_id(job, job.spec.train.steps))}/{array.spec.name}/c/"
+            + "/".join(map(str, array.spec.shape))
+            for array in (*job.arrays(), *job.residuals())
+        ),
+        key=lambda key: len(os.fsencode(key)),
+    )
+    for tier in tiers:
+        store = ckpt.open_store(tier.location)
+        if not isinstance(store, ckpt.LocalStore):
+            continue
+        try:
+            Path(store.where(longest)).lstat()
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                field = "path" if tier.name == "shared" else f"tiers.{tier.name}"
+                raise InputError(
+                    f"checkpoint.{field} ({store.where()[:40]}...) must be a shorter path: it has "
+                    f"{len(os.fsencode(store.where()))} bytes, and names of objects add up to "
+                    f"{len(os.fsencode(longest)) + 1}"
+                ) from None
 
 
 def _ready_folder(job: Job) -> None:

@@ -59,7 +59,7 @@ class Console:
 
 def _problem(event: Event, rank: int) -> str | None:
     match event:
-        case CheckpointFailed(step=step, tier=tier, error=error, in_a_row=count):
+        case CheckpointFailed(step=step, tier=tier, error=error, in_a_row=count, told=False):
             which = f"checkpoint of step {step}" if step >= 0 else "a checkpoint"
             text = f"rank {rank}: {which} is not in tier {tier}: {error}"
             if count >= FAILURES_IN_A_ROW:

@@ -273,6 +273,8 @@ class CheckpointFailed(Event):
     error: str
     in_a_row: int = 1
     """Failures of the tier since its last commit."""
+    told: bool = False
+    """Whether another rank says why, or the error that ends the run: the console then does not."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,14 @@ from pretrain.observe import (
     say,
     show_summary,
 )
-from pretrain.runtime import Runtime, StopRequest, lock_run, peak_memory_bytes, start
+from pretrain.runtime import (
+    Runtime,
+    StopRequest,
+    end_with_torchrun,
+    lock_run,
+    peak_memory_bytes,
+    start,
+)
 from pretrain.spec import JobSpec
 from pretrain.state import Progress
 from pretrain.train.evaluate import evaluate
@@ -69,6 +76,7 @@ def run(spec: JobSpec, status: StatusFile | None = None) -> int:
         HealthError: the loss or the gradient stayed not finite.
     """
     stop = StopRequest()
+    end_with_torchrun()
     runtime = start(spec.train.timeout_seconds)
     with ExitStack() as held:
         held.callback(runtime.close)

@@ -114,6 +114,7 @@ WRONG = [
     ("reshard a b --surgery drop=1", "--surgery is now a subcommand: convoy reshard surgery"),
     ("reshard a b --surgery-noise 1", "--surgery-noise is now --noise of convoy reshard surgery"),
     ("reshard a b --dtype bf16", "--dtype is now a flag of convoy reshard weights SRC DST"),
+    ("reshard surgry a b drop=1", "no path that exists: did you mean surgery?"),
     ("reshard weights a b --noise 1", "unrecognized arguments: --noise 1"),
     ("convert grow a b", "grow is no subcommand: the subcommands are import, export, upcycle"),
     ("status", "the following arguments are required: RUN_DIR"),

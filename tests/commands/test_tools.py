@@ -181,6 +181,18 @@ def test_a_disk_without_room_for_a_checkpoint_is_told_before_training(tmp_path):
         subprocess.run(["umount", str(disk)], check=True)
 
 
+def test_a_folder_too_deep_for_the_names_of_objects_is_refused_at_the_start(tmp_path):
+    write_corpus(tmp_path / "text", 12)
+    spec = write_spec(tmp_path)
+    folders, rest = divmod(4050 - len(str(tmp_path)), 201)
+    deep = tmp_path.joinpath(*["d" * 200] * folders, "d" * max(1, rest - 1))
+    text = refused(spec, "--set", f"checkpoint.path={deep}")
+    assert f"must be a shorter path: it has {len(str(deep))} bytes, and names of" in text
+    assert not (tmp_path / "run/log.jsonl").exists() or not events(tmp_path / "run", "step")
+    wide = tmp_path / ("w" * 256)
+    assert "cannot be written: File name too long" in refused(spec, "--set", f"run_dir={wide}")
+
+
 @contextlib.contextmanager
 def torchrun(*arguments: str | Path) -> Iterator[subprocess.Popen]:
     """On two ranks, which do not outlive the test, however that ends."""
@@ -200,6 +212,45 @@ def torchrun(*arguments: str | Path) -> Iterator[subprocess.Popen]:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.communicate(timeout=60)
                 process.kill()
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children")
+            for child in path.read_text().split()]  # fmt: skip
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_ranks_end_with_a_checkpoint_when_torchrun_is_killed(tmp_path):
+    write_corpus(tmp_path / "text", 20)
+    made = make_spec(tmp_path)
+    prepare_corpus(made.data, made.model.vocab_size, lambda _: None)
+    spec = write_spec(
+        tmp_path, train={"steps": 100_000}, checkpoint={"interval_steps": 100_000}
+    )  # fmt: skip
+    run, ranks = tmp_path / "run", []
+    with torchrun(spec) as launched:
+        try:
+            while not (run / "log.jsonl").exists() or len(events(run, "step")) < 3:
+                assert launched.poll() is None, launched.communicate()[0]
+                time.sleep(0.02)
+            ranks = children(launched.pid)
+            assert len(ranks) == 2
+            launched.kill()
+            deadline = time.monotonic() + 100
+            while any(map(is_running, ranks)):
+                assert time.monotonic() < deadline, "ranks outlive the torchrun of theirs"
+                time.sleep(0.05)
+        finally:
+            for rank in filter(is_running, ranks):
+                os.kill(rank, signal.SIGKILL)
+    assert json.loads((run / "status.json").read_text())["state"] == "try_again"
+    assert ckpt.committed_steps(run / "checkpoints") == [len(events(run, "step"))]
 
 
 def run_by_torchrun(arguments: list[str]) -> tuple[int, str]:

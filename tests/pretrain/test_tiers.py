@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import resource
 import shutil
 import signal
 from pathlib import Path
@@ -210,6 +211,38 @@ def test_without_its_nodes_a_restart_takes_what_all_share(spec, tmp_path):
     assert ckpt.committed_steps(node(tmp_path / "disks", 0)) == [5, 6]
     saves = {m.save_id for s in (5, 6) if (m := ckpt.read_manifest(node(tmp_path / "disks", 0), s))}
     assert len({save.rpartition("-")[2] for save in saves}) == 1, "both are of the second start"
+
+
+def on_a_full_disk(rank: int, spec: str) -> tuple[int, str]:
+    """The command on a rank whose writer process can write files of 100 bytes only."""
+    prepare = ckpt.AsyncCheckpointer.prepare
+
+    def prepare_and_fill(self, *arguments):
+        count = prepare(self, *arguments)
+        resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (100, 100))
+        return count
+
+    ckpt.AsyncCheckpointer.prepare = prepare_and_fill
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err):
+        try:
+            code = main([spec])
+        except SystemExit as end:
+            code = end.code
+    return code, err.getvalue()
+
+
+def test_a_full_disk_is_told_once_for_each_save(text, tmp_path):
+    spec = write_spec(tmp_path, data=data_of(text))
+    results = run_ranks(on_a_full_disk, 2, str(spec), group=False)
+    assert [code for code, _ in results] == [2, 2]
+    lines = [line for _, err in results for line in err.splitlines()]
+    assert len(lines) == 2, lines
+    assert "rank 0: checkpoint of step 3 is not in tier shared: File too large" in lines[0]
+    assert "checkpoint of step 6 in" in lines[1]
+    assert "is not saved: File too large" in lines[1]
+    failed = events(tmp_path / "run", "checkpoint_failed")
+    assert [(event["step"], event["told"]) for event in failed] == [(3, False), (6, True)]
 
 
 @SLOW

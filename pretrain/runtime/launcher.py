@@ -1,0 +1,34 @@
+"""The end of a rank whose torchrun was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+_POLL_SECONDS = 1.0
+_GRACE_SECONDS = 30.0
+"""As long as torchrun itself waits between its SIGTERM and its SIGKILL."""
+
+
+def end_with_torchrun(grace_seconds: float = _GRACE_SECONDS) -> None:
+    """End this process where torchrun, its parent, is gone; does nothing without torchrun.
+
+    torchrun ends its ranks unless it is killed itself; the ranks would then train on, without
+    anybody to watch them. A thread does what torchrun does: it sends SIGTERM, which lets a run
+    finish its step and commit a checkpoint, and SIGKILL ``grace_seconds`` later.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    parent = os.getppid()
+
+    def watch() -> None:
+        # Not PR_SET_PDEATHSIG: its signal comes when the thread that started this process ends.
+        while os.getppid() == parent:
+            time.sleep(_POLL_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(grace_seconds)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
