@@ -126,7 +126,8 @@ class RouterConfig(BaseModel):
     """Makes scores of logits: a softmax over all experts, or a sigmoid of each logit (DeepSeek-V3,
     arXiv 2412.19437, eq. 15)."""
     softmax_after_topk: bool = False
-    """Take the softmax over the chosen logits of a token (Mixtral), and not over all logits."""
+    """Take the softmax over the chosen logits of a token (Mixtral), and not over all logits. With
+    ``top_k`` 1 the weight is then 1, and the router learns from auxiliary losses only."""
     norm_topk_prob: bool = True
     """Scale the weights of a token's chosen experts to a sum of 1."""
     route_scale: float = Field(default=1.0, gt=0)
@@ -206,11 +207,10 @@ class RouterConfig(BaseModel):
             raise ValueError(
                 f"moe.top_k ({self.top_k}) must be at most moe.num_experts ({self.num_experts})"
             )
-        if self.top_k == 1 and (self.norm_topk_prob or self.softmax_after_topk):
-            field = "norm_topk_prob" if self.norm_topk_prob else "softmax_after_topk"
+        if self.top_k == 1 and self.norm_topk_prob:
             raise ValueError(
-                f"moe.{field} (true) must be false with moe.top_k (1): every weight would be 1 "
-                f"and the router would get no gradient from the model's loss"
+                "moe.norm_topk_prob (true) must be false with moe.top_k (1): every weight would be "
+                "1 and the router would get no gradient from the model's loss"
             )
         if self.softmax_after_topk and self.score_func != "softmax":
             raise ValueError(

@@ -13,7 +13,10 @@ from pretrain.observe import human_bytes, say
 if TYPE_CHECKING:
     from pretrain.spec import JobSpec
 
-FAMILIES = ("qwen3_moe", "olmoe", "mixtral", "deepseek_v3", "llama", "mistral", "qwen3")
+FAMILIES = (
+    "qwen3_moe", "olmoe", "mixtral", "deepseek_v3", "deepseek_v2", "dots1", "llama", "mistral",
+    "qwen3",
+)  # fmt: skip
 
 _CODES = """\
 exit codes:

@@ -103,7 +103,11 @@ def _open_hf(source: Path) -> tuple[Sections, Source, str]:
     config = HFConfig.read(source)
     family = family_of(config)
     model, moe = family.sections(config)
-    spec = new_spec((model, moe), source)  # says what does not fit, before files are read
+    try:
+        spec = new_spec((model, moe), source)  # says what does not fit, before files are read
+    except InputError as error:
+        reason = str(error).removeprefix(f"{source}: ")
+        raise InputError(f"{config.where}: {config.theirs(reason)}") from None
     arrays = weight_arrays(spec.model, spec.moe)
     tensors = hf_tensors(arrays, family.names)
     spare = config.size("num_nextn_predict_layers", 0)

@@ -177,6 +177,20 @@ PUBLISHED = {
         "scoring_func": "sigmoid", "topk_group": 4, "topk_method": "noaux_tc",
         "v_head_dim": 128, "vocab_size": 129280,
     }),
+    "deepseek_v2": (15_706_484_224, {  # DeepSeek-V2-Lite
+        "aux_loss_alpha": 0.001, "first_k_dense_replace": 1, "hidden_size": 2048,
+        "intermediate_size": 10944, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+        "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 64,
+        "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 16,
+        "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16,
+        "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "routed_scaling_factor": 1.0, "rope_theta": 10000,
+        "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707,
+                         "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096,
+                         "type": "yarn"},
+        "scoring_func": "softmax", "seq_aux": True, "topk_group": 1, "topk_method": "greedy",
+        "v_head_dim": 128, "vocab_size": 102400,
+    }),
 }  # fmt: skip
 
 
@@ -262,7 +276,7 @@ def test_weights_that_do_not_fit_the_spec_are_refused(folders, corpus, tmp_path)
     assert "no checkpoint in /nowhere" in refused(**{"init.checkpoint": "/nowhere"})
     manifest = root / "checkpoints/manifests/step-00000000.json"
     text = refused(**{"init.checkpoint": manifest, "moe.d_ff": 22})
-    assert f"init.checkpoint ({root}/checkpoints): array" in text, "a manifest names its folder"
+    assert f"init.checkpoint ({root}/checkpoints): checkpoint array" in text
     text = refused(**{"init.checkpoint": manifest.with_name("step-00000007.json")})
     assert "no checkpoint of step 7 in" in text
     shutil.copytree(root / "checkpoints", tmp_path / "own")

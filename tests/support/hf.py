@@ -60,6 +60,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         **DEEPSEEK, **ROPE, "q_lora_rank": None, "rope_interleave": False, "n_group": 1,
         "topk_group": 1, "norm_topk_prob": False, "first_k_dense_replace": 0,
     }),
+    "mixtral-one": ("Mixtral", {
+        **SIZES, **ROPE, "intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 1,
+        "router_jitter_noise": 0.125,
+    }),
+    "qwen3_moe-one": ("Qwen3Moe", {
+        **SIZES, **ROPE, **MOE, "head_dim": 12, "moe_intermediate_size": 20,
+        "num_experts_per_tok": 1,
+    }),
+    "deepseek_v2": ("DeepseekV2", {
+        **DEEPSEEK, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+        "topk_method": "group_limited_greedy",
+    }),
+    "deepseek_v2-lite": ("DeepseekV2", {
+        **DEEPSEEK, **ROPE, "q_lora_rank": None, "n_group": None, "topk_group": None,
+        "routed_scaling_factor": 1.0, "first_k_dense_replace": 0,
+    }),
+    "dots1": ("Dots1", {
+        **SIZES, **ROPE, "head_dim": 12, "intermediate_size": 40, "moe_intermediate_size": 12,
+        "n_routed_experts": 12, "num_experts_per_tok": 4, "n_shared_experts": 2,
+        "norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
+        "n_group": 3, "topk_group": 2,
+    }),
     "llama": ("Llama", {**SIZES, **ROPE, "intermediate_size": 36, "head_dim": 10}),
     "mistral": ("Mistral", {**SIZES, **ROPE, "intermediate_size": 36, "sliding_window": None}),
     "qwen3": ("Qwen3", {**SIZES, **ROPE, "intermediate_size": 36, "head_dim": 12}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,40 @@ _YARN = {
     "mscale": "mscale",
     "mscale_all_dim": "mscale_all_dim",
 }
+
+
+_NAMES = {
+    "model.vocab_size": ("vocab_size",),
+    "model.d_model": ("hidden_size",),
+    "model.num_layers": ("num_hidden_layers",),
+    "model.num_heads": ("num_attention_heads",),
+    "model.num_kv_heads": ("num_key_value_heads",),
+    "model.d_ff": ("intermediate_size",),
+    "model.norm_eps": ("rms_norm_eps",),
+    "model.tie_embeddings": ("tie_word_embeddings",),
+    "model.max_seq_len": ("max_position_embeddings",),
+    "model.first_k_dense": ("first_k_dense_replace", "mlp_only_layers"),
+    "model.rope_interleaved": ("rope_interleave",),
+    **{
+        f"model.{name}": (name,)
+        for name in ("head_dim", "rope_theta", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim",
+                     "qk_rope_head_dim", "v_head_dim")
+    },
+    "moe.d_model": ("hidden_size",),
+    "moe.num_experts": ("num_local_experts", "n_routed_experts", "num_experts"),
+    "moe.top_k": ("num_experts_per_tok",),
+    "moe.d_ff": ("moe_intermediate_size", "intermediate_size"),
+    "moe.num_shared_experts": ("n_shared_experts",),
+    "moe.norm_topk_prob": ("norm_topk_prob",),
+    "moe.route_scale": ("routed_scaling_factor",),
+    "moe.n_groups": ("n_group",),
+    "moe.topk_groups": ("topk_group",),
+    "moe.aux_loss_coeff": ("router_aux_loss_coef", "aux_loss_alpha"),
+    "moe.seq_aux_loss_coeff": ("aux_loss_alpha",),
+    "moe.input_jitter": ("router_jitter_noise",),
+}  # fmt: skip
+"""By a field of a spec, what a config.json calls it."""
+_FIELD = re.compile(r"\b(?:model|moe)\.\w+")
 
 
 class HFConfig:
@@ -49,6 +84,21 @@ class HFConfig:
         """The same with values for what is left out."""
         more = {key: value for key, value in defaults.items() if key not in self.given}
         return HFConfig({**more, **self.values}, self.where)
+
+    def without(self, name: str) -> HFConfig:
+        """The same without one value."""
+        values = {key: value for key, value in self.values.items() if key != name}
+        return HFConfig(values, self.where)
+
+    def theirs(self, text: str) -> str:
+        """An error about a spec, in the words of the config: ``moe.top_k`` is
+        ``num_experts_per_tok``."""
+
+        def name(match: re.Match[str]) -> str:
+            found = [each for each in _NAMES.get(match[0], ()) if each in self.values]
+            return found[0] if found else match[0]
+
+        return _FIELD.sub(name, text)
 
     def size(self, name: str, default: int | None = None) -> int:
         """A whole number of at least 0."""
@@ -118,6 +168,11 @@ def read_decoder(config: HFConfig) -> dict[str, Any]:
         "max_seq_len": longest,
     }
     return fields if yarn is None else {**fields, "yarn": yarn}
+
+
+def head_dim(config: HFConfig) -> dict[str, Any]:
+    """``head_dim`` where the config has one."""
+    return {"head_dim": config.size("head_dim")} if "head_dim" in config.values else {}
 
 
 def _read_rope(config: HFConfig) -> tuple[float, dict[str, Any] | None]:

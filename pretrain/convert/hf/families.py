@@ -8,7 +8,15 @@ from operator import attrgetter
 from typing import Any
 
 from moe import MoEConfig
-from pretrain.convert.hf.config import HFConfig, read_decoder, write_decoder
+from pretrain.convert.hf.config import HFConfig, head_dim, read_decoder, write_decoder
+from pretrain.convert.hf.deepseek import (
+    read_deepseek_v2,
+    read_deepseek_v3,
+    read_dots1,
+    write_deepseek_v2,
+    write_deepseek_v3,
+    write_dots1,
+)
 from pretrain.errors import InputError
 from pretrain.model import ModelConfig
 
@@ -50,7 +58,7 @@ class Family:
         for name, allowed in self.needs.items():
             found = expressed(name, model, moe)
             if found not in allowed:
-                rule = " or ".join(_toml(value) for value in allowed)
+                rule = " or ".join(_toml(value) for value in allowed if value is not None)
                 raise InputError(
                     f"{name} ({_toml(found)}) must be {rule} to be a {self.model_type} model"
                 )
@@ -73,7 +81,7 @@ def expressed(name: str, model: ModelConfig, moe: MoEConfig | None) -> Any:
     if field_name == "norm_topk_prob":  # a softmax over the chosen logits is one over all, normed
         return moe.norm_topk_prob or moe.softmax_after_topk
     if field_name == "topk_per_group" and moe.n_groups == 1:
-        return 2  # there is nothing to choose
+        return None  # there is nothing to choose
     return attrgetter(field_name)(moe)
 
 
@@ -101,18 +109,21 @@ _SOFTMAX = {
     "moe.route_scale": (1.0,),
 }
 
+_SIGMOID = {
+    **_MOE,
+    "moe.score_func": ("sigmoid",),
+    "moe.expert_bias": (True,),
+    "moe.topk_per_group": (2, None),
+}
+
 
 def _dense(qk_norm: str) -> Callable[[HFConfig], Sections]:
     def read(config: HFConfig) -> Sections:
         model = read_decoder(config)
         model |= {"qk_norm": qk_norm, "d_ff": config.size("intermediate_size")}
-        return model | _head_dim(config), None
+        return model | head_dim(config), None
 
     return read
-
-
-def _head_dim(config: HFConfig) -> dict[str, Any]:
-    return {"head_dim": config.size("head_dim")} if "head_dim" in config.values else {}
 
 
 def _write_dense(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Any]:
@@ -120,13 +131,28 @@ def _write_dense(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Any]:
             "sliding_window": None, "use_sliding_window": False}  # fmt: skip
 
 
+def weighting(config: HFConfig, normalized: bool) -> dict[str, Any]:
+    """How many experts a token has, and their weights: a softmax, ``normalized`` to a sum of 1.
+
+    The normalized weight of a single expert is 1. Convoy says that as a softmax over the chosen
+    logits, because ``norm_topk_prob`` with one expert is most often a mistake.
+    """
+    top_k = config.size("num_experts_per_tok")
+    return {
+        "top_k": top_k,
+        "norm_topk_prob": normalized and top_k > 1,
+        "softmax_after_topk": normalized and top_k == 1,
+    }
+
+
 def _read_mixtral(config: HFConfig) -> Sections:
-    model = read_decoder(config) | {"qk_norm": "none"} | _head_dim(config)
+    model = read_decoder(config) | {"qk_norm": "none"} | head_dim(config)
     return model, {
         "num_experts": config.size("num_local_experts"),
-        "top_k": config.size("num_experts_per_tok"),
+        **weighting(config, True),
         "d_ff": config.size("intermediate_size"),
         "aux_loss_coeff": config.number("router_aux_loss_coef", 0.001),
+        "input_jitter": config.number("router_jitter_noise", 0.0),
     }
 
 
@@ -138,6 +164,7 @@ def _write_mixtral(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Any]:
         "num_local_experts": moe.num_experts,
         "num_experts_per_tok": moe.top_k,
         "router_aux_loss_coef": moe.aux_loss_coeff,
+        "router_jitter_noise": moe.input_jitter,
         "sliding_window": None,
     }
 
@@ -150,12 +177,12 @@ def _read_olmoe(config: HFConfig) -> Sections:
 
 
 def _read_softmax(config: HFConfig, d_ff: str, balance: float) -> dict[str, Any]:
+    config.must("router_jitter_noise", 0)
     experts = "num_local_experts" if "num_local_experts" in config.values else "num_experts"
     return {
         "num_experts": config.size(experts),
-        "top_k": config.size("num_experts_per_tok"),
+        **weighting(config, config.flag("norm_topk_prob")),
         "d_ff": config.size(d_ff),
-        "norm_topk_prob": config.flag("norm_topk_prob"),
         "aux_loss_coeff": config.number("router_aux_loss_coef", balance),
     }
 
@@ -187,7 +214,7 @@ def _read_qwen3_moe(config: HFConfig) -> Sections:
     model = read_decoder(config) | {"qk_norm": "head", "first_k_dense": len(dense)}
     if dense:
         model["d_ff"] = config.size("intermediate_size")
-    return model | _head_dim(config), _read_softmax(config, "moe_intermediate_size", 0.001)
+    return model | head_dim(config), _read_softmax(config, "moe_intermediate_size", 0.001)
 
 
 def _write_qwen3_moe(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Any]:
@@ -201,71 +228,6 @@ def _write_qwen3_moe(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Any
         "sliding_window": None,
         "use_sliding_window": False,
         **_write_softmax(moe),
-    }
-
-
-_LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-
-
-def _read_deepseek_v3(config: HFConfig) -> Sections:
-    config.must("scoring_func", "sigmoid")
-    config.must("topk_method", "noaux_tc")
-    config.must("moe_layer_freq", 1)
-    dense = config.size("first_k_dense_replace")
-    model = read_decoder(config) | {name: config.size(name) for name in _LATENT_SIZES}
-    model |= {
-        "qk_norm": "none",
-        "q_lora_rank": config.size("q_lora_rank", 0),
-        "rope_interleaved": config.flag("rope_interleave", True),
-        "first_k_dense": dense,
-    }
-    if dense:
-        model["d_ff"] = config.size("intermediate_size")
-    return model, {
-        "num_experts": config.size("n_routed_experts"),
-        "top_k": config.size("num_experts_per_tok"),
-        "d_ff": config.size("moe_intermediate_size"),
-        "num_shared_experts": config.size("n_shared_experts"),
-        "score_func": "sigmoid",
-        "norm_topk_prob": config.flag("norm_topk_prob", True),
-        "route_scale": config.number("routed_scaling_factor"),
-        "n_groups": config.size("n_group"),
-        "topk_groups": config.size("topk_group"),
-        "topk_per_group": 2,
-        "expert_bias": True,
-        "aux_loss_coeff": 0.0,
-        # The paper's (arXiv 2412.19437, section 4.2); a config.json has it not.
-        "seq_aux_loss_coeff": 0.0001,
-    }
-
-
-def _write_deepseek_v3(model: ModelConfig, moe: MoEConfig | None) -> dict[str, Any]:
-    assert moe is not None
-    if moe.num_shared_experts == 0:
-        raise InputError("moe.num_shared_experts (0) must be at least 1 to be a deepseek_v3 model")
-    if moe.num_experts // moe.n_groups < 2:
-        raise InputError(
-            f"moe.num_experts ({moe.num_experts}) must be at least 2 for each of moe.n_groups "
-            f"({moe.n_groups}) to be a deepseek_v3 model"
-        )
-    return {
-        **{name: getattr(model, name) for name in _LATENT_SIZES},
-        "q_lora_rank": model.q_lora_rank or None,
-        "rope_interleave": model.rope_interleaved,
-        "first_k_dense_replace": model.first_k_dense,
-        "intermediate_size": model.d_ff or moe.d_ff,
-        "moe_intermediate_size": moe.d_ff,
-        "n_routed_experts": moe.num_experts,
-        "num_experts_per_tok": moe.top_k,
-        "n_shared_experts": moe.num_shared_experts,
-        "norm_topk_prob": moe.norm_topk_prob,
-        "routed_scaling_factor": moe.route_scale,
-        "n_group": moe.n_groups,
-        "topk_group": moe.topk_groups,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "moe_layer_freq": 1,
-        "num_nextn_predict_layers": 0,
     }
 
 
@@ -286,10 +248,19 @@ _FAMILIES = (
         _write_mixtral, {"rms_norm_eps": 1e-5, "rope_theta": 1e6}, _MIXTRAL_NAMES,
     ),
     Family(
-        "deepseek_v3", "DeepseekV3ForCausalLM", _read_deepseek_v3,
-        {**_MOE, "model.latent": (True,), "moe.score_func": ("sigmoid",),
-         "moe.expert_bias": (True,), "moe.topk_per_group": (2,)},
-        _write_deepseek_v3,
+        "deepseek_v3", "DeepseekV3ForCausalLM", read_deepseek_v3,
+        {"moe": (True,), "model.latent": (True,), **_SIGMOID}, write_deepseek_v3,
+    ),
+    Family(
+        "deepseek_v2", "DeepseekV2ForCausalLM", read_deepseek_v2,
+        {**_MOE, "model.latent": (True,), "model.rope_interleaved": (True,),
+         "moe.score_func": ("softmax",), "moe.expert_bias": (False,),
+         "moe.norm_topk_prob": (False,), "moe.topk_per_group": (1, None)},
+        write_deepseek_v2,
+    ),
+    Family(
+        "dots1", "Dots1ForCausalLM", read_dots1,
+        {**_SIGMOID, **_GROUPED, "model.qk_norm": ("head",)}, write_dots1,
     ),
     Family(
         "qwen3", "Qwen3ForCausalLM", _dense("head"),
