@@ -25,6 +25,7 @@ def save_info(job: Job, progress: Progress) -> SaveInfo:
         state=RunState(
             progress=progress,
             corpus=job.corpus.fingerprint,
+            tokenizer=job.corpus.tokenizer_fingerprint,
             capacity=None if job.balance is None else job.balance.state(),
         ).as_dict(),
         spec=spec.as_dict(),

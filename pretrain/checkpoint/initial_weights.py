@@ -33,6 +33,7 @@ def _load_initial(job: Job, checkpoint: str) -> None:
     spec, runtime = job.spec, job.runtime
     root, step = runtime.together(lambda: _located(checkpoint))
     manifest = runtime.together(lambda: ckpt.read_manifest(root, step))
+    runtime.together(lambda: _check_tokenizer(job, root, manifest))
     arrays = [array for array in job.arrays() if array.spec.name.startswith("model/")]
     missing: Missing = "refuse" if spec.init.strict else "keep"
     if missing == "keep":
@@ -47,6 +48,21 @@ def _load_initial(job: Job, checkpoint: str) -> None:
         before, now = saved.get(section), spec.as_dict()[section]
         for field, was, here in ckpt.lifecycle.spec_differences(before, now, section):
             _note(job, f"spec differs from that of init.checkpoint: {field} was {was}, is {here}")
+
+
+def _check_tokenizer(job: Job, root: Location, manifest: Manifest) -> None:
+    """Token ids mean nothing to weights that were trained with another tokenizer."""
+    known, data = manifest.state.get("tokenizer"), job.spec.data
+    if known == "" and data.tokenizer is None:
+        raise InputError(
+            f"init.checkpoint ({root}) does not know the tokenizer of its weights: name its "
+            f"tokenizer.json in data.tokenizer"
+        )
+    if known and known != job.corpus.tokenizer_fingerprint:
+        raise InputError(
+            f"init.checkpoint ({root}) has weights of another tokenizer than that of data.path "
+            f"({data.path}): name their tokenizer.json in data.tokenizer, and a new data.path"
+        )
 
 
 def _note(job: Job, text: str) -> None:

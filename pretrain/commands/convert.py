@@ -148,13 +148,17 @@ def _export(args: argparse.Namespace) -> int:
 
     source, step = _located(args.source, args.step)
     dtype = getattr(torch, args.dtype)
-    family, manifest, written = export_hf(
+    family, manifest, written, tokenizer = export_hf(
         source, args.target, step, args.family, dtype, args.max_file_bytes
     )
     say(
         f"step {manifest.step} -> {args.target}: {family.model_type}, {args.dtype}, "
         f"{human_bytes(written)} of weights"
     )
+    if tokenizer is None:
+        say("no tokenizer is in it: that of the weights was not found where the spec has it")
+    else:
+        say(f"its tokenizer is that of {tokenizer}")
     return 0
 
 
@@ -173,9 +177,8 @@ def _tell(source: Path, target: Path, spec: JobSpec, verified: int) -> None:
         f"{target / 'checkpoints'}: {spec.model.num_layers} layers, {kind}, "
         f"{human_bytes(verified)} written and verified"
     )
-    if (source / "tokenizer.json").exists() and spec.data.tokenizer is None:
-        say(
-            "tokenizer.json is not copied: it is not a byte-level BPE, or no token of it ends a "
-            "document"
-        )
-    say(f"train on: convoy pretrain {(target / 'spec.toml').absolute()}")
+    path = (target / "spec.toml").absolute()
+    if (source / "config.json").exists():
+        needed = "data.source" if spec.data.tokenizer else "data.source and data.tokenizer"
+        say(f"set {needed} in {path}")
+    say(f"train on: convoy pretrain {path}")

@@ -14,7 +14,6 @@ from typing import Any
 import tomli_w
 import torch
 from pydantic import ValidationError
-from tokenizers import Tokenizer
 
 import ckpt
 from ckpt import CheckpointError, Manifest
@@ -44,15 +43,23 @@ from pretrain.convert.hf import (
     open_hf,
     to_hf,
 )
+from pretrain.convert.tokenizer import (
+    TOKENIZER,
+    FoundTokenizer,
+    files_of_hf,
+    tokenizer_of_checkpoint,
+    tokenizer_of_hf,
+)
 from pretrain.convert.upcycled import Upcycled, upcycled_spec
 from pretrain.convert.weights import misfit, weight_arrays
-from pretrain.data import END_OF_DOCUMENT, read_tokenizer
+from pretrain.data import DataConfig
 from pretrain.errors import InputError
 from pretrain.model import ModelConfig
 from pretrain.spec import JobSpec, resolve_spec, upgraded
+from pretrain.state import tokenizer_of
 
 _SEQ_LEN = 1024
-_TOKENIZER = "tokenizer.json"
+_NO_TEXT = "name the text to train on here"
 
 
 def refuse_existing(target: Path) -> None:
@@ -70,33 +77,10 @@ def import_hf(source: Path, target: Path) -> tuple[JobSpec, int]:
     """
     refuse_existing(target)
     sections, weights, kind = _open_hf(source)
-    end_token = find_end_token(source, sections[0]["vocab_size"])
-    spec = new_spec(sections, target, end_token)
-    verified = _write(target, spec, weights, {"imported_from": kind}, source)
-    return spec, verified
-
-
-def find_end_token(source: Path, vocab_size: int) -> str | None:
-    """The token that ends a document for the tokenizer of a Hugging Face folder.
-
-    None where there is no tokenizer.json of the kind that ``data.tokenizer`` takes.
-    """
-    path = source / _TOKENIZER
-    config = HFConfig.read(source).values
-    ends = config.get("eos_token_id", [])
-    try:
-        tokenizer = Tokenizer.from_file(str(path)) if path.exists() else None
-    except Exception as error:  # the library raises nothing more specific
-        raise InputError(f"{path} cannot be read: {error}") from None
-    if tokenizer is None:
-        return None
-    ids = ends if isinstance(ends, list) else [ends]
-    for end in [*(tokenizer.id_to_token(i) for i in ids if isinstance(i, int)), END_OF_DOCUMENT]:
-        if end is not None:
-            with suppress(InputError):
-                read_tokenizer(path, vocab_size, end)
-                return str(end)
-    return None
+    tokenizer = tokenizer_of_hf(source, sections[0]["vocab_size"])
+    spec = new_spec(sections, target, tokenizer)
+    state = {"imported_from": kind, "tokenizer": tokenizer.fingerprint if tokenizer else ""}
+    return spec, _write(target, spec, weights, state, source)
 
 
 def _open_hf(source: Path) -> tuple[Sections, Source, str]:
@@ -115,15 +99,16 @@ def _open_hf(source: Path) -> tuple[Sections, Source, str]:
     return (model, moe), from_hf(files, tensors, arrays), family.model_type
 
 
-def new_spec(sections: Sections, target: Path, end_token: str | None = None) -> JobSpec:
-    """A spec to train on with, where a checkpoint brings none of its own."""
+def new_spec(sections: Sections, target: Path, tokenizer: FoundTokenizer | None = None) -> JobSpec:
+    """A spec to train on with, where a checkpoint brings none of its own; its ``data.source`` is
+    for a person to name, and is refused until then."""
     model, moe = sections
     name = re.sub(r"[^A-Za-z0-9._-]", "-", target.absolute().name).lstrip("._-") or "imported"
     spec: dict[str, Any] = {
         "name": name,
         "model": model,
         "data": {
-            "source": "stdlib",
+            "source": _NO_TEXT,
             "path": f"runs/corpora/{name}",
             "seq_len": min(model["max_seq_len"] or _SEQ_LEN, _SEQ_LEN),
         },
@@ -135,8 +120,9 @@ def new_spec(sections: Sections, target: Path, end_token: str | None = None) -> 
     }
     if moe is not None:
         spec["moe"] = moe
-    if end_token is not None:
-        spec["data"] |= {"tokenizer": str(target / _TOKENIZER), "end_token": end_token}
+    if tokenizer is not None:
+        own = str(target / TOKENIZER)
+        spec["data"] |= {"tokenizer": own, "end_token": tokenizer.end_token}
     return resolve_spec(spec, str(target))
 
 
@@ -159,8 +145,8 @@ def _write(
         with new_folder(target) as folder:
             manifest = write_checkpoint(made, folder / "checkpoints", Topology())
             verified = ckpt.verify(folder / "checkpoints", manifest)
-            if spec.data.tokenizer == str(target / _TOKENIZER):
-                shutil.copyfile(source / _TOKENIZER, folder / _TOKENIZER)
+            if spec.data.tokenizer == str(target / TOKENIZER):
+                shutil.copyfile(source / TOKENIZER, folder / TOKENIZER)
             (folder / "spec.toml").write_text(spec_toml(spec))
     except OSError as error:
         raise InputError(
@@ -176,7 +162,10 @@ def spec_toml(spec: JobSpec) -> str:
         del values["moe"]["d_model"]
         if "capacity" in values["moe"]:  # the policy is a default of its own variant
             values["moe"]["capacity"]["policy"] = spec.moe.capacity.policy
-    heading = "# data, train and optimizer are a start: set them to what you train on.\n"
+    heading = (
+        "# Set data.source to the text to train on. batch, train, optimizer and schedule are a\n"
+        "# start.\n"
+    )
     return heading + tomli_w.dumps(values)
 
 
@@ -187,10 +176,12 @@ def export_hf(
     family: str | None = None,
     dtype: torch.dtype = torch.float32,
     max_file_bytes: int = 5 * 10**9,
-) -> tuple[Family, Manifest, int]:
-    """Write a checkpoint's weights as a Hugging Face folder; moments stay behind.
+) -> tuple[Family, Manifest, int, Path | None]:
+    """Write a checkpoint's weights, and their tokenizer, as a Hugging Face folder; moments stay
+    behind.
 
-    Returns the family, the manifest that was read, and the bytes of the tensors. Raises InputError
+    Returns the family, the manifest that was read, the bytes of the tensors, and the file of the
+    tokenizer, None where it was not found. Raises InputError
     for what the family cannot express, and CheckpointError for a checkpoint that is not whole or a
     target that cannot be written. After a full disk or a kill the same call goes on: until then
     ``target`` is not there, and a hidden folder beside it has the files that are done.
@@ -206,9 +197,22 @@ def export_hf(
     if wrong is not None:
         raise CheckpointError(f"checkpoint array {wrong}")
     weights = to_hf(source, hf_tensors(arrays, made.names), name.removeprefix("torch."))
-    beside = {"config.json": (json.dumps(config, indent=2) + "\n").encode()}
+    found = tokenizer_of_checkpoint(root, manifest.state, _data_of(manifest), model.vocab_size)
+    beside = {}
+    if found is not None:
+        beside = files_of_hf(found, config["max_position_embeddings"])
+        config["eos_token_id"] = found.tokenizer.token_to_id(found.end_token)
+    beside["config.json"] = (json.dumps(config, indent=2) + "\n").encode()
     rewrite(SafetensorsTarget(weights, target, Topology(), max_file_bytes, beside), MEMORY)
-    return made, manifest, sum(array.nbytes for array in weights.arrays.values())
+    written = sum(array.nbytes for array in weights.arrays.values())
+    return made, manifest, written, None if found is None else found.path
+
+
+def _data_of(manifest: Manifest) -> DataConfig | None:
+    """The ``[data]`` section of a checkpoint's spec; None where it is not of this version."""
+    with suppress(ValidationError):
+        return DataConfig.model_validate(upgraded(manifest.spec).get("data"))
+    return None
 
 
 def _sections_of(root: Path, manifest: Manifest) -> tuple[ModelConfig, MoEConfig | None]:
@@ -249,15 +253,18 @@ def upcycle(
     weights: Source
     if (source / "config.json").exists():
         (model, moe), weights, kind = _open_hf(source)
-        end_token = find_end_token(source, model["vocab_size"])
-        base = new_spec((model, moe), target, end_token).as_dict()
+        tokenizer = tokenizer_of_hf(source, model["vocab_size"])
+        base = new_spec((model, moe), target, tokenizer).as_dict()
+        known = {"tokenizer": tokenizer.fingerprint if tokenizer else ""}
     else:
         manifest = ckpt.read_manifest(source, step)
         resolved = resolve_spec(upgraded(manifest.spec), f"the spec of step {manifest.step}")
         base, weights, kind = resolved.as_dict(), CheckpointSource(source, manifest), "checkpoint"
+        known = tokenizer_of(manifest.state)
     base |= {"name": target.absolute().name.lstrip("._-"), "run_dir": None}
     base["init"]["checkpoint"] = str(target / "checkpoints")
     base["checkpoint"]["path"] = None
     sizes = num_experts, top_k, first_k_dense
     spec = upcycled_spec(base, *sizes, overrides, str(source))
-    return spec, _write(target, spec, Upcycled(weights, spec), {"upcycled_from": kind}, source)
+    state = {"upcycled_from": kind, **known}
+    return spec, _write(target, spec, Upcycled(weights, spec), state, source)

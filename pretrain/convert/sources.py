@@ -18,7 +18,7 @@ from ckpt.rewrite import (
     Stacked,
 )
 from pretrain.errors import InputError
-from pretrain.state import array_path, split_layer, weight_names
+from pretrain.state import array_path, split_layer, tokenizer_of, weight_names
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -94,7 +94,7 @@ def weights_only(source: Source) -> Source:
             "SRC has no weights: every array of it is an optimizer's or a random state"
         )
     picked = Selected(source, {name: name for name in names})
-    state = {"weights_of": source.info.identity}
+    state = {"weights_of": source.info.identity, **tokenizer_of(source.info.state)}
     return Described(picked, replace(picked.info, state=state))
 
 

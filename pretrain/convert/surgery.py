@@ -18,7 +18,7 @@ from pretrain.convert.weights import misfit, weight_arrays
 from pretrain.convert.widen import Widened, widened_sections
 from pretrain.errors import InputError
 from pretrain.spec import JobSpec, resolve_spec, upgraded
-from pretrain.state import MODEL, ROUTER, has_expert_dim
+from pretrain.state import MODEL, ROUTER, has_expert_dim, tokenizer_of
 
 Values = np.ndarray[Any, Any]
 
@@ -99,7 +99,8 @@ def operate(
 def _informed(source: Source, spec: JobSpec, surgery: Surgery, how: object) -> SourceInfo:
     what = f"{surgery.kind}={','.join(map(str, surgery.numbers))}"
     info = changed(source.info, (what, how, spec.hash))
-    return replace(info, spec=spec.as_dict(), spec_hash=spec.hash, state={"surgery": what})
+    state = {"surgery": what, **tokenizer_of(source.info.state)}
+    return replace(info, spec=spec.as_dict(), spec_hash=spec.hash, state=state)
 
 
 class _Regrouped:

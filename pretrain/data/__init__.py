@@ -7,7 +7,13 @@ from pretrain.data.manifest import CorpusManifest, open_corpus
 from pretrain.data.order import GlobalOrder
 from pretrain.data.prepare import prepare_corpus
 from pretrain.data.sequences import PackedSequences
-from pretrain.data.tokenizer import bytes_per_token, end_of_document, load_tokenizer, read_tokenizer
+from pretrain.data.tokenizer import (
+    bytes_per_token,
+    end_of_document,
+    load_tokenizer,
+    read_tokenizer,
+    tokenizer_fingerprint,
+)
 
 __all__ = [
     "END_OF_DOCUMENT",
@@ -25,4 +31,5 @@ __all__ = [
     "open_corpus",
     "prepare_corpus",
     "read_tokenizer",
+    "tokenizer_fingerprint",
 ]

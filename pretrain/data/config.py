@@ -26,7 +26,8 @@ class DataConfig(BaseModel):
     tokenizer_bytes: int = Field(default=64 << 20, ge=1)
     """The tokenizer is trained on at most this many bytes of the training text."""
     tokenizer: str | None = None
-    """A byte-level tokenizer.json to use; by default a tokenizer is trained."""
+    """A tokenizer.json to use, byte-level or of SentencePiece with byte fallback; by default a
+    byte-level tokenizer is trained."""
     end_token: str = Field(default=END_OF_DOCUMENT, min_length=1)
     """The token that ends a document."""
     document_mask: bool = False

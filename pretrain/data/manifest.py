@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pretrain.data.config import END_OF_DOCUMENT, DataConfig
-from pretrain.data.tokenizer import load_tokenizer
+from pretrain.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from pretrain.errors import InputError
 
 
@@ -39,6 +39,8 @@ class CorpusManifest(BaseModel):
     val_bytes: int
     val_gzip_bytes: int
     val_xz_bytes: int
+    tokenizer_fingerprint: str = ""
+    """See :func:`pretrain.data.tokenizer_fingerprint`; corpora of before do not name it."""
     fingerprint: str
     """SHA-256 of the tokenizer and of every token. A run refuses to resume on another corpus."""
 
@@ -74,5 +76,8 @@ def open_corpus(data: DataConfig, vocab_size: int) -> CorpusManifest:
                 f"data.path ({data.path}) was prepared with {field} {found}, the spec says "
                 f"{value}; choose another data.path or remove that one"
             )
-    load_tokenizer(data)
+    tokenizer = load_tokenizer(data)
+    if not manifest.tokenizer_fingerprint:
+        made = tokenizer_fingerprint(tokenizer)
+        manifest = manifest.model_copy(update={"tokenizer_fingerprint": made})
     return manifest

@@ -30,7 +30,12 @@ from ckpt.store import new_folder
 from pretrain.data.config import DataConfig
 from pretrain.data.documents import Document, find_documents, is_held_out
 from pretrain.data.manifest import CorpusManifest, Shard, open_corpus
-from pretrain.data.tokenizer import end_of_document, read_tokenizer, train_tokenizer
+from pretrain.data.tokenizer import (
+    end_of_document,
+    read_tokenizer,
+    tokenizer_fingerprint,
+    train_tokenizer,
+)
 from pretrain.errors import InputError
 
 _BATCH = 512
@@ -110,6 +115,7 @@ def _write(
         val_bytes=sizes["val"],
         val_gzip_bytes=gzip_bytes,
         val_xz_bytes=xz_bytes,
+        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
         fingerprint=digest.hexdigest(),
     )
     (folder / "manifest.json").write_text(json.dumps(manifest.model_dump(), indent=1) + "\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,20 +31,32 @@ def load_tokenizer(data: DataConfig) -> Tokenizer:
     return tokenizer
 
 
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+"""A token of SentencePiece that stands for one byte (byte fallback)."""
+_SPACE = "\u2581"
+"""SentencePiece's letter for a space."""
+_TRIED = ("a", "The quick  brown\n\nfox\tdéjà vu 漢字 🙂 <s>", "def f(x):\n    return x + 1.50\n")
+"""Texts of which a tokenizer's tokens must give the bytes."""
+
+
+def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
+    """SHA-256 of all that a tokenizer does, in hex; equal for a tokenizer that was saved and read
+    again."""
+    again = Tokenizer.from_str(tokenizer.to_str())
+    return hashlib.sha256(again.to_str().encode()).hexdigest()
+
+
 def read_tokenizer(path: Path, vocab_size: int, end_token: str) -> Tokenizer:
     """A tokenizer.json of another project, without truncation and padding.
 
-    Raises InputError where the file cannot be read, or where the tokenizer is not byte-level, has
-    an id of ``vocab_size`` or above, or lacks ``end_token``.
+    Raises InputError where the file cannot be read, or where the tokenizer has an id of
+    ``vocab_size`` or above, or lacks ``end_token``, or is neither byte-level nor a SentencePiece
+    tokenizer that keeps every byte of a text.
     """
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more specific
         raise InputError(f"data.tokenizer ({path}) cannot be read: {error}") from None
-    if not isinstance(tokenizer.decoder, decoders.ByteLevel):
-        raise InputError(
-            f"data.tokenizer ({path}) must be byte-level: bytes of text are counted from tokens"
-        )
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values())
     if largest >= vocab_size:
         raise InputError(
@@ -54,7 +68,25 @@ def read_tokenizer(path: Path, vocab_size: int, end_token: str) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
+    if not _keeps_bytes(tokenizer, vocab_size, end_token):
+        raise InputError(
+            f"data.tokenizer ({path}) must be byte-level, or SentencePiece with byte fallback and "
+            f"no change of the text: bytes of text are counted from tokens"
+        )
     return tokenizer
+
+
+def _keeps_bytes(tokenizer: Tokenizer, vocab_size: int, end_token: str) -> bool:
+    """Whether :func:`bytes_per_token` tells the bytes of texts."""
+    if isinstance(tokenizer.decoder, decoders.ByteLevel):
+        return True
+    sizes = bytes_per_token(tokenizer, vocab_size, end_token)
+    end = sizes[end_of_document(tokenizer, end_token)]
+    return all(
+        sizes[tokenizer.encode(text, add_special_tokens=False).ids].sum() + end
+        == len(text.encode())
+        for text in _TRIED
+    )
 
 
 def end_of_document(tokenizer: Tokenizer, end_token: str = END_OF_DOCUMENT) -> int:
@@ -67,14 +99,29 @@ def end_of_document(tokenizer: Tokenizer, end_token: str = END_OF_DOCUMENT) -> i
 def bytes_per_token(
     tokenizer: Tokenizer, vocab_size: int, end_token: str = END_OF_DOCUMENT
 ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The bytes of text that each token stands for, int64 [V]; 0 for the end token."""
-    # A byte-level token has one character for each byte; an added token is its own text.
+    """The bytes of text that each token stands for, int64 [V].
+
+    The end token stands for 0 bytes, or for -1 where the tokenizer puts a space in front of every
+    document, as SentencePiece does: the sum over a document is then that of its text.
+    """
     tokens = [tokenizer.id_to_token(i) or "" for i in range(vocab_size)]
-    sizes = np.array([len(token) for token in tokens], dtype=np.int64)
+    byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
+    sizes = np.array([_text_bytes(token, byte_level) for token in tokens], dtype=np.int64)
+    # An added token is its own text.
     for i, token in tokenizer.get_added_tokens_decoder().items():
         sizes[i] = len(token.content.encode())
-    sizes[end_of_document(tokenizer, end_token)] = 0
+    end = end_of_document(tokenizer, end_token)
+    sizes[end] = 0
+    if not byte_level:
+        of_one = sizes[tokenizer.encode("a", add_special_tokens=False).ids].sum()
+        sizes[end] = -1 if of_one == 2 else 0
     return sizes
+
+
+def _text_bytes(token: str, byte_level: bool) -> int:
+    if byte_level:  # one character for each byte
+        return len(token)
+    return 1 if _BYTE.fullmatch(token) else len(token.replace(_SPACE, " ").encode())
 
 
 def train_tokenizer(

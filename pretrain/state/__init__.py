@@ -17,7 +17,7 @@ from pretrain.state.names import (
     weight_names,
 )
 from pretrain.state.progress import Progress
-from pretrain.state.run_state import RunState, read_run_state, run_id_of
+from pretrain.state.run_state import RunState, read_run_state, run_id_of, tokenizer_of
 
 if TYPE_CHECKING:
     from pretrain.state.arrays import model_arrays, residual_arrays, training_arrays
@@ -47,6 +47,7 @@ __all__ = [
     "seed_rng",
     "set_rng_states",
     "split_layer",
+    "tokenizer_of",
     "training_arrays",
     "weight_names",
 ]

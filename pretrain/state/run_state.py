@@ -28,6 +28,8 @@ class RunState:
     """Fingerprint of the tokenized corpus."""
     capacity: dict[str, Any] | None
     """Speeds and plans of straggler-aware capacity, see ``CapacityBalance.state``."""
+    tokenizer: str = ""
+    """Fingerprint of the tokenizer, see :func:`pretrain.data.tokenizer_fingerprint`."""
     kind: Literal["training"] = "training"
 
     def as_dict(self) -> dict[str, Any]:
@@ -36,6 +38,7 @@ class RunState:
             "kind": self.kind,
             **self.progress.as_dict(),
             "corpus": self.corpus,
+            "tokenizer": self.tokenizer,
             "capacity": self.capacity,
         }
 
@@ -66,6 +69,11 @@ def read_run_state(manifest: Manifest) -> RunState | None:
             f"state.step ({progress.step}) must be the step of the manifest ({manifest.step})"
         )
     return RunState(progress, corpus, None if capacity is None else dict(capacity))
+
+
+def tokenizer_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What the state of a checkpoint says of the tokenizer, for the state of weights made of it."""
+    return {"tokenizer": state["tokenizer"]} if "tokenizer" in state else {}
 
 
 def run_id_of(manifest: Manifest) -> str:

@@ -6,8 +6,10 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
@@ -19,7 +21,7 @@ from pretrain.convert.hf.config import HFConfig
 from pretrain.convert.hf.families import family_of
 from pretrain.data.manifest import open_corpus
 from pretrain.data.prepare import prepare_corpus
-from pretrain.data.tokenizer import read_tokenizer
+from pretrain.data.tokenizer import bytes_per_token, read_tokenizer
 from pretrain.errors import InputError
 from pretrain.model.decoder import meta_decoder
 from pretrain.spec.read import load_spec
@@ -210,6 +212,11 @@ def corpus(tmp_path_factory) -> dict[str, object]:
     folder = tmp_path_factory.mktemp("corpus")
     write_corpus(folder / "text")
     data = {"source": str(folder / "text"), "path": str(folder / "corpus"), "seq_len": 32}
+    first = {**data, "path": str(folder / "first")}
+    spec = make_spec(folder, data=first, model={"vocab_size": 300})
+    prepare_corpus(spec.data, 300)
+    # The folders have no tokenizer: a run on their weights must name one.
+    data["tokenizer"] = str(folder / "first/tokenizer.json")
     spec = make_spec(folder, data=data, model={"vocab_size": 300})
     prepare_corpus(spec.data, 300)
     return {
@@ -342,6 +349,10 @@ def test_the_models_own_tokenizer_is_taken_along(folders, corpus, tmp_path, caps
     assert spec.data.tokenizer == str(tmp_path / "ours/tokenizer.json")
     assert spec.data.end_token == "<|end|>"
     overrides = {**corpus, "data.path": tmp_path / "corpus", "train.steps": 1}
+    with pytest.raises(AssertionError, match="has weights of another tokenizer than that of data"):
+        other = {**overrides, **corpus, "data.end_token": "<|endoftext|>"}
+        train(tmp_path / "ours/spec.toml", tmp_path / "run", 1, other)
+    del overrides["data.tokenizer"]
     train(tmp_path / "ours/spec.toml", tmp_path / "run", 1, overrides)
     taken = Tokenizer.from_file(str(tmp_path / "corpus/tokenizer.json"))
     assert taken.get_vocab() == Tokenizer.from_file(str(path)).get_vocab()
@@ -352,9 +363,8 @@ def test_the_models_own_tokenizer_is_taken_along(folders, corpus, tmp_path, caps
     with pytest.raises(InputError, match=r"was prepared with end_token <\|end\|>, the spec says"):
         load_spec_and_open(tmp_path / "ours/spec.toml", overrides)
     path.write_text(json.dumps({**renamed, "decoder": {"type": "Fuse"}}))
-    assert run("import", source, tmp_path / "not-bytes") == 0
-    assert "tokenizer.json is not copied" in capsys.readouterr().out
-    assert load_spec(tmp_path / "not-bytes/spec.toml").data.tokenizer is None
+    assert run("import", source, tmp_path / "not-bytes") == 2
+    assert "tokenizer.json) must be byte-level, or SentencePiece" in capsys.readouterr().err
     with pytest.raises(InputError, match="must be byte-level"):
         read_tokenizer(path, 300, "<|end|>")
     path.write_text(json.dumps(renamed))
@@ -362,6 +372,100 @@ def test_the_models_own_tokenizer_is_taken_along(folders, corpus, tmp_path, caps
         read_tokenizer(path, 299, "<|end|>")
     with pytest.raises(InputError, match=r"data.end_token \(x\|y\) must be a token of"):
         read_tokenizer(path, 300, "x|y")
+
+
+def sentencepiece(folder: Path) -> Path:
+    """A tokenizer as transformers converts one of SentencePiece: Llama 2's and Mixtral's form."""
+    merges = ["▁ t", "h e", "▁t he", "i n", "▁ s", "e r", "▁▁ ▁▁", "▁ ▁"]
+    pieces = [*"▁thealionsrdf", *(merge.replace(" ", "") for merge in merges)]
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *pieces]
+    special = [
+        {"id": i, "content": names[i], "single_word": False, "lstrip": False, "rstrip": False,
+         "normalized": False, "special": True}
+        for i in range(3)
+    ]  # fmt: skip
+    space = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    made = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": special,
+        "normalizer": {"type": "Sequence", "normalizers": [
+            {"type": "Prepend", "prepend": "▁"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        ]},
+        "pre_tokenizer": None, "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": [
+            space, {"type": "ByteFallback"}, {"type": "Fuse"},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+        ]},
+        "model": {"type": "BPE", "dropout": None, "unk_token": "<unk>", "fuse_unk": True,
+                  "continuing_subword_prefix": None, "end_of_word_suffix": None,
+                  "byte_fallback": True, "ignore_merges": False,
+                  "vocab": {name: i for i, name in enumerate(names)}, "merges": merges},
+    }  # fmt: skip
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(made))
+    return path
+
+
+def test_a_sentencepiece_tokenizer_goes_in_and_out(folders, corpus, tmp_path, capsys):
+    source = shutil.copytree(folders / "mixtral", tmp_path / "hf")
+    config = json.loads((source / "config.json").read_text()) | {"eos_token_id": 2}
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "tokenizer.model").write_bytes(b"sentencepiece")
+    assert run("import", source, tmp_path / "no") == 2
+    assert "tokenizer.model is read only as a tokenizer.json: make one with" in one_error_line(
+        capsys.readouterr().err
+    )
+    theirs = Tokenizer.from_file(str(sentencepiece(source)))
+    assert run("import", source, tmp_path / "ours") == 0
+    assert "set data.source in" in capsys.readouterr().out
+    spec = tmp_path / "ours/spec.toml"
+    with pytest.raises(
+        AssertionError, match=r"data.source \(name the text to train on here\) must"
+    ):
+        train(spec, tmp_path / "run", 1, {"data.path": tmp_path / "none"})
+
+    own = {**corpus, "data.path": tmp_path / "corpus", "train.steps": 1, "optimizer.lr": 1e-30}
+    del own["data.tokenizer"]
+    train(spec, tmp_path / "run", 1, own)
+    made = json.loads((tmp_path / "corpus/manifest.json").read_text())
+    sizes = bytes_per_token(theirs, 300, "</s>")
+    ids = np.fromfile(tmp_path / "corpus" / made["val"][0]["file"], made["dtype"])
+    assert sizes[ids].sum() == made["val_bytes"], "every byte of the text is counted once"
+
+    capsys.readouterr()
+    assert run("export", tmp_path / "run/checkpoints", tmp_path / "out") == 0
+    assert "its tokenizer is that of" in capsys.readouterr().out
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", local_files_only=True)
+    text = "the sailor is in the inn; déjà vu 漢字"
+    plain = {"add_special_tokens": False}
+    assert again(text, **plain)["input_ids"] == theirs.encode(text, **plain).ids
+    assert again.decode(again(text, **plain)["input_ids"]) == text
+    assert (again.eos_token, again.eos_token_id) == ("</s>", 2)
+    assert load_theirs(tmp_path / "out").config.eos_token_id == 2
+
+    lossy = json.loads(theirs.to_str())
+    lossy["normalizer"]["normalizers"].insert(0, {"type": "Lowercase"})
+    lossy["model"]["byte_fallback"] = False
+    (source / "tokenizer.json").write_text(json.dumps(lossy))
+    assert run("import", source, tmp_path / "lossy") == 2
+    assert "must be byte-level, or SentencePiece with byte" in one_error_line(
+        capsys.readouterr().err
+    )
+
+
+def test_weights_without_a_tokenizer_are_trained_on_with_a_named_one_only(
+    folders, corpus, tmp_path, capsys
+):
+    root = folders / "mixtral-ours"
+    first = str(corpus["data.tokenizer"]).removesuffix("/tokenizer.json")
+    values = {**corpus, "data.path": first, "run_dir": tmp_path / "run", "train.steps": 1}
+    del values["data.tokenizer"]
+    code, _, err = launch(root / "spec.toml", 1, *(f"{k}={v}" for k, v in values.items()))
+    assert code == 2
+    assert "does not know the tokenizer of its weights: name its" in one_error_line(err)
+    assert run("export", root / "checkpoints", tmp_path / "out") == 0
+    assert "no tokenizer is in it" in capsys.readouterr().out
+    assert not (tmp_path / "out/tokenizer.json").exists()
 
 
 def load_spec_and_open(path: Path, overrides: dict[str, object]) -> None:

@@ -229,7 +229,7 @@ def write_decoder(model: ModelConfig, seq_len: int) -> dict[str, Any]:
         "attention_bias": False,
         "attention_dropout": 0.0,
         "use_cache": True,
-        # A checkpoint does not know its tokenizer.
+        # The tokenizer, where it is known, gives the end token.
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
