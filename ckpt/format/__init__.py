@@ -18,7 +18,7 @@ from ckpt.format.manifest import (
     encode_manifest,
     read_manifest,
 )
-from ckpt.format.names import Missing, check_names, renamed
+from ckpt.format.names import Extra, Missing, check_names, renamed
 from ckpt.format.object_index import ObjectRecord, gather
 from ckpt.format.packed import PACKS, TREE, PackedTensor, PackPlace, StoredTensor
 from ckpt.format.shard_layout import Array, ObjectLayout, ReadInto
@@ -36,6 +36,7 @@ __all__ = [
     "Compression",
     "Destination",
     "Encoder",
+    "Extra",
     "Manifest",
     "MeshRecord",
     "Missing",

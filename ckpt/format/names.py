@@ -10,6 +10,10 @@ from ckpt.errors import CheckpointError
 Missing = Literal["refuse", "keep"]
 """What to do about an array that a checkpoint lacks: raise an error, or keep the array's values."""
 
+Extra = Literal["refuse", "ignore"]
+"""What to do about an array of a checkpoint that nobody asks for: raise an error, or leave it out.
+"""
+
 
 def renamed(names: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
     """The old name of every array by its new name.

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from ckpt.errors import CheckpointError
-from ckpt.format import ArrayRecord, Manifest, Missing, ObjectLayout, renamed
+from ckpt.format import ArrayRecord, Extra, Manifest, Missing, ObjectLayout, renamed
 from ckpt.read.box import read_one
 from ckpt.store import THREADS, Location, open_store
 from parallel.layout import Box, box_shape, cells
@@ -23,11 +23,12 @@ def load(
     arrays: Sequence[LocalArray],
     rename: Mapping[str, str] | None = None,
     missing: Missing = "refuse",
+    *,
+    extra: Extra = "refuse",
 ) -> list[str]:
     """Fill this rank's slices in place; the checkpoint may have been saved under any topology.
 
-    Several objects are read at a time, directly into tensors in host memory. Arrays of the
-    checkpoint that are not among ``arrays`` are not read.
+    Several objects are read at a time, directly into tensors in host memory.
 
     Args:
         root: the checkpoint folder or store.
@@ -35,15 +36,23 @@ def load(
         arrays: this rank's slices.
         rename: names of ``arrays`` by names in the checkpoint; see :func:`ckpt.format.renamed`.
         missing: whether an array that the checkpoint lacks is an error, or keeps its values.
+        extra: whether an array of the checkpoint that is not among ``arrays`` is an error, or is
+            not read. An array of which this rank holds no slice may be among ``arrays``.
 
     Returns:
         The names of the arrays that the checkpoint lacks.
 
     Raises:
-        CheckpointError: before any tensor is changed, where the checkpoint lacks an array or has
-            another shape or dtype; later, where an object is missing, short or damaged. The tensors
-            hold unverified numbers then.
+        CheckpointError: before any tensor is changed, where the checkpoint lacks an array, has an
+            array too many, or has another shape or dtype; later, where an object is missing, short
+            or damaged. The tensors hold unverified numbers then.
     """
+    for array in arrays:
+        if not hasattr(array, "spec"):
+            raise TypeError(
+                f"arrays ({type(array).__name__}) must be LocalArrays; ckpt.load_state_dict fills "
+                f"a state dict"
+            )
     store = open_store(root)
     names = renamed([record.name for record in manifest.arrays], rename or {})
     wanted = {array.spec.name for array in arrays}
@@ -53,6 +62,13 @@ def load(
     kept = [n for n in wanted if n not in names] if missing == "keep" else []
     taken = [array for array in arrays if array.spec.name not in kept]
     records = [_matching(manifest, array, names) for array in taken]
+    stray = sorted(names[name] for name in names.keys() - wanted)
+    if stray and extra == "refuse":
+        more = f" and {len(stray) - 1} more" if len(stray) > 1 else ""
+        raise CheckpointError(
+            f"checkpoint array {stray[0]}{more} must be among the arrays to load; "
+            f'pass extra="ignore" to leave out what is not asked for'
+        )
     parts = [
         (array, box, ObjectLayout(record, coordinates))
         for array, record in zip(taken, records, strict=True)

@@ -162,7 +162,8 @@ def _read(store: Store, manifest: Manifest, tensors: dict[str, Tensor], ranks: R
             waves.append([])
         waves[-1].append(rows)
     for i, wave in enumerate(waves):
-        load(store, manifest, [*(own if i == 0 else []), *(rows.array for rows in wave)])
+        arrays = [*(own if i == 0 else []), *(rows.array for rows in wave)]
+        load(store, manifest, arrays, extra="ignore")  # `strict` is checked, of all ranks' names
         for rows in wave:
             rows.scatter(tensors, ranks)
 

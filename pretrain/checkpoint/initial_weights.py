@@ -95,6 +95,6 @@ def _load_weights(
         stray = sorted(n for n in saved if n.startswith("model/") and n not in names)
         if stray:
             raise CheckpointError(f"checkpoint array {stray[0]} has no place in the model")
-        return ckpt.load(root, manifest, arrays, rename, missing)
+        return ckpt.load(root, manifest, arrays, rename, missing, extra="ignore")
     except CheckpointError as error:
         raise CheckpointError(f"init.checkpoint ({root}): {error}") from None

@@ -146,7 +146,7 @@ def _load(job: Job, manifest: Manifest, root: Location, once: bool = False) -> P
     if once and job.dims.replicate_mesh.get_local_rank():
         of_model = {array.spec.name for array in job.arrays()}
         arrays = [array for array in arrays if array.spec.name not in of_model]
-    ckpt.load(root, manifest, arrays)
+    ckpt.load(root, manifest, arrays, extra="ignore")  # what is left out has been named above
     if same_ranks:
         set_rng_states(states, runtime.device)
     else:

@@ -388,21 +388,23 @@ def test_a_load_takes_renamed_arrays_and_keeps_missing_ones_only_when_told(tmp_p
     def fresh():
         return [local_array(spec, topology, 1, torch.ones(5, 4)) for spec in new]
 
-    def load(arrays, *rules):
-        return ckpt.load(tmp_path, manifest, arrays, *rules)
+    def load(arrays, *rules, **more):
+        return ckpt.load(tmp_path, manifest, arrays, *rules, **more)
 
     for rules, match in [
         ((), "has no array b/x"),
         (({"a/": "b/"},), "the model has no array b/y"),
         (({"a/x": "b/x"},), "has no array c"),
         (({"a/z": "b/x"}, "keep"), "rename a/z=b/x: there is no such array"),
+        (({"a/x": "b/x"}, "keep"), r'array a/y must be among .*extra="ignore" to leave'),
+        (({}, "keep"), r"array a/x and 1 more must be among the arrays to load"),
     ]:
         arrays = fresh()
         with pytest.raises(ckpt.CheckpointError, match=match):
             load(arrays, *rules)
         assert all((pieces(array) == 1).all() for array in arrays)
     arrays = fresh()
-    assert load(arrays, {"a/x": "b/x"}, "keep") == ["c"]
+    assert load(arrays, {"a/x": "b/x"}, "keep", extra="ignore") == ["c"]
     expected = local_array(old[0], topology, 1, full_values(old[0]))
     assert torch.equal(bits(pieces(arrays[0])), bits(pieces(expected)))
     assert (pieces(arrays[1]) == 1).all()

@@ -327,7 +327,7 @@ def test_any_layout_loads_what_any_other_saved(runs, data, tmp_path):
         ranks = []
         for rank in range(topology.world):
             arrays = empty_arrays(spec, topology, rank)
-            ckpt.load(saved[a].root, manifest, arrays)
+            ckpt.load(saved[a].root, manifest, arrays, extra="ignore")  # random states
             ranks.append([piece for array in arrays for piece in slices(array)])
         for name, value in whole(ranks).items():
             assert torch.equal(value, saved[a].trained.saved[name]), f"{a} to {b}: {name}"
