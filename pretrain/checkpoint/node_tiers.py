@@ -21,7 +21,7 @@ def restore_from_nodes(
     run_id: str,
     load: Callable[[Manifest, Location], Progress],
     began: float,
-) -> Progress | None:
+) -> tuple[Progress, Manifest] | None:
     """Load the newest checkpoint that every rank finds in its node's tiers, unless the shared
     folder has a newer one; None where that is so, or where there is none. Every rank must call.
 
@@ -51,31 +51,31 @@ def restore_from_nodes(
     ]
     mine = {(manifest.step, ckpt.lifecycle.fingerprint(manifest)) for _, manifest in found}
     common = set.intersection(*map(set, runtime.gather_pairs(sorted(mine))))
-    progress, tried = None, False
+    loaded, tried = None, False
     for step, fingerprint in sorted(common, reverse=True):
-        if step < shared_step or progress is not None:
+        if step < shared_step or loaded is not None:
             break
         taken = ""
         for tier, manifest in found:
             here = manifest.step, ckpt.lifecycle.fingerprint(manifest)
-            if progress is None and here == (step, fingerprint):
+            if loaded is None and here == (step, fingerprint):
                 try:
-                    progress, taken = load(manifest, tier.location), tier.name
+                    loaded, taken = (load(manifest, tier.location), manifest), tier.name
                 except (CheckpointError, InputError) as error:
                     _note(job, step, f"not from tier {tier.name}: {error}", problem=True)
-        if not runtime.agree(progress is not None):
-            progress = None
+        if not runtime.agree(loaded is not None):
+            loaded = None
         else:
             seconds = time.perf_counter() - began
             job.events.publish(Restored(step=step, tier=taken, seconds=seconds))
         tried = True
-    if tried and progress is None and shared_step < 0:
+    if tried and loaded is None and shared_step < 0:
         # Some ranks have loaded parts: fresh weights would not undo their moments and counters.
         raise CheckpointError(
             "no checkpoint in the node-local tiers can be read on every rank, and there is none in "
             f"{job.spec.checkpoint_path}; remove the tiers' folders to start over"
         )
-    return progress
+    return loaded
 
 
 def forget_others(job: Job, tiers: Sequence[Tier], run_id: str, after: int) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
+from pydantic import ValidationError
 
 import ckpt
 from ckpt import CheckpointError, LocalArray, Location, Manifest, Tier
@@ -26,6 +27,7 @@ from pretrain.errors import InputError
 from pretrain.job import Job
 from pretrain.observe import Notice, Restored, SpecChanged, human_bytes
 from pretrain.optim import set_update_count
+from pretrain.spec import JobSpec, is_learning_rate_jump, learning_rate
 from pretrain.state import (
     Progress,
     read_run_state,
@@ -63,11 +65,16 @@ def restore(job: Job, tiers: Sequence[Tier] = ()) -> Progress:
     run = run_id(job)
     step = newest_shared_step(job)
     own = [tier for tier in tiers if tier.ranks is not None]
-    progress = None
+    loaded = None
     if own:
-        progress = restore_from_nodes(job, own, step, run, partial(_load_resumable, job), began)
-    if progress is None:
-        progress = _restore_shared(job, step, began) if step >= 0 else initialize(job)
+        loaded = restore_from_nodes(job, own, step, run, partial(_load_resumable, job), began)
+    if loaded is None and step >= 0:
+        loaded = _restore_shared(job, step, began)
+    if loaded is None:
+        progress = initialize(job)
+    else:
+        progress, manifest = loaded
+        _publish_changes(job, manifest)
     forget_others(job, own, run, progress.step)
     return replace(progress, run_id=run)
 
@@ -77,7 +84,7 @@ def _load_resumable(job: Job, manifest: Manifest, root: Location) -> Progress:
     return _load(job, manifest, root)
 
 
-def _restore_shared(job: Job, step: int, began: float) -> Progress:
+def _restore_shared(job: Job, step: int, began: float) -> tuple[Progress, Manifest]:
     spec, runtime, root = job.spec, job.runtime, job.spec.checkpoint_path
     read = partial(ckpt.read_manifest, root, step)
     manifest = runtime.together(lambda: _or_way_back(root, step, read))
@@ -87,13 +94,30 @@ def _restore_shared(job: Job, step: int, began: float) -> Progress:
     progress = runtime.together(lambda: _or_way_back(root, step, load))
     if once:
         _spread(job)
-    publish = job.events.publish
-    publish(Restored(step=step, tier="shared", seconds=time.perf_counter() - began))
-    for field, before, now in ckpt.lifecycle.spec_differences(
-        resolved(manifest.spec), spec.as_dict()
-    ):
-        publish(SpecChanged(step=step, field=field, before=before, now=now))
-    return progress
+    seconds = time.perf_counter() - began
+    job.events.publish(Restored(step=step, tier="shared", seconds=seconds))
+    return progress, manifest
+
+
+def _publish_changes(job: Job, manifest: Manifest) -> None:
+    """Publish in what the spec differs from that of a checkpoint, and a jump of the learning rate
+    that follows from the differences."""
+    spec, saved, step = job.spec, resolved(manifest.spec), manifest.step
+    for field, before, now in ckpt.lifecycle.spec_differences(saved, spec.as_dict()):
+        job.events.publish(SpecChanged(step=step, field=field, before=before, now=now))
+    if step >= spec.train.steps:
+        return
+    try:
+        before = learning_rate(JobSpec.model_validate(saved), step)
+    except ValidationError:
+        return  # the saved spec breaks a rule of this version
+    now = learning_rate(spec, step)
+    if is_learning_rate_jump(before, now):
+        text = (
+            f"learning rate jumps: step {step + 1} has {now:.2e}, and would have {before:.2e} with "
+            f"the spec of the checkpoint"
+        )
+        job.events.publish(Notice(step=step, text=text))
 
 
 def _or_way_back(root: Location, step: int, act: Callable[[], T]) -> T:

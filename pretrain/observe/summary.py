@@ -6,11 +6,11 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ckpt import open_store
+from ckpt import committed_steps, open_store
 from ckpt.format import manifest_key
 from parallel.layout import count_ranks
 from pretrain.observe.console import human_bytes, say
-from pretrain.spec import JobSpec
+from pretrain.spec import JobSpec, is_learning_rate_jump, learning_rate
 
 _SHADES = " .:-=+*#%@"
 
@@ -93,8 +93,42 @@ def show_summary(summary: Summary, spec: JobSpec) -> None:
     say(
         f"\ncheckpoint  {open_store(root).where(manifest_key(s.steps))}"
         f"\n  inspect   convoy inspect verify {root}"
-        f"\n  reshard   convoy reshard {root} {root}-ep1 --layout ep=1"
-        f"\n  resume    the same command with --set train.steps={2 * s.steps}"
+    )
+    if s.world_size > 1:
+        say(f"  reshard   convoy reshard {root} {root}-ep1 --layout ep=1")
+    say(f"  train on  {how_to_train_on(spec, s.steps, root)}")
+
+
+def how_to_train_on(spec: JobSpec, step: int, root: Path | str) -> str:
+    """What a person can do to train longer than to the last step of a run.
+
+    More steps stretch a schedule: the learning rate at ``step`` may then be a multiple of what it
+    was. Where it is not, the run can be resumed. Otherwise a checkpoint of before the decay of
+    ``wsd`` is named, or a new run that begins with these weights.
+
+    Args:
+        spec: of the run.
+        step: the last step.
+        root: the run's checkpoints.
+    """
+    more = f"--set train.steps={2 * step}"
+    before, longer = learning_rate(spec, step), learning_rate(spec, step, 2 * step)
+    if not is_learning_rate_jump(before, longer):
+        return f"the same command with {more}"
+    if spec.schedule.kind == "wsd":
+        undecayed = [s for s in committed_steps(root) if s <= step - spec.schedule.decay_steps]
+        if undecayed:
+            return (
+                f"convoy prepare SPEC --load-step {undecayed[-1]} goes back to before the decay of "
+                f"the learning rate; then the same command with {more}"
+            )
+    places = f"--set run_dir={spec.run_path}-2"
+    if spec.checkpoint.path is not None:
+        places += f" --set checkpoint.path={spec.checkpoint_path}-2"
+    return (
+        f"the same command with --set init.checkpoint={root} {places} starts a new run from these "
+        f"weights (more steps of this run would raise its learning rate from {before:.1e} to "
+        f"{longer:.1e})"
     )
 
 

@@ -35,6 +35,7 @@ class EvalConfig(BaseModel):
     model_config = _MODEL
 
     interval_steps: int = Field(default=0, ge=0)
-    """Steps between two evaluations; 0 evaluates only at the end of the run."""
+    """Steps between two evaluations, and the last step is evaluated too, before its checkpoint; 0
+    evaluates only after the end of the run."""
     sequences: int = Field(default=128, ge=1)
     """Held-out sequences of one evaluation; the evaluation at the end reads all of them."""

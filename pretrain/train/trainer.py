@@ -17,6 +17,7 @@ from pretrain.observe import CapacityPlanned, Evaluated, StepCommitted, StepSkip
 from pretrain.optim import set_lr
 from pretrain.parallelize import RoutingStats, StepResult
 from pretrain.runtime import StopRequest
+from pretrain.spec import learning_rate
 from pretrain.state import Progress, rng_states, set_rng_states
 from pretrain.train.barrier import Action, Decision, Report, decide, exchange
 from pretrain.train.evaluate import evaluate
@@ -61,12 +62,15 @@ class Trainer:
             if decision.action is Action.SKIP and not stopped:
                 continue
             step = self.progress.step
-            last = stopped or step == spec.train.steps
+            done = step == spec.train.steps
+            last = stopped or done
             every = spec.train.log_interval_steps
-            if self.interval.tokens and (step % every == 0 or step == spec.train.steps):
+            if self.interval.tokens and (step % every == 0 or done):
                 self.end_interval(decision)
             every = spec.eval.interval_steps
-            if every and step % every == 0 and not last:
+            # Before the save: the manifest has the result, by which the best checkpoints stay. A
+            # run that was asked to stop may have little time, and only saves.
+            if every and (done or (step % every == 0 and not stopped)):
                 self.validate()
             if checkpointer.due(step, requested=decision.save, last=last):
                 checkpointer.save(self.progress, last)
@@ -139,19 +143,13 @@ class Trainer:
             bad_layer=_bad_layer(self.job.moe_layers, result.routing),
         )
 
-    @property
-    def _lr(self) -> float:
-        """The learning rate of the update that makes the next step."""
-        spec = self.job.spec
-        return spec.optimizer.lr * spec.schedule.ratio(self.progress.step, spec.train.steps)
-
     def _commit(self, decision: Decision, cursor: Cursor, planned: int) -> None:
         job, clip = self.job, self.job.spec.optimizer.clip_norm
         factor = planned / decision.target_tokens
         if clip and decision.grad_norm > clip:
             factor *= clip / decision.grad_norm
         scale_gradients(job.model, factor / (decision.loss_scale or 1.0))
-        set_lr(job.optimizer, self._lr)
+        set_lr(job.optimizer, learning_rate(job.spec, self.progress.step))
         job.optimizer.step()
         if job.compressed is not None:
             job.compressed.commit()
