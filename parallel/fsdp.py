@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from parallel.collectives import all_gather, all_reduce, reduce_scatter
+from parallel.equal_weights import check_equal_weights
 from parallel.expert_parallel import expert_modules
 from parallel.layout import FSDP_DENSE_DIM, FSDP_EXPERT_DIM
 from parallel.mesh import ParallelDims
@@ -61,11 +62,18 @@ def apply_fsdp(
         offload: keep local shards of parameters, gradients and optimizer state in host memory; the
             optimizer then runs on the CPU. Parameters must be made on the CPU, buffers on the
             device.
+
+    Raises ValueError on every rank where ranks have other initial values of a parameter: replicas
+    would stay apart, and shards would come from different models. A few values of each parameter
+    are compared; parameters on the meta device are not.
     """
+    if not isinstance(dims, ParallelDims):
+        raise TypeError(f"dims ({type(dims).__name__}) must be a ParallelDims")
     t = dims.topology
     casts = compute_dtype is not None
     if t.world == t.pp and not casts and not offload:
         return model
+    check_equal_weights(model, dims)
     policy = MixedPrecisionPolicy(compute_dtype, torch.float32) if casts else MixedPrecisionPolicy()
     host = CPUOffloadPolicy(torch.cuda.is_available()) if offload else OffloadPolicy()
     sharded: list[nn.Module] = []

@@ -120,6 +120,7 @@ def a_rank_that_waits(rank: int, waited: Path) -> tuple[CommStats, CommStats, di
         words = monitor.describe()
         model = nn.Sequential(nn.Linear(4, 4))
         apply_fsdp(model, ParallelDims.build(Topology(dp_shard=2), "cpu"), blocks=[model[0]])
+        monitor.take()  # what compared the initial weights
         model(torch.ones(1, 4)).sum().backward()
         return late, hidden, monitor.take(), words, monitor.take()
 
