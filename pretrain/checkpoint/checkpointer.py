@@ -150,7 +150,6 @@ class Checkpointer:
         self.clock.wrote(event.tier, event.write_seconds)
         if event.what != "committed" or not self.job.runtime.is_first:
             return
-        self.progress.commit(event.tier, event.step)
         where = next(tier.location for tier in self.writer.tiers if tier.name == event.tier)
         self.job.events.publish(
             CheckpointCommitted(

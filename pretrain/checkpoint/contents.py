@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ckpt
-from ckpt import LocalArray, Manifest, SaveInfo
+from ckpt import LocalArray, SaveInfo
 from pretrain.checkpoint.run_id import save_id
 from pretrain.job import Job
 from pretrain.state import Progress, RunState, rng_arrays
@@ -32,12 +31,3 @@ def save_info(job: Job, progress: Progress) -> SaveInfo:
         spec_hash=spec.hash,
         compression=spec.checkpoint.compression,
     )
-
-
-def save_checkpoint(job: Job, progress: Progress) -> Manifest | None:
-    """Commit the state as it is after ``progress.step`` steps, while every rank waits.
-
-    Raises CheckpointError on every rank where any could not write.
-    """
-    root, arrays = job.spec.checkpoint_path, checkpoint_arrays(job)
-    return ckpt.save(root, save_info(job, progress), arrays, job.runtime.rank, job.runtime.agree)

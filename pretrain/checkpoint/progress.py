@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import ckpt
 from pretrain.job import Job
@@ -10,7 +10,7 @@ from pretrain.job import Job
 
 @dataclass
 class CheckpointProgress:
-    """The newest step that was restored, begun and committed."""
+    """The newest step that was restored, and begun."""
 
     restored: int
     """The step after which this start began; 0 for a new run."""
@@ -18,17 +18,11 @@ class CheckpointProgress:
     """The newest step of which a save was begun, or that was restored."""
     shared_begun: int
     """The newest step that the shared tier has, or was given."""
-    committed: dict[str, int] = field(default_factory=dict)
-    """By tier, the newest step whose commit this process has seen; rank 0 sees ``shared``."""
 
     @staticmethod
     def after(restored: int, shared_step: int) -> CheckpointProgress:
         """For a start that resumed after ``restored``; the shared tier has ``shared_step``."""
-        return CheckpointProgress(restored, restored, shared_step, {"shared": shared_step})
-
-    def commit(self, tier: str, step: int) -> None:
-        """Note that a tier has the whole checkpoint of ``step``."""
-        self.committed[tier] = max(step, self.committed.get(tier, 0))
+        return CheckpointProgress(restored, restored, shared_step)
 
 
 def newest_shared_step(job: Job) -> int:

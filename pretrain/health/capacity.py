@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel import Topology
+from parallel.layout import count_ranks
 from pretrain.errors import InputError
 from router import (
     UNITS_PER_RANK,
@@ -46,7 +47,7 @@ class CapacityBalance:
             if found != like:
                 raise InputError(
                     f"moe.capacity.replay_log ({path}) must be of {len(like)} expert groups of "
-                    f"{like[0]} ranks; after step {step} it has {found}"
+                    f"{count_ranks(like[0])}; after step {step} it has {found}"
                 )
             if any(min(units) < 1 or sum(units) != UNITS_PER_RANK * len(units) for units in plans):
                 raise InputError(

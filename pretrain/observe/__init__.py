@@ -22,14 +22,13 @@ from pretrain.observe.events import (
     StepCommitted,
     StepSkipped,
 )
-from pretrain.observe.jsonl import History, JsonlLog, read_log
+from pretrain.observe.jsonl import History, JsonlLog, last_step, read_log
 
 if TYPE_CHECKING:
     from pretrain.observe.prometheus import Endpoint, Metrics
     from pretrain.observe.status import (
         Status,
         StatusFile,
-        last_step,
         newest_checkpoint,
         outcome_of,
         read_status,
@@ -80,7 +79,6 @@ _ON_DEMAND = {
     "Status": "pretrain.observe.status",
     "StatusFile": "pretrain.observe.status",
     "Summary": "pretrain.observe.summary",
-    "last_step": "pretrain.observe.status",
     "newest_checkpoint": "pretrain.observe.status",
     "outcome_of": "pretrain.observe.status",
     "read_status": "pretrain.observe.status",

@@ -21,6 +21,7 @@ from pretrain.errors import InputError
 from pretrain.observe.console import say
 from pretrain.observe.events import EVENTS, Event, RunDone, RunStarted, RunStopped, StepCommitted
 
+_TAIL_BYTES = 1 << 16
 _RENAMED = {"cursor": "consumed_samples"}
 """Fields of version 0, by the names that they have now."""
 
@@ -117,6 +118,23 @@ def read_log(path: Path) -> Log:
         if found is not None:
             lines.append(found)
     return Log(lines, problems)
+
+
+def last_step(path: Path) -> int | None:
+    """The newest step in the last 64 KiB of a log; None where there is none, or no log."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            texts = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return None
+    for text in reversed(texts):
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            line = _parse(text)
+            step = None if line is None else getattr(line.event, "step", None)
+            if isinstance(step, int):
+                return step
+    return None
 
 
 def _parse(text: str) -> LoggedEvent | None:

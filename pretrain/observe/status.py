@@ -11,7 +11,6 @@ written goes on.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 from collections.abc import Iterator
@@ -33,8 +32,7 @@ from pretrain.errors import (
     InputError,
     LostRankError,
 )
-
-_TAIL_BYTES = 1 << 16
+from pretrain.observe.jsonl import last_step
 
 State = Literal[
     "running", "done", "lost_rank", "bad_input", "health", "try_again", "interrupted", "crashed"
@@ -196,22 +194,6 @@ def outcome_of(error: BaseException) -> tuple[State, int, str]:
         case SystemExit(code=code) if code == EXIT_LOST:
             return "lost_rank", EXIT_LOST, "a collective failed, and another rank printed which"
     return "crashed", EXIT_CRASHED, f"{type(error).__name__}: {text}".removesuffix(": ")
-
-
-def last_step(log: Path) -> int | None:
-    """The newest step that a log.jsonl tells of; None where there is none."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return None
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            step = json.loads(line)["step"]
-            if isinstance(step, int):
-                return step
-    return None
 
 
 def newest_checkpoint(location: Path | str | None) -> str | None:

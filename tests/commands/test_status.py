@@ -16,7 +16,8 @@ from parallel.layout import Topology
 from pretrain.commands import main
 from pretrain.commands.pretrain import main as pretrain
 from pretrain.errors import HealthError, InputError, LostRankError
-from pretrain.observe.status import Status, StatusFile, last_step, outcome_of, read_status
+from pretrain.observe import RunStopped, last_step
+from pretrain.observe.status import Status, StatusFile, outcome_of, read_status
 from pretrain.runtime.locks import lock_folder
 from tests.pretrain.test_runs import launch
 from tests.support.checkpoints import save_with_threads
@@ -45,7 +46,9 @@ def test_a_run_that_is_stopped_done_and_refused(tmp_path, monkeypatch, capsys):
         with status.during(spec.checkpoint_path):
             assert found(run).state == "running"
             save_with_threads(spec.checkpoint_path, step, Topology())
-            (run / "log.jsonl").write_text(json.dumps({"event": "step", "step": step}) + "\n")
+            (run / "log.jsonl").write_text(
+                json.dumps({"event": RunStopped.name, "step": step}) + "\n"
+            )
         status.end(code)
         return code
 
@@ -167,7 +170,7 @@ def test_a_run_that_was_killed_says_so(tmp_path, capsys):
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=60)
     assert found(tmp_path).is_gone
-    (tmp_path / "log.jsonl").write_text('{"event": "step", "step": 41}\nhalf a li')
+    (tmp_path / "log.jsonl").write_text('{"event": "stopped", "step": 41}\nhalf a li')
     assert main("status", [str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("killed: process ")
@@ -198,6 +201,7 @@ def test_the_last_step_of_a_log(tmp_path):
     assert last_step(log) is None
     log.write_text("")
     assert last_step(log) is None
-    events = [{"event": "step", "step": 7}, {"event": "x"}, {"event": "y", "step": None}, 3, None]
-    log.write_text("".join(json.dumps(event) + "\n" for event in events))
+    stop = {"event": RunStopped.name, "step": 7}
+    events = [stop, {"event": "x"}, {**stop, "step": None}, 3, None]
+    log.write_text("".join(json.dumps(event) + "\n" for event in events) + '{"event": "st')
     assert last_step(log) == 7

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from parallel import local_shard
-from pretrain.checkpoint.contents import save_checkpoint
 from pretrain.checkpoint.resume import restore
 from pretrain.commands.pretrain import main
 from pretrain.errors import HealthError
@@ -22,7 +21,7 @@ from pretrain.spec.job import JobSpec
 from pretrain.state.progress import Progress
 from pretrain.train import trainer
 from pretrain.train.trainer import Trainer
-from tests.support.jobs import data_of, events, prepare_job
+from tests.support.jobs import data_of, events, prepare_job, save_checkpoint
 from tests.support.layouts import Attempt, NoCheckpoints, Trained, spec_for, train
 from tests.support.ranks import run_ranks
 

@@ -7,9 +7,13 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+import ckpt
+from pretrain.checkpoint.contents import checkpoint_arrays, save_info
 from pretrain.data.prepare import prepare_corpus
+from pretrain.job import Job
 from pretrain.spec.job import JobSpec
 from pretrain.spec.read import load_spec
+from pretrain.state import Progress
 
 
 def write_corpus(folder: Path, files: int = 40) -> Path:
@@ -71,6 +75,12 @@ def write_spec(folder: Path, name: str = "spec.json", **sections: Any) -> Path:
 
 def make_spec(folder: Path, **sections: Any) -> JobSpec:
     return load_spec(write_spec(folder, **sections))
+
+
+def save_checkpoint(job: Job, progress: Progress) -> None:
+    """Commit the state as it is after ``progress.step`` steps, while every rank waits."""
+    root, arrays = job.spec.checkpoint_path, checkpoint_arrays(job)
+    ckpt.save(root, save_info(job, progress), arrays, job.runtime.rank, job.runtime.agree)
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:

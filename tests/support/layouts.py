@@ -15,7 +15,6 @@ from torch import Tensor
 from ckpt import LocalArray
 from parallel import Topology, local_shard, parse_topology
 from parallel.layout import Box, box_shape
-from pretrain.checkpoint.contents import save_checkpoint
 from pretrain.checkpoint.resume import restore
 from pretrain.job import Job, build_job
 from pretrain.model.decoder import meta_decoder
@@ -27,7 +26,7 @@ from pretrain.state.arrays import _stack
 from pretrain.state.progress import Progress
 from pretrain.train import trainer
 from pretrain.train.barrier import Action
-from tests.support.jobs import make_spec
+from tests.support.jobs import make_spec, save_checkpoint
 from tests.support.ranks import run_ranks
 
 Slices = list[tuple[str, tuple[int, ...], Box, Tensor]]
