@@ -94,6 +94,8 @@ class LocalArray:
         pieces: without ``stacked`` a tensor of the box's shape for each box. With ``stacked`` a
             tensor for each index of the first dim in the boxes, of the shape of the other dims.
         stacked: whether each index of the first dim has a tensor of its own.
+
+    Raises ValueError where number, shapes or dtypes of the tensors are not those of the boxes.
     """
 
     def __init__(
@@ -101,11 +103,20 @@ class LocalArray:
     ) -> None:
         self.spec, self.boxes, self.pieces, self.stacked = spec, list(boxes), list(pieces), stacked
         first = [i for box in boxes for i in range(*box[0])] if stacked else list(range(len(boxes)))
+        if len(first) != len(self.pieces):
+            what = "indices of the first dim in boxes" if stacked else "boxes"
+            raise ValueError(
+                f"array {spec.name}: pieces ({len(self.pieces)}) must be as many as {what} "
+                f"({len(first)})"
+            )
         self._piece_at = dict(zip(first, self.pieces, strict=True))
         for i, piece in enumerate(self.pieces):
             sizes = box_shape(boxes[0][1:] if stacked else boxes[i])
-            assert tuple(piece.shape) == sizes, (spec.name, piece.shape, sizes)
-            assert piece.dtype == spec.dtype, (spec.name, piece.dtype)
+            if (tuple(piece.shape), piece.dtype) != (sizes, spec.dtype):
+                raise ValueError(
+                    f"array {spec.name}: a tensor of shape {tuple(piece.shape)} and {piece.dtype} "
+                    f"must have the shape of its box {sizes} and {spec.dtype}"
+                )
 
     def read_into(self, box: Box, out: Array) -> None:
         """Copy the numbers of a box within these slices to ``out``, in the stored dtype.

@@ -14,14 +14,18 @@ from moe.experts import GroupedExperts, choose_backend
 from moe.layer import FeedForward, MoEAux, MoELayer, MoEOutput
 from moe.rows import Rows
 from moe.stopwatch import Stopwatch
+from router import CapacityConfig, DroplessConfig, FixedCapacityConfig, StragglerAwareConfig
 
 __all__ = [
     "ACTIVATIONS",
     "AllGatherDispatcher",
     "AllToAllDispatcher",
+    "CapacityConfig",
     "DispatchedRows",
     "Dispatcher",
+    "DroplessConfig",
     "FeedForward",
+    "FixedCapacityConfig",
     "GroupedExperts",
     "LocalDispatcher",
     "MoEAux",
@@ -31,5 +35,6 @@ __all__ = [
     "PaddedAllToAllDispatcher",
     "Rows",
     "Stopwatch",
+    "StragglerAwareConfig",
     "choose_backend",
 ]

@@ -284,7 +284,7 @@ class PaddedAllToAllDispatcher:
         """
         if len(x_TD) > self.max_tokens_per_call:
             raise ValueError(
-                f"a call has {len(x_TD)} tokens: moe.max_tokens_per_call "
+                f"a call has {len(x_TD)} tokens: max_tokens_per_call "
                 f"({self.max_tokens_per_call}) must be at least as many"
             )
         experts = range(len(routed.rows_per_expert_E))

@@ -184,19 +184,19 @@ def choose_backend(
     can_pack = device_type == "cpu" and dtype in (torch.float32, torch.float64) and not compiling
     if backend == "grouped_mm" and not can_group:
         raise ValueError(
-            f"moe.backend (grouped_mm) must have moe.d_model ({d_model}) and moe.d_ff ({d_ff}) "
+            f"backend (grouped_mm) must have d_model ({d_model}) and d_ff ({d_ff}) "
             f"multiples of {row} for {dtype}, and a dtype that it takes on {device_type} "
             f"({', '.join(map(str, dtypes))}); use loop or auto"
         )
     if backend == "packed" and not can_pack:
         raise ValueError(
-            f"moe.backend (packed) must have float32 or float64 on a CPU, uncompiled, not {dtype} "
+            f"backend (packed) must have float32 or float64 on a CPU, uncompiled, not {dtype} "
             f"on {device_type}; use auto"
         )
     if backend == "megablocks":
         why = why_no_megablocks(dtype, device_type)
         if why:
-            raise ValueError(f"moe.backend (megablocks) {why}")
+            raise ValueError(f"backend (megablocks) {why}")
     if backend != "auto":
         return backend
     if can_pack:

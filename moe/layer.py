@@ -117,6 +117,8 @@ class MoELayer(nn.Module):
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
+        if not isinstance(config, MoEConfig):
+            raise TypeError(f"config ({type(config).__name__}) must be a MoEConfig")
         self.config = c = config
         self.router = TopKRouter(c.d_model, c)
         self.experts = GroupedExperts(
@@ -168,7 +170,7 @@ class MoELayer(nn.Module):
             self.dispatcher = AllToAllDispatcher(group, chunks=c.overlap_chunks)
         elif across_nodes is None or within_node is None:
             raise ValueError(
-                "moe.dispatcher (hierarchical) must have expert ranks on more than one node, and "
+                "dispatcher (hierarchical) must have expert ranks on more than one node, and "
                 "more than one on each, in equal numbers, and be given ParallelDims.ep_node_meshes "
                 "of meshes built with ranks_per_node; or use all_to_all"
             )
@@ -195,7 +197,7 @@ class MoELayer(nn.Module):
         """
         if not x.ndim or x.shape[-1] != self.config.d_model or not x.is_floating_point():
             raise ValueError(
-                f"the input's last dim ({x.shape[-1] if x.ndim else 'none'}) must be moe.d_model "
+                f"the input's last dim ({x.shape[-1] if x.ndim else 'none'}) must be d_model "
                 f"({self.config.d_model}) and its dtype ({x.dtype}) a floating one"
             )
         x_TD = x.reshape(x.numel() // x.shape[-1], x.shape[-1])

@@ -192,11 +192,15 @@ class ParallelConfig(BaseModel):
                 f"({self.pp} x {self.dp_replicate} x {dp_shard} x {self.cp} x {self.tp} = "
                 f"{dp_shard * others}) must multiply to the world size ({world})"
             )
-        return Topology(
-            pp=self.pp,
-            dp_replicate=self.dp_replicate,
-            dp_shard=dp_shard,
-            cp=self.cp,
-            tp=self.tp,
-            ep=self.ep,
-        )
+        try:
+            return Topology(
+                pp=self.pp,
+                dp_replicate=self.dp_replicate,
+                dp_shard=dp_shard,
+                cp=self.cp,
+                tp=self.tp,
+                ep=self.ep,
+            )
+        except ValueError as error:
+            text = str(error)
+            raise ValueError(f"parallel.{text}" if text.startswith("ep ") else text) from None

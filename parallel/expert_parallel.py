@@ -77,6 +77,8 @@ def apply_expert_parallel(
 
     Raises ValueError where a layer's number of experts is not a multiple of the ranks.
     """
+    if not isinstance(ep_mesh, DeviceMesh):
+        raise TypeError(f"ep_mesh ({type(ep_mesh).__name__}) must be a mesh, as dims.ep_mesh")
     node_groups = [] if node_meshes is None else [mesh.get_group() for mesh in node_meshes]
     ranks = ep_mesh.size()
     if ranks == 1:
@@ -86,8 +88,8 @@ def apply_expert_parallel(
             for name, parameter in list(owner.named_parameters(recurse=False)):
                 if parameter.shape[0] % ranks:
                     raise ValueError(
-                        f"moe.num_experts ({parameter.shape[0]}) must be a multiple of "
-                        f"parallel.ep ({ranks})"
+                        f"num_experts ({parameter.shape[0]}) must be a multiple of the ranks of "
+                        f"ep_mesh ({ranks})"
                     )
                 cut = distribute_tensor(parameter, ep_mesh, [Shard(0)], src_data_rank=None)
                 owner.register_parameter(

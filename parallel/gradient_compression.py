@@ -51,6 +51,8 @@ class CompressedSum:
     def __init__(
         self, model: nn.Module, group: dist.ProcessGroup, how: Literal["bfloat16", "one_bit"]
     ) -> None:
+        if how not in ("bfloat16", "one_bit"):
+            raise ValueError(f"how ({how}) must be bfloat16 or one_bit")
         self.model, self.group, self.how = model, group, how
         self.residuals: dict[str, Tensor] = {}
         """By parameter name: the rounding error for the next step, float32; one_bit only."""

@@ -18,8 +18,12 @@ def grad_square_sum(model: nn.Module, dims: ParallelDims | None) -> Tensor:
 
     The sum over all ranks is the squared global norm: a shard that n ranks hold counts 1/n on each
     of the n ranks. Parameters without a gradient count as zeros. ``dims`` are the meshes that the
-    model is parallelized over; None for one process.
+    model is parallelized over; None for one process, and a ValueError for a model that is sharded.
     """
+    if dims is None and any(_num_shards(parameter) > 1 for parameter in model.parameters()):
+        raise ValueError(
+            "dims (None) must be the model's ParallelDims: its parameters are sharded over ranks"
+        )
     ranks = 1 if dims is None else dims.topology.world // dims.topology.pp
     by_replicas: dict[int, list[Tensor]] = {}
     for parameter in model.parameters():

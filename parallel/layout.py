@@ -45,14 +45,14 @@ class Topology:
     def __post_init__(self) -> None:
         for field in fields(self):
             degree = getattr(self, field.name)
-            if degree < 1:
-                raise ValueError(f"parallel.{field.name} ({degree}) must be at least 1")
+            if not isinstance(degree, int) or degree < 1:
+                raise ValueError(f"{field.name} ({degree}) must be a whole number of at least 1")
         inner = self.dp_shard * self.cp * self.tp
         if self.world > MOST_RANKS:
             raise ValueError(f"a topology of {self.world} ranks must have at most {MOST_RANKS}")
         if inner % self.ep:
             raise ValueError(
-                f"parallel.ep ({self.ep}) must divide dp_shard x cp x tp "
+                f"ep ({self.ep}) must divide dp_shard x cp x tp "
                 f"({self.dp_shard} x {self.cp} x {self.tp} = {inner})"
             )
 
@@ -147,7 +147,8 @@ class ShardLayout:
         if len(set(used)) != len(used):
             raise ValueError(f"splits {self.splits} must have each axis once")
         if not any(set(used) | ({"pp"} if self.stages else set()) <= set(b) for b in _BASES):
-            raise ValueError(f"splits {self.splits} must be axes that go together")
+            together = "; ".join(", ".join(axes) for axes in _BASES)
+            raise ValueError(f"splits {self.splits} must name axes that go together: {together}")
         if len(self.stages) > 1 and (self.shape[:1] != (len(self.stages),) or self.splits[0]):
             raise ValueError(f"stages ({len(self.stages)}) must be one for each index of dim 0")
 

@@ -56,8 +56,15 @@ class ParallelDims:
             device_type: ``cpu`` or ``cuda``.
             ranks_per_node: consecutive ranks that share a machine; None for one machine.
 
-        Raises ValueError where the topology is of another world size.
+        Raises ValueError where the topology is of another world size, or where there is no process
+        group.
         """
+        if not dist.is_initialized():
+            raise ValueError(
+                "ParallelDims.build needs a process group: call "
+                "torch.distributed.init_process_group() first, in processes that torchrun has "
+                "started"
+            )
         world = dist.get_world_size()
         if topology.world != world:
             raise ValueError(

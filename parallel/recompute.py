@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,8 @@ def apply_recompute(blocks: Sequence[nn.Module], how: Recompute, every: int = 1)
             more, because their GEMMs are not torch's. ``none`` changes nothing.
         every: 1 for all blocks, n for the first of every n blocks.
     """
+    if how not in get_args(Recompute):
+        raise ValueError(f"how ({how}) must be one of {', '.join(get_args(Recompute))}")
     if how == "none":
         return
     contexts = noop_context_fn

@@ -6,6 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from router.config_errors import OneLineErrors
+
 ScoreFunc = Literal["softmax", "sigmoid"]
 Routing = Literal["top_k", "expert_choice", "sinkhorn", "force_load_balance"]
 DropPolicy = Literal["reroute", "probs", "position"]
@@ -15,7 +17,7 @@ _MODEL = ConfigDict(
 )
 
 
-class DroplessConfig(BaseModel):
+class DroplessConfig(BaseModel, metaclass=OneLineErrors):
     """No expert has a capacity: every chosen assignment is computed."""
 
     model_config = _MODEL
@@ -28,7 +30,7 @@ class DroplessConfig(BaseModel):
     room."""
 
 
-class FixedCapacityConfig(BaseModel):
+class FixedCapacityConfig(BaseModel, metaclass=OneLineErrors):
     """Every expert has the same capacity (GShard, Lepikhin et al., arXiv 2006.16668)."""
 
     model_config = _MODEL
@@ -44,7 +46,7 @@ class FixedCapacityConfig(BaseModel):
     dropped. ``position``: the assignments of the last tokens are dropped."""
 
 
-class StragglerAwareConfig(BaseModel):
+class StragglerAwareConfig(BaseModel, metaclass=OneLineErrors):
     """Each rank has a capacity in proportion to its measured speed; what is over is rerouted."""
 
     model_config = _MODEL
@@ -90,10 +92,10 @@ _VARIANTS: dict[str, type[BaseModel]] = {
 }
 
 
-class RouterConfig(BaseModel):
+class RouterConfig(BaseModel, metaclass=OneLineErrors):
     """Scores, choice of experts, capacity, and the auxiliary losses of one router.
 
-    Raises ValidationError (a ValueError) for fields that do not fit together.
+    Raises ValueError, one line, for fields that do not fit together.
     """
 
     model_config = _MODEL

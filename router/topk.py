@@ -117,7 +117,7 @@ class TopKRouter(nn.Module):
         self.register_buffer("expert_bias", bias)
         if config.routing == "force_load_balance":
             warnings.warn(
-                "moe.routing is force_load_balance: tokens go to experts in turn, whatever their "
+                "routing is force_load_balance: tokens go to experts in turn, whatever their "
                 "scores; this is for benchmarks and does not train a router",
                 stacklevel=2,
             )
@@ -293,8 +293,8 @@ class TopKRouter(nn.Module):
         if replay_TK.shape != (tokens, K) or replay_TK.dtype != torch.int64:
             raise ValueError(
                 f"replay_indices_TK ({list(replay_TK.shape)}, {replay_TK.dtype}) must be "
-                f"[{tokens}, {K}] int64: the tokens, and moe.top_k or, under expert_choice, "
-                f"moe.num_experts"
+                f"[{tokens}, {K}] int64: the tokens, and top_k or, under expert_choice, "
+                f"num_experts"
             )
         # On an accelerator this check would wait for the device.
         if replay_TK.device.type == "cpu" and replay_TK.numel():
@@ -302,7 +302,7 @@ class TopKRouter(nn.Module):
             if low < -E or high > E:
                 raise ValueError(
                     f"replay_indices_TK ({int(low)} to {int(high)}) must be below "
-                    f"moe.num_experts ({E}), {E} for no expert, or -1 - e for a dropped expert e"
+                    f"num_experts ({E}), {E} for no expert, or -1 - e for a dropped expert e"
                 )
 
     def _weights(
@@ -346,11 +346,11 @@ class TopKRouter(nn.Module):
         Raises ValueError for a router without biases, and for a count of another number of experts.
         """
         if self.expert_bias is None:
-            raise ValueError("moe.expert_bias (false) must be true for update_bias")
+            raise ValueError("expert_bias (false) must be true for update_bias")
         if tokens_per_expert_E.shape != self.expert_bias.shape:
             raise ValueError(
                 f"tokens_per_expert_E ({list(tokens_per_expert_E.shape)}) must be "
-                f"[{len(self.expert_bias)}], a count for each of moe.num_experts"
+                f"[{len(self.expert_bias)}], a count for each of num_experts"
             )
         # n_i is compared with the mean in integers, E · n_i with the sum: exact for any counts.
         counts_E = tokens_per_expert_E.to(self.expert_bias.device)

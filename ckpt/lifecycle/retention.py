@@ -93,9 +93,12 @@ def retain(
         now: see :func:`plan_retention`.
 
     Raises:
+        ValueError: where ``keep`` is below 1.
         OSError: where a manifest cannot be removed.
         CheckpointError: where the store cannot be listed.
     """
+    if isinstance(keep, int) and keep < 1:
+        raise ValueError(f"keep ({keep}) must be at least 1")
     retention = keep if isinstance(keep, Retention) else Retention(keep=keep)
     store = open_store(root)
     plan, removed = plan_retention(store, retention, now), list[int]()

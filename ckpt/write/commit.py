@@ -71,10 +71,37 @@ class SaveInfo:
     packed: tuple[PackedTensor, ...] = ()
     """The tensors in the packs among the arrays."""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for what no manifest can have, before anything is written."""
+        if not isinstance(self.step, int) or self.step < 0:
+            raise ValueError(f"step ({self.step}) must be a whole number of at least 0")
+        if "/" in self.save_id or self.save_id[:1] in ("", "."):
+            raise ValueError(
+                f"save_id ({self.save_id!r}) must be a name without '/' that does not begin with "
+                f"'.'"
+            )
+        for field in ("state", "spec"):
+            found = _not_json(getattr(self, field), field)
+            if found is not None:
+                raise ValueError(f"{found} must be plain JSON; save a tensor as an array")
+
     @property
     def writers(self) -> Sequence[int]:
         """The ranks that write to this store; the first of them commits."""
         return range(self.topology.world) if self.ranks is None else self.ranks
+
+
+def _not_json(value: Any, path: str) -> str | None:
+    """The path and the type of the first value that is no JSON; None where there is none."""
+    if value is None or isinstance(value, str | int | float):
+        return None
+    if isinstance(value, list | tuple):
+        parts = ((f"{path}[{i}]", each) for i, each in enumerate(value))
+    elif isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        parts = ((f"{path}[{key!r}]", each) for key, each in value.items())
+    else:
+        return f"{path} ({type(value).__name__})"
+    return next((found for at, each in parts if (found := _not_json(each, at))), None)
 
 
 def begin(store: Store, info: SaveInfo, rank: int) -> None:

@@ -43,6 +43,12 @@ def save(
         CheckpointError: on every rank, where any rank could not write; no checkpoint is committed
             then, and the written objects are removed.
     """
+    for array in arrays:
+        if not hasattr(array, "spec"):
+            raise TypeError(
+                f"arrays ({type(array).__name__}) must be LocalArrays; ckpt.save_state_dict saves "
+                f"a state dict"
+            )
     store = open_store(root)
     records = [array.spec.record(info.topology, info.compression) for array in arrays]
     failure: Exception | None = None

@@ -236,21 +236,19 @@ def too_many_tokens(rank: int) -> None:
     dims = ParallelDims.build(Topology(dp_shard=2, ep=2), "cpu")
     layer = make_layer(dispatcher="padded_all_to_all", max_tokens_per_call=4)
     apply_expert_parallel(layer, dims.ep_mesh)
-    with pytest.raises(
-        ValueError, match=r"5 tokens: moe.max_tokens_per_call \(4\) must be at least"
-    ):
+    with pytest.raises(ValueError, match=r"5 tokens: max_tokens_per_call \(4\) must be at least"):
         layer(torch.randn(5, D))
-    with pytest.raises(ValueError, match=r"moe.dispatcher \(hierarchical\) must have expert ranks"):
+    with pytest.raises(ValueError, match=r"dispatcher \(hierarchical\) must have expert ranks"):
         apply_expert_parallel(make_layer(dispatcher="hierarchical"), dims.ep_mesh)
 
 
 def test_what_a_dispatcher_cannot_do_is_refused():
     run_ranks(too_many_tokens, 2)
-    with pytest.raises(ValueError, match=r"moe.max_tokens_per_call \(0\) must be above 0"):
+    with pytest.raises(ValueError, match=r"max_tokens_per_call \(0\) must be above 0"):
         make_layer(dispatcher="padded_all_to_all")
-    with pytest.raises(ValueError, match=r"moe.max_tokens_per_call \(9\) must be above 0 with"):
+    with pytest.raises(ValueError, match=r"max_tokens_per_call \(9\) must be above 0 with"):
         make_layer(max_tokens_per_call=9)
-    with pytest.raises(ValueError, match=r"moe.overlap_chunks \(2\) must be 1"):
+    with pytest.raises(ValueError, match=r"overlap_chunks \(2\) must be 1"):
         make_layer(dispatcher="all_gather", overlap_chunks=2)
 
 

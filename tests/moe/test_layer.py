@@ -7,7 +7,6 @@ import warnings
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from moe import GroupedExperts, MoEConfig, MoELayer, packed
 from tests.support import oracle
@@ -325,18 +324,18 @@ def test_a_compiled_layer_gives_the_same_numbers():
 def test_a_layer_with_odd_sizes_falls_back_or_says_why():
     assert make_layer(d_model=10, d_ff=7)(torch.randn(5, 10)).hidden.shape == (5, 10)
     layer = make_layer(d_model=10, d_ff=7, backend="grouped_mm")
-    with pytest.raises(ValueError, match=r"moe.d_model \(10\) and moe.d_ff \(7\) multiples of 4"):
+    with pytest.raises(ValueError, match=r"d_model \(10\) and d_ff \(7\) multiples of 4"):
         layer(torch.randn(5, 10))
 
 
 def test_bad_configurations_name_the_field_and_the_rule():
-    with pytest.raises(ValidationError, match=r"moe.top_k \(7\) must be at most moe.num_experts"):
+    with pytest.raises(ValueError, match=r"top_k \(7\) must be at most num_experts"):
         make_layer(top_k=7)
-    with pytest.raises(ValidationError, match=r"moe.norm_topk_prob \(true\) must be false"):
+    with pytest.raises(ValueError, match=r"norm_topk_prob \(true\) must be false"):
         make_layer(top_k=1)
-    with pytest.raises(ValidationError, match="no_such_field"):
+    with pytest.raises(ValueError, match="no_such_field"):
         make_layer(no_such_field=1)
-    with pytest.raises(ValueError, match=r"last dim \(5\) must be moe.d_model \(16\)"):
+    with pytest.raises(ValueError, match=r"last dim \(5\) must be d_model \(16\)"):
         make_layer()(torch.randn(2, 5))
     with pytest.raises(ValueError, match=r"its dtype \(torch.int64\) a floating one"):
         make_layer()(torch.ones(2, D, dtype=torch.int64))
@@ -386,7 +385,7 @@ def test_shared_experts_have_a_gate_and_the_layers_activation():
         1 + torch.exp(-x @ layer.shared_gate.weight.T)
     )
     close(layer(x).hidden, plain(x).hidden + shared)
-    with pytest.raises(ValidationError, match=r"moe.shared_expert_gate \(true\) must have"):
+    with pytest.raises(ValueError, match=r"shared_expert_gate \(true\) must have"):
         make_layer(shared_expert_gate=True)
 
 

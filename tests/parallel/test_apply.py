@@ -23,6 +23,7 @@ from parallel import (
     Topology,
     apply_expert_parallel,
     apply_fsdp,
+    clip_grad_norm,
     expert_parameter_names,
 )
 from parallel.expert_parallel import expert_modules
@@ -206,10 +207,14 @@ def test_experts_are_found_wherever_modules_keep_them():
 def uneven_experts(rank: int):
     dims = ParallelDims.build(Topology(dp_shard=2, ep=2), "cpu")
     layer = MoELayer(MoEConfig(d_model=D, d_ff=F, num_experts=7, top_k=K))
-    with pytest.raises(ValueError, match=r"num_experts \(7\) must be a multiple of parallel.ep"):
+    with pytest.raises(ValueError, match=r"num_experts \(7\) must be a multiple of the ranks"):
         apply_expert_parallel(layer, dims.ep_mesh)
     with pytest.raises(ValueError, match=r"dp_shard=4 = 4 ranks\) must have the world size \(2\)"):
         ParallelDims.build(Topology(dp_shard=4), "cpu")
+    even = MoELayer(MoEConfig(d_model=D, d_ff=F, num_experts=8, top_k=K))
+    apply_expert_parallel(even, dims.ep_mesh)
+    with pytest.raises(ValueError, match=r"dims \(None\) must be the model's ParallelDims"):
+        clip_grad_norm(even, None, 1.0)
 
 
 def test_experts_must_divide_and_the_world_must_match():

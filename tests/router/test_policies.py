@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from moe import MoEConfig, MoELayer
 from parallel import ParallelDims, Topology, apply_expert_parallel
@@ -226,7 +225,7 @@ def test_until_a_rank_is_measured_it_counts_as_the_mean():
     [
         ({"capacity": {"policy": "fixed", "capacity_factor": 0.0}}, "capacity_factor"),
         ({"capacity": {"policy": "fixed", "max_tokens_per_rank": 5}},
-         r"moe.capacity.max_tokens_per_rank \(5\) must be left out with moe.capacity.policy "
+         r"capacity.max_tokens_per_rank \(5\) must be left out with capacity.policy "
          r"\(fixed\); policy dropless has it"),
         ({"capacity": {"policy": "straggler_aware", "drop_policy": "probs"}},
          r"drop_policy \(probs\) must be left out .* policy fixed has it"),
@@ -235,18 +234,18 @@ def test_until_a_rank_is_measured_it_counts_as_the_mean():
         ({"capacity": {"policy": "none"}}, "does not match any of the expected tags"),
         ({"capacity": {"policy": "fixed", "factor": 2.0}}, "factor"),
         ({"capacity": {"policy": "straggler_aware", "rank_capacity_factor": 1.5}},
-         r"capacity_factor \(1.25\) must be at least moe.capacity.rank_capacity_factor \(1.5\)"),
+         r"capacity_factor \(1.25\) must be at least capacity.rank_capacity_factor \(1.5\)"),
         ({"capacity": {"policy": "straggler_aware", "floor": 0.0001}}, "floor"),
         ({"routing": "expert_choice", "capacity": {"policy": "fixed"}},
          r"\(fixed\) must be dropless"),
         ({"routing": "expert_choice", "capacity": {"max_tokens_per_rank": 3}},
-         r"moe.capacity.max_tokens_per_rank \(3\) 0"),
+         r"capacity.max_tokens_per_rank \(3\) 0"),
         ({"routing": "expert_choice", "softmax_after_topk": True}, "must be false"),
         ({"routing": "expert_choice", "expert_bias": True}, r"must be top_k"),
     ],
 )  # fmt: skip
 def test_fields_that_do_not_fit_are_refused(fields, message):
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(ValueError, match=message):
         config(**fields)
 
 
@@ -339,5 +338,5 @@ def test_a_capacity_is_a_table_or_a_config():
 
 @pytest.mark.parametrize(("old", "new"), MoEConfig.RENAMED.items())
 def test_former_names_are_refused_with_the_present_one(old, new):
-    with pytest.raises(ValidationError, match=rf"moe.{old} is now moe.{new}\b"):
+    with pytest.raises(ValueError, match=rf"{old} is now {new}\b"):
         MoEConfig(d_model=8, d_ff=8, num_experts=E, top_k=K, **{old: 1})

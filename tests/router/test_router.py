@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from moe import MoEConfig, MoELayer
 from router import RouterConfig, TopKRouter
@@ -273,20 +272,20 @@ def test_the_router_keeps_its_dtype_whatever_the_models(dtype):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"top_k": 9}, r"moe.top_k \(9\) must be at most moe.num_experts \(8\)"),
-        ({"n_groups": 3}, r"moe.num_experts \(8\) must be a multiple of moe.n_groups \(3\)"),
-        ({"n_groups": 2, "topk_groups": 3}, r"moe.topk_groups \(3\) must be at most moe.n_groups"),
-        ({"n_groups": 8, "topk_groups": 4}, r"moe.topk_per_group \(2\) must be at most .* = 1\)"),
-        ({"n_groups": 4}, r"moe.top_k \(3\) must be at most the experts of moe.topk_groups \(1 x"),
-        ({"top_k": 1}, r"moe.norm_topk_prob \(true\) must be false with moe.top_k \(1\)"),
-        ({"softmax_after_topk": True, "score_func": "sigmoid"}, r"moe.softmax_after_topk"),
-        ({"routing": "sinkhorn", "expert_bias": True}, r"moe.routing \(sinkhorn\) must be"),
+        ({"top_k": 9}, r"top_k \(9\) must be at most num_experts \(8\)"),
+        ({"n_groups": 3}, r"num_experts \(8\) must be a multiple of n_groups \(3\)"),
+        ({"n_groups": 2, "topk_groups": 3}, r"topk_groups \(3\) must be at most n_groups"),
+        ({"n_groups": 8, "topk_groups": 4}, r"topk_per_group \(2\) must be at most .* = 1\)"),
+        ({"n_groups": 4}, r"top_k \(3\) must be at most the experts of topk_groups \(1 x"),
+        ({"top_k": 1}, r"norm_topk_prob \(true\) must be false with top_k \(1\)"),
+        ({"softmax_after_topk": True, "score_func": "sigmoid"}, r"softmax_after_topk"),
+        ({"routing": "sinkhorn", "expert_bias": True}, r"routing \(sinkhorn\) must be"),
         ({"route_scale": 0.0}, "route_scale"),
         ({"routing": "best"}, "routing"),
     ],
 )
 def test_fields_that_do_not_fit_are_refused(fields, message):
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(ValueError, match=message):
         RouterConfig(**{"num_experts": E, "top_k": 3, **fields})
 
 
