@@ -349,8 +349,8 @@ def test_the_models_own_tokenizer_is_taken_along(folders, corpus, tmp_path, caps
     assert spec.data.tokenizer == str(tmp_path / "ours/tokenizer.json")
     assert spec.data.end_token == "<|end|>"
     overrides = {**corpus, "data.path": tmp_path / "corpus", "train.steps": 1}
+    other = {**overrides, **corpus, "data.end_token": "<|endoftext|>"}
     with pytest.raises(AssertionError, match="has weights of another tokenizer than that of data"):
-        other = {**overrides, **corpus, "data.end_token": "<|endoftext|>"}
         train(tmp_path / "ours/spec.toml", tmp_path / "run", 1, other)
     del overrides["data.tokenizer"]
     train(tmp_path / "ours/spec.toml", tmp_path / "run", 1, overrides)
