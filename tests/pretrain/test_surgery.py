@@ -132,7 +132,7 @@ def test_dropped_experts_are_gone_and_the_others_are_what_they_were(folders, tmp
     assert after.manifest.spec["moe"]["num_experts"] == len(kept)
     assert after.manifest.spec_hash == resolve_spec(after.manifest.spec, "").hash
     assert after.manifest.topology["ep"] == 2
-    assert after.manifest.state == {"surgery": "drop=0,2"}
+    assert after.manifest.state == {"surgery": "drop=0,2", "tokenizer": ""}
     assert set(after) == {name for name in before if name.startswith("model/")}
     for name, array in after.items():
         old = before[name][...]
@@ -267,9 +267,10 @@ def test_torchtitans_weights_are_those_that_an_import_gives(folders, tmp_path, v
 def test_a_run_begins_with_renamed_weights_and_fresh_ones_when_told(folders, tmp_path, capsys):
     """Weights alone, of which one has another name and one is not there."""
     write_corpus(tmp_path / "text", 12)
-    data = {"source": str(tmp_path / "text"), "path": str(tmp_path / "corpus"), "seq_len": 32}
+    data = {"source": str(tmp_path / "text"), "path": str(tmp_path / "first"), "seq_len": 32}
     spec = make_spec(tmp_path, data=data, model={"vocab_size": 300})
     prepare_corpus(spec.data, 300)
+    data |= {"path": str(tmp_path / "corpus"), "tokenizer": str(tmp_path / "first/tokenizer.json")}
     source = source_of(folders, "mixtral")
     names = {name: name for name in source.arrays if name.startswith("model/")}
     del names["model/norm/weight"]
