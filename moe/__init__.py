@@ -14,6 +14,7 @@ from moe.experts import GroupedExperts, choose_backend
 from moe.layer import FeedForward, MoEAux, MoELayer, MoEOutput
 from moe.rows import Rows
 from moe.stopwatch import Stopwatch
+from moe.transformers_blocks import FusedExperts, TransformersMoE, adopt, collect_aux, restore
 from router import CapacityConfig, DroplessConfig, FixedCapacityConfig, StragglerAwareConfig
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "DroplessConfig",
     "FeedForward",
     "FixedCapacityConfig",
+    "FusedExperts",
     "GroupedExperts",
     "LocalDispatcher",
     "MoEAux",
@@ -36,5 +38,9 @@ __all__ = [
     "Rows",
     "Stopwatch",
     "StragglerAwareConfig",
+    "TransformersMoE",
+    "adopt",
     "choose_backend",
+    "collect_aux",
+    "restore",
 ]

@@ -221,8 +221,12 @@ class GroupedExperts(nn.Module):
         super().__init__()
         self.backend, self.activation, self.recompute = backend, activation, recompute
         self.weight_grad_store: WeightGradStore | None = None
-        gated = ACTIVATIONS[activation].gated
-        E, D, F = num_experts, d_model, d_ff
+        self.make_parameters(num_experts, d_model, d_ff, bias)
+        self.reset_parameters()
+
+    def make_parameters(self, E: int, D: int, F: int, bias: bool) -> None:
+        """Register the parameters, without values; the first dim of each is the expert."""
+        gated = ACTIVATIONS[self.activation].gated
 
         def parameter(present: bool, *shape: int) -> nn.Parameter | None:
             return nn.Parameter(torch.empty(shape)) if present else None
@@ -233,7 +237,11 @@ class GroupedExperts(nn.Module):
         self.b_gate = parameter(bias and gated, E, F)
         self.b_up = parameter(bias, E, F)
         self.b_down = parameter(bias, E, D)
-        self.reset_parameters()
+
+    def local_weights(self) -> ExpertWeights:
+        """The parameters of this rank's experts; FSDP has gathered them when ``forward`` runs."""
+        parameters = (self.w_gate, self.w_up, self.w_down, self.b_gate, self.b_up, self.b_down)
+        return ExpertWeights._make(None if p is None else local_shard(p) for p in parameters)
 
     def extra_repr(self) -> str:
         """The fields that ``print`` shows, with the backend that ``auto`` takes."""
@@ -265,8 +273,7 @@ class GroupedExperts(nn.Module):
 
         ``stopwatch`` runs in this method, after FSDP has gathered the parameters.
         """
-        parameters = (self.w_gate, self.w_up, self.w_down, self.b_gate, self.b_up, self.b_down)
-        weights = ExpertWeights._make(None if p is None else local_shard(p) for p in parameters)
+        weights = self.local_weights()
         # The dtype of compute is the weights' dtype, which FSDP has cast under mixed precision, or
         # autocast's dtype: autocast does not cast grouped GEMMs by itself.
         device, dtype = x_SD.device.type, weights.w_up.dtype

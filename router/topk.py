@@ -33,6 +33,9 @@ _TINY = 1e-20
 class RouterOutput(NamedTuple):
     """The routing of every token. FSDP and pipelining find tensors in a NamedTuple."""
 
+    logits_TE: Tensor
+    """[T, E] in the router's dtype, with gradients. The first field: transformers records the first
+    output of a router as its ``router_logits``."""
     expert_indices_TK: Tensor
     """[T, K] int64, best first; E, which is no expert, where the assignment is dropped. Under
     expert choice [T, E]: column e is e where expert e takes the token, and E elsewhere."""
@@ -232,6 +235,7 @@ class TopKRouter(nn.Module):
             sequence_loss = sequence_balance_loss(probs_TE, wanted_TK, seq_len, self.token_group)
         entropy = -(probs_TE.detach() * probs_TE.detach().clamp_min(_TINY).log()).sum()
         return RouterOutput(
+            logits_TE=logits_TE,
             expert_indices_TK=indices_TK,
             topk_indices_TK=topk_indices_TK,
             expert_weights_TK=weights_TK.to(dtype),
