@@ -70,8 +70,10 @@ def sinkhorn(logits_TE: Tensor, iterations: int = _SINKHORN_ITERATIONS) -> Tenso
     Sinkhorn's alternate normalization of rows and columns (Sinkhorn and Knopp, 1967), as used for
     routing by Clark et al. (arXiv 2202.01169, section 3.1). Logarithms avoid an overflow, and a
     fixed number of rounds avoids waiting for an accelerator. At the end rows sum to 1 / T and
-    columns nearly to 1 / E.
+    columns nearly to 1 / E. One token has no other to be balanced with: the result is its softmax.
     """
+    if len(logits_TE) == 1:
+        return logits_TE.softmax(-1)
     log_TE = logits_TE
     for _ in range(iterations):
         log_TE = log_TE - log_TE.logsumexp(0, keepdim=True)

@@ -78,13 +78,20 @@ def score(logits_TE: Tensor, score_func: ScoreFunc) -> tuple[Tensor, Tensor]:
     """Scores, and probabilities over the experts; both [T, E].
 
     Softmax scores are their own probabilities. Sigmoid scores are divided by their sum for the
-    balancing losses (DeepSeek-V3, arXiv 2412.19437, eq. 19).
+    balancing losses (DeepSeek-V3, arXiv 2412.19437, eq. 19). The probabilities of a token sum to 1,
+    also where all of its sigmoids underflow.
     """
     if score_func == "softmax":
         probs_TE = logits_TE.softmax(-1)
         return probs_TE, probs_TE
     scores_TE = logits_TE.sigmoid()
-    return scores_TE, scores_TE / scores_TE.sum(-1, keepdim=True).clamp_min(_TINY)
+    sum_T1 = scores_TE.sum(-1, keepdim=True)
+    # softmax(log sigmoid(z)) is sigmoid(z) / sum without an underflow. Where the quotient is exact
+    # enough it stays: its bits are those of earlier runs. Logits are zeroed before, and not only
+    # the result, where it is not taken: a gradient of 0 times an infinity would be NaN.
+    low_T1 = sum_T1.detach() < _TINY
+    exact_TE = F.logsigmoid(logits_TE.masked_fill(~low_T1, 0)).softmax(-1)
+    return scores_TE, torch.where(low_T1, exact_TE, scores_TE / sum_T1.clamp_min(_TINY))
 
 
 def no_autocast(device_type: str) -> AbstractContextManager[object]:
@@ -92,6 +99,37 @@ def no_autocast(device_type: str) -> AbstractContextManager[object]:
     if not torch.amp.is_autocast_available(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)
+
+
+class _IdleBias:
+    """Warns once of biases that nobody moves: weights change from step to step, and biases do not.
+
+    Under FSDP weights are gathered into memory that autograd does not count changes of: there is no
+    warning then.
+    """
+
+    AFTER = 3
+    """Changes of the weights, so that a weight which is set by hand is not taken for a step."""
+
+    def __init__(self) -> None:
+        self.steps: int | None = 0
+        """None where a bias has been moved, or the warning has been given."""
+        self._version: int | None = None
+
+    def look(self, weight: Tensor) -> None:
+        if self.steps is None or torch.compiler.is_compiling():
+            return
+        if self._version not in (None, weight._version):
+            self.steps += 1
+        self._version = weight._version
+        if self.steps >= self.AFTER:
+            steps, self.steps = self.steps, None
+            warnings.warn(
+                f"moe.expert_bias (true) has no effect: after {steps} optimizer steps no bias has "
+                f"moved. Call layer.router.update_bias(tokens_per_expert_E) after each step, or "
+                f"set moe.bias_update_rate (0) to keep the biases as they are",
+                stacklevel=2,
+            )
 
 
 class TopKRouter(nn.Module):
@@ -118,6 +156,7 @@ class TopKRouter(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, d_model))
         bias = torch.zeros(config.num_experts, dtype=torch.float32) if config.expert_bias else None
         self.register_buffer("expert_bias", bias)
+        self._idle = _IdleBias()
         if config.routing == "force_load_balance":
             warnings.warn(
                 "routing is force_load_balance: tokens go to experts in turn, whatever their "
@@ -173,6 +212,9 @@ class TopKRouter(nn.Module):
         Raises ValueError for ``replay_indices_TK`` of another shape or dtype, and, on a CPU, for
         expert numbers out of range.
         """
+        moves = self.config.expert_bias and self.config.bias_update_rate
+        if moves and self.training and torch.is_grad_enabled():
+            self._idle.look(self.weight)
         dtype = torch.promote_types(self.dtype, x_TD.dtype)
         with no_autocast(x_TD.device.type):
             out_dtype = torch.promote_types(torch.float32, x_TD.dtype)
@@ -271,8 +313,9 @@ class TopKRouter(nn.Module):
         """[T, E]: the values of the choice; minus infinity for experts outside a token's groups."""
         config = self.config
         if config.routing == "sinkhorn":
-            # Evaluation takes the plain choice, as Megatron-core does: a batch may be one token.
-            return sinkhorn(logits_TE) if self.training else logits_TE
+            # Evaluation takes the plain choice, as Megatron-core does. So does one token: the only
+            # plan with equal sums over experts is then uniform, whatever the logits.
+            return sinkhorn(logits_TE) if self.training and len(logits_TE) > 1 else logits_TE
         # Logits order as softmax scores do, and do not tie where those underflow.
         choice_TE = logits_TE if config.softmax_after_topk else scores_TE
         if self.expert_bias is not None:
@@ -356,6 +399,7 @@ class TopKRouter(nn.Module):
                 f"tokens_per_expert_E ({list(tokens_per_expert_E.shape)}) must be "
                 f"[{len(self.expert_bias)}], a count for each of num_experts"
             )
+        self._idle.steps = None
         # n_i is compared with the mean in integers, E · n_i with the sum: exact for any counts.
         counts_E = tokens_per_expert_E.to(self.expert_bias.device)
         direction_E = torch.sign(counts_E.sum() - counts_E * len(counts_E))

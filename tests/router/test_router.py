@@ -16,6 +16,7 @@ from moe import MoEConfig, MoELayer
 from router import RouterConfig, TopKRouter
 from router.losses import sequence_balance_loss
 from router.select import limit_to_groups, sinkhorn
+from router.topk import score
 
 T, D, E = 24, 12, 8
 
@@ -209,6 +210,88 @@ def test_sinkhorn_balances_tokens_and_experts():
     assert balanced.max() < 0.75 * plain.max()
     assert sinkhorn(torch.empty(0, E)).shape == (0, E)
     assert torch.isfinite(sinkhorn(torch.tensor([[1000.0, -1000.0], [0.0, 0.0]]))).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 17])
+def test_sinkhorn_against_plain_float64(tokens):
+    torch.manual_seed(tokens)
+    logits = torch.randn(tokens, E) * 3
+    plan = logits.double().exp()
+    for _ in range(8 if tokens > 1 else 0):
+        plan = plan / plan.sum(0, keepdim=True)
+        plan = plan / plan.sum(1, keepdim=True)
+    plan = plan / plan.sum(1, keepdim=True) / tokens
+    torch.testing.assert_close(sinkhorn(logits).double(), plan, rtol=1e-5, atol=1e-8)
+
+
+def test_sinkhorn_of_one_token_follows_its_logits():
+    router = make_router(routing="sinkhorn", top_k=2)
+    assert router.training
+    for token in torch.randn(20, 1, D) * torch.tensor([1.0, 40.0]).repeat(10)[:, None, None]:
+        chosen = router(token).expert_indices_TK
+        assert torch.equal(chosen, torch.nn.functional.linear(token, router.weight).topk(2).indices)
+
+
+@pytest.mark.parametrize("shift", [-1000.0, -95.0, -50.0, -40.0, 0.0, 60.0])
+def test_probabilities_of_sigmoid_scores_sum_to_one_for_any_logits(shift):
+    torch.manual_seed(0)
+    logits = (torch.randn(16, E) * 4 + shift).requires_grad_()
+    exact = logits.detach().double().requires_grad_()
+    scores, probs = score(logits, "sigmoid")
+    wanted = torch.nn.functional.logsigmoid(exact).softmax(-1)
+    torch.testing.assert_close(probs.sum(-1), torch.ones(16), rtol=1e-5, atol=0)
+    torch.testing.assert_close(probs.double(), wanted, rtol=1e-4, atol=1e-7)
+    mix = torch.randn(16, E)
+    (probs * mix).sum().backward()
+    (wanted * mix).sum().backward()
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=1e-4, atol=1e-6)
+    if shift > -41:  # the bits of a plain quotient
+        assert torch.equal(probs, scores / scores.sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("coeff", ["aux_loss_coeff", "seq_aux_loss_coeff"])
+def test_the_losses_of_low_sigmoid_scores_are_at_least_those_of_balance(coeff):
+    layer = MoELayer(
+        MoEConfig(d_model=D, d_ff=16, num_experts=E, top_k=2, score_func="sigmoid",
+                  **{"aux_loss_coeff": 0.0, coeff: 1.0})
+    )  # fmt: skip
+    with torch.no_grad():
+        layer.router.weight.fill_(-5.0).add_(0.2 * torch.randn(E, 1))  # sigmoids of 1e-26
+    aux = layer(torch.rand(6, D) + 0.5).aux
+    assert (
+        aux.aux_loss > 1.0
+    )  # all tokens choose the same experts; 1 is balance, 0 was an underflow
+    aux.aux_loss.backward()
+    assert layer.router.weight.grad.abs().sum() > 0
+
+
+def steps(router: TopKRouter, number: int, **then: object) -> None:
+    optimizer = torch.optim.SGD(router.parameters(), lr=0.1)
+    for _ in range(number):
+        out = [router(torch.randn(T, D)) for _ in range(5)][-1]  # five micro-batches
+        out.expert_weights_TK.square().sum().backward()
+        optimizer.step()
+        for name, values in then.items():
+            getattr(router, name)(values)
+
+
+def test_a_bias_that_nobody_moves_warns_once():
+    counts = torch.arange(E)
+    router = make_router(expert_bias=True)
+    steps(router, 3)
+    with pytest.warns(
+        UserWarning, match=r"moe.expert_bias \(true\) has no effect: after 3 opt"
+    ) as w:
+        steps(router, 9)
+    assert len(w) == 1
+    steps(make_router(), 9)
+    steps(make_router(expert_bias=True, bias_update_rate=0.0), 9)
+    steps(make_router(expert_bias=True), 9, update_bias=counts)
+    with torch.no_grad():
+        steps_without = make_router(expert_bias=True)
+        for _ in range(9):
+            steps_without.weight.mul_(2)
+            steps_without(torch.randn(T, D))
 
 
 def test_forced_balance_says_so_and_is_even():
