@@ -164,9 +164,12 @@ class RouterConfig(BaseModel, metaclass=OneLineErrors):
     """The amount by which one step raises or lowers each bias; 0 freezes the biases."""
     aux_loss_coeff: float = Field(default=0.01, ge=0)
     """The coefficient of the load-balancing loss (Fedus et al., arXiv 2101.03961, eqs. 4-6)."""
-    aux_loss_scope: Literal["micro_batch", "global_batch"] = "micro_batch"
-    """The tokens that the load-balancing loss counts: the tokens of one call, or the tokens of all
-    ranks and of the step's earlier micro-batches (Qiu et al., arXiv 2501.11873)."""
+    aux_loss_scope: Literal["micro_batch", "global_batch", "previous_step"] = "micro_batch"
+    """The tokens that the load-balancing loss counts. ``micro_batch``: those of one call.
+    ``global_batch``: those of all ranks and of the step's micro-batches so far (Qiu et al.,
+    arXiv 2501.11873); the loss then depends on the micro-batch size and on the number of ranks.
+    ``previous_step``: those of the whole step before, on all ranks; the loss then depends on
+    neither."""
     seq_aux_loss_coeff: float = Field(default=0.0, ge=0)
     """The coefficient of the sequence-wise load-balancing loss (DeepSeek-V3, arXiv 2412.19437,
     eqs. 17-20)."""

@@ -101,8 +101,8 @@ def no_autocast(device_type: str) -> AbstractContextManager[object]:
     return torch.autocast(device_type, enabled=False)
 
 
-class _IdleBias:
-    """Warns once of biases that nobody moves: weights change from step to step, and biases do not.
+class _Idle:
+    """Warns once of an update that nobody calls: weights change from step to step without it.
 
     Under FSDP weights are gathered into memory that autograd does not count changes of: there is no
     warning then.
@@ -111,9 +111,10 @@ class _IdleBias:
     AFTER = 3
     """Changes of the weights, so that a weight which is set by hand is not taken for a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, option: str, update: str, otherwise: str = "") -> None:
+        self.option, self.update, self.otherwise = option, update, otherwise
         self.steps: int | None = 0
-        """None where a bias has been moved, or the warning has been given."""
+        """None where the update has been called, or the warning has been given."""
         self._version: int | None = None
 
     def look(self, weight: Tensor) -> None:
@@ -125,9 +126,8 @@ class _IdleBias:
         if self.steps >= self.AFTER:
             steps, self.steps = self.steps, None
             warnings.warn(
-                f"moe.expert_bias (true) has no effect: after {steps} optimizer steps no bias has "
-                f"moved. Call layer.router.update_bias(tokens_per_expert_E) after each step, or "
-                f"set moe.bias_update_rate (0) to keep the biases as they are",
+                f"{self.option} has no effect, after {steps} optimizer steps: call "
+                f"layer.router.{self.update} after each step{self.otherwise}",
                 stacklevel=2,
             )
 
@@ -156,7 +156,17 @@ class TopKRouter(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, d_model))
         bias = torch.zeros(config.num_experts, dtype=torch.float32) if config.expert_bias else None
         self.register_buffer("expert_bias", bias)
-        self._idle = _IdleBias()
+        self.step_counts_E: Tensor | None = None
+        """[E] int64: what the load-balancing loss of the scope ``previous_step`` counts; see
+        :meth:`set_step_counts`. Not part of the state dict."""
+        self._idle = _Idle(
+            "moe.expert_bias (true)",
+            "update_bias(tokens_per_expert_E)",
+            ", or set moe.bias_update_rate (0) to keep the biases as they are",
+        )
+        self._idle_counts = _Idle(
+            "moe.aux_loss_scope (previous_step)", "set_step_counts(tokens_per_expert_E)"
+        )
         if config.routing == "force_load_balance":
             warnings.warn(
                 "routing is force_load_balance: tokens go to experts in turn, whatever their "
@@ -207,14 +217,17 @@ class TopKRouter(nn.Module):
                 instead of a choice; E stands for no expert. Weights, losses and gradients are those
                 of tokens that choose these experts; dropped assignments are dropped again.
             prior_expert_counts_E: [E] int64, the ``expert_counts_E`` of the step's call before this
-                one, for the loss over a global batch; None in the first call.
+                one, for the scope ``global_batch``; None in the first call. Other scopes ignore it.
 
         Raises ValueError for ``replay_indices_TK`` of another shape or dtype, and, on a CPU, for
         expert numbers out of range.
         """
-        moves = self.config.expert_bias and self.config.bias_update_rate
-        if moves and self.training and torch.is_grad_enabled():
-            self._idle.look(self.weight)
+        if self.training and torch.is_grad_enabled():
+            c = self.config
+            if c.expert_bias and c.bias_update_rate:
+                self._idle.look(self.weight)
+            if c.aux_loss_scope == "previous_step" and c.aux_loss_coeff:
+                self._idle_counts.look(self.weight)
         dtype = torch.promote_types(self.dtype, x_TD.dtype)
         with no_autocast(x_TD.device.type):
             out_dtype = torch.promote_types(torch.float32, x_TD.dtype)
@@ -296,6 +309,10 @@ class TopKRouter(nn.Module):
 
     def _batch_counts(self, counts_E: Tensor, prior_expert_counts_E: Tensor | None) -> Tensor:
         """[E]: the assignments that the load-balancing loss counts, see ``aux_loss_scope``."""
+        if self.config.aux_loss_scope == "previous_step":
+            # Before the first step every expert counts as much: the loss is 1, without a gradient.
+            before_E = self.step_counts_E
+            return torch.ones_like(counts_E) if before_E is None else before_E.to(counts_E.device)
         micro_batch = self.config.aux_loss_scope == "micro_batch"
         group = self.token_group if micro_batch else self.balance_group
         expert_counts_E = counts_E.clone()
@@ -399,8 +416,40 @@ class TopKRouter(nn.Module):
                 f"tokens_per_expert_E ({list(tokens_per_expert_E.shape)}) must be "
                 f"[{len(self.expert_bias)}], a count for each of num_experts"
             )
+            raise ValueError("moe.expert_bias (false) must be true for update_bias")
+        self._check_counts(tokens_per_expert_E)
         self._idle.steps = None
         # n_i is compared with the mean in integers, E · n_i with the sum: exact for any counts.
         counts_E = tokens_per_expert_E.to(self.expert_bias.device)
         direction_E = torch.sign(counts_E.sum() - counts_E * len(counts_E))
         self.expert_bias += self.config.bias_update_rate * direction_E
+
+    def set_step_counts(self, tokens_per_expert_E: Tensor) -> None:
+        """Set what the load-balancing loss of the scope ``previous_step`` counts, once per step.
+
+        The counts are equal in all calls of the next step: the token-weighted mean of its calls'
+        losses is E · Σ_i f_i · P_i with P of the whole step, however the step is cut into calls and
+        ranks. The counts are part of the state of training: keep them beside a checkpoint, and set
+        them again after a resume.
+
+        Args:
+            tokens_per_expert_E: [E] the assignments of the whole step over all ranks.
+
+        Raises ValueError for another scope, and for a count of another number of experts.
+        """
+        if self.config.aux_loss_scope != "previous_step":
+            raise ValueError(
+                f"moe.aux_loss_scope ({self.config.aux_loss_scope}) must be previous_step for "
+                f"set_step_counts"
+            )
+        self._check_counts(tokens_per_expert_E)
+        self._idle_counts.steps = None
+        self.step_counts_E = tokens_per_expert_E.detach().clone()
+
+    def _check_counts(self, tokens_per_expert_E: Tensor) -> None:
+        E = self.config.num_experts
+        if tokens_per_expert_E.shape != (E,):
+            raise ValueError(
+                f"tokens_per_expert_E ({list(tokens_per_expert_E.shape)}) must be [{E}], a count "
+                f"for each of moe.num_experts"
+            )

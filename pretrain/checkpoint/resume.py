@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 
@@ -180,10 +181,21 @@ def _load(job: Job, manifest: Manifest, root: Location, once: bool = False) -> P
         job.balance.load(state.capacity)
         job.balance.apply(job.routers, runtime.rank)
     progress, scale = state.progress, job.spec.precision.first_loss_scale
+    progress = _set_step_counts(job, progress)
     if scale is None or progress.loss_scale is None:
         # One of the two runs is not in float16: the loss scale begins anew.
         progress = replace(progress, loss_scale=scale, steps_at_loss_scale=0)
     set_update_count(job.optimizer, progress.step)
+    return progress
+
+
+def _set_step_counts(job: Job, progress: Progress) -> Progress:
+    """Give routers the loads of the step before, or drop loads that this spec does not count."""
+    moe, counts = job.spec.moe, progress.expert_counts
+    if counts is None or moe is None or moe.aux_loss_scope != "previous_step":
+        return replace(progress, expert_counts=None)
+    for row, router in zip(job.router_rows, job.routers, strict=True):
+        router.set_step_counts(torch.tensor(counts[row], device=job.runtime.device))
     return progress
 
 

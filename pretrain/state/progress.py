@@ -29,6 +29,9 @@ class Progress:
     """
     steps_at_loss_scale: int = 0
     """Committed in a row since the scale last changed."""
+    expert_counts: list[list[int]] | None = None
+    """By MoE layer and expert, the assignments of the last committed step over all ranks, where
+    ``moe.aux_loss_scope`` is ``previous_step``: the next step's loss counts them."""
     run_id: str = ""
     """Which run this is, see :func:`pretrain.checkpoint.run_id.name_run`."""
 

@@ -213,11 +213,20 @@ class Trainer:
         if balance is not None and replanned:
             balance.apply(self.job.routers, self.job.runtime.rank)
         moe = self.job.spec.moe
-        if moe is not None and moe.expert_bias and moe.bias_update_rate:
+        if moe is None:
+            return replanned
+        moves = bool(moe.expert_bias and moe.bias_update_rate)
+        counts = moe.aux_loss_scope == "previous_step"
+        if moves or counts:
             everywhere = routing.tokens_per_expert_LE.clone()
             all_reduce(everywhere).wait()
             for row, router in zip(self.job.router_rows, self.job.routers, strict=True):
-                router.update_bias(everywhere[row])
+                if moves:
+                    router.update_bias(everywhere[row])
+                if counts:
+                    router.set_step_counts(everywhere[row])
+            if counts:
+                self.progress = replace(self.progress, expert_counts=everywhere.tolist())
         return replanned
 
     def _skip(

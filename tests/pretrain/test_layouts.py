@@ -297,6 +297,30 @@ def test_balance_over_the_global_batch(layout: str, parallel, data, tmp_path):
     check_gradients(trained, alone)
 
 
+def counting(micro_batch_size: int) -> dict[str, Any]:
+    """A run whose auxiliary loss weighs much."""
+    moe = {"num_experts": 8, "aux_loss_coeff": 1.0, "aux_loss_scope": "previous_step"}
+    batch = {"global_batch_size": 8, "micro_batch_size": micro_batch_size}
+    return {**SECTIONS, "moe": moe, "batch": batch}
+
+
+def test_balance_over_the_step_before_depends_on_no_layout(data, tmp_path):
+    alone = train(spec_for(tmp_path, data, "", **counting(8)), 3)
+    for layout, size in (("", 2), ("dp_shard=2,ep=2", 4), ("dp_shard=4,ep=2", 1)):
+        spec = spec_for(tmp_path, data, layout, **counting(size))
+        trained = train(spec, 3)
+        assert trained.losses == pytest.approx(alone.losses, rel=1e-6, abs=0), (layout, size)
+        assert trained.progress.expert_counts == alone.progress.expert_counts
+    assert [sum(row) for row in alone.progress.expert_counts] == [8 * 32 * 2] * 3
+
+
+def test_the_counts_of_the_step_before_are_resumed(data, tmp_path):
+    spec = spec_for(tmp_path, data, "", **counting(4))
+    straight = train(spec, 4)
+    train(spec, 2, save_at=2)
+    assert train(spec, 2).losses == straight.losses[2:]
+
+
 @pytest.mark.parametrize(
     "layout",
     [

@@ -280,7 +280,7 @@ def test_a_bias_that_nobody_moves_warns_once():
     router = make_router(expert_bias=True)
     steps(router, 3)
     with pytest.warns(
-        UserWarning, match=r"moe.expert_bias \(true\) has no effect: after 3 opt"
+        UserWarning, match=r"moe.expert_bias \(true\) has no effect, after 3 opt"
     ) as w:
         steps(router, 9)
     assert len(w) == 1
@@ -292,6 +292,52 @@ def test_a_bias_that_nobody_moves_warns_once():
         for _ in range(9):
             steps_without.weight.mul_(2)
             steps_without(torch.randn(T, D))
+
+
+def test_the_loss_of_the_step_before_is_one_loss_however_the_step_is_cut():
+    router = make_router(aux_loss_scope="previous_step", router_dtype="float64")
+    x = torch.randn(24, D)
+    first = router(x)
+    torch.testing.assert_close(first.load_balance_loss, torch.tensor(1.0))
+    assert first.expert_counts_E.tolist() == [1] * E
+    counts = torch.arange(E)
+    router.set_step_counts(counts)
+    whole = router(x).load_balance_loss
+    probs = torch.nn.functional.linear(x.double(), router.weight.double()).softmax(-1)
+    expected = E * sum(float(c) / 28 * probs[:, e].mean() for e, c in enumerate(counts))
+    torch.testing.assert_close(whole.double(), expected, rtol=1e-6, atol=0)
+    prior = None
+    parts = []
+    for part in x.split([1, 5, 18]):
+        out = router(part, prior_expert_counts_E=prior)
+        assert out.expert_counts_E.tolist() == counts.tolist()
+        prior = out.expert_counts_E
+        parts.append(len(part) / 24 * out.load_balance_loss)
+    torch.testing.assert_close(sum(parts), whole, rtol=1e-6, atol=0)
+    assert router.state_dict().keys() == {"weight"}
+
+    # The scope of the step so far does not promise it, as the documentation says.
+    router, prior, parts = make_router(aux_loss_scope="global_batch"), None, []
+    for part in x.split([1, 5, 18]):
+        out = router(part, prior_expert_counts_E=prior)
+        prior = out.expert_counts_E
+        parts.append(len(part) / 24 * out.load_balance_loss)
+    assert abs(sum(parts) - router(x).load_balance_loss) > 1e-3
+
+
+def test_counts_of_the_step_before_that_nobody_sets_warn_once():
+    router = make_router(aux_loss_scope="previous_step")
+    with pytest.warns(
+        UserWarning, match=r"aux_loss_scope \(previous_step\) has no effect, aft"
+    ) as w:
+        steps(router, 9)
+    assert len(w) == 1
+    steps(make_router(aux_loss_scope="previous_step", aux_loss_coeff=0.0), 9)
+    steps(make_router(aux_loss_scope="previous_step"), 9, set_step_counts=torch.arange(E))
+    with pytest.raises(ValueError, match=r"aux_loss_scope \(micro_batch\) must be previous_step"):
+        make_router().set_step_counts(torch.arange(E))
+    with pytest.raises(ValueError, match=r"tokens_per_expert_E \(\[1\]\) must be \[8\]"):
+        router.set_step_counts(torch.zeros(1))
 
 
 def test_forced_balance_says_so_and_is_even():
