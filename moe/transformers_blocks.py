@@ -340,11 +340,11 @@ def _config_of(name: str, block: Any, model: nn.Module, options: Fields) -> MoEC
         fields = sizes | {"activation": _ACTIVATIONS[act]} | defaults | family.read(block)
         taken = sorted(options.keys() & (fields.keys() - _LOSSES) | options.keys() & _BLOCKS)
         if taken:
-            raise ValueError(f"moe.{taken[0]} is the block's and must be left out")
+            raise ValueError(f"{taken[0]} is the block's and must be left out")
         return MoEConfig(**fields | options)
     except ValidationError as error:
         (first, *_) = error.errors()
-        said = ".".join(["moe", *map(str, first["loc"])]) + ": " if first["loc"] else ""
+        said = ".".join(map(str, first["loc"])) + ": " if first["loc"] else ""
         raise ValueError(f"{where}: {said}{first['msg'].removeprefix('Value error, ')}") from None
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None

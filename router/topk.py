@@ -160,12 +160,12 @@ class TopKRouter(nn.Module):
         """[E] int64: what the load-balancing loss of the scope ``previous_step`` counts; see
         :meth:`set_step_counts`. Not part of the state dict."""
         self._idle = _Idle(
-            "moe.expert_bias (true)",
+            "expert_bias (true)",
             "update_bias(tokens_per_expert_E)",
-            ", or set moe.bias_update_rate (0) to keep the biases as they are",
+            ", or set bias_update_rate (0) to keep the biases as they are",
         )
         self._idle_counts = _Idle(
-            "moe.aux_loss_scope (previous_step)", "set_step_counts(tokens_per_expert_E)"
+            "aux_loss_scope (previous_step)", "set_step_counts(tokens_per_expert_E)"
         )
         if config.routing == "force_load_balance":
             warnings.warn(
@@ -411,12 +411,6 @@ class TopKRouter(nn.Module):
         """
         if self.expert_bias is None:
             raise ValueError("expert_bias (false) must be true for update_bias")
-        if tokens_per_expert_E.shape != self.expert_bias.shape:
-            raise ValueError(
-                f"tokens_per_expert_E ({list(tokens_per_expert_E.shape)}) must be "
-                f"[{len(self.expert_bias)}], a count for each of num_experts"
-            )
-            raise ValueError("moe.expert_bias (false) must be true for update_bias")
         self._check_counts(tokens_per_expert_E)
         self._idle.steps = None
         # n_i is compared with the mean in integers, E · n_i with the sum: exact for any counts.
@@ -439,7 +433,7 @@ class TopKRouter(nn.Module):
         """
         if self.config.aux_loss_scope != "previous_step":
             raise ValueError(
-                f"moe.aux_loss_scope ({self.config.aux_loss_scope}) must be previous_step for "
+                f"aux_loss_scope ({self.config.aux_loss_scope}) must be previous_step for "
                 f"set_step_counts"
             )
         self._check_counts(tokens_per_expert_E)
@@ -451,5 +445,5 @@ class TopKRouter(nn.Module):
         if tokens_per_expert_E.shape != (E,):
             raise ValueError(
                 f"tokens_per_expert_E ({list(tokens_per_expert_E.shape)}) must be [{E}], a count "
-                f"for each of moe.num_experts"
+                f"for each of num_experts"
             )

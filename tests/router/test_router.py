@@ -280,7 +280,7 @@ def test_a_bias_that_nobody_moves_warns_once():
     router = make_router(expert_bias=True)
     steps(router, 3)
     with pytest.warns(
-        UserWarning, match=r"moe.expert_bias \(true\) has no effect, after 3 opt"
+        UserWarning, match=r"expert_bias \(true\) has no effect, after 3 opt"
     ) as w:
         steps(router, 9)
     assert len(w) == 1
