@@ -6,12 +6,14 @@ import contextlib
 import copy
 import io
 import os
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
 import ckpt
+from ckpt.format import encode_manifest
 from parallel import Topology
 from pretrain.checkpoint.compatible import resolved
 from pretrain.commands.pretrain import main
@@ -410,6 +412,18 @@ def test_a_resume_that_would_be_another_run_is_refused(finished, change, message
     assert err.count("\n") == 1
     assert __import__("re").search(message, err), err
     assert fingerprints(finished / "run") == before
+
+
+def test_a_state_of_another_step_than_its_manifest_is_refused(finished, tmp_path):
+    shutil.copytree(finished / "run", tmp_path / "run")
+    root = tmp_path / "run/checkpoints"
+    manifest = ckpt.read_manifest(root, 6)
+    forged = manifest.model_copy(update={"state": {**manifest.state, "step": 5}})
+    manifest_file(root, 6).write_bytes(encode_manifest(forged))
+    code, _, err = launch(finished / "spec.json", 1, f"run_dir={tmp_path / 'run'}")
+    assert code == 2
+    assert err.count("\n") == 1
+    assert "state.step (5) must be the step of the manifest (6)" in err
 
 
 def test_two_runs_never_share_a_folder(text, tmp_path):
