@@ -7,7 +7,7 @@ from pretrain.spec.renamed import upgraded
 if TYPE_CHECKING:
     from pretrain.spec.checkpoint import CheckpointConfig, InitConfig, TiersConfig
     from pretrain.spec.job import JobSpec
-    from pretrain.spec.learning_rate import is_learning_rate_jump, learning_rate
+    from pretrain.spec.learning_rates import is_learning_rate_jump, learning_rate
     from pretrain.spec.precision import PrecisionConfig
     from pretrain.spec.read import load_spec, resolve_spec
     from pretrain.spec.sections import SampleConfig
@@ -38,8 +38,8 @@ _WITH_TORCH = {
     "SampleConfig": "pretrain.spec.sections",
     "TiersConfig": "pretrain.spec.checkpoint",
     "TrainConfig": "pretrain.spec.train",
-    "is_learning_rate_jump": "pretrain.spec.learning_rate",
-    "learning_rate": "pretrain.spec.learning_rate",
+    "is_learning_rate_jump": "pretrain.spec.learning_rates",
+    "learning_rate": "pretrain.spec.learning_rates",
     "load_spec": "pretrain.spec.read",
     "resolve_spec": "pretrain.spec.read",
 }

@@ -279,9 +279,7 @@ def test_a_bias_that_nobody_moves_warns_once():
     counts = torch.arange(E)
     router = make_router(expert_bias=True)
     steps(router, 3)
-    with pytest.warns(
-        UserWarning, match=r"expert_bias \(true\) has no effect, after 3 opt"
-    ) as w:
+    with pytest.warns(UserWarning, match=r"expert_bias \(true\) has no effect, after 3 opt") as w:
         steps(router, 9)
     assert len(w) == 1
     steps(make_router(), 9)
