@@ -263,8 +263,8 @@ REFUSED = [
     ),
     ({}, {"top_k": 3}, None, BLOCK + "top_k is the block's and must be left out"),
     ({}, {"score_func": "sigmoid"}, None, BLOCK + "score_func is the block's"),
-    ({}, {"overlap_chunks": 0}, None, BLOCK + "overlap_chunks: Input should be greater"),
-    ({}, {"no_such_field": 0}, None, BLOCK + "no_such_field: Extra inputs are not permitted"),
+    ({}, {"overlap_chunks": 0}, None, BLOCK + r"MoEConfig: overlap_chunks \(0\): Input should be"),
+    ({}, {"no_such_field": 0}, None, BLOCK + "MoEConfig: there is no field no_such_field"),
     ({}, {}, sharded, BLOCK + r"gate_up_proj \(Parameter\) must be a plain floating-point"),
     ({}, {}, quantized, BLOCK + r"down_proj \(Parameter\) must be a plain floating-point"),
 ]
