@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -342,10 +341,6 @@ def _config_of(name: str, block: Any, model: nn.Module, options: Fields) -> MoEC
         if taken:
             raise ValueError(f"{taken[0]} is the block's and must be left out")
         return MoEConfig(**fields | options)
-    except ValidationError as error:
-        (first, *_) = error.errors()
-        said = ".".join(map(str, first["loc"])) + ": " if first["loc"] else ""
-        raise ValueError(f"{where}: {said}{first['msg'].removeprefix('Value error, ')}") from None
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
