@@ -10,8 +10,9 @@ from moe.dispatch import (
     LocalDispatcher,
     PaddedAllToAllDispatcher,
 )
-from moe.experts import GroupedExperts, choose_backend
+from moe.experts import GroupedExperts
 from moe.layer import FeedForward, MoEAux, MoELayer, MoEOutput
+from moe.paths import choose_backend
 from moe.rows import Rows
 from moe.stopwatch import Stopwatch
 from moe.transformers_blocks import FusedExperts, TransformersMoE, adopt, collect_aux, restore

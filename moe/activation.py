@@ -30,6 +30,8 @@ class Activation(NamedTuple):
     """(z, out): out = act(z)."""
     backward_out: Callable[[Tensor, Tensor, Tensor], object]
     """(grad, z, out): out = grad · act'(z); out must not be grad or z."""
+    backward: Callable[[Tensor, Tensor], Tensor]
+    """(grad, z) -> grad · act'(z), by the operations of autograd."""
 
     def hidden(self, gate: Tensor | None, up: Tensor) -> Tensor:
         """h from the results of the GEMMs, with gradients."""
@@ -64,9 +66,24 @@ def _relu2(z: Tensor) -> Tensor:
     return F.relu(z).square()
 
 
+def _relu2_backward(grad: Tensor, z: Tensor) -> Tensor:
+    dz: Tensor = _aten.threshold_backward(grad * (F.relu(z) * 2), z, 0)
+    return dz
+
+
+def _silu_backward(grad: Tensor, z: Tensor) -> Tensor:
+    dz: Tensor = _aten.silu_backward(grad, z)
+    return dz
+
+
+def _gelu_backward(grad: Tensor, z: Tensor) -> Tensor:
+    dz: Tensor = _aten.gelu_backward(grad, z)
+    return dz
+
+
 ACTIVATIONS: dict[ActivationName, Activation] = {
-    "swiglu": Activation(True, F.silu, _silu_out, _silu_backward_out),
-    "geglu": Activation(True, F.gelu, _gelu_out, _gelu_backward_out),
-    "gelu": Activation(False, F.gelu, _gelu_out, _gelu_backward_out),
-    "relu2": Activation(False, _relu2, _relu2_out, _relu2_backward_out),
+    "swiglu": Activation(True, F.silu, _silu_out, _silu_backward_out, _silu_backward),
+    "geglu": Activation(True, F.gelu, _gelu_out, _gelu_backward_out, _gelu_backward),
+    "gelu": Activation(False, F.gelu, _gelu_out, _gelu_backward_out, _gelu_backward),
+    "relu2": Activation(False, _relu2, _relu2_out, _relu2_backward_out, _relu2_backward),
 }

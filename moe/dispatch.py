@@ -26,7 +26,7 @@ from parallel.collectives import (
     start_gather_rows,
     start_scatter_sums,
 )
-from router import RouterOutput, count_tokens_per_expert
+from router import HoldsGroups, RouterOutput, count_tokens_per_expert
 
 
 class DispatchedRows(NamedTuple):
@@ -194,7 +194,7 @@ def _chunks(x_TD: Tensor, routed: RouterOutput, number: int) -> list[_Tokens]:
     ]
 
 
-class AllToAllDispatcher:
+class AllToAllDispatcher(HoldsGroups):
     """All-to-all with splits of the exact size; the ranks of a group hold equal blocks of experts.
 
     Counts are exchanged once per layer. A rank may send or receive no rows. In the worst case every
@@ -210,6 +210,8 @@ class AllToAllDispatcher:
             consecutive blocks of experts.
         chunks: parts of a call; one part is in transfer while experts compute the part before.
     """
+
+    GROUPS = ("group", "within")
 
     def __init__(
         self,
@@ -249,7 +251,7 @@ class AllToAllDispatcher:
         return transfers[0].start_return(y_SD)
 
 
-class PaddedAllToAllDispatcher:
+class PaddedAllToAllDispatcher(HoldsGroups):
     """All-to-all with equal splits, whose sizes follow from the capacity and not from the routing.
 
     Nothing waits for an accelerator, and all calls have equal shapes. A rank sends the smaller of
@@ -262,6 +264,8 @@ class PaddedAllToAllDispatcher:
         room: from the tokens of a call to the most assignments of each expert; None for no bound.
         chunks: see :class:`AllToAllDispatcher`.
     """
+
+    GROUPS = ("group",)
 
     def __init__(
         self,
@@ -345,11 +349,13 @@ class PaddedAllToAllDispatcher:
         return lambda: finish()[:num_tokens]
 
 
-class AllGatherDispatcher:
+class AllGatherDispatcher(HoldsGroups):
     """All-gather of all tokens of the group, and a reduce-scatter of the outputs.
 
     For groups of a few ranks, where top_k is nearly the number of ranks.
     """
+
+    GROUPS = ("group",)
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group

@@ -5,11 +5,13 @@ Legend: B batch, S sequence, T = B·S tokens, D d_model, E experts, K top_k.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import _register_namedtuple
 
 from moe.activation import ACTIVATIONS, ActivationName
 from moe.config import MoEConfig
@@ -22,7 +24,9 @@ from moe.dispatch import (
 )
 from moe.experts import GroupedExperts
 from moe.stopwatch import Stopwatch
-from router import RouterOutput, TopKRouter
+from moe.transforms import in_vmap
+from parallel.dtensor import whole_parameters
+from router import LostGroup, RouterOutput, TopKRouter
 
 
 class MoEAux(NamedTuple):
@@ -51,8 +55,9 @@ class MoEAux(NamedTuple):
     """Scalar int64: tokens with a NaN or an infinity among their logits; their outputs are NaN."""
     expert_counts_E: Tensor
     """[E] int64: the ``prior_expert_counts_E`` of the step's next call."""
-    stopwatch: Stopwatch
-    """The assignments that this rank's experts computed in the forward, and the time in seconds."""
+    stopwatch: Stopwatch | None
+    """The assignments that this rank's experts computed in the forward, and the time in seconds;
+    None in a compiled or exported layer, which reads no clock."""
 
     @property
     def load_imbalance(self) -> Tensor:
@@ -82,6 +87,11 @@ class MoEOutput(NamedTuple):
     aux: MoEAux
 
 
+# By these names torch.export.save writes the two types, and torch.export.load finds them.
+_register_namedtuple(MoEAux, serialized_type_name="moe.MoEAux")
+_register_namedtuple(MoEOutput, serialized_type_name="moe.MoEOutput")
+
+
 class FeedForward(nn.Module):
     """A dense feed-forward layer, also for the shared experts; see :mod:`moe.activation`."""
 
@@ -99,6 +109,15 @@ class FeedForward(nn.Module):
         gate = None if self.w_gate is None else self.w_gate(x)
         out: Tensor = self.w_down(self.act.hidden(gate, self.w_up(x)))
         return out
+
+
+_INPUTS = (torch.float32, torch.bfloat16, torch.float16)
+"""Input dtypes of any layer. The experts compute in the layer's dtype, or in autocast's: a wider
+input would be rounded without a word."""
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
 
 
 class MoELayer(nn.Module):
@@ -138,6 +157,25 @@ class MoELayer(nn.Module):
             if c.shared_expert_gate:
                 self.shared_gate = nn.Linear(c.d_model, 1, bias=False)
         self.dispatcher: Dispatcher = LocalDispatcher()
+        self._call: Callable[..., Any] = _call
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters as the constructor does, and in its order; biases become zeros.
+
+        For a layer from the meta device, after ``to_empty``. With one seed on all ranks a layer
+        under expert parallelism or FSDP gets the values of a layer in one process; each rank then
+        holds one module's whole parameters for a moment.
+        """
+        for module in self.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if module is not self and callable(reset):
+                with whole_parameters(module):
+                    reset()
+
+    @property
+    def lost_expert_group(self) -> bool:
+        """Whether the layer was unpickled, and must be given its process groups again."""
+        return isinstance(getattr(self.dispatcher, "group", None), LostGroup)
 
     def use_expert_group(
         self,
@@ -155,10 +193,12 @@ class MoELayer(nn.Module):
 
         Raises ValueError for ``hierarchical`` without both of these groups.
         """
+        from moe.uncompiled import uncompiled
+
         c = self.config
-        self.router.capacity.use_expert_group(group)
-        if self.router.balance_group is None:
-            self.router.balance_group = group
+        self.router.use_expert_group(group)
+        # The sizes of an exchange are data of the host: no compiler can trace it.
+        self._call = uncompiled
         if c.dispatcher == "all_gather":
             self.dispatcher = AllGatherDispatcher(group)
         elif c.dispatcher == "padded_all_to_all":
@@ -192,38 +232,63 @@ class MoELayer(nn.Module):
         :meth:`router.TopKRouter.forward`.
 
         Under expert parallelism every rank of the group must call, with any number of tokens, also
-        with 0. Raises ValueError where the last dim is not d_model, or where
+        with 0.
+
+        Raises ValueError for an input of another size or dtype, under ``torch.vmap``, and where
         ``replay_indices_TK`` do not fit.
         """
-        if not x.ndim or x.shape[-1] != self.config.d_model or not x.is_floating_point():
-            raise ValueError(
-                f"the input's last dim ({x.shape[-1] if x.ndim else 'none'}) must be d_model "
-                f"({self.config.d_model}) and its dtype ({x.dtype}) a floating one"
-            )
+        self._check_input(x)
         x_TD = x.reshape(x.numel() // x.shape[-1], x.shape[-1])
 
         seq_len = x.shape[-2] if x.ndim > 1 else 1
         routed = self.router(x_TD, seq_len, replay_indices_TK, prior_expert_counts_E)
-        parts_in_transfer = self.dispatcher.dispatch(x_TD, routed)
-        # The shared experts are computed while rows are in transfer.
-        shared_TD = self._shared(x_TD)
-        stopwatch = Stopwatch(x.device)
-        returning = []
-        for dispatched in parts_in_transfer:
-            y_SD = self.experts(*dispatched.rows, stopwatch)
-            stopwatch.rows += dispatched.rows.rows_per_expert_E.sum()
-            returning.append(self.dispatcher.combine(y_SD, dispatched))
-        parts = [part() for part in returning]
-        y_TD = parts[0] if len(parts) == 1 else torch.cat(parts)
-
-        if shared_TD is not None:
-            y_TD = y_TD + shared_TD
-        if x.device.type != "cpu" or routed.num_nonfinite_tokens:
+        y_TD, stopwatch = self._call(self._compute, x_TD, routed)
+        on_host = x.device.type == "cpu" and not torch.compiler.is_compiling()
+        if not on_host or routed.num_nonfinite_tokens:
             y_TD = y_TD.masked_fill(routed.nonfinite_T.unsqueeze(1), torch.nan)
         # A reshape that autograd does not record as a view: nothing else refers to y_TD, and FSDP
         # warns of views where only this layer is wrapped.
         hidden = torch.ops.aten._unsafe_view(y_TD.to(x.dtype), x.shape)
         return MoEOutput(hidden, self._aux(routed, stopwatch))
+
+    def _compute(self, x_TD: Tensor, routed: RouterOutput) -> tuple[Tensor, Stopwatch | None]:
+        """Dispatch, experts, combine: [T, D] -> [T, D]."""
+        parts_in_transfer = self.dispatcher.dispatch(x_TD, routed)
+        # The shared experts are computed while rows are in transfer.
+        shared_TD = self._shared(x_TD)
+        stopwatch = None if torch.compiler.is_compiling() else Stopwatch(x_TD.device)
+        returning = []
+        for dispatched in parts_in_transfer:
+            y_SD = self.experts(*dispatched.rows, stopwatch)
+            if stopwatch is not None:
+                stopwatch.rows += dispatched.rows.rows_per_expert_E.sum()
+            returning.append(self.dispatcher.combine(y_SD, dispatched))
+        parts = [part() for part in returning]
+        y_TD = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return y_TD if shared_TD is None else y_TD + shared_TD, stopwatch
+
+    def _check_input(self, x: Tensor) -> None:
+        own = next(self.experts.parameters()).dtype
+        if not x.ndim or x.shape[-1] != self.config.d_model:
+            raise ValueError(
+                f"the input's last dim ({x.shape[-1] if x.ndim else 'none'}) must be d_model "
+                f"({self.config.d_model})"
+            )
+        if not x.is_floating_point():
+            raise ValueError(
+                f"the input's dtype ({x.dtype}) must be a floating one: the layer takes hidden "
+                f"states, not token ids"
+            )
+        if x.dtype not in _INPUTS and x.dtype != own:
+            raise ValueError(
+                f"the input's dtype ({x.dtype}) must be the layer's ({own}), or one of "
+                f"{', '.join(map(str, _INPUTS))}; cast the input or the layer, as with x.to({own})"
+            )
+        if in_vmap():
+            raise ValueError(
+                "MoELayer cannot run under torch.vmap: how many rows an expert computes depends on "
+                "all tokens; pass the batch as leading dims of the input, or loop over its elements"
+            )
 
     def _shared(self, x_TD: Tensor) -> Tensor | None:
         if self.shared_experts is None:
@@ -232,7 +297,7 @@ class MoELayer(nn.Module):
         y_TD: Tensor = self.shared_experts(x_TD)
         return y_TD if self.shared_gate is None else y_TD * self.shared_gate(x_TD).sigmoid()
 
-    def _aux(self, routed: RouterOutput, stopwatch: Stopwatch) -> MoEAux:
+    def _aux(self, routed: RouterOutput, stopwatch: Stopwatch | None) -> MoEAux:
         c = self.config
         return MoEAux(
             load_balance_loss=routed.load_balance_loss,

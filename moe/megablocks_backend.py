@@ -30,7 +30,7 @@ def why_no_megablocks(dtype: torch.dtype, device_type: str) -> str:
 
 
 def experts_megablocks(rows: Rows, weights: ExpertWeights, activation: ActivationName) -> Tensor:
-    """See :data:`moe.experts.ExpertsFn`. Waits for the device once: the GEMM takes its sizes on
+    """See :data:`moe.paths.ExpertsFn`. Waits for the device once: the GEMM takes its sizes on
     the host."""
     from grouped_gemm import ops
 

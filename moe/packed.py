@@ -16,11 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moe.activation import ACTIVATIONS, Activation, ActivationName
 from moe.rows import Rows
@@ -96,15 +95,27 @@ def _num_workers(rows: int, d_model: int, d_ff: int) -> int:
     return min(torch.get_num_threads(), _MOST_WORKERS)
 
 
+def _kept_in(whole_GRF: Tensor, shares: Sequence[Sequence[_Block]]) -> list[list[Tensor]]:
+    """Of each block the part of ``whole_GRF`` that has its products, [1 or 2, n, F]."""
+    return [[whole_GRF[:, block.rows] for block in share] for share in shares]
+
+
 def _forward(
-    act: Activation, rows: Rows, weights: ExpertWeights, shares: Sequence[Sequence[_Block]]
+    act: Activation,
+    rows: Rows,
+    weights: ExpertWeights,
+    shares: Sequence[Sequence[_Block]],
+    whole_GRF: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """[S, D] sums of each row's assignments, and the products of each block, [1 or 2, n, F]."""
     D, F = weights.w_up.shape[1:]
     new = rows.x_SD.new_empty
-    # Of each block its own: the allocator hands pieces of this size out again, where one tensor of
-    # all rows would be fresh pages, zeroed by the system, in every pass.
-    kept = [[new(1 + act.gated, block.length, F) for block in share] for share in shares]
+    if whole_GRF is None:
+        # Of each block its own: the allocator hands pieces of this size out again, where one tensor
+        # of all rows would be fresh pages, zeroed by the system, in every pass.
+        kept = [[new(1 + act.gated, block.length, F) for block in share] for share in shares]
+    else:
+        kept = _kept_in(whole_GRF, shares)
     longest = _longest(shares)
     sums = [torch.zeros_like(rows.x_SD) for _ in shares]
 
@@ -255,29 +266,84 @@ class _Grads:
         return self.whole
 
 
+_Shares = tuple[tuple[_Block, ...], ...]
+
+
 class _Packed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: ActivationName, *inputs: Any) -> Tensor:
-        rows, weights = Rows(*inputs[:4]), ExpertWeights(*inputs[4:])
-        counts = rows.rows_per_expert_E.tolist()
-        ctx.shares = _shares(counts, _num_workers(sum(counts), *weights.w_up.shape[1:]))
-        ctx.name = name
-        out, products = _forward(ACTIVATIONS[name], rows, weights, ctx.shares)
-        ctx.save_for_backward(*inputs, *products)
-        return out
+    """Gives the products as well: under torch.func a Function keeps inputs and outputs alone."""
 
     @staticmethod
-    @once_differentiable
+    def forward(name: ActivationName, shares: _Shares, *inputs: Any) -> tuple[Tensor, ...]:
+        rows, weights = Rows(*inputs[:4]), ExpertWeights(*inputs[4:])
+        out, products = _forward(ACTIVATIONS[name], rows, weights, shares)
+        return out, *products
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.name, ctx.shares, *tensors = inputs
+        products = output[1:]
+        ctx.mark_non_differentiable(*products)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *products)
+
+    @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
+        dx_SD, dweights_R, *dparameters = _Gradients.apply(
+            ctx.name, ctx.shares, grads[0], *ctx.saved_tensors
+        )
+        return None, None, dx_SD, None, dweights_R, None, *dparameters
+
+
+class _Gradients(torch.autograd.Function):
+    """The backward of :class:`_Packed`, whose own backward is an error.
+
+    ``once_differentiable`` does not do: it leaves a second derivative wrong without a word where
+    only the weights, and not the gradient, depend on what is differentiated.
+    """
+
+    @staticmethod
+    def forward(name: ActivationName, shares: _Shares, dy_SD: Tensor, *saved: Any) -> Any:
         rows, weights = Rows(*saved[:4]), ExpertWeights(*saved[4:10])
         dx_SD, dweights_R, dparameters = _backward(
-            ACTIVATIONS[ctx.name], rows, weights, ctx.shares, saved[10:], grads[0].contiguous()
+            ACTIVATIONS[name], rows, weights, shares, saved[10:], dy_SD.contiguous()
         )
-        return None, dx_SD, None, dweights_R, None, *dparameters
+        return dx_SD, dweights_R, *dparameters
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> NoReturn:
+        raise RuntimeError("moe.backend (packed) has no second derivatives: use loop")
+
+
+def _shares_of(rows: Rows, weights: ExpertWeights) -> _Shares:
+    counts = rows.rows_per_expert_E.tolist()
+    shares = _shares(counts, _num_workers(sum(counts), *weights.w_up.shape[1:]))
+    return tuple(map(tuple, shares))
 
 
 def experts_packed(rows: Rows, weights: ExpertWeights, activation: ActivationName) -> Tensor:
-    """See :data:`moe.experts.ExpertsFn`. Keeps the [R, F] products; no second derivatives."""
-    out: Tensor = _Packed.apply(activation, *rows, *weights)
+    """See :data:`moe.paths.ExpertsFn`. Keeps the [R, F] products; no second derivatives."""
+    out: Tensor = _Packed.apply(activation, _shares_of(rows, weights), *rows, *weights)[0]
     return out
+
+
+def packed_forward(
+    rows: Rows, weights: ExpertWeights, activation: ActivationName
+) -> tuple[Tensor, Tensor]:
+    """The output, and the products as one tensor [1 or 2, R, F], for :func:`packed_backward`."""
+    act = ACTIVATIONS[activation]
+    whole_GRF = rows.x_SD.new_empty(1 + act.gated, len(rows.source_R), weights.w_up.shape[2])
+    out, _ = _forward(act, rows, weights, _shares_of(rows, weights), whole_GRF)
+    return out, whole_GRF
+
+
+def packed_backward(
+    rows: Rows, weights: ExpertWeights, activation: ActivationName, dy_SD: Tensor, whole_GRF: Tensor
+) -> tuple[Tensor, Tensor, ExpertWeights]:
+    """The gradients of the rows, of the assignments' weights and of the parameters."""
+    shares = _shares_of(rows, weights)
+    kept = [products for share in _kept_in(whole_GRF, shares) for products in share]
+    return _backward(ACTIVATIONS[activation], rows, weights, shares, kept, dy_SD)

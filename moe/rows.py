@@ -51,14 +51,15 @@ def rows_of(
         expert_weights_SK: [S, K].
         experts: the experts of this rank.
         length: R, or an upper bound of R, where the host knows one. With None R is exact on a CPU,
-            and S·K elsewhere, which avoids waiting for an accelerator.
+            and S·K elsewhere, which avoids waiting for an accelerator. Compiled, R is S·K too: a
+            size must not depend on values.
     """
     E, K = len(experts), expert_indices_SK.shape[1]
     local_SK = expert_indices_SK - experts.start
     local_SK = local_SK.masked_fill((local_SK < 0) | (local_SK >= E), E)
     order = sort_by_expert(local_SK)
     counts_E = count_tokens_per_expert(local_SK, E + 1)[:E]
-    if length is None and order.device.type == "cpu":
+    if length is None and order.device.type == "cpu" and not torch.compiler.is_compiling():
         length = int(counts_E.sum())
     order_R = order if length is None else order[:length]
     return Rows(x_SD, order_R // K, _pick(expert_weights_SK.flatten(), order_R), counts_E)
@@ -66,10 +67,14 @@ def rows_of(
 
 class _Pick(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_N: Tensor, index_R: Tensor) -> Tensor:
+    def forward(x_N: Tensor, index_R: Tensor) -> Tensor:
+        return x_N.index_select(0, index_R)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x_N, index_R = inputs
         ctx.save_for_backward(index_R)
         ctx.shape = x_N.shape
-        return x_N.index_select(0, index_R)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
@@ -115,33 +120,40 @@ def _sum(y_RD: Tensor, index: RowMap) -> Tensor:
 
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_SD: Tensor, index: RowMap) -> Tensor:
-        ctx.index = index
-        return x_SD.index_select(0, index.source_R)
+    def forward(x_SD: Tensor, source_R: Tensor, order_R: Tensor, ends_S1: Tensor) -> Tensor:
+        return x_SD.index_select(0, source_R)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        return _sum(grads[0].contiguous(), ctx.index), None
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        # Through the other Function, so that this gradient has a gradient too.
+        return sum_rows(grads[0], RowMap(*ctx.saved_tensors)), None, None, None
 
 
 class _SumRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y_RD: Tensor, index: RowMap) -> Tensor:
-        ctx.index = index
-        return _sum(y_RD.contiguous(), index)
+    def forward(y_RD: Tensor, source_R: Tensor, order_R: Tensor, ends_S1: Tensor) -> Tensor:
+        return _sum(y_RD.contiguous(), RowMap(source_R, order_R, ends_S1))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
-        return grads[0].index_select(0, ctx.index.source_R), None
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        return take_rows(grads[0], RowMap(*ctx.saved_tensors)), None, None, None
 
 
 def take_rows(x_SD: Tensor, index: RowMap) -> Tensor:
     """``x[source]``: [S, D] -> [R, D]."""
-    out: Tensor = _Take.apply(x_SD, index)
+    out: Tensor = _Take.apply(x_SD, *index)
     return out
 
 
 def sum_rows(y_RD: Tensor, index: RowMap) -> Tensor:
     """The transpose of :func:`take_rows`, [R, D] -> [S, D]: row s sums all y of source s."""
-    out: Tensor = _SumRows.apply(y_RD, index)
+    out: Tensor = _SumRows.apply(y_RD, *index)
     return out

@@ -13,13 +13,12 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from moe.config import MoEConfig
 from moe.experts import GroupedExperts
 from moe.layer import MoEAux, MoELayer
 from moe.weights import ExpertWeights
-from parallel import local_shard
+from parallel.dtensor import local_shard
 from router import RouterConfig, TopKRouter
 
 Fields = dict[str, Any]
@@ -268,7 +267,7 @@ def restore(model: Model) -> Model:
     """
     layers = [(n, m) for n, m in model.named_modules() if isinstance(m, TransformersMoE)]
     for name, layer in layers:
-        if any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
+        if any(hasattr(parameter, "to_local") for parameter in layer.parameters()):
             raise ValueError(
                 f"{name} must not be sharded to be restored: gather the model with "
                 f"torch.distributed.checkpoint.state_dict.get_model_state_dict, and give what it "

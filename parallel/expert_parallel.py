@@ -8,7 +8,8 @@ from typing import Protocol, cast
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 
 class ExpertParallelModule(Protocol):
@@ -55,6 +56,26 @@ def _names_of(model: nn.Module, modules: Iterable[nn.Module]) -> set[str]:
     return {name for name, parameter in model.named_parameters() if id(parameter) in ids}
 
 
+def _are_sharded(module: ExpertParallelModule, ep_mesh: DeviceMesh) -> bool:
+    """Whether the experts are sharded for this mesh, and only the groups are to be set again."""
+    if isinstance(module, FSDPModule) or any(
+        isinstance(m, FSDPModule) for m in module.experts.modules()
+    ):
+        raise ValueError("apply_expert_parallel must be called before apply_fsdp or fully_shard")
+    meshes = {p.device_mesh for p in module.experts.parameters() if isinstance(p, DTensor)}
+    if not meshes:
+        return False
+    if not getattr(module, "lost_expert_group", False):
+        raise ValueError("apply_expert_parallel must be called once: the experts are sharded")
+    ranks = [mesh.mesh.tolist() for mesh in meshes]
+    if any(each != ep_mesh.mesh.tolist() for each in ranks):
+        raise ValueError(
+            f"ep_mesh (ranks {ep_mesh.mesh.tolist()}) must have the ranks over which the unpickled "
+            f"experts are sharded ({ranks[0]})"
+        )
+    return True
+
+
 def apply_expert_parallel(
     model: nn.Module,
     ep_mesh: DeviceMesh,
@@ -75,7 +96,11 @@ def apply_expert_parallel(
         ep_mesh: the ranks that share the experts.
         node_meshes: ``ParallelDims.ep_node_meshes``, for the hierarchical dispatcher.
 
-    Raises ValueError where a layer's number of experts is not a multiple of the ranks.
+    A layer that was unpickled after this function keeps its shards of the experts, and gets the
+    groups that a pickle leaves out.
+
+    Raises ValueError where a layer's number of experts is not a multiple of the ranks, where the
+    experts are sharded already, and after :func:`parallel.apply_fsdp`.
     """
     if not isinstance(ep_mesh, DeviceMesh):
         raise TypeError(f"ep_mesh ({type(ep_mesh).__name__}) must be a mesh, as dims.ep_mesh")
@@ -84,6 +109,9 @@ def apply_expert_parallel(
     if ranks == 1:
         return model
     for module in expert_modules(model):
+        if _are_sharded(module, ep_mesh):
+            module.use_expert_group(ep_mesh.get_group(), *node_groups)
+            continue
         for owner in module.experts.modules():
             for name, parameter in list(owner.named_parameters(recurse=False)):
                 if parameter.shape[0] % ranks:

@@ -63,12 +63,17 @@ def apply_fsdp(
             optimizer then runs on the CPU. Parameters must be made on the CPU, buffers on the
             device.
 
-    Raises ValueError on every rank where ranks have other initial values of a parameter: replicas
-    would stay apart, and shards would come from different models. A few values of each parameter
-    are compared; parameters on the meta device are not.
+    A MoE layer's router in another dtype than the rest of its layer, as after ``model.bfloat16()``,
+    is sharded by itself: FSDP gathers parameters of one dtype together.
+
+    Raises ValueError for a model that has FSDP already, and on every rank where ranks have other
+    initial values of a parameter: replicas would stay apart, and shards would come from different
+    models. A few values of each parameter are compared; parameters on the meta device are not.
     """
     if not isinstance(dims, ParallelDims):
         raise TypeError(f"dims ({type(dims).__name__}) must be a ParallelDims")
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError("apply_fsdp must be called once, on a model without fully_shard")
     t = dims.topology
     casts = compute_dtype is not None
     if t.world == t.pp and not casts and not offload:
@@ -101,7 +106,7 @@ def apply_fsdp(
             )
         beside = dims.fsdp_tp_mesh if t.tp > 1 else dims.fsdp_mesh
         router = getattr(module, "router", None)
-        if casts and isinstance(router, nn.Module):
+        if isinstance(router, nn.Module) and (casts or _differs(router, cast(nn.Module, module))):
             shard(router, beside, mp_policy=MixedPrecisionPolicy())
         if t.tp > 1:
             # A MoE layer's other parameters are replicated over tp, and each tp rank computes on
@@ -122,6 +127,12 @@ def apply_fsdp(
     if prefetch:
         _set_prefetch(blocks, prefetch)
     return model
+
+
+def _differs(part: nn.Module, whole: nn.Module) -> bool:
+    """Whether ``part`` has parameters of another dtype than ``whole``."""
+    dtypes = {parameter.dtype for parameter in part.parameters()}
+    return any(parameter.dtype not in dtypes for parameter in whole.parameters())
 
 
 def _set_sums(modules: Sequence[FSDPModule], replicas: _ReplicaSum | None) -> None:

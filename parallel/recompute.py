@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -46,17 +47,24 @@ def apply_recompute(blocks: Sequence[nn.Module], how: Recompute, every: int = 1)
             as well, and recomputes cheap operations only; experts on the packed path save nothing
             more, because their GEMMs are not torch's. ``none`` changes nothing.
         every: 1 for all blocks, n for the first of every n blocks.
+
+    Raises ValueError for a block that recomputes already, or that has FSDP.
     """
     if how not in get_args(Recompute):
         raise ValueError(f"how ({how}) must be one of {', '.join(get_args(Recompute))}")
     if how == "none":
         return
+    if any(_RECOMPUTED in vars(block) for block in blocks):
+        raise ValueError("apply_recompute must be called once for a block: a block has it already")
+    if any(isinstance(module, FSDPModule) for block in blocks for module in block.modules()):
+        raise ValueError("apply_recompute must be called before apply_fsdp or fully_shard")
     contexts = noop_context_fn
     if how == "selective":
         contexts = partial(create_selective_checkpoint_contexts, _policy)
     for block in blocks[::every]:
         # forward is replaced: a wrapper module would change the parameters' names.
         block.forward = _recomputed(block.forward, contexts)
+        vars(block)[_RECOMPUTED] = True
 
 
 def apply_activation_offload(blocks: Sequence[nn.Module]) -> None:
@@ -85,27 +93,36 @@ class _OnHost(save_on_cpu):
         self.unpack_hook = lambda kept: kept if isinstance(kept, Tensor) else unpack(kept)
 
 
+_RECOMPUTED = "_convoy_recomputed"
+
+
+# Partials of bound methods, and not closures: a deep copy of a block must compute with the copy's
+# parameters, and copy.deepcopy looks into the former alone.
+
+
 def _kept_on_host(block: nn.Module) -> Callable[..., Any]:
-    forward = block.forward
+    return partial(_run_on_host, block, block.forward)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with _OnHost(block):
-            return forward(*args, **kwargs)
 
-    return run
+def _run_on_host(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _OnHost(block):
+        return forward(*args, **kwargs)
 
 
 def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        # early_stop=False: another rank may need more of its forward than this rank, and would then
-        # wait for this rank in a collective that this rank skips.
-        return checkpoint(
-            forward, *args, use_reentrant=False, context_fn=contexts, early_stop=False, **kwargs
-        )
+    return partial(_run_recomputed, forward, contexts)
 
-    return run
+
+def _run_recomputed(
+    forward: Callable[..., Any], contexts: Callable[[], Any], *args: Any, **kwargs: Any
+) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    # early_stop=False: another rank may need more of its forward than this rank, and would then
+    # wait for this rank in a collective that this rank skips.
+    return checkpoint(
+        forward, *args, use_reentrant=False, context_fn=contexts, early_stop=False, **kwargs
+    )
 
 
 def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

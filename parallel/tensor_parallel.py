@@ -53,6 +53,8 @@ def apply_tensor_parallel(
     parameter's gradient needs no sum over tp. Gradients of ``norm`` and ``shared`` weights are
     partial sums, which FSDP sums before sharding. Gradients of parameters outside the plan are each
     rank's own.
+
+    Raises ValueError for a weight that is sharded already.
     """
     if tp_mesh.size() == 1:
         return model
@@ -62,6 +64,11 @@ def apply_tensor_parallel(
         if how == "gathered":
             module.forward = _gathered(module.forward, group)
             continue
+        if isinstance(module.get_parameter("weight"), DTensor):
+            raise ValueError(
+                f"apply_tensor_parallel must be called once, and before apply_fsdp: {name}.weight "
+                f"is sharded"
+            )
         placement = _PLACEMENT.get(how, Shard(0))
         weight = distribute_tensor(
             module.get_parameter("weight"), tp_mesh, [placement], src_data_rank=None

@@ -4,7 +4,6 @@ from router.capacity import (
     CapacityPolicy,
     Dropless,
     FixedCapacity,
-    Placement,
     StragglerAwareCapacity,
 )
 from router.config import (
@@ -14,7 +13,9 @@ from router.config import (
     RouterConfig,
     StragglerAwareConfig,
 )
+from router.groups import HoldsGroups, LostGroup
 from router.losses import load_balance_loss, sequence_balance_loss, z_loss
+from router.placement import Placement
 from router.plan import UNITS_PER_RANK, CapacityPlan, StragglerBalancer
 from router.select import count_tokens_per_expert
 from router.topk import RouterOutput, TopKRouter, no_autocast
@@ -28,6 +29,8 @@ __all__ = [
     "DroplessConfig",
     "FixedCapacity",
     "FixedCapacityConfig",
+    "HoldsGroups",
+    "LostGroup",
     "Placement",
     "RouterConfig",
     "RouterOutput",

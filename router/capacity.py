@@ -6,11 +6,10 @@ A bin is an expert or a rank, whichever the capacity is of.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,19 +21,18 @@ from router.config import (
     FixedCapacityConfig,
     StragglerAwareConfig,
 )
+from router.groups import HoldsGroups
+from router.placement import (
+    Bins,
+    Placement,
+    as_outputs,
+    keep_within,
+    place,
+    place_in_rounds,
+    placement_shapes,
+)
 from router.plan import CapacityPlan, largest_remainder
 from router.select import count_tokens_per_expert
-
-
-class Placement(NamedTuple):
-    """The expert of every assignment after capacity. No field has a gradient."""
-
-    expert_indices_TK: Tensor
-    """[T, K] int64; a dropped assignment keeps the expert that was chosen."""
-    dropped_TK: Tensor | None
-    """[T, K] bool; None where the policy drops nothing, which spares waiting for an accelerator."""
-    num_rerouted: Tensor
-    """Scalar int64: assignments that were moved to another expert than the chosen one."""
 
 
 class CapacityPolicy(Protocol):
@@ -69,22 +67,13 @@ class CapacityPolicy(Protocol):
         ...
 
 
-class _Bins(NamedTuple):
-    """The bins of one level of capacity: single experts, or all experts of a rank."""
-
-    of_expert_E: Tensor
-    """[E] int64, the bin of each expert."""
-    room_B: Tensor
-    """[B] int64, the most assignments of each bin."""
-
-
-def _rank_bins(room_B: Tensor, num_experts: int) -> _Bins:
+def _rank_bins(room_B: Tensor, num_experts: int) -> Bins:
     ranks = len(room_B)
     expert_E = torch.arange(num_experts, device=room_B.device)
-    return _Bins(expert_E // (num_experts // ranks), room_B)
+    return Bins(expert_E // (num_experts // ranks), room_B)
 
 
-class Dropless:
+class Dropless(HoldsGroups):
     """Every expert computes all assignments that choose the expert.
 
     In the worst case all tokens of all ranks of the group choose the experts of one rank, which
@@ -96,6 +85,8 @@ class Dropless:
     layer. A bound slightly above the group's mean of T·K drops nothing; a lower bound drops what no
     rank can take.
     """
+
+    GROUPS = ("_group",)
 
     def __init__(self, config: DroplessConfig) -> None:
         self.max_tokens_per_rank = config.max_tokens_per_rank
@@ -120,7 +111,7 @@ class Dropless:
         if self.max_tokens_per_rank:
             E = choice_TE.shape[1]
             bins = _rank_bins(self._room(expert_indices_TK, E), E)
-            return _place(expert_indices_TK, choice_TE, scores_TE, [bins])
+            return place(expert_indices_TK, choice_TE, scores_TE, [bins])
         none = torch.zeros((), dtype=torch.int64, device=expert_indices_TK.device)
         return Placement(expert_indices_TK, None, none)
 
@@ -151,7 +142,8 @@ def _portions(whole_R: Tensor, weights_SR: Tensor) -> Tensor:
 
 def expert_capacity(num_tokens: int, top_k: int, num_experts: int, capacity_factor: float) -> int:
     """ceil(T·K / E · capacity_factor), exactly: 1.1 counts as 11/10 (GShard, arXiv 2006.16668)."""
-    return math.ceil(Fraction(num_tokens * top_k, num_experts) * Fraction(str(capacity_factor)))
+    factor = Fraction(str(capacity_factor))
+    return -(-num_tokens * top_k * factor.numerator // (num_experts * factor.denominator))
 
 
 class FixedCapacity:
@@ -189,12 +181,13 @@ class FixedCapacity:
         training: bool = True,
     ) -> Placement:
         """See :class:`CapacityPolicy`."""
-        E, room = self.num_experts, self._room(len(expert_indices_TK))
+        # shape[0] and not len(), which would fix the number in an exported graph.
+        E, room = self.num_experts, self._room(expert_indices_TK.shape[0])
         # Filled there: a list that is copied to an accelerator would be waited for.
         room_E = torch.full((E,), room, dtype=torch.int64, device=choice_TE.device)
-        bins = _Bins(torch.arange(E, device=choice_TE.device), room_E)
+        bins = Bins(torch.arange(E, device=choice_TE.device), room_E)
         if self.config.drop_policy == "reroute":
-            return _place(expert_indices_TK, choice_TE, scores_TE, [bins])
+            return place(expert_indices_TK, choice_TE, scores_TE, [bins])
         priority_TK = None
         if self.config.drop_policy == "probs":
             priority_TK = scores_TE.gather(1, expert_indices_TK.clamp(max=E - 1))
@@ -216,6 +209,7 @@ class StragglerAwareCapacity:
 
     def __init__(self, config: StragglerAwareConfig, *, num_experts: int, top_k: int) -> None:
         self.config, self.num_experts, self.top_k = config, num_experts, top_k
+        self._factors = config.capacity_factor, config.rank_capacity_factor
         self.plan = CapacityPlan.equal(1)
 
     def use_expert_group(self, group: dist.ProcessGroup) -> None:
@@ -229,7 +223,7 @@ class StragglerAwareCapacity:
     def rooms(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The most assignments of each expert, and of each rank, in a call."""
         assignments = num_tokens * self.top_k
-        return _rooms(self.config, self.plan.units, assignments, self.num_experts)
+        return _rooms(self._factors, self.plan.units, assignments, self.num_experts)
 
     def place(
         self,
@@ -239,17 +233,34 @@ class StragglerAwareCapacity:
         training: bool = True,
     ) -> Placement:
         """See :class:`CapacityPolicy`."""
-        device, E = choice_TE.device, choice_TE.shape[1]
-        experts, ranks = self.rooms(len(expert_indices_TK))
-        bins = [_Bins(torch.arange(E, device=device), torch.tensor(experts, device=device))]
-        if training:
-            bins.append(_rank_bins(torch.tensor(ranks, device=device), E))
-        return _place(expert_indices_TK, choice_TE, scores_TE, bins)
+        args = expert_indices_TK, choice_TE, scores_TE, self.plan.units, *self._factors, training
+        if torch.compiler.is_compiling():
+            # One operator, as in place(); with the rooms, as the number of tokens may be a symbol.
+            return Placement(*torch.ops.convoy.place_by_plan(*args))
+        return _place_by_plan(*args)
+
+
+def _place_by_plan(
+    chosen_TK: Tensor,
+    choice_TE: Tensor,
+    scores_TE: Tensor,
+    units: Sequence[int],
+    capacity_factor: float,
+    rank_capacity_factor: float,
+    training: bool,
+) -> Placement:
+    device, E = choice_TE.device, choice_TE.shape[1]
+    factors = capacity_factor, rank_capacity_factor
+    experts, ranks = _rooms(factors, tuple(units), chosen_TK.numel(), E)
+    bins = [Bins(torch.arange(E, device=device), torch.tensor(experts, device=device))]
+    if training:
+        bins.append(_rank_bins(torch.tensor(ranks, device=device), E))
+    return place_in_rounds(chosen_TK, choice_TE, scores_TE, bins)
 
 
 @lru_cache(maxsize=64)
 def _rooms(
-    config: StragglerAwareConfig, units: tuple[int, ...], assignments: int, num_experts: int
+    factors: tuple[float, float], units: tuple[int, ...], assignments: int, num_experts: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     def total(factor: float) -> int:
         return expert_capacity(assignments, 1, 1, factor)
@@ -257,90 +268,19 @@ def _rooms(
     per_rank = num_experts // len(units)
     all_units = sum(units) * per_rank
     # Rounded up: an expert has room for at least one token, however few tokens there are.
-    per_expert = [-(-total(config.capacity_factor) * u // all_units) for u in units]
-    ranks = largest_remainder(total(config.rank_capacity_factor), tuple(Fraction(u) for u in units))
+    per_expert = [-(-total(factors[0]) * u // all_units) for u in units]
+    ranks = largest_remainder(total(factors[1]), tuple(Fraction(u) for u in units))
     return tuple(n for n in per_expert for _ in range(per_rank)), tuple(ranks)
 
 
-def keep_within(bins: Tensor, priority: Tensor | None, room_B: Tensor) -> Tensor:
-    """Which assignments fit into their bins.
-
-    Args:
-        bins: the bin of each assignment, int64, of any shape; B stands for no bin, and such an
-            assignment is never kept.
-        priority: of the shape of ``bins``. The highest priorities are kept, and the earlier
-            assignment where priorities tie; None keeps the earlier assignments.
-        room_B: [B] int64, the most assignments of each bin.
-
-    Returns:
-        bool, of the shape of ``bins``.
-    """
-    flat = bins.flatten()
-    order = torch.arange(flat.numel(), device=flat.device)
-    if priority is not None:
-        order = priority.flatten().argsort(descending=True, stable=True)
-    order = order[flat[order].argsort(stable=True)]
-    binned = flat[order]
-    counts = count_tokens_per_expert(flat, room_B.numel() + 1)
-    first = counts.cumsum(0) - counts
-    place = torch.arange(flat.numel(), device=flat.device) - first[binned]
-    room = torch.cat([room_B, room_B.new_zeros(1)])
-    kept = torch.empty_like(flat, dtype=torch.bool)
-    kept[order] = place < room[binned]
-    return kept.view(bins.shape)
-
-
-def _fit(
-    asked_TK: Tensor, scores_TE: Tensor, levels: Sequence[_Bins], room: Sequence[Tensor]
-) -> Tensor:
-    """[T, K] bool: which requested experts (E for no expert) have room on every level."""
-    E = scores_TE.shape[1]
-    priority_TK = scores_TE.gather(1, asked_TK.clamp(max=E - 1))
-    kept_TK = asked_TK < E
-    for level, room_B in zip(levels, room, strict=True):
-        bins_TK = level.of_expert_E[asked_TK.clamp(max=E - 1)].masked_fill(~kept_TK, len(room_B))
-        kept_TK = keep_within(bins_TK, priority_TK, room_B)
-    return kept_TK
-
-
-def _room_left(indices_TK: Tensor, kept_TK: Tensor, level: _Bins) -> Tensor:
-    B = len(level.room_B)
-    nearest_TK = indices_TK.clamp(max=len(level.of_expert_E) - 1)  # E is none, and not kept
-    bins_TK = level.of_expert_E[nearest_TK].masked_fill(~kept_TK, B)
-    return level.room_B - count_tokens_per_expert(bins_TK, B + 1)[:B]
-
-
-def _place(
-    chosen_TK: Tensor, choice_TE: Tensor, scores_TE: Tensor, levels: Sequence[_Bins]
-) -> Placement:
-    """Keep the highest scores within every level's capacity, and move the others to free
-    experts."""
-    E = choice_TE.shape[1]
-    indices_TK = chosen_TK
-    kept_TK = _fit(chosen_TK, scores_TE, levels, [level.room_B for level in levels])
-    waiting_TK = ~kept_TK & (chosen_TK < E)
-    rerouted = torch.zeros((), dtype=torch.int64, device=choice_TE.device)
-    while bool(waiting_TK.any()):
-        room = [_room_left(indices_TK, kept_TK, level) for level in levels]
-        full_E = torch.zeros(E, dtype=torch.bool, device=choice_TE.device)
-        for level, room_B in zip(levels, room, strict=True):
-            full_E = full_E | (room_B <= 0)[level.of_expert_E]
-        # A token must not take an expert twice. A rejected choice need not be remembered: only a
-        # full expert or a full rank rejects a choice.
-        taken_TE = torch.zeros(len(choice_TE), E + 1, dtype=torch.bool, device=choice_TE.device)
-        taken_TE = taken_TE.scatter_(1, indices_TK, kept_TK)[:, :E]
-        best_T = choice_TE.masked_fill(taken_TE | full_E, -torch.inf).max(-1)
-        # One assignment of a token asks at a time, or two of them might take the same expert.
-        asks_TK = waiting_TK & (waiting_TK.cumsum(1) == 1)
-        hopeless_T = best_T.values == -torch.inf
-        waiting_TK = waiting_TK & ~hopeless_T.unsqueeze(1)
-        asks_TK = asks_TK & ~hopeless_T.unsqueeze(1)
-        asked_TK = torch.where(asks_TK, best_T.indices.unsqueeze(1), E)
-        won_TK = _fit(asked_TK, scores_TE, levels, room)
-        indices_TK = torch.where(won_TK, asked_TK, indices_TK)
-        kept_TK, waiting_TK = kept_TK | won_TK, waiting_TK & ~won_TK
-        rerouted = rerouted + won_TK.sum()
-    return Placement(torch.where(kept_TK, indices_TK, chosen_TK), ~kept_TK, rerouted)
+torch.library.custom_op(
+    "convoy::place_by_plan",
+    lambda *args: as_outputs(_place_by_plan(*args)),
+    mutates_args=(),
+    schema="(Tensor chosen_TK, Tensor choice_TE, Tensor scores_TE, int[] units, "
+    "float capacity_factor, float rank_capacity_factor, bool training) -> "
+    "(Tensor, Tensor, Tensor)",
+).register_fake(placement_shapes)
 
 
 def capacity_policy(config: CapacityConfig, *, num_experts: int, top_k: int) -> CapacityPolicy:

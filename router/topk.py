@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from router.capacity import capacity_policy
 from router.config import RouterConfig, ScoreFunc
+from router.groups import HoldsGroups, LostGroup
 from router.losses import load_balance_loss, sequence_balance_loss, z_loss
 from router.select import (
     count_tokens_per_expert,
@@ -132,7 +133,7 @@ class _Idle:
             )
 
 
-class TopKRouter(nn.Module):
+class TopKRouter(HoldsGroups, nn.Module):
     """A linear map to one logit per expert, a score function, and a choice of top_k experts.
 
     The map, the scores and the losses are in ``router_dtype``, or in the input's dtype if the
@@ -140,6 +141,7 @@ class TopKRouter(nn.Module):
     similar experts would tie, and the choice among them would be arbitrary.
     """
 
+    GROUPS = ("balance_group", "token_group")
     expert_bias: Tensor | None
 
     def __init__(self, d_model: int, config: RouterConfig) -> None:
@@ -176,14 +178,28 @@ class TopKRouter(nn.Module):
         self.reset_parameters()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Keep biases in float32, whatever dtype the model is cast to: in bfloat16 a step of 0.001
-        would be lost on a bias of 0.5."""
+        """Keep the weight in ``router_dtype`` or wider, and biases in float32, whatever dtype the
+        model is cast to. In bfloat16 a step of 1e-3 would be lost on a bias of 0.5, and a small
+        step of the optimizer on a weight."""
+
+        def unless_narrower(t: Tensor) -> Tensor:
+            out = fn(t)
+            wide_enough = torch.promote_types(out.dtype, self.dtype) == out.dtype
+            return out if wide_enough or out.dtype == t.dtype else t.to(out.device)
+
         before = self.expert_bias
-        super()._apply(fn, recurse)
+        super()._apply(unless_narrower, recurse)
         after = self.expert_bias
         if before is not None and after is not None and after.dtype != before.dtype:
             self.expert_bias = before.to(after.device)
         return self
+
+    def use_expert_group(self, group: dist.ProcessGroup) -> None:
+        """Count the load-balancing loss over ``group``, unless ``balance_group`` is set, and let
+        the capacity policy know the group."""
+        self.capacity.use_expert_group(group)
+        if self.balance_group is None or isinstance(self.balance_group, LostGroup):
+            self.balance_group = group
 
     def use_token_group(self, group: dist.ProcessGroup) -> None:
         """Set the ranks over which sequences are spread; ``parallel.apply_context_parallel`` calls
@@ -360,8 +376,9 @@ class TopKRouter(nn.Module):
                 f"[{tokens}, {K}] int64: the tokens, and top_k or, under expert_choice, "
                 f"num_experts"
             )
-        # On an accelerator this check would wait for the device.
-        if replay_TK.device.type == "cpu" and replay_TK.numel():
+        # On an accelerator this check would wait for the device; compiled, it would end the graph.
+        compiling = torch.compiler.is_compiling()
+        if replay_TK.device.type == "cpu" and not compiling and replay_TK.numel():
             low, high = replay_TK.min(), replay_TK.max()
             if low < -E or high > E:
                 raise ValueError(

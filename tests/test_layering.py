@@ -117,6 +117,8 @@ OPEN_FILES = {
     "parallel.collectives",
     "parallel.context_parallel",
     "parallel.delayed_weight_grad",
+    # The door would load DTensor and FSDP, which a layer in one process does without.
+    "parallel.dtensor",
     # For what starts collectives of its own, as pipelines, and for what installs the monitor.
     "parallel.comm_watch",
 }

@@ -129,5 +129,5 @@ def forward_backward(
             target_tokens += targets_BS.numel()
         if out.aux:
             routing = routing_stats(out.aux, routed).plus(routing)
-            stopwatches += [aux.stopwatch for aux in out.aux]
+            stopwatches += [aux.stopwatch for aux in out.aux if aux.stopwatch is not None]
     return StepResult(loss_sum, target_tokens, routing, tuple(stopwatches))

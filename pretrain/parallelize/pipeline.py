@@ -342,7 +342,7 @@ class _Step:
             self._hand_over("F", stage, turn, root.detach().contiguous(), peer=stage + 1)
         self.saved[stage, turn] = x, root, extra
         self.routing = self.pipeline._add_routing(self.routing, stage, out, routed)
-        self.stopwatches += [aux.stopwatch for aux in out.aux]
+        self.stopwatches += [aux.stopwatch for aux in out.aux if aux.stopwatch is not None]
 
     def _full_backward(self, stage: int, turn: int) -> None:
         self.backwards_left[stage] -= 1

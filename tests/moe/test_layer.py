@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -309,18 +308,6 @@ def test_an_input_of_another_dtype_keeps_it(num_shared_experts):
     assert out.hidden.dtype == torch.bfloat16
 
 
-@pytest.mark.slow
-def test_a_compiled_layer_gives_the_same_numbers():
-    layer = make_layer()
-    x = torch.randn(9, D)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, about graph breaks
-        out = torch.compile(layer, backend="aot_eager")(x)
-    torch.testing.assert_close(out.hidden, layer(x).hidden, rtol=1e-5, atol=1e-6)
-    out.hidden.square().sum().backward()
-    assert layer.experts.w_gate.grad.abs().sum() > 0
-
-
 def test_a_layer_with_odd_sizes_falls_back_or_says_why():
     assert make_layer(d_model=10, d_ff=7)(torch.randn(5, 10)).hidden.shape == (5, 10)
     layer = make_layer(d_model=10, d_ff=7, backend="grouped_mm")
@@ -329,18 +316,12 @@ def test_a_layer_with_odd_sizes_falls_back_or_says_why():
 
 
 def test_bad_configurations_name_the_field_and_the_rule():
-    with pytest.raises(ValueError, match=r"top_k \(7\) must be at most num_experts"):
+    with pytest.raises(ValueError, match=r"^MoEConfig: top_k \(7\) must be at most num_experts"):
         make_layer(top_k=7)
-    with pytest.raises(ValueError, match=r"norm_topk_prob \(true\) must be false"):
+    with pytest.raises(ValueError, match=r"MoEConfig: norm_topk_prob \(true\) must be false"):
         make_layer(top_k=1)
     with pytest.raises(ValueError, match="no_such_field"):
         make_layer(no_such_field=1)
-    with pytest.raises(ValueError, match=r"last dim \(5\) must be d_model \(16\)"):
-        make_layer()(torch.randn(2, 5))
-    with pytest.raises(ValueError, match=r"its dtype \(torch.int64\) a floating one"):
-        make_layer()(torch.ones(2, D, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"last dim \(none\)"):
-        make_layer()(torch.tensor(1.0))
 
 
 def test_in_double_the_layers_gradient_is_the_difference_quotient():
@@ -385,7 +366,7 @@ def test_shared_experts_have_a_gate_and_the_layers_activation():
         1 + torch.exp(-x @ layer.shared_gate.weight.T)
     )
     close(layer(x).hidden, plain(x).hidden + shared)
-    with pytest.raises(ValueError, match=r"shared_expert_gate \(true\) must have"):
+    with pytest.raises(ValueError, match=r"MoEConfig: shared_expert_gate \(true\) must have"):
         make_layer(shared_expert_gate=True)
 
 

@@ -119,3 +119,27 @@ def test_help_shows_the_public_names():
     assert len(names) <= 40
     page = pydoc.plain(pydoc.render_doc(parallel))
     assert [name for name in names if name not in page] == []
+
+
+def test_the_transforms_of_torch_func_can_be_listed():
+    """Without get_interpreter_stack a layer under vmap gives PyTorch's error, about .item()."""
+    functorch = torch._C._functorch
+    found = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        found.append([each.key() for each in functorch.get_interpreter_stack()])
+        return x.sum()
+
+    torch.vmap(torch.func.grad(look))(torch.ones(2, 3))
+    kinds = functorch.TransformType
+    assert found == [[kinds.Vmap, kinds.Grad]]
+    assert not functorch.get_interpreter_stack()
+
+
+def test_named_tuples_can_be_registered_for_export():
+    """Without _register_namedtuple, torch.export.save refuses a layer's output."""
+    from torch.utils._pytree import SUPPORTED_SERIALIZED_TYPES
+
+    from moe import MoEAux, MoEOutput
+
+    assert {MoEAux, MoEOutput} <= set(SUPPORTED_SERIALIZED_TYPES)

@@ -594,7 +594,7 @@ def test_records_that_do_not_fit_are_refused():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_biases_stay_exact_in_a_model_of_another_dtype(dtype):
     router = make_router(expert_bias=True, bias_update_rate=0.001).to(dtype)
-    assert router.weight.dtype == dtype
+    assert router.weight.dtype == torch.float32
     counts = torch.zeros(E, dtype=torch.int64)
     counts[0] = 8
     for _ in range(700):
