@@ -83,7 +83,10 @@ def _export_parser() -> Parser:
     )
     parser.add_argument("--step", type=int, metavar="N", help=_STEP)
     parser.add_argument(
-        "--family", choices=FAMILIES, help="the family; by default the first that fits"
+        "--family",
+        choices=FAMILIES,
+        metavar="FAMILY",
+        help=f"{', '.join(FAMILIES)}; by default the first that fits",
     )
     parser.add_argument(
         "--dtype",

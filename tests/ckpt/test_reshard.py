@@ -357,7 +357,7 @@ def test_a_full_disk_keeps_what_is_durable_and_a_bad_source_keeps_nothing(tmp_pa
 
 def test_too_little_memory_is_refused(tmp_path):
     target = CheckpointTarget(big(1 << 20), tmp_path / "a", Topology())
-    with pytest.raises(ckpt.CheckpointError, match=r"memory .63 MiB. must be at least 32 MiB"):
+    with pytest.raises(ckpt.CheckpointError, match=r"memory .63 MiB. must be at least 64 MiB"):
         rewrite(target, (64 << 20) - 1, workers=2)
     assert not (tmp_path / "a").exists()
 

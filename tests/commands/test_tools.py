@@ -96,7 +96,7 @@ def test_reshard_refuses_what_it_cannot_do(tmp_path, capsys):
     victim.write_bytes(data)
     assert reshard([str(source), str(target), "--layout", "ep=1"]) == 0
     capsys.readouterr()
-    assert "already has a checkpoint of step 9" in refused("--layout", "ep=4")
+    assert "already has another checkpoint of step 9" in refused("--layout", "ep=4")
 
 
 def test_inspect_shows_and_verifies(tmp_path, capsys):
