@@ -4,7 +4,7 @@
 
 The state is a MoE model of 24 layers of 8 experts with AdamW's moments, 1 GiB in float32 (64 MiB
 with --quick), whole on 1 rank or cut in half over 2, which are processes on gloo. In the cases
-named ``mixed`` it is 10 layers of 20 tensors, half of them small (0.33 GiB; 3 layers with --quick).
+named ``mixed`` it is 10 layers of 20 tensors, half of them small (0.44 GiB; 3 layers with --quick).
 ``convoy`` stacks the layers, and ``convoy state dict`` has each tensor by its own name. The places
 are a folder on the disk (CONVOY_BENCH_DIR, build/bench otherwise) and one on tmpfs.
 
