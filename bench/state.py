@@ -76,7 +76,7 @@ class State:
     @staticmethod
     def mixed(layers: int, rank: int, world: int) -> State:
         """Layers of 20 tensors, each of a shape of its own: 10 have 1 to 64 KiB, as norms and
-        biases have, and 10 have 1 to 9 MiB. 10 layers have 0.44 GiB."""
+        biases have, and 10 have 1 to 10 MiB. 10 layers have 0.44 GiB."""
         generator = torch.Generator().manual_seed(rank)
         draw, of_layer = random.Random(0), dict[str, tuple[int, ...]]()
         for i in range(10):
