@@ -108,7 +108,7 @@ def load_all(rank: int, root: Path, world: int, turns: list[int]) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_what_some_ranks_save_any_ranks_load(world, root):
-    turns = list(range(9 if world == 4 else 3))
+    turns = list(range(6 if world == 4 else 3))
     run_ranks(save_all, world, root, world, turns)
     for turn in turns:
         manifest = ckpt.read_manifest(root / str(turn))
@@ -194,7 +194,7 @@ def load_model(rank: int, root: Path, world: int, tp: int, device: str) -> list[
 @pytest.mark.parametrize(("world", "tp"), [(2, 1), (4, 2)])
 def test_a_model_under_fsdp_and_tp_trains_on_from_other_ranks(world, tp, root):
     expected = run_ranks(save_model, world, root, world, tp)[0]
-    others = [(1, 1, "cpu"), (2, 1, "meta"), (4, 1, "cpu")] if world == 2 else [(2, 2, "cpu")]
+    others = [(1, 1, "cpu"), (4, 1, "meta")] if world == 2 else [(2, 2, "cpu")]
     for ranks, tensor_parallel, device in [*others, (world, tp, "cpu")]:
         found = run_ranks(load_model, ranks, root, ranks, tensor_parallel, device)[0]
         assert found == pytest.approx(expected, rel=1e-5), (ranks, tensor_parallel, device)
@@ -373,7 +373,7 @@ def save_for_ever(rank: int, root: Path) -> None:
             ckpt.retain(root, 2)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 def test_after_a_kill_the_newest_checkpoint_is_whole(seed, root):
     last = 0
     for launch in range(3):

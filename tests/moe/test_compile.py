@@ -59,7 +59,11 @@ def _no_compiled_code_of_other_tests():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("fields", CASES, ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [*CASES[:5], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[5:])],
+    ids=str,
+)
 def test_a_layer_is_one_graph_and_lengths_compile_once_more_at_most(fields):
     layer, dtype = a_layer(fields)
     graphs = []

@@ -69,7 +69,14 @@ def under_ddp(rank: int, options: dict[str, Any]) -> None:
     torch.testing.assert_close(norm, plain)
 
 
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"find_unused_parameters": True}, marks=pytest.mark.slow),
+        pytest.param({"static_graph": True}, marks=pytest.mark.slow),
+    ],
+)
 def test_ddp_averages_the_gradients(options):
     run_ranks(under_ddp, 2, options)
 
@@ -147,7 +154,14 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-@pytest.mark.parametrize("dispatcher", ["all_to_all", "padded_all_to_all", "all_gather"])
+@pytest.mark.parametrize(
+    "dispatcher",
+    [
+        "all_to_all",
+        pytest.param("padded_all_to_all", marks=pytest.mark.slow),
+        pytest.param("all_gather", marks=pytest.mark.slow),
+    ],
+)
 def test_a_deep_copy_shares_the_groups_and_nothing_else(dispatcher):
     run_ranks(deep_copies, 2, dispatcher)
 
@@ -179,7 +193,14 @@ def unpickles(rank: int, folder: str) -> None:
     assert layer.experts.w_up.grad.to_local().abs().sum() > 0
 
 
-@pytest.mark.parametrize("dispatcher", ["all_to_all", "padded_all_to_all", "all_gather"])
+@pytest.mark.parametrize(
+    "dispatcher",
+    [
+        "all_to_all",
+        pytest.param("padded_all_to_all", marks=pytest.mark.slow),
+        pytest.param("all_gather", marks=pytest.mark.slow),
+    ],
+)
 def test_a_pickle_leaves_the_groups_out_and_gets_them_again(dispatcher, tmp_path):
     run_ranks(pickles, 2, str(tmp_path), dispatcher)
     run_ranks(unpickles, 2, str(tmp_path))

@@ -337,7 +337,14 @@ def on_rank(rank: int, case: str, folder: str):
     return refused, losses(trainer).tolist()
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "mixtral",
+        pytest.param("qwen3_moe", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", marks=pytest.mark.slow),
+    ],
+)
 def test_trainer_on_two_ranks_trains_as_transformers_does_on_one(case, tmp_path):
     refused, logged = run_ranks(on_rank, 2, case, str(tmp_path))[0]
     theirs = make_model(case)
