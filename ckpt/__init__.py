@@ -6,7 +6,7 @@ This door has what a training loop needs. The rooms have the rest: ``ckpt.store`
 layers are not known.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckpt.background import SaveEvent, Tier
 from ckpt.errors import CheckpointError
@@ -17,6 +17,7 @@ from ckpt.read import open_checkpoint as open  # noqa: A004
 from ckpt.rewrite import reshard
 from ckpt.store import LocalStore, Location, Retrying, Store, open_store
 from ckpt.write import SaveInfo, save
+from parallel.on_demand import on_demand
 
 if TYPE_CHECKING:
     from ckpt.background import AsyncCheckpointer
@@ -56,27 +57,20 @@ __all__ = [
     "verify",
 ]
 
-_WITH_TORCH = {
-    "ArraySpec": "ckpt.local_array",
-    "AsyncCheckpointer": "ckpt.background",
-    "AsyncSaver": "ckpt.state_dict",
-    "LocalArray": "ckpt.local_array",
-    "load_state_dict": "ckpt.state_dict",
-    "save_state_dict": "ckpt.state_dict",
-}
-
 
 if not TYPE_CHECKING:  # mypy would otherwise take any name for one of this module
-
-    def __getattr__(name: str) -> Any:
-        # On demand: to read a checkpoint needs neither torch nor the seconds of its import.
-        if name not in _WITH_TORCH:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from importlib import import_module
-
-        value = getattr(import_module(_WITH_TORCH[name]), name)
-        globals()[name] = value
-        return value
+    # On demand: to read a checkpoint needs neither torch nor the seconds of its import.
+    __getattr__ = on_demand(
+        __name__,
+        {
+            "ArraySpec": "ckpt.local_array",
+            "AsyncCheckpointer": "ckpt.background",
+            "AsyncSaver": "ckpt.state_dict",
+            "LocalArray": "ckpt.local_array",
+            "load_state_dict": "ckpt.state_dict",
+            "save_state_dict": "ckpt.state_dict",
+        },
+    )
 
 
 def __dir__() -> list[str]:

@@ -6,7 +6,7 @@ Legend: B batch, S sequence, T = B·S tokens, D d_model, E experts, K top_k.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -134,13 +134,15 @@ class MoELayer(nn.Module):
         (hidden.square().mean() + aux.aux_loss).backward()
     """
 
+    EXPERTS: ClassVar[type[GroupedExperts]] = GroupedExperts
+
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         if not isinstance(config, MoEConfig):
             raise TypeError(f"config ({type(config).__name__}) must be a MoEConfig")
         self.config = c = config
         self.router = TopKRouter(c.d_model, c)
-        self.experts = GroupedExperts(
+        self.experts = self.EXPERTS(
             num_experts=c.num_experts,
             d_model=c.d_model,
             d_ff=c.d_ff,

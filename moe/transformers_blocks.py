@@ -149,20 +149,13 @@ class TransformersMoE(MoELayer):
     a state dict of the model is one that ``transformers`` loads.
     """
 
+    EXPERTS = FusedExperts
+
     def __init__(self, block: Any, config: MoEConfig) -> None:
         with torch.device("meta"):
             super().__init__(config)
         del self.router
         self.gate = _router_of(block.gate, config)
-        with torch.device("meta"):
-            self.experts = FusedExperts(
-                num_experts=config.num_experts,
-                d_model=config.d_model,
-                d_ff=config.d_ff,
-                backend=config.backend,
-                activation=config.activation,
-                recompute=config.recompute_experts,
-            )
         for name in _FUSED:
             setattr(self.experts, name, getattr(block.experts, name))
         self.shared_experts = getattr(block, "shared_experts", None)

@@ -37,12 +37,15 @@ CKPT = {
     },
     "ckpt.background": {
         "ckpt.errors", "ckpt.store", "ckpt.format", "ckpt.lifecycle", "ckpt.local_array",
-        "ckpt.write", "parallel.layout",
+        "ckpt.write", "parallel.layout", "parallel.on_demand",
     },
     "ckpt.rewrite": {
         "ckpt.errors", "ckpt.store", "ckpt.format", "ckpt.read", "ckpt.write", "parallel.layout",
     },
-    "ckpt.interop": {"ckpt.errors", "ckpt.store", "ckpt.format", "ckpt.rewrite", "parallel.layout"},
+    "ckpt.interop": {
+        "ckpt.errors", "ckpt.store", "ckpt.format", "ckpt.rewrite", "parallel.layout",
+        "parallel.on_demand",
+    },
     "ckpt.state_dict": {
         "ckpt.errors", "ckpt.store", "ckpt.format", "ckpt.lifecycle", "ckpt.local_array",
         "ckpt.write", "ckpt.read", "ckpt.background", "parallel.layout", "parallel.placements",
@@ -91,7 +94,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "router": set(),
     "parallel": set(),
     "moe": {"router", "parallel"},
-    "ckpt": set(CKPT),
+    "ckpt": {*CKPT, "parallel.on_demand"},
     **CKPT,
     "cluster": {"cluster.detect"},
     "cluster.detect": {"parallel"},
@@ -112,6 +115,8 @@ OPEN_FILES = {
     # Plain arithmetic of layouts, for rooms that do without torch.
     "parallel.layout",
     "parallel.placements",
+    # What the doors of several rooms do; it imports nothing.
+    "parallel.on_demand",
     # For layers: an MoE layer's dispatcher, attention, and experts each need one file of parallel
     # in depth, whose names mean little in the door beside those of a whole model.
     "parallel.collectives",

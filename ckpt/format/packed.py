@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import AfterValidator
 
 from ckpt.format.array import ArrayRecord, Compression, Count, Record, check_name
-from parallel.layout import Box, box_shape, intersect
+from parallel.layout import Box, box_shape
 from parallel.placements import MeshLayout, Placement
 
 TREE = "state_dict"
@@ -89,12 +89,6 @@ class PackPlace:
         for box in self.layout.slot_boxes(slot):
             yield at, box
             at += math.prod(box_shape(box))
-
-    def slots(self, box: Box) -> Iterator[int]:
-        """The slots that hold a part of ``box``."""
-        for slot in range(self.layout.num_slots):
-            if any(intersect(box, held) is not None for held in self.layout.slot_boxes(slot)):
-                yield slot
 
     def check(self) -> None:
         """Raises ValueError where the tensor does not fit in the pack."""

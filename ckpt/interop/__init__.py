@@ -1,6 +1,6 @@
 """torch.distributed.checkpoint and safetensors, read and written."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ckpt.interop.dcp_reader import DcpSource, is_dcp
 from ckpt.interop.safetensors_reader import (
@@ -11,6 +11,7 @@ from ckpt.interop.safetensors_reader import (
     is_safetensors,
 )
 from ckpt.interop.safetensors_writer import SafetensorsTarget
+from parallel.on_demand import on_demand
 
 if TYPE_CHECKING:
     from ckpt.interop.dcp_writer import DcpTarget
@@ -27,18 +28,9 @@ __all__ = [
     "is_safetensors",
 ]
 
-_WITH_TORCH = {"DcpTarget": "ckpt.interop.dcp_writer"}
 
-
-def __getattr__(name: str) -> Any:
-    # On demand: the other names need neither torch nor the seconds of its import.
-    if name not in _WITH_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    value = getattr(import_module(_WITH_TORCH[name]), name)
-    globals()[name] = value
-    return value
+# On demand: the other names need neither torch nor the seconds of its import.
+__getattr__ = on_demand(__name__, {"DcpTarget": "ckpt.interop.dcp_writer"})
 
 
 def __dir__() -> list[str]:

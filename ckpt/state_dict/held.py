@@ -94,12 +94,14 @@ class Local:
     held: dict[str, Held]
 
 
-def local(state: Any, ranks: Ranks, check: bool = True) -> Local:
+def local(state: Any, ranks: Ranks) -> Local:
     """Read a state. Raises CheckpointError, naming the value, for anything that is not stored."""
     if not isinstance(state, dict):
         raise CheckpointError(f"state is a {type(state).__name__}: it must be a dict")
     tree, found = flatten(state)
-    held = {name: describe(path, tensor, ranks, check) for name, (path, tensor) in found.items()}
+    held = {
+        name: describe(path, tensor, ranks, check=True) for name, (path, tensor) in found.items()
+    }
     return Local(tree, {name: tensor for name, (_, tensor) in found.items()}, held)
 
 
@@ -235,7 +237,7 @@ def _digest(mine: Local) -> bytes:
         for name, one in mine.held.items()
     ]
     said = repr((mine.tree, held, list(meshes.items())))
-    return hashlib.sha256(said.encode("utf-8", "surrogatepass")).digest()
+    return hashlib.sha256(said.encode()).digest()
 
 
 def united(kinds: Sequence[tuple[list[int], Mapping[str, Held]]]) -> dict[str, Described]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -142,22 +144,45 @@ def _stray(names: list[str], what: str) -> CheckpointError | None:
     return CheckpointError(f"{what} {names[0]}{more}; strict=False loads what both have")
 
 
-def _read(store: Store, manifest: Manifest, tensors: dict[str, Tensor], ranks: Ranks) -> None:
-    own, packed = list[LocalArray](), dict[str, list[PackPlace]]()
-    for name, tensor in tensors.items():
-        found = manifest.tensors[name]
-        if isinstance(found, PackPlace):
-            packed.setdefault(found.pack.name, []).append(found)
+@dataclass(frozen=True)
+class _Slices:
+    """This rank's slices of a tensor that is to be filled: boxes, and the part of the local shard
+    in each. ``slot`` is None on a rank that holds nothing."""
+
+    layout: MeshLayout
+    slot: int | None
+    boxes: list[Box]
+    pieces: list[Tensor]
+
+    @classmethod
+    def of(cls, tensor: Tensor, ranks: Ranks) -> _Slices:
+        """A plain tensor is whole on this rank."""
+        if is_dtensor(tensor):
+            layout = layout_of(tensor, ranks)
         else:
-            layout = _wanted_layout(tensor, ranks)
-            own.append(LocalArray(_spec(found), *pieces(layout, tensor, ranks.rank)))
+            layout = MeshLayout(tuple(tensor.shape), RankMesh((1,), (ranks.rank,)), (None,))
+        return cls(layout, layout.slot(ranks.rank), *pieces(layout, tensor, ranks.rank))
+
+
+_Placed: TypeAlias = list[tuple[PackPlace, _Slices]]
+"""The tensors of one pack that this rank fills, or a part of these tensors."""
+
+
+def _read(store: Store, manifest: Manifest, tensors: dict[str, Tensor], ranks: Ranks) -> None:
+    own, packed = list[LocalArray](), dict[str, _Placed]()
+    for name, tensor in tensors.items():
+        found, slices = manifest.tensors[name], _Slices.of(tensor, ranks)
+        if isinstance(found, PackPlace):
+            packed.setdefault(found.pack.name, []).append((found, slices))
+        else:
+            own.append(LocalArray(_spec(found), slices.boxes, slices.pieces))
     waves: list[list[_Rows]] = [[]]
-    for places in packed.values():
-        direct = _direct(places, tensors, ranks)
+    for placed in packed.values():
+        direct = _direct(placed)
         if direct is not None:
             own.append(direct)
             continue
-        rows = _Rows.of(places, tensors, ranks)
+        rows = _Rows(placed)
         if waves[-1] and sum(one.nbytes for one in (*waves[-1], rows)) > _WAVE_BYTES:
             waves.append([])
         waves[-1].append(rows)
@@ -165,85 +190,59 @@ def _read(store: Store, manifest: Manifest, tensors: dict[str, Tensor], ranks: R
         arrays = [*(own if i == 0 else []), *(rows.array for rows in wave)]
         load(store, manifest, arrays, extra="ignore")  # `strict` is checked, of all ranks' names
         for rows in wave:
-            rows.scatter(tensors, ranks)
+            rows.scatter()
 
 
-def _wanted_layout(tensor: Tensor, ranks: Ranks) -> MeshLayout:
-    """The layout of a tensor on the ranks that load; a plain tensor is whole on this rank."""
-    if not is_dtensor(tensor):
-        return MeshLayout(tuple(tensor.shape), RankMesh((1,), (ranks.rank,)), (None,))
-    return layout_of(tensor, ranks)
-
-
-def _direct(places: list[PackPlace], tensors: dict[str, Tensor], ranks: Ranks) -> LocalArray | None:
+def _direct(placed: _Placed) -> LocalArray | None:
     """A pack's row to be read into the tensors themselves; None where the slices are not those of
     one slot, and where the tensors are not contiguous in host memory."""
     slots = set()
-    for place in places:
-        layout, saved = _wanted_layout(tensors[place.name], ranks), place.layout
-        slot = layout.slot(ranks.rank)
-        if slot is None:
-            return None
+    for place, slices in placed:
+        layout, saved = slices.layout, place.layout
         cut = layout.num_slots > 1 or saved.num_slots > 1
         alike = layout.placements == saved.placements and layout.mesh.shape == saved.mesh.shape
-        if cut and not alike:
+        if slices.slot is None or (cut and not alike):
             return None
-        slots.add(slot)
-    parts = sorted(
-        (
-            part
-            for place in places
-            for part in parts_at(
-                place.tensor.start,
-                *pieces(
-                    _wanted_layout(tensors[place.name], ranks), tensors[place.name], ranks.rank
-                ),
-            )
-        ),
-        key=lambda part: part[0],
-    )
+        slots.add(slices.slot)
+    parts = [
+        part
+        for place, slices in placed
+        for part in parts_at(place.tensor.start, slices.boxes, slices.pieces)
+    ]
     if len(slots) > 1 or not all(one.is_cpu and one.is_contiguous() for _, one in parts):
         return None
-    return PackedRow(_spec(places[0].pack), slots.pop(), parts)
+    return PackedRow(_spec(placed[0][0].pack), slots.pop(), sorted(parts, key=itemgetter(0)))
 
 
 class _Rows:
-    """The rows of one pack that this rank needs, in memory of their own."""
+    """The rows of one pack that hold any part of this rank's slices, in memory of their own."""
 
-    def __init__(self, places: list[PackPlace], slots: list[int]) -> None:
-        self.places, self.slots = places, slots
-        spec = _spec(places[0].pack)
-        length = spec.shape[1]
-        self.buffers = [torch.empty(1, length, dtype=spec.dtype) for _ in slots]
-        self.array = LocalArray(spec, [((s, s + 1), (0, length)) for s in slots], self.buffers)
-
-    @classmethod
-    def of(cls, places: list[PackPlace], tensors: dict[str, Tensor], ranks: Ranks) -> _Rows:
-        """The rows that hold any part of this rank's slices."""
-        slots: set[int] = set()
-        for place in places:
-            layout = _wanted_layout(tensors[place.tensor.name], ranks)
-            boxes = layout.boxes(ranks.rank)
-            for slot in range(place.layout.num_slots):
-                if slot not in slots and any(_common(place, slot, boxes)):
-                    slots.add(slot)
-        return cls(places, sorted(slots))
+    def __init__(self, placed: _Placed) -> None:
+        self.placed = placed
+        pack = placed[0][0].pack
+        self.slots = [
+            slot
+            for slot in range(pack.shape[0])
+            if any(any(_common(place, slot, slices.boxes)) for place, slices in placed)
+        ]
+        spec, length = _spec(pack), pack.shape[1]
+        self.buffers = [torch.empty(1, length, dtype=spec.dtype) for _ in self.slots]
+        boxes = [((slot, slot + 1), (0, length)) for slot in self.slots]
+        self.array = LocalArray(spec, boxes, self.buffers)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rows."""
         return sum(buffer.nbytes for buffer in self.buffers)
 
-    def scatter(self, tensors: dict[str, Tensor], ranks: Ranks) -> None:
+    def scatter(self) -> None:
         """Copy the numbers to the tensors."""
-        for place in self.places:
-            tensor = tensors[place.tensor.name]
-            boxes, here = pieces(_wanted_layout(tensor, ranks), tensor, ranks.rank)
+        for place, slices in self.placed:
             for slot, buffer in zip(self.slots, self.buffers, strict=True):
-                for (at, held), box, common in _common(place, slot, boxes):
+                for (at, held), box, common in _common(place, slot, slices.boxes):
                     shape = box_shape(held)
                     part = buffer[0, at : at + math.prod(shape)].view(shape)
-                    target = here[boxes.index(box)]
+                    target = slices.pieces[slices.boxes.index(box)]
                     target[within(common, box)].copy_(part[within(common, held)])
 
 

@@ -33,6 +33,7 @@ class Pack:
 
     name: str
     dtype: str
+    slots: int
     mesh: RankMesh
     placements: tuple[Placement, ...]
     tensors: list[PackedTensor] = field(default_factory=list)
@@ -40,15 +41,10 @@ class Pack:
 
     def spec(self) -> ArraySpec:
         """The pack as an array. Its attributes say where each tensor is, for other zarr readers."""
-        slots = math.prod(
-            size
-            for size, placement in zip(self.mesh.shape, self.placements, strict=True)
-            if placement is not None
-        )
         places = {one.name: {"start": one.start, "shape": one.shape} for one in self.tensors}
         return ArraySpec(
             name=self.name,
-            shape=(slots, self.length),
+            shape=(self.slots, self.length),
             dtype=getattr(torch, self.dtype),
             splits=((), ()),
             attributes={"tensors": places},
@@ -86,7 +82,13 @@ def plan(tensors: Mapping[str, Described]) -> Plan:
         key = (one.dtype, layout.mesh, placements)
         pack = open_packs.get(key)
         if pack is None or (pack.tensors and (pack.length + extent) * itemsize > _ROW_BYTES):
-            pack = Pack(f"{PACKS}/{one.dtype}-{len(packs)}", one.dtype, layout.mesh, placements)
+            pack = Pack(
+                name=f"{PACKS}/{one.dtype}-{len(packs)}",
+                dtype=one.dtype,
+                slots=layout.num_slots,
+                mesh=layout.mesh,
+                placements=placements,
+            )
             open_packs[key] = pack
             packs.append(pack)
         pack.tensors.append(

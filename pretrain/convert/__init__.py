@@ -1,7 +1,8 @@
 """Weights from and to other projects, and changes of a model's shape."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from parallel.on_demand import on_demand
 from pretrain.convert.sources import DTYPES, in_dtype, open_source, weights_only, with_names
 from pretrain.convert.torchtitan import from_titan
 
@@ -23,24 +24,18 @@ __all__ = [
     "with_names",
 ]
 
-_WITH_TORCH = {
-    "export_hf": "pretrain.convert.commands",
-    "import_hf": "pretrain.convert.commands",
-    "operate": "pretrain.convert.surgery",
-    "parse_surgery": "pretrain.convert.surgery",
-    "upcycle": "pretrain.convert.commands",
-}
 
-
-def __getattr__(name: str) -> Any:
-    # On demand: the other names need neither torch nor the seconds of its import.
-    if name not in _WITH_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    value = getattr(import_module(_WITH_TORCH[name]), name)
-    globals()[name] = value
-    return value
+# On demand: the other names need neither torch nor the seconds of its import.
+__getattr__ = on_demand(
+    __name__,
+    {
+        "export_hf": "pretrain.convert.commands",
+        "import_hf": "pretrain.convert.commands",
+        "operate": "pretrain.convert.surgery",
+        "parse_surgery": "pretrain.convert.surgery",
+        "upcycle": "pretrain.convert.commands",
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,8 @@
 """What people and machines see of a run: events, console, log and metrics."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from parallel.on_demand import on_demand
 from pretrain.observe.console import Console, complain, human_bytes, progress_bar, say
 from pretrain.observe.events import (
     CapacityPlanned,
@@ -73,28 +74,22 @@ __all__ = [
     "show_summary",
 ]
 
-_ON_DEMAND = {
-    "Endpoint": "pretrain.observe.prometheus",
-    "Metrics": "pretrain.observe.prometheus",
-    "Status": "pretrain.observe.status",
-    "StatusFile": "pretrain.observe.status",
-    "Summary": "pretrain.observe.summary",
-    "newest_checkpoint": "pretrain.observe.status",
-    "outcome_of": "pretrain.observe.status",
-    "read_status": "pretrain.observe.status",
-    "show_summary": "pretrain.observe.summary",
-}
 
-
-def __getattr__(name: str) -> Any:
-    # On demand: the other names need neither torch nor pydantic, and the time of their import.
-    if name not in _ON_DEMAND:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    value = getattr(import_module(_ON_DEMAND[name]), name)
-    globals()[name] = value
-    return value
+# On demand: the other names need neither torch nor pydantic, and the time of their import.
+__getattr__ = on_demand(
+    __name__,
+    {
+        "Endpoint": "pretrain.observe.prometheus",
+        "Metrics": "pretrain.observe.prometheus",
+        "Status": "pretrain.observe.status",
+        "StatusFile": "pretrain.observe.status",
+        "Summary": "pretrain.observe.summary",
+        "newest_checkpoint": "pretrain.observe.status",
+        "outcome_of": "pretrain.observe.status",
+        "read_status": "pretrain.observe.status",
+        "show_summary": "pretrain.observe.summary",
+    },
+)
 
 
 def __dir__() -> list[str]:

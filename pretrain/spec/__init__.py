@@ -1,7 +1,8 @@
 """The job spec: one file of settings, and the rules between them."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from parallel.on_demand import on_demand
 from pretrain.spec.renamed import upgraded
 
 if TYPE_CHECKING:
@@ -29,31 +30,25 @@ __all__ = [
     "upgraded",
 ]
 
-_WITH_TORCH = {
-    "CheckpointConfig": "pretrain.spec.checkpoint",
-    "EvalConfig": "pretrain.spec.train",
-    "InitConfig": "pretrain.spec.checkpoint",
-    "JobSpec": "pretrain.spec.job",
-    "PrecisionConfig": "pretrain.spec.precision",
-    "SampleConfig": "pretrain.spec.sections",
-    "TiersConfig": "pretrain.spec.checkpoint",
-    "TrainConfig": "pretrain.spec.train",
-    "is_learning_rate_jump": "pretrain.spec.learning_rates",
-    "learning_rate": "pretrain.spec.learning_rates",
-    "load_spec": "pretrain.spec.read",
-    "resolve_spec": "pretrain.spec.read",
-}
 
-
-def __getattr__(name: str) -> Any:
-    # On demand: `convoy inspect` compares stored specs without the seconds of torch's import.
-    if name not in _WITH_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    value = getattr(import_module(_WITH_TORCH[name]), name)
-    globals()[name] = value
-    return value
+# On demand: `convoy inspect` compares stored specs without the seconds of torch's import.
+__getattr__ = on_demand(
+    __name__,
+    {
+        "CheckpointConfig": "pretrain.spec.checkpoint",
+        "EvalConfig": "pretrain.spec.train",
+        "InitConfig": "pretrain.spec.checkpoint",
+        "JobSpec": "pretrain.spec.job",
+        "PrecisionConfig": "pretrain.spec.precision",
+        "SampleConfig": "pretrain.spec.sections",
+        "TiersConfig": "pretrain.spec.checkpoint",
+        "TrainConfig": "pretrain.spec.train",
+        "is_learning_rate_jump": "pretrain.spec.learning_rates",
+        "learning_rate": "pretrain.spec.learning_rates",
+        "load_spec": "pretrain.spec.read",
+        "resolve_spec": "pretrain.spec.read",
+    },
+)
 
 
 def __dir__() -> list[str]:

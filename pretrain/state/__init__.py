@@ -1,7 +1,8 @@
 """The one logical state of a run: names, arrays, counters and random states."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from parallel.on_demand import on_demand
 from pretrain.state.names import (
     EXPERT_BIAS,
     MODEL,
@@ -52,27 +53,21 @@ __all__ = [
     "weight_names",
 ]
 
-_WITH_TORCH = {
-    "model_arrays": "pretrain.state.arrays",
-    "parameter_layouts": "pretrain.state.layouts",
-    "residual_arrays": "pretrain.state.arrays",
-    "rng_arrays": "pretrain.state.rng",
-    "rng_states": "pretrain.state.rng",
-    "seed_rng": "pretrain.state.rng",
-    "set_rng_states": "pretrain.state.rng",
-    "training_arrays": "pretrain.state.arrays",
-}
 
-
-def __getattr__(name: str) -> Any:
-    # On demand: the other names need neither torch nor the seconds of its import.
-    if name not in _WITH_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    value = getattr(import_module(_WITH_TORCH[name]), name)
-    globals()[name] = value
-    return value
+# On demand: the other names need neither torch nor the seconds of its import.
+__getattr__ = on_demand(
+    __name__,
+    {
+        "model_arrays": "pretrain.state.arrays",
+        "parameter_layouts": "pretrain.state.layouts",
+        "residual_arrays": "pretrain.state.arrays",
+        "rng_arrays": "pretrain.state.rng",
+        "rng_states": "pretrain.state.rng",
+        "seed_rng": "pretrain.state.rng",
+        "set_rng_states": "pretrain.state.rng",
+        "training_arrays": "pretrain.state.arrays",
+    },
+)
 
 
 def __dir__() -> list[str]:
