@@ -135,12 +135,19 @@ class Job:
         )
 
 
-def build_job(spec: JobSpec, runtime: Runtime, events: Events | None = None) -> Job:
+def build_job(
+    spec: JobSpec,
+    runtime: Runtime,
+    events: Events | None = None,
+    topology: Topology | None = None,
+) -> Job:
     """Build on this rank; the corpus must be prepared. :func:`restore` gives the parameters values.
+
+    Without ``topology`` the layout is that of ``[parallel]``.
 
     Raises InputError where the corpus is not the spec's, or the layer has no path for its sizes.
     """
-    topology = spec.topology(runtime.world)
+    topology = spec.topology(runtime.world) if topology is None else topology
     runtime.together(lambda: _check_device(spec, runtime.device.type))
     corpus = runtime.together(lambda: open_corpus(spec.data, spec.model.vocab_size))
     train, held_out = runtime.together(

@@ -65,6 +65,9 @@ PRETRAIN = {
     "pretrain.parallelize": {"pretrain.model", "pretrain.state"},
     "pretrain.runtime": {"pretrain.errors", "pretrain.spec"},
     "pretrain.observe": {"pretrain.errors", "pretrain.spec"},
+    "pretrain.elastic": {
+        "pretrain.errors", "pretrain.spec", "pretrain.runtime", "pretrain.observe",
+    },
     "pretrain.plan": {"pretrain.spec", "pretrain.model", "pretrain.parallelize"},
     "pretrain.convert.hf": {"pretrain.errors", "pretrain.model", "pretrain.state"},
     "pretrain.convert": {
@@ -83,11 +86,11 @@ PRETRAIN = {
     "pretrain.train": {
         "pretrain.errors", "pretrain.model", "pretrain.data", "pretrain.optim", "pretrain.state",
         "pretrain.spec", "pretrain.parallelize", "pretrain.runtime", "pretrain.observe",
-        "pretrain.job", "pretrain.checkpoint",
+        "pretrain.job", "pretrain.checkpoint", "pretrain.elastic",
     },
     "pretrain.commands": {
         "pretrain.errors", "pretrain.spec", "pretrain.runtime", "pretrain.observe",
-        "pretrain.convert", "pretrain.train",
+        "pretrain.convert", "pretrain.train", "pretrain.elastic",
     },
 }  # fmt: skip
 MAY_IMPORT: dict[str, set[str]] = {
@@ -96,8 +99,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "moe": {"router", "parallel"},
     "ckpt": {*CKPT, "parallel.on_demand"},
     **CKPT,
-    "cluster": {"cluster.detect"},
+    "cluster": {"cluster.detect", "cluster.members"},
     "cluster.detect": {"parallel"},
+    "cluster.members": set(),
     "pretrain": set(PRETRAIN),
     **{room: rooms | LIBRARY for room, rooms in PRETRAIN.items()},
     "tools": {"pretrain.commands"},

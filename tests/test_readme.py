@@ -146,8 +146,13 @@ ELSEWHERE = {
     ),
 }
 
-# Of a shell, git or a package index; the benchmarks take minutes.
+# Of a shell, git or a package index; the benchmarks take minutes. What torchrun does on several
+# machines is in tests/pretrain/test_elastic_agents.py, with agents on one machine.
 OUTSIDE = {
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=2:4 --nproc-per-node=8 "
+    "--max-restarts=100 --rdzv-backend=convoy --rdzv-endpoint=HOST:29400 --rdzv-id=my-run "
+    "--rdzv-conf=last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3,"
+    "run_dir=runs/mine tools/pretrain.py mine.toml --set elastic.enabled=true",
     "git clone REPOSITORY convoy", "cd convoy", "source .venv/bin/activate", "pip install -e .",
     "OMP_NUM_THREADS=1 .venv/bin/python -m bench.moe_layer --quick",
     "OMP_NUM_THREADS=1 .venv/bin/python -m bench.moe_layer --json layer.json",

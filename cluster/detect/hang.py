@@ -24,7 +24,10 @@ from torch.distributed import PrefixStore, Store, distributed_c10d  # type: igno
 
 from parallel import CommMonitor
 
-_POLL_SECONDS = 5.0
+_POLL_SECONDS = 0.5
+_POLLS_PER_SECOND = 2000
+"""Of all ranks together: more would be a load on the store."""
+_CONNECT_SECONDS = 5.0
 _PROJECT = Path(__file__).resolve().parents[2]
 _MOST_PLACES = 6
 """Places in a report line; a line stays readable on thousands of ranks."""
@@ -61,8 +64,9 @@ class HangReport:
         # clone() opens another connection: the main thread may block the first one in a wait.
         default: Any = distributed_c10d._get_default_store()
         store = PrefixStore("hang-report", default.clone())
-        store.set_timeout(timedelta(seconds=_POLL_SECONDS))
-        poll_seconds = min(_POLL_SECONDS, timeout_seconds / 10)
+        store.set_timeout(timedelta(seconds=_CONNECT_SECONDS))
+        poll_seconds = max(_POLL_SECONDS, world / _POLLS_PER_SECOND)
+        poll_seconds = min(poll_seconds, timeout_seconds / 10)
         return HangReport(store, rank, world=world, monitor=monitor, poll_seconds=poll_seconds)
 
     def is_lost(self, error: RuntimeError) -> bool:

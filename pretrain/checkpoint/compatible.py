@@ -48,7 +48,8 @@ def check_resumable(job: Job, manifest: Manifest) -> None:
         raise InputError(
             f"data.path ({spec.data.path}) must hold the corpus of {where}; its tokens are others"
         )
-    if manifest.topology != job.topology.as_dict() and (not spec.checkpoint.reshard_on_load):
+    reshards = spec.checkpoint.reshard_on_load or spec.elastic.enabled
+    if manifest.topology != job.topology.as_dict() and not reshards:
         raise InputError(
             f"layout ({job.topology.describe()}) must be that of {where} "
             f"({Topology(**manifest.topology).describe()}), or "

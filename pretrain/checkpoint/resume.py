@@ -19,6 +19,7 @@ from pydantic import ValidationError
 import ckpt
 from ckpt import CheckpointError, LocalArray, Location, Manifest, Tier
 from ckpt.format import objects_key
+from parallel import Topology
 from pretrain.checkpoint.compatible import check_resumable, resolved
 from pretrain.checkpoint.initial_weights import initialize
 from pretrain.checkpoint.node_tiers import forget_others, restore_from_nodes
@@ -26,7 +27,7 @@ from pretrain.checkpoint.progress import newest_shared_step
 from pretrain.checkpoint.run_id import run_id, save_id
 from pretrain.errors import InputError
 from pretrain.job import Job
-from pretrain.observe import Notice, Restored, SpecChanged, human_bytes
+from pretrain.observe import Notice, Resized, Restored, SpecChanged, human_bytes
 from pretrain.optim import set_update_count
 from pretrain.spec import JobSpec, is_learning_rate_jump, learning_rate
 from pretrain.state import (
@@ -76,6 +77,7 @@ def restore(job: Job, tiers: Sequence[Tier] = ()) -> Progress:
     else:
         progress, manifest = loaded
         _publish_changes(job, manifest)
+        progress = _count_resize(job, progress, manifest)
     forget_others(job, own, run, progress.step)
     return replace(progress, run_id=run)
 
@@ -119,6 +121,24 @@ def _publish_changes(job: Job, manifest: Manifest) -> None:
             f"the spec of the checkpoint"
         )
         job.events.publish(Notice(step=step, text=text))
+
+
+def _count_resize(job: Job, progress: Progress, manifest: Manifest) -> Progress:
+    """The progress in the next topology epoch, where the checkpoint is of another layout."""
+    before = Topology(**manifest.topology)
+    if before == job.topology:
+        return progress
+    epoch = progress.topology_epoch + 1
+    job.events.publish(
+        Resized(
+            step=manifest.step,
+            epoch=epoch,
+            before=before.as_dict(),
+            after=job.topology.as_dict(),
+            save_id=manifest.save_id,
+        )
+    )
+    return replace(progress, topology_epoch=epoch)
 
 
 def _or_way_back(root: Location, step: int, act: Callable[[], T]) -> T:

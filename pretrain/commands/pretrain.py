@@ -89,8 +89,9 @@ def _pretrain(args: argparse.Namespace) -> int:
     """Train; an error is told once, by rank 0 or by the one rank that has met it."""
     from ckpt import CheckpointError
     from ckpt.errors import OtherRankError
+    from pretrain.elastic import launched_layout
     from pretrain.observe import outcome_of
-    from pretrain.runtime import launched_world
+    from pretrain.runtime import end_torchrun
     from pretrain.spec import load_spec
     from pretrain.train import run
 
@@ -98,7 +99,7 @@ def _pretrain(args: argparse.Namespace) -> int:
     met_by_all = True  # until ranks act for themselves, every rank meets the same error
     try:
         spec = load_spec(args.spec, args.overrides)
-        spec.topology(launched_world())
+        launched_layout(spec)
         met_by_all = False
         return run(spec, status)
     except BaseException as error:
@@ -111,7 +112,9 @@ def _pretrain(args: argparse.Namespace) -> int:
         met_by_all |= isinstance(error, HealthError)
         if is_first_rank() if met_by_all else not isinstance(error, OtherRankError):
             complain(str(error))
-        return outcome_of(error)[1]
+        code = outcome_of(error)[1]
+        end_torchrun(code)
+        return code
 
 
 def _status_file(spec: Path, overrides: Sequence[str]) -> StatusFile | None:

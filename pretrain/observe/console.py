@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from parallel.layout import count_ranks
+from parallel.layout import Topology, count_ranks
 from pretrain.observe.events import (
     CheckpointCommitted,
     CheckpointFailed,
@@ -14,6 +14,7 @@ from pretrain.observe.events import (
     Event,
     IntervalEnded,
     Notice,
+    Resized,
     Restored,
     RunStarted,
     RunStopped,
@@ -76,6 +77,9 @@ def _line(event: Event, steps: int) -> str | None:
             return _greeting(event)
         case Restored(step=step, tier=tier) if tier != "shared":
             return f"restored step {step} from tier {tier}"
+        case Resized(step=step, before=before, after=after, epoch=epoch):
+            old, new = Topology(**before).describe(), Topology(**after).describe()
+            return f"resized after step {step}: {old} -> {new} (topology epoch {epoch})"
         case SpecChanged(step=step, field=field, before=before, now=now):
             return f"spec changed since step {step}: {field} was {before}, is {now}"
         case Notice(text=text):
@@ -97,11 +101,15 @@ def _greeting(start: RunStarted) -> str:
     ranks = count_ranks(start.world_size)
     if start.world_size > 1:
         ranks += f" ({start.layout})"
+    if start.spares:
+        ranks += f" and {start.spares} spare{'s' if start.spares > 1 else ''}"
     lines = [
         f"{start.job}: {start.parameters:,} parameters on {ranks}, "
         f"{start.device}; {start.steps} steps of {start.step_tokens:,} tokens; "
         f"spec {start.spec_hash[:12]}"
     ]
+    if start.layout_reason:
+        lines.append(f"layout by elastic.enabled: {start.layout_reason}")
     if start.metrics_url is not None:
         lines.append(f"metrics at {start.metrics_url}")
     if start.step >= start.steps:

@@ -51,6 +51,12 @@ class RunStarted(Event):
     device: str = ""
     launch_id: str
     metrics_url: str | None = None
+    topology_epoch: int = 0
+    """How many times the run has resumed with another layout."""
+    spares: int = 0
+    """Ranks that stand by."""
+    layout_reason: str = ""
+    """What ``elastic.enabled`` changed of the layout of ``[parallel]``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +68,21 @@ class Restored(Event):
     """``memory``, ``peer``, ``local`` or ``shared``."""
     seconds: float
     """From the look for checkpoints until all was loaded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resized(Event):
+    """The run resumes with another layout than that of the checkpoint."""
+
+    name: ClassVar[str] = "resized"
+    epoch: int
+    """How many times the run has resumed with another layout, this time counted."""
+    before: dict[str, int]
+    """Degrees of the parallel axes of the checkpoint."""
+    after: dict[str, int]
+    """Degrees of the parallel axes from this step on."""
+    save_id: str
+    """Of the checkpoint, which is the parent of the new epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,9 +315,9 @@ class RunDone(Event):
 EVENTS: dict[str, type[Event]] = {
     kind.name: kind
     for kind in (
-        RunStarted, Restored, SpecChanged, Notice, StepCommitted, StepSkipped, CapacityPlanned,
-        IntervalEnded, Evaluated, SaveBegun, SaveIntervalChosen, CheckpointCommitted,
-        CheckpointFailed, RunStopped, RunDone,
+        RunStarted, Restored, Resized, SpecChanged, Notice, StepCommitted, StepSkipped,
+        CapacityPlanned, IntervalEnded, Evaluated, SaveBegun, SaveIntervalChosen,
+        CheckpointCommitted, CheckpointFailed, RunStopped, RunDone,
     )
 }  # fmt: skip
 """Every event by its name in the log."""

@@ -1,6 +1,6 @@
 """This process as one rank of a run: process groups, signals, locks and memory."""
 
-from pretrain.runtime.launcher import end_with_torchrun
+from pretrain.runtime.launcher import end_torchrun, end_with_torchrun
 from pretrain.runtime.locks import lock_folder, lock_run
 from pretrain.runtime.memory import keep_freed_memory, peak_memory_bytes
 from pretrain.runtime.ranks import Runtime, launched_rank, launched_world, start
@@ -9,6 +9,7 @@ from pretrain.runtime.signals import StopRequest
 __all__ = [
     "Runtime",
     "StopRequest",
+    "end_torchrun",
     "end_with_torchrun",
     "keep_freed_memory",
     "launched_rank",

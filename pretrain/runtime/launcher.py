@@ -1,4 +1,4 @@
-"""The end of a rank whose torchrun was killed."""
+"""What a rank does about its torchrun: end with a torchrun that was killed, or end its restarts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import signal
 import threading
 import time
+
+from pretrain.errors import EXIT_BAD_INPUT, EXIT_HEALTH
 
 _POLL_SECONDS = 1.0
 _GRACE_SECONDS = 30.0
@@ -32,3 +34,16 @@ def end_with_torchrun(grace_seconds: float = _GRACE_SECONDS) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()
+
+
+def end_torchrun(exit_code: int) -> None:
+    """End this process's torchrun where another start of the ranks would end as this one.
+
+    With ``--max-restarts`` torchrun starts ranks again after every exit code but 0. Bad input (2)
+    and divergence (3) need a person. SIGTERM lets torchrun end its other ranks, which commit a
+    checkpoint where they can.
+    """
+    if exit_code not in (EXIT_BAD_INPUT, EXIT_HEALTH) or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        os.kill(os.getppid(), signal.SIGTERM)

@@ -49,7 +49,7 @@ class Runtime:
     @property
     def ranks_per_node(self) -> int:
         """The number of ranks on this machine, from LOCAL_WORLD_SIZE; all ranks without it."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+        return min(int(os.environ.get("LOCAL_WORLD_SIZE", self.world)), self.world)
 
     @property
     def is_first(self) -> bool:
@@ -141,17 +141,19 @@ def launched_world() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def start(timeout_seconds: float) -> Runtime:
+def start(timeout_seconds: float, world: int | None = None) -> Runtime:
     """Join the process group that torchrun describes; without torchrun, make one of one rank.
 
     With CUDA a rank takes the device LOCAL_RANK, with NCCL on the device and gloo on the host.
 
     Args:
         timeout_seconds: time after which a collective of a step fails.
+        world: the number of ranks that train, which are the first of those that were started; by
+            default all.
 
     Raises InputError where LOCAL_RANK has no CUDA device.
     """
-    rank, world = launched_rank(), launched_world()
+    rank, world = launched_rank(), launched_world() if world is None else world
     cuda = torch.cuda.is_available()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if cuda and local_rank >= torch.cuda.device_count():
@@ -167,7 +169,7 @@ def start(timeout_seconds: float) -> Runtime:
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     control = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)

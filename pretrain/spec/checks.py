@@ -32,7 +32,8 @@ def check_moe(spec: Sections) -> None:
         raise ValueError(
             f"moe.num_experts ({moe.num_experts}) must be a multiple of parallel.ep ({ep})"
         )
-    if isinstance(moe.capacity, StragglerAwareConfig) and ep == 1:
+    straggler_aware = isinstance(moe.capacity, StragglerAwareConfig)
+    if straggler_aware and ep == 1 and not spec.elastic.enabled:
         raise ValueError(
             "parallel.ep (1) must be at least 2 with moe.capacity.policy (straggler_aware): "
             "ranks that hold all experts have no work to pass on"

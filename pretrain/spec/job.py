@@ -81,7 +81,7 @@ class JobSpec(Sections):
         try:
             return self._topology(world)
         except ValueError as error:
-            nearest = nearest_layouts(self.parallel, world, self._fits)
+            nearest = nearest_layouts(self.parallel, world, self.fits)
             known = "; ".join(topology.describe() for topology in nearest)
             hint = f"layouts that work on {count_ranks(world)}: {known}" if known else (
                 f"no layout of {count_ranks(world)} works for this model and data"
@@ -90,23 +90,29 @@ class JobSpec(Sections):
 
     def _topology(self, world: int) -> Topology:
         topology = self.parallel.topology(world)
-        if self.moe is not None and topology.efsdp > 1:
-            # fully_shard cuts a dim other than the first only evenly.
-            for field in ("d_model", "d_ff"):
-                size = getattr(self.moe, field)
-                if size % topology.efsdp:
-                    raise ValueError(
-                        f"moe.{field} ({size}) must be a multiple of dp_shard x cp x tp / ep "
-                        f"({topology.dp_shard} x {topology.cp} x {topology.tp} / {topology.ep} = "
-                        f"{topology.efsdp}), the ranks that share an expert"
-                    )
+        self._check_experts(topology)
         return topology
 
-    def _fits(self, topology: Topology) -> bool:
-        sections = self.as_dict()
-        sections["parallel"] |= topology.as_dict()
+    def _check_experts(self, topology: Topology) -> None:
+        if self.moe is None or topology.efsdp == 1:
+            return
+        # fully_shard cuts a dim other than the first only evenly.
+        for field in ("d_model", "d_ff"):
+            size = getattr(self.moe, field)
+            if size % topology.efsdp:
+                raise ValueError(
+                    f"moe.{field} ({size}) must be a multiple of dp_shard x cp x tp / ep "
+                    f"({topology.dp_shard} x {topology.cp} x {topology.tp} / {topology.ep} = "
+                    f"{topology.efsdp}), the ranks that share an expert"
+                )
+
+    def fits(self, topology: Topology) -> bool:
+        """Whether every rule between this spec and the degrees of a layout holds."""
         try:
-            JobSpec.model_validate(sections)._topology(topology.world)
+            self._check_experts(topology)  # first: the other rules need a new spec
+            sections = self.as_dict()
+            sections["parallel"] |= topology.as_dict()
+            JobSpec.model_validate(sections)
         except ValueError:
             return False
         return True

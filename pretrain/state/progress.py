@@ -32,6 +32,8 @@ class Progress:
     expert_counts: list[list[int]] | None = None
     """By MoE layer and expert, the assignments of the last committed step over all ranks, where
     ``moe.aux_loss_scope`` is ``previous_step``: the next step's loss counts them."""
+    topology_epoch: int = 0
+    """How many times the run has resumed with another layout."""
     run_id: str = ""
     """Which run this is, see :func:`pretrain.checkpoint.run_id.name_run`."""
 

@@ -24,6 +24,7 @@ from pretrain.checkpoint import (
     start_saver,
 )
 from pretrain.data import prepare_corpus
+from pretrain.elastic import ChosenLayout, launched_layout, stand_by, with_spares
 from pretrain.errors import (
     EXIT_DONE,
     EXIT_LOST,
@@ -53,6 +54,7 @@ from pretrain.runtime import (
     Runtime,
     StopRequest,
     end_with_torchrun,
+    launched_rank,
     lock_run,
     peak_memory_bytes,
     start,
@@ -62,6 +64,9 @@ from pretrain.state import Progress
 from pretrain.train.evaluate import evaluate
 from pretrain.train.generate import generate
 from pretrain.train.trainer import Trainer
+
+_LOCK_SECONDS = 60.0
+"""Longer than a rank whose torchrun is gone takes to end."""
 
 
 def run(spec: JobSpec, status: StatusFile | None = None) -> int:
@@ -77,16 +82,24 @@ def run(spec: JobSpec, status: StatusFile | None = None) -> int:
     """
     stop = StopRequest()
     end_with_torchrun()
-    runtime = start(spec.train.timeout_seconds)
+    layout = launched_layout(spec)
     with ExitStack() as held:
-        held.callback(runtime.close)
         held.callback(stop.restore)
-        runtime.first(lambda: held.enter_context(lock_run(spec)))
+        if launched_rank() >= layout.topology.world:
+            return stand_by(stop)
+        runtime = start(spec.train.timeout_seconds, layout.topology.world)
+        held.callback(runtime.close)
+        spares = layout.spares if runtime.is_first else 0
+        tell_spares = held.enter_context(with_spares(spares, runtime.launch_id))
+        # The former start of an elastic run may still be ending on a machine that was lost.
+        wait = _LOCK_SECONDS if spec.elastic.enabled else 0.0
+        runtime.first(lambda: held.enter_context(lock_run(spec, wait)))
         if status is not None:
             held.enter_context(status.during(spec.checkpoint_path))
-        code = _run(spec, runtime, stop)
+        code = _run(spec, runtime, stop, layout)
         if status is not None:
             status.end(code)
+        tell_spares(code)
         return code
 
 
@@ -119,17 +132,17 @@ def prepare(spec: JobSpec, *, reset: bool = False, load_step: int | None = None)
             ) from None
 
 
-def _run(spec: JobSpec, runtime: Runtime, stop: StopRequest) -> int:
+def _run(spec: JobSpec, runtime: Runtime, stop: StopRequest, layout: ChosenLayout) -> int:
     runtime.first(lambda: prepare_corpus(spec.data, spec.model.vocab_size, say))
     events = Events(Console(spec.train.steps, runtime.rank))
-    job = build_job(spec, runtime, events)
+    job = build_job(spec, runtime, events, layout.topology)
     secret = launch_secret(runtime)
     writer = runtime.together(lambda: start_saver(job, secret))
     ended = False
     try:
         join_peers(job, writer, runtime.together(writer.ready), secret)
         with ExitStack() as sinks:
-            code = _train(job, stop, writer, sinks)
+            code = _train(job, stop, writer, sinks, layout)
         ended = True
     finally:
         # What only nodes have is theirs to keep, unless the run has ended with all of it shared.
@@ -137,14 +150,20 @@ def _run(spec: JobSpec, runtime: Runtime, stop: StopRequest) -> int:
     return code
 
 
-def _train(job: Job, stop: StopRequest, writer: AsyncCheckpointer, sinks: ExitStack) -> int:
+def _train(
+    job: Job,
+    stop: StopRequest,
+    writer: AsyncCheckpointer,
+    sinks: ExitStack,
+    layout: ChosenLayout,
+) -> int:
     runtime, path = job.runtime, job.spec.run_path / "log.jsonl"
     history = History.read(path) if runtime.is_first else History()
     url = runtime.first(lambda: _open_sinks(job, path, sinks))
     progress = restore(job, writer.tiers)
     checkpoints = CheckpointProgress.after(progress.step, max(0, newest_shared_step(job)))
     runtime.together(lambda: writer.prepare(job.topology, checkpoint_arrays(job)))
-    job.events.publish(_started(job, progress, url))
+    job.events.publish(_started(job, progress, url, layout))
     checkpointer = Checkpointer(job, writer, stop=stop, history=history, progress=checkpoints)
     trainer = Trainer(job, progress, checkpointer)
     with _watched(runtime, trainer):
@@ -171,7 +190,7 @@ def _open_sinks(job: Job, path: Path, sinks: ExitStack) -> str | None:
     return endpoint.url
 
 
-def _started(job: Job, progress: Progress, url: str | None) -> RunStarted:
+def _started(job: Job, progress: Progress, url: str | None, layout: ChosenLayout) -> RunStarted:
     spec, runtime = job.spec, job.runtime
     return RunStarted(
         step=progress.step,
@@ -186,6 +205,9 @@ def _started(job: Job, progress: Progress, url: str | None) -> RunStarted:
         device=runtime.device.type,
         launch_id=runtime.launch_id,
         metrics_url=url,
+        topology_epoch=progress.topology_epoch,
+        spares=layout.spares,
+        layout_reason="" if layout.reason == ChosenLayout.reason else layout.reason,
     )
 
 

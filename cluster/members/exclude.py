@@ -1,0 +1,62 @@
+"""The exclude list of a run: machines that must not join its next start, each with a reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """A machine that must not join."""
+
+    node: str
+    """As :func:`node_name` gives the name on that machine."""
+    reason: str
+    time: str = ""
+    """In UTC, as in ISO 8601."""
+
+
+def node_name() -> str:
+    """The name of this machine: CONVOY_NODE_NAME, or else the host name."""
+    return os.environ.get("CONVOY_NODE_NAME") or socket.gethostname()
+
+
+def read_exclusions(path: Path) -> list[Exclusion]:
+    """The list; empty where there is no file.
+
+    Raises ValueError where the file is no exclude list, and OSError where it cannot be read.
+    """
+    try:
+        found = json.loads(path.read_text())
+        return [Exclusion(**one) for one in found["excluded"]]
+    except FileNotFoundError:
+        return []
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f'{path} must be an exclude list, as {{"excluded": [{{"node": NAME, '
+            f'"reason": TEXT}}]}}: {error}'
+        ) from None
+
+
+def exclude(path: Path, node: str, reason: str) -> None:
+    """Add a machine to the list; a machine that is on the list already keeps its reason.
+
+    The file is replaced as a whole: a reader sees the list of before or after. One process writes.
+    """
+    known = read_exclusions(path)
+    if any(one.node == node for one in known):
+        return
+    known.append(Exclusion(node, reason, datetime.now(UTC).isoformat(timespec="seconds")))
+    text = json.dumps({"excluded": [asdict(one) for one in known]}, indent=1) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with draft.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)

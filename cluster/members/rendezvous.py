@@ -1,0 +1,146 @@
+"""A rendezvous backend of torchrun, ``--rdzv-backend convoy``: who joins a launch, and when.
+
+The backend is torchrun's own (c10d by default) with two rules of an operator's:
+
+- A machine on the exclude list does not join.
+- A machine that comes while all members are there joins at once, at the next checkpoint, or when
+  the next member is lost. Without this rule, torchrun starts all ranks again at once.
+
+Keys of ``--rdzv-conf``, beside those of the inner backend:
+
+===============  =====================================================================
+``scale_up``     ``at_once`` (default), ``at_checkpoint`` or ``never``
+``run_dir``      the run's folder: its ``exclude.json`` is the exclude list
+``checkpoints``  the run's checkpoint folder; ``checkpoints/`` in ``run_dir`` by default
+``store``        the inner backend: ``c10d`` (default) or ``etcd-v2``
+===============  =====================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
+
+from cluster.members.exclude import node_name, read_exclusions
+
+_OWN_KEYS = ("scale_up", "run_dir", "checkpoints", "store")
+SCALE_UP = ("at_once", "at_checkpoint", "never")
+
+
+class MembersHandler(RendezvousHandler):
+    """A rendezvous that asks ``inner`` for all but the two rules above.
+
+    Args:
+        inner: torchrun's own rendezvous.
+        scale_up: one of :data:`SCALE_UP`.
+        run_dir: the run's folder; None for no exclude list.
+        checkpoints: the run's checkpoint folder, for ``at_checkpoint``.
+    """
+
+    def __init__(
+        self,
+        inner: Any,
+        scale_up: str,
+        run_dir: Path | None = None,
+        checkpoints: Path | None = None,
+    ) -> None:
+        self.inner, self.scale_up, self.run_dir = inner, scale_up, run_dir
+        self.checkpoints = checkpoints
+        self._members = 0
+        self._step_at_arrival: int | None = None
+
+    def get_backend(self) -> str:
+        """The name that ``--rdzv-backend`` has."""
+        return "convoy"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """As the inner rendezvous."""
+        return bool(self.inner.use_agent_store)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Join the next start. Raises RendezvousError on a machine of the exclude list."""
+        if self.run_dir is not None:
+            path, name = self.run_dir / "exclude.json", node_name()
+            for one in read_exclusions(path):
+                if one.node == name:
+                    raise RendezvousError(f"{name} is on the exclude list {path}: {one.reason}")
+        info: RendezvousInfo = self.inner.next_rendezvous()
+        self._members, self._step_at_arrival = info.world_size, None
+        return info
+
+    def num_nodes_waiting(self) -> int:
+        """The machines for which all ranks are to start again.
+
+        A member that waits was restarted by its torchrun, and counts at once.
+        """
+        waiting = int(self.inner.num_nodes_waiting())
+        # The state that the line above has just read.
+        here = len(self.inner._state_holder.state.participants)
+        if not waiting or here < self._members or self.scale_up == "at_once":
+            self._step_at_arrival = None
+            return waiting
+        if self.scale_up == "never" or self.checkpoints is None:
+            return 0
+        newest = _newest_step(self.checkpoints)
+        if self._step_at_arrival is None:
+            self._step_at_arrival = newest
+        return waiting if newest > self._step_at_arrival else 0
+
+    def is_closed(self) -> bool:
+        """As the inner rendezvous."""
+        return bool(self.inner.is_closed())
+
+    def set_closed(self) -> None:
+        """As the inner rendezvous."""
+        self.inner.set_closed()
+
+    def get_run_id(self) -> str:
+        """As the inner rendezvous."""
+        return str(self.inner.get_run_id())
+
+    def shutdown(self) -> bool:
+        """As the inner rendezvous."""
+        return bool(self.inner.shutdown())
+
+
+def _newest_step(checkpoints: Path) -> int:
+    """The newest committed step in a folder, by the names of its manifests; -1 for none."""
+    names = [path.stem for path in (checkpoints / "manifests").glob("step-*.json")]
+    return max((int(name.removeprefix("step-")) for name in names), default=-1)
+
+
+def _create(params: RendezvousParameters) -> RendezvousHandler:
+    scale_up = params.get("scale_up", "at_once")
+    if scale_up not in SCALE_UP:
+        raise ValueError(f"rdzv-conf scale_up ({scale_up}) must be one of {', '.join(SCALE_UP)}")
+    run_dir = Path(params.config["run_dir"]) if params.get("run_dir") else None
+    folder = params.get("checkpoints")
+    checkpoints = Path(folder) if folder else run_dir and run_dir / "checkpoints"
+    if scale_up == "at_checkpoint" and checkpoints is None:
+        raise ValueError("rdzv-conf scale_up (at_checkpoint) needs run_dir or checkpoints")
+    inner = RendezvousParameters(
+        backend=params.get("store", "c10d") or "c10d",
+        endpoint=params.endpoint,
+        run_id=params.run_id,
+        min_nodes=params.min_nodes,
+        max_nodes=params.max_nodes,
+        local_addr=params.local_addr,
+        **{key: value for key, value in params.config.items() if key not in _OWN_KEYS},
+    )
+    handler = rendezvous_handler_registry.create_handler(inner)
+    return MembersHandler(handler, scale_up, run_dir, checkpoints)
+
+
+def convoy_rendezvous() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    """What the entry point ``torchrun.handlers`` names: torchrun calls what this returns."""
+    return _create

@@ -1,0 +1,20 @@
+"""The ``[elastic]`` section of the spec."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+_MODEL = ConfigDict(
+    frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+)
+
+
+class ElasticConfig(BaseModel):
+    """The ``[elastic]`` section: a run that goes on with other ranks."""
+
+    model_config = _MODEL
+
+    enabled: bool = False
+    """Choose a layout for the ranks that a start has, where the layout of ``[parallel]`` needs
+    another number of ranks, and resume a checkpoint of any layout. The global batch, the samples
+    and their order stay as they are. Ranks that the layout leaves over stand by as spares."""
