@@ -82,6 +82,7 @@ PRETRAIN = {
     },
     "pretrain.train": {
         "pretrain.errors", "pretrain.model", "pretrain.data", "pretrain.optim", "pretrain.state",
+        "pretrain.health",
         "pretrain.spec", "pretrain.parallelize", "pretrain.runtime", "pretrain.observe",
         "pretrain.job", "pretrain.checkpoint",
     },

@@ -11,6 +11,7 @@ from pretrain.observe.events import (
     Evaluated,
     Events,
     IntervalEnded,
+    MicroBatchesPlanned,
     Notice,
     Restored,
     RoutingReport,
@@ -22,6 +23,9 @@ from pretrain.observe.events import (
     SpecChanged,
     StepCommitted,
     StepSkipped,
+    StragglerEnded,
+    StragglerFound,
+    StragglerGain,
 )
 from pretrain.observe.jsonl import History, JsonlLog, last_step, read_log
 
@@ -48,6 +52,7 @@ __all__ = [
     "IntervalEnded",
     "JsonlLog",
     "Metrics",
+    "MicroBatchesPlanned",
     "Notice",
     "Restored",
     "RoutingReport",
@@ -61,6 +66,9 @@ __all__ = [
     "StatusFile",
     "StepCommitted",
     "StepSkipped",
+    "StragglerEnded",
+    "StragglerFound",
+    "StragglerGain",
     "Summary",
     "complain",
     "human_bytes",
