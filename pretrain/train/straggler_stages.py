@@ -11,6 +11,7 @@ Every rank decides the same from the reports of the step barrier.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pretrain.data import Cursor
 from pretrain.health import GainMeter, Straggler
@@ -77,9 +78,8 @@ class StragglerStages:
             stage, action = self._answer(one, cursor)
             self._publish_found(step, one, stage, action)
         for one in findings.lasting:
-            if one.speed < 1:
-                text = "still slow: replace its machine, or take it out of the run"
-                self._publish_found(step, one, REPLACEMENT, text)
+            text = "still slow: replace its machine, or take it out of the run"
+            self._publish_found(step, one, REPLACEMENT, text)
 
     @property
     def _may_divide(self) -> bool:
@@ -105,8 +105,9 @@ class StragglerStages:
         why = ""
         if self._may_divide:
             total, at = job.loader.num_micro_batches(cursor), stragglers.dp_rank(one.rank)
-            counts = job.loader.division.counts(total)
-            if counts[at] < total // len(counts):
+            division = job.loader.division
+            counts = division.counts(total)
+            if counts[at] < replace(division, speeds=None).counts(total)[at]:
                 return MICRO_BATCHES, f"the rank computes {counts[at]} of {total} micro-batches"
             why = (
                 f"a step of {total} micro-batches on {len(counts)} ranks has no division that "

@@ -84,8 +84,8 @@ def test_plans_follow_speed_resume_and_are_replayed(tmp_path, text):
     code, out, err = launch(straight, text, steps, slowness=3.0)
     assert code == 0, err
     plans = events(straight / "run", "capacity_plan")
-    # Two steps of warm-up, and eight in which rank 1 has a third of the other's speed: shares of 1.5
-    # and 0.5, at once and for good.
+    # Two steps of warm-up, and eight in which rank 1 has a third of the other's speed: shares of
+    # 1.5 and 0.5, at once and for good.
     assert [(p["step"], p["plans"]) for p in plans] == [(10, [[1536, 512]])]
     assert plans[0]["relative_speeds"] == pytest.approx([1.5, 0.5], rel=1e-3)
     assert "rerouted" in out

@@ -276,7 +276,12 @@ def test_a_slow_rank_computes_fewer_micro_batches_of_the_same_samples(tmp_path, 
     consumed = [event["consumed_samples"] for event in events(slow / "run", "step")]
     assert consumed == [6 * step for step in range(1, 21)]
 
-    resumed = tmp_path / "resumed"
+
+@pytest.mark.slow
+def test_a_resume_goes_on_with_the_division(tmp_path, text):
+    slow, resumed, steps = tmp_path / "slow", tmp_path / "resumed", "train.steps=14"
+    launch(slow, text, steps, slowness=2.0)
+    (plan,) = events(slow / "run", "micro_batch_plan")
     launch(resumed, text, "train.steps=12", slowness=2.0)
     state = ckpt.read_manifest(resumed / "run" / "checkpoints").state["stragglers"]
     assert state["division_speeds"] == plan["relative_speeds"]
