@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from statistics import NormalDist, median
-from typing import Any
+from typing import Any, NamedTuple
 
 RULES = ((8, 8), (16, 12), (32, 24), (64, 48))
 """(n, q): at least q of the last n residuals are beyond the threshold. The first rule finds a large
@@ -41,6 +41,8 @@ _UNIT = 10_000
 """Logarithms are kept as whole numbers of 1/_UNIT. Rounding hides last bits in which the logarithms
 of two processors may differ, and whole numbers are short in a checkpoint."""
 _MOST = max(n for n, _ in RULES)
+_BITS = (1 << _MOST) - 1
+_WINDOWS = tuple(((1 << n) - 1, q) for n, q in RULES)
 _NORMAL = NormalDist()
 _MAD = _NORMAL.inv_cdf(0.75)
 """The median absolute deviation of a normal variable with standard deviation 1."""
@@ -81,8 +83,7 @@ class Shift:
     """The median residual since the change over its standard error."""
 
 
-@dataclass(frozen=True)
-class RankSpeed:
+class RankSpeed(NamedTuple):
     """What is known of the speed of one rank."""
 
     level: int = 0
@@ -91,16 +92,44 @@ class RankSpeed:
     """The measured steps since ``level`` holds, at most the length of ``recent``."""
     recent: tuple[int, ...] = ()
     """log(seconds / work) - common of the last steps, in 1/_UNIT."""
+    above: int = 0
+    """A bit for each of the last ``steps`` steps, the newest lowest: whether the residual is above
+    0."""
+    below: int = 0
+    """As ``above``, for residuals below 0."""
 
     def seen(self, value: int) -> RankSpeed:
         """With one more step."""
         recent = (*self.recent, value)[-_MOST:]
-        return replace(self, steps=min(self.steps + 1, len(recent)), recent=recent)
+        return RankSpeed(
+            self.level,
+            min(self.steps + 1, len(recent)),
+            recent,
+            (self.above << 1 | (value > self.level)) & _BITS,
+            (self.below << 1 | (value < self.level)) & _BITS,
+        )
+
+    def at(self, level: int, steps: int) -> RankSpeed:
+        """With another level, which holds for the last ``steps`` steps."""
+        rank = RankSpeed(level, 0, self.recent[: len(self.recent) - steps])
+        for value in self.recent[len(self.recent) - steps :]:
+            rank = rank.seen(value)
+        return rank
 
     @property
     def residuals(self) -> list[int]:
         """The residuals since ``level`` holds."""
         return [value - self.level for value in self.recent[len(self.recent) - self.steps :]]
+
+    @property
+    def is_one_sided(self) -> bool:
+        """Whether so many residuals are on one side of 0 that a rule can apply. Most steps of most
+        ranks end here, which keeps the test cheap on many ranks."""
+        above, below = self.above, self.below
+        for bits, q in _WINDOWS:
+            if (above & bits).bit_count() >= q or (below & bits).bit_count() >= q:
+                return True
+        return False
 
 
 @dataclass(frozen=True)
@@ -148,7 +177,7 @@ class RelativeSpeeds:
     @staticmethod
     def load(state: Sequence[Sequence[Any]]) -> RelativeSpeeds:
         """What :meth:`state` returned; the warm-up begins anew."""
-        ranks = (RankSpeed(level, steps, tuple(recent)) for level, steps, recent in state)
+        ranks = (RankSpeed(recent=tuple(recent)).at(level, steps) for level, steps, recent in state)
         return RelativeSpeeds(tuple(ranks))
 
     def after(
@@ -189,7 +218,7 @@ class RelativeSpeeds:
             level = round(median(rank.recent[-shift.steps :]))
             if abs(level) < test.least / 2:
                 level = 0  # a rank that has recovered is exactly as fast as the others again
-            ranks[shift.rank] = replace(rank, level=level, steps=shift.steps)
+            ranks[shift.rank] = rank.at(level, shift.steps)
         return replace(self, ranks=tuple(ranks), shifts=tuple(shifts))
 
     def _shifts(
@@ -197,6 +226,8 @@ class RelativeSpeeds:
     ) -> list[Shift]:
         found, group_noise = [], None
         for i in tested:
+            if not self.ranks[i].is_one_sided:
+                continue
             residuals = self.ranks[i].residuals
             extremes = [
                 _extreme(residuals[-n:], q, test.least) if len(residuals) >= n else 0

@@ -235,6 +235,8 @@ def launch(folder: Path, text: Path, *overrides: str, slowness=0.0, sleep=0.0, *
             "parallel": {"dp_replicate": 2, "dp_shard": 1},
             "batch": {"global_batch_size": 6, "micro_batch_size": 1},
             "schedule": {"kind": "constant"},
+            "checkpoint": {"interval_steps": 100},
+            "eval": {"sequences": 2},
             "stragglers": {"rebalance": True, "patience_steps": 12},
             **sections,
         },

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bench.straggler_simulation import NOISES, follow, healthy_changes
 from router import RelativeSpeeds, SpeedTest, StragglerAwareConfig, StragglerBalancer
 from router.plan import UNITS_PER_RANK
-from router.relative_speed import RULES, SPIKES, noise, thresholds
+from router.relative_speed import RULES, noise, thresholds
 
 CONFIG = StragglerAwareConfig()
 AT_ONCE = SpeedTest(warmup_steps=0)
@@ -61,7 +61,7 @@ def test_thresholds_solve_the_formula(ranks):
         if math.isinf(a):
             assert ranks > 1000, "with few ranks every rule has a threshold"
             continue
-        p = SPIKES + (1 - SPIKES) * (1 - NormalDist().cdf(a))
+        p = 0.05 + 0.95 * (1 - NormalDist().cdf(a))
         tail = sum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(q, n + 1))
         assert tail == pytest.approx(rate / len(RULES), rel=1e-3)
 
@@ -90,14 +90,28 @@ def test_a_rank_that_recovers_has_exactly_an_equal_share_again():
 
 
 def test_ranks_of_one_node_slow_down_in_one_plan():
-    balancer, plans = steps(StragglerBalancer.start(8), [1.0] * 8, 30), set()
-    draw = random.Random(2)
-    for _ in range(30):
-        times = [draw.gauss(1.0, 0.03) * (2.0 if rank < 4 else 1.0) for rank in range(8)]
-        balancer = balancer.after([1000.0] * 8, times, CONFIG)
-        plans.add(balancer.plan)
-    assert len(plans) == 2, "equal shares, and the new plan"
-    assert mean(balancer.plan.shares[:4]) == pytest.approx(2 / 3, rel=0.05)
+    """Noise of 15 % lets the test be sure of one rank some steps before the others."""
+    changes = 0
+    for seed in range(6):
+        draw, balancer, plans = random.Random(seed), StragglerBalancer.start(8), set()
+        for step in range(120):
+            slow = 2.0 if step >= 70 else 1.0
+            times = [draw.gauss(1.0, 0.15) * (slow if rank < 4 else 1.0) for rank in range(8)]
+            balancer = balancer.after([1000.0] * 8, times, CONFIG)
+            plans.add(balancer.plan)
+        assert mean(balancer.plan.shares[:4]) == pytest.approx(2 / 3, rel=0.1)
+        changes += len(plans) - 1
+    assert changes <= 8, "one change a run, and here and there a correction"
+
+
+def test_most_ranks_may_become_slow_one_after_the_other():
+    """The others stay the measure, also when they are fewer than the slow ranks."""
+    speeds = RelativeSpeeds.start(8)
+    for slow in range(6):
+        for _ in range(20):
+            times = [2.0 if rank < slow else 1.0 for rank in range(8)]
+            speeds = speeds.after([1.0] * 8, times, AT_ONCE)
+    assert speeds.levels == pytest.approx([0.5] * 5 + [1.0] * 3, rel=1e-3)
 
 
 def test_first_steps_and_single_steps_do_not_move_a_plan():
