@@ -118,7 +118,7 @@ def on_rank(rank: int, port: int, blocks: int, block_steps: int, burning: Any, o
     if rank == 0:
         burning.set()
     time.sleep(0.5)
-    for _ in range(40):  # the plan settles
+    for _ in range(72):  # the longest rule of the test on speeds, and some steps more
         subjects["convoy"].step(x_TD)
     settled = len(subjects["convoy"].plans)
     speeds = subjects["convoy"].balance.speeds
