@@ -1,6 +1,7 @@
 """Two ranks on a core each, one shared with a busy stranger: what each capacity policy costs.
 
     python -m bench.straggler [--quick] [--json FILE] [--train]
+    python -m bench.straggler --simulate [--samples SEEDS]
 
 A MoE layer's forward and backward on 2 ranks (experts spread over both), each pinned to one core. A
 process of its own burns half of the second core. Subjects are the policies: ``dropless``, ``fixed``
@@ -12,6 +13,9 @@ part of the machine.
 
 With ``--train``, 300 steps of the tiny recipe under each policy as well, beside the same stranger:
 loss, rerouted and dropped assignments, and tokens per second.
+
+With ``--simulate``, nothing is timed: plan changes on simulated ranks, see
+:mod:`bench.straggler_simulation`.
 
 Legend: T tokens, D d_model, E experts, K top_k.
 """
@@ -35,6 +39,7 @@ import torch
 import torch.distributed as dist
 
 from bench.harness import Row, arguments, finish
+from bench.straggler_simulation import simulate
 from moe import MoEConfig, MoELayer
 from parallel import ParallelDims, Topology, all_gather_rows, apply_expert_parallel
 from router import StragglerAwareCapacity, StragglerBalancer
@@ -113,7 +118,7 @@ def on_rank(rank: int, port: int, blocks: int, block_steps: int, burning: Any, o
     if rank == 0:
         burning.set()
     time.sleep(0.5)
-    for _ in range(40):  # the plan settles
+    for _ in range(72):  # the longest rule of the test on speeds, and some steps more
         subjects["convoy"].step(x_TD)
     settled = len(subjects["convoy"].plans)
     speeds = subjects["convoy"].balance.speeds
@@ -248,9 +253,12 @@ def train(name: str, fields: dict[str, Any], folder: Path, steps: int) -> None:
 
 
 def main() -> None:
-    extra = "--train" in sys.argv
-    sys.argv = [a for a in sys.argv if a != "--train"]
+    extra, simulated = "--train" in sys.argv, "--simulate" in sys.argv
+    sys.argv = [a for a in sys.argv if a not in ("--train", "--simulate")]
     args = arguments(__doc__ or "")
+    if simulated:
+        simulate(args.samples)
+        return
     blocks, block_steps = (3, 5) if args.quick else (args.samples, 10)
     rows = report(measure(blocks, block_steps))
     finish("straggler", rows, ["torch"], args.json)

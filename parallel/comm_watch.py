@@ -127,14 +127,24 @@ class CommMonitor:
             done = self._cuda_works.popleft()
             self.add(done.kind, done.stats())
 
+    @property
+    def exposed_seconds(self) -> float:
+        """The exposed seconds of all collectives since the last ``take``. With ``time_cuda`` the
+        host waits for the last collective's end."""
+        self._add_cuda_works()
+        return sum(stats.exposed_seconds for stats in self._stats.values())
+
     def take(self) -> dict[CollectiveKind, CommStats]:
         """The stats since the last call. With ``time_cuda`` the host waits for the last
         collective's end."""
+        self._add_cuda_works()
+        stats, self._stats = self._stats, {}
+        return stats
+
+    def _add_cuda_works(self) -> None:
         while self._cuda_works:
             work = self._cuda_works.popleft()
             self.add(work.kind, work.stats())
-        stats, self._stats = self._stats, {}
-        return stats
 
     def describe(self) -> str:
         """The last collective, as ``all_to_all of ep, number 37 among ranks 0, 1``."""

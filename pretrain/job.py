@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from parallel import CompressedSum, Documents, ParallelDims, ShardLayout, Topolo
 from parallel.layout import count_ranks, nodes_per_token
 from pretrain.data import (
     CorpusManifest,
+    Division,
     GlobalOrder,
     Loader,
     PackedSequences,
@@ -24,8 +26,8 @@ from pretrain.data import (
     open_corpus,
 )
 from pretrain.errors import InputError
-from pretrain.health import CapacityBalance
-from pretrain.model import Decoder
+from pretrain.health import CapacityBalance, Stragglers
+from pretrain.model import Decoder, forward_flops
 from pretrain.observe import CapacityPlanned, Events, StepCommitted, read_log
 from pretrain.optim import build_adamw
 from pretrain.parallelize import (
@@ -59,6 +61,8 @@ class Job:
     held_out: PackedSequences
     balance: CapacityBalance | None
     """Under straggler-aware capacity alone."""
+    stragglers: Stragglers | None
+    """None for one rank, and where the times of collectives are not measured."""
     compressed: CompressedSum | None
     """Under gradient compression alone."""
     events: Events
@@ -90,6 +94,18 @@ class Job:
         """Which of the model's MoE layers have these routers."""
         here = self.model.blocks
         return [row for row, number in enumerate(self.moe_layers) if number in here]
+
+    def restore_stragglers(self, state: dict[str, Any]) -> None:
+        """Go on with the speeds and the division of micro-batches that a checkpoint has."""
+        assert self.stragglers is not None
+        self.stragglers.load(state)
+        self.divide_micro_batches()
+
+    def divide_micro_batches(self) -> None:
+        """Divide the micro-batches of coming steps by the speeds of ``stragglers``."""
+        assert self.stragglers is not None
+        speeds = self.stragglers.division_speeds
+        self.loader.division = replace(self.loader.division, speeds=speeds)
 
     def forward_backward(
         self, batches: Sequence[Tensor], planned_tokens: int, loss_scale: float | None = None
@@ -171,6 +187,7 @@ def build_job(
         dims.dp_rank,
         dims.dp_size,
     )
+    loader.division = _division(spec, topology)
     optimizer = build_adamw(parallel_model.local_model, spec.optimizer)
     balance = runtime.together(lambda: _capacity_balance(spec, topology))
     local_batch = LocalBatch(dims, runtime.together(lambda: _end_token(spec)))
@@ -189,6 +206,7 @@ def build_job(
         loader=loader,
         held_out=held_out,
         balance=balance,
+        stragglers=_stragglers(spec, topology, runtime),
         compressed=compressed,
         events=Events() if events is None else events,
     )
@@ -268,6 +286,34 @@ def _check_nodes(spec: JobSpec, topology: Topology, ranks_per_node: int) -> None
             f"({moe.topk_groups}) of moe.n_groups ({moe.n_groups}) reach so many nodes with "
             f"parallel.ep ({topology.ep}) and {count_ranks(ranks_per_node)} on a node"
         )
+
+
+def _stragglers(spec: JobSpec, topology: Topology, runtime: Runtime) -> Stragglers | None:
+    timed = runtime.device.type != "cuda" or runtime.comm_monitor.time_cuda
+    if topology.world == 1 or not timed:
+        return None
+    flops, moe = forward_flops(spec.model, spec.moe, spec.data.seq_len), spec.moe
+    layers = 0 if moe is None else spec.model.num_layers - spec.model.first_k_dense
+    if moe is None or not layers:
+        return Stragglers(spec.stragglers, topology, token_flops=flops.total, row_flops=0.0)
+    routed = flops.experts * moe.top_k / (moe.top_k + moe.num_shared_experts)
+    return Stragglers(
+        spec.stragglers,
+        topology,
+        token_flops=flops.total - routed,
+        row_flops=routed / (layers * moe.top_k),
+    )
+
+
+def _division(spec: JobSpec, topology: Topology) -> Division:
+    """Equal parts; ranks that share parameters or exchange tokens wait for each other in every
+    micro-batch."""
+    counts_all = spec.moe is not None and spec.moe.aux_loss_scope == "global_batch"
+    return Division(
+        topology.dp_replicate * topology.dp_shard,
+        lockstep=topology.dp_shard > 1 or counts_all,
+        min_gain=spec.stragglers.min_gain,
+    )
 
 
 def _capacity_balance(spec: JobSpec, topology: Topology) -> CapacityBalance | None:

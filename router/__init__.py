@@ -17,6 +17,7 @@ from router.groups import HoldsGroups, LostGroup
 from router.losses import load_balance_loss, sequence_balance_loss, z_loss
 from router.placement import Placement
 from router.plan import UNITS_PER_RANK, CapacityPlan, StragglerBalancer
+from router.relative_speed import RelativeSpeeds, Shift, SpeedTest
 from router.select import count_tokens_per_expert
 from router.topk import RouterOutput, TopKRouter, no_autocast
 
@@ -32,8 +33,11 @@ __all__ = [
     "HoldsGroups",
     "LostGroup",
     "Placement",
+    "RelativeSpeeds",
     "RouterConfig",
     "RouterOutput",
+    "Shift",
+    "SpeedTest",
     "StragglerAwareCapacity",
     "StragglerAwareConfig",
     "StragglerBalancer",

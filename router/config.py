@@ -62,10 +62,13 @@ class StragglerAwareConfig(BaseModel, metaclass=OneLineErrors):
     """The least share of a rank; the mean share is 1."""
     ceiling: float = Field(default=2.0, ge=1)
     """The greatest share of a rank; the mean share is 1."""
-    smoothing: float = Field(default=0.3, gt=0, le=1)
-    """The weight of the newest step in the exponential mean of a rank's speed."""
-    hysteresis: float = Field(default=0.05, ge=0)
-    """The relative change of a rank's share that starts a new plan; smaller changes are ignored."""
+    hysteresis: float = Field(default=0.1, ge=0)
+    """The least relative change of a rank's speed that leads to a new plan."""
+    false_alarm_rate: float = Field(default=1e-6, gt=0, le=0.01)
+    """New plans per step that noise may cause while all ranks are healthy: 1e-6 is one in a million
+    steps. A lower rate takes more steps to find a slow rank."""
+    warmup_steps: int = Field(default=2, ge=0)
+    """The first steps of a process, whose times do not count."""
     replay_log: str | None = None
     """The log.jsonl of an earlier run: its capacity plans are used, and measured speeds are not."""
 
@@ -114,7 +117,6 @@ class RouterConfig(BaseModel, metaclass=OneLineErrors):
         "rank_capacity_factor": "capacity.rank_capacity_factor",
         "capacity_floor": "capacity.floor",
         "capacity_ceiling": "capacity.ceiling",
-        "capacity_smoothing": "capacity.smoothing",
         "capacity_hysteresis": "capacity.hysteresis",
     }
     """Former names of fields, with the present ones."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from router.config import StragglerAwareConfig
+from router.relative_speed import RelativeSpeeds, SpeedTest
 
 UNITS_PER_RANK = 1024
 """The units of a plan sum to this number times the number of ranks."""
@@ -74,48 +75,56 @@ def bounded_shares(speeds: Sequence[float], floor: float, ceiling: float) -> lis
 
 @dataclass(frozen=True)
 class StragglerBalancer:
-    """Smoothed speeds of an expert group's ranks, and the current plan."""
+    """The measured speeds of an expert group's ranks, and the current plan."""
 
-    speeds: tuple[float | None, ...]
-    """Assignments per second of expert compute; None for a rank that has computed none so far."""
+    measured: RelativeSpeeds
+    """Speeds in assignments per second of expert compute."""
     plan: CapacityPlan
 
     @staticmethod
     def start(ranks: int) -> StragglerBalancer:
         """Equal shares, before any measurement."""
-        return StragglerBalancer((None,) * ranks, CapacityPlan.equal(ranks))
+        return StragglerBalancer(RelativeSpeeds.start(ranks), CapacityPlan.equal(ranks))
+
+    @property
+    def speeds(self) -> list[float | None]:
+        """For each rank the median speed of its last 8 steps relative to the group; None for a rank
+        that has computed nothing so far."""
+        return self.measured.current
 
     def after(
-        self, rows: Sequence[float], seconds: Sequence[float], config: StragglerAwareConfig
+        self,
+        rows: Sequence[float],
+        seconds: Sequence[float],
+        config: StragglerAwareConfig,
+        ranks: int = 0,
     ) -> StragglerBalancer:
         """Speeds and plan after a step.
 
-        A speed is an exponential mean with ``smoothing`` as the weight of the newest step; a rank
-        that computed nothing keeps its speed. The plan changes only where the share of some rank
-        changes by more than ``hysteresis``, relative to the rank's present share.
+        The plan changes only after a step in which :class:`router.relative_speed.RelativeSpeeds`
+        has found that the speed of some rank has changed. A rank that computed nothing keeps its
+        speed.
 
         Args:
             rows: the assignments that each rank computed in the step.
             seconds: the time that each rank's experts took.
-            config: smoothing, hysteresis, floor and ceiling.
+            config: the test's options, floor and ceiling.
+            ranks: the ranks of all expert groups, which share the config's ``false_alarm_rate``; 0
+                means those of this group.
         """
-        speeds = []
-        for old, n, s in zip(self.speeds, rows, seconds, strict=True):
-            new = n / s if n > 0 and s > 0 and math.isfinite(n / s) else None
-            if new is None or old is None:
-                speeds.append(old if new is None else new)
-            else:
-                speeds.append(old + config.smoothing * (new - old))
-        known = [s for s in speeds if s is not None]
-        if not known:
-            return StragglerBalancer(tuple(speeds), self.plan)
-        mean = sum(known) / len(known)
-        shares = bounded_shares(
-            [mean if s is None else s for s in speeds],
-            config.floor,
-            config.ceiling,
-        )
+        measured = self.measured.after(rows, seconds, speed_test(config, ranks))
+        if not measured.shifts:
+            return StragglerBalancer(measured, self.plan)
+        shares = bounded_shares(measured.levels, config.floor, config.ceiling)
         units = largest_remainder(UNITS_PER_RANK * len(shares), shares)
-        moved = max(abs(new - old) / old for new, old in zip(units, self.plan.units, strict=True))
-        plan = self.plan if moved <= config.hysteresis else CapacityPlan(tuple(units))
-        return StragglerBalancer(tuple(speeds), plan)
+        return StragglerBalancer(measured, CapacityPlan(tuple(units)))
+
+
+def speed_test(config: StragglerAwareConfig, ranks: int = 0) -> SpeedTest:
+    """The options of the test on speeds, for ``ranks`` ranks in all expert groups."""
+    return SpeedTest(
+        min_change=config.hysteresis,
+        false_alarm_rate=config.false_alarm_rate,
+        warmup_steps=config.warmup_steps,
+        ranks=ranks,
+    )

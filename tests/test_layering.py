@@ -85,6 +85,7 @@ PRETRAIN = {
     },
     "pretrain.train": {
         "pretrain.errors", "pretrain.model", "pretrain.data", "pretrain.optim", "pretrain.state",
+        "pretrain.health",
         "pretrain.spec", "pretrain.parallelize", "pretrain.runtime", "pretrain.observe",
         "pretrain.job", "pretrain.checkpoint", "pretrain.elastic",
     },

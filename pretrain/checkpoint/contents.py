@@ -26,6 +26,7 @@ def save_info(job: Job, progress: Progress) -> SaveInfo:
             corpus=job.corpus.fingerprint,
             tokenizer=job.corpus.tokenizer_fingerprint,
             capacity=None if job.balance is None else job.balance.state(),
+            stragglers=None if job.stragglers is None else job.stragglers.state(),
         ).as_dict(),
         spec=spec.as_dict(),
         spec_hash=spec.hash,

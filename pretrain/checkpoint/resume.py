@@ -200,6 +200,8 @@ def _load(job: Job, manifest: Manifest, root: Location, once: bool = False) -> P
     if job.balance is not None and same_ranks and state.capacity:
         job.balance.load(state.capacity)
         job.balance.apply(job.routers, runtime.rank)
+    if job.stragglers is not None and same_ranks and state.stragglers:
+        job.restore_stragglers(state.stragglers)
     progress, scale = state.progress, job.spec.precision.first_loss_scale
     progress = _set_step_counts(job, progress)
     if scale is None or progress.loss_scale is None:

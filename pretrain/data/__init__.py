@@ -2,6 +2,7 @@
 
 from pretrain.data.batch import BatchConfig, BatchSizeRampup
 from pretrain.data.config import END_OF_DOCUMENT, DataConfig
+from pretrain.data.division import Division
 from pretrain.data.loader import Cursor, Loader
 from pretrain.data.manifest import CorpusManifest, open_corpus
 from pretrain.data.order import GlobalOrder
@@ -22,6 +23,7 @@ __all__ = [
     "CorpusManifest",
     "Cursor",
     "DataConfig",
+    "Division",
     "GlobalOrder",
     "Loader",
     "PackedSequences",

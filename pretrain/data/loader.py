@@ -7,11 +7,12 @@ Legend: B batch, S sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from pretrain.data.division import Division, equal_division
 from pretrain.data.order import GlobalOrder
 from pretrain.data.sequences import PackedSequences
 
@@ -24,28 +25,48 @@ class Cursor:
 
 
 def micro_batches(
-    cursor: Cursor, global_batch_size: int, micro_batch_size: int, dp_rank: int, dp_size: int
+    cursor: Cursor,
+    global_batch_size: int,
+    micro_batch_size: int,
+    dp_rank: int,
+    dp_size: int,
+    counts: Sequence[int] | None = None,
 ) -> list[range]:
     """The sample indices of this rank's micro-batches in the step that starts at ``cursor``.
 
     With m = ``micro_batch_size``, micro-batch j of a step has the step's samples [j·m, (j+1)·m) for
-    any number of ranks. Rank r takes the micro-batches r, r + dp_size, r + 2·dp_size, and so on.
-    Where dp_size does not divide the number of micro-batches, some ranks get an empty last
-    micro-batch: every rank must join every collective.
+    any number of ranks and any ``counts``. Ranks take micro-batches in turns: in turn k each rank
+    with more than k micro-batches takes the next one, in rank order. With equal counts rank r takes
+    the micro-batches r, r + dp_size, r + 2·dp_size, and so on. In a turn in which a rank takes none
+    the rank gets an empty micro-batch: every rank must join every collective.
+
+    Args:
+        cursor: the first sample of the step.
+        global_batch_size: samples of the step.
+        micro_batch_size: samples of one micro-batch.
+        dp_rank: this rank among those that read different samples.
+        dp_size: the number of ranks that read different samples.
+        counts: micro-batches of each of these ranks, which sum to those of the step; as equal as
+            possible where None.
     """
     start, stop = cursor.sample_index, cursor.sample_index + global_batch_size
     starts = list(range(start, stop, micro_batch_size))
-    rounds = -(-len(starts) // dp_size)
-    mine = []
-    for turn in range(rounds):
-        j = turn * dp_size + dp_rank
-        first = starts[j] if j < len(starts) else stop
+    counts = equal_division(len(starts), dp_size) if counts is None else counts
+    assert (len(counts), sum(counts)) == (dp_size, len(starts)), "the step once, whoever takes it"
+    mine, taken = [], 0
+    for turn in range(max(counts)):
+        j = taken + sum(count > turn for count in counts[:dp_rank])
+        first = starts[j] if counts[dp_rank] > turn else stop
         mine.append(range(first, min(first + micro_batch_size, stop)))
+        taken += sum(count > turn for count in counts)
     return mine
 
 
 class Loader:
-    """Gives the micro-batches of a step, and the cursor after the step. The loader has no state.
+    """Gives the micro-batches of a step, and the cursor after the step.
+
+    The loader keeps no position. ``division`` says how many micro-batches each rank takes. It may
+    be replaced between steps; all ranks must then replace it by the same value.
 
     Args:
         sequences: of one split.
@@ -68,10 +89,18 @@ class Loader:
         self.sequences, self.order = sequences, order
         self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
         self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.division = Division(dp_size)
+
+    def num_micro_batches(self, cursor: Cursor) -> int:
+        """The micro-batches of the step at ``cursor``, over all ranks."""
+        return -(-self.batch_size(cursor.sample_index) // self.micro_batch_size)
 
     def step(self, cursor: Cursor) -> tuple[list[Tensor], Cursor]:
         """The micro-batches of the step at ``cursor``, int64 [b, S + 1], and the next cursor."""
         size = self.batch_size(cursor.sample_index)
-        ranges = micro_batches(cursor, size, self.micro_batch_size, self.dp_rank, self.dp_size)
+        counts = self.division.counts(self.num_micro_batches(cursor))
+        ranges = micro_batches(
+            cursor, size, self.micro_batch_size, self.dp_rank, self.dp_size, counts
+        )
         batches = [self.sequences.batch([self.order[i] for i in r]) for r in ranges]
         return batches, Cursor(cursor.sample_index + size)

@@ -12,6 +12,7 @@ from pretrain.errors import InputError
 from router import (
     UNITS_PER_RANK,
     CapacityPlan,
+    RelativeSpeeds,
     StragglerAwareCapacity,
     StragglerAwareConfig,
     StragglerBalancer,
@@ -68,13 +69,14 @@ class CapacityBalance:
 
     @property
     def relative_speeds(self) -> list[float]:
-        """For each rank of the run, its expert speed over the mean of its expert group; 1.0 for a
-        rank without a measurement."""
+        """For each rank of the run, the median expert speed of its last 8 steps over the mean of
+        its expert group; 1.0 for a rank without a measurement."""
         speeds = []
         for group in self.groups:
-            known = [s for s in group.speeds if s is not None]
+            found = group.speeds
+            known = [s for s in found if s is not None]
             mean = sum(known) / len(known) if known else 1.0
-            speeds += [1.0 if s is None else s / mean for s in group.speeds]
+            speeds += [1.0 if s is None else s / mean for s in found]
         return speeds
 
     def after(self, step: int, rows: Sequence[float], seconds: Sequence[float]) -> bool:
@@ -89,11 +91,13 @@ class CapacityBalance:
             Whether plans change from here on.
         """
         before, n = self.plans, self.ranks_per_group
+        world = n * len(self.groups)
         self.groups = [
             group.after(
                 rows[i * n : (i + 1) * n],
                 seconds[i * n : (i + 1) * n],
                 self.config,
+                world,
             )
             for i, group in enumerate(self.groups)
         ]
@@ -103,7 +107,7 @@ class CapacityBalance:
 
     def _set_plans(self, plans: Plans) -> None:
         self.groups = [
-            StragglerBalancer(group.speeds, CapacityPlan(tuple(units)))
+            StragglerBalancer(group.measured, CapacityPlan(tuple(units)))
             for group, units in zip(self.groups, plans, strict=True)
         ]
 
@@ -115,13 +119,21 @@ class CapacityBalance:
             router.capacity.plan = plan
 
     def state(self) -> dict[str, Any]:
-        """Speeds and plans as plain JSON, for a checkpoint."""
-        return {"speeds": [list(group.speeds) for group in self.groups], "plans": self.plans}
+        """Measured speeds and plans as plain JSON, for a checkpoint."""
+        return {"measured": [group.measured.state() for group in self.groups], "plans": self.plans}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state` returned; the checkpoint must have this run's topology."""
+        """Restore what :meth:`state` returned; the checkpoint must have this run's topology.
+
+        A checkpoint of an earlier version has plans and no measurements that this version can use.
+        Its plans hold until new measurements say otherwise.
+        """
         self._set_plans(state["plans"])
+        if "measured" in state:
+            measured = [RelativeSpeeds.load(group) for group in state["measured"]]
+        else:
+            measured = [RelativeSpeeds.of_shares(group.plan.shares) for group in self.groups]
         self.groups = [
-            StragglerBalancer(tuple(speeds), group.plan)
-            for speeds, group in zip(state["speeds"], self.groups, strict=True)
+            StragglerBalancer(speeds, group.plan)
+            for speeds, group in zip(measured, self.groups, strict=True)
         ]

@@ -11,6 +11,7 @@ from pretrain.observe.events import (
     Evaluated,
     Events,
     IntervalEnded,
+    MicroBatchesPlanned,
     Notice,
     Resized,
     Restored,
@@ -23,6 +24,9 @@ from pretrain.observe.events import (
     SpecChanged,
     StepCommitted,
     StepSkipped,
+    StragglerEnded,
+    StragglerFound,
+    StragglerGain,
 )
 from pretrain.observe.jsonl import History, JsonlLog, last_step, read_log
 
@@ -49,6 +53,7 @@ __all__ = [
     "IntervalEnded",
     "JsonlLog",
     "Metrics",
+    "MicroBatchesPlanned",
     "Notice",
     "Resized",
     "Restored",
@@ -63,6 +68,9 @@ __all__ = [
     "StatusFile",
     "StepCommitted",
     "StepSkipped",
+    "StragglerEnded",
+    "StragglerFound",
+    "StragglerGain",
     "Summary",
     "complain",
     "human_bytes",

@@ -20,6 +20,9 @@ from pretrain.observe.events import (
     RunStopped,
     SpecChanged,
     StepSkipped,
+    StragglerEnded,
+    StragglerFound,
+    StragglerGain,
 )
 
 FAILURES_IN_A_ROW = 3
@@ -86,6 +89,16 @@ def _line(event: Event, steps: int) -> str | None:
             return text
         case StepSkipped(step=step, why=why):
             return f"step {step} skipped: {why}"
+        case StragglerFound(rank=rank, speed=speed, since_step=since, action=action):
+            return (
+                f"rank {rank} is slow since step {since}: {speed:.0%} of the other ranks' speed; "
+                f"{action}"
+            )
+        case StragglerEnded(step=step, rank=rank):
+            return f"rank {rank} is as fast as the others again after step {step}"
+        case StragglerGain(seconds_before=before, seconds_after=after, kept=kept):
+            line = f"the answer to a slow rank: {before:.3f} s a step before, {after:.3f} s after"
+            return line if kept else f"{line}; micro-batches are divided equally again"
         case IntervalEnded():
             return progress_line(event, steps)
         case Evaluated(step=step, bits_per_byte=bits, whole=False):

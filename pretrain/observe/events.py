@@ -181,6 +181,63 @@ class CapacityPlanned(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StragglerFound(Event):
+    """A rank is slow as a whole; stage 3 asks for its replacement."""
+
+    name: ClassVar[str] = "straggler"
+    rank: int
+    speed: float
+    """Over the median speed of the other ranks of its pipeline stage."""
+    z: float
+    """How many standard errors the change of speed was."""
+    since_step: int
+    """The first slow step."""
+    stage: int
+    """The answer. 0: none; 1: fewer assignments to the rank's experts; 2: fewer micro-batches; 3:
+    the rank is still slow after ``stragglers.patience_steps``, and should be replaced."""
+    action: str = ""
+    """The answer, for people."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StragglerEnded(Event):
+    """A slow rank is as fast as the others again."""
+
+    name: ClassVar[str] = "straggler_ended"
+    rank: int
+    speed: float
+    """While the rank was slow."""
+    since_step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchesPlanned(Event):
+    """The micro-batches of a step are divided anew among ranks, from the next step on."""
+
+    name: ClassVar[str] = "micro_batch_plan"
+    counts: list[int]
+    """Of each data-parallel rank, in the next step."""
+    relative_speeds: list[float] = field(default_factory=list)
+    """Of each data-parallel rank; an ordinary rank has 1."""
+    predicted_gain: float = 0.0
+    """The part of the step's time that this division should save over equal parts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StragglerGain(Event):
+    """What an answer to a slow rank has changed: medians of 8 steps before it and after it."""
+
+    name: ClassVar[str] = "straggler_gain"
+    stage: int
+    """As in ``straggler``."""
+    seconds_before: float
+    """Of the slowest rank, in one step."""
+    seconds_after: float
+    kept: bool = True
+    """False where steps became longer: micro-batches are divided equally again."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RoutingReport:
     """What the routers did in a log interval, over all ranks; lists have an entry a MoE layer."""
 
@@ -317,7 +374,8 @@ EVENTS: dict[str, type[Event]] = {
     for kind in (
         RunStarted, Restored, Resized, SpecChanged, Notice, StepCommitted, StepSkipped,
         CapacityPlanned, IntervalEnded, Evaluated, SaveBegun, SaveIntervalChosen,
-        CheckpointCommitted, CheckpointFailed, RunStopped, RunDone,
+        CheckpointCommitted, CheckpointFailed, RunStopped, RunDone, StragglerFound,
+        StragglerEnded, MicroBatchesPlanned, StragglerGain,
     )
 }  # fmt: skip
 """Every event by its name in the log."""

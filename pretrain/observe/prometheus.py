@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -22,6 +23,8 @@ from pretrain.observe.events import (
     StepCommitted,
     StepSkipped,
     StepTaken,
+    StragglerEnded,
+    StragglerFound,
 )
 from pretrain.spec import JobSpec
 
@@ -104,6 +107,9 @@ class Metrics:
         self.relative_speed = gauge(
             "rank_relative_speed_ratio", "Expert speed of a rank over its group's mean.", "rank"
         )
+        self.straggler_speed = gauge(
+            "straggler_speed_ratio", "Speed of a slow rank over that of the others.", "rank"
+        )
         self.bias = gauge("moe_router_bias_abs_max", "Largest bias of an expert, in magnitude.")
         self.save_duration = Histogram(
             "convoy_checkpoint_duration_seconds",
@@ -131,6 +137,11 @@ class Metrics:
                 self.overflows.inc(overflow)
             case IntervalEnded():
                 self._interval(event)
+            case StragglerFound(rank=rank, speed=speed):
+                self.straggler_speed.labels(str(rank)).set(speed)
+            case StragglerEnded(rank=rank):
+                with contextlib.suppress(KeyError):  # the rank became slow before this start
+                    self.straggler_speed.remove(str(rank))
             case Restored(seconds=seconds):
                 self.restore_duration.set(seconds)
             case SaveBegun(stall_seconds=seconds, tiers=tiers):

@@ -25,7 +25,6 @@ MOE_RENAMED = {
     "rank_capacity_factor": "capacity.rank_capacity_factor",
     "capacity_floor": "capacity.floor",
     "capacity_ceiling": "capacity.ceiling",
-    "capacity_smoothing": "capacity.smoothing",
     "capacity_hysteresis": "capacity.hysteresis",
     "dispatch_chunks": "overlap_chunks",
     "max_tokens": "max_tokens_per_call",
@@ -81,12 +80,17 @@ VALUES: dict[str, dict[Any, Any]] = {
 }
 """Former values, with the present ones, by the present path of their field."""
 
+REMOVED = {
+    "moe.capacity_smoothing": "the test on speeds needs no smoothing",
+    "moe.capacity.smoothing": "the test on speeds needs no smoothing",
+}
+"""Former fields that have no successor, with the reason."""
+
 _OF_POLICY = {
     "dropless": ("max_tokens_per_rank",),
     "fixed": ("capacity_factor", "drop_policy"),
     "straggler_aware": (
-        "capacity_factor", "rank_capacity_factor", "floor", "ceiling", "smoothing", "hysteresis",
-        "replay_log",
+        "capacity_factor", "rank_capacity_factor", "floor", "ceiling", "hysteresis", "replay_log",
     ),
 }  # fmt: skip
 
@@ -99,6 +103,9 @@ def former_names(spec: Mapping[str, Any]) -> Iterator[str]:
             mapped = VALUES.get(new, {})
             now = f" = {_toml(mapped[value])}" if _is_key(value, mapped) else ""
             yield f"{old} is now {new}{now}"
+    for old, why in REMOVED.items():
+        if _look_up(spec, old)[0]:
+            yield f"{old} must be left out: {why}"
     for path, values in VALUES.items():
         found, value = _look_up(spec, path)
         if found and _is_key(value, values):
@@ -149,7 +156,12 @@ def _pop_capacity(spec: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _drop_unused(spec: dict[str, Any]) -> None:
-    """A ramp-up of 0 sequences and 0 tokens was how an earlier version said that there is none."""
+    """Remove former fields without a successor, and a ramp-up of 0 sequences and 0 tokens, by which
+    an earlier version said that there is none."""
+    for old in REMOVED:
+        if _look_up(spec, old)[0]:
+            *sections, field = old.split(".")
+            del _table(spec, sections)[field]
     batch = spec.get("batch")
     ramp = batch.get("batch_size_rampup") if isinstance(batch, dict) else None
     if isinstance(batch, dict) and ramp is not None and not ramp.get("start"):

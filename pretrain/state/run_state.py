@@ -30,6 +30,8 @@ class RunState:
     """Speeds and plans of straggler-aware capacity, see ``CapacityBalance.state``."""
     tokenizer: str = ""
     """Fingerprint of the tokenizer, see :func:`pretrain.data.tokenizer_fingerprint`."""
+    stragglers: dict[str, Any] | None = None
+    """Speeds of whole ranks and the division of micro-batches, see ``Stragglers.state``."""
     kind: Literal["training"] = "training"
 
     def as_dict(self) -> dict[str, Any]:
@@ -40,6 +42,7 @@ class RunState:
             "corpus": self.corpus,
             "tokenizer": self.tokenizer,
             "capacity": self.capacity,
+            "stragglers": self.stragglers,
         }
 
 
@@ -56,9 +59,11 @@ def read_run_state(manifest: Manifest) -> RunState | None:
     names = {each.name for each in fields(Progress)}
     try:
         progress = _PROGRESS.validate_python({k: v for k, v in state.items() if k in names})
-        corpus, capacity = state["corpus"], state.get("capacity")
-        if not isinstance(corpus, str) or not isinstance(capacity, Mapping | None):
-            raise TypeError("corpus must be text, and capacity an object or null")
+        corpus = state["corpus"]
+        capacity, stragglers = state.get("capacity"), state.get("stragglers")
+        tables = isinstance(capacity, Mapping | None) and isinstance(stragglers, Mapping | None)
+        if not isinstance(corpus, str) or not tables:
+            raise TypeError("corpus must be text, and capacity and stragglers objects or null")
     except (ValidationError, KeyError, TypeError) as error:
         first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise CheckpointError(
@@ -68,7 +73,12 @@ def read_run_state(manifest: Manifest) -> RunState | None:
         raise CheckpointError(
             f"state.step ({progress.step}) must be the step of the manifest ({manifest.step})"
         )
-    return RunState(progress, corpus, None if capacity is None else dict(capacity))
+    return RunState(
+        progress,
+        corpus,
+        None if capacity is None else dict(capacity),
+        stragglers=None if stragglers is None else dict(stragglers),
+    )
 
 
 def tokenizer_of(state: Mapping[str, Any]) -> dict[str, Any]:

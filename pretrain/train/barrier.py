@@ -33,6 +33,8 @@ class Report:
     step_seconds: float
     """Seconds from the request for a batch to the barrier, waiting in collectives included."""
     data_wait_seconds: float
+    exposed_seconds: float
+    """The part of ``step_seconds`` in which the rank waited in collectives and computed nothing."""
     expert_rows: float
     """Routed tokens that the rank's experts computed, in all layers."""
     expert_seconds: float

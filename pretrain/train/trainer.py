@@ -26,6 +26,7 @@ from pretrain.train.interval_stats import (
     is_communication_timed,
     seconds_and_bytes,
 )
+from pretrain.train.straggler_stages import StragglerStages
 
 
 class Trainer:
@@ -46,6 +47,7 @@ class Trainer:
         self.skipped = 0
         """Steps skipped in a row, overflows of float16 not counted."""
         self.interval = IntervalStats()
+        self.straggler_stages = StragglerStages(job)
 
     def train(self, stop: StopRequest) -> bool:
         """Step until the spec's last step, or until some rank is asked to stop.
@@ -123,6 +125,13 @@ class Trainer:
                     relative_speeds=job.balance.relative_speeds,
                 )
             )
+        self.straggler_stages.after(
+            self.progress.step,
+            reports,
+            cursor=cursor,
+            seconds=decision.step_seconds,
+            replanned=replanned,
+        )
         return decision
 
     def _report(
@@ -138,6 +147,7 @@ class Trainer:
             save_requested=self.checkpointer.requested,
             step_seconds=time.perf_counter() - began,
             data_wait_seconds=waited,
+            exposed_seconds=self.job.runtime.comm_monitor.exposed_seconds,
             expert_rows=result.expert_rows,
             expert_seconds=result.expert_seconds,
             bad_layer=_bad_layer(self.job.moe_layers, result.routing),

@@ -92,6 +92,15 @@ def test_what_is_computed_meanwhile_hides_it(monkeypatch):
     assert seconds_of(monkeypatch, "recv", 5.0, 2.0, False) == CommStats(1, 12, 3.0, 3.0)
 
 
+def test_exposed_seconds_are_those_since_the_last_take():
+    monitor = CommMonitor()
+    monitor.add(EP, CommStats(1, 8, 2.0, 0.5))
+    monitor.add(CollectiveKind("all_gather", "dp"), CommStats(1, 8, 1.0, 0.25))
+    assert [monitor.exposed_seconds, monitor.exposed_seconds] == [0.75, 0.75]
+    monitor.take()
+    assert monitor.exposed_seconds == 0.0
+
+
 def wait_long(monitor: CommMonitor, waited: Path) -> None:
     """Let the other rank come when this one has waited for it for 0.3 s."""
     while not monitor.waiting:

@@ -14,8 +14,11 @@ import torch
 
 import ckpt
 from moe import Stopwatch
+from parallel import Topology
 from pretrain.commands.pretrain import main
+from pretrain.health import CapacityBalance
 from pretrain.train.trainer import Trainer
+from router import StragglerAwareConfig
 from tests.support.jobs import events, prepare_job, write_spec
 from tests.support.ranks import run_ranks
 
@@ -23,7 +26,7 @@ MOE = {
     "num_experts": 4,
     "top_k": 2,
     "d_ff": 24,
-    "capacity": {"policy": "straggler_aware", "smoothing": 0.5},
+    "capacity": {"policy": "straggler_aware"},
 }
 
 
@@ -61,7 +64,9 @@ def on_rank(
 def launch(folder: Path, text: Path, *overrides: str, slowness=0.0, bad_step=0, **moe: Any):
     folder.mkdir(exist_ok=True)
     data = {"source": str(text / "text"), "path": str(text / "corpus")}
-    spec = write_spec(folder, moe={**MOE, **moe}, data=data, parallel={"ep": 2})
+    spec = write_spec(
+        folder, moe={**MOE, **moe}, data=data, parallel={"ep": 2}, schedule={"kind": "constant"}
+    )
     arguments = [str(spec), *(part for o in overrides for part in ("--set", o))]
     results = run_ranks(on_rank, 2, arguments, slowness, bad_step, group=False)
     assert len({code for code, _, _ in results}) == 1, results
@@ -75,32 +80,61 @@ def losses(run: Path) -> list[float]:
 
 def test_plans_follow_speed_resume_and_are_replayed(tmp_path, text):
     straight = tmp_path / "straight"
-    code, out, err = launch(straight, text, slowness=3.0)
+    steps = "train.steps=12"
+    code, out, err = launch(straight, text, steps, slowness=3.0)
     assert code == 0, err
     plans = events(straight / "run", "capacity_plan")
-    # Speeds of 1 and 1/3 from the first step on: shares of 1.5 and 0.5, at once and for good.
-    assert [(p["step"], p["plans"]) for p in plans] == [(1, [[1536, 512]])]
-    assert plans[0]["relative_speeds"] == pytest.approx([1.5, 0.5])
+    # Two steps of warm-up, and eight in which rank 1 has a third of the other's speed: shares of
+    # 1.5 and 0.5, at once and for good.
+    assert [(p["step"], p["plans"]) for p in plans] == [(10, [[1536, 512]])]
+    assert plans[0]["relative_speeds"] == pytest.approx([1.5, 0.5], rel=1e-3)
     assert "rerouted" in out
 
     resumed = tmp_path / "resumed"
-    code, _, err = launch(resumed, text, "train.steps=3", slowness=3.0)
+    code, _, err = launch(resumed, text, "train.steps=10", slowness=3.0)
     assert code == 0, err
     saved = ckpt.read_manifest(resumed / "run" / "checkpoints").state["capacity"]
     assert saved["plans"] == [[1536, 512]]
-    code, _, err = launch(resumed, text, slowness=3.0)
+    code, _, err = launch(resumed, text, steps, slowness=3.0)
     assert code == 0, err
     assert losses(resumed / "run") == losses(straight / "run")
     assert len(events(resumed / "run", "capacity_plan")) == 1, "the plan was in the checkpoint"
 
     replayed, free = tmp_path / "replayed", tmp_path / "free"
     log = straight / "run" / "log.jsonl"
-    code, _, err = launch(replayed, text, f"moe.capacity.replay_log={log}", slowness=0.1)
+    replay = f"moe.capacity.replay_log={log}"
+    code, _, err = launch(replayed, text, steps, replay, slowness=0.1)
     assert code == 0, err
     assert losses(replayed / "run") == losses(straight / "run")
-    code, _, err = launch(free, text, slowness=0.1)
+    code, _, err = launch(free, text, steps, slowness=0.1)
     assert code == 0, err
     assert losses(free / "run") != losses(straight / "run"), "plans matter"
+
+
+def test_a_state_goes_on_and_a_state_of_before_starts_its_measurement_anew():
+    topology, config = Topology(dp_shard=4, ep=2), StragglerAwareConfig()
+    balance = CapacityBalance(config, topology)
+    for step in range(12):
+        balance.after(step, [9.0] * 4, [1.0, 3.0, 1.0, 1.0])
+    assert balance.plans == [[1536, 512], [1024, 1024]]
+    assert balance.relative_speeds == pytest.approx([1.5, 0.5, 1.0, 1.0], rel=1e-3)
+    again = CapacityBalance(config, topology)
+    again.load(json.loads(json.dumps(balance.state())))
+    assert again.state() == balance.state()
+
+    # As checkpoints were before: mean speeds, and the plans in force.
+    before = {"speeds": [[1.0, None], [3.0, 3.0]], "plans": [[1536, 512], [1024, 1024]]}
+    former = CapacityBalance(config, topology)
+    former.load(before)
+    assert former.plans == balance.plans
+    for step in range(12, 40):
+        assert not former.after(step, [9.0] * 4, [1.0, 3.0, 1.0, 1.0]), "the plan is still right"
+    for speeds in (former, CapacityBalance(config, topology)):
+        if speeds is not former:
+            speeds.load(before)
+        for step in range(40, 80):
+            speeds.after(step, [9.0] * 4, [1.0] * 4)
+        assert speeds.plans == [[1024, 1024], [1024, 1024]], "the plan is not right for ever"
 
 
 @pytest.mark.slow

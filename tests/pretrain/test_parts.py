@@ -198,7 +198,8 @@ def report(**fields) -> Report:
     values = {
         "loss_sum": 20.0, "target_tokens": 10, "grad_square_sum": 4.0, "stop_requested": 0,
         "save_requested": 0,
-        "step_seconds": 1.0, "data_wait_seconds": 0.1, "expert_rows": 10, "expert_seconds": 1.0,
+        "step_seconds": 1.0, "data_wait_seconds": 0.1, "exposed_seconds": 0.2, "expert_rows": 10,
+        "expert_seconds": 1.0,
         "bad_layer": -1,
     }  # fmt: skip
     return Report(**{**values, **fields})

@@ -73,8 +73,8 @@ def test_a_spec_of_now_stays_as_it_is(tmp_path):
         ("moe", {"capacity_policy": "straggler_aware", "capacity_floor": 0.5},
          {"moe.capacity": {
              "policy": "straggler_aware", "capacity_factor": 1.25, "rank_capacity_factor": 1.0,
-             "floor": 0.5, "ceiling": 2.0, "smoothing": 0.3, "hysteresis": 0.05,
-             "replay_log": None}}),
+             "floor": 0.5, "ceiling": 2.0, "hysteresis": 0.05, "false_alarm_rate": 1e-6,
+             "warmup_steps": 2, "replay_log": None}}),
         ("moe", {"selection": "forced_balance"}, {"moe.routing": "force_load_balance"}),
         ("moe", {"dispatcher": "fixed_split", "max_tokens": 4096},
          {"moe.dispatcher": "padded_all_to_all", "moe.max_tokens_per_call": 4096}),
@@ -124,6 +124,10 @@ def test_a_former_name_is_refused_with_the_present_one(old, new, tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        (
+            "moe.capacity={policy='straggler_aware', smoothing=0.3}",
+            "moe.capacity.smoothing must be left out: the test on speeds needs no smoothing",
+        ),
         ("train.init_missing=keep", "train.init_missing is now init.strict = false"),
         (
             "checkpoint.on_topology_change=reshard",
