@@ -58,13 +58,14 @@ PRETRAIN = {
     "pretrain.health": {"pretrain.errors"},
     "pretrain.data": {"pretrain.errors"},
     "pretrain.optim": {"pretrain.model"},
-    "pretrain.state": {"pretrain.optim"},
+    "pretrain.state": {"pretrain.optim", "pretrain.health"},
     "pretrain.spec": {
         "pretrain.errors", "pretrain.model", "pretrain.data", "pretrain.optim", "pretrain.health",
     },
     "pretrain.parallelize": {"pretrain.model", "pretrain.state"},
     "pretrain.runtime": {"pretrain.errors", "pretrain.spec"},
     "pretrain.observe": {"pretrain.errors", "pretrain.spec"},
+    "pretrain.faults": {"pretrain.spec", "pretrain.runtime", "pretrain.observe"},
     "pretrain.plan": {"pretrain.spec", "pretrain.model", "pretrain.parallelize"},
     "pretrain.convert.hf": {"pretrain.errors", "pretrain.model", "pretrain.state"},
     "pretrain.convert": {
@@ -78,12 +79,12 @@ PRETRAIN = {
     },
     "pretrain.checkpoint": {
         "pretrain.errors", "pretrain.model", "pretrain.optim", "pretrain.state", "pretrain.spec",
-        "pretrain.runtime", "pretrain.observe", "pretrain.plan", "pretrain.job",
+        "pretrain.runtime", "pretrain.observe", "pretrain.plan", "pretrain.job", "pretrain.health",
     },
     "pretrain.train": {
         "pretrain.errors", "pretrain.model", "pretrain.data", "pretrain.optim", "pretrain.state",
         "pretrain.spec", "pretrain.parallelize", "pretrain.runtime", "pretrain.observe",
-        "pretrain.job", "pretrain.checkpoint",
+        "pretrain.job", "pretrain.checkpoint", "pretrain.health", "pretrain.faults",
     },
     "pretrain.commands": {
         "pretrain.errors", "pretrain.spec", "pretrain.runtime", "pretrain.observe",

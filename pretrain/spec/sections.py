@@ -7,9 +7,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from moe import MoEConfig
 from parallel import ParallelConfig
 from pretrain.data import BatchConfig, DataConfig
+from pretrain.health import HealthConfig
 from pretrain.model import ModelConfig
 from pretrain.optim import OptimizerConfig, ScheduleConfig
 from pretrain.spec.checkpoint import CheckpointConfig, InitConfig
+from pretrain.spec.faults import FaultConfig
 from pretrain.spec.precision import PrecisionConfig
 from pretrain.spec.train import EvalConfig, TrainConfig
 
@@ -76,6 +78,10 @@ class Sections(BaseModel):
     """Evaluation on held-out sequences."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving and resuming."""
+    health: HealthConfig = HealthConfig()
+    """What is done about divergence."""
+    inject: list[FaultConfig] = Field(default_factory=list)
+    """Faults on purpose; none by default."""
     metrics: MetricsConfig = MetricsConfig()
     """The Prometheus endpoint."""
     sample: SampleConfig = SampleConfig()
