@@ -84,6 +84,7 @@ def test_a_run_skips_samples_and_goes_back_by_itself(gone_back):
     assert "step 8: going back to step 3; samples 64 to 71 are left out; the learning rate" in out
     check_history(run, load_spec(spec))
     assert [event["step"] for event in events(run, "restored")] == [3]
+    assert events(run, "checkpoint_failed") == [], "step 6 is saved twice, under two names"
     fingerprints(run)
     state = ckpt.read_manifest(run / "checkpoints").state
     assert state["health"]["skipped_samples"] == [[32, 40], [64, 72]]
