@@ -17,7 +17,7 @@ class InputError(ValueError):
 
 
 class HealthError(RuntimeError):
-    """Training has diverged, and more steps would not repair the state. Exit code 3."""
+    """Training has diverged, and a rule of ``[health]`` stops the run. Exit code 3."""
 
 
 class LostRankError(RuntimeError):

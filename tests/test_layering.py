@@ -58,7 +58,7 @@ PRETRAIN = {
     "pretrain.health": {"pretrain.errors"},
     "pretrain.data": {"pretrain.errors"},
     "pretrain.optim": {"pretrain.model"},
-    "pretrain.state": {"pretrain.optim"},
+    "pretrain.state": {"pretrain.optim", "pretrain.health"},
     "pretrain.spec": {
         "pretrain.errors", "pretrain.model", "pretrain.data", "pretrain.optim", "pretrain.health",
     },
@@ -68,6 +68,7 @@ PRETRAIN = {
     "pretrain.elastic": {
         "pretrain.errors", "pretrain.spec", "pretrain.runtime", "pretrain.observe",
     },
+    "pretrain.faults": {"pretrain.spec", "pretrain.runtime", "pretrain.observe"},
     "pretrain.plan": {"pretrain.spec", "pretrain.model", "pretrain.parallelize"},
     "pretrain.convert.hf": {"pretrain.errors", "pretrain.model", "pretrain.state"},
     "pretrain.convert": {
@@ -81,13 +82,13 @@ PRETRAIN = {
     },
     "pretrain.checkpoint": {
         "pretrain.errors", "pretrain.model", "pretrain.optim", "pretrain.state", "pretrain.spec",
-        "pretrain.runtime", "pretrain.observe", "pretrain.plan", "pretrain.job",
+        "pretrain.runtime", "pretrain.observe", "pretrain.plan", "pretrain.job", "pretrain.health",
     },
     "pretrain.train": {
         "pretrain.errors", "pretrain.model", "pretrain.data", "pretrain.optim", "pretrain.state",
         "pretrain.health",
         "pretrain.spec", "pretrain.parallelize", "pretrain.runtime", "pretrain.observe",
-        "pretrain.job", "pretrain.checkpoint", "pretrain.elastic",
+        "pretrain.job", "pretrain.checkpoint", "pretrain.elastic", "pretrain.faults",
     },
     "pretrain.commands": {
         "pretrain.errors", "pretrain.spec", "pretrain.runtime", "pretrain.observe",

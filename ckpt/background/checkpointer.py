@@ -121,6 +121,11 @@ class AsyncCheckpointer:
         with contextlib.suppress(OSError):  # ready() reports a writer process that ended already
             self._channel.send(Request(hello=self._hello.model_copy(update={"tiers": self.tiers})))
 
+    @property
+    def writer_process_id(self) -> int:
+        """The process that writes this rank's saves."""
+        return self._process.pid
+
     def ready(self, timeout_seconds: float = 120.0) -> int:
         """Wait until the writer process holds this rank's lock; returns the port at which the
         writer process serves its folder, or 0.

@@ -2,15 +2,18 @@
 
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.contents import checkpoint_arrays
+from pretrain.checkpoint.go_back import go_back
 from pretrain.checkpoint.progress import CheckpointProgress, newest_shared_step
 from pretrain.checkpoint.resume import restore
-from pretrain.checkpoint.run_id import launch_secret, remove_run, roll_back
+from pretrain.checkpoint.roll_back import roll_back
+from pretrain.checkpoint.run_id import launch_secret, remove_run
 from pretrain.checkpoint.tiers import join_peers, start_saver
 
 __all__ = [
     "CheckpointProgress",
     "Checkpointer",
     "checkpoint_arrays",
+    "go_back",
     "join_peers",
     "launch_secret",
     "newest_shared_step",

@@ -18,7 +18,7 @@ def save_info(job: Job, progress: Progress) -> SaveInfo:
     """What else a checkpoint after ``progress.step`` steps holds."""
     spec = job.spec
     return SaveInfo(
-        save_id=save_id(job, progress.step),
+        save_id=save_id(job, progress.step, progress.health.go_backs),
         step=progress.step,
         topology=job.topology,
         state=RunState(

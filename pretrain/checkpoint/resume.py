@@ -24,6 +24,7 @@ from pretrain.checkpoint.compatible import check_resumable, resolved
 from pretrain.checkpoint.initial_weights import initialize
 from pretrain.checkpoint.node_tiers import forget_others, restore_from_nodes
 from pretrain.checkpoint.progress import newest_shared_step
+from pretrain.checkpoint.roll_back import complete_roll_back, with_memory_of_roll_back
 from pretrain.checkpoint.run_id import run_id, save_id
 from pretrain.errors import InputError
 from pretrain.job import Job
@@ -64,6 +65,7 @@ def restore(job: Job, tiers: Sequence[Tier] = ()) -> Progress:
     runtime, began = job.runtime, time.perf_counter()
     runtime.together(lambda: _check_paths(job, tiers))
     runtime.first(lambda: _ready_folder(job))
+    runtime.first(lambda: complete_roll_back(job.spec.checkpoint_path, partial(_note, job)))
     run = run_id(job)
     step = newest_shared_step(job)
     own = [tier for tier in tiers if tier.ranks is not None]
@@ -79,7 +81,13 @@ def restore(job: Job, tiers: Sequence[Tier] = ()) -> Progress:
         _publish_changes(job, manifest)
         progress = _count_resize(job, progress, manifest)
     forget_others(job, own, run, progress.step)
-    return replace(progress, run_id=run)
+    progress = replace(progress, run_id=run)
+    root = job.spec.checkpoint_path
+    return runtime.together(lambda: with_memory_of_roll_back(root, progress))
+
+
+def _note(job: Job, text: str) -> None:
+    job.events.publish(Notice(step=0, text=text))
 
 
 def _load_resumable(job: Job, manifest: Manifest, root: Location) -> Progress:
@@ -235,7 +243,7 @@ def _check_paths(job: Job, tiers: Sequence[Tier]) -> None:
     """Refuse a folder that is so deep that the system takes no paths of objects in it."""
     longest = max(
         (
-            f"{objects_key(save_id(job, job.spec.train.steps))}/{array.spec.name}/c/"
+            f"{objects_key(save_id(job, job.spec.train.steps, go_backs=1000))}/{array.spec.name}/c/"
             + "/".join(map(str, array.spec.shape))
             for array in (*job.arrays(), *job.residuals())
         ),

@@ -1,4 +1,4 @@
-"""What a run, a launch and a place are called, and how a run is rolled back or removed.
+"""What a run, a launch and a place are called, and how a run is removed.
 
 Run: all starts that go on from each other's checkpoints. ``run.json`` in the checkpoint folder has
 the run id, and so has each manifest's ``state``. A checkpoint in a node's memory or on its disk is
@@ -18,7 +18,6 @@ import contextlib
 import hashlib
 import json
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 
 import ckpt
@@ -29,7 +28,9 @@ from pretrain.runtime import Runtime
 from pretrain.spec import JobSpec
 from pretrain.state import run_id_of
 
-_RUN = "run.json"
+RUN = "run.json"
+"""The file with the run id; after a roll-back also what :mod:`pretrain.checkpoint.roll_back` says.
+"""
 _BITS = 62  # of a random id, so that a rank can broadcast the id as a signed number
 
 
@@ -46,26 +47,27 @@ def run_id(job: Job) -> str:
 def _read_or_make(root: Location) -> int:
     store = ckpt.open_store(root)
     try:
-        if _RUN not in store.names(""):
+        if RUN not in store.names(""):
             newest = ""
             with contextlib.suppress(CheckpointError):
                 newest = run_id_of(ckpt.read_manifest(store))
-            _write(store, newest or _new_id())
-        return int(json.loads(store.read(_RUN))["run_id"], 16) % (1 << _BITS)
+            _write(store, newest or new_id())
+        return int(json.loads(store.read(RUN))["run_id"], 16) % (1 << _BITS)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise InputError(
-            f"checkpoint.path ({root}) must have a {_RUN} that can be read ({error}); remove the "
+            f"checkpoint.path ({root}) must have a {RUN} that can be read ({error}); remove the "
             f"file, and the next start takes the run id of the newest checkpoint"
         ) from None
 
 
-def _new_id() -> str:
+def new_id() -> str:
+    """A new run id."""
     return f"{secrets.randbits(_BITS):016x}"
 
 
 def _write(store: Store, name: str) -> None:
     with contextlib.suppress(FileExistsError):
-        store.publish(_RUN, json.dumps({"run_id": name}).encode())
+        store.publish(RUN, json.dumps({"run_id": name}).encode())
 
 
 def launch_secret(runtime: Runtime) -> str:
@@ -73,9 +75,14 @@ def launch_secret(runtime: Runtime) -> str:
     return f"{runtime.from_first(lambda: secrets.randbits(_BITS)):016x}"
 
 
-def save_id(job: Job, step: int) -> str:
-    """The name of this launch's save of a step."""
-    return f"{step:08d}-{job.runtime.launch_id}"
+def save_id(job: Job, step: int, go_backs: int = 0) -> str:
+    """The name of this launch's save of a step.
+
+    A launch that has gone back to a checkpoint saves some steps again: ``go_backs`` says how many
+    times the run went back, and makes another name.
+    """
+    again = f"-{go_backs}" if go_backs else ""
+    return f"{step:08d}-{job.runtime.launch_id}{again}"
 
 
 def place_name(spec: JobSpec) -> str:
@@ -91,32 +98,7 @@ def remove_run(location: Location) -> None:
     Raises OSError.
     """
     store = ckpt.open_store(location)
-    store.remove(_RUN)
+    store.remove(RUN)
+    store.remove("rolling-back.json")
     for name in ("manifests", "objects", "away"):
         store.remove_all(name)
-
-
-def roll_back(location: Location, step: int, say: Callable[[str], None]) -> None:
-    """Let the next start resume from ``step``, whatever tiers the run has.
-
-    Manifests of newer steps are moved to ``away/``, where no start looks for checkpoints. The
-    folder gets a new run id, and checkpoints in nodes' memory and on their disks are not taken.
-
-    Raises InputError where there is no such step; OSError.
-    """
-    store = ckpt.open_store(location)
-    steps = ckpt.committed_steps(store)
-    if step not in steps:
-        found = ", ".join(map(str, steps)) or "there is none"
-        raise InputError(f"--load-step ({step}) must be a step that {store.where()} has: {found}")
-    name = _new_id()
-    store.remove(_RUN)
-    _write(store, name)
-    for later in reversed([s for s in steps if s > step]):
-        key = ckpt.format.manifest_key(later)
-        store.publish(f"away/{name}/{key.rpartition('/')[2]}", store.read(key))
-        store.remove(key)
-        say(
-            f"the manifest of step {later} is now in {store.where(f'away/{name}')}; "
-            f"`convoy inspect gc --unlisted` removes the objects that only such manifests list"
-        )

@@ -35,7 +35,7 @@ convoy status RUN_DIR shows them):
   0   done
   1   a rank was lost or stuck, or an unexpected error: the same command resumes
   2   the spec, the corpus or a checkpoint cannot be used
-  3   training diverged: the loss or the gradient stayed not finite
+  3   training diverged, and a rule of [health] stopped the run
   75  stopped on request after a committed checkpoint: the same command resumes
 """
 _MOVED = {

@@ -15,6 +15,7 @@ from torch import Tensor
 from pretrain.data.division import Division, equal_division
 from pretrain.data.order import GlobalOrder
 from pretrain.data.sequences import PackedSequences
+from pretrain.data.skipped import SampleRanges, first_kept, kept_samples
 
 
 @dataclass(frozen=True)
@@ -95,12 +96,19 @@ class Loader:
         """The micro-batches of the step at ``cursor``, over all ranks."""
         return -(-self.batch_size(cursor.sample_index) // self.micro_batch_size)
 
-    def step(self, cursor: Cursor) -> tuple[list[Tensor], Cursor]:
+    def samples(self, cursor: Cursor, skipped: SampleRanges = ()) -> Sequence[int]:
+        """The sample indices of the step at ``cursor``, over all ranks.
+
+        There are as many as without ``skipped``: in the place of a skipped sample comes the next
+        one that is not skipped.
+        """
+        size = self.batch_size(first_kept(cursor.sample_index, skipped))
+        return kept_samples(cursor.sample_index, size, skipped)
+
+    def step(self, cursor: Cursor, skipped: SampleRanges = ()) -> tuple[list[Tensor], Cursor]:
         """The micro-batches of the step at ``cursor``, int64 [b, S + 1], and the next cursor."""
-        size = self.batch_size(cursor.sample_index)
-        counts = self.division.counts(self.num_micro_batches(cursor))
-        ranges = micro_batches(
-            cursor, size, self.micro_batch_size, self.dp_rank, self.dp_size, counts
-        )
-        batches = [self.sequences.batch([self.order[i] for i in r]) for r in ranges]
-        return batches, Cursor(cursor.sample_index + size)
+        samples, micro = self.samples(cursor, skipped), self.micro_batch_size
+        counts = self.division.counts(-(-len(samples) // micro))
+        places = micro_batches(Cursor(), len(samples), micro, self.dp_rank, self.dp_size, counts)
+        batches = [self.sequences.batch([self.order[samples[i]] for i in r]) for r in places]
+        return batches, Cursor(samples[-1] + 1)

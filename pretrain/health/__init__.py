@@ -1,12 +1,73 @@
 """What a run does about its own health: pure decisions from numbers."""
 
-from pretrain.health.capacity import CapacityBalance
-from pretrain.health.stragglers import GainMeter, Straggler, Stragglers, StragglersConfig
+from typing import TYPE_CHECKING
+
+from parallel.on_demand import on_demand
+from pretrain.health.memory import HealthMemory, Occurrence, SampleRange
+
+if TYPE_CHECKING:
+    from pretrain.health.capacity import CapacityBalance
+    from pretrain.health.config import ActionName, HealthConfig
+    from pretrain.health.playbook import (
+        Verdict,
+        after_commit,
+        after_going_back,
+        after_skip,
+        judge,
+        routers_are_checked,
+    )
+    from pretrain.health.signals import Seen, Signal
+    from pretrain.health.stragglers import (
+        GainMeter,
+        Straggler,
+        Stragglers,
+        StragglersConfig,
+    )
 
 __all__ = [
+    "ActionName",
     "CapacityBalance",
     "GainMeter",
+    "HealthConfig",
+    "HealthMemory",
+    "Occurrence",
+    "SampleRange",
+    "Seen",
+    "Signal",
     "Straggler",
     "Stragglers",
     "StragglersConfig",
+    "Verdict",
+    "after_commit",
+    "after_going_back",
+    "after_skip",
+    "judge",
+    "routers_are_checked",
 ]
+
+
+# On demand: progress.py needs the memory, without the seconds of torch's import.
+__getattr__ = on_demand(
+    __name__,
+    {
+        "CapacityBalance": "pretrain.health.capacity",
+        "ActionName": "pretrain.health.config",
+        "HealthConfig": "pretrain.health.config",
+        "Seen": "pretrain.health.signals",
+        "Signal": "pretrain.health.signals",
+        "Verdict": "pretrain.health.playbook",
+        "after_commit": "pretrain.health.playbook",
+        "after_going_back": "pretrain.health.playbook",
+        "after_skip": "pretrain.health.playbook",
+        "GainMeter": "pretrain.health.stragglers",
+        "Straggler": "pretrain.health.stragglers",
+        "Stragglers": "pretrain.health.stragglers",
+        "StragglersConfig": "pretrain.health.stragglers",
+        "judge": "pretrain.health.playbook",
+        "routers_are_checked": "pretrain.health.playbook",
+    },
+)
+
+
+def __dir__() -> list[str]:
+    return __all__

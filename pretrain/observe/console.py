@@ -12,6 +12,9 @@ from pretrain.observe.events import (
     CheckpointFailed,
     Evaluated,
     Event,
+    FaultInjected,
+    HealthAction,
+    HealthSignal,
     IntervalEnded,
     Notice,
     Resized,
@@ -28,6 +31,7 @@ from pretrain.observe.events import (
 FAILURES_IN_A_ROW = 3
 """From so many failures of a tier on, the console says that the tier is out of order."""
 
+_HEALTH_RULES = ("loss_spike", "grad_norm_spike", "slow_divergence", "router_collapse")
 _SHOWN = {"world": "sync"}  # the collectives of all ranks are those of the step barrier
 
 
@@ -87,6 +91,12 @@ def _line(event: Event, steps: int) -> str | None:
             return f"spec changed since step {step}: {field} was {before}, is {now}"
         case Notice(text=text):
             return text
+        case HealthSignal(step=step, text=text) | HealthAction(step=step, text=text):
+            return f"step {step + 1}: {text}"
+        case FaultInjected(step=step, text=text):
+            return f"step {step + 1}: injected fault: {text}"
+        case StepSkipped(reason=reason) if reason in _HEALTH_RULES:
+            return None  # the signal has said why
         case StepSkipped(step=step, why=why):
             return f"step {step} skipped: {why}"
         case StragglerFound(rank=rank, speed=speed, since_step=since, action=action):

@@ -139,7 +139,7 @@ class StepCommitted(StepTaken):
     tokens_seen: int
     """Target tokens of all committed steps."""
     consumed_samples: int
-    """Sequences of all committed steps; the next step begins with this sample."""
+    """The index of the next sample: sequences of all committed steps, and those left out."""
     slowest_rank_seconds: float
     """Time of the slowest rank from its batch to the barrier."""
     tokens_per_second: float
@@ -156,17 +156,73 @@ class StepCommitted(StepTaken):
 
 @dataclass(frozen=True, kw_only=True)
 class StepSkipped(StepTaken):
-    """A step changed nothing: loss, gradient or router logits were not finite."""
+    """A step changed nothing: loss, gradient or router logits were not finite, or a rule of
+    ``[health]`` asked for it."""
 
     name: ClassVar[str] = "skip"
     reason: str
-    """``not_finite``, ``overflow`` or ``router_not_finite``."""
+    """``not_finite``, ``overflow``, ``router_not_finite``, or the rule of ``[health]``."""
     why: str = ""
     """The reason for people."""
     overflow: bool = False
     """Whether a float16 gradient overflowed, which halves the loss scale and is expected."""
     bad_router: tuple[int, int] | None = None
     """(layer, rank) of the first router whose logits are not finite."""
+    skipped_samples: tuple[int, int] | None = None
+    """The samples from the first index up to, and without, the second were left out; None where the
+    step is tried again with the samples that it had."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthSignal(Event):
+    """A rule of ``[health]`` saw something in the step after ``step``."""
+
+    name: ClassVar[str] = "health_signal"
+    rule: str
+    """``not_finite``, ``loss_spike``, ``grad_norm_spike``, ``slow_divergence`` or
+    ``router_collapse``."""
+    observed: float
+    usual: float
+    """What the history lets expect."""
+    limit: float
+    """The threshold that ``observed`` has passed."""
+    text: str
+    """The signal for people."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthAction(Event):
+    """What is done about the signal of the step after ``step``; published before it is done."""
+
+    name: ClassVar[str] = "health_action"
+    rule: str
+    action: str
+    """``report``, ``lower_lr``, ``skip``, ``go_back``, ``skip+lower_lr``, ``go_back+lower_lr`` or
+    ``stop``."""
+    occurrence: int
+    """How many times the rule had a signal within ``health.escalation_steps``."""
+    to_step: int | None = None
+    """The step that the run goes back to."""
+    skipped_samples: tuple[int, int] | None = None
+    """The samples that are left out from now on, from the first index up to, and without, the
+    second."""
+    lr_factor: float | None = None
+    """What the learning rate is multiplied by, where the action lowers it."""
+    lr_until_step: int | None = None
+    """The last step with the lower learning rate."""
+    text: str
+    """The action for people."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultInjected(Event):
+    """A fault of ``[[inject]]`` is about to happen in the step after ``step``."""
+
+    name: ClassVar[str] = "fault"
+    kind: str
+    rank: int
+    text: str
+    """The fault for people."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,7 +431,8 @@ EVENTS: dict[str, type[Event]] = {
         RunStarted, Restored, Resized, SpecChanged, Notice, StepCommitted, StepSkipped,
         CapacityPlanned, IntervalEnded, Evaluated, SaveBegun, SaveIntervalChosen,
         CheckpointCommitted, CheckpointFailed, RunStopped, RunDone, StragglerFound,
-        StragglerEnded, MicroBatchesPlanned, StragglerGain,
+        StragglerEnded, MicroBatchesPlanned, StragglerGain, HealthSignal, HealthAction,
+        FaultInjected,
     )
 }  # fmt: skip
 """Every event by its name in the log."""

@@ -16,6 +16,9 @@ from pretrain.errors import InputError
 from pretrain.observe.events import (
     CheckpointCommitted,
     Event,
+    FaultInjected,
+    HealthAction,
+    HealthSignal,
     IntervalEnded,
     Restored,
     RoutingReport,
@@ -66,6 +69,9 @@ class Metrics:
         self.overflows = counter(
             "overflows_total", "Steps skipped for gradients too large for float16."
         )
+        self.signals = counter("health_signals_total", "Signals of the playbook.", "rule")
+        self.actions = counter("health_actions_total", "Actions of the playbook.", "action")
+        self.faults = counter("injected_faults_total", "Faults on purpose.", "kind")
         self.rate = gauge("tokens_per_second", "Target tokens per second of the last step.")
         self.model_flops = counter(
             "model_flops_total", "Operations that the model's products need, of committed steps."
@@ -135,6 +141,12 @@ class Metrics:
             case StepSkipped(reason=reason, overflow=overflow):
                 self.skipped.labels(reason).inc()
                 self.overflows.inc(overflow)
+            case HealthSignal(rule=rule):
+                self.signals.labels(rule).inc()
+            case HealthAction(action=action):
+                self.actions.labels(action).inc()
+            case FaultInjected(kind=kind):
+                self.faults.labels(kind).inc()
             case IntervalEnded():
                 self._interval(event)
             case StragglerFound(rank=rank, speed=speed):

@@ -7,6 +7,7 @@ from pretrain.spec.renamed import upgraded
 
 if TYPE_CHECKING:
     from pretrain.spec.checkpoint import CheckpointConfig, InitConfig, TiersConfig
+    from pretrain.spec.faults import FaultConfig
     from pretrain.spec.job import JobSpec
     from pretrain.spec.learning_rates import is_learning_rate_jump, learning_rate
     from pretrain.spec.precision import PrecisionConfig
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointConfig",
     "EvalConfig",
+    "FaultConfig",
     "InitConfig",
     "JobSpec",
     "PrecisionConfig",
@@ -37,6 +39,7 @@ __getattr__ = on_demand(
     {
         "CheckpointConfig": "pretrain.spec.checkpoint",
         "EvalConfig": "pretrain.spec.train",
+        "FaultConfig": "pretrain.spec.faults",
         "InitConfig": "pretrain.spec.checkpoint",
         "JobSpec": "pretrain.spec.job",
         "PrecisionConfig": "pretrain.spec.precision",

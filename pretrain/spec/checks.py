@@ -142,6 +142,23 @@ def check_checkpoint(spec: Sections) -> None:
         )
 
 
+def check_faults(spec: Sections) -> None:
+    """Faults on purpose against the length of the run and each other."""
+    known: set[str] = set()
+    for fault in spec.inject:
+        if fault.step > spec.train.steps:
+            raise ValueError(
+                f"inject.step ({fault.step}) of {fault.kind} must be at most train.steps "
+                f"({spec.train.steps})"
+            )
+        if fault.name in known:
+            raise ValueError(
+                f"inject must have each fault once: there are two of {fault.name}; change one of "
+                f"the two in step or rank"
+            )
+        known.add(fault.name)
+
+
 ALL_CHECKS = (
     check_moe,
     check_pipeline,
@@ -150,5 +167,6 @@ ALL_CHECKS = (
     check_tensor_parallel,
     check_schedule,
     check_checkpoint,
+    check_faults,
 )
 """In the order in which a spec is checked."""

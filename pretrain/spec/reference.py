@@ -38,9 +38,17 @@ def spec_reference() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _section(model: type[BaseModel], path: str, lines: list[str], own: bool = False) -> None:
+def _section(
+    model: type[BaseModel],
+    path: str,
+    lines: list[str],
+    *,
+    own: bool = False,
+    repeated: bool = False,
+) -> None:
     if path:
-        lines += [f"## `[{path}]`", "", _about(model), ""]
+        head = f"[[{path}]]" if repeated else f"[{path}]"
+        lines += [f"## `{head}`", "", _about(model), ""]
     tables: list[tuple[str, FieldInfo]] = []
     rows = []
     for name, field in model.model_fields.items():
@@ -54,7 +62,7 @@ def _section(model: type[BaseModel], path: str, lines: list[str], own: bool = Fa
         inner = f"{path}.{name}" if path else name
         variants = models_in(field.annotation)
         if len(variants) == 1:
-            _section(variants[0], inner, lines)
+            _section(variants[0], inner, lines, repeated=get_origin(field.annotation) is list)
         else:
             _union(variants, inner, field, lines)
 
@@ -89,6 +97,8 @@ def _names(annotation: Any) -> str:
         return _names(arguments[0])
     if origin is dict:
         return "table of names"
+    if origin is list:
+        return f"list of {_names(arguments[0])}"
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return ", ".join(f"`{member.value}`" for member in annotation)
     known = {bool: "true or false", int: "integer", float: "number", str: "text"}
@@ -132,7 +142,7 @@ def _about(model: type[BaseModel]) -> str:
     """A model's docstring without its examples and without the name of its section."""
     paragraphs = inspect.cleandoc(model.__doc__ or "").split("\n\n")
     text = " ".join(p for p in paragraphs if not p.startswith(("Example", "Raises")))
-    text = re.sub(r"^The ``\[[\w.]+\]`` section[:;.] ?", "", text)
+    text = re.sub(r"^The ``\[+[\w.]+\]+`` (section|tables)[:;.] ?", "", text)
     return _prose(text[:1].upper() + text[1:])
 
 

@@ -7,11 +7,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from moe import MoEConfig
 from parallel import ParallelConfig
 from pretrain.data import BatchConfig, DataConfig
-from pretrain.health import StragglersConfig
+from pretrain.health import HealthConfig, StragglersConfig
 from pretrain.model import ModelConfig
 from pretrain.optim import OptimizerConfig, ScheduleConfig
 from pretrain.spec.checkpoint import CheckpointConfig, InitConfig
 from pretrain.spec.elastic import ElasticConfig
+from pretrain.spec.faults import FaultConfig
 from pretrain.spec.precision import PrecisionConfig
 from pretrain.spec.train import EvalConfig, TrainConfig
 
@@ -82,6 +83,10 @@ class Sections(BaseModel):
     """Other ranks than those of ``[parallel]``."""
     stragglers: StragglersConfig = StragglersConfig()
     """Ranks that are slow as a whole."""
+    health: HealthConfig = HealthConfig()
+    """What is done about divergence."""
+    inject: list[FaultConfig] = Field(default_factory=list)
+    """Faults on purpose; none by default."""
     metrics: MetricsConfig = MetricsConfig()
     """The Prometheus endpoint."""
     sample: SampleConfig = SampleConfig()

@@ -23,8 +23,8 @@ class TrainConfig(BaseModel):
     log_interval_steps: int = Field(default=10, ge=1)
     """Steps between two lines of the console."""
     max_skipped_steps: int = Field(default=3, ge=1)
-    """The run ends after this many skipped steps in a row; a step is skipped where the loss or a
-    gradient is not finite."""
+    """A step whose loss or gradient is not finite is skipped and tried again; after this many tries
+    in a row ``health.not_finite`` acts, and by default ends the run."""
     timeout_seconds: float = Field(default=300.0, gt=0, le=1e6)
     """The run ends where a collective takes longer than this, in seconds."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from pretrain.health import HealthMemory
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,8 @@ class Progress:
     step: int = 0
     tokens_seen: int = 0
     consumed_samples: int = 0
-    """Sequences of all committed steps, which is the index of the next sample."""
+    """The index of the next sample: the sequences of all committed steps, and the samples before it
+    that ``health.skipped_samples`` leaves out."""
     train_loss_first: float | None = None
     train_loss_last: float | None = None
     validation: float | None = None
@@ -35,7 +38,9 @@ class Progress:
     topology_epoch: int = 0
     """How many times the run has resumed with another layout."""
     run_id: str = ""
-    """Which run this is, see :func:`pretrain.checkpoint.run_id.name_run`."""
+    """Which run this is, see :func:`pretrain.checkpoint.run_id.run_id`."""
+    health: HealthMemory = field(default_factory=HealthMemory)
+    """What the divergence playbook remembers."""
 
     def after_overflow(self) -> Progress:
         """Half the scale, for the same samples."""

@@ -15,6 +15,7 @@ from enum import Enum
 import torch
 
 from parallel import all_gather_rows
+from pretrain.health import Signal, Verdict
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,20 @@ class Decision:
     overflow: bool = False
     """Gradients alone were not finite, and the scale can be halved: a skip that is to be expected.
     Where it is 1 already there is nothing to be halved, and no overflow."""
+    verdict: Verdict | None = None
+    """Of the playbook, on a step without overflow."""
+
+    @property
+    def _cause(self) -> Signal | None:
+        """The signal for which a finite step is skipped."""
+        signals = () if self.verdict is None else self.verdict.signals
+        return next((signal for signal in signals[:1] if signal.rule != "not_finite"), None)
 
     @property
     def reason(self) -> str:
         """What a skipped step was skipped for: the kind."""
+        if self._cause is not None:
+            return self._cause.rule
         if self.bad_router is not None:
             return "router_not_finite"
         return "overflow" if self.overflow else "not_finite"
@@ -86,6 +97,8 @@ class Decision:
     @property
     def why(self) -> str:
         """What a skipped step was skipped for."""
+        if self._cause is not None:
+            return self._cause.text
         if self.bad_router is not None:
             layer, rank = self.bad_router
             return f"router logits of layer {layer} are not finite on rank {rank}"

@@ -33,6 +33,7 @@ from pretrain.errors import (
     InputError,
     LostRankError,
 )
+from pretrain.faults import faults_of, forget_faults
 from pretrain.job import Job, build_job
 from pretrain.observe import (
     Console,
@@ -78,7 +79,7 @@ def run(spec: JobSpec, status: StatusFile | None = None) -> int:
 
     Raises:
         InputError, CheckpointError: nothing can be done with this spec, data or checkpoint.
-        HealthError: the loss or the gradient stayed not finite.
+        HealthError: a rule of ``[health]`` stopped the run.
     """
     stop = StopRequest()
     end_with_torchrun()
@@ -124,8 +125,9 @@ def prepare(spec: JobSpec, *, reset: bool = False, load_step: int | None = None)
                 roll_back(spec.checkpoint_path, load_step, say)
                 return
             remove_run(spec.checkpoint_path)
-            for name in ("log.jsonl", "summary.json", "status.json"):
+            for name in ("log.jsonl", "summary.json", "status.json", "health.json"):
                 (spec.run_path / name).unlink(missing_ok=True)
+            forget_faults(spec.run_path)
         except OSError as error:
             raise InputError(
                 f"checkpoint.path ({spec.checkpoint_path}) cannot be changed: {error.strerror}"
@@ -165,7 +167,9 @@ def _train(
     runtime.together(lambda: writer.prepare(job.topology, checkpoint_arrays(job)))
     job.events.publish(_started(job, progress, url, layout))
     checkpointer = Checkpointer(job, writer, stop=stop, history=history, progress=checkpoints)
-    trainer = Trainer(job, progress, checkpointer)
+    faults = faults_of(job.spec, runtime, job.events, writer.writer_process_id)
+    sinks.callback(faults.close)
+    trainer = Trainer(job, progress, checkpointer, faults)
     with _watched(runtime, trainer):
         if trainer.train(stop):
             job.events.publish(RunStopped(step=trainer.progress.step))

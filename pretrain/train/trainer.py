@@ -10,7 +10,7 @@ from dataclasses import replace
 from parallel import CollectiveKind, CommStats, all_reduce, grad_square_sum, scale_gradients
 from pretrain.checkpoint import Checkpointer
 from pretrain.data import Cursor
-from pretrain.errors import HealthError
+from pretrain.faults import Faults
 from pretrain.job import Job
 from pretrain.model import forward_flops, peak_flops_per_second
 from pretrain.observe import CapacityPlanned, Evaluated, StepCommitted, StepSkipped
@@ -21,6 +21,7 @@ from pretrain.spec import learning_rate
 from pretrain.state import Progress, rng_states, set_rng_states
 from pretrain.train.barrier import Action, Decision, Report, decide, exchange
 from pretrain.train.evaluate import evaluate
+from pretrain.train.health_watch import HealthWatch
 from pretrain.train.interval_stats import (
     IntervalStats,
     is_communication_timed,
@@ -36,16 +37,24 @@ class Trainer:
         job: model, optimizer and data, with their values restored.
         progress: the counters after the last committed step.
         checkpointer: what saves the run.
+        faults: what happens on purpose at the places of a step.
     """
 
-    def __init__(self, job: Job, progress: Progress, checkpointer: Checkpointer) -> None:
+    def __init__(
+        self,
+        job: Job,
+        progress: Progress,
+        checkpointer: Checkpointer,
+        faults: Faults | None = None,
+    ) -> None:
         self.job, self.progress, self.checkpointer = job, progress, checkpointer
+        self.faults, self.watch = faults or Faults(), HealthWatch(job)
         spec, runtime = job.spec, job.runtime
         self.flops_per_token = forward_flops(spec.model, spec.moe, spec.data.seq_len).training
         self.peak_flops = runtime.total(peak_flops_per_second(runtime.device, spec.precision.dtype))
         """Of all ranks, in a second."""
         self.skipped = 0
-        """Steps skipped in a row, overflows of float16 not counted."""
+        """Tries in a row that were not finite, overflows of float16 not counted."""
         self.interval = IntervalStats()
         self.straggler_stages = StragglerStages(job)
 
@@ -84,22 +93,27 @@ class Trainer:
 
         After a float16 overflow the next step takes the same samples with half the loss scale.
 
-        Raises HealthError on every rank after too many steps in a row that are not finite.
+        Raises HealthError on every rank where a rule of ``[health]`` stops the run.
         """
         job, spec, before = self.job, self.job.spec, self.progress
+        self.faults.before_step(before.step + 1)
         job.runtime.comm_monitor.take()  # what came between steps is not of this one
         began = time.perf_counter()
-        batches, cursor = job.loader.step(Cursor(before.consumed_samples))
+        at, skipped = Cursor(before.consumed_samples), before.health.skipped_samples
+        batches, cursor = job.loader.step(at, skipped)
         waited = time.perf_counter() - began
-        planned = (cursor.sample_index - before.consumed_samples) * spec.data.seq_len
+        batches = self.faults.batches(batches)
+        planned = len(job.loader.samples(at, skipped)) * spec.data.seq_len
         scale, device = before.loss_scale, job.runtime.device
         random = {} if scale is None else rng_states(device)
         result = job.forward_backward(batches, planned, scale)
         if job.compressed is not None:
             job.compressed.reduce(scale or 1.0)
+        self.faults.gradients(job.model)
         report = self._report(result, began=began, waited=waited, stop_requested=stop_requested)
         reports = exchange(report, device)
         decision = decide(reports, planned, scale)
+        decision = self.watch.judged(decision, before, self.skipped, result.routing)
         replanned = False
         if decision.action is Action.COMMIT:
             self._commit(decision, cursor, planned)
@@ -112,7 +126,7 @@ class Trainer:
         traffic = job.runtime.comm_monitor.take()
         seconds = time.perf_counter() - began
         if decision.action is Action.SKIP:
-            self._skip(decision, seconds, traffic)
+            self._skip(decision, cursor, seconds, traffic)
             return decision
         self.interval.micro_batches = len(batches)
         self._publish_commit(decision, seconds, traffic)
@@ -159,11 +173,12 @@ class Trainer:
         if clip and decision.grad_norm > clip:
             factor *= clip / decision.grad_norm
         scale_gradients(job.model, factor / (decision.loss_scale or 1.0))
-        set_lr(job.optimizer, learning_rate(job.spec, self.progress.step))
+        before, health = self.progress, self.watch.after_commit(decision)
+        factor_of_rate = health.lr_factor_at(before.step + 1)
+        set_lr(job.optimizer, learning_rate(job.spec, before.step) * factor_of_rate)
         job.optimizer.step()
         if job.compressed is not None:
             job.compressed.commit()
-        before = self.progress
         first = before.train_loss_first
         progress = replace(
             before,
@@ -173,6 +188,7 @@ class Trainer:
             train_loss_first=decision.loss if first is None else first,
             train_loss_last=decision.loss,
             validation=None,
+            health=health,
         )
         self.progress = progress.after_commit(job.spec.precision.loss_scale_growth_steps)
         self.skipped = 0
@@ -240,14 +256,21 @@ class Trainer:
         return replanned
 
     def _skip(
-        self, decision: Decision, seconds: float, traffic: Mapping[CollectiveKind, CommStats]
+        self,
+        decision: Decision,
+        cursor: Cursor,
+        seconds: float,
+        traffic: Mapping[CollectiveKind, CommStats],
     ) -> None:
-        self.skipped += not decision.overflow
-        step = self.progress.step + 1
+        """Publish a step that changed nothing, and do what the playbook says about it."""
+        verdict, before = decision.verdict, self.progress
+        acts = verdict is not None and not verdict.keeps_update
+        self.skipped = 0 if acts else self.skipped + (not decision.overflow)
+        leaves_out = verdict is not None and verdict.leaves_out_step
         collective_seconds, collective_bytes = seconds_and_bytes(traffic)
         self.job.events.publish(
             StepSkipped(
-                step=step,
+                step=before.step + 1,
                 loss=decision.loss,
                 grad_norm=decision.grad_norm,
                 seconds=seconds,
@@ -256,17 +279,20 @@ class Trainer:
                 why=decision.why,
                 overflow=decision.overflow,
                 bad_router=decision.bad_router,
+                skipped_samples=(
+                    (before.consumed_samples, cursor.sample_index) if leaves_out else None
+                ),
                 loss_scale=decision.loss_scale,
                 collective_seconds=collective_seconds,
                 collective_bytes=collective_bytes,
             )
         )
-        if self.skipped >= self.job.spec.train.max_skipped_steps:
-            # What came just before is suspect, and is not saved over an older state that is not.
-            raise HealthError(
-                f"step {step} was not finite {self.skipped} times in a row ({decision.why}); "
-                f"{self.checkpointer.way_back()}"
-            )
+        if verdict is not None and acts:
+            # A run that stops here saves nothing: what came just before is suspect, and must not
+            # take the place of an older state that is not.
+            self.progress = self.watch.act(verdict, before, cursor, self.checkpointer)
+            if verdict.goes_back:
+                self.interval = IntervalStats()
 
     def mfu(self, tokens: int, seconds: float) -> float:
         """Model FLOPs utilization (Chowdhery et al., arXiv 2204.02311, appendix B)."""

@@ -146,6 +146,25 @@ def test_the_loader_takes_samples_in_the_global_order(prepared):
     assert np.array_equal(seen, np.stack([sequences[order[i]] for i in range(12, 18)]))
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_loader_takes_the_next_samples_in_the_place_of_skipped_ones(prepared, ranks):
+    data, corpus = prepared
+    sequences = PackedSequences(data, corpus, "train")
+    order = GlobalOrder(len(sequences), 3)
+    skipped = [(4, 8), (12, 14), (15, 16)]
+    loaders = [Loader(sequences, order, lambda i: 6 if i < 20 else 5, 2, r, ranks)
+               for r in range(ranks)]  # fmt: skip
+    cursor, taken = Cursor(12), []
+    for _ in range(2):
+        taken.append(loaders[0].samples(cursor, skipped))
+        steps = [loader.step(cursor, skipped) for loader in loaders]
+        rows = sorted(tuple(row.tolist()) for batches, _ in steps for b in batches for row in b)
+        assert rows == sorted(tuple(sequences[order[i]].tolist()) for i in taken[-1])
+        assert {after for _, after in steps} == {Cursor(taken[-1][-1] + 1)}
+        cursor = steps[0][1]
+    assert [list(samples) for samples in taken] == [[14, 16, 17, 18, 19, 20], [*range(21, 26)]]
+
+
 def test_a_prepared_corpus_is_used_again_and_never_mistaken(prepared):
     data, corpus = prepared
     assert prepare_corpus(data, VOCAB) == corpus

@@ -1,0 +1,210 @@
+"""The ``[health]`` section of the spec: signals, thresholds, and what is done about each signal."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+_MODEL = ConfigDict(
+    frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+)
+
+ActionName = Literal[
+    "report", "lower_lr", "skip", "skip+lower_lr", "go_back", "go_back+lower_lr", "stop"
+]
+LimitedAction = Literal["report", "lower_lr", "go_back", "go_back+lower_lr", "stop"]
+UpdateAction = Literal["skip", "skip+lower_lr", "go_back", "go_back+lower_lr", "stop"]
+
+SEVERITY: tuple[ActionName, ...] = (
+    "report", "lower_lr", "skip", "skip+lower_lr", "go_back", "go_back+lower_lr", "stop",
+)  # fmt: skip
+"""All actions. Where several rules act on one step, the last of their actions in this order is
+taken."""
+
+BLOCKS = 8
+"""Blocks of the window of ``slow_divergence``."""
+
+
+def _check_last(rule: str, actions: list[ActionName], last: tuple[str, ...]) -> None:
+    """The last action repeats: a run must not skip, or go back, for ever."""
+    if actions and actions[-1] not in last:
+        raise ValueError(
+            f"health.{rule}.actions must end with {' or '.join(last)}, and ends with {actions[-1]}:"
+            f" the last action is repeated, and a run must not skip samples or go back for ever"
+        )
+
+
+class NotFiniteRule(BaseModel):
+    """The ``[health.not_finite]`` section: a loss, a gradient or router logits that are NaN or
+    infinite.
+
+    The step changes nothing and is tried again with the samples that it had. The rule acts after
+    ``train.max_skipped_steps`` tries in a row. Overflows of float16 are not counted.
+    """
+
+    model_config = _MODEL
+
+    actions: list[UpdateAction] = Field(default=["stop"], min_length=1)
+    """What is done at the first occurrence, the second, and so on; the last one must be stop."""
+
+    @model_validator(mode="after")
+    def _check(self) -> NotFiniteRule:
+        _check_last("not_finite", list(self.actions), ("stop",))
+        return self
+
+
+class LossSpikeRule(BaseModel):
+    """The ``[health.loss_spike]`` section: a loss far above those of the last steps.
+
+    The rule compares the step's loss with the median of the last ``window_steps`` committed losses.
+    The limit is the median plus ``threshold`` robust standard deviations (1.4826 times the median
+    absolute deviation; Rousseeuw and Croux, 1993), and at least the median plus ``min_rise``. The
+    rule is silent until the window is full. Skipping such a step instead of taking its update, with
+    a window of 128 steps, is the practice of OLMo 2 (arXiv 2501.00656).
+    """
+
+    model_config = _MODEL
+
+    actions: list[ActionName] = [
+        "skip", "skip", "skip", "go_back", "go_back+lower_lr", "stop",
+    ]  # fmt: skip
+    """What is done at the first occurrence, the second, and so on; the last action repeats. An
+    empty list turns the rule off."""
+    window_steps: int = Field(default=128, ge=4, le=4096)
+    """Committed steps that the loss is compared with."""
+    threshold: float = Field(default=6.0, gt=0)
+    """Robust standard deviations above the median."""
+    min_rise: float = Field(default=0.5, gt=0)
+    """Nats per token above the median."""
+
+    @model_validator(mode="after")
+    def _check(self) -> LossSpikeRule:
+        _check_last("loss_spike", self.actions, ("report", "lower_lr", "stop"))
+        return self
+
+
+class GradNormSpikeRule(BaseModel):
+    """The ``[health.grad_norm_spike]`` section: a gradient norm far above those of the last steps.
+
+    The rule compares the norm before clipping with the median of the last ``window_steps`` norms of
+    committed steps, as ``loss_spike`` compares losses. The rule is silent until the window is full.
+    """
+
+    model_config = _MODEL
+
+    actions: list[ActionName] = [
+        "skip", "skip", "skip", "go_back", "go_back+lower_lr", "stop",
+    ]  # fmt: skip
+    """What is done at the first occurrence, the second, and so on; the last action repeats. An
+    empty list turns the rule off."""
+    window_steps: int = Field(default=128, ge=4, le=4096)
+    """Committed steps that the norm is compared with."""
+    threshold: float = Field(default=10.0, gt=0)
+    """Robust standard deviations above the median."""
+    min_ratio: float = Field(default=10.0, gt=1)
+    """Times the median."""
+
+    @model_validator(mode="after")
+    def _check(self) -> GradNormSpikeRule:
+        _check_last("grad_norm_spike", self.actions, ("report", "lower_lr", "stop"))
+        return self
+
+
+class SlowDivergenceRule(BaseModel):
+    """The ``[health.slow_divergence]`` section: a smoothed loss that rises over many steps.
+
+    The window is eight blocks of equally many steps. At the end of a block, its mean loss is
+    compared with the lowest mean of the seven blocks before. The limit is that mean plus
+    ``min_rise``, and at least plus ``threshold`` standard errors of the difference of the two
+    means. After a signal, eight new blocks are gathered.
+    """
+
+    model_config = _MODEL
+
+    actions: list[LimitedAction] = ["report"]
+    """What is done at the first occurrence, the second, and so on; the last action repeats. An
+    empty list turns the rule off."""
+    window_steps: int = Field(default=1024, ge=2 * BLOCKS, le=1 << 20)
+    """Committed steps of the eight blocks."""
+    threshold: float = Field(default=5.0, gt=0)
+    """Standard errors of the difference."""
+    min_rise: float = Field(default=0.1, gt=0)
+    """Nats per token above the lowest mean."""
+
+    @model_validator(mode="after")
+    def _check(self) -> SlowDivergenceRule:
+        _check_last("slow_divergence", list(self.actions), ("report", "lower_lr", "stop"))
+        return self
+
+    @property
+    def block_steps(self) -> int:
+        """Committed steps of a block."""
+        return self.window_steps // BLOCKS
+
+
+class RouterCollapseRule(BaseModel):
+    """The ``[health.router_collapse]`` section: routers that send most tokens to few experts.
+
+    Every ``interval_steps`` steps the assignments of the step are summed over ranks. A layer has
+    collapsed where the entropy of its experts' loads is below ``min_entropy_ratio`` of its largest
+    value, the logarithm of the number of experts, or where more than ``max_dead_share`` of its
+    experts have no token. A layer with less than ten assignments for each expert is not judged.
+    """
+
+    model_config = _MODEL
+
+    actions: list[LimitedAction] = ["report"]
+    """What is done at the first occurrence, the second, and so on; the last action repeats. An
+    empty list turns the rule off."""
+    interval_steps: int = Field(default=10, ge=1)
+    """Steps between two checks."""
+    checks: int = Field(default=10, ge=1)
+    """Checks in a row that must find a collapse."""
+    min_entropy_ratio: float = Field(default=0.5, gt=0, lt=1)
+    """The entropy of the loads over its largest value."""
+    max_dead_share: float = Field(default=0.5, gt=0, lt=1)
+    """The share of experts without a token."""
+
+    @model_validator(mode="after")
+    def _check(self) -> RouterCollapseRule:
+        _check_last("router_collapse", list(self.actions), ("report", "lower_lr", "stop"))
+        return self
+
+
+class HealthConfig(BaseModel):
+    """The ``[health]`` section: what a run does about its own health.
+
+    Each table below is a rule: a signal with its thresholds, and ``actions`` that escalate.
+    ``report``: an event and a line. ``lower_lr``: the learning rate is lowered for some steps.
+    ``skip``: the step's samples are left out, and the step is taken with the next samples.
+    ``go_back``: the run goes back to a committed checkpoint, and the samples of the last steps are
+    left out. ``stop``: the run ends with exit code 3 and a report.
+    """
+
+    model_config = _MODEL
+
+    escalation_steps: int = Field(default=500, ge=1)
+    """An occurrence counts until the run is this many steps further: the next occurrence of the
+    rule in that time takes the next action."""
+    go_back_checkpoints: int = Field(default=1, ge=1)
+    """``go_back``: 1 is the newest committed checkpoint in ``checkpoint.path``, 2 the one before;
+    the oldest where there are fewer."""
+    skip_steps: int = Field(default=100, ge=1)
+    """``go_back``: the samples of at most this many steps are left out, up to the step with the
+    signal; earlier steps after the checkpoint are taken again. PaLM left out 200 to 500 (arXiv
+    2204.02311, section 5.1)."""
+    lr_factor: float = Field(default=0.5, gt=0, lt=1)
+    """``lower_lr``: what the learning rate is multiplied by; again where it is lowered already."""
+    lr_steps: int = Field(default=500, ge=1)
+    """``lower_lr``: the steps with the lower learning rate."""
+    not_finite: NotFiniteRule = NotFiniteRule()
+    """NaN or infinity."""
+    loss_spike: LossSpikeRule = LossSpikeRule()
+    """A loss far above those before."""
+    grad_norm_spike: GradNormSpikeRule = GradNormSpikeRule()
+    """A gradient norm far above those before."""
+    slow_divergence: SlowDivergenceRule = SlowDivergenceRule()
+    """A smoothed loss that rises."""
+    router_collapse: RouterCollapseRule = RouterCollapseRule()
+    """Routers that use few experts."""
