@@ -65,7 +65,9 @@ PRETRAIN = {
     "pretrain.parallelize": {"pretrain.model", "pretrain.state"},
     "pretrain.runtime": {"pretrain.errors", "pretrain.spec"},
     "pretrain.observe": {"pretrain.errors", "pretrain.spec"},
-    "pretrain.plan": {"pretrain.spec", "pretrain.model", "pretrain.parallelize"},
+    "pretrain.plan": {
+        "pretrain.errors", "pretrain.spec", "pretrain.model", "pretrain.parallelize",
+    },
     "pretrain.convert.hf": {"pretrain.errors", "pretrain.model", "pretrain.state"},
     "pretrain.convert": {
         "pretrain.errors", "pretrain.model", "pretrain.data", "pretrain.state", "pretrain.spec",
@@ -87,7 +89,7 @@ PRETRAIN = {
     },
     "pretrain.commands": {
         "pretrain.errors", "pretrain.spec", "pretrain.runtime", "pretrain.observe",
-        "pretrain.convert", "pretrain.train",
+        "pretrain.convert", "pretrain.plan", "pretrain.train",
     },
 }  # fmt: skip
 MAY_IMPORT: dict[str, set[str]] = {
