@@ -83,7 +83,7 @@ def standard_error(samples: np.ndarray) -> float:
 def test_the_run_time_is_dalys(mean, restart, stall):
     interval, work = 400.0, 20_000.0
     scenario = make(
-        {"repetitions": 2000, "days": 365},
+        {"repetitions": 2000, "days": 10},
         {**NOTHING_TAKES_TIME, "stall_seconds": stall, "interval_seconds": interval,
          "crash_seconds": restart / 4, "restart_seconds": restart / 2,
          "tiers": {**ONLY_SHARED, "shared": {**FREE, "restore_seconds": restart / 4}}},
