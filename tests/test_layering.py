@@ -69,7 +69,9 @@ PRETRAIN = {
         "pretrain.errors", "pretrain.spec", "pretrain.runtime", "pretrain.observe",
     },
     "pretrain.faults": {"pretrain.spec", "pretrain.runtime", "pretrain.observe"},
-    "pretrain.plan": {"pretrain.spec", "pretrain.model", "pretrain.parallelize"},
+    "pretrain.plan": {
+        "pretrain.errors", "pretrain.spec", "pretrain.model", "pretrain.parallelize",
+    },
     "pretrain.convert.hf": {"pretrain.errors", "pretrain.model", "pretrain.state"},
     "pretrain.convert": {
         "pretrain.errors", "pretrain.model", "pretrain.data", "pretrain.state", "pretrain.spec",
@@ -92,7 +94,7 @@ PRETRAIN = {
     },
     "pretrain.commands": {
         "pretrain.errors", "pretrain.spec", "pretrain.runtime", "pretrain.observe",
-        "pretrain.convert", "pretrain.train", "pretrain.elastic",
+        "pretrain.convert", "pretrain.plan", "pretrain.train", "pretrain.elastic",
     },
 }  # fmt: skip
 MAY_IMPORT: dict[str, set[str]] = {

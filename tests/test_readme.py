@@ -133,6 +133,10 @@ RUN = {
     f"convoy prepare {RECIPE} --load-step 160": Run((("160", "2"),)),
     "convoy inspect gc runs/stdlib-tiny/checkpoints --unlisted --dry-run": Run(),
     "convoy inspect gc runs/stdlib-tiny/checkpoints --unlisted": Run(),
+    "convoy simulate": Run(more="--set run.repetitions=2 --set run.days=2"),
+    "convoy simulate --gpus 1000,4096,16384,65536,100000 --json simulate.json": Run(
+        more="--set run.repetitions=2 --set run.days=2"
+    ),
 }
 
 # Run by another test, which is named.

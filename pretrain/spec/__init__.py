@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pretrain.spec.precision import PrecisionConfig
     from pretrain.spec.read import load_spec, resolve_spec
     from pretrain.spec.sections import SampleConfig
+    from pretrain.spec.table import apply_override, read_table
     from pretrain.spec.train import EvalConfig, TrainConfig
 
 __all__ = [
@@ -25,9 +26,11 @@ __all__ = [
     "SampleConfig",
     "TiersConfig",
     "TrainConfig",
+    "apply_override",
     "is_learning_rate_jump",
     "learning_rate",
     "load_spec",
+    "read_table",
     "resolve_spec",
     "upgraded",
 ]
@@ -46,9 +49,11 @@ __getattr__ = on_demand(
         "SampleConfig": "pretrain.spec.sections",
         "TiersConfig": "pretrain.spec.checkpoint",
         "TrainConfig": "pretrain.spec.train",
+        "apply_override": "pretrain.spec.table",
         "is_learning_rate_jump": "pretrain.spec.learning_rates",
         "learning_rate": "pretrain.spec.learning_rates",
         "load_spec": "pretrain.spec.read",
+        "read_table": "pretrain.spec.table",
         "resolve_spec": "pretrain.spec.read",
     },
 )

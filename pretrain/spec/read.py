@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -13,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from pretrain.errors import InputError
 from pretrain.spec.job import JobSpec
+from pretrain.spec.table import apply_override, read_table
 
 
 def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
@@ -23,43 +22,17 @@ def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
 
     Raises InputError: one line that names the field, the value and the rule.
     """
-    if path.suffix not in (".toml", ".json", ""):
-        raise InputError(f"spec {path}: a spec is TOML or JSON, in a file named *.toml or *.json")
-    try:
-        text = path.read_text()
-        data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except OSError as error:
-        raise InputError(f"spec {path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"spec {path} is not valid {path.suffix or 'TOML'}: {error}") from None
-    if not isinstance(data, dict):
-        raise InputError(f"spec {path} must be a table of sections")
-    return resolve_spec(data, f"spec {path}", overrides)
+    return resolve_spec(read_table(path, "spec"), f"spec {path}", overrides)
 
 
 def resolve_spec(data: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> JobSpec:
     """The spec of a table of sections. Raises InputError, which begins with ``where``."""
     for override in overrides:
-        _apply_override(data, override)
+        apply_override(data, override)
     try:
         return JobSpec.model_validate(data)
     except ValidationError as error:
         raise InputError(f"{where}: {_one_line(error)}") from None
-
-
-def _apply_override(data: dict[str, Any], override: str) -> None:
-    key, equals, value = override.partition("=")
-    if not equals or not all(key.split(".")):
-        raise InputError(f"--set ({override}) must be SECTION.FIELD=VALUE")
-    *sections, field = key.split(".")
-    for section in sections:
-        data = data.setdefault(section, {})
-        if not isinstance(data, dict):
-            raise InputError(f"--set ({override}): {section} is not a section")
-    try:
-        data[field] = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        data[field] = value
 
 
 def _one_line(error: ValidationError) -> str:
