@@ -9,12 +9,17 @@ from pretrain.observe.events import (
     CheckpointCommitted,
     CheckpointFailed,
     Evaluated,
+    Event,
     Events,
     IntervalEnded,
+    Launched,
+    LedgerSummed,
     Notice,
+    RankLost,
     Restored,
     RoutingReport,
     RunDone,
+    RunFailed,
     RunStarted,
     RunStopped,
     SaveBegun,
@@ -23,7 +28,17 @@ from pretrain.observe.events import (
     StepCommitted,
     StepSkipped,
 )
-from pretrain.observe.jsonl import History, JsonlLog, last_step, read_log
+from pretrain.observe.jsonl import (
+    History,
+    JsonlLog,
+    LoggedEvent,
+    last_event,
+    last_step,
+    read_former,
+    read_log,
+)
+from pretrain.observe.ledger import Ledger, ledger_of, ledger_table, summed
+from pretrain.observe.live_ledger import LiveLedger
 
 if TYPE_CHECKING:
     from pretrain.observe.prometheus import Endpoint, Metrics
@@ -43,15 +58,23 @@ __all__ = [
     "Console",
     "Endpoint",
     "Evaluated",
+    "Event",
     "Events",
     "History",
     "IntervalEnded",
     "JsonlLog",
+    "Launched",
+    "Ledger",
+    "LedgerSummed",
+    "LiveLedger",
+    "LoggedEvent",
     "Metrics",
     "Notice",
+    "RankLost",
     "Restored",
     "RoutingReport",
     "RunDone",
+    "RunFailed",
     "RunStarted",
     "RunStopped",
     "SaveBegun",
@@ -64,14 +87,19 @@ __all__ = [
     "Summary",
     "complain",
     "human_bytes",
+    "last_event",
     "last_step",
+    "ledger_of",
+    "ledger_table",
     "newest_checkpoint",
     "outcome_of",
     "progress_bar",
+    "read_former",
     "read_log",
     "read_status",
     "say",
     "show_summary",
+    "summed",
 ]
 
 
