@@ -91,6 +91,15 @@ class MadeUpRun:
     began: int | None = None
     last: int = 0
     live: LiveLedger | None = None
+    before_step: int = 0
+    """What comes between a start and its first step."""
+    first: bool = True
+    """Whether this start has taken no step."""
+
+    def warm_up(self) -> None:
+        if self.first:
+            self.spend("restart", self.before_step)
+        self.first = False
 
     def publish(self, event) -> None:
         self.events.publish(event)
@@ -112,7 +121,7 @@ class MadeUpRun:
         self.events = Events(self.log)
         self.live = LiveLedger(former, self.log, self.events)
         self.events.subscribe(self.live)
-        self.end, self.step = None, self.saved
+        self.end, self.step, self.first = None, self.saved, True
         self.spend("restart", parts)
         self.publish(Launched(step=0, process_start=process_start / 1000))
         if self.step:
@@ -128,6 +137,7 @@ class MadeUpRun:
 
     def take_step(self, whole: int, wait: int, exposed: int) -> None:
         seconds = whole + wait + exposed
+        self.warm_up()
         if self.step < self.newest:
             self.spend("rework", seconds)
         else:
@@ -147,6 +157,7 @@ class MadeUpRun:
         )  # fmt: skip
 
     def skip(self, whole: int) -> None:
+        self.warm_up()
         self.spend("skipped", whole)
         self.publish(
             StepSkipped(
@@ -226,7 +237,7 @@ WHILE_RUNNING = st.one_of(
 def test_any_run_adds_up_to_the_microsecond(tmp_path, actions):
     path = tmp_path / "log.jsonl"
     path.unlink(missing_ok=True)
-    run = MadeUpRun(path)
+    run = MadeUpRun(path, before_step=3)
     run.start(0, 10)
     for (name, *arguments), gap, parts in actions:
         if run.end is not None:
