@@ -1,6 +1,6 @@
 """This process as one rank of a run: process groups, signals, locks and memory."""
 
-from pretrain.runtime.launcher import end_with_torchrun
+from pretrain.runtime.launcher import end_with_torchrun, stop_torchrun
 from pretrain.runtime.locks import lock_folder, lock_run
 from pretrain.runtime.memory import keep_freed_memory, peak_memory_bytes
 from pretrain.runtime.notices import NoticeFile, TimeLimit, slurm_end
@@ -25,4 +25,5 @@ __all__ = [
     "process_start",
     "slurm_end",
     "start",
+    "stop_torchrun",
 ]

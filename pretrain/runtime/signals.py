@@ -34,6 +34,9 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.requested = self.save_requested = False
+        self.is_final = False
+        """Whether the ranks have stopped for a notice or a limit, and must not be started again.
+        After a signal they may be: torchrun sends SIGTERM too when it forms the ranks anew."""
         self._watched: list[Callable[[], StopCause]] = []
         self._previous = {
             number: signal.signal(number, self._note)

@@ -64,6 +64,7 @@ from pretrain.runtime import (
     lock_run,
     peak_memory_bytes,
     start,
+    stop_torchrun,
 )
 from pretrain.spec import JobSpec
 from pretrain.state import Progress
@@ -85,7 +86,7 @@ def run(spec: JobSpec, status: StatusFile | None = None) -> int:
         HealthError: the loss or the gradient stayed not finite.
     """
     stop = StopRequest()
-    end_with_torchrun()
+    torchrun = end_with_torchrun()
     runtime = start(spec.train.timeout_seconds)
     with ExitStack() as held:
         held.callback(runtime.close)
@@ -96,7 +97,9 @@ def run(spec: JobSpec, status: StatusFile | None = None) -> int:
         code = _run(spec, runtime, stop)
         if status is not None:
             status.end(code)
-        return code
+    if code == EXIT_TRY_AGAIN and stop.is_final:
+        stop_torchrun(torchrun)
+    return code
 
 
 def prepare(spec: JobSpec, *, reset: bool = False, load_step: int | None = None) -> None:

@@ -61,6 +61,7 @@ class Trainer:
             decision = self.step(stop.cause)
             checkpointer.poll()
             stopped, self.stop_cause = decision.stop, StopCause(decision.stop_cause)
+            stop.is_final = self.stop_cause > StopCause.SIGNAL
             if decision.action is Action.SKIP and not stopped:
                 continue
             step = self.progress.step

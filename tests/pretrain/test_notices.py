@@ -6,6 +6,9 @@ import contextlib
 import io
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +21,7 @@ import ckpt
 from pretrain.commands.pretrain import main
 from pretrain.observe import CheckpointCommitted, Events, SaveBegun
 from pretrain.observe.jsonl import LoggedEvent
-from pretrain.runtime import StopCause, StopRequest
+from pretrain.runtime import StopCause, StopRequest, stop_torchrun
 from pretrain.runtime.notices import NoticeFile, TimeLimit, must_stop, slurm_end
 from pretrain.runtime.start_parts import StartParts, process_start
 from pretrain.train.notices import note_save, watch_notices
@@ -235,6 +238,29 @@ def test_the_start_of_the_process_and_its_parts():
     assert before - parts.began - 0.01 <= spent <= after - parts.began + 0.01
 
 
+@pytest.mark.parametrize(
+    ("environment", "parent", "told"),
+    [
+        ({"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "2"}, 77, True),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RESTART_COUNT": "3"}, 77, False),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3", "LOCAL_RANK": "1"}, 77, False),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, 78, False),  # it is gone, and another is the parent
+        ({"TORCHELASTIC_MAX_RESTARTS": "3"}, None, False),
+        ({}, 77, False),
+    ],
+)
+def test_torchrun_ends_where_it_would_start_the_ranks_again(monkeypatch, environment, parent, told):
+    sent = []
+    for name in ("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "getppid", lambda: 77)
+    monkeypatch.setattr(os, "kill", lambda *arguments: sent.append(arguments))
+    stop_torchrun(parent)
+    assert sent == ([(77, signal.SIGTERM)] if told else [])
+
+
 # ------------------------------------------------------------------------------------------------
 # Both, on two real ranks.
 
@@ -301,3 +327,35 @@ def test_the_notice_of_one_rank_stops_all_ranks_with_a_checkpoint(text, tmp_path
     assert (status["state"], status["exit_code"]) == ("try_again", 75)
     assert status["reason"] == "stopped on a preemption notice; the same command resumes"
     assert status["ledger"]["restarts"] == {"stopped": 2}
+
+
+@pytest.mark.slow
+def test_torchrun_with_restarts_does_not_start_a_run_again_that_got_a_notice(text, tmp_path):
+    spec = write_spec(
+        tmp_path, data=data_of(text), checkpoint={"interval_steps": 1_000_000},
+        train={"steps": 1_000_000, "notice_file": str(tmp_path / "preempted")},
+    )  # fmt: skip
+    root, run = Path(__file__).parents[2], tmp_path / "run"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "--max-restarts", "3", "tools/pretrain.py", str(spec),
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with subprocess.Popen(
+        command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:  # fmt: skip
+        try:
+            while not (run / "log.jsonl").exists() or len(events(run, "step")) < 3:
+                assert process.poll() is None, process.communicate()[0]
+                time.sleep(0.05)
+            (tmp_path / "preempted").touch()
+            out = process.communicate(timeout=200)[0]
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait(60)
+    assert "on a preemption notice; the same command resumes" in out
+    assert len(events(run, "launch")) == 1, "the ranks were started again"
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("try_again", 75)
