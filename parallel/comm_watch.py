@@ -95,6 +95,8 @@ class CommMonitor:
         self._last: _Started | None = None
         self.waiting = False
         """Whether the host waits for the last collective now, or its wait has failed."""
+        self.wait_began = 0.0
+        """When the host's newest wait began, in seconds of :func:`time.perf_counter`."""
 
     def start(
         self,
@@ -133,6 +135,13 @@ class CommMonitor:
         host waits for the last collective's end."""
         self._add_cuda_works()
         return sum(stats.exposed_seconds for stats in self._stats.values())
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds for which the host has waited for the last collective, to now; 0 where the host
+        does not wait, and on CUDA."""
+        waits = self.waiting and self.wait_began > 0
+        return time.perf_counter() - self.wait_began if waits else 0.0
 
     def take(self) -> dict[CollectiveKind, CommStats]:
         """The stats since the last call. With ``time_cuda`` the host waits for the last
@@ -226,7 +235,7 @@ class _TimedWork:
             self.work.get_future().add_done_callback(lambda _: note(time.perf_counter()))
 
     def wait(self) -> None:
-        since = time.perf_counter()
+        since = self.monitor.wait_began = time.perf_counter()
         self.monitor.waiting = True
         self.work.wait()
         self.monitor.waiting = False

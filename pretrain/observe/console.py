@@ -32,6 +32,12 @@ FAILURES_IN_A_ROW = 3
 """From so many failures of a tier on, the console says that the tier is out of order."""
 
 _HEALTH_RULES = ("loss_spike", "grad_norm_spike", "slow_divergence", "router_collapse")
+STOP_CAUSES = {
+    "notice_file": " on a preemption notice",
+    "time_limit": " before the time limit",
+}
+"""What people are told of a stop, by its cause."""
+
 _SHOWN = {"world": "sync"}  # the collectives of all ranks are those of the step barrier
 
 
@@ -115,8 +121,9 @@ def _line(event: Event, steps: int) -> str | None:
             return f"validation at step {step}: {bits:.4f} bits per byte"
         case CheckpointCommitted(step=step, tier="shared", seconds=seconds):
             return f"checkpoint of step {step} committed in {seconds:.2f} s"
-        case RunStopped(step=step):
-            return f"stopped after step {step}; the same command resumes"
+        case RunStopped(step=step, cause=cause):
+            why = STOP_CAUSES.get(cause, "")
+            return f"stopped after step {step}{why}; the same command resumes"
     return None
 
 

@@ -29,6 +29,19 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Launched(Event):
+    """A start of the run has opened the log; its values are not restored yet."""
+
+    name: ClassVar[str] = "launch"
+    process_start: float
+    """Unix time at which the process of rank 0 was started."""
+    launch_id: str = ""
+    world_size: int = 1
+    start_seconds: dict[str, float] = field(default_factory=dict)
+    """Of the parts of the start so far, see ``RunStarted``."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunStarted(Event):
     """Ranks, model and data are ready; training begins or resumes after ``step``."""
 
@@ -57,6 +70,9 @@ class RunStarted(Event):
     """Ranks that stand by."""
     layout_reason: str = ""
     """What ``elastic.enabled`` changed of the layout of ``[parallel]``."""
+    start_seconds: dict[str, float] = field(default_factory=dict)
+    """From the start of the process of rank 0 to this event, by part, in order: ``imports``,
+    ``rendezvous``, ``corpus``, ``build``, ``writer``, ``load``, ``staging``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +133,8 @@ class StepTaken(Event):
     """Wall time on rank 0, with barrier and update."""
     data_wait_seconds: float = 0.0
     """Time that the slowest rank waited for its batch."""
+    rank_0_data_wait_seconds: float | None = None
+    """Time that rank 0 waited for its batch."""
     loss_scale: float | None = None
     """What the loss was multiplied by; None but in float16."""
     collective_seconds: Mapping[tuple[str, str], float] = field(
@@ -416,6 +434,49 @@ class RunStopped(Event):
     """The run was asked to stop, and committed a checkpoint."""
 
     name: ClassVar[str] = "stopped"
+    cause: str = ""
+    """``signal``, ``notice_file`` or ``time_limit``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLost(Event):
+    """A collective of this rank failed because another rank is lost or stuck."""
+
+    name: ClassVar[str] = "rank_lost"
+    waited_seconds: float
+    """What this rank waited in the collective; 0 where the collective failed at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFailed(Event):
+    """An error ends this start."""
+
+    name: ClassVar[str] = "failed"
+    state: str
+    """``lost_rank``, ``health``, ``bad_input``, ``interrupted`` or ``crashed``."""
+    reason: str
+    """One line for people."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerSummed(Event):
+    """The goodput ledger up to the line before, over all starts of the run."""
+
+    name: ClassVar[str] = "ledger"
+    wall_seconds: float
+    """Since the start of the run's first process."""
+    goodput: float | None
+    """Share of ``productive`` in the wall time without ``idle``."""
+    step_share: float | None
+    """Share of ``productive``, ``data_wait`` and ``communication_exposed`` together."""
+    seconds: dict[str, float]
+    """By phase; phases without time are left out."""
+    lost_seconds: dict[str, float]
+    """By cause; causes without time are left out."""
+    restarts: dict[str, int]
+    """By how the start before ended."""
+    last_start: dict[str, float] = field(default_factory=dict)
+    """Seconds of the parts of the newest start, with ``first_step``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -432,7 +493,7 @@ EVENTS: dict[str, type[Event]] = {
         CapacityPlanned, IntervalEnded, Evaluated, SaveBegun, SaveIntervalChosen,
         CheckpointCommitted, CheckpointFailed, RunStopped, RunDone, StragglerFound,
         StragglerEnded, MicroBatchesPlanned, StragglerGain, HealthSignal, HealthAction,
-        FaultInjected,
+        FaultInjected, Launched, RankLost, RunFailed, LedgerSummed,
     )
 }  # fmt: skip
 """Every event by its name in the log."""

@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pretrain.errors import InputError
 from pretrain.observe.console import say
@@ -34,16 +35,22 @@ class JsonlLog:
 
     def __init__(self, path: Path, now: Callable[[], float] = time.time) -> None:
         self._now = now
+        self.last_time = 0.0
+        """The time of the newest event."""
         try:
+            torn = _is_torn(path)
             self._file = path.open("a", buffering=1)
+            if torn:
+                self._file.write("\n")
         except OSError as error:
             raise InputError(f"run_dir: {path} cannot be written: {error.strerror}") from None
 
     def __call__(self, event: Event) -> None:
         """Append one event. A full disk ends the log, and not the run."""
+        self.last_time = round(self._now(), 3)
         if self._file.closed:
             return
-        line = {"event": event.name, "time": round(self._now(), 3), **logged(event)}
+        line = {"event": event.name, "time": self.last_time, **logged(event)}
         try:
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
         except OSError as error:
@@ -55,6 +62,15 @@ class JsonlLog:
         """Append no more events."""
         with contextlib.suppress(OSError):  # what could not be written is still in its buffer
             self._file.close()
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether a kill has cut off the last line of a log: the next line must not continue it."""
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 def logged(event: Event) -> dict[str, Any]:
@@ -122,19 +138,34 @@ def read_log(path: Path) -> Log:
 
 def last_step(path: Path) -> int | None:
     """The newest step in the last 64 KiB of a log; None where there is none, or no log."""
+    for line in _tail(path):
+        step = getattr(line.event, "step", None)
+        if isinstance(step, int):
+            return step
+    return None
+
+
+E = TypeVar("E", bound=Event)
+
+
+def last_event(path: Path, kind: type[E]) -> E | None:
+    """The newest event of a kind in the last 64 KiB of a log; None where there is none, or no
+    log."""
+    return next((line.event for line in _tail(path) if isinstance(line.event, kind)), None)
+
+
+def _tail(path: Path) -> Iterator[LoggedEvent]:
+    """The events in the last 64 KiB of a log, the newest first."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
             texts = file.read().decode(errors="replace").splitlines()
     except OSError:
-        return None
+        return
     for text in reversed(texts):
         with contextlib.suppress(ValueError, TypeError, KeyError):
-            line = _parse(text)
-            step = None if line is None else getattr(line.event, "step", None)
-            if isinstance(step, int):
-                return step
-    return None
+            if (line := _parse(text)) is not None:
+                yield line
 
 
 def _parse(text: str) -> LoggedEvent | None:
@@ -169,11 +200,21 @@ class History:
     @classmethod
     def read(cls, path: Path) -> History:
         """From the log of the starts before this one; an unreadable file has no history."""
-        try:
-            events = read_log(path).events
-        except OSError:
-            return cls()
+        return cls.of(read_former(path))
+
+    @classmethod
+    def of(cls, lines: Sequence[LoggedEvent]) -> History:
+        """From the lines of the starts before this one."""
+        events = [line.event for line in lines]
         starts = sum(isinstance(event, RunStarted) for event in events)
         ends = sum(isinstance(event, RunStopped | RunDone) for event in events)
         steps = (event for event in events if isinstance(event, StepCommitted))
         return cls(max(0, starts - ends), sum(step.seconds for step in steps))
+
+
+def read_former(path: Path) -> list[LoggedEvent]:
+    """The lines of the starts before this one; none where the file cannot be read."""
+    try:
+        return read_log(path).lines
+    except OSError:
+        return []

@@ -6,10 +6,14 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
 from wsgiref.simple_server import WSGIServer
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from parallel import Topology
 from pretrain.errors import InputError
@@ -29,15 +33,32 @@ from pretrain.observe.events import (
     StragglerEnded,
     StragglerFound,
 )
+from pretrain.observe.ledger import Ledger, ledger_of
 from pretrain.spec import JobSpec
 
 
 class Metrics:
-    """A sink that keeps the metrics of one run in an injected registry."""
+    """A sink that keeps the metrics of one run in an injected registry.
+
+    Args:
+        registry: where the metrics are registered.
+        spec: of the run.
+        topology: the layout.
+        version: of this package.
+        ledger: the goodput ledger at the time of the call; None for an empty one.
+    """
 
     def __init__(
-        self, registry: CollectorRegistry, spec: JobSpec, topology: Topology, version: str
+        self,
+        registry: CollectorRegistry,
+        spec: JobSpec,
+        topology: Topology,
+        version: str,
+        *,
+        ledger: Callable[[], Ledger] | None = None,
     ) -> None:
+        registry.register(LedgerMetrics(ledger or (lambda: ledger_of(()))))
+
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(f"convoy_{name}", text, labels, registry=registry)
 
@@ -206,6 +227,34 @@ class Metrics:
             self.entropy.labels(layer).set(routing.entropies[at])
             self.dropped.labels(layer).inc(routing.dropped[at])
             self.rerouted.labels(layer).inc(routing.rerouted[at])
+
+
+class LedgerMetrics(Collector):
+    """The metrics of the goodput ledger, made when they are asked for.
+
+    The counters continue over restarts: the ledger is that of the whole log.
+    """
+
+    def __init__(self, ledger: Callable[[], Ledger]) -> None:
+        self._ledger = ledger
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics now."""
+        ledger = self._ledger()
+        yield GaugeMetricFamily(
+            "convoy_goodput_ratio",
+            "Share of productive time in the wall time that the run was not idle.",
+            value=ledger.goodput or 0.0,
+        )
+        for name, text, label, values in (
+            ("phase_seconds", "Wall time of the run by phase.", "phase", ledger.seconds),
+            ("lost_seconds", "Wall time that was not productive.", "cause", ledger.lost_seconds),
+            ("restarts", "Starts after the first.", "cause", ledger.restarts),
+        ):
+            family = CounterMetricFamily(f"convoy_{name}", text, labels=[label])
+            for key, value in values.items():
+                family.add_metric([key], value)
+            yield family
 
 
 class Endpoint:

@@ -32,7 +32,9 @@ from pretrain.errors import (
     InputError,
     LostRankError,
 )
-from pretrain.observe.jsonl import last_step
+from pretrain.observe.console import STOP_CAUSES
+from pretrain.observe.events import LedgerSummed, RunStopped
+from pretrain.observe.jsonl import last_event, last_step
 
 State = Literal[
     "running", "done", "lost_rank", "bad_input", "health", "try_again", "interrupted", "crashed"
@@ -72,6 +74,8 @@ class Status(BaseModel):
     """When rank 0 began, in UTC, as in ISO 8601."""
     time: str
     """When the file was written, in UTC, as in ISO 8601."""
+    ledger: LedgerSummed | None = None
+    """The goodput ledger as the log last had it; None where the log has none."""
 
     @property
     def is_gone(self) -> bool:
@@ -124,7 +128,11 @@ class StatusFile:
     def end(self, exit_code: int) -> None:
         """Say how a run ended that returned its exit code."""
         stopped = exit_code == EXIT_TRY_AGAIN
-        reason = "stopped on request; the same command resumes" if stopped else ""
+        reason = ""
+        if stopped:
+            event = last_event(self.run_dir / "log.jsonl", RunStopped)
+            why = STOP_CAUSES.get("" if event is None else event.cause, " on request")
+            reason = f"stopped{why}; the same command resumes"
         self._write("try_again" if stopped else "done", exit_code, reason)
 
     def fail(self, error: BaseException) -> None:
@@ -145,6 +153,7 @@ class StatusFile:
             world_size=self.world_size,
             started=self._started,
             time=_now(),
+            ledger=last_event(self.run_dir / "log.jsonl", LedgerSummed),
         )
         path = self.run_dir / "status.json"
         draft = path.with_name(f".status.{os.getpid()}.tmp")

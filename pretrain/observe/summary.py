@@ -10,6 +10,8 @@ from ckpt import committed_steps, open_store
 from ckpt.format import manifest_key
 from parallel.layout import count_ranks
 from pretrain.observe.console import human_bytes, say
+from pretrain.observe.events import LedgerSummed
+from pretrain.observe.ledger import ledger_table
 from pretrain.spec import JobSpec, is_learning_rate_jump, learning_rate
 
 _SHADES = " .:-=+*#%@"
@@ -38,6 +40,8 @@ class Summary(BaseModel):
     tokens_per_expert: list[list[int]]
     """Assignments in the held-out sequences, padding included, a row for each of moe_layers."""
     sample: str
+    ledger: LedgerSummed | None = None
+    """The goodput ledger when the summary was made."""
 
     @staticmethod
     def read(path: Path) -> Summary | None:
@@ -83,10 +87,12 @@ def show_summary(summary: Summary, spec: JobSpec) -> None:
         f"\n  speed             {s.tokens_per_second:,.0f} tokens/s"
         f"\n  peak memory       {human_bytes(s.peak_memory_bytes)} on one rank"
     )
+    if s.ledger is not None:
+        say(_indent(ledger_table(s.ledger), "  "))
     if s.tokens_per_expert:
         say(heat_map(s.moe_layers, s.tokens_per_expert))
     if s.sample:
-        say(f"\nsample, from {spec.sample.prompt!r}:\n{_indent(s.sample)}")
+        say(f"\nsample, from {spec.sample.prompt!r}:\n{_indent(s.sample, '  | ')}")
     root = spec.checkpoint_path
     if isinstance(root, Path):
         root = root.resolve()  # the commands below work from any folder
@@ -132,5 +138,5 @@ def how_to_train_on(spec: JobSpec, step: int, root: Path | str) -> str:
     )
 
 
-def _indent(text: str) -> str:
-    return "\n".join(f"  | {line}" for line in text.splitlines())
+def _indent(text: str, margin: str) -> str:
+    return "\n".join(f"{margin}{line}" for line in text.splitlines())

@@ -1,14 +1,20 @@
 """This process as one rank of a run: process groups, signals, locks and memory."""
 
-from pretrain.runtime.launcher import end_torchrun, end_with_torchrun
+from pretrain.runtime.launcher import end_torchrun, end_with_torchrun, stop_torchrun
 from pretrain.runtime.locks import lock_folder, lock_run
 from pretrain.runtime.memory import keep_freed_memory, peak_memory_bytes
+from pretrain.runtime.notices import NoticeFile, TimeLimit, slurm_end
 from pretrain.runtime.ranks import Runtime, launched_rank, launched_world, start
-from pretrain.runtime.signals import StopRequest
+from pretrain.runtime.signals import StopCause, StopRequest
+from pretrain.runtime.start_parts import StartParts, process_start
 
 __all__ = [
+    "NoticeFile",
     "Runtime",
+    "StartParts",
+    "StopCause",
     "StopRequest",
+    "TimeLimit",
     "end_torchrun",
     "end_with_torchrun",
     "keep_freed_memory",
@@ -17,5 +23,8 @@ __all__ = [
     "lock_folder",
     "lock_run",
     "peak_memory_bytes",
+    "process_start",
+    "slurm_end",
     "start",
+    "stop_torchrun",
 ]

@@ -14,15 +14,17 @@ _GRACE_SECONDS = 30.0
 """As long as torchrun itself waits between its SIGTERM and its SIGKILL."""
 
 
-def end_with_torchrun(grace_seconds: float = _GRACE_SECONDS) -> None:
+def end_with_torchrun(grace_seconds: float = _GRACE_SECONDS) -> int | None:
     """End this process where torchrun, its parent, is gone; does nothing without torchrun.
 
     torchrun ends its ranks unless it is killed itself; the ranks would then train on, without
     anybody to watch them. A thread does what torchrun does: it sends SIGTERM, which lets a run
     finish its step and commit a checkpoint, and SIGKILL ``grace_seconds`` later.
+
+    Returns the process id of torchrun; None without torchrun.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
+        return None
     parent = os.getppid()
 
     def watch() -> None:
@@ -34,6 +36,25 @@ def end_with_torchrun(grace_seconds: float = _GRACE_SECONDS) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()
+    return parent
+
+
+def stop_torchrun(parent: int | None) -> None:
+    """Let torchrun end after a rank that has stopped for good.
+
+    With ``--max-restarts`` torchrun starts its ranks again after every exit code but 0, also on a
+    machine that is about to be taken away. SIGTERM from the first rank of each machine prevents
+    this. Does nothing where no restart is left: torchrun then ends by itself.
+
+    Args:
+        parent: the process id of torchrun, from :func:`end_with_torchrun`.
+    """
+    left = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - int(
+        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    )
+    is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
+    if parent is not None and os.getppid() == parent and is_first_here and left > 0:
+        os.kill(parent, signal.SIGTERM)
 
 
 def end_torchrun(exit_code: int) -> None:

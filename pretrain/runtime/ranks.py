@@ -20,6 +20,7 @@ from parallel import CommMonitor
 from parallel.comm_watch import install_monitor
 from pretrain.errors import EXIT_BAD_INPUT, InputError
 from pretrain.runtime.memory import keep_freed_memory
+from pretrain.runtime.start_parts import StartParts
 
 T = TypeVar("T")
 
@@ -45,6 +46,8 @@ class Runtime:
     """The stats of this rank's collectives."""
     hang_report: HangReport | None = None
     """Reports a collective that fails or times out; None for one rank."""
+    start_parts: StartParts = field(default_factory=StartParts)
+    """What this process's start is spent on."""
 
     @property
     def ranks_per_node(self) -> int:
@@ -154,6 +157,8 @@ def start(timeout_seconds: float, world: int | None = None) -> Runtime:
     Raises InputError where LOCAL_RANK has no CUDA device.
     """
     rank, world = launched_rank(), launched_world() if world is None else world
+    parts = StartParts()
+    parts.mark("imports")
     cuda = torch.cuda.is_available()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if cuda and local_rank >= torch.cuda.device_count():
@@ -178,6 +183,8 @@ def start(timeout_seconds: float, world: int | None = None) -> Runtime:
     dist.broadcast(token, 0, group=control)
     monitor = CommMonitor(time_cuda=os.environ.get(_TIME_CUDA) == "1")
     install_monitor(monitor)
+    hang_report = HangReport.start(rank, world, monitor=monitor, timeout_seconds=timeout_seconds)
+    parts.mark("rendezvous")
     return Runtime(
         rank=rank,
         world=world,
@@ -185,5 +192,6 @@ def start(timeout_seconds: float, world: int | None = None) -> Runtime:
         control_group=control,
         launch_id=f"{int(token):016x}",
         comm_monitor=monitor,
-        hang_report=HangReport.start(rank, world, monitor=monitor, timeout_seconds=timeout_seconds),
+        hang_report=hang_report,
+        start_parts=parts,
     )

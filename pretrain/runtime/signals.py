@@ -1,13 +1,32 @@
-"""Requests to stop or to save, from signals."""
+"""Requests to stop or to save: signals, and notices that other parts of the run watch for."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
+from enum import IntEnum
 from types import FrameType
 
 
+class StopCause(IntEnum):
+    """Why a rank asks all ranks to stop; the step barrier carries the number."""
+
+    NONE = 0
+    SIGNAL = 1
+    """SIGTERM or SIGINT."""
+    NOTICE_FILE = 2
+    """The preemption notice file has appeared."""
+    TIME_LIMIT = 3
+    """The time limit comes before one more step and its save."""
+
+    @property
+    def label(self) -> str:
+        """The name in the log."""
+        return self.name.lower()
+
+
 class StopRequest:
-    """Notes signals for the training loop.
+    """Notes signals for the training loop, and asks others whether to stop.
 
     SIGTERM or SIGINT requests a stop after the step; a second SIGINT raises KeyboardInterrupt at
     once. SIGUSR1 requests a checkpoint.
@@ -15,10 +34,27 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.requested = self.save_requested = False
+        self.is_final = False
+        """Whether the ranks have stopped for a notice or a limit, and must not be started again.
+        After a signal they may be: torchrun sends SIGTERM too when it forms the ranks anew."""
+        self._watched: list[Callable[[], StopCause]] = []
         self._previous = {
             number: signal.signal(number, self._note)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
         }
+
+    def watch(self, cause: Callable[[], StopCause]) -> None:
+        """Ask ``cause`` at the begin of each step whether to stop. ``cause`` must return at once:
+        what takes time belongs into a thread."""
+        self._watched.append(cause)
+
+    @property
+    def cause(self) -> StopCause:
+        """Why this rank asks to stop after the step that begins now."""
+        causes = [watched() for watched in self._watched]
+        if self.requested:
+            causes.append(StopCause.SIGNAL)
+        return max(causes, default=StopCause.NONE)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:

@@ -27,6 +27,13 @@ class TrainConfig(BaseModel):
     in a row ``health.not_finite`` acts, and by default ends the run."""
     timeout_seconds: float = Field(default=300.0, gt=0, le=1e6)
     """The run ends where a collective takes longer than this, in seconds."""
+    time_limit_seconds: float | None = Field(default=None, gt=0)
+    """Wall time of one start, in seconds since the process of rank 0 was started. The run commits a
+    checkpoint and ends with exit code 75 before the limit. Under Slurm the end of the job, of which
+    ``SLURM_JOB_END_TIME`` tells, is a limit too."""
+    notice_file: str | None = Field(default=None, min_length=1)
+    """A file that announces a preemption. When the file appears, the run commits a checkpoint and
+    ends with exit code 75. The environment variable ``CONVOY_NOTICE_FILE`` has precedence."""
 
 
 class EvalConfig(BaseModel):

@@ -29,6 +29,8 @@ class Report:
     """The rank's share of the squared global gradient norm, without the loss scale; a parameter
     that n ranks hold counts 1/n on each."""
     stop_requested: float
+    """Why this rank asks to stop: a number of :class:`pretrain.runtime.StopCause`; 0 for no
+    request."""
     save_requested: float
     """Whether a save is due by the clock, or a signal asked for a save."""
     step_seconds: float
@@ -63,6 +65,8 @@ class Decision:
     target_tokens: int
     stop: bool
     """Some rank was asked to stop: commit a checkpoint after this step and end."""
+    stop_cause: int
+    """The largest of the ranks' ``stop_requested``."""
     save: bool
     """Some rank asks for a checkpoint of this step."""
     step_seconds: float
@@ -138,6 +142,7 @@ def decide(
         grad_norm=norm,
         target_tokens=int(tokens),
         stop=any(r.stop_requested for r in reports),
+        stop_cause=int(max(r.stop_requested for r in reports)),
         save=any(r.save_requested for r in reports),
         step_seconds=max(r.step_seconds for r in reports),
         data_wait_seconds=max(r.data_wait_seconds for r in reports),

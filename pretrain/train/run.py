@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -42,28 +42,39 @@ from pretrain.observe import (
     Events,
     History,
     JsonlLog,
+    Launched,
+    LiveLedger,
+    LoggedEvent,
     Metrics,
+    RankLost,
     RunDone,
+    RunFailed,
     RunStarted,
     RunStopped,
     StatusFile,
     Summary,
+    outcome_of,
+    read_former,
     say,
     show_summary,
+    summed,
 )
 from pretrain.runtime import (
     Runtime,
+    StopCause,
     StopRequest,
     end_with_torchrun,
     launched_rank,
     lock_run,
     peak_memory_bytes,
     start,
+    stop_torchrun,
 )
 from pretrain.spec import JobSpec
 from pretrain.state import Progress
 from pretrain.train.evaluate import evaluate
 from pretrain.train.generate import generate
+from pretrain.train.notices import watch_notices
 from pretrain.train.trainer import Trainer
 
 _LOCK_SECONDS = 60.0
@@ -82,7 +93,7 @@ def run(spec: JobSpec, status: StatusFile | None = None) -> int:
         HealthError: a rule of ``[health]`` stopped the run.
     """
     stop = StopRequest()
-    end_with_torchrun()
+    torchrun = end_with_torchrun()
     layout = launched_layout(spec)
     with ExitStack() as held:
         held.callback(stop.restore)
@@ -101,7 +112,11 @@ def run(spec: JobSpec, status: StatusFile | None = None) -> int:
         if status is not None:
             status.end(code)
         tell_spares(code)
-        return code
+        # A notice is of one machine: the others of an elastic run go on without that machine.
+        leaves = stop.is_final and (not spec.elastic.enabled or stop.cause > StopCause.SIGNAL)
+    if code == EXIT_TRY_AGAIN and leaves:
+        stop_torchrun(torchrun)
+    return code
 
 
 def prepare(spec: JobSpec, *, reset: bool = False, load_step: int | None = None) -> None:
@@ -136,13 +151,16 @@ def prepare(spec: JobSpec, *, reset: bool = False, load_step: int | None = None)
 
 def _run(spec: JobSpec, runtime: Runtime, stop: StopRequest, layout: ChosenLayout) -> int:
     runtime.first(lambda: prepare_corpus(spec.data, spec.model.vocab_size, say))
+    runtime.start_parts.mark("corpus")
     events = Events(Console(spec.train.steps, runtime.rank))
     job = build_job(spec, runtime, events, layout.topology)
+    runtime.start_parts.mark("build")
     secret = launch_secret(runtime)
     writer = runtime.together(lambda: start_saver(job, secret))
     ended = False
     try:
         join_peers(job, writer, runtime.together(writer.ready), secret)
+        runtime.start_parts.mark("writer")
         with ExitStack() as sinks:
             code = _train(job, stop, writer, sinks, layout)
         ended = True
@@ -160,38 +178,81 @@ def _train(
     layout: ChosenLayout,
 ) -> int:
     runtime, path = job.runtime, job.spec.run_path / "log.jsonl"
-    history = History.read(path) if runtime.is_first else History()
-    url = runtime.first(lambda: _open_sinks(job, path, sinks))
-    progress = restore(job, writer.tiers)
-    checkpoints = CheckpointProgress.after(progress.step, max(0, newest_shared_step(job)))
-    runtime.together(lambda: writer.prepare(job.topology, checkpoint_arrays(job)))
-    job.events.publish(_started(job, progress, url, layout))
-    checkpointer = Checkpointer(job, writer, stop=stop, history=history, progress=checkpoints)
-    faults = faults_of(job.spec, runtime, job.events, writer.writer_process_id)
-    sinks.callback(faults.close)
-    trainer = Trainer(job, progress, checkpointer, faults)
-    with _watched(runtime, trainer):
-        if trainer.train(stop):
-            job.events.publish(RunStopped(step=trainer.progress.step))
-            return EXIT_TRY_AGAIN
-        _finish(job, trainer.progress)
-    job.events.publish(RunDone(step=trainer.progress.step))
+    former = read_former(path) if runtime.is_first else []
+    opened = runtime.first(lambda: _open_sinks(job, path, former, sinks))
+    url, ledger = opened or (None, None)
+    trainer: Trainer | None = None
+    with _failure_published(job, lambda: trainer):
+        job.events.publish(_launched(job))
+        watch_notices(job, stop, former=former, held=sinks)
+        progress = restore(job, writer.tiers)
+        checkpoints = CheckpointProgress.after(progress.step, max(0, newest_shared_step(job)))
+        runtime.start_parts.mark("load")
+        runtime.together(lambda: writer.prepare(job.topology, checkpoint_arrays(job)))
+        runtime.start_parts.mark("staging")
+        job.events.publish(_started(job, progress, url, layout))
+        checkpointer = Checkpointer(
+            job, writer, stop=stop, history=History.of(former), progress=checkpoints
+        )
+        faults = faults_of(job.spec, runtime, job.events, writer.writer_process_id)
+        sinks.callback(faults.close)
+        trainer = Trainer(job, progress, checkpointer, faults)
+        with _watched(job, trainer):
+            if trainer.train(stop):
+                step, cause = trainer.progress.step, trainer.stop_cause.label
+                job.events.publish(RunStopped(step=step, cause=cause))
+                return EXIT_TRY_AGAIN
+            _finish(job, trainer.progress, ledger)
+        job.events.publish(RunDone(step=trainer.progress.step))
     return EXIT_DONE
 
 
-def _open_sinks(job: Job, path: Path, sinks: ExitStack) -> str | None:
-    """Let the log and the metrics have the run's events; returns where the metrics are served."""
+def _open_sinks(
+    job: Job, path: Path, former: Sequence[LoggedEvent], sinks: ExitStack
+) -> tuple[str | None, LiveLedger]:
+    """Let the log, the metrics and the ledger have the run's events.
+
+    Returns where the metrics are served, and the ledger.
+    """
     spec = job.spec
     log = JsonlLog(path)
     sinks.callback(log.close)
     job.events.subscribe(log)
+    ledger = LiveLedger(former, log, job.events)
     registry = CollectorRegistry()
-    job.events.subscribe(Metrics(registry, spec, job.topology, version("convoy-moe")))
+    job.events.subscribe(
+        Metrics(registry, spec, job.topology, version("convoy-moe"), ledger=ledger.ledger)
+    )
+    job.events.subscribe(ledger)
     if spec.metrics.port < 0:
-        return None
+        return None, ledger
     endpoint = Endpoint(registry, spec.metrics.host, spec.metrics.port)
     sinks.callback(endpoint.close)
-    return endpoint.url
+    return endpoint.url, ledger
+
+
+def _launched(job: Job) -> Launched:
+    runtime = job.runtime
+    return Launched(
+        step=0,
+        process_start=runtime.start_parts.began,
+        launch_id=runtime.launch_id,
+        world_size=runtime.world,
+        start_seconds=runtime.start_parts.seconds,
+    )
+
+
+@contextmanager
+def _failure_published(job: Job, trainer: Callable[[], Trainer | None]) -> Iterator[None]:
+    """Publish the error that ends the start."""
+    try:
+        yield
+    except BaseException as error:
+        state, _, reason = outcome_of(error)
+        at = trainer()
+        step = 0 if at is None else at.progress.step
+        job.events.publish(RunFailed(step=step, state=state, reason=reason))
+        raise
 
 
 def _started(job: Job, progress: Progress, url: str | None, layout: ChosenLayout) -> RunStarted:
@@ -212,27 +273,31 @@ def _started(job: Job, progress: Progress, url: str | None, layout: ChosenLayout
         topology_epoch=progress.topology_epoch,
         spares=layout.spares,
         layout_reason="" if layout.reason == ChosenLayout.reason else layout.reason,
+        start_seconds=runtime.start_parts.seconds,
     )
 
 
 @contextmanager
-def _watched(runtime: Runtime, trainer: Trainer) -> Iterator[None]:
+def _watched(job: Job, trainer: Trainer) -> Iterator[None]:
     """Where a collective fails, say which, and who is not in it."""
     try:
         yield
     except (HealthError, CheckpointError):
         raise
     except RuntimeError as error:
-        hang_report = runtime.hang_report
+        hang_report, monitor = job.runtime.hang_report, job.runtime.comm_monitor
         if hang_report is None or not hang_report.is_lost(error):
             raise
+        job.events.publish(
+            RankLost(step=trainer.progress.step, waited_seconds=monitor.waited_seconds)
+        )
         told = hang_report.report(error)
         if told is None:
             raise SystemExit(EXIT_LOST) from None
         raise LostRankError(f"after step {trainer.progress.step}, {told}") from error
 
 
-def _finish(job: Job, progress: Progress) -> None:
+def _finish(job: Job, progress: Progress, ledger: LiveLedger | None) -> None:
     """Write and show the summary; where it stands already, show it again."""
     spec, runtime = job.spec, job.runtime
     path = spec.run_path / "summary.json"
@@ -240,6 +305,8 @@ def _finish(job: Job, progress: Progress) -> None:
     current = known is not None and known.steps == progress.step and known.spec_hash == spec.hash
     if not runtime.broadcast(int(current)):
         known = _summarize(job, progress)
+        if ledger is not None:
+            known = known.model_copy(update={"ledger": summed(ledger.ledger(), progress.step)})
         summary = known
         runtime.first(lambda: _write_summary(path, summary))
     if runtime.is_first and known is not None:

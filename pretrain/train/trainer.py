@@ -16,7 +16,7 @@ from pretrain.model import forward_flops, peak_flops_per_second
 from pretrain.observe import CapacityPlanned, Evaluated, StepCommitted, StepSkipped
 from pretrain.optim import set_lr
 from pretrain.parallelize import RoutingStats, StepResult
-from pretrain.runtime import StopRequest
+from pretrain.runtime import StopCause, StopRequest
 from pretrain.spec import learning_rate
 from pretrain.state import Progress, rng_states, set_rng_states
 from pretrain.train.barrier import Action, Decision, Report, decide, exchange
@@ -57,6 +57,8 @@ class Trainer:
         """Tries in a row that were not finite, overflows of float16 not counted."""
         self.interval = IntervalStats()
         self.straggler_stages = StragglerStages(job)
+        self.stop_cause = StopCause.NONE
+        """Why the last step was the last one, where a rank asked to stop."""
 
     def train(self, stop: StopRequest) -> bool:
         """Step until the spec's last step, or until some rank is asked to stop.
@@ -67,9 +69,10 @@ class Trainer:
         spec, checkpointer = self.job.spec, self.checkpointer
         stopped = False
         while self.progress.step < spec.train.steps and not stopped:
-            decision = self.step(stop.requested)
+            decision = self.step(stop.cause)
             checkpointer.poll()
-            stopped = decision.stop
+            stopped, self.stop_cause = decision.stop, StopCause(decision.stop_cause)
+            stop.is_final = self.stop_cause > StopCause.SIGNAL
             if decision.action is Action.SKIP and not stopped:
                 continue
             step = self.progress.step
@@ -88,7 +91,7 @@ class Trainer:
         checkpointer.finish(self.progress)
         return stopped and self.progress.step < spec.train.steps
 
-    def step(self, stop_requested: bool) -> Decision:
+    def step(self, stop_requested: int) -> Decision:
         """One step: forward, backward, barrier, and the update where all ranks commit.
 
         After a float16 overflow the next step takes the same samples with half the loss scale.
@@ -126,10 +129,10 @@ class Trainer:
         traffic = job.runtime.comm_monitor.take()
         seconds = time.perf_counter() - began
         if decision.action is Action.SKIP:
-            self._skip(decision, cursor, seconds, traffic)
+            self._skip(decision, cursor, seconds, waited, traffic)
             return decision
         self.interval.micro_batches = len(batches)
-        self._publish_commit(decision, seconds, traffic)
+        self._publish_commit(decision, seconds, waited, traffic)
         if replanned and job.balance is not None:
             # After its step's event: a plan holds from the next step on, and a replay reads it so.
             job.events.publish(
@@ -149,7 +152,7 @@ class Trainer:
         return decision
 
     def _report(
-        self, result: StepResult, *, began: float, waited: float, stop_requested: bool
+        self, result: StepResult, *, began: float, waited: float, stop_requested: int
     ) -> Report:
         """What this rank brings to the barrier."""
         scale = self.progress.loss_scale or 1.0
@@ -194,7 +197,11 @@ class Trainer:
         self.skipped = 0
 
     def _publish_commit(
-        self, decision: Decision, seconds: float, traffic: Mapping[CollectiveKind, CommStats]
+        self,
+        decision: Decision,
+        seconds: float,
+        waited: float,
+        traffic: Mapping[CollectiveKind, CommStats],
     ) -> None:
         """Publish a committed step, and add the step to the interval."""
         job, tokens = self.job, decision.target_tokens
@@ -214,6 +221,7 @@ class Trainer:
                 consumed_samples=self.progress.consumed_samples,
                 seconds=seconds,
                 data_wait_seconds=decision.data_wait_seconds,
+                rank_0_data_wait_seconds=waited,
                 slowest_rank_seconds=decision.step_seconds,
                 tokens_per_second=tokens / seconds,
                 mfu=self.mfu(tokens, seconds),
@@ -260,6 +268,7 @@ class Trainer:
         decision: Decision,
         cursor: Cursor,
         seconds: float,
+        waited: float,
         traffic: Mapping[CollectiveKind, CommStats],
     ) -> None:
         """Publish a step that changed nothing, and do what the playbook says about it."""
@@ -275,6 +284,7 @@ class Trainer:
                 grad_norm=decision.grad_norm,
                 seconds=seconds,
                 data_wait_seconds=decision.data_wait_seconds,
+                rank_0_data_wait_seconds=waited,
                 reason=decision.reason,
                 why=decision.why,
                 overflow=decision.overflow,

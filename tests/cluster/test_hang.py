@@ -29,10 +29,10 @@ def text(tmp_path_factory) -> Path:
 def a_stuck_loader() -> None:
     step = Loader.step
 
-    def slow(self, cursor):
+    def slow(self, cursor, skipped=()):
         if cursor.sample_index >= 16:
             time.sleep(60)
-        return step(self, cursor)
+        return step(self, cursor, skipped)
 
     Loader.step = slow
 
@@ -40,8 +40,8 @@ def a_stuck_loader() -> None:
 def a_micro_batch_less() -> None:
     step = Loader.step
 
-    def fewer(self, cursor):
-        batches, after = step(self, cursor)
+    def fewer(self, cursor, skipped=()):
+        batches, after = step(self, cursor, skipped)
         return batches[1:] if cursor.sample_index >= 16 else batches, after
 
     Loader.step = fewer
@@ -50,10 +50,10 @@ def a_micro_batch_less() -> None:
 def a_kill() -> None:
     step = Loader.step
 
-    def end(self, cursor):
+    def end(self, cursor, skipped=()):
         if cursor.sample_index >= 16:
             os.kill(os.getpid(), signal.SIGKILL)
-        return step(self, cursor)
+        return step(self, cursor, skipped)
 
     Loader.step = end
 
