@@ -3,6 +3,7 @@
 #                 SPEC=, RANKS= and ARGS="--set train.steps=480" change it
 # make test       the test suite, lint and types apart (make lint, make types)
 # make check      all three
+# make chaos      the tiny recipe under 30 random faults, and without; OUT= is a new folder
 
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +18,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE := 1
 # After SIGTERM ranks finish a step and commit a checkpoint before they are killed.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 600
 
-.PHONY: setup pretrain test test-all lint types check megablocks docs/spec.md clean
+.PHONY: setup pretrain chaos test test-all lint types check megablocks docs/spec.md clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +31,11 @@ pretrain: setup
 	$(PY) tools/prepare_data.py $(SPEC) $(ARGS) $(if $(filter 1,$(FRESH)),--reset)
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 	    tools/pretrain.py $(SPEC) $(ARGS)
+
+OUT ?= runs/chaos
+chaos: setup
+	$(PY) tools/prepare_data.py $(SPEC) $(ARGS)
+	$(PY) tools/chaos.py $(SPEC) $(OUT) $(ARGS) --json $(OUT).json
 
 # Many tests are one process that starts torch: two workers share them out.
 test: setup

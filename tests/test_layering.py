@@ -68,7 +68,9 @@ PRETRAIN = {
     "pretrain.elastic": {
         "pretrain.errors", "pretrain.spec", "pretrain.runtime", "pretrain.observe",
     },
-    "pretrain.faults": {"pretrain.spec", "pretrain.runtime", "pretrain.observe"},
+    "pretrain.faults": {
+        "pretrain.errors", "pretrain.spec", "pretrain.runtime", "pretrain.observe",
+    },
     "pretrain.plan": {
         "pretrain.errors", "pretrain.spec", "pretrain.model", "pretrain.parallelize",
     },
@@ -95,6 +97,7 @@ PRETRAIN = {
     "pretrain.commands": {
         "pretrain.errors", "pretrain.spec", "pretrain.runtime", "pretrain.observe",
         "pretrain.convert", "pretrain.plan", "pretrain.train", "pretrain.elastic",
+        "pretrain.faults",
     },
 }  # fmt: skip
 MAY_IMPORT: dict[str, set[str]] = {

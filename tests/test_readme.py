@@ -141,6 +141,9 @@ RUN = {
 
 # Run by another test, which is named.
 ELSEWHERE = {
+    f"convoy chaos {RECIPE} runs/chaos --faults 30 --machines 3 --json chaos.json": (
+        "tests/pretrain/test_campaign.py"
+    ),
     "convoy convert upcycle SRC OUT --num-experts 8 --top-k 2": "tests/commands/test_convert.py",
     f"torchrun --standalone --nproc-per-node 2 tools/pretrain.py {RECIPE}": "Makefile",
     "torchrun --nproc-per-node 2 tools/pretrain.py mine.toml": "tests/commands/test_starting.py",
@@ -175,7 +178,7 @@ def test_every_command_is_run_somewhere():
 def test_commands_that_other_tests_run_are_in_them():
     for command, where in ELSEWHERE.items():
         text = (ROOT / where).read_text()
-        for word in ("upcycle", "--no-python", "tools.pretrain", "tools/pretrain.py"):
+        for word in ("upcycle", "chaos", "--no-python", "tools.pretrain", "tools/pretrain.py"):
             if word in command:
                 assert word in text, (command, where)
 

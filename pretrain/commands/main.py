@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from pretrain.commands import convert, inspect, prepare, pretrain, reshard, simulate, status
+from pretrain.commands import chaos, convert, inspect, prepare, pretrain, reshard, simulate, status
 from pretrain.commands.parsing import Parser
 from pretrain.observe import say
 
@@ -18,6 +18,7 @@ _COMMANDS = {
     "reshard": (reshard.main, "rewrite a checkpoint for another layout, format or shape"),
     "convert": (convert.main, "import from and export to Hugging Face; upcycle dense models"),
     "simulate": (simulate.main, "simulate a run under failures, before it starts"),
+    "chaos": (chaos.main, "run a spec under random faults, and say what became of the run"),
 }
 
 
@@ -25,8 +26,7 @@ def main(command: str | None = None, arguments: Sequence[str] | None = None) -> 
     """Run a command and return its exit code.
 
     Args:
-        command: ``pretrain``, ``prepare``, ``status``, ``inspect``, ``reshard``, ``convert`` or
-            ``simulate``. Where it is None, the first of ``arguments`` names the command.
+        command: one of those above. Where it is None, the first of ``arguments`` names the command.
         arguments: what follows on the command line; None takes this process's own.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)

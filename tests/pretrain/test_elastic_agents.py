@@ -87,18 +87,18 @@ def assert_one_run(run: Path, reference: Path) -> None:
 
 def test_four_three_two_four_ranks(tmp_path, job, reference):
     spec, run = elastic_spec(tmp_path, job), tmp_path / "run"
-    with agents(spec, nodes="2:4", run_dir=run) as launch:
-        for number in range(4):
-            launch.start(number)
+    with agents(spec, run, least=2, most=4) as launch:
+        for _ in range(4):
+            launch.start()
         launch.wait_for_step(6, starts=1)
-        launch.kill_worker(1)
+        launch.kill_rank(1)
         launch.wait_for_step(12, starts=2)
-        launch.kill(3)
+        launch.lose(3)
         launch.wait_for_step(20, starts=3)
-        launch.kill(2)
+        launch.lose(2)
         launch.wait_for_step(28, starts=4)
-        launch.start(4)
-        launch.start(5)
+        launch.start()
+        launch.start()
         codes = launch.wait_for_end()
     assert codes == [0] * 4, launch.output()
     sizes = [event["world_size"] for event in events(run, "start")]

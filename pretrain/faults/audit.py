@@ -1,0 +1,145 @@
+"""The comparison of a run under faults with a run that nothing happened to, by their logs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pretrain.observe import FaultInjected, LoggedEvent, StepCommitted, ledger_of
+
+CLOSE = 1e-5
+"""Another layout rounds sums otherwise; losses of one run differ by less than this, relatively."""
+FAR = 1e-2
+"""A token whose two best experts have nearly equal scores may take the other one in another layout,
+and changes a loss by less than this, relatively."""
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What became of one fault."""
+
+    kind: str
+    step: int
+    """The step in which the fault happened, from 1."""
+    rank: int
+    """The rank, or the number of the machine for ``machine_lost``."""
+    seconds: float | None
+    """Until that step was committed; None where no later step was committed."""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What the logs of two runs say."""
+
+    faults: list[Recovery]
+    samples_problem: str
+    """The first step whose samples are not those of the undisturbed run; empty where all are."""
+    losses: list[tuple[int, float]]
+    """Steps whose loss differs by more than :data:`CLOSE`, with the relative difference."""
+    starts: int
+    goodput: float | None
+    ledger_error: float
+    """The difference between the ledger's phases and the wall time, over the wall time."""
+
+    @property
+    def recovered(self) -> int:
+        """Faults after which the run went on."""
+        return sum(fault.seconds is not None for fault in self.faults)
+
+    @property
+    def samples_exact(self) -> bool:
+        """Whether every step took the samples of the undisturbed run, each exactly once."""
+        return not self.samples_problem
+
+    @property
+    def is_one_run(self) -> bool:
+        """Whether the run went on after every fault, with its samples, and with losses that differ
+        by less than :data:`FAR`."""
+        near = all(abs(difference) < FAR for _, difference in self.losses)
+        return near and self.samples_exact and self.recovered == len(self.faults)
+
+    @property
+    def losses_exact(self) -> bool:
+        """Whether every step's loss is that of the undisturbed run, up to :data:`CLOSE`."""
+        return not self.losses
+
+
+def audit(
+    lines: Sequence[LoggedEvent],
+    undisturbed: Sequence[LoggedEvent],
+    machines_lost: Sequence[tuple[int, int, float]] = (),
+    ended: float | None = None,
+) -> Audit:
+    """Compare two runs of one spec.
+
+    Args:
+        lines: the log of the run under faults, over all of its starts.
+        undisturbed: the log of the other run.
+        machines_lost: faults that the log does not have: (step, machine, Unix time).
+        ended: the Unix time of the last write to the log, by the clock of the file system.
+    """
+    ledger = ledger_of(lines)
+    wall = (ended or ledger.end or 0.0) - (ledger.begin or 0.0)
+    return Audit(
+        faults=_recoveries(lines, machines_lost),
+        samples_problem=_samples_problem(_steps(lines), _steps(undisturbed)),
+        losses=_losses(_steps(lines), _steps(undisturbed)),
+        starts=1 + sum(ledger.restarts.values()),
+        goodput=ledger.goodput,
+        ledger_error=abs(wall - ledger.wall_seconds) / max(wall, 1e-9),
+    )
+
+
+def _steps(lines: Sequence[LoggedEvent]) -> list[StepCommitted]:
+    return [line.event for line in lines if isinstance(line.event, StepCommitted)]
+
+
+def _samples_problem(taken: Sequence[StepCommitted], expected: Sequence[StepCommitted]) -> str:
+    cursors = {step.step: step.consumed_samples for step in expected}
+    at = 0
+    for one in taken:
+        if one.step > at + 1:
+            return f"step {one.step} comes after step {at}: a step is missing"
+        at = one.step
+        if one.consumed_samples != cursors.get(at):
+            return (
+                f"step {at} ends at sample {one.consumed_samples}, and at {cursors.get(at)} in "
+                f"the undisturbed run"
+            )
+    last = max(cursors, default=0)
+    return "" if at == last else f"the last step is {at}, and {last} in the undisturbed run"
+
+
+def _losses(
+    taken: Sequence[StepCommitted], expected: Sequence[StepCommitted]
+) -> list[tuple[int, float]]:
+    losses = {step.step: step.loss for step in expected}
+    differences = [
+        (one.step, one.loss / losses[one.step] - 1) for one in taken if one.step in losses
+    ]
+    return [(step, difference) for step, difference in differences if abs(difference) > CLOSE]
+
+
+def _recoveries(
+    lines: Sequence[LoggedEvent], machines_lost: Sequence[tuple[int, int, float]]
+) -> list[Recovery]:
+    commits = [
+        (line.time or 0.0, line.event.step)
+        for line in lines
+        if isinstance(line.event, StepCommitted)
+    ]
+    faults = [
+        (line.time or 0.0, line.event.kind, line.event.step + 1, line.event.rank)
+        for line in lines
+        if isinstance(line.event, FaultInjected)
+    ]
+    faults += [(time, "machine_lost", step, machine) for step, machine, time in machines_lost]
+    return [
+        Recovery(
+            kind=kind,
+            step=step,
+            rank=rank,
+            seconds=next((t - began for t, taken in commits if t > began and taken >= step), None),
+        )
+        for began, kind, step, rank in sorted(faults)
+    ]

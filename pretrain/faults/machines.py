@@ -1,0 +1,131 @@
+"""A launch of torchrun on this machine, each of whose agents stands for a machine with one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_RENDEZVOUS = {
+    "last_call_timeout": "3",
+    "keep_alive_interval": "1",
+    "keep_alive_max_attempt": "3",
+    "is_host": "0",
+}
+"""Short times: nothing is far away."""
+
+
+class Machines:
+    """Machines of one launch, by number. The store of the rendezvous lives in this process.
+
+    Args:
+        command: what torchrun starts, for example ``["tools/pretrain.py", SPEC]``.
+        logs: the folder for the output of each machine, which is made.
+        least: the fewest machines that train.
+        most: the most machines that train.
+        conf: more keys of ``--rdzv-conf``.
+        backend: of the rendezvous.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        logs: Path,
+        *,
+        least: int,
+        most: int,
+        conf: dict[str, str] | None = None,
+        backend: str = "c10d",
+    ) -> None:
+        # Here: whoever only reads a spec does without torch.distributed.
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        self.command, self.logs, self.backend = command, logs, backend
+        self.nodes, self.conf = f"{least}:{most}", _RENDEZVOUS | (conf or {})
+        # Whoever serves the rendezvous must outlive every machine.
+        self.store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._started = 0
+
+    def start(self, name: str | None = None) -> int:
+        """Start a machine, which joins the launch; returns its number."""
+        number, self._started = self._started, self._started + 1
+        self.logs.mkdir(parents=True, exist_ok=True)
+        conf = ",".join(f"{key}={value}" for key, value in self.conf.items())
+        with (self.logs / f"machine-{number}.txt").open("wb") as log:
+            self.processes[number] = subprocess.Popen(
+                [
+                    sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.nodes}",
+                    "--nproc-per-node=1", "--max-restarts=1000",
+                    f"--rdzv-backend={self.backend}", "--rdzv-id=machines",
+                    f"--rdzv-endpoint=127.0.0.1:{self.store.port}", f"--rdzv-conf={conf}",
+                    "--monitor-interval=0.1", *self.command,
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+                    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60",
+                    **({} if name is None else {"CONVOY_NODE_NAME": name}),
+                },
+            )  # fmt: skip
+        return number
+
+    def ranks(self, number: int) -> list[int]:
+        """The processes that a machine's torchrun has started; Linux only."""
+        found = []
+        for task in Path(f"/proc/{self.processes[number].pid}/task").iterdir():
+            found += [int(pid) for pid in (task / "children").read_text().split()]
+        return found
+
+    def kill_rank(self, number: int) -> None:
+        """SIGKILL to the rank of a machine."""
+        for pid in self.ranks(number):
+            os.kill(pid, signal.SIGKILL)
+
+    def lose(self, number: int) -> None:
+        """SIGKILL to a machine's torchrun and rank at once."""
+        ranks, process = self.ranks(number), self.processes.pop(number)
+        process.kill()
+        for pid in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+    @property
+    def running(self) -> bool:
+        """Whether some machine's torchrun runs."""
+        return any(process.poll() is None for process in self.processes.values())
+
+    def exit_codes(self) -> list[int]:
+        """Of each machine's torchrun; waits until they have ended."""
+        return [process.wait() for process in self.processes.values()]
+
+    def output(self) -> str:
+        """The ends of what all machines have printed, for a report of a failure."""
+        logs = sorted(self.logs.glob("machine-*.txt"))
+        return "\n".join(f"{log.name}:\n{log.read_text()[-4000:]}" for log in logs)
+
+    def close(self) -> None:
+        """Kill all processes that are left."""
+        for number in list(self.processes):
+            with contextlib.suppress(OSError):
+                self.lose(number)
+
+
+@contextmanager
+def closing(machines: Machines) -> Iterator[Machines]:
+    """End all processes of a launch, however the context ends."""
+    try:
+        yield machines
+    finally:
+        machines.close()

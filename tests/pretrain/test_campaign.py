@@ -1,0 +1,133 @@
+"""Campaigns of faults: what is drawn, what an audit sees, and a campaign on real processes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pretrain.commands import main
+from pretrain.errors import InputError
+from pretrain.faults import audit, draw_faults
+from pretrain.observe import FaultInjected, LoggedEvent, StepCommitted
+from tests.support.jobs import data_of, prepare_job, write_spec
+
+BATCH = 4
+
+
+def step(number: int, time: float, *, loss: float = 2.0, samples: int | None = None) -> LoggedEvent:
+    event = StepCommitted(
+        step=number, loss=loss, grad_norm=1.0, seconds=1.0, lr=0.1, tokens_seen=1, mfu=0.1,
+        consumed_samples=BATCH * number if samples is None else samples,
+        slowest_rank_seconds=1.0, tokens_per_second=1.0,
+    )  # fmt: skip
+    return LoggedEvent(event, time)
+
+
+def fault(number: int, time: float, kind: str = "kill") -> LoggedEvent:
+    return LoggedEvent(FaultInjected(step=number - 1, kind=kind, rank=1, text=kind), time)
+
+
+CALM = [step(n, float(n)) for n in range(1, 6)]
+
+
+def test_steps_that_are_taken_again_with_their_samples_are_exact():
+    lines = [step(1, 1.0), step(2, 2.0), fault(3, 2.5), step(2, 12.0), step(3, 13.0),
+             step(4, 14.0), step(5, 15.0)]  # fmt: skip
+    found = audit(lines, CALM)
+    assert (found.samples_problem, found.losses, found.recovered) == ("", [], 1)
+    assert [(one.kind, one.step, one.seconds) for one in found.faults] == [("kill", 3, 10.5)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        ([step(1, 1.0), step(3, 2.0)], "step 3 comes after step 1: a step is missing"),
+        ([step(1, 1.0), step(2, 2.0, samples=9)], "step 2 ends at sample 9, and at 8 in"),
+        (CALM[:4], "the last step is 4, and 5 in the undisturbed run"),
+        ([*CALM[:3], step(5, 4.0)], "step 5 comes after step 3"),
+    ],
+)
+def test_samples_that_are_not_those_of_the_undisturbed_run_are_named(lines, problem):
+    found = audit(lines, CALM)
+    assert not found.samples_exact
+    assert found.samples_problem.startswith(problem)
+
+
+def test_a_loss_that_differs_is_named():
+    found = audit([*CALM[:4], step(5, 5.0, loss=2.001)], CALM)
+    assert found.samples_exact
+    assert [number for number, _ in found.losses] == [5]
+    assert found.losses[0][1] == pytest.approx(5e-4)
+    assert found.is_one_run
+    assert not audit([*CALM[:4], step(5, 5.0, loss=2.1)], CALM).is_one_run
+
+
+def test_a_fault_without_a_later_step_is_not_recovered():
+    found = audit([*CALM, fault(6, 5.5)], CALM, [(2, 0, 1.5)])
+    assert [(one.kind, one.seconds) for one in found.faults] == [
+        ("machine_lost", 0.5),
+        ("kill", None),
+    ]
+    assert found.recovered == 1
+
+
+def test_the_ledger_is_compared_with_the_clock():
+    assert audit(CALM, CALM, ended=5.0).ledger_error == pytest.approx(0.0, abs=0.01)
+    assert audit(CALM, CALM, ended=9.0).ledger_error > 0.4
+
+
+def test_faults_are_drawn_by_the_seed():
+    drawn = draw_faults(3, 10, 60, 4)
+    assert drawn == draw_faults(3, 10, 60, 4) != draw_faults(4, 10, 60, 4)
+    steps = [one.step for one in drawn]
+    assert steps == sorted(set(steps))
+    assert max(steps) <= 54
+    assert {one.rank for one in drawn} <= set(range(4))
+
+
+def test_too_few_steps_for_the_faults_are_refused():
+    with pytest.raises(InputError, match=r"train\.steps \(20\) must be at least 35 for 10 faults"):
+        draw_faults(0, 10, 20, 2)
+    assert len(draw_faults(0, 10, 35, 2)) == 10
+
+
+def test_a_folder_with_files_is_refused(tmp_path, capsys):
+    spec = write_spec(tmp_path, train={"steps": 40})
+    assert main("chaos", [str(spec), str(tmp_path), "--quick"]) == 2
+    assert f"OUT ({tmp_path}) must be empty or missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--faults", "--machines"])
+def test_numbers_that_make_no_campaign_are_refused(tmp_path, capsys, flag):
+    with pytest.raises(SystemExit) as ended:
+        main("chaos", ["spec.toml", str(tmp_path / "out"), flag, "0"])
+    assert ended.value.code == 2
+    assert f"{flag} (0) must be at least" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_convoy_chaos_ends_with_an_exact_run(tmp_path, capsys):
+    job = prepare_job(tmp_path / "job")
+    spec = write_spec(
+        tmp_path,
+        data=data_of(job),
+        model={"d_model": 48, "first_k_dense": 2},
+        moe={"num_experts": 12, "d_ff": 48},
+        parallel={"ep": 2},
+        batch={"global_batch_size": BATCH, "micro_batch_size": 1},
+        train={"steps": 30, "timeout_seconds": 10.0},
+        checkpoint={"interval_steps": 2},
+        optimizer={"lr": 0.001},
+    )
+    out = tmp_path / "out"
+    arguments = [str(spec), str(out), "--faults", "5", "--machines", "2", "--seed", "3"]
+    code = main("chaos", [*arguments, "--json", str(tmp_path / "chaos.json")])
+    print(capsys.readouterr())
+    found = json.loads((tmp_path / "chaos.json").read_text())
+    assert (found["faults"], found["recovered"], found["samples_exact"]) == (5, 5, True), found
+    assert {"kill", "machine_lost"} <= {one["kind"] for one in found["recoveries"]}
+    assert found["ledger_error"] < 0.01
+    assert code == 0
+    assert len(found["losses"]) <= 1, found["losses"]
