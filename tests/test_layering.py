@@ -86,7 +86,7 @@ PRETRAIN = {
     "pretrain.train": {
         "pretrain.errors", "pretrain.model", "pretrain.data", "pretrain.optim", "pretrain.state",
         "pretrain.spec", "pretrain.parallelize", "pretrain.runtime", "pretrain.observe",
-        "pretrain.job", "pretrain.checkpoint", "pretrain.elastic",
+        "pretrain.job", "pretrain.checkpoint", "pretrain.elastic", "pretrain.health",
     },
     "pretrain.commands": {
         "pretrain.errors", "pretrain.spec", "pretrain.runtime", "pretrain.observe",
@@ -101,7 +101,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     **CKPT,
     "cluster": {"cluster.detect", "cluster.members"},
     "cluster.detect": {"parallel"},
-    "cluster.members": set(),
+    "cluster.members": {"parallel.on_demand"},
     "pretrain": set(PRETRAIN),
     **{room: rooms | LIBRARY for room, rooms in PRETRAIN.items()},
     "tools": {"pretrain.commands"},

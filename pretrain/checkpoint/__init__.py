@@ -6,6 +6,7 @@ from pretrain.checkpoint.progress import CheckpointProgress, newest_shared_step
 from pretrain.checkpoint.resume import restore
 from pretrain.checkpoint.run_id import launch_secret, remove_run, roll_back
 from pretrain.checkpoint.tiers import join_peers, start_saver
+from pretrain.checkpoint.verified import leave_verified
 
 __all__ = [
     "CheckpointProgress",
@@ -13,6 +14,7 @@ __all__ = [
     "checkpoint_arrays",
     "join_peers",
     "launch_secret",
+    "leave_verified",
     "newest_shared_step",
     "remove_run",
     "restore",

@@ -30,6 +30,8 @@ from pretrain.spec import JobSpec
 from pretrain.state import run_id_of
 
 _RUN = "run.json"
+BEGINNING = -1
+"""In the place of a step, for a roll-back: before the first checkpoint."""
 _BITS = 62  # of a random id, so that a rank can broadcast the id as a signed number
 
 
@@ -101,12 +103,13 @@ def roll_back(location: Location, step: int, say: Callable[[str], None]) -> None
 
     Manifests of newer steps are moved to ``away/``, where no start looks for checkpoints. The
     folder gets a new run id, and checkpoints in nodes' memory and on their disks are not taken.
+    With ``BEGINNING`` all manifests are moved, and the next start begins the run anew.
 
     Raises InputError where there is no such step; OSError.
     """
     store = ckpt.open_store(location)
     steps = ckpt.committed_steps(store)
-    if step not in steps:
+    if step not in steps and step != BEGINNING:
         found = ", ".join(map(str, steps)) or "there is none"
         raise InputError(f"--load-step ({step}) must be a step that {store.where()} has: {found}")
     name = _new_id()

@@ -8,6 +8,7 @@ from pretrain.observe.events import (
     CapacityPlanned,
     CheckpointCommitted,
     CheckpointFailed,
+    CorruptionFound,
     Evaluated,
     Events,
     IntervalEnded,
@@ -23,6 +24,7 @@ from pretrain.observe.events import (
     SpecChanged,
     StepCommitted,
     StepSkipped,
+    Verified,
 )
 from pretrain.observe.jsonl import History, JsonlLog, last_step, read_log
 
@@ -42,6 +44,7 @@ __all__ = [
     "CheckpointCommitted",
     "CheckpointFailed",
     "Console",
+    "CorruptionFound",
     "Endpoint",
     "Evaluated",
     "Events",
@@ -64,6 +67,7 @@ __all__ = [
     "StepCommitted",
     "StepSkipped",
     "Summary",
+    "Verified",
     "complain",
     "human_bytes",
     "last_step",

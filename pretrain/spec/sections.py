@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from moe import MoEConfig
 from parallel import ParallelConfig
 from pretrain.data import BatchConfig, DataConfig
+from pretrain.health import VerifyConfig
 from pretrain.model import ModelConfig
 from pretrain.optim import OptimizerConfig, ScheduleConfig
 from pretrain.spec.checkpoint import CheckpointConfig, InitConfig
@@ -79,6 +80,8 @@ class Sections(BaseModel):
     """Saving and resuming."""
     elastic: ElasticConfig = ElasticConfig()
     """Other ranks than those of ``[parallel]``."""
+    verify: VerifyConfig = VerifyConfig()
+    """The search for silent data corruption."""
     metrics: MetricsConfig = MetricsConfig()
     """The Prometheus endpoint."""
     sample: SampleConfig = SampleConfig()

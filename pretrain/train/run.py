@@ -29,6 +29,7 @@ from pretrain.errors import (
     EXIT_DONE,
     EXIT_LOST,
     EXIT_TRY_AGAIN,
+    CorruptionError,
     HealthError,
     InputError,
     LostRankError,
@@ -79,6 +80,7 @@ def run(spec: JobSpec, status: StatusFile | None = None) -> int:
     Raises:
         InputError, CheckpointError: nothing can be done with this spec, data or checkpoint.
         HealthError: the loss or the gradient stayed not finite.
+        CorruptionError: ranks have other numbers than they must have, see ``[verify]``.
     """
     stop = StopRequest()
     end_with_torchrun()
@@ -216,7 +218,7 @@ def _watched(runtime: Runtime, trainer: Trainer) -> Iterator[None]:
     """Where a collective fails, say which, and who is not in it."""
     try:
         yield
-    except (HealthError, CheckpointError):
+    except (HealthError, CheckpointError, CorruptionError):
         raise
     except RuntimeError as error:
         hang_report = runtime.hang_report

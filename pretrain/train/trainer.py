@@ -7,9 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from torch import Tensor
+
 from parallel import CollectiveKind, CommStats, all_reduce, grad_square_sum, scale_gradients
 from pretrain.checkpoint import Checkpointer
-from pretrain.data import Cursor
+from pretrain.data import Cursor, Loader
 from pretrain.errors import HealthError
 from pretrain.job import Job
 from pretrain.model import forward_flops, peak_flops_per_second
@@ -26,6 +28,7 @@ from pretrain.train.interval_stats import (
     is_communication_timed,
     seconds_and_bytes,
 )
+from pretrain.train.verify import Verifier
 
 
 class Trainer:
@@ -38,7 +41,9 @@ class Trainer:
     """
 
     def __init__(self, job: Job, progress: Progress, checkpointer: Checkpointer) -> None:
-        self.job, self.progress, self.checkpointer = job, progress, checkpointer
+        self.job, self.checkpointer = job, checkpointer
+        self.verifier = Verifier(job, checkpointer)
+        self.progress = self.verifier.begin(progress)
         spec, runtime = job.spec, job.runtime
         self.flops_per_token = forward_flops(spec.model, spec.moe, spec.data.seq_len).training
         self.peak_flops = runtime.total(peak_flops_per_second(runtime.device, spec.precision.dtype))
@@ -72,7 +77,9 @@ class Trainer:
             # run that was asked to stop may have little time, and only saves.
             if every and (done or (step % every == 0 and not stopped)):
                 self.validate()
-            if checkpointer.due(step, requested=decision.save, last=last):
+            due = checkpointer.due(step, requested=decision.save, last=last)
+            self.verifier.compare_parameters(self.progress, saves=due)
+            if due:
                 checkpointer.save(self.progress, last)
         checkpointer.finish(self.progress)
         return stopped and self.progress.step < spec.train.steps
@@ -82,17 +89,20 @@ class Trainer:
 
         After a float16 overflow the next step takes the same samples with half the loss scale.
 
-        Raises HealthError on every rank after too many steps in a row that are not finite.
+        Raises HealthError on every rank after too many steps in a row that are not finite, and
+        CorruptionError where a check of ``[verify]`` fails.
         """
-        job, spec, before = self.job, self.job.spec, self.progress
+        job, before = self.job, self.progress
+        self.verifier.before_step(before, self._read_step)
         job.runtime.comm_monitor.take()  # what came between steps is not of this one
         began = time.perf_counter()
-        batches, cursor = job.loader.step(Cursor(before.consumed_samples))
+        batches, cursor, planned = self._read_step(job.loader)
         waited = time.perf_counter() - began
-        planned = (cursor.sample_index - before.consumed_samples) * spec.data.seq_len
         scale, device = before.loss_scale, job.runtime.device
         random = {} if scale is None else rng_states(device)
-        result = job.forward_backward(batches, planned, scale)
+        with self.verifier.seeing_gradients():
+            result = job.forward_backward(batches, planned, scale)
+        self.progress = self.verifier.after_backward(before)
         if job.compressed is not None:
             job.compressed.reduce(scale or 1.0)
         report = self._report(result, began=began, waited=waited, stop_requested=stop_requested)
@@ -124,6 +134,13 @@ class Trainer:
                 )
             )
         return decision
+
+    def _read_step(self, loader: Loader) -> tuple[list[Tensor], Cursor, int]:
+        """A rank's micro-batches of the next step, the cursor after the step, and the step's
+        target tokens over all ranks."""
+        start = self.progress.consumed_samples
+        batches, cursor = loader.step(Cursor(start))
+        return batches, cursor, (cursor.sample_index - start) * self.job.spec.data.seq_len
 
     def _report(
         self, result: StepResult, *, began: float, waited: float, stop_requested: bool

@@ -49,6 +49,7 @@ EXAMPLES = {
     "dict[str, float]": {"ep": 0.5},
     "list[str]": ["memory"],
     "list[float]": [0.5, 1.5],
+    "list[int]": [3, 1],
     "list[list[int]]": [[1536, 512]],
     "tuple[int, int] | None": [3, 1],
 }
