@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch
 import ckpt
 from cluster.members import read_exclusions
 from parallel import Topology, digest, local_shard
+from pretrain.checkpoint import leave_verified
 from pretrain.commands.pretrain import main
 from pretrain.errors import InputError
 from pretrain.health import (
@@ -26,7 +28,7 @@ from pretrain.health import (
     machine_to_exclude,
     next_shifts,
 )
-from pretrain.observe import Console, CorruptionFound
+from pretrain.observe import Console, CorruptionFound, Events
 from pretrain.train.trainer import Trainer
 from tests.support.jobs import data_of, events, make_spec, prepare_job, write_spec
 from tests.support.ranks import run_ranks
@@ -169,6 +171,28 @@ def test_one_rank_tells_of_a_finding_that_does_not_end_the_run(rank, stops, said
     assert capsys.readouterr().err == ("error: wrong; training goes on\n" if said else "")
 
 
+@pytest.mark.parametrize(
+    ("verified", "goes_on_after", "left"),
+    [(None, 8, [3, 5, 8]), (9, 8, [3, 5, 8]), (5, 5, [3, 5]), (4, 3, [3]), (0, 0, []),
+     (2, None, [3, 5, 8])],
+)  # fmt: skip
+def test_only_verified_checkpoints_are_left(tmp_path, verified, goes_on_after, left):
+    (tmp_path / "manifests").mkdir()
+    for step in (3, 5, 8):
+        (tmp_path / ckpt.format.manifest_key(step)).write_text("{}")
+    (tmp_path / "run.json").write_text(json.dumps({"run_id": "0"}))
+    job = SimpleNamespace(
+        runtime=SimpleNamespace(from_first=lambda act: act(), agree=lambda ok: ok),
+        spec=SimpleNamespace(checkpoint_path=tmp_path),
+        events=Events(),
+    )
+    checkpointer = SimpleNamespace(wait=lambda: None)
+    assert leave_verified(job, checkpointer, verified) == goes_on_after
+    assert ckpt.committed_steps(tmp_path) == left
+    same_run = json.loads((tmp_path / "run.json").read_text())["run_id"] == "0"
+    assert same_run == (verified is None or goes_on_after is None)
+
+
 # Whole runs.
 
 
@@ -287,24 +311,25 @@ def test_checks_of_a_healthy_run_accuse_nobody_and_change_no_bit(
         assert len(events(tmp_path / "run", "verified")) == 3 + 6
         return
     moe = {"expert_bias": True, "input_jitter": 0.01} | moe
-    off = {"parameters_interval_steps": 0}
-    spec = spec_of(tmp_path, text, 2, parallel=parallel, moe=moe, verify=off)
+    off, few = {"parameters_interval_steps": 0}, {"checkpoint": {"interval_steps": 3}}
+    few |= {"train": {"steps": 4, "timeout_seconds": 60.0}}
+    spec = spec_of(tmp_path, text, 2, parallel=parallel, moe=moe, verify=off, **few)
     without, checked = tmp_path / "without", tmp_path / "checked"
     assert launch(spec, world, None, f"run_dir={without}")[0] == 0
-    spec = spec_of(tmp_path, text, 2, parallel=parallel, moe=moe, verify=CHECKS)
+    spec = spec_of(tmp_path, text, 2, parallel=parallel, moe=moe, verify=CHECKS, **few)
     assert launch(spec, world, None, f"run_dir={checked}") == (0, "")
     assert losses(without) == losses(checked)
     assert fingerprints(without) == fingerprints(checked)
     assert not events(checked, "corruption")
     assert not events(without, "verified")
     found = events(checked, "verified")
-    assert [e["step"] for e in found if e["kind"] == "gradients"] == [1, 3, 5]
+    assert [e["step"] for e in found if e["kind"] == "gradients"] == [1, 3]
     compared = [e["step"] for e in found if e["kind"] == "parameters"]
-    assert compared == ([] if world == 1 or "dp_shard" in parallel else [1, 2, 3, 4, 5, 6])
-    assert ckpt.read_manifest(checked / "checkpoints").state["verified_step"] == 6
+    assert compared == ([] if world == 1 or "dp_shard" in parallel else [2, 3, 4])
+    assert ckpt.read_manifest(checked / "checkpoints").state["verified_step"] == 4
 
 
-@pytest.mark.parametrize("world", [3, pytest.param(2, marks=SLOW)])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=SLOW)])
 def test_a_flipped_bit_of_a_parameter_is_not_saved(text, tmp_path, world):
     spec, run = spec_of(tmp_path, text, world), tmp_path / "run"
     code, said = launch(spec, world, (1, break_parameter, 4))
