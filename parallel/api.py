@@ -23,12 +23,19 @@ from parallel.expert_parallel import (
     expert_parameter_names,
     moe_parameter_names,
 )
-from parallel.fsdp import apply_fsdp, finish_backward, free_gathered, set_gradient_sync
+from parallel.fsdp import (
+    apply_fsdp,
+    finish_backward,
+    free_gathered,
+    gradients_seen,
+    set_gradient_sync,
+)
 from parallel.gradient_compression import CompressedSum
 from parallel.gradients import clip_grad_norm, grad_square_sum, scale_gradients
 from parallel.layout import ShardLayout, Topology, parse_topology
 from parallel.mesh import ParallelDims
 from parallel.recompute import apply_activation_offload, apply_recompute
+from parallel.tensor_digest import digest
 from parallel.tensor_parallel import TensorParallelStyle, apply_tensor_parallel
 
 __all__ = [
@@ -56,11 +63,13 @@ __all__ = [
     "apply_tensor_parallel",
     "by_parallelism",
     "clip_grad_norm",
+    "digest",
     "expert_parameter_names",
     "finish_backward",
     "free_gathered",
     "full_sequences",
     "grad_square_sum",
+    "gradients_seen",
     "local_sequence",
     "local_shard",
     "moe_parameter_names",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -121,9 +122,10 @@ def apply_fsdp(
             ignored_params=alone,
         )
     replicas = _ReplicaSum(dims.replicate_mesh) if sum_replicas and t.dp_replicate > 1 else None
-    _set_sums(cast(list[FSDPModule], sharded), replicas)
-    # nn.Module.__setattr__ is passed by: the attribute is neither a module nor a parameter.
+    sums = _set_sums(cast(list[FSDPModule], sharded), replicas)
+    # nn.Module.__setattr__ is passed by: the attributes are neither modules nor parameters.
     model.__dict__[_REPLICAS] = replicas
+    model.__dict__[_SUMS] = sums
     if prefetch:
         _set_prefetch(blocks, prefetch)
     return model
@@ -135,8 +137,12 @@ def _differs(part: nn.Module, whole: nn.Module) -> bool:
     return any(parameter.dtype not in dtypes for parameter in whole.parameters())
 
 
-def _set_sums(modules: Sequence[FSDPModule], replicas: _ReplicaSum | None) -> None:
-    """Let FSDP sum instead of average, over replicas too, by monitored collectives."""
+def _set_sums(modules: Sequence[FSDPModule], replicas: _ReplicaSum | None) -> list[_ReduceScatter]:
+    """Let FSDP sum instead of average, over replicas too, by monitored collectives.
+
+    Returns each module's sum over the ranks of a replica.
+    """
+    sums = []
     for number, fsdp in enumerate(modules):
         if replicas is not None:
             fsdp.set_all_reduce_hook(partial(replicas, number))
@@ -147,7 +153,9 @@ def _set_sums(modules: Sequence[FSDPModule], replicas: _ReplicaSum | None) -> No
         # Otherwise FSDP asks gloo for a reduction with a divide factor, which gloo lacks.
         fsdp.set_force_sum_reduction_for_comms(True)
         fsdp.set_custom_all_gather(cast(Any, _AllGather()))
-        fsdp.set_custom_reduce_scatter(cast(Any, _ReduceScatter()))
+        sums.append(_ReduceScatter())
+        fsdp.set_custom_reduce_scatter(cast(Any, sums[-1]))
+    return sums
 
 
 def _set_prefetch(blocks: Sequence[nn.Module], ahead: int) -> None:
@@ -163,6 +171,42 @@ def _set_prefetch(blocks: Sequence[nn.Module], ahead: int) -> None:
 
 
 _REPLICAS = "_convoy_replica_sum"
+_SUMS = "_convoy_shard_sums"
+
+Seen = Callable[[Tensor], None]
+"""Gets gradients that are about to be summed, and must not change or keep them."""
+
+
+@contextmanager
+def gradients_seen(
+    model: nn.Module, *, within: Seen, over: Seen, sum_replicas: bool
+) -> Iterator[None]:
+    """Inside the ``with`` block, see gradients before they are summed over other ranks.
+
+    Calls come in the order of the backward, on the stream that reduces. Of a model without FSDP
+    nothing is seen.
+
+    Args:
+        model: the model, after :func:`apply_fsdp`.
+        within: gets what this rank adds to each sum within its replica.
+        over: gets what this rank's replica adds to each sum over replicas, where FSDP does that
+            sum.
+        sum_replicas: with False gradients are not summed over replicas. Every replica must choose
+            alike.
+    """
+    sums: Sequence[_ReduceScatter] = model.__dict__.get(_SUMS, ())
+    replicas: _ReplicaSum | None = model.__dict__.get(_REPLICAS)
+    try:
+        for one in sums:
+            one.seen = within
+        if replicas is not None:
+            replicas.seen, replicas.sums = over, sum_replicas
+        yield
+    finally:
+        for one in sums:
+            one.seen = None
+        if replicas is not None:
+            replicas.seen, replicas.sums = None, True
 
 
 class _ReplicaSum:
@@ -181,6 +225,9 @@ class _ReplicaSum:
         self.last = True
         """Whether the next backward is the step's last."""
         self._unsummed: dict[int, Tensor] = {}
+        self.seen: Seen | None = None
+        self.sums = True
+        """Whether the step's last backward sums over replicas."""
 
     def expect(self, last: bool) -> None:
         """Set whether the next backward is the step's last."""
@@ -198,7 +245,10 @@ class _ReplicaSum:
             assert before.shape == reduced.shape, "some of its parameters had no gradient"
             reduced += before
         if self.last:
-            all_reduce(reduced, self.group, "dp").wait()
+            if self.seen is not None:
+                self.seen(reduced)
+            if self.sums:
+                all_reduce(reduced, self.group, "dp").wait()
         else:
             # FSDP adds `reduced` to the gradient: zeros until the step's last backward.
             self._unsummed[module] = reduced.clone()
@@ -226,6 +276,9 @@ class _AllGather(_Allocate):
 class _ReduceScatter(_Allocate):
     """FSDP's reduce-scatter, monitored. FSDP never passes ``async_op=True``."""
 
+    def __init__(self) -> None:
+        self.seen: Seen | None = None
+
     def __call__(
         self,
         output_tensor: Tensor,
@@ -234,6 +287,8 @@ class _ReduceScatter(_Allocate):
         op: Any,
         async_op: bool = False,
     ) -> None:
+        if self.seen is not None:
+            self.seen(input_tensor)
         reduce_scatter(output_tensor, input_tensor, group, "dp", op).wait()
 
 

@@ -23,3 +23,8 @@ class HealthError(RuntimeError):
 class LostRankError(RuntimeError):
     """A collective failed because a rank is gone or stuck. Exit code 1; the same command resumes
     from the newest checkpoint."""
+
+
+class CorruptionError(LostRankError):
+    """Ranks have numbers that must be equal and are not. Every rank raises this error. Exit code 1;
+    the same command resumes from the newest verified checkpoint."""

@@ -108,7 +108,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     **CKPT,
     "cluster": {"cluster.detect", "cluster.members"},
     "cluster.detect": {"parallel"},
-    "cluster.members": set(),
+    "cluster.members": {"parallel.on_demand"},
     "pretrain": set(PRETRAIN),
     **{room: rooms | LIBRARY for room, rooms in PRETRAIN.items()},
     "tools": {"pretrain.commands"},

@@ -8,6 +8,7 @@ from pretrain.checkpoint.resume import restore
 from pretrain.checkpoint.roll_back import roll_back
 from pretrain.checkpoint.run_id import launch_secret, remove_run
 from pretrain.checkpoint.tiers import join_peers, start_saver
+from pretrain.checkpoint.verified import leave_verified
 
 __all__ = [
     "CheckpointProgress",
@@ -16,6 +17,7 @@ __all__ = [
     "go_back",
     "join_peers",
     "launch_secret",
+    "leave_verified",
     "newest_shared_step",
     "remove_run",
     "restore",

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 import ckpt
 from ckpt import Location
-from pretrain.checkpoint.run_id import RUN, new_id
+from pretrain.checkpoint.run_id import BEGINNING, RUN, new_id
 from pretrain.errors import InputError
 from pretrain.health import HealthMemory
 from pretrain.state import Progress
@@ -37,7 +37,8 @@ def roll_back(
 
     Args:
         location: the checkpoint folder.
-        step: a step that the folder has.
+        step: a step that the folder has; with ``BEGINNING`` all manifests are moved, and the next
+            start begins the run anew.
         say: gets a line for each manifest that is moved.
         health: what the playbook remembers from then on; None for the memory of the checkpoint.
 
@@ -46,7 +47,7 @@ def roll_back(
     store = ckpt.open_store(location)
     complete_roll_back(store, say)
     steps = ckpt.committed_steps(store)
-    if step not in steps:
+    if step not in steps and step != BEGINNING:
         found = ", ".join(map(str, steps)) or "there is none"
         raise InputError(f"--load-step ({step}) must be a step that {store.where()} has: {found}")
     record: dict[str, Any] = {"run_id": new_id(), "rolled_back_to": step}

@@ -31,6 +31,8 @@ from pretrain.state import run_id_of
 RUN = "run.json"
 """The file with the run id; after a roll-back also what :mod:`pretrain.checkpoint.roll_back` says.
 """
+BEGINNING = -1
+"""In the place of a step, for a roll-back: before the first checkpoint."""
 _BITS = 62  # of a random id, so that a rank can broadcast the id as a signed number
 
 

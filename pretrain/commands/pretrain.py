@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.commands.parsing import Parser, ended, is_first_rank
-from pretrain.errors import EXIT_INTERRUPTED, HealthError, InputError, LostRankError
+from pretrain.errors import (
+    EXIT_INTERRUPTED,
+    CorruptionError,
+    HealthError,
+    InputError,
+    LostRankError,
+)
 from pretrain.observe import complain, say
 
 if TYPE_CHECKING:
@@ -109,7 +115,7 @@ def _pretrain(args: argparse.Namespace) -> int:
             error, InputError | CheckpointError | HealthError | LostRankError
         ):
             raise
-        met_by_all |= isinstance(error, HealthError)
+        met_by_all |= isinstance(error, HealthError | CorruptionError)
         if is_first_rank() if met_by_all else not isinstance(error, OtherRankError):
             complain(str(error))
         code = outcome_of(error)[1]

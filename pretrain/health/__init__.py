@@ -16,6 +16,16 @@ if TYPE_CHECKING:
         judge,
         routers_are_checked,
     )
+    from pretrain.health.sdc import (
+        Finding,
+        GradientPass,
+        VerifyConfig,
+        gradients_agree,
+        judge_gradients,
+        judge_states,
+        machine_to_exclude,
+        next_shifts,
+    )
     from pretrain.health.signals import Seen, Signal
     from pretrain.health.stragglers import (
         GainMeter,
@@ -27,7 +37,9 @@ if TYPE_CHECKING:
 __all__ = [
     "ActionName",
     "CapacityBalance",
+    "Finding",
     "GainMeter",
+    "GradientPass",
     "HealthConfig",
     "HealthMemory",
     "Occurrence",
@@ -38,10 +50,16 @@ __all__ = [
     "Stragglers",
     "StragglersConfig",
     "Verdict",
+    "VerifyConfig",
     "after_commit",
     "after_going_back",
     "after_skip",
+    "gradients_agree",
     "judge",
+    "judge_gradients",
+    "judge_states",
+    "machine_to_exclude",
+    "next_shifts",
     "routers_are_checked",
 ]
 
@@ -63,6 +81,14 @@ __getattr__ = on_demand(
         "Straggler": "pretrain.health.stragglers",
         "Stragglers": "pretrain.health.stragglers",
         "StragglersConfig": "pretrain.health.stragglers",
+        "Finding": "pretrain.health.sdc",
+        "GradientPass": "pretrain.health.sdc",
+        "VerifyConfig": "pretrain.health.sdc",
+        "gradients_agree": "pretrain.health.sdc",
+        "judge_gradients": "pretrain.health.sdc",
+        "judge_states": "pretrain.health.sdc",
+        "machine_to_exclude": "pretrain.health.sdc",
+        "next_shifts": "pretrain.health.sdc",
         "judge": "pretrain.health.playbook",
         "routers_are_checked": "pretrain.health.playbook",
     },

@@ -8,6 +8,7 @@ from pretrain.observe.events import (
     CapacityPlanned,
     CheckpointCommitted,
     CheckpointFailed,
+    CorruptionFound,
     Evaluated,
     Event,
     Events,
@@ -35,6 +36,7 @@ from pretrain.observe.events import (
     StragglerEnded,
     StragglerFound,
     StragglerGain,
+    Verified,
 )
 from pretrain.observe.jsonl import (
     History,
@@ -64,6 +66,7 @@ __all__ = [
     "CheckpointCommitted",
     "CheckpointFailed",
     "Console",
+    "CorruptionFound",
     "Endpoint",
     "Evaluated",
     "Event",
@@ -101,6 +104,7 @@ __all__ = [
     "StragglerFound",
     "StragglerGain",
     "Summary",
+    "Verified",
     "complain",
     "human_bytes",
     "last_event",

@@ -10,6 +10,7 @@ from parallel.layout import Topology, count_ranks
 from pretrain.observe.events import (
     CheckpointCommitted,
     CheckpointFailed,
+    CorruptionFound,
     Evaluated,
     Event,
     FaultInjected,
@@ -81,6 +82,8 @@ def _problem(event: Event, rank: int) -> str | None:
             return text
         case Notice(text=text, problem=True):
             return f"rank {rank}: {text}"
+        case CorruptionFound(text=text, stops=False) if rank == 0:
+            return f"{text}; training goes on"
     return None
 
 

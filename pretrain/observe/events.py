@@ -430,6 +430,42 @@ class CheckpointFailed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Verified(Event):
+    """A check of ``[verify]`` found no silent data corruption."""
+
+    name: ClassVar[str] = "verified"
+    kind: str
+    """``parameters``: parameters and moments of all replicas are equal. ``gradients``: gradients
+    of the step after ``step`` are equal when they are computed again."""
+    seconds: float
+    """What training waited for the check, on rank 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorruptionFound(Event):
+    """A check of ``[verify]`` found numbers that must be equal and are not."""
+
+    name: ClassVar[str] = "corruption"
+    kind: str
+    """``parameters`` or ``gradients``."""
+    ranks: list[int]
+    """Ranks whose numbers may be wrong."""
+    machines: list[str]
+    """Their machines."""
+    certain: bool
+    """Whether it is known that exactly these ranks have wrong numbers."""
+    excluded: str | None = None
+    """The machine that was put on the exclude list."""
+    stops: bool = True
+    """Whether the run ends."""
+    to_step: int | None = None
+    """The step after which the next start begins, where the run ends and such a checkpoint is
+    left."""
+    text: str
+    """The finding for people."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunStopped(Event):
     """The run was asked to stop, and committed a checkpoint."""
 
@@ -493,7 +529,7 @@ EVENTS: dict[str, type[Event]] = {
         CapacityPlanned, IntervalEnded, Evaluated, SaveBegun, SaveIntervalChosen,
         CheckpointCommitted, CheckpointFailed, RunStopped, RunDone, StragglerFound,
         StragglerEnded, MicroBatchesPlanned, StragglerGain, HealthSignal, HealthAction,
-        FaultInjected, Launched, RankLost, RunFailed, LedgerSummed,
+        FaultInjected, Launched, RankLost, RunFailed, LedgerSummed, Verified, CorruptionFound,
     )
 }  # fmt: skip
 """Every event by its name in the log."""

@@ -19,6 +19,7 @@ from parallel import Topology
 from pretrain.errors import InputError
 from pretrain.observe.events import (
     CheckpointCommitted,
+    CorruptionFound,
     Event,
     FaultInjected,
     HealthAction,
@@ -32,6 +33,7 @@ from pretrain.observe.events import (
     StepTaken,
     StragglerEnded,
     StragglerFound,
+    Verified,
 )
 from pretrain.observe.ledger import Ledger, ledger_of
 from pretrain.spec import JobSpec
@@ -146,6 +148,15 @@ class Metrics:
             buckets=[0.01 * 2**i for i in range(16)],
             registry=registry,
         )
+        self.verifications = counter(
+            "verifications_total", "Checks that found no silent data corruption.", "kind"
+        )
+        self.verify_seconds = counter(
+            "verify_seconds_total", "Seconds that training waited for these checks.", "kind"
+        )
+        self.corruptions = counter(
+            "corruptions_total", "Checks that found silent data corruption.", "kind"
+        )
         self.restore_duration = gauge("restore_duration_seconds", "Time of this run's restore.")
         self.last_checkpoint = gauge(
             "last_checkpoint_timestamp_seconds", "Unix time of the last commit."
@@ -175,6 +186,11 @@ class Metrics:
             case StragglerEnded(rank=rank):
                 with contextlib.suppress(KeyError):  # the rank became slow before this start
                     self.straggler_speed.remove(str(rank))
+            case Verified(kind=kind, seconds=seconds):
+                self.verifications.labels(kind).inc()
+                self.verify_seconds.labels(kind).inc(seconds)
+            case CorruptionFound(kind=kind):
+                self.corruptions.labels(kind).inc()
             case Restored(seconds=seconds):
                 self.restore_duration.set(seconds)
             case SaveBegun(stall_seconds=seconds, tiers=tiers):

@@ -126,6 +126,15 @@ class Runtime:
         dist.all_gather(rows, own, group=self.control_group)
         return [[(a, b) for a, b in row.tolist() if a >= 0] for row in rows]
 
+    def gather_texts(self, text: str) -> list[str]:
+        """The texts of all ranks, in rank order; without characters of code 0."""
+        data = text.encode()
+        own = torch.zeros(int(self.maximum(len(data))), dtype=torch.uint8)
+        own[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+        rows = [torch.empty_like(own) for _ in range(self.world)]
+        dist.all_gather(rows, own, group=self.control_group)
+        return [bytes(row.tolist()).rstrip(b"\0").decode() for row in rows]
+
     def close(self) -> None:
         """Stop the monitor and the hang report, and destroy the process groups."""
         install_monitor(None)

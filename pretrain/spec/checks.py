@@ -159,6 +159,21 @@ def check_faults(spec: Sections) -> None:
         known.add(fault.name)
 
 
+def check_verify(spec: Sections) -> None:
+    """Retention against the steps between two checks of gradients."""
+    every, retention = spec.verify.gradients_interval_steps, spec.checkpoint.retention
+    between = spec.checkpoint.steps_between
+    if not every or between is None or retention.keep_every:
+        return
+    between *= spec.checkpoint.tiers.shared_interval
+    if every > retention.keep * between:
+        raise ValueError(
+            f"verify.gradients_interval_steps ({every}) must be at most checkpoint.retention.keep "
+            f"x the steps between two saves ({retention.keep} x {between}): when a check fails, a "
+            f"checkpoint of before the last clean check must be left"
+        )
+
+
 ALL_CHECKS = (
     check_moe,
     check_pipeline,
@@ -168,5 +183,6 @@ ALL_CHECKS = (
     check_schedule,
     check_checkpoint,
     check_faults,
+    check_verify,
 )
 """In the order in which a spec is checked."""

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from moe import MoEConfig
 from parallel import ParallelConfig
 from pretrain.data import BatchConfig, DataConfig
-from pretrain.health import HealthConfig, StragglersConfig
+from pretrain.health import HealthConfig, StragglersConfig, VerifyConfig
 from pretrain.model import ModelConfig
 from pretrain.optim import OptimizerConfig, ScheduleConfig
 from pretrain.spec.checkpoint import CheckpointConfig, InitConfig
@@ -87,6 +87,8 @@ class Sections(BaseModel):
     """What is done about divergence."""
     inject: list[FaultConfig] = Field(default_factory=list)
     """Faults on purpose; none by default."""
+    verify: VerifyConfig = VerifyConfig()
+    """The search for silent data corruption."""
     metrics: MetricsConfig = MetricsConfig()
     """The Prometheus endpoint."""
     sample: SampleConfig = SampleConfig()

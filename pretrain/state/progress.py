@@ -37,6 +37,9 @@ class Progress:
     ``moe.aux_loss_scope`` is ``previous_step``: the next step's loss counts them."""
     topology_epoch: int = 0
     """How many times the run has resumed with another layout."""
+    verified_step: int | None = None
+    """The newest step whose gradients a check of ``[verify]`` has found right, or from which the
+    run resumed when such checks began; None without such checks."""
     run_id: str = ""
     """Which run this is, see :func:`pretrain.checkpoint.run_id.run_id`."""
     health: HealthMemory = field(default_factory=HealthMemory)

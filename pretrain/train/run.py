@@ -29,6 +29,7 @@ from pretrain.errors import (
     EXIT_DONE,
     EXIT_LOST,
     EXIT_TRY_AGAIN,
+    CorruptionError,
     HealthError,
     InputError,
     LostRankError,
@@ -91,6 +92,7 @@ def run(spec: JobSpec, status: StatusFile | None = None) -> int:
     Raises:
         InputError, CheckpointError: nothing can be done with this spec, data or checkpoint.
         HealthError: a rule of ``[health]`` stopped the run.
+        CorruptionError: ranks have other numbers than they must have, see ``[verify]``.
     """
     stop = StopRequest()
     torchrun = end_with_torchrun()
@@ -282,7 +284,7 @@ def _watched(job: Job, trainer: Trainer) -> Iterator[None]:
     """Where a collective fails, say which, and who is not in it."""
     try:
         yield
-    except (HealthError, CheckpointError):
+    except (HealthError, CheckpointError, CorruptionError):
         raise
     except RuntimeError as error:
         hang_report, monitor = job.runtime.hang_report, job.runtime.comm_monitor

@@ -7,9 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from torch import Tensor
+
 from parallel import CollectiveKind, CommStats, all_reduce, grad_square_sum, scale_gradients
 from pretrain.checkpoint import Checkpointer
-from pretrain.data import Cursor
+from pretrain.data import Cursor, Loader
 from pretrain.faults import Faults
 from pretrain.job import Job
 from pretrain.model import forward_flops, peak_flops_per_second
@@ -28,6 +30,7 @@ from pretrain.train.interval_stats import (
     seconds_and_bytes,
 )
 from pretrain.train.straggler_stages import StragglerStages
+from pretrain.train.verify import Verifier
 
 
 class Trainer:
@@ -47,8 +50,10 @@ class Trainer:
         checkpointer: Checkpointer,
         faults: Faults | None = None,
     ) -> None:
-        self.job, self.progress, self.checkpointer = job, progress, checkpointer
+        self.job, self.checkpointer = job, checkpointer
         self.faults, self.watch = faults or Faults(), HealthWatch(job)
+        self.verifier = Verifier(job, checkpointer)
+        self.progress = self.verifier.begin(progress)
         spec, runtime = job.spec, job.runtime
         self.flops_per_token = forward_flops(spec.model, spec.moe, spec.data.seq_len).training
         self.peak_flops = runtime.total(peak_flops_per_second(runtime.device, spec.precision.dtype))
@@ -86,7 +91,9 @@ class Trainer:
             # run that was asked to stop may have little time, and only saves.
             if every and (done or (step % every == 0 and not stopped)):
                 self.validate()
-            if checkpointer.due(step, requested=decision.save, last=last):
+            due = checkpointer.due(step, requested=decision.save, last=last)
+            self.verifier.compare_parameters(self.progress, saves=due)
+            if due:
                 checkpointer.save(self.progress, last)
         checkpointer.finish(self.progress)
         return stopped and self.progress.step < spec.train.steps
@@ -96,20 +103,22 @@ class Trainer:
 
         After a float16 overflow the next step takes the same samples with half the loss scale.
 
-        Raises HealthError on every rank where a rule of ``[health]`` stops the run.
+        Raises HealthError on every rank where a rule of ``[health]`` stops the run, and
+        CorruptionError where a check of ``[verify]`` fails.
         """
-        job, spec, before = self.job, self.job.spec, self.progress
+        job, before = self.job, self.progress
         self.faults.before_step(before.step + 1)
+        self.verifier.before_step(before, self._read_step)
         job.runtime.comm_monitor.take()  # what came between steps is not of this one
         began = time.perf_counter()
-        at, skipped = Cursor(before.consumed_samples), before.health.skipped_samples
-        batches, cursor = job.loader.step(at, skipped)
+        batches, cursor, planned = self._read_step(job.loader)
         waited = time.perf_counter() - began
         batches = self.faults.batches(batches)
-        planned = len(job.loader.samples(at, skipped)) * spec.data.seq_len
         scale, device = before.loss_scale, job.runtime.device
         random = {} if scale is None else rng_states(device)
-        result = job.forward_backward(batches, planned, scale)
+        with self.verifier.seeing_gradients():
+            result = job.forward_backward(batches, planned, scale)
+        self.progress = self.verifier.after_backward(before)
         if job.compressed is not None:
             job.compressed.reduce(scale or 1.0)
         self.faults.gradients(job.model)
@@ -150,6 +159,15 @@ class Trainer:
             replanned=replanned,
         )
         return decision
+
+    def _read_step(self, loader: Loader) -> tuple[list[Tensor], Cursor, int]:
+        """A rank's micro-batches of the next step, the cursor after the step, and the step's
+        target tokens over all ranks."""
+        at = Cursor(self.progress.consumed_samples)
+        skipped = self.progress.health.skipped_samples
+        batches, cursor = loader.step(at, skipped)
+        planned = len(loader.samples(at, skipped)) * self.job.spec.data.seq_len
+        return batches, cursor, planned
 
     def _report(
         self, result: StepResult, *, began: float, waited: float, stop_requested: int

@@ -1,0 +1,201 @@
+"""Silent data corruption: what the digests of replicas say. Pure decisions from exchanged numbers.
+
+Replicas (``parallel.dp_replicate``) hold equal shards, so their parameters must have equal bits. A
+replica that computes another's micro-batches must get gradients of equal bits, because all shapes
+and all sums are equal.
+
+Legend: R replicas. Rank r of the run has one row of digests.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from parallel.layout import Topology
+
+Row = Sequence[int]
+"""The digests of one rank."""
+
+
+class VerifyConfig(BaseModel):
+    """The ``[verify]`` section: the search for silent data corruption.
+
+    A broken processor or memory can give wrong numbers without any error. Two checks look for wrong
+    numbers, and ``on_mismatch`` says what is done about them.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    parameters_interval_steps: Literal["save"] | int = "save"
+    """Steps between two comparisons of parameters and moments among replicas. ``save`` compares
+    before every save, and so does every number above 0: no checkpoint holds a state in which
+    replicas differ. 0 compares never. With ``parallel.dp_replicate`` 1 there is nothing to
+    compare."""
+    gradients_interval_steps: int = Field(default=0, ge=0)
+    """Steps between two repetitions of a step's gradients; 0 repeats nothing. Each replica computes
+    the micro-batches of the next replica too, which costs about one forward and backward. With
+    ``parallel.dp_replicate`` 1 each rank repeats its own micro-batches, which finds only faults
+    that come and go. Needs kernels that give equal bits when repeated."""
+    on_mismatch: Literal["stop", "report"] = "stop"
+    """``stop``: the run ends with exit code 1, a machine that can be named is put on the exclude
+    list, and the next start goes on from the newest verified checkpoint. ``report``: an event and
+    a line, and training goes on."""
+
+    @model_validator(mode="after")
+    def _check(self) -> VerifyConfig:
+        steps = self.parameters_interval_steps
+        if isinstance(steps, int) and steps < 0:
+            raise ValueError(
+                f"verify.parameters_interval_steps ({steps}) must be at least 0, or save"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a mismatch says about ranks."""
+
+    ranks: tuple[int, ...]
+    """Ranks whose numbers may be wrong."""
+    certain: bool
+    """Whether the numbers of exactly these ranks are wrong, as far as numbers can tell. Else one of
+    these ranks, or some of these ranks, have wrong numbers."""
+
+
+@dataclass(frozen=True)
+class GradientPass:
+    """The gradients of a step, computed once on every rank."""
+
+    shift: int
+    """Replica i computed the micro-batches of replica (i + shift) modulo R."""
+    rows: Sequence[Row]
+    """Of every rank, the digests of its gradients: before the sum over the ranks of the replica,
+    and after that sum."""
+
+
+def replica_sets(topology: Topology) -> list[list[int]]:
+    """The sets of ranks that hold equal shards; the ranks of a set are in the order of replicas."""
+    inner = topology.dp_shard * topology.cp * topology.tp
+    outer = topology.dp_replicate * inner
+    return [
+        [stage * outer + replica * inner + place for replica in range(topology.dp_replicate)]
+        for stage in range(topology.pp)
+        for place in range(inner)
+    ]
+
+
+def judge_states(rows: Sequence[Row], topology: Topology) -> Finding | None:
+    """Compare the digests of states among replicas; None where all are equal.
+
+    Where more than half of a set's ranks agree, the other ranks of the set are named. Else all
+    ranks of the set are.
+    """
+    accused: set[int] = set()
+    certain = True
+    for ranks in replica_sets(topology):
+        votes = Counter(tuple(rows[rank]) for rank in ranks)
+        if len(votes) == 1:
+            continue
+        wrong, clear = _outvoted([(rank, tuple(rows[rank])) for rank in ranks])
+        accused |= wrong
+        certain &= clear
+    return Finding(tuple(sorted(accused)), certain) if accused else None
+
+
+def next_shifts(topology: Topology) -> list[int]:
+    """The shifts of the passes that a mismatch between shift 0 and the check asks for.
+
+    With three replicas or more a third replica computes each replica's micro-batches. With two,
+    both replicas repeat both passes. With one, the pass is repeated.
+    """
+    return {1: [0], 2: [0, 1]}.get(topology.dp_replicate, [2])
+
+
+def gradients_agree(passes: Sequence[GradientPass], topology: Topology) -> bool:
+    """Whether all passes have equal digests of every replica's gradients."""
+    return all(
+        len({opinion for _, opinion in opinions}) == 1
+        for column in _columns(passes)
+        for opinions in _opinions(passes, topology, column)
+    )
+
+
+def judge_gradients(passes: Sequence[GradientPass], topology: Topology) -> Finding | None:
+    """Whose gradients are wrong; None where all passes agree.
+
+    A rank that computed other bits for equal micro-batches in two passes is named. Else a rank is
+    named whose bits are not those of most ranks. Else all ranks that computed these micro-batches
+    are. Digests before the sum over a replica's ranks decide where they differ: they depend on
+    fewer ranks.
+
+    A finding that names all ranks of the run is not certain: kernels that do not give equal bits
+    when repeated look so.
+    """
+    for column in _columns(passes):
+        repeated: set[int] = set()
+        outvoted: set[int] = set()
+        certain = True
+        for opinions in _opinions(passes, topology, column):
+            if len({opinion for _, opinion in opinions}) == 1:
+                continue
+            own: dict[int, set[int]] = {}
+            for rank, opinion in opinions:
+                own.setdefault(rank, set()).add(opinion)
+            repeated |= {rank for rank, bits in own.items() if len(bits) > 1}
+            wrong, clear = _outvoted(opinions)
+            outvoted |= wrong
+            certain &= clear
+        if repeated or outvoted:
+            ranks = repeated or outvoted
+            certain = bool(repeated) or certain
+            return Finding(tuple(sorted(ranks)), certain and len(ranks) < len(passes[0].rows))
+    return None
+
+
+def _columns(passes: Sequence[GradientPass]) -> range:
+    return range(len(passes[0].rows[0]))
+
+
+def _opinions(
+    passes: Sequence[GradientPass], topology: Topology, column: int
+) -> Iterator[list[tuple[int, int]]]:
+    """For each replica and place in a replica: (rank, digest) of all who computed its gradients."""
+    for ranks in replica_sets(topology):
+        for batches_of in range(len(ranks)):
+            found = []
+            for one in passes:
+                rank = ranks[(batches_of - one.shift) % len(ranks)]
+                found.append((rank, one.rows[rank][column]))
+            yield found
+
+
+def _outvoted(opinions: Sequence[tuple[int, object]]) -> tuple[set[int], bool]:
+    """The ranks that are not of the majority, and True; all ranks and False without a majority."""
+    votes = Counter(opinion for _, opinion in opinions)
+    most, count = votes.most_common(1)[0]
+    if 2 * count > len(opinions):
+        return {rank for rank, opinion in opinions if opinion != most}, True
+    return {rank for rank, _ in opinions}, False
+
+
+def machine_to_exclude(finding: Finding, machines: Sequence[str]) -> str | None:
+    """The machine that must not go on, or None where that cannot be said.
+
+    A machine is excluded where the finding is certain, all named ranks are on this machine, and the
+    run has other machines.
+
+    Args:
+        finding: of a check.
+        machines: the machine of every rank.
+    """
+    named = {machines[rank] for rank in finding.ranks}
+    if not finding.certain or len(named) != 1 or len(set(machines)) == 1:
+        return None
+    return named.pop()

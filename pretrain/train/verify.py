@@ -1,0 +1,324 @@
+"""The checks of ``[verify]`` in a run: what is measured, and what is done about a mismatch.
+
+Every rank decides the same from digests that all ranks exchange. A check changes no bit of the
+training: random states, gradients and capacity plans are put back.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from cluster.members import exclude, node_name
+from parallel import all_gather_rows, digest, gradients_seen, local_shard
+from parallel.layout import count_ranks
+from pretrain.checkpoint import Checkpointer, leave_verified
+from pretrain.data import Cursor, Loader
+from pretrain.errors import CorruptionError, HealthError
+from pretrain.health import (
+    Finding,
+    GradientPass,
+    gradients_agree,
+    judge_gradients,
+    judge_states,
+    machine_to_exclude,
+    next_shifts,
+)
+from pretrain.job import Job
+from pretrain.observe import CorruptionFound, Notice, Verified
+from pretrain.optim import moments
+from pretrain.state import Progress, rng_states, set_rng_states
+
+EXCLUDE_LIST = "exclude.json"
+
+ReadStep = Callable[[Loader], tuple[list[Tensor], Cursor, int]]
+"""Gives the micro-batches of the present step, the cursor after the step, and the target tokens
+that gradients are divided by."""
+
+
+class Verifier:
+    """Compares parameters and gradients among replicas. Every rank must construct.
+
+    Args:
+        job: the run.
+        checkpointer: what saves the run.
+    """
+
+    def __init__(self, job: Job, checkpointer: Checkpointer) -> None:
+        self.job, self.checkpointer, self.config = job, checkpointer, job.spec.verify
+        t = job.topology
+        self.replicas, self.ranks_per_replica = t.dp_replicate, t.dp_shard * t.cp * t.tp
+        compares = self.replicas > 1 and self.config.parameters_interval_steps != 0
+        self.is_on = bool(compares or self.config.gradients_interval_steps)
+        self.machines = job.runtime.gather_texts(node_name()) if self.is_on else []
+        self._tally: _Tally | None = None
+        """Of the step's own gradients, in a step with a check."""
+        self._read: ReadStep | None = None
+        self._scale: float | None = None
+        self._random: dict[str, Tensor] = {}
+        """Random states of all replicas before the step, [replicas, bytes]."""
+        self._first: Tensor | None = None
+        self._seconds = 0.0
+
+    def begin(self, progress: Progress) -> Progress:
+        """The counters of a start, whose checkpoint is trusted where no check has verified one."""
+        if not self.config.gradients_interval_steps or progress.verified_step is not None:
+            return progress
+        return _verified(progress, progress.step)
+
+    def before_step(self, progress: Progress, read: ReadStep) -> None:
+        """Compute the micro-batches of the next replica, where a check is due; every rank must
+        call before the step draws random numbers."""
+        self._tally, every = None, self.config.gradients_interval_steps
+        if not every or (progress.step + 1) % every:
+            return
+        began = time.perf_counter()
+        self._read, self._scale = read, progress.loss_scale
+        device, group = self.job.runtime.device, self.job.dims.replicate_mesh.get_group()
+        self._random = {
+            name: all_gather_rows(state.to(device), group, "dp").cpu()
+            for name, state in rng_states(device).items()
+        }
+        self._first = self._pass(1 if self.replicas > 1 else 0)
+        self._tally = _Tally(self.job)
+        self._seconds = time.perf_counter() - began
+
+    @contextmanager
+    def seeing_gradients(self) -> Iterator[None]:
+        """Around the step's own forward and backward."""
+        if self._tally is None:
+            yield
+            return
+        with self._tally.seeing(sum_replicas=True):
+            yield
+
+    def after_backward(self, progress: Progress) -> Progress:
+        """Compare the gradients, before anything else is done with them; every rank must call.
+
+        Raises CorruptionError or HealthError on every rank where gradients differ and
+        ``verify.on_mismatch`` is ``stop``.
+        """
+        if self._tally is None:
+            return progress
+        began = time.perf_counter()
+        assert self._first is not None
+        own, first = self._tally.row(), self._first
+        both = all_gather_rows(torch.cat([own, first])).cpu().tolist()
+        n, topology = len(own), self.job.topology
+        passes = [
+            GradientPass(0, [row[:n] for row in both]),
+            GradientPass(1 if self.replicas > 1 else 0, [row[n:] for row in both]),
+        ]
+        self._tally = None
+        if gradients_agree(passes, topology):
+            seconds = self._seconds + time.perf_counter() - began
+            self._publish_verified("gradients", progress.step, seconds)
+            return _verified(progress, progress.step + 1)
+        for shift in next_shifts(topology):
+            rows = all_gather_rows(self._pass(shift)).cpu().tolist()
+            passes.append(GradientPass(shift, rows))
+        finding = judge_gradients(passes, topology)
+        assert finding is not None, "passes that differ"
+        self._act("gradients", finding, progress)
+        return progress
+
+    def compare_parameters(self, progress: Progress, saves: bool) -> None:
+        """Compare parameters and moments, where a check is due; every rank must call.
+
+        Args:
+            progress: after a committed step.
+            saves: whether the state is saved next.
+
+        Raises CorruptionError on every rank where they differ and ``verify.on_mismatch`` is
+        ``stop``.
+        """
+        every, step = self.config.parameters_interval_steps, progress.step
+        if self.replicas == 1 or every == 0:
+            return
+        if not saves and (every == "save" or step % every):
+            return
+        began = time.perf_counter()
+        model = self.job.model
+        state = [*model.parameters(), *model.buffers()]
+        for by_name in moments(self.job.optimizer, model).values():
+            state += by_name.values()
+        row = digest(local_shard(tensor) for tensor in state).to(self.job.runtime.device)
+        rows = all_gather_rows(row.view(1)).cpu().tolist()
+        finding = judge_states(rows, self.job.topology)
+        if finding is None:
+            self._publish_verified("parameters", step, time.perf_counter() - began)
+        else:
+            self._act("parameters", finding, progress)
+
+    def _publish_verified(self, kind: str, step: int, seconds: float) -> None:
+        self.job.events.publish(Verified(step=step, kind=kind, seconds=seconds))
+
+    def _pass(self, shift: int) -> Tensor:
+        """Digests of the gradients that this rank computes with the micro-batches of its replica
+        plus ``shift``; nothing else is changed."""
+        job, device, read = self.job, self.job.runtime.device, self._read
+        assert read is not None
+        rank, t = job.runtime.rank, job.topology
+        replica = rank // self.ranks_per_replica % self.replicas
+        other = (replica + shift) % self.replicas
+        loader = copy.copy(job.loader)
+        loader.dp_rank = (loader.dp_rank + (other - replica) * t.dp_shard) % loader.dp_size
+        parameters = list(job.model.parameters())
+        gradients, random = [p.grad for p in parameters], rng_states(device)
+        with ExitStack() as after:
+            after.callback(self._put_back, parameters, gradients, random)
+            for parameter in parameters:
+                parameter.grad = None
+            # Copies: torch crashes on a state that is a part of a larger tensor.
+            states = {name: rows[other].clone() for name, rows in self._random.items()}
+            set_rng_states(states, device)
+            if job.balance is not None:
+                stands_for = rank + (other - replica) * self.ranks_per_replica
+                job.balance.apply(job.routers, stands_for)
+            batches, _, planned = read(loader)
+            tally = _Tally(job)
+            with tally.seeing(sum_replicas=False):
+                job.forward_backward(batches, planned, self._scale)
+            return tally.row()
+
+    def _put_back(
+        self, parameters: list[torch.nn.Parameter], gradients: list[Tensor | None],
+        random: dict[str, Tensor],
+    ) -> None:  # fmt: skip
+        job = self.job
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        set_rng_states(random, job.runtime.device)
+        if job.balance is not None:
+            job.balance.apply(job.routers, job.runtime.rank)
+
+    def _act(self, kind: str, finding: Finding, progress: Progress) -> None:
+        job, step = self.job, progress.step
+        what = _in_words(kind, finding, self.machines, step)
+        if self.config.on_mismatch == "report":
+            self._publish(kind, finding, step, text=what, stops=False)
+            return
+        # A state is compared before it is saved, so that every checkpoint is verified.
+        verified = progress.verified_step if kind == "gradients" else None
+        to_step = leave_verified(job, self.checkpointer, verified)
+        machine = machine_to_exclude(finding, self.machines)
+        path = job.spec.run_path / EXCLUDE_LIST
+        if machine is not None and not job.runtime.broadcast(self._exclude(machine, what)):
+            machine = None
+        fate = f"{machine} is put on {path}" if machine else "no machine is excluded"
+        if to_step is None:
+            text = (
+                f"{what}; {fate}; no checkpoint of step {verified} or before is left, which is the "
+                f"newest verified step; test the machines, and go back as far as you trust the run "
+                f"with `convoy prepare SPEC --load-step STEP`"
+            )
+        else:
+            whence = f"goes on after step {to_step}" if to_step else "begins anew"
+            text = f"{what}; {fate}; the next start of the run {whence}"
+        self._publish(kind, finding, step, text=text, excluded=machine, to_step=to_step)
+        raise (HealthError if to_step is None else CorruptionError)(text)
+
+    def _exclude(self, machine: str, why: str) -> int:
+        """Put a machine on the run's exclude list, on rank 0; 1 where that was done."""
+        job = self.job
+        if not job.runtime.is_first:
+            return 0
+        path = job.spec.run_path / EXCLUDE_LIST
+        try:
+            exclude(path, machine, why)
+        except (OSError, ValueError) as error:
+            text = f"{machine} cannot be put on {path}: {error}"
+            job.events.publish(Notice(step=0, text=text, problem=True))
+            return 0
+        return 1
+
+    def _publish(
+        self,
+        kind: str,
+        finding: Finding,
+        step: int,
+        *,
+        text: str,
+        stops: bool = True,
+        excluded: str | None = None,
+        to_step: int | None = None,
+    ) -> None:
+        self.job.events.publish(
+            CorruptionFound(
+                step=step,
+                kind=kind,
+                ranks=list(finding.ranks),
+                machines=sorted({self.machines[rank] for rank in finding.ranks}),
+                certain=finding.certain,
+                excluded=excluded,
+                stops=stops,
+                to_step=to_step,
+                text=text,
+            )
+        )
+
+
+class _Tally:
+    """The digests of this rank's gradients in one pass."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.summed_by_fsdp = job.topology.dp_replicate > 1 and job.compressed is None
+        self._within: list[Tensor] = []
+        self._over: list[Tensor] = []
+
+    @contextmanager
+    def seeing(self, *, sum_replicas: bool) -> Iterator[None]:
+        """Around the pass."""
+        with ExitStack() as stack:
+            for stage in self.job.parallel_model.stages.values():
+                stack.enter_context(
+                    gradients_seen(
+                        stage,
+                        within=lambda one: self._within.append(digest([one])),
+                        over=lambda one: self._over.append(digest([one])),
+                        sum_replicas=sum_replicas,
+                    )
+                )
+            yield
+
+    def row(self) -> Tensor:
+        """int64 [2]: before the sum over the ranks of a replica, and after that sum.
+
+        Must be called before gradients are changed.
+        """
+        over = self._over
+        if not self.summed_by_fsdp:
+            found = (p.grad for p in self.job.model.parameters())
+            over = [digest([local_shard(one)]) for one in found if one is not None]
+        device = self.job.runtime.device
+        return torch.stack([digest(self._within).to(device), digest(over).to(device)])
+
+
+def _verified(progress: Progress, step: int) -> Progress:
+    return replace(progress, verified_step=step)
+
+
+def _in_words(kind: str, finding: Finding, machines: list[str], step: int) -> str:
+    numbers = ", ".join(map(str, finding.ranks))
+    names = ", ".join(sorted({machines[rank] for rank in finding.ranks}))
+    who = f"rank{'s' if len(finding.ranks) > 1 else ''} {numbers} on {names}"
+    if kind == "parameters":
+        if finding.certain:
+            return f"after step {step}, {who} had other parameters or moments than other replicas"
+        return (
+            f"after step {step}, replicas had different parameters or moments, and no majority "
+            f"says which are wrong: {who}"
+        )
+    if finding.certain:
+        return f"in step {step + 1}, {who} computed wrong gradients"
+    text = f"in step {step + 1}, equal micro-batches gave different gradients on {who}"
+    if len(finding.ranks) == len(machines) > 1:
+        text += f", which are all {count_ranks(len(machines))}: kernels may not be deterministic"
+    return text
