@@ -93,6 +93,8 @@ class CommMonitor:
         self._numbers: dict[str, int] = {}
         self._cuda_works: deque[_CudaTimedWork] = deque()
         self._last: _Started | None = None
+        self.started = 0
+        """How many collectives this rank has started."""
         self.waiting = False
         """Whether the host waits for the last collective now, or its wait has failed."""
 
@@ -107,6 +109,7 @@ class CommMonitor:
         number = self._numbers.get(group.group_name, 0) + 1
         self._numbers[group.group_name] = number
         self._last = _Started(kind, group, number)
+        self.started += 1
         size = tensor.numel() * tensor.element_size()
         if not tensor.is_cuda:
             return _TimedWork(self, kind, size, begin)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]
 
 from parallel import CommMonitor
+from parallel.layout import name_ranks
 
 _POLL_SECONDS = 0.5
 _POLLS_PER_SECOND = 2000
@@ -116,7 +117,7 @@ class HangReport:
         if not by_place:
             return "all other ranks wait in this collective too"
         places = sorted(by_place.items(), key=lambda item: (len(item[1]), item[1]))
-        shown = [f"{_ranks(ranks)}: {place}" for place, ranks in places[:_MOST_PLACES]]
+        shown = [f"{name_ranks(ranks)}: {place}" for place, ranks in places[:_MOST_PLACES]]
         if len(places) > _MOST_PLACES:
             shown.append(f"and {len(places) - _MOST_PLACES} other places")
         return "; ".join(shown)
@@ -127,7 +128,7 @@ class HangReport:
     def _place(self) -> str:
         if self.monitor.waiting:
             return self._waits()
-        return f"at {_line_of(self._main)}, after {self.monitor.describe()}"
+        return f"at {line_of(self._main)}, after {self.monitor.describe()}"
 
     def _listen(self) -> None:
         try:
@@ -144,7 +145,7 @@ class HangReport:
         self._thread.join()
 
 
-def _line_of(thread: int) -> str:
+def line_of(thread: int) -> str:
     """The innermost source line of a thread in this project, or else its innermost line."""
     frame = inner = sys._current_frames().get(thread)
     while frame is not None:
@@ -160,15 +161,3 @@ def _line_of(thread: int) -> str:
 def _first_line(error: RuntimeError) -> str:
     """The first sentence of an error, without the place in torch's source and the advice."""
     return re.sub(r"^\[\S+:\d+\] ", "", str(error).strip()).split("\n")[0].split(". ")[0]
-
-
-def _ranks(ranks: list[int]) -> str:
-    """``rank 3``, or ``ranks 0-3, 7``."""
-    parts: list[str] = []
-    start = previous = ranks[0]
-    for rank in [*ranks[1:], -1]:
-        if rank != previous + 1:
-            parts.append(str(start) if start == previous else f"{start}-{previous}")
-            start = rank
-        previous = rank
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"

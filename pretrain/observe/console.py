@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from parallel.layout import Topology, count_ranks
+from parallel.layout import Topology, count_ranks, name_ranks
 from pretrain.observe.events import (
     CheckpointCommitted,
     CheckpointFailed,
@@ -14,6 +14,8 @@ from pretrain.observe.events import (
     Event,
     IntervalEnded,
     Notice,
+    RankMoves,
+    RankStuck,
     Resized,
     Restored,
     RunStarted,
@@ -68,6 +70,8 @@ def _problem(event: Event, rank: int) -> str | None:
             return text
         case Notice(text=text, problem=True):
             return f"rank {rank}: {text}"
+        case RankStuck(text=text, ends_run=ends_run):
+            return f"{text}; the run ends" if ends_run else text
     return None
 
 
@@ -84,6 +88,8 @@ def _line(event: Event, steps: int) -> str | None:
             return f"spec changed since step {step}: {field} was {before}, is {now}"
         case Notice(text=text):
             return text
+        case RankMoves(ranks=ranks):
+            return f"{name_ranks(ranks)} {'move' if len(ranks) > 1 else 'moves'} again"
         case StepSkipped(step=step, why=why):
             return f"step {step} skipped: {why}"
         case IntervalEnded():

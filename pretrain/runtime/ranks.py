@@ -15,7 +15,7 @@ import torch.distributed as dist
 # A public, documented name that torch.distributed does not mark as exported for type checkers.
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from cluster.detect import HangReport
+from cluster.detect import HangReport, Heartbeat
 from parallel import CommMonitor
 from parallel.comm_watch import install_monitor
 from pretrain.errors import EXIT_BAD_INPUT, InputError
@@ -45,6 +45,8 @@ class Runtime:
     """The stats of this rank's collectives."""
     hang_report: HangReport | None = None
     """Reports a collective that fails or times out; None for one rank."""
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    """The place of this process's training thread."""
 
     @property
     def ranks_per_node(self) -> int:

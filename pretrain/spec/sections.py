@@ -10,6 +10,7 @@ from pretrain.data import BatchConfig, DataConfig
 from pretrain.model import ModelConfig
 from pretrain.optim import OptimizerConfig, ScheduleConfig
 from pretrain.spec.checkpoint import CheckpointConfig, InitConfig
+from pretrain.spec.detection import DetectionConfig
 from pretrain.spec.elastic import ElasticConfig
 from pretrain.spec.precision import PrecisionConfig
 from pretrain.spec.train import EvalConfig, TrainConfig
@@ -79,6 +80,8 @@ class Sections(BaseModel):
     """Saving and resuming."""
     elastic: ElasticConfig = ElasticConfig()
     """Other ranks than those of ``[parallel]``."""
+    detection: DetectionConfig = DetectionConfig()
+    """Ranks that are stuck, and odd ranks."""
     metrics: MetricsConfig = MetricsConfig()
     """The Prometheus endpoint."""
     sample: SampleConfig = SampleConfig()

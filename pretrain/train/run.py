@@ -61,6 +61,7 @@ from pretrain.runtime import (
 )
 from pretrain.spec import JobSpec
 from pretrain.state import Progress
+from pretrain.train.detection import watch_ranks
 from pretrain.train.evaluate import evaluate
 from pretrain.train.generate import generate
 from pretrain.train.trainer import Trainer
@@ -166,7 +167,7 @@ def _train(
     job.events.publish(_started(job, progress, url, layout))
     checkpointer = Checkpointer(job, writer, stop=stop, history=history, progress=checkpoints)
     trainer = Trainer(job, progress, checkpointer)
-    with _watched(runtime, trainer):
+    with _watched(runtime, trainer), watch_ranks(job):
         if trainer.train(stop):
             job.events.publish(RunStopped(step=trainer.progress.step))
             return EXIT_TRY_AGAIN
@@ -244,7 +245,7 @@ def _finish(job: Job, progress: Progress) -> None:
 
 def _summarize(job: Job, progress: Progress) -> Summary:
     spec, runtime, corpus = job.spec, job.runtime, job.corpus
-    result = evaluate(job)
+    result = evaluate(job, step=progress.step)
     job.events.publish(
         Evaluated(
             step=progress.step, loss=result.loss, bits_per_byte=result.bits_per_byte, whole=True

@@ -73,7 +73,9 @@ class Trainer:
             if every and (done or (step % every == 0 and not stopped)):
                 self.validate()
             if checkpointer.due(step, requested=decision.save, last=last):
+                self._beat("save")
                 checkpointer.save(self.progress, last)
+        self._beat("finish")
         checkpointer.finish(self.progress)
         return stopped and self.progress.step < spec.train.steps
 
@@ -86,18 +88,22 @@ class Trainer:
         """
         job, spec, before = self.job, self.job.spec, self.progress
         job.runtime.comm_monitor.take()  # what came between steps is not of this one
+        self._beat("data")
         began = time.perf_counter()
         batches, cursor = job.loader.step(Cursor(before.consumed_samples))
         waited = time.perf_counter() - began
         planned = (cursor.sample_index - before.consumed_samples) * spec.data.seq_len
         scale, device = before.loss_scale, job.runtime.device
         random = {} if scale is None else rng_states(device)
+        self._beat("forward_backward")
         result = job.forward_backward(batches, planned, scale)
         if job.compressed is not None:
             job.compressed.reduce(scale or 1.0)
+        self._beat("barrier")
         report = self._report(result, began=began, waited=waited, stop_requested=stop_requested)
         reports = exchange(report, device)
         decision = decide(reports, planned, scale)
+        self._beat("optimizer")
         replanned = False
         if decision.action is Action.COMMIT:
             self._commit(decision, cursor, planned)
@@ -124,6 +130,9 @@ class Trainer:
                 )
             )
         return decision
+
+    def _beat(self, phase: str) -> None:
+        self.job.runtime.heartbeat.beat(phase, self.progress.step)
 
     def _report(
         self, result: StepResult, *, began: float, waited: float, stop_requested: bool
@@ -277,7 +286,7 @@ class Trainer:
 
     def validate(self) -> None:
         """Score some held-out sequences; every rank must call."""
-        result = evaluate(self.job, self.job.spec.eval.sequences)
+        result = evaluate(self.job, self.job.spec.eval.sequences, step=self.progress.step)
         finite = result.loss if math.isfinite(result.loss) else None
         self.progress = replace(self.progress, validation=finite)
         self.job.events.publish(
