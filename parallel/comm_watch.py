@@ -139,6 +139,13 @@ class CommMonitor:
         stats, self._stats = self._stats, {}
         return stats
 
+    @property
+    def waits_in_group(self) -> str | None:
+        """The name of the group of the collective that the host waits for; None where the host does
+        not wait, and on CUDA."""
+        last = self._last
+        return last.group.group_name if self.waiting and last is not None else None
+
     def describe(self) -> str:
         """The last collective, as ``all_to_all of ep, number 37 among ranks 0, 1``."""
         if self._last is None:

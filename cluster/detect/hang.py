@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,10 @@ class HangReport:
     ) -> None:
         self.store, self.rank, self.world, self.monitor = store, rank, world, monitor
         self.poll_seconds = poll_seconds
+        self.before_answer: Callable[[], None] | None = None
+        """Called once, on any thread, before this rank reports or answers another rank's report."""
+        self._prepared = False
+        self._preparing = threading.Lock()
         self._main = threading.get_ident()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="hang-report", daemon=True)
@@ -83,6 +87,7 @@ class HangReport:
 
         None where another rank reports already.
         """
+        self._prepare()
         what = self.monitor.describe()
         where = f"{what} failed" if self.monitor.waiting else f"a collective after {what} failed"
         mine = f"rank {self.rank}: {where} ({_first_line(error)})"
@@ -134,10 +139,17 @@ class HangReport:
         try:
             while not self._over.wait(self.poll_seconds):
                 if self.store.check(["requested"]):
+                    self._prepare()
                     self.store.set(str(self.rank), self._place())
                     return
         except RuntimeError:
             return  # the store does not answer; report() says so
+
+    def _prepare(self) -> None:
+        with self._preparing:
+            if self.before_answer is not None and not self._prepared:
+                self._prepared = True
+                self.before_answer()
 
     def close(self) -> None:
         """Stop the thread; this rank answers no more reports."""

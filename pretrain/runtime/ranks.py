@@ -15,7 +15,7 @@ import torch.distributed as dist
 # A public, documented name that torch.distributed does not mark as exported for type checkers.
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from cluster.detect import HangReport, Heartbeat
+from cluster.detect import HangReport, Heartbeat, turn_on_flight_recorder
 from parallel import CommMonitor
 from parallel.comm_watch import install_monitor
 from pretrain.errors import EXIT_BAD_INPUT, InputError
@@ -170,6 +170,7 @@ def start(timeout_seconds: float, world: int | None = None) -> Runtime:
         keep_freed_memory()
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
+    turn_on_flight_recorder()
     if "RANK" in os.environ:
         dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout)
     else:

@@ -3,29 +3,44 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 from cluster.detect import (
     HeartbeatPublisher,
     PhaseLimits,
     StuckRanks,
     StuckWatch,
+    dump_collectives,
     open_store,
     publish_seconds,
 )
 from pretrain.errors import EXIT_LOST
 from pretrain.job import Job
 from pretrain.observe import RankMoves, RankStuck
+from pretrain.runtime import Runtime
 
 _SILENT_PUBLICATIONS = 5
+_KEPT_LAUNCHES = 8
+"""Launches whose dumps of collectives are kept, the present one not counted."""
 
 
 @contextmanager
 def watch_ranks(job: Job) -> Iterator[None]:
-    """Publish this rank's heartbeat, and on rank 0 watch all heartbeats."""
+    """Publish this rank's heartbeat, and on rank 0 watch all heartbeats.
+
+    Where a collective fails on any rank, this rank's last collectives are written to
+    ``RUN_DIR/flight/LAUNCH/rank-N.json``.
+    """
     config, runtime = job.spec.detection, job.runtime
+    folder = flight_folder(job)
+    if runtime.is_first:
+        _remove_old(folder.parent)
+    if runtime.hang_report is not None:
+        runtime.hang_report.before_answer = lambda: _dump(folder, runtime)
     timeout = job.spec.train.timeout_seconds
     limits = PhaseLimits.of_run(config.stuck_seconds, timeout)
     seconds = publish_seconds(runtime.world, timeout)
@@ -53,6 +68,23 @@ def watch_ranks(job: Job) -> Iterator[None]:
             )
             held.callback(watch.close)
         yield
+
+
+def flight_folder(job: Job) -> Path:
+    """Where the ranks of this launch write their last collectives."""
+    return job.spec.run_path / "flight" / job.runtime.launch_id
+
+
+def _dump(folder: Path, runtime: Runtime) -> None:
+    with suppress(Exception):  # the report of the lost rank is worth more
+        dump_collectives(folder, runtime.rank, runtime.comm_monitor.waits_in_group)
+
+
+def _remove_old(parent: Path) -> None:
+    with suppress(OSError):
+        launches = sorted(parent.iterdir(), key=lambda path: path.stat().st_mtime)
+        for old in launches[:-_KEPT_LAUNCHES]:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _publish_stuck(job: Job, stuck: StuckRanks) -> None:

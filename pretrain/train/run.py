@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
@@ -61,7 +62,7 @@ from pretrain.runtime import (
 )
 from pretrain.spec import JobSpec
 from pretrain.state import Progress
-from pretrain.train.detection import watch_ranks
+from pretrain.train.detection import flight_folder, watch_ranks
 from pretrain.train.evaluate import evaluate
 from pretrain.train.generate import generate
 from pretrain.train.trainer import Trainer
@@ -127,6 +128,7 @@ def prepare(spec: JobSpec, *, reset: bool = False, load_step: int | None = None)
             remove_run(spec.checkpoint_path)
             for name in ("log.jsonl", "summary.json", "status.json"):
                 (spec.run_path / name).unlink(missing_ok=True)
+            shutil.rmtree(spec.run_path / "flight", ignore_errors=True)
         except OSError as error:
             raise InputError(
                 f"checkpoint.path ({spec.checkpoint_path}) cannot be changed: {error.strerror}"
@@ -167,7 +169,7 @@ def _train(
     job.events.publish(_started(job, progress, url, layout))
     checkpointer = Checkpointer(job, writer, stop=stop, history=history, progress=checkpoints)
     trainer = Trainer(job, progress, checkpointer)
-    with _watched(runtime, trainer), watch_ranks(job):
+    with _watched(job, trainer), watch_ranks(job):
         if trainer.train(stop):
             job.events.publish(RunStopped(step=trainer.progress.step))
             return EXIT_TRY_AGAIN
@@ -213,20 +215,21 @@ def _started(job: Job, progress: Progress, url: str | None, layout: ChosenLayout
 
 
 @contextmanager
-def _watched(runtime: Runtime, trainer: Trainer) -> Iterator[None]:
+def _watched(job: Job, trainer: Trainer) -> Iterator[None]:
     """Where a collective fails, say which, and who is not in it."""
     try:
         yield
     except (HealthError, CheckpointError):
         raise
     except RuntimeError as error:
-        hang_report = runtime.hang_report
+        hang_report = job.runtime.hang_report
         if hang_report is None or not hang_report.is_lost(error):
             raise
         told = hang_report.report(error)
         if told is None:
             raise SystemExit(EXIT_LOST) from None
-        raise LostRankError(f"after step {trainer.progress.step}, {told}") from error
+        hint = f"convoy inspect flight {flight_folder(job)} shows where ranks part"
+        raise LostRankError(f"after step {trainer.progress.step}, {told}; {hint}") from error
 
 
 def _finish(job: Job, progress: Progress) -> None:
