@@ -93,6 +93,8 @@ class CommMonitor:
         self._numbers: dict[str, int] = {}
         self._cuda_works: deque[_CudaTimedWork] = deque()
         self._last: _Started | None = None
+        self.started = 0
+        """How many collectives this rank has started."""
         self.waiting = False
         """Whether the host waits for the last collective now, or its wait has failed."""
         self.wait_began = 0.0
@@ -109,6 +111,7 @@ class CommMonitor:
         number = self._numbers.get(group.group_name, 0) + 1
         self._numbers[group.group_name] = number
         self._last = _Started(kind, group, number)
+        self.started += 1
         size = tensor.numel() * tensor.element_size()
         if not tensor.is_cuda:
             return _TimedWork(self, kind, size, begin)
@@ -154,6 +157,13 @@ class CommMonitor:
         while self._cuda_works:
             work = self._cuda_works.popleft()
             self.add(work.kind, work.stats())
+
+    @property
+    def waits_in_group(self) -> str | None:
+        """The name of the group of the collective that the host waits for; None where the host does
+        not wait, and on CUDA."""
+        last = self._last
+        return last.group.group_name if self.waiting and last is not None else None
 
     def describe(self) -> str:
         """The last collective, as ``all_to_all of ep, number 37 among ranks 0, 1``."""

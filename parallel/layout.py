@@ -90,6 +90,18 @@ class Topology:
         return " ".join(parts) or count_ranks(1)
 
 
+def name_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, or ``ranks 0-3, 7``."""
+    parts: list[str] = []
+    start = previous = ranks[0]
+    for rank in [*ranks[1:], -1]:
+        if rank != previous + 1:
+            parts.append(str(start) if start == previous else f"{start}-{previous}")
+            start = rank
+        previous = rank
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"
+
+
 def count_ranks(count: int) -> str:
     """``1 rank`` or ``2 ranks``, for people."""
     return f"{count} rank" + ("" if count == 1 else "s")

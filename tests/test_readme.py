@@ -144,6 +144,7 @@ ELSEWHERE = {
     f"convoy chaos {RECIPE} runs/chaos --faults 30 --machines 3 --json chaos.json": (
         "tests/pretrain/test_campaign.py"
     ),
+    "convoy inspect flight runs/stdlib-tiny": "tests/cluster/test_flight_recorder.py",
     "convoy convert upcycle SRC OUT --num-experts 8 --top-k 2": "tests/commands/test_convert.py",
     f"torchrun --standalone --nproc-per-node 2 tools/pretrain.py {RECIPE}": "Makefile",
     "torchrun --nproc-per-node 2 tools/pretrain.py mine.toml": "tests/commands/test_starting.py",

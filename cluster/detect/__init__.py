@@ -1,7 +1,36 @@
 """Detection of ranks that are stuck, slow or lost."""
 
+from cluster.detect.flight_recorder import (
+    FlightDump,
+    Parting,
+    dump_collectives,
+    first_parting,
+    read_dumps,
+    turn_on_flight_recorder,
+)
 from cluster.detect.hang import HangReport
+from cluster.detect.heartbeat import (
+    Heartbeat,
+    HeartbeatPublisher,
+    PhaseLimits,
+    open_store,
+    publish_seconds,
+)
+from cluster.detect.stuck import StuckRanks, StuckWatch
 
 __all__ = [
+    "FlightDump",
     "HangReport",
+    "Heartbeat",
+    "HeartbeatPublisher",
+    "Parting",
+    "PhaseLimits",
+    "StuckRanks",
+    "StuckWatch",
+    "dump_collectives",
+    "first_parting",
+    "open_store",
+    "publish_seconds",
+    "read_dumps",
+    "turn_on_flight_recorder",
 ]

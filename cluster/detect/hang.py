@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]
 
 from parallel import CommMonitor
+from parallel.layout import name_ranks
 
 _POLL_SECONDS = 0.5
 _POLLS_PER_SECOND = 2000
@@ -49,6 +50,10 @@ class HangReport:
     ) -> None:
         self.store, self.rank, self.world, self.monitor = store, rank, world, monitor
         self.poll_seconds = poll_seconds
+        self.before_answer: Callable[[], None] | None = None
+        """Called once, on any thread, before this rank reports or answers another rank's report."""
+        self._prepared = False
+        self._preparing = threading.Lock()
         self._main = threading.get_ident()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="hang-report", daemon=True)
@@ -82,6 +87,7 @@ class HangReport:
 
         None where another rank reports already.
         """
+        self._prepare()
         what = self.monitor.describe()
         where = f"{what} failed" if self.monitor.waiting else f"a collective after {what} failed"
         mine = f"rank {self.rank}: {where} ({_first_line(error)})"
@@ -116,7 +122,7 @@ class HangReport:
         if not by_place:
             return "all other ranks wait in this collective too"
         places = sorted(by_place.items(), key=lambda item: (len(item[1]), item[1]))
-        shown = [f"{_ranks(ranks)}: {place}" for place, ranks in places[:_MOST_PLACES]]
+        shown = [f"{name_ranks(ranks)}: {place}" for place, ranks in places[:_MOST_PLACES]]
         if len(places) > _MOST_PLACES:
             shown.append(f"and {len(places) - _MOST_PLACES} other places")
         return "; ".join(shown)
@@ -127,16 +133,23 @@ class HangReport:
     def _place(self) -> str:
         if self.monitor.waiting:
             return self._waits()
-        return f"at {_line_of(self._main)}, after {self.monitor.describe()}"
+        return f"at {line_of(self._main)}, after {self.monitor.describe()}"
 
     def _listen(self) -> None:
         try:
             while not self._over.wait(self.poll_seconds):
                 if self.store.check(["requested"]):
+                    self._prepare()
                     self.store.set(str(self.rank), self._place())
                     return
         except RuntimeError:
             return  # the store does not answer; report() says so
+
+    def _prepare(self) -> None:
+        with self._preparing:
+            if self.before_answer is not None and not self._prepared:
+                self._prepared = True
+                self.before_answer()
 
     def close(self) -> None:
         """Stop the thread; this rank answers no more reports."""
@@ -144,7 +157,7 @@ class HangReport:
         self._thread.join()
 
 
-def _line_of(thread: int) -> str:
+def line_of(thread: int) -> str:
     """The innermost source line of a thread in this project, or else its innermost line."""
     frame = inner = sys._current_frames().get(thread)
     while frame is not None:
@@ -160,15 +173,3 @@ def _line_of(thread: int) -> str:
 def _first_line(error: RuntimeError) -> str:
     """The first sentence of an error, without the place in torch's source and the advice."""
     return re.sub(r"^\[\S+:\d+\] ", "", str(error).strip()).split("\n")[0].split(". ")[0]
-
-
-def _ranks(ranks: list[int]) -> str:
-    """``rank 3``, or ``ranks 0-3, 7``."""
-    parts: list[str] = []
-    start = previous = ranks[0]
-    for rank in [*ranks[1:], -1]:
-        if rank != previous + 1:
-            parts.append(str(start) if start == previous else f"{start}-{previous}")
-            start = rank
-        previous = rank
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"

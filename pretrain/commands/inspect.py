@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from pretrain.commands.inspect_flight import flight_parser, show_flight
 from pretrain.commands.parsing import Parser, ended, subcommands
 from pretrain.errors import EXIT_BAD_INPUT
 from pretrain.observe import complain, human_bytes, progress_bar, say
@@ -35,6 +36,7 @@ examples:
   convoy inspect diff runs/a/checkpoints runs/b/checkpoints
   convoy inspect history s3://bucket/run
   convoy inspect gc runs/a/checkpoints --dry-run
+  convoy inspect flight runs/a
 
 convoy inspect CKPT is convoy inspect show CKPT. CKPT is a checkpoint folder, s3://BUCKET/PREFIX, or
 a manifest in one, which names its step.
@@ -60,6 +62,7 @@ def main(arguments: Sequence[str]) -> int:
         "diff": (_diff_parser(), "the arrays and spec fields in which two checkpoints differ"),
         "history": (_history_parser(), "steps, launches, resizes and changes of the spec"),
         "gc": (_gc_parser(), "remove what no manifest needs"),
+        "flight": (flight_parser(), "the collective at which the ranks of a failed run part"),
     }
     name, args = subcommands(
         "convoy inspect",
@@ -69,7 +72,10 @@ def main(arguments: Sequence[str]) -> int:
         epilog=_EPILOG,
         default="show",
     )
-    act = {"show": _show, "verify": _verify, "diff": _diff, "history": _history, "gc": _gc}[name]
+    act = {
+        "show": _show, "verify": _verify, "diff": _diff, "history": _history, "gc": _gc,
+        "flight": show_flight,
+    }[name]  # fmt: skip
     stopped = "the same command goes on" if name == "gc" else "nothing was changed"
     return ended(lambda: act(args), debug=args.debug, stopped=stopped)
 

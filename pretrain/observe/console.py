@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from parallel.layout import Topology, count_ranks
+from parallel.layout import Topology, count_ranks, name_ranks
 from pretrain.observe.events import (
     CheckpointCommitted,
     CheckpointFailed,
@@ -18,6 +18,8 @@ from pretrain.observe.events import (
     HealthSignal,
     IntervalEnded,
     Notice,
+    RankMoves,
+    RankStuck,
     Resized,
     Restored,
     RunStarted,
@@ -84,6 +86,8 @@ def _problem(event: Event, rank: int) -> str | None:
             return f"rank {rank}: {text}"
         case CorruptionFound(text=text, stops=False) if rank == 0:
             return f"{text}; training goes on"
+        case RankStuck(text=text, ends_run=ends_run):
+            return f"{text}; the run ends" if ends_run else text
     return None
 
 
@@ -106,6 +110,8 @@ def _line(event: Event, steps: int) -> str | None:
             return f"step {step + 1}: injected fault: {text}"
         case StepSkipped(reason=reason) if reason in _HEALTH_RULES:
             return None  # the signal has said why
+        case RankMoves(ranks=ranks):
+            return f"{name_ranks(ranks)} {'move' if len(ranks) > 1 else 'moves'} again"
         case StepSkipped(step=step, why=why):
             return f"step {step} skipped: {why}"
         case StragglerFound(rank=rank, speed=speed, since_step=since, action=action):

@@ -11,6 +11,7 @@ removing or renaming one raises it, and :mod:`pretrain.observe.jsonl` upgrades o
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -466,6 +467,37 @@ class CorruptionFound(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankStuck(Event):
+    """Ranks have not moved for longer than their history lets expect, and others wait for them."""
+
+    name: ClassVar[str] = "rank_stuck"
+    ranks: list[int]
+    phase: str
+    """``data``, ``forward_backward``, ``barrier``, ``optimizer``, ``save``, ``evaluate``,
+    ``finish``, or ``start`` before the first step."""
+    seconds: float
+    """For which the ranks have not moved, or have published no heartbeat."""
+    limit_seconds: float
+    """From which on the ranks count as stuck."""
+    has_heartbeat: bool
+    """False: the process is stopped or lost."""
+    place: str = ""
+    """The collective or the source line, for people."""
+    ends_run: bool = False
+    """Whether ``detection.end_stuck_run`` ends the run now."""
+    text: str = ""
+    """All of it, for people."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankMoves(Event):
+    """Ranks that were reported as stuck move again."""
+
+    name: ClassVar[str] = "rank_moves"
+    ranks: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunStopped(Event):
     """The run was asked to stop, and committed a checkpoint."""
 
@@ -530,18 +562,22 @@ EVENTS: dict[str, type[Event]] = {
         CheckpointCommitted, CheckpointFailed, RunStopped, RunDone, StragglerFound,
         StragglerEnded, MicroBatchesPlanned, StragglerGain, HealthSignal, HealthAction,
         FaultInjected, Launched, RankLost, RunFailed, LedgerSummed, Verified, CorruptionFound,
+        RankStuck, RankMoves,
     )
 }  # fmt: skip
 """Every event by its name in the log."""
 
 Sink = Callable[[Event], None]
 
+_SINK_SECONDS = 5.0
+
 
 class Events:
-    """The place where a process publishes its events."""
+    """The place where a process publishes its events, from any thread."""
 
     def __init__(self, *sinks: Sink) -> None:
         self._sinks = list(sinks)
+        self._lock = threading.RLock()
 
     def subscribe(self, sink: Sink) -> None:
         """Let ``sink`` have every event from now on, after the sinks that are there."""
@@ -549,5 +585,11 @@ class Events:
 
     def publish(self, event: Event) -> None:
         """Give an event to every sink, in the order of their subscription."""
-        for sink in self._sinks:
-            sink(event)
+        # A sink that hangs, as on a file system that is gone, must not silence the alarm of it.
+        held = self._lock.acquire(timeout=_SINK_SECONDS)
+        try:
+            for sink in self._sinks:
+                sink(event)
+        finally:
+            if held:
+                self._lock.release()

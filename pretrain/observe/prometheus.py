@@ -25,6 +25,8 @@ from pretrain.observe.events import (
     HealthAction,
     HealthSignal,
     IntervalEnded,
+    RankMoves,
+    RankStuck,
     Restored,
     RoutingReport,
     SaveBegun,
@@ -161,6 +163,7 @@ class Metrics:
         self.last_checkpoint = gauge(
             "last_checkpoint_timestamp_seconds", "Unix time of the last commit."
         )
+        self.stuck_ranks = gauge("stuck_ranks", "Ranks that are reported as stuck now.")
         self.last_step = gauge("last_step_timestamp_seconds", "Unix time of the last step.")
 
     def __call__(self, event: Event) -> None:
@@ -191,6 +194,10 @@ class Metrics:
                 self.verify_seconds.labels(kind).inc(seconds)
             case CorruptionFound(kind=kind):
                 self.corruptions.labels(kind).inc()
+            case RankStuck(ranks=ranks):
+                self.stuck_ranks.inc(len(ranks))
+            case RankMoves(ranks=ranks):
+                self.stuck_ranks.dec(len(ranks))
             case Restored(seconds=seconds):
                 self.restore_duration.set(seconds)
             case SaveBegun(stall_seconds=seconds, tiers=tiers):

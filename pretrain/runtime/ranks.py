@@ -15,7 +15,7 @@ import torch.distributed as dist
 # A public, documented name that torch.distributed does not mark as exported for type checkers.
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from cluster.detect import HangReport
+from cluster.detect import HangReport, Heartbeat, turn_on_flight_recorder
 from parallel import CommMonitor
 from parallel.comm_watch import install_monitor
 from pretrain.errors import EXIT_BAD_INPUT, InputError
@@ -48,6 +48,8 @@ class Runtime:
     """Reports a collective that fails or times out; None for one rank."""
     start_parts: StartParts = field(default_factory=StartParts)
     """What this process's start is spent on."""
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    """The place of this process's training thread."""
 
     @property
     def ranks_per_node(self) -> int:
@@ -182,6 +184,7 @@ def start(timeout_seconds: float, world: int | None = None) -> Runtime:
         keep_freed_memory()
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
+    turn_on_flight_recorder()
     if "RANK" in os.environ:
         dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout)
     else:

@@ -11,6 +11,7 @@ from pretrain.health import HealthConfig, StragglersConfig, VerifyConfig
 from pretrain.model import ModelConfig
 from pretrain.optim import OptimizerConfig, ScheduleConfig
 from pretrain.spec.checkpoint import CheckpointConfig, InitConfig
+from pretrain.spec.detection import DetectionConfig
 from pretrain.spec.elastic import ElasticConfig
 from pretrain.spec.faults import FaultConfig
 from pretrain.spec.precision import PrecisionConfig
@@ -89,6 +90,8 @@ class Sections(BaseModel):
     """Faults on purpose; none by default."""
     verify: VerifyConfig = VerifyConfig()
     """The search for silent data corruption."""
+    detection: DetectionConfig = DetectionConfig()
+    """Ranks that are stuck, and odd ranks."""
     metrics: MetricsConfig = MetricsConfig()
     """The Prometheus endpoint."""
     sample: SampleConfig = SampleConfig()

@@ -46,7 +46,7 @@ class Evaluation:
     tokens_per_expert_LE: list[list[int]]
 
 
-def evaluate(job: Job, limit: int | None = None) -> Evaluation:
+def evaluate(job: Job, limit: int | None = None, *, step: int = 0) -> Evaluation:
     """Score held-out sequences, spread over the ranks; every rank must call.
 
     Bits per byte are the summed loss in bits over the bytes of text that the target tokens stand
@@ -56,6 +56,7 @@ def evaluate(job: Job, limit: int | None = None) -> Evaluation:
     Args:
         job: the run.
         limit: how many sequences, taken at even distances; all of them where None.
+        step: committed steps, for the heartbeat.
     """
     total = len(job.held_out)
     count = total if limit is None else min(limit, total)
@@ -69,6 +70,7 @@ def evaluate(job: Job, limit: int | None = None) -> Evaluation:
     with inference(job.parallel_model), part.vocabulary_parallel():
         # As many forwards on every rank, some of them of no sequences: all exchange tokens.
         for start in range(0, count, size * ranks):
+            job.runtime.heartbeat.beat("evaluate", step)
             mine = indices[start : start + size * ranks][job.dims.dp_rank :: ranks]
             batch = job.held_out.batch(mine)
             inputs_BS, targets_BS = part.inputs_and_targets(batch)

@@ -41,6 +41,7 @@ def generate(job: Job) -> str:
     source = last * (job.runtime.world // job.topology.pp)
     with inference(job.parallel_model), full_sequences(job.model):
         for _ in range(sample.tokens):
+            job.runtime.heartbeat.beat("evaluate", job.spec.train.steps)
             known = tokens[-job.spec.data.seq_len :]
             # Ranks of tensor parallelism have equal parts. What follows a token does not change it,
             # but where experts have a capacity, or choose: then the padding takes part.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
@@ -73,6 +74,7 @@ from pretrain.runtime import (
 )
 from pretrain.spec import JobSpec
 from pretrain.state import Progress
+from pretrain.train.detection import flight_folder, watch_ranks
 from pretrain.train.evaluate import evaluate
 from pretrain.train.generate import generate
 from pretrain.train.notices import watch_notices
@@ -145,6 +147,7 @@ def prepare(spec: JobSpec, *, reset: bool = False, load_step: int | None = None)
             for name in ("log.jsonl", "summary.json", "status.json", "health.json"):
                 (spec.run_path / name).unlink(missing_ok=True)
             forget_faults(spec.run_path)
+            shutil.rmtree(spec.run_path / "flight", ignore_errors=True)
         except OSError as error:
             raise InputError(
                 f"checkpoint.path ({spec.checkpoint_path}) cannot be changed: {error.strerror}"
@@ -199,7 +202,7 @@ def _train(
         faults = faults_of(job.spec, runtime, job.events, writer.writer_process_id)
         sinks.callback(faults.close)
         trainer = Trainer(job, progress, checkpointer, faults)
-        with _watched(job, trainer):
+        with _watched(job, trainer), watch_ranks(job):
             if trainer.train(stop):
                 step, cause = trainer.progress.step, trainer.stop_cause.label
                 job.events.publish(RunStopped(step=step, cause=cause))
@@ -296,7 +299,8 @@ def _watched(job: Job, trainer: Trainer) -> Iterator[None]:
         told = hang_report.report(error)
         if told is None:
             raise SystemExit(EXIT_LOST) from None
-        raise LostRankError(f"after step {trainer.progress.step}, {told}") from error
+        hint = f"convoy inspect flight {flight_folder(job)} shows where ranks part"
+        raise LostRankError(f"after step {trainer.progress.step}, {told}; {hint}") from error
 
 
 def _finish(job: Job, progress: Progress, ledger: LiveLedger | None) -> None:
@@ -317,7 +321,7 @@ def _finish(job: Job, progress: Progress, ledger: LiveLedger | None) -> None:
 
 def _summarize(job: Job, progress: Progress) -> Summary:
     spec, runtime, corpus = job.spec, job.runtime, job.corpus
-    result = evaluate(job)
+    result = evaluate(job, step=progress.step)
     job.events.publish(
         Evaluated(
             step=progress.step, loss=result.loss, bits_per_byte=result.bits_per_byte, whole=True

@@ -92,9 +92,12 @@ class Trainer:
             if every and (done or (step % every == 0 and not stopped)):
                 self.validate()
             due = checkpointer.due(step, requested=decision.save, last=last)
+            if due:
+                self._beat("save")
             self.verifier.compare_parameters(self.progress, saves=due)
             if due:
                 checkpointer.save(self.progress, last)
+        self._beat("finish")
         checkpointer.finish(self.progress)
         return stopped and self.progress.step < spec.train.steps
 
@@ -107,6 +110,7 @@ class Trainer:
         CorruptionError where a check of ``[verify]`` fails.
         """
         job, before = self.job, self.progress
+        self._beat("data")
         self.faults.before_step(before.step + 1)
         self.verifier.before_step(before, self._read_step)
         job.runtime.comm_monitor.take()  # what came between steps is not of this one
@@ -116,16 +120,19 @@ class Trainer:
         batches = self.faults.batches(batches)
         scale, device = before.loss_scale, job.runtime.device
         random = {} if scale is None else rng_states(device)
+        self._beat("forward_backward")
         with self.verifier.seeing_gradients():
             result = job.forward_backward(batches, planned, scale)
         self.progress = self.verifier.after_backward(before)
         if job.compressed is not None:
             job.compressed.reduce(scale or 1.0)
         self.faults.gradients(job.model)
+        self._beat("barrier")
         report = self._report(result, began=began, waited=waited, stop_requested=stop_requested)
         reports = exchange(report, device)
         decision = decide(reports, planned, scale)
         decision = self.watch.judged(decision, before, self.skipped, result.routing)
+        self._beat("optimizer")
         replanned = False
         if decision.action is Action.COMMIT:
             self._commit(decision, cursor, planned)
@@ -168,6 +175,9 @@ class Trainer:
         batches, cursor = loader.step(at, skipped)
         planned = len(loader.samples(at, skipped)) * self.job.spec.data.seq_len
         return batches, cursor, planned
+
+    def _beat(self, phase: str) -> None:
+        self.job.runtime.heartbeat.beat(phase, self.progress.step)
 
     def _report(
         self, result: StepResult, *, began: float, waited: float, stop_requested: int
@@ -341,7 +351,7 @@ class Trainer:
 
     def validate(self) -> None:
         """Score some held-out sequences; every rank must call."""
-        result = evaluate(self.job, self.job.spec.eval.sequences)
+        result = evaluate(self.job, self.job.spec.eval.sequences, step=self.progress.step)
         finite = result.loss if math.isfinite(result.loss) else None
         self.progress = replace(self.progress, validation=finite)
         self.job.events.publish(

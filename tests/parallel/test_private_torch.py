@@ -5,6 +5,8 @@ A red test here comes with a new version of torch. Its docstring says what break
 
 from __future__ import annotations
 
+import json
+import os
 import pydoc
 
 import pytest
@@ -84,6 +86,30 @@ def store_on_rank(rank: int) -> int:
 def test_the_default_store_opens_a_second_connection():
     """Without _get_default_store, a hang report has no store to ask other ranks through."""
     assert sorted(run_ranks(store_on_rank, 2)) == [1, 2]
+
+
+def flight_recorder_on_rank(rank: int) -> tuple[list[int], dict]:
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(3))
+    from torch._C._distributed_c10d import _dump_fr_trace_json
+
+    groups = {
+        group.group_name: ranks for group, ranks in distributed_c10d._world.pg_group_ranks.items()
+    }
+    entry = json.loads(_dump_fr_trace_json())["entries"][-1]
+    return list(groups[entry["process_group"][0]]), entry
+
+
+def test_the_flight_recorder_has_what_dumps_need():
+    """Without _dump_fr_trace_json and _world.pg_group_ranks, or their fields, no rank writes its
+    last collectives, and convoy inspect flight has nothing to read."""
+    (ranks, entry), _ = run_ranks(flight_recorder_on_rank, 2, group=False)
+    assert ranks == [0, 1]
+    known = {"collective_seq_id": 1, "profiling_name": "gloo:all_reduce", "input_sizes": [[3]],
+             "input_dtypes": ["Float"], "is_p2p": False, "retired": True}  # fmt: skip
+    assert known.items() <= entry.items()
+    assert {"state", "time_created_ns"} <= set(entry)
 
 
 @pytest.mark.parametrize("name", ["HashStore", "PrefixStore", "Store"])

@@ -24,6 +24,8 @@ from pretrain.observe.events import (
     Event,
     IntervalEnded,
     Notice,
+    RankMoves,
+    RankStuck,
     Restored,
     RoutingReport,
     RunStarted,
@@ -134,6 +136,10 @@ STARTED = {
     "steps": 6, "step_tokens": 256, "spec_hash": "0123456789abcdef", "topology": {},
     "launch_id": "a",
 }  # fmt: skip
+STUCK = {
+    "step": 4, "ranks": [1], "phase": "data", "seconds": 40.0, "limit_seconds": 30.0,
+    "has_heartbeat": True, "text": "rank 1 stuck in data",
+}  # fmt: skip
 SHARED = {"tier": "shared", "seconds": 1.5, "write_seconds": 1.0}
 
 
@@ -159,6 +165,9 @@ SHARED = {"tier": "shared", "seconds": 1.5, "write_seconds": 1.0}
             CheckpointFailed(step=-1, tier="local", error="disk full", in_a_row=3), "",
             "a checkpoint is not in tier local: disk full; tier local has failed 3 times in a row",
         ),
+        (RankStuck(**STUCK), "", "error: rank 1 stuck in data"),
+        (RankStuck(**STUCK | {"ends_run": True}), "", "rank 1 stuck in data; the run ends"),
+        (RankMoves(step=4, ranks=[1, 2, 5]), "ranks 1-2, 5 move again", ""),
         (RunStopped(step=4), "stopped after step 4; the same command resumes", ""),
     ],
 )  # fmt: skip
@@ -241,6 +250,8 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
             routing=routing, capacity_shares=[1.5, 0.5], relative_speeds=[1.25, 0.75],
         )
     )  # fmt: skip
+    metrics(RankStuck(**STUCK | {"ranks": [1, 2]}))
+    metrics(RankMoves(step=4, ranks=[1]))
     metrics(Restored(step=1, tier="shared", seconds=3.0))
     metrics(SaveBegun(step=2, stall_seconds=0.1, tiers=["memory", "shared"]))
     metrics(CheckpointCommitted(step=2, tier="shared", seconds=1.5, write_seconds=1.0))
@@ -278,6 +289,7 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
         'convoy_moe_capacity_share{rank="1"} 0.5',
         'convoy_rank_relative_speed_ratio{rank="0"} 1.25',
         "convoy_restore_duration_seconds 3.0",
+        "convoy_stuck_ranks 1.0",
         'convoy_moe_dropped_tokens_total{layer="1"} 3.0',
         'convoy_moe_rerouted_tokens_total{layer="1"} 4.0',
         'convoy_parallelism_info{cp="1",dp_replicate="1",dp_shard="2",ep="2",pp="1",tp="1"} 1.0',

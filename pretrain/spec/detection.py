@@ -1,0 +1,22 @@
+"""The ``[detection]`` section of the spec."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+_MODEL = ConfigDict(
+    frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+)
+
+
+class DetectionConfig(BaseModel):
+    """The ``[detection]`` section: how a run notices ranks that are stuck, and odd ranks."""
+
+    model_config = _MODEL
+
+    stuck_seconds: float = Field(default=30.0, gt=0, le=1e6)
+    """A rank is reported as stuck where it has not moved for longer than its own history lets
+    expect, and for at least so many seconds; at most half of ``train.timeout_seconds`` counts."""
+    end_stuck_run: bool = False
+    """End the processes of stuck ranks, so that the run ends with exit code 1 and torchrun starts
+    it again. By default a stuck rank is only reported, and a collective's time-out ends the run."""

@@ -1,0 +1,115 @@
+"""The watch over the ranks of a run, and what is done about a rank that is stuck."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from cluster.detect import (
+    HeartbeatPublisher,
+    PhaseLimits,
+    StuckRanks,
+    StuckWatch,
+    dump_collectives,
+    open_store,
+    publish_seconds,
+)
+from pretrain.errors import EXIT_LOST
+from pretrain.job import Job
+from pretrain.observe import RankMoves, RankStuck
+from pretrain.runtime import Runtime
+
+_SILENT_PUBLICATIONS = 5
+_KEPT_LAUNCHES = 8
+"""Launches whose dumps of collectives are kept, the present one not counted."""
+
+
+@contextmanager
+def watch_ranks(job: Job) -> Iterator[None]:
+    """Publish this rank's heartbeat, and on rank 0 watch all heartbeats.
+
+    Where a collective fails on any rank, this rank's last collectives are written to
+    ``RUN_DIR/flight/LAUNCH/rank-N.json``.
+    """
+    config, runtime = job.spec.detection, job.runtime
+    folder = flight_folder(job)
+    if runtime.is_first:
+        _remove_old(folder.parent)
+    if runtime.hang_report is not None:
+        runtime.hang_report.before_answer = lambda: _dump(folder, runtime)
+    timeout = job.spec.train.timeout_seconds
+    limits = PhaseLimits.of_run(config.stuck_seconds, timeout)
+    seconds = publish_seconds(runtime.world, timeout)
+    end = _end_process if config.end_stuck_run else None
+    with ExitStack() as held:
+        publisher = HeartbeatPublisher(
+            open_store(),
+            runtime.rank,
+            heartbeat=runtime.heartbeat,
+            monitor=runtime.comm_monitor,
+            limits=limits,
+            seconds=seconds,
+            end=end,
+        )
+        held.callback(publisher.close)
+        if runtime.is_first:
+            watch = StuckWatch(
+                open_store(),
+                runtime.world,
+                seconds=seconds,
+                silence_limit=max(limits.least_seconds, _SILENT_PUBLICATIONS * seconds),
+                tell=lambda stuck: _publish_stuck(job, stuck),
+                tell_moving=lambda ranks: _publish_moving(job, ranks),
+                end=end,
+            )
+            held.callback(watch.close)
+        yield
+
+
+def flight_folder(job: Job) -> Path:
+    """Where the ranks of this launch write their last collectives."""
+    return job.spec.run_path / "flight" / job.runtime.launch_id
+
+
+def _dump(folder: Path, runtime: Runtime) -> None:
+    with suppress(Exception):  # the report of the lost rank is worth more
+        dump_collectives(folder, runtime.rank, runtime.comm_monitor.waits_in_group)
+
+
+def _remove_old(parent: Path) -> None:
+    with suppress(OSError):
+        launches = sorted(parent.iterdir(), key=lambda path: path.stat().st_mtime)
+        for old in launches[:-_KEPT_LAUNCHES]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _publish_stuck(job: Job, stuck: StuckRanks) -> None:
+    job.events.publish(
+        RankStuck(
+            step=stuck.step,
+            ranks=list(stuck.ranks),
+            phase=stuck.phase,
+            seconds=stuck.seconds,
+            limit_seconds=stuck.limit_seconds,
+            has_heartbeat=stuck.has_heartbeat,
+            place=stuck.place,
+            ends_run=job.spec.detection.end_stuck_run,
+            text=stuck.describe(),
+        )
+    )
+
+
+def _publish_moving(job: Job, ranks: list[int]) -> None:
+    step = job.runtime.heartbeat.place.step
+    job.events.publish(RankMoves(step=step, ranks=ranks))
+
+
+def _end_process() -> None:
+    """End this process at once, from any thread: the training thread may never come back."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_LOST)
