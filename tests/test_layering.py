@@ -85,8 +85,8 @@ PRETRAIN = {
     },
     "pretrain.train": {
         "pretrain.errors", "pretrain.model", "pretrain.data", "pretrain.optim", "pretrain.state",
-        "pretrain.spec", "pretrain.parallelize", "pretrain.runtime", "pretrain.observe",
-        "pretrain.job", "pretrain.checkpoint", "pretrain.elastic",
+        "pretrain.spec", "pretrain.health", "pretrain.parallelize", "pretrain.runtime",
+        "pretrain.observe", "pretrain.job", "pretrain.checkpoint", "pretrain.elastic",
     },
     "pretrain.commands": {
         "pretrain.errors", "pretrain.spec", "pretrain.runtime", "pretrain.observe",

@@ -20,6 +20,7 @@ from pretrain.runtime import StopRequest
 from pretrain.spec import learning_rate
 from pretrain.state import Progress, rng_states, set_rng_states
 from pretrain.train.barrier import Action, Decision, Report, decide, exchange
+from pretrain.train.detection import LossWatch
 from pretrain.train.evaluate import evaluate
 from pretrain.train.interval_stats import (
     IntervalStats,
@@ -46,6 +47,7 @@ class Trainer:
         self.skipped = 0
         """Steps skipped in a row, overflows of float16 not counted."""
         self.interval = IntervalStats()
+        self.loss_watch = LossWatch.of_job(job)
 
     def train(self, stop: StopRequest) -> bool:
         """Step until the spec's last step, or until some rank is asked to stop.
@@ -104,6 +106,7 @@ class Trainer:
         reports = exchange(report, device)
         decision = decide(reports, planned, scale)
         self._beat("optimizer")
+        self.loss_watch.after(before.step, reports)
         replanned = False
         if decision.action is Action.COMMIT:
             self._commit(decision, cursor, planned)
