@@ -8,6 +8,7 @@ from pretrain.health.memory import HealthMemory, Occurrence, SampleRange
 if TYPE_CHECKING:
     from pretrain.health.capacity import CapacityBalance
     from pretrain.health.config import ActionName, HealthConfig
+    from pretrain.health.loss_outliers import LossOutlier, LossOutliers
     from pretrain.health.playbook import (
         Verdict,
         after_commit,
@@ -42,6 +43,8 @@ __all__ = [
     "GradientPass",
     "HealthConfig",
     "HealthMemory",
+    "LossOutlier",
+    "LossOutliers",
     "Occurrence",
     "SampleRange",
     "Seen",
@@ -89,6 +92,8 @@ __getattr__ = on_demand(
         "judge_states": "pretrain.health.sdc",
         "machine_to_exclude": "pretrain.health.sdc",
         "next_shifts": "pretrain.health.sdc",
+        "LossOutlier": "pretrain.health.loss_outliers",
+        "LossOutliers": "pretrain.health.loss_outliers",
         "judge": "pretrain.health.playbook",
         "routers_are_checked": "pretrain.health.playbook",
     },

@@ -18,6 +18,7 @@ from pretrain.observe.events import (
     HealthSignal,
     IntervalEnded,
     Notice,
+    RankLossOdd,
     RankMoves,
     RankStuck,
     Resized,
@@ -88,6 +89,8 @@ def _problem(event: Event, rank: int) -> str | None:
             return f"{text}; training goes on"
         case RankStuck(text=text, ends_run=ends_run):
             return f"{text}; the run ends" if ends_run else text
+        case RankLossOdd(rank=odd, loss=loss, usual_loss=usual, steps=steps):
+            return f"rank {odd} has loss {loss:.4f}, other ranks {usual:.4f} (over {steps} steps)"
     return None
 
 

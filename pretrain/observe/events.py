@@ -498,6 +498,22 @@ class RankMoves(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankLossOdd(Event):
+    """The loss of a rank differs from that of other ranks by more than chance explains."""
+
+    name: ClassVar[str] = "rank_loss_odd"
+    rank: int
+    loss: float
+    """Of the rank in the last step, in nats per token."""
+    usual_loss: float
+    """The median over ranks in the last step."""
+    z: float
+    """The difference, in standard deviations (one step) or standard errors (more steps)."""
+    steps: int
+    """Over which the difference was seen."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunStopped(Event):
     """The run was asked to stop, and committed a checkpoint."""
 
@@ -562,7 +578,7 @@ EVENTS: dict[str, type[Event]] = {
         CheckpointCommitted, CheckpointFailed, RunStopped, RunDone, StragglerFound,
         StragglerEnded, MicroBatchesPlanned, StragglerGain, HealthSignal, HealthAction,
         FaultInjected, Launched, RankLost, RunFailed, LedgerSummed, Verified, CorruptionFound,
-        RankStuck, RankMoves,
+        RankStuck, RankMoves, RankLossOdd,
     )
 }  # fmt: skip
 """Every event by its name in the log."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -19,13 +19,61 @@ from cluster.detect import (
     publish_seconds,
 )
 from pretrain.errors import EXIT_LOST
+from pretrain.health import LossOutliers
 from pretrain.job import Job
-from pretrain.observe import RankMoves, RankStuck
+from pretrain.observe import RankLossOdd, RankMoves, RankStuck
 from pretrain.runtime import Runtime
+from pretrain.train.barrier import Report
 
 _SILENT_PUBLICATIONS = 5
 _KEPT_LAUNCHES = 8
 """Launches whose dumps of collectives are kept, the present one not counted."""
+
+
+class LossWatch:
+    """Publishes ranks whose losses are odd, see :class:`LossOutliers`.
+
+    Args:
+        world: the number of ranks.
+        cp: the context-parallel degree; ranks at different places of a sequence are compared apart.
+        tp: the tensor-parallel degree.
+        publish: takes the events.
+    """
+
+    def __init__(
+        self, *, world: int, cp: int, tp: int, publish: Callable[[RankLossOdd], None]
+    ) -> None:
+        places = ([r for r in range(world) if r // tp % cp == place] for place in range(cp))
+        self._groups = [LossOutliers(ranks) for ranks in places]
+        self._publish = publish
+
+    @staticmethod
+    def of_job(job: Job) -> LossWatch:
+        """The watch of a run: on rank 0 all ranks, on other ranks none."""
+        layout, world = job.topology, job.runtime.world
+        return LossWatch(
+            world=world if job.runtime.is_first else 0,
+            cp=layout.cp,
+            tp=layout.tp,
+            publish=job.events.publish,
+        )
+
+    def after(self, step: int, reports: Sequence[Report]) -> None:
+        """Take in the reports of the step after ``step`` committed steps."""
+        sums = [report.loss_sum for report in reports]
+        tokens = [report.target_tokens for report in reports]
+        for group in self._groups:
+            for odd in group.after(sums, tokens) if group.ranks else ():
+                self._publish(
+                    RankLossOdd(
+                        step=step,
+                        rank=odd.rank,
+                        loss=odd.loss,
+                        usual_loss=odd.usual,
+                        z=odd.z,
+                        steps=odd.steps,
+                    )
+                )
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from pretrain.runtime import StopCause, StopRequest
 from pretrain.spec import learning_rate
 from pretrain.state import Progress, rng_states, set_rng_states
 from pretrain.train.barrier import Action, Decision, Report, decide, exchange
+from pretrain.train.detection import LossWatch
 from pretrain.train.evaluate import evaluate
 from pretrain.train.health_watch import HealthWatch
 from pretrain.train.interval_stats import (
@@ -64,6 +65,7 @@ class Trainer:
         self.straggler_stages = StragglerStages(job)
         self.stop_cause = StopCause.NONE
         """Why the last step was the last one, where a rank asked to stop."""
+        self.loss_watch = LossWatch.of_job(job)
 
     def train(self, stop: StopRequest) -> bool:
         """Step until the spec's last step, or until some rank is asked to stop.
@@ -133,6 +135,7 @@ class Trainer:
         decision = decide(reports, planned, scale)
         decision = self.watch.judged(decision, before, self.skipped, result.routing)
         self._beat("optimizer")
+        self.loss_watch.after(before.step, reports)
         replanned = False
         if decision.action is Action.COMMIT:
             self._commit(decision, cursor, planned)

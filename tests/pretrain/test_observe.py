@@ -24,6 +24,7 @@ from pretrain.observe.events import (
     Event,
     IntervalEnded,
     Notice,
+    RankLossOdd,
     RankMoves,
     RankStuck,
     Restored,
@@ -167,6 +168,10 @@ SHARED = {"tier": "shared", "seconds": 1.5, "write_seconds": 1.0}
         ),
         (RankStuck(**STUCK), "", "error: rank 1 stuck in data"),
         (RankStuck(**STUCK | {"ends_run": True}), "", "rank 1 stuck in data; the run ends"),
+        (
+            RankLossOdd(step=4, rank=2, loss=4.0, usual_loss=3.0, z=9.0, steps=32), "",
+            "error: rank 2 has loss 4.0000, other ranks 3.0000 (over 32 steps)",
+        ),
         (RankMoves(step=4, ranks=[1, 2, 5]), "ranks 1-2, 5 move again", ""),
         (RunStopped(step=4), "stopped after step 4; the same command resumes", ""),
     ],
