@@ -15,7 +15,9 @@ from docs.images.draw import PICTURES
 from moe import MoEConfig
 from parallel import Topology
 from pretrain.observe import Metrics
-from pretrain.observe.events import EVENTS
+from pretrain.observe.events import (
+    EVENTS,
+)
 from pretrain.spec import load_spec
 from pretrain.spec.renamed import RENAMED
 

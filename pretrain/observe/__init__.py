@@ -4,26 +4,18 @@ from typing import TYPE_CHECKING
 
 from parallel.on_demand import on_demand
 from pretrain.observe.console import Console, complain, human_bytes, progress_bar, say
-from pretrain.observe.events import (
-    CapacityPlanned,
-    CheckpointCommitted,
-    CheckpointFailed,
-    CorruptionFound,
-    Evaluated,
+from pretrain.observe.event import (
     Event,
     Events,
-    FaultInjected,
-    HealthAction,
-    HealthSignal,
+)
+from pretrain.observe.events import (
+    CheckpointCommitted,
+    CheckpointFailed,
+    Evaluated,
     IntervalEnded,
     Launched,
     LedgerSummed,
-    MicroBatchesPlanned,
     Notice,
-    RankLossOdd,
-    RankLost,
-    RankMoves,
-    RankStuck,
     Resized,
     Restored,
     RoutingReport,
@@ -36,10 +28,6 @@ from pretrain.observe.events import (
     SpecChanged,
     StepCommitted,
     StepSkipped,
-    StragglerEnded,
-    StragglerFound,
-    StragglerGain,
-    Verified,
 )
 from pretrain.observe.jsonl import (
     History,
@@ -52,6 +40,22 @@ from pretrain.observe.jsonl import (
 )
 from pretrain.observe.ledger import Ledger, ledger_of, ledger_table, summed
 from pretrain.observe.live_ledger import LiveLedger
+from pretrain.observe.rank_events import (
+    CapacityPlanned,
+    CorruptionFound,
+    FaultInjected,
+    HealthAction,
+    HealthSignal,
+    MicroBatchesPlanned,
+    RankLossOdd,
+    RankLost,
+    RankMoves,
+    RankStuck,
+    StragglerEnded,
+    StragglerFound,
+    StragglerGain,
+    Verified,
+)
 
 if TYPE_CHECKING:
     from pretrain.observe.prometheus import Endpoint, Metrics

@@ -7,26 +7,30 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from parallel.layout import Topology, count_ranks, name_ranks
+from pretrain.observe.event import (
+    Event,
+)
 from pretrain.observe.events import (
     CheckpointCommitted,
     CheckpointFailed,
-    CorruptionFound,
     Evaluated,
-    Event,
-    FaultInjected,
-    HealthAction,
-    HealthSignal,
     IntervalEnded,
     Notice,
-    RankLossOdd,
-    RankMoves,
-    RankStuck,
     Resized,
     Restored,
     RunStarted,
     RunStopped,
     SpecChanged,
     StepSkipped,
+)
+from pretrain.observe.rank_events import (
+    CorruptionFound,
+    FaultInjected,
+    HealthAction,
+    HealthSignal,
+    RankLossOdd,
+    RankMoves,
+    RankStuck,
     StragglerEnded,
     StragglerFound,
     StragglerGain,

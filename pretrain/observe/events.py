@@ -11,22 +11,30 @@ removing or renaming one raises it, and :mod:`pretrain.observe.jsonl` upgrades o
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from pretrain.observe.event import Event
+from pretrain.observe.rank_events import (
+    CapacityPlanned,
+    CorruptionFound,
+    FaultInjected,
+    HealthAction,
+    HealthSignal,
+    MicroBatchesPlanned,
+    RankLossOdd,
+    RankLost,
+    RankMoves,
+    RankStuck,
+    StragglerEnded,
+    StragglerFound,
+    StragglerGain,
+    Verified,
+)
+
 LOG_VERSION = 1
 """Version 0 had no version, no time, and ``cursor`` in the place of ``consumed_samples``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    """Something that happened in a run, after ``step`` committed steps."""
-
-    name: ClassVar[str]
-    """The value of ``event`` in the log."""
-    step: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,126 +201,6 @@ class StepSkipped(StepTaken):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HealthSignal(Event):
-    """A rule of ``[health]`` saw something in the step after ``step``."""
-
-    name: ClassVar[str] = "health_signal"
-    rule: str
-    """``not_finite``, ``loss_spike``, ``grad_norm_spike``, ``slow_divergence`` or
-    ``router_collapse``."""
-    observed: float
-    usual: float
-    """What the history lets expect."""
-    limit: float
-    """The threshold that ``observed`` has passed."""
-    text: str
-    """The signal for people."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HealthAction(Event):
-    """What is done about the signal of the step after ``step``; published before it is done."""
-
-    name: ClassVar[str] = "health_action"
-    rule: str
-    action: str
-    """``report``, ``lower_lr``, ``skip``, ``go_back``, ``skip+lower_lr``, ``go_back+lower_lr`` or
-    ``stop``."""
-    occurrence: int
-    """How many times the rule had a signal within ``health.escalation_steps``."""
-    to_step: int | None = None
-    """The step that the run goes back to."""
-    skipped_samples: tuple[int, int] | None = None
-    """The samples that are left out from now on, from the first index up to, and without, the
-    second."""
-    lr_factor: float | None = None
-    """What the learning rate is multiplied by, where the action lowers it."""
-    lr_until_step: int | None = None
-    """The last step with the lower learning rate."""
-    text: str
-    """The action for people."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FaultInjected(Event):
-    """A fault of ``[[inject]]`` is about to happen in the step after ``step``."""
-
-    name: ClassVar[str] = "fault"
-    kind: str
-    rank: int
-    text: str
-    """The fault for people."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CapacityPlanned(Event):
-    """Straggler-aware capacity has new shares, from the next step on."""
-
-    name: ClassVar[str] = "capacity_plan"
-    plans: list[list[int]]
-    """Units of each rank, for each expert group."""
-    relative_speeds: list[float] = field(default_factory=list)
-    """Of each rank, over the mean of its expert group."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StragglerFound(Event):
-    """A rank is slow as a whole; stage 3 asks for its replacement."""
-
-    name: ClassVar[str] = "straggler"
-    rank: int
-    speed: float
-    """Over the median speed of the other ranks of its pipeline stage."""
-    z: float
-    """How many standard errors the change of speed was."""
-    since_step: int
-    """The first slow step."""
-    stage: int
-    """The answer. 0: none; 1: fewer assignments to the rank's experts; 2: fewer micro-batches; 3:
-    the rank is still slow after ``stragglers.patience_steps``, and should be replaced."""
-    action: str = ""
-    """The answer, for people."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StragglerEnded(Event):
-    """A slow rank is as fast as the others again."""
-
-    name: ClassVar[str] = "straggler_ended"
-    rank: int
-    speed: float
-    """While the rank was slow."""
-    since_step: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class MicroBatchesPlanned(Event):
-    """The micro-batches of a step are divided anew among ranks, from the next step on."""
-
-    name: ClassVar[str] = "micro_batch_plan"
-    counts: list[int]
-    """Of each data-parallel rank, in the next step."""
-    relative_speeds: list[float] = field(default_factory=list)
-    """Of each data-parallel rank; an ordinary rank has 1."""
-    predicted_gain: float = 0.0
-    """The part of the step's time that this division should save over equal parts."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StragglerGain(Event):
-    """What an answer to a slow rank has changed: medians of 8 steps before it and after it."""
-
-    name: ClassVar[str] = "straggler_gain"
-    stage: int
-    """As in ``straggler``."""
-    seconds_before: float
-    """Of the slowest rank, in one step."""
-    seconds_after: float
-    kept: bool = True
-    """False where steps became longer: micro-batches are divided equally again."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class RoutingReport:
     """What the routers did in a log interval, over all ranks; lists have an entry a MoE layer."""
 
@@ -431,104 +319,12 @@ class CheckpointFailed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verified(Event):
-    """A check of ``[verify]`` found no silent data corruption."""
-
-    name: ClassVar[str] = "verified"
-    kind: str
-    """``parameters``: parameters and moments of all replicas are equal. ``gradients``: gradients
-    of the step after ``step`` are equal when they are computed again."""
-    seconds: float
-    """What training waited for the check, on rank 0."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CorruptionFound(Event):
-    """A check of ``[verify]`` found numbers that must be equal and are not."""
-
-    name: ClassVar[str] = "corruption"
-    kind: str
-    """``parameters`` or ``gradients``."""
-    ranks: list[int]
-    """Ranks whose numbers may be wrong."""
-    machines: list[str]
-    """Their machines."""
-    certain: bool
-    """Whether it is known that exactly these ranks have wrong numbers."""
-    excluded: str | None = None
-    """The machine that was put on the exclude list."""
-    stops: bool = True
-    """Whether the run ends."""
-    to_step: int | None = None
-    """The step after which the next start begins, where the run ends and such a checkpoint is
-    left."""
-    text: str
-    """The finding for people."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankStuck(Event):
-    """Ranks have not moved for longer than their history lets expect, and others wait for them."""
-
-    name: ClassVar[str] = "rank_stuck"
-    ranks: list[int]
-    phase: str
-    """``data``, ``forward_backward``, ``barrier``, ``optimizer``, ``save``, ``evaluate``,
-    ``finish``, or ``start`` before the first step."""
-    seconds: float
-    """For which the ranks have not moved, or have published no heartbeat."""
-    limit_seconds: float
-    """From which on the ranks count as stuck."""
-    has_heartbeat: bool
-    """False: the process is stopped or lost."""
-    place: str = ""
-    """The collective or the source line, for people."""
-    ends_run: bool = False
-    """Whether ``detection.end_stuck_run`` ends the run now."""
-    text: str = ""
-    """All of it, for people."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankMoves(Event):
-    """Ranks that were reported as stuck move again."""
-
-    name: ClassVar[str] = "rank_moves"
-    ranks: list[int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankLossOdd(Event):
-    """The loss of a rank differs from that of other ranks by more than chance explains."""
-
-    name: ClassVar[str] = "rank_loss_odd"
-    rank: int
-    loss: float
-    """Of the rank in the last step, in nats per token."""
-    usual_loss: float
-    """The median over ranks in the last step."""
-    z: float
-    """The difference, in standard deviations (one step) or standard errors (more steps)."""
-    steps: int
-    """Over which the difference was seen."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunStopped(Event):
     """The run was asked to stop, and committed a checkpoint."""
 
     name: ClassVar[str] = "stopped"
     cause: str = ""
     """``signal``, ``notice_file`` or ``time_limit``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankLost(Event):
-    """A collective of this rank failed because another rank is lost or stuck."""
-
-    name: ClassVar[str] = "rank_lost"
-    waited_seconds: float
-    """What this rank waited in the collective; 0 where the collective failed at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -582,30 +378,3 @@ EVENTS: dict[str, type[Event]] = {
     )
 }  # fmt: skip
 """Every event by its name in the log."""
-
-Sink = Callable[[Event], None]
-
-_SINK_SECONDS = 5.0
-
-
-class Events:
-    """The place where a process publishes its events, from any thread."""
-
-    def __init__(self, *sinks: Sink) -> None:
-        self._sinks = list(sinks)
-        self._lock = threading.RLock()
-
-    def subscribe(self, sink: Sink) -> None:
-        """Let ``sink`` have every event from now on, after the sinks that are there."""
-        self._sinks.append(sink)
-
-    def publish(self, event: Event) -> None:
-        """Give an event to every sink, in the order of their subscription."""
-        # A sink that hangs, as on a file system that is gone, must not silence the alarm of it.
-        held = self._lock.acquire(timeout=_SINK_SECONDS)
-        try:
-            for sink in self._sinks:
-                sink(event)
-        finally:
-            if held:
-                self._lock.release()

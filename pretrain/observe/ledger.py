@@ -14,14 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from pretrain.observe.event import (
+    Event,
+)
 from pretrain.observe.events import (
     CheckpointCommitted,
     CheckpointFailed,
     Evaluated,
-    Event,
     Launched,
     LedgerSummed,
-    RankLost,
     Restored,
     RunDone,
     RunFailed,
@@ -34,6 +35,9 @@ from pretrain.observe.events import (
     StepTaken,
 )
 from pretrain.observe.jsonl import LoggedEvent
+from pretrain.observe.rank_events import (
+    RankLost,
+)
 
 PHASES: dict[str, str] = {
     "productive": "steps that moved the run forward, without the two phases that follow",

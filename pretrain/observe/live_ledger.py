@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pretrain.observe.events import (
+from pretrain.observe.event import (
     Event,
     Events,
+)
+from pretrain.observe.events import (
     IntervalEnded,
     RunDone,
     RunFailed,

@@ -17,27 +17,31 @@ from prometheus_client.registry import Collector
 
 from parallel import Topology
 from pretrain.errors import InputError
+from pretrain.observe.event import (
+    Event,
+)
 from pretrain.observe.events import (
     CheckpointCommitted,
-    CorruptionFound,
-    Event,
-    FaultInjected,
-    HealthAction,
-    HealthSignal,
     IntervalEnded,
-    RankMoves,
-    RankStuck,
     Restored,
     RoutingReport,
     SaveBegun,
     StepCommitted,
     StepSkipped,
     StepTaken,
+)
+from pretrain.observe.ledger import Ledger, ledger_of
+from pretrain.observe.rank_events import (
+    CorruptionFound,
+    FaultInjected,
+    HealthAction,
+    HealthSignal,
+    RankMoves,
+    RankStuck,
     StragglerEnded,
     StragglerFound,
     Verified,
 )
-from pretrain.observe.ledger import Ledger, ledger_of
 from pretrain.spec import JobSpec
 
 

@@ -15,18 +15,17 @@ from prometheus_client import CollectorRegistry, generate_latest
 from parallel import Topology
 from pretrain.errors import InputError
 from pretrain.observe import Console, Endpoint, Events, JsonlLog, Metrics, read_log
+from pretrain.observe.event import (
+    Event,
+)
 from pretrain.observe.events import (
     EVENTS,
     LOG_VERSION,
     CheckpointCommitted,
     CheckpointFailed,
     Evaluated,
-    Event,
     IntervalEnded,
     Notice,
-    RankLossOdd,
-    RankMoves,
-    RankStuck,
     Restored,
     RoutingReport,
     RunStarted,
@@ -35,6 +34,11 @@ from pretrain.observe.events import (
     SpecChanged,
     StepCommitted,
     StepSkipped,
+)
+from pretrain.observe.rank_events import (
+    RankLossOdd,
+    RankMoves,
+    RankStuck,
 )
 from pretrain.train.interval_stats import is_communication_timed
 from tests.support.jobs import make_spec
