@@ -2,13 +2,20 @@
 
 from typing import TYPE_CHECKING
 
-from cluster.members.exclude import Exclusion, exclude, node_name, read_exclusions
+from cluster.members.exclude import (
+    EXCLUDE_LIST,
+    Exclusion,
+    exclude,
+    node_name,
+    read_exclusions,
+)
 from parallel.on_demand import on_demand
 
 if TYPE_CHECKING:
     from cluster.members.rendezvous import convoy_rendezvous
 
 __all__ = [
+    "EXCLUDE_LIST",
     "Exclusion",
     "convoy_rendezvous",
     "exclude",

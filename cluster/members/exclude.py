@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+EXCLUDE_LIST = "exclude.json"
+"""The name of the list in a run's folder."""
+
 
 @dataclass(frozen=True)
 class Exclusion:

@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from cluster.members.exclude import node_name, read_exclusions
+from cluster.members.exclude import EXCLUDE_LIST, node_name, read_exclusions
 
 _OWN_KEYS = ("scale_up", "run_dir", "checkpoints", "store")
 SCALE_UP = ("at_once", "at_checkpoint", "never")
@@ -70,7 +70,7 @@ class MembersHandler(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next start. Raises RendezvousError on a machine of the exclude list."""
         if self.run_dir is not None:
-            path, name = self.run_dir / "exclude.json", node_name()
+            path, name = self.run_dir / EXCLUDE_LIST, node_name()
             for one in read_exclusions(path):
                 if one.node == name:
                     raise RendezvousError(f"{name} is on the exclude list {path}: {one.reason}")

@@ -43,6 +43,10 @@ class StragglersConfig(BaseModel):
     prediction."""
     patience_steps: int = Field(default=50, ge=1)
     """A rank that is still slow after so many steps is reported for replacement."""
+    replace: bool = False
+    """Put the machine of a rank that is still slow after ``patience_steps`` on
+    RUN_DIR/exclude.json, commit a checkpoint, and end with exit code 75: torchrun starts the ranks
+    again without the machine, and a spare takes its place. Needs ``elastic.enabled``."""
     false_alarm_rate: float = Field(default=1e-6, gt=0, le=0.01)
     """Changes of speed per step that noise may seem to make while all ranks are healthy."""
     warmup_steps: int = Field(default=2, ge=0)

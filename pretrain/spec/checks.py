@@ -159,6 +159,15 @@ def check_faults(spec: Sections) -> None:
         known.add(fault.name)
 
 
+def check_stragglers(spec: Sections) -> None:
+    """The replacement of slow ranks against elastic runs."""
+    if spec.stragglers.replace and not spec.elastic.enabled:
+        raise ValueError(
+            "stragglers.replace (true) must be false with elastic.enabled (false): the run could "
+            "not go on without the machine"
+        )
+
+
 def check_verify(spec: Sections) -> None:
     """Retention against the steps between two checks of gradients."""
     every, retention = spec.verify.gradients_interval_steps, spec.checkpoint.retention
@@ -183,6 +192,7 @@ ALL_CHECKS = (
     check_schedule,
     check_checkpoint,
     check_faults,
+    check_stragglers,
     check_verify,
 )
 """In the order in which a spec is checked."""

@@ -3,7 +3,9 @@
 1. Straggler-aware capacity gives a slow rank's experts fewer assignments
    (:class:`pretrain.health.CapacityBalance`).
 2. A slow rank computes fewer micro-batches of the same global batch (:func:`pretrain.data.divide`).
-3. A rank that stays slow is reported for replacement, as an event of stage 3.
+3. A rank that stays slow is reported for replacement, as an event of stage 3. With
+   ``stragglers.replace`` its machine is put on the exclude list, and the run starts again without
+   the machine.
 
 Every rank decides the same from the reports of the step barrier.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from cluster.members import node_name
 from pretrain.data import Cursor
 from pretrain.health import GainMeter, Straggler
 from pretrain.job import Job
@@ -23,6 +26,7 @@ from pretrain.observe import (
     StragglerGain,
 )
 from pretrain.train.barrier import Report
+from pretrain.train.exclusion import exclude_machine
 
 CAPACITY, MICRO_BATCHES, REPLACEMENT = 1, 2, 3
 """The stages; 0 stands for a slow rank about which nothing can be done."""
@@ -37,6 +41,11 @@ class StragglerStages:
 
     def __init__(self, job: Job) -> None:
         self.job, self.meter = job, GainMeter()
+        replaces = job.spec.stragglers.replace
+        self.machines = job.runtime.gather_texts(node_name()) if replaces else []
+        """Of all ranks, where slow ones are replaced."""
+        self.starts_again = False
+        """Whether the run must end after this step, for a start without a slow machine."""
 
     def after(
         self,
@@ -78,8 +87,19 @@ class StragglerStages:
             stage, action = self._answer(one, cursor)
             self._publish_found(step, one, stage, action)
         for one in findings.lasting:
-            text = "still slow: replace its machine, or take it out of the run"
-            self._publish_found(step, one, REPLACEMENT, text)
+            self._publish_found(step, one, REPLACEMENT, self._replace(one))
+
+    def _replace(self, one: Straggler) -> str:
+        """Take the machine of a slow rank out of the run, where the spec says so and other machines
+        are left; what is done, for people. Every rank must call."""
+        machine = self.machines[one.rank] if self.machines else ""
+        if len(set(self.machines)) < 2:
+            return "still slow: replace its machine, or take it out of the run"
+        why = f"rank {one.rank} had {one.speed:.0%} of the speed of the other ranks"
+        if not exclude_machine(self.job, machine, why):
+            return f"still slow: {machine} cannot be put on the exclude list"
+        self.starts_again = True
+        return f"still slow: {machine} is excluded, and the run starts again without it"
 
     @property
     def _may_divide(self) -> bool:

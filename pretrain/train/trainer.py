@@ -78,7 +78,8 @@ class Trainer:
         while self.progress.step < spec.train.steps and not stopped:
             decision = self.step(stop.cause)
             checkpointer.poll()
-            stopped, self.stop_cause = decision.stop, StopCause(decision.stop_cause)
+            stopped = decision.stop or self.straggler_stages.starts_again
+            self.stop_cause = StopCause(decision.stop_cause)
             stop.is_final = self.stop_cause > StopCause.SIGNAL
             if decision.action is Action.SKIP and not stopped:
                 continue

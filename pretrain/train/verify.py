@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cluster.members import exclude, node_name
+from cluster.members import EXCLUDE_LIST, node_name
 from parallel import all_gather_rows, digest, gradients_seen, local_shard
 from parallel.layout import count_ranks
 from pretrain.checkpoint import Checkpointer, leave_verified
@@ -31,11 +31,10 @@ from pretrain.health import (
     next_shifts,
 )
 from pretrain.job import Job
-from pretrain.observe import CorruptionFound, Notice, Verified
+from pretrain.observe import CorruptionFound, Verified
 from pretrain.optim import moments
 from pretrain.state import Progress, rng_states, set_rng_states
-
-EXCLUDE_LIST = "exclude.json"
+from pretrain.train.exclusion import exclude_machine
 
 ReadStep = Callable[[Loader], tuple[list[Tensor], Cursor, int]]
 """Gives the micro-batches of the present step, the cursor after the step, and the target tokens
@@ -209,7 +208,7 @@ class Verifier:
         to_step = leave_verified(job, self.checkpointer, verified)
         machine = machine_to_exclude(finding, self.machines)
         path = job.spec.run_path / EXCLUDE_LIST
-        if machine is not None and not job.runtime.broadcast(self._exclude(machine, what)):
+        if machine is not None and not exclude_machine(job, machine, what):
             machine = None
         fate = f"{machine} is put on {path}" if machine else "no machine is excluded"
         if to_step is None:
@@ -223,20 +222,6 @@ class Verifier:
             text = f"{what}; {fate}; the next start of the run {whence}"
         self._publish(kind, finding, step, text=text, excluded=machine, to_step=to_step)
         raise (HealthError if to_step is None else CorruptionError)(text)
-
-    def _exclude(self, machine: str, why: str) -> int:
-        """Put a machine on the run's exclude list, on rank 0; 1 where that was done."""
-        job = self.job
-        if not job.runtime.is_first:
-            return 0
-        path = job.spec.run_path / EXCLUDE_LIST
-        try:
-            exclude(path, machine, why)
-        except (OSError, ValueError) as error:
-            text = f"{machine} cannot be put on {path}: {error}"
-            job.events.publish(Notice(step=0, text=text, problem=True))
-            return 0
-        return 1
 
     def _publish(
         self,

@@ -146,7 +146,8 @@ def check_history(run: Path, spec: JobSpec) -> None:
     assert len(list((run / "checkpoints/away").glob("*/step-00000006.json"))) == 1
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("world", [1, 2])
 def test_rules_that_see_nothing_or_only_report_change_no_bit(text, tmp_path, world):
     parts = {"parallel": {"ep": world}, "moe": {"expert_bias": True}}
     spec = write_spec(tmp_path, data=data_of(text), health=OFF, **parts)

@@ -352,9 +352,8 @@ ZBV = {"pp": 2, "tp": 2, "pipeline": {"schedule": "zbv", "stages_per_rank": 2}}
 MORE_LAYOUTS = [(4, {"ep": 4}), (3, {"pp": 3}), (4, {"cp": 2, "ep": 2}), (4, {"pp": 2, "tp": 2})]
 
 
-@pytest.mark.parametrize(
-    "layouts", [[(4, ZBV)], pytest.param(MORE_LAYOUTS, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layouts", [[(4, ZBV)], MORE_LAYOUTS])
 def test_evaluation_and_text_do_not_depend_on_the_layout(text, tmp_path, layouts):
     bits, samples, loads = [], [], []
     for number, (world, parallel) in enumerate([(1, {}), *layouts]):

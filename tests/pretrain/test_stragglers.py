@@ -6,6 +6,7 @@ import contextlib
 import io
 import itertools
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt
+from cluster.members import read_exclusions
 from parallel import Topology
 from pretrain.commands.pretrain import main
 from pretrain.data.division import Division, divide, equal_division, step_seconds
 from pretrain.data.loader import Cursor, micro_batches
+from pretrain.errors import InputError
 from pretrain.health import GainMeter, Stragglers, StragglersConfig
 from pretrain.job import Job
 from pretrain.train.trainer import Trainer
-from tests.support.jobs import events, prepare_job, write_spec
+from tests.support.jobs import events, make_spec, prepare_job, write_spec
 from tests.support.ranks import run_ranks
 
 # ------------------------------------------------------------------------------------------------
@@ -200,6 +203,7 @@ def text(tmp_path_factory) -> Path:
 def on_rank(rank: int, arguments: list[str], slowness: float, sleep: float) -> tuple[int, str, str]:
     """The command. With ``slowness`` rank 1 reports so many seconds a token and rank 0 one second;
     with ``sleep`` rank 1 really sleeps that long for each sequence."""
+    os.environ["CONVOY_NODE_NAME"] = f"machine-{rank}"
     if slowness:
         report = Trainer._report
 
@@ -226,7 +230,15 @@ def on_rank(rank: int, arguments: list[str], slowness: float, sleep: float) -> t
     return code, out.getvalue(), err.getvalue()
 
 
-def launch(folder: Path, text: Path, *overrides: str, slowness=0.0, sleep=0.0, **sections: Any):
+def launch(
+    folder: Path,
+    text: Path,
+    *overrides: str,
+    slowness: float = 0.0,
+    sleep: float = 0.0,
+    code: int = 0,
+    **sections: Any,
+) -> str:
     folder.mkdir(exist_ok=True)
     spec = write_spec(
         folder,
@@ -243,7 +255,7 @@ def launch(folder: Path, text: Path, *overrides: str, slowness=0.0, sleep=0.0, *
     )
     arguments = [str(spec), *(part for o in overrides for part in ("--set", o))]
     results = run_ranks(on_rank, 2, arguments, slowness, sleep, group=False)
-    assert {code for code, _, _ in results} == {0}, results
+    assert {ended for ended, _, _ in results} == {code}, results
     return results[0][1]
 
 
@@ -315,3 +327,23 @@ def test_a_rank_that_really_sleeps_gets_less_work(tmp_path, text):
     plan = events(tmp_path / "run", "micro_batch_plan")[0]
     assert plan["counts"][1] < plan["counts"][0]
     assert events(tmp_path / "run", "straggler")[0]["rank"] == 1
+
+
+def test_the_machine_of_a_rank_that_stays_slow_is_replaced(tmp_path, text):
+    sections = {"stragglers": {"replace": True, "patience_steps": 2}, "elastic": {"enabled": True}}
+    launch(tmp_path, text, "train.steps=40", slowness=2.0, code=75, **sections)
+    run = tmp_path / "run"
+    assert [one.node for one in read_exclusions(run / "exclude.json")] == ["machine-1"]
+    found = events(run, "straggler")
+    assert [one["stage"] for one in found] == [0, 3]
+    assert found[-1]["action"] == (
+        "still slow: machine-1 is excluded, and the run starts again without it"
+    )
+    last = events(run, "step")[-1]["step"]
+    assert last < 40
+    assert ckpt.committed_steps(run / "checkpoints")[-1] == last
+
+
+def test_replacement_needs_an_elastic_run(tmp_path):
+    with pytest.raises(InputError, match=r"stragglers\.replace \(true\) must be false"):
+        make_spec(tmp_path, stragglers={"replace": True})
