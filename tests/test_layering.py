@@ -119,7 +119,7 @@ OUTSIDE = {
     "router": {"torch", "pydantic"},
     "parallel": {"torch", "pydantic"},
     "moe": {"torch", "pydantic"},
-    "cluster": {"torch", "pydantic"},
+    "cluster": {"torch", "pydantic", "pynvml"},  # NVML: optional, on demand
 }
 CUDA_ONLY = {"megablocks", "grouped_gemm"}  # megablocks' grouped GEMM has a name of its own
 OPEN_FILES = {

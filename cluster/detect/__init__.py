@@ -1,5 +1,6 @@
 """Detection of ranks that are stuck, slow or lost."""
 
+from cluster.detect.devices import DeviceMonitor, DeviceReport
 from cluster.detect.flight_recorder import (
     FlightDump,
     Parting,
@@ -19,6 +20,8 @@ from cluster.detect.heartbeat import (
 from cluster.detect.stuck import StuckRanks, StuckWatch
 
 __all__ = [
+    "DeviceMonitor",
+    "DeviceReport",
     "FlightDump",
     "HangReport",
     "Heartbeat",

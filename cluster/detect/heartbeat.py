@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 # Public, documented names that torch.distributed does not mark as exported for type checkers.
 from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]
 
+from cluster.detect.devices import DeviceMonitor, DeviceReport
 from cluster.detect.hang import line_of
 from parallel import CommMonitor
 
@@ -139,6 +140,8 @@ class Pulse:
     """The source line of the training thread, where the rank has not moved for half its limit."""
     over: bool = False
     """The rank has left the run in order."""
+    device: DeviceReport | None = None
+    """Of the rank's GPU, where NVML is there."""
 
     def encode(self) -> str:
         """As the store has the heartbeat."""
@@ -147,7 +150,12 @@ class Pulse:
     @staticmethod
     def decode(text: bytes | str) -> Pulse:
         """From what :meth:`encode` returned."""
-        return Pulse(*json.loads(text))
+        values = json.loads(text)
+        device = values[-1]
+        if device is not None:
+            device[-1] = tuple(device[-1])
+            values[-1] = DeviceReport(*device)
+        return Pulse(*values)
 
 
 def open_store() -> Store:
@@ -182,6 +190,7 @@ class HeartbeatPublisher:
         seconds: between two publications.
         end: ends this process; called where the watch asks for the end of this rank. None where
             the watch never asks.
+        device: the monitor of this rank's GPU.
     """
 
     def __init__(
@@ -194,9 +203,10 @@ class HeartbeatPublisher:
         limits: PhaseLimits,
         seconds: float,
         end: Callable[[], None] | None = None,
+        device: DeviceMonitor | None = None,
     ) -> None:
         self.store, self.rank, self.heartbeat, self.monitor = store, rank, heartbeat, monitor
-        self.limits, self.seconds, self._end = limits, seconds, end
+        self.limits, self.seconds, self._end, self.device = limits, seconds, end, device
         self._main = threading.get_ident()
         self._published = 0
         self._collectives, self._collectives_since = 0, time.monotonic()
@@ -223,6 +233,7 @@ class HeartbeatPublisher:
             waits_in=self.monitor.describe() if self.monitor.waiting else "",
             at=line_of(self._main) if still > limit / 2 else "",
             over=over,
+            device=None if self.device is None else self.device.report(),
         )
 
     def _run(self) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from cluster.detect.devices import DeviceReport
 from cluster.detect.heartbeat import Pulse
 from parallel.layout import name_ranks
 
@@ -117,6 +118,7 @@ class StuckWatch:
         tell_moving: called with ranks that were told and move again, on the watch's thread.
         end: ends this process. Where given, stuck ranks are asked to end their process. A process
             that is stopped cannot: then this process ends. None lets the run stand.
+        take_devices: called at each look with the newest reports of GPUs, by rank.
     """
 
     def __init__(
@@ -129,7 +131,9 @@ class StuckWatch:
         tell: Callable[[StuckRanks], None],
         tell_moving: Callable[[list[int]], None],
         end: Callable[[], None] | None = None,
+        take_devices: Callable[[dict[int, DeviceReport]], None] | None = None,
     ) -> None:
+        self._take_devices = take_devices
         self.store, self.world, self.seconds = store, world, seconds
         self.silence_limit, self._end = silence_limit, end
         self._tell, self._tell_moving = tell, tell_moving
@@ -146,6 +150,9 @@ class StuckWatch:
             # A store that does not answer says nothing of other ranks.
             with suppress(RuntimeError):
                 self._read()
+                if self._take_devices is not None:
+                    known = {r: p.device for r, p in self._pulses.items() if p.device is not None}
+                    self._take_devices(known)
                 if self._look() and self._end is not None:
                     self._end_run(self._end)
 

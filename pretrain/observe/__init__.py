@@ -43,6 +43,8 @@ from pretrain.observe.live_ledger import LiveLedger
 from pretrain.observe.rank_events import (
     CapacityPlanned,
     CorruptionFound,
+    DeviceProblem,
+    DevicesSampled,
     FaultInjected,
     HealthAction,
     HealthSignal,
@@ -74,6 +76,8 @@ __all__ = [
     "CheckpointFailed",
     "Console",
     "CorruptionFound",
+    "DeviceProblem",
+    "DevicesSampled",
     "Endpoint",
     "Evaluated",
     "Event",

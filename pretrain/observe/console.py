@@ -25,6 +25,7 @@ from pretrain.observe.events import (
 )
 from pretrain.observe.rank_events import (
     CorruptionFound,
+    DeviceProblem,
     FaultInjected,
     HealthAction,
     HealthSignal,
@@ -93,6 +94,8 @@ def _problem(event: Event, rank: int) -> str | None:
             return f"{text}; training goes on"
         case RankStuck(text=text, ends_run=ends_run):
             return f"{text}; the run ends" if ends_run else text
+        case DeviceProblem(rank=bad, device=device, text=text):
+            return f"rank {bad}: {text} on {device}"
         case RankLossOdd(rank=odd, loss=loss, usual_loss=usual, steps=steps):
             return f"rank {odd} has loss {loss:.4f}, other ranks {usual:.4f} (over {steps} steps)"
     return None

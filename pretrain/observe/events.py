@@ -19,6 +19,8 @@ from pretrain.observe.event import Event
 from pretrain.observe.rank_events import (
     CapacityPlanned,
     CorruptionFound,
+    DeviceProblem,
+    DevicesSampled,
     FaultInjected,
     HealthAction,
     HealthSignal,
@@ -374,7 +376,7 @@ EVENTS: dict[str, type[Event]] = {
         CheckpointCommitted, CheckpointFailed, RunStopped, RunDone, StragglerFound,
         StragglerEnded, MicroBatchesPlanned, StragglerGain, HealthSignal, HealthAction,
         FaultInjected, Launched, RankLost, RunFailed, LedgerSummed, Verified, CorruptionFound,
-        RankStuck, RankMoves, RankLossOdd,
+        RankStuck, RankMoves, RankLossOdd, DeviceProblem, DevicesSampled,
     )
 }  # fmt: skip
 """Every event by its name in the log."""

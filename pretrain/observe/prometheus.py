@@ -33,6 +33,7 @@ from pretrain.observe.events import (
 from pretrain.observe.ledger import Ledger, ledger_of
 from pretrain.observe.rank_events import (
     CorruptionFound,
+    DevicesSampled,
     FaultInjected,
     HealthAction,
     HealthSignal,
@@ -167,6 +168,10 @@ class Metrics:
         self.last_checkpoint = gauge(
             "last_checkpoint_timestamp_seconds", "Unix time of the last commit."
         )
+        self.gpu_utilization = gauge(
+            "gpu_utilization_ratio", "Share of time in which the GPU of a rank ran kernels.", "rank"
+        )
+        self.gpu_memory = gauge("gpu_memory_bytes", "Used memory of the GPU of a rank.", "rank")
         self.stuck_ranks = gauge("stuck_ranks", "Ranks that are reported as stuck now.")
         self.last_step = gauge("last_step_timestamp_seconds", "Unix time of the last step.")
 
@@ -200,6 +205,11 @@ class Metrics:
                 self.corruptions.labels(kind).inc()
             case RankStuck(ranks=ranks):
                 self.stuck_ranks.inc(len(ranks))
+            case DevicesSampled():
+                for rank, share in event.utilization_of_rank.items():
+                    self.gpu_utilization.labels(str(rank)).set(share)
+                for rank, count in event.memory_bytes_of_rank.items():
+                    self.gpu_memory.labels(str(rank)).set(count)
             case RankMoves(ranks=ranks):
                 self.stuck_ranks.dec(len(ranks))
             case Restored(seconds=seconds):

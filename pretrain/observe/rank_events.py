@@ -1,10 +1,12 @@
-"""Events of ranks and of the health of a run: faults, slow and stuck ranks, divergence, corruption.
+"""Events of ranks and of the health of a run: faults, slow and stuck ranks, GPUs, divergence,
+corruption.
 
 See :mod:`pretrain.observe.events` for the rules.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -221,3 +223,31 @@ class RankLost(Event):
     name: ClassVar[str] = "rank_lost"
     waited_seconds: float
     """What this rank waited in the collective; 0 where the collective failed at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceProblem(Event):
+    """NVML reports a problem of the GPU of a rank."""
+
+    name: ClassVar[str] = "device_problem"
+    rank: int
+    device: str
+    """The GPU's UUID."""
+    text: str
+    """The problem for people: an Xid error, uncorrected ECC errors, or a slowdown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicesSampled(Event):
+    """What NVML says of all GPUs, once in a minute."""
+
+    name: ClassVar[str] = "devices"
+    utilization_min: float | None = None
+    """Share of time with a running kernel, of the GPU with the least."""
+    utilization_mean: float | None = None
+    memory_bytes_max: int | None = None
+    """Used, of the GPU with the most."""
+    temperature_max: float | None = None
+    """In degrees Celsius."""
+    utilization_of_rank: Mapping[int, float] = field(default_factory=dict, metadata={"log": False})
+    memory_bytes_of_rank: Mapping[int, int] = field(default_factory=dict, metadata={"log": False})

@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from statistics import fmean
+
+import torch
 
 from cluster.detect import (
+    DeviceMonitor,
+    DeviceReport,
     HeartbeatPublisher,
     PhaseLimits,
     StuckRanks,
@@ -21,11 +27,12 @@ from cluster.detect import (
 from pretrain.errors import EXIT_LOST
 from pretrain.health import LossOutliers
 from pretrain.job import Job
-from pretrain.observe import RankLossOdd, RankMoves, RankStuck
+from pretrain.observe import DeviceProblem, DevicesSampled, RankLossOdd, RankMoves, RankStuck
 from pretrain.runtime import Runtime
 from pretrain.train.barrier import Report
 
 _SILENT_PUBLICATIONS = 5
+_SAMPLE_SECONDS = 60.0
 _KEPT_LAUNCHES = 8
 """Launches whose dumps of collectives are kept, the present one not counted."""
 
@@ -102,6 +109,7 @@ def watch_ranks(job: Job) -> Iterator[None]:
             limits=limits,
             seconds=seconds,
             end=end,
+            device=_open_device(runtime.device),
         )
         held.callback(publisher.close)
         if runtime.is_first:
@@ -113,9 +121,70 @@ def watch_ranks(job: Job) -> Iterator[None]:
                 tell=lambda stuck: _publish_stuck(job, stuck),
                 tell_moving=lambda ranks: _publish_moving(job, ranks),
                 end=end,
+                take_devices=DeviceReports(
+                    job.events.publish, step=lambda: runtime.heartbeat.place.step
+                ).take,
             )
             held.callback(watch.close)
         yield
+
+
+class DeviceReports:
+    """Publishes what GPUs report: each problem once, and all values once in a minute.
+
+    Args:
+        publish: takes the events.
+        step: the committed steps now.
+        now: the time in seconds.
+    """
+
+    def __init__(
+        self,
+        publish: Callable[[DeviceProblem | DevicesSampled], None],
+        *,
+        step: Callable[[], int],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._publish, self._step, self._now = publish, step, now
+        self._published: dict[int, int] = {}
+        """The number of published problems, by rank."""
+        self._sample_at = now()
+
+    def take(self, reports: Mapping[int, DeviceReport]) -> None:
+        """Take in the newest reports, by rank."""
+        for rank, report in reports.items():
+            for text in report.problems[self._published.get(rank, 0) :]:
+                self._publish(
+                    DeviceProblem(step=self._step(), rank=rank, device=report.uuid, text=text)
+                )
+            self._published[rank] = len(report.problems)
+        if reports and self._now() >= self._sample_at:
+            self._sample_at = self._now() + _SAMPLE_SECONDS
+            self._sample(reports)
+
+    def _sample(self, reports: Mapping[int, DeviceReport]) -> None:
+        used = {r: d.utilization for r, d in reports.items() if d.utilization is not None}
+        memory = {r: d.memory_bytes for r, d in reports.items() if d.memory_bytes is not None}
+        heat = [d.temperature for d in reports.values() if d.temperature is not None]
+        self._publish(
+            DevicesSampled(
+                step=self._step(),
+                utilization_min=min(used.values(), default=None),
+                utilization_mean=fmean(used.values()) if used else None,
+                memory_bytes_max=max(memory.values(), default=None),
+                temperature_max=max(heat, default=None),
+                utilization_of_rank=used,
+                memory_bytes_of_rank=memory,
+            )
+        )
+
+
+def _open_device(device: torch.device) -> DeviceMonitor | None:
+    if device.type != "cuda":
+        return None
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    # Not by its number: CUDA_VISIBLE_DEVICES renumbers the devices of PyTorch, not those of NVML.
+    return None if uuid is None else DeviceMonitor.open(f"GPU-{uuid}")
 
 
 def flight_folder(job: Job) -> Path:

@@ -36,6 +36,8 @@ from pretrain.observe.events import (
     StepSkipped,
 )
 from pretrain.observe.rank_events import (
+    DeviceProblem,
+    DevicesSampled,
     RankLossOdd,
     RankMoves,
     RankStuck,
@@ -176,6 +178,10 @@ SHARED = {"tier": "shared", "seconds": 1.5, "write_seconds": 1.0}
             RankLossOdd(step=4, rank=2, loss=4.0, usual_loss=3.0, z=9.0, steps=32), "",
             "error: rank 2 has loss 4.0000, other ranks 3.0000 (over 32 steps)",
         ),
+        (
+            DeviceProblem(step=4, rank=2, device="GPU-1", text="Xid 79"), "",
+            "error: rank 2: Xid 79 on GPU-1",
+        ),
         (RankMoves(step=4, ranks=[1, 2, 5]), "ranks 1-2, 5 move again", ""),
         (RunStopped(step=4), "stopped after step 4; the same command resumes", ""),
     ],
@@ -261,6 +267,8 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
     )  # fmt: skip
     metrics(RankStuck(**STUCK | {"ranks": [1, 2]}))
     metrics(RankMoves(step=4, ranks=[1]))
+    used = {"utilization_of_rank": {3: 0.5}, "memory_bytes_of_rank": {3: 1024}}
+    metrics(DevicesSampled(step=4, **used))
     metrics(Restored(step=1, tier="shared", seconds=3.0))
     metrics(SaveBegun(step=2, stall_seconds=0.1, tiers=["memory", "shared"]))
     metrics(CheckpointCommitted(step=2, tier="shared", seconds=1.5, write_seconds=1.0))
@@ -299,6 +307,8 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
         'convoy_rank_relative_speed_ratio{rank="0"} 1.25',
         "convoy_restore_duration_seconds 3.0",
         "convoy_stuck_ranks 1.0",
+        'convoy_gpu_utilization_ratio{rank="3"} 0.5',
+        'convoy_gpu_memory_bytes{rank="3"} 1024.0',
         'convoy_moe_dropped_tokens_total{layer="1"} 3.0',
         'convoy_moe_rerouted_tokens_total{layer="1"} 4.0',
         'convoy_parallelism_info{cp="1",dp_replicate="1",dp_shard="2",ep="2",pp="1",tp="1"} 1.0',
