@@ -55,6 +55,7 @@ class MembersHandler(RendezvousHandler):
     ) -> None:
         self.inner, self.scale_up, self.run_dir = inner, scale_up, run_dir
         self.checkpoints = checkpoints
+        self._excluded = False
         self._members = 0
         self._step_at_arrival: int | None = None
 
@@ -73,6 +74,7 @@ class MembersHandler(RendezvousHandler):
             path, name = self.run_dir / EXCLUDE_LIST, node_name()
             for one in read_exclusions(path):
                 if one.node == name:
+                    self._excluded = True
                     raise RendezvousError(f"{name} is on the exclude list {path}: {one.reason}")
         info: RendezvousInfo = self.inner.next_rendezvous()
         self._members, self._step_at_arrival = info.world_size, None
@@ -109,8 +111,11 @@ class MembersHandler(RendezvousHandler):
         return str(self.inner.get_run_id())
 
     def shutdown(self) -> bool:
-        """As the inner rendezvous."""
-        return bool(self.inner.shutdown())
+        """Close the rendezvous for all machines; an excluded machine leaves it to the others.
+
+        The others see the excluded machine as lost when its heartbeats end with its process.
+        """
+        return True if self._excluded else bool(self.inner.shutdown())
 
 
 def _newest_step(checkpoints: Path) -> int:

@@ -86,6 +86,7 @@ def test_a_machine_of_the_exclude_list_does_not_join(tmp_path, monkeypatch):
     exclude(tmp_path / "exclude.json", "node-7", "a second reason")
     with pytest.raises(RendezvousError, match=r"node-7 is on the exclude list .*: wrong sums"):
         handler.next_rendezvous()
+    assert handler.shutdown(), "the rendezvous stays open for the other machines"
     assert [(e.node, e.reason) for e in read_exclusions(tmp_path / "exclude.json")] == [
         ("node-6", "slow"),
         ("node-7", "wrong sums"),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import ckpt
+from cluster.members import exclude
 from pretrain.commands.pretrain import main
 from tests.support.agents import agents
 from tests.support.jobs import data_of, events, prepare_job, write_spec
@@ -30,7 +31,7 @@ def elastic_spec(folder: Path, job: Path, **sections) -> Path:
             "score_func": "sigmoid", "bias_update_rate": 0.01,
             "capacity": {"policy": "fixed", "capacity_factor": 2.0, "drop_policy": "reroute"},
         },
-        parallel={"ep": 4},
+        parallel=sections.pop("parallel", {"ep": 4}),
         batch={"global_batch_size": BATCH, "micro_batch_size": 1},
         optimizer={"lr": 0.001},
         train={"steps": STEPS, "timeout_seconds": 30.0, "log_interval_steps": 20},
@@ -109,3 +110,22 @@ def test_four_three_two_four_ranks(tmp_path, job, reference):
     assert [event["epoch"] for event in resized] == list(range(1, len(resized) + 1))
     assert resized[-1]["after"]["ep"] == 4
     assert_one_run(run, reference)
+
+
+def test_a_machine_of_the_exclude_list_does_not_come_back(tmp_path, job):
+    """Two machines train and one is a spare, which takes the place of the excluded machine."""
+    run = tmp_path / "run"
+    spec = elastic_spec(tmp_path, job, parallel={"dp_shard": 2, "ep": 2})
+    conf = {"run_dir": str(run)}
+    with agents(spec, run, least=2, most=3, backend="convoy", conf=conf) as launch:
+        for number in range(3):
+            launch.start(f"machine-{number}")
+        launch.wait_for_step(6, starts=1)
+        exclude(run / "exclude.json", "machine-1", "for a test")
+        launch.kill_rank(1)
+        codes = launch.wait_for_end()
+    assert [code == 0 for code in codes] == [True, False, True], launch.output()
+    assert "machine-1 is on the exclude list" in (launch.logs / "machine-1.txt").read_text()
+    starts = events(run, "start")
+    assert [(start["world_size"], start["spares"]) for start in starts] == [(2, 1), (2, 0)]
+    assert events(run, "step")[-1]["step"] == STEPS
