@@ -4,10 +4,15 @@ A rank whose collective times out does not know which rank is missing. So every 
 that polls the job's store. When one rank asks for a report, the threads of all other ranks write
 their rank's place to the store, also where the rank is stuck outside any collective. The rank that
 asked puts the places into one line.
+
+After a report no rank can go on. A rank that has not ended some seconds later is stuck, and its
+thread ends the process with exit code 1: torchrun would otherwise wait for the process before a new
+start.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import threading
@@ -29,6 +34,8 @@ _POLL_SECONDS = 0.5
 _POLLS_PER_SECOND = 2000
 """Of all ranks together: more would be a load on the store."""
 _CONNECT_SECONDS = 5.0
+_GRACE_SECONDS = 10.0
+"""As long as a rank may take to end after a report."""
 _PROJECT = Path(__file__).resolve().parents[2]
 _MOST_PLACES = 6
 """Places in a report line; a line stays readable on thousands of ranks."""
@@ -141,9 +148,13 @@ class HangReport:
                 if self.store.check(["requested"]):
                     self._prepare()
                     self.store.set(str(self.rank), self._place())
-                    return
+                    break
+            else:
+                return
         except RuntimeError:
             return  # the store does not answer; report() says so
+        if not self._over.wait(_GRACE_SECONDS):
+            os._exit(1)  # the main thread is stuck, and cannot be asked
 
     def _prepare(self) -> None:
         with self._preparing:

@@ -68,11 +68,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _chaos(args: argparse.Namespace) -> int:
+    from pretrain.elastic import choose_layout
     from pretrain.faults import draw_faults, run_campaign
     from pretrain.spec import load_spec
 
     spec = load_spec(args.spec, args.overrides)
-    faults = draw_faults(args.seed, args.faults, spec.train.steps, args.machines)
+    layout = choose_layout(spec, args.machines, ranks_per_node=1)
+    faults = draw_faults(args.seed, args.faults, spec.train.steps, layout.topology.world)
     found = run_campaign(
         spec,
         faults,
@@ -82,6 +84,8 @@ def _chaos(args: argparse.Namespace) -> int:
         say=say,
     )
     say(chaos_table(found))
+    if len(found.faults) < len(faults):
+        say(f"{len(faults) - len(found.faults)} faults found no rank: fewer ranks trained then")
     if args.json is not None:
         args.json.write_text(json.dumps(_as_json(args, found), indent=1) + "\n")
     return 0 if found.is_one_run else EXIT_LOST
@@ -120,6 +124,7 @@ def _as_json(args: argparse.Namespace, found: Audit) -> dict[str, Any]:
     return {
         "seed": args.seed,
         "machines": args.machines,
+        "drawn": args.faults,
         "faults": len(found.faults),
         "recovered": found.recovered,
         "samples_exact": found.samples_exact,

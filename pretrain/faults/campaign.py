@@ -48,8 +48,8 @@ class DrawnFault:
         return {"kind": self.kind, "step": self.step, "rank": self.rank, **lasting}
 
 
-def draw_faults(seed: int, count: int, steps: int, machines: int) -> list[DrawnFault]:
-    """Faults at different steps, in order; the last steps of the run have none.
+def draw_faults(seed: int, count: int, steps: int, ranks: int) -> list[DrawnFault]:
+    """Faults at different steps, in order, of ranks that train; the last steps have none.
 
     Raises InputError where ``steps`` are too few for ``count`` faults.
     """
@@ -64,7 +64,7 @@ def draw_faults(seed: int, count: int, steps: int, machines: int) -> list[DrawnF
     draw = random.Random(seed)
     kinds = draw.choices(list(_WEIGHTS), list(_WEIGHTS.values()), k=count)
     return [
-        DrawnFault(kind, step, draw.randrange(machines))
+        DrawnFault(kind, step, draw.randrange(ranks))
         for kind, step in zip(kinds, sorted(draw.sample(places, count)), strict=True)
     ]
 

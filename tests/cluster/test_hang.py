@@ -82,6 +82,9 @@ def lines_of(spec: Path, last, world: int, ends: int) -> list[str]:
                 _, ok, value = results.get(timeout=0.5)
                 assert ok, value
                 ended.append(pickle.loads(value))
+        processes[-1].join(60)
+        # Stuck or not, no rank outlives the report by long.
+        assert processes[-1].exitcode in (0, 1, -signal.SIGKILL)
     finally:
         for process in processes:
             process.kill()
