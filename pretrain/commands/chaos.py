@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import statistics
 from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,6 +126,13 @@ def chaos_table(found: Audit) -> str:
 
 def _as_json(args: argparse.Namespace, found: Audit) -> dict[str, Any]:
     return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {
+            "python": platform.python_version(),
+            "torch": version("torch"),
+            "convoy-moe": version("convoy-moe"),
+        },
         "seed": args.seed,
         "machines": args.machines,
         "drawn": args.faults,
