@@ -128,7 +128,7 @@ def _reason(asked: ParallelConfig, found: Topology, world: int) -> str:
     ]
     if not parts and found.world == world:
         return ChosenLayout.reason
-    used = f"{found.world} of {count_ranks(world)} train"
+    used = f"{found.world} of {count_ranks(world)} train{'s' if found.world == 1 else ''}"
     return ", ".join([used, *parts])
 
 
