@@ -107,6 +107,12 @@ def count_ranks(count: int) -> str:
     return f"{count} rank" + ("" if count == 1 else "s")
 
 
+def divisors(n: int) -> list[int]:
+    """All divisors of a positive number, ascending."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
+
+
 def parse_topology(text: str) -> Topology:
     """Read ``"dp_shard=4,ep=2"``. Without dp_shard, the smallest that ``ep`` needs is taken.
 

@@ -9,12 +9,11 @@ from cluster.detect.flight_recorder import (
     read_dumps,
     turn_on_flight_recorder,
 )
-from cluster.detect.hang import HangReport
+from cluster.detect.hang import HangReport, open_store
 from cluster.detect.heartbeat import (
     Heartbeat,
     HeartbeatPublisher,
     PhaseLimits,
-    open_store,
     publish_seconds,
 )
 from cluster.detect.stuck import StuckRanks, StuckWatch

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,19 @@ _GRACE_SECONDS = 10.0
 _PROJECT = Path(__file__).resolve().parents[2]
 _MOST_PLACES = 6
 """Places in a report line; a line stays readable on thousands of ranks."""
+
+
+def open_store(prefix: str) -> Store:
+    """Another connection to the store of the default process group, under a prefix of its own.
+
+    The main thread may block the first connection in a wait.
+    """
+    default: Any = distributed_c10d._get_default_store()
+    with suppress(RuntimeError, NotImplementedError):  # a store in this process has no connection
+        default = default.clone()
+    store = PrefixStore(prefix, default)
+    store.set_timeout(timedelta(seconds=_CONNECT_SECONDS))
+    return store
 
 
 class HangReport:
@@ -73,10 +87,7 @@ class HangReport:
         """Start the thread, with the default process group's store; None for one rank."""
         if world == 1:
             return None
-        # clone() opens another connection: the main thread may block the first one in a wait.
-        default: Any = distributed_c10d._get_default_store()
-        store = PrefixStore("hang-report", default.clone())
-        store.set_timeout(timedelta(seconds=_CONNECT_SECONDS))
+        store = open_store("hang-report")
         poll_seconds = max(_POLL_SECONDS, world / _POLLS_PER_SECOND)
         poll_seconds = min(poll_seconds, timeout_seconds / 10)
         return HangReport(store, rank, world=world, monitor=monitor, poll_seconds=poll_seconds)

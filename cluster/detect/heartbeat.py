@@ -16,12 +16,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
-from datetime import timedelta
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 # Public, documented names that torch.distributed does not mark as exported for type checkers.
-from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from cluster.detect.devices import DeviceMonitor, DeviceReport
 from cluster.detect.hang import line_of
@@ -30,7 +29,6 @@ from parallel import CommMonitor
 PUBLICATIONS_PER_SECOND = 1000
 """Of all ranks together: more would be a load on the store."""
 _PUBLISH_SECONDS = 1.0
-_STORE_SECONDS = 5.0
 _KEPT = 64
 """Durations that are kept for each phase."""
 _FEWEST = 8
@@ -158,19 +156,6 @@ class Pulse:
         return Pulse(*values)
 
 
-def open_store() -> Store:
-    """Another connection to the store of the default process group, for heartbeats alone.
-
-    The main thread may block the first connection in a wait.
-    """
-    default: Any = distributed_c10d._get_default_store()
-    with suppress(RuntimeError, NotImplementedError):  # a store in this process has no connection
-        default = default.clone()
-    store = PrefixStore("heartbeat", default)
-    store.set_timeout(timedelta(seconds=_STORE_SECONDS))
-    return store
-
-
 def publish_seconds(world: int, timeout_seconds: float) -> float:
     """Seconds between two publications of a rank."""
     return min(max(_PUBLISH_SECONDS, world / PUBLICATIONS_PER_SECOND), timeout_seconds / 10)
@@ -182,7 +167,7 @@ class HeartbeatPublisher:
     Must be made on the training thread.
 
     Args:
-        store: see :func:`open_store`.
+        store: see :func:`cluster.detect.hang.open_store`.
         rank: this rank.
         heartbeat: which the training thread moves.
         monitor: the monitor of this rank's collectives.

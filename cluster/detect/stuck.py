@@ -110,7 +110,7 @@ class StuckWatch:
     Each stop of a rank is told once. A rank that moves again is told too.
 
     Args:
-        store: see :func:`cluster.detect.heartbeat.open_store`.
+        store: see :func:`cluster.detect.hang.open_store`.
         world: the number of ranks.
         seconds: between two looks at all heartbeats.
         silence_limit: seconds without a heartbeat after which a process counts as stopped or lost.

@@ -97,10 +97,11 @@ def _pretrain(args: argparse.Namespace) -> int:
     from ckpt.errors import OtherRankError
     from pretrain.elastic import launched_layout
     from pretrain.observe import outcome_of
-    from pretrain.runtime import end_torchrun
+    from pretrain.runtime import end_torchrun, torchrun_process
     from pretrain.spec import load_spec
     from pretrain.train import run
 
+    torchrun = torchrun_process()
     status = _status_file(args.spec, args.overrides)
     met_by_all = True  # until ranks act for themselves, every rank meets the same error
     try:
@@ -119,7 +120,7 @@ def _pretrain(args: argparse.Namespace) -> int:
         if is_first_rank() if met_by_all else not isinstance(error, OtherRankError):
             complain(str(error))
         code = outcome_of(error)[1]
-        end_torchrun(code)
+        end_torchrun(torchrun, code)
         return code
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from parallel import ParallelConfig, Topology
-from parallel.layout import count_ranks
+from parallel.layout import count_ranks, divisors
 from pretrain.errors import InputError
 from pretrain.runtime import launched_world
 from pretrain.spec import JobSpec
@@ -61,8 +61,9 @@ def choose_layout(spec: JobSpec, world: int, ranks_per_node: int) -> ChosenLayou
         on_a_node = ranks_per_node % topology.tp == 0 or topology.world <= ranks_per_node
         return (on_a_node or asked.tp_across_nodes) and spec.fits(topology)
 
-    if asked.dp_shard != -1 and _ranks_of(asked) == world and fits(asked.topology(world)):
-        return ChosenLayout(asked.topology(world))
+    exact = _fixed_layout(asked, world)
+    if exact is not None and fits(exact):
+        return ChosenLayout(exact)
     data_ranks = -(-spec.batch.global_batch_size // spec.batch.micro_batch_size)
     if asked.dp_shard != -1:
         data_ranks = min(data_ranks, asked.dp_shard * asked.dp_replicate)
@@ -77,8 +78,14 @@ def choose_layout(spec: JobSpec, world: int, ranks_per_node: int) -> ChosenLayou
     )
 
 
-def _ranks_of(asked: ParallelConfig) -> int:
-    return asked.pp * asked.dp_replicate * asked.dp_shard * asked.cp * asked.tp
+def _fixed_layout(asked: ParallelConfig, world: int) -> Topology | None:
+    """The layout of ``[parallel]``, where it is fixed and has ``world`` ranks."""
+    if asked.dp_shard == -1:
+        return None
+    try:
+        return asked.topology(world)
+    except ValueError:
+        return None
 
 
 def _inner_degrees(asked: ParallelConfig) -> list[tuple[int, int, int]]:
@@ -90,7 +97,7 @@ def _inner_degrees(asked: ParallelConfig) -> list[tuple[int, int, int]]:
         return halvings, tuple(-degree for degree in degrees)
 
     stages = range(1, asked.pp + 1)  # layers are divided unevenly where they must be
-    return sorted(product(_divisors(asked.tp), _divisors(asked.cp), stages), key=distance)
+    return sorted(product(divisors(asked.tp), divisors(asked.cp), stages), key=distance)
 
 
 def _nearest(
@@ -106,10 +113,10 @@ def _nearest(
     spec's; None where none fits."""
 
     def layouts() -> Iterator[Topology]:
-        for dp_replicate in _divisors(dp):
+        for dp_replicate in divisors(dp):
             if dp_replicate <= asked.dp_replicate:
                 dp_shard = dp // dp_replicate
-                for ep in _divisors(dp_shard * cp * tp):
+                for ep in divisors(dp_shard * cp * tp):
                     yield Topology(pp, dp_replicate, dp_shard, cp, tp, ep)
 
     def distance(topology: Topology) -> tuple[float, int]:
@@ -130,7 +137,3 @@ def _reason(asked: ParallelConfig, found: Topology, world: int) -> str:
         return ChosenLayout.reason
     used = f"{found.world} of {count_ranks(world)} train{'s' if found.world == 1 else ''}"
     return ", ".join([used, *parts])
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

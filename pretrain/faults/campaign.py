@@ -17,7 +17,7 @@ from typing import Any
 from pretrain.errors import InputError
 from pretrain.faults.audit import Audit, audit
 from pretrain.faults.machines import Machines, closing
-from pretrain.observe import StepCommitted, read_log
+from pretrain.observe import StepCommitted, last_event, read_log
 from pretrain.spec import JobSpec
 
 _WEIGHTS = {
@@ -157,15 +157,10 @@ class _Launch:
 
     def _lose_machines(self, launch: Machines, say: Callable[[str], None]) -> None:
         """Lose the machine that is due, and let another one come in its place."""
-        if not self.to_lose or not self.log.exists():
+        if not self.to_lose:
             return
-        steps = [
-            line.event.step
-            for line in read_log(self.log).lines
-            if isinstance(line.event, StepCommitted)
-        ]
-        fault = self.to_lose[0]
-        if not steps or steps[-1] < fault.step:
+        fault, newest = self.to_lose[0], last_event(self.log, StepCommitted)
+        if newest is None or newest.step < fault.step:
             return
         running = sorted(launch.processes)
         lost = running[fault.rank % len(running)]
@@ -173,6 +168,6 @@ class _Launch:
             return  # the machine's rank is being started again: the loss waits until the rank runs
         self.to_lose.pop(0)
         launch.lose(lost)
-        self.machines_lost.append((steps[-1] + 1, lost, time.time()))
-        say(f"machine {lost} is lost after step {steps[-1]}")
+        self.machines_lost.append((newest.step + 1, lost, time.time()))
+        say(f"machine {lost} is lost after step {newest.step}")
         launch.start()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -26,16 +27,28 @@ BLOCKS = 8
 """Blocks of the window of ``slow_divergence``."""
 
 
-def _check_last(rule: str, actions: list[ActionName], last: tuple[str, ...]) -> None:
-    """The last action repeats: a run must not skip, or go back, for ever."""
-    if actions and actions[-1] not in last:
-        raise ValueError(
-            f"health.{rule}.actions must end with {' or '.join(last)}, and ends with {actions[-1]}:"
-            f" the last action is repeated, and a run must not skip samples or go back for ever"
-        )
+class _Rule(BaseModel):
+    """What all rules share: the check of the last action, which repeats."""
+
+    model_config = _MODEL
+    RULE: ClassVar[str]
+    """The name of the table."""
+    LAST: ClassVar[tuple[ActionName, ...]] = ("report", "lower_lr", "stop")
+    """The actions that may be repeated for ever."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        actions: Sequence[ActionName] = self.actions  # type: ignore[attr-defined]
+        if actions and actions[-1] not in self.LAST:
+            raise ValueError(
+                f"health.{self.RULE}.actions must end with {' or '.join(self.LAST)}, and ends with "
+                f"{actions[-1]}: the last action is repeated, and a run must not skip samples or "
+                f"go back for ever"
+            )
+        return self
 
 
-class NotFiniteRule(BaseModel):
+class NotFiniteRule(_Rule):
     """The ``[health.not_finite]`` section: a loss, a gradient or router logits that are NaN or
     infinite.
 
@@ -43,18 +56,14 @@ class NotFiniteRule(BaseModel):
     ``train.max_skipped_steps`` tries in a row. Overflows of float16 are not counted.
     """
 
-    model_config = _MODEL
+    RULE = "not_finite"
+    LAST = ("stop",)
 
     actions: list[UpdateAction] = Field(default=["stop"], min_length=1)
     """What is done at the first occurrence, the second, and so on; the last one must be stop."""
 
-    @model_validator(mode="after")
-    def _check(self) -> NotFiniteRule:
-        _check_last("not_finite", list(self.actions), ("stop",))
-        return self
 
-
-class LossSpikeRule(BaseModel):
+class LossSpikeRule(_Rule):
     """The ``[health.loss_spike]`` section: a loss far above those of the last steps.
 
     The rule compares the step's loss with the median of the last ``window_steps`` committed losses.
@@ -64,7 +73,7 @@ class LossSpikeRule(BaseModel):
     a window of 128 steps, is the practice of OLMo 2 (arXiv 2501.00656).
     """
 
-    model_config = _MODEL
+    RULE = "loss_spike"
 
     actions: list[ActionName] = [
         "skip", "skip", "skip", "go_back", "go_back+lower_lr", "stop",
@@ -78,20 +87,15 @@ class LossSpikeRule(BaseModel):
     min_rise: float = Field(default=0.5, gt=0)
     """Nats per token above the median."""
 
-    @model_validator(mode="after")
-    def _check(self) -> LossSpikeRule:
-        _check_last("loss_spike", self.actions, ("report", "lower_lr", "stop"))
-        return self
 
-
-class GradNormSpikeRule(BaseModel):
+class GradNormSpikeRule(_Rule):
     """The ``[health.grad_norm_spike]`` section: a gradient norm far above those of the last steps.
 
     The rule compares the norm before clipping with the median of the last ``window_steps`` norms of
     committed steps, as ``loss_spike`` compares losses. The rule is silent until the window is full.
     """
 
-    model_config = _MODEL
+    RULE = "grad_norm_spike"
 
     actions: list[ActionName] = [
         "skip", "skip", "skip", "go_back", "go_back+lower_lr", "stop",
@@ -105,13 +109,8 @@ class GradNormSpikeRule(BaseModel):
     min_ratio: float = Field(default=10.0, gt=1)
     """Times the median."""
 
-    @model_validator(mode="after")
-    def _check(self) -> GradNormSpikeRule:
-        _check_last("grad_norm_spike", self.actions, ("report", "lower_lr", "stop"))
-        return self
 
-
-class SlowDivergenceRule(BaseModel):
+class SlowDivergenceRule(_Rule):
     """The ``[health.slow_divergence]`` section: a smoothed loss that rises over many steps.
 
     The window is eight blocks of equally many steps. At the end of a block, its mean loss is
@@ -120,7 +119,7 @@ class SlowDivergenceRule(BaseModel):
     means. After a signal, eight new blocks are gathered.
     """
 
-    model_config = _MODEL
+    RULE = "slow_divergence"
 
     actions: list[LimitedAction] = ["report"]
     """What is done at the first occurrence, the second, and so on; the last action repeats. An
@@ -132,18 +131,13 @@ class SlowDivergenceRule(BaseModel):
     min_rise: float = Field(default=0.1, gt=0)
     """Nats per token above the lowest mean."""
 
-    @model_validator(mode="after")
-    def _check(self) -> SlowDivergenceRule:
-        _check_last("slow_divergence", list(self.actions), ("report", "lower_lr", "stop"))
-        return self
-
     @property
     def block_steps(self) -> int:
         """Committed steps of a block."""
         return self.window_steps // BLOCKS
 
 
-class RouterCollapseRule(BaseModel):
+class RouterCollapseRule(_Rule):
     """The ``[health.router_collapse]`` section: routers that send most tokens to few experts.
 
     Every ``interval_steps`` steps the assignments of the step are summed over ranks. A layer has
@@ -152,7 +146,7 @@ class RouterCollapseRule(BaseModel):
     experts have no token. A layer with less than ten assignments for each expert is not judged.
     """
 
-    model_config = _MODEL
+    RULE = "router_collapse"
 
     actions: list[LimitedAction] = ["report"]
     """What is done at the first occurrence, the second, and so on; the last action repeats. An
@@ -165,11 +159,6 @@ class RouterCollapseRule(BaseModel):
     """The entropy of the loads over its largest value."""
     max_dead_share: float = Field(default=0.5, gt=0, lt=1)
     """The share of experts without a token."""
-
-    @model_validator(mode="after")
-    def _check(self) -> RouterCollapseRule:
-        _check_last("router_collapse", list(self.actions), ("report", "lower_lr", "stop"))
-        return self
 
 
 class HealthConfig(BaseModel):

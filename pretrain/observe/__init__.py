@@ -4,10 +4,7 @@ from typing import TYPE_CHECKING
 
 from parallel.on_demand import on_demand
 from pretrain.observe.console import Console, complain, human_bytes, progress_bar, say
-from pretrain.observe.event import (
-    Event,
-    Events,
-)
+from pretrain.observe.event import Event, Events
 from pretrain.observe.events import (
     CheckpointCommitted,
     CheckpointFailed,

@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from parallel.layout import Topology, count_ranks, name_ranks
-from pretrain.observe.event import (
-    Event,
-)
+from pretrain.observe.event import Event
 from pretrain.observe.events import (
     CheckpointCommitted,
     CheckpointFailed,

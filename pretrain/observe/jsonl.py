@@ -20,16 +20,8 @@ from typing import Any, TypeVar
 
 from pretrain.errors import InputError
 from pretrain.observe.console import say
-from pretrain.observe.event import (
-    Event,
-)
-from pretrain.observe.events import (
-    EVENTS,
-    RunDone,
-    RunStarted,
-    RunStopped,
-    StepCommitted,
-)
+from pretrain.observe.event import Event
+from pretrain.observe.events import EVENTS, RunDone, RunStarted, RunStopped, StepCommitted
 
 _TAIL_BYTES = 1 << 16
 _RENAMED = {"cursor": "consumed_samples"}

@@ -14,9 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from pretrain.observe.event import (
-    Event,
-)
+from pretrain.observe.event import Event
 from pretrain.observe.events import (
     CheckpointCommitted,
     CheckpointFailed,
@@ -35,9 +33,7 @@ from pretrain.observe.events import (
     StepTaken,
 )
 from pretrain.observe.jsonl import LoggedEvent
-from pretrain.observe.rank_events import (
-    RankLost,
-)
+from pretrain.observe.rank_events import RankLost
 
 PHASES: dict[str, str] = {
     "productive": "steps that moved the run forward, without the two phases that follow",

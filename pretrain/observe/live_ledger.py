@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from pretrain.observe.event import (
-    Event,
-    Events,
-)
-from pretrain.observe.events import (
-    IntervalEnded,
-    RunDone,
-    RunFailed,
-    RunStopped,
-)
+from pretrain.observe.event import Event, Events
+from pretrain.observe.events import IntervalEnded, RunDone, RunFailed, RunStopped
 from pretrain.observe.jsonl import JsonlLog, LoggedEvent
 from pretrain.observe.ledger import Ledger, LedgerAccount, summed
 

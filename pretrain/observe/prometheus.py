@@ -17,9 +17,7 @@ from prometheus_client.registry import Collector
 
 from parallel import Topology
 from pretrain.errors import InputError
-from pretrain.observe.event import (
-    Event,
-)
+from pretrain.observe.event import Event
 from pretrain.observe.events import (
     CheckpointCommitted,
     IntervalEnded,

@@ -33,10 +33,7 @@ from pretrain.errors import (
     LostRankError,
 )
 from pretrain.observe.console import STOP_CAUSES
-from pretrain.observe.events import (
-    LedgerSummed,
-    RunStopped,
-)
+from pretrain.observe.events import LedgerSummed, RunStopped
 from pretrain.observe.jsonl import last_event, last_step
 
 State = Literal[

@@ -10,9 +10,7 @@ from ckpt import committed_steps, open_store
 from ckpt.format import manifest_key
 from parallel.layout import count_ranks
 from pretrain.observe.console import human_bytes, say
-from pretrain.observe.events import (
-    LedgerSummed,
-)
+from pretrain.observe.events import LedgerSummed
 from pretrain.observe.ledger import ledger_table
 from pretrain.spec import JobSpec, is_learning_rate_jump, learning_rate
 

@@ -1,6 +1,11 @@
 """This process as one rank of a run: process groups, signals, locks and memory."""
 
-from pretrain.runtime.launcher import end_torchrun, end_with_torchrun, stop_torchrun
+from pretrain.runtime.launcher import (
+    end_torchrun,
+    end_with_torchrun,
+    stop_torchrun,
+    torchrun_process,
+)
 from pretrain.runtime.locks import lock_folder, lock_run
 from pretrain.runtime.memory import keep_freed_memory, peak_memory_bytes
 from pretrain.runtime.notices import NoticeFile, TimeLimit, slurm_end
@@ -27,4 +32,5 @@ __all__ = [
     "slurm_end",
     "start",
     "stop_torchrun",
+    "torchrun_process",
 ]

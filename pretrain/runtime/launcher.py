@@ -14,6 +14,14 @@ _GRACE_SECONDS = 30.0
 """As long as torchrun itself waits between its SIGTERM and its SIGKILL."""
 
 
+def torchrun_process() -> int | None:
+    """The process id of torchrun, the parent of its ranks; None without torchrun.
+
+    To be asked at the start: the parent of a rank whose torchrun is gone is another process.
+    """
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
 def end_with_torchrun(grace_seconds: float = _GRACE_SECONDS) -> int | None:
     """End this process where torchrun, its parent, is gone; does nothing without torchrun.
 
@@ -23,9 +31,9 @@ def end_with_torchrun(grace_seconds: float = _GRACE_SECONDS) -> int | None:
 
     Returns the process id of torchrun; None without torchrun.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    parent = torchrun_process()
+    if parent is None:
         return None
-    parent = os.getppid()
 
     def watch() -> None:
         # Not PR_SET_PDEATHSIG: its signal comes when the thread that started this process ends.
@@ -44,27 +52,29 @@ def stop_torchrun(parent: int | None) -> None:
 
     With ``--max-restarts`` torchrun starts its ranks again after every exit code but 0, also on a
     machine that is about to be taken away. SIGTERM from the first rank of each machine prevents
-    this. Does nothing where no restart is left: torchrun then ends by itself.
+    this.
 
     Args:
-        parent: the process id of torchrun, from :func:`end_with_torchrun`.
+        parent: the process id of torchrun, from :func:`torchrun_process`.
     """
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        _end_restarts(parent)
+
+
+def end_torchrun(parent: int | None, exit_code: int) -> None:
+    """End this process's torchrun where another start of the ranks would end as this one.
+
+    Bad input (2) and divergence (3) need a person. SIGTERM lets torchrun end its other ranks, which
+    commit a checkpoint where they can.
+    """
+    if exit_code in (EXIT_BAD_INPUT, EXIT_HEALTH):
+        _end_restarts(parent)
+
+
+def _end_restarts(parent: int | None) -> None:
+    """SIGTERM to torchrun; nothing where no restart is left: torchrun then ends by itself."""
     left = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - int(
         os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     )
-    is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
-    if parent is not None and os.getppid() == parent and is_first_here and left > 0:
+    if parent is not None and os.getppid() == parent and left > 0:
         os.kill(parent, signal.SIGTERM)
-
-
-def end_torchrun(exit_code: int) -> None:
-    """End this process's torchrun where another start of the ranks would end as this one.
-
-    With ``--max-restarts`` torchrun starts ranks again after every exit code but 0. Bad input (2)
-    and divergence (3) need a person. SIGTERM lets torchrun end its other ranks, which commit a
-    checkpoint where they can.
-    """
-    if exit_code not in (EXIT_BAD_INPUT, EXIT_HEALTH) or "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        os.kill(os.getppid(), signal.SIGTERM)

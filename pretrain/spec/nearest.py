@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from parallel import ParallelConfig, Topology
+from parallel.layout import divisors
 
 _TRIED = 10_000
 _AXES = ("pp", "dp_replicate", "cp", "tp", "ep", "dp_shard")
@@ -43,15 +44,10 @@ def nearest_layouts(
 
 
 def _layouts(world: int) -> Iterator[Topology]:
-    for pp in _divisors(world):
-        for dp_replicate in _divisors(world // pp):
+    for pp in divisors(world):
+        for dp_replicate in divisors(world // pp):
             inner = world // pp // dp_replicate
-            for cp in _divisors(inner):
-                for tp in _divisors(inner // cp):
-                    for ep in _divisors(inner):
+            for cp in divisors(inner):
+                for tp in divisors(inner // cp):
+                    for ep in divisors(inner):
                         yield Topology(pp, dp_replicate, inner // cp // tp, cp, tp, ep)
-
-
-def _divisors(n: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return small + [n // d for d in reversed(small) if d * d != n]

@@ -102,7 +102,7 @@ def watch_ranks(job: Job) -> Iterator[None]:
     end = _end_process if config.end_stuck_run else None
     with ExitStack() as held:
         publisher = HeartbeatPublisher(
-            open_store(),
+            open_store("heartbeat"),
             runtime.rank,
             heartbeat=runtime.heartbeat,
             monitor=runtime.comm_monitor,
@@ -114,7 +114,7 @@ def watch_ranks(job: Job) -> Iterator[None]:
         held.callback(publisher.close)
         if runtime.is_first:
             watch = StuckWatch(
-                open_store(),
+                open_store("heartbeat"),
                 runtime.world,
                 seconds=seconds,
                 silence_limit=max(limits.least_seconds, _SILENT_PUBLICATIONS * seconds),

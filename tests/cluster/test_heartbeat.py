@@ -147,13 +147,13 @@ def ended_on_rank(rank: int) -> list[tuple[int, ...]]:
     told: list[tuple[int, ...]] = []
     heartbeat = Heartbeat()
     HeartbeatPublisher(
-        open_store(), rank, heartbeat=heartbeat, monitor=CommMonitor(),
+        open_store("heartbeat"), rank, heartbeat=heartbeat, monitor=CommMonitor(),
         limits=PhaseLimits(2.0, 2.0), seconds=0.1, end=lambda: os._exit(7),
     )  # fmt: skip
     if rank == 1:
         threading.Event().wait()
     StuckWatch(
-        open_store(), 2, seconds=0.1, silence_limit=1e6, end=lambda: os._exit(8),
+        open_store("heartbeat"), 2, seconds=0.1, silence_limit=1e6, end=lambda: os._exit(8),
         tell=lambda stuck: told.append(stuck.ranks), tell_moving=lambda ranks: None,
     )  # fmt: skip
     while (1,) not in told:

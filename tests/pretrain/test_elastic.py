@@ -160,3 +160,9 @@ def test_spares_stand_by_and_another_start_takes_other_ranks(tmp_path, job):
     assert (resized["step"], resized["epoch"]) == (3, 1)
     assert (resized["before"]["ep"], resized["after"]["ep"]) == (2, 1)
     assert [event["step"] for event in events(tmp_path / "run", "step")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_layout_of_the_spec_that_cannot_be_is_no_crash(tmp_path):
+    """ep does not divide the three ranks of [parallel]."""
+    chosen = layout(tmp_path, 3, parallel={"dp_shard": 3, "ep": 2}, model={"d_model": 48})
+    assert degrees(chosen) == {"dp_shard": 3}

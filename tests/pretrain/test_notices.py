@@ -21,7 +21,7 @@ import ckpt
 from pretrain.commands.pretrain import main
 from pretrain.observe import CheckpointCommitted, Events, SaveBegun
 from pretrain.observe.jsonl import LoggedEvent
-from pretrain.runtime import StopCause, StopRequest, stop_torchrun
+from pretrain.runtime import StopCause, StopRequest, end_torchrun, stop_torchrun
 from pretrain.runtime.notices import NoticeFile, TimeLimit, must_stop, slurm_end
 from pretrain.runtime.start_parts import StartParts, process_start
 from pretrain.train.notices import note_save, watch_notices
@@ -259,6 +259,15 @@ def test_torchrun_ends_where_it_would_start_the_ranks_again(monkeypatch, environ
     monkeypatch.setattr(os, "kill", lambda *arguments: sent.append(arguments))
     stop_torchrun(parent)
     assert sent == ([(77, signal.SIGTERM)] if told else [])
+    sent.clear()
+    for code in (0, 1, 75):
+        end_torchrun(parent, code)
+    assert sent == []
+    any_rank = told or (parent == 77 and "LOCAL_RANK" in environment)
+    for code in (2, 3):
+        sent.clear()
+        end_torchrun(parent, code)
+        assert sent == ([(77, signal.SIGTERM)] if any_rank else []), code
 
 
 # ------------------------------------------------------------------------------------------------
