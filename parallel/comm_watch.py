@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel.layout import name_ranks
+
 
 class CollectiveWork(Protocol):
     """A collective that has started, as ``torch.distributed.Work`` is."""
@@ -166,13 +168,12 @@ class CommMonitor:
         return last.group.group_name if self.waiting and last is not None else None
 
     def describe(self) -> str:
-        """The last collective, as ``all_to_all of ep, number 37 among ranks 0, 1``."""
+        """The last collective, as ``all_to_all of ep, number 37 among ranks 0-1``."""
         if self._last is None:
             return "no collective"
         (op, name), group, number = self._last
-        ranks = dist.get_process_group_ranks(group)
-        listed = ", ".join(map(str, ranks if len(ranks) < 9 else [*ranks[:7], "...", ranks[-1]]))
-        return f"{op} of {name}, number {number} among ranks {listed}"
+        ranks = name_ranks(dist.get_process_group_ranks(group), most=8)
+        return f"{op} of {name}, number {number} among {ranks}"
 
 
 _installed: CommMonitor | None = None

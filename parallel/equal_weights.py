@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from parallel.collectives import all_gather_rows
 from parallel.dtensor import local_shard
 from parallel.expert_parallel import expert_parameter_names, moe_parameter_names
+from parallel.layout import name_ranks
 from parallel.mesh import ParallelDims
 
 _SAMPLES = 16
@@ -80,8 +81,7 @@ def _compare(mesh: DeviceMesh, names: list[str], checksums: list[int]) -> None:
     name = names[int(differs_P.nonzero()[0])]
     ranks = mesh.mesh.flatten().tolist()
     raise ValueError(
-        f"parameter {name} must have equal initial values on ranks "
-        f"{', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}: call "
+        f"parameter {name} must have equal initial values on {name_ranks(ranks, most=8)}: call "
         f"torch.manual_seed with one seed on every rank before the model is built, or build it on "
         f"the meta device"
     )

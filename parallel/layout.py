@@ -90,8 +90,8 @@ class Topology:
         return " ".join(parts) or count_ranks(1)
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
-    """``rank 3``, or ``ranks 0-3, 7``."""
+def name_ranks(ranks: Sequence[int], most: int | None = None) -> str:
+    """``rank 3``, or ``ranks 0-3, 7``; with more than ``most`` parts ``ranks 0, 2, 4, ..., 14``."""
     parts: list[str] = []
     start = previous = ranks[0]
     for rank in [*ranks[1:], -1]:
@@ -99,6 +99,8 @@ def name_ranks(ranks: Sequence[int]) -> str:
             parts.append(str(start) if start == previous else f"{start}-{previous}")
             start = rank
         previous = rank
+    if most is not None and len(parts) > most:
+        parts[most - 1 : -1] = ["..."]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"
 
 

@@ -16,9 +16,11 @@ from cluster.detect.heartbeat import (
     PhaseLimits,
     publish_seconds,
 )
+from cluster.detect.robust import MAD_TO_SIGMA, robust_scale
 from cluster.detect.stuck import StuckRanks, StuckWatch
 
 __all__ = [
+    "MAD_TO_SIGMA",
     "DeviceMonitor",
     "DeviceReport",
     "FlightDump",
@@ -34,5 +36,6 @@ __all__ = [
     "open_store",
     "publish_seconds",
     "read_dumps",
+    "robust_scale",
     "turn_on_flight_recorder",
 ]

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
-from statistics import median
 from typing import NamedTuple
 
 # Public, documented names that torch.distributed does not mark as exported for type checkers.
@@ -24,6 +23,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from cluster.detect.devices import DeviceMonitor, DeviceReport
 from cluster.detect.hang import line_of
+from cluster.detect.robust import robust_scale
 from parallel import CommMonitor
 
 PUBLICATIONS_PER_SECOND = 1000
@@ -33,9 +33,6 @@ _KEPT = 64
 """Durations that are kept for each phase."""
 _FEWEST = 8
 """Durations of a phase from which on they say what is usual."""
-_MAD_TO_SIGMA = 1.4826
-"""The standard deviation of a normal distribution over its median absolute deviation (Rousseeuw and
-Croux, JASA 88, 1993, section 1)."""
 
 
 class Place(NamedTuple):
@@ -112,8 +109,7 @@ class PhaseLimits:
         least = max(self.least_seconds, self.of_phase.get(phase, 0.0))
         if len(durations) < _FEWEST:
             return max(least, self.unknown_seconds)
-        usual = median(durations)
-        sigma = _MAD_TO_SIGMA * median(abs(each - usual) for each in durations)
+        usual, sigma = robust_scale(durations)
         return max(least, 3 * usual + 10 * sigma)
 
 

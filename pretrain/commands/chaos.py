@@ -8,12 +8,11 @@ import os
 import platform
 import statistics
 from collections.abc import Sequence
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.commands.parsing import Parser, ended
+from pretrain.commands.provenance import provenance
 from pretrain.errors import EXIT_LOST
 from pretrain.observe import say
 
@@ -126,13 +125,8 @@ def chaos_table(found: Audit) -> str:
 
 def _as_json(args: argparse.Namespace, found: Audit) -> dict[str, Any]:
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **provenance("torch"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {
-            "python": platform.python_version(),
-            "torch": version("torch"),
-            "convoy-moe": version("convoy-moe"),
-        },
         "seed": args.seed,
         "machines": args.machines,
         "drawn": args.faults,

@@ -106,9 +106,9 @@ def _pretrain(args: argparse.Namespace) -> int:
     met_by_all = True  # until ranks act for themselves, every rank meets the same error
     try:
         spec = load_spec(args.spec, args.overrides)
-        launched_layout(spec)
+        layout = launched_layout(spec)
         met_by_all = False
-        return run(spec, status)
+        return run(spec, layout, status)
     except BaseException as error:
         if status is not None and not status.began:
             _record_refusal(status, error)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.commands.parsing import Parser, ended
+from pretrain.commands.provenance import provenance
 from pretrain.errors import InputError
 from pretrain.observe import say
 
@@ -120,16 +119,9 @@ def _show(rows: Sequence[dict[str, Any]]) -> None:
 
 def _document(scenario: Scenario, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What ``--json`` writes: ``scenario`` is that of the first row."""
-    from importlib.metadata import version
-
     return {
         "bench": "simulate",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {
-            "python": platform.python_version(),
-            "numpy": version("numpy"),
-            "convoy-moe": version("convoy-moe"),
-        },
+        **provenance("numpy"),
         "scenario": scenario.model_dump(),
         "rows": rows,
     }

@@ -22,7 +22,7 @@ _RENDEZVOUS = {
 
 
 class Machines:
-    """Machines of one launch, by number. The store of the rendezvous lives in this process.
+    """Machines of one launch, by number.
 
     Args:
         command: what torchrun starts, for example ``["tools/pretrain.py", SPEC]``.
@@ -31,6 +31,7 @@ class Machines:
         most: the most machines that train.
         conf: more keys of ``--rdzv-conf``.
         backend: of the rendezvous.
+        endpoint: of the rendezvous; by default a store that lives in this process.
     """
 
     def __init__(
@@ -42,14 +43,16 @@ class Machines:
         most: int,
         conf: dict[str, str] | None = None,
         backend: str = "c10d",
+        endpoint: str | None = None,
     ) -> None:
-        # Here: whoever only reads a spec does without torch.distributed.
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
         self.command, self.logs, self.backend = command, logs, backend
         self.nodes, self.conf = f"{least}:{most}", _RENDEZVOUS | (conf or {})
         # Whoever serves the rendezvous must outlive every machine.
-        self.store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store: Any = None
+        if endpoint is None:
+            self._store = _own_store()
+            endpoint = f"127.0.0.1:{self._store.port}"
+        self.endpoint = endpoint
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self._started = 0
 
@@ -64,7 +67,7 @@ class Machines:
                     sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.nodes}",
                     "--nproc-per-node=1", "--max-restarts=1000",
                     f"--rdzv-backend={self.backend}", "--rdzv-id=machines",
-                    f"--rdzv-endpoint=127.0.0.1:{self.store.port}", f"--rdzv-conf={conf}",
+                    f"--rdzv-endpoint={self.endpoint}", f"--rdzv-conf={conf}",
                     "--monitor-interval=0.1", *self.command,
                 ],
                 stdin=subprocess.DEVNULL,
@@ -120,6 +123,13 @@ class Machines:
         for number in list(self.processes):
             with contextlib.suppress(OSError):
                 self.lose(number)
+
+
+def _own_store() -> Any:
+    # Here: whoever only reads a spec does without torch.distributed.
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 @contextmanager

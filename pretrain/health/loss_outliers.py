@@ -24,6 +24,8 @@ from statistics import NormalDist
 
 import numpy as np
 
+from cluster.detect import MAD_TO_SIGMA
+
 WINDOW = 32
 """Steps."""
 SUDDEN = 30.0
@@ -35,7 +37,6 @@ _EVERY = 8
 """Steps between two tests on a window: medians over thousands of ranks take milliseconds."""
 _FEWEST_RANKS = 3
 """With two ranks nothing tells which of them is the odd one."""
-_MAD_TO_SIGMA = 1.4826
 _MEDIAN_ERROR = 1.2533
 
 
@@ -111,7 +112,7 @@ class LossOutliers:
             rows = np.stack(self._window)
             known = rows[np.isfinite(rows)]
             # Ranks that agree in every bit, as on one and the same data, have no noise to go by.
-            self._sigma = max(_MAD_TO_SIGMA * float(np.median(np.abs(known))), 1e-6 * abs(usual))
+            self._sigma = max(MAD_TO_SIGMA * float(np.median(np.abs(known))), 1e-6 * abs(usual))
         residuals = self._window[-1]
         sigma = max(self._sigma, 1e-12)
         found = [

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, median, variance
+from statistics import fmean, variance
 
+from cluster.detect import robust_scale
 from pretrain.health.config import (
     BLOCKS,
     GradNormSpikeRule,
@@ -19,9 +20,6 @@ from pretrain.health.config import (
 )
 from pretrain.health.memory import HealthMemory
 
-_MAD_TO_SIGMA = 1.4826
-"""The standard deviation of a normal distribution over its median absolute deviation (Rousseeuw and
-Croux, JASA 88, 1993, section 1)."""
 _MIN_ASSIGNMENTS = 10
 """Assignments for each expert, on average, from which on the loads of a layer are judged."""
 
@@ -167,9 +165,3 @@ def entropy(counts: Sequence[int]) -> float:
     """The entropy in nats of the distribution that the counts are proportional to."""
     total = sum(counts)
     return -sum(n / total * math.log(n / total) for n in counts if n)
-
-
-def robust_scale(values: Sequence[float]) -> tuple[float, float]:
-    """The median, and the standard deviation that the median absolute deviation stands for."""
-    middle = median(values)
-    return middle, _MAD_TO_SIGMA * median(abs(value - middle) for value in values)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from moe import MoEAux, Stopwatch
+from parallel import all_reduce
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,16 @@ class RoutingStats:
     """[L, 2] int64, assignments that an expert at capacity dropped, and rerouted."""
     nonfinite_L: Tensor
     """[L] int64, tokens with router logits that are not finite."""
+
+    @cached_property
+    def everywhere_LE(self) -> Tensor:
+        """[L, E] int64, ``tokens_per_expert_LE`` summed over all ranks of the run.
+
+        The sum is made at the first use, by a collective: every rank must use it, or none.
+        """
+        counts_LE = self.tokens_per_expert_LE.clone()
+        all_reduce(counts_LE).wait()
+        return counts_LE
 
     def plus(self, before: RoutingStats | None) -> RoutingStats:
         """The sum with ``before``, or self where ``before`` is None."""

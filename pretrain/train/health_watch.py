@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 import ckpt
-from parallel import all_reduce
 from pretrain.checkpoint import Checkpointer, go_back
 from pretrain.data import Cursor
 from pretrain.errors import HealthError
@@ -90,9 +89,7 @@ class HealthWatch:
         """Assignments of the step by layer and expert, over all ranks, where they are checked."""
         if routing is None or not routers_are_checked(self.config, step):
             return None
-        everywhere_LE = routing.tokens_per_expert_LE.clone()
-        all_reduce(everywhere_LE).wait()
-        loads: list[list[int]] = everywhere_LE.tolist()
+        loads: list[list[int]] = routing.everywhere_LE.tolist()
         return loads
 
     def after_commit(self, decision: Decision) -> HealthMemory:

@@ -25,7 +25,7 @@ from pretrain.checkpoint import (
     start_saver,
 )
 from pretrain.data import prepare_corpus
-from pretrain.elastic import ChosenLayout, launched_layout, stand_by, with_spares
+from pretrain.elastic import ChosenLayout, stand_by, with_spares
 from pretrain.errors import (
     EXIT_DONE,
     EXIT_LOST,
@@ -84,11 +84,12 @@ _LOCK_SECONDS = 60.0
 """Longer than a rank whose torchrun is gone takes to end."""
 
 
-def run(spec: JobSpec, status: StatusFile | None = None) -> int:
+def run(spec: JobSpec, layout: ChosenLayout, status: StatusFile | None = None) -> int:
     """Pretrain as the spec says; returns the exit code.
 
     Args:
         spec: of the run.
+        layout: of this start, see :func:`pretrain.elastic.launched_layout`.
         status: on rank 0, where the run's beginning and end are recorded.
 
     Raises:
@@ -98,7 +99,6 @@ def run(spec: JobSpec, status: StatusFile | None = None) -> int:
     """
     stop = StopRequest()
     torchrun = end_with_torchrun()
-    layout = launched_layout(spec)
     with ExitStack() as held:
         held.callback(stop.restore)
         if launched_rank() >= layout.topology.world:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from parallel import CollectiveKind, CommStats, all_reduce, grad_square_sum, scale_gradients
+from parallel import CollectiveKind, CommStats, grad_square_sum, scale_gradients
 from pretrain.checkpoint import Checkpointer
 from pretrain.data import Cursor, Loader
 from pretrain.faults import Faults
@@ -284,15 +284,14 @@ class Trainer:
         moves = bool(moe.expert_bias and moe.bias_update_rate)
         counts = moe.aux_loss_scope == "previous_step"
         if moves or counts:
-            everywhere = routing.tokens_per_expert_LE.clone()
-            all_reduce(everywhere).wait()
+            everywhere_LE = routing.everywhere_LE
             for row, router in zip(self.job.router_rows, self.job.routers, strict=True):
                 if moves:
-                    router.update_bias(everywhere[row])
+                    router.update_bias(everywhere_LE[row])
                 if counts:
-                    router.set_step_counts(everywhere[row])
+                    router.set_step_counts(everywhere_LE[row])
             if counts:
-                self.progress = replace(self.progress, expert_counts=everywhere.tolist())
+                self.progress = replace(self.progress, expert_counts=everywhere_LE.tolist())
         return replanned
 
     def _skip(

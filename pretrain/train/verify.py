@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cluster.members import EXCLUDE_LIST, node_name
 from parallel import all_gather_rows, digest, gradients_seen, local_shard
-from parallel.layout import count_ranks
+from parallel.layout import count_ranks, name_ranks
 from pretrain.checkpoint import Checkpointer, leave_verified
 from pretrain.data import Cursor, Loader
 from pretrain.errors import CorruptionError, HealthError
@@ -291,9 +291,8 @@ def _verified(progress: Progress, step: int) -> Progress:
 
 
 def _in_words(kind: str, finding: Finding, machines: list[str], step: int) -> str:
-    numbers = ", ".join(map(str, finding.ranks))
     names = ", ".join(sorted({machines[rank] for rank in finding.ranks}))
-    who = f"rank{'s' if len(finding.ranks) > 1 else ''} {numbers} on {names}"
+    who = f"{name_ranks(finding.ranks)} on {names}"
     if kind == "parameters":
         if finding.certain:
             return f"after step {step}, {who} had other parameters or moments than other replicas"

@@ -143,7 +143,7 @@ def test_ranks_that_wait_for_another_say_so(tmp_path):
     assert waited.exposed_seconds <= waited.seconds
     assert (hidden.count, hidden.bytes) == (1, 32)
     assert hidden.exposed_seconds < hidden.seconds
-    assert words == "all_to_all of ep, number 3 among ranks 0, 1"
+    assert words == "all_to_all of ep, number 3 among ranks 0-1"
     gather, reduce = CollectiveKind("all_gather", "dp"), CollectiveKind("reduce_scatter", "dp")
     assert set(fsdp) == {gather, reduce}
     # 20 numbers of 4 bytes, of which a rank has half.

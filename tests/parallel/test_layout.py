@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel import ParallelConfig, ShardLayout, Topology, parse_topology
-from parallel.layout import box_shape, cell_box, cells, intersect, nodes_per_token
+from parallel.layout import box_shape, cell_box, cells, intersect, name_ranks, nodes_per_token
 
 topologies = st.builds(
     lambda pp, dr, ep, more, cp, tp: Topology(
@@ -139,3 +139,10 @@ def test_how_many_nodes_a_token_is_sent_to(n_groups, topk_groups, top_k, ep, per
         experts = [e for g in groups for e in range(g * size, (g + 1) * size)]
         worst = max(worst, min(len({e // per_rank // per_node for e in experts}), top_k))
     assert worst == nodes
+
+
+def test_ranks_are_named_by_ranges_and_shortened_in_the_middle():
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks([0, 1, 2, 3, 7]) == "ranks 0-3, 7"
+    assert name_ranks(range(0, 16, 2), most=4) == "ranks 0, 2, 4, ..., 14"
+    assert name_ranks(range(0, 8, 2), most=4) == "ranks 0, 2, 4, 6"

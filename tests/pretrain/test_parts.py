@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from pretrain.model.rope import rope_frequencies, rotate
 from pretrain.observe.summary import heat_map
 from pretrain.optim import OptimizerConfig, ScheduleConfig, build_adamw
 from pretrain.parallelize.forward_backward import forward_backward, next_token_loss
+from pretrain.parallelize.results import RoutingStats
 from pretrain.state.arrays import training_arrays
 from pretrain.state.layouts import parameter_layouts
 from pretrain.state.progress import Progress
@@ -266,6 +268,22 @@ def test_the_loss_scale_doubles_after_steps_in_a_row_without_an_overflow():
     progress = progress.after_overflow()
     assert progress == Progress(step=5, loss_scale=8.0)
     assert Progress(step=5).after_commit(1) == Progress(step=5), "there is none but in float16"
+
+
+def test_the_loads_of_a_step_are_summed_over_ranks_once(monkeypatch):
+    sums = []
+
+    def doubled(counts: torch.Tensor) -> SimpleNamespace:
+        sums.append(counts.mul_(2))
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr("pretrain.parallelize.results.all_reduce", doubled)
+    zero = torch.zeros(1, 2)
+    routing = RoutingStats(torch.tensor([[3, 5]]), zero, zero, zero)
+    for _ in range(2):
+        assert routing.everywhere_LE.tolist() == [[6, 10]]
+    assert len(sums) == 1
+    assert routing.tokens_per_expert_LE.tolist() == [[3, 5]], "this rank's stay"
 
 
 def test_gradients_are_scaled_in_place():
