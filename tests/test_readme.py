@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
-from contextlib import chdir
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,13 +83,14 @@ def workplace(tmp_path_factory):
 
 def convoy(folder: Path, *words: str) -> None:
     """In a process of its own: a run changes signal handlers and process groups."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    start = "import sys; from pretrain.commands import main; sys.exit(main())"
-    ended = subprocess.run(
-        [sys.executable, "-c", start, *words],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    ((code, said),) = run_ranks(main_on_rank, 1, folder, words, group=False)
+    assert code == 0, said
+
+
+def main_on_rank(rank: int, folder: Path, words: list[str]) -> tuple[int, str]:
+    said = io.StringIO()
+    with chdir(folder), redirect_stdout(said), redirect_stderr(said):
+        return main(arguments=words), said.getvalue()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -147,8 +147,8 @@ ELSEWHERE = {
     "convoy inspect flight runs/stdlib-tiny": "tests/cluster/test_flight_recorder.py",
     "convoy convert upcycle SRC OUT --num-experts 8 --top-k 2": "tests/commands/test_convert.py",
     f"torchrun --standalone --nproc-per-node 2 tools/pretrain.py {RECIPE}": "Makefile",
-    "torchrun --nproc-per-node 2 tools/pretrain.py mine.toml": "tests/commands/test_starting.py",
-    "torchrun --nproc-per-node 2 -m tools.pretrain mine.toml": "tests/commands/test_starting.py",
+    "torchrun --nproc-per-node 2 tools/pretrain.py mine.toml": "tests/commands/test_tools.py",
+    "torchrun --nproc-per-node 2 -m tools.pretrain mine.toml": "tests/commands/test_tools.py",
     "torchrun --nproc-per-node 2 --no-python convoy pretrain mine.toml": (
         "tests/commands/test_starting.py"
     ),
@@ -161,6 +161,9 @@ OUTSIDE = {
     "--max-restarts=100 --rdzv-backend=convoy --rdzv-endpoint=HOST:29400 --rdzv-id=my-run "
     "--rdzv-conf=last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3,"
     "run_dir=runs/mine tools/pretrain.py mine.toml --set elastic.enabled=true",
+    "pip install convoy-moe[etcd]",
+    "etcd --enable-v2 --listen-client-urls http://0.0.0.0:2379 "
+    "--advertise-client-urls http://HOST:2379",
     "git clone REPOSITORY convoy", "cd convoy", "source .venv/bin/activate", "pip install -e .",
     "OMP_NUM_THREADS=1 .venv/bin/python -m bench.moe_layer --quick",
     "OMP_NUM_THREADS=1 .venv/bin/python -m bench.moe_layer --json layer.json",

@@ -34,6 +34,8 @@ from cluster.members.exclude import EXCLUDE_LIST, node_name, read_exclusions
 
 _OWN_KEYS = ("scale_up", "run_dir", "checkpoints", "store")
 SCALE_UP = ("at_once", "at_checkpoint", "never")
+STORES = ("c10d", "etcd-v2")
+"""torchrun's legacy backend ``etcd`` keeps another state, which does not say who is there."""
 
 
 class MembersHandler(RendezvousHandler):
@@ -128,13 +130,16 @@ def _create(params: RendezvousParameters) -> RendezvousHandler:
     scale_up = params.get("scale_up", "at_once")
     if scale_up not in SCALE_UP:
         raise ValueError(f"rdzv-conf scale_up ({scale_up}) must be one of {', '.join(SCALE_UP)}")
+    store = params.get("store", "c10d")
+    if store not in STORES:
+        raise ValueError(f"rdzv-conf store ({store}) must be one of {', '.join(STORES)}")
     run_dir = Path(params.config["run_dir"]) if params.get("run_dir") else None
     folder = params.get("checkpoints")
     checkpoints = Path(folder) if folder else run_dir and run_dir / "checkpoints"
     if scale_up == "at_checkpoint" and checkpoints is None:
         raise ValueError("rdzv-conf scale_up (at_checkpoint) needs run_dir or checkpoints")
     inner = RendezvousParameters(
-        backend=params.get("store", "c10d") or "c10d",
+        backend=store,
         endpoint=params.endpoint,
         run_id=params.run_id,
         min_nodes=params.min_nodes,

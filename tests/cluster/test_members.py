@@ -129,5 +129,8 @@ def test_torchrun_finds_the_backend_by_its_name():
 def test_wrong_keys_are_named():
     with pytest.raises(ValueError, match=r"rdzv-conf scale_up \(soon\) must be one of at_once"):
         convoy_rendezvous()(parameters(scale_up="soon"))
+    for store in ("etcd", "convoy"):
+        with pytest.raises(ValueError, match=rf"store \({store}\) must be one of c10d, etcd-v2"):
+            convoy_rendezvous()(parameters(store=store))
     with pytest.raises(ValueError, match=r"at_checkpoint\) needs run_dir or checkpoints"):
         convoy_rendezvous()(parameters(scale_up="at_checkpoint"))

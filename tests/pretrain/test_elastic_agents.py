@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import ckpt
 from cluster.members import exclude
 from pretrain.commands.pretrain import main
 from tests.support.agents import agents
+from tests.support.etcd import etcd, need_etcd
 from tests.support.jobs import data_of, events, prepare_job, write_spec
 from tests.support.ranks import run_ranks
 
@@ -59,6 +61,17 @@ def reference(tmp_path_factory, job) -> Path:
     return folder / "run"
 
 
+@pytest.fixture(params=["c10d", "etcd-v2"])
+def store(request) -> Iterator[dict[str, str]]:
+    """Options of a launch whose rendezvous has this store."""
+    if request.param == "c10d":
+        yield {}
+        return
+    need_etcd()
+    with etcd() as endpoint:
+        yield {"endpoint": endpoint, "backend": "etcd-v2"}
+
+
 def last_records(run: Path) -> dict[int, dict]:
     """Each step as it was taken last."""
     return {event["step"]: event for event in events(run, "step")}
@@ -86,9 +99,9 @@ def assert_one_run(run: Path, reference: Path) -> None:
         np.testing.assert_allclose(a[name][...], b[name][...], rtol=close, atol=close)
 
 
-def test_four_three_two_four_ranks(tmp_path, job, reference):
+def test_four_three_two_four_ranks(tmp_path, job, reference, store):
     spec, run = elastic_spec(tmp_path, job), tmp_path / "run"
-    with agents(spec, run, least=2, most=4) as launch:
+    with agents(spec, run, least=2, most=4, **store) as launch:
         for _ in range(4):
             launch.start()
         launch.wait_for_step(6, starts=1)
@@ -112,12 +125,12 @@ def test_four_three_two_four_ranks(tmp_path, job, reference):
     assert_one_run(run, reference)
 
 
-def test_a_machine_of_the_exclude_list_does_not_come_back(tmp_path, job):
+def test_a_machine_of_the_exclude_list_does_not_come_back(tmp_path, job, store):
     """Two machines train and one is a spare, which takes the place of the excluded machine."""
     run = tmp_path / "run"
     spec = elastic_spec(tmp_path, job, parallel={"dp_shard": 2, "ep": 2})
-    conf = {"run_dir": str(run)}
-    with agents(spec, run, least=2, most=3, backend="convoy", conf=conf) as launch:
+    conf = {"run_dir": str(run), "store": store.get("backend", "c10d")}
+    with agents(spec, run, least=2, most=3, conf=conf, **{**store, "backend": "convoy"}) as launch:
         for number in range(3):
             launch.start(f"machine-{number}")
         launch.wait_for_step(6, starts=1)
