@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 
 import pytest
 
 from pretrain.commands import main
+from pretrain.commands.pretrain import main as pretrain
 from pretrain.errors import InputError
 from pretrain.faults import audit, draw_faults
-from pretrain.observe import FaultInjected, LoggedEvent, StepCommitted
+from pretrain.observe import FaultInjected, LoggedEvent, StepCommitted, read_log
+from tests.support.agents import agents
 from tests.support.jobs import data_of, prepare_job, write_spec
+from tests.support.ranks import run_ranks
 
 BATCH = 4
 
@@ -104,6 +109,42 @@ def test_numbers_that_make_no_campaign_are_refused(tmp_path, capsys, flag):
         main("chaos", ["spec.toml", str(tmp_path / "out"), flag, "0"])
     assert ended.value.code == 2
     assert f"{flag} (0) must be at least" in capsys.readouterr().err
+
+
+def on_rank(rank: int, spec: str) -> int:
+    with contextlib.redirect_stdout(io.StringIO()):
+        return pretrain([spec])
+
+
+@pytest.mark.timeout(600)  # on a machine with ten times its work
+def test_a_short_campaign_on_two_machines_is_exact(tmp_path):
+    """By this seed a rank is slow, is killed, and has a gradient that is not finite."""
+    faults = draw_faults(252, 3, 14, 2)
+    assert [one.kind for one in faults] == ["slow", "kill", "nan_gradient"]
+    job, logs = prepare_job(tmp_path / "job"), []
+    for name, inject in (("calm", []), ("faults", [one.table() for one in faults])):
+        folder = tmp_path / name
+        folder.mkdir()
+        spec = write_spec(
+            folder, data=data_of(job), parallel={"ep": 2}, inject=inject, train={"steps": 14},
+            batch={"global_batch_size": BATCH}, checkpoint={"interval_steps": 2},
+        )  # fmt: skip
+        logs.append(folder / "run/log.jsonl")
+        if not inject:
+            assert run_ranks(on_rank, 2, str(spec), group=False) == [0, 0]
+            continue
+        with agents(spec, folder / "run", least=2, most=2) as launch:
+            launch.start()
+            launch.start()
+            assert launch.wait_for_end(500) == [0, 0], launch.output()
+    calm, disturbed = (read_log(log).lines for log in logs)
+    found = audit(disturbed, calm, ended=logs[1].stat().st_mtime)
+    assert [one.kind for one in found.faults] == ["slow", "kill", "nan_gradient"]
+    assert found.recovered == 3
+    assert found.starts == 2
+    assert found.samples_exact, found.samples_problem
+    assert found.losses_exact, found.losses
+    assert found.ledger_error < 0.01
 
 
 @pytest.mark.slow
