@@ -170,10 +170,8 @@ def test_the_command_is_a_program(convoy, tmp_path):
     assert run([convoy, "status", tmp_path / "nowhere"]).returncode == 2
 
 
-@pytest.mark.parametrize("way", ["module", "command"])
-def test_torchrun_starts_the_module_and_the_command(way, convoy):
-    """test_tools.py starts the file."""
-    script = {"module": ["-m", "tools.pretrain"], "command": ["--no-python", convoy, "pretrain"]}
-    result = run([sys.executable, *TORCHRUN, *script[way], "--help"])
+def test_torchrun_starts_the_command(convoy):
+    """test_tools.py starts the file and the module."""
+    result = run([sys.executable, *TORCHRUN, "--no-python", convoy, "pretrain", "--help"])
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("usage: convoy pretrain") == 2, "two ranks were started"

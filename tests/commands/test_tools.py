@@ -194,14 +194,16 @@ def test_a_folder_too_deep_for_the_names_of_objects_is_refused_at_the_start(tmp_
 
 
 @contextlib.contextmanager
-def torchrun(*arguments: str | Path) -> Iterator[subprocess.Popen]:
+def torchrun(
+    *arguments: str | Path, script: tuple[str, ...] = ("tools/pretrain.py",)
+) -> Iterator[subprocess.Popen]:
     """On two ranks, which do not outlive the test, however that ends."""
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }  # fmt: skip
     with subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         "--monitor-interval", "0.02", "tools/pretrain.py", *map(str, arguments)],
+         "--monitor-interval", "0.02", *script, *map(str, arguments)],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     ) as process:  # fmt: skip
         try:
@@ -234,7 +236,7 @@ def test_ranks_end_with_a_checkpoint_when_torchrun_is_killed(tmp_path):
         tmp_path, train={"steps": 100_000}, checkpoint={"interval_steps": 100_000}
     )  # fmt: skip
     run, ranks = tmp_path / "run", []
-    with torchrun(spec) as launched:
+    with torchrun(spec, script=("-m", "tools.pretrain")) as launched:
         try:
             while not (run / "log.jsonl").exists() or len(events(run, "step")) < 3:
                 assert launched.poll() is None, launched.communicate()[0]

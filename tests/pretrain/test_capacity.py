@@ -65,8 +65,9 @@ def launch(folder: Path, text: Path, *overrides: str, slowness=0.0, bad_step=0, 
     folder.mkdir(exist_ok=True)
     data = {"source": str(text / "text"), "path": str(text / "corpus")}
     spec = write_spec(
-        folder, moe={**MOE, **moe}, data=data, parallel={"ep": 2}, schedule={"kind": "constant"}
-    )
+        folder, moe={**MOE, **moe}, data=data, parallel={"ep": 2}, schedule={"kind": "constant"},
+        batch={"global_batch_size": 4},
+    )  # fmt: skip
     arguments = [str(spec), *(part for o in overrides for part in ("--set", o))]
     results = run_ranks(on_rank, 2, arguments, slowness, bad_step, group=False)
     assert len({code for code, _, _ in results}) == 1, results

@@ -164,19 +164,20 @@ def test_recomputed_activations_change_no_bit(text, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "cp"),
+    ("before", "after", "cp", "steps"),
     [
-        (2, 1, 1),
-        pytest.param(2, 4, 2, marks=SLOW),
-        pytest.param(1, 2, 1, marks=SLOW),
-        pytest.param(2, 4, 1, marks=SLOW),
-        pytest.param(1, 2, 2, marks=SLOW),
+        (2, 1, 1, 12),
+        pytest.param(2, 1, 1, 24, marks=SLOW),
+        pytest.param(2, 4, 2, 24, marks=SLOW),
+        pytest.param(1, 2, 1, 24, marks=SLOW),
+        pytest.param(2, 4, 1, 24, marks=SLOW),
+        pytest.param(1, 2, 2, 24, marks=SLOW),
     ],
 )
-def test_a_resize_keeps_the_samples_and_the_losses(text, tmp_path, before, after, cp):
+def test_a_resize_keeps_the_samples_and_the_losses(text, tmp_path, before, after, cp, steps):
     sections = {
         "data": data_of(text),
-        "train": {"steps": 24},
+        "train": {"steps": steps},
         "batch": {"global_batch_size": 6},
         "eval": {"sequences": 4},
         "checkpoint": {"interval_steps": 100},
@@ -198,10 +199,22 @@ def test_a_resize_keeps_the_samples_and_the_losses(text, tmp_path, before, after
     assert "must be that of the checkpoint of step 4" in err
     assert "checkpoint.reshard_on_load must be true" in err
 
+    # A checkpoint that was resharded before needs no such word.
+    was = ckpt.read_manifest(resized / "checkpoints")
+    shape = Topology(dp_shard=after // cp, cp=cp, ep=ep[after])
+    ckpt.reshard(resized / "checkpoints", was, tmp_path / "resharded", shape)
+    elsewhere = f"run_dir={tmp_path / 'elsewhere'}", f"checkpoint.path={tmp_path / 'resharded'}"
+    code, out, err = launch(spec, after, *elsewhere, *layout, "train.steps=6")
+    assert code == 0, err
+    assert "resuming after step 4" in out
+    went_on = [event["loss"] for event in events(tmp_path / "elsewhere", "step")]
+
     code, *_ = launch(spec, after, on_resized, *layout, "checkpoint.reshard_on_load=true")
     assert code == 0
     a, b = losses(straight), losses(resized)
-    assert len(a) == len(b) == 24
+    assert len(a) == len(b) == steps
+    assert len(went_on) == 2
+    assert went_on[0] == pytest.approx(a[4], rel=1e-5)
     for step, (x, y) in enumerate(zip(a, b, strict=True), 1):
         assert y == pytest.approx(x, rel=1e-5), f"step {step}"
     assert [e["consumed_samples"] for e in events(straight, "step")] == [
@@ -294,20 +307,6 @@ def test_fields_of_a_saved_spec_that_are_no_more_do_not_matter(text, tmp_path):
     saved["forgotten"] = {"section": 1}
     del saved["data"]["document_mask"]
     assert resolved(saved) == spec
-
-
-def test_a_resharded_checkpoint_resumes_without_a_word(text, tmp_path):
-    spec = write_spec(tmp_path, data=data_of(text), parallel={"ep": 2})
-    run = tmp_path / "run"
-    code, *_ = launch(spec, 2, stop_after=4)
-    assert code == 75
-    manifest = ckpt.read_manifest(run / "checkpoints")
-    ckpt.reshard(run / "checkpoints", manifest, tmp_path / "one", Topology())
-    code, out, _ = launch(
-        spec, 1, "parallel.ep=1", f"checkpoint.path={tmp_path / 'one'}", f"run_dir={tmp_path}/b"
-    )
-    assert code == 0
-    assert "resuming after step 4" in out
 
 
 def test_a_run_that_diverges_ends_with_3_and_keeps_the_last_good_state(text, tmp_path):

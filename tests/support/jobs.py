@@ -9,6 +9,7 @@ from typing import Any
 
 import ckpt
 from pretrain.checkpoint.contents import checkpoint_arrays, save_info
+from pretrain.data.documents import Document, is_held_out
 from pretrain.data.prepare import prepare_corpus
 from pretrain.job import Job
 from pretrain.spec.job import JobSpec
@@ -17,11 +18,13 @@ from pretrain.state import Progress
 
 
 def write_corpus(folder: Path, files: int = 40) -> Path:
-    """Some of the standard library, a few kilobytes of each."""
+    """Some of the standard library, a few kilobytes of each; little of what is held out, all of
+    which each run scores at its end."""
     root = Path(sysconfig.get_paths()["stdlib"])
     folder.mkdir(parents=True)
     for path in sorted(root.glob("*.py"))[:files]:
-        (folder / path.name).write_bytes(path.read_bytes()[:3000])
+        size = 600 if is_held_out(Document(path.name, path)) else 3000
+        (folder / path.name).write_bytes(path.read_bytes()[:size])
     return folder
 
 

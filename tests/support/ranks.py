@@ -23,6 +23,10 @@ _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["tests.support.preload"])
 _started: list[Any] = []
 
+# Within pytest's limit, and long: on a busy machine a rank may wait a minute for its turn.
+_COLLECTIVE_TIMEOUT = timedelta(seconds=150)
+_RANKS_SECONDS = 200.0
+
 
 def set_rank_environment(rank: int, world: int, port: int) -> None:
     """What torchrun would set."""
@@ -51,7 +55,7 @@ def _rank_main(
     set_rank_environment(rank, world, port)
     try:
         if backend is not None:
-            dist.init_process_group(backend, timeout=timedelta(seconds=60))
+            dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)
         # Plain bytes: torch's own way shares memory with a process that is about to end.
         results.put((rank, True, pickle.dumps(fn(rank, *args))))
         if dist.is_initialized():
@@ -97,7 +101,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world: int,
     *args: Any,
-    timeout: float = 120.0,
+    timeout: float = _RANKS_SECONDS,
     group: bool = True,
     backend: str = "gloo",
 ) -> list[Any]:
