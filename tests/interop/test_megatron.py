@@ -15,12 +15,12 @@ from pretrain.commands.pretrain import main as pretrain
 from pretrain.convert import from_megatron
 from pretrain.errors import InputError
 from tests.support.jobs import data_of, events, make_spec, prepare_job, write_spec
-from tests.support.peers import run_script
+from tests.support.peers import documented, run_script
 from tests.support.peers.compare import assert_same_logits, assert_same_training, model_of
 from tests.support.ranks import run_ranks
 from tests.support.sources import MemorySource
 
-REAL = [pytest.mark.slow, pytest.mark.peers]
+REAL = [pytest.mark.slow, pytest.mark.peers, pytest.mark.timeout(900)]
 MODEL = {
     "vocab_size": 320, "d_model": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
     "head_dim": 12, "qk_norm": "head", "rope_theta": 700.0, "norm_eps": 1e-5, "d_ff": 0,
@@ -43,8 +43,15 @@ SECTIONS = {
 
 def take_over(kind: str, folder: Path, *changes: str) -> int:
     run_script("megatron", "megatron", kind, folder, *changes)
-    command = [str(folder / "checkpoint"), str(folder / "weights"), "--family", "megatron"]
-    return main("reshard", [*command, "--num-heads", "4"])
+    return convert(folder)
+
+
+def convert(folder: Path) -> int:
+    """The command of the documentation, with the heads of the tiny model."""
+    places = {"checkpoints/iter_0001000": "checkpoint", "weights": "weights"}
+    words = documented("--family megatron", {word: folder / to for word, to in places.items()})
+    assert words[-2:] == ["--num-heads", "32"]
+    return main(arguments=[*words[:-1], "4"])
 
 
 @pytest.fixture(scope="module", params=SECTIONS)
@@ -80,6 +87,18 @@ class TestReal:
         assert run_ranks(train, 2, str(spec), group=False) == [0, 0]
         losses = [event["loss"] for event in events(tmp_path / "run", "step")]
         assert losses[-1] < losses[0] - 0.3
+
+    def test_a_save_of_four_ranks_has_the_same_weights(self, kind, taken_over, tmp_path):
+        """Which Megatron itself loads from the save of one rank: tensor, pipeline and expert
+        parallelism of 2."""
+        sizes = ("tensor_model", "pipeline_model", "expert_model")
+        changes = [f"{size}_parallel_size=2" for size in sizes]
+        changes += ["expert_tensor_parallel_size=1", f'from="{taken_over / "checkpoint"}"']
+        run_script("megatron", "megatron", kind, tmp_path, *changes, ranks=4)
+        assert len(list((tmp_path / "checkpoint").glob("*.distcp"))) == 4
+        assert convert(tmp_path) == 0
+        both = [str(folder / "weights") for folder in (taken_over, tmp_path)]
+        assert main("inspect", ["diff", *both]) == 0
 
     @pytest.mark.parametrize(
         ("change", "line"),

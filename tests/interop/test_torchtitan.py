@@ -9,11 +9,11 @@ import pytest
 from pretrain.commands import main
 from pretrain.commands.pretrain import main as pretrain
 from tests.support.jobs import data_of, events, make_spec, prepare_job, write_spec
-from tests.support.peers import run_script
+from tests.support.peers import documented, run_script
 from tests.support.peers.compare import assert_same_logits, assert_same_training, model_of
 from tests.support.ranks import run_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.peers]
+pytestmark = [pytest.mark.slow, pytest.mark.peers, pytest.mark.timeout(900)]
 SECTIONS = {
     "deepseek_v3": {
         "model": {
@@ -54,8 +54,11 @@ def taken_over(kind, tmp_path_factory) -> Path:
     """A folder with torchtitan's checkpoint, and with ``weights``, what the command makes of it."""
     folder = tmp_path_factory.mktemp(kind)
     run_script("titan", "torchtitan", kind, folder)
-    source, target = folder / "checkpoint/step-3", folder / "weights"
-    assert main("reshard", [str(source), str(target), "--family", "torchtitan"]) == 0
+    places = {
+        "outputs/checkpoint/step-1000": folder / "checkpoint/step-3",
+        "weights": folder / "weights",
+    }
+    assert main(arguments=documented("--family torchtitan", places)) == 0
     return folder
 
 

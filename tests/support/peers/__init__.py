@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -26,18 +27,31 @@ def installed(package: str) -> bool:
     return (PEERS / package).is_dir() or importlib.util.find_spec(package) is not None
 
 
-def run_script(name: str, package: str, *arguments: object) -> None:
-    """Run ``tests.support.peers.NAME``; skips the test where ``package`` is not installed."""
+def documented(flag: str, places: dict[str, Path]) -> list[str]:
+    """The words of the command of docs/moving-over.md that has ``flag``, without ``convoy``; for
+    each folder of the page that of a test."""
+    page = (ROOT / "docs/moving-over.md").read_text()
+    (line,) = re.findall(rf"^convoy (.* {flag}.*)$", page, re.MULTILINE)
+    words = line.split()
+    assert places.keys() <= set(words), line
+    return [str(places.get(word, word)) for word in words]
+
+
+def run_script(name: str, package: str, *arguments: object, ranks: int = 1) -> None:
+    """Run ``tests.support.peers.NAME``, under torchrun where ``ranks`` is above 1; skips the test
+    where ``package`` is not installed."""
     if not installed(package):
         pytest.skip(f"{package} is not installed: see bench/README.md, Other systems")
     path = os.pathsep.join([str(ROOT), str(PEERS), os.environ.get("PYTHONPATH", "")])
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    words = [*(launcher if ranks > 1 else []), "-m", f"tests.support.peers.{name}"]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", f"tests.support.peers.{name}", *map(str, arguments)],
+        [sys.executable, "-W", "ignore", *words, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-6000:]
