@@ -187,15 +187,18 @@ def test_every_way_of_names_gives_the_same_arrays(kind_of_names):
     }  # fmt: skip
     of_layers = [array for name, array in ours.arrays.items() if "layers/" in name]
     assert all(array.attributes == {"layers": [0, 1]} for array in of_layers)
-    up = read(ours, "model/layers/moe/experts/w_up")[1, 2]
-    room = "decoder.layers.{}mlp.experts.experts."
-    if kind_of_names == "singles":
-        expected = read(theirs, room.format("1.") + "2.linear_fc1.weight_v")
-    elif kind_of_names == "layers":
-        expected = read(theirs, room.format("1.") + "linear_fc1.weight")[2, 7:]
-    else:
-        expected = read(theirs, room.format("") + "linear_fc1.weight")[1, 2, 7:]
-    assert np.array_equal(up.view(np.uint32), expected.T.view(np.uint32))
+    room, whole = "decoder.layers.{}mlp.experts.experts.", None
+    if kind_of_names == "layers":
+        whole = read(theirs, room.format("1.") + "linear_fc1.weight")[2]
+    elif kind_of_names == "stacked":
+        whole = read(theirs, room.format("") + "linear_fc1.weight")[1, 2]
+    for role, end, rows in (("gate", "w", slice(7)), ("up", "v", slice(7, 14))):
+        found = read(ours, f"model/layers/moe/experts/w_{role}")[1, 2]
+        if whole is None:
+            expected = read(theirs, room.format("1.") + f"2.linear_fc1.weight_{end}")
+        else:
+            expected = whole[rows]
+        assert np.array_equal(found.view(np.uint32), expected.T.view(np.uint32))
 
 
 @pytest.mark.parametrize(
