@@ -110,7 +110,7 @@ class TestReal:
         ],
     )
     def test_an_option_is_refused(self, tmp_path, capsys, change, line):
-        assert take_over("stacked", tmp_path, change) == 2
+        assert take_over("stacked", tmp_path, change, "only_save=true") == 2
         (error,) = capsys.readouterr().err.splitlines()
         assert line in error
         assert not (tmp_path / "weights").exists()

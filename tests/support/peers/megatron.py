@@ -8,8 +8,9 @@ KIND is the layout of the checkpoint's keys: ``stacked`` (all layers alike in on
 its TransformerConfig. FOLDER gets ``checkpoint`` and ``expected.pt``: a batch of tokens [2, 24],
 the logits of it [2, 24, vocabulary], and losses of steps that begin there, before each of them.
 
-``from="CHECKPOINT"`` takes the weights of a checkpoint instead, on the ranks that torchrun started,
-and only saves: with ``tensor_model_parallel_size=2`` and so on, as another layout of ranks does.
+``only_save=true`` leaves ``expected.pt`` out. ``from="CHECKPOINT"`` takes the weights of a
+checkpoint instead, on the ranks that torchrun started, and only saves: with
+``tensor_model_parallel_size=2`` and so on, as another layout of ranks does.
 """
 
 from __future__ import annotations
@@ -130,14 +131,14 @@ def main(kind: str, folder: Path, *changes: str) -> None:
     torch.set_num_threads(1)
     pairs = [change.partition("=") for change in changes]
     values = {name: json.loads(value) for name, _, value in pairs}
-    source = values.pop("from", None)
+    source, only_save = values.pop("from", None), values.pop("only_save", False)
     with cuda_stand_ins(), more_stand_ins():
         model = build(kind, values)
         if source is not None:
             state = {"model": sharded(model, kind)}
             model.load_state_dict(dist_checkpointing.load(state, source)["model"])
         saved(model, kind, folder)
-        if source is None:
+        if source is None and not only_save:
             torch.save(computed(model), folder / "expected.pt")
     dist.destroy_process_group()
 
