@@ -145,6 +145,13 @@ ELSEWHERE = {
         "tests/pretrain/test_campaign.py"
     ),
     "convoy inspect flight runs/stdlib-tiny": "tests/cluster/test_flight_recorder.py",
+    "convoy reshard outputs/checkpoint/step-1000 weights --family torchtitan": (
+        "tests/interop/test_torchtitan.py"
+    ),
+    "convoy reshard checkpoints/iter_0001000 weights --family megatron --num-heads 32": (
+        "tests/interop/test_megatron.py"
+    ),
+    "convoy reshard DCP_DIR my-checkpoints": "tests/ckpt/test_interop.py",
     "convoy convert upcycle SRC OUT --num-experts 8 --top-k 2": "tests/commands/test_convert.py",
     f"torchrun --standalone --nproc-per-node 2 tools/pretrain.py {RECIPE}": "Makefile",
     "torchrun --nproc-per-node 2 tools/pretrain.py mine.toml": "tests/commands/test_tools.py",

@@ -42,6 +42,11 @@ _METADATA_CLASSES = admitted(
             "TensorProperties", "MEM_FORMAT_ENCODING",
         ),
         f"{_STORED}.filesystem": ("_StorageInfo", "_StoragePrefix"),
+        # megatron-core keeps the plans of a save, and up to 0.15 notes of its own
+        "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
+        f"{_STORED}.planner": (
+            "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData",
+        ),
         "torch": ("Size", "device"),
         "torch.serialization": ("_get_layout",),
         "pathlib": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"),

@@ -2,7 +2,16 @@
 
 from ckpt.rewrite.checkpoint_target import CheckpointTarget
 from ckpt.rewrite.description import described, is_described
-from ckpt.rewrite.edits import Converted, Described, Selected, Stacked, Transposed, Unstacked
+from ckpt.rewrite.edits import (
+    Converted,
+    Described,
+    Extent,
+    Rows,
+    Selected,
+    Stacked,
+    Transposed,
+    Unstacked,
+)
 from ckpt.rewrite.engine import LEAST_MEMORY, rewrite
 from ckpt.rewrite.folder_target import Checked, FolderTarget, split_into_files
 from ckpt.rewrite.reshard import MEMORY, reshard, write_checkpoint
@@ -18,9 +27,11 @@ __all__ = [
     "CheckpointTarget",
     "Converted",
     "Described",
+    "Extent",
     "FolderTarget",
     "Part",
     "Receipt",
+    "Rows",
     "Selected",
     "Source",
     "SourceArray",

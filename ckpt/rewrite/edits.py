@@ -146,6 +146,52 @@ class Transposed:
         return self.source.read_box(name, (*first, columns, rows)).swapaxes(-1, -2)
 
 
+Extent = tuple[int, int]
+"""A stretch of rows, from the first to one past the last."""
+
+
+class Rows:
+    """Arrays made of rows of a source's arrays. Rows are the last dim but one.
+
+    Args:
+        source: what has the arrays.
+        rows: by the new name, the source's array, and the stretches of its rows that follow one
+            another in the new array; None takes the array as it is.
+    """
+
+    def __init__(
+        self, source: Source, rows: Mapping[str, tuple[str, tuple[Extent, ...] | None]]
+    ) -> None:
+        self.source, self.rows = source, dict(rows)
+        self.info = changed(source.info, sorted(rows.items()))
+        self.arrays: dict[str, SourceArray] = {}
+        for name, (old, extents) in self.rows.items():
+            array = source.arrays[old]
+            if extents is not None:
+                *first, size, columns = array.shape
+                assert all(0 <= start <= stop <= size for start, stop in extents), (name, extents)
+                count = sum(stop - start for start, stop in extents)
+                array = replace(array, shape=(*first, count, columns))
+            self.arrays[name] = array
+
+    def read_box(self, name: str, box: Box) -> np.ndarray[Any, Any]:
+        """See :class:`Source`."""
+        old, extents = self.rows[name]
+        if extents is None:
+            return self.source.read_box(old, box)
+        *first, (low, high), columns = box
+        out = np.empty(box_shape(box), self.arrays[name].dtype)
+        at = 0
+        for start, stop in extents:
+            begin, end = max(low, at), min(high, at + stop - start)
+            if begin < end:
+                part = (start + begin - at, start + end - at)
+                found = self.source.read_box(old, (*first, part, columns))
+                out[..., begin - low : end - low, :] = found
+            at += stop - start
+        return out
+
+
 class Described:
     """A source with another ``info`` and, where ``arrays`` are given, others' splits and
     attributes for arrays that it has; arrays that are not given are left out."""

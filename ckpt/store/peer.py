@@ -36,15 +36,15 @@ _LOST = (EOFError, OSError, AuthenticationError)
 
 
 def address_towards(host: str) -> str:
-    """The address of this machine on the network by which it reaches ``host``."""
+    """The address of this machine on the network by which it reaches ``host``.
+
+    A loopback address where ``host`` is this machine under a name that resolves to the loopback, as
+    a machine's own name often does, and where nothing leads to ``host``.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # The name of this machine often resolves to the loopback: then take the default route.
-        for other in (host, "192.0.2.1"):
-            with contextlib.suppress(OSError):
-                probe.connect((other, 1))  # sends nothing
-                found = str(probe.getsockname()[0])
-                if not found.startswith("127."):
-                    return found
+        with contextlib.suppress(OSError):
+            probe.connect((host, 1))  # sends nothing
+            return str(probe.getsockname()[0])
         return "127.0.0.1"
 
 

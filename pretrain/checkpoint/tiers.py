@@ -27,7 +27,7 @@ def tiers_of(spec: JobSpec, runtime: Runtime) -> list[Tier]:
                 name="memory",
                 location=str(Path(config.memory_path) / folder),
                 ranks=ranks,
-                keep=1,
+                keep=_kept(spec),
                 volatile=True,
             )
         )
@@ -37,6 +37,15 @@ def tiers_of(spec: JobSpec, runtime: Runtime) -> list[Tier]:
         tiers.append(Tier(name="local", location=folder, ranks=ranks, keep=keep))
     shared = str(spec.checkpoint_path)
     return [*tiers, Tier(name="shared", location=shared, keep=spec.checkpoint.retention)]
+
+
+def _kept(spec: JobSpec) -> int:
+    """The checkpoints that stay in a node's memory, and in its peer's.
+
+    Two with a peer: a node commits to its own memory before its neighbour's copy is complete. With
+    one, the loss of a node between the two would leave no step that both nodes have.
+    """
+    return 2 if spec.checkpoint.tiers.replicate_to_peer else 1
 
 
 def _node_of(runtime: Runtime) -> tuple[int, tuple[int, ...]]:
@@ -85,9 +94,18 @@ def join_peers(job: Job, saver: AsyncCheckpointer, port: int, key: str) -> None:
     runtime, size = job.runtime, job.runtime.ranks_per_node
     if not job.spec.checkpoint.tiers.replicate_to_peer:
         return
-    host = IPv4Address(address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")))
-    served = runtime.gather_pairs([(int(host), port)])
+    served = runtime.gather_pairs([(int(_address(runtime)), port)])
     (node, ranks), nodes = _node_of(runtime), -(-runtime.world // size)
     ((address, port),) = served[(node + 1) % nodes * size]
     location = f"peer://{key}@{IPv4Address(address)}:{port}/node{node}"
-    runtime.together(lambda: saver.add(Tier(name="peer", location=location, ranks=ranks, keep=1)))
+    peer = Tier(name="peer", location=location, ranks=ranks, keep=_kept(job.spec))
+    runtime.together(lambda: saver.add(peer))
+
+
+def _address(runtime: Runtime) -> IPv4Address:
+    """The address by which other nodes reach this one; every rank must call."""
+    own = IPv4Address(address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")))
+    found = [IPv4Address(pairs[0][0]) for pairs in runtime.gather_pairs([(int(own), 0)])]
+    others = [address for address in found if not address.is_loopback]
+    # On the node of MASTER_ADDR its name may be the loopback's: then look towards another node.
+    return IPv4Address(address_towards(str(others[0]))) if own.is_loopback and others else own

@@ -32,6 +32,7 @@ examples:
   convoy reshard runs/a/checkpoints /scratch/a-8 --layout dp_shard=8,ep=4
   convoy reshard runs/a/checkpoints DIR --format safetensors
   convoy reshard DCP_DIR DST --family torchtitan
+  convoy reshard DCP_DIR DST --family megatron --num-heads 32
   convoy reshard DCP_DIR DST --rename tok_embeddings/=model/embed/
   convoy reshard weights runs/a/checkpoints DST --dtype bf16
   convoy reshard surgery runs/a/checkpoints DST duplicate=2 --set moe.top_k=2
@@ -127,7 +128,15 @@ def _parser(
     parser.add_argument(
         "--format", choices=["convoy", "dcp", "safetensors"], default="convoy", help="of DST"
     )
-    parser.add_argument("--family", choices=["torchtitan"], help="the names and shapes SRC has")
+    parser.add_argument(
+        "--family", choices=["torchtitan", "megatron"], help="whose names and shapes SRC has"
+    )
+    parser.add_argument(
+        "--num-heads",
+        type=int,
+        metavar="N",
+        help="with --family megatron: query heads; not needed with qk_layernorm",
+    )
     parser.add_argument(
         "--rename",
         action="append",
@@ -180,7 +189,13 @@ def _source(args: argparse.Namespace) -> Source:
     """SRC, under the names that the flags give its arrays."""
     from ckpt.format import TREE, locate
     from ckpt.rewrite import Selected
-    from pretrain.convert import from_titan, open_source, with_names
+    from pretrain.convert import (
+        from_megatron,
+        from_titan,
+        open_source,
+        refuse_other_formats,
+        with_names,
+    )
 
     rename = {}
     for rule in args.rename:
@@ -188,13 +203,21 @@ def _source(args: argparse.Namespace) -> Source:
         if not equals or old in rename:
             raise InputError(f"--rename ({rule}) must be OLD=NEW, each OLD once")
         rename[old] = new
+    if args.num_heads is not None and (args.family != "megatron" or args.num_heads < 1):
+        raise InputError(
+            f"--num-heads ({args.num_heads}) must be at least 1, and is for --family megatron"
+        )
+    if args.family == "megatron":
+        refuse_other_formats(Path(args.source))
     location, step = locate(args.source, args.step)
-    source = open_source(str(location), step)
+    source = open_source(str(location), step, adopt=args.family != "megatron")
     if TREE in source.info.state and args.format != "convoy":
         from ckpt.state_dict import dotted_names  # here: it imports torch
 
         source = Selected(source, dotted_names(source.info.state[TREE]))
-    if args.family:
+    if args.family == "megatron":
+        source = from_megatron(source, args.num_heads)
+    elif args.family:
         source = from_titan(source)
     return with_names(source, rename)
 

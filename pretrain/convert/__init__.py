@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from parallel.on_demand import on_demand
+from pretrain.convert.megatron import from_megatron, refuse_other_formats
 from pretrain.convert.sources import DTYPES, in_dtype, open_source, weights_only, with_names
 from pretrain.convert.torchtitan import from_titan
 
@@ -13,12 +14,14 @@ if TYPE_CHECKING:
 __all__ = [
     "DTYPES",
     "export_hf",
+    "from_megatron",
     "from_titan",
     "import_hf",
     "in_dtype",
     "open_source",
     "operate",
     "parse_surgery",
+    "refuse_other_formats",
     "upcycle",
     "weights_only",
     "with_names",

@@ -23,11 +23,12 @@ from pretrain.state import array_path, split_layer, tokenizer_of, weight_names
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def open_source(location: str, step: int | None = None) -> Source:
+def open_source(location: str, step: int | None = None, *, adopt: bool = True) -> Source:
     """A checkpoint, a torch.distributed.checkpoint folder, or safetensors.
 
-    Arrays of other projects get names and shapes as Convoy has them, see :func:`adopted`. A folder
-    that a reshard wrote has a description of its arrays, and is taken as it is.
+    With ``adopt``, arrays of other projects get names and shapes as Convoy has them, see
+    :func:`adopted`. A folder that a reshard wrote has a description of its arrays, and is taken as
+    it is.
 
     Raises CheckpointError where the location is none of the three, or cannot be read.
     """
@@ -41,7 +42,7 @@ def open_source(location: str, step: int | None = None) -> Source:
         return CheckpointSource(location, read_manifest(location, step))
     if step is not None:
         raise InputError(f"--step ({step}) is for checkpoint folders; {path} holds one step alone")
-    return foreign if foreign.described else adopted(foreign)
+    return adopted(foreign) if adopt and not foreign.described else foreign
 
 
 def adopted(source: Source) -> Source:

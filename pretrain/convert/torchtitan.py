@@ -22,6 +22,8 @@ _NAMES = (
     (r"(?:output|lm_head)/weight", "head/weight"),
     (r"layers/(attention_norm|ffn_norm)/weight", r"layers/\1/weight"),
     (_ATTENTION + r"(wq|wk|wv|wo|q_norm|k_norm)/weight", r"layers/attention/\1/weight"),
+    (_ATTENTION + r"(wq_a|wq_b|wkv_a|wkv_b)/weight", r"layers/attention/\1/weight"),
+    (_ATTENTION + r"kv_norm/weight", "layers/attention/kv_a_norm/weight"),
     (r"layers/feed_forward/(w[123])/weight", r"layers/ffn/\1/weight"),
     (r"layers/moe/shared_experts/(w[123])/weight", r"layers/moe/shared_experts/\1/weight"),
     (r"layers/moe/router/gate/weight", "layers/moe/router/weight"),
@@ -41,12 +43,15 @@ def from_titan(source: Source) -> Source:
     Llama has rotary pairs side by side: set ``model.rope_interleaved`` in the spec to train with.
 
     Raises InputError, naming the array, for an array of a model that is not known. Known are models
-    with grouped-query attention, dense or with experts.
+    with grouped-query attention or latent attention, dense or with experts.
     """
     names = {}
     for name in source.arrays:
         if _NO_WEIGHTS.fullmatch(name) is None:
             names[name] = f"{MODEL}{_ROLE.sub(lambda m: _ROLES[m[0]], _ours(name))}"
+    if "layers/attention/wq_a/weight" in names:  # latent attention: the norm of queries' latent
+        q_norm = "layers/attention/q_norm/weight"
+        names[q_norm] = f"{MODEL}layers/attention/q_a_norm/weight"
     picked = Selected(source, {name: name for name in names})
     made = Selected(picked, renamed(names, names))
     return Transposed(made, [name for name in made.arrays if is_expert_matrix(name)])

@@ -45,8 +45,8 @@ class TiersConfig(BaseModel):
     memory_path: str = "/dev/shm"
     """The folder in memory for ``memory`` and ``replicate_to_peer``."""
     replicate_to_peer: bool = False
-    """Keep the newest checkpoint of each node in the memory of the next node too, for the loss of a
-    whole node."""
+    """Keep the two newest checkpoints of each node in the memory of the next node too, for the loss
+    of a whole node; ``memory`` then keeps two as well."""
     memory_retention_seconds: float = Field(default=600.0, ge=0)
     """Seconds that checkpoints in memory wait for a restart after a run has failed."""
     local_path: str | None = None

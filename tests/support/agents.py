@@ -14,13 +14,23 @@ from pretrain.faults import Machines, closing
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Agents(Machines):
-    """The machines of a run of ``spec``, whose folder is ``run_dir``."""
+class Watched:
+    """A launch whose log is read while it runs. The launch itself is the other base class."""
 
-    def __init__(self, spec: Path, run_dir: Path, least: int, most: int, **options: Any) -> None:
-        self.run_dir = run_dir
-        command = [str(ROOT / "tools/pretrain.py"), str(spec)]
-        super().__init__(command, run_dir.parent / "machines", least=least, most=most, **options)
+    run_dir: Path
+
+    @property
+    def running(self) -> bool:
+        """Whether some machine's torchrun runs."""
+        raise NotImplementedError
+
+    def output(self) -> str:
+        """What the machines have printed, for a report of a failure."""
+        raise NotImplementedError
+
+    def exit_codes(self) -> list[int]:
+        """Of each machine's torchrun; waits until they have ended."""
+        raise NotImplementedError
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """What the log has of one kind of event."""
@@ -63,6 +73,15 @@ class Agents(Machines):
             assert time.monotonic() < until, self.output()
             time.sleep(0.1)
         return self.exit_codes()
+
+
+class Agents(Machines, Watched):
+    """The machines of a run of ``spec``, whose folder is ``run_dir``."""
+
+    def __init__(self, spec: Path, run_dir: Path, least: int, most: int, **options: Any) -> None:
+        self.run_dir = run_dir
+        command = [str(ROOT / "tools/pretrain.py"), str(spec)]
+        super().__init__(command, run_dir.parent / "machines", least=least, most=most, **options)
 
 
 @contextlib.contextmanager
