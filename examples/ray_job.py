@@ -205,7 +205,8 @@ JOB = json.loads(r"""
    }
   },
   "elastic": {
-   "enabled": true
+   "enabled": true,
+   "warm_restart": false
   },
   "launch": {
    "nodes": "2:4",
