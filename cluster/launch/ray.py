@@ -42,11 +42,11 @@ BAD_INPUT, HEALTH = @BAD_INPUT@, @HEALTH@  # exit codes that need a person: no o
 
 def rank() -> None:
     """Start one rank as a process below this worker, and wait for its end."""
-    from ray import train
+    from ray.train import collective
 
     with socket.socket() as free:
         free.bind(("", 0))
-        port = train.collective.broadcast_from_rank_zero(free.getsockname()[1])
+        port = collective.broadcast_from_rank_zero(free.getsockname()[1])
     look = "from importlib.metadata import version; print(version('convoy-moe'))"
     found = subprocess.run([JOB["python"], "-c", look], capture_output=True, text=True).stdout
     if found.strip() != JOB["version"]:
