@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from cluster.launch.kubernetes import node_script, objects
 from tests.cluster.test_launch import JOB
 
 ROOT = Path(__file__).parents[2]
+HADOLINT = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 JOBS = {
     "all": replace(
         JOB, pods=PodOptions(volume_claim="data", secret="keys", topology_label="rack")
@@ -165,8 +168,8 @@ def test_the_containerfile_copies_what_the_wheel_ships():
 
 
 @pytest.mark.engine
-@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed")
+@pytest.mark.skipif(HADOLINT is None, reason="hadolint is not installed")
 def test_the_containerfile_passes_the_linter():
     path = str(ROOT / "deploy" / "Containerfile")
-    ended = subprocess.run(["hadolint", "--failure-threshold", "warning", path], timeout=60)
+    ended = subprocess.run([str(HADOLINT), "--failure-threshold", "warning", path], timeout=60)
     assert ended.returncode == 0

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,11 +51,17 @@ def make_spec(folder: Path, job: Path, **sections: Any) -> Path:
 
 
 @contextlib.contextmanager
-def submitted(spec: Path, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+def submitted(spec: Path, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """``convoy launch --submit`` on a Ray of its own; whatever it has started is ended."""
+    mark = uuid.uuid4().hex
     environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local", "OMP_NUM_THREADS": "1",
-        "RAY_TMPDIR": "/tmp", "RAY_USAGE_STATS_ENABLED": "0",
+        **os.environ, "CONVOY_TEST_MARK": mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+        "RAY_ADDRESS": "local", "RAY_TMPDIR": "/tmp", "RAY_USAGE_STATS_ENABLED": "0",
+        # A busy machine is slow to start processes.
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "600",
+        "RAY_worker_register_timeout_seconds": "600",
+        "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "600", "RAY_TRAIN_COLLECTIVE_TIMEOUT_S": "600",
+        "RAY_AUTH_MODE": "disabled", "RAY_gcs_server_request_timeout_seconds": "600",
     }  # fmt: skip
     words = [sys.executable, str(ROOT / "tools/launch.py"), str(spec), "--on", "ray", "--submit"]
     with (folder / "ray.txt").open("wb") as out:
@@ -62,34 +69,41 @@ def submitted(spec: Path, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
             words, stdout=out, stderr=out, env=environment, start_new_session=True
         )
     try:
-        yield process
+        yield process, mark
     finally:
-        pids = descendants(process.pid)
-        for pid in (process.pid, *pids):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.wait()
+        # Ray's daemons leave their parent.
+        while pids := marked(mark):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.poll()
+            time.sleep(0.1)
 
 
-def descendants(parent: int) -> list[int]:
-    """The processes below a process."""
+def marked(mark: str) -> list[int]:
+    """The processes that have a mark in their environment."""
     found = []
-    for task in Path(f"/proc/{parent}/task").glob("*/children"):
+    for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            for pid in map(int, task.read_text().split()):
-                found += [pid, *descendants(pid)]
+            if f"CONVOY_TEST_MARK={mark}".encode() in path.read_bytes():
+                found.append(int(path.parent.name))
     return found
 
 
-def ranks_of(parent: int) -> list[int]:
-    """The processes that train, below a process."""
+def ranks_of(mark: str) -> list[int]:
+    """The processes that train: those that Ray's workers have started."""
     found = []
-    for pid in descendants(parent):
+    for pid in marked(mark):
         with contextlib.suppress(OSError):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if b"pretrain.commands" in words and b"pretrain" in words:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+            above = Path(f"/proc/{parent(pid)}/cmdline").read_bytes()
+            if b"pretrain.commands" in words and b"ray::" in above:
                 found.append(pid)
     return found
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/status").read_text().split("PPid:")[1].split()[0])
 
 
 def wait(process: subprocess.Popen[bytes], folder: Path, what: Callable[[], Any]) -> None:
@@ -109,12 +123,10 @@ def newest_step(run: Path) -> int:
 @pytest.mark.parametrize("victim", ["a rank", "a worker"])
 def test_a_lost_process_is_replaced_and_the_run_goes_on(victim, tmp_path, job):
     run = tmp_path / "run"
-    with submitted(make_spec(tmp_path, job), tmp_path) as process:
+    with submitted(make_spec(tmp_path, job), tmp_path) as (process, mark):
         wait(process, tmp_path, lambda: newest_step(run) >= 5)
-        rank = ranks_of(process.pid)[-1]
-        status = Path(f"/proc/{rank}/status").read_text()
-        worker = int(status.split("PPid:")[1].split()[0])
-        os.kill(rank if victim == "a rank" else worker, signal.SIGKILL)
+        rank = ranks_of(mark)[-1]
+        os.kill(rank if victim == "a rank" else parent(rank), signal.SIGKILL)
         assert process.wait(timeout=900) == 0, (tmp_path / "ray.txt").read_text()[-4000:]
     taken, starts = events(run, "step"), events(run, "start")
     assert [event["world_size"] for event in starts] == [2, 2]
@@ -125,7 +137,7 @@ def test_a_lost_process_is_replaced_and_the_run_goes_on(victim, tmp_path, job):
 
 def test_2_ends_the_program_without_another_start(tmp_path, job):
     corpus = {"source": str(tmp_path / "none"), "path": str(tmp_path / "no-corpus")}
-    with submitted(make_spec(tmp_path, job, data=corpus), tmp_path) as process:
+    with submitted(make_spec(tmp_path, job, data=corpus), tmp_path) as (process, _):
         assert process.wait(timeout=900) == 2, (tmp_path / "ray.txt").read_text()[-4000:]
     assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 2
 
