@@ -238,12 +238,17 @@ def _burn_in(job: Job, names: dict[str, object]) -> str:
 
 def check(job: Job) -> None:
     """Refuse what Slurm cannot start. Raises ValueError: one line."""
-    for program in ("sbatch", "sinfo"):
+    for program in ("sbatch", "sinfo", "srun"):
         if shutil.which(program) is None:
             raise ValueError(
                 f"--on slurm needs the program {program}, which is not installed on this machine: "
                 f"run convoy launch on a login node"
             )
+    if job.image is not None and "--container-image" not in _run(["srun", "--help"]).stdout:
+        raise ValueError(
+            f"launch.image ({job.image}) needs pyxis, which this Slurm lacks: srun has no option "
+            f"--container-image"
+        )
     # %D nodes, %c CPUs of a node, %G generic resources, %l longest time of the partition.
     words = ["sinfo", "--noheader", "--format=%R|%D|%c|%G"]
     if job.queue is not None:

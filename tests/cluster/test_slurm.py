@@ -201,6 +201,7 @@ REFUSED = [
     ({"ranks_per_node": 4}, "launch.ranks_per_node (4) x launch.cpus_per_rank (2) must not be "
      "above the 2 CPUs of a node"),
     ({"gpus_per_node": 8}, "launch.gpus_per_node (8) must not be above the 0 GPUs of a node"),
+    ({"image": "convoy:0.1.0"}, "launch.image (convoy:0.1.0) needs pyxis, which this Slurm lacks"),
     ({"options": ["--no-such-option"]}, "Slurm refuses the job: "),
     ({"nodes": 4}, "Slurm refuses the job: "),
 ]  # fmt: skip
