@@ -75,7 +75,7 @@ examples: setup
 # A real Slurm and a real Ray on this machine. Slurm needs root for apt, once.
 test-engines: setup
 	command -v slurmctld >/dev/null || apt-get install -y slurmctld slurmd slurm-client munge
-	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[engines]"
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[engines]"
 	$(PY) -m pytest -m engine -rs
 
 clean:
