@@ -3,6 +3,7 @@
 #                 SPEC=, RANKS= and ARGS="--set train.steps=480" change it
 # make test       the test suite, lint and types apart (make lint, make types)
 # make check      all three
+# make test-engines  runs on a real Slurm and Ray of this machine, which it installs
 # make chaos      the tiny recipe under 30 random faults, and without; OUT= is a new folder
 
 PYTHON ?= python3
@@ -18,7 +19,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE := 1
 # After SIGTERM ranks finish a step and commit a checkpoint before they are killed.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 600
 
-.PHONY: setup pretrain chaos test test-all lint types check megablocks docs/spec.md clean
+.PHONY: setup pretrain chaos test test-all test-engines examples lint types check megablocks docs/spec.md clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -63,6 +64,19 @@ megablocks: setup
 
 docs/spec.md: setup
 	$(PY) -m pretrain.spec.reference > $@
+
+# The jobs in examples/, rendered from examples/cluster.toml.
+examples: setup
+	$(PY) tools/launch.py examples/cluster.toml --on slurm --output examples/slurm.sbatch
+	$(PY) tools/launch.py examples/cluster.toml --on ray --output examples/ray_job.py
+	$(PY) tools/launch.py examples/cluster.toml --on kubernetes --output examples/trainjob.yaml \
+	    --set launch.image=registry.example/convoy:0.1.0
+
+# A real Slurm and a real Ray on this machine. Slurm needs root for apt, once.
+test-engines: setup
+	command -v slurmctld >/dev/null || apt-get install -y slurmctld slurmd slurm-client munge
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[engines]"
+	$(PY) -m pytest -m engine -rs
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -133,6 +133,11 @@ RUN = {
     f"convoy prepare {RECIPE} --load-step 160": Run((("160", "2"),)),
     "convoy inspect gc runs/stdlib-tiny/checkpoints --unlisted --dry-run": Run(),
     "convoy inspect gc runs/stdlib-tiny/checkpoints --unlisted": Run(),
+    f"convoy launch {RECIPE} --on torchrun --set launch.ranks_per_node=2": Run(),
+    f"convoy launch {RECIPE} --on slurm --set launch.nodes=2": Run(),
+    f"convoy launch {RECIPE} --on ray --set launch.ranks_per_node=2": Run(),
+    f"convoy launch {RECIPE} --on kubernetes --set launch.nodes=2 "
+    "--set launch.image=convoy:0.1.0": Run(),
     "convoy simulate": Run(more="--set run.repetitions=2 --set run.days=2"),
     "convoy simulate --gpus 1000,4096,16384,65536,100000 --json simulate.json": Run(
         more="--set run.repetitions=2 --set run.days=2"
@@ -143,6 +148,15 @@ RUN = {
 ELSEWHERE = {
     f"convoy chaos {RECIPE} runs/chaos --faults 30 --machines 3 --json chaos.json": (
         "tests/pretrain/test_campaign.py"
+    ),
+    f"convoy launch {RECIPE} --on torchrun --set launch.ranks_per_node=2 --submit": (
+        "tests/commands/test_launch.py"
+    ),
+    f"convoy launch {RECIPE} --on slurm --set launch.nodes=2 --submit": (
+        "tests/cluster/test_slurm.py"
+    ),
+    f"convoy launch {RECIPE} --on ray --set launch.ranks_per_node=2 --submit": (
+        "tests/cluster/test_ray.py"
     ),
     "convoy inspect flight runs/stdlib-tiny": "tests/cluster/test_flight_recorder.py",
     "convoy reshard outputs/checkpoint/step-1000 weights --family torchtitan": (
@@ -189,7 +203,14 @@ def test_every_command_is_run_somewhere():
 def test_commands_that_other_tests_run_are_in_them():
     for command, where in ELSEWHERE.items():
         text = (ROOT / where).read_text()
-        for word in ("upcycle", "chaos", "--no-python", "tools.pretrain", "tools/pretrain.py"):
+        for word in (
+            "upcycle",
+            "chaos",
+            "--submit",
+            "--no-python",
+            "tools.pretrain",
+            "tools/pretrain.py",
+        ):
             if word in command:
                 assert word in text, (command, where)
 

@@ -1,10 +1,13 @@
 """A rendezvous backend of torchrun, ``--rdzv-backend convoy``: who joins a launch, and when.
 
-The backend is torchrun's own (c10d by default) with two rules of an operator's:
+The backend is torchrun's own (c10d by default) with three rules of an operator's:
 
 - A machine on the exclude list does not join.
 - A machine that comes while all members are there joins at once, at the next checkpoint, or when
   the next member is lost. Without this rule, torchrun starts all ranks again at once.
+- Ranks are numbered by the machines' places in the network, where ``CONVOY_NODE_ORDER`` has them:
+  machines of one rack or block get ranks that follow each other. Without it torchrun numbers
+  machines by their names, as text: ``n10`` comes before ``n2``.
 
 Keys of ``--rdzv-conf``, beside those of the inner backend:
 
@@ -18,15 +21,21 @@ Keys of ``--rdzv-conf``, beside those of the inner backend:
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# A public, documented name that torch.distributed does not mark as exported for type checkers.
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
 
@@ -46,6 +55,7 @@ class MembersHandler(RendezvousHandler):
         scale_up: one of :data:`SCALE_UP`.
         run_dir: the run's folder; None for no exclude list.
         checkpoints: the run's checkpoint folder, for ``at_checkpoint``.
+        local_addr: the address of this machine for others; None for its name.
     """
 
     def __init__(
@@ -54,9 +64,10 @@ class MembersHandler(RendezvousHandler):
         scale_up: str,
         run_dir: Path | None = None,
         checkpoints: Path | None = None,
+        local_addr: str | None = None,
     ) -> None:
         self.inner, self.scale_up, self.run_dir = inner, scale_up, run_dir
-        self.checkpoints = checkpoints
+        self.checkpoints, self.local_addr = checkpoints, local_addr
         self._excluded = False
         self._members = 0
         self._step_at_arrival: int | None = None
@@ -78,9 +89,22 @@ class MembersHandler(RendezvousHandler):
                 if one.node == name:
                     self._excluded = True
                     raise RendezvousError(f"{name} is on the exclude list {path}: {one.reason}")
-        info: RendezvousInfo = self.inner.next_rendezvous()
+        info: RendezvousInfo = self._in_order(self.inner.next_rendezvous())
         self._members, self._step_at_arrival = info.world_size, None
         return info
+
+    def _in_order(self, info: RendezvousInfo) -> RendezvousInfo:
+        """The machines of a start, numbered by their places in the network."""
+        store = PrefixStore("node-order", info.store)
+        store.set(str(info.rank), json.dumps(node_place()))
+        places = [json.loads(store.get(str(rank))) for rank in range(info.world_size)]
+        order = sorted(range(info.world_size), key=lambda rank: (natural(places[rank]), rank))
+        if order == list(range(info.world_size)):
+            return info
+        rank = order.index(info.rank)
+        # The machine of the first rank serves the ranks' store.
+        bootstrap = RendezvousStoreInfo.build(rank, store, self.local_addr)
+        return RendezvousInfo(info.store, rank, info.world_size, bootstrap)
 
     def num_nodes_waiting(self) -> int:
         """The machines for which all ranks are to start again.
@@ -120,6 +144,17 @@ class MembersHandler(RendezvousHandler):
         return True if self._excluded else bool(self.inner.shutdown())
 
 
+def node_place() -> str:
+    """The place of this machine in the network, as ``rack2.n9``; empty where it is not known."""
+    return os.environ.get("CONVOY_NODE_ORDER", "")
+
+
+def natural(text: str) -> list[tuple[bool, int, str]]:
+    """A key that sorts numbers in a text as numbers: ``rack2.n9`` comes before ``rack10.n1``."""
+    parts = re.split(r"([0-9]+)", text)
+    return [(p.isdecimal(), int(p) if p.isdecimal() else 0, p) for p in parts]
+
+
 def _newest_step(checkpoints: Path) -> int:
     """The newest committed step in a folder, by the names of its manifests; -1 for none."""
     names = [path.stem for path in (checkpoints / "manifests").glob("step-*.json")]
@@ -148,7 +183,7 @@ def _create(params: RendezvousParameters) -> RendezvousHandler:
         **{key: value for key, value in params.config.items() if key not in _OWN_KEYS},
     )
     handler = rendezvous_handler_registry.create_handler(inner)
-    return MembersHandler(handler, scale_up, run_dir, checkpoints)
+    return MembersHandler(handler, scale_up, run_dir, checkpoints, params.local_addr)
 
 
 def convoy_rendezvous() -> Callable[[RendezvousParameters], RendezvousHandler]:

@@ -6,12 +6,23 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from pretrain.commands import chaos, convert, inspect, prepare, pretrain, reshard, simulate, status
+from pretrain.commands import (
+    chaos,
+    convert,
+    inspect,
+    launch,
+    prepare,
+    pretrain,
+    reshard,
+    simulate,
+    status,
+)
 from pretrain.commands.parsing import Parser
 from pretrain.observe import say
 
 _COMMANDS = {
     "pretrain": (pretrain.main, "train a model as a job spec says"),
+    "launch": (launch.main, "render a run for Slurm, Ray, Kubernetes or torchrun; submit it"),
     "prepare": (prepare.main, "prepare the corpus of a spec; roll a run back; start it afresh"),
     "status": (status.main, "show how a run ended, or that it is running"),
     "inspect": (inspect.main, "show, verify and compare checkpoints; remove garbage"),

@@ -14,6 +14,7 @@ from pretrain.spec.checkpoint import CheckpointConfig, InitConfig
 from pretrain.spec.detection import DetectionConfig
 from pretrain.spec.elastic import ElasticConfig
 from pretrain.spec.faults import FaultConfig
+from pretrain.spec.launch import LaunchConfig
 from pretrain.spec.precision import PrecisionConfig
 from pretrain.spec.train import EvalConfig, TrainConfig
 
@@ -82,6 +83,8 @@ class Sections(BaseModel):
     """Saving and resuming."""
     elastic: ElasticConfig = ElasticConfig()
     """Other ranks than those of ``[parallel]``."""
+    launch: LaunchConfig = LaunchConfig()
+    """The engine of a cluster."""
     stragglers: StragglersConfig = StragglersConfig()
     """Ranks that are slow as a whole."""
     health: HealthConfig = HealthConfig()

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
@@ -23,7 +24,10 @@ class Inner:
         self.waiting = 0
 
     def next_rendezvous(self) -> SimpleNamespace:
-        return SimpleNamespace(world_size=len(self._state_holder.state.participants))
+        members, store = len(self._state_holder.state.participants), HashStore()
+        for rank in range(1, members):  # the others have said where they are
+            store.set(f"node-order/{rank}", '""')
+        return SimpleNamespace(store=store, rank=0, world_size=members)
 
     def num_nodes_waiting(self) -> int:
         return self.waiting

@@ -46,7 +46,7 @@ def run(command: list[str | Path], cwd: Path = ROOT) -> subprocess.CompletedProc
 
 COMMANDS = [
     [], ["pretrain"], ["prepare"], ["status"], ["inspect"], ["reshard"], ["convert"],
-    ["simulate"],
+    ["simulate"], ["launch"],
     ["inspect", "show"], ["inspect", "verify"], ["inspect", "diff"], ["inspect", "history"],
     ["inspect", "gc"], ["reshard", "layout"], ["reshard", "weights"], ["reshard", "surgery"],
     ["convert", "import"], ["convert", "export"], ["convert", "upcycle"],
@@ -142,7 +142,7 @@ def test_only_rank_0_answers_a_wrong_word(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", ["pretrain", "prepare_data", "reshard", "inspect_ckpt", "simulate"]
+    "name", ["pretrain", "prepare_data", "reshard", "inspect_ckpt", "simulate", "launch"]
 )
 def test_a_tool_is_started_as_a_file_from_anywhere_and_as_a_module(name, tmp_path):
     """tools/pretrain.py has the name of the package that each of these scripts imports."""

@@ -1,0 +1,223 @@
+"""Jobs as text: what each engine is told, without an engine."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shlex
+import subprocess
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+
+from cluster.launch import ENGINES, Job, PodOptions, local_file_system
+from cluster.launch.kubernetes import node_script
+from cluster.launch.slurm import _gpus
+from cluster.launch.yaml_text import as_yaml
+from cluster.members.rendezvous import MembersHandler, natural
+
+JOB = Job(
+    name="run",
+    nodes=(2, 4),
+    ranks_per_node=8,
+    program=("-m", "pretrain.commands", "pretrain"),
+    config="/shared/spec.toml",
+    overrides=("--set", 'data.source="a b"'),
+    config_text='{"name": "run"}',
+    run_dir="/shared/my runs/run",
+    checkpoints="/shared/my runs/run/checkpoints",
+    version="0.1.0",
+    workdir="/shared",
+    gpus_per_node=8,
+    walltime_minutes=90.5,
+    queue="batch",
+    environment={"NCCL_DEBUG": "WARN", "TEXT": "a 'b' $c"},
+    setup=("module load cuda",),
+    burn_in="convoy-burn-in",
+    excluded=("bad-1", "bad-2"),
+    metrics_port=9400,
+    image="registry/convoy:0.1.0",
+)
+
+
+def bash_words(script: str, variables: dict[str, str]) -> list[str]:
+    """The words of the line of ``script`` that starts torchrun, as bash reads them."""
+    lines = script.replace("\\\n", " ").splitlines()
+    (line,) = [line for line in lines if "torch.distributed.run" in line]
+    line = line.removeprefix("exec ").removesuffix("&")
+    shown = subprocess.run(
+        ["bash", "-c", f"printf '%s\\n' {line}"],
+        env=os.environ | variables, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return shown.stdout.splitlines()
+
+
+VARIABLES = {
+    "CONVOY_ENDPOINT": "n1:20017", "CONVOY_START": "17-0", "SLURM_NODEID": "0",
+    "JOB_COMPLETION_INDEX": "1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["torchrun", "slurm", "kubernetes"])
+def test_torchrun_gets_nodes_ranks_and_words_as_they_are(engine):
+    text = node_script(JOB) if engine == "kubernetes" else ENGINES[engine].render(JOB)
+    words = bash_words(text, VARIABLES)
+    assert words[:3] == ["python3", "-m", "torch.distributed.run"]
+    assert "--nnodes=2:4" in words
+    assert "--nproc-per-node=8" in words
+    conf = next(word for word in words if word.startswith("--rdzv-conf="))
+    assert "run_dir=/shared/my runs/run," in conf
+    pods = engine == "kubernetes"
+    assert words[-1 if pods else -3] == ("/etc/convoy/spec.json" if pods else "/shared/spec.toml")
+    if not pods:
+        assert words[-1] == 'data.source="a b"'
+    hosts = {"slurm": "is_host=1", "kubernetes": "is_host=0"}
+    assert hosts.get(engine, "") in conf
+
+
+@pytest.mark.parametrize("engine", ["torchrun", "slurm"])
+def test_a_script_is_bash_and_sets_the_environment(engine, tmp_path):
+    text = ENGINES[engine].render(JOB)
+    path = tmp_path / "job"
+    path.write_text(text)
+    assert subprocess.run(["bash", "-n", path], capture_output=True).stderr == b""
+    exported = [line for line in text.splitlines() if line.startswith("export ")]
+    shown = subprocess.run(
+        ["bash", "-c", "\n".join([*exported[:5], "env -0"])], capture_output=True, text=True
+    ).stdout.split("\0")
+    assert "TEXT=a 'b' $c" in shown
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in shown
+
+
+def options(job: Job) -> list[str]:
+    lines = ENGINES["slurm"].render(job).splitlines()
+    return [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
+
+
+def test_slurm_is_asked_for_what_the_job_says():
+    found = options(replace(JOB, switches=1, options=("--account=mine",)))
+    for option in (
+        "--nodes=2-4", "--cpus-per-task=8", "--gpus-per-node=8", "--time=1:30:30", "--requeue",
+        "--partition=batch", "--no-kill", "--exclude=bad-1,bad-2", "--switches=1", "--account=mine",
+    ):  # fmt: skip
+        assert option in found
+    fixed = replace(JOB, nodes=(4, 4), walltime_minutes=None, queue=None, excluded=())
+    assert "--nodes=4" in options(fixed)
+    assert not {"--no-kill", "--partition", "--time", "--exclude"} & {
+        option.partition("=")[0] for option in options(fixed)
+    }
+
+
+@pytest.mark.parametrize(
+    ("resources", "gpus"),
+    [("(null)", 0), ("gpu:8", 8), ("gpu:h100:8(S:0-1),nic:2", 8), ("gpu:a:4,gpu:b:2", 6)],
+)
+def test_gpus_of_a_node_are_read_from_sinfo(resources, gpus):
+    assert _gpus(resources) == gpus
+
+
+def test_the_program_for_ray_is_python_and_has_the_spec():
+    tree = ast.parse(ENGINES["ray"].render(JOB))
+    (text,) = [
+        node.value.args[0].value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "JOB"
+    ]
+    facts = json.loads(text)
+    assert facts["workers"] == [16, 32]
+    assert facts["resources"] == {"CPU": 1, "GPU": 1}
+    assert facts["config"] == {"name": "run"}
+    assert facts["environment"]["TEXT"] == "a 'b' $c"
+
+
+def test_objects_of_kubernetes_survive_yaml():
+    from cluster.launch.kubernetes import objects
+
+    for kind in ("TrainJob", "JobSet"):
+        job = replace(JOB, pods=PodOptions(kind=kind, volume_claim="data", topology_label="rack"))
+        assert list(yaml.safe_load_all(ENGINES["kubernetes"].render(job))) == objects(job)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["true", "no", "1", "1e3", "", "a: b", "- a", "# a", "a\nb", "a\nb\n", "a\n\n", " a\nb", "~",
+     "null", "*", "2026-01-01", "0x1f", "a\n  b\n", "\n", 1, 1.5, True, None, [], {},
+     [[1], {"a": [2]}], [{"a": {"b": "c"}, "d": []}]],
+)  # fmt: skip
+def test_every_value_survives_yaml(value):
+    document = {"key": value, "list": [value], "in": {"on": {"y": value}}}
+    assert yaml.safe_load(as_yaml(document)) == document
+
+
+def test_a_local_file_system_is_told_from_a_shared_one(tmp_path):
+    (tmp_path / "in memory").mkdir()
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        f"/dev/sda / ext4 rw 0 0\nserver:/a {tmp_path} nfs4 rw 0 0\n"
+        f"tmpfs {tmp_path}/in\\040memory tmpfs rw 0 0\n"
+    )
+    assert local_file_system(tmp_path / "runs" / "new", mounts) is None
+    assert local_file_system(tmp_path / "in memory" / "x", mounts) == "tmpfs"
+    assert local_file_system(Path("/elsewhere/x"), mounts) == "ext4"
+
+
+def test_numbers_in_the_places_of_nodes_are_numbers():
+    places = ["rack10.n1", "rack2.n9", "rack2.n10", "", "n2", "n10"]
+    ordered = ["", "n2", "n10", "rack2.n9", "rack2.n10", "rack10.n1"]
+    assert sorted(places, key=natural) == ordered
+
+
+class Joined:
+    """A rendezvous in which machine ``rank`` has joined ``world`` machines."""
+
+    def __init__(self, store: HashStore, rank: int, world: int) -> None:
+        self.info = RendezvousInfo(store, rank, world, RendezvousStoreInfo("first", 1))
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return self.info
+
+
+def test_machines_of_one_rack_get_ranks_that_follow_each_other(monkeypatch):
+    """Six machines join in an order that mixes two racks."""
+    places = ["rack2.n1", "rack1.n10", "rack2.n0", "rack1.n9", "rack1.n2", "rack2.n11"]
+    store, found = HashStore(), {}
+    # Each thread is a machine; the environment belongs to all threads.
+    seen = threading.local()
+    monkeypatch.setattr("cluster.members.rendezvous.node_place", lambda: seen.place, raising=True)
+
+    def machine(rank: int) -> None:
+        seen.place = places[rank]
+        handler = MembersHandler(Joined(store, rank, 6), "at_once", local_addr=f"host-{rank}")
+        found[rank] = handler.next_rendezvous()
+
+    threads = [threading.Thread(target=machine, args=(rank,)) for rank in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert [found[rank].rank for rank in range(6)] == [4, 2, 3, 1, 0, 5]
+    # The machine of the first rank serves the store of the ranks.
+    assert {info.bootstrap_store_info.master_addr for info in found.values()} == {"host-4"}
+    assert len({info.bootstrap_store_info.master_port for info in found.values()}) == 1
+
+
+def test_a_job_without_places_keeps_torchruns_order():
+    store = HashStore()
+    store.set("node-order/1", json.dumps(""))
+    handler = MembersHandler(Joined(store, 0, 2), "at_once")
+    info = handler.next_rendezvous()
+    assert info.rank == 0
+    assert info.bootstrap_store_info.master_addr == "first"
+
+
+def test_the_head_says_where_the_log_is():
+    for engine in ENGINES:
+        head = ENGINES[engine].render(JOB).splitlines()[:8]
+        assert any("my runs/run/log.jsonl" in line for line in head), engine
+        assert any(f"convoy status {shlex.quote(JOB.run_dir)}" in line for line in head), engine

@@ -1,0 +1,53 @@
+"""The rendered jobs in examples/ are those that ``convoy launch`` prints today."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pretrain.commands import main
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+IMAGE = ("--set", "launch.image=registry.example/convoy:0.1.0")
+
+
+@pytest.mark.parametrize(
+    ("engine", "name", "more"),
+    [
+        ("slurm", "slurm.sbatch", ()),
+        ("ray", "ray_job.py", ()),
+        ("kubernetes", "trainjob.yaml", IMAGE),
+    ],
+)
+def test_a_rendered_example_is_current(engine, name, more, tmp_path, monkeypatch):
+    """``make examples`` makes them again."""
+    monkeypatch.chdir(EXAMPLES.parent)
+    made = tmp_path / name
+    words = ["launch", "examples/cluster.toml", "--on", engine, "--output", str(made), *more]
+    assert main(arguments=words) == 0
+    assert made.read_text() == (EXAMPLES / name).read_text()
+
+
+def own_loop(folder: Path, ranks: int, steps: int) -> list[str]:
+    words = [sys.executable]
+    if ranks > 1:
+        words += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    words += [str(EXAMPLES / "own_loop.py"), "--steps", str(steps), "--checkpoints", str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own_goes_on_with_other_ranks(tmp_path):
+    parts = own_loop(tmp_path / "a", 1, 20) + own_loop(tmp_path / "a", 2, 40)
+    whole = own_loop(tmp_path / "b", 1, 40)
+    assert [line.split()[1] for line in parts] == ["10", "20", "30", "40"]
+    losses = [[float(line.split()[-1]) for line in lines] for lines in (parts, whole)]
+    assert losses[0] == pytest.approx(losses[1], abs=0.05)
+    assert losses[0][-1] < losses[0][0] - 0.5
