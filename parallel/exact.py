@@ -12,6 +12,7 @@ order. Legend: N numbers, R rows.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -49,13 +50,15 @@ class UnitLimit:
         self.largest = 2.0 ** (RANGE_BITS - (units - 1).bit_length())
         """The largest magnitude of a unit's numbers."""
         self._seen: Tensor | None = None
+        self._lock = threading.Lock()
 
     def look(self, chunk_N: Tensor) -> None:
-        """Take note of some numbers of a unit; no copy to the host."""
+        """Take note of some numbers of a unit; no copy to the host. Threads may call."""
         if chunk_N.numel():
             low, high = torch.aminmax(chunk_N)
             seen = torch.maximum(high, -low).float()  # NaN where there is one
-            self._seen = seen if self._seen is None else torch.maximum(self._seen, seen)
+            with self._lock:
+                self._seen = seen if self._seen is None else torch.maximum(self._seen, seen)
 
     def take(self) -> bool:
         """Whether all numbers since the last call were finite and within the limit."""
