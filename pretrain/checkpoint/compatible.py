@@ -73,14 +73,18 @@ def _check_exact(spec: JobSpec, threads: int | None, before: dict[str, Any], whe
         value = (now.get(section) or {}).get(field)
         if value != was:
             raise InputError(
-                f"{section}.{field} ({value}) must be as in {where} ({was}) with train.exact "
-                f"(true): bits depend on it"
+                f"{section}.{field} ({_text(value)}) must be as in {where} ({_text(was)}) with "
+                f"train.exact (true): bits depend on it"
             )
     if threads != torch.get_num_threads():
         raise InputError(
             f"threads of a process ({torch.get_num_threads()}) must be as in {where} ({threads}) "
             f"with train.exact (true): bits depend on them; set OMP_NUM_THREADS={threads}"
         )
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def resolved(saved: dict[str, Any]) -> dict[str, Any]:
