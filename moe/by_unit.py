@@ -21,7 +21,7 @@ from moe.packed_by_unit import packed_backward_by_unit, packed_forward_by_unit
 from moe.paths import one_expert, one_expert_backward
 from moe.rows import RowMap, Rows, row_map
 from moe.weights import ExpertWeights
-from parallel.exact_sums import UnitSums
+from parallel.unit_sums import UnitSums
 from router import RouterOutput
 
 

@@ -23,7 +23,7 @@ from moe.transforms import in_func_transform
 from moe.weights import ExpertWeights
 from parallel.delayed_weight_grad import WeightGradStore
 from parallel.dtensor import local_shard
-from parallel.exact_sums import UnitSums
+from parallel.unit_sums import UnitSums
 from router import no_autocast
 
 

@@ -28,7 +28,7 @@ from moe.rows import RowMap, sum_rows, take_rows
 from moe.stopwatch import Stopwatch
 from moe.transforms import in_vmap
 from parallel.dtensor import whole_parameters
-from parallel.exact_sums import UnitSums
+from parallel.unit_sums import UnitSums
 from router import LostGroup, RouterOutput, TopKRouter
 
 

@@ -14,7 +14,7 @@ from moe.activation import ACTIVATIONS, ActivationName
 from moe.packed import BLOCK_ROWS, Block, num_workers, run_backward, run_forward
 from moe.rows import Rows
 from moe.weights import ExpertWeights
-from parallel.exact_sums import UnitSums
+from parallel.unit_sums import UnitSums
 
 
 def _shares_by_unit(counts_EU: Sequence[Sequence[int]], workers: int) -> list[list[Block]]:

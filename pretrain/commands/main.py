@@ -6,7 +6,17 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from pretrain.commands import chaos, convert, inspect, prepare, pretrain, reshard, simulate, status
+from pretrain.commands import (
+    chaos,
+    convert,
+    inspect,
+    prepare,
+    pretrain,
+    replay,
+    reshard,
+    simulate,
+    status,
+)
 from pretrain.commands.parsing import Parser
 from pretrain.observe import say
 
@@ -18,6 +28,7 @@ _COMMANDS = {
     "reshard": (reshard.main, "rewrite a checkpoint for another layout, format or shape"),
     "convert": (convert.main, "import from and export to Hugging Face; upcycle dense models"),
     "simulate": (simulate.main, "simulate a run under failures, before it starts"),
+    "replay": (replay.main, "take a step of a recorded run again, on any ranks"),
     "chaos": (chaos.main, "run a spec under random faults, and say what became of the run"),
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe.config import check_exact as check_exact_moe
+from moe import check_exact as check_exact_moe
 from pretrain.spec.sections import Sections
 
 

@@ -20,72 +20,15 @@ from pretrain.job import Job, build_job
 from pretrain.runtime.ranks import start
 from pretrain.spec.job import JobSpec
 from pretrain.train.evaluate import evaluate
+from tests.support.exact import BY_THREE, LAYOUTS, SCHEDULES, VARIANTS, exact_spec, sections_of
 from tests.support.jobs import data_of, prepare_job
 from tests.support.layouts import Trained, bits_that_differ, spec_for, train
 from tests.support.ranks import run_ranks
-
-# Four micro-batches, the last one short; a bias, a group of losses, and shared experts.
-MOE = {
-    "num_experts": 8, "num_shared_experts": 1, "expert_bias": True, "z_loss_coeff": 0.01,
-    "aux_loss_coeff": 0.02, "seq_aux_loss_coeff": 0.02,
-}  # fmt: skip
-LATENT = {
-    "num_kv_heads": 4, "qk_norm": "none", "kv_lora_rank": 8, "q_lora_rank": 12,
-    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
-}  # fmt: skip
-VARIANTS: dict[str, dict[str, Any]] = {
-    "top_k 2": {},
-    "top_k 4": {"moe": {"top_k": 4}},
-    "latent attention": {"model": LATENT, "moe": {"score_func": "sigmoid", "top_k": 3}},
-    "document masks": {"data": {"document_mask": True}},
-    "capacity that reroutes": {"moe": {"capacity": {"policy": "fixed", "capacity_factor": 1.0}}},
-    "capacity that drops": {
-        "moe": {
-            "top_k": 3,
-            "capacity": {"policy": "fixed", "capacity_factor": 0.7, "drop_policy": "probs"},
-        }
-    },
-    "biases, gates, odd sizes": {
-        "model": {"d_ff": 46, "qk_norm": "all_heads"},
-        "moe": {
-            "ffn_bias": True, "activation": "gelu", "shared_expert_gate": True, "d_ff": 12,
-            "aux_loss_scope": "previous_step",
-        },
-    },
-    "recomputed layers": {"parallel": {"memory": {"recompute": "full"}}},
-    "recomputed products": {
-        "parallel": {"memory": {"recompute": "selective"}}, "moe": {"recompute_experts": True},
-    },
-    "gathered parameters kept": {"parallel": {"memory": {"zero_stage": 2, "prefetch": 1}}},
-    "loop": {"moe": {"backend": "loop", "top_k": 3, "ffn_bias": True}},
-    "experts choose": {"moe": {"routing": "expert_choice", "expert_bias": False}},
-    "sinkhorn": {"moe": {"routing": "sinkhorn", "expert_bias": False}},
-    "bfloat16": {"precision": {"compute": "bfloat16"}, "moe": {"top_k": 3}},
-}  # fmt: skip
-LAYOUTS = [
-    "pp=2", "dp_shard=2", "dp_replicate=2", "dp_shard=2,ep=2", "dp_shard=3,ep=3",
-    "dp_replicate=3", "dp_shard=4", "dp_shard=4,ep=2", "dp_shard=4,ep=4",
-    "dp_replicate=2,dp_shard=2,ep=2", "pp=2,dp_shard=2,ep=2", "pp=2,dp_replicate=2",
-]  # fmt: skip
-SCHEDULES = ["gpipe", "1f1b", "zbv", "dualpipev"]
-# Three ranks divide the experts and the sizes.
-BY_THREE = {"model": {"d_model": 48, "d_ff": 48}, "moe": {"num_experts": 12}}
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return data_of(prepare_job(tmp_path_factory.mktemp("exact")))
-
-
-def exact_spec(folder: Path, data: dict[str, str], layout: str, **sections: Any) -> JobSpec:
-    s: dict[str, Any] = {
-        "train": {"exact": True, "steps": 60}, "model": {"num_layers": 4},
-        "batch": {"global_batch_size": 7}, "checkpoint": {"reshard_on_load": True},
-    }  # fmt: skip
-    for name, values in [("moe", MOE), *copy.deepcopy(sections).items()]:
-        s[name] = {**s.get(name, {}), **values}
-    folder.mkdir(exist_ok=True)
-    return spec_for(folder, data, layout, **s)
 
 
 @dataclass
@@ -121,12 +64,7 @@ TABLE = [
 def test_a_layout_has_the_bits_of_one_process(
     variant: str, layout: str, alone: Alone, data: dict[str, str], tmp_path: Path
 ) -> None:
-    sections = copy.deepcopy(VARIANTS[variant])
-    name = variant
-    if "=3" in layout:
-        name = f"{variant} by three"
-        for section, values in BY_THREE.items():
-            sections[section] = {**values, **sections.get(section, {})}
+    name, sections = sections_of(variant, layout)
     expected = alone.trained(name, 3, **sections)
     trained = train(exact_spec(tmp_path, data, layout, **sections), 3)
     assert bits_that_differ(trained, expected) == []
@@ -273,7 +211,7 @@ def test_a_resume_that_would_change_bits_is_refused(data: dict[str, str], tmp_pa
     (found,) = run_ranks(partial(resume_on_rank, spec, others), 1, group=False)
     where = f"must be as in the checkpoint of step 1 in {spec.checkpoint_path}"
     assert found[0] == ""
-    assert found[1].startswith(f"batch.micro_batch_size (1) {where} (2) with train.exact (true)")
+    assert found[1].startswith(f"batch.micro_batch_size (1) {where} (3) with train.exact (true)")
     assert found[2].startswith(f"precision.compute (bfloat16) {where} (float32)")
     assert found[3].startswith(f"moe.backend (loop) {where} (auto)")
     assert found[4].startswith(f"train.exact (true) {where} (false)")
@@ -299,7 +237,7 @@ def overflow_on_rank(spec: JobSpec, rank: int) -> list[bool]:
         with torch.no_grad():
             job.model.head.weight.mul_(factor)
         batches, _ = job.loader.step(Cursor())
-        job.forward_backward(batches, 7 * spec.data.seq_len)
+        job.forward_backward(batches, 10 * spec.data.seq_len)
         found.append(bool(exact.square_sum(job.model, job.dims).isfinite()))
     runtime.close()
     return found
