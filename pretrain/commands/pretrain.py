@@ -95,7 +95,7 @@ def _pretrain(args: argparse.Namespace) -> int:
     """Train; an error is told once, by rank 0 or by the one rank that has met it."""
     from ckpt import CheckpointError
     from ckpt.errors import OtherRankError
-    from pretrain.elastic import launched_layout
+    from pretrain.elastic import launched_layout, with_warm_restarts
     from pretrain.observe import outcome_of
     from pretrain.runtime import end_torchrun, torchrun_process
     from pretrain.spec import load_spec
@@ -108,7 +108,7 @@ def _pretrain(args: argparse.Namespace) -> int:
         spec = load_spec(args.spec, args.overrides)
         launched_layout(spec)
         met_by_all = False
-        return run(spec, status)
+        return with_warm_restarts(spec, lambda: run(spec, status))
     except BaseException as error:
         if status is not None and not status.began:
             _record_refusal(status, error)

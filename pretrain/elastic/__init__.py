@@ -2,6 +2,7 @@
 
 from pretrain.elastic.layout import ChosenLayout, choose_layout, launched_layout
 from pretrain.elastic.spares import stand_by, with_spares
+from pretrain.elastic.warm import with_warm_restarts
 
 __all__ = [
     "ChosenLayout",
@@ -9,4 +10,5 @@ __all__ = [
     "launched_layout",
     "stand_by",
     "with_spares",
+    "with_warm_restarts",
 ]

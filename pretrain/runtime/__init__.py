@@ -1,7 +1,9 @@
 """This process as one rank of a run: process groups, signals, locks and memory."""
 
 from pretrain.runtime.launcher import (
+    TORCHRUN_PID,
     end_torchrun,
+    end_with_parent,
     end_with_torchrun,
     stop_torchrun,
     torchrun_process,
@@ -14,6 +16,7 @@ from pretrain.runtime.signals import StopCause, StopRequest
 from pretrain.runtime.start_parts import StartParts, process_start
 
 __all__ = [
+    "TORCHRUN_PID",
     "NoticeFile",
     "Runtime",
     "StartParts",
@@ -21,6 +24,7 @@ __all__ = [
     "StopRequest",
     "TimeLimit",
     "end_torchrun",
+    "end_with_parent",
     "end_with_torchrun",
     "keep_freed_memory",
     "launched_rank",

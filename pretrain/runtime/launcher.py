@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -14,16 +16,32 @@ _GRACE_SECONDS = 30.0
 """As long as torchrun itself waits between its SIGTERM and its SIGKILL."""
 
 
+TORCHRUN_PID = "CONVOY_TORCHRUN_PID"
+"""Environment variable of a rank whose parent is not torchrun itself: torchrun's process id."""
+_PR_SET_PDEATHSIG = 1
+
+
 def torchrun_process() -> int | None:
-    """The process id of torchrun, the parent of its ranks; None without torchrun.
+    """The process id of torchrun, which has started this rank; None without torchrun.
 
     To be asked at the start: the parent of a rank whose torchrun is gone is another process.
     """
+    if TORCHRUN_PID in os.environ:
+        return int(os.environ[TORCHRUN_PID])
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
+def end_with_parent() -> None:
+    """Let the kernel send SIGKILL to this process when the thread that forked it ends.
+
+    Linux only; does nothing elsewhere, where :func:`end_with_torchrun` ends this process later.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def end_with_torchrun(grace_seconds: float = _GRACE_SECONDS) -> int | None:
-    """End this process where torchrun, its parent, is gone; does nothing without torchrun.
+    """End this process where its parent, torchrun, is gone; does nothing without torchrun.
 
     torchrun ends its ranks unless it is killed itself; the ranks would then train on, without
     anybody to watch them. A thread does what torchrun does: it sends SIGTERM, which lets a run
@@ -31,8 +49,8 @@ def end_with_torchrun(grace_seconds: float = _GRACE_SECONDS) -> int | None:
 
     Returns the process id of torchrun; None without torchrun.
     """
-    parent = torchrun_process()
-    if parent is None:
+    torchrun, parent = torchrun_process(), os.getppid()
+    if torchrun is None:
         return None
 
     def watch() -> None:
@@ -44,7 +62,7 @@ def end_with_torchrun(grace_seconds: float = _GRACE_SECONDS) -> int | None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()
-    return parent
+    return torchrun
 
 
 def stop_torchrun(parent: int | None) -> None:
@@ -76,5 +94,6 @@ def _end_restarts(parent: int | None) -> None:
     left = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - int(
         os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     )
-    if parent is not None and os.getppid() == parent and left > 0:
+    is_there = os.getppid() == parent or TORCHRUN_PID in os.environ
+    if parent is not None and is_there and left > 0:
         os.kill(parent, signal.SIGTERM)

@@ -18,3 +18,9 @@ class ElasticConfig(BaseModel):
     """Choose a layout for the ranks that a start has, where the layout of ``[parallel]`` needs
     another number of ranks, and resume a checkpoint of any layout. The global batch, the samples
     and their order stay as they are. Ranks that the layout leaves over stand by as spares."""
+
+    warm_restart: bool = False
+    """Experimental. Start all ranks again without new Python processes when a rank fails: the
+    process that torchrun starts imports everything and forks the process that trains, as often as
+    ``--max-restarts`` says. Where a machine is lost too, torchrun's own restart follows. On GPUs
+    each new process makes its own CUDA context; no GPU has run this yet."""

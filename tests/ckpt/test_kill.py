@@ -161,7 +161,7 @@ def test_a_kill_at_some_operations_of_each_rank(tmp_path):
     moments = random.Random(6)
     for victim, count in enumerate(counts):
         for at in moments.sample(range(count), 3):
-            # How often a rank looks for another's file varies, and so does the number of operations.
+            # The number of operations varies: a rank looks for another rank's file again and again.
             while not kill_one(tmp_path / f"{victim}-{at}", victim, at):
                 at -= max(1, count // 10)
 

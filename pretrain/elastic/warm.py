@@ -1,0 +1,248 @@
+"""Warm restarts: a lost rank starts again from a process that has imported everything.
+
+With ``elastic.warm_restart``, the process that torchrun starts for a rank imports what training
+needs and forks. The child trains. The parent waits; when the child of any rank ends by an error or
+a signal, the parents of all ranks end their children, agree in a store of their own, and fork
+again. The new children form new process groups and resume from the newest checkpoint, as after a
+restart by torchrun. Nothing is imported again, and torchrun notices nothing.
+
+torchrun's own restart follows where the parents do not agree: a machine is gone, a parent was
+killed, the exclude list has changed, or the children have failed ``--max-restarts`` times.
+
+A parent has one thread and no process group when it forks, so the child inherits no lock that is
+held and no connection that is in use. The stores are served by processes of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+
+# Public, documented names that torch.distributed does not mark as exported for type checkers.
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from cluster.members import EXCLUDE_LIST, read_exclusions
+from pretrain.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_DONE,
+    EXIT_HEALTH,
+    EXIT_INTERRUPTED,
+    EXIT_LOST,
+    EXIT_TRY_AGAIN,
+)
+from pretrain.observe import say
+from pretrain.runtime import (
+    TORCHRUN_PID,
+    end_with_parent,
+    launched_rank,
+    launched_world,
+    torchrun_process,
+)
+from pretrain.spec import JobSpec
+
+_FINAL = {EXIT_DONE, EXIT_BAD_INPUT, EXIT_HEALTH, EXIT_TRY_AGAIN, EXIT_INTERRUPTED}
+"""Exit codes after which another start would end as this one did."""
+_JOIN = timedelta(minutes=10)
+"""For the first connection: ranks import at different speeds."""
+_AGREE_SECONDS = 10.0
+"""As long as all parents may take to agree on a new start."""
+_GRACE_SECONDS = 30.0
+"""As long as torchrun waits between its SIGTERM and its SIGKILL."""
+_POLL_SECONDS = 0.02
+_QUESTIONS_PER_SECOND = 20_000
+"""Of all parents together, to the store."""
+
+
+def with_warm_restarts(spec: JobSpec, train: Callable[[], int]) -> int:
+    """Call ``train`` in a child process, again after each failure of a rank; returns its exit code.
+
+    Where ``elastic.warm_restart`` is off, the process was not started by torchrun, or the system
+    cannot fork, ``train`` is called once, in this process. Each child returns from this function
+    too: what follows must be what follows ``train``.
+    """
+    torchrun = torchrun_process()
+    if not spec.elastic.warm_restart or torchrun is None or not hasattr(os, "fork"):
+        return train()
+    import torch._dynamo  # noqa: F401 - torch's optimizers import it when they are made
+
+    code = WarmRank(torchrun, spec.run_path / EXCLUDE_LIST).run()
+    return train() if code is None else code
+
+
+class WarmRank:
+    """The parent of one rank's processes.
+
+    Args:
+        torchrun: the process id of torchrun.
+        exclude_list: the run's exclude list. torchrun's rendezvous obeys it; this class does not.
+    """
+
+    def __init__(self, torchrun: int, exclude_list: Path) -> None:
+        self.torchrun, self.exclude_list = torchrun, exclude_list
+        self.rank, self.world = launched_rank(), launched_world()
+        self.restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+        self._excluded = self._read_excluded()
+        self._child: int | None = None
+        self._stop_at: float | None = None
+        """When to kill a child that was asked to stop; None: the child was not asked."""
+        self._servers: list[int] = []
+
+    def run(self) -> int | None:
+        """Fork children until one ends for good; None in a child, in parents its exit code."""
+        # A child inherits these handlers, and sets its own before it does anything else.
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._forward)
+        try:
+            store = self._connect()
+            for start in range(self.restarts + 1):
+                port = self._agree(store, start)
+                if not port:
+                    return EXIT_LOST
+                if self._fork(port):
+                    return None
+                code = self._watch(store, start)
+                if code in _FINAL or self._stop_at is not None or start == self.restarts:
+                    return code if code >= 0 else 128 - code
+                if self.rank == 0:
+                    why = store.get(f"{start}/failed").decode()
+                    say(f"{why}; all ranks start again ({start + 1} of at most {self.restarts})")
+        except RuntimeError:  # of the store: the first parent is gone
+            self._end_child()
+        finally:
+            if self._child != 0:
+                for server in self._servers:
+                    _kill(server)
+        return EXIT_LOST
+
+    def _connect(self) -> Store:
+        """The store of the parents, in which no child asks anything."""
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True) and self.rank == 0:
+            self._serve(port)
+        store = TCPStore(host, port, is_master=False, timeout=_JOIN)
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return PrefixStore(f"warm/{start}", store)
+
+    def _serve(self, port: int) -> int:
+        """Fork a process that serves a store while this process lives; returns the port.
+
+        Raises RuntimeError where the port is taken.
+        """
+        parent, (reads, writes) = os.getpid(), os.pipe()
+        server = os.fork()
+        if server == 0:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+                signal.signal(number, signal.SIG_IGN)
+            try:
+                served = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
+                os.write(writes, str(served.port).encode())
+                while os.getppid() == parent:
+                    time.sleep(_POLL_SECONDS)
+            finally:
+                os._exit(0)
+        self._servers.append(server)
+        os.close(writes)
+        answer = os.read(reads, 8)  # nothing where the server has ended
+        os.close(reads)
+        if not answer:
+            raise RuntimeError(f"no store at port {port}")
+        return int(answer)
+
+    def _agree(self, store: Store, start: int) -> int:
+        """The port of the store of this start's children; 0 where the parents do not agree."""
+        store.set_timeout(_JOIN if start == 0 else timedelta(seconds=2 * _AGREE_SECONDS))
+        store.add(f"{start}/ready", 1)
+        if self.rank == 0:
+            until = time.monotonic() + _AGREE_SECONDS
+            while start and store.add(f"{start}/ready", 0) < self.world:
+                if time.monotonic() > until or self._stop_at is not None:
+                    break
+                time.sleep(_POLL_SECONDS)
+            all_here = not start or store.add(f"{start}/ready", 0) == self.world
+            agreed = all_here and self._read_excluded() == self._excluded
+            store.set(f"{start}/port", str(self._serve(0) if agreed else 0))
+        return int(store.get(f"{start}/port"))
+
+    def _read_excluded(self) -> set[str] | None:
+        with suppress(ValueError, OSError):
+            return {one.node for one in read_exclusions(self.exclude_list)}
+        return None
+
+    def _fork(self, port: int) -> bool:
+        """Fork a child that trains; True in the child."""
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        self._child = os.fork()
+        if self._child:
+            return False
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ |= {
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": str(True),  # every rank is a client of the store
+            TORCHRUN_PID: str(self.torchrun),
+        }
+        end_with_parent()
+        return True
+
+    def _watch(self, store: Store, start: int) -> int:
+        """Wait until this rank's child has ended, or another rank's child has failed."""
+        pause = max(5 * _POLL_SECONDS, self.world / _QUESTIONS_PER_SECOND)
+        next_question = time.monotonic()
+        while True:
+            code = self._exit_code()
+            if code is not None:
+                if code not in _FINAL and self._stop_at is None:
+                    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+                    # The first word stands: the loss of a rank makes other ranks fail.
+                    store.compare_set(f"{start}/failed", "", f"rank {self.rank} ended by {how}")
+                return code
+            now = time.monotonic()
+            if os.getppid() != self.torchrun:  # torchrun was killed; its part is left to do
+                if self._stop_at is None:
+                    self._forward(signal.SIGTERM, None)
+                elif now > self._stop_at:
+                    return self._end_child()
+            if now >= next_question and self._stop_at is None:
+                next_question = now + pause
+                if store.check([f"{start}/failed"]):
+                    return self._end_child()
+            time.sleep(_POLL_SECONDS)
+
+    def _exit_code(self) -> int | None:
+        """The child's exit code, below 0 for a signal; None while the child runs."""
+        assert self._child is not None
+        pid, status = os.waitpid(self._child, os.WNOHANG)
+        if not pid:
+            return None
+        self._child = None
+        return os.waitstatus_to_exitcode(status)
+
+    def _end_child(self) -> int:
+        """SIGKILL to the child, so that it holds no lock and no port when the next one starts."""
+        if self._child:
+            _kill(self._child)
+            self._child = None
+        return -signal.SIGKILL
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        """A signal to this process is meant for the child."""
+        if number != signal.SIGUSR1 and self._stop_at is None:
+            self._stop_at = time.monotonic() + _GRACE_SECONDS
+        if self._child:
+            with suppress(ProcessLookupError):
+                os.kill(self._child, number)
+
+
+def _kill(process: int) -> None:
+    with suppress(ProcessLookupError, ChildProcessError):
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
