@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import ckpt
 from pretrain.checkpoint.compatible import check_resumable
 from pretrain.checkpoint.resume import restore
+from pretrain.commands import main
 from pretrain.data import Cursor
 from pretrain.errors import InputError
 from pretrain.job import Job, build_job
@@ -241,3 +243,37 @@ def overflow_on_rank(spec: JobSpec, rank: int) -> list[bool]:
         found.append(bool(exact.square_sum(job.model, job.dims).isfinite()))
     runtime.close()
     return found
+
+
+def pretrain_on_rank(spec: Path, rank: int) -> int:
+    return main("pretrain", [str(spec)])
+
+
+def replay_on_rank(arguments: list[str], rank: int) -> int:
+    return main("replay", arguments)
+
+
+@pytest.mark.slow
+def test_a_step_of_two_ranks_is_replayed_on_one(data: dict[str, str], tmp_path: Path) -> None:
+    spec = exact_spec(tmp_path, data, "dp_shard=2,ep=2", train={"steps": 5},
+                      checkpoint={"interval_steps": 2, "retention": {"keep": 5}},
+                      metrics={"port": -1})  # fmt: skip
+    train_it = partial(pretrain_on_rank, tmp_path / "spec.json")
+    assert run_ranks(train_it, 2, group=False) == [0, 0]
+    run, before = spec.run_path, sorted(p.name for p in spec.run_path.rglob("*"))
+    for step, ranks, more in (
+        (4, 1, []),  # two steps after the checkpoint of step 2
+        (5, 2, ["--set", "parallel.dp_replicate=2", "--set", "parallel.dp_shard=1"]),
+    ):
+        replay_it = partial(replay_on_rank, [str(run), "--step", str(step), *more])
+        assert run_ranks(replay_it, ranks, group=False) == [0] * ranks
+    assert sorted(p.name for p in run.rglob("*")) == before, "the run is changed"
+    log = run / "log.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    for line in lines:
+        if line["event"] == "step" and line["step"] == 4:
+            line["loss"] *= 1 + 1e-15
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for step, code in ((3, 0), (4, 1), (1, 2), (9, 2)):
+        replay_it = partial(replay_on_rank, [str(run), "--step", str(step)])
+        assert run_ranks(replay_it, 1, group=False) == [code], step
