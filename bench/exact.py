@@ -15,7 +15,7 @@ import multiprocessing as mp
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,7 +40,7 @@ from pretrain.optim import OptimizerConfig, build_adamw
 from pretrain.parallelize import LocalBatch, forward_backward, parallelize
 from pretrain.runtime import keep_freed_memory
 from pretrain.spec import load_spec
-from tests.support.exact import LAYOUTS, SCHEDULES, VARIANTS, exact_spec, sections_of
+from tests.support.exact import CELLS, exact_spec, sections_of
 from tests.support.jobs import data_of, prepare_job
 from tests.support.layouts import Trained, bits_that_differ, train
 
@@ -48,7 +48,7 @@ RECIPE = Path(__file__).resolve().parent.parent / "tools" / "recipes" / "stdlib-
 CASES = {"1 rank": "dp_shard=1", "2 ranks dp_shard=2,ep=2": "dp_shard=2,ep=2",
          "2 ranks dp_replicate=2": "dp_replicate=2"}  # fmt: skip
 SUBJECTS = {"limit": False, "exact": True}
-SCHEDULED = ["pp=2", "pp=2,dp_shard=2,ep=2", "pp=2,dp_replicate=2"]
+QUICK = [("top_k 4", "dp_shard=2,ep=2"), ("top_k 2", "pp=2 zbv")]
 
 
 class Step:
@@ -137,24 +137,13 @@ def step_rows(case: str, layout: str, samples: int) -> list[Row]:
     ]
 
 
-def cells(quick: bool) -> Iterator[tuple[str, str]]:
-    """The variants and layouts of the table."""
-    if quick:
-        yield from (("top_k 4", "dp_shard=2,ep=2"), ("top_k 2", "pp=2 zbv"))
-        return
-    for variant in VARIANTS:
-        yield from ((variant, layout) for layout in LAYOUTS)
-    yield from (("top_k 2", f"{on} {schedule}") for on in SCHEDULED for schedule in SCHEDULES)
-
-
-def table_rows(quick: bool) -> list[Row]:
-    """A row for each cell; its samples are how many bits of figures and arrays differ."""
-    rows: list[Row] = []
+def table_rows(cells: Sequence[tuple[str, str]]) -> Iterator[Row]:
+    """A row for each variant and layout, as soon as it is known."""
     alone: dict[str, Trained] = {}
     with TemporaryDirectory() as name:
         folder = Path(name)
         data = data_of(prepare_job(folder))
-        for number, (variant, layout) in enumerate(cells(quick)):
+        for number, (variant, layout) in enumerate(cells):
             whole, sections = sections_of(variant, layout)
             if whole not in alone:
                 spec = exact_spec(folder / f"alone {number}", data, "", **sections)
@@ -163,8 +152,7 @@ def table_rows(quick: bool) -> list[Row]:
             differ = bits_that_differ(trained, alone[whole])
             equal = float(not differ)
             print(f"{variant:<28} {layout:<34} {'equal' if equal else 'DIFFERS'}", flush=True)
-            rows.append(Row(layout, variant, "equal_bits", equal, "bool", equal, []))
-    return rows
+            yield Row(layout, variant, "equal_bits", equal, "bool", equal, [])
 
 
 def main() -> None:
@@ -174,7 +162,9 @@ def main() -> None:
         for case, layout in CASES.items():
             rows += step_rows(case, layout, 3 if args.quick else args.samples)
     if args.only != "step":
-        rows += table_rows(args.quick)
+        for row in table_rows(QUICK if args.quick else CELLS):
+            rows.append(row)
+            finish("exact", rows, ["torch", "numpy"], args.json)
     finish("exact", rows, ["torch", "numpy"], args.json)
 
 

@@ -22,7 +22,8 @@ FRACTION_BITS = 54
 """Gradients are multiples of 2^-FRACTION_BITS."""
 RANGE_BITS = 8
 """Sums of gradients are at most 2^RANGE_BITS in magnitude; 64 bits have room for twice that."""
-_CHUNK = 1 << 15  # numbers whose intermediate results stay in a core's cache
+_CHUNK = 1 << 14  # numbers whose intermediate results stay in a core's cache
+_ROW_CHUNK = 1 << 17  # of squares, which take many small operations
 _LOW_BITS = 27
 
 SQUARE_QUANTA = (2.0**-12, 2.0**-38, 2.0**-64, 2.0**-90)
@@ -74,11 +75,16 @@ def add_unit(total_N: Tensor, grad_N: Tensor, limit: UnitLimit) -> None:
         grad_N: float32, bfloat16, float16 or float64, of any shape.
         limit: gets to see the gradient.
     """
-    for chunk, into in _chunks(grad_N.reshape(-1), total_N.view(-1)):
+    flat_N = grad_N.reshape(-1)
+    size = min(len(flat_N), _CHUNK)
+    scaled_N = flat_N.new_empty(size, dtype=torch.promote_types(flat_N.dtype, torch.float32))
+    fixed_N = total_N.new_empty(size)
+    for chunk, into in _chunks(flat_N, total_N.view(-1)):
         limit.look(chunk)
+        scaled, fixed = scaled_N[: len(chunk)], fixed_N[: len(chunk)]
         # The product is exact, and an integer of at most 24 bits is a float32 number.
-        scaled = chunk.to(torch.promote_types(chunk.dtype, torch.float32)) * 2.0**FRACTION_BITS
-        into.add_(scaled.round_().to(torch.int64))
+        torch.mul(scaled.copy_(chunk), 2.0**FRACTION_BITS, out=scaled).round_()
+        into.add_(fixed.copy_(scaled))
 
 
 def to_fixed_(grad_N: Tensor, limit: UnitLimit) -> Tensor:
@@ -115,7 +121,7 @@ def row_square_sums(x: Tensor) -> Tensor:
     x_RN = x.reshape(-1, x.shape[-1] if x.ndim > 1 else 1)
     if not x_RN.numel():
         return x_RN.new_zeros(len(x_RN), dtype=torch.float64)
-    per_chunk = max(_CHUNK // x_RN.shape[1], 1)
+    per_chunk = max(_ROW_CHUNK // x_RN.shape[1], 1)
     return torch.cat([_tree_sum(chunk.double().square_()) for chunk in x_RN.split(per_chunk)])
 
 

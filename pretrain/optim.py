@@ -84,14 +84,16 @@ class ScheduleConfig(BaseModel):
 
 
 class ElementwiseAdamW(torch.optim.AdamW):
-    """AdamW of operations that round once each, so that a number's update has equal bits in every
-    slice of a tensor.
+    """AdamW in which a number's update has equal bits in every slice of a tensor.
 
     A fused kernel computes the last numbers of a slice, which fill no vector register, with other
-    instructions, and these round differently: a reshard then changes bits.
+    instructions, and these round differently: a reshard then changes bits. Here the fused kernel
+    gets slices whose length is a multiple of 16, where every slice of the tensor has one; all
+    others get operations that round once each.
     """
 
-    _CHUNK = 1 << 15  # numbers whose intermediate results stay in a core's cache
+    _CHUNK = 1 << 14
+    """Numbers of one operation: of a core's cache, and too few to be cut over threads."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -100,18 +102,34 @@ class ElementwiseAdamW(torch.optim.AdamW):
         assert closure is None
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                state["step"] += 1
+                tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+                flat = [local_shard(t).view(-1) for t in tensors]
+                chunks = [t.split(self._CHUNK) for t in flat]
+                # No layout cuts the rows of a matrix; biases of experts are cut.
+                if parameter.ndim > 1 and group["weight_decay"] and not parameter.shape[-1] % 16:
+                    self._update_fused(chunks, state["step"], group)
+                else:
+                    self._update(chunks, float(state["step"]), group)
 
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state, (beta1, beta2) = self.state[parameter], group["betas"]
-        state["step"] += 1
-        count = float(state["step"])
-        lr, root = group["lr"], math.sqrt(1 - beta2**count)
+    @staticmethod
+    def _update_fused(chunks: list[Any], step: Tensor, group: dict[str, Any]) -> None:
+        x, grad, mean, square = map(list, chunks)
+        beta1, beta2 = group["betas"]
+        torch._fused_adamw_(
+            x, grad, mean, square, [], [step] * len(x), amsgrad=False, lr=group["lr"],
+            beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"],
+            maximize=False, grad_scale=None, found_inf=None,
+        )  # fmt: skip
+
+    @staticmethod
+    def _update(chunks: list[Any], count: float, group: dict[str, Any]) -> None:
+        lr, (beta1, beta2) = group["lr"], group["betas"]
         decay, rate = 1 - lr * group["weight_decay"], lr / (1 - beta1**count)
-        assert parameter.grad is not None
-        tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-        chunks = (local_shard(t).view(-1).split(self._CHUNK) for t in tensors)
+        root = math.sqrt(1 - beta2**count)
         for x, grad, mean, square in zip(*chunks, strict=True):
             x.mul_(decay)
             mean.mul_(beta1).add_(grad * (1 - beta1))

@@ -22,7 +22,7 @@ from pretrain.job import Job, build_job
 from pretrain.runtime.ranks import start
 from pretrain.spec.job import JobSpec
 from pretrain.train.evaluate import evaluate
-from tests.support.exact import BY_THREE, LAYOUTS, SCHEDULES, VARIANTS, exact_spec, sections_of
+from tests.support.exact import BY_THREE, CELLS, exact_spec, sections_of
 from tests.support.jobs import data_of, prepare_job
 from tests.support.layouts import Trained, bits_that_differ, spec_for, train
 from tests.support.ranks import run_ranks
@@ -57,8 +57,7 @@ EVERYDAY = {("top_k 4", "dp_shard=2,ep=2")}
 TABLE = [
     pytest.param(variant, layout, id=f"{variant} on {layout}",
                  marks=() if (variant, layout) in EVERYDAY else pytest.mark.slow)
-    for variant in VARIANTS
-    for layout in LAYOUTS
+    for variant, layout in CELLS
 ]  # fmt: skip
 
 
@@ -73,17 +72,6 @@ def test_a_layout_has_the_bits_of_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["pp=2", "pp=2,dp_shard=2,ep=2", "pp=2,dp_replicate=2"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_schedule_has_the_bits_of_one_process(
-    schedule: str, layout: str, alone: Alone, data: dict[str, str], tmp_path: Path
-) -> None:
-    expected = alone.trained("top_k 2", 3)
-    trained = train(exact_spec(tmp_path, data, f"{layout} {schedule}"), 3)
-    assert bits_that_differ(trained, expected) == []
-
-
-@pytest.mark.slow
 def test_tied_embeddings_have_the_bits_of_one_process(
     alone: Alone, data: dict[str, str], tmp_path: Path
 ) -> None:
@@ -92,6 +80,15 @@ def test_tied_embeddings_have_the_bits_of_one_process(
     for i, layout in enumerate(("dp_shard=2,ep=2", "dp_replicate=2,dp_shard=2,ep=2")):
         trained = train(exact_spec(tmp_path / str(i), data, layout, **tied), 3)
         assert bits_that_differ(trained, expected) == []
+
+
+@pytest.mark.slow
+def test_auxiliary_losses_have_the_same_bits(data: dict[str, str], tmp_path: Path) -> None:
+    """A divisor by which another order of the factors would round otherwise: 96 of 224 tokens."""
+    batch = {"batch": {"global_batch_size": 7}}
+    expected = train(exact_spec(tmp_path / "alone", data, "", **batch), 2)
+    trained = train(exact_spec(tmp_path / "pp", data, "pp=2", **batch), 2)
+    assert bits_that_differ(trained, expected) == []
 
 
 @pytest.mark.slow

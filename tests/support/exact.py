@@ -53,9 +53,20 @@ LAYOUTS = [
     "dp_replicate=3", "dp_shard=4", "dp_shard=4,ep=2", "dp_shard=4,ep=4",
     "dp_replicate=2,dp_shard=2,ep=2", "pp=2,dp_shard=2,ep=2", "pp=2,dp_replicate=2",
 ]  # fmt: skip
+FEW = ["dp_shard=2,ep=2", "dp_shard=3,ep=3", "dp_shard=4,ep=2", "pp=2,dp_replicate=2"]
+"""For variants other than the first two."""
+SCHEDULED = ["pp=2", "pp=2,dp_shard=2,ep=2", "pp=2,dp_replicate=2"]
 SCHEDULES = ["gpipe", "1f1b", "zbv", "dualpipev"]
 # Three ranks divide the experts and the sizes.
 BY_THREE = {"model": {"d_model": 48, "d_ff": 48}, "moe": {"num_experts": 12}}
+
+
+CELLS = [
+    *((variant, layout) for variant in list(VARIANTS)[:2] for layout in LAYOUTS),
+    *((variant, layout) for variant in list(VARIANTS)[2:] for layout in FEW),
+    *(("top_k 2", f"{layout} {schedule}") for layout in SCHEDULED for schedule in SCHEDULES),
+]
+"""Variants and layouts whose bits are compared with one process."""
 
 
 def sections_of(variant: str, layout: str) -> tuple[str, dict[str, Any]]:
@@ -67,7 +78,8 @@ def sections_of(variant: str, layout: str) -> tuple[str, dict[str, Any]]:
     return (f"{variant} by three" if by_three else variant), sections
 
 
-def exact_spec(folder: Path, data: dict[str, str], layout: str, **sections: Any) -> JobSpec:
+def exact_spec(folder: Path, data: dict[str, str], layout: str, /, **sections: Any) -> JobSpec:
+    """The spec of a run with exact sums, under ``folder``, with sections laid over it."""
     s: dict[str, Any] = {
         "train": {"exact": True, "steps": 60}, "model": {"num_layers": 4},
         "batch": {"global_batch_size": 10, "micro_batch_size": 3},
