@@ -1,7 +1,7 @@
 """The mixture-of-experts layer: route, dispatch, experts, combine."""
 
 from moe.activation import ACTIVATIONS
-from moe.config import MoEConfig
+from moe.config import MoEConfig, check_exact
 from moe.dispatch import (
     AllGatherDispatcher,
     AllToAllDispatcher,
@@ -41,6 +41,7 @@ __all__ = [
     "StragglerAwareConfig",
     "TransformersMoE",
     "adopt",
+    "check_exact",
     "choose_backend",
     "collect_aux",
     "restore",

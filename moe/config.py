@@ -74,3 +74,29 @@ class MoEConfig(RouterConfig):
                 f"(all_gather)"
             )
         return self
+
+
+def check_exact(c: MoEConfig) -> None:
+    """Refuse what makes results depend on the number of ranks, whatever is summed exactly.
+
+    Raises ValueError: one line that names the field, its value and the rule.
+    """
+    bound = getattr(c.capacity, "max_tokens_per_rank", 0)
+    scope = c.aux_loss_scope
+    for wrong, field, value, must, why in (
+        (c.input_jitter, "input_jitter", c.input_jitter, "0", "each rank draws its own noise"),
+        (c.capacity.policy == "straggler_aware", "capacity.policy", c.capacity.policy,
+         "dropless or fixed", "capacities are those of ranks"),
+        (bound, "capacity.max_tokens_per_rank", bound, "0",
+         "which experts share a rank depends on the layout"),
+        (scope == "global_batch" and c.aux_loss_coeff, "aux_loss_scope", scope,
+         "previous_step or micro_batch", "the step so far is another on every layout"),
+        (c.dispatcher != "all_to_all", "dispatcher", c.dispatcher, "all_to_all",
+         "only there rows stay apart by micro-batch"),
+        (c.overlap_chunks > 1, "overlap_chunks", c.overlap_chunks, "1",
+         "chunks cut a micro-batch where ranks exchange rows, and nowhere else"),
+        (c.backend in ("grouped_mm", "megablocks"), "backend", c.backend, "auto, packed or loop",
+         "groups are experts, with the rows of all micro-batches"),
+    ):  # fmt: skip
+        if wrong:
+            raise ValueError(f"moe.{field} ({value}) must be {must} with train.exact (true): {why}")

@@ -30,11 +30,10 @@ from router import HoldsGroups, RouterOutput, count_tokens_per_expert
 
 
 class DispatchedRows(NamedTuple):
-    """Rows on the rank of the experts that compute them."""
+    """Rows on the rank of the experts that compute them, and state for ``combine``."""
 
     rows: Rows
     handle: Any
-    """State of the dispatcher for ``combine``; valid within one forward."""
 
 
 class Dispatcher(Protocol):
@@ -58,14 +57,18 @@ class Dispatcher(Protocol):
 
 
 class LocalDispatcher:
-    """For one rank that holds all experts: no row is sent."""
+    """For one rank that holds all experts: no row is sent. ``by_unit``: a call is one unit."""
+
+    def __init__(self, by_unit: bool = False) -> None:
+        self.by_unit = by_unit
 
     def dispatch(self, x_TD: Tensor, routed: RouterOutput) -> Iterator[DispatchedRows]:
         """See :class:`Dispatcher`."""
         indices_TK, weights_TK = routed.expert_indices_TK, routed.expert_weights_TK
         experts = range(len(routed.rows_per_expert_E))
         length = indices_TK.numel() if routed.dropped_TK is None else None
-        yield DispatchedRows(rows_of(x_TD, indices_TK, weights_TK, experts, length), None)
+        units = [len(x_TD)] if self.by_unit else None
+        yield DispatchedRows(rows_of(x_TD, indices_TK, weights_TK, experts, length, units), None)
 
     def combine(self, y_SD: Tensor, dispatched: DispatchedRows) -> Callable[[], Tensor]:
         """See :class:`Dispatcher`."""
@@ -209,6 +212,7 @@ class AllToAllDispatcher(HoldsGroups):
         within: for a hierarchical dispatch the ranks of this node; the ranks of a node hold
             consecutive blocks of experts.
         chunks: parts of a call; one part is in transfer while experts compute the part before.
+        by_unit: count rows by unit, each rank's call, for exact sums; one group and one chunk.
     """
 
     GROUPS = ("group", "within")
@@ -218,8 +222,11 @@ class AllToAllDispatcher(HoldsGroups):
         group: dist.ProcessGroup,
         within: dist.ProcessGroup | None = None,
         chunks: int = 1,
+        by_unit: bool = False,
     ) -> None:
+        assert not by_unit or (within is None and chunks == 1), "units would be cut"
         self.group, self.within, self.chunks = group, within, chunks
+        self.by_unit = by_unit
 
     def dispatch(self, x_TD: Tensor, routed: RouterOutput) -> Iterator[DispatchedRows]:
         """See :class:`Dispatcher`."""
@@ -239,7 +246,9 @@ class AllToAllDispatcher(HoldsGroups):
                 transfers.append(_plan([tokens], mine, self.within)[0]())
                 tokens = transfers[-1].wait()
                 block = _block_of(mine, self.within.size(), self.within.rank())
-            yield DispatchedRows(rows_of(*tokens, block, transfers[-1].num_assignments), transfers)
+            units = transfer.output_splits if self.by_unit else None
+            rows = rows_of(*tokens, block, transfers[-1].num_assignments, units)
+            yield DispatchedRows(rows, transfers)
             if following is not None:
                 transfer = following
 

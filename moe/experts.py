@@ -13,15 +13,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from moe.activation import ACTIVATIONS, ActivationName
+from moe.by_unit import experts_by_unit
 from moe.config import Backend
 from moe.operator import experts_operator
-from moe.paths import PATHS, choose_backend, experts_grouped_mm
+from moe.paths import PATHS, ExpertsFn, choose_backend, experts_grouped_mm
 from moe.rows import Rows
 from moe.stopwatch import Stopwatch
 from moe.transforms import in_func_transform
 from moe.weights import ExpertWeights
 from parallel.delayed_weight_grad import WeightGradStore
 from parallel.dtensor import local_shard
+from parallel.unit_sums import UnitSums
 from router import no_autocast
 
 
@@ -42,6 +44,8 @@ class GroupedExperts(nn.Module):
         super().__init__()
         self.backend, self.activation, self.recompute = backend, activation, recompute
         self.weight_grad_store: WeightGradStore | None = None
+        self.unit_sums: UnitSums | None = None
+        """Under exact sums: where each unit's weight gradients go."""
         self.make_parameters(num_experts, d_model, d_ff, bias)
         self.reset_parameters()
 
@@ -102,8 +106,11 @@ class GroupedExperts(nn.Module):
             dtype = torch.get_autocast_dtype(device)
         _, d_model, d_ff = weights.w_up.shape
         backend = choose_backend(self.backend, d_model, d_ff, dtype, device)
-        run = PATHS[backend]
-        if run is experts_grouped_mm:
+        run: ExpertsFn = PATHS[backend]
+        if self.unit_sums is not None:
+            backend = "packed" if backend == "packed" else "loop"
+            run = partial(experts_by_unit, backend=backend, sums=self.unit_sums)
+        elif run is experts_grouped_mm:
             run = partial(experts_grouped_mm, weight_grad_store=self.weight_grad_store)
         with no_autocast(device), nullcontext() if stopwatch is None else stopwatch:
             rows = Rows(x_SD.to(dtype), source_R, weights_R.to(dtype), rows_per_expert_E)

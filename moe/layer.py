@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import _register_namedtuple
 
 from moe.activation import ACTIVATIONS, ActivationName
-from moe.config import MoEConfig
+from moe.by_unit import fork, single_assignments
+from moe.config import MoEConfig, check_exact
 from moe.dispatch import (
     AllGatherDispatcher,
     AllToAllDispatcher,
@@ -23,9 +24,11 @@ from moe.dispatch import (
     PaddedAllToAllDispatcher,
 )
 from moe.experts import GroupedExperts
+from moe.rows import RowMap, sum_rows, take_rows
 from moe.stopwatch import Stopwatch
 from moe.transforms import in_vmap
 from parallel.dtensor import whole_parameters
+from parallel.unit_sums import UnitSums
 from router import LostGroup, RouterOutput, TopKRouter
 
 
@@ -219,6 +222,20 @@ class MoELayer(nn.Module):
         else:
             self.dispatcher = AllToAllDispatcher(across_nodes, within_node, c.overlap_chunks)
 
+    def use_exact_sums(self, sums: UnitSums) -> None:
+        """Compute each micro-batch by itself, and add its experts' gradients to ``sums``;
+        ``parallel.apply_fsdp`` calls this method, after :meth:`use_expert_group`.
+
+        A call is one micro-batch. Raises ValueError for options under which results depend on the
+        number of ranks.
+        """
+        check_exact(self.config)
+        self.experts.unit_sums = sums
+        if isinstance(self.dispatcher, AllToAllDispatcher):
+            self.dispatcher = AllToAllDispatcher(self.dispatcher.group, by_unit=True)
+        else:
+            self.dispatcher = LocalDispatcher(by_unit=True)
+
     def forward(
         self,
         x: Tensor,
@@ -243,8 +260,10 @@ class MoELayer(nn.Module):
         x_TD = x.reshape(x.numel() // x.shape[-1], x.shape[-1])
 
         seq_len = x.shape[-2] if x.ndim > 1 else 1
-        routed = self.router(x_TD, seq_len, replay_indices_TK, prior_expert_counts_E)
-        y_TD, stopwatch = self._call(self._compute, x_TD, routed)
+        exact = self.experts.unit_sums is not None
+        x_for = fork(x_TD, 3) if exact else (x_TD,) * 3
+        routed = self.router(x_for[0], seq_len, replay_indices_TK, prior_expert_counts_E)
+        y_TD, stopwatch = self._call(self._compute, *x_for[1:], routed)
         on_host = x.device.type == "cpu" and not torch.compiler.is_compiling()
         if not on_host or routed.num_nonfinite_tokens:
             y_TD = y_TD.masked_fill(routed.nonfinite_T.unsqueeze(1), torch.nan)
@@ -253,11 +272,18 @@ class MoELayer(nn.Module):
         hidden = torch.ops.aten._unsafe_view(y_TD.to(x.dtype), x.shape)
         return MoEOutput(hidden, self._aux(routed, stopwatch))
 
-    def _compute(self, x_TD: Tensor, routed: RouterOutput) -> tuple[Tensor, Stopwatch | None]:
-        """Dispatch, experts, combine: [T, D] -> [T, D]."""
+    def _compute(
+        self, x_TD: Tensor, shared_x_TD: Tensor, routed: RouterOutput
+    ) -> tuple[Tensor, Stopwatch | None]:
+        """Dispatch, experts, combine: [T, D] -> [T, D]. ``shared_x_TD`` is ``x_TD`` for the shared
+        experts."""
+        to_tokens: RowMap | None = None
+        if self.experts.unit_sums is not None and routed.expert_indices_TK.shape[1] > 2:
+            routed, to_tokens = single_assignments(routed)
+            x_TD = take_rows(x_TD, to_tokens)
         parts_in_transfer = self.dispatcher.dispatch(x_TD, routed)
         # The shared experts are computed while rows are in transfer.
-        shared_TD = self._shared(x_TD)
+        shared_TD = self._shared(shared_x_TD)
         stopwatch = None if torch.compiler.is_compiling() else Stopwatch(x_TD.device)
         returning = []
         for dispatched in parts_in_transfer:
@@ -267,6 +293,7 @@ class MoELayer(nn.Module):
             returning.append(self.dispatcher.combine(y_SD, dispatched))
         parts = [part() for part in returning]
         y_TD = parts[0] if len(parts) == 1 else torch.cat(parts)
+        y_TD = y_TD if to_tokens is None else sum_rows(y_TD, to_tokens)
         return y_TD if shared_TD is None else y_TD + shared_TD, stopwatch
 
     def _check_input(self, x: Tensor) -> None:

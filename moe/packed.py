@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -33,11 +33,15 @@ both grow as D·F."""
 _WORTH_A_WORKER = 1 << 26  # multiplications in a product, below which a thread costs more
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
     """Some consecutive rows of one expert."""
 
     expert: int
     rows: slice
+    more: bool = False
+    """Whether the weights' gradients are added to those of the worker's block before."""
+    last: bool = False
+    """Under exact sums: whether the rows are the last ones of a unit."""
 
     @property
     def length(self) -> int:
@@ -45,11 +49,11 @@ class _Block(NamedTuple):
         return int(self.rows.stop - self.rows.start)
 
 
-def _shares(counts: Sequence[int], workers: int) -> list[list[_Block]]:
+def _shares(counts: Sequence[int], workers: int) -> list[list[Block]]:
     """Cut the sorted rows into one run of blocks for each worker, of about equal work."""
     total = sum(count + _ROWS_OF_AN_EXPERT for count in counts if count)
     cuts = [total * w // workers for w in range(workers + 1)]
-    shares: list[list[_Block]] = [[] for _ in range(workers)]
+    shares: list[list[Block]] = [[] for _ in range(workers)]
     end = work = 0
     for expert, count in enumerate(counts):
         if not count:
@@ -62,25 +66,27 @@ def _shares(counts: Sequence[int], workers: int) -> list[list[_Block]]:
                 start + min(max(cut - begun, 0), count) for cut in cuts[worker : worker + 2]
             )
             for a in range(first, last, BLOCK_ROWS):
-                shares[worker].append(_Block(expert, slice(a, min(a + BLOCK_ROWS, last))))
+                rows = slice(a, min(a + BLOCK_ROWS, last))
+                shares[worker].append(Block(expert, rows, more=a > first))
     return shares
 
 
-def _run(work: Callable[[int], None], workers: int) -> None:
-    """``work(w)`` for every worker, side by side, each with its part of the threads."""
-    if workers == 1:
+def _run(work: Callable[[int], None], workers: int, one_thread: bool = False) -> None:
+    """``work(w)`` for every worker, side by side, each with its part of the threads, or each with
+    one."""
+    threads, inference = torch.get_num_threads(), torch.is_inference_mode_enabled()
+    if workers == 1 and (threads == 1 or not one_thread):
         work(0)
         return
-    threads, inference = torch.get_num_threads(), torch.is_inference_mode_enabled()
 
     def alone(worker: int) -> None:
         # Of this thread alone; but threads that are yet to start take the last one's number.
-        torch.set_num_threads(max(threads // workers, 1))
+        torch.set_num_threads(1 if one_thread else max(threads // workers, 1))
         with torch.inference_mode(inference), torch.no_grad():
             work(worker)
 
     try:
-        with ThreadPoolExecutor(workers - 1) as pool:
+        with ThreadPoolExecutor(max(workers - 1, 1)) as pool:
             others = [pool.submit(alone, w) for w in range(1, workers)]
             alone(0)
             for other in others:
@@ -89,22 +95,23 @@ def _run(work: Callable[[int], None], workers: int) -> None:
         torch.set_num_threads(threads)
 
 
-def _num_workers(rows: int, d_model: int, d_ff: int) -> int:
+def num_workers(rows: int, d_model: int, d_ff: int) -> int:
+    """Into how many runs of blocks the work is cut; 1 where it is small."""
     if rows * d_model * d_ff < _WORTH_A_WORKER:
         return 1
     return min(torch.get_num_threads(), _MOST_WORKERS)
 
 
-def _kept_in(whole_GRF: Tensor, shares: Sequence[Sequence[_Block]]) -> list[list[Tensor]]:
+def _kept_in(whole_GRF: Tensor, shares: Sequence[Sequence[Block]]) -> list[list[Tensor]]:
     """Of each block the part of ``whole_GRF`` that has its products, [1 or 2, n, F]."""
     return [[whole_GRF[:, block.rows] for block in share] for share in shares]
 
 
-def _forward(
+def run_forward(
     act: Activation,
     rows: Rows,
     weights: ExpertWeights,
-    shares: Sequence[Sequence[_Block]],
+    shares: Sequence[Sequence[Block]],
     whole_GRF: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """[S, D] sums of each row's assignments, and the products of each block, [1 or 2, n, F]."""
@@ -118,11 +125,13 @@ def _forward(
         kept = _kept_in(whole_GRF, shares)
     longest = _longest(shares)
     sums = [torch.zeros_like(rows.x_SD) for _ in shares]
+    by_unit = rows.rows_per_expert_E.ndim == 2
+    weights_of = ExpertWeights.aligned if by_unit else ExpertWeights.of
 
     def work(worker: int) -> None:
         scratch_x, scratch_y, scratch_h = new(longest, D), new(longest, D), new(longest, F)
         for block, products in zip(shares[worker], kept[worker], strict=True):
-            n, w = block.length, weights.of(block.expert)
+            n, w = block.length, weights_of(weights, block.expert)
             source, weight = rows.source_R[block.rows], rows.weights_R[block.rows]
             x, y, h, up = scratch_x[:n], scratch_y[:n], scratch_h[:n], products[0]
             torch.index_select(rows.x_SD, 0, source, out=x)
@@ -139,33 +148,33 @@ def _forward(
                 y.addr_(weight, w.b_down)
             sums[worker].index_add_(0, source, y)
 
-    _run(work, len(shares))
+    _run(work, len(shares), by_unit)
     return _add_up(sums), [products for share in kept for products in share]
 
 
-def _backward(
+def run_backward(
     act: Activation,
     rows: Rows,
     weights: ExpertWeights,
-    shares: Sequence[Sequence[_Block]],
+    shares: Sequence[Sequence[Block]],
     kept: Sequence[Tensor],
     dy_SD: Tensor,
-) -> tuple[Tensor, Tensor, ExpertWeights]:
-    """The gradients of the rows, of the assignments' weights and of the parameters."""
+    grads: Grads,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the rows and of the assignments' weights; the others go to ``grads``."""
     D, F = weights.w_up.shape[1:]
     new = rows.x_SD.new_empty
     longest = _longest(shares)
     sums = [torch.zeros_like(rows.x_SD) for _ in shares]
     dweights_R = torch.zeros_like(rows.weights_R)
-    grads = _Grads(weights, rows.rows_per_expert_E.tolist(), shares)
+    weights_of = ExpertWeights.aligned if grads.one_thread else ExpertWeights.of
     firsts = [sum(map(len, shares[:worker])) for worker in range(len(shares))]
 
     def work(worker: int) -> None:
         wide, narrow = new(3, longest, F), new(2, longest, D)
-        expert = -1
         for number, block in enumerate(shares[worker], firsts[worker]):
-            n, w, to = block.length, weights.of(block.expert), grads.of(worker, block.expert)
-            more, expert = block.expert == expert, block.expert
+            n, w, more = block.length, weights_of(weights, block.expert), block.more
+            to = grads.of(worker, block.expert)
             source, weight = rows.source_R[block.rows], rows.weights_R[block.rows]
             dh, a, b = wide[:, :n].unbind(0)
             x, dy = narrow[:, :n].unbind(0)
@@ -203,13 +212,18 @@ def _backward(
                 if to.b_gate is not None:
                     _accumulate(a, torch.ones_like(weight[:, 0]), to.b_gate, more)
             sums[worker].index_add_(0, source, dy)
+            if block.last:
+                grads.end_unit(worker, block.expert)
 
-    _run(work, len(shares))
-    return _add_up(sums), dweights_R, grads.add_up()
+    _run(work, len(shares), grads.one_thread)
+    return _add_up(sums), dweights_R
 
 
-def _longest(shares: Sequence[Sequence[_Block]]) -> int:
-    return max((block.length for share in shares for block in share), default=0)
+def _longest(shares: Sequence[Sequence[Block]]) -> int:
+    """Of the blocks, in rows; a multiple of 16, so that each scratch matrix begins at a cache
+    line's start, as bits of a product may depend on that."""
+    longest = max((block.length for share in shares for block in share), default=0)
+    return -(-longest // 16) * 16
 
 
 def _add_up(sums: Sequence[Tensor]) -> Tensor:
@@ -234,11 +248,28 @@ def _accumulate(a: Tensor, b: Tensor, to: Tensor | None, more: bool) -> None:
         torch.addmm(to, a.t(), b, beta=int(more), out=to)
 
 
+class Grads(Protocol):
+    """Where the backward writes the parameters' gradients."""
+
+    one_thread: bool
+    """Compute each product in one thread, whatever the number of workers."""
+
+    def of(self, worker: int, expert: int) -> ExpertWeights:
+        """Where a worker adds up what its rows of an expert give."""
+        ...
+
+    def end_unit(self, worker: int, expert: int) -> None:
+        """Called after a block whose ``last`` is true."""
+        ...
+
+
 class _Grads:
     """The parameters' gradients, written by several workers without their meeting."""
 
+    one_thread = False
+
     def __init__(
-        self, weights: ExpertWeights, counts: Sequence[int], shares: Sequence[Sequence[_Block]]
+        self, weights: ExpertWeights, counts: Sequence[int], shares: Sequence[Sequence[Block]]
     ) -> None:
         self.whole = weights.map(torch.empty_like)
         for expert, count in enumerate(counts):
@@ -257,6 +288,9 @@ class _Grads:
         """Where a worker adds up what its rows give."""
         return self.parts.get((worker, expert)) or self.whole.of(expert)
 
+    def end_unit(self, worker: int, expert: int) -> None:
+        """Nothing: the rows of all units are added up together."""
+
     def add_up(self) -> ExpertWeights:
         """The whole, in the order of workers."""
         for (_, expert), part in self.parts.items():
@@ -266,7 +300,7 @@ class _Grads:
         return self.whole
 
 
-_Shares = tuple[tuple[_Block, ...], ...]
+_Shares = tuple[tuple[Block, ...], ...]
 
 
 class _Packed(torch.autograd.Function):
@@ -275,7 +309,7 @@ class _Packed(torch.autograd.Function):
     @staticmethod
     def forward(name: ActivationName, shares: _Shares, *inputs: Any) -> tuple[Tensor, ...]:
         rows, weights = Rows(*inputs[:4]), ExpertWeights(*inputs[4:])
-        out, products = _forward(ACTIVATIONS[name], rows, weights, shares)
+        out, products = run_forward(ACTIVATIONS[name], rows, weights, shares)
         return out, *products
 
     @staticmethod
@@ -304,10 +338,11 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(name: ActivationName, shares: _Shares, dy_SD: Tensor, *saved: Any) -> Any:
         rows, weights = Rows(*saved[:4]), ExpertWeights(*saved[4:10])
-        dx_SD, dweights_R, dparameters = _backward(
-            ACTIVATIONS[name], rows, weights, shares, saved[10:], dy_SD.contiguous()
+        grads = _Grads(weights, rows.rows_per_expert_E.tolist(), shares)
+        dx_SD, dweights_R = run_backward(
+            ACTIVATIONS[name], rows, weights, shares, saved[10:], dy_SD.contiguous(), grads
         )
-        return dx_SD, dweights_R, *dparameters
+        return dx_SD, dweights_R, *grads.add_up()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -320,7 +355,7 @@ class _Gradients(torch.autograd.Function):
 
 def _shares_of(rows: Rows, weights: ExpertWeights) -> _Shares:
     counts = rows.rows_per_expert_E.tolist()
-    shares = _shares(counts, _num_workers(sum(counts), *weights.w_up.shape[1:]))
+    shares = _shares(counts, num_workers(sum(counts), *weights.w_up.shape[1:]))
     return tuple(map(tuple, shares))
 
 
@@ -336,7 +371,7 @@ def packed_forward(
     """The output, and the products as one tensor [1 or 2, R, F], for :func:`packed_backward`."""
     act = ACTIVATIONS[activation]
     whole_GRF = rows.x_SD.new_empty(1 + act.gated, len(rows.source_R), weights.w_up.shape[2])
-    out, _ = _forward(act, rows, weights, _shares_of(rows, weights), whole_GRF)
+    out, _ = run_forward(act, rows, weights, _shares_of(rows, weights), whole_GRF)
     return out, whole_GRF
 
 
@@ -346,4 +381,8 @@ def packed_backward(
     """The gradients of the rows, of the assignments' weights and of the parameters."""
     shares = _shares_of(rows, weights)
     kept = [products for share in _kept_in(whole_GRF, shares) for products in share]
-    return _backward(ACTIVATIONS[activation], rows, weights, shares, kept, dy_SD)
+    grads = _Grads(weights, rows.rows_per_expert_E.tolist(), shares)
+    dx_SD, dweights_R = run_backward(
+        ACTIVATIONS[activation], rows, weights, shares, kept, dy_SD, grads
+    )
+    return dx_SD, dweights_R, grads.add_up()

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe.activation import ACTIVATIONS, ActivationName
+from moe.activation import ACTIVATIONS, Activation, ActivationName
 from moe.config import Backend
 from moe.megablocks_backend import experts_megablocks, why_no_megablocks
 from moe.packed import experts_packed
@@ -40,12 +40,16 @@ def experts_loop(rows: Rows, weights: ExpertWeights, activation: ActivationName)
     weights_by_expert = rows.weights_R[: sum(counts)].unsqueeze(1).split(counts)
     outputs = []
     for x, weight, *one in zip(x_by_expert, weights_by_expert, *split, strict=True):
-        w = ExpertWeights._make(one)
-        gate = None if w.w_gate is None else _plus(x @ w.w_gate, w.b_gate)
-        h = act.hidden(gate, _plus(x @ w.w_up, w.b_up)) * weight
-        y = h @ w.w_down
-        outputs.append(y if w.b_down is None else y + weight * w.b_down)
+        outputs.append(one_expert(act, x, weight, ExpertWeights._make(one)))
     return sum_rows(torch.cat(outputs), index)
+
+
+def one_expert(act: Activation, x_nD: Tensor, weight_n1: Tensor, w: ExpertWeights) -> Tensor:
+    """The output of some rows of one expert, [n, D]."""
+    gate = None if w.w_gate is None else _plus(x_nD @ w.w_gate, w.b_gate)
+    h = act.hidden(gate, _plus(x_nD @ w.w_up, w.b_up)) * weight_n1
+    y = h @ w.w_down
+    return y if w.b_down is None else y + weight_n1 * w.b_down
 
 
 def loop_backward(
@@ -61,32 +65,42 @@ def loop_backward(
     dx_RD = rows.x_SD.new_empty(R, rows.x_SD.shape[1])
     ends = list(accumulate(counts))
     for e, (count, end) in enumerate(zip(counts, ends, strict=True)):
-        here, w, to = slice(end - count, end), weights.of(e), grads.of(e)
+        here = slice(end - count, end)
         source, weight = rows.source_R[here], rows.weights_R[here].unsqueeze(1)
-        x, dy = rows.x_SD[source], dy_SD[source]
-        up = _plus(x @ w.w_up, w.b_up)
-        gate = None if w.w_gate is None else _plus(x @ w.w_gate, w.b_gate)
-        z = up if gate is None else gate
-        acted = act.plain(z)
-        h = acted if gate is None else acted * up
-        dh = dy @ w.w_down.t()
-        dweights_R[here] = (dh * h).sum(1)
-        dh = dh * weight
-        dz = act.backward(dh if gate is None else dh * up, z)
-        dup = dz if gate is None else dh * acted
-        dx_RD[here] = dup @ w.w_up.t()
-        to.w_up.copy_(x.t() @ dup)
-        to.w_down.copy_((h * weight).t() @ dy)
-        if w.w_gate is not None and to.w_gate is not None:
-            dx_RD[here] += dz @ w.w_gate.t()
-            to.w_gate.copy_(x.t() @ dz)
-        if w.b_down is not None and to.b_down is not None and to.b_up is not None:
-            dweights_R[here] += dy @ w.b_down
-            to.b_down.copy_((dy * weight).sum(0))
-            to.b_up.copy_(dup.sum(0))
-            if to.b_gate is not None:
-                to.b_gate.copy_(dz.sum(0))
+        dx_RD[here], dweights_R[here], one = one_expert_backward(
+            act, rows.x_SD[source], weight, weights.of(e), dy_SD[source]
+        )
+        for to, grad in zip(grads.of(e), one, strict=True):
+            if to is not None and grad is not None:
+                to.copy_(grad)
     return sum_rows(dx_RD, index), dweights_R, grads
+
+
+def one_expert_backward(
+    act: Activation, x: Tensor, weight: Tensor, w: ExpertWeights, dy: Tensor
+) -> tuple[Tensor, Tensor, ExpertWeights]:
+    """The gradients of :func:`one_expert`: [n, D] of x, [n] of weight, and the parameters'."""
+    up = _plus(x @ w.w_up, w.b_up)
+    gate = None if w.w_gate is None else _plus(x @ w.w_gate, w.b_gate)
+    z = up if gate is None else gate
+    acted = act.plain(z)
+    h = acted if gate is None else acted * up
+    dh = dy @ w.w_down.t()
+    dweight = (dh * h).sum(1)
+    dh = dh * weight
+    dz = act.backward(dh if gate is None else dh * up, z)
+    dup = dz if gate is None else dh * acted
+    dx = dup @ w.w_up.t()
+    dw_gate = db_gate = db_up = db_down = None
+    if w.w_gate is not None:
+        dx += dz @ w.w_gate.t()
+        dw_gate = x.t() @ dz
+    if w.b_down is not None:
+        dweight += dy @ w.b_down
+        db_down, db_up = (dy * weight).sum(0), dup.sum(0)
+        db_gate = None if w.b_gate is None else dz.sum(0)
+    dw_up, dw_down = x.t() @ dup, (h * weight).t() @ dy
+    return dx, dweight, ExpertWeights(dw_gate, dw_up, dw_down, db_gate, db_up, db_down)
 
 
 def _plus(x: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
 """The rows that a rank's experts compute, and copying and summing them along an index.
 
 Legend: T tokens, K top_k, D d_model, E experts of this rank, S rows on this rank, R assignments of
-these rows to these experts.
+these rows to these experts, U units (micro-batches).
 
 Autograd's own backward of ``x[index]`` is an accumulating scatter, which is slow and, on CUDA, not
 deterministic. In this file both directions gather: the gradient of a copy is a sum along the sorted
@@ -10,6 +10,7 @@ index.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,8 @@ class Rows(NamedTuple):
     weights_R: Tensor
     """[R] the factor of each assignment's output."""
     rows_per_expert_E: Tensor
-    """[E] int64. Where the sum is less than R, the last places of R are padding and are ignored."""
+    """[E] int64. Where the sum is less than R, the last places of R are padding and are ignored.
+    Under exact sums [E, U]: the rows of each unit, which for each expert come unit after unit."""
 
 
 def sort_by_expert(expert_indices: Tensor) -> Tensor:
@@ -42,6 +44,7 @@ def rows_of(
     expert_weights_SK: Tensor,
     experts: range,
     length: int | None = None,
+    rows_per_unit: Sequence[int] | None = None,
 ) -> Rows:
     """Sort the assignments of [S, D] rows to ``experts``; other assignments are left out.
 
@@ -53,6 +56,8 @@ def rows_of(
         length: R, or an upper bound of R, where the host knows one. With None R is exact on a CPU,
             and S·K elsewhere, which avoids waiting for an accelerator. Compiled, R is S·K too: a
             size must not depend on values.
+        rows_per_unit: under exact sums the rows of each micro-batch, which come one after another;
+            otherwise None.
     """
     E, K = len(experts), expert_indices_SK.shape[1]
     local_SK = expert_indices_SK - experts.start
@@ -61,6 +66,12 @@ def rows_of(
     counts_E = count_tokens_per_expert(local_SK, E + 1)[:E]
     if length is None and order.device.type == "cpu" and not torch.compiler.is_compiling():
         length = int(counts_E.sum())
+    if rows_per_unit is not None:
+        U = len(rows_per_unit)
+        sizes_U = torch.tensor(rows_per_unit, device=order.device)
+        unit_S1 = torch.arange(U, device=order.device).repeat_interleave(sizes_U).unsqueeze(1)
+        counts_EU = count_tokens_per_expert(local_SK * U + unit_S1, (E + 1) * U)
+        counts_E = counts_EU.view(E + 1, U)[:E]
     order_R = order if length is None else order[:length]
     return Rows(x_SD, order_R // K, _pick(expert_weights_SK.flatten(), order_R), counts_E)
 

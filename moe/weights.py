@@ -34,3 +34,9 @@ class ExpertWeights(NamedTuple):
     def of(self, expert: int) -> ExpertWeights:
         """The parameters of one expert."""
         return self.map(lambda p: p[expert])
+
+    def aligned(self, expert: int) -> ExpertWeights:
+        """As :meth:`of`, each beginning at a cache line's start: copied where it does not. How a
+        product of few rows rounds depends on that, and where an expert is in memory depends on the
+        layout."""
+        return self.of(expert).map(lambda p: p if p.data_ptr() % 64 == 0 else p.clone())

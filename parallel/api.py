@@ -17,6 +17,8 @@ from parallel.context_parallel import apply_context_parallel, full_sequences, lo
 from parallel.delayed_weight_grad import WeightGradStore, apply_delayed_weight_grad
 from parallel.document_mask import Documents
 from parallel.dtensor import local_shard
+from parallel.exact import on_loss_grid
+from parallel.exact_sums import ExactSums
 from parallel.expert_parallel import (
     ExpertParallelModule,
     apply_expert_parallel,
@@ -44,6 +46,7 @@ __all__ = [
     "CommStats",
     "CompressedSum",
     "Documents",
+    "ExactSums",
     "ExpertParallelModule",
     "ParallelConfig",
     "ParallelDims",
@@ -74,6 +77,7 @@ __all__ = [
     "local_shard",
     "moe_parameter_names",
     "monitor_collectives",
+    "on_loss_grid",
     "parse_topology",
     "scale_gradients",
     "set_gradient_sync",

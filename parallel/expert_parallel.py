@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -27,6 +27,11 @@ class ExpertParallelModule(Protocol):
         within_node: dist.ProcessGroup | None = None,
     ) -> None:
         """Dispatch tokens over ``group``; called after the experts' parameters are sharded."""
+        ...
+
+    def use_exact_sums(self, sums: Any) -> None:
+        """Compute by micro-batch, and add the experts' gradients to ``sums``
+        (:class:`parallel.unit_sums.UnitSums`)."""
         ...
 
 

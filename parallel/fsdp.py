@@ -22,6 +22,8 @@ from torch.distributed.tensor import Shard
 
 from parallel.collectives import all_gather, all_reduce, reduce_scatter
 from parallel.equal_weights import check_equal_weights
+from parallel.exact import from_fixed
+from parallel.exact_sums import ExactSums, FixedPointBuffer
 from parallel.expert_parallel import expert_modules
 from parallel.layout import FSDP_DENSE_DIM, FSDP_EXPERT_DIM
 from parallel.mesh import ParallelDims
@@ -37,6 +39,7 @@ def apply_fsdp(
     sum_replicas: bool = True,
     prefetch: int = 0,
     offload: bool = False,
+    exact: ExactSums | None = None,
 ) -> nn.Module:
     """Shard parameters, gradients and optimizer state with FSDP2, experts over their own mesh.
 
@@ -63,6 +66,8 @@ def apply_fsdp(
         offload: keep local shards of parameters, gradients and optimizer state in host memory; the
             optimizer then runs on the CPU. Parameters must be made on the CPU, buffers on the
             device.
+        exact: sum gradients exactly; a backward is then of one micro-batch, and is reduced by
+            itself. Not with ``sum_replicas`` false or ``offload``.
 
     A MoE layer's router in another dtype than the rest of its layer, as after ``model.bfloat16()``,
     is sharded by itself: FSDP gathers parameters of one dtype together.
@@ -77,12 +82,18 @@ def apply_fsdp(
         raise ValueError("apply_fsdp must be called once, on a model without fully_shard")
     t = dims.topology
     casts = compute_dtype is not None
+    alone_here = t.efsdp * t.dp_replicate == 1 and not casts and not offload
+    if exact is not None:
+        exact.use_experts(model, lambda _: not alone_here)
     if t.world == t.pp and not casts and not offload:
+        if exact is not None:
+            exact.use_unsharded(model)
         return model
     check_equal_weights(model, dims)
-    policy = MixedPrecisionPolicy(compute_dtype, torch.float32) if casts else MixedPrecisionPolicy()
+    policy, own_policy = _policies(compute_dtype, exact is not None)
     host = CPUOffloadPolicy(torch.cuda.is_available()) if offload else OffloadPolicy()
     sharded: list[nn.Module] = []
+    meshes: list[DeviceMesh] = []
     alone: set[nn.Parameter] = set()
 
     def shard(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
@@ -93,9 +104,10 @@ def apply_fsdp(
         }
         fully_shard(module, mesh=mesh, **defaults | options)
         sharded.append(module)
+        meshes.append(mesh)
 
     for module in expert_modules(model):
-        if t.efsdp * t.dp_replicate == 1 and not casts and not offload:
+        if alone_here:
             # One rank holds each expert: no gather and no reduction are needed, and FSDP over a
             # mesh of one rank would copy every expert twice a step.
             alone.update(module.experts.parameters())
@@ -108,7 +120,7 @@ def apply_fsdp(
         beside = dims.fsdp_tp_mesh if t.tp > 1 else dims.fsdp_mesh
         router = getattr(module, "router", None)
         if isinstance(router, nn.Module) and (casts or _differs(router, cast(nn.Module, module))):
-            shard(router, beside, mp_policy=MixedPrecisionPolicy())
+            shard(router, beside, mp_policy=own_policy)
         if t.tp > 1:
             # A MoE layer's other parameters are replicated over tp, and each tp rank computes on
             # other tokens: FSDP over the mesh of both axes sums the gradients over tp as well.
@@ -121,14 +133,33 @@ def apply_fsdp(
             shard_placement_fn=lambda _: Shard(FSDP_DENSE_DIM),
             ignored_params=alone,
         )
-    replicas = _ReplicaSum(dims.replicate_mesh) if sum_replicas and t.dp_replicate > 1 else None
+    group = dims.replicate_mesh.get_group() if sum_replicas and t.dp_replicate > 1 else None
+    replicas = _ReplicaSum(group) if group is not None or exact is not None else None
     sums = _set_sums(cast(list[FSDPModule], sharded), replicas)
+    if exact is not None and replicas is not None:
+        for number, (each, mesh) in enumerate(zip(sharded, meshes, strict=True)):
+            buffer = exact.buffer_of(each, mesh.size())
+            sums[number].buffer = replicas.buffers[number] = buffer
     # nn.Module.__setattr__ is passed by: the attributes are neither modules nor parameters.
     model.__dict__[_REPLICAS] = replicas
     model.__dict__[_SUMS] = sums
     if prefetch:
         _set_prefetch(blocks, prefetch)
     return model
+
+
+def _policies(
+    compute_dtype: torch.dtype | None, exact: bool
+) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
+    """For parameters that are cast to ``compute_dtype``, and for routers, which are not cast.
+
+    Exact sums are 64-bit integers, which pass through FSDP's buffers as float64.
+    """
+    if exact:
+        own = MixedPrecisionPolicy(None, torch.float64)
+        return MixedPrecisionPolicy(compute_dtype, torch.float64), own
+    own = MixedPrecisionPolicy()
+    return own if compute_dtype is None else MixedPrecisionPolicy(compute_dtype, torch.float32), own
 
 
 def _differs(part: nn.Module, whole: nn.Module) -> bool:
@@ -218,10 +249,17 @@ class _ReplicaSum:
     missing from exposed communication and from hang reports. Second, parameters stay sharded over
     one mesh dim, whether this class or :class:`parallel.CompressedSum`, which FSDP cannot replace,
     sums over replicas; a run can change ``gradient_compression`` without another layout.
+
+    Exact sums use this class for one replica too, to hold the sums of micro-batches in 64 bits.
+
+    Args:
+        group: the ranks that hold replicas of this rank's shards; None for one replica.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.group = mesh.get_group()
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.buffers: dict[int, FixedPointBuffer] = {}
+        """Under exact sums, by number of the module."""
         self.last = True
         """Whether the next backward is the step's last."""
         self._unsummed: dict[int, Tensor] = {}
@@ -240,6 +278,10 @@ class _ReplicaSum:
             # FSDP allocated the tensor on another stream, and may free it before the current
             # stream has read it.
             reduced.record_stream(torch.cuda.current_stream())
+        gradients, buffer = reduced, self.buffers.get(module)
+        if buffer is not None:
+            # Without other ranks FSDP does no reduce-scatter, which would have converted.
+            reduced = reduced.view(torch.int64) if buffer.ranks > 1 else buffer.fixed(reduced)
         before = self._unsummed.pop(module, None)
         if before is not None:
             assert before.shape == reduced.shape, "some of its parameters had no gradient"
@@ -247,8 +289,10 @@ class _ReplicaSum:
         if self.last:
             if self.seen is not None:
                 self.seen(reduced)
-            if self.sums:
+            if self.sums and self.group is not None:
                 all_reduce(reduced, self.group, "dp").wait()
+            if buffer is not None:
+                from_fixed(reduced, gradients)
         else:
             # FSDP adds `reduced` to the gradient: zeros until the step's last backward.
             self._unsummed[module] = reduced.clone()
@@ -278,6 +322,8 @@ class _ReduceScatter(_Allocate):
 
     def __init__(self) -> None:
         self.seen: Seen | None = None
+        self.buffer: FixedPointBuffer | None = None
+        """Under exact sums."""
 
     def __call__(
         self,
@@ -287,6 +333,9 @@ class _ReduceScatter(_Allocate):
         op: Any,
         async_op: bool = False,
     ) -> None:
+        if self.buffer is not None:
+            input_tensor = self.buffer.fixed(input_tensor)
+            output_tensor = output_tensor.view(torch.int64)
         if self.seen is not None:
             self.seen(input_tensor)
         reduce_scatter(output_tensor, input_tensor, group, "dp", op).wait()

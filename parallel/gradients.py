@@ -20,7 +20,7 @@ def grad_square_sum(model: nn.Module, dims: ParallelDims | None) -> Tensor:
     of the n ranks. Parameters without a gradient count as zeros. ``dims`` are the meshes that the
     model is parallelized over; None for one process, and a ValueError for a model that is sharded.
     """
-    if dims is None and any(_num_shards(parameter) > 1 for parameter in model.parameters()):
+    if dims is None and any(num_shards(parameter) > 1 for parameter in model.parameters()):
         raise ValueError(
             "dims (None) must be the model's ParallelDims: its parameters are sharded over ranks"
         )
@@ -28,7 +28,7 @@ def grad_square_sum(model: nn.Module, dims: ParallelDims | None) -> Tensor:
     by_replicas: dict[int, list[Tensor]] = {}
     for parameter in model.parameters():
         if parameter.grad is not None:
-            replicas = ranks // _num_shards(parameter)
+            replicas = ranks // num_shards(parameter)
             by_replicas.setdefault(replicas, []).append(local_shard(parameter.grad))
     total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
     for replicas, grads in by_replicas.items():
@@ -37,7 +37,7 @@ def grad_square_sum(model: nn.Module, dims: ParallelDims | None) -> Tensor:
     return total
 
 
-def _num_shards(parameter: Tensor) -> int:
+def num_shards(parameter: Tensor) -> int:
     """The number of different shards of a parameter."""
     if not isinstance(parameter, DTensor):
         return 1

@@ -115,13 +115,15 @@ class Job:
         divisor = planned_tokens / (loss_scale or 1.0)
         once = self.spec.parallel.memory.zero_stage == 1
         local_batch, device = self.local_batch, self.runtime.device
-        if self.parallel_model.pipeline is not None:
-            return self.parallel_model.pipeline.forward_backward(
-                batches, divisor, device=device, local_batch=local_batch, reduce_once=once
-            )
-        return forward_backward(
-            self.model, batches, divisor, device=device, local_batch=local_batch, reduce_once=once
-        )
+        exact, pipeline = self.parallel_model.exact, self.parallel_model.pipeline
+        alone = partial(forward_backward, self.model)
+        through = alone if pipeline is None else pipeline.forward_backward
+        if exact is not None:
+            exact.begin()
+        result = through(batches, divisor, device=device, local_batch=local_batch, reduce_once=once)
+        if exact is not None:
+            exact.finish()
+        return result
 
     def forward(
         self, inputs_BS: Tensor, documents: Documents | None = None
@@ -165,6 +167,8 @@ def build_job(
     """
     topology = spec.topology(runtime.world) if topology is None else topology
     runtime.together(lambda: _check_device(spec, runtime.device.type))
+    if spec.train.exact:
+        _check_threads(runtime)
     corpus = runtime.together(lambda: open_corpus(spec.data, spec.model.vocab_size))
     train, held_out = runtime.together(
         lambda: (
@@ -188,7 +192,7 @@ def build_job(
         dims.dp_size,
     )
     loader.division = _division(spec, topology)
-    optimizer = build_adamw(parallel_model.local_model, spec.optimizer)
+    optimizer = build_adamw(parallel_model.local_model, spec.optimizer, exact=spec.train.exact)
     balance = runtime.together(lambda: _capacity_balance(spec, topology))
     local_batch = LocalBatch(dims, runtime.together(lambda: _end_token(spec)))
     how, compressed = spec.parallel.gradient_compression, None
@@ -256,9 +260,27 @@ def _parallelize(spec: JobSpec, dims: ParallelDims) -> ParallelModel:
             seq_len=spec.data.seq_len,
             dtype=spec.precision.dtype,
             compiled=spec.train.compile,
+            exact_units=_exact_units(spec),
         )
     except ValueError as error:
         raise InputError(str(error)) from None
+
+
+def _check_threads(runtime: Runtime) -> None:
+    threads = torch.get_num_threads()
+    most, fewest = runtime.maximum(threads), -runtime.maximum(-threads)
+    if most != fewest:
+        raise InputError(
+            f"threads of a process ({fewest} to {most}) must be equal on all ranks with "
+            f"train.exact (true): bits depend on them; set OMP_NUM_THREADS"
+        )
+
+
+def _exact_units(spec: JobSpec) -> int | None:
+    """The micro-batches of a step, where gradients are summed exactly."""
+    if not spec.train.exact:
+        return None
+    return -(-spec.batch.global_batch_size // spec.batch.micro_batch_size)
 
 
 def _check_nodes(spec: JobSpec, topology: Topology, ranks_per_node: int) -> None:

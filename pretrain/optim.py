@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
+from parallel import local_shard
 from pretrain.model import is_bias
 
 
@@ -82,8 +83,67 @@ class ScheduleConfig(BaseModel):
         return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+class ElementwiseAdamW(torch.optim.AdamW):
+    """AdamW in which a number's update has equal bits in every slice of a tensor.
+
+    A fused kernel computes the last numbers of a slice, which fill no vector register, with other
+    instructions, and these round differently: a reshard then changes bits. Here the fused kernel
+    gets slices whose length is a multiple of 16, where every slice of the tensor has one; all
+    others get operations that round once each.
+    """
+
+    _CHUNK = 1 << 14
+    """Numbers of one operation: of a core's cache, and too few to be cut over threads."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient (Loshchilov and Hutter, arXiv 1711.05101,
+        algorithm 2)."""
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                state["step"] += 1
+                tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+                flat = [local_shard(t).view(-1) for t in tensors]
+                chunks = [t.split(self._CHUNK) for t in flat]
+                # No layout cuts the rows of a matrix; biases of experts are cut.
+                if parameter.ndim > 1 and group["weight_decay"] and not parameter.shape[-1] % 16:
+                    self._update_fused(chunks, state["step"], group)
+                else:
+                    self._update(chunks, float(state["step"]), group)
+
+    @staticmethod
+    def _update_fused(chunks: list[Any], step: Tensor, group: dict[str, Any]) -> None:
+        x, grad, mean, square = map(list, chunks)
+        beta1, beta2 = group["betas"]
+        torch._fused_adamw_(
+            x, grad, mean, square, [], [step] * len(x), amsgrad=False, lr=group["lr"],
+            beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"],
+            maximize=False, grad_scale=None, found_inf=None,
+        )  # fmt: skip
+
+    @staticmethod
+    def _update(chunks: list[Any], count: float, group: dict[str, Any]) -> None:
+        lr, (beta1, beta2) = group["lr"], group["betas"]
+        decay, rate = 1 - lr * group["weight_decay"], lr / (1 - beta1**count)
+        root = math.sqrt(1 - beta2**count)
+        for x, grad, mean, square in zip(*chunks, strict=True):
+            x.mul_(decay)
+            mean.mul_(beta1).add_(grad * (1 - beta1))
+            square.mul_(beta2).add_((grad * grad).mul_(1 - beta2))
+            denominator = square.sqrt().div_(root).add_(group["eps"])
+            x.sub_((mean / denominator).mul_(rate))
+
+
+def build_adamw(
+    model: nn.Module, config: OptimizerConfig, exact: bool = False
+) -> torch.optim.AdamW:
     """AdamW over all parameters, with its moments made at once, as zeros.
+
+    With ``exact`` a :class:`ElementwiseAdamW`.
 
     torch makes the moments in the first step. Made here, a checkpoint has the same arrays at any
     step, and can be loaded before the first one. Matrices decay; norms and biases do not, and
@@ -94,7 +154,7 @@ def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
         parameter: parameter.ndim >= 2 and not is_bias(name)
         for name, parameter in model.named_parameters()
     }
-    optimizer = torch.optim.AdamW(
+    optimizer = (ElementwiseAdamW if exact else torch.optim.AdamW)(
         [
             {
                 "params": [p for p in parameters if decays[p]],
@@ -105,7 +165,7 @@ def build_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        fused=True,
+        fused=not exact,
     )
     for parameter in parameters:
         optimizer.state[parameter] = {

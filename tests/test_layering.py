@@ -129,11 +129,12 @@ OPEN_FILES = {
     "parallel.placements",
     # What the doors of several rooms do; it imports nothing.
     "parallel.on_demand",
-    # For layers: an MoE layer's dispatcher, attention, and experts each need one file of parallel
+    # For layers: an MoE layer's dispatcher, attention, and experts need files of parallel
     # in depth, whose names mean little in the door beside those of a whole model.
     "parallel.collectives",
     "parallel.context_parallel",
     "parallel.delayed_weight_grad",
+    "parallel.unit_sums",
     # The door would load DTensor and FSDP, which a layer in one process does without.
     "parallel.dtensor",
     # For what starts collectives of its own, as pipelines, and for what installs the monitor.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 
 import ckpt
@@ -25,6 +26,10 @@ _FREE = (
     "moe.capacity.hysteresis", "moe.capacity.false_alarm_rate", "moe.capacity.warmup_steps",
     "moe.capacity.replay_log",
 )  # fmt: skip
+_FIXED_WHERE_EXACT = (
+    ("train", "exact"), ("batch", "micro_batch_size"), ("precision", "compute"),
+    ("parallel", "tp"), ("parallel", "cp"), ("moe", "backend"), ("moe", "dispatcher"),
+)  # fmt: skip
 
 
 def check_resumable(job: Job, manifest: Manifest) -> None:
@@ -45,6 +50,8 @@ def check_resumable(job: Job, manifest: Manifest) -> None:
                 f"{field} ({now}) must be as in {where} ({before}); start over elsewhere, or put "
                 f"it back"
             )
+    if spec.train.exact:
+        _check_exact(spec, state.threads, resolved(manifest.spec), where)
     if state.corpus != job.corpus.fingerprint:
         raise InputError(
             f"data.path ({spec.data.path}) must hold the corpus of {where}; its tokens are others"
@@ -56,6 +63,28 @@ def check_resumable(job: Job, manifest: Manifest) -> None:
             f"({Topology(**manifest.topology).describe()}), or "
             f"checkpoint.reshard_on_load must be true"
         )
+
+
+def _check_exact(spec: JobSpec, threads: int | None, before: dict[str, Any], where: str) -> None:
+    """Raise InputError where a resume would give other bits than the run without a stop."""
+    now = spec.as_dict()
+    for section, field in _FIXED_WHERE_EXACT:
+        was = (before.get(section) or {}).get(field)
+        value = (now.get(section) or {}).get(field)
+        if value != was:
+            raise InputError(
+                f"{section}.{field} ({_text(value)}) must be as in {where} ({_text(was)}) with "
+                f"train.exact (true): bits depend on it"
+            )
+    if threads != torch.get_num_threads():
+        raise InputError(
+            f"threads of a process ({torch.get_num_threads()}) must be as in {where} ({threads}) "
+            f"with train.exact (true): bits depend on them; set OMP_NUM_THREADS={threads}"
+        )
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def resolved(saved: dict[str, Any]) -> dict[str, Any]:

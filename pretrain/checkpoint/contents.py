@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from ckpt import LocalArray, SaveInfo
 from pretrain.checkpoint.run_id import save_id
 from pretrain.job import Job
@@ -27,6 +29,7 @@ def save_info(job: Job, progress: Progress) -> SaveInfo:
             tokenizer=job.corpus.tokenizer_fingerprint,
             capacity=None if job.balance is None else job.balance.state(),
             stragglers=None if job.stragglers is None else job.stragglers.state(),
+            threads=torch.get_num_threads() if spec.train.exact else None,
         ).as_dict(),
         spec=spec.as_dict(),
         spec_hash=spec.hash,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -84,6 +84,20 @@ def restore(job: Job, tiers: Sequence[Tier] = ()) -> Progress:
     progress = replace(progress, run_id=run)
     root = job.spec.checkpoint_path
     return runtime.together(lambda: with_memory_of_roll_back(root, progress))
+
+
+def load_step(job: Job, root: Location, manifest: Manifest) -> Progress:
+    """Fill a job from one checkpoint, and change nothing else; every rank must call.
+
+    Raises InputError and CheckpointError as :func:`restore` does.
+    """
+    job.runtime.together(lambda: check_resumable(job, manifest))
+    return job.runtime.together(lambda: _load(job, manifest, root))
+
+
+def saved_spec(manifest: Manifest) -> dict[str, Any]:
+    """The spec that a checkpoint holds, in this version's terms."""
+    return resolved(manifest.spec)
 
 
 def _note(job: Job, text: str) -> None:

@@ -32,7 +32,8 @@ their network, are slow, have a full disk, or compute a gradient that is not fin
 exit codes:
   0  the run went on after every fault, took the samples of the undisturbed run, each once, and its
      losses are those of the undisturbed run: within 1e-5, or within 1e-2 at single steps in which a
-     token's experts have nearly equal scores and another layout has rounded them otherwise
+     token's experts have nearly equal scores and another layout has rounded them otherwise; with
+     train.exact they have the same bits, and so have gradient norms
   1  not so; the table says what differs
   2  the spec or OUT cannot be used, or a run did not end
   75 stopped
@@ -108,12 +109,13 @@ def chaos_table(found: Audit) -> str:
         f"samples        {found.samples_problem or 'those of the undisturbed run, each once'}",
     ]
     if found.losses_exact:
-        lines.append("losses         those of the undisturbed run, within 1e-5")
+        how = "bit for bit, as are gradient norms" if found.is_exact else "within 1e-5"
+        lines.append(f"losses         those of the undisturbed run, {how}")
     else:
         far = max(found.losses, key=lambda loss: abs(loss[1]))
+        by = "" if found.is_exact else " by more than 1e-5"
         lines.append(
-            f"losses         {len(found.losses)} differ by more than 1e-5, that of step {far[0]} "
-            f"by {far[1]:.1e}"
+            f"losses         {len(found.losses)} differ{by}, that of step {far[0]} by {far[1]:.1e}"
         )
     goodput = "unknown" if found.goodput is None else f"{found.goodput:.0%}"
     lines.append(

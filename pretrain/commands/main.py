@@ -13,6 +13,7 @@ from pretrain.commands import (
     launch,
     prepare,
     pretrain,
+    replay,
     reshard,
     simulate,
     status,
@@ -29,6 +30,7 @@ _COMMANDS = {
     "reshard": (reshard.main, "rewrite a checkpoint for another layout, format or shape"),
     "convert": (convert.main, "import from and export to Hugging Face; upcycle dense models"),
     "simulate": (simulate.main, "simulate a run under failures, before it starts"),
+    "replay": (replay.main, "take a step of a recorded run again, on any ranks"),
     "chaos": (chaos.main, "run a spec under random faults, and say what became of the run"),
 }
 

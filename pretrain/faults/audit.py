@@ -35,11 +35,14 @@ class Audit:
     samples_problem: str
     """The first step whose samples are not those of the undisturbed run; empty where all are."""
     losses: list[tuple[int, float]]
-    """Steps whose loss differs by more than :data:`CLOSE`, with the relative difference."""
+    """Steps whose loss differs by more than :data:`CLOSE`, with the relative difference; of an
+    exact run those with any other bit in the loss or the gradient norm."""
     starts: int
     goodput: float | None
     ledger_error: float
     """The difference between the ledger's phases and the wall time, over the wall time."""
+    is_exact: bool = False
+    """The runs are of ``train.exact``."""
 
     @property
     def recovered(self) -> int:
@@ -54,8 +57,9 @@ class Audit:
     @property
     def is_one_run(self) -> bool:
         """Whether the run went on after every fault, with its samples, and with losses that differ
-        by less than :data:`FAR`."""
-        near = all(abs(difference) < FAR for _, difference in self.losses)
+        by less than :data:`FAR`; an exact run must have the same bits."""
+        far = 0.0 if self.is_exact else FAR
+        near = all(abs(difference) < far for _, difference in self.losses)
         return near and self.samples_exact and self.recovered == len(self.faults)
 
     @property
@@ -69,6 +73,7 @@ def audit(
     undisturbed: Sequence[LoggedEvent],
     machines_lost: Sequence[tuple[int, int, float]] = (),
     ended: float | None = None,
+    is_exact: bool = False,
 ) -> Audit:
     """Compare two runs of one spec.
 
@@ -77,16 +82,18 @@ def audit(
         undisturbed: the log of the other run.
         machines_lost: faults that the log does not have: (step, machine, Unix time).
         ended: the Unix time of the last write to the log, by the clock of the file system.
+        is_exact: the spec has ``train.exact``: losses and gradient norms must have equal bits.
     """
     ledger = ledger_of(lines)
     wall = (ended or ledger.end or 0.0) - (ledger.begin or 0.0)
     return Audit(
         faults=_recoveries(lines, machines_lost),
         samples_problem=_samples_problem(_steps(lines), _steps(undisturbed)),
-        losses=_losses(_steps(lines), _steps(undisturbed)),
+        losses=_losses(_steps(lines), _steps(undisturbed), is_exact),
         starts=1 + sum(ledger.restarts.values()),
         goodput=ledger.goodput,
         ledger_error=abs(wall - ledger.wall_seconds) / max(wall, 1e-9),
+        is_exact=is_exact,
     )
 
 
@@ -111,13 +118,16 @@ def _samples_problem(taken: Sequence[StepCommitted], expected: Sequence[StepComm
 
 
 def _losses(
-    taken: Sequence[StepCommitted], expected: Sequence[StepCommitted]
+    taken: Sequence[StepCommitted], expected: Sequence[StepCommitted], is_exact: bool
 ) -> list[tuple[int, float]]:
-    losses = {step.step: step.loss for step in expected}
-    differences = [
-        (one.step, one.loss / losses[one.step] - 1) for one in taken if one.step in losses
+    steps = {step.step: step for step in expected}
+    pairs = [(one, steps[one.step]) for one in taken if one.step in steps]
+    return [
+        (one.step, one.loss / other.loss - 1)
+        for one, other in pairs
+        if (is_exact and (one.loss, one.grad_norm) != (other.loss, other.grad_norm))
+        or abs(one.loss / other.loss - 1) > CLOSE
     ]
-    return [(step, difference) for step, difference in differences if abs(difference) > CLOSE]
 
 
 def _recoveries(

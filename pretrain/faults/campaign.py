@@ -104,6 +104,7 @@ def run_campaign(
         read_log(calm.log).lines,
         disturbed.machines_lost,
         disturbed.ended,
+        is_exact=spec.train.exact,
     )
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from moe import MoEConfig
 from parallel import (
+    ExactSums,
     ParallelConfig,
     ParallelDims,
     PipelineSchedule,
@@ -52,6 +53,8 @@ class ParallelModel:
     """The layout of every parameter and buffer of the full model, by name."""
     pipeline: Pipeline | None
     """None for one stage."""
+    exact: ExactSums | None = None
+    """The sums of gradients, where they are exact."""
 
 
 def parallelize(
@@ -63,6 +66,7 @@ def parallelize(
     seq_len: int,
     dtype: torch.dtype = torch.float32,
     compiled: bool = False,
+    exact_units: int | None = None,
 ) -> ParallelModel:
     """Build this rank's part of a decoder, parallelized, on the meta device.
 
@@ -76,6 +80,8 @@ def parallelize(
         seq_len: tokens of a full sequence, for the stages' costs.
         dtype: dtype of GEMMs and of activations between ranks; parameters are in float32.
         compiled: compile regions of the layers, see :func:`compile_regions`.
+        exact_units: sum gradients exactly, of at most so many micro-batches in a step; None sums
+            in float32.
 
     Raises ValueError where the model has fewer layers than stages, or where the number of experts
     is not a multiple of the ranks.
@@ -93,7 +99,10 @@ def parallelize(
     with torch.device("meta"):
         model = Decoder(config, moe, chain.from_iterable(layers[stage] for stage in local))
     stages = {0: model} if num_stages == 1 else {s: model.part(layers[s]) for s in local}
-    weight_grads = apply_delayed_weight_grad(model) if schedule.folds_into_v else None
+    exact = None if exact_units is None else ExactSums(exact_units)
+    # Exact sums take each micro-batch's gradients at the end of its backward.
+    delays = schedule.folds_into_v and exact is None
+    weight_grads = apply_delayed_weight_grad(model) if delays else None
     apply_expert_parallel(model, dims.ep_mesh, dims.ep_node_meshes)
     apply_tensor_parallel(model, dims.tp_mesh, tensor_parallel_plan(model))
     apply_context_parallel(model, dims.cp_mesh, dims.token_mesh)
@@ -114,6 +123,7 @@ def parallelize(
             sum_replicas=parallel.gradient_compression == "none",
             prefetch=memory.prefetch,
             offload=memory.offload_optimizer,
+            exact=exact,
         )
     pipeline = None
     if num_stages > 1:
@@ -132,6 +142,7 @@ def parallelize(
         stages=stages,
         layouts=decoder_layouts(meta_model, layers, dims.topology, schedule),
         pipeline=pipeline,
+        exact=exact,
     )
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 from moe import Stopwatch
-from parallel import Documents, ParallelDims, local_sequence, set_gradient_sync
+from parallel import Documents, ParallelDims, local_sequence, on_loss_grid, set_gradient_sync
 from pretrain.model import DecoderOutput
 from pretrain.parallelize.results import RoutingStats, StepResult, routing_stats
 
@@ -119,13 +119,14 @@ def forward_backward(
         with local_batch.vocabulary_parallel():
             out: DecoderOutput = model(inputs_BS, counts, local_batch.documents(batch[:, :-1]))
             nll = next_token_loss(out.logits, targets_BS)
-            loss = nll
+            # As a pipeline's stages do it: in float32 another order of the factors is another loss.
+            loss = nll / divisor
             for aux in out.aux:
-                loss = loss + routed * aux.aux_loss
-            (loss / divisor).backward()
+                loss = loss + routed / divisor * aux.aux_loss
+            loss.backward()
         counts = [aux.expert_counts_E for aux in out.aux]
         if local_batch.owns_loss:
-            loss_sum += nll.detach()
+            loss_sum += on_loss_grid(nll.detach())
             target_tokens += targets_BS.numel()
         if out.aux:
             routing = routing_stats(out.aux, routed).plus(routing)

@@ -27,6 +27,7 @@ from parallel import (
     PipelineSchedule,
     WeightGradStore,
     finish_backward,
+    on_loss_grid,
     set_gradient_sync,
 )
 from parallel.comm_watch import CollectiveWork, monitored
@@ -55,7 +56,7 @@ class Pipeline:
         moe: the MoE config of the model; None for a model without MoE layers.
         dtype: dtype of activations between stages.
         weight_grads: the store that :func:`parallel.apply_delayed_weight_grad` returned for the
-            model; needed by schedules with delayed weight gradients.
+            model. Without a store no schedule delays weight gradients.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Pipeline:
         weight_grads: WeightGradStore | None = None,
     ) -> None:
         self.dtype = dtype
+        self.delays_weight_grads = weight_grads is not None
         self.weight_grads = weight_grads or WeightGradStore()
         self.stages, self.num_stages, self.schedule = dict(stages), num_stages, schedule
         self.group = pp_mesh.get_group()
@@ -181,14 +183,8 @@ class Pipeline:
 
         Raises RuntimeError for an action of PyTorch's schedule that Convoy does not know.
         """
-        return _Step(
-            self,
-            micro_batches,
-            divisor=divisor,
-            device=device,
-            local_batch=local_batch,
-            reduce_once=reduce_once,
-        ).run()
+        options: dict[str, Any] = {"device": device, "local_batch": local_batch}
+        return _Step(self, micro_batches, divisor=divisor, reduce_once=reduce_once, **options).run()
 
     def _buffer(self, inputs_BS: Tensor, local_batch: LocalBatch) -> Tensor:
         """An empty tensor for a stage's input: [B, S / tp, D]."""
@@ -246,7 +242,7 @@ class _Step:
         self.delayed = {
             (action.stage_index, action.microbatch_index)
             for action in self.order
-            if action.computation_type.name == "BACKWARD_INPUT"
+            if action.computation_type.name == "BACKWARD_INPUT" and pipeline.delays_weight_grads
         }
         # By direction ("F" or "B"), stage and micro-batch: received tensors, and tensors to send.
         self.received: dict[tuple[str, int, int], tuple[Tensor, list[CollectiveWork]]] = {}
@@ -265,6 +261,9 @@ class _Step:
             "SEND_B": self._send_b,
             "RECV_B": self._recv_b,
         }
+        if not pipeline.delays_weight_grads:
+            self.actions["BACKWARD_INPUT"] = self._full_backward
+            self.actions["BACKWARD_WEIGHT"] = lambda *_: None
 
     def run(self) -> StepResult:
         with self.local_batch.vocabulary_parallel():
@@ -336,7 +335,7 @@ class _Step:
             nll = next_token_loss(out.logits, self.targets[turn])
             root = nll / self.divisor
             if self.local_batch.owns_loss:
-                self.loss_sum += nll.detach()
+                self.loss_sum += on_loss_grid(nll.detach())
                 self.target_tokens += tokens
         else:
             self._hand_over("F", stage, turn, root.detach().contiguous(), peer=stage + 1)

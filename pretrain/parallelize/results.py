@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe import MoEAux, Stopwatch
-from parallel import all_reduce
+from parallel import all_reduce, on_loss_grid
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def routing_stats(reports: Sequence[MoEAux], tokens: int) -> RoutingStats:
     """The stats of a forward of ``tokens`` tokens, from one report for each MoE layer (>= 1)."""
     return RoutingStats(
         torch.stack([aux.tokens_per_expert_E for aux in reports]),
-        tokens * torch.stack([aux.entropy for aux in reports]).double(),
+        on_loss_grid(tokens * torch.stack([aux.entropy for aux in reports]).double()),
         torch.stack([torch.stack([aux.num_dropped, aux.num_rerouted]) for aux in reports]),
         torch.stack([aux.num_nonfinite_tokens for aux in reports]),
     )

@@ -5,6 +5,7 @@ Every function raises ValueError: one line that names the fields, their values a
 
 from __future__ import annotations
 
+from pretrain.spec.exact import check_exact
 from pretrain.spec.sections import Sections
 from router import StragglerAwareConfig
 
@@ -194,5 +195,6 @@ ALL_CHECKS = (
     check_faults,
     check_stragglers,
     check_verify,
+    check_exact,
 )
 """In the order in which a spec is checked."""

@@ -20,6 +20,9 @@ class TrainConfig(BaseModel):
     """The seed of initial weights, of the order of samples and of all random numbers."""
     compile: bool = False
     """Compile attention and dense layers with torch.compile, where no collective is inside them."""
+    exact: bool = False
+    """Compute the same numbers, bit for bit, whatever ``parallel.dp_shard``, ``dp_replicate``,
+    ``ep`` and ``pp`` are, and whatever resizes the run went through; see docs/exact.md."""
     log_interval_steps: int = Field(default=10, ge=1)
     """Steps between two lines of the console."""
     max_skipped_steps: int = Field(default=3, ge=1)

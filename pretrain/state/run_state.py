@@ -32,6 +32,9 @@ class RunState:
     """Fingerprint of the tokenizer, see :func:`pretrain.data.tokenizer_fingerprint`."""
     stragglers: dict[str, Any] | None = None
     """Speeds of whole ranks and the division of micro-batches, see ``Stragglers.state``."""
+    threads: int | None = None
+    """Threads of a process, where the numbers of a run depend on nothing but units and threads;
+    otherwise None."""
     kind: Literal["training"] = "training"
 
     def as_dict(self) -> dict[str, Any]:
@@ -43,6 +46,7 @@ class RunState:
             "tokenizer": self.tokenizer,
             "capacity": self.capacity,
             "stragglers": self.stragglers,
+            "threads": self.threads,
         }
 
 
@@ -62,8 +66,12 @@ def read_run_state(manifest: Manifest) -> RunState | None:
         corpus = state["corpus"]
         capacity, stragglers = state.get("capacity"), state.get("stragglers")
         tables = isinstance(capacity, Mapping | None) and isinstance(stragglers, Mapping | None)
-        if not isinstance(corpus, str) or not tables:
-            raise TypeError("corpus must be text, and capacity and stragglers objects or null")
+        threads = state.get("threads")
+        if not isinstance(corpus, str) or not tables or not isinstance(threads, int | None):
+            raise TypeError(
+                "corpus must be text, capacity and stragglers objects or null, threads a number or "
+                "null"
+            )
     except (ValidationError, KeyError, TypeError) as error:
         first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise CheckpointError(
@@ -78,6 +86,7 @@ def read_run_state(manifest: Manifest) -> RunState | None:
         corpus,
         None if capacity is None else dict(capacity),
         stragglers=None if stragglers is None else dict(stragglers),
+        threads=threads,
     )
 
 

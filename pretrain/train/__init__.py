@@ -1,8 +1,11 @@
 """The training loop, the step barrier, and evaluation."""
 
+from pretrain.train.replay import ReplayedStep, replay
 from pretrain.train.run import prepare, run
 
 __all__ = [
+    "ReplayedStep",
     "prepare",
+    "replay",
     "run",
 ]

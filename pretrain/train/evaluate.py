@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import free_gathered
+from parallel import free_gathered, on_loss_grid
 from pretrain.data import bytes_per_token, load_tokenizer
 from pretrain.job import Job
 from pretrain.parallelize import ParallelModel, RoutingStats, next_token_loss
@@ -71,7 +71,9 @@ def evaluate(job: Job, limit: int | None = None, *, step: int = 0) -> Evaluation
         # As many forwards on every rank, some of them of no sequences: all exchange tokens.
         for start in range(0, count, size * ranks):
             job.runtime.heartbeat.beat("evaluate", step)
-            mine = indices[start : start + size * ranks][job.dims.dp_rank :: ranks]
+            # A micro-batch has the same sequences on any number of ranks, as in training.
+            first = start + size * job.dims.dp_rank
+            mine = indices[first : first + size]
             batch = job.held_out.batch(mine)
             inputs_BS, targets_BS = part.inputs_and_targets(batch)
             # Of the batch as it is: what it is filled up with may become the end token's id.
@@ -85,7 +87,8 @@ def evaluate(job: Job, limit: int | None = None, *, step: int = 0) -> Evaluation
             real = targets_BS[targets_BS >= 0]
             if part.owns_loss:
                 sums += torch.tensor(
-                    [float(nll), real.numel(), int(lengths[real].sum())], dtype=torch.float64
+                    [float(on_loss_grid(nll)), real.numel(), int(lengths[real].sum())],
+                    dtype=torch.float64,
                 )
     dist.all_reduce(sums, group=job.runtime.control_group)
     nats, tokens, text_bytes = sums.tolist()

@@ -191,7 +191,7 @@ class Trainer:
         return Report(
             loss_sum=float(result.loss_sum),
             target_tokens=result.target_tokens,
-            grad_square_sum=float(grad_square_sum(self.job.model, self.job.dims)) / scale**2,
+            grad_square_sum=self._grad_square_sum() / scale**2,
             stop_requested=stop_requested,
             save_requested=self.checkpointer.requested,
             step_seconds=time.perf_counter() - began,
@@ -201,6 +201,14 @@ class Trainer:
             expert_seconds=result.expert_seconds,
             bad_layer=_bad_layer(self.job.moe_layers, result.routing),
         )
+
+    def _grad_square_sum(self) -> float:
+        """This rank's share of the squared norm: of an exact sum rank 0 has all."""
+        job = self.job
+        if job.parallel_model.exact is None:
+            return float(grad_square_sum(job.model, job.dims))
+        square = float(job.parallel_model.exact.square_sum(job.model, job.dims))
+        return square if job.runtime.rank == 0 else 0.0
 
     def _commit(self, decision: Decision, cursor: Cursor, planned: int) -> None:
         job, clip = self.job, self.job.spec.optimizer.clip_norm

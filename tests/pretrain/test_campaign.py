@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -66,6 +67,17 @@ def test_a_loss_that_differs_is_named():
     assert found.losses[0][1] == pytest.approx(5e-4)
     assert found.is_one_run
     assert not audit([*CALM[:4], step(5, 5.0, loss=2.1)], CALM).is_one_run
+
+
+def test_an_exact_run_must_have_equal_bits():
+    assert audit(CALM, CALM, is_exact=True).is_one_run
+    for other in (replace(CALM[-1].event, loss=CALM[-1].event.loss * (1 + 1e-15)),
+                  replace(CALM[-1].event, grad_norm=0.25)):  # fmt: skip
+        lines = [*CALM[:-1], replace(CALM[-1], event=other)]
+        assert audit(lines, CALM).is_one_run
+        found = audit(lines, CALM, is_exact=True)
+        assert len(found.losses) == 1
+        assert not found.is_one_run
 
 
 def test_a_fault_without_a_later_step_is_not_recovered():

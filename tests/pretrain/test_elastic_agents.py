@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 STEPS, BATCH = 60, 4
 
 
-def elastic_spec(folder: Path, job: Path, **sections) -> Path:
+def elastic_spec(folder: Path, job: Path, exact: bool = False, **sections) -> Path:
     """Experts are spread over the ranks, with biases and a capacity that moves tokens."""
     return write_spec(
         folder,
@@ -36,7 +36,9 @@ def elastic_spec(folder: Path, job: Path, **sections) -> Path:
         parallel=sections.pop("parallel", {"ep": 4}),
         batch={"global_batch_size": BATCH, "micro_batch_size": 1},
         optimizer={"lr": 0.001},
-        train={"steps": STEPS, "timeout_seconds": 30.0, "log_interval_steps": 20},
+        train={
+            "steps": STEPS, "timeout_seconds": 30.0, "log_interval_steps": 20, "exact": exact,
+        },
         checkpoint={"interval_steps": 4},
         elastic={"enabled": True},
         **sections,
@@ -99,8 +101,9 @@ def assert_one_run(run: Path, reference: Path) -> None:
         np.testing.assert_allclose(a[name][...], b[name][...], rtol=close, atol=close)
 
 
-def test_four_three_two_four_ranks(tmp_path, job, reference, store):
-    spec, run = elastic_spec(tmp_path, job), tmp_path / "run"
+def lose_ranks_and_machines(spec: Path, run: Path, store: dict[str, str]) -> list[int]:
+    """Four machines, of which one rank is killed and two are lost, and two come in their place.
+    Returns the ranks of each start."""
     with agents(spec, run, least=2, most=4, **store) as launch:
         for _ in range(4):
             launch.start()
@@ -117,12 +120,41 @@ def test_four_three_two_four_ranks(tmp_path, job, reference, store):
     assert codes == [0] * 4, launch.output()
     sizes = [event["world_size"] for event in events(run, "start")]
     print("ranks of each start:", sizes)
-    assert sizes[0] == sizes[1] == sizes[-1] == 4
+    assert sizes[0] == sizes[1] == 4
     assert {2, 3} <= set(sizes)
     resized = events(run, "resized")
     assert [event["epoch"] for event in resized] == list(range(1, len(resized) + 1))
-    assert resized[-1]["after"]["ep"] == 4
+    return sizes
+
+
+def test_four_three_two_four_ranks(tmp_path, job, reference, store):
+    spec, run = elastic_spec(tmp_path, job), tmp_path / "run"
+    sizes = lose_ranks_and_machines(spec, run, store)
+    assert sizes[-1] == 4
+    assert events(run, "resized")[-1]["after"]["ep"] == 4
     assert_one_run(run, reference)
+
+
+def test_an_exact_run_has_the_bits_of_one_process(tmp_path, job):
+    """train.exact, 4 to 3 to 2 to 4 ranks, against one process that nothing happens to."""
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "many").mkdir()
+    alone = elastic_spec(tmp_path / "alone", job, exact=True, parallel={})
+    assert run_ranks(undisturbed, 1, str(alone), group=False, timeout=200) == [0]
+    spec = elastic_spec(tmp_path / "many", job, exact=True)
+    run, reference = tmp_path / "many" / "run", tmp_path / "alone" / "run"
+    lose_ranks_and_machines(spec, run, {})
+    expected = last_records(reference)
+    assert sorted(last_records(run)) == sorted(expected) == list(range(1, STEPS + 1))
+    for record in events(run, "step"):  # those that were taken again, too
+        one = expected[record["step"]]
+        for field in ("loss", "grad_norm", "lr", "consumed_samples", "tokens_seen"):
+            assert record[field] == one[field], (record["step"], field)
+    a, b = ckpt.open(run / "checkpoints"), ckpt.open(reference / "checkpoints")
+    names = [name for name in b if not name.startswith("rng/")]
+    assert any(name.startswith("optimizer/exp_avg_sq/") for name in names)
+    for name in names:
+        assert a[name][...].tobytes() == b[name][...].tobytes(), name
 
 
 def test_a_machine_of_the_exclude_list_does_not_come_back(tmp_path, job, store):

@@ -223,3 +223,25 @@ def check_gradients(trained: Trained, alone: Trained) -> None:
     for name, expected in alone.gradients.items():
         error = relative_error(trained.gradients[name], expected)
         assert error <= 1e-5, f"gradient of {name}: {error}"
+
+
+def bits_that_differ(trained: Trained, alone: Trained) -> list[str]:
+    """What of a run has other bits than one process: figures, gradients, parameters, moments."""
+    found = [
+        f"{what} {getattr(trained, what)}, alone {getattr(alone, what)}"
+        for what in ("losses", "norms")
+        if getattr(trained, what) != getattr(alone, what)
+    ]
+    for what in ("gradients", "state"):
+        here, there = getattr(trained, what), getattr(alone, what)
+        assert here.keys() == there.keys()
+        for name, value in here.items():
+            different = int((_bits(value) != _bits(there[name])).sum())
+            if different:
+                found.append(f"{what} of {name}: {different} of {value.numel()}")
+    return found
+
+
+def _bits(x: Tensor) -> Tensor:
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.contiguous().view(integers[x.element_size()])

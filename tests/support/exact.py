@@ -1,0 +1,91 @@
+"""Specs that cover ``train.exact``: variants of the model, and the layouts that each is run on."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from pretrain.spec.job import JobSpec
+from tests.support.layouts import spec_for
+
+# Four micro-batches, the last one short, of numbers of tokens that are no powers of two; a bias,
+# several losses, and shared experts.
+MOE = {
+    "num_experts": 8, "num_shared_experts": 1, "expert_bias": True, "z_loss_coeff": 0.01,
+    "aux_loss_coeff": 0.02, "seq_aux_loss_coeff": 0.02,
+}  # fmt: skip
+LATENT = {
+    "num_kv_heads": 4, "qk_norm": "none", "kv_lora_rank": 8, "q_lora_rank": 12,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+}  # fmt: skip
+VARIANTS: dict[str, dict[str, Any]] = {
+    "top_k 2": {},
+    "top_k 4": {"moe": {"top_k": 4}},
+    "latent attention": {"model": LATENT, "moe": {"score_func": "sigmoid", "top_k": 3}},
+    "document masks": {"data": {"document_mask": True}},
+    "capacity that reroutes": {"moe": {"capacity": {"policy": "fixed", "capacity_factor": 1.0}}},
+    "capacity that drops": {
+        "moe": {
+            "top_k": 3,
+            "capacity": {"policy": "fixed", "capacity_factor": 0.7, "drop_policy": "probs"},
+        }
+    },
+    "biases, gates, odd sizes": {
+        "model": {"d_model": 40, "d_ff": 46, "qk_norm": "all_heads"},
+        "moe": {
+            "ffn_bias": True, "activation": "gelu", "shared_expert_gate": True, "d_ff": 12,
+            "aux_loss_scope": "previous_step",
+        },
+    },
+    "recomputed layers": {"parallel": {"memory": {"recompute": "full"}}},
+    "recomputed products": {
+        "parallel": {"memory": {"recompute": "selective"}}, "moe": {"recompute_experts": True},
+    },
+    "gathered parameters kept": {"parallel": {"memory": {"zero_stage": 2, "prefetch": 1}}},
+    "loop": {"moe": {"backend": "loop", "top_k": 3, "ffn_bias": True}},
+    "experts choose": {"moe": {"routing": "expert_choice", "expert_bias": False}},
+    "sinkhorn": {"moe": {"routing": "sinkhorn", "expert_bias": False}},
+    "bfloat16": {"precision": {"compute": "bfloat16"}, "moe": {"top_k": 3}},
+}  # fmt: skip
+LAYOUTS = [
+    "pp=2", "dp_shard=2", "dp_replicate=2", "dp_shard=2,ep=2", "dp_shard=3,ep=3",
+    "dp_replicate=3", "dp_shard=4", "dp_shard=4,ep=2", "dp_shard=4,ep=4",
+    "dp_replicate=2,dp_shard=2,ep=2", "pp=2,dp_shard=2,ep=2", "pp=2,dp_replicate=2",
+]  # fmt: skip
+FEW = ["dp_shard=2,ep=2", "dp_shard=3,ep=3", "dp_shard=4,ep=2", "pp=2,dp_replicate=2"]
+"""For variants other than the first two."""
+SCHEDULED = ["pp=2", "pp=2,dp_shard=2,ep=2", "pp=2,dp_replicate=2"]
+SCHEDULES = ["gpipe", "1f1b", "zbv", "dualpipev"]
+# Three ranks divide the experts and the sizes.
+BY_THREE = {"model": {"d_model": 48, "d_ff": 48}, "moe": {"num_experts": 12}}
+
+
+CELLS = [
+    *((variant, layout) for variant in list(VARIANTS)[:2] for layout in LAYOUTS),
+    *((variant, layout) for variant in list(VARIANTS)[2:] for layout in FEW),
+    *(("top_k 2", f"{layout} {schedule}") for layout in SCHEDULED for schedule in SCHEDULES),
+]
+"""Variants and layouts whose bits are compared with one process."""
+
+
+def sections_of(variant: str, layout: str) -> tuple[str, dict[str, Any]]:
+    """The sections of a variant on a layout, and a name for what one process does with them."""
+    sections, by_three = copy.deepcopy(VARIANTS[variant]), "=3" in layout
+    if by_three:
+        for section, values in BY_THREE.items():
+            sections[section] = {**values, **sections.get(section, {})}
+    return (f"{variant} by three" if by_three else variant), sections
+
+
+def exact_spec(folder: Path, data: dict[str, str], layout: str, /, **sections: Any) -> JobSpec:
+    """The spec of a run with exact sums, under ``folder``, with sections laid over it."""
+    s: dict[str, Any] = {
+        "train": {"exact": True, "steps": 60}, "model": {"num_layers": 4},
+        "batch": {"global_batch_size": 10, "micro_batch_size": 3},
+        "checkpoint": {"reshard_on_load": True},
+    }  # fmt: skip
+    for name, values in [("moe", MOE), *copy.deepcopy(sections).items()]:
+        s[name] = {**s.get(name, {}), **values}
+    folder.mkdir(exist_ok=True)
+    return spec_for(folder, {**data, **s.pop("data", {})}, layout, **s)
