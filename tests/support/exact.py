@@ -39,9 +39,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         },
     },
     "recomputed layers": {"parallel": {"memory": {"recompute": "full"}}},
-    "recomputed products": {
-        "parallel": {"memory": {"recompute": "selective"}}, "moe": {"recompute_experts": True},
-    },
+    "recomputed products": {"parallel": {"memory": {"recompute": "selective"}}},
+    "recomputed experts": {"moe": {"recompute_experts": True}},
     "gathered parameters kept": {"parallel": {"memory": {"zero_stage": 2, "prefetch": 1}}},
     "loop": {"moe": {"backend": "loop", "top_k": 3, "ffn_bias": True}},
     "experts choose": {"moe": {"routing": "expert_choice", "expert_bias": False}},
