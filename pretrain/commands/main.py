@@ -6,7 +6,17 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from pretrain.commands import chaos, convert, inspect, prepare, pretrain, reshard, simulate, status
+from pretrain.commands import (
+    chaos,
+    convert,
+    inspect,
+    plan,
+    prepare,
+    pretrain,
+    reshard,
+    simulate,
+    status,
+)
 from pretrain.commands.parsing import Parser
 from pretrain.observe import say
 
@@ -17,6 +27,7 @@ _COMMANDS = {
     "inspect": (inspect.main, "show, verify and compare checkpoints; remove garbage"),
     "reshard": (reshard.main, "rewrite a checkpoint for another layout, format or shape"),
     "convert": (convert.main, "import from and export to Hugging Face; upcycle dense models"),
+    "plan": (plan.main, "plan a run: layout, memory, days and dollars, before it starts"),
     "simulate": (simulate.main, "simulate a run under failures, before it starts"),
     "chaos": (chaos.main, "run a spec under random faults, and say what became of the run"),
 }
