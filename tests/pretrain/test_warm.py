@@ -80,7 +80,9 @@ def nothing_left_behind():
     while _started:
         process = _started.pop()
         process.kill()
-        process.communicate()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
 
 
 def start(folder: Path, rank: int, world: int, port: int, *deeds: str) -> subprocess.Popen[str]:
