@@ -148,6 +148,7 @@ JOB = json.loads(r"""
    "steps": 240,
    "seed": 0,
    "compile": false,
+   "exact": false,
    "log_interval_steps": 10,
    "max_skipped_steps": 3,
    "timeout_seconds": 300.0,

@@ -14,7 +14,6 @@ from torch import Tensor
 from ckpt import LocalArray
 from moe import choose_backend
 from parallel import CompressedSum, Documents, ParallelDims, ShardLayout, Topology
-from parallel.layout import count_ranks, nodes_per_token
 from pretrain.data import (
     CorpusManifest,
     Division,
@@ -179,7 +178,7 @@ def build_job(
     per_node = runtime.ranks_per_node
     if runtime.maximum(per_node) != -runtime.maximum(-per_node):
         per_node = runtime.world  # nodes of different sizes are not told apart
-    runtime.together(lambda: _check_nodes(spec, topology, per_node))
+    runtime.together(lambda: spec.check_nodes(topology, per_node))
     dims = ParallelDims.build(topology, runtime.device.type, per_node)
     parallel_model = runtime.together(lambda: _parallelize(spec, dims))
     _allocate(parallel_model, runtime.device, spec.parallel.memory.offload_optimizer)
@@ -281,33 +280,6 @@ def _exact_units(spec: JobSpec) -> int | None:
     if not spec.train.exact:
         return None
     return -(-spec.batch.global_batch_size // spec.batch.micro_batch_size)
-
-
-def _check_nodes(spec: JobSpec, topology: Topology, ranks_per_node: int) -> None:
-    tp = topology.tp
-    if tp > 1 and ranks_per_node % tp and not spec.parallel.tp_across_nodes:
-        raise InputError(
-            f"parallel.tp ({tp}) must divide the ranks of a node ({ranks_per_node}), or "
-            f"parallel.tp_across_nodes must be true: every layer waits for these ranks four times"
-        )
-    most, moe = spec.parallel.max_nodes_per_token, spec.moe
-    if not most or moe is None:
-        return
-    if topology.ep % ranks_per_node and ranks_per_node % topology.ep:
-        raise InputError(
-            f"parallel.ep ({topology.ep}) must be a multiple or a divisor of the ranks of a node "
-            f"({ranks_per_node}) with parallel.max_nodes_per_token ({most})"
-        )
-    takes = moe.num_experts if moe.routing == "expert_choice" else moe.top_k
-    reached = nodes_per_token(
-        moe.num_experts, moe.n_groups, moe.topk_groups, takes, topology.ep, ranks_per_node
-    )
-    if reached > most:
-        raise InputError(
-            f"parallel.max_nodes_per_token ({most}) must be at least {reached}: moe.topk_groups "
-            f"({moe.topk_groups}) of moe.n_groups ({moe.n_groups}) reach so many nodes with "
-            f"parallel.ep ({topology.ep}) and {count_ranks(ranks_per_node)} on a node"
-        )
 
 
 def _stragglers(spec: JobSpec, topology: Topology, runtime: Runtime) -> Stragglers | None:

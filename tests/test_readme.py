@@ -138,6 +138,14 @@ RUN = {
     f"convoy launch {RECIPE} --on ray --set launch.ranks_per_node=2": Run(),
     f"convoy launch {RECIPE} --on kubernetes --set launch.nodes=2 "
     "--set launch.image=convoy:0.1.0": Run(),
+    "convoy plan --validate": Run(),
+    "convoy plan tools/recipes/mixtral-8x7b.toml --cluster h100 --gpus 128": Run(
+        (("tools/recipes/mixtral-8x7b.toml", str(ROOT / "tools/recipes/mixtral-8x7b.toml")),)
+    ),
+    "convoy plan tools/recipes/mixtral-8x7b.toml --cluster h100 --gpus 128 --layout "
+    "pp=2,ep=8 --tokens 2e12 --json plan.json": Run(
+        (("tools/recipes/mixtral-8x7b.toml", str(ROOT / "tools/recipes/mixtral-8x7b.toml")),)
+    ),
     "convoy simulate": Run(more="--set run.repetitions=2 --set run.days=2"),
     "convoy simulate --gpus 1000,4096,16384,65536,100000 --json simulate.json": Run(
         more="--set run.repetitions=2 --set run.days=2"

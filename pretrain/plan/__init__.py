@@ -13,28 +13,56 @@ from pretrain.plan.failures import (
 
 if TYPE_CHECKING:
     from pretrain.plan.assessment import Assessment, Choice, assess
+    from pretrain.plan.cost import Cost, cost_of
+    from pretrain.plan.hardware import Cluster, load_cluster, shipped_clusters
+    from pretrain.plan.plan_tables import (
+        plan_lines,
+        plans_table,
+        reasons,
+        validation_table,
+        why_others_lose,
+    )
     from pretrain.plan.plot import check_plot, draw
     from pretrain.plan.scenario import Scenario, load_scenario
+    from pretrain.plan.search import Found, Plan, no_layout, plan_of, search_layouts
     from pretrain.plan.simulate import Outcome, simulate_runs
     from pretrain.plan.tables import causes_table, sizes_table, summary
+    from pretrain.plan.validate import compare, missed_bounds
 
 __all__ = [
     "DEVICE_HOURS_PER_FAILURE",
     "Assessment",
     "Choice",
+    "Cluster",
+    "Cost",
+    "Found",
     "Outcome",
+    "Plan",
     "Scenario",
     "assess",
     "causes_table",
     "check_plot",
+    "compare",
+    "cost_of",
     "draw",
     "erlang_b",
     "expected_run_seconds",
+    "load_cluster",
     "load_scenario",
+    "missed_bounds",
+    "no_layout",
     "optimal_interval",
+    "plan_lines",
+    "plan_of",
+    "plans_table",
+    "reasons",
+    "search_layouts",
+    "shipped_clusters",
     "simulate_runs",
     "sizes_table",
     "summary",
+    "validation_table",
+    "why_others_lose",
     "young_interval",
 ]
 
@@ -44,6 +72,23 @@ if not TYPE_CHECKING:  # mypy would otherwise take any name for one of this modu
     __getattr__ = on_demand(
         __name__,
         {
+            "Cluster": "pretrain.plan.hardware",
+            "load_cluster": "pretrain.plan.hardware",
+            "shipped_clusters": "pretrain.plan.hardware",
+            "Cost": "pretrain.plan.cost",
+            "cost_of": "pretrain.plan.cost",
+            "Found": "pretrain.plan.search",
+            "Plan": "pretrain.plan.search",
+            "no_layout": "pretrain.plan.search",
+            "plan_of": "pretrain.plan.search",
+            "search_layouts": "pretrain.plan.search",
+            "compare": "pretrain.plan.validate",
+            "missed_bounds": "pretrain.plan.validate",
+            "plan_lines": "pretrain.plan.plan_tables",
+            "plans_table": "pretrain.plan.plan_tables",
+            "reasons": "pretrain.plan.plan_tables",
+            "validation_table": "pretrain.plan.plan_tables",
+            "why_others_lose": "pretrain.plan.plan_tables",
             "Assessment": "pretrain.plan.assessment",
             "Choice": "pretrain.plan.assessment",
             "Outcome": "pretrain.plan.simulate",

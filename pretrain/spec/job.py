@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import model_validator
 
-from parallel import Topology
-from parallel.layout import count_ranks
+from parallel import ParallelConfig, Topology
+from parallel.layout import count_ranks, nodes_per_token
 from pretrain.errors import InputError
 from pretrain.spec.checks import ALL_CHECKS
 from pretrain.spec.nearest import nearest_layouts
@@ -105,6 +105,54 @@ class JobSpec(Sections):
                     f"({topology.dp_shard} x {topology.cp} x {topology.tp} / {topology.ep} = "
                     f"{topology.efsdp}), the ranks that share an expert"
                 )
+
+    def check_nodes(self, topology: Topology, ranks_per_node: int) -> None:
+        """The rules between a layout and nodes of ``ranks_per_node`` ranks.
+
+        Raises InputError where tensor parallelism would cross nodes, or a token would reach more
+        nodes than the spec allows.
+        """
+        tp = topology.tp
+        if tp > 1 and ranks_per_node % tp and not self.parallel.tp_across_nodes:
+            raise InputError(
+                f"parallel.tp ({tp}) must divide the ranks of a node ({ranks_per_node}), or "
+                f"parallel.tp_across_nodes must be true: every layer waits for these ranks four "
+                f"times"
+            )
+        most, moe = self.parallel.max_nodes_per_token, self.moe
+        if not most or moe is None:
+            return
+        if topology.ep % ranks_per_node and ranks_per_node % topology.ep:
+            raise InputError(
+                f"parallel.ep ({topology.ep}) must be a multiple or a divisor of the ranks of a "
+                f"node ({ranks_per_node}) with parallel.max_nodes_per_token ({most})"
+            )
+        takes = moe.num_experts if moe.routing == "expert_choice" else moe.top_k
+        reached = nodes_per_token(
+            moe.num_experts, moe.n_groups, moe.topk_groups, takes, topology.ep, ranks_per_node
+        )
+        if reached > most:
+            raise InputError(
+                f"parallel.max_nodes_per_token ({most}) must be at least {reached}: "
+                f"moe.topk_groups ({moe.topk_groups}) of moe.n_groups ({moe.n_groups}) reach so "
+                f"many nodes with parallel.ep ({topology.ep}) and {count_ranks(ranks_per_node)} on "
+                f"a node"
+            )
+
+    def with_layout(
+        self, parallel: ParallelConfig, micro_batch_size: int, world: int, ranks_per_node: int
+    ) -> JobSpec:
+        """This spec with another layout and micro-batch on ``world`` ranks.
+
+        Other sections are not read again, so that a search can ask for thousands of layouts.
+        Raises ValueError where a rule between the spec and the layout is broken.
+        """
+        batch = self.batch.model_copy(update={"micro_batch_size": micro_batch_size})
+        spec = self.model_copy(update={"parallel": parallel, "batch": batch})
+        for check in ALL_CHECKS:
+            check(spec)
+        spec.check_nodes(spec._topology(world), min(ranks_per_node, world))
+        return spec
 
     def fits(self, topology: Topology) -> bool:
         """Whether every rule between this spec and the degrees of a layout holds."""

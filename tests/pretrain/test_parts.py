@@ -17,7 +17,6 @@ from parallel import (
     scale_gradients,
 )
 from pretrain.errors import InputError
-from pretrain.job import _check_nodes
 from pretrain.model.decoder import Decoder
 from pretrain.model.init import init_parameters
 from pretrain.model.rope import rope_frequencies, rotate
@@ -303,20 +302,20 @@ def test_machines_on_which_tokens_reach_too_many_nodes_are_refused(tmp_path):
     moe = {"num_experts": 8, "top_k": 2, "n_groups": 4, "topk_groups": 1}
     spec = make_spec(tmp_path, moe=moe, parallel={"ep": 4, "max_nodes_per_token": 1})
     topology = spec.topology(4)
-    _check_nodes(spec, topology, ranks_per_node=2)
+    spec.check_nodes(topology, ranks_per_node=2)
     two = make_spec(tmp_path, moe={**moe, "topk_groups": 2},
                     parallel={"ep": 4, "max_nodes_per_token": 1})  # fmt: skip
-    _check_nodes(two, topology, ranks_per_node=4)
+    two.check_nodes(topology, ranks_per_node=4)
     wide = Topology(dp_shard=2, tp=4)
-    _check_nodes(make_spec(tmp_path), wide, ranks_per_node=4)
+    make_spec(tmp_path).check_nodes(wide, ranks_per_node=4)
     with pytest.raises(
         InputError, match=r"parallel.tp \(4\) must divide the ranks of a node \(2\)"
     ):
-        _check_nodes(make_spec(tmp_path), wide, ranks_per_node=2)
+        make_spec(tmp_path).check_nodes(wide, ranks_per_node=2)
     insisted = make_spec(tmp_path, parallel={"tp_across_nodes": True})
-    _check_nodes(insisted, wide, ranks_per_node=2)
+    insisted.check_nodes(wide, ranks_per_node=2)
     with pytest.raises(InputError, match=r"max_nodes_per_token \(1\) must be at least 2"):
-        _check_nodes(two, topology, ranks_per_node=2)
+        two.check_nodes(topology, ranks_per_node=2)
 
 
 def test_biases_begin_at_zero_and_the_shared_gate_does_not(tmp_path):

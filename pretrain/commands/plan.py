@@ -1,0 +1,197 @@
+"""``convoy plan``: layout, memory, days and dollars of a run, before it starts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pretrain.commands.parsing import Parser, ended
+from pretrain.errors import EXIT_LOST, InputError
+from pretrain.observe import complain, say
+
+if TYPE_CHECKING:
+    from pretrain.plan import Cluster, Plan
+    from pretrain.spec import JobSpec
+
+_EPILOG = """\
+examples:
+  convoy plan tools/recipes/mixtral-8x7b.toml --cluster h100 --gpus 128
+  convoy plan tools/recipes/deepseek-v3.toml --cluster h800 --gpus 2048 --json plan.json
+  convoy plan mine.toml --cluster my-cluster.toml --layout pp=2,ep=8 --tokens 2e12
+  convoy plan --validate
+
+Without --layout the best layouts are searched for. --layout takes AXIS=DEGREE pairs, and the spec's
+own layout with an empty string; dp_shard takes the GPUs that are left over. Micro-batch, schedule,
+ZeRO stage and recomputation are then those of the spec.
+
+exit codes:
+  0  the plan was shown
+  1  with --validate: a bound is missed
+  2  the spec, the cluster or the layout cannot be used, or nothing fits
+  75 stopped
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run ``convoy plan``; returns its exit code."""
+    parser = Parser(
+        "convoy plan",
+        "Plan a run: the best layouts, memory and time by part, days, dollars and energy.",
+        _EPILOG,
+    )
+    parser.add_argument("spec", nargs="?", type=Path, metavar="SPEC", help="a job spec")
+    parser.add_argument(
+        "--cluster", metavar="NAME_OR_FILE", help="a cluster file, or the name of a shipped one"
+    )
+    parser.add_argument("--gpus", metavar="N", help="GPUs; by default all of the cluster's")
+    parser.add_argument(
+        "--tokens", metavar="N", help="tokens to train on; by default the steps of the spec"
+    )
+    parser.add_argument(
+        "--layout", metavar="AXIS=N,...", help="plan this layout in place of a search"
+    )
+    parser.add_argument(
+        "--imbalance",
+        default="1.1",
+        metavar="X",
+        help="rows of the busiest rank's experts as a multiple of the mean (1.1)",
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="SECTION.FIELD=VALUE",
+        help="override a field of the spec; may be repeated",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plans as JSON too")
+    parser.add_argument(
+        "--validate", action="store_true", help="compare the planner with published runs, and end"
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    args = parser.parse_args(arguments)
+    if not args.validate and (args.spec is None or args.cluster is None):
+        raise parser.refusal("convoy plan needs SPEC and --cluster; see convoy plan --help")
+    act = _validate if args.validate else _plan
+    return ended(lambda: act(args), debug=args.debug, stopped="nothing was written")
+
+
+def _validate(args: argparse.Namespace) -> int:
+    from pretrain.plan import compare, missed_bounds, validation_table
+
+    rows = compare()
+    say(validation_table(rows))
+    if args.json is not None:
+        document = [
+            {"group": r.group, "run": r.run, "kind": r.kind, "published_teraflops": r.published,
+             "planned_teraflops": r.planned, "error": r.error, "tuned": r.tuned,
+             "seconds": r.step.as_dict()}
+            for r in rows
+        ]  # fmt: skip
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    missed = missed_bounds(rows)
+    for line in missed:
+        complain(line)
+    return EXIT_LOST if missed else 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from pretrain.plan import (
+        cost_of,
+        load_cluster,
+        no_layout,
+        plan_lines,
+        plans_table,
+        reasons,
+        search_layouts,
+        why_others_lose,
+    )
+    from pretrain.spec import load_spec
+
+    cluster = load_cluster(args.cluster)
+    spec = load_spec(args.spec, args.overrides)
+    gpus = cluster.gpus if args.gpus is None else int(_number("--gpus", args.gpus, 1, whole=True))
+    imbalance = _number("--imbalance", args.imbalance, 1)
+    tokens: float = spec.train.steps * spec.global_batch_tokens
+    if args.tokens is not None:
+        tokens = _number("--tokens", args.tokens, 1)
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise InputError(f"--json ({args.json}): its folder does not exist")
+    cluster.chip.peak(spec.precision.compute)  # a cluster without this dtype is told at once
+    if args.layout is not None:
+        plans = [_by_hand(spec, args.layout, gpus, cluster, imbalance)]
+    else:
+        found = search_layouts(spec, gpus, cluster, imbalance)
+        if not found.best:
+            raise no_layout(found, gpus, cluster)
+        plans = found.best
+        say(plans_table(plans))
+        say("")
+        for line in reasons(plans[0], plans[1:]):
+            say(line)
+        say(why_others_lose(found))
+        say("")
+    costs = [cost_of(plan, cluster, tokens) for plan in plans]
+    say(plan_lines(plans[0], costs[0], cluster))
+    if args.json is not None:
+        rows = [_document(plan, each.as_dict()) for plan, each in zip(plans, costs, strict=True)]
+        document = {
+            "cluster": cluster.model_dump(), "gpus": gpus, "spec": spec.as_dict(), "plans": rows
+        }  # fmt: skip
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+def _by_hand(spec: JobSpec, layout: str, gpus: int, cluster: Cluster, imbalance: float) -> Plan:
+    """The plan of a layout that a person names. Raises InputError where it breaks a rule, or does
+    not fit."""
+    from parallel.layout import parse_topology
+    from pretrain.plan import plan_of
+    from pretrain.spec import resolve_spec
+
+    data = spec.as_dict()
+    if layout:
+        try:
+            parse_topology(layout)
+        except ValueError as error:
+            raise InputError(f"--layout: {error}") from None
+        data["parallel"] |= {"dp_shard": -1}
+        for part in layout.split(","):
+            name, _, degree = part.strip().partition("=")
+            data["parallel"][name] = int(degree)
+    plan = plan_of(resolve_spec(data, f"--layout ({layout})"), gpus, cluster, imbalance)
+    room = cluster.chip.memory_bytes
+    if plan.memory.total > room:
+        part = plan.memory.largest()
+        raise InputError(
+            f"{plan.describe()} needs {plan.memory.total / 2**30:.1f} GiB of {room / 2**30:.1f} "
+            f"GiB on a GPU of {cluster.name}; the largest part is {part} "
+            f"({plan.memory.as_dict()[part] / 2**30:.1f} GiB); without --layout a layout that fits "
+            f"is searched for"
+        )
+    return plan
+
+
+def _number(flag: str, text: str, least: float, *, whole: bool = False) -> float:
+    try:
+        value = float(text.replace("_", ""))
+    except ValueError:
+        value = float("nan")
+    if not least <= value < 1e18 or (whole and value != int(value)):
+        kind = "a whole number" if whole else "a number"
+        raise InputError(f"{flag} ({text}) must be {kind} of at least {least:g}")
+    return value
+
+
+def _document(plan: Plan, cost: dict[str, float]) -> dict[str, Any]:
+    return {
+        "parallel": plan.parallel.model_dump(mode="json"),
+        "micro_batch_size": plan.work.micro_batch_size,
+        "memory_bytes": plan.memory.as_dict(),
+        "step_seconds": plan.seconds,
+        "seconds": plan.step.as_dict(),
+        "cost": cost,
+    }

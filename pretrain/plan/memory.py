@@ -1,0 +1,245 @@
+"""Bytes of a rank by part, as this code base lays them out.
+
+Legend: T tokens of a micro-batch on a rank between GEMMs, D d_model, H heads, G key-value heads,
+C size of a query's head, V of a value's, F hidden size, K top_k.
+
+State is exact arithmetic over :mod:`parallel.layout`. Activations are the tensors that autograd
+saves in a layer's forward, one by one; docs/planning.md has the list and what was measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+
+from pretrain.plan.hardware import BYTES, Chip
+from pretrain.plan.work import Recompute, Work
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes at the peak of a step, of the rank with the most."""
+
+    weights: float
+    """Stored shards of parameters."""
+    gradients: float
+    """Shards, or with ZeRO-1 whole gradients of the rank's layers."""
+    optimizer: float
+    """Both moments."""
+    gathered: float
+    """Whole parameters of the layers that compute, and the buffers that FSDP reduces from."""
+    activations: float
+    """What the layers keep for the backward of one micro-batch, with what recomputation rebuilds
+    of one layer."""
+    pipeline: float
+    """The same for further micro-batches that are in the pipeline."""
+    dispatch: float
+    """Rows on their way to experts and back."""
+    loss: float
+    """Logits, their softmax and their gradients."""
+
+    @property
+    def total(self) -> float:
+        """The sum of all parts."""
+        return float(sum(getattr(self, each.name) for each in fields(self)))
+
+    def as_dict(self) -> dict[str, float]:
+        """By part."""
+        return asdict(self)
+
+    def largest(self) -> str:
+        """The name of the largest part."""
+        return max(self.as_dict().items(), key=lambda item: item[1])[0]
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Numbers of parameters of one place along pp, before and after FSDP."""
+
+    dense: float
+    """Divided by tp, not by FSDP: attention, norms, dense layers, embedding and head."""
+    beside: float
+    """Routers and shared experts, divided by nothing."""
+    experts: float
+    """Divided by ep."""
+    root: float
+    """Of ``dense``: embedding, head and last norm."""
+    largest_block: float
+    """The layer with the most parameters, as gathered."""
+    block_experts: float
+    """Of ``largest_block``: its experts."""
+    stored: float
+    """All of them after FSDP."""
+
+
+def rank_parameters(work: Work, place: int) -> RankParameters:
+    """The parameters of a place along pp; tp divides matrices, FSDP and ep divide the rest."""
+    shape, t = work.shape, work.topology
+    dense = beside = experts = 0.0
+    largest = (0.0, 0.0)
+    for layer in work.layers_of(place):
+        replicated = shape.attention_replicated + 2 * shape.d_model
+        own = (shape.attention_parameters - shape.attention_replicated) / t.tp + replicated
+        others = here = 0.0
+        if shape.is_moe(layer):
+            others = shape.beside_experts
+            here = shape.num_experts * shape.expert_parameters / t.ep
+        else:
+            own += shape.dense_parameters / t.tp
+        dense, beside, experts = dense + own, beside + others, experts + here
+        largest = max(largest, (own + others + here, here))
+    root = 0.0
+    if 0 in work.stages_of(place):
+        root += shape.vocab_size * shape.d_model / t.tp
+    if work.num_stages - 1 in work.stages_of(place):
+        root += shape.d_model
+        if not shape.tie_embeddings:
+            root += shape.vocab_size * shape.d_model / t.tp
+    return RankParameters(
+        dense=dense + root,
+        beside=beside,
+        experts=experts,
+        root=root,
+        largest_block=largest[0],
+        block_experts=largest[1],
+        stored=(dense + root) / t.fsdp + beside / t.fsdp_tp + experts / t.efsdp,
+    )
+
+
+def kept_elements(work: Work, layer: int, how: Recompute, kernels: str) -> float:
+    """Elements that a layer keeps for the backward of one micro-batch on one rank.
+
+    ``none``, for a token: the inputs and outputs of both norms (4 D); queries and keys before and
+    after rotation where they are normed, once where not, values, and the output of attention; a
+    dense layer's four (gate, silu(gate), up, their product) or two tensors of F; of an expert's row
+    its input and the results of its GEMMs. ``selective``: the layer's input and the results of
+    GEMMs and of attention. ``full``: the layer's input.
+    """
+    shape, t = work.shape, work.topology
+    T, D = work.local_tokens, shape.d_model
+    if how == "full":
+        return T * D
+    q, v = shape.num_heads * shape.head_dim, shape.num_heads * shape.v_head_dim
+    g = shape.num_heads if shape.kv_lora_rank else shape.num_kv_heads
+    keys, values = g * shape.head_dim, g * shape.v_head_dim
+    # Heads are divided by tp and see all tokens of the tp ranks: per local token they count whole.
+    # With context parallelism a rank has the keys and values of the whole sequence.
+    keys, values = keys * t.cp, values * t.cp
+    latents = 0.0
+    if shape.kv_lora_rank:
+        latents = 2 * (shape.q_lora_rank + shape.kv_lora_rank) + shape.rope_head_dim
+    cpu = kernels == "cpu"
+    rows = work.busiest * shape.top_k
+    F, two = shape.expert_d_ff, shape.products - 1
+    wide = shape.num_shared_experts * F
+    if how == "selective":
+        kept = D + q + keys + values + v + D + latents
+        if not shape.is_moe(layer):
+            return T * (kept + two * shape.d_ff + D)
+        if wide:
+            kept += (shape.expert_products - 1) * wide + D
+        experts = 0 if cpu else rows * ((shape.expert_products - 1) * F + D)
+        return T * (kept + shape.num_experts + experts)
+    normed = 2 if shape.qk_norm != "none" and not shape.kv_lora_rank else 1
+    kept = 4 * D + normed * (q + keys) + values + v + latents
+    if shape.kv_lora_rank:
+        kept += keys + values  # heads before the rotary part is put to them
+    if cpu:  # the normalized input of each norm, and attention's output laid out anew
+        kept += 2 * D + v + ((q + keys) if normed == 2 else 0)
+    if not shape.is_moe(layer):
+        return T * (kept + (4 if shape.products == 3 else 2) * shape.d_ff)
+    per_expert = (shape.expert_products - 1) * F
+    kept += shape.num_experts + (4 if shape.expert_products == 3 else 2) * wide
+    return T * (kept + rows * (per_expert + (0 if cpu else D)))
+
+
+def in_flight(work: Work, place: int) -> float:
+    """Micro-batches whose activations a place along pp holds at once, in whole sets of its layers.
+
+    Narayanan et al. (arXiv 2104.04473, section 2.2): min(m, p - place), and interleaved
+    2 (p - place - 1) + (v - 1) p + 1 sets of a v-th of the layers. ZB-V holds as much as 1F1B on
+    its first place (arXiv 2401.10241, section 6), DualPipeV one stage more.
+    """
+    pp, m, v = work.topology.pp, work.micro_batches, work.stages_per_rank
+    if pp == 1:
+        return 1.0
+    if work.schedule == "gpipe":
+        return float(m)
+    if work.schedule in ("zbv", "dualpipev"):
+        return min(m, pp + (0.5 if work.schedule == "dualpipev" else 0))
+    if v == 1:
+        return float(min(m, pp - place))
+    return min(m, (2 * (pp - place - 1) + (v - 1) * pp + 1) / v)
+
+
+def memory(work: Work, chip: Chip) -> Memory:
+    """The memory of the rank with the most."""
+    places = {0, work.topology.pp - 1}
+    if work.shape.first_k_dense or work.topology.pp > 2:
+        places |= {1 % work.topology.pp}
+    return max((_of_place(work, place, chip) for place in places), key=lambda each: each.total)
+
+
+def _of_place(work: Work, place: int, chip: Chip) -> Memory:
+    shape, t, program = work.shape, work.topology, work.program
+    n = rank_parameters(work, place)
+    whole = n.dense + n.beside + n.experts
+    T, size = work.local_tokens, program.activation_bytes
+    casts = program.dtype != "float32"
+    gathered, gradients = _fsdp_bytes(work, n, casts)
+    kept = []
+    for position, layer in enumerate(work.layers_of(place)):
+        how = work.recomputes(position)
+        kept.append(kept_elements(work, layer, how, chip.kernels))
+    layers = work.layers_of(place)
+    last = max(layers)
+    # One layer at a time: what recomputation brings back, and its gradients.
+    rebuilt = max(kept_elements(work, i, "none", chip.kernels) - kept[0] for i in {layers[0], last})
+    widest = float(shape.products * shape.d_ff)
+    if shape.is_moe(last):
+        widest = shape.top_k * work.busiest * (shape.expert_d_ff * 2 + shape.d_model)
+    working = T * (widest + 2 * shape.d_model)
+    if work.recompute != "none":
+        working += max(rebuilt, 0)
+    activations, pipeline = sum(kept) * size, 0.0
+    if t.pp > 1:
+        pipeline = activations * (in_flight(work, place) - 1)
+    dispatch = 0.0
+    if t.ep > 1 and any(shape.is_moe(layer) for layer in layers):
+        dispatch = T * shape.top_k * shape.d_model * size * (1 + work.busiest)
+    loss = 0.0
+    if work.num_stages - 1 in work.stages_of(place):
+        norms = (3 if chip.kernels == "cpu" else 2) * shape.d_model
+        loss = work.tokens * shape.vocab_size / t.tp * (size + 8) + T * norms * size
+    return Memory(
+        weights=n.stored * program.parameter_bytes,
+        gradients=gradients if work.zero_stage == 1 else n.stored * program.gradient_bytes,
+        optimizer=n.stored * 8,
+        gathered=gathered if whole else 0.0,
+        activations=activations + working * size,
+        pipeline=max(pipeline, 0.0),
+        dispatch=dispatch,
+        loss=loss,
+    )
+
+
+def _fsdp_bytes(work: Work, n: RankParameters, casts: bool) -> tuple[float, float]:
+    """Bytes that FSDP gathers and reduces with, and of whole gradients under ZeRO-1.
+
+    Two layers are gathered at once, the one that computes and the next; embedding and head stay
+    for the whole step. One layer's gradients wait as they were computed, and once more in float32
+    for the reduction.
+    """
+    t, program = work.topology, work.program
+    size = BYTES[program.dtype] if BYTES[program.dtype] > 1 else 2
+    alone = t.efsdp * t.dp_replicate == 1 and not casts
+    experts = 0.0 if alone else n.experts
+    whole = n.dense + n.beside + experts
+    grads = (n.dense + n.beside + n.experts) * program.gradient_bytes
+    if t.world == t.pp and not casts:
+        return 0.0, grads
+    block = n.largest_block - (n.block_experts if alone else 0)
+    reducing = block * (size + program.gradient_bytes)
+    kept = whole * size
+    if work.zero_stage == 3:
+        kept = min(kept, n.root * size + 2 * block * size)
+    return kept + reducing, grads

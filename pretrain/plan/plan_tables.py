@@ -1,0 +1,126 @@
+"""Plans and the validation as text."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from pretrain.plan.cost import Cost
+from pretrain.plan.hardware import Cluster
+from pretrain.plan.search import Found, Plan
+from pretrain.plan.validate import Compared, missed_bounds, published_groups
+
+_GIB = 2**30
+
+
+def plans_table(plans: Sequence[Plan]) -> str:
+    """The best layouts, one line each, as a Markdown table."""
+    lines = ["| | seconds of a step | GiB of a GPU | layout | what costs most beside GEMMs |",
+             "|---|---|---|---|---|"]  # fmt: skip
+    for number, plan in enumerate(plans, 1):
+        lines.append(
+            f"| {number} | {plan.seconds:.3g} | {plan.memory.total / _GIB:.1f} "
+            f"| {plan.describe()} | {_costs(plan)} |"
+        )
+    return "\n".join(lines)
+
+
+def _costs(plan: Plan, most: int = 3) -> str:
+    parts = {name: s for name, s in plan.step.as_dict().items() if name != "gemms"}
+    ranked = sorted(parts.items(), key=lambda item: -item[1])[:most]
+    named = [f"{_words(name)} {s / plan.seconds:.0%}" for name, s in ranked]
+    return ", ".join(each for each in named if not each.endswith(" 0%"))
+
+
+def reasons(best: Plan, others: Sequence[Plan]) -> list[str]:
+    """For each other plan, in which parts it loses to the best one."""
+    lines = []
+    for number, plan in enumerate(others, 2):
+        mine, theirs = best.step.as_dict(), plan.step.as_dict()
+        behind = sorted(
+            ((theirs[name] - mine[name], name) for name in mine), reverse=True
+        )[:2]  # fmt: skip
+        why = " and ".join(
+            f"{_words(name)} ({seconds:+.3g} s)" for seconds, name in behind if seconds > 0
+        )
+        lines.append(
+            f"layout {number} takes {plan.seconds / best.seconds - 1:.1%} longer: {why or 'equal'}"
+        )
+    return lines
+
+
+def why_others_lose(found: Found) -> str:
+    """What became of the layouts that are not among the best, in one line."""
+    refused = sum(found.refused.values())
+    rules = ", ".join(rule for rule, _ in found.refused.most_common(3))
+    parts = [
+        f"{found.layouts:,} layouts keep the rules of the spec",
+        f"{refused:,} are refused" + (f" (by {rules})" if rules else ""),
+        f"{found.too_large:,} of those looked at do not fit the memory",
+        f"{found.timed:,} variants were timed",
+        f"{found.slower:,} cannot be faster even without data parallelism's communication",
+    ]
+    ended = "" if found.complete else "; the search stopped at its limit of timed variants"
+    return "; ".join(parts) + ended
+
+
+def plan_lines(plan: Plan, cost: Cost, cluster: Cluster) -> str:
+    """One plan in full: memory and time by part, then time, money and energy."""
+    chip = cluster.chip
+    lines = [f"layout  {plan.describe()}", "", "| memory of a GPU | GiB |", "|---|---|"]
+    for name, size in plan.memory.as_dict().items():
+        lines.append(f"| {_words(name)} | {size / _GIB:.2f} |")
+    lines.append(
+        f"| all, of {chip.memory_bytes / _GIB:.1f} | {plan.memory.total / _GIB:.2f} |"
+    )  # fmt: skip
+    lines += ["", "| part of a step | seconds | share |", "|---|---|---|"]
+    for name, seconds in plan.step.as_dict().items():
+        if seconds:
+            lines.append(f"| {_words(name)} | {seconds:.4g} | {seconds / plan.seconds:.1%} |")
+    lines.append(f"| all | {plan.seconds:.4g} | 100 % |")
+    lines += [
+        "",
+        f"{cost.teraflops:.4g} model TFLOP/s of a GPU, MFU {cost.mfu:.1%} (causal pairs, no "
+        f"recomputation counted)",
+        f"{cost.tokens_per_day / 1e9:,.4g} billion tokens a day without failures",
+        f"{cost.tokens / 1e9:,.4g} billion tokens in {cost.days:,.4g} days with failures, "
+        f"{cost.effective:.1%} of them effective training time",
+        f"{cost.gpu_hours:,.0f} GPU-hours, {cost.dollars:,.0f} dollars, "
+        f"{cost.megawatt_hours:,.4g} MWh",
+        f"a checkpoint has {cost.checkpoint_bytes / 1e9:,.4g} GB; a save every "
+        f"{cost.checkpoint_interval_seconds:,.0f} s, every tenth of them to shared storage at "
+        f"{cost.checkpoint_gigabytes_per_second:,.3g} GB/s",
+    ]
+    return "\n".join(lines)
+
+
+def validation_table(rows: Sequence[Compared]) -> str:
+    """Published and planned TFLOP/s with signed errors, and the bounds, as Markdown."""
+    lines = ["| run | published TFLOP/s | planned | error | tuned |", "|---|---|---|---|---|"]
+    for row in rows:
+        tuned = "yes" if row.tuned else "left out"
+        lines.append(
+            f"| {row.group}, {row.run} | {row.published:.0f} | {row.planned:.0f} "
+            f"| {100 * row.error:+.1f} % | {tuned} |"
+        )
+    lines.append("")
+    for kind in ("dense", "moe"):
+        errors = [abs(row.error) for row in rows if row.kind == kind]
+        lines.append(
+            f"{kind}: median error {100 * statistics.median(errors):.1f} %, worst "
+            f"{100 * max(errors):.1f} %, {len(errors)} rows"
+        )
+    lines += missed_bounds([*rows])
+    return "\n".join(lines)
+
+
+def sources() -> str:
+    """Where the published rows are from, and what was assumed."""
+    return "\n".join(
+        f"{g.name}: {g.source}" + (f". Assumed: {g.assumed}" if g.assumed else "")
+        for g in published_groups()
+    )
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")

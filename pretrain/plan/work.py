@@ -1,0 +1,149 @@
+"""What a plan is made for: a model, a layout, a batch, and how the training program works."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Literal
+
+from parallel.layout import Topology
+from pretrain.plan.hardware import BYTES, DtypeName
+from pretrain.plan.shape import ModelShape, split_layers
+
+Recompute = Literal["none", "selective", "full"]
+ScheduleName = Literal["gpipe", "1f1b", "zbv", "dualpipev"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """How the program that trains works, where programs differ. The defaults are Convoy's."""
+
+    dtype: DtypeName = "bfloat16"
+    """Of GEMMs and of activations; of GEMMs alone where it is float8."""
+    router_dtype: DtypeName = "float32"
+    parameter_bytes: int = 4
+    """Of a stored weight."""
+    gradient_bytes: int = 4
+    """Of a gradient, stored and on its way to other ranks."""
+    fused_attention: bool = True
+    """Scores never reach the memory (FlashAttention)."""
+    fused_elementwise: bool = False
+    """Chains of element-wise operations are one kernel each, as a compiler makes them."""
+    hides_data_parallel: bool = True
+    """FSDP's gathers and reductions run during computation."""
+    hides_dispatch: float = 0.0
+    """The share of the all-to-all that can run during computation: 1 where forwards and backwards
+    of two micro-batches are computed at once (DualPipe)."""
+    hides_stages: bool = False
+    """Activations travel between stages during computation."""
+    keeps_parameters: bool = False
+    """With ZeRO-1, gathered parameters stay for the whole step."""
+    sends_once_per_node: bool = False
+    """A token crosses to a node once, however many of its experts are there (``hierarchical``)."""
+    communication_units: int = 0
+    """Tiles of a GEMM that are not computed, because their units move tokens instead."""
+    dispatch_bytes: float = 0.0
+    """Bytes of an element that travels to an expert in the forward; 0 takes the activations'."""
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of an element of an activation."""
+        return max(BYTES[self.dtype], 2)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step's work, laid out over ranks."""
+
+    shape: ModelShape
+    topology: Topology
+    seq_len: int
+    global_batch_size: int
+    """Sequences of a step."""
+    micro_batch_size: int
+    schedule: ScheduleName = "1f1b"
+    stages_per_rank: int = 1
+    zero_stage: int = 3
+    recompute: Recompute = "none"
+    recompute_layer_freq: int = 1
+    imbalance: float = 1.0
+    """Rows of the busiest rank's experts as a multiple of the mean."""
+    capacity_factor: float = 0.0
+    """Rows of an expert as a multiple of the mean, at most; 0 drops no token."""
+    program: Program = field(default_factory=Program)
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that work on different sequences."""
+        return self.topology.dp_replicate * self.topology.dp_shard
+
+    @cached_property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step on the rank with the most, as the schedule needs them."""
+        each = -(-self.global_batch_size // (self.replicas * self.micro_batch_size))
+        if self.topology.pp > 1:
+            if self.schedule == "dualpipev":
+                each = max(each, self.topology.pp * self.stages_per_rank)
+            elif self.schedule == "1f1b" and self.stages_per_rank > 1:
+                each = -(-each // self.topology.pp) * self.topology.pp
+        return each
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a micro-batch that a group of tensor-parallel ranks has."""
+        return self.micro_batch_size * self.seq_len / self.topology.cp
+
+    @property
+    def local_tokens(self) -> float:
+        """Tokens of a micro-batch that one rank has between GEMMs."""
+        return self.tokens / self.topology.tp
+
+    @property
+    def busiest(self) -> float:
+        """Rows of the busiest rank's experts as a multiple of the mean, capacity applied."""
+        if self.topology.ep == 1:
+            return 1.0  # every rank has all experts, and computes its own tokens
+        if self.capacity_factor:
+            return min(self.imbalance, self.capacity_factor)
+        return self.imbalance
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.topology.pp * (self.stages_per_rank if self.topology.pp > 1 else 1)
+
+    @cached_property
+    def stages(self) -> list[range]:
+        """The layers of every stage."""
+        return _stages(self.shape, self.seq_len, self.num_stages)
+
+    def stages_of(self, place: int) -> list[int]:
+        """The stages of a place along pp."""
+        pp = self.topology.pp
+        if self.schedule in ("zbv", "dualpipev"):
+            return [place, 2 * pp - 1 - place]
+        return list(range(place, self.num_stages, pp))
+
+    def layers_of(self, place: int) -> list[int]:
+        """The layers of a place along pp."""
+        return [layer for stage in self.stages_of(place) for layer in self.stages[stage]]
+
+    def recomputes(self, position: int) -> Recompute:
+        """How the layer at a position among a rank's layers is recomputed."""
+        return "none" if position % self.recompute_layer_freq else self.recompute
+
+    def with_(self, **changes: object) -> Work:
+        """A copy with other fields."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+@lru_cache(1024)
+def _stages(shape: ModelShape, seq_len: int, num_stages: int) -> list[range]:
+    costs = []
+    for i in range(shape.num_layers):
+        gemms = [*shape.attention_gemms(1, 1), *shape.ffn_gemms(i, 1, 1, 1)]
+        costs.append(
+            sum(2 * g.m * g.n * g.k * g.copies for g in gemms) + shape.scores_flops(seq_len, True)
+        )
+    costs[-1] += 2 * shape.d_model * shape.vocab_size
+    return split_layers(costs, num_stages)

@@ -1,0 +1,193 @@
+"""``convoy plan``: its tables, recipes at full size, and one line for what cannot be planned."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from pretrain.commands import main
+from pretrain.plan import load_cluster, plan_of, search_layouts, validate
+from pretrain.plan.search import work_of
+from pretrain.plan.shape import ModelShape
+from pretrain.spec import JobSpec, load_spec
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "tools" / "recipes"
+TINY = str(RECIPES / "stdlib-tiny.toml")
+V3 = str(RECIPES / "deepseek-v3.toml")
+
+
+def shown(capsys: pytest.CaptureFixture, *words: str) -> str:
+    assert main("plan", [*words]) == 0, capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def refused(capsys: pytest.CaptureFixture, *words: str) -> str:
+    try:
+        code = main("plan", [*words])
+    except SystemExit as ended:
+        code = ended.code
+    out, err = capsys.readouterr()
+    assert code == 2, out
+    assert err.count("\n") == 1, err
+    return err
+
+
+def test_a_search_is_shown_and_written(capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    out = shown(capsys, TINY, "--cluster", "cpu", "--json", str(file))
+    assert out.startswith("| | seconds of a step | GiB of a GPU | layout |")
+    for word in ("\n| optimizer |", "MFU", "GPU-hours", "dollars", "MWh", "layouts keep the rules"):
+        assert word in out
+    assert "layout 2 takes " in out
+    found = json.loads(file.read_text())
+    assert found["gpus"] == 2
+    plans = found["plans"]
+    seconds = [plan["step_seconds"] for plan in plans]
+    assert seconds == sorted(seconds)
+    assert len(plans) == 5
+    for plan in plans:
+        assert sum(plan["seconds"].values()) == pytest.approx(plan["step_seconds"])
+        spec = found["spec"] | {"parallel": plan["parallel"]}
+        spec["batch"] |= {"micro_batch_size": plan["micro_batch_size"]}
+        # What is planned can be run: the spec takes it.
+        JobSpec.model_validate(spec).topology(2)
+    out = shown(capsys, TINY, "--cluster", "cpu", "--layout", "ep=2", "--tokens", "1e6")
+    assert out.startswith("layout  dp_shard=2 ep=2 micro_batch_size=4")
+    assert "0.001 billion tokens in" in out
+
+
+def test_the_best_layout_is_the_best_of_all_layouts():
+    # By force: every layout that the spec takes, with every option, and none is faster.
+    spec, cluster = load_spec(Path(TINY)), load_cluster("h100")
+    spec = JobSpec.model_validate(spec.as_dict() | {"precision": {"compute": "bfloat16"}})
+    found = search_layouts(spec, 8, cluster)
+    assert found.complete
+    best = found.best[0].seconds
+    tried = 0
+    for pp in (1, 2, 4):
+        for tp in (1, 2):
+            for ep in (1, 2, 4, 8):
+                for zero in (1, 2, 3):
+                    data = spec.as_dict()
+                    data["parallel"] |= {"pp": pp, "tp": tp, "ep": ep, "dp_shard": -1}
+                    data["parallel"]["memory"] |= {"zero_stage": zero}
+                    data["batch"] |= {"micro_batch_size": 1}
+                    try:
+                        other = plan_of(JobSpec.model_validate(data), 8, cluster)
+                    except ValueError:
+                        continue
+                    tried += 1
+                    assert other.seconds >= best * (1 - 1e-9)
+    assert tried > 30
+
+
+def test_a_hundred_thousand_gpus_in_seconds(capsys):
+    words = ("--set", "batch.global_batch_size=100000", "--tokens", "1e13")
+    began = time.process_time()
+    out = shown(capsys, V3, "--cluster", "h100", "--gpus", "100000", *words)
+    # Of this process, whatever else the machine does; a search without bounds takes minutes.
+    assert time.process_time() - began < 60
+    assert "GPU-hours" in out
+
+
+PUBLISHED = {
+    # Billions of parameters in all, and that a token meets; the sources are in the recipes.
+    "mixtral-8x7b": (46.7, 12.9, 128), "deepseekmoe-16b": (16.4, 2.8, 64),
+    "olmoe-1b-7b": (6.9, 1.3, 64), "qwen3-30b-a3b": (30.5, 3.3, 64),
+    "qwen3-235b-a22b": (235.0, 22.0, 512), "deepseek-v3": (671.0, 37.5, 2048),
+}  # fmt: skip
+
+
+LARGE = {"qwen3-235b-a22b", "deepseek-v3"}  # whose search takes ten seconds
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in PUBLISHED],
+)
+def test_recipes_have_the_published_sizes_and_plan_at_full_size(name):
+    total, active, gpus = PUBLISHED[name]
+    spec, cluster = load_spec(RECIPES / f"{name}.toml"), load_cluster("h200")
+    shape = ModelShape.of(spec.model, spec.moe)
+    assert shape.parameters / 1e9 == pytest.approx(total, abs=0.06 if total < 200 else 0.5)
+    assert shape.active_parameters / 1e9 == pytest.approx(active, abs=0.06 if active < 20 else 0.3)
+    own = work_of(spec, gpus)
+    assert own.topology.world == gpus
+    assert own.topology.ep == 8
+    found = search_layouts(spec, gpus, cluster, 1.1)
+    assert len(found.best) == 5
+    for plan in found.best:
+        assert plan.memory.total <= cluster.chip.memory_bytes
+        assert plan.work.topology.world == gpus
+    flops = shape.token_flops(spec.data.seq_len) * spec.global_batch_tokens
+    share = flops / found.best[0].seconds / gpus / cluster.chip.peak("bfloat16")
+    assert 0.15 < share < 0.65
+
+
+@pytest.mark.parametrize("name", sorted(LARGE))
+def test_large_recipes_have_the_published_sizes(name):
+    total, active, gpus = PUBLISHED[name]
+    spec = load_spec(RECIPES / f"{name}.toml")
+    shape = ModelShape.of(spec.model, spec.moe)
+    assert shape.parameters / 1e9 == pytest.approx(total, abs=0.5)
+    assert shape.active_parameters / 1e9 == pytest.approx(active, abs=0.3)
+    assert plan_of(spec, gpus, load_cluster("h200")).seconds > 0
+
+
+def test_every_recipe_is_here():
+    assert {path.stem for path in RECIPES.glob("*.toml")} == {*PUBLISHED, "stdlib-tiny"}
+
+
+def test_validate_shows_the_table_and_fails_where_a_bound_is_missed(capsys, monkeypatch, tmp_path):
+    file = tmp_path / "validation.json"
+    out = shown(capsys, "--validate", "--json", str(file))
+    rows = json.loads(file.read_text())
+    assert len([line for line in out.splitlines() if line.endswith(("| left out |", "| yes |"))])
+    assert len(rows) == 24
+    for row in rows:
+        assert f"| {row['group']}, {row['run']} |" in out
+        assert f"{100 * row['error']:+.1f} %" in out
+    # The page has this table, of these numbers.
+    page = (ROOT / "docs" / "planning.md").read_text()
+    for line in out.splitlines():
+        if line.startswith("| ") and "TFLOP/s" not in line:
+            assert line in page
+    monkeypatch.setitem(validate.BOUNDS["dense"], "median", 0.001)
+    assert main("plan", ["--validate"]) == 1
+    assert "dense rows: the median error is" in capsys.readouterr().err
+
+
+def test_what_cannot_be_planned_is_one_line(capsys, tmp_path):
+    h100 = ("--cluster", "h100")
+    said = refused(capsys, V3, *h100, "--gpus", "8")
+    assert "fits on no layout of 8 GPUs of H100" in said
+    assert "largest part is optimizer" in said
+    assert "GPUs would fit" in said
+    said = refused(capsys, V3, *h100, "--gpus", "16", "--layout", "pp=4,ep=4")
+    assert "GiB of 76.0 GiB" in said
+    assert refused(capsys, V3, *h100, "--gpus", "0").startswith("error: --gpus (0) must be a whole")
+    assert "8.5" in refused(capsys, V3, *h100, "--gpus", "8.5")
+    said = refused(capsys, V3, *h100, "--gpus", "2048", "--layout", "tp=16")
+    assert said.startswith("error: parallel.tp (16) must divide the ranks of a node (8)")
+    said = refused(capsys, V3, *h100, "--gpus", "2048", "--layout", "ep=7,tp=8")
+    assert "ep (7) must divide dp_shard x cp x tp" in said
+    said = refused(capsys, V3, *h100, "--gpus", "2048", "--layout", "pp=3")
+    assert "layouts that work on 2048 ranks" in said
+    assert "not bfloat16" in refused(capsys, V3, "--cluster", "cpu")
+    assert "must be a file, or one of a100" in refused(capsys, V3, "--cluster", "h1000")
+    assert "needs SPEC and --cluster" in refused(capsys, V3)
+    assert "at most 3,650" in refused(
+        capsys, V3, *h100, "--gpus", "2048", "--layout", "pp=16,ep=64", "--tokens", "1e17"
+    )
+    bad = tmp_path / "bad.toml"
+    bad.write_text("name = 'x'\nnodes = 0\n")
+    assert refused(capsys, V3, "--cluster", str(bad)).startswith(f"error: cluster {bad}: ")
+    assert "its folder does not exist" in refused(
+        capsys, TINY, "--cluster", "cpu", "--json", str(tmp_path / "no" / "x.json")
+    )
