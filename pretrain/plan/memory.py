@@ -173,10 +173,7 @@ def in_flight(work: Work, place: int) -> float:
 
 def memory(work: Work, chip: Chip) -> Memory:
     """The memory of the rank with the most."""
-    places = {0, work.topology.pp - 1}
-    if work.shape.first_k_dense or work.topology.pp > 2:
-        places |= {1 % work.topology.pp}
-    return max((_of_place(work, place, chip) for place in places), key=lambda each: each.total)
+    return max((_of_place(work, place, chip) for place in work.places), key=lambda each: each.total)
 
 
 def _of_place(work: Work, place: int, chip: Chip) -> Memory:

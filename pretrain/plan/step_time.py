@@ -167,9 +167,7 @@ def _layer_pass(work: Work, layer: int, cluster: Cluster) -> _Pass:
 
 def step_time(work: Work, cluster: Cluster) -> StepTime:
     """The seconds of a step, by part."""
-    last = work.topology.pp - 1
-    places = {0, min(1, last), last}
-    return max((_of_place(work, p, cluster) for p in places), key=lambda each: each.total)
+    return max((_of_place(work, p, cluster) for p in work.places), key=lambda each: each.total)
 
 
 def least_seconds(work: Work, cluster: Cluster) -> float:

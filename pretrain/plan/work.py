@@ -128,6 +128,14 @@ class Work:
         """The layers of a place along pp."""
         return [layer for stage in self.stages_of(place) for layer in self.stages[stage]]
 
+    @property
+    def places(self) -> set[int]:
+        """The places along pp that can have the most to do or to hold: the first two, the last, and
+        the first with the most layers."""
+        last = self.topology.pp - 1
+        most = max(range(last + 1), key=lambda place: len(self.layers_of(place)))
+        return {0, min(1, last), last, most}
+
     def recomputes(self, position: int) -> Recompute:
         """How the layer at a position among a rank's layers is recomputed."""
         return "none" if position % self.recompute_layer_freq else self.recompute

@@ -20,7 +20,7 @@ from pretrain.plan.collectives import exchange_seconds, gather_seconds
 from pretrain.plan.hardware import load_cluster, shipped_clusters
 from pretrain.plan.memory import in_flight, kept_elements, memory, rank_parameters
 from pretrain.plan.shape import ModelShape
-from pretrain.plan.step_time import step_time
+from pretrain.plan.step_time import least_seconds, step_time
 from pretrain.plan.work import Program, Work
 
 ROOT = Path(__file__).parents[2]
@@ -309,6 +309,27 @@ def test_parts_of_a_step_add_up_and_go_the_right_way():
         seconds(both, program=Program(hides_dispatch=1.0)).expert_parallel
         < seconds(both).expert_parallel
     )
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_no_layout_is_faster_than_its_bound(zero):
+    # The search leaves out what its bound rules out; the bound is also not far below.
+    cluster, ratios = load_cluster("h100"), []
+    for topology in [*LAYOUTS, Topology(pp=4, dp_shard=8, ep=8), Topology(pp=3, tp=2)]:
+        for name, v in (("1f1b", 1), ("zbv", 2), ("dualpipev", 2)):
+            for mb in (1, 8):
+                for how in ("none", "full"):
+                    work = Work(
+                        ModelShape.of(LATENT, LATENT_MOE), topology, 512, 64, mb, schedule=name,
+                        stages_per_rank=v, zero_stage=zero, recompute=how, imbalance=1.2,
+                    )  # fmt: skip
+                    if topology.pp * v > LATENT.num_layers or topology.pp < v:
+                        continue
+                    least, taken = least_seconds(work, cluster), step_time(work, cluster).total
+                    assert 0 < least <= taken * (1 + 1e-9), work
+                    ratios.append(least / taken)
+    assert len(ratios) == 40
+    assert max(ratios) > 0.7
 
 
 # ------------------------------------------------------------------------------------------------
