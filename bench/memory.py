@@ -25,7 +25,8 @@ from bench.harness import Row, arguments, finish, interleave
 from bench.scaling import on_ranks
 from bench.train_step import MODEL, MOE, B, S
 from moe import MoEConfig
-from parallel import ParallelConfig, ParallelDims, Recompute, Topology, apply_recompute, local_shard
+from parallel import ParallelConfig, ParallelDims, Topology, apply_recompute, local_shard
+from parallel.recompute import Recompute
 from pretrain.model import Decoder, ModelConfig, init_parameters
 from pretrain.optim import OptimizerConfig, build_adamw
 from pretrain.parallelize import LocalBatch, forward_backward, parallelize

@@ -33,6 +33,13 @@ def check_moe(spec: Sections) -> None:
         raise ValueError(
             f"moe.num_experts ({moe.num_experts}) must be a multiple of parallel.ep ({ep})"
         )
+    recompute = spec.parallel.memory.recompute
+    if moe.recompute_experts and recompute != "none":
+        # FSDP's hooks miss the inner recomputation: the experts were left without gradients.
+        raise ValueError(
+            f"moe.recompute_experts (true) must be false with parallel.memory.recompute "
+            f"({recompute}): a recomputation within a recomputation loses gradients"
+        )
     straggler_aware = isinstance(moe.capacity, StragglerAwareConfig)
     if straggler_aware and ep == 1 and not spec.elastic.enabled:
         raise ValueError(

@@ -16,7 +16,6 @@ def check_exact(spec: Sections) -> None:
     if spec.moe is not None:
         check_exact_moe(spec.moe)
     parallel, memory = spec.parallel, spec.parallel.memory
-    nested = spec.moe is not None and spec.moe.recompute_experts and memory.recompute != "none"
     for wrong, field, value, must, why in (
         (parallel.tp > 1, "parallel.tp", parallel.tp, "1",
          "tensor parallelism cuts the sums inside products"),
@@ -26,9 +25,6 @@ def check_exact(spec: Sections) -> None:
          parallel.gradient_compression, "none", "the rounding is that of sums within a replica"),
         (memory.zero_stage == 1, "parallel.memory.zero_stage", 1, "2 or 3",
          "gradients of several micro-batches would be added before they are rounded"),
-        (nested, "moe.recompute_experts", "true", "false",
-         f"parallel.memory.recompute ({memory.recompute}) recomputes the experts, and nested "
-         f"recomputation has not been shown to be exact"),
         (memory.offload_optimizer, "parallel.memory.offload_optimizer", "true", "false",
          "sums in host memory are not exact yet"),
         (spec.train.compile, "train.compile", "true", "false",

@@ -94,7 +94,7 @@ def test_choices_that_are_written_out_are_those_of_the_library():
 
 
 WRONG = [
-    ("", "a command is missing: the commands are pretrain, prepare"),
+    ("", "a command is missing: the commands are pretrain, launch"),
     ("train spec.toml", "train is no command: the commands are pretrain"),
     ("pretrain", "the following arguments are required: SPEC"),
     ("pretrain s.toml --sets a=1", "unrecognized arguments: --sets"),

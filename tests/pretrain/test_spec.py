@@ -178,6 +178,15 @@ def test_files_that_are_no_spec(tmp_path):
         load_spec(tmp_path / "lacks.json")
 
 
+@pytest.mark.parametrize("how", ["selective", "full"])
+def test_experts_are_recomputed_once(tmp_path, how):
+    fields = {"moe": {"recompute_experts": True}, "parallel": {"memory": {"recompute": how}}}
+    with pytest.raises(InputError) as error:
+        make_spec(tmp_path, **fields)
+    assert "moe.recompute_experts (true) must be false with parallel.memory." in str(error.value)
+    assert f"recompute ({how})" in str(error.value)
+
+
 @pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
 @pytest.mark.parametrize("stages", [1, 3])
 def test_a_v_has_two_stages_on_a_rank(tmp_path, schedule, stages):
