@@ -3,6 +3,7 @@
 #                 SPEC=, RANKS= and ARGS="--set train.steps=480" change it
 # make test       the test suite, lint and types apart (make lint, make types)
 # make check      all three
+# make test-faults    a short campaign of faults on a run, which CI runs too
 # make test-engines  runs on a real Slurm and Ray of this machine, which it installs
 # make chaos      the tiny recipe under 30 random faults, and without; OUT= is a new folder
 
@@ -19,7 +20,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE := 1
 # After SIGTERM ranks finish a step and commit a checkpoint before they are killed.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 600
 
-.PHONY: setup pretrain chaos test test-all test-engines examples lint types check megablocks docs/spec.md clean
+.PHONY: setup pretrain chaos test test-all test-faults test-engines examples lint types check megablocks docs/spec.md clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -44,6 +45,9 @@ test: setup
 
 test-all: setup
 	$(PY) -m pytest -m ""
+
+test-faults: setup
+	$(PY) -m pytest -m slow tests/pretrain/test_campaign.py -k short
 
 lint: setup
 	$(PY) -m ruff check .

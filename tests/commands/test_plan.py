@@ -87,6 +87,7 @@ def test_the_best_layout_is_the_best_of_all_layouts():
     assert tried > 30
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_gpus_in_seconds(capsys):
     words = ("--set", "batch.global_batch_size=100000", "--tokens", "1e13")
     began = time.process_time()

@@ -128,6 +128,7 @@ def on_rank(rank: int, spec: str) -> int:
         return pretrain([spec])
 
 
+@pytest.mark.slow  # CI runs it by `make test-faults`
 @pytest.mark.timeout(600)  # on a machine with ten times its work
 def test_a_short_campaign_on_two_machines_is_exact(tmp_path):
     """By this seed a rank is slow, is killed, and has a gradient that is not finite."""
