@@ -22,6 +22,7 @@ examples:
   convoy plan tools/recipes/mixtral-8x7b.toml --cluster h100 --gpus 128
   convoy plan tools/recipes/deepseek-v3.toml --cluster h800 --gpus 2048 --json plan.json
   convoy plan mine.toml --cluster my-cluster.toml --layout pp=2,ep=8 --tokens 2e12
+  convoy plan mine.toml --cluster h100 --gpus 64 --write planned.toml
   convoy plan --validate
 
 Without --layout the best layouts are searched for. --layout takes AXIS=DEGREE pairs, and the spec's
@@ -63,6 +64,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_overrides()
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plans as JSON too")
     parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="write the spec with the best layout, as TOML"
+    )
+    parser.add_argument(
         "--validate", action="store_true", help="compare the planner with published runs, and end"
     )
     parser.add_debug()
@@ -102,6 +106,7 @@ def _plan(args: argparse.Namespace) -> int:
         plans_table,
         reasons,
         search_layouts,
+        spec_with_plan,
         why_others_lose,
     )
     from pretrain.spec import load_spec
@@ -114,6 +119,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.tokens is not None:
         tokens = _number("--tokens", args.tokens, 1)
     check_folder_of("--json", args.json)
+    check_folder_of("--write", args.write)
     cluster.chip.peak(spec.precision.compute)  # a cluster without this dtype is told at once
     if args.layout is not None:
         plans = [_by_hand(spec, args.layout, gpus, cluster, imbalance)]
@@ -128,6 +134,11 @@ def _plan(args: argparse.Namespace) -> int:
             say(line)
         say(why_others_lose(found))
         say("")
+    if args.write is not None:
+        import tomli_w
+
+        data = spec_with_plan(spec, plans[0]).model_dump(mode="json", exclude_none=True)
+        args.write.write_text(tomli_w.dumps(data))
     costs = [cost_of(plan, cluster, tokens) for plan in plans]
     say(plan_lines(plans[0], costs[0], cluster))
     if args.json is not None:
