@@ -44,7 +44,7 @@ LAYOUTS: tuple[tuple[str, ...], ...] = (
 _SETTINGS = (
     f"train.steps={_STEPS}", "train.log_interval_steps=1", "eval.interval_steps=0",
     "eval.sequences=2", "sample.tokens=0", f"checkpoint.interval_steps={_STEPS}",
-    "metrics.port=-1",
+    "metrics.port=-1", "schedule.warmup_steps=2",
 )  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def torchrun(*words: str) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
     )  # fmt: skip
     if done.returncode:
-        raise SystemExit(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+        raise SystemExit(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr[:3000]}")
 
 
 def overrides(layout: tuple[str, ...]) -> list[str]:
