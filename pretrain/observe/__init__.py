@@ -57,7 +57,9 @@ from pretrain.observe.rank_events import (
 )
 
 if TYPE_CHECKING:
-    from pretrain.observe.prometheus import Endpoint, Metrics
+    from pretrain.observe.endpoint import Endpoint, local_port
+    from pretrain.observe.prometheus import Metrics
+    from pretrain.observe.rank_metrics import RankMetrics
     from pretrain.observe.status import (
         Status,
         StatusFile,
@@ -95,6 +97,7 @@ __all__ = [
     "Notice",
     "RankLossOdd",
     "RankLost",
+    "RankMetrics",
     "RankMoves",
     "RankStuck",
     "Resized",
@@ -122,6 +125,7 @@ __all__ = [
     "last_step",
     "ledger_of",
     "ledger_table",
+    "local_port",
     "newest_checkpoint",
     "outcome_of",
     "progress_bar",
@@ -138,11 +142,13 @@ __all__ = [
 __getattr__ = on_demand(
     __name__,
     {
-        "Endpoint": "pretrain.observe.prometheus",
+        "Endpoint": "pretrain.observe.endpoint",
         "Metrics": "pretrain.observe.prometheus",
+        "RankMetrics": "pretrain.observe.rank_metrics",
         "Status": "pretrain.observe.status",
         "StatusFile": "pretrain.observe.status",
         "Summary": "pretrain.observe.summary",
+        "local_port": "pretrain.observe.endpoint",
         "newest_checkpoint": "pretrain.observe.status",
         "outcome_of": "pretrain.observe.status",
         "read_status": "pretrain.observe.status",

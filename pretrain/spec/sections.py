@@ -31,7 +31,13 @@ class MetricsConfig(BaseModel):
     port: int = Field(default=-1, ge=-1, le=65535)
     """The port of the Prometheus endpoint on rank 0; 0 takes a free port, -1 makes no endpoint."""
     host: str = "127.0.0.1"
-    """The address that the endpoint listens on."""
+    """The address that the endpoint listens on: by default only this machine can reach it."""
+    all_ranks: bool = False
+    """Let every rank serve its own metrics, on ``port`` plus its number on its machine; rank 0
+    also has the run's. Without it only rank 0 serves metrics."""
+    dollars_per_rank_hour: float | None = Field(default=None, ge=0)
+    """The price of one rank for an hour, for the run's cost in metrics and report; None: there is
+    no cost."""
 
 
 class SampleConfig(BaseModel):

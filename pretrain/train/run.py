@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
@@ -49,12 +50,14 @@ from pretrain.observe import (
     LoggedEvent,
     Metrics,
     RankLost,
+    RankMetrics,
     RunDone,
     RunFailed,
     RunStarted,
     RunStopped,
     StatusFile,
     Summary,
+    local_port,
     outcome_of,
     read_former,
     say,
@@ -185,7 +188,8 @@ def _train(
     runtime, path = job.runtime, job.spec.run_path / "log.jsonl"
     former = read_former(path) if runtime.is_first else []
     opened = runtime.first(lambda: _open_sinks(job, path, former, sinks))
-    url, ledger = opened or (None, None)
+    registry, ledger = opened or (CollectorRegistry(), None)
+    url = runtime.together(lambda: _serve_metrics(job, registry, sinks))
     trainer: Trainer | None = None
     with _failure_published(job, lambda: trainer):
         job.events.publish(_launched(job))
@@ -214,10 +218,10 @@ def _train(
 
 def _open_sinks(
     job: Job, path: Path, former: Sequence[LoggedEvent], sinks: ExitStack
-) -> tuple[str | None, LiveLedger]:
+) -> tuple[CollectorRegistry, LiveLedger]:
     """Let the log, the metrics and the ledger have the run's events.
 
-    Returns where the metrics are served, and the ledger.
+    Returns the registry of the metrics, and the ledger.
     """
     spec = job.spec
     log = JsonlLog(path)
@@ -226,14 +230,33 @@ def _open_sinks(
     ledger = LiveLedger(former, log, job.events)
     registry = CollectorRegistry()
     job.events.subscribe(
-        Metrics(registry, spec, job.topology, version("convoy-moe"), ledger=ledger.ledger)
+        Metrics(
+            registry,
+            spec,
+            job.topology,
+            version("convoy-moe"),
+            ledger=ledger.ledger,
+            former=former,
+        )
     )
     job.events.subscribe(ledger)
-    if spec.metrics.port < 0:
-        return None, ledger
-    endpoint = Endpoint(registry, spec.metrics.host, spec.metrics.port)
+    return registry, ledger
+
+
+def _serve_metrics(job: Job, registry: CollectorRegistry, sinks: ExitStack) -> str | None:
+    """Serve the registry of rank 0, and of every rank where the spec says so; returns where."""
+    config, runtime = job.spec.metrics, job.runtime
+    if config.port < 0 or not (runtime.is_first or config.all_ranks):
+        return None
+    rank, host = runtime.rank, socket.gethostname()
+    if config.all_ranks:
+        device = str(runtime.device)
+        job.events.subscribe(RankMetrics(registry, rank=rank, host=host, device=device))
+    port = local_port(config.port) if config.all_ranks else config.port
+    endpoint = Endpoint(registry, config.host, port)
     sinks.callback(endpoint.close)
-    return endpoint.url, ledger
+    endpoint.announce(job.spec.run_path, {"run": job.spec.name, "rank": str(rank)})
+    return endpoint.url
 
 
 def _launched(job: Job) -> Launched:

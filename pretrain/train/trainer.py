@@ -140,6 +140,7 @@ class Trainer:
         replanned = False
         if decision.action is Action.COMMIT:
             self._commit(decision, cursor, planned)
+            self.interval.add_reports(reports)
             if result.routing is not None:
                 replanned = self._balance(result.routing, reports)
         if decision.overflow:

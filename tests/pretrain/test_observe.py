@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
+import socket
 import urllib.request
 from dataclasses import MISSING, fields
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +17,7 @@ import torch
 from prometheus_client import CollectorRegistry, generate_latest
 
 from parallel import Topology
+from pretrain.commands.pretrain import main
 from pretrain.errors import InputError
 from pretrain.observe import Console, Endpoint, Events, JsonlLog, Metrics, read_log
 from pretrain.observe.event import (
@@ -25,6 +30,7 @@ from pretrain.observe.events import (
     CheckpointFailed,
     Evaluated,
     IntervalEnded,
+    Launched,
     Notice,
     Restored,
     RoutingReport,
@@ -43,7 +49,9 @@ from pretrain.observe.rank_events import (
     RankStuck,
 )
 from pretrain.train.interval_stats import is_communication_timed
-from tests.support.jobs import make_spec
+from pretrain.train.trainer import Trainer
+from tests.support.jobs import data_of, events, make_spec, prepare_job, write_spec
+from tests.support.ranks import run_ranks
 
 EXAMPLES = {
     "int": 7,
@@ -61,6 +69,7 @@ EXAMPLES = {
     "list[int]": [5, 3],
     "list[list[int]]": [[1536, 512]],
     "tuple[int, int] | None": [3, 1],
+    "list[float] | None": [1.5, 2.5],
 }
 
 
@@ -263,6 +272,7 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
             step=2, loss=2.5, lr=0.01, grad_norm=0.7, tokens_per_second=512.0, mfu=0.5,
             seconds=8.0, communication_seconds={"ep": 2.0}, exposed_seconds={"ep": 1.0},
             routing=routing, capacity_shares=[1.5, 0.5], relative_speeds=[1.25, 0.75],
+            rank_seconds=[0.25, 0.5],
         )
     )  # fmt: skip
     metrics(RankStuck(**STUCK | {"ranks": [1, 2]}))
@@ -270,6 +280,10 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
     used = {"utilization_of_rank": {3: 0.5}, "memory_bytes_of_rank": {3: 1024}}
     metrics(DevicesSampled(step=4, **used))
     metrics(Restored(step=1, tier="shared", seconds=3.0))
+    metrics(Launched(step=0, process_start=1234.5))
+    metrics(RunStarted(step=4, **STARTED | {"world_size": 2}, topology_epoch=3))
+    metrics(Evaluated(step=4, loss=2.25, bits_per_byte=1.0))
+    metrics(CheckpointFailed(step=4, tier="local", error="disk full"))
     metrics(SaveBegun(step=2, stall_seconds=0.1, tiers=["memory", "shared"]))
     metrics(CheckpointCommitted(step=2, tier="shared", seconds=1.5, write_seconds=1.0))
     endpoint = Endpoint(registry, "127.0.0.1", 0)
@@ -305,7 +319,15 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
         "convoy_moe_rank_load_imbalance_ratio 1.5",
         'convoy_moe_capacity_share{rank="1"} 0.5',
         'convoy_rank_relative_speed_ratio{rank="0"} 1.25',
-        "convoy_restore_duration_seconds 3.0",
+        'convoy_restore_duration_seconds{tier="shared"} 3.0',
+        'convoy_rank_compute_seconds{rank="1"} 0.5',
+        'convoy_checkpoint_failures_total{tier="local"} 1.0',
+        "convoy_validation_loss 2.25",
+        "convoy_ranks 2.0",
+        "convoy_topology_epoch 3.0",
+        "convoy_step 4.0",
+        "convoy_target_steps 6.0",
+        "convoy_start_timestamp_seconds 1234.5",
         "convoy_stuck_ranks 1.0",
         'convoy_gpu_utilization_ratio{rank="3"} 0.5',
         'convoy_gpu_memory_bytes{rank="3"} 1024.0',
@@ -319,3 +341,79 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
     ]:
         assert line in text.splitlines(), line
     assert generate_latest(registry).decode().count("convoy_build_info{") == 1
+
+
+# ------------------------------------------------------------------------------------------------
+# Two real ranks, each with metrics of its own.
+
+
+def pretrain_on_rank(rank: int, spec: str) -> tuple[int, str, dict[str, list[str]]]:
+    """The exit code, what was printed, and what every rank served just before the last step."""
+    found: dict[str, list[str]] = {}
+    step = Trainer.step
+
+    def scrape_then_step(self, stop_requested):
+        if rank == 0 and self.progress.step == 5:
+            for target in sorted(self.job.spec.run_path.glob("metrics/rank-*.json")):
+                ((one,), labels) = json.loads(target.read_text())[0].values()
+                assert f"rank-{labels['rank']}.json" == target.name
+                with urllib.request.urlopen(f"http://{one}/metrics") as response:
+                    found[labels["rank"]] = response.read().decode().splitlines()
+        return step(self, stop_requested)
+
+    Trainer.step = scrape_then_step
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            code = main([spec])
+        except SystemExit as end:
+            code = end.code
+    return code, said.getvalue(), found
+
+
+def value(lines: list[str], name: str) -> float:
+    (line,) = (each for each in lines if each.partition(" ")[0] == name)
+    return float(line.split()[1])
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    return prepare_job(tmp_path_factory.mktemp("job"))
+
+
+@pytest.mark.slow
+def test_every_rank_serves_its_own_metrics_and_rank_0_the_runs(tmp_path, text):
+    sections = {"data": data_of(text), "eval": {"sequences": 2}}
+    metrics = {"port": 0, "all_ranks": True, "dollars_per_rank_hour": 2.0}
+    spec = write_spec(tmp_path, metrics=metrics, **sections)
+    (first, second) = run_ranks(pretrain_on_rank, 2, str(spec), group=False)
+    assert (first[0], second[0]) == (0, 0), first[1] + second[1]
+    assert "metrics at http://127.0.0.1:" in first[1]
+    assert set(first[2]) == {"0", "1"}
+    for rank, lines in first[2].items():
+        assert value(lines, "convoy_rank_steps_total") == 5
+        assert value(lines, "convoy_rank_step_seconds_total") > 0
+        assert value(lines, "convoy_rank_memory_bytes") > 2**20
+        assert any(f'number="{rank}"' in line for line in lines)
+    run, other = first[2]["0"], first[2]["1"]
+    assert value(run, "convoy_step") == 5
+    assert value(run, "convoy_ranks") == 2
+    assert value(run, 'convoy_rank_compute_seconds{rank="1"}') > 0
+    assert value(run, "convoy_cost_dollars_total") > 0
+    assert not any(line.startswith("convoy_step ") for line in other)
+    assert list((tmp_path / "run" / "metrics").iterdir()) == [], "the servers are gone"
+    intervals = events(tmp_path / "run", "interval")
+    assert [len(each["rank_seconds"]) for each in intervals] == [2, 2, 2]
+    assert all(len(each["layer_imbalances"]) == 2 for each in intervals)
+
+
+def test_a_port_that_is_taken_is_one_line(tmp_path, text):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        spec = write_spec(tmp_path, data=data_of(text), metrics={"port": port})
+        ((code, said, _),) = run_ranks(pretrain_on_rank, 1, str(spec), group=False)
+    assert code == 2
+    wanted = f"error: metrics.host and metrics.port (127.0.0.1:{port}) cannot be listened on: "
+    assert [line for line in said.splitlines() if "error" in line] == [
+        wanted + "Address already in use; 0 takes a free port, -1 none"
+    ]
