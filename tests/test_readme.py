@@ -191,6 +191,8 @@ OUTSIDE = {
     "--rdzv-conf=last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3,"
     "run_dir=runs/mine tools/pretrain.py mine.toml --set elastic.enabled=true",
     "pip install convoy-moe[etcd]",
+    # tests/deploy starts a Prometheus with these rules and targets of its own.
+    "prometheus --config.file=deploy/prometheus/prometheus.yml",
     "etcd --enable-v2 --listen-client-urls http://0.0.0.0:2379 "
     "--advertise-client-urls http://HOST:2379",
     "git clone REPOSITORY convoy", "cd convoy", "source .venv/bin/activate", "pip install -e .",

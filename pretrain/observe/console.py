@@ -38,7 +38,7 @@ from pretrain.observe.rank_events import (
 FAILURES_IN_A_ROW = 3
 """From so many failures of a tier on, the console says that the tier is out of order."""
 
-_HEALTH_RULES = ("loss_spike", "grad_norm_spike", "slow_divergence", "router_collapse")
+HEALTH_RULES = ("loss_spike", "grad_norm_spike", "slow_divergence", "router_collapse")
 STOP_CAUSES = {
     "notice_file": " on a preemption notice",
     "time_limit": " before the time limit",
@@ -116,7 +116,7 @@ def _line(event: Event, steps: int) -> str | None:
             return f"step {step + 1}: {text}"
         case FaultInjected(step=step, text=text):
             return f"step {step + 1}: injected fault: {text}"
-        case StepSkipped(reason=reason) if reason in _HEALTH_RULES:
+        case StepSkipped(reason=reason) if reason in HEALTH_RULES:
             return None  # the signal has said why
         case RankMoves(ranks=ranks):
             return f"{name_ranks(ranks)} {'move' if len(ranks) > 1 else 'moves'} again"

@@ -40,14 +40,14 @@ class Endpoint:
         self.url = f"http://{self.address}/metrics"
         self._target: Path | None = None
 
-    def announce(self, run_dir: Path, labels: dict[str, str]) -> None:
-        """Write ``RUN_DIR/metrics/rank-N.json``, a target for Prometheus' ``file_sd_configs``.
+    def announce(self, folder: Path, run: str, rank: int) -> None:
+        """Write ``FOLDER/RUN-rank-N.json``, a target for Prometheus' ``file_sd_configs``.
 
-        Args:
-            run_dir: the run's folder.
-            labels: of all metrics of this server; ``rank`` is one of them.
+        The labels are ``run`` and ``process_rank``: metrics of the whole run have the label
+        ``rank`` for the rank that they are about.
         """
-        target = run_dir / "metrics" / f"rank-{labels['rank']}.json"
+        target = folder / f"{run}-rank-{rank}.json"
+        labels = {"run": run, "process_rank": str(rank)}
         draft = target.with_suffix(".tmp")
         with contextlib.suppress(OSError):  # training is worth more than its metrics
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from parallel import Topology
+from pretrain.observe.console import HEALTH_RULES
 from pretrain.observe.event import Event
 from pretrain.observe.events import (
     CheckpointCommitted,
@@ -205,8 +206,25 @@ class Metrics:
         self.last_step = gauge(
             "last_step_timestamp_seconds", "Unix time of the last step; 0 before the first."
         )
+        self._begin_at_zero()
         for line in former:
             self._remember(line.event, line.time or 0.0)
+
+    def _begin_at_zero(self) -> None:
+        """Counters begin at 0 for each value of their label: increase() of Prometheus does not see
+        a counter that begins at 1."""
+        rules = ("not_finite", *HEALTH_RULES)
+        for reason in (*rules, "overflow", "router_not_finite"):
+            self.skipped.labels(reason)
+        for rule in rules:
+            self.signals.labels(rule)
+        actions = ("skip", "go_back")
+        for action in ("report", "lower_lr", "stop", *actions, *(f"{a}+lower_lr" for a in actions)):
+            self.actions.labels(action)
+        for kind in ("parameters", "gradients"):
+            self.corruptions.labels(kind)
+        for tier in ("memory", "local", "shared"):
+            self.save_failures.labels(tier)
 
     def _remember(self, event: Event, at: float) -> None:
         """What a line of a former start still says in this one."""

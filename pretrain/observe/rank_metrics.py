@@ -19,8 +19,7 @@ from pretrain.observe.events import StepCommitted, StepTaken
 class RankMetrics:
     """A sink that keeps what one rank measures of itself in an injected registry.
 
-    The label ``rank`` comes from the target file, see :meth:`Endpoint.announce`; in the metrics
-    themselves it would be one more name for the same.
+    The rank is the label ``process_rank`` of the target file, see :meth:`Endpoint.announce`.
     """
 
     def __init__(self, registry: CollectorRegistry, *, rank: int, host: str, device: str) -> None:
@@ -28,7 +27,7 @@ class RankMetrics:
         Gauge(
             "convoy_rank_info",
             "The rank and its machine; always 1.",
-            ["number", "host", "device"],
+            ["rank", "host", "device"],
             registry=registry,
         ).labels(str(rank), host, device).set(1)
         self.steps = Counter(

@@ -35,6 +35,9 @@ class MetricsConfig(BaseModel):
     all_ranks: bool = False
     """Let every rank serve its own metrics, on ``port`` plus its number on its machine; rank 0
     also has the run's. Without it only rank 0 serves metrics."""
+    targets_dir: str | None = None
+    """The folder of NAME-rank-N.json, the target files for Prometheus; RUN_DIR/metrics by default.
+    Runs may share a folder."""
     dollars_per_rank_hour: float | None = Field(default=None, ge=0)
     """The price of one rank for an hour, for the run's cost in metrics and report; None: there is
     no cost."""

@@ -245,7 +245,8 @@ def _open_sinks(
 
 def _serve_metrics(job: Job, registry: CollectorRegistry, sinks: ExitStack) -> str | None:
     """Serve the registry of rank 0, and of every rank where the spec says so; returns where."""
-    config, runtime = job.spec.metrics, job.runtime
+    spec, runtime = job.spec, job.runtime
+    config = spec.metrics
     if config.port < 0 or not (runtime.is_first or config.all_ranks):
         return None
     rank, host = runtime.rank, socket.gethostname()
@@ -255,7 +256,7 @@ def _serve_metrics(job: Job, registry: CollectorRegistry, sinks: ExitStack) -> s
     port = local_port(config.port) if config.all_ranks else config.port
     endpoint = Endpoint(registry, config.host, port)
     sinks.callback(endpoint.close)
-    endpoint.announce(job.spec.run_path, {"run": job.spec.name, "rank": str(rank)})
+    endpoint.announce(Path(config.targets_dir or spec.run_path / "metrics"), spec.name, rank)
     return endpoint.url
 
 

@@ -347,6 +347,9 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
 # Two real ranks, each with metrics of its own.
 
 
+HOST = socket.gethostname()
+
+
 def pretrain_on_rank(rank: int, spec: str) -> tuple[int, str, dict[str, list[str]]]:
     """The exit code, what was printed, and what every rank served just before the last step."""
     found: dict[str, list[str]] = {}
@@ -354,11 +357,12 @@ def pretrain_on_rank(rank: int, spec: str) -> tuple[int, str, dict[str, list[str
 
     def scrape_then_step(self, stop_requested):
         if rank == 0 and self.progress.step == 5:
-            for target in sorted(self.job.spec.run_path.glob("metrics/rank-*.json")):
+            for target in sorted(self.job.spec.run_path.glob("metrics/*.json")):
                 ((one,), labels) = json.loads(target.read_text())[0].values()
-                assert f"rank-{labels['rank']}.json" == target.name
+                assert f"tiny-rank-{labels['process_rank']}.json" == target.name
+                assert labels["run"] == "tiny"
                 with urllib.request.urlopen(f"http://{one}/metrics") as response:
-                    found[labels["rank"]] = response.read().decode().splitlines()
+                    found[labels["process_rank"]] = response.read().decode().splitlines()
         return step(self, stop_requested)
 
     Trainer.step = scrape_then_step
@@ -394,7 +398,10 @@ def test_every_rank_serves_its_own_metrics_and_rank_0_the_runs(tmp_path, text):
         assert value(lines, "convoy_rank_steps_total") == 5
         assert value(lines, "convoy_rank_step_seconds_total") > 0
         assert value(lines, "convoy_rank_memory_bytes") > 2**20
-        assert any(f'number="{rank}"' in line for line in lines)
+        assert any(
+            f'convoy_rank_info{{device="cpu",host="{HOST}",rank="{rank}"}}' in line
+            for line in lines
+        )
     run, other = first[2]["0"], first[2]["1"]
     assert value(run, "convoy_step") == 5
     assert value(run, "convoy_ranks") == 2
