@@ -119,6 +119,7 @@ RUN = {
         process=True,
     ),
     "convoy status runs/stdlib-tiny": Run(),
+    "convoy report runs/stdlib-tiny": Run(),
     "convoy inspect runs/stdlib-tiny/checkpoints": Run(),
     "convoy inspect verify runs/stdlib-tiny/checkpoints": Run(),
     "convoy inspect history runs/stdlib-tiny/checkpoints": Run(),
@@ -154,6 +155,9 @@ RUN = {
 
 # Run by another test, which is named.
 ELSEWHERE = {
+    "convoy report runs/stdlib-tiny runs/other --output report.html": (
+        "tests/commands/test_report.py"
+    ),
     f"convoy chaos {RECIPE} runs/chaos --faults 30 --machines 3 --json chaos.json": (
         "tests/pretrain/test_campaign.py"
     ),
