@@ -56,6 +56,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser("convoy pretrain", "Train a model as a job spec says.", _EPILOG, _MOVED)
     add_spec_arguments(parser)
     parser.add_argument("--print-spec", action="store_true", help="print the resolved spec and end")
+    parser.add_argument(
+        "--plain", action="store_true", help="print lines, no drawing, on a terminal too"
+    )
     args = parser.parse_args(arguments)
     if args.print_spec:
         return _print_spec(args)
@@ -108,7 +111,7 @@ def _pretrain(args: argparse.Namespace) -> int:
         spec = load_spec(args.spec, args.overrides)
         layout = launched_layout(spec)
         met_by_all = False
-        return with_warm_restarts(spec, lambda: run(spec, layout, status))
+        return with_warm_restarts(spec, lambda: run(spec, layout, status, plain=args.plain))
     except BaseException as error:
         if status is not None and not status.began:
             _record_refusal(status, error)

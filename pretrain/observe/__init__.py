@@ -58,6 +58,7 @@ from pretrain.observe.rank_events import (
 
 if TYPE_CHECKING:
     from pretrain.observe.endpoint import Endpoint, local_port
+    from pretrain.observe.live import LiveConsole, on_terminal
     from pretrain.observe.prometheus import Metrics
     from pretrain.observe.rank_metrics import RankMetrics
     from pretrain.observe.status import (
@@ -90,6 +91,7 @@ __all__ = [
     "Launched",
     "Ledger",
     "LedgerSummed",
+    "LiveConsole",
     "LiveLedger",
     "LoggedEvent",
     "Metrics",
@@ -127,6 +129,7 @@ __all__ = [
     "ledger_table",
     "local_port",
     "newest_checkpoint",
+    "on_terminal",
     "outcome_of",
     "progress_bar",
     "read_former",
@@ -143,12 +146,14 @@ __getattr__ = on_demand(
     __name__,
     {
         "Endpoint": "pretrain.observe.endpoint",
+        "LiveConsole": "pretrain.observe.live",
         "Metrics": "pretrain.observe.prometheus",
         "RankMetrics": "pretrain.observe.rank_metrics",
         "Status": "pretrain.observe.status",
         "StatusFile": "pretrain.observe.status",
         "Summary": "pretrain.observe.summary",
         "local_port": "pretrain.observe.endpoint",
+        "on_terminal": "pretrain.observe.live",
         "newest_checkpoint": "pretrain.observe.status",
         "outcome_of": "pretrain.observe.status",
         "read_status": "pretrain.observe.status",

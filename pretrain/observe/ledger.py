@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from pretrain.observe.console import duration
 from pretrain.observe.event import Event
 from pretrain.observe.events import (
     CheckpointCommitted,
@@ -347,31 +348,21 @@ def ledger_table(sums: LedgerSummed) -> str:
         return ""
     idle = sums.seconds.get("idle", 0.0)
     ran = sums.wall_seconds - idle
-    beside = f" and {_duration(idle)} idle" if idle else ""
+    beside = f" and {duration(idle)} idle" if idle else ""
     lines = [
-        f"goodput {sums.goodput:.1%} of {_duration(ran)}{beside}; with communication and waits for "
+        f"goodput {sums.goodput:.1%} of {duration(ran)}{beside}; with communication and waits for "
         f"data {sums.step_share:.1%}"
     ]
     for phase in PHASES:
         spent = sums.seconds.get(phase, 0.0)
         if spent and phase != "idle":
-            lines.append(f"  {phase:<22}{_duration(spent):>11}  {spent / ran:>6.1%}")
+            lines.append(f"  {phase:<22}{duration(spent):>11}  {spent / ran:>6.1%}")
     lost = sorted(sums.lost_seconds.items(), key=lambda item: -item[1])
     for head, parts in (
-        ("lost to", [f"{cause} {_duration(spent)}" for cause, spent in lost]),
+        ("lost to", [f"{cause} {duration(spent)}" for cause, spent in lost]),
         ("restarts", [f"{count} after {cause}" for cause, count in sums.restarts.items()]),
-        ("last start", [f"{part} {_duration(each)}" for part, each in sums.last_start.items()]),
+        ("last start", [f"{part} {duration(each)}" for part, each in sums.last_start.items()]),
     ):
         if parts:
             lines.append(f"  {head:<12}{', '.join(parts)}")
     return "\n".join(lines)
-
-
-def _duration(seconds: float) -> str:
-    """``12.3 s``, ``4 m 05 s`` or ``7 h 03 m``."""
-    if seconds < 99.95:
-        return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 100:
-        return f"{minutes} m {rest:02} s"
-    return f"{minutes // 60} h {minutes % 60:02} m"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import GaugeMetricFamily
@@ -14,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from pretrain.observe.event import Event
 from pretrain.observe.events import StepCommitted, StepTaken
+from pretrain.observe.process import resident_bytes
 
 
 class RankMetrics:
@@ -72,12 +71,9 @@ class _Memory(Collector):
     """The memory of this process, read when it is asked for."""
 
     def collect(self) -> Iterator[Metric]:
-        try:
-            pages = int(Path("/proc/self/statm").read_text().split()[1])
-        except (OSError, ValueError, IndexError):
-            return  # not Linux
-        yield GaugeMetricFamily(
-            "convoy_rank_memory_bytes",
-            "Resident memory of this rank's process.",
-            value=pages * os.sysconf("SC_PAGE_SIZE"),
-        )
+        if (count := resident_bytes()) is not None:
+            yield GaugeMetricFamily(
+                "convoy_rank_memory_bytes",
+                "Resident memory of this rank's process.",
+                value=count,
+            )

@@ -46,6 +46,7 @@ from pretrain.observe import (
     History,
     JsonlLog,
     Launched,
+    LiveConsole,
     LiveLedger,
     LoggedEvent,
     Metrics,
@@ -58,6 +59,7 @@ from pretrain.observe import (
     StatusFile,
     Summary,
     local_port,
+    on_terminal,
     outcome_of,
     read_former,
     say,
@@ -87,13 +89,20 @@ _LOCK_SECONDS = 60.0
 """Longer than a rank whose torchrun is gone takes to end."""
 
 
-def run(spec: JobSpec, layout: ChosenLayout, status: StatusFile | None = None) -> int:
+def run(
+    spec: JobSpec,
+    layout: ChosenLayout,
+    status: StatusFile | None = None,
+    *,
+    plain: bool = False,
+) -> int:
     """Pretrain as the spec says; returns the exit code.
 
     Args:
         spec: of the run.
         layout: of this start, see :func:`pretrain.elastic.launched_layout`.
         status: on rank 0, where the run's beginning and end are recorded.
+        plain: print lines on a terminal too.
 
     Raises:
         InputError, CheckpointError: nothing can be done with this spec, data or checkpoint.
@@ -115,7 +124,11 @@ def run(spec: JobSpec, layout: ChosenLayout, status: StatusFile | None = None) -
         runtime.first(lambda: held.enter_context(lock_run(spec, wait)))
         if status is not None:
             held.enter_context(status.during(spec.checkpoint_path))
-        code = _run(spec, runtime, stop, layout)
+        drawn = runtime.is_first and on_terminal(plain=plain)
+        steps = spec.train.steps
+        console = LiveConsole(steps) if drawn else Console(steps, runtime.rank)
+        held.callback(console.close)
+        code = _run(spec, runtime, stop, layout, console)
         if status is not None:
             status.end(code)
         tell_spares(code)
@@ -157,10 +170,12 @@ def prepare(spec: JobSpec, *, reset: bool = False, load_step: int | None = None)
             ) from None
 
 
-def _run(spec: JobSpec, runtime: Runtime, stop: StopRequest, layout: ChosenLayout) -> int:
+def _run(
+    spec: JobSpec, runtime: Runtime, stop: StopRequest, layout: ChosenLayout, console: Console
+) -> int:
     runtime.first(lambda: prepare_corpus(spec.data, spec.model.vocab_size, say))
     runtime.start_parts.mark("corpus")
-    events = Events(Console(spec.train.steps, runtime.rank))
+    events = Events(console)
     job = build_job(spec, runtime, events, layout.topology)
     runtime.start_parts.mark("build")
     secret = launch_secret(runtime)

@@ -208,6 +208,32 @@ def test_the_console_says_what_happens_on_rank_0_and_problems_everywhere(event, 
     assert err.format(3) in shown.err
 
 
+STEPPED = {
+    "grad_norm": 0.7, "lr": 0.01, "seconds": 2.0, "target_tokens": 256, "tokens_seen": 256,
+    "consumed_samples": 8, "slowest_rank_seconds": 2.0, "tokens_per_second": 128.0, "mfu": 0.5,
+}  # fmt: skip
+REPORTED = {
+    "lr": 0.01, "grad_norm": 0.7, "tokens_per_second": 512.0, "mfu": 0.5,
+    "communication_seconds": {}, "exposed_seconds": {},
+}  # fmt: skip
+
+
+def test_the_first_step_of_a_start_has_a_line_and_intervals_say_what_is_left(capsys):
+    console = Console(60, 0)
+    console(RunStarted(step=10, **STARTED))
+    capsys.readouterr()
+    console(StepCommitted(step=11, loss=2.5, **STEPPED))
+    assert capsys.readouterr().out.startswith("step 11/60  loss 2.5000")
+    console(StepCommitted(step=12, loss=2.5, **STEPPED))
+    assert capsys.readouterr().out == "", "other steps wait for the interval"
+    console(IntervalEnded(step=20, loss=2.5, seconds=30.0, **REPORTED))
+    assert capsys.readouterr().out.endswith("  2 m 00 s left\n")
+    console(IntervalEnded(step=60, loss=2.5, seconds=30.0, **REPORTED))
+    assert "left" not in capsys.readouterr().out
+    Console(60, 3)(StepCommitted(step=11, loss=2.5, **STEPPED))
+    assert capsys.readouterr().out == ""
+
+
 def test_a_line_of_an_interval_names_exposed_communication_and_expert_imbalance(capsys):
     report = IntervalEnded(
         step=2, loss=2.5, lr=0.01, grad_norm=0.7, tokens_per_second=512.0, mfu=0.5, seconds=8.0,
