@@ -58,6 +58,7 @@ from pretrain.observe.rank_events import (
 
 if TYPE_CHECKING:
     from pretrain.observe.endpoint import Endpoint, local_port
+    from pretrain.observe.environment import code_version, experiment_record
     from pretrain.observe.live import LiveConsole, on_terminal
     from pretrain.observe.prometheus import Metrics
     from pretrain.observe.rank_metrics import RankMetrics
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
         read_status,
     )
     from pretrain.observe.summary import Summary, show_summary
+    from pretrain.observe.trackers import open_trackers
 
 __all__ = [
     "CapacityPlanned",
@@ -121,7 +123,9 @@ __all__ = [
     "StragglerGain",
     "Summary",
     "Verified",
+    "code_version",
     "complain",
+    "experiment_record",
     "human_bytes",
     "last_event",
     "last_step",
@@ -130,6 +134,7 @@ __all__ = [
     "local_port",
     "newest_checkpoint",
     "on_terminal",
+    "open_trackers",
     "outcome_of",
     "progress_bar",
     "read_former",
@@ -153,6 +158,9 @@ __getattr__ = on_demand(
         "StatusFile": "pretrain.observe.status",
         "Summary": "pretrain.observe.summary",
         "local_port": "pretrain.observe.endpoint",
+        "code_version": "pretrain.observe.environment",
+        "experiment_record": "pretrain.observe.environment",
+        "open_trackers": "pretrain.observe.trackers",
         "on_terminal": "pretrain.observe.live",
         "newest_checkpoint": "pretrain.observe.status",
         "outcome_of": "pretrain.observe.status",

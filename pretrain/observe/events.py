@@ -84,6 +84,10 @@ class RunStarted(Event):
     start_seconds: dict[str, float] = field(default_factory=dict)
     """From the start of the process of rank 0 to this event, by part, in order: ``imports``,
     ``rendezvous``, ``corpus``, ``build``, ``writer``, ``load``, ``staging``."""
+    record: dict[str, str] = field(default_factory=dict)
+    """What the run is made with: ``run_id``, ``corpus``, ``code``, versions, host and device."""
+    spec: dict[str, Any] = field(default_factory=dict)
+    """The resolved spec."""
 
 
 @dataclass(frozen=True, kw_only=True)

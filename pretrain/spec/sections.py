@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 from moe import MoEConfig
@@ -41,6 +43,19 @@ class MetricsConfig(BaseModel):
     dollars_per_rank_hour: float | None = Field(default=None, ge=0)
     """The price of one rank for an hour, for the run's cost in metrics and report; None: there is
     no cost."""
+
+
+class TrackingConfig(BaseModel):
+    """The ``[tracking]`` section: experiment trackers, which get the values of log intervals."""
+
+    model_config = _MODEL
+
+    to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(default_factory=list)
+    """Trackers that rank 0 writes to. Each needs the extra of its name."""
+    project: str = Field(default="convoy", min_length=1)
+    """The project, or MLflow's experiment, that the run is in."""
+    mlflow_uri: str | None = None
+    """MLflow's tracking server; files in RUN_DIR/mlflow by default."""
 
 
 class SampleConfig(BaseModel):
@@ -106,5 +121,7 @@ class Sections(BaseModel):
     """Ranks that are stuck, and odd ranks."""
     metrics: MetricsConfig = MetricsConfig()
     """The Prometheus endpoint."""
+    tracking: TrackingConfig = TrackingConfig()
+    """Experiment trackers."""
     sample: SampleConfig = SampleConfig()
     """Generated text at the end of a run."""

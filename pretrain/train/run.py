@@ -58,8 +58,10 @@ from pretrain.observe import (
     RunStopped,
     StatusFile,
     Summary,
+    experiment_record,
     local_port,
     on_terminal,
+    open_trackers,
     outcome_of,
     read_former,
     say,
@@ -255,6 +257,9 @@ def _open_sinks(
         )
     )
     job.events.subscribe(ledger)
+    for tracking in open_trackers(spec.tracking, spec.run_path):
+        sinks.callback(tracking.close)
+        job.events.subscribe(tracking)
     return registry, ledger
 
 
@@ -318,6 +323,12 @@ def _started(job: Job, progress: Progress, url: str | None, layout: ChosenLayout
         spares=layout.spares,
         layout_reason="" if layout.reason == ChosenLayout.reason else layout.reason,
         start_seconds=runtime.start_parts.seconds,
+        record=(
+            experiment_record(corpus=job.corpus.fingerprint, run_id=progress.run_id)
+            if runtime.is_first
+            else {}
+        ),
+        spec=spec.as_dict(),
     )
 
 

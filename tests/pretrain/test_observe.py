@@ -69,6 +69,8 @@ EXAMPLES = {
     "list[int]": [5, 3],
     "list[list[int]]": [[1536, 512]],
     "tuple[int, int] | None": [3, 1],
+    "dict[str, str]": {"code": "c0ffee"},
+    "dict[str, Any]": {"train": {"steps": 6}},
     "list[float] | None": [1.5, 2.5],
 }
 

@@ -188,6 +188,9 @@ def _one_run(run: RunRecord) -> Iterable[str]:
         yield f"<h3>Text of the model</h3><pre>{escape(run.summary.sample)}</pre>"
     if run.manifests:
         yield _lineage(run)
+    if start is not None and start.record:
+        yield _table(["", ""], list(start.record.items()), "words", caption="Made with")
+    if run.spec:
         spec = json.dumps(run.spec, indent=1, ensure_ascii=False)
         yield f"<details><summary>Spec</summary><pre>{escape(spec)}</pre></details>"
 

@@ -76,7 +76,9 @@ class RunRecord:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """The resolved spec of the newest checkpoint; empty where there is none."""
+        """The resolved spec of the newest start, or checkpoint; empty where neither has it."""
+        if self.start is not None and self.start.spec:
+            return self.start.spec
         return self.manifests[-1].spec if self.manifests else {}
 
     @property
@@ -196,8 +198,8 @@ def _read_checkpoints(run: RunRecord) -> None:
         store = open_store(path)
         run.manifests = [read_manifest(store, step) for step in committed_steps(path)]
     except (OSError, ValueError, CheckpointError) as error:
-        run.notes.append(f"checkpoints at {path} cannot be read, so spec and lineage are missing: "
+        run.notes.append(f"checkpoints at {path} cannot be read, so their list is missing: "
                          f"{' '.join(str(error).split())}")  # fmt: skip
         return
     if not run.manifests:
-        run.notes.append(f"there is no checkpoint at {path}, so spec and lineage are missing")
+        run.notes.append(f"there is no checkpoint at {path}, so their list is missing")
