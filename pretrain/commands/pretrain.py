@@ -59,6 +59,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--plain", action="store_true", help="print lines, no drawing, on a terminal too"
     )
+    parser.add_argument(
+        "--profile",
+        metavar="FIRST:LAST",
+        help="trace these steps with torch.profiler, into RUN_DIR/profile",
+    )
     args = parser.parse_args(arguments)
     if args.print_spec:
         return _print_spec(args)
@@ -95,7 +100,7 @@ def _pretrain(args: argparse.Namespace) -> int:
     from pretrain.observe import outcome_of
     from pretrain.runtime import end_torchrun, torchrun_process
     from pretrain.spec import load_spec
-    from pretrain.train import run
+    from pretrain.train import read_window, run
 
     torchrun = torchrun_process()
     status = _status_file(args.spec, args.overrides)
@@ -103,8 +108,13 @@ def _pretrain(args: argparse.Namespace) -> int:
     try:
         spec = load_spec(args.spec, args.overrides)
         layout = launched_layout(spec)
+        window = read_window(args.profile, spec.train.steps) if args.profile else None
+
+        def train() -> int:
+            return run(spec, layout, status, plain=args.plain, profile=window)
+
         met_by_all = False
-        return with_warm_restarts(spec, lambda: run(spec, layout, status, plain=args.plain))
+        return with_warm_restarts(spec, train)
     except BaseException as error:
         if status is not None and not status.began:
             _record_refusal(status, error)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from importlib.metadata import version
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -40,18 +38,12 @@ from pretrain.faults import faults_of, forget_faults
 from pretrain.job import Job, build_job
 from pretrain.observe import (
     Console,
-    Endpoint,
     Evaluated,
     Events,
     History,
-    JsonlLog,
     Launched,
-    LiveConsole,
     LiveLedger,
-    LoggedEvent,
-    Metrics,
     RankLost,
-    RankMetrics,
     RunDone,
     RunFailed,
     RunStarted,
@@ -59,9 +51,6 @@ from pretrain.observe import (
     StatusFile,
     Summary,
     experiment_record,
-    local_port,
-    on_terminal,
-    open_trackers,
     outcome_of,
     read_former,
     say,
@@ -85,6 +74,8 @@ from pretrain.train.detection import flight_folder, watch_ranks
 from pretrain.train.evaluate import evaluate
 from pretrain.train.generate import generate
 from pretrain.train.notices import watch_notices
+from pretrain.train.profile import StepProfiler, Window
+from pretrain.train.sinks import open_console, open_sinks, serve_metrics
 from pretrain.train.trainer import Trainer
 
 _LOCK_SECONDS = 60.0
@@ -97,6 +88,7 @@ def run(
     status: StatusFile | None = None,
     *,
     plain: bool = False,
+    profile: Window | None = None,
 ) -> int:
     """Pretrain as the spec says; returns the exit code.
 
@@ -105,6 +97,7 @@ def run(
         layout: of this start, see :func:`pretrain.elastic.launched_layout`.
         status: on rank 0, where the run's beginning and end are recorded.
         plain: print lines on a terminal too.
+        profile: the first and the last step of a trace.
 
     Raises:
         InputError, CheckpointError: nothing can be done with this spec, data or checkpoint.
@@ -126,11 +119,9 @@ def run(
         runtime.first(lambda: held.enter_context(lock_run(spec, wait)))
         if status is not None:
             held.enter_context(status.during(spec.checkpoint_path))
-        drawn = runtime.is_first and on_terminal(plain=plain)
-        steps = spec.train.steps
-        console = LiveConsole(steps) if drawn else Console(steps, runtime.rank)
+        console = open_console(spec.train.steps, runtime, plain=plain)
         held.callback(console.close)
-        code = _run(spec, runtime, stop, layout, console)
+        code = _run(spec, runtime, stop, layout, console, profile)
         if status is not None:
             status.end(code)
         tell_spares(code)
@@ -173,7 +164,12 @@ def prepare(spec: JobSpec, *, reset: bool = False, load_step: int | None = None)
 
 
 def _run(
-    spec: JobSpec, runtime: Runtime, stop: StopRequest, layout: ChosenLayout, console: Console
+    spec: JobSpec,
+    runtime: Runtime,
+    stop: StopRequest,
+    layout: ChosenLayout,
+    console: Console,
+    profile: Window | None,
 ) -> int:
     runtime.first(lambda: prepare_corpus(spec.data, spec.model.vocab_size, say))
     runtime.start_parts.mark("corpus")
@@ -187,7 +183,7 @@ def _run(
         join_peers(job, writer, runtime.together(writer.ready), secret)
         runtime.start_parts.mark("writer")
         with ExitStack() as sinks:
-            code = _train(job, stop, writer, sinks, layout)
+            code = _train(job, stop, writer, sinks, layout, profile)
         ended = True
     finally:
         # What only nodes have is theirs to keep, unless the run has ended with all of it shared.
@@ -201,12 +197,13 @@ def _train(
     writer: AsyncCheckpointer,
     sinks: ExitStack,
     layout: ChosenLayout,
+    profile: Window | None,
 ) -> int:
     runtime, path = job.runtime, job.spec.run_path / "log.jsonl"
     former = read_former(path) if runtime.is_first else []
-    opened = runtime.first(lambda: _open_sinks(job, path, former, sinks))
+    opened = runtime.first(lambda: open_sinks(job, path, former, sinks))
     registry, ledger = opened or (CollectorRegistry(), None)
-    url = runtime.together(lambda: _serve_metrics(job, registry, sinks))
+    url = runtime.together(lambda: serve_metrics(job, registry, sinks))
     trainer: Trainer | None = None
     with _failure_published(job, lambda: trainer):
         job.events.publish(_launched(job))
@@ -222,7 +219,9 @@ def _train(
         )
         faults = faults_of(job.spec, runtime, job.events, writer.writer_process_id)
         sinks.callback(faults.close)
-        trainer = Trainer(job, progress, checkpointer, faults)
+        profiler = StepProfiler.of_job(job, profile)
+        sinks.callback(profiler.close)
+        trainer = Trainer(job, progress, checkpointer, faults, profiler)
         with _watched(job, trainer), watch_ranks(job):
             if trainer.train(stop):
                 step, cause = trainer.progress.step, trainer.stop_cause.label
@@ -231,53 +230,6 @@ def _train(
             _finish(job, trainer.progress, ledger)
         job.events.publish(RunDone(step=trainer.progress.step))
     return EXIT_DONE
-
-
-def _open_sinks(
-    job: Job, path: Path, former: Sequence[LoggedEvent], sinks: ExitStack
-) -> tuple[CollectorRegistry, LiveLedger]:
-    """Let the log, the metrics and the ledger have the run's events.
-
-    Returns the registry of the metrics, and the ledger.
-    """
-    spec = job.spec
-    log = JsonlLog(path)
-    sinks.callback(log.close)
-    job.events.subscribe(log)
-    ledger = LiveLedger(former, log, job.events)
-    registry = CollectorRegistry()
-    job.events.subscribe(
-        Metrics(
-            registry,
-            spec,
-            job.topology,
-            version("convoy-moe"),
-            ledger=ledger.ledger,
-            former=former,
-        )
-    )
-    job.events.subscribe(ledger)
-    for tracking in open_trackers(spec.tracking, spec.run_path):
-        sinks.callback(tracking.close)
-        job.events.subscribe(tracking)
-    return registry, ledger
-
-
-def _serve_metrics(job: Job, registry: CollectorRegistry, sinks: ExitStack) -> str | None:
-    """Serve the registry of rank 0, and of every rank where the spec says so; returns where."""
-    spec, runtime = job.spec, job.runtime
-    config = spec.metrics
-    if config.port < 0 or not (runtime.is_first or config.all_ranks):
-        return None
-    rank, host = runtime.rank, socket.gethostname()
-    if config.all_ranks:
-        device = str(runtime.device)
-        job.events.subscribe(RankMetrics(registry, rank=rank, host=host, device=device))
-    port = local_port(config.port) if config.all_ranks else config.port
-    endpoint = Endpoint(registry, config.host, port)
-    sinks.callback(endpoint.close)
-    endpoint.announce(Path(config.targets_dir or spec.run_path / "metrics"), spec.name, rank)
-    return endpoint.url
 
 
 def _launched(job: Job) -> Launched:
