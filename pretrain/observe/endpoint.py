@@ -6,36 +6,57 @@ import contextlib
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, generate_latest
 
 from pretrain.errors import InputError
 
+_SERVER = Path(__file__).with_name("metrics_server.py")
 _ANY_ADDRESS = ("", "0.0.0.0", "::")
 
 
 class Endpoint:
-    """An HTTP server for a registry, which serves nothing else. ``port`` 0 takes a free one.
+    """Serves the metrics of a registry over HTTP, from a process of its own, and nothing else.
+
+    ``port`` 0 takes a free one. The process asks this one for the metrics at most twice a second,
+    so that scrapes, however many, do not slow training. It ends with this process, also when this
+    process is killed.
 
     Raises InputError where the port is taken.
     """
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
-        self._server: WSGIServer
-        self._thread: threading.Thread
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
-        except (OSError, socket.gaierror, OverflowError) as error:
-            why = error.strerror if isinstance(error, OSError) else "there is no such port"
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listening = socket.create_server((host, port), family=family, backlog=128)
+        except (OSError, OverflowError) as error:
+            why = "there is no such port"
+            if isinstance(error, OSError):
+                # socket.create_server puts the address into the text of the error.
+                known = error.errno is not None and error.errno > 0
+                why = os.strerror(error.errno or 0) if known else "the host has no address"
             raise InputError(
                 f"metrics.host and metrics.port ({host}:{port}) cannot be listened on: "
                 f"{why}; 0 takes a free port, -1 none"
             ) from None
+        with listening:
+            port = listening.getsockname()[1]
+            self._process = subprocess.Popen(
+                [sys.executable, str(_SERVER), str(listening.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=[listening.fileno()],
+                start_new_session=True,
+            )
+        self._registry = registry
+        self._thread = threading.Thread(target=self._answer, daemon=True, name="metrics")
+        self._thread.start()
         name = socket.gethostname() if host in _ANY_ADDRESS else host
-        self.address = f"{name}:{self._server.server_port}"
+        self.address = f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
         """HOST:PORT, by which others find the server."""
         self.url = f"http://{self.address}/metrics"
         self._target: Path | None = None
@@ -60,9 +81,23 @@ class Endpoint:
         if self._target is not None:
             with contextlib.suppress(OSError):
                 self._target.unlink()
-        self._server.shutdown()
-        self._server.server_close()
+        self._process.kill()
+        self._process.wait()
         self._thread.join()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):  # what the process has not read
+                pipe and pipe.close()
+
+    def _answer(self) -> None:
+        """Give the process the metrics whenever it asks, until it has ended."""
+        asked, answer = self._process.stdout, self._process.stdin
+        assert asked is not None
+        assert answer is not None
+        with contextlib.suppress(OSError):
+            while asked.read(1):
+                text = generate_latest(self._registry)
+                answer.write(len(text).to_bytes(8, "big") + text)
+                answer.flush()
 
 
 def local_port(port: int) -> int:

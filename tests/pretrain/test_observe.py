@@ -6,7 +6,12 @@ import contextlib
 import io
 import json
 import math
+import signal
 import socket
+import subprocess
+import sys
+import time
+import urllib.error
 import urllib.request
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -14,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from parallel import Topology
 from pretrain.commands.pretrain import main
@@ -50,6 +55,7 @@ from pretrain.observe.rank_events import (
 )
 from pretrain.train.interval_stats import is_communication_timed
 from pretrain.train.trainer import Trainer
+from tests.support.checkpoints import eventually
 from tests.support.jobs import data_of, events, make_spec, prepare_job, write_spec
 from tests.support.ranks import run_ranks
 
@@ -376,6 +382,7 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
 
 
 HOST = socket.gethostname()
+ROOT = Path(__file__).parent.parent.parent
 
 
 def pretrain_on_rank(rank: int, spec: str) -> tuple[int, str, dict[str, list[str]]]:
@@ -452,3 +459,75 @@ def test_a_port_that_is_taken_is_one_line(tmp_path, text):
     assert [line for line in said.splitlines() if "error" in line] == [
         wanted + "Address already in use; 0 takes a free port, -1 none"
     ]
+
+
+def test_the_endpoint_serves_metrics_only_and_new_ones():
+    registry = CollectorRegistry()
+    gauge = Gauge("convoy_step", "A step.", registry=registry)
+    endpoint = Endpoint(registry, "127.0.0.1", 0)
+    try:
+        with urllib.request.urlopen(endpoint.url) as response:
+            assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+            assert value(response.read().decode().splitlines(), "convoy_step") == 0
+        gauge.set(7)
+
+        def scrape() -> float:
+            with urllib.request.urlopen(endpoint.url) as response:
+                return value(response.read().decode().splitlines(), "convoy_step")
+
+        eventually(lambda: scrape() == 7, "the new value is served")
+        with pytest.raises(urllib.error.HTTPError, match="404") as refused:
+            urllib.request.urlopen(endpoint.url.replace("/metrics", "/etc/passwd"))
+        refused.value.close()
+        with pytest.raises(urllib.error.HTTPError, match="501") as refused:
+            urllib.request.urlopen(endpoint.url, data=b"x")
+        refused.value.close()
+    finally:
+        endpoint.close()
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(endpoint.url)
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "why"),
+    [
+        ("no.such.host.invalid", 0, "the host has no address"),
+        ("127.0.0.1", 70_000, "there is no such port"),
+    ],
+)
+def test_an_address_that_cannot_be_is_told(host, port, why):
+    with pytest.raises(InputError, match=why):
+        Endpoint(CollectorRegistry(), host, port)
+
+
+def serve_and_wait(told: str) -> None:
+    endpoint = Endpoint(CollectorRegistry(), "127.0.0.1", 0)
+    Path(told).write_text(endpoint.url)
+    time.sleep(600)
+
+
+@pytest.mark.slow
+def test_the_endpoint_of_a_killed_rank_is_gone(tmp_path):
+    told = tmp_path / "url"
+    code = "import sys; from tests.pretrain.test_observe import serve_and_wait as s; s(sys.argv[1])"
+    rank = subprocess.Popen([sys.executable, "-c", code, str(told)], cwd=ROOT)
+    try:
+        eventually(lambda: told.exists() and told.read_text(), "the rank serves")
+        url = told.read_text()
+        with urllib.request.urlopen(url) as response:
+            assert response.status == 200
+        rank.send_signal(signal.SIGSTOP)  # a rank that hangs is still seen, with what it said last
+        with urllib.request.urlopen(url, timeout=30) as response:
+            assert response.status == 200
+    finally:
+        rank.kill()
+        rank.wait()
+
+    def gone() -> bool:
+        try:
+            urllib.request.urlopen(url, timeout=30).close()
+        except OSError:
+            return True
+        return False
+
+    eventually(gone, "nobody serves for the rank that was killed")
