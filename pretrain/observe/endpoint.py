@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from pretrain.errors import InputError
 
 _SERVER = Path(__file__).with_name("metrics_server.py")
+_LAST_PORT = 65535
 _ANY_ADDRESS = ("", "0.0.0.0", "::")
 
 
@@ -31,14 +32,15 @@ class Endpoint:
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
         try:
+            if port > _LAST_PORT:
+                raise OSError(0, "there is no such port")
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             listening = socket.create_server((host, port), family=family, backlog=128)
-        except (OSError, OverflowError) as error:
-            why = "there is no such port"
-            if isinstance(error, OSError):
-                # socket.create_server puts the address into the text of the error.
-                known = error.errno is not None and error.errno > 0
-                why = os.strerror(error.errno or 0) if known else "the host has no address"
+        except OSError as error:
+            # socket.create_server puts the address into the text of an error of the system.
+            why = "the host has no address" if error.errno else error.strerror
+            if error.errno is not None and error.errno > 0:
+                why = os.strerror(error.errno)
             raise InputError(
                 f"metrics.host and metrics.port ({host}:{port}) cannot be listened on: "
                 f"{why}; 0 takes a free port, -1 none"
