@@ -4,7 +4,8 @@
 # make test       the test suite, lint and types apart (make lint, make types)
 # make check      all three
 # make test-faults    a short campaign of faults on a run, which CI runs too
-# make test-engines  runs on a real Slurm and Ray of this machine, which it installs
+# make test-engines  runs on a real Slurm and Ray of this machine, which it installs, and a real
+#                 Prometheus and Chromium that look at runs
 # make chaos      the tiny recipe under 30 random faults, and without; OUT= is a new folder
 
 PYTHON ?= python3
@@ -76,9 +77,11 @@ examples: setup
 	$(PY) tools/launch.py examples/cluster.toml --on kubernetes --output examples/trainjob.yaml \
 	    --set launch.image=registry.example/convoy:0.1.0
 
-# A real Slurm and a real Ray on this machine. Slurm needs root for apt, once.
+# A real Slurm, Ray, Prometheus and Chromium on this machine. They need root for apt, once.
 test-engines: setup
 	command -v slurmctld >/dev/null || apt-get install -y slurmctld slurmd slurm-client munge
+	command -v prometheus >/dev/null || apt-get install -y prometheus
+	command -v chromium >/dev/null || apt-get install -y chromium
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[engines]"
 	$(PY) -m pytest -m engine -rs
 

@@ -65,6 +65,7 @@ PRETRAIN = {
     "pretrain.parallelize": {"pretrain.model", "pretrain.state"},
     "pretrain.runtime": {"pretrain.errors", "pretrain.spec"},
     "pretrain.observe": {"pretrain.errors", "pretrain.spec"},
+    "pretrain.observe.report": {"pretrain.errors", "pretrain.observe"},
     "pretrain.elastic": {
         "pretrain.errors", "pretrain.spec", "pretrain.runtime", "pretrain.observe",
     },
@@ -96,7 +97,8 @@ PRETRAIN = {
     },
     "pretrain.commands": {
         "pretrain.errors", "pretrain.model", "pretrain.spec", "pretrain.runtime",
-        "pretrain.observe", "pretrain.convert", "pretrain.plan", "pretrain.train",
+        "pretrain.observe", "pretrain.observe.report", "pretrain.convert", "pretrain.plan",
+        "pretrain.train",
         "pretrain.elastic", "pretrain.faults",
     },
 }  # fmt: skip

@@ -119,6 +119,7 @@ RUN = {
         process=True,
     ),
     "convoy status runs/stdlib-tiny": Run(),
+    "convoy report runs/stdlib-tiny": Run(),
     "convoy inspect runs/stdlib-tiny/checkpoints": Run(),
     "convoy inspect verify runs/stdlib-tiny/checkpoints": Run(),
     "convoy inspect history runs/stdlib-tiny/checkpoints": Run(),
@@ -154,6 +155,9 @@ RUN = {
 
 # Run by another test, which is named.
 ELSEWHERE = {
+    "convoy report runs/stdlib-tiny runs/other --output report.html": (
+        "tests/commands/test_report.py"
+    ),
     f"convoy chaos {RECIPE} runs/chaos --faults 30 --machines 3 --json chaos.json": (
         "tests/pretrain/test_campaign.py"
     ),
@@ -199,6 +203,8 @@ OUTSIDE = {
     "torchrun --nnodes 16 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 "
     "tools/burnin.py spec.toml --exclude-list runs/mine/exclude.json --json burnin.json",
     "pip install convoy-moe[etcd]",
+    # tests/deploy starts a Prometheus with these rules and targets of its own.
+    "prometheus --config.file=deploy/prometheus/prometheus.yml",
     "etcd --enable-v2 --listen-client-urls http://0.0.0.0:2379 "
     "--advertise-client-urls http://HOST:2379",
     "git clone REPOSITORY convoy", "cd convoy", "source .venv/bin/activate", "pip install -e .",

@@ -7,6 +7,7 @@ import torch
 from ckpt import LocalArray, SaveInfo
 from pretrain.checkpoint.run_id import save_id
 from pretrain.job import Job
+from pretrain.observe import code_version
 from pretrain.state import Progress, RunState, rng_arrays
 
 
@@ -30,7 +31,8 @@ def save_info(job: Job, progress: Progress) -> SaveInfo:
             capacity=None if job.balance is None else job.balance.state(),
             stragglers=None if job.stragglers is None else job.stragglers.state(),
             threads=torch.get_num_threads() if spec.train.exact else None,
-        ).as_dict(),
+        ).as_dict()
+        | {"code": code_version()},
         spec=spec.as_dict(),
         spec_hash=spec.hash,
         compression=spec.checkpoint.compression,

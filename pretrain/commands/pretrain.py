@@ -57,6 +57,14 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser("convoy pretrain", "Train a model as a job spec says.", _EPILOG, _MOVED)
     add_spec_arguments(parser)
     parser.add_argument("--print-spec", action="store_true", help="print the resolved spec and end")
+    parser.add_argument(
+        "--plain", action="store_true", help="print lines, no drawing, on a terminal too"
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="FIRST:LAST",
+        help="trace these steps with torch.profiler, into RUN_DIR/profile",
+    )
     args = parser.parse_args(arguments)
     if args.print_spec:
         return _print_spec(args)
@@ -93,7 +101,7 @@ def _pretrain(args: argparse.Namespace) -> int:
     from pretrain.observe import outcome_of
     from pretrain.runtime import end_torchrun, torchrun_process
     from pretrain.spec import load_spec
-    from pretrain.train import run
+    from pretrain.train import read_window, run
 
     torchrun = torchrun_process()
     status = _status_file(args.spec, args.overrides)
@@ -103,8 +111,13 @@ def _pretrain(args: argparse.Namespace) -> int:
         if spec.plan.auto:
             spec = _planned(spec)
         layout = launched_layout(spec)
+        window = read_window(args.profile, spec.train.steps) if args.profile else None
+
+        def train() -> int:
+            return run(spec, layout, status, plain=args.plain, profile=window)
+
         met_by_all = False
-        return with_warm_restarts(spec, lambda: run(spec, layout, status))
+        return with_warm_restarts(spec, train)
     except BaseException as error:
         if status is not None and not status.began:
             _record_refusal(status, error)

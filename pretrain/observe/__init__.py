@@ -57,7 +57,11 @@ from pretrain.observe.rank_events import (
 )
 
 if TYPE_CHECKING:
-    from pretrain.observe.prometheus import Endpoint, Metrics
+    from pretrain.observe.endpoint import Endpoint, local_port
+    from pretrain.observe.environment import code_version, experiment_record
+    from pretrain.observe.live import LiveConsole, on_terminal
+    from pretrain.observe.prometheus import Metrics
+    from pretrain.observe.rank_metrics import RankMetrics
     from pretrain.observe.status import (
         Status,
         StatusFile,
@@ -66,6 +70,7 @@ if TYPE_CHECKING:
         read_status,
     )
     from pretrain.observe.summary import Summary, show_summary
+    from pretrain.observe.trackers import open_trackers
 
 __all__ = [
     "CapacityPlanned",
@@ -88,6 +93,7 @@ __all__ = [
     "Launched",
     "Ledger",
     "LedgerSummed",
+    "LiveConsole",
     "LiveLedger",
     "LoggedEvent",
     "Metrics",
@@ -95,6 +101,7 @@ __all__ = [
     "Notice",
     "RankLossOdd",
     "RankLost",
+    "RankMetrics",
     "RankMoves",
     "RankStuck",
     "Resized",
@@ -116,13 +123,18 @@ __all__ = [
     "StragglerGain",
     "Summary",
     "Verified",
+    "code_version",
     "complain",
+    "experiment_record",
     "human_bytes",
     "last_event",
     "last_step",
     "ledger_of",
     "ledger_table",
+    "local_port",
     "newest_checkpoint",
+    "on_terminal",
+    "open_trackers",
     "outcome_of",
     "progress_bar",
     "read_former",
@@ -138,11 +150,18 @@ __all__ = [
 __getattr__ = on_demand(
     __name__,
     {
-        "Endpoint": "pretrain.observe.prometheus",
+        "Endpoint": "pretrain.observe.endpoint",
+        "LiveConsole": "pretrain.observe.live",
         "Metrics": "pretrain.observe.prometheus",
+        "RankMetrics": "pretrain.observe.rank_metrics",
         "Status": "pretrain.observe.status",
         "StatusFile": "pretrain.observe.status",
         "Summary": "pretrain.observe.summary",
+        "local_port": "pretrain.observe.endpoint",
+        "code_version": "pretrain.observe.environment",
+        "experiment_record": "pretrain.observe.environment",
+        "open_trackers": "pretrain.observe.trackers",
+        "on_terminal": "pretrain.observe.live",
         "newest_checkpoint": "pretrain.observe.status",
         "outcome_of": "pretrain.observe.status",
         "read_status": "pretrain.observe.status",

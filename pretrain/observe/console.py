@@ -19,6 +19,7 @@ from pretrain.observe.events import (
     RunStarted,
     RunStopped,
     SpecChanged,
+    StepCommitted,
     StepSkipped,
 )
 from pretrain.observe.rank_events import (
@@ -38,14 +39,14 @@ from pretrain.observe.rank_events import (
 FAILURES_IN_A_ROW = 3
 """From so many failures of a tier on, the console says that the tier is out of order."""
 
-_HEALTH_RULES = ("loss_spike", "grad_norm_spike", "slow_divergence", "router_collapse")
+HEALTH_RULES = ("loss_spike", "grad_norm_spike", "slow_divergence", "router_collapse")
 STOP_CAUSES = {
     "notice_file": " on a preemption notice",
     "time_limit": " before the time limit",
 }
 """What people are told of a stop, by its cause."""
 
-_SHOWN = {"world": "sync"}  # the collectives of all ranks are those of the step barrier
+SHOWN = {"world": "sync"}  # the collectives of all ranks are those of the step barrier
 
 
 def say(text: str) -> None:
@@ -68,13 +69,32 @@ class Console:
 
     def __init__(self, steps: int, rank: int) -> None:
         self.steps, self.rank = steps, rank
+        self._first = True
+        """Whether this start has committed no step yet."""
+        self._reported = 0
+        """The step up to which there is a line."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
 
     def __call__(self, event: Event) -> None:
         """Print one event, where there is something to print."""
+        first, self._first = self._first, self._first and not isinstance(event, StepCommitted)
+        before = self._reported
+        if isinstance(event, RunStarted | IntervalEnded):
+            self._reported = event.step
         problem = _problem(event, self.rank)
         if problem is not None:
             complain(problem)
-        elif self.rank == 0 and (line := _line(event, self.steps)) is not None:
+        elif self.rank == 0 and isinstance(event, StepCommitted) and first:
+            say(first_line(event, self.steps))
+        elif self.rank == 0 and isinstance(event, IntervalEnded):
+            progress = progress_line(event, self.steps)
+            if self.steps > event.step > before:
+                seconds = event.seconds / (event.step - before)
+                progress += f"  {duration((self.steps - event.step) * seconds)} left"
+            say(progress)
+        elif self.rank == 0 and (line := _line(event)) is not None:
             say(line)
 
 
@@ -99,7 +119,7 @@ def _problem(event: Event, rank: int) -> str | None:
     return None
 
 
-def _line(event: Event, steps: int) -> str | None:
+def _line(event: Event) -> str | None:
     match event:
         case RunStarted():
             return _greeting(event)
@@ -116,7 +136,7 @@ def _line(event: Event, steps: int) -> str | None:
             return f"step {step + 1}: {text}"
         case FaultInjected(step=step, text=text):
             return f"step {step + 1}: injected fault: {text}"
-        case StepSkipped(reason=reason) if reason in _HEALTH_RULES:
+        case StepSkipped(reason=reason) if reason in HEALTH_RULES:
             return None  # the signal has said why
         case RankMoves(ranks=ranks):
             return f"{name_ranks(ranks)} {'move' if len(ranks) > 1 else 'moves'} again"
@@ -132,8 +152,6 @@ def _line(event: Event, steps: int) -> str | None:
         case StragglerGain(seconds_before=before, seconds_after=after, kept=kept):
             line = f"the answer to a slow rank: {before:.3f} s a step before, {after:.3f} s after"
             return line if kept else f"{line}; micro-batches are divided equally again"
-        case IntervalEnded():
-            return progress_line(event, steps)
         case Evaluated(step=step, bits_per_byte=bits, whole=False):
             return f"validation at step {step}: {bits:.4f} bits per byte"
         case CheckpointCommitted(step=step, tier="shared", seconds=seconds):
@@ -166,6 +184,15 @@ def _greeting(start: RunStarted) -> str:
     return "\n".join(lines)
 
 
+def first_line(step: StepCommitted, steps: int) -> str:
+    """What the console says of the first step of a start, which may be long before an interval's
+    end."""
+    return (
+        f"step {step.step:>{len(str(steps))}}/{steps}  loss {step.loss:.4f}  lr {step.lr:.2e}  "
+        f"grad norm {step.grad_norm:.2f}  first step of this start, {duration(step.seconds)}"
+    )
+
+
 def progress_line(report: IntervalEnded, steps: int) -> str:
     """What the console says of a log interval."""
     line = (
@@ -175,7 +202,7 @@ def progress_line(report: IntervalEnded, steps: int) -> str:
     )
     if report.exposed_seconds:
         share = {k: v / report.seconds for k, v in report.exposed_seconds.items()}
-        parts = ", ".join(f"{_SHOWN.get(k, k)} {each:.0%}" for k, each in share.items())
+        parts = ", ".join(f"{SHOWN.get(k, k)} {each:.0%}" for k, each in share.items())
         line += f"  exposed comm {sum(share.values()):.0%} ({parts})"
     if report.bubble is not None and report.bubble_formula is not None:
         line += f"  bubble {report.bubble:.0%} (formula {report.bubble_formula:.0%})"
@@ -225,3 +252,13 @@ def human_bytes(count: float) -> str:
             return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"
         count /= 1024
     return f"{count:.1f} TiB"
+
+
+def duration(seconds: float) -> str:
+    """``12.3 s``, ``4 m 05 s`` or ``7 h 03 m``."""
+    if seconds < 99.95:
+        return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 100:
+        return f"{minutes} m {rest:02} s"
+    return f"{minutes // 60} h {minutes % 60:02} m"

@@ -84,6 +84,10 @@ class RunStarted(Event):
     start_seconds: dict[str, float] = field(default_factory=dict)
     """From the start of the process of rank 0 to this event, by part, in order: ``imports``,
     ``rendezvous``, ``corpus``, ``build``, ``writer``, ``load``, ``staging``."""
+    record: dict[str, str] = field(default_factory=dict)
+    """What the run is made with: ``run_id``, ``corpus``, ``code``, versions, host and device."""
+    spec: dict[str, Any] = field(default_factory=dict)
+    """The resolved spec."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +253,11 @@ class IntervalEnded(Event):
     """The smallest mean entropy of a layer, in nats."""
     dropped: int | None = None
     rerouted: int | None = None
+    layer_imbalances: list[float] | None = None
+    """Largest over mean load of an expert, of each MoE layer."""
+    rank_seconds: list[float] | None = None
+    """Of each rank, in the mean step: from its batch to the barrier, without waits in collectives.
+    None with more than 256 ranks."""
     routing: RoutingReport | None = field(default=None, metadata={"log": False})
     capacity_shares: list[float] | None = field(default=None, metadata={"log": False})
     relative_speeds: list[float] | None = field(default=None, metadata={"log": False})
@@ -357,6 +366,8 @@ class LedgerSummed(Event):
     """By cause; causes without time are left out."""
     restarts: dict[str, int]
     """By how the start before ended."""
+    rank_seconds: float = 0.0
+    """Wall time without ``idle`` times the ranks that the run had then, spares counted."""
     last_start: dict[str, float] = field(default_factory=dict)
     """Seconds of the parts of the newest start, with ``first_step``."""
 

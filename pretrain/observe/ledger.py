@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from pretrain.observe.console import duration
 from pretrain.observe.event import Event
 from pretrain.observe.events import (
     CheckpointCommitted,
@@ -85,6 +86,8 @@ class Ledger:
     ``idle``."""
     restarts: Mapping[str, int]
     """Starts after the first one, by how the start before ended."""
+    rank_microseconds: int = 0
+    """Wall time without ``idle``, times the ranks that the run had then, spares counted."""
     begin: float | None = None
     """Unix time at which the first process started; None for an empty log."""
     end: float | None = None
@@ -101,6 +104,11 @@ class Ledger:
     def lost_seconds(self) -> dict[str, float]:
         """By cause."""
         return {cause: each / _MICRO for cause, each in self.lost_microseconds.items()}
+
+    @property
+    def rank_seconds(self) -> float:
+        """Wall time without ``idle``, times the ranks that the run had then, spares counted."""
+        return self.rank_microseconds / _MICRO
 
     @property
     def wall_seconds(self) -> float:
@@ -146,6 +154,7 @@ class LedgerAccount:
         self._lost = dict.fromkeys(LOST_CAUSES, 0)
         self._restarts = dict.fromkeys(RESTART_CAUSES, 0)
         self._begin = self._end = -1
+        self._ranks, self._rank_microseconds = 1, 0
         self._launches = False
         """Whether the log has ``launch`` lines, as logs have since there is a ledger."""
         self._state = "none"
@@ -166,6 +175,7 @@ class LedgerAccount:
             microseconds=dict(self._phases),
             lost_microseconds=dict(self._lost),
             restarts=dict(self._restarts),
+            rank_microseconds=self._rank_microseconds,
             begin=None if empty else self._begin / _MICRO,
             end=None if empty else self._end / _MICRO,
             last_start=dict(self._last_start),
@@ -179,6 +189,10 @@ class LedgerAccount:
             time: Unix time of the line; None where the line has no time.
         """
         before = self._state
+        former = self._ranks
+        if isinstance(event, Launched | RunStarted):
+            self._ranks = event.world_size
+            self._ranks += event.spares if isinstance(event, RunStarted) else 0
         rest = self._rest(event, self._is_launch(event))
         claims = self._claims(event, time)
         wanted = sum(claims.values())
@@ -189,13 +203,16 @@ class LedgerAccount:
         self._end += left
         for phase, want in claims.items():
             part = min(want, left)
-            self._book(phase, part)
+            self._book(phase, part, self._ranks)
             left -= part
-        self._book(rest, left)
+        # The time before a new start is of the ranks that the run had before.
+        self._book(rest, left, former if rest == "down" else self._ranks)
         self._note(event, before)
 
-    def _book(self, phase: str, microseconds: int) -> None:
+    def _book(self, phase: str, microseconds: int, ranks: int) -> None:
         self._phases[phase] += microseconds
+        if phase != "idle":
+            self._rank_microseconds += microseconds * ranks
         if phase not in _KEPT:
             self._lost[_CAUSE_OF_PHASE.get(phase, self._cause)] += microseconds
 
@@ -317,6 +334,7 @@ def summed(ledger: Ledger, step: int) -> LedgerSummed:
         seconds={phase: each for phase, each in ledger.seconds.items() if each},
         lost_seconds={cause: each for cause, each in ledger.lost_seconds.items() if each},
         restarts={cause: count for cause, count in ledger.restarts.items() if count},
+        rank_seconds=ledger.rank_seconds,
         last_start=dict(ledger.last_start),
     )
 
@@ -330,31 +348,21 @@ def ledger_table(sums: LedgerSummed) -> str:
         return ""
     idle = sums.seconds.get("idle", 0.0)
     ran = sums.wall_seconds - idle
-    beside = f" and {_duration(idle)} idle" if idle else ""
+    beside = f" and {duration(idle)} idle" if idle else ""
     lines = [
-        f"goodput {sums.goodput:.1%} of {_duration(ran)}{beside}; with communication and waits for "
+        f"goodput {sums.goodput:.1%} of {duration(ran)}{beside}; with communication and waits for "
         f"data {sums.step_share:.1%}"
     ]
     for phase in PHASES:
         spent = sums.seconds.get(phase, 0.0)
         if spent and phase != "idle":
-            lines.append(f"  {phase:<22}{_duration(spent):>11}  {spent / ran:>6.1%}")
+            lines.append(f"  {phase:<22}{duration(spent):>11}  {spent / ran:>6.1%}")
     lost = sorted(sums.lost_seconds.items(), key=lambda item: -item[1])
     for head, parts in (
-        ("lost to", [f"{cause} {_duration(spent)}" for cause, spent in lost]),
+        ("lost to", [f"{cause} {duration(spent)}" for cause, spent in lost]),
         ("restarts", [f"{count} after {cause}" for cause, count in sums.restarts.items()]),
-        ("last start", [f"{part} {_duration(each)}" for part, each in sums.last_start.items()]),
+        ("last start", [f"{part} {duration(each)}" for part, each in sums.last_start.items()]),
     ):
         if parts:
             lines.append(f"  {head:<12}{', '.join(parts)}")
     return "\n".join(lines)
-
-
-def _duration(seconds: float) -> str:
-    """``12.3 s``, ``4 m 05 s`` or ``7 h 03 m``."""
-    if seconds < 99.95:
-        return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 100:
-        return f"{minutes} m {rest:02} s"
-    return f"{minutes // 60} h {minutes % 60:02} m"

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
-from wsgiref.simple_server import WSGIServer
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from parallel import Topology
-from pretrain.errors import InputError
+from pretrain.observe.console import HEALTH_RULES
 from pretrain.observe.event import Event
 from pretrain.observe.events import (
     CheckpointCommitted,
+    CheckpointFailed,
+    Evaluated,
     IntervalEnded,
+    Launched,
+    Resized,
     Restored,
     RoutingReport,
+    RunStarted,
     SaveBegun,
     StepCommitted,
     StepSkipped,
     StepTaken,
 )
+from pretrain.observe.jsonl import LoggedEvent
 from pretrain.observe.ledger import Ledger, ledger_of
 from pretrain.observe.rank_events import (
     CorruptionFound,
@@ -53,6 +56,7 @@ class Metrics:
         topology: the layout.
         version: of this package.
         ledger: the goodput ledger at the time of the call; None for an empty one.
+        former: the lines of former starts: what a metric of them still says holds on.
     """
 
     def __init__(
@@ -63,8 +67,16 @@ class Metrics:
         version: str,
         *,
         ledger: Callable[[], Ledger] | None = None,
+        former: Sequence[LoggedEvent] = (),
     ) -> None:
-        registry.register(LedgerMetrics(ledger or (lambda: ledger_of(()))))
+        self.tokens_seen = 0
+        registry.register(
+            LedgerMetrics(
+                ledger or (lambda: ledger_of(())),
+                dollars_per_rank_hour=spec.metrics.dollars_per_rank_hour,
+                tokens_seen=lambda: self.tokens_seen,
+            )
+        )
 
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(f"convoy_{name}", text, labels, registry=registry)
@@ -82,6 +94,10 @@ class Metrics:
         gauge("parallelism_info", "Degrees of the parallel axes; always 1.", *degrees).labels(
             **degrees
         ).set(1)
+        self.ranks = gauge("ranks", "Ranks that train, by the state of this start.")
+        self.epoch = gauge("topology_epoch", "Times that the run has resumed with another layout.")
+        self.step = gauge("step", "Committed steps of the run, over all starts.")
+        gauge("target_steps", "Steps that the spec asks for.").set(spec.train.steps)
         self.steps = counter("steps_total", "Committed steps.")
         self.tokens = counter("tokens_total", "Target tokens of committed steps.")
         self.step_duration = Histogram(
@@ -92,6 +108,9 @@ class Metrics:
         )
         self.loss = gauge("loss", "Mean loss of the last step in nats per token.")
         self.grad_norm = gauge("grad_norm", "Global gradient norm of the last step, unclipped.")
+        self.validation_loss = gauge(
+            "validation_loss", "Mean loss of held-out text at the last evaluation, in nats."
+        )
         self.learning_rate = gauge("learning_rate", "Learning rate of the last step.")
         self.skipped = counter("skipped_steps_total", "Steps that changed nothing.", "reason")
         self.overflows = counter(
@@ -141,6 +160,11 @@ class Metrics:
         self.relative_speed = gauge(
             "rank_relative_speed_ratio", "Expert speed of a rank over its group's mean.", "rank"
         )
+        self.rank_compute = gauge(
+            "rank_compute_seconds",
+            "Time of a rank in the mean step of a log interval, without waits in collectives.",
+            "rank",
+        )
         self.straggler_speed = gauge(
             "straggler_speed_ratio", "Speed of a slow rank over that of the others.", "rank"
         )
@@ -162,16 +186,61 @@ class Metrics:
         self.corruptions = counter(
             "corruptions_total", "Checks that found silent data corruption.", "kind"
         )
-        self.restore_duration = gauge("restore_duration_seconds", "Time of this run's restore.")
+        self.restore_duration = gauge(
+            "restore_duration_seconds", "Time of this start's restore.", "tier"
+        )
         self.last_checkpoint = gauge(
-            "last_checkpoint_timestamp_seconds", "Unix time of the last commit."
+            "last_checkpoint_timestamp_seconds", "Unix time of the last commit.", "tier"
+        )
+        self.save_failures = counter(
+            "checkpoint_failures_total", "Saves that rank 0 saw fail.", "tier"
         )
         self.gpu_utilization = gauge(
             "gpu_utilization_ratio", "Share of time in which the GPU of a rank ran kernels.", "rank"
         )
         self.gpu_memory = gauge("gpu_memory_bytes", "Used memory of the GPU of a rank.", "rank")
         self.stuck_ranks = gauge("stuck_ranks", "Ranks that are reported as stuck now.")
-        self.last_step = gauge("last_step_timestamp_seconds", "Unix time of the last step.")
+        self.started = gauge(
+            "start_timestamp_seconds", "Unix time at which the process of rank 0 was started."
+        )
+        self.last_step = gauge(
+            "last_step_timestamp_seconds", "Unix time of the last step; 0 before the first."
+        )
+        self._begin_at_zero()
+        for line in former:
+            self._remember(line.event, line.time or 0.0)
+
+    def _begin_at_zero(self) -> None:
+        """Counters begin at 0 for each value of their label: increase() of Prometheus does not see
+        a counter that begins at 1."""
+        rules = ("not_finite", *HEALTH_RULES)
+        for reason in (*rules, "overflow", "router_not_finite"):
+            self.skipped.labels(reason)
+        for rule in rules:
+            self.signals.labels(rule)
+        actions = ("skip", "go_back")
+        for action in ("report", "lower_lr", "stop", *actions, *(f"{a}+lower_lr" for a in actions)):
+            self.actions.labels(action)
+        for kind in ("parameters", "gradients"):
+            self.corruptions.labels(kind)
+        for tier in ("memory", "local", "shared"):
+            self.save_failures.labels(tier)
+
+    def _remember(self, event: Event, at: float) -> None:
+        """What a line of a former start still says in this one."""
+        match event:
+            case StepTaken():
+                self.last_step.set(at)
+                if isinstance(event, StepCommitted):
+                    self._seen(event.step, event.tokens_seen)
+            case CheckpointCommitted(tier=tier):
+                self.last_checkpoint.labels(tier).set(at)
+            case Resized(epoch=epoch):
+                self.epoch.set(epoch)
+
+    def _seen(self, step: int, tokens: int) -> None:
+        self.step.set(step)
+        self.tokens_seen = tokens
 
     def __call__(self, event: Event) -> None:
         """Publish what one event says."""
@@ -180,6 +249,16 @@ class Metrics:
         match event:
             case StepCommitted():
                 self._commit(event)
+            case Launched(process_start=began):
+                self.started.set(began)
+            case RunStarted(step=step, world_size=world, topology_epoch=epoch):
+                self.ranks.set(world)
+                self.step.set(step)
+                self.epoch.set(epoch)
+            case Evaluated(loss=loss):
+                self.validation_loss.set(loss)
+            case CheckpointFailed(tier=tier):
+                self.save_failures.labels(tier).inc()
             case StepSkipped(reason=reason, overflow=overflow):
                 self.skipped.labels(reason).inc()
                 self.overflows.inc(overflow)
@@ -210,15 +289,15 @@ class Metrics:
                     self.gpu_memory.labels(str(rank)).set(count)
             case RankMoves(ranks=ranks):
                 self.stuck_ranks.dec(len(ranks))
-            case Restored(seconds=seconds):
-                self.restore_duration.set(seconds)
+            case Restored(seconds=seconds, tier=tier):
+                self.restore_duration.labels(tier).set(seconds)
             case SaveBegun(stall_seconds=seconds, tiers=tiers):
                 # The copy is one for all tiers: the fastest of them stands for the copy.
                 self.save_duration.labels(tiers[0] if tiers else "none", "stall").observe(seconds)
             case CheckpointCommitted(tier=tier):
                 self.save_duration.labels(tier, "write").observe(event.write_seconds)
                 self.save_duration.labels(tier, "commit").observe(event.seconds)
-                self.last_checkpoint.set(time.time())
+                self.last_checkpoint.labels(tier).set(time.time())
 
     def _step(self, event: StepTaken) -> None:
         self.step_duration.observe(event.seconds)
@@ -231,6 +310,7 @@ class Metrics:
 
     def _commit(self, event: StepCommitted) -> None:
         self.steps.inc()
+        self._seen(event.step, event.tokens_seen)
         self.tokens.inc(event.target_tokens)
         self.loss.set(event.loss)
         self.grad_norm.set(event.grad_norm)
@@ -249,6 +329,8 @@ class Metrics:
             self.capacity_share.labels(str(rank)).set(share)
         for rank, speed in enumerate(event.relative_speeds or ()):
             self.relative_speed.labels(str(rank)).set(speed)
+        for rank, seconds in enumerate(event.rank_seconds or ()):
+            self.rank_compute.labels(str(rank)).set(seconds)
 
     def _routing(self, routing: RoutingReport) -> None:
         if routing.bias_abs_max is not None:
@@ -268,10 +350,22 @@ class LedgerMetrics(Collector):
     """The metrics of the goodput ledger, made when they are asked for.
 
     The counters continue over restarts: the ledger is that of the whole log.
+
+    Args:
+        ledger: the ledger now.
+        dollars_per_rank_hour: the price of a rank; without it there are no metrics of cost.
+        tokens_seen: the target tokens of all committed steps now.
     """
 
-    def __init__(self, ledger: Callable[[], Ledger]) -> None:
-        self._ledger = ledger
+    def __init__(
+        self,
+        ledger: Callable[[], Ledger],
+        *,
+        dollars_per_rank_hour: float | None = None,
+        tokens_seen: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._ledger, self._tokens_seen = ledger, tokens_seen
+        self._price = dollars_per_rank_hour
 
     def collect(self) -> Iterator[Metric]:
         """The metrics now."""
@@ -290,28 +384,17 @@ class LedgerMetrics(Collector):
             for key, value in values.items():
                 family.add_metric([key], value)
             yield family
-
-
-class Endpoint:
-    """An HTTP server for a registry. ``port`` 0 takes a free one.
-
-    Raises InputError where the port is taken.
-    """
-
-    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
-        self._server: WSGIServer
-        self._thread: threading.Thread
-        try:
-            self._server, self._thread = start_http_server(port, host, registry)
-        except (OSError, socket.gaierror) as error:
-            raise InputError(
-                f"metrics.host and metrics.port ({host}:{port}) cannot be listened on: "
-                f"{error.strerror}; 0 takes a free port, -1 none"
-            ) from None
-        self.url = f"http://{host}:{self._server.server_port}/metrics"
-
-    def close(self) -> None:
-        """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        if self._price is None:
+            return
+        dollars = ledger.rank_seconds / 3600 * self._price
+        yield CounterMetricFamily(
+            "convoy_cost_dollars",
+            "Price of the ranks for the run's wall time without idle, over all starts.",
+            value=dollars,
+        )
+        if tokens := self._tokens_seen():
+            yield GaugeMetricFamily(
+                "convoy_cost_per_billion_tokens_dollars",
+                "Cost so far over the target tokens of all committed steps.",
+                value=dollars / tokens * 1e9,
+            )

@@ -100,6 +100,7 @@ def show_summary(summary: Summary, spec: JobSpec) -> None:
         f"\ncheckpoint  {open_store(root).where(manifest_key(s.steps))}"
         f"\n  inspect   convoy inspect verify {root}"
     )
+    say(f"  report    convoy report {spec.run_path.resolve()}")
     if s.world_size > 1:
         say(f"  reshard   convoy reshard {root} {root}-ep1 --layout ep=1")
     say(f"  train on  {how_to_train_on(spec, s.steps, root)}")

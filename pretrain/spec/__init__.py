@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pretrain.spec.learning_rates import is_learning_rate_jump, learning_rate
     from pretrain.spec.precision import PrecisionConfig
     from pretrain.spec.read import load_spec, resolve_spec
-    from pretrain.spec.sections import SampleConfig
+    from pretrain.spec.sections import SampleConfig, TrackingConfig
     from pretrain.spec.table import apply_override, read_table
     from pretrain.spec.train import EvalConfig, TrainConfig
 
@@ -25,6 +25,7 @@ __all__ = [
     "PrecisionConfig",
     "SampleConfig",
     "TiersConfig",
+    "TrackingConfig",
     "TrainConfig",
     "apply_override",
     "is_learning_rate_jump",
@@ -48,6 +49,7 @@ __getattr__ = on_demand(
         "PrecisionConfig": "pretrain.spec.precision",
         "SampleConfig": "pretrain.spec.sections",
         "TiersConfig": "pretrain.spec.checkpoint",
+        "TrackingConfig": "pretrain.spec.sections",
         "TrainConfig": "pretrain.spec.train",
         "apply_override": "pretrain.spec.table",
         "is_learning_rate_jump": "pretrain.spec.learning_rates",

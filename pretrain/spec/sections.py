@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 from moe import MoEConfig
@@ -32,7 +34,29 @@ class MetricsConfig(BaseModel):
     port: int = Field(default=-1, ge=-1, le=65535)
     """The port of the Prometheus endpoint on rank 0; 0 takes a free port, -1 makes no endpoint."""
     host: str = "127.0.0.1"
-    """The address that the endpoint listens on."""
+    """The address that the endpoint listens on: by default only this machine can reach it."""
+    all_ranks: bool = False
+    """Let every rank serve its own metrics, on ``port`` plus its number on its machine; rank 0
+    also has the run's. Without it only rank 0 serves metrics."""
+    targets_dir: str | None = None
+    """The folder of NAME-rank-N.json, the target files for Prometheus; RUN_DIR/metrics by default.
+    Runs may share a folder."""
+    dollars_per_rank_hour: float | None = Field(default=None, ge=0)
+    """The price of one rank for an hour, for the run's cost in metrics and report; None: there is
+    no cost."""
+
+
+class TrackingConfig(BaseModel):
+    """The ``[tracking]`` section: experiment trackers, which get the values of log intervals."""
+
+    model_config = _MODEL
+
+    to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(default_factory=list)
+    """Trackers that rank 0 writes to. Each needs the extra of its name."""
+    project: str = Field(default="convoy", min_length=1)
+    """The project, or MLflow's experiment, that the run is in."""
+    mlflow_uri: str | None = None
+    """MLflow's tracking server; files in RUN_DIR/mlflow by default."""
 
 
 class SampleConfig(BaseModel):
@@ -100,5 +124,7 @@ class Sections(BaseModel):
     """Ranks that are stuck, and odd ranks."""
     metrics: MetricsConfig = MetricsConfig()
     """The Prometheus endpoint."""
+    tracking: TrackingConfig = TrackingConfig()
+    """Experiment trackers."""
     sample: SampleConfig = SampleConfig()
     """Generated text at the end of a run."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,10 @@ from pretrain.job import Job
 from pretrain.observe import IntervalEnded, RoutingReport
 from pretrain.parallelize import RoutingStats, bubble
 from pretrain.runtime import Runtime
+from pretrain.train.barrier import Report
 from pretrain.train.evaluate import sum_over_ranks
+
+_MOST_LOGGED_RANKS = 256
 
 
 @dataclass
@@ -29,6 +32,9 @@ class IntervalStats:
     routing: RoutingStats | None = None
     rank_rows: list[float] = field(default_factory=list)
     """Routed tokens that each rank's experts computed."""
+    rank_seconds: list[float] = field(default_factory=list)
+    """Of each rank, without its waits in collectives, with its waits for batches."""
+    steps: int = 0
 
     def add(
         self, tokens: int, seconds: float, traffic: Mapping[CollectiveKind, CommStats]
@@ -40,6 +46,15 @@ class IntervalStats:
         for name, one in groups.items():
             self.traffic[name] = one.plus(self.traffic.get(name, CommStats()))
         return groups
+
+    def add_reports(self, reports: Sequence[Report]) -> None:
+        """Add what all ranks brought to the barrier of a committed step."""
+        self.steps += 1
+        before = self.rank_seconds or [0.0] * len(reports)
+        self.rank_seconds = [
+            sum_ + max(0.0, report.step_seconds - report.exposed_seconds)
+            for sum_, report in zip(before, reports, strict=True)
+        ]
 
     def add_routing(self, routing: RoutingStats, rank_rows: list[float]) -> None:
         """Add what the routers of this rank did, and what each rank's experts computed."""
@@ -71,10 +86,16 @@ class IntervalStats:
                 if stages
                 else None
             ),
-            load_imbalance=_worst_imbalance(routing),
+            load_imbalance=None if routing is None else max(_imbalances(routing) or [1.0]),
             router_entropy=None if routing is None else min(routing.entropies),
             dropped=None if routing is None else sum(routing.dropped),
             rerouted=None if routing is None else sum(routing.rerouted),
+            layer_imbalances=_imbalances(routing),
+            rank_seconds=(
+                [sum_ / self.steps for sum_ in self.rank_seconds]
+                if 0 < len(self.rank_seconds) <= _MOST_LOGGED_RANKS
+                else None
+            ),
             routing=routing,
             capacity_shares=None if job.balance is None else job.balance.shares,
             relative_speeds=None if job.balance is None else job.balance.relative_speeds,
@@ -122,10 +143,10 @@ def seconds_and_bytes(
     return {key: one.seconds for key, one in rows}, {key: one.bytes for key, one in rows}
 
 
-def _worst_imbalance(routing: RoutingReport | None) -> float | None:
+def _imbalances(routing: RoutingReport | None) -> list[float] | None:
     if routing is None:
         return None
-    return max(max(row) * len(row) / sum(row) for row in routing.tokens_per_expert)
+    return [max(row) * len(row) / sum(row) for row in routing.tokens_per_expert]
 
 
 def _imbalance(rank_rows: list[float], stages: int) -> float:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from importlib.metadata import version
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -39,15 +38,11 @@ from pretrain.faults import faults_of, forget_faults
 from pretrain.job import Job, build_job
 from pretrain.observe import (
     Console,
-    Endpoint,
     Evaluated,
     Events,
     History,
-    JsonlLog,
     Launched,
     LiveLedger,
-    LoggedEvent,
-    Metrics,
     RankLost,
     RunDone,
     RunFailed,
@@ -55,6 +50,7 @@ from pretrain.observe import (
     RunStopped,
     StatusFile,
     Summary,
+    experiment_record,
     outcome_of,
     read_former,
     say,
@@ -78,19 +74,30 @@ from pretrain.train.detection import flight_folder, watch_ranks
 from pretrain.train.evaluate import evaluate
 from pretrain.train.generate import generate
 from pretrain.train.notices import watch_notices
+from pretrain.train.profile import StepProfiler, Window
+from pretrain.train.sinks import open_console, open_sinks, serve_metrics
 from pretrain.train.trainer import Trainer
 
 _LOCK_SECONDS = 60.0
 """Longer than a rank whose torchrun is gone takes to end."""
 
 
-def run(spec: JobSpec, layout: ChosenLayout, status: StatusFile | None = None) -> int:
+def run(
+    spec: JobSpec,
+    layout: ChosenLayout,
+    status: StatusFile | None = None,
+    *,
+    plain: bool = False,
+    profile: Window | None = None,
+) -> int:
     """Pretrain as the spec says; returns the exit code.
 
     Args:
         spec: of the run.
         layout: of this start, see :func:`pretrain.elastic.launched_layout`.
         status: on rank 0, where the run's beginning and end are recorded.
+        plain: print lines on a terminal too.
+        profile: the first and the last step of a trace.
 
     Raises:
         InputError, CheckpointError: nothing can be done with this spec, data or checkpoint.
@@ -112,7 +119,9 @@ def run(spec: JobSpec, layout: ChosenLayout, status: StatusFile | None = None) -
         runtime.first(lambda: held.enter_context(lock_run(spec, wait)))
         if status is not None:
             held.enter_context(status.during(spec.checkpoint_path))
-        code = _run(spec, runtime, stop, layout)
+        console = open_console(spec.train.steps, runtime, plain=plain)
+        held.callback(console.close)
+        code = _run(spec, runtime, stop, layout, console, profile)
         if status is not None:
             status.end(code)
         tell_spares(code)
@@ -154,10 +163,17 @@ def prepare(spec: JobSpec, *, reset: bool = False, load_step: int | None = None)
             ) from None
 
 
-def _run(spec: JobSpec, runtime: Runtime, stop: StopRequest, layout: ChosenLayout) -> int:
+def _run(
+    spec: JobSpec,
+    runtime: Runtime,
+    stop: StopRequest,
+    layout: ChosenLayout,
+    console: Console,
+    profile: Window | None,
+) -> int:
     runtime.first(lambda: prepare_corpus(spec.data, spec.model.vocab_size, say))
     runtime.start_parts.mark("corpus")
-    events = Events(Console(spec.train.steps, runtime.rank))
+    events = Events(console)
     job = build_job(spec, runtime, events, layout.topology)
     runtime.start_parts.mark("build")
     secret = launch_secret(runtime)
@@ -167,7 +183,7 @@ def _run(spec: JobSpec, runtime: Runtime, stop: StopRequest, layout: ChosenLayou
         join_peers(job, writer, runtime.together(writer.ready), secret)
         runtime.start_parts.mark("writer")
         with ExitStack() as sinks:
-            code = _train(job, stop, writer, sinks, layout)
+            code = _train(job, stop, writer, sinks, layout, profile)
         ended = True
     finally:
         # What only nodes have is theirs to keep, unless the run has ended with all of it shared.
@@ -181,11 +197,13 @@ def _train(
     writer: AsyncCheckpointer,
     sinks: ExitStack,
     layout: ChosenLayout,
+    profile: Window | None,
 ) -> int:
     runtime, path = job.runtime, job.spec.run_path / "log.jsonl"
     former = read_former(path) if runtime.is_first else []
-    opened = runtime.first(lambda: _open_sinks(job, path, former, sinks))
-    url, ledger = opened or (None, None)
+    opened = runtime.first(lambda: open_sinks(job, path, former, sinks))
+    registry, ledger = opened or (CollectorRegistry(), None)
+    url = runtime.together(lambda: serve_metrics(job, registry, sinks))
     trainer: Trainer | None = None
     with _failure_published(job, lambda: trainer):
         job.events.publish(_launched(job))
@@ -201,7 +219,9 @@ def _train(
         )
         faults = faults_of(job.spec, runtime, job.events, writer.writer_process_id)
         sinks.callback(faults.close)
-        trainer = Trainer(job, progress, checkpointer, faults)
+        profiler = StepProfiler.of_job(job, profile)
+        sinks.callback(profiler.close)
+        trainer = Trainer(job, progress, checkpointer, faults, profiler)
         with _watched(job, trainer), watch_ranks(job):
             if trainer.train(stop):
                 step, cause = trainer.progress.step, trainer.stop_cause.label
@@ -210,30 +230,6 @@ def _train(
             _finish(job, trainer.progress, ledger)
         job.events.publish(RunDone(step=trainer.progress.step))
     return EXIT_DONE
-
-
-def _open_sinks(
-    job: Job, path: Path, former: Sequence[LoggedEvent], sinks: ExitStack
-) -> tuple[str | None, LiveLedger]:
-    """Let the log, the metrics and the ledger have the run's events.
-
-    Returns where the metrics are served, and the ledger.
-    """
-    spec = job.spec
-    log = JsonlLog(path)
-    sinks.callback(log.close)
-    job.events.subscribe(log)
-    ledger = LiveLedger(former, log, job.events)
-    registry = CollectorRegistry()
-    job.events.subscribe(
-        Metrics(registry, spec, job.topology, version("convoy-moe"), ledger=ledger.ledger)
-    )
-    job.events.subscribe(ledger)
-    if spec.metrics.port < 0:
-        return None, ledger
-    endpoint = Endpoint(registry, spec.metrics.host, spec.metrics.port)
-    sinks.callback(endpoint.close)
-    return endpoint.url, ledger
 
 
 def _launched(job: Job) -> Launched:
@@ -279,6 +275,12 @@ def _started(job: Job, progress: Progress, url: str | None, layout: ChosenLayout
         spares=layout.spares,
         layout_reason="" if layout.reason == ChosenLayout.reason else layout.reason,
         start_seconds=runtime.start_parts.seconds,
+        record=(
+            experiment_record(corpus=job.corpus.fingerprint, run_id=progress.run_id)
+            if runtime.is_first
+            else {}
+        ),
+        spec=spec.as_dict(),
     )
 
 

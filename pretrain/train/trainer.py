@@ -30,6 +30,7 @@ from pretrain.train.interval_stats import (
     is_communication_timed,
     seconds_and_bytes,
 )
+from pretrain.train.profile import StepProfiler
 from pretrain.train.straggler_stages import StragglerStages
 from pretrain.train.verify import Verifier
 
@@ -42,6 +43,7 @@ class Trainer:
         progress: the counters after the last committed step.
         checkpointer: what saves the run.
         faults: what happens on purpose at the places of a step.
+        profiler: the trace of some steps; None for none.
     """
 
     def __init__(
@@ -50,8 +52,10 @@ class Trainer:
         progress: Progress,
         checkpointer: Checkpointer,
         faults: Faults | None = None,
+        profiler: StepProfiler | None = None,
     ) -> None:
         self.job, self.checkpointer = job, checkpointer
+        self.profiler = profiler or StepProfiler.of_job(job, None)
         self.faults, self.watch = faults or Faults(), HealthWatch(job)
         self.verifier = Verifier(job, checkpointer)
         self.progress = self.verifier.begin(progress)
@@ -77,6 +81,7 @@ class Trainer:
         stopped = False
         while self.progress.step < spec.train.steps and not stopped:
             decision = self.step(stop.cause)
+            self.profiler.end_step()
             checkpointer.poll()
             stopped = decision.stop or self.straggler_stages.starts_again
             self.stop_cause = StopCause(decision.stop_cause)
@@ -140,6 +145,7 @@ class Trainer:
         replanned = False
         if decision.action is Action.COMMIT:
             self._commit(decision, cursor, planned)
+            self.interval.add_reports(reports)
             if result.routing is not None:
                 replanned = self._balance(result.routing, reports)
         if decision.overflow:
@@ -182,6 +188,7 @@ class Trainer:
 
     def _beat(self, phase: str) -> None:
         self.job.runtime.heartbeat.beat(phase, self.progress.step)
+        self.profiler.phase(phase, self.progress.step)
 
     def _report(
         self, result: StepResult, *, began: float, waited: float, stop_requested: int

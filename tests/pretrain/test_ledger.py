@@ -93,6 +93,8 @@ class MadeUpRun:
     live: LiveLedger | None = None
     before_step: int = 0
     """What comes between a start and its first step."""
+    ranks: int = 0
+    rank_milliseconds: int = 0
     first: bool = True
     """Whether this start has taken no step."""
 
@@ -108,6 +110,7 @@ class MadeUpRun:
     def spend(self, phase: str, milliseconds: int) -> None:
         self.clock += milliseconds
         self.truth[phase] += milliseconds
+        self.rank_milliseconds += 0 if phase == "idle" else self.ranks * milliseconds
 
     def start(self, gap: int, parts: int) -> None:
         if self.began is None:
@@ -115,6 +118,7 @@ class MadeUpRun:
         else:
             self.restarts[self.end] += 1
             self.spend("idle" if self.end in ("stopped", "done") else "down", gap)
+        self.ranks = 1 + (self.ranks + gap) % 5  # another layout in each start
         former = read_log(self.path).lines if self.path.exists() else []
         process_start = self.clock
         self.log = JsonlLog(self.path, now=lambda: self.clock / 1000)
@@ -123,14 +127,15 @@ class MadeUpRun:
         self.events.subscribe(self.live)
         self.end, self.step, self.first = None, self.saved, True
         self.spend("restart", parts)
-        self.publish(Launched(step=0, process_start=process_start / 1000))
+        began = process_start / 1000
+        self.publish(Launched(step=0, process_start=began, world_size=self.ranks))
         if self.step:
             self.spend("restart", 2 * parts)
             self.publish(Restored(step=self.step, tier="shared", seconds=2 * parts / 1000))
         self.spend("restart", parts)
         self.publish(
             RunStarted(
-                step=self.step, world_size=2, topology={}, parameters=1, launch_id="a",
+                step=self.step, world_size=self.ranks, topology={}, parameters=1, launch_id="a",
                 start_seconds={"imports": parts / 1000},
             )
         )  # fmt: skip
@@ -150,7 +155,7 @@ class MadeUpRun:
             StepCommitted(
                 step=self.step, loss=1.0, grad_norm=1.0, seconds=seconds / 1000, lr=0.1,
                 data_wait_seconds=wait / 1000, rank_0_data_wait_seconds=wait / 1000,
-                tokens_seen=1, consumed_samples=1, slowest_rank_seconds=0.0,
+                tokens_seen=1_000 * self.step, consumed_samples=1, slowest_rank_seconds=0.0,
                 tokens_per_second=1.0, mfu=0.1,
                 exposed_seconds={"ep": exposed / 2000, "dp": exposed / 2000},
             )
@@ -250,6 +255,7 @@ def test_any_run_adds_up_to_the_microsecond(tmp_path, actions):
     found = {phase: each // 1000 for phase, each in ledger.microseconds.items() if each}
     assert found == {phase: each for phase, each in run.truth.items() if each}
     assert {c: n for c, n in ledger.restarts.items() if n} == run.restarts
+    assert ledger.rank_microseconds == 1000 * run.rank_milliseconds
     assert run.live.ledger() == ledger, "the live ledger is that of the log"
     run.log.close()
 
@@ -397,6 +403,42 @@ def test_metrics_continue_over_restarts(tmp_path):
     assert 'convoy_lost_seconds_total{cause="stopped"} 4.0' in text
     assert 'convoy_restarts_total{cause="stopped"} 1.0' in text
     assert "convoy_goodput_ratio 0.5555555555555556" in text
+    assert "convoy_cost" not in "".join(text), "without a price there is no cost"
+
+
+def test_a_resume_has_the_timestamps_and_the_cost_of_former_starts(tmp_path):
+    run = MadeUpRun(tmp_path / "log.jsonl")
+    run.start(1, 1_000)
+    run.take_step(6_000, 0, 0)
+    stepped = run.clock / 1000
+    run.stop(1_000)
+    saved = (run.clock - 1_000) / 1000
+    run.start(100_000, 1_000)
+    registry = CollectorRegistry()
+    spec = make_spec(tmp_path, metrics={"dollars_per_rank_hour": 3600.0})
+    former = read_log(run.path).lines
+    Metrics(registry, spec, Topology(), "1.0", ledger=run.live.ledger, former=former)
+    values = {
+        f"{s.name}{''.join(s.labels.values())}": s.value
+        for metric in registry.collect()
+        for s in metric.samples
+    }
+    assert values["convoy_last_step_timestamp_seconds"] == stepped
+    assert values["convoy_last_checkpoint_timestamp_secondsshared"] == saved
+    assert values["convoy_step"] == 1
+    # A dollar for a second of a rank: 10 s of 2 ranks, and 4 s of 3.
+    assert run.rank_milliseconds == 32_000
+    assert values["convoy_cost_dollars_total"] == 32.0
+    assert values["convoy_cost_per_billion_tokens_dollars"] == 32.0 * 1e6
+    run.log.close()
+
+
+def test_spares_are_paid_for_too():
+    here = {"step": 0, "world_size": 2}
+    began = Launched(**here, process_start=100.0)
+    ready = RunStarted(**here, topology={}, parameters=1, launch_id="a", spares=1)
+    lines = [LoggedEvent(began, 101.0), LoggedEvent(ready, 103.0)]
+    assert ledger_of(lines).rank_seconds == 2 * 1.0 + 3 * 2.0
 
 
 # ------------------------------------------------------------------------------------------------

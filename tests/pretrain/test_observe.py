@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
 import urllib.request
 from dataclasses import MISSING, fields
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from parallel import Topology
+from pretrain.commands.pretrain import main
 from pretrain.errors import InputError
 from pretrain.observe import Console, Endpoint, Events, JsonlLog, Metrics, read_log
 from pretrain.observe.event import (
@@ -25,6 +35,7 @@ from pretrain.observe.events import (
     CheckpointFailed,
     Evaluated,
     IntervalEnded,
+    Launched,
     Notice,
     Restored,
     RoutingReport,
@@ -43,7 +54,10 @@ from pretrain.observe.rank_events import (
     RankStuck,
 )
 from pretrain.train.interval_stats import is_communication_timed
-from tests.support.jobs import make_spec
+from pretrain.train.trainer import Trainer
+from tests.support.checkpoints import eventually
+from tests.support.jobs import data_of, events, make_spec, prepare_job, write_spec
+from tests.support.ranks import run_ranks
 
 EXAMPLES = {
     "int": 7,
@@ -61,6 +75,9 @@ EXAMPLES = {
     "list[int]": [5, 3],
     "list[list[int]]": [[1536, 512]],
     "tuple[int, int] | None": [3, 1],
+    "dict[str, str]": {"code": "c0ffee"},
+    "dict[str, Any]": {"train": {"steps": 6}},
+    "list[float] | None": [1.5, 2.5],
 }
 
 
@@ -199,6 +216,32 @@ def test_the_console_says_what_happens_on_rank_0_and_problems_everywhere(event, 
     assert err.format(3) in shown.err
 
 
+STEPPED = {
+    "grad_norm": 0.7, "lr": 0.01, "seconds": 2.0, "target_tokens": 256, "tokens_seen": 256,
+    "consumed_samples": 8, "slowest_rank_seconds": 2.0, "tokens_per_second": 128.0, "mfu": 0.5,
+}  # fmt: skip
+REPORTED = {
+    "lr": 0.01, "grad_norm": 0.7, "tokens_per_second": 512.0, "mfu": 0.5,
+    "communication_seconds": {}, "exposed_seconds": {},
+}  # fmt: skip
+
+
+def test_the_first_step_of_a_start_has_a_line_and_intervals_say_what_is_left(capsys):
+    console = Console(60, 0)
+    console(RunStarted(step=10, **STARTED))
+    capsys.readouterr()
+    console(StepCommitted(step=11, loss=2.5, **STEPPED))
+    assert capsys.readouterr().out.startswith("step 11/60  loss 2.5000")
+    console(StepCommitted(step=12, loss=2.5, **STEPPED))
+    assert capsys.readouterr().out == "", "other steps wait for the interval"
+    console(IntervalEnded(step=20, loss=2.5, seconds=30.0, **REPORTED))
+    assert capsys.readouterr().out.endswith("  2 m 00 s left\n")
+    console(IntervalEnded(step=60, loss=2.5, seconds=30.0, **REPORTED))
+    assert "left" not in capsys.readouterr().out
+    Console(60, 3)(StepCommitted(step=11, loss=2.5, **STEPPED))
+    assert capsys.readouterr().out == ""
+
+
 def test_a_line_of_an_interval_names_exposed_communication_and_expert_imbalance(capsys):
     report = IntervalEnded(
         step=2, loss=2.5, lr=0.01, grad_norm=0.7, tokens_per_second=512.0, mfu=0.5, seconds=8.0,
@@ -263,6 +306,7 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
             step=2, loss=2.5, lr=0.01, grad_norm=0.7, tokens_per_second=512.0, mfu=0.5,
             seconds=8.0, communication_seconds={"ep": 2.0}, exposed_seconds={"ep": 1.0},
             routing=routing, capacity_shares=[1.5, 0.5], relative_speeds=[1.25, 0.75],
+            rank_seconds=[0.25, 0.5],
         )
     )  # fmt: skip
     metrics(RankStuck(**STUCK | {"ranks": [1, 2]}))
@@ -270,6 +314,10 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
     used = {"utilization_of_rank": {3: 0.5}, "memory_bytes_of_rank": {3: 1024}}
     metrics(DevicesSampled(step=4, **used))
     metrics(Restored(step=1, tier="shared", seconds=3.0))
+    metrics(Launched(step=0, process_start=1234.5))
+    metrics(RunStarted(step=4, **STARTED | {"world_size": 2}, topology_epoch=3))
+    metrics(Evaluated(step=4, loss=2.25, bits_per_byte=1.0))
+    metrics(CheckpointFailed(step=4, tier="local", error="disk full"))
     metrics(SaveBegun(step=2, stall_seconds=0.1, tiers=["memory", "shared"]))
     metrics(CheckpointCommitted(step=2, tier="shared", seconds=1.5, write_seconds=1.0))
     endpoint = Endpoint(registry, "127.0.0.1", 0)
@@ -305,7 +353,15 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
         "convoy_moe_rank_load_imbalance_ratio 1.5",
         'convoy_moe_capacity_share{rank="1"} 0.5',
         'convoy_rank_relative_speed_ratio{rank="0"} 1.25',
-        "convoy_restore_duration_seconds 3.0",
+        'convoy_restore_duration_seconds{tier="shared"} 3.0',
+        'convoy_rank_compute_seconds{rank="1"} 0.5',
+        'convoy_checkpoint_failures_total{tier="local"} 1.0',
+        "convoy_validation_loss 2.25",
+        "convoy_ranks 2.0",
+        "convoy_topology_epoch 3.0",
+        "convoy_step 4.0",
+        "convoy_target_steps 6.0",
+        "convoy_start_timestamp_seconds 1234.5",
         "convoy_stuck_ranks 1.0",
         'convoy_gpu_utilization_ratio{rank="3"} 0.5',
         'convoy_gpu_memory_bytes{rank="3"} 1024.0',
@@ -319,3 +375,159 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
     ]:
         assert line in text.splitlines(), line
     assert generate_latest(registry).decode().count("convoy_build_info{") == 1
+
+
+# ------------------------------------------------------------------------------------------------
+# Two real ranks, each with metrics of its own.
+
+
+HOST = socket.gethostname()
+ROOT = Path(__file__).parent.parent.parent
+
+
+def pretrain_on_rank(rank: int, spec: str) -> tuple[int, str, dict[str, list[str]]]:
+    """The exit code, what was printed, and what every rank served just before the last step."""
+    found: dict[str, list[str]] = {}
+    step = Trainer.step
+
+    def scrape_then_step(self, stop_requested):
+        if rank == 0 and self.progress.step == 5:
+            for target in sorted(self.job.spec.run_path.glob("metrics/*.json")):
+                ((one,), labels) = json.loads(target.read_text())[0].values()
+                assert f"tiny-rank-{labels['process_rank']}.json" == target.name
+                assert labels["run"] == "tiny"
+                with urllib.request.urlopen(f"http://{one}/metrics") as response:
+                    found[labels["process_rank"]] = response.read().decode().splitlines()
+        return step(self, stop_requested)
+
+    Trainer.step = scrape_then_step
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            code = main([spec])
+        except SystemExit as end:
+            code = end.code
+    return code, said.getvalue(), found
+
+
+def value(lines: list[str], name: str) -> float:
+    (line,) = (each for each in lines if each.partition(" ")[0] == name)
+    return float(line.split()[1])
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    return prepare_job(tmp_path_factory.mktemp("job"))
+
+
+@pytest.mark.slow
+def test_every_rank_serves_its_own_metrics_and_rank_0_the_runs(tmp_path, text):
+    sections = {"data": data_of(text), "eval": {"sequences": 2}}
+    metrics = {"port": 0, "all_ranks": True, "dollars_per_rank_hour": 2.0}
+    spec = write_spec(tmp_path, metrics=metrics, **sections)
+    (first, second) = run_ranks(pretrain_on_rank, 2, str(spec), group=False)
+    assert (first[0], second[0]) == (0, 0), first[1] + second[1]
+    assert "metrics at http://127.0.0.1:" in first[1]
+    assert set(first[2]) == {"0", "1"}
+    for rank, lines in first[2].items():
+        assert value(lines, "convoy_rank_steps_total") == 5
+        assert value(lines, "convoy_rank_step_seconds_total") > 0
+        assert value(lines, "convoy_rank_memory_bytes") > 2**20
+        assert any(
+            f'convoy_rank_info{{device="cpu",host="{HOST}",rank="{rank}"}}' in line
+            for line in lines
+        )
+    run, other = first[2]["0"], first[2]["1"]
+    assert value(run, "convoy_step") == 5
+    assert value(run, "convoy_ranks") == 2
+    assert value(run, 'convoy_rank_compute_seconds{rank="1"}') > 0
+    assert value(run, "convoy_cost_dollars_total") > 0
+    assert not any(line.startswith("convoy_step ") for line in other)
+    assert list((tmp_path / "run" / "metrics").iterdir()) == [], "the servers are gone"
+    intervals = events(tmp_path / "run", "interval")
+    assert [len(each["rank_seconds"]) for each in intervals] == [2, 2, 2]
+    assert all(len(each["layer_imbalances"]) == 2 for each in intervals)
+
+
+def test_a_port_that_is_taken_is_one_line(tmp_path, text):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        spec = write_spec(tmp_path, data=data_of(text), metrics={"port": port})
+        ((code, said, _),) = run_ranks(pretrain_on_rank, 1, str(spec), group=False)
+    assert code == 2
+    wanted = f"error: metrics.host and metrics.port (127.0.0.1:{port}) cannot be listened on: "
+    assert [line for line in said.splitlines() if "error" in line] == [
+        wanted + "Address already in use; 0 takes a free port, -1 none"
+    ]
+
+
+def test_the_endpoint_serves_metrics_only_and_new_ones():
+    registry = CollectorRegistry()
+    gauge = Gauge("convoy_step", "A step.", registry=registry)
+    endpoint = Endpoint(registry, "127.0.0.1", 0)
+    try:
+        with urllib.request.urlopen(endpoint.url) as response:
+            assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+            assert value(response.read().decode().splitlines(), "convoy_step") == 0
+        gauge.set(7)
+
+        def scrape() -> float:
+            with urllib.request.urlopen(endpoint.url) as response:
+                return value(response.read().decode().splitlines(), "convoy_step")
+
+        eventually(lambda: scrape() == 7, "the new value is served")
+        with pytest.raises(urllib.error.HTTPError, match="404") as refused:
+            urllib.request.urlopen(endpoint.url.replace("/metrics", "/etc/passwd"))
+        refused.value.close()
+        with pytest.raises(urllib.error.HTTPError, match="501") as refused:
+            urllib.request.urlopen(endpoint.url, data=b"x")
+        refused.value.close()
+    finally:
+        endpoint.close()
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(endpoint.url)
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "why"),
+    [
+        ("no.such.host.invalid", 0, "the host has no address"),
+        ("127.0.0.1", 70_000, "there is no such port"),
+    ],
+)
+def test_an_address_that_cannot_be_is_told(host, port, why):
+    with pytest.raises(InputError, match=why):
+        Endpoint(CollectorRegistry(), host, port)
+
+
+def serve_and_wait(told: str) -> None:
+    endpoint = Endpoint(CollectorRegistry(), "127.0.0.1", 0)
+    Path(told).write_text(endpoint.url)
+    time.sleep(600)
+
+
+@pytest.mark.slow
+def test_the_endpoint_of_a_killed_rank_is_gone(tmp_path):
+    told = tmp_path / "url"
+    code = "import sys; from tests.pretrain.test_observe import serve_and_wait as s; s(sys.argv[1])"
+    rank = subprocess.Popen([sys.executable, "-c", code, str(told)], cwd=ROOT)
+    try:
+        eventually(lambda: told.exists() and told.read_text(), "the rank serves")
+        url = told.read_text()
+        with urllib.request.urlopen(url) as response:
+            assert response.status == 200
+        rank.send_signal(signal.SIGSTOP)  # a rank that hangs is still seen, with what it said last
+        with urllib.request.urlopen(url, timeout=30) as response:
+            assert response.status == 200
+    finally:
+        rank.kill()
+        rank.wait()
+
+    def gone() -> bool:
+        try:
+            urllib.request.urlopen(url, timeout=30).close()
+        except OSError:
+            return True
+        return False
+
+    eventually(gone, "nobody serves for the rank that was killed")

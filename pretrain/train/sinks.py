@@ -1,0 +1,80 @@
+"""What sees the events of a run on this rank: console, log, metrics, ledger, trackers."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+from importlib.metadata import version
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from pretrain.job import Job
+from pretrain.observe import (
+    Console,
+    Endpoint,
+    JsonlLog,
+    LiveConsole,
+    LiveLedger,
+    LoggedEvent,
+    Metrics,
+    RankMetrics,
+    local_port,
+    on_terminal,
+    open_trackers,
+)
+from pretrain.runtime import Runtime
+
+
+def open_console(steps: int, runtime: Runtime, *, plain: bool) -> Console:
+    """Lines, or on rank 0's terminal a view, unless ``plain``."""
+    drawn = runtime.is_first and on_terminal(plain=plain)
+    return LiveConsole(steps) if drawn else Console(steps, runtime.rank)
+
+
+def open_sinks(
+    job: Job, path: Path, former: Sequence[LoggedEvent], sinks: ExitStack
+) -> tuple[CollectorRegistry, LiveLedger]:
+    """Let the log, the metrics and the ledger have the run's events.
+
+    Returns the registry of the metrics, and the ledger.
+    """
+    spec = job.spec
+    log = JsonlLog(path)
+    sinks.callback(log.close)
+    job.events.subscribe(log)
+    ledger = LiveLedger(former, log, job.events)
+    registry = CollectorRegistry()
+    job.events.subscribe(
+        Metrics(
+            registry,
+            spec,
+            job.topology,
+            version("convoy-moe"),
+            ledger=ledger.ledger,
+            former=former,
+        )
+    )
+    job.events.subscribe(ledger)
+    for tracking in open_trackers(spec.tracking, spec.run_path):
+        sinks.callback(tracking.close)
+        job.events.subscribe(tracking)
+    return registry, ledger
+
+
+def serve_metrics(job: Job, registry: CollectorRegistry, sinks: ExitStack) -> str | None:
+    """Serve the registry of rank 0, and of every rank where the spec says so; returns where."""
+    spec, runtime = job.spec, job.runtime
+    config = spec.metrics
+    if config.port < 0 or not (runtime.is_first or config.all_ranks):
+        return None
+    rank, host = runtime.rank, socket.gethostname()
+    if config.all_ranks:
+        device = str(runtime.device)
+        job.events.subscribe(RankMetrics(registry, rank=rank, host=host, device=device))
+    port = local_port(config.port) if config.all_ranks else config.port
+    endpoint = Endpoint(registry, config.host, port)
+    sinks.callback(endpoint.close)
+    endpoint.announce(Path(config.targets_dir or spec.run_path / "metrics"), spec.name, rank)
+    return endpoint.url
