@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from pretrain.data.filters import FilterConfig
+
 END_OF_DOCUMENT = "<|endoftext|>"
 
 
@@ -15,8 +17,8 @@ class DataConfig(BaseModel):
     )
 
     source: str = Field(min_length=1)
-    """Where the text comes from: ``stdlib`` (this Python's standard library), a folder, a file or a
-    glob."""
+    """Where the documents come from: ``stdlib`` (this Python's standard library), a folder, a file
+    or a glob. docs/data.md has the formats."""
     path: str = Field(min_length=1)
     """The folder of the prepared corpus, which is made where there is none."""
     seq_len: int = Field(ge=1)
@@ -33,3 +35,10 @@ class DataConfig(BaseModel):
     document_mask: bool = False
     """Tokens attend only to tokens of their own document; without the mask, to all earlier tokens
     of their sequence. The end token is the last token of its document."""
+    text_field: str = Field(default="text", min_length=1)
+    """The field of a line of JSON, or the column of a Parquet or Arrow file, that has the text. A
+    column of lists of integers has token ids of ``tokenizer``."""
+    deduplicate: bool = False
+    """Leave out documents whose text is equal to that of an earlier document."""
+    filter: FilterConfig = FilterConfig()
+    """Which texts are left out."""

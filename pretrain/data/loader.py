@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from pretrain.data.division import Division, equal_division
 from pretrain.data.order import GlobalOrder
 from pretrain.data.sequences import PackedSequences
 from pretrain.data.skipped import SampleRanges, first_kept, kept_samples
+
+if TYPE_CHECKING:  # processes that prepare a corpus start without torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from pretrain.data.config import DataConfig
 from pretrain.data.manifest import CorpusManifest
 from pretrain.errors import InputError
+
+if TYPE_CHECKING:  # processes that prepare a corpus start without torch
+    from torch import Tensor
 
 
 class PackedSequences:
@@ -70,5 +71,7 @@ class PackedSequences:
 
     def batch(self, indices: list[int]) -> Tensor:
         """The tokens of some sequences, int64 [len(indices), S + 1]; ``indices`` may be empty."""
+        import torch
+
         rows = [self[index] for index in indices]
         return torch.from_numpy(np.stack(rows) if rows else np.empty((0, self.seq_len + 1), int))

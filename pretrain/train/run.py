@@ -24,7 +24,7 @@ from pretrain.checkpoint import (
     roll_back,
     start_saver,
 )
-from pretrain.data import prepare_corpus
+from pretrain.data import epochs_line, prepare_corpus, read_manifest, verify_corpus
 from pretrain.elastic import ChosenLayout, stand_by, with_spares
 from pretrain.errors import (
     EXIT_DONE,
@@ -123,7 +123,13 @@ def run(spec: JobSpec, layout: ChosenLayout, status: StatusFile | None = None) -
     return code
 
 
-def prepare(spec: JobSpec, *, reset: bool = False, load_step: int | None = None) -> None:
+def prepare(
+    spec: JobSpec,
+    *,
+    reset: bool = False,
+    load_step: int | None = None,
+    processes: int | None = None,
+) -> None:
     """Prepare the corpus of a spec, and change what the next start of the run begins from.
 
     Args:
@@ -131,11 +137,13 @@ def prepare(spec: JobSpec, *, reset: bool = False, load_step: int | None = None)
         reset: remove the run's log, summary, status and checkpoints; the next start is a new run.
         load_step: roll the run back: the next start resumes from this step. Newer checkpoints are
             moved to ``away/``, and checkpoints in nodes' memory and on their disks are not taken.
+        processes: how many read and tokenize the documents; chosen by size where None.
 
     Raises InputError where the corpus cannot be made, another run holds the folder, there is no
     such step, or a file cannot be removed.
     """
-    prepare_corpus(spec.data, spec.model.vocab_size, say)
+    corpus = prepare_corpus(spec.data, spec.model.vocab_size, say, processes=processes)
+    say(epochs_line(corpus, spec.data, spec.train.steps * spec.batch.global_batch_size))
     if not reset and load_step is None:
         return
     with lock_run(spec):
@@ -152,6 +160,18 @@ def prepare(spec: JobSpec, *, reset: bool = False, load_step: int | None = None)
             raise InputError(
                 f"checkpoint.path ({spec.checkpoint_path}) cannot be changed: {error.strerror}"
             ) from None
+
+
+def verify_data(spec: JobSpec) -> None:
+    """Compare every byte of the spec's prepared corpus with its manifest.
+
+    Raises InputError, naming the first file that differs.
+    """
+    folder = Path(spec.data.path)
+    manifest = read_manifest(folder)
+    size = verify_corpus(folder, manifest)
+    shards = len(manifest.train) + len(manifest.val)
+    say(f"{folder}: {shards} shards, {size / 1e6:,.1f} MB as the manifest says")
 
 
 def _run(spec: JobSpec, runtime: Runtime, stop: StopRequest, layout: ChosenLayout) -> int:
@@ -330,8 +350,8 @@ def _summarize(job: Job, progress: Progress) -> Summary:
     text = generate(job) if spec.sample.tokens else ""
     return Summary(
         val_bits_per_byte=result.bits_per_byte,
-        gzip_bits_per_byte=8 * corpus.val_gzip_bytes / corpus.val_bytes,
-        xz_bits_per_byte=8 * corpus.val_xz_bytes / corpus.val_bytes,
+        gzip_bits_per_byte=corpus.gzip_bits_per_byte,
+        xz_bits_per_byte=corpus.xz_bits_per_byte,
         train_loss_first=progress.train_loss_first,
         train_loss_last=progress.train_loss_last,
         tokens_per_second=progress.tokens_seen / max(progress.train_seconds, 1e-9),
