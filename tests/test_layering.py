@@ -85,7 +85,8 @@ PRETRAIN = {
         "pretrain.observe",
     },
     "pretrain.checkpoint": {
-        "pretrain.errors", "pretrain.model", "pretrain.optim", "pretrain.state", "pretrain.spec",
+        "pretrain.errors", "pretrain.model", "pretrain.data", "pretrain.optim", "pretrain.state",
+        "pretrain.spec",
         "pretrain.runtime", "pretrain.observe", "pretrain.plan", "pretrain.job", "pretrain.health",
     },
     "pretrain.train": {
@@ -95,7 +96,7 @@ PRETRAIN = {
         "pretrain.job", "pretrain.checkpoint", "pretrain.elastic", "pretrain.faults",
     },
     "pretrain.commands": {
-        "pretrain.errors", "pretrain.spec", "pretrain.runtime", "pretrain.observe",
+        "pretrain.errors", "pretrain.spec", "pretrain.data", "pretrain.runtime", "pretrain.observe",
         "pretrain.convert", "pretrain.plan", "pretrain.train", "pretrain.elastic",
         "pretrain.faults",
     },

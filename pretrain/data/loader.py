@@ -7,13 +7,17 @@ Legend: B batch, S sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from pretrain.data.blend import Blend
 from pretrain.data.division import Division, equal_division
-from pretrain.data.order import GlobalOrder
-from pretrain.data.sequences import PackedSequences
+from pretrain.data.order import BlendedOrder, GlobalOrder
+from pretrain.data.sequences import Sequences, read_batch
 from pretrain.data.skipped import SampleRanges, first_kept, kept_samples
 
 if TYPE_CHECKING:  # processes that prepare a corpus start without torch
@@ -25,6 +29,37 @@ class Cursor:
     """The next sample index, from which a resumed run reads on."""
 
     sample_index: int = 0
+
+
+Step = tuple[list["Tensor"], Cursor]
+"""The micro-batches of a step, and the cursor after it."""
+
+
+class _ReadAhead:
+    """One step that a thread reads before it is asked for."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._begun: tuple[Hashable, Future[Step]] | None = None
+
+    def begin(self, key: Hashable, read: Callable[[], Step]) -> None:
+        """Let the thread read."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "read-ahead")
+        self._begun = key, self._pool.submit(read)
+
+    def take(self, key: Hashable) -> Step | None:
+        """What was read for a key; None where it was read for another one. Either way the thread
+        reads no more: sequences and orders are for one thread at a time."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return None
+        error = begun[1].exception()
+        if begun[0] != key:
+            return None
+        if error is not None:
+            raise error
+        return begun[1].result()
 
 
 def micro_batches(
@@ -78,17 +113,24 @@ class Loader:
         micro_batch_size: sequences of one micro-batch.
         dp_rank: this rank among those that read different samples.
         dp_size: the number of ranks that read different samples.
+        pin_memory: give batches that a GPU can copy while it computes.
+
+    Attributes:
+        blend: the blend of the run that ``order`` draws.
     """
 
     def __init__(
         self,
-        sequences: PackedSequences,
-        order: GlobalOrder,
+        sequences: Sequences,
+        order: GlobalOrder | BlendedOrder,
         batch_size: Callable[[int], int],
         micro_batch_size: int,
         dp_rank: int,
         dp_size: int,
+        pin_memory: bool = False,
     ) -> None:
+        self.blend: Blend | None = None
+        self._pin_memory, self._ahead = pin_memory, _ReadAhead()
         self.sequences, self.order = sequences, order
         self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
         self.dp_rank, self.dp_size = dp_rank, dp_size
@@ -108,9 +150,28 @@ class Loader:
         return kept_samples(cursor.sample_index, size, skipped)
 
     def step(self, cursor: Cursor, skipped: SampleRanges = ()) -> tuple[list[Tensor], Cursor]:
-        """The micro-batches of the step at ``cursor``, int64 [b, S + 1], and the next cursor."""
+        """The micro-batches of the step at ``cursor``, int64 [b, S + 1], and the next cursor.
+
+        Another thread then reads the step at the next cursor. Where the next call asks for
+        something else, as after a step that was skipped, that is read then.
+        """
+        skipped = tuple(skipped)
+        found = self._ahead.take(self._key(cursor, skipped))
+        batches, after = self._read(cursor, skipped) if found is None else found
+        self._ahead.begin(self._key(after, skipped), lambda: self._read(after, skipped))
+        return batches, after
+
+    def _key(self, cursor: Cursor, skipped: SampleRanges) -> Hashable:
+        """All that the batches of a step depend on."""
+        size = self.batch_size(cursor.sample_index)
+        return (cursor, skipped, size, self.division, self.dp_rank, self.dp_size, id(self.order))
+
+    def _read(self, cursor: Cursor, skipped: SampleRanges) -> Step:
         samples, micro = self.samples(cursor, skipped), self.micro_batch_size
         counts = self.division.counts(-(-len(samples) // micro))
         places = micro_batches(Cursor(), len(samples), micro, self.dp_rank, self.dp_size, counts)
-        batches = [self.sequences.batch([self.order[samples[i]] for i in r]) for r in places]
+        mine = [self.order.many(np.array([samples[i] for i in r], np.int64)) for r in places]
+        batches = [read_batch(self.sequences, indices) for indices in mine]
+        if self._pin_memory:
+            batches = [batch.pin_memory() for batch in batches]
         return batches, Cursor(samples[-1] + 1)

@@ -192,6 +192,26 @@ def open_corpus(data: DataConfig, vocab_size: int, hold_out: str = "some") -> Co
     return manifest
 
 
+def record_manifest(run: Path, manifest: CorpusManifest) -> None:
+    """Keep a manifest with a run, under its fingerprint: what the run was trained on stays known
+    where the corpus is removed or prepared anew."""
+    path = run / "data" / f"{manifest.fingerprint}.json"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(".draft")
+        draft.write_text(json.dumps(manifest.model_dump(), indent=1) + "\n")
+        draft.replace(path)
+
+
+def recorded_manifest(run: Path, fingerprint: str) -> CorpusManifest | None:
+    """A manifest that a run has kept; None where it has none that can be read."""
+    try:
+        raw = (run / "data" / f"{fingerprint}.json").read_bytes()
+        return CorpusManifest.model_validate_json(raw)
+    except (OSError, ValidationError):
+        return None
+
+
 def settings_of(data: DataConfig, vocab_size: int) -> dict[str, Any]:
     """The fields of a manifest that say how a corpus was made."""
     return {

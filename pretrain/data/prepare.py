@@ -352,17 +352,6 @@ def summary_lines(manifest: CorpusManifest) -> Iterator[str]:
         )
 
 
-def epochs_line(manifest: CorpusManifest, data: DataConfig, samples: int) -> str:
-    """How often a run of ``samples`` sequences draws the corpus, for people."""
-    S = data.seq_len
-    sequences = sum((shard.tokens - 1) // S for shard in manifest.train)
-    epochs = f"{samples / sequences:.2f} epochs" if sequences else "more than there are"
-    return (
-        f"the run draws {samples:,} sequences of {S:,} tokens from {sequences:,} in "
-        f"{data.path}: {epochs}"
-    )
-
-
 def _write(path: Path, raw: bytes) -> None:
     draft = path.with_name(f".{path.name}.draft")
     draft.write_bytes(raw)

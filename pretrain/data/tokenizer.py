@@ -23,7 +23,7 @@ def load_tokenizer(data: DataConfig) -> Tokenizer:
 
     Raises InputError where the file cannot be read.
     """
-    path = Path(data.path) / "tokenizer.json"
+    path = Path(data.tokenizer_file)
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more specific

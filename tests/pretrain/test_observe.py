@@ -61,6 +61,8 @@ EXAMPLES = {
     "list[int]": [5, 3],
     "list[list[int]]": [[1536, 512]],
     "tuple[int, int] | None": [3, 1],
+    "dict[str, dict[str, Any]]": {"abc": {"name": "web", "sequences": 5}},
+    "list[dict[str, Any]]": [{"from_sample": 0, "weights": {"abc": 1}}],
 }
 
 
