@@ -19,7 +19,6 @@ Machines with two cores or more: with fewer cores than ranks, the ranks' starts 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -33,6 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import Row, arguments, finish
+from tests.support.jobs import events_so_far
+from tests.support.processes import kill_with_descendants, rank_process
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "tools/recipes/stdlib-tiny.toml"
@@ -76,38 +77,6 @@ def join() -> float:
     return time.perf_counter() - began
 
 
-def events(run_dir: Path) -> list[dict[str, Any]]:
-    """What the log has so far."""
-    found = []
-    with contextlib.suppress(FileNotFoundError):
-        for line in (run_dir / "log.jsonl").read_text().splitlines():
-            with contextlib.suppress(ValueError):  # a line that is being written
-                found.append(json.loads(line))
-    return found
-
-
-def descendants(pid: int) -> list[int]:
-    """All processes below one, parents first; Linux only."""
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in map(int, (task / "children").read_text().split()):
-                found += [child, *descendants(child)]
-    return found
-
-
-def rank_process(torchrun: int, rank: int) -> int:
-    """The process that trains as a rank: the last one on the way down that has the rank."""
-    found = []
-    for pid in descendants(torchrun):
-        with contextlib.suppress(OSError):
-            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if f"RANK={rank}".encode() in words and b"pretrain" in command:
-                found.append(pid)
-    return found[-1]
-
-
 @contextlib.contextmanager
 def training(run_dir: Path, corpus: Path, *settings: str) -> Iterator[subprocess.Popen[bytes]]:
     """The tiny recipe on 2 ranks, until the context ends."""
@@ -128,9 +97,7 @@ def training(run_dir: Path, corpus: Path, *settings: str) -> Iterator[subprocess
     try:
         yield process
     finally:
-        for pid in [process.pid, *descendants(process.pid)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_with_descendants(process.pid)
         process.wait()
 
 
@@ -138,7 +105,7 @@ def first_step_after(process: Any, run_dir: Path, moment: float, least: int) -> 
     """The first step of at least ``least`` that was logged after a moment."""
     until = time.monotonic() + 120
     while time.monotonic() < until and process.poll() is None:
-        for event in events(run_dir):
+        for event in events_so_far(run_dir):
             if event["event"] == "step" and event["time"] > moment and event["step"] >= least:
                 return event
         time.sleep(0.02)
@@ -156,13 +123,13 @@ def recover(folder: Path, corpus: Path, turn: int, *settings: str) -> dict[str, 
         killed = time.time()
         os.kill(victim, signal.SIGKILL)
         # A survivor may still log the step that it was in.
-        while not any(e["event"] == "start" and e["time"] > killed for e in events(run_dir)):
+        while not any(e["event"] == "start" and e["time"] > killed for e in events_so_far(run_dir)):
             if process.poll() is not None or time.time() > killed + 120:
                 raise SystemExit((folder / f"{run_dir.name}.txt").read_text()[-4000:])
             time.sleep(0.02)
-        began = next(e for e in reversed(events(run_dir)) if e["event"] == "start")
+        began = next(e for e in reversed(events_so_far(run_dir)) if e["event"] == "start")
         step = first_step_after(process, run_dir, began["time"], 1)
-        launch = next(e for e in reversed(events(run_dir)) if e["event"] == "launch")
+        launch = next(e for e in reversed(events_so_far(run_dir)) if e["event"] == "launch")
     parts: dict[str, float] = {"detect": launch["process_start"] - killed}
     parts |= began["start_seconds"]
     parts["first step"] = step["time"] - killed - sum(parts.values())

@@ -10,6 +10,8 @@ EXIT_BAD_INPUT, EXIT_HEALTH, EXIT_TRY_AGAIN = 2, 3, 75
 """Exit codes of a run that engines know: 2 and 3 need a person, 75 asks for another start."""
 STATUS_FILE = "status.json"
 """In the run's folder: its ``exit_code`` is the run's, which torchrun hides behind 1."""
+PRINT_VERSION = "from importlib.metadata import version; print(version('convoy-moe'))"
+"""A program in Python: the version of Convoy that a node has."""
 _DEFAULT_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     # torchrun's shared store can leave a restart hanging.
@@ -87,6 +89,19 @@ class Job:
         return self.nodes[0] < self.nodes[1]
 
     @property
+    def cpus_per_node(self) -> int:
+        """CPU cores to ask for on each node."""
+        return self.ranks_per_node * self.cpus_per_rank
+
+    def check_cpus(self, found: int, where: str) -> None:
+        """Refuse, by ValueError, more CPU cores than the ``found`` ones of ``where``."""
+        if self.cpus_per_node > found:
+            raise ValueError(
+                f"launch.ranks_per_node ({self.ranks_per_node}) x launch.cpus_per_rank "
+                f"({self.cpus_per_rank}) must not be above the {found} CPUs of {where}"
+            )
+
+    @property
     def all_environment(self) -> dict[str, str]:
         """The environment variables of every rank, Convoy's defaults first."""
         return _DEFAULT_ENVIRONMENT | dict(self.environment)
@@ -104,9 +119,8 @@ class Job:
     @property
     def version_check(self) -> str:
         """A line of bash that ends with 2 on a node, or in an image, of another version."""
-        look = "from importlib.metadata import version; print(version('convoy-moe'))"
         return (
-            f'found=$({shlex.quote(self.python)} -c "{look}" 2>/dev/null)\n'
+            f'found=$({shlex.quote(self.python)} -c "{PRINT_VERSION}" 2>/dev/null)\n'
             f'[ "$found" = {self.version} ] || {{ echo "error: node $(hostname) has version '
             f"'$found' of convoy-moe, and the launch is of {self.version}: use an image, or an "
             f'environment, of that version" >&2; exit {EXIT_BAD_INPUT}; }}'

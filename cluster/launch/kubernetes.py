@@ -197,7 +197,7 @@ def _container(job: Job) -> dict[str, Any]:
     ]
     if pods.volume_claim:
         mounts.append({"name": "data", "mountPath": pods.mount_path})
-    asked = {"cpu": str(job.ranks_per_node * job.cpus_per_rank)}
+    asked = {"cpu": str(job.cpus_per_node)}
     resources: dict[str, Any] = {"requests": asked}
     if job.gpus_per_node:
         resources["limits"] = {"nvidia.com/gpu": str(job.gpus_per_node)}

@@ -17,7 +17,8 @@ import os
 import sys
 from pathlib import Path
 
-from cluster.launch.job import EXIT_BAD_INPUT, EXIT_HEALTH, Job
+from cluster.launch.job import EXIT_BAD_INPUT, EXIT_HEALTH, PRINT_VERSION, STATUS_FILE, Job
+from cluster.members import EXCLUDE_LIST
 
 _PROGRAM = '''\
 @HEAD@
@@ -47,7 +48,7 @@ def rank() -> None:
     with socket.socket() as free:
         free.bind(("", 0))
         port = collective.broadcast_from_rank_zero(free.getsockname()[1])
-    look = "from importlib.metadata import version; print(version('convoy-moe'))"
+    look = "@PRINT_VERSION@"
     found = subprocess.run([JOB["python"], "-c", look], capture_output=True, text=True).stdout
     if found.strip() != JOB["version"]:
         with open(REFUSED, "w") as file:
@@ -94,7 +95,7 @@ def excluded_nodes(ray) -> list[str]:
             for node in nodes
         ])
     try:
-        with open(os.path.join(JOB["run_dir"], "exclude.json")) as file:
+        with open(os.path.join(JOB["run_dir"], "@EXCLUDE_LIST@")) as file:
             bad = {one["node"] for one in json.load(file)["excluded"]}
     except FileNotFoundError:
         bad = set()
@@ -145,7 +146,7 @@ def main() -> int:
         return BAD_INPUT
     if failed is not None:
         print(f"error: Ray gave up: {failed}", file=sys.stderr)
-    path, code = os.path.join(JOB["run_dir"], "status.json"), None
+    path, code = os.path.join(JOB["run_dir"], "@STATUS_FILE@"), None
     if os.path.exists(path) and os.stat(path).st_mtime >= os.stat(mark).st_mtime:
         with open(path) as file:
             code = json.load(file)["exit_code"]
@@ -183,6 +184,9 @@ def render(job: Job) -> str:
         "NAME": job.name,
         "BAD_INPUT": str(EXIT_BAD_INPUT),
         "HEALTH": str(EXIT_HEALTH),
+        "PRINT_VERSION": PRINT_VERSION,
+        "EXCLUDE_LIST": EXCLUDE_LIST,
+        "STATUS_FILE": STATUS_FILE,
         "JOB": json.dumps(facts, indent=1),
     }
     text = _PROGRAM

@@ -153,7 +153,7 @@ def render(job: Job) -> str:
             )
         ),
     )
-    flags = [f"--cpus-per-task={job.ranks_per_node * job.cpus_per_rank}", "--kill-on-bad-exit=0"]
+    flags = [f"--cpus-per-task={job.cpus_per_node}", "--kill-on-bad-exit=0"]
     flags += ["--no-kill"] * job.is_elastic
     if job.image is not None:
         mounts = sorted({job.workdir, job.run_dir, str(Path(job.config).parent)} - {""})
@@ -201,7 +201,7 @@ def _options(job: Job) -> list[str]:
         f"--job-name={job.name}",
         # Without a number of tasks: Slurm would take it from MIN, and never give more nodes.
         f"--nodes={least}" if least == most else f"--nodes={least}-{most}",
-        f"--cpus-per-task={job.ranks_per_node * job.cpus_per_rank}",
+        f"--cpus-per-task={job.cpus_per_node}",
         "--requeue",
         "--open-mode=append",
         f"--output={job.run_dir}/launch/slurm-%j.txt",
@@ -259,13 +259,7 @@ def check(job: Job) -> None:
     rows = [line.split("|") for line in ended.stdout.splitlines() if line]
     if not rows:
         raise ValueError(f"launch.queue ({job.queue}): Slurm has no such partition")
-    cpus = max(int(row[2].rstrip("+")) for row in rows)
-    asked = job.ranks_per_node * job.cpus_per_rank
-    if asked > cpus:
-        raise ValueError(
-            f"launch.ranks_per_node ({job.ranks_per_node}) x launch.cpus_per_rank "
-            f"({job.cpus_per_rank}) must not be above the {cpus} CPUs of a node"
-        )
+    job.check_cpus(max(int(row[2].rstrip("+")) for row in rows), "a node")
     gpus = max((_gpus(row[3]) for row in rows), default=0)
     if job.gpus_per_node > gpus:
         raise ValueError(

@@ -74,12 +74,7 @@ def check(job: Job) -> None:
             f"launch.endpoint (none) must be HOST:PORT with launch.nodes ({job.nodes[0]}:"
             f"{job.nodes[1]}): torchrun on several machines has no engine that names the first one"
         )
-    cores, asked = os.cpu_count() or 1, job.ranks_per_node * job.cpus_per_rank
-    if asked > cores:
-        raise ValueError(
-            f"launch.ranks_per_node ({job.ranks_per_node}) x launch.cpus_per_rank "
-            f"({job.cpus_per_rank}) must not be above the {cores} CPUs of this machine"
-        )
+    job.check_cpus(os.cpu_count() or 1, "this machine")
     if job.gpus_per_node:
         import torch  # here: importing torch takes a second
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.commands.parsing import Parser, ended
+from pretrain.commands.parsing import Parser, check_folder_of, ended
 from pretrain.commands.provenance import provenance
 from pretrain.errors import EXIT_LOST
 from pretrain.observe import say
@@ -45,14 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser("convoy chaos", "Run a spec under random faults.", _EPILOG)
     parser.add_argument("spec", type=Path, metavar="SPEC", help="a job spec, in TOML or JSON")
     parser.add_argument("out", type=Path, metavar="OUT", help="a folder for both runs, made new")
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="SECTION.FIELD=VALUE",
-        help="override a field of the spec; may be repeated",
-    )
+    parser.add_overrides()
     parser.add_argument("--faults", type=int, default=30, metavar="N", help="how many; 30")
     parser.add_argument("--machines", type=int, default=3, metavar="N", help="how many; 3")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the faults; 0")
@@ -61,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
         "--limit", type=float, default=3600.0, metavar="S", help="seconds a run may take; 3600"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON too")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_debug()
     args = parser.parse_args(arguments)
     if args.quick:
         args.faults, args.machines = 4, 2
@@ -76,6 +69,7 @@ def _chaos(args: argparse.Namespace) -> int:
     from pretrain.faults import draw_faults, run_campaign
     from pretrain.spec import load_spec
 
+    check_folder_of("--json", args.json)
     spec = load_spec(args.spec, args.overrides)
     layout = choose_layout(spec, args.machines, ranks_per_node=1)
     faults = draw_faults(args.seed, args.faults, spec.train.steps, layout.topology.world)

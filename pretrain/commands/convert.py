@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     }
     description = "Import from and export to Hugging Face; make a MoE of a dense model."
     for parser, _ in parsers.values():
-        parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        parser.add_debug()
     name, args = subcommands(prog, description, parsers, arguments, epilog=_EPILOG)
     act = {"import": _import, "export": _export, "upcycle": _upcycle}[name]
     return ended(
@@ -117,14 +117,7 @@ def _upcycle_parser() -> Parser:
         "--first-k-dense", type=int, default=0, metavar="N", help="layers that stay dense; 0"
     )
     parser.add_argument("--step", type=int, metavar="N", help=_STEP)
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="SECTION.FIELD=VALUE",
-        help="override a field of the new spec; may be repeated",
-    )
+    parser.add_overrides("a field of the new spec")
     return parser
 
 

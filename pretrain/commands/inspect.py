@@ -93,7 +93,7 @@ def _parser(
         parser.add_argument(
             "--all", action="store_true", help=f"all rows and whole values; {_ROWS} rows by default"
         )
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_debug()
     return parser
 
 

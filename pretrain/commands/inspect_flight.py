@@ -40,7 +40,7 @@ def flight_parser() -> Parser:
         help="the run's folder, or one with rank-N.json; of a run the newest dumps are read",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_debug()
     return parser
 
 

@@ -98,10 +98,10 @@ def make_job(spec: JobSpec, path: Path, overrides: Sequence[str], engine: str) -
     launch = spec.launch
     on_pods = engine == "kubernetes"
     notes = [f"{spec.name}: {line}" for line in _layouts(spec)]
-    check_walltime(spec)
     more = _engine_overrides(spec, engine)
     base = Path(launch.workdir or (launch.kubernetes.mount_path if on_pods else Path.cwd()))
     run_dir = base / spec.run_path
+    check_walltime(spec, run_dir)
     checkpoints = spec.checkpoint_path
     if isinstance(checkpoints, Path):
         checkpoints = base / checkpoints
@@ -182,26 +182,21 @@ def _layouts(spec: JobSpec) -> list[str]:
             lines.append(f"{where}: {found.topology.describe()}{spares}")
             continue
         topology = spec.topology(world)
-        cut = nodes > 1 and launch.ranks_per_node % topology.tp
-        if cut and not spec.parallel.tp_across_nodes:
-            raise InputError(
-                f"launch.ranks_per_node ({launch.ranks_per_node}) must be a multiple of "
-                f"parallel.tp ({topology.tp}), or parallel.tp_across_nodes true"
-            )
+        spec.check_nodes(topology, min(launch.ranks_per_node, world))
         lines.append(f"{where}: {topology.describe()}")
     return lines
 
 
-def check_walltime(spec: JobSpec) -> None:
-    """Refuse a walltime in which no checkpoint can be made. Starts and checkpoints of the run so
-    far are a measure; before there is any, ``launch.start_seconds`` and 60 s are."""
+def check_walltime(spec: JobSpec, run_dir: Path) -> None:
+    """Refuse a walltime in which no checkpoint can be made. Starts and checkpoints in the log of
+    ``run_dir`` are a measure; before there is any, ``launch.start_seconds`` and 60 s are."""
     from pretrain.observe import CheckpointCommitted, RunStarted, read_former
 
     walltime = spec.launch.walltime_minutes
     if walltime is None:
         return
     start, saves = spec.launch.start_seconds, []
-    for line in read_former(spec.run_path / "log.jsonl"):
+    for line in read_former(run_dir / "log.jsonl"):
         match line.event:
             case RunStarted(start_seconds=parts):
                 start = max(start, sum(parts.values()))

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pretrain.errors import EXIT_BAD_INPUT, EXIT_TRY_AGAIN
+from pretrain.errors import EXIT_BAD_INPUT, EXIT_TRY_AGAIN, InputError
 from pretrain.observe import complain
 
 
@@ -51,6 +51,21 @@ class Parser(argparse.ArgumentParser):
             if flag in self.moved:
                 raise self.refusal(f"{flag} is now {self.moved[flag]}")
         return super().parse_args(args, namespace)
+
+    def add_overrides(self, field: str = "a field of the spec") -> None:
+        """``--set SECTION.FIELD=VALUE``, any number of times, read into ``overrides``."""
+        self.add_argument(
+            "--set",
+            dest="overrides",
+            action="append",
+            default=[],
+            metavar="SECTION.FIELD=VALUE",
+            help=f"override {field}; may be repeated",
+        )
+
+    def add_debug(self) -> None:
+        """``--debug``, for ``ended``."""
+        self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong in one line and end with 2."""
@@ -105,6 +120,12 @@ def subcommands(
     names = ", ".join(parsers)
     wrong = f"{words[0]} is no subcommand" if words else "arguments are missing"
     raise parser.refusal(f"{wrong}: the subcommands are {names}; see {prog} --help")
+
+
+def check_folder_of(flag: str, file: Path | None) -> None:
+    """Refuse a file that a command is to write, by InputError, where its folder does not exist."""
+    if file is not None and not file.absolute().parent.is_dir():
+        raise InputError(f"{flag} ({file}): its folder does not exist")
 
 
 def is_first_rank() -> bool:

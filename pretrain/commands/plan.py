@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.commands.parsing import Parser, ended
+from pretrain.commands.parsing import Parser, check_folder_of, ended
+from pretrain.commands.provenance import provenance
 from pretrain.errors import EXIT_LOST, InputError
 from pretrain.observe import complain, say
 
@@ -59,19 +60,12 @@ def main(arguments: Sequence[str]) -> int:
         metavar="X",
         help="rows of the busiest rank's experts as a multiple of the mean (1.1)",
     )
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="SECTION.FIELD=VALUE",
-        help="override a field of the spec; may be repeated",
-    )
+    parser.add_overrides()
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plans as JSON too")
     parser.add_argument(
         "--validate", action="store_true", help="compare the planner with published runs, and end"
     )
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_debug()
     args = parser.parse_args(arguments)
     if not args.validate and (args.spec is None or args.cluster is None):
         raise parser.refusal("convoy plan needs SPEC and --cluster; see convoy plan --help")
@@ -85,12 +79,13 @@ def _validate(args: argparse.Namespace) -> int:
     rows = compare()
     say(validation_table(rows))
     if args.json is not None:
-        document = [
+        published = [
             {"group": r.group, "run": r.run, "kind": r.kind, "published_teraflops": r.published,
              "planned_teraflops": r.planned, "error": r.error, "tuned": r.tuned,
              "seconds": r.step.as_dict()}
             for r in rows
         ]  # fmt: skip
+        document = {"bench": "planning", **provenance(), "rows": published}
         args.json.write_text(json.dumps(document, indent=1) + "\n")
     missed = missed_bounds(rows)
     for line in missed:
@@ -118,8 +113,7 @@ def _plan(args: argparse.Namespace) -> int:
     tokens: float = spec.train.steps * spec.global_batch_tokens
     if args.tokens is not None:
         tokens = _number("--tokens", args.tokens, 1)
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        raise InputError(f"--json ({args.json}): its folder does not exist")
+    check_folder_of("--json", args.json)
     cluster.chip.peak(spec.precision.compute)  # a cluster without this dtype is told at once
     if args.layout is not None:
         plans = [_by_hand(spec, args.layout, gpus, cluster, imbalance)]
@@ -139,7 +133,8 @@ def _plan(args: argparse.Namespace) -> int:
     if args.json is not None:
         rows = [_document(plan, each.as_dict()) for plan, each in zip(plans, costs, strict=True)]
         document = {
-            "cluster": cluster.model_dump(), "gpus": gpus, "spec": spec.as_dict(), "plans": rows
+            **provenance(), "cluster": cluster.model_dump(), "gpus": gpus, "spec": spec.as_dict(),
+            "plans": rows,
         }  # fmt: skip
         args.json.write_text(json.dumps(document, indent=1) + "\n")
     return 0

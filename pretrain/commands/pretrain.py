@@ -65,18 +65,11 @@ def main(arguments: Sequence[str]) -> int:
         return EXIT_INTERRUPTED
 
 
-def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
+def add_spec_arguments(parser: Parser) -> None:
     """SPEC, ``--set`` and ``--debug``."""
     parser.add_argument("spec", type=Path, metavar="SPEC", help="a job spec, in TOML or JSON")
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="SECTION.FIELD=VALUE",
-        help="override a field of the spec; may be repeated",
-    )
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_overrides()
+    parser.add_debug()
 
 
 def _print_spec(args: argparse.Namespace) -> int:

@@ -35,15 +35,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser("convoy replay", "Take a step of a recorded run again.", _EPILOG)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the step, from 1")
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="SECTION.FIELD=VALUE",
-        help="override a field of the run's spec; may be repeated",
-    )
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_overrides("a field of the run's spec")
+    parser.add_debug()
     args = parser.parse_args(arguments)
     return ended(lambda: _replay(args), debug=args.debug, stopped="nothing was changed")
 

@@ -98,14 +98,7 @@ def _surgery_parser() -> Parser:
         metavar="STD",
         help="normal noise on copies, as a multiple of a row's root mean square; 0",
     )
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="SECTION.FIELD=VALUE",
-        help="override a field of the new spec; may be repeated",
-    )
+    parser.add_overrides("a field of the new spec")
     parser.add_argument("--dtype", choices=DTYPES, help="of floating-point weights; as stored")
     return parser
 
@@ -153,7 +146,7 @@ def _parser(
     parser.add_argument(
         "--workers", type=int, choices=range(1, 257), metavar="N", help="processes; up to 4"
     )
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_debug()
     return parser
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.commands.parsing import Parser, ended
+from pretrain.commands.parsing import Parser, check_folder_of, ended
 from pretrain.commands.provenance import provenance
 from pretrain.errors import InputError
 from pretrain.observe import say
@@ -45,14 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "scenario", nargs="?", type=Path, metavar="SCENARIO", help="a scenario, in TOML or JSON"
     )
-    parser.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="SECTION.FIELD=VALUE",
-        help="override a field of the scenario; may be repeated",
-    )
+    parser.add_overrides("a field of the scenario")
     parser.add_argument(
         "--gpus", metavar="N,N,...", help="one or more numbers of GPUs, in place of run.gpus"
     )
@@ -66,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--print-scenario", action="store_true", help="print the scenario with all fields, and end"
     )
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_debug()
     args = parser.parse_args(arguments)
     return ended(lambda: _simulate(args), debug=args.debug, stopped="nothing was written")
 
@@ -82,8 +75,7 @@ def _simulate(args: argparse.Namespace) -> int:
     if args.print_scenario:
         say(json.dumps(scenarios[0].model_dump(exclude_none=True), indent=1))
         return 0
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        raise InputError(f"--json ({args.json}): its folder does not exist")
+    check_folder_of("--json", args.json)
     if args.plot is not None:
         check_plot(args.plot)
     rows = [asdict(assess(scenario)) for scenario in scenarios]

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_debug()
     args = parser.parse_args(arguments)
     return ended(
         lambda: _show(args.run_dir, as_json=args.json), debug=args.debug, stopped="nothing changed"

@@ -109,6 +109,7 @@ class WarmRank:
                     return None
                 code = self._watch(store, start)
                 if code in _FINAL or self._stop_at is not None or start == self.restarts:
+                    self._wait_for_others(store, start)
                     return code if code >= 0 else 128 - code
                 if self.rank == 0:
                     why = store.get(f"{start}/failed").decode()
@@ -165,8 +166,8 @@ class WarmRank:
                 if time.monotonic() > until or self._stop_at is not None:
                     break
                 time.sleep(_POLL_SECONDS)
-            all_here = not start or store.add(f"{start}/ready", 0) == self.world
-            agreed = all_here and self._read_excluded() == self._excluded
+            all_here = store.add(f"{start}/ready", 0) == self.world
+            agreed = (all_here or not start) and self._read_excluded() == self._excluded
             store.set(f"{start}/port", str(self._serve(0) if agreed else 0))
         return int(store.get(f"{start}/port"))
 
@@ -215,6 +216,16 @@ class WarmRank:
                 next_question = now + pause
                 if store.check([f"{start}/failed"]):
                     return self._end_child()
+            time.sleep(_POLL_SECONDS)
+
+    def _wait_for_others(self, store: Store, start: int) -> None:
+        """Serve the stores until the children of all ranks have ended: a child that loses its store
+        in its last moments would fail."""
+        store.add(f"{start}/ended", 1)
+        until = time.monotonic() + _GRACE_SECONDS
+        while self._servers and time.monotonic() < until:
+            if store.add(f"{start}/ended", 0) == self.world or store.check([f"{start}/failed"]):
+                return
             time.sleep(_POLL_SECONDS)
 
     def _exit_code(self) -> int | None:

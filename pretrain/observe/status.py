@@ -40,6 +40,9 @@ State = Literal[
     "running", "done", "lost_rank", "bad_input", "health", "try_again", "interrupted", "crashed"
 ]
 
+STATUS_FILE = "status.json"
+"""In the run's folder."""
+
 
 class Status(BaseModel):
     """``RUN_DIR/status.json``."""
@@ -155,7 +158,7 @@ class StatusFile:
             time=_now(),
             ledger=last_event(self.run_dir / "log.jsonl", LedgerSummed),
         )
-        path = self.run_dir / "status.json"
+        path = self.run_dir / STATUS_FILE
         draft = path.with_name(f".status.{os.getpid()}.tmp")
         with contextlib.suppress(OSError):  # training is worth more than its status
             try:
@@ -168,7 +171,7 @@ class StatusFile:
 
 def read_status(run_dir: Path) -> Status:
     """The status of a run. Raises InputError where there is none that can be read."""
-    path = run_dir / "status.json"
+    path = run_dir / STATUS_FILE
     try:
         return Status.model_validate_json(path.read_bytes())
     except FileNotFoundError:

@@ -34,6 +34,7 @@ from tests.support.checkpoints import (
     objects_folder,
     pieces,
 )
+from tests.support.processes import is_running
 from tests.support.ranks import start_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -67,13 +68,6 @@ def assert_holds(root: Path, step: int) -> None:
     ckpt.load(root, manifest, arrays)
     for array in arrays:
         assert torch.equal(bits(pieces(array)), bits(full_values(array.spec, step))), step
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_what_changes_after_a_save_is_not_in_it(saver, tmp_path):
@@ -374,9 +368,9 @@ os.kill(os.getpid(), signal.SIGKILL)
         timeout=100,
     )  # fmt: skip
     pid = int(process.stdout)
-    assert alive(pid)
+    assert is_running(pid)
     os.kill(pid, signal.SIGTERM)
-    eventually(lambda: not alive(pid), "the writer process gives way")
+    eventually(lambda: not is_running(pid), "the writer process gives way")
 
 
 def save_and_wait_for_death(rank: int, root: Path, ready: Path) -> None:
@@ -396,7 +390,7 @@ def test_trainers_killed_after_the_copy_lose_nothing(tmp_path):
         process.kill()
         process.join()
     pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in (0, 1)]
-    eventually(lambda: not any(map(alive, pids)), "writer processes end by themselves")
+    eventually(lambda: not any(map(is_running, pids)), "writer processes end by themselves")
     assert_holds(root, 7)
 
 
@@ -415,9 +409,9 @@ def test_the_next_start_takes_over_from_a_writer_process_that_waits_in_vain(tmp_
         process.kill()
         process.join()
     pid = int((tmp_path / "pid-0").read_text())
-    assert alive(pid), "it waits for the receipt of rank 1"
+    assert is_running(pid), "it waits for the receipt of rank 1"
     with ended(saver_at(root)) as saver:
-        eventually(lambda: not alive(pid), "the writer process before gives way")
+        eventually(lambda: not is_running(pid), "the writer process before gives way")
         assert ckpt.committed_steps(root) == []
         assert ckpt.lifecycle.remove_uncommitted(root) == ["00000007-test"]
         saver.save(info(8, Topology()), arrays_of(8))
@@ -500,15 +494,15 @@ def test_memory_outlives_a_trainer_for_a_while(tmp_path, retention):
     process.join()
     pid = int((root / "pid").read_text())
     if not retention:
-        eventually(lambda: not alive(pid), "the writer process ends")
+        eventually(lambda: not is_running(pid), "the writer process ends")
         assert not memory.exists()
         return
-    assert alive(pid)
+    assert is_running(pid)
     assert_holds(memory, 1)
     tiers = [ckpt.Tier(name="memory", location=str(memory), ranks=(0,), volatile=True)]
     with ended(ckpt.AsyncCheckpointer(tiers, 0, root / ".lock")) as saver:
         saver.ready()
-        eventually(lambda: not alive(pid), "the writer process before gives way")
+        eventually(lambda: not is_running(pid), "the writer process before gives way")
         assert_holds(memory, 1)
     assert not memory.exists()
 

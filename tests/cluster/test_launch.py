@@ -7,8 +7,10 @@ import json
 import os
 import shlex
 import subprocess
+import sys
 import threading
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -16,11 +18,13 @@ import yaml
 from torch.distributed import HashStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
-from cluster.launch import ENGINES, Job, PodOptions, local_file_system
+from cluster.launch import ENGINES, Job, PodOptions, job, local_file_system
 from cluster.launch.kubernetes import node_script
 from cluster.launch.slurm import _gpus
 from cluster.launch.yaml_text import as_yaml
 from cluster.members.rendezvous import MembersHandler, natural
+from pretrain import errors
+from pretrain.observe import status
 
 JOB = Job(
     name="run",
@@ -44,6 +48,18 @@ JOB = Job(
     metrics_port=9400,
     image="registry/convoy:0.1.0",
 )
+
+
+def test_engines_and_runs_mean_the_same_exit_codes_and_files():
+    """``cluster`` may not import ``pretrain``, so each names these."""
+    assert (job.EXIT_BAD_INPUT, job.EXIT_HEALTH, job.EXIT_TRY_AGAIN) == (
+        errors.EXIT_BAD_INPUT, errors.EXIT_HEALTH, errors.EXIT_TRY_AGAIN
+    )  # fmt: skip
+    assert job.STATUS_FILE == status.STATUS_FILE
+    found = subprocess.run(
+        [sys.executable, "-c", job.PRINT_VERSION], capture_output=True, text=True
+    )
+    assert found.stdout.strip() == version("convoy-moe")
 
 
 def bash_words(script: str, variables: dict[str, str]) -> list[str]:

@@ -65,7 +65,7 @@ def test_a_job_is_printed_and_nothing_is_touched(engine, tmp_path, capsys):
          f"tag: convoy:{CONVOY}"),
         ({"launch": {"nodes": 2, "ranks_per_node": 3}, "parallel": {"tp": 2}}, "layouts that work"),
         ({"launch": {"nodes": 4, "ranks_per_node": 1}, "parallel": {"tp": 2}},
-         "launch.ranks_per_node (1) must be a multiple of parallel.tp (2)"),
+         "parallel.tp (2) must divide the ranks of a node (1), or parallel.tp_across_"),
         ({"launch": {"nodes": 3}, "parallel": {"dp_shard": 2}}, "parallel"),
     ],
 )  # fmt: skip

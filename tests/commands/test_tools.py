@@ -25,6 +25,7 @@ from pretrain.commands.reshard import main as reshard
 from pretrain.data.prepare import prepare_corpus
 from tests.support.checkpoints import objects_folder, save_with_threads
 from tests.support.jobs import events, make_spec, write_corpus, write_spec
+from tests.support.processes import children, is_running
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -214,18 +215,6 @@ def torchrun(
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.communicate(timeout=60)
                 process.kill()
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children")
-            for child in path.read_text().split()]  # fmt: skip
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_ranks_end_with_a_checkpoint_when_torchrun_is_killed(tmp_path):

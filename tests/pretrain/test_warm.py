@@ -14,9 +14,15 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from bench.recovery import descendants, events, first_step_after, rank_process
+from bench.recovery import first_step_after
 from tests.support.agents import agents
-from tests.support.jobs import data_of, prepare_job, write_spec
+from tests.support.jobs import data_of, events, prepare_job, write_spec
+from tests.support.processes import (
+    descendants,
+    is_running,
+    kill_with_descendants,
+    rank_process,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,6 +52,13 @@ if deed == "wait":
 total = torch.tensor(1)
 dist.all_reduce(total)
 (folder / f"total-{rank}").write_text(str(int(total)))
+if deed == "late":
+    first = (folder / "children-0").read_text().split()[0]
+    while os.path.exists(f"/proc/{first}"):
+        time.sleep(0.02)
+    time.sleep(0.5)  # the parent of rank 0 has seen its child's end
+    dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    deed = 0
 dist.destroy_process_group()
 raise SystemExit(int(deed))
 """
@@ -118,6 +131,17 @@ def test_all_ranks_start_again_when_one_dies(tmp_path):
         assert not [pid for pid, _, _ in found if Path(f"/proc/{pid}").exists()]
 
 
+def test_a_rank_that_ends_first_leaves_the_store_to_the_others(tmp_path):
+    store = serve()
+    ranks = [
+        start(tmp_path, 0, 2, store.port, "0", "0"),
+        start(tmp_path, 1, 2, store.port, "late", "0"),
+    ]
+    said = [rank.communicate()[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert [len(children(tmp_path, number)) for number in (0, 1)] == [1, 1]
+
+
 # One process is the parent of each case in turn. A child writes its number, and does its deed.
 CASES = """
 import json, os, signal, sys, time
@@ -187,16 +211,9 @@ def test_children_end_with_their_parent(tmp_path):
     rank.kill()
     rank.communicate()
     until = time.monotonic() + 60
-    while any(_runs(pid) for pid in below) and time.monotonic() < until:
+    while any(is_running(pid) for pid in below) and time.monotonic() < until:
         time.sleep(0.02)
-    assert not [pid for pid in below if _runs(pid)]
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
+    assert not [pid for pid in below if is_running(pid)]
 
 
 @pytest.fixture(scope="module")
@@ -240,14 +257,13 @@ def test_a_run_whose_ranks_are_killed_has_the_numbers_of_one_that_is_left_in_pea
                 os.kill(rank_process(torchrun.pid, rank), signal.SIGKILL)
             assert torchrun.wait(300) == 0, (folder / "run.txt").read_text()
         finally:
-            for pid in [torchrun.pid, *descendants(torchrun.pid)]:
-                if _runs(pid):
-                    os.kill(pid, signal.SIGKILL)
+            kill_with_descendants(torchrun.pid)
+            torchrun.wait()
         log = (folder / "run.txt").read_text()
         assert log.count("all ranks start again") == len(kills)
         assert "Sending process" not in log, "torchrun has restarted nothing"
-        found[name] = {e["step"]: e["loss"] for e in events(run) if e["event"] == "step"}
-        assert len([e for e in events(run) if e["event"] == "start"]) == len(kills) + 1
+        found[name] = {e["step"]: e["loss"] for e in events(run, "step")}
+        assert len(events(run, "start")) == len(kills) + 1
     assert found["killed"] == found["peace"]
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from pretrain.faults import Machines, closing
+from tests.support.jobs import events_so_far
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,17 +34,7 @@ class Watched:
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """What the log has of one kind of event."""
-        try:
-            lines = (self.run_dir / "log.jsonl").read_text().splitlines()
-        except FileNotFoundError:
-            return []
-        found = []
-        for line in lines:
-            with contextlib.suppress(ValueError):  # a line that is being written
-                event = json.loads(line)
-                if event["event"] == kind:
-                    found.append(event)
-        return found
+        return [event for event in events_so_far(self.run_dir) if event["event"] == kind]
 
     def wait(self, what: Callable[[], Any], seconds: float = 300.0) -> None:
         """Wait until ``what`` is so; fails with the machines' output."""

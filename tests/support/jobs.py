@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sysconfig
 from pathlib import Path
@@ -89,3 +90,13 @@ def save_checkpoint(job: Job, progress: Progress) -> None:
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
     lines = (run / "log.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def events_so_far(run: Path) -> list[dict[str, Any]]:
+    """The log of a run that may be about to begin, or to write a line."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in (run / "log.jsonl").read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+    return found
