@@ -207,7 +207,8 @@ def build_job(
     loader.division = _division(spec, topology)
     optimizer = build_adamw(parallel_model.local_model, spec.optimizer, exact=spec.train.exact)
     balance = runtime.together(lambda: _capacity_balance(spec, topology))
-    local_batch = LocalBatch(dims, runtime.together(lambda: _end_token(spec)))
+    end_token = runtime.together(lambda: _end_token(spec))
+    local_batch = LocalBatch(dims, end_token, spec.data.has_masked_targets)
     how, compressed = spec.parallel.gradient_compression, None
     if how != "none":
         compressed = CompressedSum(parallel_model.local_model, dims.replicate_mesh.get_group(), how)

@@ -166,6 +166,15 @@ ELSEWHERE = {
     f"convoy launch {RECIPE} --on ray --set launch.ranks_per_node=2 --submit": (
         "tests/cluster/test_ray.py"
     ),
+    **dict.fromkeys(
+        (
+            "convoy prepare texts.toml",
+            "convoy prepare texts.toml --verify",
+            "convoy pretrain texts.toml",
+            "convoy audit-data runs/texts --tokens texts.toml",
+        ),
+        "tests/test_docs_data.py",
+    ),
     "convoy inspect flight runs/stdlib-tiny": "tests/cluster/test_flight_recorder.py",
     "convoy reshard outputs/checkpoint/step-1000 weights --family torchtitan": (
         "tests/interop/test_torchtitan.py"

@@ -17,7 +17,8 @@ from pretrain.spec import JobSpec, upgraded
 from pretrain.state import RunState, read_run_state
 
 # A resume under another value of these would not be the same run.
-_FIXED = ("model", "moe", "data.seq_len", "data.shard_tokens", "data.document_mask",
+_FIXED = ("model", "moe", "data.seq_len", "data.shard_tokens", "data.document_mask", "data.packing",
+          "data.mask_boundary_labels",
           "batch.global_batch_size", "batch.batch_size_rampup",
           "train.seed")  # fmt: skip
 _FREE = (

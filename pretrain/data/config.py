@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -87,6 +87,11 @@ class DataConfig(BaseModel):
     document_mask: bool = False
     """Tokens attend only to tokens of their own document; without the mask, to all earlier tokens
     of their sequence. The end token is the last token of its document."""
+    packing: Literal["concat", "best_fit"] = "concat"
+    """How documents become sequences: one after another, or each cut as little as can be, with
+    padding; docs/data.md has more."""
+    mask_boundary_labels: bool = False
+    """The first token of a document is no target of the document before it in its sequence."""
     text_field: str = Field(default="text", min_length=1)
     """The field of a line of JSON, or the column of a Parquet or Arrow file, that has the text. A
     column of lists of integers has token ids of ``tokenizer``."""
@@ -126,6 +131,11 @@ class DataConfig(BaseModel):
         if twice is not None:
             raise ValueError(f"data: the path {twice} must be of one source only")
         return self
+
+    @property
+    def has_masked_targets(self) -> bool:
+        """Whether some tokens of training sequences are no targets."""
+        return self.packing == "best_fit" or self.mask_boundary_labels
 
     @property
     def each_source(self) -> dict[str, DataConfig]:

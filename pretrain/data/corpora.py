@@ -8,12 +8,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from pretrain.data.best_fit import BestFitSequences, pack_corpus, read_packing
 from pretrain.data.blend import Blend, Phase
 from pretrain.data.config import DataConfig
 from pretrain.data.manifest import CorpusManifest, open_corpus
 from pretrain.data.order import BlendedOrder, GlobalOrder
 from pretrain.data.prepare import prepare_corpus
-from pretrain.data.sequences import ConcatenatedSequences, PackedSequences, Sequences
+from pretrain.data.sequences import (
+    ConcatenatedSequences,
+    PackedSequences,
+    Sequences,
+    WithoutBoundaryTargets,
+)
+from pretrain.data.tokenizer import end_of_document, load_tokenizer
 from pretrain.data.weights import whole_weights
 from pretrain.errors import InputError
 
@@ -85,8 +92,19 @@ class Corpora:
 
     def train_sequences(self) -> Sequences:
         """The sequences to train on, one source after another."""
-        each = [PackedSequences(one.data, one.manifest, "train") for one in self.sources]
+        each = [self._sequences_of(one) for one in self.sources]
         return each[0] if len(each) == 1 else ConcatenatedSequences(each)
+
+    def _sequences_of(self, one: Corpus) -> Sequences:
+        packed: Sequences
+        if self.data.packing == "best_fit":
+            packed = BestFitSequences(one.data, one.manifest)
+        else:
+            packed = PackedSequences(one.data, one.manifest, "train")
+        if not self.data.mask_boundary_labels:
+            return packed
+        end = end_of_document(load_tokenizer(self.data), self.data.end_token)
+        return WithoutBoundaryTargets(packed, end)
 
     def order(self, blend: Blend, sequences: Sequences, seed: int) -> GlobalOrder | BlendedOrder:
         """The global order over :meth:`train_sequences`."""
@@ -123,6 +141,8 @@ class Corpora:
 
     def sequences_of(self, one: Corpus) -> int:
         """The sequences of a source to train on."""
+        if self.data.packing == "best_fit":
+            return read_packing(one.data, one.manifest).sequences
         return sum((shard.tokens - 1) // self.data.seq_len for shard in one.manifest.train)
 
     def held_out_sequences(self) -> dict[str, Sequences]:
@@ -149,7 +169,11 @@ def prepare_corpora(
         Corpus(name, one, prepare_corpus(one, vocab_size, say, processes=processes, hold_out="all"))
         for name, one in data.each_validation.items()
     )
-    return _checked(Corpora(data, sources, validation))
+    corpora = _checked(Corpora(data, sources, validation))
+    if data.packing == "best_fit":
+        for one in corpora.sources:
+            pack_corpus(one.data, one.manifest, say)
+    return corpora
 
 
 def open_corpora(data: DataConfig, vocab_size: int) -> Corpora:

@@ -16,7 +16,7 @@ import numpy as np
 
 from pretrain.data.blend import Blend
 from pretrain.data.division import Division, equal_division
-from pretrain.data.order import BlendedOrder, GlobalOrder
+from pretrain.data.order import BlendedOrder, GlobalOrder, OrderInBlocks
 from pretrain.data.sequences import Sequences, read_batch
 from pretrain.data.skipped import SampleRanges, first_kept, kept_samples
 
@@ -114,6 +114,7 @@ class Loader:
         dp_rank: this rank among those that read different samples.
         dp_size: the number of ranks that read different samples.
         pin_memory: give batches that a GPU can copy while it computes.
+        read_ahead: let another thread read the next step.
 
     Attributes:
         blend: the blend of the run that ``order`` draws.
@@ -128,9 +129,11 @@ class Loader:
         dp_rank: int,
         dp_size: int,
         pin_memory: bool = False,
+        read_ahead: bool = True,
     ) -> None:
         self.blend: Blend | None = None
-        self._pin_memory, self._ahead = pin_memory, _ReadAhead()
+        self._pin_memory, self._ahead = pin_memory, _ReadAhead() if read_ahead else None
+        self._blocks = OrderInBlocks(order)
         self.sequences, self.order = sequences, order
         self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
         self.dp_rank, self.dp_size = dp_rank, dp_size
@@ -156,6 +159,8 @@ class Loader:
         something else, as after a step that was skipped, that is read then.
         """
         skipped = tuple(skipped)
+        if self._ahead is None:
+            return self._read(cursor, skipped)
         found = self._ahead.take(self._key(cursor, skipped))
         batches, after = self._read(cursor, skipped) if found is None else found
         self._ahead.begin(self._key(after, skipped), lambda: self._read(after, skipped))
@@ -170,8 +175,13 @@ class Loader:
         samples, micro = self.samples(cursor, skipped), self.micro_batch_size
         counts = self.division.counts(-(-len(samples) // micro))
         places = micro_batches(Cursor(), len(samples), micro, self.dp_rank, self.dp_size, counts)
-        mine = [self.order.many(np.array([samples[i] for i in r], np.int64)) for r in places]
-        batches = [read_batch(self.sequences, indices) for indices in mine]
+        if self._blocks.order is not self.order:
+            self._blocks = OrderInBlocks(self.order)
+        indices = self._blocks.many(samples)
+        # One read of all rows; micro-batches are parts of it.
+        mine = [indices[r.start : r.stop] for r in places]
+        rows = read_batch(self.sequences, np.concatenate(mine))
+        batches = list(rows.split([len(r) for r in places]))
         if self._pin_memory:
             batches = [batch.pin_memory() for batch in batches]
         return batches, Cursor(samples[-1] + 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +11,8 @@ import numpy as np
 if TYPE_CHECKING:
     from pretrain.data.blend import Blend
 
+_BLOCK = 4096
+"""Samples that are looked up together."""
 _TABLES = 8
 """Epochs whose round functions are kept; a step draws at most a few epochs of a source."""
 
@@ -78,6 +80,40 @@ class GlobalOrder:
                 mixed = table[turn][right]
             left, right = right, left ^ mixed
         return left << self._half | right
+
+
+class OrderInBlocks:
+    """An order that is looked up in blocks of consecutive samples, and kept for the next steps.
+
+    Args:
+        order: what is looked up.
+    """
+
+    def __init__(self, order: GlobalOrder | BlendedOrder) -> None:
+        self.order = order
+        self._blocks: dict[int, np.ndarray] = {}
+
+    def many(self, samples: Sequence[int]) -> np.ndarray:
+        """The sequences of some sample indices in rising order, int64."""
+        parts = []
+        for number in dict.fromkeys(sample // _BLOCK for sample in samples):
+            start = number * _BLOCK
+            if isinstance(samples, range):
+                first, stop = max(samples.start - start, 0), samples.stop - start
+                parts.append(self._block(number)[first : min(stop, _BLOCK)])
+            else:
+                places = [s - start for s in samples if s // _BLOCK == number]
+                parts.append(self._block(number)[places])
+        return np.concatenate(parts)
+
+    def _block(self, number: int) -> np.ndarray:
+        block = self._blocks.get(number)
+        if block is None:
+            if len(self._blocks) > 1:
+                del self._blocks[next(iter(self._blocks))]
+            start = number * _BLOCK
+            block = self._blocks[number] = self.order.many(np.arange(start, start + _BLOCK))
+        return block
 
 
 class BlendedOrder:

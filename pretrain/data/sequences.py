@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 
 from pretrain.data.config import DataConfig
-from pretrain.data.manifest import CorpusManifest
+from pretrain.data.manifest import CorpusManifest, Shard
 from pretrain.errors import InputError
 
 if TYPE_CHECKING:  # processes that prepare a corpus start without torch
@@ -53,6 +53,52 @@ def data_checksum(batches: Iterable[Tensor]) -> int:
     return sum(zlib.crc32(row.numpy()) for batch in batches for row in batch)
 
 
+class ShardFiles:
+    """The files of shards, mapped when they are first read.
+
+    Args:
+        data: its ``path`` is the folder.
+        corpus: gives the dtype.
+        shards: the files.
+        dtype: of the entries; that of the corpus where None.
+    """
+
+    def __init__(
+        self,
+        data: DataConfig,
+        corpus: CorpusManifest,
+        shards: Sequence[Shard],
+        dtype: np.dtype | None = None,
+    ) -> None:
+        self._folder, self._shards = Path(data.path), shards
+        self._dtype = np.dtype(corpus.dtype) if dtype is None else dtype
+        self._open: OrderedDict[int, np.ndarray] = OrderedDict()
+
+    def check_lengths(self) -> None:
+        """Raise InputError where a file is not as long as the manifest says."""
+        for shard in self._shards:
+            path, wanted = self._folder / shard.file, shard.tokens * self._dtype.itemsize
+            found = path.stat().st_size if path.exists() else 0
+            if found != wanted:
+                raise InputError(
+                    f"corpus file {path} has {found} bytes, its manifest says {wanted}; remove "
+                    f"{self._folder} to prepare it anew"
+                )
+
+    def __getitem__(self, number: int) -> np.ndarray:
+        """The entries of a shard."""
+        found = self._open.get(number)
+        if found is None:
+            path = self._folder / self._shards[number].file
+            # As a plain array: a slice of a memmap takes ten times as long.
+            found = self._open[number] = np.asarray(np.memmap(path, dtype=self._dtype, mode="r"))
+            if len(self._open) > _OPEN_SHARDS:
+                self._open.popitem(last=False)
+        else:
+            self._open.move_to_end(number)
+        return found
+
+
 class PackedSequences:
     """The sequences of one split, read through mmap. Documents follow each other without padding.
 
@@ -73,23 +119,15 @@ class PackedSequences:
         whole: bool = False,
     ) -> None:
         self.seq_len = S = data.seq_len
-        self._shards, self._dtype = (corpus.train if split == "train" else corpus.val), corpus.dtype
-        self._folder = Path(data.path)
-        self._open: OrderedDict[int, np.memmap] = OrderedDict()
-        itemsize = np.dtype(corpus.dtype).itemsize
-        for shard in self._shards:
-            path = self._folder / shard.file
-            found = path.stat().st_size if path.exists() else 0
-            if found != shard.tokens * itemsize:
-                raise InputError(
-                    f"corpus file {path} has {found} bytes, its manifest says "
-                    f"{shard.tokens * itemsize}; remove {data.path} to prepare it anew"
-                )
+        shards = corpus.train if split == "train" else corpus.val
+        self._shards = ShardFiles(data, corpus, shards)
+        self._shards.check_lengths()
         round_up = S - 1 if whole else 0
-        counts = [(shard.tokens - 1 + round_up) // S for shard in self._shards]
+        counts = [(shard.tokens - 1 + round_up) // S for shard in shards]
         self._ends = np.cumsum(counts)
+        self._firsts = self._ends - counts
         if not sum(counts):
-            longest = max((shard.tokens for shard in self._shards), default=0)
+            longest = max((shard.tokens for shard in shards), default=0)
             raise InputError(
                 f"data.seq_len ({S}) must be less than the tokens of the longest {split} shard of "
                 f"{data.path} ({longest}); lower it or add text"
@@ -107,28 +145,20 @@ class PackedSequences:
 
     def read(self, indices: Indices, out: Rows) -> None:
         """See :meth:`Sequences.read`."""
-        numbers = np.searchsorted(self._ends, indices, side="right")
-        for row, index, number in zip(out, indices, numbers.tolist(), strict=True):
-            first = int(self._ends[number - 1]) if number else 0
-            start = (int(index) - first) * self.seq_len
-            tokens = self._shard(number)[start : start + self.seq_len + 1]
-            row[: len(tokens)] = tokens
-            row[len(tokens) :] = -1
+        wanted, length = np.asarray(indices, np.int64), self.seq_len + 1
+        numbers = np.searchsorted(self._ends, wanted, side="right")
+        starts = (wanted - self._firsts[numbers]) * self.seq_len
+        for row, start, number in zip(out, starts.tolist(), numbers.tolist(), strict=True):
+            tokens = self._shards[number][start : start + length]
+            if len(tokens) == length:
+                row[:] = tokens
+            else:
+                row[: len(tokens)] = tokens
+                row[len(tokens) :] = -1
 
     def batch(self, indices: Indices) -> Tensor:
         """See :func:`read_batch`."""
         return read_batch(self, indices)
-
-    def _shard(self, number: int) -> np.memmap:
-        found = self._open.get(number)
-        if found is None:
-            path = self._folder / self._shards[number].file
-            found = self._open[number] = np.memmap(path, dtype=self._dtype, mode="r")
-            if len(self._open) > _OPEN_SHARDS:
-                self._open.popitem(last=False)
-        else:
-            self._open.move_to_end(number)
-        return found
 
 
 class ConcatenatedSequences:
@@ -158,3 +188,28 @@ class ConcatenatedSequences:
     def batch(self, indices: Indices) -> Tensor:
         """See :func:`read_batch`."""
         return read_batch(self, indices)
+
+
+class WithoutBoundaryTargets:
+    """Sequences in which the token after an end token is an input and no target.
+
+    A token that is no target is stored as its bitwise complement, which is negative; -1, the
+    complement of 0, is padding too.
+
+    Args:
+        sequences: the sequences.
+        end_token: the id that ends a document.
+    """
+
+    def __init__(self, sequences: Sequences, end_token: int) -> None:
+        self.sequences, self.seq_len, self.end_token = sequences, sequences.seq_len, end_token
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def read(self, indices: Indices, out: Rows) -> None:
+        """See :meth:`Sequences.read`."""
+        self.sequences.read(indices, out)
+        for row in out:
+            places = np.flatnonzero(row[:-1] == self.end_token) + 1
+            row[places] = np.where(row[places] < 0, row[places], ~row[places])

@@ -13,7 +13,7 @@ from pretrain.data.blend import Blend, Phase, period_of
 from pretrain.data.config import DataConfig
 from pretrain.data.corpora import open_corpora, prepare_corpora
 from pretrain.data.loader import Cursor, Loader
-from pretrain.data.order import BlendedOrder, GlobalOrder
+from pretrain.data.order import BlendedOrder, GlobalOrder, OrderInBlocks
 from pretrain.data.weights import whole_weights
 from pretrain.errors import InputError
 from tests.support.jobs import write_corpus
@@ -270,3 +270,14 @@ def test_a_blend_that_makes_no_sense_is_refused(blended, change, said):
     values = blended[0].model_dump()
     with pytest.raises(ValueError, match=said):
         DataConfig.model_validate({**values, **change})
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 20_000), st.integers(1, 9000), st.lists(st.integers(0, 20_000), min_size=1))
+def test_an_order_in_blocks_is_the_order(start, count, some):
+    order = GlobalOrder(700, 3)
+    blocks = OrderInBlocks(order)
+    samples = range(start, start + count)
+    assert blocks.many(samples).tolist() == order.many(np.array(samples)).tolist()
+    chosen = sorted(set(some))
+    assert blocks.many(chosen).tolist() == [order[i] for i in chosen]
