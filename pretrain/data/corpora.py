@@ -13,7 +13,7 @@ from pretrain.data.blend import Blend, Phase
 from pretrain.data.config import DataConfig
 from pretrain.data.manifest import CorpusManifest, open_corpus
 from pretrain.data.order import BlendedOrder, GlobalOrder
-from pretrain.data.prepare import prepare_corpus
+from pretrain.data.prepare import HoldOut, prepare_corpus
 from pretrain.data.sequences import (
     ConcatenatedSequences,
     PackedSequences,
@@ -159,16 +159,18 @@ def prepare_corpora(
     say: Callable[[str], None] = print,
     *,
     processes: int | None = None,
+    count_files: bool = False,
 ) -> Corpora:
     """Prepare what is not there yet; see :func:`pretrain.data.prepare_corpus`."""
-    sources = tuple(
-        Corpus(name, one, prepare_corpus(one, vocab_size, say, processes=processes))
-        for name, one in data.each_source.items()
-    )
-    validation = tuple(
-        Corpus(name, one, prepare_corpus(one, vocab_size, say, processes=processes, hold_out="all"))
-        for name, one in data.each_validation.items()
-    )
+
+    def prepared(name: str, one: DataConfig, hold_out: HoldOut) -> Corpus:
+        manifest = prepare_corpus(
+            one, vocab_size, say, processes=processes, hold_out=hold_out, count_files=count_files
+        )
+        return Corpus(name, one, manifest)
+
+    sources = tuple(prepared(name, one, "some") for name, one in data.each_source.items())
+    validation = tuple(prepared(name, one, "all") for name, one in data.each_validation.items())
     corpora = _checked(Corpora(data, sources, validation))
     if data.packing == "best_fit":
         for one in corpora.sources:

@@ -73,6 +73,7 @@ def prepare_corpus(
     *,
     processes: int | None = None,
     hold_out: HoldOut = "some",
+    count_files: bool = False,
 ) -> CorpusManifest:
     """Prepare the corpus of ``data``; where ``data.path`` exists, check and use what is there.
 
@@ -83,6 +84,7 @@ def prepare_corpus(
         processes: how many read and tokenize; by default one for a small source, and otherwise one
             for each core.
         hold_out: hold out about one document in 20, or all documents, for a validation set.
+        count_files: where the corpus is there, say if the source has another number of files now.
 
     Raises InputError where the source has fewer than two documents or cannot be read, where
     ``data.path`` holds another corpus or none, where another process prepares it, or where it
@@ -91,7 +93,7 @@ def prepare_corpus(
     folder = Path(data.path)
     if folder.exists():
         manifest = open_corpus(data, vocab_size, hold_out)
-        say(_in_use(data, manifest))
+        say(_in_use(data, manifest if count_files else None))
         return manifest
     found = find_files(data.source)
     try:
@@ -107,9 +109,9 @@ def prepare_corpus(
         ) from None
 
 
-def _in_use(data: DataConfig, manifest: CorpusManifest) -> str:
+def _in_use(data: DataConfig, manifest: CorpusManifest | None) -> str:
     line = f"using the corpus at {data.path}; data.source is not read again"
-    if manifest.files is not None and data.source != "stdlib":
+    if manifest is not None and manifest.files is not None and data.source != "stdlib":
         try:
             now = len(find_files(data.source).files)
         except InputError:

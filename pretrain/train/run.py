@@ -143,7 +143,9 @@ def prepare(
     Raises InputError where the corpus cannot be made, another run holds the folder, there is no
     such step, or a file cannot be removed.
     """
-    corpora = prepare_corpora(spec.data, spec.model.vocab_size, say, processes=processes)
+    corpora = prepare_corpora(
+        spec.data, spec.model.vocab_size, say, processes=processes, count_files=True
+    )
     for line in corpora.epochs_lines(spec.train.steps * spec.batch.global_batch_size):
         say(line)
     if not reset and load_step is None:

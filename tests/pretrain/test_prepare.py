@@ -535,6 +535,15 @@ def test_a_file_that_changed_since_a_kill_is_read_again(tmp_path, monkeypatch, t
     assert "changed" in texts_of(data)
 
 
+def test_a_source_that_has_other_files_now_is_told_to_whoever_prepares(prepared, tmp_path):
+    (tmp_path / "text" / "new.txt").write_text("more")
+    said: list[str] = []
+    prepare_corpus(prepared, VOCAB, said.append)
+    prepare_corpus(prepared, VOCAB, said.append, count_files=True)
+    assert said[0].endswith("data.source is not read again")
+    assert said[1].endswith("data.source is not read again (it had 12 files, and has 13 now)")
+
+
 def test_a_short_text_gives_a_small_tokenizer_and_that_is_said(tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.jsonl").write_bytes(lines(["ab", "cd", "ef"] * 9))
