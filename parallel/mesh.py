@@ -127,6 +127,12 @@ class ParallelDims:
         return dist.get_rank() % (self.topology.world // self.topology.pp) // inner
 
     @property
+    def reads_first(self) -> bool:
+        """Whether this rank is the first of those that read the same samples."""
+        meshes = (self.pp_mesh, self.cp_mesh, self.tp_mesh)
+        return all(mesh.get_local_rank() == 0 for mesh in meshes)
+
+    @property
     def dp_size(self) -> int:
         """The number of ranks that get different sequences: dp_replicate x dp_shard."""
         return self.topology.dp_replicate * self.topology.dp_shard

@@ -15,14 +15,14 @@ from ckpt import LocalArray
 from moe import choose_backend
 from parallel import CompressedSum, Documents, ParallelDims, ShardLayout, Topology
 from pretrain.data import (
-    CorpusManifest,
+    Blend,
+    Corpora,
     Division,
-    GlobalOrder,
     Loader,
-    PackedSequences,
+    Sequences,
     end_of_document,
     load_tokenizer,
-    open_corpus,
+    open_corpora,
 )
 from pretrain.errors import InputError
 from pretrain.health import CapacityBalance, Stragglers
@@ -52,12 +52,16 @@ class Job:
     runtime: Runtime
     topology: Topology
     dims: ParallelDims
-    corpus: CorpusManifest
+    corpora: Corpora
     parallel_model: ParallelModel
     local_batch: LocalBatch
     optimizer: torch.optim.AdamW
     loader: Loader
-    held_out: PackedSequences
+    held_out: dict[str, Sequences]
+    """The sequences that are scored, by set: what each source holds out, and ``[data.validation]``.
+    """
+    blend: Blend
+    """The blend of the spec; the blend of the run, which may have had others, is the loader's."""
     balance: CapacityBalance | None
     """Under straggler-aware capacity alone."""
     stragglers: Stragglers | None
@@ -99,6 +103,17 @@ class Job:
         assert self.stragglers is not None
         self.stragglers.load(state)
         self.divide_micro_batches()
+
+    def continue_blend(self, blend: Blend, cursor: int) -> None:
+        """Draw the samples before ``cursor`` as another blend says, and later ones as the spec
+        says."""
+        self.set_blend(blend.continued(self.blend, cursor))
+
+    def set_blend(self, blend: Blend) -> None:
+        """Draw samples as a blend says, where the run has several sources or had others."""
+        loader, seed = self.loader, self.spec.train.seed
+        self.loader.blend = blend
+        self.loader.order = self.corpora.order(blend, loader.sequences, seed)
 
     def divide_micro_batches(self) -> None:
         """Divide the micro-batches of coming steps by the speeds of ``stragglers``."""
@@ -168,12 +183,9 @@ def build_job(
     runtime.together(lambda: _check_device(spec, runtime.device.type))
     if spec.train.exact:
         _check_threads(runtime)
-    corpus = runtime.together(lambda: open_corpus(spec.data, spec.model.vocab_size))
+    corpora = runtime.together(lambda: open_corpora(spec.data, spec.model.vocab_size))
     train, held_out = runtime.together(
-        lambda: (
-            PackedSequences(spec.data, corpus, "train"),
-            PackedSequences(spec.data, corpus, "val", whole=True),
-        )
+        lambda: (corpora.train_sequences(), corpora.held_out_sequences())
     )
     per_node = runtime.ranks_per_node
     if runtime.maximum(per_node) != -runtime.maximum(-per_node):
@@ -184,16 +196,19 @@ def build_job(
     _allocate(parallel_model, runtime.device, spec.parallel.memory.offload_optimizer)
     loader = Loader(
         train,
-        GlobalOrder(len(train), spec.train.seed),
+        corpora.order(corpora.blend(), train, spec.train.seed),
         partial(spec.batch.size_at, seq_len=spec.data.seq_len),
         spec.batch.micro_batch_size,
         dims.dp_rank,
         dims.dp_size,
+        pin_memory=runtime.device.type == "cuda",
     )
+    loader.blend = corpora.blend()
     loader.division = _division(spec, topology)
     optimizer = build_adamw(parallel_model.local_model, spec.optimizer, exact=spec.train.exact)
     balance = runtime.together(lambda: _capacity_balance(spec, topology))
-    local_batch = LocalBatch(dims, runtime.together(lambda: _end_token(spec)))
+    end_token = runtime.together(lambda: _end_token(spec))
+    local_batch = LocalBatch(dims, end_token, spec.data.has_masked_targets)
     how, compressed = spec.parallel.gradient_compression, None
     if how != "none":
         compressed = CompressedSum(parallel_model.local_model, dims.replicate_mesh.get_group(), how)
@@ -202,12 +217,13 @@ def build_job(
         runtime=runtime,
         topology=topology,
         dims=dims,
-        corpus=corpus,
+        corpora=corpora,
         parallel_model=parallel_model,
         local_batch=local_batch,
         optimizer=optimizer,
         loader=loader,
         held_out=held_out,
+        blend=corpora.blend(),
         balance=balance,
         stragglers=_stragglers(spec, topology, runtime),
         compressed=compressed,

@@ -86,7 +86,8 @@ PRETRAIN = {
         "pretrain.observe",
     },
     "pretrain.checkpoint": {
-        "pretrain.errors", "pretrain.model", "pretrain.optim", "pretrain.state", "pretrain.spec",
+        "pretrain.errors", "pretrain.model", "pretrain.data", "pretrain.optim", "pretrain.state",
+        "pretrain.spec",
         "pretrain.runtime", "pretrain.observe", "pretrain.plan", "pretrain.job", "pretrain.health",
     },
     "pretrain.train": {
@@ -96,10 +97,9 @@ PRETRAIN = {
         "pretrain.job", "pretrain.checkpoint", "pretrain.elastic", "pretrain.faults",
     },
     "pretrain.commands": {
-        "pretrain.errors", "pretrain.model", "pretrain.spec", "pretrain.runtime",
-        "pretrain.observe", "pretrain.observe.report", "pretrain.convert", "pretrain.plan",
-        "pretrain.train",
-        "pretrain.elastic", "pretrain.faults",
+        "pretrain.errors", "pretrain.model", "pretrain.spec", "pretrain.data",
+        "pretrain.runtime", "pretrain.observe", "pretrain.observe.report", "pretrain.convert",
+        "pretrain.plan", "pretrain.train", "pretrain.elastic", "pretrain.faults",
     },
 }  # fmt: skip
 MAY_IMPORT: dict[str, set[str]] = {

@@ -176,6 +176,15 @@ ELSEWHERE = {
     "torchrun --standalone --nproc-per-node 2 tools/plan.py --calibrate here.toml": (
         "tests/pretrain/test_calibrate.py"
     ),
+    **dict.fromkeys(
+        (
+            "convoy prepare texts.toml",
+            "convoy prepare texts.toml --verify",
+            "convoy pretrain texts.toml",
+            "convoy audit-data runs/texts --tokens texts.toml",
+        ),
+        "tests/test_docs_data.py",
+    ),
     "convoy inspect flight runs/stdlib-tiny": "tests/cluster/test_flight_recorder.py",
     "convoy reshard outputs/checkpoint/step-1000 weights --family torchtitan": (
         "tests/interop/test_torchtitan.py"

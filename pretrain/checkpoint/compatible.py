@@ -10,13 +10,15 @@ from pydantic import ValidationError
 import ckpt
 from ckpt import Manifest
 from parallel import Topology
+from pretrain.data import Blend, changed_shard, recorded_manifest
 from pretrain.errors import InputError
 from pretrain.job import Job
 from pretrain.spec import JobSpec, upgraded
-from pretrain.state import read_run_state
+from pretrain.state import RunState, read_run_state
 
 # A resume under another value of these would not be the same run.
-_FIXED = ("model", "moe", "data.seq_len", "data.shard_tokens", "data.document_mask",
+_FIXED = ("model", "moe", "data.seq_len", "data.shard_tokens", "data.document_mask", "data.packing",
+          "data.mask_boundary_labels",
           "batch.global_batch_size", "batch.batch_size_rampup",
           "train.seed")  # fmt: skip
 _FREE = (
@@ -52,16 +54,37 @@ def check_resumable(job: Job, manifest: Manifest) -> None:
             )
     if spec.train.exact:
         _check_exact(spec, state.threads, resolved(manifest.spec), where)
-    if state.corpus != job.corpus.fingerprint:
-        raise InputError(
-            f"data.path ({spec.data.path}) must hold the corpus of {where}; its tokens are others"
-        )
+    _check_sources(job, state, where)
     reshards = spec.checkpoint.reshard_on_load or spec.elastic.enabled
     if manifest.topology != job.topology.as_dict() and not reshards:
         raise InputError(
             f"layout ({job.topology.describe()}) must be that of {where} "
             f"({Topology(**manifest.topology).describe()}), or "
             f"checkpoint.reshard_on_load must be true"
+        )
+
+
+def _check_sources(job: Job, state: RunState, where: str) -> None:
+    """Raise InputError where a source has other tokens than it had."""
+    before = state.sources or {"corpus": state.corpus}
+    for one in job.corpora.sources:
+        known, found = before.get(one.name), one.manifest.fingerprint
+        if known is None or known == found:
+            continue
+        recorded = recorded_manifest(job.spec.run_path, known)
+        what = "its tokens are others"
+        if recorded is not None:
+            what = changed_shard(recorded, one.manifest)
+        raise InputError(f"data.path ({one.data.path}) must hold the corpus of {where}; {what}")
+    if state.blend is not None:
+        try:
+            Blend.from_json(state.blend)
+        except ValueError as error:
+            raise InputError(f"{where} cannot be resumed: {error}") from None
+    elif state.corpus not in {one.manifest.fingerprint for one in job.corpora.sources}:
+        raise InputError(
+            f"data.sources must have the corpus of {where} ({state.corpus[:12]}), which names no "
+            f"sources"
         )
 
 

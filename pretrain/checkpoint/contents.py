@@ -26,8 +26,10 @@ def save_info(job: Job, progress: Progress) -> SaveInfo:
         topology=job.topology,
         state=RunState(
             progress=progress,
-            corpus=job.corpus.fingerprint,
-            tokenizer=job.corpus.tokenizer_fingerprint,
+            corpus=job.corpora.fingerprint,
+            tokenizer=job.corpora.tokenizer_fingerprint,
+            sources={one.name: one.manifest.fingerprint for one in job.corpora.sources},
+            blend=None if job.loader.blend is None else job.loader.blend.as_json(),
             capacity=None if job.balance is None else job.balance.state(),
             stragglers=None if job.stragglers is None else job.stragglers.state(),
             threads=torch.get_num_threads() if spec.train.exact else None,

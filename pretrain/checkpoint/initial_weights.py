@@ -58,10 +58,10 @@ def _check_tokenizer(job: Job, root: Location, manifest: Manifest) -> None:
             f"init.checkpoint ({root}) does not know the tokenizer of its weights: name its "
             f"tokenizer.json in data.tokenizer"
         )
-    if known and known != job.corpus.tokenizer_fingerprint:
+    if known and known != job.corpora.tokenizer_fingerprint:
         raise InputError(
             f"init.checkpoint ({root}) has weights of another tokenizer than that of data.path "
-            f"({data.path}): name their tokenizer.json in data.tokenizer, and a new data.path"
+            f"({data.first.path}): name their tokenizer.json in data.tokenizer, and a new data.path"
         )
 
 

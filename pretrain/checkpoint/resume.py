@@ -26,6 +26,7 @@ from pretrain.checkpoint.node_tiers import forget_others, restore_from_nodes
 from pretrain.checkpoint.progress import newest_shared_step
 from pretrain.checkpoint.roll_back import complete_roll_back, with_memory_of_roll_back
 from pretrain.checkpoint.run_id import run_id, save_id
+from pretrain.data import Blend, Phase
 from pretrain.errors import InputError
 from pretrain.job import Job
 from pretrain.observe import Notice, Resized, Restored, SpecChanged, human_bytes
@@ -33,6 +34,7 @@ from pretrain.optim import set_update_count
 from pretrain.spec import JobSpec, is_learning_rate_jump, learning_rate
 from pretrain.state import (
     Progress,
+    RunState,
     read_run_state,
     rng_arrays,
     rng_states,
@@ -225,12 +227,20 @@ def _load(job: Job, manifest: Manifest, root: Location, once: bool = False) -> P
     if job.stragglers is not None and same_ranks and state.stragglers:
         job.restore_stragglers(state.stragglers)
     progress, scale = state.progress, job.spec.precision.first_loss_scale
+    job.continue_blend(_blend_of(state), progress.consumed_samples)
     progress = _set_step_counts(job, progress)
     if scale is None or progress.loss_scale is None:
         # One of the two runs is not in float16: the loss scale begins anew.
         progress = replace(progress, loss_scale=scale, steps_at_loss_scale=0)
     set_update_count(job.optimizer, progress.step)
     return progress
+
+
+def _blend_of(state: RunState) -> Blend:
+    """What the run has drawn its samples from."""
+    if state.blend is None:
+        return Blend((Phase.of(0, {state.corpus: 1}),))
+    return Blend.from_json(state.blend)
 
 
 def _set_step_counts(job: Job, progress: Progress) -> Progress:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from pretrain.commands import (
+    audit_data,
     burnin,
     chaos,
     convert,
@@ -37,6 +38,7 @@ _COMMANDS = {
     "plan": (plan.main, "plan a run: layout, memory, days and dollars, before it starts"),
     "simulate": (simulate.main, "simulate a run under failures, before it starts"),
     "replay": (replay.main, "take a step of a recorded run again, on any ranks"),
+    "audit-data": (audit_data.main, "prove which samples a run consumed"),
     "chaos": (chaos.main, "run a spec under random faults, and say what became of the run"),
 }
 

@@ -90,7 +90,7 @@ def tokenizer_of_checkpoint(
     if data is None or known == "":
         return None
     named = [] if data.tokenizer is None else [Path(data.tokenizer)]
-    for path in (Path(data.path) / TOKENIZER, *named, root.parent / TOKENIZER):
+    for path in (Path(data.tokenizer_file), *named, root.parent / TOKENIZER):
         if path.exists():
             try:
                 made = FoundTokenizer(

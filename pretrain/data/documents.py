@@ -1,16 +1,24 @@
-"""The documents of a corpus: files, and lines of JSONL files."""
+"""The documents of a unit of work, and which of them are held out."""
 
 from __future__ import annotations
 
-import glob
+import gzip
 import hashlib
 import json
-import sysconfig
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import IO, cast
 
+import numpy as np
+
+from pretrain.data.columns import column_documents, open_zstd
+from pretrain.data.files import cut_into_units, find_files
+from pretrain.data.megatron import megatron_documents
+from pretrain.data.unit import FileRef, Unit
 from pretrain.errors import InputError
 
 HELD_OUT_EVERY = 20
@@ -18,13 +26,15 @@ HELD_OUT_EVERY = 20
 
 @dataclass(frozen=True)
 class Document:
-    """One text: a file, or the ``text`` of one line of a JSONL file."""
+    """One text, or one document that is tokenized already."""
 
     name: str
-    """Relative path, with ``#LINE`` for a line of JSONL."""
-    path: Path
-    offset: int = -1
-    """The byte at which the line begins; -1 for a whole file."""
+    """Relative path, with ``#NUMBER`` for a line or a row, from 1."""
+    text: str = ""
+    ids: np.ndarray | None = None
+    """Token ids, where the source has tokens."""
+    replaced: bool = False
+    """Whether bytes that are not UTF-8 were replaced by U+FFFD."""
 
     @cached_property
     def hash(self) -> int:
@@ -32,15 +42,10 @@ class Document:
         name = self.name.encode("utf-8", errors="surrogateescape")
         return int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
 
-    def read(self) -> str:
-        """The text. Bytes that are not UTF-8 are replaced by U+FFFD."""
-        if self.offset < 0:
-            return self.path.read_bytes().decode("utf-8", errors="replace")
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            text = str(json.loads(file.readline())["text"])
-        # JSON can spell one half of a surrogate pair, which UTF-8 cannot encode.
-        return text.encode("utf-8", errors="replace").decode()
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to train on."""
+        return not self.text if self.ids is None else not len(self.ids)
 
 
 def is_held_out(document: Document) -> bool:
@@ -52,79 +57,93 @@ def is_held_out(document: Document) -> bool:
     return document.hash % HELD_OUT_EVERY == 0
 
 
-def find_documents(source: str) -> list[Document]:
-    """The documents of ``source``, ordered by name, without empty texts and binary files.
+def find_documents(source: str, text_field: str = "text") -> Iterator[Document]:
+    """All documents of a source that are not empty, in order; see :func:`read_unit`."""
+    for unit in cut_into_units(find_files(source).files, text_field):
+        for document in read_unit(unit, text_field):
+            if not document.is_empty:
+                yield document
 
-    Args:
-        source: ``stdlib``, a folder (searched in depth, hidden files left out), a file or a glob.
-            A ``.jsonl`` file has one document a line: a JSON object with the key ``text``.
 
-    Raises:
-        InputError: where ``source`` does not exist, a file cannot be read, or a line of a
-            ``.jsonl`` file is no JSON object with a ``text``.
+def read_unit(unit: Unit, text_field: str) -> Iterator[Document]:
+    """The documents of a unit in order, empty ones too.
+
+    Raises InputError where a file cannot be read or is cut off, or a line is no JSON object with a
+    text in ``text_field``.
     """
-    if source == "stdlib":
-        root = Path(sysconfig.get_paths()["stdlib"])
-        skipped = {"site-packages", "dist-packages", "__pycache__"}
-        paths = [
-            path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts)
-        ]
+    if unit.kind == "megatron":
+        for name, ids in megatron_documents(unit):
+            yield Document(name, ids=ids)
+    elif unit.kind in ("parquet", "arrow"):
+        for name, value in column_documents(unit, text_field):
+            if isinstance(value, np.ndarray):
+                yield Document(name, ids=value)
+            else:
+                text, broken = _encodable(value or "")
+                yield Document(name, text, replaced=broken)
     else:
-        root, paths = _find_files(source)
-    documents: list[Document] = []
-    for path in sorted(paths):
-        name = path.relative_to(root).as_posix()
+        for file in unit.files:
+            with _readable(file) as stream:
+                if unit.kind == "lines":
+                    yield from _lines(file, stream, unit, text_field)
+                else:
+                    text, replaced = _decoded(stream.read())
+                    yield Document(file.name, text, replaced=replaced)
+
+
+def _open(path: Path) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return cast(IO[bytes], gzip.open(path))
+    return open_zstd(path) if path.suffix == ".zst" else path.open("rb")
+
+
+@contextmanager
+def _readable(file: FileRef) -> Iterator[IO[bytes]]:
+    path = Path(file.path)
+    try:
+        with _open(path) as stream:
+            yield stream
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        raise InputError(f"data.source: {path} is cut off or damaged") from None
+    except OSError as error:
+        said = error.strerror or "it is cut off or damaged"
+        raise InputError(f"data.source: {path} cannot be read: {said}") from None
+
+
+def _lines(file: FileRef, stream: IO[bytes], unit: Unit, text_field: str) -> Iterator[Document]:
+    left = None if unit.stop < 0 else unit.stop - unit.start
+    if unit.start:
+        stream.seek(unit.start)
+    for number, line in enumerate(stream, unit.first + 1):
+        if left is not None:
+            if left <= 0:
+                return
+            left -= len(line)
+        if not line.strip():
+            continue
+        decoded, replaced = _decoded(line)
         try:
-            if path.suffix == ".jsonl":
-                documents += _jsonl_documents(path, name)
-            elif _is_text(path):
-                documents.append(Document(name, path))
-        except OSError as error:
-            raise InputError(f"data.source: {path} cannot be read: {error.strerror}") from None
-    return documents
+            text = json.loads(decoded)[text_field]
+        except (ValueError, KeyError, TypeError):
+            text = None
+        if not isinstance(text, str):
+            raise InputError(
+                f"data.source: {file.path} line {number} must be a JSON object with a text in "
+                f"the field {text_field} (data.text_field)"
+            )
+        text, broken = _encodable(text)
+        yield Document(f"{file.name}#{number}", text, replaced=replaced or broken)
 
 
-def _find_files(source: str) -> tuple[Path, list[Path]]:
-    path = Path(source)
-    if path.is_dir():
-        found = [p for p in path.rglob("*") if p.is_file()]
-        visible = [p for p in found if not any(x[0] == "." for x in p.relative_to(path).parts)]
-        return path, visible
-    if path.is_file():
-        return path.parent, [path]
-    if glob.has_magic(source):
-        found = [Path(match) for match in glob.glob(source, recursive=True)]  # noqa: PTH207
-        # Names start below the part without wildcards.
-        fixed = []
-        for part in path.parts:
-            if glob.has_magic(part):
-                break
-            fixed.append(part)
-        return Path(*fixed), [p for p in found if p.is_file()]
-    raise InputError(
-        f"data.source ({source}) must be stdlib, or a folder, file or glob that exists"
-    )
+def _decoded(raw: bytes) -> tuple[str, bool]:
+    """The text, and whether bytes that are not UTF-8 were replaced."""
+    try:
+        return raw.decode(), False
+    except UnicodeDecodeError:
+        return raw.decode(errors="replace"), True
 
 
-def _is_text(path: Path) -> bool:
-    with path.open("rb") as file:
-        head = file.read(8192)
-    return bool(head) and b"\0" not in head
-
-
-def _jsonl_documents(path: Path, name: str) -> Iterator[Document]:
-    with path.open("rb") as file:
-        offset = 0
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    text = json.loads(line)["text"]
-                except (ValueError, KeyError, TypeError):
-                    text = None
-                if not isinstance(text, str):
-                    raise InputError(
-                        f"data.source: {path} line {number} must be a JSON object with a text"
-                    )
-                if text:
-                    yield Document(f"{name}#{number}", path, offset)
-            offset += len(line)
+def _encodable(text: str) -> tuple[str, bool]:
+    """The text without halves of surrogate pairs, which JSON can spell and UTF-8 cannot encode."""
+    raw = text.encode(errors="replace")
+    return raw.decode(), raw != text.encode(errors="surrogatepass")

@@ -7,15 +7,21 @@ Legend: B batch, S sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+import numpy as np
 
+from pretrain.data.blend import Blend
 from pretrain.data.division import Division, equal_division
-from pretrain.data.order import GlobalOrder
-from pretrain.data.sequences import PackedSequences
+from pretrain.data.order import BlendedOrder, GlobalOrder, OrderInBlocks
+from pretrain.data.sequences import Sequences, read_batch
 from pretrain.data.skipped import SampleRanges, first_kept, kept_samples
+
+if TYPE_CHECKING:  # processes that prepare a corpus start without torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,37 @@ class Cursor:
     """The next sample index, from which a resumed run reads on."""
 
     sample_index: int = 0
+
+
+Step = tuple[list["Tensor"], Cursor]
+"""The micro-batches of a step, and the cursor after it."""
+
+
+class _ReadAhead:
+    """One step that a thread reads before it is asked for."""
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._begun: tuple[Hashable, Future[Step]] | None = None
+
+    def begin(self, key: Hashable, read: Callable[[], Step]) -> None:
+        """Let the thread read."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "read-ahead")
+        self._begun = key, self._pool.submit(read)
+
+    def take(self, key: Hashable) -> Step | None:
+        """What was read for a key; None where it was read for another one. Either way the thread
+        reads no more: sequences and orders are for one thread at a time."""
+        begun, self._begun = self._begun, None
+        if begun is None:
+            return None
+        error = begun[1].exception()
+        if begun[0] != key:
+            return None
+        if error is not None:
+            raise error
+        return begun[1].result()
 
 
 def micro_batches(
@@ -76,17 +113,27 @@ class Loader:
         micro_batch_size: sequences of one micro-batch.
         dp_rank: this rank among those that read different samples.
         dp_size: the number of ranks that read different samples.
+        pin_memory: give batches that a GPU can copy while it computes.
+        read_ahead: let another thread read the next step.
+
+    Attributes:
+        blend: the blend of the run that ``order`` draws.
     """
 
     def __init__(
         self,
-        sequences: PackedSequences,
-        order: GlobalOrder,
+        sequences: Sequences,
+        order: GlobalOrder | BlendedOrder,
         batch_size: Callable[[int], int],
         micro_batch_size: int,
         dp_rank: int,
         dp_size: int,
+        pin_memory: bool = False,
+        read_ahead: bool = True,
     ) -> None:
+        self.blend: Blend | None = None
+        self._pin_memory, self._ahead = pin_memory, _ReadAhead() if read_ahead else None
+        self._blocks = OrderInBlocks(order)
         self.sequences, self.order = sequences, order
         self.batch_size, self.micro_batch_size = batch_size, micro_batch_size
         self.dp_rank, self.dp_size = dp_rank, dp_size
@@ -106,9 +153,35 @@ class Loader:
         return kept_samples(cursor.sample_index, size, skipped)
 
     def step(self, cursor: Cursor, skipped: SampleRanges = ()) -> tuple[list[Tensor], Cursor]:
-        """The micro-batches of the step at ``cursor``, int64 [b, S + 1], and the next cursor."""
+        """The micro-batches of the step at ``cursor``, int64 [b, S + 1], and the next cursor.
+
+        Another thread then reads the step at the next cursor. Where the next call asks for
+        something else, as after a step that was skipped, that is read then.
+        """
+        skipped = tuple(skipped)
+        if self._ahead is None:
+            return self._read(cursor, skipped)
+        found = self._ahead.take(self._key(cursor, skipped))
+        batches, after = self._read(cursor, skipped) if found is None else found
+        self._ahead.begin(self._key(after, skipped), lambda: self._read(after, skipped))
+        return batches, after
+
+    def _key(self, cursor: Cursor, skipped: SampleRanges) -> Hashable:
+        """All that the batches of a step depend on."""
+        size = self.batch_size(cursor.sample_index)
+        return (cursor, skipped, size, self.division, self.dp_rank, self.dp_size, id(self.order))
+
+    def _read(self, cursor: Cursor, skipped: SampleRanges) -> Step:
         samples, micro = self.samples(cursor, skipped), self.micro_batch_size
         counts = self.division.counts(-(-len(samples) // micro))
         places = micro_batches(Cursor(), len(samples), micro, self.dp_rank, self.dp_size, counts)
-        batches = [self.sequences.batch([self.order[samples[i]] for i in r]) for r in places]
+        if self._blocks.order is not self.order:
+            self._blocks = OrderInBlocks(self.order)
+        indices = self._blocks.many(samples)
+        # One read of all rows; micro-batches are parts of it.
+        mine = [indices[r.start : r.stop] for r in places]
+        rows = read_batch(self.sequences, np.concatenate(mine))
+        batches = list(rows.split([len(r) for r in places]))
+        if self._pin_memory:
+            batches = [batch.pin_memory() for batch in batches]
         return batches, Cursor(samples[-1] + 1)

@@ -1,14 +1,18 @@
-"""Text to token shards, once.
+"""Documents to token shards, once.
 
 A prepared corpus is a folder::
 
-    tokenizer.json       byte-level BPE
-    train-00000.bin ...  token ids, little-endian uint16 or uint32, documents end to end
-    val-00000.bin ...    the held-out documents
-    manifest.json        written last
+    tokenizer.json        byte-level BPE, or the file that data.tokenizer names
+    train-00000.bin ...   token ids, little-endian uint16 or uint32, documents end to end
+    train-00000.ends ...  int64, where documents end in the shard
+    val-00000.bin ...     the held-out documents
+    manifest.json         written last
 
-The folder is written under a temporary name and renamed at the end: a folder at ``data.path`` is
-never half written.
+The work is done in a hidden folder beside it. Units of the source become parts
+(:mod:`pretrain.data.parts`), in several processes; the parts become shards; the folder of the
+shards takes the name ``data.path`` at the end. A folder at ``data.path`` is never half written, and
+a preparation that was killed goes on with the parts that are done. The result depends neither on
+the number of processes nor on kills.
 """
 
 from __future__ import annotations
@@ -18,31 +22,58 @@ import hashlib
 import io
 import json
 import lzma
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, Literal, cast
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from ckpt.store import new_folder
+from ckpt.store import lock_file, publish_folder
 from pretrain.data.config import DataConfig
-from pretrain.data.documents import Document, find_documents, is_held_out
-from pretrain.data.manifest import CorpusManifest, Shard, open_corpus
+from pretrain.data.documents import Document, read_unit
+from pretrain.data.files import Found, cut_into_units, find_files, skipped_as_json
+from pretrain.data.manifest import (
+    MANIFEST_VERSION,
+    CorpusManifest,
+    LeftOut,
+    Shard,
+    open_corpus,
+    settings_of,
+)
+from pretrain.data.parts import PartCounts, PartSettings, part_path, read_part
+from pretrain.data.progress import progress
+from pretrain.data.shards import ShardWriter, first_of_equal, read_documents, write_split
 from pretrain.data.tokenizer import (
     end_of_document,
     read_tokenizer,
     tokenizer_fingerprint,
     train_tokenizer,
 )
+from pretrain.data.unit import Unit
+from pretrain.data.workers import is_full_disk, make_parts
 from pretrain.errors import InputError
 
-_BATCH = 512
+HoldOut = Literal["some", "all"]
+Say = Callable[[str], None]
+
+_ALONE_BYTES = 64 << 20
+"""A smaller source is read by one process: others would take longer to start."""
+_COMPRESSED_BYTES = 64 << 20
+"""gzip and xz are given at most this much held-out text."""
 
 
 def prepare_corpus(
-    data: DataConfig, vocab_size: int, say: Callable[[str], None] = print
+    data: DataConfig,
+    vocab_size: int,
+    say: Say = print,
+    *,
+    processes: int | None = None,
+    hold_out: HoldOut = "some",
+    count_files: bool = False,
 ) -> CorpusManifest:
     """Prepare the corpus of ``data``; where ``data.path`` exists, check and use what is there.
 
@@ -50,117 +81,283 @@ def prepare_corpus(
         data: of the spec.
         vocab_size: of the model.
         say: told of what is done, one line each.
+        processes: how many read and tokenize; by default one for a small source, and otherwise one
+            for each core.
+        hold_out: hold out about one document in 20, or all documents, for a validation set.
+        count_files: where the corpus is there, say if the source has another number of files now.
 
-    Raises InputError where the source has fewer than two documents, where ``data.path`` holds
-    another corpus or none, or where it cannot be written.
+    Raises InputError where the source has fewer than two documents or cannot be read, where
+    ``data.path`` holds another corpus or none, where another process prepares it, or where it
+    cannot be written.
     """
     folder = Path(data.path)
     if folder.exists():
-        manifest = open_corpus(data, vocab_size)
-        say(f"using the corpus at {data.path}; data.source is not read again")
+        manifest = open_corpus(data, vocab_size, hold_out)
+        say(_in_use(data, manifest if count_files else None))
         return manifest
-    documents = find_documents(data.source)
-    train = [d for d in documents if not is_held_out(d)]
-    val = [d for d in documents if is_held_out(d)]
-    if not val and len(train) > 1:
-        val = [train.pop(min(range(len(train)), key=lambda i: train[i].hash))]
-    if not train or not val:
-        raise InputError(
-            f"data.source ({data.source}) must have at least 2 documents with text, one to train "
-            f"on and one to hold out; it has {len(documents)}"
-        )
-    say(f"preparing {data.path}: {len(train)} documents, {len(val)} held out")
+    found = find_files(data.source)
     try:
-        with new_folder(folder) as partial:
-            return _write(partial, data, vocab_size, train, val)
+        with _work_folder(folder) as work:
+            if folder.exists():  # another process has prepared the corpus meanwhile
+                return open_corpus(data, vocab_size, hold_out)
+            return _prepare(data, vocab_size, found, work, say, processes, hold_out)
     except OSError as error:
-        if (folder / "manifest.json").exists():  # another process has prepared the corpus meanwhile
-            return open_corpus(data, vocab_size)
+        more = "; free some room, and the same command goes on" if is_full_disk(error) else ""
         raise InputError(
             f"data.path ({data.path}) cannot be prepared: {error.strerror}: "
-            f"{error.filename or folder}"
+            f"{error.filename or folder}{more}"
         ) from None
 
 
-def _write(
-    folder: Path, data: DataConfig, vocab_size: int, train: list[Document], val: list[Document]
+def _in_use(data: DataConfig, manifest: CorpusManifest | None) -> str:
+    line = f"using the corpus at {data.path}; data.source is not read again"
+    if manifest is not None and manifest.files is not None and data.source != "stdlib":
+        try:
+            now = len(find_files(data.source).files)
+        except InputError:
+            return line
+        if now != manifest.files:
+            line += f" (it had {manifest.files} files, and has {now} now)"
+    return line
+
+
+@contextmanager
+def _work_folder(folder: Path) -> Iterator[Path]:
+    """The hidden folder of a preparation, which one process holds; it is kept where it has parts
+    and no corpus was made of them."""
+    folder = folder.absolute()
+    work = folder.with_name(f".{folder.name}.preparing")
+    work.mkdir(parents=True, exist_ok=True)
+    try:
+        handle = lock_file(work / ".lock")
+    except BlockingIOError:
+        raise InputError(
+            f"data.path ({folder}) is being prepared by another process; wait for it, or choose "
+            f"another data.path"
+        ) from None
+    try:
+        yield work
+    finally:
+        if folder.exists() or not any(work.glob("parts/*.json")):
+            shutil.rmtree(work, ignore_errors=True)
+        os.close(handle)
+
+
+def _prepare(
+    data: DataConfig,
+    vocab_size: int,
+    found: Found,
+    work: Path,
+    say: Say,
+    processes: int | None,
+    hold_out: HoldOut,
 ) -> CorpusManifest:
-    if data.tokenizer is None:
-        tokenizer = train_tokenizer(train, vocab_size, data.tokenizer_bytes, data.end_token)
-    else:
-        tokenizer = read_tokenizer(Path(data.tokenizer), vocab_size, data.end_token)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    digest = hashlib.sha256(tokenizer.to_str().encode())
-    dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
-    shards: dict[str, list[Shard]] = {}
-    sizes: dict[str, int] = {}
-    for split, documents in (("train", train), ("val", val)):
-        shards[split], sizes[split] = _write_split(
-            folder, split, documents, tokenizer, dtype, data, digest.update
-        )
-    gzip_bytes, xz_bytes = _compressed_sizes(val)
-    manifest = CorpusManifest(
-        source=data.source,
+    units = list(cut_into_units(found.files, data.text_field))
+    size = sum(unit.bytes for unit in units)
+    say(f"preparing {data.path}: {len(found.files):,} files, {size / 1e6:,.1f} MB")
+    (work / "parts").mkdir(exist_ok=True)
+    tokenizer_path = work / f"tokenizer-{_key(data, vocab_size, units)}.json"
+    if not tokenizer_path.exists():
+        _write(tokenizer_path, _tokenizer(data, vocab_size, units).to_str().encode())
+    text = tokenizer_path.read_bytes()
+    tokenizer = Tokenizer.from_str(text.decode())
+    settings = PartSettings(
+        tokenizer=str(tokenizer_path),
+        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
         vocab_size=vocab_size,
-        shard_tokens=data.shard_tokens,
-        tokenizer_bytes=data.tokenizer_bytes,
-        tokenizer=data.tokenizer,
         end_token=data.end_token,
-        dtype=dtype,
+        dtype="uint16" if vocab_size <= 1 << 16 else "uint32",
+        text_field=data.text_field,
+        filter=data.filter.model_dump(),
+        folder=str(work / "parts"),
+    )
+    if processes is None:
+        processes = 1 if size < _ALONE_BYTES else len(os.sched_getaffinity(0))
+    counts = _make_all_parts(units, settings, processes, say)
+    manifest = _assemble(data, found, units, counts, settings, text, work / "corpus", hold_out)
+    publish_folder(work / "corpus", Path(data.path).absolute())
+    for line in summary_lines(manifest):
+        say(line)
+    return manifest
+
+
+def _key(data: DataConfig, vocab_size: int, units: Sequence[Unit]) -> str:
+    """What a tokenizer depends on."""
+    settings = json.dumps(settings_of(data, vocab_size), sort_keys=True)
+    if data.tokenizer is not None:
+        settings += hashlib.sha256(_read_bytes(Path(data.tokenizer))).hexdigest()
+    keys = [unit.key(settings) for unit in units]
+    return hashlib.sha256("".join([settings, *keys]).encode()).hexdigest()[:16]
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(f"data.tokenizer ({path}) cannot be read: {error.strerror}") from None
+
+
+def _tokenizer(data: DataConfig, vocab_size: int, units: Sequence[Unit]) -> Tokenizer:
+    if data.tokenizer is not None:
+        return read_tokenizer(Path(data.tokenizer), vocab_size, data.end_token)
+
+    def texts() -> Iterator[Document]:
+        for unit in units:
+            for document in read_unit(unit, data.text_field):
+                if document.ids is not None:
+                    raise InputError(
+                        f"data.tokenizer must name the tokenizer.json of the tokens in "
+                        f"{unit.files[0].path}"
+                    )
+                if not document.is_empty and not data.filter.reason(document.text):
+                    yield document
+
+    return train_tokenizer(texts(), vocab_size, data.tokenizer_bytes, data.end_token)
+
+
+def _make_all_parts(
+    units: Sequence[Unit], settings: PartSettings, processes: int, say: Say
+) -> list[PartCounts]:
+    """The counts of all parts, those that an earlier start has made included."""
+    folder = Path(settings.folder)
+    found = [read_part(part_path(folder, i, unit, settings)) for i, unit in enumerate(units)]
+    work = [(i, unit) for i, unit in enumerate(units) if found[i] is None]
+    if len(work) < len(units):
+        say(f"{len(units) - len(work)} of {len(units)} parts are done already")
+    with progress(sum(unit.bytes for _, unit in work), say) as advance:
+
+        def done(number: int, counts: PartCounts) -> None:
+            found[number] = counts
+            advance(units[number].bytes, counts.tokens)
+
+        make_parts(work, settings, processes, done)
+    return [counts for counts in found if counts is not None]
+
+
+def _assemble(
+    data: DataConfig,
+    found: Found,
+    units: Sequence[Unit],
+    counts: Sequence[PartCounts],
+    settings: PartSettings,
+    tokenizer_text: bytes,
+    folder: Path,
+    hold_out: HoldOut,
+) -> CorpusManifest:
+    """Write the folder of a corpus from its parts."""
+    parts = [part_path(Path(settings.folder), i, unit, settings) for i, unit in enumerate(units)]
+    documents = read_documents(parts)
+    left_out = _summed([each.left_out for each in counts])
+    kept = first_of_equal(documents) if data.deduplicate else np.ones(len(documents), dtype=bool)
+    if not kept.all():
+        gone = documents[~kept]
+        left_out["duplicates"] = LeftOut(documents=len(gone), bytes=int(gone["bytes"].sum()))
+    held_out = _held_out(data, documents, kept, hold_out, found)
+    shutil.rmtree(folder, ignore_errors=True)  # of a start that was killed
+    folder.mkdir()
+    tokenizer = Tokenizer.from_str(tokenizer_text.decode())
+    tokenizer.save(str(folder / "tokenizer.json"))
+    digest = hashlib.sha256(tokenizer_text)
+    shards: dict[str, list[Shard]] = {}
+    splits = {"train": kept & ~held_out, "val": kept & held_out}
+    for split, mask in splits.items():
+        writer = ShardWriter(folder, split, data.shard_tokens, digest.update)
+        shards[split] = write_split(writer, parts, documents, mask, settings.dtype)
+    sizes = {split: int(documents["bytes"][mask].sum()) for split, mask in splits.items()}
+    compressed, gzip_bytes, xz_bytes = _compressed_sizes(folder, shards["val"], tokenizer, settings)
+    manifest = CorpusManifest(
+        version=MANIFEST_VERSION,
+        **settings_of(data, settings.vocab_size),
+        hold_out=hold_out,
+        dtype=settings.dtype,
         train=shards["train"],
         val=shards["val"],
-        train_documents=len(train),
-        val_documents=len(val),
+        train_documents=int(splits["train"].sum()),
+        val_documents=int(splits["val"].sum()),
         train_bytes=sizes["train"],
         val_bytes=sizes["val"],
         val_gzip_bytes=gzip_bytes,
         val_xz_bytes=xz_bytes,
-        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
+        val_compressed_bytes=compressed,
+        files=len(found.files),
+        skipped=skipped_as_json(found.skipped),
+        left_out=left_out,
+        replaced_documents=sum(each.replaced for each in counts),
+        tokenizer_tokens=tokenizer.get_vocab_size(),
+        tokenizer_fingerprint=settings.tokenizer_fingerprint,
         fingerprint=digest.hexdigest(),
-    )
-    (folder / "manifest.json").write_text(json.dumps(manifest.model_dump(), indent=1) + "\n")
+    ).sealed()
+    _write(folder / "manifest.json", (json.dumps(manifest.model_dump(), indent=1) + "\n").encode())
     return manifest
 
 
-def _write_split(
-    folder: Path,
-    split: str,
-    documents: list[Document],
-    tokenizer: Tokenizer,
-    dtype: str,
-    data: DataConfig,
-    digest: Callable[[bytes], None],
-) -> tuple[list[Shard], int]:
-    end, shard_tokens = end_of_document(tokenizer, data.end_token), data.shard_tokens
-    shards: list[Shard] = []
-    waiting = np.empty(0, dtype)
-    size = 0
-
-    def flush(tokens: np.ndarray) -> None:
-        name = f"{split}-{len(shards):05d}.bin"
-        raw = np.ascontiguousarray(tokens).tobytes()
-        (folder / name).write_bytes(raw)
-        digest(raw)
-        shards.append(Shard(file=name, tokens=len(tokens)))
-
-    for batch in _batches(documents):
-        texts = [document.read() for document in batch]
-        size += sum(len(text.encode()) for text in texts)
-        encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
-        ids = [np.array([*encoding.ids, end], dtype) for encoding in encoded]
-        waiting = np.concatenate([waiting, *ids])
-        while len(waiting) >= shard_tokens:
-            flush(waiting[:shard_tokens])
-            waiting = waiting[shard_tokens:]
-    if len(waiting):
-        flush(waiting)
-    return shards, size
+def _held_out(
+    data: DataConfig, documents: np.ndarray, kept: np.ndarray, hold_out: HoldOut, found: Found
+) -> np.ndarray:
+    """A mask of the held-out documents."""
+    count = int(kept.sum())
+    if hold_out == "all":
+        if not count:
+            raise InputError(_too_few(data, 1, "to score", count, found))
+        return np.ones(len(documents), dtype=bool)
+    mask: np.ndarray = documents["held_out"].copy()
+    if not (mask & kept).any() and count > 1:
+        chosen = np.flatnonzero(kept)
+        mask[chosen[np.argmin(documents["name"][chosen])]] = True
+    if not (mask & kept).any() or not (~mask & kept).any():
+        raise InputError(_too_few(data, 2, "one to train on and one to hold out", count, found))
+    return mask
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    iterator = iter(documents)
-    while batch := list(islice(iterator, _BATCH)):
-        yield batch
+def _too_few(data: DataConfig, least: int, what: str, count: int, found: Found) -> str:
+    skipped = ", ".join(f"{len(files)} {reason}" for reason, files in found.skipped.items())
+    return (
+        f"data.source ({data.source}) must have at least {least} documents with text, {what}; "
+        f"it has {count}" + (f" (skipped: {skipped})" if skipped else "")
+    )
+
+
+def _summed(each: Sequence[dict[str, list[int]]]) -> dict[str, LeftOut]:
+    sums: dict[str, list[int]] = {}
+    for reasons in each:
+        for reason, (documents, size) in reasons.items():
+            before = sums.setdefault(reason, [0, 0])
+            before[0], before[1] = before[0] + documents, before[1] + size
+    return {r: LeftOut(documents=n, bytes=size) for r, (n, size) in sorted(sums.items())}
+
+
+def summary_lines(manifest: CorpusManifest) -> Iterator[str]:
+    """What a preparation took, and what it did not take and why, a line each."""
+    documents = manifest.train_documents + manifest.val_documents
+    size = manifest.train_bytes + manifest.val_bytes
+    tokens = manifest.train_tokens + manifest.val_tokens
+    yield (
+        f"corpus {manifest.fingerprint[:12]}: {manifest.files:,} files, {documents:,} documents, "
+        f"{size / 1e6:,.1f} MB of text, {tokens:,} tokens; {manifest.val_documents:,} documents "
+        f"with {manifest.val_tokens:,} tokens are held out"
+    )
+    for reason, files in manifest.skipped.items():
+        names = ", ".join(files.names) + (", ..." if files.files > len(files.names) else "")
+        yield f"  skipped {files.files:,} {reason}, {files.bytes / 1e6:,.1f} MB: {names}"
+    for reason, gone in manifest.left_out.items():
+        yield f"  left out {gone.documents:,} documents, {gone.bytes / 1e6:,.1f} MB: {reason}"
+    if manifest.replaced_documents:
+        yield (
+            f"  {manifest.replaced_documents:,} documents have bytes that are not UTF-8; U+FFFD "
+            f"stands in their place"
+        )
+    known = manifest.tokenizer_tokens
+    if manifest.tokenizer is None and known is not None and known < manifest.vocab_size:
+        yield (
+            f"  the tokenizer has {known:,} tokens and model.vocab_size is "
+            f"{manifest.vocab_size:,}: the text is too short for more"
+        )
+
+
+def _write(path: Path, raw: bytes) -> None:
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_bytes(raw)
+    draft.replace(path)
 
 
 class _Counter(io.RawIOBase):
@@ -175,15 +372,27 @@ class _Counter(io.RawIOBase):
         return len(data)
 
 
-def _compressed_sizes(documents: list[Document]) -> tuple[int, int]:
-    """The bytes of all documents, one after the other, under gzip -9 and under xz -9."""
+def _compressed_sizes(
+    folder: Path, shards: Sequence[Shard], tokenizer: Tokenizer, settings: PartSettings
+) -> tuple[int, int, int]:
+    """Bytes of the held-out documents, one after the other, and their bytes under gzip -9 and
+    under xz -9; of a long text the first part."""
+    end, rest, size = end_of_document(tokenizer, settings.end_token), np.empty(0, int), 0
     gzipped, xzipped = _Counter(), _Counter()
     with (
         gzip.GzipFile(fileobj=gzipped, mode="wb", compresslevel=9, mtime=0) as g,
         lzma.LZMAFile(cast(BinaryIO, xzipped), mode="wb", preset=9) as x,
     ):
-        for document in documents:
-            data = document.read().encode()
-            g.write(data)
-            x.write(data)
-    return gzipped.count, xzipped.count
+        for shard in shards:
+            if size >= _COMPRESSED_BYTES:
+                break
+            tokens = np.fromfile(folder / shard.file, settings.dtype)
+            tokens = np.concatenate([rest, tokens.astype(int)])
+            *documents, rest = np.split(tokens, np.flatnonzero(tokens == end) + 1)
+            lists = [ids[:-1].tolist() for ids in documents]
+            for text in tokenizer.decode_batch(lists, skip_special_tokens=False):
+                raw = text.encode()[: _COMPRESSED_BYTES - size]
+                size += len(raw)
+                g.write(raw)
+                x.write(raw)
+    return size, gzipped.count, xzipped.count

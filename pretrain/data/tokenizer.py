@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import heapq
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from pretrain.data.config import END_OF_DOCUMENT, DataConfig
-from pretrain.data.documents import Document
+from pretrain.data.documents import Document, is_held_out
 from pretrain.errors import InputError
 
 
@@ -22,7 +23,7 @@ def load_tokenizer(data: DataConfig) -> Tokenizer:
 
     Raises InputError where the file cannot be read.
     """
-    path = Path(data.path) / "tokenizer.json"
+    path = Path(data.tokenizer_file)
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more specific
@@ -125,11 +126,12 @@ def _text_bytes(token: str, byte_level: bool) -> int:
 
 
 def train_tokenizer(
-    documents: list[Document], vocab_size: int, limit: int, end_token: str
+    documents: Iterable[Document], vocab_size: int, limit: int, end_token: str
 ) -> Tokenizer:
     """Train a byte-level BPE tokenizer on at most ``limit`` bytes of the documents' text.
 
-    Documents are taken in the order of their hashes: the sample is then of all folders.
+    Documents are taken in the order of their hashes: the sample is then of all folders. Held-out
+    documents are left out; where there are none, the first by its hash is, which will be held out.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -140,16 +142,32 @@ def train_tokenizer(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-
-    def some() -> Iterator[str]:
-        left = limit
-        for document in sorted(documents, key=lambda d: d.hash):
-            raw = document.read().encode()[:left]
-            yield raw.decode(errors="ignore")
-            left -= len(raw)
-            if left <= 0:
-                return
-
-    tokenizer.train_from_iterator(some(), trainer)
+    tokenizer.train_from_iterator(_sample(documents, limit), trainer)
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+def _sample(documents: Iterable[Document], limit: int) -> Iterator[str]:
+    """The texts with the smallest hashes, ``limit`` bytes together, in one pass."""
+    heap: list[tuple[int, int, bytes]] = []  # the largest hash first
+    size = number = 0
+    held_out, first = False, (1 << 64, 0)  # hash and bytes of the document with the smallest hash
+    for document in documents:
+        if is_held_out(document):
+            held_out = True
+            continue
+        raw = document.text.encode()
+        first = min(first, (document.hash, len(raw)))
+        heapq.heappush(heap, (-document.hash, number, raw))
+        size, number = size + len(raw), number + 1
+        # The first may have to be held out: the others must do without it.
+        while size - len(heap[0][2]) - first[1] >= limit:
+            size -= len(heapq.heappop(heap)[2])
+    chosen = sorted(heap, key=lambda each: -each[0])
+    left = limit
+    for _, _, raw in chosen if held_out else chosen[1:]:
+        raw = raw[:left]
+        yield raw.decode(errors="ignore")
+        left -= len(raw)
+        if left <= 0:
+            return

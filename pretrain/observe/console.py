@@ -152,8 +152,10 @@ def _line(event: Event) -> str | None:
         case StragglerGain(seconds_before=before, seconds_after=after, kept=kept):
             line = f"the answer to a slow rank: {before:.3f} s a step before, {after:.3f} s after"
             return line if kept else f"{line}; micro-batches are divided equally again"
-        case Evaluated(step=step, bits_per_byte=bits, whole=False):
-            return f"validation at step {step}: {bits:.4f} bits per byte"
+        case Evaluated(step=step, bits_per_byte=bits, whole=False, bits_per_byte_by_set=sets):
+            more = ", ".join(f"{name} {each:.4f}" for name, each in sets.items())
+            line = f"validation at step {step}: {bits:.4f} bits per byte"
+            return f"{line} ({more})" if more else line
         case CheckpointCommitted(step=step, tier="shared", seconds=seconds):
             return f"checkpoint of step {step} committed in {seconds:.2f} s"
         case RunStopped(step=step, cause=cause):

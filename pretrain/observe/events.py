@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from pretrain.observe.data_events import DataOpened
 from pretrain.observe.event import Event
 from pretrain.observe.rank_events import (
     CapacityPlanned,
@@ -173,6 +174,10 @@ class StepCommitted(StepTaken):
     """Target tokens of all committed steps."""
     consumed_samples: int
     """The index of the next sample: sequences of all committed steps, and those left out."""
+    samples: int | None = None
+    """Sequences of this step, over all ranks."""
+    data_checksum: int | None = None
+    """The sum over the sequences of this step of the CRC-32 of their tokens as int64."""
     slowest_rank_seconds: float
     """Time of the slowest rank from its batch to the barrier."""
     tokens_per_second: float
@@ -273,6 +278,8 @@ class Evaluated(Event):
     bits_per_byte: float
     whole: bool = False
     """Whether all held-out sequences were scored, as at a run's end."""
+    bits_per_byte_by_set: dict[str, float] = field(default_factory=dict)
+    """Of each source and validation set by itself, where there are several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,7 +389,7 @@ class RunDone(Event):
 EVENTS: dict[str, type[Event]] = {
     kind.name: kind
     for kind in (
-        RunStarted, Restored, Resized, SpecChanged, Notice, StepCommitted, StepSkipped,
+        RunStarted, Restored, Resized, SpecChanged, DataOpened, Notice, StepCommitted, StepSkipped,
         CapacityPlanned, IntervalEnded, Evaluated, SaveBegun, SaveIntervalChosen,
         CheckpointCommitted, CheckpointFailed, RunStopped, RunDone, StragglerFound,
         StragglerEnded, MicroBatchesPlanned, StragglerGain, HealthSignal, HealthAction,

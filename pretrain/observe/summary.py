@@ -40,6 +40,8 @@ class Summary(BaseModel):
     tokens_per_expert: list[list[int]]
     """Assignments in the held-out sequences, padding included, a row for each of moe_layers."""
     sample: str
+    val_bits_per_byte_by_set: dict[str, float] = {}
+    """Of each source and validation set, where there are several."""
     ledger: LedgerSummed | None = None
     """The goodput ledger when the summary was made."""
 
@@ -82,7 +84,10 @@ def show_summary(summary: Summary, spec: JobSpec) -> None:
         f"\n{spec.name}: {s.steps} steps, {s.tokens:,} tokens "
         f"on {where}"
         f"\n  validation        {s.val_bits_per_byte:.3f} bits per byte of held-out text"
-        f"\n  gzip -9, xz -9    {s.gzip_bits_per_byte:.3f}, {s.xz_bits_per_byte:.3f}"
+        + "".join(
+            f"\n    {name:<15} {each:.3f}" for name, each in s.val_bits_per_byte_by_set.items()
+        )
+        + f"\n  gzip -9, xz -9    {s.gzip_bits_per_byte:.3f}, {s.xz_bits_per_byte:.3f}"
         f"\n  training loss     {first:.3f} -> {last:.3f} nats per token"
         f"\n  speed             {s.tokens_per_second:,.0f} tokens/s"
         f"\n  peak memory       {human_bytes(s.peak_memory_bytes)} on one rank"

@@ -33,10 +33,19 @@ class LocalBatch:
     dims: ParallelDims | None = None
     end_token: int | None = None
     """The id that ends a document; None where tokens attend across documents."""
+    masked_targets: bool = False
+    """Whether some tokens of training batches are no targets."""
 
     def inputs_and_targets(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, W + 1] token ids -> [B, S] each: this rank's inputs, and the next token of each."""
+        """[B, W + 1] token ids -> [B, S] each: this rank's inputs, and the next token of each.
+
+        A negative number is the complement of a token that is no target: the target is then -1.
+        Padding is -1, which is 0 as an input.
+        """
         inputs_BS, targets_BS = batch[:, :-1], batch[:, 1:]
+        if self.masked_targets:
+            inputs_BS = torch.where(inputs_BS < 0, ~inputs_BS, inputs_BS)
+            targets_BS = targets_BS.clamp_min(-1)
         if self.dims is None:
             return inputs_BS, targets_BS
         mesh = self.dims.cp_mesh
@@ -45,7 +54,16 @@ class LocalBatch:
     def documents(self, inputs_BW: Tensor) -> Documents | None:
         """The documents of the full sequences [B, W], equal on all ranks of a micro-batch; None
         where tokens attend across documents."""
-        return None if self.end_token is None else Documents.ended_by(self.end_token, inputs_BW)
+        if self.end_token is None:
+            return None
+        if self.masked_targets:
+            # Padding stays what it is: as a token it could be the end token.
+            inputs_BW = torch.where(inputs_BW < -1, ~inputs_BW, inputs_BW)
+        return Documents.ended_by(self.end_token, inputs_BW)
+
+    def count_targets(self, targets_BS: Tensor) -> int:
+        """The targets of :meth:`inputs_and_targets` that count."""
+        return int((targets_BS >= 0).sum()) if self.masked_targets else targets_BS.numel()
 
     @property
     def tp_degree(self) -> int:
@@ -127,7 +145,7 @@ def forward_backward(
         counts = [aux.expert_counts_E for aux in out.aux]
         if local_batch.owns_loss:
             loss_sum += on_loss_grid(nll.detach())
-            target_tokens += targets_BS.numel()
+            target_tokens += local_batch.count_targets(targets_BS)
         if out.aux:
             routing = routing_stats(out.aux, routed).plus(routing)
             stopwatches += [aux.stopwatch for aux in out.aux if aux.stopwatch is not None]

@@ -336,7 +336,7 @@ class _Step:
             root = nll / self.divisor
             if self.local_batch.owns_loss:
                 self.loss_sum += on_loss_grid(nll.detach())
-                self.target_tokens += tokens
+                self.target_tokens += self.local_batch.count_targets(self.targets[turn])
         else:
             self._hand_over("F", stage, turn, root.detach().contiguous(), peer=stage + 1)
         self.saved[stage, turn] = x, root, extra

@@ -62,7 +62,9 @@ def _section(
         inner = f"{path}.{name}" if path else name
         variants = models_in(field.annotation)
         if len(variants) == 1:
-            _section(variants[0], inner, lines, repeated=get_origin(field.annotation) is list)
+            origin = get_origin(field.annotation)
+            inner += ".NAME" if origin is dict else ""
+            _section(variants[0], inner, lines, repeated=origin is list)
         else:
             _union(variants, inner, field, lines)
 

@@ -7,7 +7,7 @@ knows no run, finds ``validation`` at the top.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
@@ -35,6 +35,11 @@ class RunState:
     threads: int | None = None
     """Threads of a process, where the numbers of a run depend on nothing but units and threads;
     otherwise None."""
+    sources: dict[str, str] = field(default_factory=dict)
+    """The fingerprint of each source by its name; none in checkpoints of before."""
+    blend: list[dict[str, Any]] | None = None
+    """What the run has drawn its samples from, see ``Blend.as_json``; None in checkpoints of
+    before, which have one source."""
     kind: Literal["training"] = "training"
 
     def as_dict(self) -> dict[str, Any]:
@@ -43,6 +48,8 @@ class RunState:
             "kind": self.kind,
             **self.progress.as_dict(),
             "corpus": self.corpus,
+            "sources": self.sources,
+            "blend": self.blend,
             "tokenizer": self.tokenizer,
             "capacity": self.capacity,
             "stragglers": self.stragglers,
@@ -67,6 +74,9 @@ def read_run_state(manifest: Manifest) -> RunState | None:
         capacity, stragglers = state.get("capacity"), state.get("stragglers")
         tables = isinstance(capacity, Mapping | None) and isinstance(stragglers, Mapping | None)
         threads = state.get("threads")
+        sources, blend = state.get("sources", {}), state.get("blend")
+        if not isinstance(sources, Mapping) or not isinstance(blend, list | None):
+            raise TypeError("sources must be an object, and blend a list or null")
         if not isinstance(corpus, str) or not tables or not isinstance(threads, int | None):
             raise TypeError(
                 "corpus must be text, capacity and stragglers objects or null, threads a number or "
@@ -87,6 +97,8 @@ def read_run_state(manifest: Manifest) -> RunState | None:
         None if capacity is None else dict(capacity),
         stragglers=None if stragglers is None else dict(stragglers),
         threads=threads,
+        sources=dict(sources),
+        blend=blend,
     )
 
 

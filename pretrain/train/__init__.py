@@ -1,13 +1,19 @@
 """The training loop, the step barrier, and evaluation."""
 
+from pretrain.train.audit_data import ConsumedStep, DataAudit, SourceShare, audit_data
 from pretrain.train.profile import read_window
 from pretrain.train.replay import ReplayedStep, replay
-from pretrain.train.run import prepare, run
+from pretrain.train.run import prepare, run, verify_data
 
 __all__ = [
+    "ConsumedStep",
+    "DataAudit",
     "ReplayedStep",
+    "SourceShare",
+    "audit_data",
     "prepare",
     "read_window",
     "replay",
     "run",
+    "verify_data",
 ]

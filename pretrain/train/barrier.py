@@ -44,6 +44,9 @@ class Report:
     """Seconds of the rank's experts in the forward pass, waiting for other ranks excluded."""
     bad_layer: float
     """The first layer whose router logits were not finite; -1 where all were finite."""
+    data_checksum: float = 0.0
+    """Of the sequences that this rank brought to the step, see
+    :func:`pretrain.data.data_checksum`; 0 on all but one of the ranks that read the same."""
 
 
 class Action(Enum):
@@ -80,6 +83,8 @@ class Decision:
     overflow: bool = False
     """Gradients alone were not finite, and the scale can be halved: a skip that is to be expected.
     Where it is 1 already there is nothing to be halved, and no overflow."""
+    data_checksum: int = 0
+    """Of the sequences of the step, over all ranks."""
     verdict: Verdict | None = None
     """Of the playbook, on a step without overflow."""
 
@@ -148,5 +153,6 @@ def decide(
         data_wait_seconds=max(r.data_wait_seconds for r in reports),
         bad_router=min(bad) if bad else None,
         loss_scale=loss_scale,
+        data_checksum=int(sum(r.data_checksum for r in reports)),
         overflow=sound and not finite and loss_scale is not None and loss_scale > 1,
     )

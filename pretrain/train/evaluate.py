@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from parallel import free_gathered, on_loss_grid
-from pretrain.data import bytes_per_token, load_tokenizer
+from pretrain.data import Sequences, bytes_per_token, load_tokenizer, read_batch
 from pretrain.job import Job
 from pretrain.parallelize import ParallelModel, RoutingStats, next_token_loss
 
@@ -44,21 +44,47 @@ class Evaluation:
     tokens: int
     text_bytes: int
     tokens_per_expert_LE: list[list[int]]
+    bits_per_byte_by_set: dict[str, float] = field(default_factory=dict)
+    """Of each set by itself, where there are several."""
 
 
 def evaluate(job: Job, limit: int | None = None, *, step: int = 0) -> Evaluation:
-    """Score held-out sequences, spread over the ranks; every rank must call.
+    """Score what the sources hold out, and each further validation set; every rank must call.
+
+    Args:
+        job: the run.
+        limit: how many sequences of each set, taken at even distances; all of them where None.
+        step: committed steps, for the heartbeat.
+
+    Returns:
+        The evaluation over all sources together, with the bits per byte of each set.
+    """
+    each = {name: _score(job, one, limit, step) for name, one in job.held_out.items()}
+    sources = [each[one.name] for one in job.corpora.sources]
+    if len(each) == 1:
+        return sources[0]
+    by_set = {name: one.bits_per_byte for name, one in each.items()}
+    tokens, size = sum(one.tokens for one in sources), sum(one.text_bytes for one in sources)
+    nats = sum(one.loss * one.tokens for one in sources)
+    loads = [torch.tensor(one.tokens_per_expert_LE) for one in sources]
+    return Evaluation(
+        loss=nats / tokens,
+        bits_per_byte=nats / math.log(2) / max(size, 1),
+        tokens=tokens,
+        text_bytes=size,
+        tokens_per_expert_LE=torch.stack(loads).sum(0).tolist(),
+        bits_per_byte_by_set=by_set,
+    )
+
+
+def _score(job: Job, held_out: Sequences, limit: int | None, step: int) -> Evaluation:
+    """Score sequences of one set, spread over the ranks.
 
     Bits per byte are the summed loss in bits over the bytes of text that the target tokens stand
     for, and so do not depend on the tokenizer. The cost of predicting where a document ends is in
     the numerator.
-
-    Args:
-        job: the run.
-        limit: how many sequences, taken at even distances; all of them where None.
-        step: committed steps, for the heartbeat.
     """
-    total = len(job.held_out)
+    total = len(held_out)
     count = total if limit is None else min(limit, total)
     indices = [i * total // count for i in range(count)]
     size, ranks = job.spec.batch.micro_batch_size, job.dims.dp_size
@@ -74,7 +100,7 @@ def evaluate(job: Job, limit: int | None = None, *, step: int = 0) -> Evaluation
             # A micro-batch has the same sequences on any number of ranks, as in training.
             first = start + size * job.dims.dp_rank
             mine = indices[first : first + size]
-            batch = job.held_out.batch(mine)
+            batch = read_batch(held_out, mine)
             inputs_BS, targets_BS = part.inputs_and_targets(batch)
             # Of the batch as it is: what it is filled up with may become the end token's id.
             documents = part.documents(batch[:, :-1].to(job.runtime.device))

@@ -23,7 +23,7 @@ from pretrain.checkpoint import (
     roll_back,
     start_saver,
 )
-from pretrain.data import prepare_corpus
+from pretrain.data import prepare_corpora, read_manifest, record_manifest, verify_corpus
 from pretrain.elastic import ChosenLayout, stand_by, with_spares
 from pretrain.errors import (
     EXIT_DONE,
@@ -38,6 +38,7 @@ from pretrain.faults import faults_of, forget_faults
 from pretrain.job import Job, build_job
 from pretrain.observe import (
     Console,
+    DataOpened,
     Evaluated,
     Events,
     History,
@@ -132,7 +133,13 @@ def run(
     return code
 
 
-def prepare(spec: JobSpec, *, reset: bool = False, load_step: int | None = None) -> None:
+def prepare(
+    spec: JobSpec,
+    *,
+    reset: bool = False,
+    load_step: int | None = None,
+    processes: int | None = None,
+) -> None:
     """Prepare the corpus of a spec, and change what the next start of the run begins from.
 
     Args:
@@ -140,11 +147,16 @@ def prepare(spec: JobSpec, *, reset: bool = False, load_step: int | None = None)
         reset: remove the run's log, summary, status and checkpoints; the next start is a new run.
         load_step: roll the run back: the next start resumes from this step. Newer checkpoints are
             moved to ``away/``, and checkpoints in nodes' memory and on their disks are not taken.
+        processes: how many read and tokenize the documents; chosen by size where None.
 
     Raises InputError where the corpus cannot be made, another run holds the folder, there is no
     such step, or a file cannot be removed.
     """
-    prepare_corpus(spec.data, spec.model.vocab_size, say)
+    corpora = prepare_corpora(
+        spec.data, spec.model.vocab_size, say, processes=processes, count_files=True
+    )
+    for line in corpora.epochs_lines(spec.train.steps * spec.batch.global_batch_size):
+        say(line)
     if not reset and load_step is None:
         return
     with lock_run(spec):
@@ -163,6 +175,18 @@ def prepare(spec: JobSpec, *, reset: bool = False, load_step: int | None = None)
             ) from None
 
 
+def verify_data(spec: JobSpec) -> None:
+    """Compare every byte of the spec's prepared corpora with their manifests.
+
+    Raises InputError, naming the first file that differs.
+    """
+    for one in (*spec.data.each_source.values(), *spec.data.each_validation.values()):
+        manifest = read_manifest(Path(one.path))
+        size = verify_corpus(Path(one.path), manifest)
+        shards = len(manifest.train) + len(manifest.val)
+        say(f"{one.path}: {shards} shards, {size / 1e6:,.1f} MB as the manifest says")
+
+
 def _run(
     spec: JobSpec,
     runtime: Runtime,
@@ -171,11 +195,12 @@ def _run(
     console: Console,
     profile: Window | None,
 ) -> int:
-    runtime.first(lambda: prepare_corpus(spec.data, spec.model.vocab_size, say))
+    runtime.first(lambda: prepare_corpora(spec.data, spec.model.vocab_size, say))
     runtime.start_parts.mark("corpus")
     events = Events(console)
     job = build_job(spec, runtime, events, layout.topology)
     runtime.start_parts.mark("build")
+    runtime.first(lambda: _record_manifests(job))
     secret = launch_secret(runtime)
     writer = runtime.together(lambda: start_saver(job, secret))
     ended = False
@@ -213,6 +238,7 @@ def _train(
         runtime.start_parts.mark("load")
         runtime.together(lambda: writer.prepare(job.topology, checkpoint_arrays(job)))
         runtime.start_parts.mark("staging")
+        job.events.publish(_data_opened(job, progress))
         job.events.publish(_started(job, progress, url, layout))
         checkpointer = Checkpointer(
             job, writer, stop=stop, history=History.of(former), progress=checkpoints
@@ -230,6 +256,16 @@ def _train(
             _finish(job, trainer.progress, ledger)
         job.events.publish(RunDone(step=trainer.progress.step))
     return EXIT_DONE
+
+
+def _record_manifests(job: Job) -> None:
+    try:
+        for one in (*job.corpora.sources, *job.corpora.validation):
+            record_manifest(job.spec.run_path, one.manifest)
+    except OSError as error:
+        raise InputError(
+            f"run_dir ({job.spec.run_path}) cannot be written: {error.strerror}"
+        ) from None
 
 
 def _launched(job: Job) -> Launched:
@@ -256,6 +292,18 @@ def _failure_published(job: Job, trainer: Callable[[], Trainer | None]) -> Itera
         raise
 
 
+def _data_opened(job: Job, progress: Progress) -> DataOpened:
+    assert job.loader.blend is not None
+    return DataOpened(
+        step=progress.step,
+        sample=progress.consumed_samples,
+        seed=job.spec.train.seed,
+        seq_len=job.spec.data.seq_len,
+        sources=job.corpora.described(),
+        blend=job.loader.blend.as_json(),
+    )
+
+
 def _started(job: Job, progress: Progress, url: str | None, layout: ChosenLayout) -> RunStarted:
     spec, runtime = job.spec, job.runtime
     return RunStarted(
@@ -276,7 +324,7 @@ def _started(job: Job, progress: Progress, url: str | None, layout: ChosenLayout
         layout_reason="" if layout.reason == ChosenLayout.reason else layout.reason,
         start_seconds=runtime.start_parts.seconds,
         record=(
-            experiment_record(corpus=job.corpus.fingerprint, run_id=progress.run_id)
+            experiment_record(corpus=job.corpora.fingerprint, run_id=progress.run_id)
             if runtime.is_first
             else {}
         ),
@@ -322,18 +370,23 @@ def _finish(job: Job, progress: Progress, ledger: LiveLedger | None) -> None:
 
 
 def _summarize(job: Job, progress: Progress) -> Summary:
-    spec, runtime, corpus = job.spec, job.runtime, job.corpus
+    spec, runtime, corpora = job.spec, job.runtime, job.corpora
     result = evaluate(job, step=progress.step)
     job.events.publish(
         Evaluated(
-            step=progress.step, loss=result.loss, bits_per_byte=result.bits_per_byte, whole=True
+            step=progress.step,
+            loss=result.loss,
+            bits_per_byte=result.bits_per_byte,
+            whole=True,
+            bits_per_byte_by_set=result.bits_per_byte_by_set,
         )
     )
     text = generate(job) if spec.sample.tokens else ""
     return Summary(
         val_bits_per_byte=result.bits_per_byte,
-        gzip_bits_per_byte=8 * corpus.val_gzip_bytes / corpus.val_bytes,
-        xz_bits_per_byte=8 * corpus.val_xz_bytes / corpus.val_bytes,
+        val_bits_per_byte_by_set=result.bits_per_byte_by_set,
+        gzip_bits_per_byte=corpora.gzip_bits_per_byte,
+        xz_bits_per_byte=corpora.xz_bits_per_byte,
         train_loss_first=progress.train_loss_first,
         train_loss_last=progress.train_loss_last,
         tokens_per_second=progress.tokens_seen / max(progress.train_seconds, 1e-9),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parallel import CollectiveKind, CommStats, grad_square_sum, scale_gradients
 from pretrain.checkpoint import Checkpointer
-from pretrain.data import Cursor, Loader
+from pretrain.data import Cursor, Loader, data_checksum
 from pretrain.faults import Faults
 from pretrain.job import Job
 from pretrain.model import forward_flops, peak_flops_per_second
@@ -136,7 +136,9 @@ class Trainer:
             job.compressed.reduce(scale or 1.0)
         self.faults.gradients(job.model)
         self._beat("barrier")
-        report = self._report(result, began=began, waited=waited, stop_requested=stop_requested)
+        report = self._report(
+            result, batches, began=began, waited=waited, stop_requested=stop_requested
+        )
         reports = exchange(report, device)
         decision = decide(reports, planned, scale)
         decision = self.watch.judged(decision, before, self.skipped, result.routing)
@@ -158,7 +160,7 @@ class Trainer:
             self._skip(decision, cursor, seconds, waited, traffic)
             return decision
         self.interval.micro_batches = len(batches)
-        self._publish_commit(decision, seconds, waited, traffic)
+        self._publish_commit(decision, planned, seconds, waited, traffic)
         if replanned and job.balance is not None:
             # After its step's event: a plan holds from the next step on, and a replay reads it so.
             job.events.publish(
@@ -191,7 +193,13 @@ class Trainer:
         self.profiler.phase(phase, self.progress.step)
 
     def _report(
-        self, result: StepResult, *, began: float, waited: float, stop_requested: int
+        self,
+        result: StepResult,
+        batches: Sequence[Tensor],
+        *,
+        began: float,
+        waited: float,
+        stop_requested: int,
     ) -> Report:
         """What this rank brings to the barrier."""
         scale = self.progress.loss_scale or 1.0
@@ -207,6 +215,7 @@ class Trainer:
             expert_rows=result.expert_rows,
             expert_seconds=result.expert_seconds,
             bad_layer=_bad_layer(self.job.moe_layers, result.routing),
+            data_checksum=data_checksum(batches) if self.job.dims.reads_first else 0.0,
         )
 
     def _grad_square_sum(self) -> float:
@@ -246,6 +255,7 @@ class Trainer:
     def _publish_commit(
         self,
         decision: Decision,
+        planned: int,
         seconds: float,
         waited: float,
         traffic: Mapping[CollectiveKind, CommStats],
@@ -266,6 +276,8 @@ class Trainer:
                 target_tokens=tokens,
                 tokens_seen=self.progress.tokens_seen,
                 consumed_samples=self.progress.consumed_samples,
+                samples=planned // job.spec.data.seq_len,
+                data_checksum=decision.data_checksum,
                 seconds=seconds,
                 data_wait_seconds=decision.data_wait_seconds,
                 rank_0_data_wait_seconds=waited,
@@ -373,7 +385,12 @@ class Trainer:
         finite = result.loss if math.isfinite(result.loss) else None
         self.progress = replace(self.progress, validation=finite)
         self.job.events.publish(
-            Evaluated(step=self.progress.step, loss=result.loss, bits_per_byte=result.bits_per_byte)
+            Evaluated(
+                step=self.progress.step,
+                loss=result.loss,
+                bits_per_byte=result.bits_per_byte,
+                bits_per_byte_by_set=result.bits_per_byte_by_set,
+            )
         )
 
 

@@ -52,7 +52,7 @@ def test_tokens_are_the_documents_end_to_end(prepared):
     data, corpus = prepared
     tokenizer = load_tokenizer(data)
     end = end_of_document(tokenizer)
-    documents = find_documents(data.source)
+    documents = list(find_documents(data.source))
     assert corpus.train_documents + corpus.val_documents == len(documents)
     for split in ("train", "val"):
         expected = [d for d in documents if is_held_out(d) == (split == "val")]
@@ -62,7 +62,7 @@ def test_tokens_are_the_documents_end_to_end(prepared):
         pieces = np.split(tokens, ends + 1)[:-1]
         assert len(pieces) == len(expected)
         for piece, document in zip(pieces, expected, strict=True):
-            assert tokenizer.decode(piece[:-1].tolist()) == document.read()
+            assert tokenizer.decode(piece[:-1].tolist()) == document.text
 
 
 def test_bytes_per_token_add_up_to_the_text(prepared):
@@ -75,7 +75,7 @@ def test_bytes_per_token_add_up_to_the_text(prepared):
 
 def test_the_compressors_saw_the_held_out_text(prepared):
     data, corpus = prepared
-    held_out = [d.read().encode() for d in find_documents(data.source) if is_held_out(d)]
+    held_out = [d.text.encode() for d in find_documents(data.source) if is_held_out(d)]
     text = b"".join(held_out)
     assert corpus.val_bytes == len(text)
     assert abs(corpus.val_gzip_bytes - len(gzip.compress(text, 9))) < 64
@@ -188,23 +188,24 @@ def test_jsonl_and_globs(tmp_path):
     (folder / "empty.txt").write_text("")
     (folder / "binary.bin").write_bytes(b"a\0b")
     (folder / ".hidden").write_text("no")
-    found = find_documents(str(tmp_path / "text"))
-    assert [d.read() for d in found[:50]] == [line["text"] for line in lines]
+    found = list(find_documents(str(tmp_path / "text")))
+    assert [d.text for d in found[:50]] == [line["text"] for line in lines]
     assert [d.name for d in found[49:]] == ["deep/a.jsonl#50", "deep/b.md"]
     assert [d.name for d in find_documents(str(tmp_path / "text" / "**" / "*.md"))] == ["deep/b.md"]
-    assert [d.read() for d in find_documents(str(folder / "b.md"))] == ["plain"]
+    assert [d.text for d in find_documents(str(folder / "b.md"))] == ["plain"]
 
     (folder / "a.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
     with pytest.raises(InputError, match=r"a.jsonl line 2 must be a JSON object with a text"):
-        find_documents(str(tmp_path / "text"))
+        list(find_documents(str(tmp_path / "text")))
 
 
 @pytest.mark.slow
 def test_the_stdlib_is_found_without_site_packages():
-    names = [d.name for d in find_documents("stdlib")]
+    found = list(find_documents("stdlib"))
+    names = [d.name for d in found]
     assert "json/decoder.py" in names
     assert not [n for n in names if "site-packages" in n or "__pycache__" in n]
-    held_out = sum(is_held_out(d) for d in find_documents("stdlib"))
+    held_out = sum(is_held_out(d) for d in found)
     assert 0.03 < held_out / len(names) < 0.07
 
 
@@ -270,11 +271,11 @@ def test_empty_texts_are_no_documents(tmp_path):
 def test_files_that_cannot_be_read_or_have_odd_names(tmp_path):
     folder = write_corpus(tmp_path / "text", 10)
     (folder / os.fsdecode(b"caf\xe9.txt")).write_text("named in another encoding")
-    assert len(find_documents(str(folder))) == 11
+    assert len(list(find_documents(str(folder)))) == 11
     prepare_corpus(config(tmp_path), VOCAB, lambda _: None)
     (folder / "memory.txt").symlink_to("/proc/self/mem")
     with pytest.raises(InputError, match=r"memory.txt cannot be read: "):
-        find_documents(str(folder))
+        list(find_documents(str(folder)))
 
 
 @pytest.mark.parametrize("damage", [None, "{}"])

@@ -78,6 +78,8 @@ EXAMPLES = {
     "dict[str, str]": {"code": "c0ffee"},
     "dict[str, Any]": {"train": {"steps": 6}},
     "list[float] | None": [1.5, 2.5],
+    "dict[str, dict[str, Any]]": {"abc": {"name": "web", "sequences": 5}},
+    "list[dict[str, Any]]": [{"from_sample": 0, "weights": {"abc": 1}}],
 }
 
 

@@ -1,0 +1,248 @@
+"""Best-fit packing: documents are cut only where they are longer than a sequence.
+
+Documents, cut into pieces of at most S + 1 tokens, are put into sequences of S + 1 tokens, the
+longest first, each into the fullest sequence that has room for it (Ding et al., "Fewer Truncations
+Improve Language Modeling", arXiv 2404.10830, section 3). Which pieces a sequence has is written
+once, shard by shard, beside the corpus, in a folder ``best-fit-S``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ckpt.store import new_folder
+from pretrain.data.config import DataConfig
+from pretrain.data.manifest import CorpusManifest, Shard
+from pretrain.data.sequences import Indices, Rows, ShardFiles
+from pretrain.errors import InputError
+
+PIECE = np.dtype([("sequence", "<i8"), ("start", "<i8"), ("tokens", "<i8")])
+"""A piece of a document: the sequence that has it, and where its tokens are in the shard. Sorted by
+sequence, and within a sequence by start."""
+
+
+class PackedShard(BaseModel):
+    """The sequences of one shard."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    file: str
+    sequences: int
+    pieces: int
+    sha256: str
+
+
+class Packing(BaseModel):
+    """``packing.json``: the best-fit packing of a corpus for one length of sequences."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    fingerprint: str
+    seq_len: int
+    shards: list[PackedShard]
+    padding: int
+    """Places of all sequences, S + 1 each, that have no token."""
+    cut_documents: int
+    """Documents that are longer than a sequence."""
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of all shards."""
+        return sum(shard.sequences for shard in self.shards)
+
+    @property
+    def padding_share(self) -> float:
+        """The share of places that have no token."""
+        return self.padding / max(1, self.sequences * (self.seq_len + 1))
+
+
+def cut(ends: np.ndarray, tokens: int, length: int) -> tuple[np.ndarray, int]:
+    """The pieces of a shard's documents, and how many documents were cut.
+
+    A document that is longer than ``length`` becomes pieces that share one token, so that every
+    token but a document's first is a target once. A last piece of one token has no target and is
+    left out.
+
+    Args:
+        ends: int64, one past the last token of each document that ends in the shard.
+        tokens: of the shard; a document that goes on in the next shard ends here.
+        length: tokens of a sequence, S + 1.
+
+    Returns:
+        int64 [pieces, 2]: start and tokens of each piece, in order.
+    """
+    stops = ends if len(ends) and ends[-1] == tokens else np.append(ends, tokens)
+    starts = np.concatenate([[0], stops[:-1]])
+    sizes, S = stops - starts, length - 1
+    counts = np.maximum(1, -(-(sizes - 1) // S))
+    document = np.repeat(np.arange(len(sizes)), counts)
+    within = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = starts[document] + within * S
+    size = np.minimum(length, stops[document] - first)
+    pieces = np.stack([first, size], 1)
+    return pieces[size > 1], int((sizes > length).sum())
+
+
+def best_fit(sizes: np.ndarray, length: int) -> tuple[np.ndarray, int]:
+    """The sequence of each piece, int64, and the number of sequences.
+
+    Args:
+        sizes: tokens of each piece, at most ``length``.
+        length: places of a sequence.
+    """
+    found = np.empty(len(sizes), np.int64)
+    open_with: dict[int, list[int]] = {}  # sequences by the places that they have left
+    rooms: list[int] = []  # the keys, sorted
+    count = 0
+    for piece in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[piece])
+        at = bisect_left(rooms, size)
+        if at == len(rooms):
+            sequence, left = count, length - size
+            count += 1
+        else:
+            room = rooms[at]
+            sequence, left = open_with[room].pop(), room - size
+            if not open_with[room]:
+                del open_with[room], rooms[at]
+        found[piece] = sequence
+        if left:
+            if left not in open_with:
+                open_with[left] = []
+                insort(rooms, left)
+            open_with[left].append(sequence)
+    return found, count
+
+
+def packing_folder(data: DataConfig) -> Path:
+    """Where the packing of a corpus is."""
+    return Path(data.path) / f"best-fit-{data.seq_len}"
+
+
+def pack_corpus(data: DataConfig, corpus: CorpusManifest, say: Callable[[str], None]) -> Packing:
+    """The packing of a corpus, which is made where there is none.
+
+    Raises InputError where the corpus has no offsets of documents, or the folder cannot be written.
+    """
+    folder = packing_folder(data)
+    if not folder.exists():
+        if corpus.version == 1:
+            raise InputError(
+                f"data.packing (best_fit) needs the offsets of documents, which {data.path} of "
+                f"version 1 does not have; remove it to prepare it anew"
+            )
+        try:
+            with new_folder(folder) as work:
+                _write(data, corpus, work)
+        except FileExistsError:
+            pass  # another process has made it meanwhile
+        except OSError as error:
+            raise InputError(
+                f"data.path ({data.path}) cannot be packed: {error.strerror}: {error.filename}"
+            ) from None
+    packing = read_packing(data, corpus)
+    say(
+        f"best-fit packing of {data.path}: {packing.sequences:,} sequences of {data.seq_len:,} "
+        f"tokens, {packing.padding_share:.2%} padding; {packing.cut_documents:,} documents are "
+        f"longer than a sequence and are cut"
+    )
+    return packing
+
+
+def _write(data: DataConfig, corpus: CorpusManifest, folder: Path) -> None:
+    shards, padding, cut_documents, length = [], 0, 0, data.seq_len + 1
+    for shard in corpus.train:
+        ends = np.fromfile((Path(data.path) / shard.file).with_suffix(".ends"), "<i8")
+        pieces, cuts = cut(ends, shard.tokens, length)
+        sequence, count = best_fit(pieces[:, 1], length)
+        rows = np.empty(len(pieces), PIECE)
+        rows["sequence"], rows["start"], rows["tokens"] = sequence, pieces[:, 0], pieces[:, 1]
+        rows.sort(order=["sequence", "start"])
+        file = Path(shard.file).with_suffix(".pieces").name
+        (folder / file).write_bytes(rows.tobytes())
+        digest = hashlib.sha256(rows.tobytes()).hexdigest()
+        shards.append(PackedShard(file=file, sequences=count, pieces=len(rows), sha256=digest))
+        padding += count * length - int(pieces[:, 1].sum())
+        cut_documents += cuts
+    packing = Packing(
+        fingerprint=corpus.fingerprint,
+        seq_len=data.seq_len,
+        shards=shards,
+        padding=padding,
+        cut_documents=cut_documents,
+    )
+    (folder / "packing.json").write_text(json.dumps(packing.model_dump(), indent=1) + "\n")
+
+
+def read_packing(data: DataConfig, corpus: CorpusManifest) -> Packing:
+    """The packing of a corpus. Raises InputError where there is none, or it is of another one."""
+    folder = packing_folder(data)
+    try:
+        packing = Packing.model_validate_json((folder / "packing.json").read_bytes())
+    except OSError as error:
+        raise InputError(
+            f"data.packing (best_fit) needs {folder}, which convoy prepare makes: {error.strerror}"
+        ) from None
+    except ValidationError:
+        raise InputError(f"{folder} is damaged; remove it to pack the corpus anew") from None
+    if (packing.fingerprint, packing.seq_len) != (corpus.fingerprint, data.seq_len):
+        raise InputError(f"{folder} is of another corpus; remove it to pack the corpus anew")
+    return packing
+
+
+class BestFitSequences:
+    """The training sequences of one corpus, packed best-fit, and padded with -1.
+
+    A document that goes on in the next shard has no end token in this one; at most one sequence of
+    a shard has such a piece.
+
+    A document that goes on in the next shard has no end token in this one; at most one sequence of
+    a shard has such a piece.
+
+    Raises InputError where a file is not as long as it must be, or there is no packing.
+    """
+
+    def __init__(self, data: DataConfig, corpus: CorpusManifest) -> None:
+        self.seq_len = data.seq_len
+        self.packing = read_packing(data, corpus)
+        self._tokens = ShardFiles(data, corpus, corpus.train)
+        folder = packing_folder(data)
+        for shard in self.packing.shards:
+            path = folder / shard.file
+            found = path.stat().st_size if path.exists() else -1
+            if found != shard.pieces * PIECE.itemsize:
+                raise InputError(
+                    f"{path} has another length than packing.json says; remove {folder}"
+                )
+        shards = [
+            Shard(file=f"{folder.name}/{each.file}", tokens=each.pieces)
+            for each in self.packing.shards
+        ]
+        self._pieces = ShardFiles(data, corpus, shards, PIECE)
+        counts = np.array([shard.sequences for shard in self.packing.shards], np.int64)
+        self._ends = np.cumsum(counts)
+        self._firsts = self._ends - counts
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, indices: Indices, out: Rows) -> None:
+        """See :meth:`pretrain.data.sequences.Sequences.read`."""
+        wanted = np.asarray(indices, np.int64)
+        numbers = np.searchsorted(self._ends, wanted, side="right")
+        within = wanted - self._firsts[numbers]
+        for row, sequence, number in zip(out, within.tolist(), numbers.tolist(), strict=True):
+            pieces, tokens = self._pieces[number], self._tokens[number]
+            sequences = pieces["sequence"]
+            first = int(np.searchsorted(sequences, sequence))
+            at = 0
+            while first < len(pieces) and sequences[first] == sequence:
+                start, size = int(pieces["start"][first]), int(pieces["tokens"][first])
+                row[at : at + size] = tokens[start : start + size]
+                at, first = at + size, first + 1
+            row[at:] = -1
