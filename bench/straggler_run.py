@@ -4,10 +4,10 @@
 
 The tiny recipe trains on 2 replicas, 16 sequences a step, one in a micro-batch. The subjects take
 turns. ``free`` has no slow rank. In ``as before``, rank 1 stands still for half of the time from
-its fourth step on (a fault ``slow``). ``convoy`` has ``stragglers.rebalance`` too; steps count from the
-eighth after the new division of micro-batches on. ``limit`` is 4/3 of ``free``: one and a half ranks
-do the work of two, and nothing is lost. The recovered share is (as before - convoy) / (as before -
-limit).
+its fourth step on (a fault ``slow``). ``convoy`` has ``stragglers.rebalance`` too, and its steps
+count from the eighth after the new division of micro-batches on. ``limit`` is 4/3 of ``free``: one
+and a half ranks do the work of two, and nothing is lost. The recovered share is (as before -
+convoy) / (as before - limit).
 """
 
 from __future__ import annotations
