@@ -173,6 +173,9 @@ ELSEWHERE = {
     "torchrun --standalone --nproc-per-node 4 tools/burnin.py --quick": (
         "tests/cluster/test_burnin.py"
     ),
+    "torchrun --standalone --nproc-per-node 2 tools/plan.py --calibrate here.toml": (
+        "tests/pretrain/test_calibrate.py"
+    ),
     "convoy inspect flight runs/stdlib-tiny": "tests/cluster/test_flight_recorder.py",
     "convoy reshard outputs/checkpoint/step-1000 weights --family torchtitan": (
         "tests/interop/test_torchtitan.py"
@@ -230,6 +233,7 @@ def test_commands_that_other_tests_run_are_in_them():
             "tools.pretrain",
             "tools/pretrain.py",
             "tools/burnin.py",
+            "--calibrate",
         ):
             if word in command:
                 assert word in text, (command, where)

@@ -145,7 +145,7 @@ class BurnIn:
 
     def _compare(self, name: str, verdict: Verdict, act: Callable[[], list[str]]) -> None:
         found = self._ask(name, verdict, act)
-        for rank, reason in differing(self.kinds, found or []).items():
+        for rank, reason in (differing(self.kinds, found) if found else {}).items():
             verdict.blame(rank, name, reason)
 
     def _products(self, name: str, verdict: Verdict) -> bool:

@@ -17,6 +17,7 @@ from pretrain.spec.detection import DetectionConfig
 from pretrain.spec.elastic import ElasticConfig
 from pretrain.spec.faults import FaultConfig
 from pretrain.spec.launch import LaunchConfig
+from pretrain.spec.plan import PlanConfig
 from pretrain.spec.precision import PrecisionConfig
 from pretrain.spec.train import EvalConfig, TrainConfig
 
@@ -87,6 +88,8 @@ class Sections(BaseModel):
     """The MoE layers; without this table the model is dense."""
     parallel: ParallelConfig = ParallelConfig()
     """Degrees of the parallel axes."""
+    plan: PlanConfig = PlanConfig()
+    """A layout that the planner chooses."""
     data: DataConfig
     """The corpus and its tokenizer."""
     batch: BatchConfig
