@@ -1,0 +1,100 @@
+"""A run under torchrun whose second rank computes half as fast: what fewer micro-batches recover.
+
+    python -m bench.straggler_run [--quick] [--json FILE] [--samples N]
+
+The tiny recipe trains on 2 replicas, 16 sequences a step, one in a micro-batch. The subjects take
+turns. ``free`` has no slow rank. In ``as before``, rank 1 stands still for half of the time from
+its fourth step on (a fault ``slow``). ``convoy`` has ``stragglers.rebalance`` too, and its steps
+count from the eighth after the new division of micro-batches on. ``limit`` is 4/3 of ``free``: one
+and a half ranks do the work of two, and nothing is lost. The recovered share is (as before -
+convoy) / (as before - limit).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.harness import Row, arguments, finish
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = ROOT / "tools/recipes/stdlib-tiny.toml"
+_STEPS = 40
+_SETTINGS = (
+    "parallel.ep=1", "parallel.dp_shard=1", "parallel.dp_replicate=2", "batch.global_batch_size=16",
+    "batch.micro_batch_size=1", f"train.steps={_STEPS}", "train.log_interval_steps=1",
+    "eval.interval_steps=0", "eval.sequences=2", "sample.tokens=0", "metrics.port=-1",
+    f"checkpoint.interval_steps={_STEPS}",
+)  # fmt: skip
+_SLOW = f'inject=[{{kind="slow",step=4,rank=1,factor=2.0,duration_steps={_STEPS}}}]'
+SUBJECTS = {
+    "free": (),
+    "as before": (_SLOW,),
+    "convoy": (_SLOW, "stragglers.rebalance=true"),
+}
+
+
+def run(folder: Path, corpus: Path, settings: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Train; returns the log."""
+    every = (*_SETTINGS, *settings, f"run_dir={folder}", f"data.path={corpus}")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+         "tools/pretrain.py", str(RECIPE), *(word for each in every for word in ("--set", each))],
+        cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(done.stderr[:3000])
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def step_seconds(log: list[dict[str, Any]], subject: str) -> float:
+    """The median step in which the subject is as it will stay."""
+    first = 8
+    if subject == "convoy":
+        divisions = [e["step"] for e in log if e["event"] == "micro_batch_plan"]
+        if not divisions:
+            raise SystemExit("the slow rank was not found")
+        first = divisions[-1] + 8
+    steps = [e["seconds"] for e in log if e["event"] == "step" and e["step"] >= first]
+    return float(statistics.median(steps))
+
+
+def main() -> None:
+    """Measure, print, and write JSON where asked."""
+    args = arguments(__doc__ or "")
+    samples = 1 if args.quick else min(args.samples, 3)
+    found: dict[str, list[float]] = {name: [] for name in SUBJECTS}
+    with tempfile.TemporaryDirectory() as name:
+        folder, corpus = Path(name), Path(name, "corpus")
+        subprocess.run(
+            [sys.executable, str(ROOT / "tools/prepare_data.py"), str(RECIPE),
+             "--set", f"data.path={corpus}", "--set", f"run_dir={folder / 'run'}"],
+            check=True, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        for sample in range(samples):
+            for subject, settings in SUBJECTS.items():
+                log = run(folder / f"{subject}-{sample}".replace(" ", "-"), corpus, settings)
+                found[subject].append(step_seconds(log, subject))
+                if subject == "convoy":
+                    print([e for e in log if e["event"] == "micro_batch_plan"])
+    median = {subject: statistics.median(values) for subject, values in found.items()}
+    limit = 4 / 3 * median["free"]
+    rows = [
+        Row("half as fast", subject, "step_seconds", value, "s", limit / value, found[subject])
+        for subject, value in median.items()
+    ]
+    rows.append(Row("half as fast", "limit", "step_seconds", limit, "s", 1.0, [limit]))
+    finish("straggler_run", rows, ["torch"], args.json)
+    gain = (median["as before"] - median["convoy"]) / (median["as before"] - limit)
+    print(f"recovered of the ideal gain: {gain:.0%}")
+
+
+if __name__ == "__main__":
+    main()
