@@ -96,9 +96,9 @@ PRETRAIN = {
         "pretrain.job", "pretrain.checkpoint", "pretrain.elastic", "pretrain.faults",
     },
     "pretrain.commands": {
-        "pretrain.errors", "pretrain.spec", "pretrain.data", "pretrain.runtime", "pretrain.observe",
-        "pretrain.convert", "pretrain.plan", "pretrain.train", "pretrain.elastic",
-        "pretrain.faults",
+        "pretrain.errors", "pretrain.model", "pretrain.data", "pretrain.spec", "pretrain.runtime",
+        "pretrain.observe", "pretrain.convert", "pretrain.plan", "pretrain.train",
+        "pretrain.elastic", "pretrain.faults",
     },
 }  # fmt: skip
 MAY_IMPORT: dict[str, set[str]] = {
@@ -107,10 +107,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "moe": {"router", "parallel"},
     "ckpt": {*CKPT, "parallel.on_demand"},
     **CKPT,
-    "cluster": {"cluster.detect", "cluster.members", "cluster.launch"},
+    "cluster": {"cluster.detect", "cluster.members", "cluster.launch", "cluster.burnin"},
     "cluster.detect": {"parallel"},
     "cluster.members": {"parallel.on_demand"},
     "cluster.launch": {"cluster.members"},
+    "cluster.burnin": {"cluster.members"},
     "pretrain": set(PRETRAIN),
     **{room: rooms | LIBRARY for room, rooms in PRETRAIN.items()},
     "tools": {"pretrain.commands"},

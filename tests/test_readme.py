@@ -175,6 +175,12 @@ ELSEWHERE = {
         ),
         "tests/test_docs_data.py",
     ),
+    "torchrun --standalone --nproc-per-node 4 tools/burnin.py --quick": (
+        "tests/cluster/test_burnin.py"
+    ),
+    "torchrun --standalone --nproc-per-node 2 tools/plan.py --calibrate here.toml": (
+        "tests/pretrain/test_calibrate.py"
+    ),
     "convoy inspect flight runs/stdlib-tiny": "tests/cluster/test_flight_recorder.py",
     "convoy reshard outputs/checkpoint/step-1000 weights --family torchtitan": (
         "tests/interop/test_torchtitan.py"
@@ -199,6 +205,8 @@ OUTSIDE = {
     "--max-restarts=100 --rdzv-backend=convoy --rdzv-endpoint=HOST:29400 --rdzv-id=my-run "
     "--rdzv-conf=last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3,"
     "run_dir=runs/mine tools/pretrain.py mine.toml --set elastic.enabled=true",
+    "torchrun --nnodes 16 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 "
+    "tools/burnin.py spec.toml --exclude-list runs/mine/exclude.json --json burnin.json",
     "pip install convoy-moe[etcd]",
     "etcd --enable-v2 --listen-client-urls http://0.0.0.0:2379 "
     "--advertise-client-urls http://HOST:2379",
@@ -227,6 +235,8 @@ def test_commands_that_other_tests_run_are_in_them():
             "--no-python",
             "tools.pretrain",
             "tools/pretrain.py",
+            "tools/burnin.py",
+            "--calibrate",
         ):
             if word in command:
                 assert word in text, (command, where)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -49,14 +51,22 @@ def read_exclusions(path: Path) -> list[Exclusion]:
 def exclude(path: Path, node: str, reason: str) -> None:
     """Add a machine to the list; a machine that is on the list already keeps its reason.
 
-    The file is replaced as a whole: a reader sees the list of before or after. One process writes.
+    The file is replaced as a whole: a reader sees the list of before or after. Writers on all
+    machines wait for each other where the file system has POSIX locks.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".{path.name}.lock").open("w") as lock:
+        with suppress(OSError):  # a file system without locks
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+        _add(path, node, reason)
+
+
+def _add(path: Path, node: str, reason: str) -> None:
     known = read_exclusions(path)
     if any(one.node == node for one in known):
         return
     known.append(Exclusion(node, reason, datetime.now(UTC).isoformat(timespec="seconds")))
     text = json.dumps({"excluded": [asdict(one) for one in known]}, indent=1) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with draft.open("w") as file:
         file.write(text)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from pretrain.commands import (
     audit_data,
+    burnin,
     chaos,
     convert,
     inspect,
@@ -31,6 +32,7 @@ _COMMANDS = {
     "inspect": (inspect.main, "show, verify and compare checkpoints; remove garbage"),
     "reshard": (reshard.main, "rewrite a checkpoint for another layout, format or shape"),
     "convert": (convert.main, "import from and export to Hugging Face; upcycle dense models"),
+    "burn-in": (burnin.main, "find slow, broken and wrong machines before a run"),
     "plan": (plan.main, "plan a run: layout, memory, days and dollars, before it starts"),
     "simulate": (simulate.main, "simulate a run under failures, before it starts"),
     "replay": (replay.main, "take a step of a recorded run again, on any ranks"),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.commands.parsing import Parser, check_folder_of, ended
+from pretrain.commands.parsing import Parser, check_folder_of, ended, is_first_rank
 from pretrain.commands.provenance import provenance
 from pretrain.errors import EXIT_LOST, InputError
 from pretrain.observe import complain, say
@@ -22,6 +23,8 @@ examples:
   convoy plan tools/recipes/mixtral-8x7b.toml --cluster h100 --gpus 128
   convoy plan tools/recipes/deepseek-v3.toml --cluster h800 --gpus 2048 --json plan.json
   convoy plan mine.toml --cluster my-cluster.toml --layout pp=2,ep=8 --tokens 2e12
+  convoy plan mine.toml --cluster h100 --gpus 64 --write planned.toml
+  torchrun --nproc-per-node 2 tools/plan.py --calibrate here.toml
   convoy plan --validate
 
 Without --layout the best layouts are searched for. --layout takes AXIS=DEGREE pairs, and the spec's
@@ -63,13 +66,25 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_overrides()
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plans as JSON too")
     parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="write the spec with the best layout, as TOML"
+    )
+    parser.add_argument(
+        "--calibrate", type=Path, metavar="FILE",
+        help="measure this machine, write --cluster with its rates to FILE, and end",
+    )  # fmt: skip
+    parser.add_argument(
         "--validate", action="store_true", help="compare the planner with published runs, and end"
     )
     parser.add_debug()
     args = parser.parse_args(arguments)
-    if not args.validate and (args.spec is None or args.cluster is None):
-        raise parser.refusal("convoy plan needs SPEC and --cluster; see convoy plan --help")
-    act = _validate if args.validate else _plan
+    if args.calibrate is not None:
+        act = _calibrate
+    elif args.validate:
+        act = _validate
+    else:
+        act = _plan
+        if args.spec is None or args.cluster is None:
+            raise parser.refusal("convoy plan needs SPEC and --cluster; see convoy plan --help")
     return ended(lambda: act(args), debug=args.debug, stopped="nothing was written")
 
 
@@ -93,6 +108,44 @@ def _validate(args: argparse.Namespace) -> int:
     return EXIT_LOST if missed else 0
 
 
+def _calibrate(args: argparse.Namespace) -> int:
+    """Measure on all ranks that torchrun has started, or in this process; rank 0 writes."""
+    check_folder_of("--calibrate", args.calibrate)
+    if args.spec is not None:
+        raise InputError(f"SPEC ({args.spec}) must be left out with --calibrate: no run is planned")
+    import tomli_w
+    import torch
+    import torch.distributed as dist
+
+    from pretrain.plan import calibrate, load_cluster
+
+    cuda = torch.cuda.is_available()
+    if cuda and args.cluster is None:
+        raise InputError("--calibrate needs --cluster on GPUs: peaks and prices are not measured")
+    base = load_cluster(args.cluster or "cpu")
+    device = torch.device("cpu")
+    if cuda:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    launched = "RANK" in os.environ
+    if launched:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    try:
+        found = calibrate(base, device)
+    finally:
+        if launched:
+            dist.destroy_process_group()
+    if is_first_rank():
+        about = provenance("torch")
+        heading = (
+            f"# {base.name}, measured {about['date']} with torch {about['versions']['torch']}.\n"
+        )
+        args.calibrate.write_text(heading + tomli_w.dumps(found.model_dump(mode="json")))
+        peaks = ", ".join(f"{k} {v:.3g} TFLOP/s" for k, v in found.chip.peak_teraflops.items())
+        say(f"{peaks}; written to {args.calibrate}: convoy plan SPEC --cluster {args.calibrate}")
+    return 0
+
+
 def _plan(args: argparse.Namespace) -> int:
     from pretrain.plan import (
         cost_of,
@@ -102,6 +155,7 @@ def _plan(args: argparse.Namespace) -> int:
         plans_table,
         reasons,
         search_layouts,
+        spec_with_plan,
         why_others_lose,
     )
     from pretrain.spec import load_spec
@@ -114,6 +168,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.tokens is not None:
         tokens = _number("--tokens", args.tokens, 1)
     check_folder_of("--json", args.json)
+    check_folder_of("--write", args.write)
     cluster.chip.peak(spec.precision.compute)  # a cluster without this dtype is told at once
     if args.layout is not None:
         plans = [_by_hand(spec, args.layout, gpus, cluster, imbalance)]
@@ -128,6 +183,11 @@ def _plan(args: argparse.Namespace) -> int:
             say(line)
         say(why_others_lose(found))
         say("")
+    if args.write is not None:
+        import tomli_w
+
+        data = spec_with_plan(spec, plans[0]).model_dump(mode="json", exclude_none=True)
+        args.write.write_text(tomli_w.dumps(data))
     costs = [cost_of(plan, cluster, tokens) for plan in plans]
     say(plan_lines(plans[0], costs[0], cluster))
     if args.json is not None:

@@ -24,6 +24,7 @@ from pretrain.observe import complain, say
 
 if TYPE_CHECKING:
     from pretrain.observe import StatusFile
+    from pretrain.spec import JobSpec
 
 _EPILOG = """\
 examples:
@@ -99,6 +100,8 @@ def _pretrain(args: argparse.Namespace) -> int:
     met_by_all = True  # until ranks act for themselves, every rank meets the same error
     try:
         spec = load_spec(args.spec, args.overrides)
+        if spec.plan.auto:
+            spec = _planned(spec)
         layout = launched_layout(spec)
         met_by_all = False
         return with_warm_restarts(spec, lambda: run(spec, layout, status))
@@ -115,6 +118,18 @@ def _pretrain(args: argparse.Namespace) -> int:
         code = outcome_of(error)[1]
         end_torchrun(torchrun, code)
         return code
+
+
+def _planned(spec: JobSpec) -> JobSpec:
+    """The spec with the planner's layout for the ranks that were started."""
+    from pretrain.plan import automatic
+    from pretrain.runtime import launched_world
+
+    world = launched_world()
+    spec, plan = automatic(spec, world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    if is_first_rank():
+        say(f"plan.auto takes {plan.describe()}; planned {plan.seconds:.3g} s a step")
+    return spec
 
 
 def _status_file(spec: Path, overrides: Sequence[str]) -> StatusFile | None:

@@ -3,6 +3,7 @@
 from pretrain.model.decoder import Decoder, DecoderLayer, DecoderOutput, ModelConfig, meta_decoder
 from pretrain.model.flops import forward_flops, peak_flops_per_second
 from pretrain.model.init import first_matrix, init_parameters, is_bias
+from pretrain.model.small_steps import small_steps
 
 __all__ = [
     "Decoder",
@@ -15,4 +16,5 @@ __all__ = [
     "is_bias",
     "meta_decoder",
     "peak_flops_per_second",
+    "small_steps",
 ]

@@ -13,6 +13,8 @@ from pretrain.plan.failures import (
 
 if TYPE_CHECKING:
     from pretrain.plan.assessment import Assessment, Choice, assess
+    from pretrain.plan.automatic import automatic, spec_with_plan
+    from pretrain.plan.calibrate import calibrate
     from pretrain.plan.cost import Cost, cost_of
     from pretrain.plan.hardware import Cluster, load_cluster, shipped_clusters
     from pretrain.plan.plan_tables import (
@@ -40,6 +42,8 @@ __all__ = [
     "Plan",
     "Scenario",
     "assess",
+    "automatic",
+    "calibrate",
     "causes_table",
     "check_plot",
     "compare",
@@ -60,6 +64,7 @@ __all__ = [
     "shipped_clusters",
     "simulate_runs",
     "sizes_table",
+    "spec_with_plan",
     "summary",
     "validation_table",
     "why_others_lose",
@@ -75,6 +80,9 @@ if not TYPE_CHECKING:  # mypy would otherwise take any name for one of this modu
             "Cluster": "pretrain.plan.hardware",
             "load_cluster": "pretrain.plan.hardware",
             "shipped_clusters": "pretrain.plan.hardware",
+            "automatic": "pretrain.plan.automatic",
+            "spec_with_plan": "pretrain.plan.automatic",
+            "calibrate": "pretrain.plan.calibrate",
             "Cost": "pretrain.plan.cost",
             "cost_of": "pretrain.plan.cost",
             "Found": "pretrain.plan.search",

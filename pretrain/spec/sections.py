@@ -15,6 +15,7 @@ from pretrain.spec.detection import DetectionConfig
 from pretrain.spec.elastic import ElasticConfig
 from pretrain.spec.faults import FaultConfig
 from pretrain.spec.launch import LaunchConfig
+from pretrain.spec.plan import PlanConfig
 from pretrain.spec.precision import PrecisionConfig
 from pretrain.spec.train import EvalConfig, TrainConfig
 
@@ -63,6 +64,8 @@ class Sections(BaseModel):
     """The MoE layers; without this table the model is dense."""
     parallel: ParallelConfig = ParallelConfig()
     """Degrees of the parallel axes."""
+    plan: PlanConfig = PlanConfig()
+    """A layout that the planner chooses."""
     data: DataConfig
     """The corpus and its tokenizer."""
     batch: BatchConfig

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +15,8 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from cluster.members import exclude, node_name, read_exclusions
 from cluster.members.rendezvous import MembersHandler, convoy_rendezvous
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Inner:
@@ -108,6 +112,24 @@ def parameters(**config: str) -> RendezvousParameters:
     return RendezvousParameters(
         backend="convoy", endpoint="127.0.0.1:0", run_id="test", min_nodes=1, max_nodes=1, **config
     )
+
+
+ADD = """
+import sys
+from pathlib import Path
+from cluster.members import exclude
+for number in range(20):
+    exclude(Path(sys.argv[1]), f"{sys.argv[2]}-{number}", "slow")
+"""
+
+
+def test_machines_that_write_the_list_at_once_lose_no_entry(tmp_path):
+    path = tmp_path / "exclude.json"
+    writers = [
+        subprocess.Popen([sys.executable, "-c", ADD, str(path), name], cwd=ROOT) for name in "abc"
+    ]
+    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    assert len({one.node for one in read_exclusions(path)}) == 60
 
 
 def test_the_inner_rendezvous_is_torchruns_own(tmp_path):

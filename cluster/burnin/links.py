@@ -1,0 +1,221 @@
+"""Links between ranks: each pair sends to each other and is timed, in rounds without overlap.
+
+Pairs within a node are all pairs of the node's ranks. Between nodes a rank meets the ranks with its
+own local rank: with a network card for each accelerator, every card meets every other card of its
+rail. Within a round every rank is in at most one pair.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from cluster.burnin.board import Board
+from cluster.burnin.compute import synchronize
+
+_LATENCY_TRIPS = 20
+_BANDWIDTH_TRIPS = 3
+
+
+@dataclass(frozen=True)
+class Link:
+    """One measured pair of ranks."""
+
+    first: int
+    second: int
+    within_node: bool
+    bytes_per_second: float
+    """In each direction, while both send. 0 where the pair could not exchange anything."""
+    latency_seconds: float
+    """Half of a round trip of 8 bytes."""
+    error: str | None = None
+    """What failed, where something did."""
+
+    @property
+    def pair(self) -> tuple[int, int]:
+        """Its ranks."""
+        return self.first, self.second
+
+
+def rounds_of(nodes: Sequence[str]) -> Iterator[list[tuple[int, int]]]:
+    """Pairs of ranks, round by round: every pair that is to be measured is in one round.
+
+    Args:
+        nodes: the node of each rank.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        ranks_of.setdefault(node, []).append(rank)
+    members = list(ranks_of.values())
+    for found in zip(*(_tournament(len(m), most=max(map(len, members))) for m in members),
+                     strict=True):  # fmt: skip
+        yield [
+            (ranks[a], ranks[b]) for ranks, pairs in zip(members, found, strict=True)
+            for a, b in pairs
+        ]  # fmt: skip
+    for pairs in _tournament(len(members), most=len(members)):
+        yield [
+            (one, two) for a, b in pairs for one, two in zip(members[a], members[b], strict=False)
+        ]
+
+
+def _tournament(players: int, most: int) -> list[list[tuple[int, int]]]:
+    """Every pair of ``players`` once, by the circle method; as many rounds as for ``most``."""
+
+    def rounds(number: int) -> int:
+        return number - 1 + number % 2
+
+    seats = [*range(players), *([-1] if players % 2 else [])]
+    found = []
+    for _ in range(max(0, rounds(players)) if players > 1 else 0):
+        half = len(seats) // 2
+        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
+        found.append([(min(p), max(p)) for p in pairs if -1 not in p])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    wanted = rounds(most) if most > 1 else 0
+    return [*found, *([] for _ in range(wanted - len(found)))]
+
+
+def measure_links(
+    pairs: Sequence[Sequence[tuple[int, int]]], nodes: Sequence[str], *, device: torch.device,
+    size: int,
+) -> list[Link]:  # fmt: skip
+    """The links of this rank, each reported by its first rank. Every rank calls this.
+
+    Args:
+        pairs: of each round.
+        nodes: the node of each rank.
+        device: on which the tensors are.
+        size: bytes in each direction.
+
+    After the first link that fails, this rank measures no other: the process group is broken then,
+    and :func:`find_broken_links` says which links are at fault.
+    """
+    found: list[Link] = []
+    for first, second in _mine(pairs):
+        found.append(_measure(first, second, nodes, device, size))
+        if found[-1].error is not None:
+            break
+    return [k for k in found if k.error is not None or k.first == dist.get_rank()]
+
+
+def find_broken_links(
+    pairs: Sequence[Sequence[tuple[int, int]]], nodes: Sequence[str], *, device: torch.device,
+    size: int, board: Board, timeout: timedelta,
+) -> list[Link]:  # fmt: skip
+    """The links that fail, each tried in a process group of its own. Every rank calls this.
+
+    A rank with two failed links is not tried again: each failure takes up to ``timeout``. The other
+    arguments are those of :func:`measure_links`.
+    """
+    broken: dict[tuple[int, int], Link] = {}
+    for one_round in pairs:
+        failures = Counter(rank for pair in broken for rank in pair)
+        tried = [pair for pair in one_round if max(failures[rank] for rank in pair) < 2]
+        mine: Link | None = None
+        for first, second in _mine([tried]):
+            try:
+                group = dist.new_group(
+                    [first, second], timeout=timeout, use_local_synchronization=True
+                )
+                mine = _measure(first, second, nodes, device, size, group)
+            except RuntimeError as failed:
+                mine = _failed(first, second, nodes, failed)
+        bad = None if mine is None or mine.error is None else asdict(mine)
+        for found in board.share("links", bad):
+            if found is not None:
+                broken[found["first"], found["second"]] = Link(**found)
+    return list(broken.values())
+
+
+def _mine(pairs: Sequence[Sequence[tuple[int, int]]]) -> Iterator[tuple[int, int]]:
+    rank = dist.get_rank()
+    return (pair for one_round in pairs for pair in one_round if rank in pair)
+
+
+def _failed(first: int, second: int, nodes: Sequence[str], error: Exception) -> Link:
+    said = " ".join(str(error).split())[:200]
+    return Link(first, second, nodes[first] == nodes[second], 0.0, 0.0, said)
+
+
+def _measure(
+    first: int, second: int, nodes: Sequence[str], device: torch.device, size: int,
+    group: dist.ProcessGroup | None = None,
+) -> Link:  # fmt: skip
+    """The link between this rank and another one; both call this."""
+    rank = dist.get_rank()
+    peer = second if rank == first else first
+    mine = torch.full((size,), rank % 251, dtype=torch.uint8, device=device)
+    theirs = torch.empty_like(mine)
+    word = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def trip() -> float:
+        """Seconds of a round trip of 8 bytes, which the first rank begins."""
+        began = time.perf_counter()
+        for sends in (rank == first, rank != first):
+            if sends:
+                dist.send(word, peer, group)
+            else:
+                dist.recv(word, peer, group)
+        synchronize(device)
+        return time.perf_counter() - began
+
+    def exchange() -> float:
+        """Seconds in which both ranks receive all of the other's bytes."""
+        trip()  # both begin at once
+        began = time.perf_counter()
+        operations = [
+            dist.P2POp(dist.isend, mine, peer, group), dist.P2POp(dist.irecv, theirs, peer, group)
+        ]  # fmt: skip
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        synchronize(device)
+        return time.perf_counter() - began
+
+    try:
+        latency = min(trip() for _ in range(_LATENCY_TRIPS)) / 2
+        rate = size / min(exchange() for _ in range(_BANDWIDTH_TRIPS))
+    except RuntimeError as failed:
+        return _failed(first, second, nodes, failed)
+    wrong = not bool((theirs == peer % 251).all())
+    error = f"rank {rank} received other bytes than rank {peer} sent" if wrong else None
+    return Link(first, second, nodes[first] == nodes[second], rate, latency, error)
+
+
+def slow_links(links: Sequence[Link], share: float) -> list[Link]:
+    """Links that failed, and those below ``share`` of the median bandwidth of their class.
+
+    The classes are links within a node and links between nodes. A class of fewer than three links
+    is not compared.
+    """
+    found = [link for link in links if link.error is not None]
+    for within in (True, False):
+        group = [k for k in links if k.within_node == within and k.error is None]
+        if len(group) >= 3:
+            least = share * median(link.bytes_per_second for link in group)
+            found += [link for link in group if link.bytes_per_second < least]
+    return found
+
+
+def nodes_of_links(bad: Sequence[Link], nodes: Sequence[str]) -> dict[str, list[Link]]:
+    """The fewest nodes that touch every bad link, by the greedy rule, each with its bad links.
+
+    The node with the most bad links comes first; among equal ones, the node of the highest rank: of
+    a single bad link between two nodes, the second one is named.
+    """
+    found: dict[str, list[Link]] = {}
+    left = list(bad)
+    while left:
+        counts = Counter(node for link in left for node in {nodes[link.first], nodes[link.second]})
+        last_rank = {node: rank for rank, node in enumerate(nodes)}
+        worst = max(counts, key=lambda node: (counts[node], last_rank[node]))
+        found[worst] = [k for k in left if worst in (nodes[k.first], nodes[k.second])]
+        left = [link for link in left if link not in found[worst]]
+    return found

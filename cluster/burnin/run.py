@@ -1,0 +1,270 @@
+"""The burn-in: one check after another on all ranks, and a verdict on the machines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cluster.burnin.board import Board, MissingRanksError
+from cluster.burnin.collectives import all_reduce, all_to_all
+from cluster.burnin.compute import product_rate, turns
+from cluster.burnin.links import (
+    Link,
+    find_broken_links,
+    measure_links,
+    nodes_of_links,
+    rounds_of,
+    slow_links,
+)
+from cluster.burnin.memory import memory_fault
+from cluster.burnin.numerics import arithmetic_hash, differing, kind_of
+from cluster.burnin.storage import storage_rates
+from cluster.burnin.verdict import Finding, RankFacts, Verdict, describe_links, slow_ranks
+from cluster.members import node_name
+
+_REPEATS = 3
+"""A rank or a link is slow where every one of so many measurements says so."""
+_NUMERIC_REPEATS = 2
+
+
+@dataclass(frozen=True)
+class BurnInOptions:
+    """What a burn-in checks, and how strictly."""
+
+    device: torch.device
+    local_rank: int
+    local_world: int
+    timeout: timedelta
+    """Of the process group: what one operation may take."""
+    folder: Path | None = None
+    """The folder of checkpoints; None leaves storage out."""
+    slow: float = 0.1
+    """A rank is slow that is below the median by more than this fraction."""
+    slow_link: float = 0.5
+    """A link is slow that is below this share of the median."""
+    slow_storage: float = 0.5
+    """A rank's storage is slow that is below this share of the median."""
+    link_bytes: int = 1 << 26
+    reduce_bytes: int = 1 << 26
+    rows: int = 32_768
+    """Rows of each rank in the all-to-all: tokens x top_k."""
+    row_bytes: int = 4_096
+    """d_model x bytes of a number."""
+    memory_bytes: int = 1 << 30
+    """Written and read on a CPU."""
+    storage_bytes: int = 1 << 28
+    training_step: Callable[[torch.device], str] | None = None
+    """A few steps of training on this rank alone; returns a hash of what was learned."""
+
+
+class BurnIn:
+    """One burn-in of all ranks of the default process group.
+
+    Args:
+        board: of these ranks. Its limit must be above the time-out of the process group, so that
+            ranks that wait for a lost one answer before the limit.
+        options: the same on every rank, but for device and local rank.
+    """
+
+    def __init__(self, board: Board, options: BurnInOptions) -> None:
+        self.board, self.options = board, options
+        self.rank = board.rank
+
+    def run(self, say: Callable[[str], None] = lambda line: None) -> Verdict:
+        """Carry out all checks; every rank gets the same verdict.
+
+        Args:
+            say: is told the name of each check before it begins.
+
+        Raises MissingRanksError where ranks have not even said who they are.
+        """
+        o = self.options
+        facts = RankFacts(self.rank, node_name(), o.local_rank, kind_of(o.device))
+        verdict = Verdict([RankFacts(**one) for one in self.board.share("start", asdict(facts))])
+        self.kinds = [one.kind for one in verdict.ranks]
+        self.nodes = [one.node for one in verdict.ranks]
+        checks = {
+            "memory": self._memory, "numerics": self._numerics, "products": self._products,
+            "training step": self._training_step, "storage": self._storage, "links": self._links,
+            "all-to-all": self._all_to_all, "all-reduce": self._all_reduce,
+        }  # fmt: skip
+        for name, check in checks.items():
+            say(name)
+            try:
+                goes_on = check(name, verdict)
+            except MissingRanksError as error:
+                verdict.ended_in = name
+                for rank in error.ranks:
+                    verdict.blame(rank, name, f"no answer within {self.board.seconds:g} s")
+                return verdict
+            if not goes_on:
+                verdict.ended_in = name
+                return verdict
+        return verdict
+
+    def _ask(self, name: str, verdict: Verdict, act: Callable[[], Any]) -> list[Any] | None:
+        """What ``act`` returns on each rank; None where it failed on one, which is a finding."""
+        try:
+            answer = {"value": act(), "error": None}
+        except (RuntimeError, ValueError, OSError) as failed:
+            answer = {"value": None, "error": " ".join(str(failed).split())[:200]}
+        answers = self.board.share(name, answer)
+        errors = {r: a["error"] for r, a in enumerate(answers) if a["error"] is not None}
+        for rank, error in errors.items():
+            verdict.blame(rank, name, error)
+        return None if errors else [a["value"] for a in answers]
+
+    def _memory(self, name: str, verdict: Verdict) -> bool:
+        o = self.options
+        for rank, fault in enumerate(
+            self._ask(name, verdict, lambda: memory_fault(o.device, o.memory_bytes)) or ()
+        ):
+            if fault is not None:
+                verdict.blame(rank, name, fault)
+        return True
+
+    def _numerics(self, name: str, verdict: Verdict) -> bool:
+        def hashes() -> list[str]:
+            return [arithmetic_hash(self.options.device) for _ in range(_NUMERIC_REPEATS)]
+
+        self._compare(name, verdict, hashes)
+        return True
+
+    def _training_step(self, name: str, verdict: Verdict) -> bool:
+        step = self.options.training_step
+        if step is not None:
+            self._compare(name, verdict, lambda: [step(self.options.device)])
+        return True
+
+    def _compare(self, name: str, verdict: Verdict, act: Callable[[], list[str]]) -> None:
+        found = self._ask(name, verdict, act)
+        for rank, reason in (differing(self.kinds, found) if found else {}).items():
+            verdict.blame(rank, name, reason)
+
+    def _products(self, name: str, verdict: Verdict) -> bool:
+        o = self.options
+
+        def measure() -> list[float] | None:
+            """Ranks that would share cores take turns."""
+            rates: list[float] = []
+            count = max(self.board.share(name, turns(o.local_world, o.device)))
+            for turn in range(count):
+                is_mine = o.local_rank % count == turn
+                found = self._ask(name, verdict, partial(self._rate, is_mine))
+                if found is None:
+                    return None
+                rates = [old or new for old, new in zip(rates or found, found, strict=True)]
+            return rates
+
+        self._judge(name, verdict, measure, o.slow)
+        return True
+
+    def _rate(self, is_mine: bool) -> float | None:
+        return product_rate(self.options.device) if is_mine else None
+
+    def _judge(
+        self, name: str, verdict: Verdict, measure: Callable[[], list[float] | None], slow: float
+    ) -> None:
+        """Blame ranks that are slow in each of some measurements."""
+        suspects: dict[int, str] = {}
+        for repeat in range(_REPEATS):
+            rates = measure()
+            if rates is None:
+                return
+            verdict.measured[name] = rates
+            found = slow_ranks(rates, self.kinds, slow)
+            suspects = {r: why for r, why in found.items() if not repeat or r in suspects}
+            if not suspects:
+                break
+        for rank, why in suspects.items():
+            verdict.blame(rank, name, why)
+        if max(map(self.kinds.count, self.kinds)) < 3:
+            verdict.not_judged.append(name)
+
+    def _storage(self, name: str, verdict: Verdict) -> bool:
+        o = self.options
+        if o.folder is None:
+            return True
+        folder = o.folder
+
+        def measure(which: int) -> list[float] | None:
+            found = self._ask(
+                name, verdict, lambda: storage_rates(folder, self.rank, o.storage_bytes)
+            )
+            return None if found is None else [one[which] for one in found]
+
+        self._judge("storage write", verdict, lambda: measure(0), 1 - o.slow_storage)
+        self._judge("storage read", verdict, lambda: measure(1), 1 - o.slow_storage)
+        return True
+
+    def _links(self, name: str, verdict: Verdict) -> bool:
+        o = self.options
+        pairs = list(rounds_of(self.nodes))
+        links = self._measured(name, verdict, pairs)
+        failed = any(link.error is not None for link in links)
+        if failed:
+            bad = find_broken_links(
+                pairs, self.nodes, device=o.device, size=o.link_bytes, board=self.board,
+                timeout=o.timeout,
+            )  # fmt: skip
+        else:
+            bad = slow_links(links, o.slow_link)
+        for _ in range(0 if failed else _REPEATS - 1):
+            # Only the suspects are measured again, each without any other.
+            again = self._measured(name, verdict, [[link.pair] for link in bad])
+            rates = {link.pair: link.bytes_per_second for link in again}
+            links = [replace(k, bytes_per_second=rates.get(k.pair, k.bytes_per_second))
+                     for k in links]  # fmt: skip
+            bad = [link for link in slow_links(links, o.slow_link) if link.pair in rates]
+        verdict.measured[name] = [asdict(link) for link in links]
+        for node, mine in nodes_of_links(bad, self.nodes).items():
+            why = describe_links(node, mine, links, self.nodes)
+            verdict.findings.append(Finding(node, None, name, why))
+        for within, what in ((True, "links within a node"), (False, "links between nodes")):
+            if 0 < sum(link.within_node == within for link in links) < 3:
+                verdict.not_judged.append(what)
+        return not failed
+
+    def _measured(
+        self, name: str, verdict: Verdict, pairs: list[list[tuple[int, int]]]
+    ) -> list[Link]:
+        """The links that all ranks have measured; nothing is measured for no pairs."""
+        o = self.options
+        found = self._ask(name, verdict, lambda: [
+            asdict(link)
+            for link in measure_links(pairs, self.nodes, device=o.device, size=o.link_bytes)
+        ]) if pairs else []  # fmt: skip
+        by_pair: dict[tuple[int, int], Link] = {}
+        for link in [Link(**one) for links in found or () for one in links]:
+            if link.pair not in by_pair or link.error is not None:
+                by_pair[link.pair] = link
+        return list(by_pair.values())
+
+    def _all_to_all(self, name: str, verdict: Verdict) -> bool:
+        o = self.options
+        return self._collective(name, verdict, lambda: all_to_all(o.device, o.rows, o.row_bytes))
+
+    def _all_reduce(self, name: str, verdict: Verdict) -> bool:
+        o = self.options
+        return self._collective(name, verdict, lambda: all_reduce(o.device, o.reduce_bytes))
+
+    def _collective(
+        self, name: str, verdict: Verdict, act: Callable[[], tuple[float, str | None]]
+    ) -> bool:
+        if dist.get_world_size() == 1:
+            return True
+        found = self._ask(name, verdict, act)
+        if found is None:
+            return False
+        verdict.measured[name] = [rate for rate, _ in found]
+        for rank, (_, wrong) in enumerate(found):
+            if wrong is not None:
+                verdict.blame(rank, name, f"received {wrong}")
+        return True

@@ -1,0 +1,223 @@
+"""Rates of this machine, measured, in the place of a cluster file's published ones.
+
+Under torchrun all ranks measure at once, as they compute at once in a run, and the slowest rank's
+rate counts: a step waits for it. Each figure is the best of several repetitions, so that other
+processes of the machine do not count.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from pretrain.plan.hardware import BYTES, Chip, Cluster, DtypeName
+
+_GEMM_SHAPES = (
+    (4096, 1024, 1024), (1024, 1024, 1024), (512, 512, 512), (2048, 256, 256), (512, 1024, 256),
+    (512, 256, 64), (256, 256, 1024), (128, 512, 512), (64, 512, 256), (200, 300, 100),
+    (72, 1000, 200),
+)  # fmt: skip
+"""(rows, columns, length of the sum) on a CPU; an accelerator's are eight times as large each."""
+_LENGTHS = (128, 256, 512, 1024, 2048)
+_REPEATS = 7
+_HALF_DEPTHS = (0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
+_CPU_TILES = (4, 8, 16, 32, 64)
+_LIMITS = tuple(1 + 0.02 * i for i in range(31))
+"""The rate of an endless product over the fastest measured one."""
+_STREAM_NUMBERS = 1 << 24
+_COLLECTIVE_BYTES = 1 << 25
+
+
+def calibrate(base: Cluster, device: torch.device) -> Cluster:
+    """``base`` with the measured rates of this machine; collective where there are several ranks.
+
+    Measured are GEMMs of eleven shapes in float32, and on accelerators in bfloat16; attention,
+    forward and backward, at five lengths; the bandwidth of element-wise kernels; and of the link
+    within the node an all-reduce, an all-to-all, and their latency. What cannot be measured stays
+    as in ``base``: prices, power, memory size, the link between nodes, and with one rank all links.
+
+    Args:
+        base: the cluster file to begin with.
+        device: this rank's.
+    """
+    chip = base.chip
+    bandwidth = _slowest(_stream_rate(device)) / 1e9
+    memory = {
+        "memory_gigabytes_per_second": max(chip.memory_gigabytes_per_second, bandwidth),
+        "memory_efficiency": min(1.0, bandwidth / chip.memory_gigabytes_per_second),
+    }
+    chip = chip.model_copy(update=memory)
+    dtypes: tuple[DtypeName, ...] = ("float32",)
+    if device.type == "cuda":
+        dtypes = ("float32", "bfloat16")
+    for dtype in dtypes:
+        chip = _with_gemms(chip, dtype, device)
+    chip = _with_attention(chip, dtypes[-1], device)
+    link = base.intra_node
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        reduce, exchange, latency = _link_rates(device)
+        peak = max(link.gigabytes_per_second, reduce / 1e9, exchange / 1e9)
+        link = link.model_copy(update={
+            "gigabytes_per_second": peak,
+            "efficiency": reduce / 1e9 / peak,
+            "all_to_all_efficiency": exchange / 1e9 / peak,
+            "latency_microseconds": latency * 1e6,
+        })  # fmt: skip
+    found = base.model_copy(update={"chip": chip, "intra_node": link})
+    return Cluster.model_validate(found.model_dump())
+
+
+def _slowest(rate: float) -> float:
+    """The lowest rate of all ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return rate
+    value = torch.tensor(rate, dtype=torch.float64)
+    dist.all_reduce(value, dist.ReduceOp.MIN)
+    return float(value)
+
+
+def _seconds(act: Callable[[], object], device: torch.device, repeats: int = _REPEATS) -> float:
+    """The shortest time of ``act``; each time several calls, about 20 ms together."""
+    act()
+    calls = 1
+    while True:
+        _wait(device)
+        began = time.perf_counter()
+        for _ in range(calls):
+            act()
+        _wait(device)
+        if (taken := time.perf_counter() - began) > 0.02 or calls >= 1 << 16:
+            break
+        calls *= 2
+    best = taken / calls
+    for _ in range(repeats - 1):
+        _wait(device)
+        began = time.perf_counter()
+        for _ in range(calls):
+            act()
+        _wait(device)
+        best = min(best, (time.perf_counter() - began) / calls)
+    return best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _stream_rate(device: torch.device) -> float:
+    """Bytes per second that an addition of two large tensors reads and writes."""
+    a, b = (torch.ones(_STREAM_NUMBERS, device=device) for _ in range(2))
+    out = torch.empty_like(a)
+    return 3 * 4 * _STREAM_NUMBERS / _seconds(lambda: torch.add(a, b, out=out), device)
+
+
+def _with_gemms(chip: Chip, dtype: DtypeName, device: torch.device) -> Chip:
+    """The curve whose times are nearest to the measured ones, by the mean of relative errors."""
+    factor = 8 if device.type == "cuda" else 1
+    shapes = [(m * factor, n * factor, k * factor) for m, n, k in _GEMM_SHAPES]
+    taken = [_slowest_seconds(_gemm_seconds(shape, dtype, device)) for shape in shapes]
+    rates = [2 * m * n * k / s for (m, n, k), s in zip(shapes, taken, strict=True)]
+    fastest = max(rates) / 1e12
+    tiles = (chip.gemm.tile,) if device.type == "cuda" else _CPU_TILES
+    choices: list[tuple[float, int, Chip]] = []
+    for tile, half, above in itertools.product(tiles, _HALF_DEPTHS, _LIMITS):
+        tried = _with_curve(chip, dtype, device, fastest * above, tile, half)
+        errors = [
+            abs(math.log(tried.gemm_seconds(m, n, k, dtype) / seconds))
+            for (m, n, k), seconds in zip(shapes, taken, strict=True)
+        ]
+        choices.append((statistics.fmean(errors), len(choices), tried))
+    return min(choices)[2]
+
+
+def _with_curve(
+    chip: Chip, dtype: DtypeName, device: torch.device, limit: float, tile: int, half_depth: float
+) -> Chip:
+    """A chip whose large products reach ``limit`` TFLOP/s."""
+    # A CPU has no data sheet for one process: the limit of its products is the peak.
+    peak = max(chip.peak_teraflops.get(dtype, 0.0) if device.type == "cuda" else 0.0, limit)
+    shares = chip.gemm.best | {dtype: limit / peak}
+    curve = {"tile": tile, "half_depth": half_depth, "best": shares}
+    return chip.model_copy(update={
+        "gemm": chip.gemm.model_copy(update=curve),
+        "peak_teraflops": chip.peak_teraflops | {dtype: peak},
+        "sustained": 1.0,
+    })  # fmt: skip
+
+
+def _slowest_seconds(seconds: float) -> float:
+    return 1 / _slowest(1 / seconds)
+
+
+def _gemm_seconds(shape: tuple[int, ...], dtype: DtypeName, device: torch.device) -> float:
+    m, n, k = shape
+    kind = getattr(torch, dtype)
+    a = torch.ones(m, k, dtype=kind, device=device)
+    b = torch.ones(k, n, dtype=kind, device=device)
+    out = torch.empty(m, n, dtype=kind, device=device)
+    assert a.element_size() == BYTES[dtype]
+    return _seconds(lambda: torch.mm(a, b, out=out), device)
+
+
+def _with_attention(chip: Chip, dtype: DtypeName, device: torch.device) -> Chip:
+    """seconds / FLOPs = (1 + half_length / keys) / (peak x best): a line in 1 / keys, fitted by
+    least squares."""
+    heads, width = 8, 64
+    keys, costs = [], []
+    for length in _LENGTHS:
+        q = torch.randn(
+            1, heads, length, width, dtype=getattr(torch, dtype), device=device, requires_grad=True
+        )
+
+        def both(q: Tensor = q) -> None:
+            F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+
+        # Two products of half of the pairs forward, and 2.5 times as much backward.
+        flops = 3.5 * 2 * 2 * heads * width * length * length / 2
+        keys.append(1 / length)
+        costs.append(_slowest_seconds(_seconds(both, device, 3)) / flops)
+    slope, level = np.polyfit(keys, costs, 1)
+    level = max(level, min(costs) / 2)
+    best = min(1.0, 1 / (level * chip.peak(dtype)))
+    curve = chip.attention.model_copy(
+        update={"best": float(best), "half_length": float(min(max(slope / level, 0.0), 65_536))}
+    )
+    return chip.model_copy(update={"attention": curve})
+
+
+def _link_rates(device: torch.device) -> tuple[float, float, float]:
+    """Bytes per second of one rank's link in an all-reduce and in an all-to-all, and the seconds of
+    one step of a small collective."""
+    world = dist.get_world_size()
+    steps = world - 1
+    buffer = torch.ones(_COLLECTIVE_BYTES // 4 // world * world, device=device)
+    out = torch.empty_like(buffer)
+    sent = buffer.numel() * 4 * steps / world
+    reduce = _collective_seconds(lambda: dist.all_reduce(buffer), device)
+    exchange = _collective_seconds(lambda: dist.all_to_all_single(out, buffer), device)
+    word = torch.ones(world, device=device)
+    small = _collective_seconds(lambda: dist.all_reduce(word), device)
+    return 2 * sent / reduce, sent / exchange, small / (2 * steps)
+
+
+def _collective_seconds(act: Callable[[], object], device: torch.device) -> float:
+    """The median over repetitions of equal number on all ranks, of the slowest rank."""
+    found = []
+    for _ in range(2 * _REPEATS):
+        dist.barrier()
+        _wait(device)
+        began = time.perf_counter()
+        act()
+        _wait(device)
+        found.append(time.perf_counter() - began)
+    return _slowest_seconds(statistics.median(found))

@@ -1,0 +1,33 @@
+"""The ``[plan]`` section of the spec: a layout that the planner chooses."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class PlanConfig(BaseModel):
+    """The ``[plan]`` section: the layout that ``convoy plan`` finds, in the place of one that a
+    person chooses."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    auto: bool = False
+    """Each start plans the layout for its ranks, prints it, and trains with it. The degrees of
+    ``[parallel]``, pipeline schedule, ZeRO stage, recomputation and ``batch.micro_batch_size`` are
+    then the planner's; checkpoints have the spec with the layout that was taken."""
+    cluster: str | None = None
+    """A cluster file, or the name of a shipped one, as in ``convoy plan --cluster``."""
+    imbalance: float = Field(default=1.1, ge=1)
+    """Rows of the busiest rank's experts as a multiple of the mean."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.auto and self.cluster is None:
+            raise ValueError(
+                "plan.auto (true) needs plan.cluster: a cluster file, or the name of a shipped one"
+            )
+        return self
