@@ -17,6 +17,7 @@ from pretrain.train.trainer import Trainer
 from tests.support.jobs import events, tiny, write_corpus
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.slow  # three starts of a run; docs/data.md's test audits one
 VOCAB = 320
 
 

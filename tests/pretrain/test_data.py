@@ -301,3 +301,18 @@ def test_a_shortened_shard_is_refused(tmp_path):
         InputError, match=r"train-00000.bin has 9998 bytes, its manifest says 10000"
     ):
         PackedSequences(data, corpus, "train")
+
+
+def test_what_was_read_ahead_is_taken_for_that_step_only(prepared):
+    data, corpus = prepared
+    sequences = PackedSequences(data, corpus, "train")
+    loader = Loader(sequences, GlobalOrder(len(sequences), 3), lambda _: 6, 4, 0, 1)
+    alone = Loader(
+        sequences, GlobalOrder(len(sequences), 3), lambda _: 6, 4, 0, 1, read_ahead=False
+    )
+    asked = [(0, ()), (6, ()), (6, ()), (12, ((13, 15),)), (0, ()), (6, ())]
+    for cursor, skipped in asked:  # a step that is tried again, one with skips, and a way back
+        found, after = loader.step(Cursor(cursor), skipped)
+        expected, then = alone.step(Cursor(cursor), skipped)
+        assert after == then
+        assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
