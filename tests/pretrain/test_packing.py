@@ -183,9 +183,10 @@ def train_on_rank(rank: int, arguments: list[str]) -> int:
     return main(arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    ["", *(pytest.param(x, marks=pytest.mark.slow) for x in ("pp=2", "dp_shard=2", "cp=2"))],
+    ["", "pp=2", "dp_shard=2", "cp=2"],
 )
 def test_a_run_with_packed_documents(tmp_path, layout):
     (tmp_path / "text").mkdir()
