@@ -129,15 +129,33 @@ JOB = json.loads(r"""
     "recompute_layer_freq": 1
    }
   },
+  "plan": {
+   "auto": false,
+   "cluster": null,
+   "imbalance": 1.1
+  },
   "data": {
    "source": "stdlib",
    "path": "runs/corpora/stdlib-4096",
+   "sources": {},
+   "stages": [],
+   "validation": {},
    "seq_len": 256,
    "shard_tokens": 67108864,
    "tokenizer_bytes": 67108864,
    "tokenizer": null,
    "end_token": "<|endoftext|>",
-   "document_mask": false
+   "document_mask": false,
+   "packing": "concat",
+   "mask_boundary_labels": false,
+   "text_field": "text",
+   "deduplicate": false,
+   "filter": {
+    "min_characters": 0,
+    "max_characters": null,
+    "min_letter_share": 0.0,
+    "max_repeated_line_share": 1.0
+   }
   },
   "batch": {
    "global_batch_size": 256,
@@ -318,7 +336,15 @@ JOB = json.loads(r"""
   },
   "metrics": {
    "port": 9400,
-   "host": "127.0.0.1"
+   "host": "127.0.0.1",
+   "all_ranks": false,
+   "targets_dir": null,
+   "dollars_per_rank_hour": null
+  },
+  "tracking": {
+   "to": [],
+   "project": "convoy",
+   "mlflow_uri": null
   },
   "sample": {
    "prompt": "def main(",

@@ -14,7 +14,7 @@ from pretrain.plan.failures import (
 if TYPE_CHECKING:
     from pretrain.plan.assessment import Assessment, Choice, assess
     from pretrain.plan.automatic import automatic, spec_with_plan
-    from pretrain.plan.calibrate import calibrate
+    from pretrain.plan.calibration import calibrate
     from pretrain.plan.cost import Cost, cost_of
     from pretrain.plan.hardware import Cluster, load_cluster, shipped_clusters
     from pretrain.plan.plan_tables import (
@@ -82,7 +82,7 @@ if not TYPE_CHECKING:  # mypy would otherwise take any name for one of this modu
             "shipped_clusters": "pretrain.plan.hardware",
             "automatic": "pretrain.plan.automatic",
             "spec_with_plan": "pretrain.plan.automatic",
-            "calibrate": "pretrain.plan.calibrate",
+            "calibrate": "pretrain.plan.calibration",
             "Cost": "pretrain.plan.cost",
             "cost_of": "pretrain.plan.cost",
             "Found": "pretrain.plan.search",

@@ -41,7 +41,7 @@ def test_a_run_that_is_stopped_done_and_refused(tmp_path, monkeypatch, capsys):
     spec, run = write_spec(tmp_path), tmp_path / "run"
     ends = iter([(2, 75), (4, 0)])
 
-    def train(spec, layout, status):
+    def train(spec, layout, status, **options):
         step, code = next(ends)
         with status.during(spec.checkpoint_path):
             assert found(run).state == "running"
@@ -118,7 +118,7 @@ def test_another_run_in_the_folder_keeps_its_status(text, tmp_path, capsys):
 
 
 def test_a_crash_is_recorded_and_raised(tmp_path, monkeypatch):
-    def crash(spec, layout, status):
+    def crash(spec, layout, status, **options):
         with status.during(spec.checkpoint_path):
             assert found(tmp_path / "run").state == "running"
             raise ZeroDivisionError("a defect")

@@ -12,7 +12,7 @@ import torch
 
 from pretrain.commands import main
 from pretrain.plan import load_cluster
-from pretrain.plan.calibrate import calibrate
+from pretrain.plan.calibration import calibrate
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,15 +28,15 @@ def test_the_rates_of_a_known_machine_come_back(monkeypatch):
         "memory_efficiency": 0.45,
     })  # fmt: skip
     monkeypatch.setattr(
-        "pretrain.plan.calibrate._gemm_seconds",
+        "pretrain.plan.calibration._gemm_seconds",
         lambda shape, dtype, device: known.gemm_seconds(*shape, dtype),
     )
-    monkeypatch.setattr("pretrain.plan.calibrate._stream_rate", lambda device: 9e9)
+    monkeypatch.setattr("pretrain.plan.calibration._stream_rate", lambda device: 9e9)
 
     def attention(chip, dtype, device):
         return chip
 
-    monkeypatch.setattr("pretrain.plan.calibrate._with_attention", attention)
+    monkeypatch.setattr("pretrain.plan.calibration._with_attention", attention)
     found = calibrate(base, torch.device("cpu"))
     assert found.chip.stream_seconds(9e9) == pytest.approx(1.0)
     for m, n, k in ((1000, 1000, 1000), (200, 400, 100), (64, 512, 2048)):

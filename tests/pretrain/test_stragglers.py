@@ -207,8 +207,8 @@ def on_rank(rank: int, arguments: list[str], slowness: float, sleep: float) -> t
     if slowness:
         report = Trainer._report
 
-        def with_seconds(self, result, **fields):
-            made = report(self, result, **fields)
+        def with_seconds(self, result, batches, **fields):
+            made = report(self, result, batches, **fields)
             seconds = made.target_tokens * (slowness if rank else 1.0)
             return replace(made, step_seconds=seconds + 5.0, exposed_seconds=5.0)
 
