@@ -63,7 +63,7 @@ MORE = [
     "pp=2 dualpipev", "pp=2,dp_shard=2,ep=2 zbv", "pp=2,tp=2 zbv", "pp=2,dp_replicate=2 zbv",
     "pp=2,dp_shard=2,tp=2,ep=4 zbv", "pp=2,dp_shard=2,ep=2 dualpipev",
 ]  # fmt: skip
-BITWISE = ["tp=2", "pp=2,dp_shard=2,ep=2"]
+BITWISE = ["pp=2,dp_shard=2,ep=2"]
 SLOW = pytest.mark.slow
 EVERY = [*LAYOUTS, *(pytest.param(layout, marks=SLOW) for layout in MORE)]
 
