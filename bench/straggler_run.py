@@ -25,14 +25,15 @@ from bench.harness import Row, arguments, finish
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "tools/recipes/stdlib-tiny.toml"
-_STEPS = 40
+_STEPS = {"free": 20, "as before": 20, "convoy": 60}
+"""A division is found, tried for some steps, and kept; then steps count."""
 _SETTINGS = (
     "parallel.ep=1", "parallel.dp_shard=1", "parallel.dp_replicate=2", "batch.global_batch_size=16",
-    "batch.micro_batch_size=1", f"train.steps={_STEPS}", "train.log_interval_steps=1",
-    "eval.interval_steps=0", "eval.sequences=2", "sample.tokens=0", "metrics.port=-1",
-    f"checkpoint.interval_steps={_STEPS}",
+    "batch.micro_batch_size=1", "data.seq_len=128", "train.log_interval_steps=1",
+    "schedule.warmup_steps=4", "eval.interval_steps=0", "eval.sequences=2", "sample.tokens=0",
+    "metrics.port=-1", "checkpoint.interval_steps=1000",
 )  # fmt: skip
-_SLOW = f'inject=[{{kind="slow",step=4,rank=1,factor=2.0,duration_steps={_STEPS}}}]'
+_SLOW = f'inject=[{{kind="slow",step=4,rank=1,factor=2.0,duration_steps=1000}}]'
 SUBJECTS = {
     "free": (),
     "as before": (_SLOW,),
@@ -63,6 +64,8 @@ def step_seconds(log: list[dict[str, Any]], subject: str) -> float:
             raise SystemExit("the slow rank was not found")
         first = divisions[-1] + 8
     steps = [e["seconds"] for e in log if e["event"] == "step" and e["step"] >= first]
+    if not steps:
+        raise SystemExit(f"{subject}: the last division of micro-batches left no steps to count")
     return float(statistics.median(steps))
 
 
@@ -80,6 +83,7 @@ def main() -> None:
         )  # fmt: skip
         for sample in range(samples):
             for subject, settings in SUBJECTS.items():
+                settings = (*settings, f"train.steps={_STEPS[subject]}")
                 log = run(folder / f"{subject}-{sample}".replace(" ", "-"), corpus, settings)
                 found[subject].append(step_seconds(log, subject))
                 if subject == "convoy":
