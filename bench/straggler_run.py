@@ -33,7 +33,7 @@ _SETTINGS = (
     "schedule.warmup_steps=4", "eval.interval_steps=0", "eval.sequences=2", "sample.tokens=0",
     "metrics.port=-1", "checkpoint.interval_steps=1000",
 )  # fmt: skip
-_SLOW = f'inject=[{{kind="slow",step=4,rank=1,factor=2.0,duration_steps=1000}}]'
+_SLOW = 'inject=[{kind="slow",step=4,rank=1,factor=2.0,duration_steps=1000}]'
 SUBJECTS = {
     "free": (),
     "as before": (_SLOW,),
