@@ -99,7 +99,13 @@ def lines_of(spec: Path, last, world: int, ends: int) -> list[str]:
 @pytest.mark.parametrize(
     ("last", "ranks", "parallel", "said"),
     [
-        (a_stuck_loader, (2, 1), {"ep": 2}, "rank 1: at tests/cluster/test_hang.py:"),
+        pytest.param(
+            a_stuck_loader,
+            (2, 1),
+            {"ep": 2},
+            "rank 1: at tests/cluster/test_hang.py:",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             a_micro_batch_less, (2, 1), {"ep": 2}, "rank 1: no answer", marks=pytest.mark.slow
         ),

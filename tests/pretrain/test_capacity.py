@@ -79,6 +79,7 @@ def losses(run: Path) -> list[float]:
     return [found[step] for step in sorted(found)]
 
 
+@pytest.mark.slow
 def test_plans_follow_speed_resume_and_are_replayed(tmp_path, text):
     straight = tmp_path / "straight"
     steps = "train.steps=12"
