@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 _POLL_SECONDS = 0.01
 
@@ -29,14 +29,14 @@ class Board:
     """Answers of all ranks, by name of a question. Rank 0 collects them for all.
 
     Args:
-        store: of all ranks.
+        store: of all ranks, under a prefix that nothing else uses.
         rank: this rank.
         world: the number of ranks.
         seconds: that all ranks may take for each answer.
     """
 
     def __init__(self, store: Store, rank: int, *, world: int, seconds: float) -> None:
-        self.store, self.rank, self.world = PrefixStore("burn-in", store), rank, world
+        self.store, self.rank, self.world = store, rank, world
         self.seconds = seconds
         self._asked = 0
 

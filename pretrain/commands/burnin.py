@@ -18,7 +18,7 @@ from pretrain.observe import complain, say
 if TYPE_CHECKING:
     import torch
 
-    from cluster.burnin import BurnInOptions, Verdict
+    from cluster.burnin import Board, BurnInOptions, Verdict
 
 _SLOW_DEVICE, _SLOW_CPU = 10.0, 25.0
 """Percent; a CPU's cores are shared with other processes."""
@@ -132,12 +132,13 @@ def _options(args: argparse.Namespace, shape: dict[str, Any]) -> BurnInOptions:
 
     from cluster.burnin import BurnInOptions
     from pretrain.model import small_steps
+    from pretrain.runtime import rank_device
 
-    device, local_rank = _device()
+    device = rank_device()
     slow = args.slow or (_SLOW_CPU if device.type == "cpu" else _SLOW_DEVICE)
     options = BurnInOptions(
         device=device,
-        local_rank=local_rank,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         local_world=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         timeout=timedelta(seconds=args.timeout),
         slow=slow / 100,
@@ -154,39 +155,17 @@ def _options(args: argparse.Namespace, shape: dict[str, Any]) -> BurnInOptions:
     return replace(options, **{k: getattr(options, k) // _QUICK_DIVISOR for k in sizes})
 
 
-def _device() -> tuple[torch.device, int]:
-    import torch
-
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if not torch.cuda.is_available():
-        return torch.device("cpu"), local_rank
-    if local_rank >= torch.cuda.device_count():
-        raise InputError(
-            f"ranks on this machine must be at most its CUDA devices "
-            f"({torch.cuda.device_count()}); this is local rank {local_rank}"
-        )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank), local_rank
-
-
-def _join(device: torch.device, timeout: float) -> Any:
+def _join(device: torch.device, timeout: float) -> Board:
     """The board of the ranks that torchrun has started; without torchrun, of one rank."""
-    from datetime import timedelta
-
     import torch.distributed as dist
-    from torch.distributed import HashStore  # type: ignore[attr-defined]
 
     from cluster.burnin import Board
     from cluster.detect import open_store
+    from pretrain.runtime import join_ranks
 
     # An operation of NCCL that times out then fails in this thread, and does not end the process.
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    limit = timedelta(seconds=timeout)
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=limit)
-    else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit)
+    join_ranks(device, timeout)
     rank, world = dist.get_rank(), dist.get_world_size()
     # Ranks that wait for a lost one answer after one or two time-outs of the process group.
     return Board(open_store("burn-in"), rank, world=world, seconds=3 * timeout)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from pretrain.plan import Cluster, Plan
     from pretrain.spec import JobSpec
 
+_CALIBRATION_TIMEOUT_SECONDS = 600.0
 _EPILOG = """\
 examples:
   convoy plan tools/recipes/mixtral-8x7b.toml --cluster h100 --gpus 128
@@ -114,27 +114,20 @@ def _calibrate(args: argparse.Namespace) -> int:
     if args.spec is not None:
         raise InputError(f"SPEC ({args.spec}) must be left out with --calibrate: no run is planned")
     import tomli_w
-    import torch
     import torch.distributed as dist
 
     from pretrain.plan import calibrate, load_cluster
+    from pretrain.runtime import join_ranks, rank_device
 
-    cuda = torch.cuda.is_available()
-    if cuda and args.cluster is None:
+    device = rank_device()
+    if device.type == "cuda" and args.cluster is None:
         raise InputError("--calibrate needs --cluster on GPUs: peaks and prices are not measured")
     base = load_cluster(args.cluster or "cpu")
-    device = torch.device("cpu")
-    if cuda:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    launched = "RANK" in os.environ
-    if launched:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    join_ranks(device, _CALIBRATION_TIMEOUT_SECONDS)
     try:
         found = calibrate(base, device)
     finally:
-        if launched:
-            dist.destroy_process_group()
+        dist.destroy_process_group()
     if is_first_rank():
         about = provenance("torch")
         heading = (

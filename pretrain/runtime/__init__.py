@@ -11,7 +11,14 @@ from pretrain.runtime.launcher import (
 from pretrain.runtime.locks import lock_folder, lock_run
 from pretrain.runtime.memory import keep_freed_memory, peak_memory_bytes
 from pretrain.runtime.notices import NoticeFile, TimeLimit, slurm_end
-from pretrain.runtime.ranks import Runtime, launched_rank, launched_world, start
+from pretrain.runtime.ranks import (
+    Runtime,
+    join_ranks,
+    launched_rank,
+    launched_world,
+    rank_device,
+    start,
+)
 from pretrain.runtime.signals import StopCause, StopRequest
 from pretrain.runtime.start_parts import StartParts, process_start
 
@@ -26,6 +33,7 @@ __all__ = [
     "end_torchrun",
     "end_with_parent",
     "end_with_torchrun",
+    "join_ranks",
     "keep_freed_memory",
     "launched_rank",
     "launched_world",
@@ -33,6 +41,7 @@ __all__ = [
     "lock_run",
     "peak_memory_bytes",
     "process_start",
+    "rank_device",
     "slurm_end",
     "start",
     "stop_torchrun",

@@ -155,6 +155,36 @@ def launched_world() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def rank_device() -> torch.device:
+    """The device of this rank: with CUDA the current one from now on, of number LOCAL_RANK.
+
+    Raises InputError where LOCAL_RANK has no CUDA device.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise InputError(
+            f"ranks on this machine must be at most its CUDA devices "
+            f"({torch.cuda.device_count()}); this is local rank {local_rank}"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def join_ranks(device: torch.device, timeout_seconds: float, world: int | None = None) -> None:
+    """Make the default process group: of the first ``world`` ranks that torchrun has started, by
+    default all, or of one rank without torchrun."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_seconds)
+    if "RANK" in os.environ:
+        world = launched_world() if world is None else world
+        dist.init_process_group(backend, rank=launched_rank(), world_size=world, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
 def start(timeout_seconds: float, world: int | None = None) -> Runtime:
     """Join the process group that torchrun describes; without torchrun, make one of one rank.
 
@@ -170,25 +200,11 @@ def start(timeout_seconds: float, world: int | None = None) -> Runtime:
     rank, world = launched_rank(), launched_world() if world is None else world
     parts = StartParts()
     parts.mark("imports")
-    cuda = torch.cuda.is_available()
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if cuda and local_rank >= torch.cuda.device_count():
-        raise InputError(
-            f"ranks on this machine must be at most its CUDA devices "
-            f"({torch.cuda.device_count()}); this is local rank {local_rank}"
-        )
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    else:
+    device = rank_device()
+    if device.type == "cpu":
         keep_freed_memory()
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    timeout = timedelta(seconds=timeout_seconds)
     turn_on_flight_recorder()
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    join_ranks(device, timeout_seconds, world)
     control = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
     assert isinstance(control, dist.ProcessGroup)
     token = torch.tensor(secrets.randbits(62), dtype=torch.int64)
