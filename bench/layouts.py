@@ -11,21 +11,15 @@ place of the measured layouts the best planned one is.
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from bench.harness import Row, arguments, finish
+from bench.recipe_runs import RANKS, RECIPE, prepare_corpus, torchrun, train
 from pretrain.plan import load_cluster, plan_of
 from pretrain.spec import load_spec
 
-ROOT = Path(__file__).resolve().parent.parent
-RECIPE = ROOT / "tools/recipes/stdlib-tiny.toml"
-RANKS = 2
 _STEPS = 15
 _FIRST = 3
 LAYOUTS: tuple[tuple[str, ...], ...] = (
@@ -48,18 +42,6 @@ _SETTINGS = (
 )  # fmt: skip
 
 
-def torchrun(*words: str) -> None:
-    """Run a command of ours on all ranks."""
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone",
-         f"--nproc-per-node={RANKS}", *words],
-        cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-    )  # fmt: skip
-    if done.returncode:
-        raise SystemExit(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr[:3000]}")
-
-
 def overrides(layout: tuple[str, ...]) -> list[str]:
     """``SECTION.FIELD=VALUE`` of a layout."""
     degrees, *more = layout
@@ -68,11 +50,8 @@ def overrides(layout: tuple[str, ...]) -> list[str]:
 
 def measured(layout: tuple[str, ...], folder: Path, corpus: Path) -> float:
     """Seconds of a step."""
-    settings = [*_SETTINGS, *overrides(layout), f"run_dir={folder}", f"data.path={corpus}"]
-    words = [word for each in settings for word in ("--set", each)]
-    torchrun("tools/pretrain.py", str(RECIPE), *words)
-    lines = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
-    steps = [line["seconds"] for line in lines if line["event"] == "step"]
+    log = train(folder, corpus, [*_SETTINGS, *overrides(layout)])
+    steps = [event["seconds"] for event in log if event["event"] == "step"]
     return float(statistics.median(steps[_FIRST:]))
 
 
@@ -85,12 +64,7 @@ def main() -> None:
         layouts = layouts[:2]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        corpus, calibrated = folder / "corpus", folder / "here.toml"
-        subprocess.run(
-            [sys.executable, str(ROOT / "tools/prepare_data.py"), str(RECIPE),
-             "--set", f"data.path={corpus}", "--set", f"run_dir={folder / 'run'}"],
-            check=True, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
+        corpus, calibrated = prepare_corpus(folder), folder / "here.toml"
         torchrun("tools/plan.py", "--calibrate", str(calibrated))
         cluster = load_cluster(str(calibrated))
         print(calibrated.read_text())

@@ -32,12 +32,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import Row, arguments, finish
+from bench.recipe_runs import ENVIRONMENT, RANKS, RECIPE, ROOT, prepare_corpus, words
 from tests.support.jobs import events_so_far
 from tests.support.processes import kill_with_descendants, rank_process
 
-ROOT = Path(__file__).resolve().parent.parent
-RECIPE = ROOT / "tools/recipes/stdlib-tiny.toml"
-RANKS = 2
 AFTER_STEP = 6
 _JOIN = """
 import torch.distributed as dist
@@ -90,9 +88,9 @@ def training(run_dir: Path, corpus: Path, *settings: str) -> Iterator[subprocess
             [sys.executable, "-m", "torch.distributed.run", "--standalone",
              f"--nproc-per-node={RANKS}", "--max-restarts=3", "--monitor-interval=0.1",
              str(ROOT / "tools/pretrain.py"), str(RECIPE),
-             *[word for each in options for word in ("--set", each)]],
+             *words(options)],
             stdout=log, stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+            env=ENVIRONMENT,
         )  # fmt: skip
     try:
         yield process
@@ -144,12 +142,8 @@ def main() -> None:
     bare: list[float] = []
     parts: dict[str, list[dict[str, float]]] = {name: [] for name in subjects}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-        folder, corpus = Path(name), Path(name, "corpus")
-        subprocess.run(
-            [sys.executable, str(ROOT / "tools/prepare_data.py"), str(RECIPE),
-             "--set", f"data.path={corpus}", "--set", f"run_dir={folder / 'run'}"],
-            check=True, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
+        folder = Path(name)
+        corpus = prepare_corpus(folder)
         join()  # files are in the page cache from here on
         for turn in range(samples):
             bare.append(join())

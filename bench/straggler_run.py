@@ -12,19 +12,14 @@ convoy) / (as before - limit).
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from bench.harness import Row, arguments, finish
+from bench.recipe_runs import prepare_corpus, train
 
-ROOT = Path(__file__).resolve().parent.parent
-RECIPE = ROOT / "tools/recipes/stdlib-tiny.toml"
 _STEPS = {"free": 20, "as before": 20, "convoy": 60}
 """A division is found, tried for some steps, and kept; then steps count."""
 _SETTINGS = (
@@ -39,20 +34,6 @@ SUBJECTS = {
     "as before": (_SLOW,),
     "convoy": (_SLOW, "stragglers.rebalance=true"),
 }
-
-
-def run(folder: Path, corpus: Path, settings: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Train; returns the log."""
-    every = (*_SETTINGS, *settings, f"run_dir={folder}", f"data.path={corpus}")
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-         "tools/pretrain.py", str(RECIPE), *(word for each in every for word in ("--set", each))],
-        cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-    )  # fmt: skip
-    if done.returncode:
-        raise SystemExit(done.stderr[:3000])
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
 def step_seconds(log: list[dict[str, Any]], subject: str) -> float:
@@ -75,16 +56,12 @@ def main() -> None:
     samples = 1 if args.quick else min(args.samples, 3)
     found: dict[str, list[float]] = {name: [] for name in SUBJECTS}
     with tempfile.TemporaryDirectory() as name:
-        folder, corpus = Path(name), Path(name, "corpus")
-        subprocess.run(
-            [sys.executable, str(ROOT / "tools/prepare_data.py"), str(RECIPE),
-             "--set", f"data.path={corpus}", "--set", f"run_dir={folder / 'run'}"],
-            check=True, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
+        folder = Path(name)
+        corpus = prepare_corpus(folder)
         for sample in range(samples):
             for subject, settings in SUBJECTS.items():
-                settings = (*settings, f"train.steps={_STEPS[subject]}")
-                log = run(folder / f"{subject}-{sample}".replace(" ", "-"), corpus, settings)
+                every = (*_SETTINGS, *settings, f"train.steps={_STEPS[subject]}")
+                log = train(folder / f"{subject}-{sample}".replace(" ", "-"), corpus, every)
                 found[subject].append(step_seconds(log, subject))
                 if subject == "convoy":
                     print([e for e in log if e["event"] == "micro_batch_plan"])

@@ -1,0 +1,53 @@
+"""Runs of the tiny recipe for benchmarks: its corpus, and its ranks under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = ROOT / "tools/recipes/stdlib-tiny.toml"
+RANKS = 2
+ENVIRONMENT = {
+    **os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
+}  # fmt: skip
+"""Of torchrun and its ranks."""
+
+
+def prepare_corpus(folder: Path) -> Path:
+    """The prepared corpus of the recipe, below ``folder``."""
+    corpus = folder / "corpus"
+    subprocess.run(
+        [sys.executable, str(ROOT / "tools/prepare_data.py"), str(RECIPE),
+         *words((f"data.path={corpus}", f"run_dir={folder / 'run'}"))],
+        check=True, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    return corpus
+
+
+def words(settings: Iterable[str]) -> list[str]:
+    """``--set`` before each setting."""
+    return [word for each in settings for word in ("--set", each)]
+
+
+def torchrun(*command: str) -> None:
+    """Run a command on all ranks, to its end; a failure ends the benchmark with its output."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone",
+         f"--nproc-per-node={RANKS}", *command],
+        cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[:3000]}")
+
+
+def train(run_dir: Path, corpus: Path, settings: Iterable[str]) -> list[dict[str, Any]]:
+    """Train the recipe on all ranks; returns the log."""
+    every = (*settings, f"run_dir={run_dir}", f"data.path={corpus}")
+    torchrun("tools/pretrain.py", str(RECIPE), *words(every))
+    return [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
