@@ -1,9 +1,10 @@
 """The training loop, the step barrier, and evaluation."""
 
 from pretrain.train.audit_data import ConsumedStep, DataAudit, SourceShare, audit_data
+from pretrain.train.prepare import prepare, verify_data
 from pretrain.train.profile import read_window
 from pretrain.train.replay import ReplayedStep, replay
-from pretrain.train.run import prepare, run, verify_data
+from pretrain.train.run import run
 
 __all__ = [
     "ConsumedStep",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,12 +17,10 @@ from pretrain.checkpoint import (
     join_peers,
     launch_secret,
     newest_shared_step,
-    remove_run,
     restore,
-    roll_back,
     start_saver,
 )
-from pretrain.data import prepare_corpora, read_manifest, record_manifest, verify_corpus
+from pretrain.data import prepare_corpora, record_manifest
 from pretrain.elastic import ChosenLayout, stand_by, with_spares
 from pretrain.errors import (
     EXIT_DONE,
@@ -34,7 +31,7 @@ from pretrain.errors import (
     InputError,
     LostRankError,
 )
-from pretrain.faults import faults_of, forget_faults
+from pretrain.faults import faults_of
 from pretrain.job import Job, build_job
 from pretrain.observe import (
     Console,
@@ -131,60 +128,6 @@ def run(
     if code == EXIT_TRY_AGAIN and leaves:
         stop_torchrun(torchrun)
     return code
-
-
-def prepare(
-    spec: JobSpec,
-    *,
-    reset: bool = False,
-    load_step: int | None = None,
-    processes: int | None = None,
-) -> None:
-    """Prepare the corpus of a spec, and change what the next start of the run begins from.
-
-    Args:
-        spec: the run.
-        reset: remove the run's log, summary, status and checkpoints; the next start is a new run.
-        load_step: roll the run back: the next start resumes from this step. Newer checkpoints are
-            moved to ``away/``, and checkpoints in nodes' memory and on their disks are not taken.
-        processes: how many read and tokenize the documents; chosen by size where None.
-
-    Raises InputError where the corpus cannot be made, another run holds the folder, there is no
-    such step, or a file cannot be removed.
-    """
-    corpora = prepare_corpora(
-        spec.data, spec.model.vocab_size, say, processes=processes, count_files=True
-    )
-    for line in corpora.epochs_lines(spec.train.steps * spec.batch.global_batch_size):
-        say(line)
-    if not reset and load_step is None:
-        return
-    with lock_run(spec):
-        try:
-            if load_step is not None:
-                roll_back(spec.checkpoint_path, load_step, say)
-                return
-            remove_run(spec.checkpoint_path)
-            for name in ("log.jsonl", "summary.json", "status.json", "health.json"):
-                (spec.run_path / name).unlink(missing_ok=True)
-            forget_faults(spec.run_path)
-            shutil.rmtree(spec.run_path / "flight", ignore_errors=True)
-        except OSError as error:
-            raise InputError(
-                f"checkpoint.path ({spec.checkpoint_path}) cannot be changed: {error.strerror}"
-            ) from None
-
-
-def verify_data(spec: JobSpec) -> None:
-    """Compare every byte of the spec's prepared corpora with their manifests.
-
-    Raises InputError, naming the first file that differs.
-    """
-    for one in (*spec.data.each_source.values(), *spec.data.each_validation.values()):
-        manifest = read_manifest(Path(one.path))
-        size = verify_corpus(Path(one.path), manifest)
-        shards = len(manifest.train) + len(manifest.val)
-        say(f"{one.path}: {shards} shards, {size / 1e6:,.1f} MB as the manifest says")
 
 
 def _run(

@@ -14,7 +14,7 @@ from pretrain.errors import InputError
 from pretrain.faults import process as faults_of_process
 from pretrain.faults import tensors
 from pretrain.spec.read import load_spec
-from pretrain.train.run import prepare
+from pretrain.train import prepare
 from tests.pretrain.test_runs import launch, on_rank
 from tests.support.checkpoints import eventually
 from tests.support.jobs import data_of, events, prepare_job, write_spec
