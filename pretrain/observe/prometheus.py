@@ -1,16 +1,13 @@
-"""Prometheus metrics: every name is registered in this file, and rank 0 serves them."""
+"""Prometheus metrics of the events: every name but the ledger's is registered in this file."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from parallel import Topology
 from pretrain.observe.console import HEALTH_RULES
@@ -32,6 +29,7 @@ from pretrain.observe.events import (
 )
 from pretrain.observe.jsonl import LoggedEvent
 from pretrain.observe.ledger import Ledger, ledger_of
+from pretrain.observe.ledger_metrics import LedgerMetrics
 from pretrain.observe.rank_events import (
     CorruptionFound,
     DevicesSampled,
@@ -78,137 +76,162 @@ class Metrics:
             )
         )
 
-        def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(f"convoy_{name}", text, labels, registry=registry)
+        self._registry = registry
+        self._declare_run(spec, topology, version)
+        self._declare_steps()
+        self._declare_collectives_and_experts()
+        self._declare_saves_and_checks()
+        self._begin_at_zero()
+        for line in former:
+            self._remember(line.event, line.time or 0.0)
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"convoy_{name}", text, labels, registry=registry)
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"convoy_{name}", text, labels, registry=self._registry)
 
-        gauge("build_info", "Versions; always 1.", "version", "torch_version").labels(
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"convoy_{name}", text, labels, registry=self._registry)
+
+    def _declare_run(self, spec: JobSpec, topology: Topology, version: str) -> None:
+        self._gauge("build_info", "Versions; always 1.", "version", "torch_version").labels(
             version, torch.__version__
         ).set(1)
-        gauge("job_info", "The job; always 1.", "name", "spec_hash").labels(
+        self._gauge("job_info", "The job; always 1.", "name", "spec_hash").labels(
             spec.name, spec.hash
         ).set(1)
         degrees = {name: str(degree) for name, degree in topology.as_dict().items()}
-        gauge("parallelism_info", "Degrees of the parallel axes; always 1.", *degrees).labels(
+        self._gauge("parallelism_info", "Degrees of the parallel axes; always 1.", *degrees).labels(
             **degrees
         ).set(1)
-        self.ranks = gauge("ranks", "Ranks that train, by the state of this start.")
-        self.epoch = gauge("topology_epoch", "Times that the run has resumed with another layout.")
-        self.step = gauge("step", "Committed steps of the run, over all starts.")
-        gauge("target_steps", "Steps that the spec asks for.").set(spec.train.steps)
-        self.steps = counter("steps_total", "Committed steps.")
-        self.tokens = counter("tokens_total", "Target tokens of committed steps.")
+        self.ranks = self._gauge("ranks", "Ranks that train, by the state of this start.")
+        self.epoch = self._gauge(
+            "topology_epoch", "Times that the run has resumed with another layout."
+        )
+        self.step = self._gauge("step", "Committed steps of the run, over all starts.")
+        self._gauge("target_steps", "Steps that the spec asks for.").set(spec.train.steps)
+
+    def _declare_steps(self) -> None:
+        self.steps = self._counter("steps_total", "Committed steps.")
+        self.tokens = self._counter("tokens_total", "Target tokens of committed steps.")
         self.step_duration = Histogram(
             "convoy_step_duration_seconds",
             "Wall time of a step, with its barrier and update.",
             buckets=[0.01 * 2**i for i in range(16)],
-            registry=registry,
+            registry=self._registry,
         )
-        self.loss = gauge("loss", "Mean loss of the last step in nats per token.")
-        self.grad_norm = gauge("grad_norm", "Global gradient norm of the last step, unclipped.")
-        self.validation_loss = gauge(
+        self.loss = self._gauge("loss", "Mean loss of the last step in nats per token.")
+        self.grad_norm = self._gauge(
+            "grad_norm", "Global gradient norm of the last step, unclipped."
+        )
+        self.validation_loss = self._gauge(
             "validation_loss", "Mean loss of held-out text at the last evaluation, in nats."
         )
-        self.learning_rate = gauge("learning_rate", "Learning rate of the last step.")
-        self.skipped = counter("skipped_steps_total", "Steps that changed nothing.", "reason")
-        self.overflows = counter(
+        self.learning_rate = self._gauge("learning_rate", "Learning rate of the last step.")
+        self.skipped = self._counter("skipped_steps_total", "Steps that changed nothing.", "reason")
+        self.overflows = self._counter(
             "overflows_total", "Steps skipped for gradients too large for float16."
         )
-        self.signals = counter("health_signals_total", "Signals of the playbook.", "rule")
-        self.actions = counter("health_actions_total", "Actions of the playbook.", "action")
-        self.faults = counter("injected_faults_total", "Faults on purpose.", "kind")
-        self.rate = gauge("tokens_per_second", "Target tokens per second of the last step.")
-        self.model_flops = counter(
+        self.signals = self._counter("health_signals_total", "Signals of the playbook.", "rule")
+        self.actions = self._counter("health_actions_total", "Actions of the playbook.", "action")
+        self.faults = self._counter("injected_faults_total", "Faults on purpose.", "kind")
+        self.rate = self._gauge("tokens_per_second", "Target tokens per second of the last step.")
+        self.model_flops = self._counter(
             "model_flops_total", "Operations that the model's products need, of committed steps."
         )
-        self.mfu = gauge("mfu_ratio", "Model FLOPs of the last step over what its devices can do.")
-        self.data_wait = counter(
+        self.mfu = self._gauge(
+            "mfu_ratio", "Model FLOPs of the last step over what its devices can do."
+        )
+        self.data_wait = self._counter(
             "data_wait_seconds_total", "Time the slowest rank waited for data."
         )
-        self.consumed = gauge("consumed_samples", "Sequences of all committed steps.")
-        self.collective_seconds = counter(
+        self.consumed = self._gauge("consumed_samples", "Sequences of all committed steps.")
+
+    def _declare_collectives_and_experts(self) -> None:
+        self.collective_seconds = self._counter(
             "collective_seconds_total", "Seconds of collectives on rank 0.", "op", "group"
         )
-        self.collective_bytes = counter(
+        self.collective_bytes = self._counter(
             "collective_bytes_total", "Bytes that rank 0 gave to collectives.", "op", "group"
         )
-        self.communication = gauge(
+        self.communication = self._gauge(
             "communication_time_ratio",
             "Share of a step in collectives that no computation hides.",
         )
-        self.imbalance = gauge(
+        self.imbalance = self._gauge(
             "moe_expert_load_imbalance_ratio", "Largest over mean load of an expert.", "layer"
         )
-        self.dead = gauge("moe_dead_experts", "Experts without a token in a log interval.", "layer")
-        self.entropy = gauge(
+        self.dead = self._gauge(
+            "moe_dead_experts", "Experts without a token in a log interval.", "layer"
+        )
+        self.entropy = self._gauge(
             "moe_router_entropy_nats", "Mean entropy of a token's probabilities.", "layer"
         )
-        self.dropped = counter(
+        self.dropped = self._counter(
             "moe_dropped_tokens_total", "Assignments that no expert had room for.", "layer"
         )
-        self.rerouted = counter(
+        self.rerouted = self._counter(
             "moe_rerouted_tokens_total", "Assignments that took another expert.", "layer"
         )
-        self.rank_imbalance = gauge(
+        self.rank_imbalance = self._gauge(
             "moe_rank_load_imbalance_ratio", "Largest over mean expert work of a rank."
         )
-        self.capacity_share = gauge(
+        self.capacity_share = self._gauge(
             "moe_capacity_share", "Planned expert work of a rank over its group's mean.", "rank"
         )
-        self.relative_speed = gauge(
+        self.relative_speed = self._gauge(
             "rank_relative_speed_ratio", "Expert speed of a rank over its group's mean.", "rank"
         )
-        self.rank_compute = gauge(
+        self.rank_compute = self._gauge(
             "rank_compute_seconds",
             "Time of a rank in the mean step of a log interval, without waits in collectives.",
             "rank",
         )
-        self.straggler_speed = gauge(
+        self.straggler_speed = self._gauge(
             "straggler_speed_ratio", "Speed of a slow rank over that of the others.", "rank"
         )
-        self.bias = gauge("moe_router_bias_abs_max", "Largest bias of an expert, in magnitude.")
+        self.bias = self._gauge(
+            "moe_router_bias_abs_max", "Largest bias of an expert, in magnitude."
+        )
+
+    def _declare_saves_and_checks(self) -> None:
         self.save_duration = Histogram(
             "convoy_checkpoint_duration_seconds",
             "What training waited (stall), until this rank's part was durable (write), and until "
             "all was (commit).",
             ["tier", "stage"],
             buckets=[0.01 * 2**i for i in range(16)],
-            registry=registry,
+            registry=self._registry,
         )
-        self.verifications = counter(
+        self.verifications = self._counter(
             "verifications_total", "Checks that found no silent data corruption.", "kind"
         )
-        self.verify_seconds = counter(
+        self.verify_seconds = self._counter(
             "verify_seconds_total", "Seconds that training waited for these checks.", "kind"
         )
-        self.corruptions = counter(
+        self.corruptions = self._counter(
             "corruptions_total", "Checks that found silent data corruption.", "kind"
         )
-        self.restore_duration = gauge(
+        self.restore_duration = self._gauge(
             "restore_duration_seconds", "Time of this start's restore.", "tier"
         )
-        self.last_checkpoint = gauge(
+        self.last_checkpoint = self._gauge(
             "last_checkpoint_timestamp_seconds", "Unix time of the last commit.", "tier"
         )
-        self.save_failures = counter(
+        self.save_failures = self._counter(
             "checkpoint_failures_total", "Saves that rank 0 saw fail.", "tier"
         )
-        self.gpu_utilization = gauge(
+        self.gpu_utilization = self._gauge(
             "gpu_utilization_ratio", "Share of time in which the GPU of a rank ran kernels.", "rank"
         )
-        self.gpu_memory = gauge("gpu_memory_bytes", "Used memory of the GPU of a rank.", "rank")
-        self.stuck_ranks = gauge("stuck_ranks", "Ranks that are reported as stuck now.")
-        self.started = gauge(
+        self.gpu_memory = self._gauge(
+            "gpu_memory_bytes", "Used memory of the GPU of a rank.", "rank"
+        )
+        self.stuck_ranks = self._gauge("stuck_ranks", "Ranks that are reported as stuck now.")
+        self.started = self._gauge(
             "start_timestamp_seconds", "Unix time at which the process of rank 0 was started."
         )
-        self.last_step = gauge(
+        self.last_step = self._gauge(
             "last_step_timestamp_seconds", "Unix time of the last step; 0 before the first."
         )
-        self._begin_at_zero()
-        for line in former:
-            self._remember(line.event, line.time or 0.0)
 
     def _begin_at_zero(self) -> None:
         """Counters begin at 0 for each value of their label: increase() of Prometheus does not see
@@ -344,57 +367,3 @@ class Metrics:
             self.entropy.labels(layer).set(routing.entropies[at])
             self.dropped.labels(layer).inc(routing.dropped[at])
             self.rerouted.labels(layer).inc(routing.rerouted[at])
-
-
-class LedgerMetrics(Collector):
-    """The metrics of the goodput ledger, made when they are asked for.
-
-    The counters continue over restarts: the ledger is that of the whole log.
-
-    Args:
-        ledger: the ledger now.
-        dollars_per_rank_hour: the price of a rank; without it there are no metrics of cost.
-        tokens_seen: the target tokens of all committed steps now.
-    """
-
-    def __init__(
-        self,
-        ledger: Callable[[], Ledger],
-        *,
-        dollars_per_rank_hour: float | None = None,
-        tokens_seen: Callable[[], int] = lambda: 0,
-    ) -> None:
-        self._ledger, self._tokens_seen = ledger, tokens_seen
-        self._price = dollars_per_rank_hour
-
-    def collect(self) -> Iterator[Metric]:
-        """The metrics now."""
-        ledger = self._ledger()
-        yield GaugeMetricFamily(
-            "convoy_goodput_ratio",
-            "Share of productive time in the wall time that the run was not idle.",
-            value=ledger.goodput or 0.0,
-        )
-        for name, text, label, values in (
-            ("phase_seconds", "Wall time of the run by phase.", "phase", ledger.seconds),
-            ("lost_seconds", "Wall time that was not productive.", "cause", ledger.lost_seconds),
-            ("restarts", "Starts after the first.", "cause", ledger.restarts),
-        ):
-            family = CounterMetricFamily(f"convoy_{name}", text, labels=[label])
-            for key, value in values.items():
-                family.add_metric([key], value)
-            yield family
-        if self._price is None:
-            return
-        dollars = ledger.rank_seconds / 3600 * self._price
-        yield CounterMetricFamily(
-            "convoy_cost_dollars",
-            "Price of the ranks for the run's wall time without idle, over all starts.",
-            value=dollars,
-        )
-        if tokens := self._tokens_seen():
-            yield GaugeMetricFamily(
-                "convoy_cost_per_billion_tokens_dollars",
-                "Cost so far over the target tokens of all committed steps.",
-                value=dollars / tokens * 1e9,
-            )
