@@ -32,6 +32,7 @@ from cluster.launch.torchrun import continued, torchrun_words
 from cluster.launch.yaml_text import as_yaml
 
 _TIMEOUT = 120.0
+_NO_ANSWER = "kubectl did not answer"
 _GRACE_SECONDS = 600
 _PORT = 29400
 _CONFIG = "/etc/convoy/spec.json"
@@ -42,9 +43,9 @@ _HOST_LABEL = "kubernetes.io/hostname"
 _SCRIPT = """\
 run_dir=@RUN_DIR@
 export CONVOY_NODE_ORDER=$JOB_COMPLETION_INDEX
+mkdir -p "$run_dir/launch" && mark="$run_dir/launch/start-$HOSTNAME" && : > "$mark" || exit 2
 @SETUP@
 @VERSION@
-mkdir -p "$run_dir/launch" && mark="$run_dir/launch/start-$HOSTNAME" && : > "$mark" || exit 2
 @TORCHRUN@ &
 launcher=$!
 trap 'kill -TERM $launcher' TERM
@@ -55,7 +56,8 @@ for try in 1 2 3 4 5; do
     [ $code = 0 ] && exit 0
     if [ "$run_dir/@STATUS_FILE@" -nt "$mark" ]; then
         found=$(python3 -c 'import json, sys
-print(json.load(open(sys.argv[1])).get("exit_code") or "")' "$run_dir/@STATUS_FILE@") || found=
+found = json.load(open(sys.argv[1]))["exit_code"]; print("" if found is None else found)' \
+            "$run_dir/@STATUS_FILE@") || found=
         [ -n "$found" ] && exit "$found"
     fi
     sleep 1
@@ -308,9 +310,11 @@ def submit(job: Job, text: str) -> str:
     for one in wanted:
         refused = _kubectl(["create", "-f", "-"], one)
         if refused:
+            # The API may have made an object about which it has not answered in time.
+            unsure = [one] if refused.startswith(_NO_ANSWER) else []
             left = [
                 f"{each['kind']} {each['metadata']['name']}"
-                for each in reversed(made)
+                for each in reversed([*made, *unsure])
                 if _kubectl(["delete", "--ignore-not-found", "-f", "-"], each)
             ]
             more = f"; remove by hand: {', '.join(left)}" if left else "; nothing is left running"
@@ -338,5 +342,5 @@ def _kubectl(words: list[str], one: dict[str, Any]) -> str:
             timeout=_TIMEOUT,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return f"kubectl did not answer within {_TIMEOUT:.0f} s"
+        return f"{_NO_ANSWER} within {_TIMEOUT:.0f} s"
     return one_line(ended.stderr or ended.stdout) if ended.returncode else ""
