@@ -309,3 +309,24 @@ def test_machines_that_wait_for_a_checkpoint_need_a_folder_to_look_into():
     parameters = RendezvousParameters("convoy", "h:1", "run", 2, 4, **config)
     with pytest.raises(ValueError, match="must be at_once or never with checkpoints in an object"):
         convoy_rendezvous()(parameters)
+
+
+def test_a_pod_on_an_excluded_node_waits_for_the_end_of_the_run(tmp_path):
+    """A pod that failed there would come back there, until the job has failed too often."""
+    excluded = {"excluded": [{"node": "bad-1", "reason": "slow", "time": ""}]}
+    (tmp_path / "exclude.json").write_text(json.dumps(excluded))
+    job = replace(
+        JOB, run_dir=str(tmp_path), setup=(), burn_in=None, python=sys.executable,
+        version=version("convoy-moe"),
+    )  # fmt: skip
+    environment = os.environ | {
+        "JOB_COMPLETION_INDEX": "1", "HOSTNAME": "pod", "CONVOY_NODE_NAME": "bad-1",
+    }  # fmt: skip
+    with subprocess.Popen(
+        ["bash", "-c", node_script(job)], env=environment, stdout=subprocess.PIPE, text=True
+    ) as pod:
+        assert "bad-1 is on the exclude list" in pod.stdout.readline()
+        past = (tmp_path / "launch" / "start-pod").stat().st_mtime + 10
+        (tmp_path / "status.json").write_text('{"exit_code": 0}')
+        os.utime(tmp_path / "status.json", (past, past))
+        assert pod.wait(timeout=60) == 0
