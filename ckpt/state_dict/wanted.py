@@ -86,7 +86,8 @@ class Wanted:
             entries[:] = values.values()
             return entries
         found: dict[Any, Any] = plan.old if isinstance(plan.old, dict) else {}
-        found.update(values)
+        for key, one in values.items():  # not update(): that of a Counter adds
+            found[key] = one
         return found
 
     def _any(self, value: Any, node: Node, path: Path) -> Any:

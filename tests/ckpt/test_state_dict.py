@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -331,3 +333,66 @@ def test_another_checkpoint_is_told_apart(root):
     ckpt.save(root, info(1, Topology()), arrays, 0, lambda ok: ok)
     with pytest.raises(ckpt.CheckpointError, match="was not saved by save_state_dict"):
         ckpt.load_state_dict(root, {"a": torch.zeros(2)})
+
+
+def schedules() -> dict[str, Callable[[torch.optim.Optimizer], Any]]:
+    """A learning rate scheduler of every class that torch has, by its name."""
+    lr = torch.optim.lr_scheduler
+    return {
+        "LambdaLR": lambda o: lr.LambdaLR(o, lambda n: 0.9**n),
+        "MultiplicativeLR": lambda o: lr.MultiplicativeLR(o, lambda n: 0.9),
+        "StepLR": lambda o: lr.StepLR(o, 2),
+        "MultiStepLR": lambda o: lr.MultiStepLR(o, [3, 5, 5]),
+        "ConstantLR": lambda o: lr.ConstantLR(o, 0.5, 5),
+        "LinearLR": lambda o: lr.LinearLR(o, 0.1, 1.0, 7),
+        "ExponentialLR": lambda o: lr.ExponentialLR(o, 0.9),
+        "PolynomialLR": lambda o: lr.PolynomialLR(o, 9, 2.0),
+        "CosineAnnealingLR": lambda o: lr.CosineAnnealingLR(o, 9),
+        "CosineAnnealingWarmRestarts": lambda o: lr.CosineAnnealingWarmRestarts(o, 3),
+        "CyclicLR": lambda o: lr.CyclicLR(o, 0.01, 0.1, 3, cycle_momentum=False),
+        "OneCycleLR": lambda o: lr.OneCycleLR(o, 0.2, total_steps=20),
+        "ReduceLROnPlateau": lambda o: lr.ReduceLROnPlateau(o, patience=1),
+        "SequentialLR": lambda o: lr.SequentialLR(
+            o, [lr.LinearLR(o, 0.1, 1.0, 3), lr.MultiStepLR(o, [2, 4])], [3]
+        ),
+        "ChainedScheduler": lambda o: lr.ChainedScheduler(
+            [lr.ConstantLR(o, 0.5, 2), lr.MultiStepLR(o, [3, 5])]
+        ),
+    }
+
+
+def scheduled(name: str) -> tuple[torch.optim.Optimizer, Any]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+    return optimizer, schedules()[name](optimizer)
+
+
+def rates(name: str, optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[float]:
+    found = []
+    for _ in range(steps):
+        optimizer.step()
+        scheduler.step(*[1.0] * (name == "ReduceLROnPlateau"))
+        found.append(optimizer.param_groups[0]["lr"])
+    return found
+
+
+def test_every_scheduler_of_torch_is_among_those_that_are_saved():
+    own = {
+        name
+        for name, kind in vars(torch.optim.lr_scheduler).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.lr_scheduler.LRScheduler)
+    }
+    assert own - {"LRScheduler", "_LRScheduler", "SWALR"} == set(schedules())
+
+
+@pytest.mark.parametrize("name", schedules())
+def test_a_learning_rate_goes_on_from_a_checkpoint(name, root):
+    optimizer, scheduler = scheduled(name)
+    rates(name, optimizer, scheduler, 2)
+    saved = {"optim": optimizer.state_dict(), "schedule": scheduler.state_dict()}
+    ckpt.save_state_dict(root, saved, step=2)
+    other, loaded = scheduled(name)
+    state = {"optim": other.state_dict(), "schedule": loaded.state_dict()}
+    ckpt.load_state_dict(root, state)
+    other.load_state_dict(state["optim"])
+    loaded.load_state_dict(state["schedule"])
+    assert rates(name, other, loaded, 8) == rates(name, optimizer, scheduler, 8)
