@@ -102,7 +102,12 @@ def local(state: Any, ranks: Ranks) -> Local:
     held = {
         name: describe(path, tensor, ranks, check=True) for name, (path, tensor) in found.items()
     }
-    return Local(tree, {name: tensor for name, (_, tensor) in found.items()}, held)
+    # numpy cannot look at a tensor with the negative bit, such as the imaginary part of a conjugate
+    tensors = {
+        name: tensor if is_dtensor(tensor) else tensor.resolve_neg()
+        for name, (_, tensor) in found.items()
+    }
+    return Local(tree, tensors, held)
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -135,11 +140,15 @@ def describe(path: Path, tensor: Tensor, ranks: Ranks, check: bool) -> Held:
         raise CheckpointError(
             f"{where(path)} is a {what}: only dense tensors and DTensors can be saved"
         )
+    if not check and tensor.is_neg():
+        raise CheckpointError(
+            f"{where(path)} is a view with the negative bit, and cannot be filled: clone it"
+        )
     if check and tensor.is_meta:
         raise CheckpointError(f"{where(path)} is on the meta device: it has no numbers to save")
     crc = None
     if check and ranks.world > 1 and tensor.is_cpu and tensor.nbytes <= _CHECKED_BYTES:
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        flat = tensor.detach().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         crc = crc32c(np.ascontiguousarray(flat.numpy()).data)
     return Held(tuple(tensor.shape), dtype, None, (), crc)
 
@@ -213,10 +222,11 @@ def agree(state: Any, ranks: Ranks) -> tuple[Local, Agreed]:
     Raises CheckpointError on every rank where any rank has a value that is not stored, or where two
     ranks differ.
     """
-    mine, failure = None, None
+    mine: Local | None = None
+    failure: Exception | None = None
     try:
         mine = local(state, ranks)
-    except CheckpointError as error:
+    except Exception as error:  # of any kind: the other ranks wait for this one
         failure = error
     ranks.together(failure, "the state cannot be saved")
     assert mine is not None

@@ -7,7 +7,7 @@ A file takes a millisecond or two whatever its length. A tensor whose objects wo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 from ckpt.format import CHUNK_BYTES, PACKS, STORAGE_DTYPES, PackedTensor, storage_grid
 from ckpt.local_array import ArraySpec, LocalArray
 from ckpt.state_dict.held import Described, shard_of
-from ckpt.state_dict.packed_row import PackedRow
+from ckpt.state_dict.packed_row import GatheredRow, PackedRow
 from parallel.layout import Box, box_shape, within
 from parallel.placements import MeshLayout, Placement, RankMesh
 
@@ -123,11 +123,8 @@ def local_arrays(made: Plan, tensors: Mapping[str, Tensor], rank: int) -> list[L
             arrays.append(LocalArray(spec, [], []))
             continue
         parts = list(parts_of(pack.tensors, pack.mesh, tensors, rank))
-        if all(piece.is_cpu for _, piece in parts):
-            arrays.append(PackedRow(spec, slot, [(at, one.contiguous()) for at, one in parts]))
-        else:
-            row = ((slot, slot + 1), (0, pack.length))
-            arrays.append(LocalArray(spec, [row], [_filled(pack, parts)]))
+        direct = all(piece.is_cpu and piece.is_contiguous() for _, piece in parts)
+        arrays.append((PackedRow if direct else GatheredRow)(spec, slot, parts))
     return arrays
 
 
@@ -145,16 +142,6 @@ def pieces(layout: MeshLayout, tensor: Tensor | None, rank: int) -> tuple[list[B
     whole = tuple((0, size) for size in shard.shape)
     places = (within(box, whole) for box in layout.local_boxes(slot))
     return layout.slot_boxes(slot), [shard[place] for place in places]
-
-
-def _filled(pack: Pack, parts: Sequence[tuple[int, Tensor]]) -> Tensor:
-    """This rank's row of a pack, [1, length], on the tensors' device: one copy to the host, and not
-    one for each tensor."""
-    device = next(piece.device for _, piece in parts if not piece.is_cpu)
-    row = torch.zeros(1, pack.length, dtype=getattr(torch, pack.dtype), device=device)
-    for at, piece in parts:
-        row[0, at : at + piece.numel()].view(piece.shape).copy_(piece)
-    return row
 
 
 def parts_of(

@@ -68,9 +68,16 @@ def prepared(
         raise CheckpointError(f"step ({step!r}) must be a whole number of at least 0")
     mine, agreed = agree(state, ranks)
     made = plan(agreed.tensors)
-    said: dict[str, Any] = {TREE: agreed.tree}
-    if validation is not None:
-        said["validation"] = float(validation)
+    failure: Exception | None = None
+    arrays: list[LocalArray] = []
+    try:
+        said: dict[str, Any] = {TREE: agreed.tree}
+        if validation is not None:
+            said["validation"] = float(validation)
+        arrays = local_arrays(made, mine.tensors, ranks.rank)
+    except Exception as error:  # of any kind: the other ranks wait for this one
+        failure = error
+    ranks.together(failure, "the state cannot be saved")
     info = SaveInfo(
         save_id=f"{step:08d}-{agreed.token}",
         step=step,
@@ -81,4 +88,4 @@ def prepared(
         compression=compression,
         packed=made.packed,
     )
-    return info, local_arrays(made, mine.tensors, ranks.rank)
+    return info, arrays

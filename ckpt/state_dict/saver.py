@@ -67,6 +67,7 @@ class AsyncSaver:
         except CheckpointError as error:
             failure = error
         self._failed: list[str] = []
+        self._told: set[int] = set()  # steps whose save() has raised an error already
         self._ranks.together(failure, "saves in the background cannot start")
 
     def save(
@@ -93,12 +94,17 @@ class AsyncSaver:
         self._note(self._saver.poll())
         self._report()
         info, arrays = prepared(self._ranks, state, step, self._compression, validation)
-        failure, seconds = None, 0.0
+        failure: Exception | None = None
+        seconds = 0.0
         try:
             seconds = self._saver.save(info, arrays)
-        except CheckpointError as error:
+        except Exception as error:  # of any kind: the other ranks wait for this one
             failure = error
-        self._ranks.together(failure, f"checkpoint of step {step} is not saved")
+        try:
+            self._ranks.together(failure, f"checkpoint of step {step} is not saved")
+        except Exception:
+            self._told.add(step)
+            raise
         return seconds
 
     def wait(self) -> None:
@@ -137,7 +143,7 @@ class AsyncSaver:
         self._failed += [
             f"checkpoint of step {event.step} is not saved in tier {event.tier}: {event.error}"
             for event in events
-            if event.what == "failed"
+            if event.what == "failed" and event.step not in self._told
         ]
 
     def _report(self) -> None:

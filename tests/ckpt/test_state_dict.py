@@ -16,9 +16,13 @@ import pytest
 import torch
 import zarr
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckpt
 from ckpt.format.dtypes import STORAGE_DTYPES
+from ckpt.state_dict import packing
+from ckpt.state_dict.held import Described
+from parallel.placements import MeshLayout, RankMesh
 from tests.support.checkpoints import bits, objects_folder
 
 
@@ -333,6 +337,53 @@ def test_another_checkpoint_is_told_apart(root):
     ckpt.save(root, info(1, Topology()), arrays, 0, lambda ok: ok)
     with pytest.raises(ckpt.CheckpointError, match="was not saved by save_state_dict"):
         ckpt.load_state_dict(root, {"a": torch.zeros(2)})
+
+
+def test_tensors_with_gaps_and_with_the_negative_bit_are_saved(root):
+    torch.manual_seed(0)
+    z = torch.randn(5, 7, dtype=torch.complex64)
+    state = {
+        "negative": z.conj().imag,
+        "transposed": torch.randn(6, 4).T,
+        "strided": torch.randn(40, dtype=torch.float32)[::4],
+        "plain": torch.arange(3.0),
+    }
+    ckpt.save_state_dict(root, state, step=1)
+    found: dict[str, Any] = {}
+    ckpt.load_state_dict(root, found)
+    assert torch.equal(found["negative"], -z.imag)
+    assert same(found, {**state, "negative": -z.imag})
+    with pytest.raises(ckpt.CheckpointError, match=r"state\['negative'\] is a view with the neg"):
+        ckpt.load_state_dict(root, state)
+
+
+class LargestNew(TorchDispatchMode):
+    """Notes the number of elements of the largest tensor that any operation returns."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        of = out if isinstance(out, list | tuple) else [out]
+        self.largest = max(self.largest, *(one.numel() for one in of))
+        return out
+
+
+def test_a_row_of_a_pack_is_gathered_chunk_by_chunk():
+    """A device must never hold a copy of all small tensors: a transposed tensor takes its way."""
+    tensors = {f"w{i}": torch.full((40, 50), float(i)).T for i in range(30)}
+    mesh = RankMesh((1,), (0,))
+    described = {
+        name: Described("float32", MeshLayout((50, 40), mesh, (None,))) for name in tensors
+    }
+    with LargestNew() as made:
+        (row,) = packing.local_arrays(packing.plan(described), tensors, 0)
+        out = np.empty((1, 3000), np.float32)
+        for start in range(0, 60_000, 3000):
+            row.read_into(((0, 1), (start, start + 3000)), out)
+            expected = np.repeat(np.arange(30.0), 2000)[start : start + 3000]
+            assert (out[0] == expected).all()
+    assert made.largest == 3000, "no more than the part that is asked for"
 
 
 def schedules() -> dict[str, Callable[[torch.optim.Optimizer], Any]]:

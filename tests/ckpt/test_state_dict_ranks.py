@@ -322,6 +322,49 @@ def test_ranks_that_differ_are_told_on_every_rank(root):
         assert says in line
 
 
+class Unreadable(dict):
+    """Stands for any defect while a state is read."""
+
+    def items(self):
+        raise RuntimeError("no items")
+
+
+def failing(rank: int, root: Path) -> list[str]:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no arrays")
+
+    said, good = [], {"a": torch.ones(3)}
+
+    def refused(call: Any, state: Any, step: int) -> None:
+        with pytest.raises(Exception, match="no items|no arrays") as error:
+            call(state, step=step)
+        said.append(f"{type(error.value).__name__}: {error.value}")
+
+    def save(state: Any, step: int) -> None:
+        ckpt.save_state_dict(root, state, step=step)
+
+    with ckpt.AsyncSaver(root) as saver:
+        for call in (save, saver.save):
+            refused(call, Unreadable() if rank else good, 1)
+            with pytest.MonkeyPatch.context() as patch:
+                if rank:
+                    patch.setattr("ckpt.state_dict.save.local_arrays", fail)
+                refused(call, good, 2)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank:
+                patch.setattr(saver._saver, "_plan", fail)
+            refused(saver.save, good, 3)
+        saver.save(good, step=4)
+    return said
+
+
+def test_any_error_of_one_rank_ends_the_save_on_all(root):
+    first, second = run_ranks(failing, 2, root)
+    assert all(line.startswith("RuntimeError: no ") for line in second)
+    assert all(line.startswith("CheckpointError: ") and "rank 1: no " in line for line in first)
+    assert ckpt.committed_steps(root) == [4]
+
+
 def node_of(rank: int) -> tuple[int, ...]:
     return (0, 1) if rank < 2 else (2, 3)
 
