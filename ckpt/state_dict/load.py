@@ -58,8 +58,8 @@ def load_state_dict(
     names of ``get_state_dict``. A tensor on the meta device is replaced by a new tensor in its
     dict, for ``load_state_dict(..., assign=True)`` of a module.
 
-    Only tensors share memory with a model and its optimizer: give the filled state to their
-    ``load_state_dict``, or to ``set_state_dict``. An optimizer that has made no step has no tensors.
+    Only tensors share memory with a model and its optimizer, and an optimizer that has made no step
+    has none: give the filled state to their ``load_state_dict``, or to ``set_state_dict``.
 
     Args:
         root: the checkpoint folder or store, or the path of a manifest.
