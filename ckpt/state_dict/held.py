@@ -16,8 +16,8 @@ from crc32c import crc32c
 from torch import Tensor
 
 from ckpt.errors import CheckpointError
-from ckpt.format import STORAGE_DTYPES
-from ckpt.state_dict.tree import Node, Path, flatten, merged, where
+from ckpt.format import STORAGE_DTYPES, Node, Path, PlacedTensor, where
+from ckpt.state_dict.tree import flatten, merged
 from parallel.placements import MeshLayout, Placement, RankMesh
 
 _CHECKED_BYTES = 1 << 20
@@ -196,19 +196,11 @@ def layout_of(tensor: Any, ranks: Ranks) -> MeshLayout:
 
 
 @dataclass(frozen=True)
-class Described:
-    """What all ranks know of one tensor."""
-
-    dtype: str
-    layout: MeshLayout
-
-
-@dataclass(frozen=True)
 class Agreed:
     """What all ranks know of a state: its JSON, and each tensor."""
 
     tree: Node
-    tensors: dict[str, Described]
+    tensors: dict[str, PlacedTensor]
     token: str
     """Random, and equal on all ranks."""
 
@@ -250,7 +242,7 @@ def _digest(mine: Local) -> bytes:
     return hashlib.sha256(said.encode()).digest()
 
 
-def united(kinds: Sequence[tuple[list[int], Mapping[str, Held]]]) -> dict[str, Described]:
+def united(kinds: Sequence[tuple[list[int], Mapping[str, Held]]]) -> dict[str, PlacedTensor]:
     """The dtype and the layout of each tensor.
 
     Ranks that hold a tensor on meshes of their own (tensor parallelism within replicas) hold
@@ -265,7 +257,7 @@ def united(kinds: Sequence[tuple[list[int], Mapping[str, Held]]]) -> dict[str, D
     for ranks, held in kinds:
         for name, one in held.items():
             holders.setdefault(name, []).append((ranks, one))
-    return {name: Described(of[0][1].dtype, _layout(name, of)) for name, of in holders.items()}
+    return {name: PlacedTensor(of[0][1].dtype, _layout(name, of)) for name, of in holders.items()}
 
 
 def _layout(name: str, of: list[tuple[list[int], Held]]) -> MeshLayout:

@@ -17,6 +17,7 @@ from ckpt.format import (
     TREE,
     ArrayRecord,
     Manifest,
+    Node,
     PackPlace,
     committed_steps,
     locate,
@@ -28,7 +29,6 @@ from ckpt.read import load
 from ckpt.state_dict.held import Ranks, is_dtensor, layout_of
 from ckpt.state_dict.packed_row import PackedRow
 from ckpt.state_dict.packing import parts_at, pieces
-from ckpt.state_dict.tree import Node
 from ckpt.state_dict.wanted import Wanted
 from ckpt.store import Location, Store, open_store
 from parallel.layout import Box, box_shape, intersect, within

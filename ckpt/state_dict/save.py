@@ -8,10 +8,10 @@ from typing import Any
 import torch.distributed as dist
 
 from ckpt.errors import CheckpointError
-from ckpt.format import TREE, Compression
+from ckpt.format import TREE, Compression, plan_packs
 from ckpt.local_array import LocalArray
 from ckpt.state_dict.held import Ranks, agree
-from ckpt.state_dict.packing import local_arrays, plan
+from ckpt.state_dict.packing import local_arrays
 from ckpt.store import Location, open_store
 from ckpt.write import SaveInfo, save
 from parallel.layout import Topology
@@ -67,14 +67,14 @@ def prepared(
     if type(step) is not int or step < 0:
         raise CheckpointError(f"step ({step!r}) must be a whole number of at least 0")
     mine, agreed = agree(state, ranks)
-    made = plan(agreed.tensors)
+    made = plan_packs(agreed.tensors)
     failure: Exception | None = None
     arrays: list[LocalArray] = []
     try:
         said: dict[str, Any] = {TREE: agreed.tree}
         if validation is not None:
             said["validation"] = float(validation)
-        arrays = local_arrays(made, mine.tensors, ranks.rank)
+        arrays = local_arrays(made, agreed.tensors, mine.tensors, ranks.rank)
     except Exception as error:  # of any kind: the other ranks wait for this one
         failure = error
     ranks.together(failure, "the state cannot be saved")

@@ -10,9 +10,19 @@ import torch
 from torch import Tensor
 
 from ckpt.errors import CheckpointError
-from ckpt.format import ArrayRecord, Manifest, PackPlace
+from ckpt.format import (
+    ArrayRecord,
+    Manifest,
+    Node,
+    PackPlace,
+    Path,
+    children,
+    is_leaf,
+    leaf_value,
+    shown,
+    where,
+)
 from ckpt.state_dict.held import Ranks, describe, is_dtensor, shard_of
-from ckpt.state_dict.tree import Node, Path, children, is_leaf, leaf_value, shown, where
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckpt
+from ckpt.format import PlacedTensor, plan_packs
 from ckpt.format.dtypes import STORAGE_DTYPES
 from ckpt.state_dict import packing
-from ckpt.state_dict.held import Described
 from parallel.placements import MeshLayout, RankMesh
 from tests.support.checkpoints import bits, objects_folder
 
@@ -29,7 +29,7 @@ from tests.support.checkpoints import bits, objects_folder
 @pytest.fixture(autouse=True)
 def pack_little(monkeypatch):
     """Tensors of a mebibyte have arrays of their own, so that small states have both kinds."""
-    monkeypatch.setattr("ckpt.state_dict.packing.PACK_BYTES", 1 << 20)
+    monkeypatch.setattr("ckpt.format.pack_plan.PACK_BYTES", 1 << 20)
 
 
 def model(width: int = 600) -> nn.Module:
@@ -149,7 +149,7 @@ def test_many_small_tensors_make_few_files(root):
 
 
 def test_packs_have_an_end(root, monkeypatch):
-    monkeypatch.setattr("ckpt.state_dict.packing._ROW_BYTES", 1000)
+    monkeypatch.setattr("ckpt.format.pack_plan._ROW_BYTES", 1000)
     monkeypatch.setattr("ckpt.state_dict.load._WAVE_BYTES", 3000)
     state = {f"layer.{i}": torch.randn(7 * i) for i in range(60)}
     ckpt.save_state_dict(root, state, step=1)
@@ -175,7 +175,7 @@ def test_packs_have_an_end(root, monkeypatch):
         ({"a": torch.ones(2, dtype=torch.complex64)}, r"state\['a'\] has dtype complex64: one of"),
         ({"a": torch.ones(2, 2).to_sparse()}, r"state\['a'\] is a sparse_coo: only dense"),
         ({"a": torch.ones(2, device="meta")}, "is on the meta device: it has no numbers"),
-        ({"a": "\ud800"}, "has half of a surrogate pair"),
+        ({"a": "\ud800"}, "is not valid Unicode"),
         ({"a" * 201: torch.ones(2)}, "a key has more than 200 bytes"),
     ],
 )
@@ -374,10 +374,10 @@ def test_a_row_of_a_pack_is_gathered_chunk_by_chunk():
     tensors = {f"w{i}": torch.full((40, 50), float(i)).T for i in range(30)}
     mesh = RankMesh((1,), (0,))
     described = {
-        name: Described("float32", MeshLayout((50, 40), mesh, (None,))) for name in tensors
+        name: PlacedTensor("float32", MeshLayout((50, 40), mesh, (None,))) for name in tensors
     }
     with LargestNew() as made:
-        (row,) = packing.local_arrays(packing.plan(described), tensors, 0)
+        (row,) = packing.local_arrays(plan_packs(described), described, tensors, 0)
         out = np.empty((1, 3000), np.float32)
         for start in range(0, 60_000, 3000):
             row.read_into(((0, 1), (start, start + 3000)), out)

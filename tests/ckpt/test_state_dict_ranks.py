@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckpt
-from ckpt.state_dict import packing
+from ckpt.format import pack_plan
 from tests.support.ranks import run_ranks, start_ranks
 
 SHAPES = {
@@ -95,7 +95,7 @@ def check(state: dict[str, Any]) -> None:
 def save_all(rank: int, root: Path, world: int, turns: list[int]) -> None:
     for turn in turns:
         # In some turns all tensors are packed, and in others the large ones are not.
-        packing.PACK_BYTES = (4 << 20) if turn % 3 == 0 else (1 << 18)
+        pack_plan.PACK_BYTES = (4 << 20) if turn % 3 == 0 else (1 << 18)
         ckpt.save_state_dict(root / str(turn), tensors(world, turn, filled=True), step=turn)
 
 
@@ -170,7 +170,7 @@ def save_model(rank: int, root: Path, world: int, tp: int) -> list[float]:
     model = built(world, tp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     train(model, optimizer, 2)
-    packing.PACK_BYTES = 1 << 19
+    pack_plan.PACK_BYTES = 1 << 19
     ckpt.save_state_dict(root, training_state(model, optimizer) | {"epoch": 2}, step=2)
     return train(model, optimizer, 2)
 
@@ -257,7 +257,7 @@ def test_pipeline_stages_have_tensors_of_their_own(root):
 def within_replicas(rank: int, root: Path) -> None:
     """Tensor parallelism within replicas: each replica has a mesh of its own."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    packing.PACK_BYTES = 1 << 20
+    pack_plan.PACK_BYTES = 1 << 20
     full = torch.arange(2048.0 * 600).view(2048, 600)
     small = torch.arange(6.0)
     state = {
@@ -393,7 +393,7 @@ def test_a_node_loads_from_its_own_memory(root):
 
 def save_for_ever(rank: int, root: Path) -> None:
     """Save, each time other numbers; leftovers of the launch before are removed first."""
-    packing.PACK_BYTES = 1 << 18
+    pack_plan.PACK_BYTES = 1 << 18
     mesh = init_device_mesh("cpu", (2,))
     if rank == 0:
         ckpt.lifecycle.remove_uncommitted(root)
