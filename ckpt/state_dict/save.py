@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ckpt.errors import CheckpointError
-from ckpt.format import TREE, Compression, plan_packs
+from ckpt.format import TREE, Compression, check_compression, plan_packs
 from ckpt.local_array import LocalArray
 from ckpt.state_dict.held import Ranks, agree
 from ckpt.state_dict.packing import local_arrays
@@ -50,6 +50,7 @@ def save_state_dict(
         CheckpointError: on every rank, where any rank has something in its state that cannot be
             saved, before any byte is written; where ranks differ; where ``step`` has a checkpoint
             already; where any rank could not write. No checkpoint is committed then.
+        ValueError: for another ``compression`` than there is.
     """
     ranks = Ranks(process_group)
     store = open_store(root)
@@ -66,6 +67,7 @@ def prepared(
     """
     if type(step) is not int or step < 0:
         raise CheckpointError(f"step ({step!r}) must be a whole number of at least 0")
+    check_compression(compression)
     mine, agreed = agree(state, ranks)
     made = plan_packs(agreed.tensors)
     failure: Exception | None = None

@@ -288,7 +288,7 @@ def test_saves_in_the_background_are_committed_and_retained(root):
         with pytest.raises(ckpt.CheckpointError, match="step 3 already has a checkpoint"):
             saver.wait()
         saver.save(state, step=3)
-        saver._saver.wait()
+        saver._open_saver().wait()
         with pytest.raises(ckpt.CheckpointError, match="at least 0"):
             saver.save(state, step=-1)
         saver.save(state, step=4)
@@ -447,3 +447,61 @@ def test_a_learning_rate_goes_on_from_a_checkpoint(name, root):
     other.load_state_dict(state["optim"])
     loaded.load_state_dict(state["schedule"])
     assert rates(name, other, loaded, 8) == rates(name, optimizer, scheduler, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"keep": 0}, r"^keep \(0\) must be at least 1, a ckpt.Retention, or None for all$"),
+        ({"keep": "x"}, r"^keep \('x'\) must be at least 1"),
+        ({"keep": True}, r"^keep \(True\) must be at least 1"),
+        ({"compression": "gzip"}, r"^compression \('gzip'\) must be one of none, zstd$"),
+        ({"root": ckpt.LocalStore(Path("x"))}, r"^root \(LocalStore\) must be a folder or a URL$"),
+    ],
+)
+def test_what_no_saver_can_use_is_refused_at_once(options, says, root):
+    with pytest.raises(ValueError, match=says):
+        ckpt.AsyncSaver(options.pop("root", root), **options)
+    assert not root.exists()
+
+
+def test_a_compression_that_there_is_not_is_one_line(root):
+    with pytest.raises(ValueError, match=r"^compression \('gzip'\) must be one of none, zstd$"):
+        ckpt.save_state_dict(root, {"a": 1}, step=1, compression="gzip")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="compression"):
+        ckpt.AsyncCheckpointer([], 0, root / "lock", compression="gzip")  # type: ignore[arg-type]
+
+
+HOLDS = """
+import sys, ckpt
+saver = ckpt.AsyncSaver(sys.argv[1])
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_saver_leaves_the_first_one_alone(root):
+    state = {"w": torch.ones(3)}
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(root)],
+        cwd=Path(__file__).parents[2], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"ready\n"
+        with pytest.raises(ckpt.CheckpointError, match=f"process {other.pid} has an AsyncSaver"):
+            ckpt.AsyncSaver(root)
+    finally:
+        other.kill()  # the writer process of a dead trainer is taken over
+        other.communicate()
+    saver = ckpt.AsyncSaver(root)
+    saver.save(state, step=1)
+    with pytest.raises(ckpt.CheckpointError, match="this process already has an AsyncSaver"):
+        ckpt.AsyncSaver(root)
+    saver.save(state, step=2)
+    saver.close()
+    saver.close()
+    for call in (lambda: saver.save(state, step=3), saver.wait):
+        with pytest.raises(ckpt.CheckpointError, match=r"^this saver is closed"):
+            call()
+    assert ckpt.committed_steps(root) == [1, 2]
