@@ -149,7 +149,7 @@ class TransformersMoE(MoELayer):
         block, weight = self._block[0], self.gate.weight
         if self._narrow_gate and weight.dtype != self.experts.down_proj.dtype:
             # A cast of the model left the router in float32: transformers computes in one dtype.
-            dtype = self.experts.down_proj.dtype
+            dtype = cast(Tensor, self.experts.down_proj).dtype
             weight.data = weight.data.to(dtype)
             weight.grad = None if weight.grad is None else weight.grad.to(dtype)
         block.gate.weight = weight

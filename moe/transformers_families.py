@@ -1,4 +1,4 @@
-"""The MoE blocks of ``transformers`` that can be adopted, with their options as fields of MoEConfig."""
+"""MoE blocks of ``transformers`` that can be adopted, and their options as fields of MoEConfig."""
 
 from __future__ import annotations
 

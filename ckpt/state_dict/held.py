@@ -32,7 +32,7 @@ class Held:
     dtype: str
     mesh: RankMesh | None
     placements: tuple[Placement, ...]
-    check: int | None = None
+    crc32c: int | None = None
     """The CRC32C of a small plain tensor in host memory."""
 
 
@@ -74,7 +74,7 @@ class Ranks:
         """Whether all ranks passed True."""
         return all(self.gather(ok))
 
-    def together(self, failure: Exception | None, what: str) -> None:
+    def raise_on_all(self, failure: Exception | None, what: str) -> None:
         """Raise on every rank where any rank has a failure."""
         said = None if failure is None else str(failure) or type(failure).__name__
         for rank, other in enumerate(self.gather(said)):
@@ -220,41 +220,41 @@ def agree(state: Any, ranks: Ranks) -> tuple[Local, Agreed]:
         mine = local(state, ranks)
     except Exception as error:  # of any kind: the other ranks wait for this one
         failure = error
-    ranks.together(failure, "the state cannot be saved")
+    ranks.raise_on_all(failure, "the state cannot be saved")
     assert mine is not None
     digests = ranks.gather((_digest(mine), secrets.token_hex(4)))
-    alike: dict[bytes, list[int]] = {}
+    by_digest: dict[bytes, list[int]] = {}
     for rank, (digest, _) in enumerate(digests):
-        alike.setdefault(digest, []).append(rank)
-    kinds = [(of, ranks.share((mine.tree, mine.held), of[0])) for of in alike.values()]
-    tree = merged([(of[0], tree) for of, (tree, _) in kinds])
-    layouts = united([(of, held) for of, (_, held) in kinds])
+        by_digest.setdefault(digest, []).append(rank)
+    said = [(of, ranks.share((mine.tree, mine.held), of[0])) for of in by_digest.values()]
+    tree = merged([(of[0], tree) for of, (tree, _) in said])
+    layouts = merge_layouts([(of, held) for of, (_, held) in said])
     return mine, Agreed(tree, layouts, digests[0][1])
 
 
 def _digest(mine: Local) -> bytes:
     meshes = {held.mesh: i for i, held in enumerate(mine.held.values())}
     held = [
-        (name, one.shape, one.dtype, meshes[one.mesh], one.placements, one.check)
+        (name, one.shape, one.dtype, meshes[one.mesh], one.placements, one.crc32c)
         for name, one in mine.held.items()
     ]
     said = repr((mine.tree, held, list(meshes.items())))
     return hashlib.sha256(said.encode()).digest()
 
 
-def united(kinds: Sequence[tuple[list[int], Mapping[str, Held]]]) -> dict[str, PlacedTensor]:
+def merge_layouts(said: Sequence[tuple[list[int], Mapping[str, Held]]]) -> dict[str, PlacedTensor]:
     """The dtype and the layout of each tensor.
 
     Ranks that hold a tensor on meshes of their own (tensor parallelism within replicas) hold
     replicas.
 
     Args:
-        kinds: what ranks say of their tensors, with the ranks that say it.
+        said: what ranks say of their tensors, with the ranks that say it.
 
     Raises CheckpointError where ranks differ.
     """
     holders: dict[str, list[tuple[list[int], Held]]] = {}
-    for ranks, held in kinds:
+    for ranks, held in said:
         for name, one in held.items():
             holders.setdefault(name, []).append((ranks, one))
     return {name: PlacedTensor(of[0][1].dtype, _layout(name, of)) for name, of in holders.items()}
@@ -270,11 +270,12 @@ def _layout(name: str, of: list[tuple[list[int], Held]]) -> MeshLayout:
                     f"tensor {name} has {what} {a} on rank {first} and {b} on rank {rank}: it must "
                     f"be equal on all ranks that have the tensor"
                 )
-        if one.check != other.check:
+        if one.crc32c != other.crc32c:
             raise CheckpointError(
                 f"tensor {name} has other numbers on rank {rank} than on rank {first}: a plain "
                 f"tensor must be equal on all ranks; put what each rank has of its own, such as a "
-                f"random state, under a key with the rank in it"
+                f"random state, under a key with the rank in it; ignore= of load_state_dict leaves "
+                f"such keys out on other ranks"
             )
     holders = sorted(rank for ranks, _ in of for rank in ranks)
     if one.mesh is None:

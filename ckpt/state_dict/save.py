@@ -79,7 +79,7 @@ def prepared(
         arrays = local_arrays(made, agreed.tensors, mine.tensors, ranks.rank)
     except Exception as error:  # of any kind: the other ranks wait for this one
         failure = error
-    ranks.together(failure, "the state cannot be saved")
+    ranks.raise_on_all(failure, "the state cannot be saved")
     info = SaveInfo(
         save_id=f"{step:08d}-{agreed.token}",
         step=step,

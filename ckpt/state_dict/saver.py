@@ -81,7 +81,7 @@ class AsyncSaver:
         except Exception as error:  # of any kind: the other ranks wait for this one
             failure = error
         try:
-            self._ranks.together(failure, "saves in the background cannot start")
+            self._ranks.raise_on_all(failure, "saves in the background cannot start")
         except Exception:
             self._end()
             raise
@@ -118,7 +118,7 @@ class AsyncSaver:
         except Exception as error:  # of any kind: the other ranks wait for this one
             failure = error
         try:
-            self._ranks.together(failure, f"checkpoint of step {step} is not saved")
+            self._ranks.raise_on_all(failure, f"checkpoint of step {step} is not saved")
         except Exception:
             self._told.add(step)
             raise

@@ -505,3 +505,38 @@ def test_a_second_saver_leaves_the_first_one_alone(root):
         with pytest.raises(ckpt.CheckpointError, match=r"^this saver is closed"):
             call()
     assert ckpt.committed_steps(root) == [1, 2]
+
+
+def test_keys_that_may_differ_are_ignored_by_their_names(root):
+    rng = torch.arange(4, dtype=torch.uint8)
+    saved = {"w": torch.ones(3), "rng/0": rng, "rng/1": rng, "own": {"1": {"a": 1}}}
+    ckpt.save_state_dict(root, saved, step=1)
+    for state in (
+        {"w": torch.zeros(3), "rng/0": torch.zeros_like(rng), "own": {"1": {"a": 0}}},
+        {"w": torch.zeros(3), "rng/2": torch.zeros_like(rng), "own": {"2": {}, "1": {"a": 0}}},
+        {"w": torch.zeros(3), "rng/0": torch.zeros_like(rng), "own": {"2": {"a": 7}}},
+    ):
+        with pytest.raises(ckpt.CheckpointError, match=r"ignore=\[...\] names what may differ"):
+            ckpt.load_state_dict(root, state)
+        ckpt.load_state_dict(root, state, ignore=["rng/*", "own/*/*"])
+        assert torch.equal(state["w"], torch.ones(3))
+        if "rng/0" in state:
+            assert torch.equal(state["rng/0"], rng)
+    with pytest.raises(ckpt.CheckpointError, match="the state lacks"):
+        ckpt.load_state_dict(root, {"w": torch.zeros(3)}, ignore=["rng/*"])
+
+
+@pytest.mark.parametrize("step", ["1", 1.0, True])
+def test_a_step_to_load_is_a_whole_number(step, root):
+    ckpt.save_state_dict(root, {"a": 1}, step=1)
+    with pytest.raises(ckpt.CheckpointError, match=r"^step \(.*\) must be a whole number, or None"):
+        ckpt.load_state_dict(root, {"a": 0}, step=step)
+
+
+def test_a_wrong_name_is_told_with_the_nearest(root):
+    ckpt.save_state_dict(root, {"model": {"weight": torch.ones(2)}}, step=1)
+    opened = ckpt.open(root)
+    with pytest.raises(KeyError, match=r"model/wieght is no array of step 1 in .*model/weight"):
+        opened["model/wieght"]
+    assert opened.get("typo") is None
+    assert "typo" not in opened

@@ -220,6 +220,27 @@ def test_moments_are_made_like_their_parameters(root):
     run_ranks(moments_that_do_not_exist, 2, root, 2)
 
 
+def on_one_rank(rank: int, root: Path) -> None:
+    """Names as of ``optimizer.state_dict()``, which do not say whose a moment is."""
+    model = built(1, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    fresh = {"optim": optimizer.state_dict(), "model": model.state_dict()}
+    train(model, optimizer, 1)
+    ckpt.save_state_dict(root, {"optim": optimizer.state_dict(), "model": {}}, step=1)
+    fresh["model"] = {}
+    ckpt.load_state_dict(root, fresh)  # without DTensors these are whole, plain tensors
+    ckpt.save_state_dict(
+        root, {"optim": optimizer.state_dict(), "model": model.state_dict()}, step=2
+    )
+    fresh = {"optim": {"state": {}, "param_groups": []}, "model": model.state_dict()}
+    with pytest.raises(ckpt.CheckpointError, match="has no tensor that says how to cut it"):
+        ckpt.load_state_dict(root, fresh)
+
+
+def test_moments_of_one_rank_under_fsdp_are_no_plain_tensors(root):
+    run_ranks(on_one_rank, 1, root)
+
+
 def stages(rank: int, root: Path) -> None:
     """Two pipeline stages of two ranks each, that have layers of their own."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))
