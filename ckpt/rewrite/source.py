@@ -23,7 +23,7 @@ from ckpt.format import (
     StoredTensor,
     encode_manifest,
 )
-from ckpt.read import read_tensor
+from ckpt.read import PackReader, read_tensor
 from ckpt.store import Location
 from parallel.layout import Box, ShardLayout, Topology
 from parallel.placements import MeshLayout, Placement
@@ -124,10 +124,14 @@ class CheckpointSource:
         )
         self.records = manifest.tensors
         self.arrays = {name: _of_record(record) for name, record in self.records.items()}
+        self._read_pack = PackReader(root, manifest)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_read_pack": PackReader(self.root, self.manifest)}
 
     def read_box(self, name: str, box: Box) -> np.ndarray[Any, Any]:
         """See :class:`Source`."""
-        return read_tensor(self.root, self.manifest, self.records[name], box)
+        return read_tensor(self.root, self.manifest, self.records[name], box, self._read_pack)
 
 
 def _of_record(record: StoredTensor) -> SourceArray:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ckpt
+from ckpt.read import read_box
 from ckpt.rewrite import CheckpointSource, CheckpointTarget, Selected
 from parallel import Topology
 from pretrain.commands import main
@@ -206,6 +207,21 @@ def test_arrays_that_are_not_those_of_the_state_are_refused(root, tmp_path):
     more = Selected(source, {name: name for name in source.arrays} | {"x": "net/layers.0.w"})
     with pytest.raises(ckpt.CheckpointError, match="x is not in its tree"):
         CheckpointTarget(more, tmp_path, Topology())
+
+
+def test_a_reshard_reads_a_pack_once_and_not_once_for_each_tensor(root, tmp_path, monkeypatch):
+    state = {f"w{i}": torch.full((3,), float(i)) for i in range(200)}
+    ckpt.save_state_dict(root, state, step=1)
+    reads = []
+
+    def counted(*args: Any) -> Any:
+        reads.append(args)
+        return read_box(*args)
+
+    monkeypatch.setattr("ckpt.read.box.read_box", counted)
+    assert run("reshard", root, tmp_path / "copy", "--workers", "1") == 0
+    assert 0 < len(reads) < 5
+    assert same(load(tmp_path / "copy"), state)
 
 
 def sharded(rank: int, root: Path) -> None:
