@@ -191,7 +191,7 @@ class ConvoyStateDictAsync(ConvoyStateDict):
         """Returns when training may go on; what is returned waits until all is durable."""
         if folder not in self._savers:
             self._savers[folder] = ckpt.AsyncSaver(folder)
-            atexit.register(self._savers[folder]._saver.close)
+            atexit.register(self._savers[folder]._end)
         saver = self._savers[folder]
         saver.save({"model": self.tensors}, step=next(self.numbers))
         return saver.wait

@@ -74,7 +74,11 @@ class MoEAux(NamedTuple):
 
     def rank_imbalance(self, ranks: int) -> Tensor:
         """Scalar: the largest load of a rank over the mean load, for ``ranks`` with equal blocks of
-        experts and this call's tokens."""
+        experts and this call's tokens. Raises ValueError where they do not divide the experts."""
+        if ranks < 1 or len(self.tokens_per_expert_E) % ranks:
+            raise ValueError(
+                f"ranks ({ranks}) must divide num_experts ({len(self.tokens_per_expert_E)})"
+            )
         return self._imbalance(self.tokens_per_expert_E.view(ranks, -1).sum(1))
 
     @staticmethod

@@ -7,9 +7,9 @@ The library ``transformers`` is not imported: blocks are known by the full names
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,67 +17,12 @@ from torch import Tensor, nn
 from moe.config import MoEConfig
 from moe.experts import GroupedExperts
 from moe.layer import MoEAux, MoELayer
+from moe.transformers_families import ACTIVATIONS, FAMILIES, SUPPORTED, Fields
 from moe.weights import ExpertWeights
 from parallel.dtensor import local_shard
 from router import RouterConfig, TopKRouter
 
-Fields = dict[str, Any]
 Model = TypeVar("Model", bound=nn.Module)
-
-
-def _softmax(block: Any) -> Fields:
-    return {"norm_topk_prob": block.gate.norm_topk_prob}
-
-
-def _mixtral(block: Any) -> Fields:
-    if block.jitter_noise:
-        raise ValueError(
-            f"router_jitter_noise ({block.jitter_noise}) must be 0: transformers also multiplies "
-            f"the experts' input by the noise, and Convoy has no such option"
-        )
-    return {"norm_topk_prob": True}
-
-
-def _deepseek_v3(block: Any) -> Fields:
-    gate = block.gate
-    return {
-        "score_func": "sigmoid",
-        "norm_topk_prob": gate.norm_topk_prob,
-        "route_scale": float(gate.routed_scaling_factor),
-        "n_groups": gate.num_group,
-        "topk_groups": gate.topk_group,
-        "topk_per_group": 2,
-        "expert_bias": True,
-        # The library has no auxiliary loss for this family: the coefficients are the paper's
-        # (arXiv 2412.19437, section 4.2).
-        "aux_loss_coeff": 0.0,
-        "seq_aux_loss_coeff": 0.0001,
-    }
-
-
-class _Family(NamedTuple):
-    name: str
-    block: str
-    """The full name of the class."""
-    read: Callable[[Any], Fields]
-    """The fields of MoEConfig that this family's blocks have beside those of all families."""
-
-
-_MODELS = "transformers.models"
-_FAMILIES = (
-    _Family("Mixtral", f"{_MODELS}.mixtral.modeling_mixtral.MixtralSparseMoeBlock", _mixtral),
-    _Family("OLMoE", f"{_MODELS}.olmoe.modeling_olmoe.OlmoeSparseMoeBlock", _softmax),
-    _Family(
-        "Qwen3-MoE", f"{_MODELS}.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock", _softmax
-    ),
-    _Family(
-        "DeepSeek-V3", f"{_MODELS}.deepseek_v3.modeling_deepseek_v3.DeepseekV3MoE", _deepseek_v3
-    ),
-)
-_ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu"}
-_SUPPORTED = "moe.adopt supports " + ", ".join(
-    f"{family.name} ({family.block.rpartition('.')[2]})" for family in _FAMILIES
-)
 
 
 class FusedExperts(GroupedExperts):
@@ -138,8 +83,21 @@ def _router_of(gate: Any, config: RouterConfig) -> TopKRouter:
     # transformers records router logits by hooks on modules of the gate's class. The class of this
     # one module therefore becomes a subclass of both, as FSDP does with the modules that it shards.
     router.__class__ = type(type(gate).__name__, bases, {})
-    router._forward_hooks = gate._forward_hooks
+    _share_hooks(gate, router)
     return router
+
+
+_HOOKS = tuple(name for name in vars(nn.Module()) if "_hook" in name)
+
+
+def _share_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Give a module the hooks of the one that it replaces; handles that remove them stay valid."""
+    for name in _HOOKS:
+        setattr(new, name, getattr(old, name))
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(getattr(module, name) for name in _HOOKS)
 
 
 class TransformersMoE(MoELayer):
@@ -166,6 +124,8 @@ class TransformersMoE(MoELayer):
         for name in _FUSED:
             setattr(block.experts, name, None)
         self._block = [block]
+        _share_hooks(block, self)
+        self._narrow_gate = block.gate.weight.dtype == self.experts.down_proj.dtype
         self._listeners: list[list[MoEAux]] = []
         self.train(block.training)
 
@@ -186,8 +146,13 @@ class TransformersMoE(MoELayer):
 
     def block(self) -> nn.Module:
         """The block of ``transformers``, with this layer's parameters."""
-        block = self._block[0]
-        block.gate.weight = self.gate.weight
+        block, weight = self._block[0], self.gate.weight
+        if self._narrow_gate and weight.dtype != self.experts.down_proj.dtype:
+            # A cast of the model left the router in float32: transformers computes in one dtype.
+            dtype = cast(Tensor, self.experts.down_proj).dtype
+            weight.data = weight.data.to(dtype)
+            weight.grad = None if weight.grad is None else weight.grad.to(dtype)
+        block.gate.weight = weight
         if self.gate.expert_bias is not None:
             block.gate.e_score_correction_bias = self.gate.expert_bias
         for name in _FUSED:
@@ -205,9 +170,9 @@ def adopt(model: Model, **options: Any) -> Model:
     parameters of the blocks, under the names that these have: nothing is copied, an optimizer that
     was made before remains valid, ``model.state_dict()`` has the keys and shapes that it had, and
     ``save_pretrained`` writes what ``transformers`` loads, before and after training.
-    ``model(**batch)`` and ``model.generate`` work as before, and logits are equal to 1e-5 in
-    float32. In lower precision routers of Mixtral, OLMoE and Qwen3-MoE differ: Convoy computes
-    them in float32.
+    ``model(**batch)`` and ``model.generate`` work as before, hooks of blocks and gates stay, and
+    logits are equal to 1e-5 in float32. In lower precision routers of Mixtral, OLMoE and Qwen3-MoE
+    differ: Convoy computes them in float32.
 
     ``parallel.apply_expert_parallel(model, mesh)`` spreads the experts over ranks.
     :func:`restore` puts the blocks back.
@@ -243,7 +208,9 @@ def adopt(model: Model, **options: Any) -> Model:
                 )
             found.append((name, module, _config_of(name, module, model, options)))
     if not found:
-        raise ValueError(f"{type(model).__name__} must have MoE blocks to be adopted; {_SUPPORTED}")
+        if _adopted(model):
+            raise ValueError(f"{type(model).__name__} is adopted already: moe.restore undoes that")
+        raise ValueError(f"{type(model).__name__} must have MoE blocks to be adopted; {SUPPORTED}")
     for name, block, config in found:
         _put(model, name, TransformersMoE(block, config))
     return model
@@ -252,13 +219,16 @@ def adopt(model: Model, **options: Any) -> Model:
 def restore(model: Model) -> Model:
     """Undo :func:`adopt`: put the blocks of ``transformers`` back, with the present parameters.
 
-    Saving does not need it. The parameters are those of the layers, not copies.
+    Saving does not need it. The parameters are those of the layers, not copies. Where the model was
+    cast since, as with ``model.bfloat16()``, routers' weights are cast too: adopted layers keep
+    them in float32.
 
-    Raises ValueError, and changes nothing, for parameters that are sharded over ranks. Such a model
-    is saved with ``torch.distributed.checkpoint.state_dict.get_model_state_dict`` and
+    Raises ValueError, and changes nothing, for a model without adopted layers, and for parameters
+    that are sharded over ranks. A sharded model is saved with
+    ``torch.distributed.checkpoint.state_dict.get_model_state_dict`` and
     ``save_pretrained(folder, state_dict=...)``.
     """
-    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, TransformersMoE)]
+    layers = _adopted_layers(model)
     for name, layer in layers:
         if any(hasattr(parameter, "to_local") for parameter in layer.parameters()):
             raise ValueError(
@@ -285,9 +255,7 @@ def collect_aux(model: nn.Module) -> Iterator[list[MoEAux]]:
         (loss + sum(aux.aux_loss for aux in auxes)).backward()
     """
     collected: list[MoEAux] = []
-    layers = [module for module in model.modules() if isinstance(module, TransformersMoE)]
-    if not layers:
-        raise ValueError(f"{type(model).__name__} must have adopted layers: call moe.adopt first")
+    layers = [layer for _, layer in _adopted_layers(model)]
     for layer in layers:
         layer._listeners.append(collected)
     try:
@@ -295,6 +263,19 @@ def collect_aux(model: nn.Module) -> Iterator[list[MoEAux]]:
     finally:
         for layer in layers:
             layer._listeners = [each for each in layer._listeners if each is not collected]
+
+
+def _adopted(model: nn.Module) -> list[tuple[str, TransformersMoE]]:
+    """The adopted layers of a model, with their names."""
+    return [(n, m) for n, m in model.named_modules() if isinstance(m, TransformersMoE)]
+
+
+def _adopted_layers(model: nn.Module) -> list[tuple[str, TransformersMoE]]:
+    """The adopted layers of a model, with their names. Raises ValueError where there is none."""
+    layers = _adopted(model)
+    if not layers:
+        raise ValueError(f"{type(model).__name__} must have adopted layers: call moe.adopt first")
+    return layers
 
 
 def _is_moe_block(module: nn.Module) -> bool:
@@ -312,14 +293,14 @@ def _config_of(name: str, block: Any, model: nn.Module, options: Fields) -> MoEC
     kind = type(block)
     where = f"{name} ({kind.__name__})"
     full_name = f"{kind.__module__}.{kind.__qualname__}"
-    family = next((each for each in _FAMILIES if each.block == full_name), None)
+    family = next((each for each in FAMILIES if each.block == full_name), None)
     if family is None:
-        raise ValueError(f"{where} cannot be adopted; {_SUPPORTED}")
+        raise ValueError(f"{where} cannot be adopted; {SUPPORTED}")
     _check_parameters(where, block)
     experts = block.experts
     act = experts.config.hidden_act
-    if act not in _ACTIVATIONS:
-        raise ValueError(f"{where}: hidden_act ({act}) must be {' or '.join(_ACTIVATIONS)}")
+    if act not in ACTIVATIONS:
+        raise ValueError(f"{where}: hidden_act ({act}) must be {' or '.join(ACTIVATIONS)}")
     E, D, F = experts.down_proj.shape
     sizes = {"num_experts": E, "d_model": D, "d_ff": F, "top_k": block.gate.top_k}
     shared = getattr(block, "shared_experts", None)
@@ -328,7 +309,7 @@ def _config_of(name: str, block: Any, model: nn.Module, options: Fields) -> MoEC
     coeff = getattr(experts.config, "router_aux_loss_coef", None)
     defaults = {} if coeff is None else {"aux_loss_coeff": float(coeff)}
     try:
-        fields = sizes | {"activation": _ACTIVATIONS[act]} | defaults | family.read(block)
+        fields = sizes | {"activation": ACTIVATIONS[act]} | defaults | family.read(block)
         taken = sorted(options.keys() & (fields.keys() - _LOSSES) | options.keys() & _BLOCKS)
         if taken:
             raise ValueError(f"{taken[0]} is the block's and must be left out")
@@ -357,6 +338,11 @@ def _check_parameters(where: str, block: Any) -> None:
                 f"{where}: {name} ({type(tensor).__name__}) must be a plain floating-point "
                 f"parameter: adopt the model before it is sharded, and load it without quantization"
             )
+    if any(map(_has_hooks, experts.modules())):
+        raise ValueError(
+            f"{where}: the experts have hooks, which an adopted layer would call with other "
+            f"arguments: remove them, or register them on the block"
+        )
     E, D, F = experts.down_proj.shape
     if experts.gate_up_proj.shape != (E, 2 * F, D):
         raise ValueError(

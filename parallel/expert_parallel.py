@@ -81,10 +81,21 @@ def _are_sharded(module: ExpertParallelModule, ep_mesh: DeviceMesh) -> bool:
     return True
 
 
+def _check_divides(module: ExpertParallelModule, ranks: int) -> None:
+    for parameter in module.experts.parameters():
+        if parameter.shape[0] % ranks:
+            raise ValueError(
+                f"num_experts ({parameter.shape[0]}) must be a multiple of the ranks of ep_mesh "
+                f"({ranks})"
+            )
+
+
 def apply_expert_parallel(
     model: nn.Module,
     ep_mesh: DeviceMesh,
     node_meshes: tuple[DeviceMesh, DeviceMesh] | None = None,
+    *,
+    allow_no_experts: bool = False,
 ) -> nn.Module:
     """Shard every layer's experts over ``ep_mesh``, and let the layers dispatch tokens over it.
 
@@ -100,30 +111,37 @@ def apply_expert_parallel(
         model: a module with layers as :class:`ExpertParallelModule`.
         ep_mesh: the ranks that share the experts.
         node_meshes: ``ParallelDims.ep_node_meshes``, for the hierarchical dispatcher.
+        allow_no_experts: whether a model without such layers is left as it is, as a pipeline stage
+            of dense layers may be.
 
     A layer that was unpickled after this function keeps its shards of the experts, and gets the
     groups that a pickle leaves out.
 
-    Raises ValueError where a layer's number of experts is not a multiple of the ranks, where the
-    experts are sharded already, and after :func:`parallel.apply_fsdp`.
+    Raises ValueError, before any layer is changed, where no layer has experts, where a layer's
+    number of experts is not a multiple of the ranks, where the experts are sharded already, and
+    after :func:`parallel.apply_fsdp`.
     """
     if not isinstance(ep_mesh, DeviceMesh):
         raise TypeError(f"ep_mesh ({type(ep_mesh).__name__}) must be a mesh, as dims.ep_mesh")
     node_groups = [] if node_meshes is None else [mesh.get_group() for mesh in node_meshes]
-    ranks = ep_mesh.size()
+    ranks, modules = ep_mesh.size(), list(expert_modules(model))
+    if not modules and not allow_no_experts:
+        raise ValueError(
+            f"{type(model).__name__} must have layers with experts, such as MoELayer; "
+            f"allow_no_experts=True leaves a model without them as it is"
+        )
     if ranks == 1:
         return model
-    for module in expert_modules(model):
-        if _are_sharded(module, ep_mesh):
+    sharded = [_are_sharded(module, ep_mesh) for module in modules]
+    for module, done in zip(modules, sharded, strict=True):
+        if not done:
+            _check_divides(module, ranks)
+    for module, done in zip(modules, sharded, strict=True):
+        if done:
             module.use_expert_group(ep_mesh.get_group(), *node_groups)
             continue
         for owner in module.experts.modules():
             for name, parameter in list(owner.named_parameters(recurse=False)):
-                if parameter.shape[0] % ranks:
-                    raise ValueError(
-                        f"num_experts ({parameter.shape[0]}) must be a multiple of the ranks of "
-                        f"ep_mesh ({ranks})"
-                    )
                 cut = distribute_tensor(parameter, ep_mesh, [Shard(0)], src_data_rank=None)
                 owner.register_parameter(
                     name, nn.Parameter(cut, requires_grad=parameter.requires_grad)

@@ -213,8 +213,9 @@ class StragglerAwareCapacity:
         self.plan = CapacityPlan.equal(1)
 
     def use_expert_group(self, group: dist.ProcessGroup) -> None:
-        """See :class:`CapacityPolicy`."""
-        self.plan = CapacityPlan.equal(group.size())
+        """See :class:`CapacityPolicy`; a plan for as many ranks stays."""
+        if len(self.plan.units) != group.size():
+            self.plan = CapacityPlan.equal(group.size())
 
     def most(self, num_tokens: int) -> list[int] | None:
         """See :class:`CapacityPolicy`."""

@@ -236,8 +236,13 @@ class TopKRouter(HoldsGroups, nn.Module):
                 one, for the scope ``global_batch``; None in the first call. Other scopes ignore it.
 
         Raises ValueError for ``replay_indices_TK`` of another shape or dtype, and, on a CPU, for
-        expert numbers out of range.
+        expert numbers out of range; for a ``seq_len`` that does not divide T, and for
+        ``prior_expert_counts_E`` of another shape.
         """
+        if prior_expert_counts_E is not None:
+            self._check_counts("prior_expert_counts_E", prior_expert_counts_E)
+        if seq_len and not torch.compiler.is_compiling() and len(x_TD) % seq_len:
+            raise ValueError(f"seq_len ({seq_len}) must divide the number of tokens ({len(x_TD)})")
         if self.training and torch.is_grad_enabled():
             c = self.config
             if c.expert_bias and c.bias_update_rate:
@@ -420,15 +425,14 @@ class TopKRouter(HoldsGroups, nn.Module):
         arXiv 2412.19437, section 2.1.2). Biases have no gradient.
 
         Args:
-            tokens_per_expert_E: [E] the assignments of the whole step over all ranks, the
-            all-reduced
-                counts of the ranks' layers, so that biases stay equal on all ranks.
+            tokens_per_expert_E: [E] the assignments of the whole step, all-reduced over all ranks:
+                biases stay equal on all ranks.
 
         Raises ValueError for a router without biases, and for a count of another number of experts.
         """
         if self.expert_bias is None:
             raise ValueError("expert_bias (false) must be true for update_bias")
-        self._check_counts(tokens_per_expert_E)
+        self._check_counts("tokens_per_expert_E", tokens_per_expert_E)
         self._idle.steps = None
         # n_i is compared with the mean in integers, E · n_i with the sum: exact for any counts.
         counts_E = tokens_per_expert_E.to(self.expert_bias.device)
@@ -453,14 +457,15 @@ class TopKRouter(HoldsGroups, nn.Module):
                 f"aux_loss_scope ({self.config.aux_loss_scope}) must be previous_step for "
                 f"set_step_counts"
             )
-        self._check_counts(tokens_per_expert_E)
+        self._check_counts("tokens_per_expert_E", tokens_per_expert_E)
         self._idle_counts.steps = None
         self.step_counts_E = tokens_per_expert_E.detach().clone()
 
-    def _check_counts(self, tokens_per_expert_E: Tensor) -> None:
+    def _check_counts(self, name: str, counts_E: Tensor) -> None:
         E = self.config.num_experts
-        if tokens_per_expert_E.shape != (E,):
+        if not isinstance(counts_E, Tensor):
+            raise ValueError(f"{name} ({type(counts_E).__name__}) must be a tensor [{E}]")
+        if counts_E.shape != (E,):
             raise ValueError(
-                f"tokens_per_expert_E ({list(tokens_per_expert_E.shape)}) must be [{E}], a count "
-                f"for each of num_experts"
+                f"{name} ({list(counts_E.shape)}) must be [{E}], a count for each of num_experts"
             )

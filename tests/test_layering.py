@@ -41,6 +41,7 @@ CKPT = {
     },
     "ckpt.rewrite": {
         "ckpt.errors", "ckpt.store", "ckpt.format", "ckpt.read", "ckpt.write", "parallel.layout",
+        "parallel.placements",
     },
     "ckpt.interop": {
         "ckpt.errors", "ckpt.store", "ckpt.format", "ckpt.rewrite", "parallel.layout",

@@ -94,6 +94,22 @@ CALLS = {
         lambda: MoELayer(moe()).router.update_bias(torch.zeros(4)),
         "expert_bias (false) must be true for update_bias",
     ),
+    "counts in a list": (
+        lambda: MoELayer(moe(score_func="sigmoid", expert_bias=True)).router.update_bias([1] * 4),
+        "tokens_per_expert_E (list) must be a tensor [4]",
+    ),
+    "counts of other experts": (
+        lambda: MoELayer(moe())(torch.ones(3, 8), prior_expert_counts_E=torch.ones(5)),
+        "prior_expert_counts_E ([5]) must be [4], a count for each of num_experts",
+    ),
+    "ranks of a load": (
+        lambda: MoELayer(moe())(torch.ones(3, 8)).aux.rank_imbalance(3),
+        "ranks (3) must divide num_experts (4)",
+    ),
+    "a sequence's length": (
+        lambda: MoELayer(moe()).router(torch.ones(6, 8), seq_len=4),
+        "seq_len (4) must divide the number of tokens (6)",
+    ),
     "a tensor in the state": (
         lambda: info(state={"a": [1, {"b": torch.ones(1)}]}),
         "state['a'][1]['b'] (Tensor) must be plain JSON",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ckpt
 from pretrain.commands import main
@@ -353,6 +354,30 @@ def test_what_the_readme_saves_on_two_ranks_loads_on_one_and_four(tmp_path):
         losses.append(found[0][1])
     assert losses == sorted(losses, reverse=True), "each goes on from the one before"
     assert ckpt.committed_steps(tmp_path / "my-checkpoints") == [1, 2, 3]
+
+
+def test_the_own_model_of_checkpoints_goes_on_as_if_it_had_not_stopped(tmp_path):
+    page, block = next(
+        (page, block) for page, block in blocks("python") if page == "docs/checkpoints.md"
+    )
+    assert "optimizer.load_state_dict" in block, page
+    training = block[block.index("model(torch") : block.index("epoch += 1")]
+
+    def run(folder: str, text: str) -> dict[str, Any]:
+        torch.manual_seed(0)
+        (tmp_path / folder).mkdir(exist_ok=True)
+        namespace: dict[str, Any] = {}
+        with chdir(tmp_path / folder):
+            exec(compile(text.replace("AdamW(", "AdamW(lr=0.1, params="), page, "exec"), namespace)
+        return namespace
+
+    whole = run("whole", block.replace(training, 2 * f"optimizer.zero_grad()\n{training}"))
+    run("cut", block)
+    cut = run("cut", block)
+    assert cut["epoch"] == 2
+    assert torch.equal(cut["model"].weight, whole["model"].weight)
+    (moments, *_), (others, *_) = (one["optimizer"].state.values() for one in (cut, whole))
+    assert torch.equal(moments["exp_avg_sq"], others["exp_avg_sq"])
 
 
 def test_the_layer_fits_in_ten_lines():

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from ckpt.background.claim import owned
 from ckpt.background.messages import SaveEvent
 from ckpt.background.tier import TIERS, Tier, TierName
 from parallel.on_demand import on_demand
@@ -15,6 +16,7 @@ __all__ = [
     "SaveEvent",
     "Tier",
     "TierName",
+    "owned",
 ]
 
 

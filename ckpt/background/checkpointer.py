@@ -28,7 +28,7 @@ from ckpt.background.messages import (
 from ckpt.background.staging import Staging
 from ckpt.background.tier import Tier, TierName
 from ckpt.errors import CheckpointError
-from ckpt.format import ArrayRecord, Compression, ObjectLayout
+from ckpt.format import ArrayRecord, Compression, ObjectLayout, check_compression
 from ckpt.local_array import ArraySpec, LocalArray
 from ckpt.store import Bytes, open_store
 from ckpt.write import SaveInfo, own_cells, write_failure
@@ -73,6 +73,8 @@ class AsyncCheckpointer:
         key: the secret that a client of the served folder must know.
         memory_retention_seconds: how long volatile tiers are kept after the trainer died.
         commit_timeout_seconds: how long a commit waits for the writer processes of other ranks.
+
+    Raises ValueError for another ``compression`` than there is.
     """
 
     def __init__(
@@ -87,7 +89,9 @@ class AsyncCheckpointer:
         memory_retention_seconds: float = 600.0,
         commit_timeout_seconds: float = 1800.0,
     ) -> None:
+        check_compression(compression)
         self.tiers, self.rank, self.compression = list(tiers), rank, compression
+        self.closed = False
         self._hello = Hello(
             rank=rank,
             tiers=self.tiers,
@@ -144,7 +148,8 @@ class AsyncCheckpointer:
         return event.port
 
     def add(self, tier: Tier) -> None:
-        """Write later saves to one more tier."""
+        """Write later saves to one more tier. Raises CheckpointError after :meth:`close`."""
+        self._check_open()
         self._send(Request(add_tier=tier))
         self.tiers.append(tier)
         self._staged = None
@@ -167,8 +172,10 @@ class AsyncCheckpointer:
             The seconds that the caller waited.
 
         Raises:
-            CheckpointError: where the writer process is gone, or host memory is short.
+            CheckpointError: where the writer process is gone, or host memory is short; after
+                :meth:`close`.
         """
+        self._check_open()
         began = time.perf_counter()
         names = [tier.name for tier in self.tiers if tiers is None or tier.name in tiers]
         try:
@@ -304,7 +311,10 @@ class AsyncCheckpointer:
 
     def close(self, remove_volatile: bool = True) -> None:
         """Wait until all saves are written, and end the writer process; with ``remove_volatile``
-        the volatile tiers are removed."""
+        the volatile tiers are removed. A second call does nothing."""
+        if self.closed:
+            return
+        self.closed = True
         with contextlib.suppress(OSError):
             self._channel.send(Request(shutdown=Shutdown(remove_volatile=remove_volatile)))
         self._process.wait()
@@ -315,10 +325,17 @@ class AsyncCheckpointer:
     def leave(self) -> None:
         """Disconnect without a shutdown, as a crash would. The writer process finishes the saves,
         keeps the volatile tiers for the next start, and ends by itself."""
+        if self.closed:
+            return
+        self.closed = True
         self._channel.close()
         self._unpin()
         self._staging.close()
         self._process.returncode = 0  # this process never waits for the writer process
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise CheckpointError(f"the checkpointer of rank {self.rank} is closed: make another")
 
     def _send(self, request: Request) -> None:
         try:
@@ -357,7 +374,8 @@ class AsyncCheckpointer:
         self._pending.clear()
         self._start()
         self.ready()
+        of = f"the saves of steps {', '.join(map(str, steps))} are" if steps else "no save is"
         return CheckpointError(
-            f"the writer process of rank {self.rank} ended with {code}: the saves of steps {steps} "
-            f"are lost; another writer process has started for later saves"
+            f"the writer process of rank {self.rank} ended with {code}: {of} lost; another writer "
+            f"process has started for later saves"
         )

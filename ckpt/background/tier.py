@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from ckpt.lifecycle import Retention
 
@@ -27,7 +27,7 @@ class Tier(Message):
     """A folder, or another location that ``ckpt.open_store`` takes."""
     ranks: tuple[int, ...] | None = None
     """The ranks that write to this tier: those of one node; None for all ranks."""
-    keep: int | Retention | None = 2
+    keep: Annotated[int, Field(ge=1)] | Retention | None = 2
     """The checkpoints that stay in this tier: a number keeps that many of the newest, None all."""
     volatile: bool = False
     """Whether the tier is in memory, and is removed when the run ends."""

@@ -231,8 +231,12 @@ class TierWriter:
         with abandonment_reported(self.store, info, rank):
             commit(self.store, info, request.arrays, read_receipts(self.store, info))
         if self.tier.keep is not None:
-            with contextlib.suppress(OSError, CheckpointError):  # the next save tries again
+            try:
                 retain(self.store, self.tier.keep)
+            except (OSError, CheckpointError):
+                pass  # the next save tries again
+            except Exception:  # the checkpoint is committed all the same
+                traceback.print_exc()
         return SaveEvent(what="committed", **about)
 
     def _await_receipts(self, request: SaveRequest, check: bool = False) -> bool:

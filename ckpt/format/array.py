@@ -25,6 +25,7 @@ from parallel.placements import MeshLayout, Placement, RankMesh
 
 Compression = Literal["none", "zstd"]
 """The compression of the chunks of an array."""
+COMPRESSIONS: tuple[Compression, ...] = ("none", "zstd")
 ZSTD_LEVEL = 1
 MOST_CHUNK_BYTES = 1 << 32
 """The limit on the length of a chunk. A reader of any part of a chunk needs that much memory."""
@@ -50,6 +51,12 @@ def check_name(name: str) -> str:
     if not all(map(_PART.fullmatch, name.split("/"))):
         raise ValueError(f"{name!r} must be parts with '/' between, none of them '.' or '..'")
     return name
+
+
+def check_compression(name: str) -> None:
+    """Raises ValueError for the name of no compression."""
+    if name not in COMPRESSIONS:
+        raise ValueError(f"compression ({name!r}) must be one of {', '.join(COMPRESSIONS)}")
 
 
 @lru_cache(maxsize=1 << 8)

@@ -1,6 +1,6 @@
 """Reading slices of a checkpoint, verified, onto any number of ranks."""
 
-from ckpt.read.box import read_box, read_box_into, read_nowhere, read_tensor
+from ckpt.read.box import PackReader, read_box, read_box_into, read_nowhere, read_tensor
 from ckpt.read.compare import ArrayDifference, compare
 from ckpt.read.load import load
 from ckpt.read.stored_array import OpenCheckpoint, StoredArray, open_checkpoint
@@ -9,6 +9,7 @@ from ckpt.read.verify import find_damage, open_group, verify
 __all__ = [
     "ArrayDifference",
     "OpenCheckpoint",
+    "PackReader",
     "StoredArray",
     "compare",
     "find_damage",

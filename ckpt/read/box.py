@@ -73,10 +73,41 @@ def read_box(root: Location, manifest: Manifest, record: ArrayRecord, box: Box) 
     return out
 
 
-def read_tensor(root: Location, manifest: Manifest, tensor: StoredTensor, box: Box) -> Array:
-    """The numbers of a box of one of ``manifest.tensors``, as :func:`read_box`."""
+class PackReader:
+    """Reads runs of the rows of packs, and keeps the chunks that it read last: the tensors of one
+    chunk are read one after the other."""
+
+    def __init__(self, root: Location, manifest: Manifest) -> None:
+        self.root, self.manifest = root, manifest
+        self._kept: tuple[str, Box, Array] | None = None
+
+    def __call__(self, pack: ArrayRecord, run: Box) -> Array:
+        """The numbers of a run, [1, length]."""
+        if self._kept is None or self._kept[0] != pack.name or intersect(run, self._kept[1]) != run:
+            self._kept = None  # two runs are never in memory
+            slot, (start, stop) = run
+            size = pack.chunk_shape[1]
+            chunks = (start // size * size, min(-(-stop // size) * size, pack.shape[1]))
+            wide = (slot, chunks)
+            self._kept = pack.name, wide, read_box(self.root, self.manifest, pack, wide)
+        _, box, numbers = self._kept
+        return numbers[within(run, box)]
+
+
+def read_tensor(
+    root: Location,
+    manifest: Manifest,
+    tensor: StoredTensor,
+    box: Box,
+    read_pack: PackReader | None = None,
+) -> Array:
+    """The numbers of a box of one of ``manifest.tensors``, as :func:`read_box`.
+
+    With ``read_pack``, many tensors of one pack are read with few reads.
+    """
     if not isinstance(tensor, PackPlace):
         return read_box(root, manifest, tensor, box)
+    read_pack = PackReader(root, manifest) if read_pack is None else read_pack
     out = np.empty(box_shape(box), tensor.dtype)
     count = 0
     for slot in range(tensor.layout.num_slots):
@@ -86,7 +117,7 @@ def read_tensor(root: Location, manifest: Manifest, tensor: StoredTensor, box: B
                 continue
             shape = box_shape(held)
             run = ((slot, slot + 1), (at, at + math.prod(shape)))
-            part = read_box(root, manifest, tensor.pack, run).reshape(shape)
+            part = read_pack(tensor.pack, run).reshape(shape)
             out[within(common, box)] = part[within(common, held)]
             count += math.prod(box_shape(common))
     assert count == out.size, f"{tensor.name} {box}: the slots do not cover it"

@@ -5,6 +5,7 @@ Neither torch nor the model's code is needed: ``ckpt.open(path)["model/embed/wei
 
 from __future__ import annotations
 
+import difflib
 import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -125,8 +126,15 @@ class OpenCheckpoint(Mapping[str, StoredArray]):
         self._records = manifest.tensors
 
     def __getitem__(self, name: str) -> StoredArray:
-        """Raises KeyError where there is no such array."""
-        return StoredArray(self.root, self.manifest, self._records[name])
+        """Raises KeyError, with the names that are nearest, where there is no such array."""
+        record = self._records.get(name)
+        if record is None:
+            near = difflib.get_close_matches(str(name), self._records) or list(self._records)[:3]
+            raise KeyError(
+                f"{name} is no array of step {self.manifest.step} in {self.root.where()}; there is "
+                f"{', '.join(near) or 'none'}"
+            )
+        return StoredArray(self.root, self.manifest, record)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._records)

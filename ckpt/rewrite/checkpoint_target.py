@@ -11,12 +11,14 @@ from pathlib import Path
 
 from ckpt.errors import CheckpointError
 from ckpt.format import (
+    TREE,
     Array,
     ArrayRecord,
     Encoder,
     Manifest,
     ObjectLayout,
     ObjectRecord,
+    PackedTensor,
     check_names,
     committed_steps,
     metadata_objects,
@@ -27,12 +29,14 @@ from ckpt.format import (
 )
 from ckpt.read import read_nowhere
 from ckpt.rewrite.journal import lock
+from ckpt.rewrite.packed import Packed
 from ckpt.rewrite.slabs import Slabs
 from ckpt.rewrite.source import Source, SourceArray
 from ckpt.rewrite.target import Part, Progress, Receipt, UnfinishedError
 from ckpt.store import LocalStore, Location, open_store
 from ckpt.write import SaveInfo, begin, commit, discard
 from parallel.layout import Box, Topology, cells, whole_box
+from parallel.placements import MeshLayout
 
 
 def record_under(name: str, array: SourceArray, topology: Topology) -> ArrayRecord:
@@ -45,10 +49,12 @@ def record_under(name: str, array: SourceArray, topology: Topology) -> ArrayReco
         name=name,
         shape=array.shape,
         logical_dtype=array.logical_dtype,
-        splits=layout.splits,
+        splits=((),) * len(array.shape) if isinstance(layout, MeshLayout) else layout.splits,
         shard_shape=shard,
         chunk_shape=chunk,
         compression=array.compression,
+        mesh=array.mesh,
+        placements=array.placements,
         attributes=dict(array.attributes),
     )
 
@@ -59,11 +65,18 @@ class CheckpointTarget:
     The save id follows from the source and the topology: after a kill the same call finds what was
     written. The journal is in the save's pending folder.
 
-    Raises CheckpointError for names that cannot be those of a checkpoint's arrays.
+    The small tensors of a state dict share packs, as in any save of one.
+
+    Raises CheckpointError for names that cannot be those of a checkpoint's arrays, and for a state
+    dict that names other tensors than the source has.
     """
 
     def __init__(self, source: Source, root: Location, topology: Topology) -> None:
         check_names(source.arrays)
+        packed: tuple[PackedTensor, ...] = ()
+        if TREE in source.info.state:
+            source = Packed(source)
+            packed = source.packed
         self.source, self.store = source, open_store(root)
         self.records = [
             record_under(name, array, topology) for name, array in source.arrays.items()
@@ -78,6 +91,7 @@ class CheckpointTarget:
             spec=dict(told.spec),
             spec_hash=told.spec_hash,
             parent=told.save_id,
+            packed=packed,
         )
         self.manifest: Manifest | None = None
         """The manifest, once the target is committed; by an earlier call too."""

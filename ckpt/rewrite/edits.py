@@ -60,6 +60,11 @@ class Converted:
         return convert(values, self.source.arrays[name].logical_dtype, self.dtype)
 
 
+def _reshaped(array: SourceArray, shape: tuple[int, ...]) -> SourceArray:
+    """An array of another shape: the placements on a mesh were those of its old dims."""
+    return replace(array, shape=shape, mesh=None, placements=())
+
+
 class Stacked:
     """Arrays of a source as indexes of larger arrays.
 
@@ -136,7 +141,7 @@ class Transposed:
         for name in self.names:
             array = source.arrays[name]
             *first, rows, columns = array.shape
-            self.arrays[name] = replace(array, shape=(*first, columns, rows))
+            self.arrays[name] = _reshaped(array, (*first, columns, rows))
 
     def read_box(self, name: str, box: Box) -> np.ndarray[Any, Any]:
         """See :class:`Source`."""
@@ -171,7 +176,7 @@ class Rows:
                 *first, size, columns = array.shape
                 assert all(0 <= start <= stop <= size for start, stop in extents), (name, extents)
                 count = sum(stop - start for start, stop in extents)
-                array = replace(array, shape=(*first, count, columns))
+                array = _reshaped(array, (*first, count, columns))
             self.arrays[name] = array
 
     def read_box(self, name: str, box: Box) -> np.ndarray[Any, Any]:

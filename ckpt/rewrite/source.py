@@ -18,24 +18,29 @@ from ckpt.format import (
     STORAGE_DTYPES,
     Compression,
     Manifest,
+    MeshRecord,
+    PackPlace,
     StoredTensor,
     encode_manifest,
 )
-from ckpt.read import read_tensor
+from ckpt.read import PackReader, read_tensor
 from ckpt.store import Location
 from parallel.layout import Box, ShardLayout, Topology
+from parallel.placements import MeshLayout, Placement
 
 
 @dataclass(frozen=True)
 class SourceArray:
     """One array of a source. ``splits`` is as in ShardLayout: the axes that cut the array when the
-    array was saved."""
+    array was saved. An array with a ``mesh`` had ``placements`` on that mesh instead."""
 
     shape: tuple[int, ...]
     logical_dtype: str
     splits: tuple[tuple[str, ...], ...] = ()
     attributes: Mapping[str, Any] = field(default_factory=dict)
     compression: Compression = "none"
+    mesh: MeshRecord | None = None
+    placements: tuple[Placement, ...] = ()
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -47,9 +52,11 @@ class SourceArray:
         """Bytes of all numbers of the array."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def layout(self, topology: Topology) -> ShardLayout:
-        """Who holds which slice under ``topology``. Every rank has all of an array of which no
-        splits are known."""
+    def layout(self, topology: Topology) -> ShardLayout | MeshLayout:
+        """Who holds which slice under ``topology``, or on the mesh. Every rank has all of an array
+        of which no splits are known."""
+        if self.mesh is not None:
+            return MeshLayout(self.shape, self.mesh.mesh, self.placements)
         return ShardLayout(self.shape, self.splits or ((),) * len(self.shape), topology)
 
 
@@ -117,16 +124,26 @@ class CheckpointSource:
         )
         self.records = manifest.tensors
         self.arrays = {name: _of_record(record) for name, record in self.records.items()}
+        self._read_pack = PackReader(root, manifest)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_read_pack": PackReader(self.root, self.manifest)}
 
     def read_box(self, name: str, box: Box) -> np.ndarray[Any, Any]:
         """See :class:`Source`."""
-        return read_tensor(self.root, self.manifest, self.records[name], box)
+        return read_tensor(self.root, self.manifest, self.records[name], box, self._read_pack)
 
 
 def _of_record(record: StoredTensor) -> SourceArray:
-    splits = getattr(record, "splits", ())  # a packed tensor has placements on a mesh instead
+    place = record.pack if isinstance(record, PackPlace) else record  # a pack has the mesh
     return SourceArray(
-        record.shape, record.logical_dtype, splits, record.attributes, record.compression
+        record.shape,
+        record.logical_dtype,
+        () if isinstance(record, PackPlace) else record.splits,
+        record.attributes,
+        record.compression,
+        place.mesh,
+        record.placements,
     )
 
 

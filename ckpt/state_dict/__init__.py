@@ -3,6 +3,5 @@
 from ckpt.state_dict.load import load_state_dict
 from ckpt.state_dict.save import save_state_dict
 from ckpt.state_dict.saver import AsyncSaver
-from ckpt.state_dict.tree import dotted_names
 
-__all__ = ["AsyncSaver", "dotted_names", "load_state_dict", "save_state_dict"]
+__all__ = ["AsyncSaver", "load_state_dict", "save_state_dict"]

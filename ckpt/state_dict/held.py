@@ -16,8 +16,8 @@ from crc32c import crc32c
 from torch import Tensor
 
 from ckpt.errors import CheckpointError
-from ckpt.format import STORAGE_DTYPES
-from ckpt.state_dict.tree import Node, Path, flatten, merged, where
+from ckpt.format import STORAGE_DTYPES, Node, Path, PlacedTensor, where
+from ckpt.state_dict.tree import flatten, merged
 from parallel.placements import MeshLayout, Placement, RankMesh
 
 _CHECKED_BYTES = 1 << 20
@@ -32,7 +32,7 @@ class Held:
     dtype: str
     mesh: RankMesh | None
     placements: tuple[Placement, ...]
-    check: int | None = None
+    crc32c: int | None = None
     """The CRC32C of a small plain tensor in host memory."""
 
 
@@ -74,7 +74,7 @@ class Ranks:
         """Whether all ranks passed True."""
         return all(self.gather(ok))
 
-    def together(self, failure: Exception | None, what: str) -> None:
+    def raise_on_all(self, failure: Exception | None, what: str) -> None:
         """Raise on every rank where any rank has a failure."""
         said = None if failure is None else str(failure) or type(failure).__name__
         for rank, other in enumerate(self.gather(said)):
@@ -102,7 +102,12 @@ def local(state: Any, ranks: Ranks) -> Local:
     held = {
         name: describe(path, tensor, ranks, check=True) for name, (path, tensor) in found.items()
     }
-    return Local(tree, {name: tensor for name, (_, tensor) in found.items()}, held)
+    # numpy cannot look at a tensor with the negative bit, such as the imaginary part of a conjugate
+    tensors = {
+        name: tensor if is_dtensor(tensor) else tensor.resolve_neg()
+        for name, (_, tensor) in found.items()
+    }
+    return Local(tree, tensors, held)
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -135,11 +140,15 @@ def describe(path: Path, tensor: Tensor, ranks: Ranks, check: bool) -> Held:
         raise CheckpointError(
             f"{where(path)} is a {what}: only dense tensors and DTensors can be saved"
         )
+    if not check and tensor.is_neg():
+        raise CheckpointError(
+            f"{where(path)} is a view with the negative bit, and cannot be filled: clone it"
+        )
     if check and tensor.is_meta:
         raise CheckpointError(f"{where(path)} is on the meta device: it has no numbers to save")
     crc = None
     if check and ranks.world > 1 and tensor.is_cpu and tensor.nbytes <= _CHECKED_BYTES:
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        flat = tensor.detach().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
         crc = crc32c(np.ascontiguousarray(flat.numpy()).data)
     return Held(tuple(tensor.shape), dtype, None, (), crc)
 
@@ -187,19 +196,11 @@ def layout_of(tensor: Any, ranks: Ranks) -> MeshLayout:
 
 
 @dataclass(frozen=True)
-class Described:
-    """What all ranks know of one tensor."""
-
-    dtype: str
-    layout: MeshLayout
-
-
-@dataclass(frozen=True)
 class Agreed:
     """What all ranks know of a state: its JSON, and each tensor."""
 
     tree: Node
-    tensors: dict[str, Described]
+    tensors: dict[str, PlacedTensor]
     token: str
     """Random, and equal on all ranks."""
 
@@ -213,49 +214,50 @@ def agree(state: Any, ranks: Ranks) -> tuple[Local, Agreed]:
     Raises CheckpointError on every rank where any rank has a value that is not stored, or where two
     ranks differ.
     """
-    mine, failure = None, None
+    mine: Local | None = None
+    failure: Exception | None = None
     try:
         mine = local(state, ranks)
-    except CheckpointError as error:
+    except Exception as error:  # of any kind: the other ranks wait for this one
         failure = error
-    ranks.together(failure, "the state cannot be saved")
+    ranks.raise_on_all(failure, "the state cannot be saved")
     assert mine is not None
     digests = ranks.gather((_digest(mine), secrets.token_hex(4)))
-    alike: dict[bytes, list[int]] = {}
+    by_digest: dict[bytes, list[int]] = {}
     for rank, (digest, _) in enumerate(digests):
-        alike.setdefault(digest, []).append(rank)
-    kinds = [(of, ranks.share((mine.tree, mine.held), of[0])) for of in alike.values()]
-    tree = merged([(of[0], tree) for of, (tree, _) in kinds])
-    layouts = united([(of, held) for of, (_, held) in kinds])
+        by_digest.setdefault(digest, []).append(rank)
+    said = [(of, ranks.share((mine.tree, mine.held), of[0])) for of in by_digest.values()]
+    tree = merged([(of[0], tree) for of, (tree, _) in said])
+    layouts = merge_layouts([(of, held) for of, (_, held) in said])
     return mine, Agreed(tree, layouts, digests[0][1])
 
 
 def _digest(mine: Local) -> bytes:
     meshes = {held.mesh: i for i, held in enumerate(mine.held.values())}
     held = [
-        (name, one.shape, one.dtype, meshes[one.mesh], one.placements, one.check)
+        (name, one.shape, one.dtype, meshes[one.mesh], one.placements, one.crc32c)
         for name, one in mine.held.items()
     ]
     said = repr((mine.tree, held, list(meshes.items())))
     return hashlib.sha256(said.encode()).digest()
 
 
-def united(kinds: Sequence[tuple[list[int], Mapping[str, Held]]]) -> dict[str, Described]:
+def merge_layouts(said: Sequence[tuple[list[int], Mapping[str, Held]]]) -> dict[str, PlacedTensor]:
     """The dtype and the layout of each tensor.
 
     Ranks that hold a tensor on meshes of their own (tensor parallelism within replicas) hold
     replicas.
 
     Args:
-        kinds: what ranks say of their tensors, with the ranks that say it.
+        said: what ranks say of their tensors, with the ranks that say it.
 
     Raises CheckpointError where ranks differ.
     """
     holders: dict[str, list[tuple[list[int], Held]]] = {}
-    for ranks, held in kinds:
+    for ranks, held in said:
         for name, one in held.items():
             holders.setdefault(name, []).append((ranks, one))
-    return {name: Described(of[0][1].dtype, _layout(name, of)) for name, of in holders.items()}
+    return {name: PlacedTensor(of[0][1].dtype, _layout(name, of)) for name, of in holders.items()}
 
 
 def _layout(name: str, of: list[tuple[list[int], Held]]) -> MeshLayout:
@@ -268,11 +270,12 @@ def _layout(name: str, of: list[tuple[list[int], Held]]) -> MeshLayout:
                     f"tensor {name} has {what} {a} on rank {first} and {b} on rank {rank}: it must "
                     f"be equal on all ranks that have the tensor"
                 )
-        if one.check != other.check:
+        if one.crc32c != other.crc32c:
             raise CheckpointError(
                 f"tensor {name} has other numbers on rank {rank} than on rank {first}: a plain "
                 f"tensor must be equal on all ranks; put what each rank has of its own, such as a "
-                f"random state, under a key with the rank in it"
+                f"random state, under a key with the rank in it; ignore= of load_state_dict leaves "
+                f"such keys out on other ranks"
             )
     holders = sorted(rank for ranks, _ in of for rank in ranks)
     if one.mesh is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, TypeAlias
@@ -17,6 +17,7 @@ from ckpt.format import (
     TREE,
     ArrayRecord,
     Manifest,
+    Node,
     PackPlace,
     committed_steps,
     locate,
@@ -28,7 +29,6 @@ from ckpt.read import load
 from ckpt.state_dict.held import Ranks, is_dtensor, layout_of
 from ckpt.state_dict.packed_row import PackedRow
 from ckpt.state_dict.packing import parts_at, pieces
-from ckpt.state_dict.tree import Node
 from ckpt.state_dict.wanted import Wanted
 from ckpt.store import Location, Store, open_store
 from parallel.layout import Box, box_shape, intersect, within
@@ -44,6 +44,7 @@ def load_state_dict(
     *,
     step: int | None = None,
     strict: bool = True,
+    ignore: Sequence[str] = (),
     process_group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
 ) -> int:
@@ -58,6 +59,9 @@ def load_state_dict(
     names of ``get_state_dict``. A tensor on the meta device is replaced by a new tensor in its
     dict, for ``load_state_dict(..., assign=True)`` of a module.
 
+    Only tensors share memory with a model and its optimizer, and an optimizer that has made no step
+    has none: give the filled state to their ``load_state_dict``, or to ``set_state_dict``.
+
     Args:
         root: the checkpoint folder or store, or the path of a manifest.
         state: what to fill.
@@ -65,6 +69,8 @@ def load_state_dict(
         strict: whether it is an error that the checkpoint has a value that no rank asked for, or
             that ``state`` has a value that the checkpoint lacks. Without ``strict`` the former is
             ignored, and the latter stays as it is.
+        ignore: patterns for ``strict``, such as ``["rng/*"]``: keys joined by ``/`` that may be in
+            one of the two alone. Keys with a rank in them need it on another number of ranks.
         process_group: the ranks that load; None for all. One process needs no process group.
         device: of new tensors that are no DTensors; None for the default device.
 
@@ -76,8 +82,10 @@ def load_state_dict(
             checkpoint, and where keys, shapes or dtypes differ. Later: where an object is missing
             or damaged; the tensors hold unverified numbers then.
     """
+    if step is not None and type(step) is not int:
+        raise CheckpointError(f"step ({step!r}) must be a whole number, or None for the newest")
     ranks, what = Ranks(process_group), "the state cannot be loaded"
-    failure: CheckpointError | None = None
+    failure: Exception | None = None
     wanted: Wanted | None = None
     try:
         root, step = locate(root, step)
@@ -87,12 +95,12 @@ def load_state_dict(
     step = _newest(store, ranks) if step is None else step
     try:
         manifest = read_manifest(store, step)
-        wanted = Wanted(ranks, manifest, device or torch.get_default_device())
-        wanted.look(state, _tree(store, manifest))
+        wanted = Wanted(ranks, manifest, device or torch.get_default_device(), ignore)
+        wanted.match(state, _tree(store, manifest))
         failure = _stray(wanted.lacking, "the checkpoint lacks") if strict else None
     except CheckpointError as error:
         failure = error
-    ranks.together(failure, what)
+    ranks.raise_on_all(failure, what)
     assert wanted is not None
     if strict:
         # A pipeline stage asks for a part: what no rank asks for is an error.
@@ -104,8 +112,8 @@ def load_state_dict(
         _read(store, manifest, wanted.tensors, ranks)
     except CheckpointError as error:
         failure = error
-    ranks.together(failure, what)
-    wanted.settle()
+    ranks.raise_on_all(failure, what)
+    wanted.assign()
     return manifest.step
 
 
@@ -141,7 +149,10 @@ def _stray(names: list[str], what: str) -> CheckpointError | None:
     if not names:
         return None
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return CheckpointError(f"{what} {names[0]}{more}; strict=False loads what both have")
+    return CheckpointError(
+        f"{what} {names[0]}{more}; ignore=[...] names what may differ, "
+        f"and strict=False loads what both have"
+    )
 
 
 @dataclass(frozen=True)

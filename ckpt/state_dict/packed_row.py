@@ -1,4 +1,4 @@
-"""A row of a pack whose numbers lie in the tensors themselves: nothing is copied on the way."""
+"""A row of a pack whose numbers lie in the tensors themselves: no row is built in memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ckpt.format import Array
@@ -69,3 +70,38 @@ class PackedRow(LocalArray):
                 at = end
         if at < stop:
             yield at, stop, None
+
+
+class GatheredRow(LocalArray):
+    """One row of a pack, to be saved from tensors on a device or from tensors with gaps.
+
+    The part that is asked for, a chunk, is gathered on the device: one copy to the host, and not
+    one for each tensor. The device never holds the whole row.
+
+    Args:
+        spec: the pack.
+        slot: the row.
+        pieces: pieces of tensors, each with the place of its first element in the row, ascending.
+            Elements between pieces are saved as zeros.
+    """
+
+    def __init__(self, spec: ArraySpec, slot: int, pieces: Iterable[tuple[int, Tensor]]) -> None:
+        super().__init__(spec, [], [])
+        self.boxes = [((slot, slot + 1), (0, spec.shape[1]))]
+        self._runs = [(at, piece.detach()) for at, piece in pieces]
+        on_device = (piece.device for _, piece in self._runs if not piece.is_cpu)
+        self._device = next(on_device, torch.device("cpu"))
+
+    def read_into(self, box: Box, out: Array) -> None:
+        """See :class:`ckpt.LocalArray`."""
+        start, stop = box[1]
+        part = torch.zeros(stop - start, dtype=self.spec.dtype, device=self._device)
+        for at, piece in self._runs:
+            low, high = max(at, start), min(at + piece.numel(), stop)
+            if low < high:
+                part[low - start : high - start] = piece.reshape(-1)[low - at : high - at]
+        torch.from_numpy(out)[0].copy_(storage_view(part), non_blocking=True)
+
+    def memory(self, box: Box) -> list[Bytes] | None:
+        """See :class:`ckpt.LocalArray`; None: such a row is saved, and never loaded into."""
+        return None

@@ -8,10 +8,10 @@ from typing import Any
 import torch.distributed as dist
 
 from ckpt.errors import CheckpointError
-from ckpt.format import TREE, Compression
+from ckpt.format import TREE, Compression, check_compression, plan_packs
 from ckpt.local_array import LocalArray
 from ckpt.state_dict.held import Ranks, agree
-from ckpt.state_dict.packing import local_arrays, plan
+from ckpt.state_dict.packing import local_arrays
 from ckpt.store import Location, open_store
 from ckpt.write import SaveInfo, save
 from parallel.layout import Topology
@@ -50,6 +50,7 @@ def save_state_dict(
         CheckpointError: on every rank, where any rank has something in its state that cannot be
             saved, before any byte is written; where ranks differ; where ``step`` has a checkpoint
             already; where any rank could not write. No checkpoint is committed then.
+        ValueError: for another ``compression`` than there is.
     """
     ranks = Ranks(process_group)
     store = open_store(root)
@@ -66,11 +67,19 @@ def prepared(
     """
     if type(step) is not int or step < 0:
         raise CheckpointError(f"step ({step!r}) must be a whole number of at least 0")
+    check_compression(compression)
     mine, agreed = agree(state, ranks)
-    made = plan(agreed.tensors)
-    said: dict[str, Any] = {TREE: agreed.tree}
-    if validation is not None:
-        said["validation"] = float(validation)
+    made = plan_packs(agreed.tensors)
+    failure: Exception | None = None
+    arrays: list[LocalArray] = []
+    try:
+        said: dict[str, Any] = {TREE: agreed.tree}
+        if validation is not None:
+            said["validation"] = float(validation)
+        arrays = local_arrays(made, agreed.tensors, mine.tensors, ranks.rank)
+    except Exception as error:  # of any kind: the other ranks wait for this one
+        failure = error
+    ranks.raise_on_all(failure, "the state cannot be saved")
     info = SaveInfo(
         save_id=f"{step:08d}-{agreed.token}",
         step=step,
@@ -81,4 +90,4 @@ def prepared(
         compression=compression,
         packed=made.packed,
     )
-    return info, local_arrays(made, mine.tensors, ranks.rank)
+    return info, arrays

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import tempfile
@@ -12,13 +13,13 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from ckpt.background import AsyncCheckpointer, SaveEvent, Tier
+from ckpt.background import AsyncCheckpointer, SaveEvent, Tier, owned
 from ckpt.errors import CheckpointError
-from ckpt.format import Compression
+from ckpt.format import Compression, check_compression
 from ckpt.lifecycle import Retention
 from ckpt.state_dict.held import Ranks
 from ckpt.state_dict.save import prepared
-from ckpt.store import Location, open_store
+from ckpt.store import open_store
 
 
 class AsyncSaver:
@@ -30,7 +31,8 @@ class AsyncSaver:
     have.
 
     Args:
-        root: the checkpoint folder or store, shared by all ranks.
+        root: the checkpoint folder, or the URL of a store, shared by all ranks. It is no
+            :class:`ckpt.Store`: the writer process is another process, and opens its own.
         keep: the checkpoints that stay: a number keeps that many of the newest, a
             :class:`ckpt.Retention` has more rules, and None keeps all.
         tiers: other places besides ``root``, such as a folder in each node's memory; a save goes to
@@ -39,12 +41,13 @@ class AsyncSaver:
         process_group: the ranks that save; None for all. One process needs no process group.
         commit_timeout_seconds: how long a commit waits for the writer processes of other ranks.
 
-    Raises CheckpointError where a writer process does not start.
+    Raises ValueError for arguments that cannot be used, and CheckpointError where a writer process
+    does not start, and where another AsyncSaver of this rank saves to ``root`` and is not closed.
     """
 
     def __init__(
         self,
-        root: Location,
+        root: Path | str,
         *,
         keep: int | Retention | None = None,
         tiers: Sequence[Tier] = (),
@@ -52,22 +55,36 @@ class AsyncSaver:
         process_group: dist.ProcessGroup | None = None,
         commit_timeout_seconds: float = 1800.0,
     ) -> None:
+        if not isinstance(root, str | Path):
+            raise ValueError(f"root ({type(root).__name__}) must be a folder or a URL")
+        _check_keep(keep)
+        check_compression(compression)
         self._ranks, self._compression = Ranks(process_group), compression
-        where = open_store(root).where()
-        self._saver = AsyncCheckpointer(
-            [*tiers, Tier(name="shared", location=where, keep=keep)],
-            self._ranks.rank,
-            _lock(where, self._ranks.rank),
-            compression=compression,
-            commit_timeout_seconds=commit_timeout_seconds,
-        )
-        failure: CheckpointError | None = None
-        try:
-            self._saver.ready()
-        except CheckpointError as error:
-            failure = error
         self._failed: list[str] = []
-        self._ranks.together(failure, "saves in the background cannot start")
+        self._told: set[int] = set()  # steps whose save() has raised an error already
+        self._saver: AsyncCheckpointer | None = None
+        self._held = contextlib.ExitStack()
+        failure: Exception | None = None
+        try:
+            where = open_store(root).where()
+            lock = _lock(where, self._ranks.rank)
+            what = f"an AsyncSaver for rank {self._ranks.rank} of {where}"
+            self._held.enter_context(owned(lock.with_suffix(".trainer"), what))
+            self._saver = AsyncCheckpointer(
+                [*tiers, Tier(name="shared", location=where, keep=keep)],
+                self._ranks.rank,
+                lock,
+                compression=compression,
+                commit_timeout_seconds=commit_timeout_seconds,
+            )
+            self._saver.ready()
+        except Exception as error:  # of any kind: the other ranks wait for this one
+            failure = error
+        try:
+            self._ranks.raise_on_all(failure, "saves in the background cannot start")
+        except Exception:
+            self._end()
+            raise
 
     def save(
         self, state: Mapping[str, Any], *, step: int, validation: float | None = None
@@ -88,17 +105,23 @@ class AsyncSaver:
         Raises:
             CheckpointError: on every rank, where the state cannot be saved, where ranks differ,
                 where host memory is short; and where an earlier save has failed on any rank and no
-                call has reported it yet: this save was not begun then.
+                call has reported it yet: this save was not begun then; after :meth:`close`.
         """
-        self._note(self._saver.poll())
+        saver = self._open_saver()
+        self._note(saver.poll())
         self._report()
         info, arrays = prepared(self._ranks, state, step, self._compression, validation)
-        failure, seconds = None, 0.0
+        failure: Exception | None = None
+        seconds = 0.0
         try:
-            seconds = self._saver.save(info, arrays)
-        except CheckpointError as error:
+            seconds = saver.save(info, arrays)
+        except Exception as error:  # of any kind: the other ranks wait for this one
             failure = error
-        self._ranks.together(failure, f"checkpoint of step {step} is not saved")
+        try:
+            self._ranks.raise_on_all(failure, f"checkpoint of step {step} is not saved")
+        except Exception:
+            self._told.add(step)
+            raise
         return seconds
 
     def wait(self) -> None:
@@ -106,18 +129,34 @@ class AsyncSaver:
 
         Raises CheckpointError on every rank, where a save has failed on any rank.
         """
-        self._note(self._saver.wait())
+        self._note(self._open_saver().wait())
         self._report()
 
     def close(self) -> None:
-        """Wait until all saves are written, and end the writer process.
+        """Wait until all saves are written, and end the writer process. A second call does nothing.
 
         Raises CheckpointError, as :meth:`wait` does, after the writer process has ended.
         """
+        if self._saver is None:
+            return
         try:
             self.wait()
         finally:
-            self._saver.close()
+            self._end()
+
+    def _end(self) -> None:
+        """Close without the other ranks, which may not come here."""
+        saver, self._saver = self._saver, None
+        try:
+            if saver is not None:
+                saver.close()
+        finally:
+            self._held.close()
+
+    def _open_saver(self) -> AsyncCheckpointer:
+        if self._saver is None:
+            raise CheckpointError("this saver is closed: make another AsyncSaver")
+        return self._saver
 
     def __enter__(self) -> Self:
         return self
@@ -131,13 +170,13 @@ class AsyncSaver:
         if error is None:
             self.close()
         else:
-            self._saver.close()  # without the other ranks, which may not come here
+            self._end()
 
     def _note(self, events: list[SaveEvent]) -> None:
         self._failed += [
             f"checkpoint of step {event.step} is not saved in tier {event.tier}: {event.error}"
             for event in events
-            if event.what == "failed"
+            if event.what == "failed" and event.step not in self._told
         ]
 
     def _report(self) -> None:
@@ -146,6 +185,11 @@ class AsyncSaver:
         if every:
             own = "another rank could not write its part"
             raise CheckpointError(next((one for one in every if own not in one), every[0]))
+
+
+def _check_keep(keep: int | Retention | None) -> None:
+    if keep is not None and type(keep) is not Retention and not (type(keep) is int and keep >= 1):
+        raise ValueError(f"keep ({keep!r}) must be at least 1, a ckpt.Retention, or None for all")
 
 
 def _lock(where: str, rank: int) -> Path:

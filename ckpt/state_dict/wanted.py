@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ckpt.errors import CheckpointError
-from ckpt.format import ArrayRecord, Manifest, PackPlace
+from ckpt.format import (
+    ArrayRecord,
+    Manifest,
+    Node,
+    PackPlace,
+    Path,
+    children,
+    is_leaf,
+    leaf_value,
+    shown,
+    where,
+)
 from ckpt.state_dict.held import Ranks, describe, is_dtensor, shard_of
-from ckpt.state_dict.tree import Node, Path, children, is_leaf, leaf_value, shown, where
 
 
 @dataclass(frozen=True)
@@ -43,11 +55,13 @@ class Wanted:
         ranks: the ranks that load.
         manifest: the checkpoint.
         device: of new tensors.
+        ignore: patterns of names; what matches may be in the checkpoint or in the state alone.
     """
 
     ranks: Ranks
     manifest: Manifest
     device: torch.device | str
+    ignore: Sequence[str] = ()
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """What is to be filled, by the names in the checkpoint."""
     unused: list[str] = field(default_factory=list)
@@ -57,28 +71,28 @@ class Wanted:
     _new: list[tuple[Path, str]] = field(default_factory=list)
     _plan: Any = None
 
-    def look(self, state: dict[Any, Any], tree: Node) -> None:
+    def match(self, state: dict[Any, Any], tree: Node) -> None:
         """Walk along ``state`` and the saved ``tree``; no value is changed.
 
         Raises CheckpointError, naming the value, where kinds, shapes or dtypes differ.
         """
-        self._plan = self._any(state, tree, ())
+        self._plan = self._match_node(state, tree, ())
         by_key: dict[str | int, list[Tensor]] = {}
         for path, tensor in _tensors(state, ()):
             by_key.setdefault(path[-1], []).append(tensor)
         for path, name in self._new:
-            self.tensors[name] = self._made(path, name, by_key)
+            self.tensors[name] = self._new_tensor(path, name, by_key)
 
-    def settle(self) -> None:
+    def assign(self) -> None:
         """Put everything but the numbers of tensors into the state."""
-        self._settled(self._plan)
+        self._assigned(self._plan)
 
-    def _settled(self, plan: Any) -> Any:
+    def _assigned(self, plan: Any) -> Any:
         if isinstance(plan, _Found):
             return self.tensors[plan.name]
         if not isinstance(plan, _Container):
             return plan
-        values = {key: self._settled(one) for key, one in plan.entries.items()}
+        values = {key: self._assigned(one) for key, one in plan.entries.items()}
         if plan.kind == "tuple":
             return tuple(values.values())
         if plan.kind == "list":
@@ -86,10 +100,11 @@ class Wanted:
             entries[:] = values.values()
             return entries
         found: dict[Any, Any] = plan.old if isinstance(plan.old, dict) else {}
-        found.update(values)
+        for key, one in values.items():  # not update(): that of a Counter adds
+            found[key] = one
         return found
 
-    def _any(self, value: Any, node: Node, path: Path) -> Any:
+    def _match_node(self, value: Any, node: Node, path: Path) -> Any:
         nothing = value is _ABSENT or value is None
         if "tensor" in node and nothing:
             self._new.append((path, node["tensor"]))
@@ -112,11 +127,21 @@ class Wanted:
         for key, one in saved.items():
             if not value or key in value:
                 old = value[key] if value else _ABSENT
-                entries[key] = self._any(old, one, (*path, key))
+                entries[key] = self._match_node(old, one, (*path, key))
             else:
-                self.unused += (where(at) for at in _ends(one, (*path, key)))
-        self.lacking += (where((*path, key)) for key in value or () if key not in saved)
+                self.unused += self._told(_ends(one, (*path, key)))
+        self.lacking += self._told((*path, key) for key in value or () if key not in saved)
         return _Container(value, "dict", entries)
+
+    def _told(self, paths: Iterable[Path]) -> list[str]:
+        """Paths for people, without those that a pattern ignores."""
+        return [
+            where(path)
+            for path in paths
+            for name in ["/".join(map(str, path))]
+            # With / at its end, as a container of what the pattern ignores.
+            if not any(fnmatchcase(one, p) for p in self.ignore for one in (name, f"{name}/"))
+        ]
 
     def _sequence(self, value: Any, node: Node, path: Path) -> _Container:
         nodes = dict(children(node))
@@ -125,7 +150,7 @@ class Wanted:
                 f"{where(path)} has {len(value)} entries, and {len(nodes)} in the checkpoint"
             )
         old = value or [_ABSENT] * len(nodes)
-        entries = {i: self._any(old[i], one, (*path, i)) for i, one in nodes.items()}  # type: ignore[index]
+        entries = {i: self._match_node(old[i], one, (*path, i)) for i, one in nodes.items()}  # type: ignore[index]
         kind = (
             "tuple" if isinstance(value, tuple) or (value is None and "tuple" in node) else "list"
         )
@@ -151,7 +176,7 @@ class Wanted:
             return found.tensor.shape, found.pack.logical_dtype
         return found.shape, found.logical_dtype
 
-    def _made(self, path: Path, name: str, by_key: dict[str | int, list[Tensor]]) -> Tensor:
+    def _new_tensor(self, path: Path, name: str, by_key: dict[str | int, list[Tensor]]) -> Tensor:
         """A new tensor, like the one whose key is part of ``path`` and whose shape is equal."""
         shape, logical_dtype = self._record(name)
         dtype = getattr(torch, logical_dtype)
@@ -159,10 +184,12 @@ class Wanted:
             for twin in by_key.get(part, ()):
                 if tuple(twin.shape) == shape:
                     return _like(twin, dtype, self.device)
-        if self.ranks.world > 1 and _is_cut(self.manifest.tensors[name]):
+        # On one rank a state of plain tensors takes a whole one; DTensors mix with no plain tensor.
+        shards = self.ranks.world > 1 or any(map(is_dtensor, chain(*by_key.values())))
+        if shards and _is_cut(self.manifest.tensors[name]):
             raise CheckpointError(
-                f"{where(path)} is cut over ranks in the checkpoint, and the state has no tensor "
-                f"that says how to cut it: make it first, as "
+                f"{where(path)} is a DTensor in the checkpoint, and the state has no tensor that "
+                f"says how to cut it: make it first, as "
                 f"torch.distributed.checkpoint.state_dict.get_state_dict does with moments"
             )
         return torch.empty(shape, dtype=dtype, device=self.device)

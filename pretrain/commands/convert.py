@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,12 +97,18 @@ def _export_parser() -> Parser:
     )
     parser.add_argument(
         "--max-file-bytes",
-        type=int,
+        type=_at_least_one,
         default=5 * 10**9,
         metavar="N",
         help="the most bytes of one safetensors file; 5,000,000,000 by default",
     )
     return parser
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"({text}) must be a whole number of at least 1")
+    return int(text)
 
 
 def _upcycle_parser() -> Parser:
@@ -177,4 +184,4 @@ def _tell(source: Path, target: Path, spec: JobSpec, verified: int) -> None:
     if (source / "config.json").exists():
         needed = "data.source" if spec.data.tokenizer else "data.source and data.tokenizer"
         say(f"set {needed} in {path}")
-    say(f"train on: convoy pretrain {path}")
+    say(f"train on: convoy pretrain {shlex.quote(str(path))}")

@@ -151,13 +151,18 @@ def _parser(
 
 
 def _reshard(name: str, args: argparse.Namespace) -> int:
-    from ckpt.format import manifest_key
+    from ckpt.format import TREE, manifest_key
     from ckpt.read import verify
     from ckpt.rewrite import CheckpointTarget, rewrite
     from ckpt.store import open_store
     from parallel.layout import parse_topology
 
     source = _edited(name, args, _source(args))
+    if args.layout and TREE in source.info.state:
+        raise InputError(
+            f"--layout ({args.layout}) is for checkpoints of a run: SRC was saved by "
+            f"save_state_dict, and loads on any number of ranks as it is"
+        )
     topology = parse_topology(args.layout) if args.layout else source.info.topology
     _check_layout(source, topology)
     memory = parse_bytes(args.memory)
@@ -180,14 +185,14 @@ def _reshard(name: str, args: argparse.Namespace) -> int:
 
 def _source(args: argparse.Namespace) -> Source:
     """SRC, under the names that the flags give its arrays."""
-    from ckpt.format import TREE, locate
-    from ckpt.rewrite import Selected
+    from ckpt.format import locate
     from pretrain.convert import (
         from_megatron,
         from_titan,
         open_source,
         refuse_other_formats,
         with_names,
+        without_tree,
     )
 
     rename = {}
@@ -204,14 +209,10 @@ def _source(args: argparse.Namespace) -> Source:
         refuse_other_formats(Path(args.source))
     location, step = locate(args.source, args.step)
     source = open_source(str(location), step, adopt=args.family != "megatron")
-    if TREE in source.info.state and args.format != "convoy":
-        from ckpt.state_dict import dotted_names  # here: it imports torch
-
-        source = Selected(source, dotted_names(source.info.state[TREE]))
     if args.family == "megatron":
-        source = from_megatron(source, args.num_heads)
+        source = without_tree(from_megatron(source, args.num_heads))
     elif args.family:
-        source = from_titan(source)
+        source = without_tree(from_titan(source))
     return with_names(source, rename)
 
 
@@ -230,10 +231,13 @@ def _edited(name: str, args: argparse.Namespace, source: Source) -> Source:
 
 
 def _target(args: argparse.Namespace, source: Source, topology: Topology) -> Target:
+    from pretrain.convert import with_dots
+
     if args.format == "convoy":
         from ckpt.rewrite import CheckpointTarget
 
         return CheckpointTarget(source, args.target, topology)
+    source = with_dots(source)
     if args.format == "dcp":
         from ckpt.interop import DcpTarget  # here: it imports torch
 

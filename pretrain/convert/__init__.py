@@ -4,7 +4,15 @@ from typing import TYPE_CHECKING
 
 from parallel.on_demand import on_demand
 from pretrain.convert.megatron import from_megatron, refuse_other_formats
-from pretrain.convert.sources import DTYPES, in_dtype, open_source, weights_only, with_names
+from pretrain.convert.sources import (
+    DTYPES,
+    in_dtype,
+    open_source,
+    weights_only,
+    with_dots,
+    with_names,
+    without_tree,
+)
 from pretrain.convert.torchtitan import from_titan
 
 if TYPE_CHECKING:
@@ -24,7 +32,9 @@ __all__ = [
     "refuse_other_formats",
     "upcycle",
     "weights_only",
+    "with_dots",
     "with_names",
+    "without_tree",
 ]
 
 

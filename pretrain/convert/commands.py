@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 import ckpt
 from ckpt import CheckpointError, Manifest
-from ckpt.format import manifest_key
+from ckpt.format import TREE, manifest_key
 from ckpt.interop import SafetensorsTarget
 from ckpt.rewrite import (
     MEMORY,
@@ -103,27 +103,32 @@ def new_spec(sections: Sections, target: Path, tokenizer: FoundTokenizer | None 
     """A spec to train on with, where a checkpoint brings none of its own; its ``data.source`` is
     for a person to name, and is refused until then."""
     model, moe = sections
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", target.absolute().name).lstrip("._-") or "imported"
+    name = _name_for(target)
     spec: dict[str, Any] = {
         "name": name,
         "model": model,
         "data": {
             "source": _NO_TEXT,
-            "path": f"runs/corpora/{name}",
+            "path": str(Path("runs", "corpora", name).absolute()),
             "seq_len": min(model["max_seq_len"] or _SEQ_LEN, _SEQ_LEN),
         },
         "batch": {"global_batch_size": 8, "micro_batch_size": 1},
         "train": {"steps": 1000},
-        "init": {"checkpoint": str(target / "checkpoints")},
+        "init": {"checkpoint": str(target.absolute() / "checkpoints")},
         "optimizer": {"lr": 1e-5},
         "schedule": {"warmup_steps": 100},
     }
     if moe is not None:
         spec["moe"] = moe
     if tokenizer is not None:
-        own = str(target / TOKENIZER)
+        own = str(target.absolute() / TOKENIZER)
         spec["data"] |= {"tokenizer": own, "end_token": tokenizer.end_token}
     return resolve_spec(spec, str(target))
+
+
+def _name_for(target: Path) -> str:
+    """The name of a run that begins in a folder: the folder's, without what no name may have."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", target.absolute().name).lstrip("._-") or "imported"
 
 
 def _write(
@@ -145,7 +150,7 @@ def _write(
         with new_folder(target) as folder:
             manifest = write_checkpoint(made, folder / "checkpoints", Topology())
             verified = ckpt.verify(folder / "checkpoints", manifest)
-            if spec.data.tokenizer == str(target / TOKENIZER):
+            if spec.data.tokenizer == str(target.absolute() / TOKENIZER):
                 shutil.copyfile(source / TOKENIZER, folder / TOKENIZER)
             (folder / "spec.toml").write_text(spec_toml(spec))
     except OSError as error:
@@ -215,7 +220,17 @@ def _data_of(manifest: Manifest) -> DataConfig | None:
     return None
 
 
+def _check_has_spec(root: Path, manifest: Manifest) -> None:
+    if TREE in manifest.state:
+        where = ckpt.open_store(root).where(manifest_key(manifest.step))
+        raise CheckpointError(
+            f"checkpoint {where} was saved by save_state_dict: it has no model spec, which "
+            f"convoy convert needs"
+        )
+
+
 def _sections_of(root: Path, manifest: Manifest) -> tuple[ModelConfig, MoEConfig | None]:
+    _check_has_spec(root, manifest)
     try:
         spec = upgraded(manifest.spec)
         moe = spec.get("moe")
@@ -258,11 +273,12 @@ def upcycle(
         known = {"tokenizer": tokenizer.fingerprint if tokenizer else ""}
     else:
         manifest = ckpt.read_manifest(source, step)
+        _check_has_spec(source, manifest)
         resolved = resolve_spec(upgraded(manifest.spec), f"the spec of step {manifest.step}")
         base, weights, kind = resolved.as_dict(), CheckpointSource(source, manifest), "checkpoint"
         known = tokenizer_of(manifest.state)
-    base |= {"name": target.absolute().name.lstrip("._-"), "run_dir": None}
-    base["init"]["checkpoint"] = str(target / "checkpoints")
+    base |= {"name": _name_for(target), "run_dir": None}
+    base["init"]["checkpoint"] = str(target.absolute() / "checkpoints")
     base["checkpoint"]["path"] = None
     sizes = num_experts, top_k, first_k_dense
     spec = upcycled_spec(base, *sizes, overrides, str(source))

@@ -7,7 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckpt.errors import CheckpointError
-from ckpt.format import read_manifest, renamed
+from ckpt.format import (
+    TREE,
+    Node,
+    dotted_names,
+    read_manifest,
+    renamed,
+    renamed_tree,
+    tensor_names,
+)
 from ckpt.interop import DcpSource, SafetensorsSource, is_dcp, is_safetensors
 from ckpt.rewrite import (
     CheckpointSource,
@@ -16,6 +24,7 @@ from ckpt.rewrite import (
     Selected,
     Source,
     Stacked,
+    changed,
 )
 from pretrain.errors import InputError
 from pretrain.state import array_path, split_layer, tokenizer_of, weight_names
@@ -42,6 +51,9 @@ def open_source(location: str, step: int | None = None, *, adopt: bool = True) -
         return CheckpointSource(location, read_manifest(location, step))
     if step is not None:
         raise InputError(f"--step ({step}) is for checkpoint folders; {path} holds one step alone")
+    if TREE in foreign.info.state:  # a reshard wrote it, with dots in the names
+        names = dotted_names(foreign.info.state[TREE])
+        return Selected(foreign, {name: dotted for dotted, name in names.items()})
     return adopted(foreign) if adopt and not foreign.described else foreign
 
 
@@ -79,23 +91,59 @@ def adopted(source: Source) -> Source:
 
 
 def with_names(source: Source, rename: Mapping[str, str]) -> Source:
-    """Arrays under other names, see :func:`ckpt.format.renamed`."""
-    return Selected(source, renamed(source.arrays, rename)) if rename else source
+    """Arrays under other names, see :func:`ckpt.format.renamed`. A state dict's keys follow."""
+    if not rename:
+        return source
+    tree = source.info.state.get(TREE)
+    if tree is None:
+        return Selected(source, renamed(source.arrays, rename))
+    tree, names = renamed_tree(tree, rename)
+    return _with_tree(Selected(source, names), tree)
+
+
+def with_dots(source: Source) -> Source:
+    """The tensors of a state dict under the names that other formats have: keys joined by dots."""
+    tree = source.info.state.get(TREE)
+    return source if tree is None else Selected(source, dotted_names(tree))
+
+
+def without_tree(source: Source) -> Source:
+    """Arrays that are no longer those of a state dict, as a model of another family's are not."""
+    return _with_tree(source, None) if TREE in source.info.state else source
+
+
+def _with_tree(source: Source, tree: Node | None) -> Source:
+    state = {key: value for key, value in source.info.state.items() if key != TREE}
+    if tree is not None:
+        state[TREE] = tree
+    return Described(source, changed(replace(source.info, state=state), tree))
 
 
 def weights_only(source: Source) -> Source:
     """Only the parameters and buffers, which are what ``init.checkpoint`` reads; see
-    :func:`pretrain.state.weight_names`.
+    :func:`pretrain.state.weight_names`. Of a state dict, what the key ``model`` has.
 
-    Raises InputError where nothing is left.
+    Raises InputError where nothing is left, and for a state dict without such a key.
     """
-    names = weight_names(list(source.arrays))
+    tree = source.info.state.get(TREE)
+    state = {"weights_of": source.info.identity, **tokenizer_of(source.info.state)}
+    if tree is not None:
+        model = [one for one in tree["dict"] if one[0] == "model"]
+        names = list(tensor_names({"dict": model}))
+        if not names:
+            keys = ", ".join(str(key) for key, _ in tree["dict"])
+            raise InputError(
+                f"SRC has no weights under the key model: its keys are {keys}; name them with "
+                f"--rename KEY/=model/"
+            )
+        state[TREE] = {"dict": model}
+    else:
+        names = weight_names(list(source.arrays))
     if not names:
         raise InputError(
             "SRC has no weights: every array of it is an optimizer's or a random state"
         )
     picked = Selected(source, {name: name for name in names})
-    state = {"weights_of": source.info.identity, **tokenizer_of(source.info.state)}
     return Described(picked, replace(picked.info, state=state))
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ckpt.format import TREE
 from ckpt.rewrite import Described, Selected, Source, SourceInfo, changed
 from parallel.layout import Box
 from pretrain.convert.upcycled import Upcycled, upcycled_spec
@@ -83,7 +84,8 @@ def operate(
     fit the new arrays.
     """
     if not source.info.spec.get("model"):
-        raise InputError("surgery needs a checkpoint that holds the spec of its model")
+        how = " and SRC was saved by save_state_dict" if TREE in source.info.state else ""
+        raise InputError(f"surgery needs a checkpoint that holds the spec of its model{how}")
     weights = Selected(source, {n: n for n in source.arrays if n.startswith(MODEL)})
     before = resolve_spec(upgraded(source.info.spec), "the checkpoint's spec")
     if noise < 0 or (noise and surgery.kind not in ("duplicate", "widen")):

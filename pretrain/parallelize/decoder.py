@@ -103,7 +103,7 @@ def parallelize(
     # Exact sums take each micro-batch's gradients at the end of its backward.
     delays = schedule.folds_into_v and exact is None
     weight_grads = apply_delayed_weight_grad(model) if delays else None
-    apply_expert_parallel(model, dims.ep_mesh, dims.ep_node_meshes)
+    apply_expert_parallel(model, dims.ep_mesh, dims.ep_node_meshes, allow_no_experts=True)
     apply_tensor_parallel(model, dims.tp_mesh, tensor_parallel_plan(model))
     apply_context_parallel(model, dims.cp_mesh, dims.token_mesh)
     blocks = list(model.blocks.values())

@@ -580,3 +580,36 @@ def test_a_server_that_does_not_know_the_key_is_refused(tmp_path):
         with pytest.raises(OSError, match="the other end does not know the key"):
             store.read("a/b")
         other.join()
+
+
+def test_a_checkpointer_closes_once(root):
+    tier = ckpt.Tier(name="shared", location=str(root))
+    checkpointer = ckpt.AsyncCheckpointer([tier], rank=0, lock=root / "lock")
+    checkpointer.ready()
+    checkpointer.close()
+    checkpointer.close()
+    checkpointer.leave()
+    assert checkpointer.poll() == []
+    with pytest.raises(ckpt.CheckpointError, match="the checkpointer of rank 0 is closed"):
+        checkpointer.save(info(1, ALONE), [])
+    with pytest.raises(ckpt.CheckpointError, match="the checkpointer of rank 0 is closed"):
+        checkpointer.add(tier)
+
+
+def test_a_failing_retention_leaves_a_commit_a_commit(root, capfd):
+    keep = ckpt.Retention.model_construct(keep="x")  # stands for any defect in retention
+    tier = ckpt.Tier.model_construct(name="shared", location=str(root), keep=keep)
+    hello = Hello(rank=0, tiers=[], lock="", memory_retention_seconds=0, commit_timeout_seconds=9)
+    events: list[ckpt.SaveEvent] = []
+    process = writer.WriterProcess(None, None, hello)  # type: ignore[arg-type]
+    process.publish = events.append  # type: ignore[method-assign]
+    of_tier = writer.TierWriter(process, tier)
+    request = SaveRequest(
+        save_id="00000001-a", step=1, topology={}, state={}, spec={}, spec_hash="",
+        compression="none", tiers=["shared"], arrays=[], objects=[], staged_bytes=0,
+    )  # fmt: skip
+    of_tier.accept(request, [], threading.Semaphore(0))
+    of_tier.finish()
+    assert [(event.what, event.step) for event in events] == [("committed", 1)]
+    assert ckpt.committed_steps(root) == [1]
+    assert "TypeError" in capfd.readouterr().err

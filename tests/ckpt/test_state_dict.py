@@ -7,23 +7,29 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import zarr
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckpt
+from ckpt.format import PlacedTensor, plan_packs
 from ckpt.format.dtypes import STORAGE_DTYPES
+from ckpt.state_dict import packing
+from parallel.placements import MeshLayout, RankMesh
 from tests.support.checkpoints import bits, objects_folder
 
 
 @pytest.fixture(autouse=True)
 def pack_little(monkeypatch):
     """Tensors of a mebibyte have arrays of their own, so that small states have both kinds."""
-    monkeypatch.setattr("ckpt.state_dict.packing.PACK_BYTES", 1 << 20)
+    monkeypatch.setattr("ckpt.format.pack_plan.PACK_BYTES", 1 << 20)
 
 
 def model(width: int = 600) -> nn.Module:
@@ -143,7 +149,7 @@ def test_many_small_tensors_make_few_files(root):
 
 
 def test_packs_have_an_end(root, monkeypatch):
-    monkeypatch.setattr("ckpt.state_dict.packing._ROW_BYTES", 1000)
+    monkeypatch.setattr("ckpt.format.pack_plan._ROW_BYTES", 1000)
     monkeypatch.setattr("ckpt.state_dict.load._WAVE_BYTES", 3000)
     state = {f"layer.{i}": torch.randn(7 * i) for i in range(60)}
     ckpt.save_state_dict(root, state, step=1)
@@ -169,7 +175,7 @@ def test_packs_have_an_end(root, monkeypatch):
         ({"a": torch.ones(2, dtype=torch.complex64)}, r"state\['a'\] has dtype complex64: one of"),
         ({"a": torch.ones(2, 2).to_sparse()}, r"state\['a'\] is a sparse_coo: only dense"),
         ({"a": torch.ones(2, device="meta")}, "is on the meta device: it has no numbers"),
-        ({"a": "\ud800"}, "has half of a surrogate pair"),
+        ({"a": "\ud800"}, "is not valid Unicode"),
         ({"a" * 201: torch.ones(2)}, "a key has more than 200 bytes"),
     ],
 )
@@ -282,7 +288,7 @@ def test_saves_in_the_background_are_committed_and_retained(root):
         with pytest.raises(ckpt.CheckpointError, match="step 3 already has a checkpoint"):
             saver.wait()
         saver.save(state, step=3)
-        saver._saver.wait()
+        saver._open_saver().wait()
         with pytest.raises(ckpt.CheckpointError, match="at least 0"):
             saver.save(state, step=-1)
         saver.save(state, step=4)
@@ -331,3 +337,206 @@ def test_another_checkpoint_is_told_apart(root):
     ckpt.save(root, info(1, Topology()), arrays, 0, lambda ok: ok)
     with pytest.raises(ckpt.CheckpointError, match="was not saved by save_state_dict"):
         ckpt.load_state_dict(root, {"a": torch.zeros(2)})
+
+
+def test_tensors_with_gaps_and_with_the_negative_bit_are_saved(root):
+    torch.manual_seed(0)
+    z = torch.randn(5, 7, dtype=torch.complex64)
+    state = {
+        "negative": z.conj().imag,
+        "transposed": torch.randn(6, 4).T,
+        "strided": torch.randn(40, dtype=torch.float32)[::4],
+        "plain": torch.arange(3.0),
+    }
+    ckpt.save_state_dict(root, state, step=1)
+    found: dict[str, Any] = {}
+    ckpt.load_state_dict(root, found)
+    assert torch.equal(found["negative"], -z.imag)
+    assert same(found, {**state, "negative": -z.imag})
+    with pytest.raises(ckpt.CheckpointError, match=r"state\['negative'\] is a view with the neg"):
+        ckpt.load_state_dict(root, state)
+
+
+class LargestNew(TorchDispatchMode):
+    """Notes the number of elements of the largest tensor that any operation returns."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        of = out if isinstance(out, list | tuple) else [out]
+        self.largest = max(self.largest, *(one.numel() for one in of))
+        return out
+
+
+def test_a_row_of_a_pack_is_gathered_chunk_by_chunk():
+    """A device must never hold a copy of all small tensors: a transposed tensor takes its way."""
+    tensors = {f"w{i}": torch.full((40, 50), float(i)).T for i in range(30)}
+    mesh = RankMesh((1,), (0,))
+    described = {
+        name: PlacedTensor("float32", MeshLayout((50, 40), mesh, (None,))) for name in tensors
+    }
+    with LargestNew() as made:
+        (row,) = packing.local_arrays(plan_packs(described), described, tensors, 0)
+        out = np.empty((1, 3000), np.float32)
+        for start in range(0, 60_000, 3000):
+            row.read_into(((0, 1), (start, start + 3000)), out)
+            expected = np.repeat(np.arange(30.0), 2000)[start : start + 3000]
+            assert (out[0] == expected).all()
+    assert made.largest == 3000, "no more than the part that is asked for"
+
+
+def schedules() -> dict[str, Callable[[torch.optim.Optimizer], Any]]:
+    """A learning rate scheduler of every class that torch has, by its name."""
+    lr = torch.optim.lr_scheduler
+    return {
+        "LambdaLR": lambda o: lr.LambdaLR(o, lambda n: 0.9**n),
+        "MultiplicativeLR": lambda o: lr.MultiplicativeLR(o, lambda n: 0.9),
+        "StepLR": lambda o: lr.StepLR(o, 2),
+        "MultiStepLR": lambda o: lr.MultiStepLR(o, [3, 5, 5]),
+        "ConstantLR": lambda o: lr.ConstantLR(o, 0.5, 5),
+        "LinearLR": lambda o: lr.LinearLR(o, 0.1, 1.0, 7),
+        "ExponentialLR": lambda o: lr.ExponentialLR(o, 0.9),
+        "PolynomialLR": lambda o: lr.PolynomialLR(o, 9, 2.0),
+        "CosineAnnealingLR": lambda o: lr.CosineAnnealingLR(o, 9),
+        "CosineAnnealingWarmRestarts": lambda o: lr.CosineAnnealingWarmRestarts(o, 3),
+        "CyclicLR": lambda o: lr.CyclicLR(o, 0.01, 0.1, 3, cycle_momentum=False),
+        "OneCycleLR": lambda o: lr.OneCycleLR(o, 0.2, total_steps=20),
+        "ReduceLROnPlateau": lambda o: lr.ReduceLROnPlateau(o, patience=1),
+        "SequentialLR": lambda o: lr.SequentialLR(
+            o, [lr.LinearLR(o, 0.1, 1.0, 3), lr.MultiStepLR(o, [2, 4])], [3]
+        ),
+        "ChainedScheduler": lambda o: lr.ChainedScheduler(
+            [lr.ConstantLR(o, 0.5, 2), lr.MultiStepLR(o, [3, 5])]
+        ),
+    }
+
+
+def scheduled(name: str) -> tuple[torch.optim.Optimizer, Any]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+    return optimizer, schedules()[name](optimizer)
+
+
+def rates(name: str, optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[float]:
+    found = []
+    for _ in range(steps):
+        optimizer.step()
+        scheduler.step(*[1.0] * (name == "ReduceLROnPlateau"))
+        found.append(optimizer.param_groups[0]["lr"])
+    return found
+
+
+def test_every_scheduler_of_torch_is_among_those_that_are_saved():
+    own = {
+        name
+        for name, kind in vars(torch.optim.lr_scheduler).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.lr_scheduler.LRScheduler)
+    }
+    assert own - {"LRScheduler", "_LRScheduler", "SWALR"} == set(schedules())
+
+
+@pytest.mark.parametrize("name", schedules())
+def test_a_learning_rate_goes_on_from_a_checkpoint(name, root):
+    optimizer, scheduler = scheduled(name)
+    rates(name, optimizer, scheduler, 2)
+    saved = {"optim": optimizer.state_dict(), "schedule": scheduler.state_dict()}
+    ckpt.save_state_dict(root, saved, step=2)
+    other, loaded = scheduled(name)
+    state = {"optim": other.state_dict(), "schedule": loaded.state_dict()}
+    ckpt.load_state_dict(root, state)
+    other.load_state_dict(state["optim"])
+    loaded.load_state_dict(state["schedule"])
+    assert rates(name, other, loaded, 8) == rates(name, optimizer, scheduler, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"keep": 0}, r"^keep \(0\) must be at least 1, a ckpt.Retention, or None for all$"),
+        ({"keep": "x"}, r"^keep \('x'\) must be at least 1"),
+        ({"keep": True}, r"^keep \(True\) must be at least 1"),
+        ({"compression": "gzip"}, r"^compression \('gzip'\) must be one of none, zstd$"),
+        ({"root": ckpt.LocalStore(Path("x"))}, r"^root \(LocalStore\) must be a folder or a URL$"),
+    ],
+)
+def test_what_no_saver_can_use_is_refused_at_once(options, says, root):
+    with pytest.raises(ValueError, match=says):
+        ckpt.AsyncSaver(options.pop("root", root), **options)
+    assert not root.exists()
+
+
+def test_a_compression_that_there_is_not_is_one_line(root):
+    with pytest.raises(ValueError, match=r"^compression \('gzip'\) must be one of none, zstd$"):
+        ckpt.save_state_dict(root, {"a": 1}, step=1, compression="gzip")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="compression"):
+        ckpt.AsyncCheckpointer([], 0, root / "lock", compression="gzip")  # type: ignore[arg-type]
+
+
+HOLDS = """
+import sys, ckpt
+saver = ckpt.AsyncSaver(sys.argv[1])
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_saver_leaves_the_first_one_alone(root):
+    state = {"w": torch.ones(3)}
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(root)],
+        cwd=Path(__file__).parents[2], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"ready\n"
+        with pytest.raises(ckpt.CheckpointError, match=f"process {other.pid} has an AsyncSaver"):
+            ckpt.AsyncSaver(root)
+    finally:
+        other.kill()  # the writer process of a dead trainer is taken over
+        other.communicate()
+    saver = ckpt.AsyncSaver(root)
+    saver.save(state, step=1)
+    with pytest.raises(ckpt.CheckpointError, match="this process already has an AsyncSaver"):
+        ckpt.AsyncSaver(root)
+    saver.save(state, step=2)
+    saver.close()
+    saver.close()
+    for call in (lambda: saver.save(state, step=3), saver.wait):
+        with pytest.raises(ckpt.CheckpointError, match=r"^this saver is closed"):
+            call()
+    assert ckpt.committed_steps(root) == [1, 2]
+
+
+def test_keys_that_may_differ_are_ignored_by_their_names(root):
+    rng = torch.arange(4, dtype=torch.uint8)
+    saved = {"w": torch.ones(3), "rng/0": rng, "rng/1": rng, "own": {"1": {"a": 1}}}
+    ckpt.save_state_dict(root, saved, step=1)
+    for state in (
+        {"w": torch.zeros(3), "rng/0": torch.zeros_like(rng), "own": {"1": {"a": 0}}},
+        {"w": torch.zeros(3), "rng/2": torch.zeros_like(rng), "own": {"2": {}, "1": {"a": 0}}},
+        {"w": torch.zeros(3), "rng/0": torch.zeros_like(rng), "own": {"2": {"a": 7}}},
+    ):
+        with pytest.raises(ckpt.CheckpointError, match=r"ignore=\[...\] names what may differ"):
+            ckpt.load_state_dict(root, state)
+        ckpt.load_state_dict(root, state, ignore=["rng/*", "own/*/*"])
+        assert torch.equal(state["w"], torch.ones(3))
+        if "rng/0" in state:
+            assert torch.equal(state["rng/0"], rng)
+    with pytest.raises(ckpt.CheckpointError, match="the state lacks"):
+        ckpt.load_state_dict(root, {"w": torch.zeros(3)}, ignore=["rng/*"])
+
+
+@pytest.mark.parametrize("step", ["1", 1.0, True])
+def test_a_step_to_load_is_a_whole_number(step, root):
+    ckpt.save_state_dict(root, {"a": 1}, step=1)
+    with pytest.raises(ckpt.CheckpointError, match=r"^step \(.*\) must be a whole number, or None"):
+        ckpt.load_state_dict(root, {"a": 0}, step=step)
+
+
+def test_a_wrong_name_is_told_with_the_nearest(root):
+    ckpt.save_state_dict(root, {"model": {"weight": torch.ones(2)}}, step=1)
+    opened = ckpt.open(root)
+    with pytest.raises(KeyError, match=r"model/wieght is no array of step 1 in .*model/weight"):
+        opened["model/wieght"]
+    assert opened.get("typo") is None
+    assert "typo" not in opened

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import ckpt
-from ckpt.state_dict import packing
+from ckpt.format import pack_plan
 from tests.support.ranks import run_ranks, start_ranks
 
 SHAPES = {
@@ -95,7 +95,7 @@ def check(state: dict[str, Any]) -> None:
 def save_all(rank: int, root: Path, world: int, turns: list[int]) -> None:
     for turn in turns:
         # In some turns all tensors are packed, and in others the large ones are not.
-        packing.PACK_BYTES = (4 << 20) if turn % 3 == 0 else (1 << 18)
+        pack_plan.PACK_BYTES = (4 << 20) if turn % 3 == 0 else (1 << 18)
         ckpt.save_state_dict(root / str(turn), tensors(world, turn, filled=True), step=turn)
 
 
@@ -170,7 +170,7 @@ def save_model(rank: int, root: Path, world: int, tp: int) -> list[float]:
     model = built(world, tp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     train(model, optimizer, 2)
-    packing.PACK_BYTES = 1 << 19
+    pack_plan.PACK_BYTES = 1 << 19
     ckpt.save_state_dict(root, training_state(model, optimizer) | {"epoch": 2}, step=2)
     return train(model, optimizer, 2)
 
@@ -220,6 +220,27 @@ def test_moments_are_made_like_their_parameters(root):
     run_ranks(moments_that_do_not_exist, 2, root, 2)
 
 
+def on_one_rank(rank: int, root: Path) -> None:
+    """Names as of ``optimizer.state_dict()``, which do not say whose a moment is."""
+    model = built(1, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    fresh = {"optim": optimizer.state_dict(), "model": model.state_dict()}
+    train(model, optimizer, 1)
+    ckpt.save_state_dict(root, {"optim": optimizer.state_dict(), "model": {}}, step=1)
+    fresh["model"] = {}
+    ckpt.load_state_dict(root, fresh)  # without DTensors these are whole, plain tensors
+    ckpt.save_state_dict(
+        root, {"optim": optimizer.state_dict(), "model": model.state_dict()}, step=2
+    )
+    fresh = {"optim": {"state": {}, "param_groups": []}, "model": model.state_dict()}
+    with pytest.raises(ckpt.CheckpointError, match="has no tensor that says how to cut it"):
+        ckpt.load_state_dict(root, fresh)
+
+
+def test_moments_of_one_rank_under_fsdp_are_no_plain_tensors(root):
+    run_ranks(on_one_rank, 1, root)
+
+
 def stages(rank: int, root: Path) -> None:
     """Two pipeline stages of two ranks each, that have layers of their own."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))
@@ -257,7 +278,7 @@ def test_pipeline_stages_have_tensors_of_their_own(root):
 def within_replicas(rank: int, root: Path) -> None:
     """Tensor parallelism within replicas: each replica has a mesh of its own."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    packing.PACK_BYTES = 1 << 20
+    pack_plan.PACK_BYTES = 1 << 20
     full = torch.arange(2048.0 * 600).view(2048, 600)
     small = torch.arange(6.0)
     state = {
@@ -322,6 +343,49 @@ def test_ranks_that_differ_are_told_on_every_rank(root):
         assert says in line
 
 
+class Unreadable(dict):
+    """Stands for any defect while a state is read."""
+
+    def items(self):
+        raise RuntimeError("no items")
+
+
+def failing(rank: int, root: Path) -> list[str]:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no arrays")
+
+    said, good = [], {"a": torch.ones(3)}
+
+    def refused(call: Any, state: Any, step: int) -> None:
+        with pytest.raises(Exception, match=r"no items|no arrays") as error:
+            call(state, step=step)
+        said.append(f"{type(error.value).__name__}: {error.value}")
+
+    def save(state: Any, step: int) -> None:
+        ckpt.save_state_dict(root, state, step=step)
+
+    with ckpt.AsyncSaver(root) as saver:
+        for call in (save, saver.save):
+            refused(call, Unreadable() if rank else good, 1)
+            with pytest.MonkeyPatch.context() as patch:
+                if rank:
+                    patch.setattr("ckpt.state_dict.save.local_arrays", fail)
+                refused(call, good, 2)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank:
+                patch.setattr(saver._saver, "_plan", fail)
+            refused(saver.save, good, 3)
+        saver.save(good, step=4)
+    return said
+
+
+def test_any_error_of_one_rank_ends_the_save_on_all(root):
+    first, second = run_ranks(failing, 2, root)
+    assert all(line.startswith("RuntimeError: no ") for line in second)
+    assert all(line.startswith("CheckpointError: ") and "rank 1: no " in line for line in first)
+    assert ckpt.committed_steps(root) == [4]
+
+
 def node_of(rank: int) -> tuple[int, ...]:
     return (0, 1) if rank < 2 else (2, 3)
 
@@ -350,7 +414,7 @@ def test_a_node_loads_from_its_own_memory(root):
 
 def save_for_ever(rank: int, root: Path) -> None:
     """Save, each time other numbers; leftovers of the launch before are removed first."""
-    packing.PACK_BYTES = 1 << 18
+    pack_plan.PACK_BYTES = 1 << 18
     mesh = init_device_mesh("cpu", (2,))
     if rank == 0:
         ckpt.lifecycle.remove_uncommitted(root)

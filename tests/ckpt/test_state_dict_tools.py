@@ -10,19 +10,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ckpt
+from ckpt.read import read_box
+from ckpt.rewrite import CheckpointSource, CheckpointTarget, Selected
+from parallel import Topology
 from pretrain.commands import main
+from tests.ckpt.test_state_dict import same
 from tests.support.ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)
 def pack_little(monkeypatch):
     """Tensors of a mebibyte have arrays of their own, so that small states have both kinds."""
-    monkeypatch.setattr("ckpt.state_dict.packing.PACK_BYTES", 1 << 20)
+    monkeypatch.setattr("ckpt.format.pack_plan.PACK_BYTES", 1 << 20)
 
 
 def state(step: float) -> dict[str, Any]:
@@ -97,7 +101,7 @@ def test_torch_and_safetensors_read_what_a_reshard_writes(saved, tmp_path):
         "model": {key: torch.zeros_like(one) for key, one in expected["model"].items()},
         "optim": {"state": {"0": {"exp_avg": torch.zeros(3, 2)}}},
     }
-    load(found, storage_reader=FileSystemReader(tmp_path / "dcp"), no_dist=True)
+    load_dcp(found, storage_reader=FileSystemReader(tmp_path / "dcp"), no_dist=True)
     assert torch.equal(found["model"]["layers.0.w"], expected["model"]["layers.0.w"])
     assert torch.equal(found["optim"]["state"]["0"]["exp_avg"], torch.full((3, 2), 2.0))
 
@@ -115,18 +119,136 @@ def test_a_reshard_of_a_state_dict_loads_as_before(saved, tmp_path):
     assert found["optim"]["lr"] == 0.1
 
 
+def tree_state() -> dict[str, Any]:
+    """Keys of every kind: with dots, whole numbers, lists, none, and what names encode."""
+    torch.manual_seed(0)
+    return {
+        "net": {"layers.0.w": torch.randn(512, 600), "layers.0.norm": torch.ones(7), "note": "x"},
+        "opt": {"state": {0: {"m": torch.randn(3, 2).bfloat16(), "step": 5}}, "groups": []},
+        "a/b": [torch.tensor(True), (torch.empty(0, 3), 2.5, b"yes"), None],
+        "packed": {"": torch.arange(4)},
+    }
+
+
+def load(root: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    ckpt.load_state_dict(root, found)
+    return found
+
+
+def test_renamed_arrays_are_renamed_in_the_state_too(root, tmp_path, capsys):
+    ckpt.save_state_dict(root, tree_state(), step=1)
+    rules = ["net/=model/", "opt/state/0/m=opt/state/0/exp_avg", "a%2Fb/=lists/inner/",
+             "opt/state/0/step=opt/count"]  # fmt: skip
+    words = [word for rule in rules for word in ("--rename", rule)]
+    assert run("reshard", root, tmp_path / "new", *words) == 0
+    was, found = tree_state(), load(tmp_path / "new")
+    assert same(found["model"], was["net"])
+    assert same(found["opt"]["state"], {0: {"exp_avg": was["opt"]["state"][0]["m"]}})
+    assert found["opt"]["count"] == 5
+    assert same(found["lists"], {"inner": was["a/b"]})
+    assert same(found["packed"], was["packed"])
+    assert list(found) == ["model", "opt", "lists", "packed"]
+    weight = ckpt.open(tmp_path / "new")["model/layers.0.w"]
+    assert weight.shape == (512, 600)
+    for rule, says in (
+        ("a%2Fb/0=x", "must be renamed as a whole"),
+        ("net/note=net/layers.0.w", "one name"),
+        ("net/note=packed", "no keys of a state have this name"),
+        ("net/note=opt/state/0/m/x", "the keys of"),
+        ("nothing=x", "no such array"),
+    ):
+        capsys.readouterr()
+        assert run("reshard", root, tmp_path / "no", "--rename", rule) == 2
+        assert says in capsys.readouterr().err, rule
+        assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "dcp"])
+def test_the_way_through_another_format_and_back_keeps_every_bit(kind, root, tmp_path):
+    ckpt.save_state_dict(root, tree_state(), step=7)
+    assert run("reshard", root, tmp_path / "there", "--format", kind) == 0
+    assert run("reshard", tmp_path / "there", tmp_path / "back") == 0
+    assert same(load(tmp_path / "back"), tree_state())
+    assert run("inspect", "diff", root, tmp_path / "back") == 0
+    assert run("reshard", tmp_path / "there", tmp_path / "again", "--format", "safetensors") == 0
+    names = set(load_file(tmp_path / "again" / "model.safetensors"))
+    assert {"net.layers.0.w", "a/b.1.0", "packed."} <= names
+
+
+def test_names_that_differ_in_dots_alone_are_refused_by_other_formats(root, tmp_path, capsys):
+    ckpt.save_state_dict(root, {"a": {"b.c": torch.ones(1)}, "a.b": {"c": torch.zeros(1)}}, step=1)
+    assert run("reshard", root, tmp_path / "there", "--format", "safetensors") == 2
+    assert "a/b.c and a.b/c have one name with dots, a.b.c" in capsys.readouterr().err
+
+
+def test_weights_of_a_state_dict_are_what_the_key_model_has(root, tmp_path, capsys):
+    ckpt.save_state_dict(root, tree_state(), step=1)
+    assert run("reshard", "weights", root, tmp_path / "no") == 2
+    assert "its keys are net, opt, a/b, packed" in capsys.readouterr().err
+    words = ["weights", root, tmp_path / "weights", "--rename", "net/=model/"]
+    assert run("reshard", *words) == 0
+    assert same(load(tmp_path / "weights"), {"model": tree_state()["net"]})
+    words = ["weights", tmp_path / "weights", tmp_path / "half", "--dtype", "bf16"]
+    assert run("reshard", *words) == 0
+    assert load(tmp_path / "half")["model"]["layers.0.w"].dtype is torch.bfloat16
+    words = ["weights", tmp_path / "weights", tmp_path / "files", "--format", "safetensors"]
+    assert run("reshard", *words) == 0
+    names = set(load_file(tmp_path / "files" / "model.safetensors"))
+    assert names == {"model.layers.0.w", "model.layers.0.norm"}
+
+
+def test_arrays_that_are_not_those_of_the_state_are_refused(root, tmp_path):
+    ckpt.save_state_dict(root, tree_state(), step=1)
+    source = CheckpointSource(root, ckpt.read_manifest(root))
+    some = Selected(source, {name: name for name in source.arrays if "norm" not in name})
+    with pytest.raises(ckpt.CheckpointError, match=r"layers\.0\.norm is no array"):
+        CheckpointTarget(some, tmp_path, Topology())
+    more = Selected(source, {name: name for name in source.arrays} | {"x": "net/layers.0.w"})
+    with pytest.raises(ckpt.CheckpointError, match="x is not in its tree"):
+        CheckpointTarget(more, tmp_path, Topology())
+
+
+def test_a_reshard_reads_a_pack_once_and_not_once_for_each_tensor(root, tmp_path, monkeypatch):
+    state = {f"w{i}": torch.full((3,), float(i)) for i in range(200)}
+    ckpt.save_state_dict(root, state, step=1)
+    reads = []
+
+    def counted(*args: Any) -> Any:
+        reads.append(args)
+        return read_box(*args)
+
+    monkeypatch.setattr("ckpt.read.box.read_box", counted)
+    assert run("reshard", root, tmp_path / "copy", "--workers", "1") == 0
+    assert 0 < len(reads) < 5
+    assert same(load(tmp_path / "copy"), state)
+
+
 def sharded(rank: int, root: Path) -> None:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh("cpu", (1, 2))
     cut = {
-        key: distribute_tensor(one, mesh, [Shard(0)], src_data_rank=None)
+        key: distribute_tensor(one, mesh, [Replicate(), Shard(0)], src_data_rank=None)
         for key, one in state(1.0)["model"].items()
     }
-    ckpt.save_state_dict(root, {"model": cut}, step=1)
+    small = [
+        distribute_tensor(torch.arange(i + 5.0), mesh, [Shard(0), Replicate()], src_data_rank=None)
+        for i in range(20)
+    ]
+    ckpt.save_state_dict(root, {"model": cut, "small": small}, step=1)
 
 
-def test_what_two_ranks_saved_becomes_whole_files(root, tmp_path):
+def test_what_two_ranks_saved_becomes_whole_files(root, tmp_path, capsys):
     run_ranks(sharded, 2, root)
     assert run("reshard", root, tmp_path / "st", "--format", "safetensors") == 0
     flat = load_file(tmp_path / "st" / "model.safetensors")
     for key, one in state(1.0)["model"].items():
         assert torch.equal(flat[f"model.{key}"], one), key
+    capsys.readouterr()
+    assert run("reshard", root, tmp_path / "copy", "--layout", "ep=2") == 2
+    assert "--layout (ep=2) is for checkpoints of a run" in capsys.readouterr().err
+    assert run("reshard", root, tmp_path / "copy") == 0
+    old, new = ckpt.read_manifest(root), ckpt.read_manifest(tmp_path / "copy")
+    assert new.packed == old.packed
+    assert new.arrays == old.arrays, "packs, meshes and placements stay"
+    assert new.objects.keys() == old.objects.keys()
+    assert same(load(tmp_path / "copy"), load(root))

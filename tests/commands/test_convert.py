@@ -333,6 +333,41 @@ def test_upcycling_refuses_what_is_no_copy(folders, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_spec_of_an_import_works_from_anywhere(folders, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run("import", folders / "mixtral", "my model") == 0
+    spec_path = tmp_path / "my model" / "spec.toml"
+    assert f"convoy pretrain '{spec_path}'" in capsys.readouterr().out
+    spec = load_spec(spec_path)
+    assert spec.name == "my-model"
+    assert spec.init.checkpoint == str(tmp_path / "my model" / "checkpoints")
+    assert Path(spec.data.path).is_absolute()
+    words = ["my model!", "--num-experts", 4, "--top-k", 2]
+    assert run("upcycle", folders / "llama", *words) == 0
+    assert f"convoy pretrain '{tmp_path}/my model!/spec.toml'" in capsys.readouterr().out
+    grown = load_spec(tmp_path / "my model!" / "spec.toml")
+    assert grown.name == "my-model-"
+    assert Path(grown.init.checkpoint).is_absolute()
+
+
+def test_what_convert_cannot_take_is_one_line(folders, tmp_path, capsys):
+    ckpt.save_state_dict(tmp_path / "state", {"model": {"w": torch.ones(2)}}, step=1)
+    for words in (
+        ["export", tmp_path / "state", tmp_path / "out"],
+        ["upcycle", tmp_path / "state", tmp_path / "out", "--num-experts", 4, "--top-k", 2],
+    ):
+        assert run(*words) == 2
+        text = one_error_line(capsys.readouterr().err)
+        assert "was saved by save_state_dict: it has no model spec" in text
+    for number in ("0", "-5", "x"):
+        with pytest.raises(SystemExit) as ended:
+            run("export", folders / "olmoe-ours/checkpoints", tmp_path / "out",
+                f"--max-file-bytes={number}")  # fmt: skip
+        assert ended.value.code == 2
+        assert "must be a whole number of at least 1" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_models_own_tokenizer_is_taken_along(folders, corpus, tmp_path, capsys):
     source = shutil.copytree(folders / "mixtral", tmp_path / "hf")
     made = Tokenizer.from_file(f"{corpus['data.path']}/tokenizer.json")

@@ -282,6 +282,12 @@ def wrong_orders(rank: int) -> None:
     fully_shard(layer, mesh=mesh)
     refused(before, apply_expert_parallel, layer, mesh)
 
+    refused("Linear must have layers with experts", apply_expert_parallel, nn.Linear(4, 4), mesh)
+    apply_expert_parallel(nn.Linear(4, 4), mesh, allow_no_experts=True)  # as a stage may be
+    model = nn.Sequential(make_layer(), make_layer(num_experts=3))
+    refused(r"num_experts \(3\) must be a multiple", apply_expert_parallel, model, mesh)
+    assert not any(isinstance(p, DTensor) for p in model.parameters()), "no layer was changed"
+
     model = nn.Sequential(nn.Linear(4, 4, bias=False))
     apply_recompute([model[0]], "full")
     refused("must be called once", apply_recompute, [model[0]], "selective")

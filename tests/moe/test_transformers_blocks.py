@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,67 @@ def test_lower_precision():
     assert model(tokens()).logits.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe"])
+def test_a_single_expert_with_a_normalized_weight(case):
+    config = {"num_experts_per_tok": 1} | ({"norm_topk_prob": True} if "qwen" in case else {})
+    wanted = logits_of(make_model(case, **config))
+    close(logits_of(moe.adopt(make_model(case, **config))), wanted)
+
+
+@pytest.mark.parametrize("case", ["mixtral", "deepseek_v3"])
+def test_a_model_that_was_cast_is_restored_as_transformers_casts_it(case):
+    theirs, model = make_model(case).bfloat16(), moe.adopt(make_model(case)).bfloat16()
+    routers = [layer.router.weight for layer in layers_of(model)]
+    assert {weight.dtype for weight in routers} == {torch.float32}
+    moe.restore(model)
+    wanted = theirs.state_dict()
+    for name, tensor in model.state_dict().items():
+        if not name.endswith("e_score_correction_bias"):  # of which bfloat16 would lose steps
+            assert (name, tensor.dtype) == (name, wanted[name].dtype)
+            assert torch.equal(tensor, wanted[name]), name
+    if case == "mixtral":  # transformers takes no sizes like these in bfloat16
+        assert torch.equal(logits_of(model), logits_of(theirs))
+    kept = {id(weight) for weight in model.parameters()}
+    assert all(id(weight) in kept for weight in routers), "an optimizer has the same parameters"
+
+
+def test_hooks_of_blocks_and_gates_stay():
+    said: dict[str, list[str]] = {}
+
+    def run(adopted: bool) -> nn.Module:
+        model, heard = make_model("mixtral"), said.setdefault(str(adopted), [])
+        block = model.model.layers[1].mlp
+        for where, module in (("block", block), ("gate", block.gate)):
+
+            def note(*_, what: str, where: str = where) -> None:
+                heard.append(f"{where} {what}")
+
+            handle = module.register_forward_pre_hook(partial(note, what="removed"))
+            module.register_forward_pre_hook(
+                lambda *a, note=note: note(what=f"pre {sorted(a[2])}"), with_kwargs=True
+            )
+            module.register_forward_hook(
+                lambda *a, note=note: note(what="kwargs"), with_kwargs=True, always_call=True
+            )
+            if where == "block":
+                module.register_full_backward_pre_hook(partial(note, what="before backward"))
+                module.register_full_backward_hook(partial(note, what="backward"))
+            if adopted and where == "gate":
+                moe.adopt(model)
+            handle.remove()
+        model(tokens(), labels=tokens()).loss.backward()
+        return model
+
+    run(False)
+    model = run(True)
+    assert said["True"] == said["False"]
+    assert "block before backward" in said["True"]
+    heard = said["True"].copy()
+    said["True"].clear()
+    moe.restore(model)(tokens(), labels=tokens()).loss.backward()
+    assert said["True"] == heard
+
+
 def train(model: PreTrainedModel, folder: Path, trainer: type[Trainer] = Trainer, **more: object):
     texts = torch.randint(300, (4, 24), generator=torch.Generator().manual_seed(3)).repeat(4, 1)
     values = {"max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 1e-2,
@@ -246,6 +308,10 @@ def quantized(model):
     experts.down_proj = nn.Parameter(experts.down_proj.to(torch.uint8), requires_grad=False)
 
 
+def hooked(model):
+    model.model.layers[1].mlp.experts.act_fn.register_forward_hook(lambda *_: None)
+
+
 BLOCK = r"model.layers.\d.mlp \(MixtralSparseMoeBlock\): "
 REFUSED = [
     ({"router_jitter_noise": 0.1}, {}, None, BLOCK + r"router_jitter_noise \(0.1\) must be 0"),
@@ -255,12 +321,7 @@ REFUSED = [
         None,
         BLOCK + r"hidden_act \(relu\) must be silu or swish or gelu",
     ),
-    (
-        {"num_experts_per_tok": 1},
-        {},
-        None,
-        BLOCK + r"MoEConfig: norm_topk_prob \(true\) must be false",
-    ),
+    ({}, {}, hooked, BLOCK + "the experts have hooks, which an adopted layer would call"),
     ({}, {"top_k": 3}, None, BLOCK + "top_k is the block's and must be left out"),
     ({}, {"score_func": "sigmoid"}, None, BLOCK + "score_func is the block's"),
     ({}, {"overlap_chunks": 0}, None, BLOCK + r"MoEConfig: overlap_chunks \(0\): Input should be"),
@@ -292,8 +353,11 @@ def test_models_without_blocks_are_refused():
         moe.collect_aux(llama).__enter__()
     with pytest.raises(ValueError, match="MixtralSparseMoeBlock is itself a block"):
         moe.adopt(make_model("mixtral").model.layers[0].mlp)
-    with pytest.raises(ValueError, match="must have MoE blocks"):
+    with pytest.raises(ValueError, match="MixtralForCausalLM is adopted already") as error:
         moe.adopt(moe.adopt(make_model("mixtral")))
+    one_line(error)
+    with pytest.raises(ValueError, match="MixtralForCausalLM must have adopted layers"):
+        moe.restore(make_model("mixtral"))
 
 
 def test_transformers_is_not_imported():

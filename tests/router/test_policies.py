@@ -6,6 +6,7 @@ Legend: T tokens, K top_k, E experts.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -103,6 +104,16 @@ class TestDropByPosition(PolicyContract):
     reroutes = False
 
 
+@dataclass
+class FakeGroup:
+    """A process group, of which a policy only asks the number of ranks."""
+
+    ranks: int
+
+    def size(self) -> int:
+        return self.ranks
+
+
 class TestStragglerAware(PolicyContract):
     fields = {"capacity": {"policy": "straggler_aware", "capacity_factor": 1.5}}
 
@@ -111,6 +122,14 @@ class TestStragglerAware(PolicyContract):
         assert isinstance(policy, StragglerAwareCapacity)
         policy.plan = CapacityPlan((1024, 1024))
         return policy
+
+    def test_groups_that_are_given_again_leave_a_plan_for_as_many_ranks(self):
+        policy = self.policy()
+        policy.plan = CapacityPlan((700, 1348))
+        policy.use_expert_group(FakeGroup(2))
+        assert policy.plan == CapacityPlan((700, 1348))
+        policy.use_expert_group(FakeGroup(3))
+        assert policy.plan == CapacityPlan.equal(3)
 
     @pytest.mark.parametrize("T", [1, 4, 14])
     @pytest.mark.parametrize("seed", range(12))

@@ -58,8 +58,7 @@ class HFConfig:
     """The values of one ``config.json``, with a family's defaults for those that it leaves out.
 
     A null is a value of its own that no default replaces; it reads as what a reader is given for
-    it. Raises InputError, naming the file, for what is missing or not of its
-    type.
+    it. Raises InputError, naming the file, for what is missing or not of its type.
     """
 
     def __init__(self, values: dict[str, Any], where: str) -> None:
