@@ -155,13 +155,17 @@ def draw(answers: Answers) -> str:
 
 
 def _smaller(text: str) -> str:
-    """The picture without what nobody sees: declarations, indents, hundredths of a point."""
-
-    def rounded(tag: re.Match[str]) -> str:
-        return re.sub(r"(\d\.\d)\d+", r"\1", tag[0])
-
-    text = re.sub(r' transform="rotate\(-0 [^"]*"', "", text[text.index("<svg") :])
-    return re.sub(r"\n\s*", "\n", re.sub(r"<[^>]+>", rounded, text))
+    """The picture without what nobody sees: the XML declaration, numbered ids, indents, and less
+    than a tenth of a point."""
+    text = text[text.index("<svg") :]
+    for pattern in (
+        r' transform="rotate\(-0 [^"]*"', r' id="(?:axes|line2d|matplotlib\.axis|patch|text)_\d+"',
+        r' id="[xy]tick_\d+"', r"(?<=font-family: )'DejaVu Sans', ",
+    ):  # fmt: skip
+        text = re.sub(pattern, "", text)
+    tags = re.compile(r"<[^>]+>")
+    text = tags.sub(lambda tag: re.sub(r"(\d\.\d)\d+", r"\1", tag[0]), text)
+    return re.sub(r"\n\s*", "\n", text)
 
 
 def _name(template: str, labels: Mapping[str, str]) -> str:
