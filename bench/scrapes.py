@@ -5,9 +5,13 @@
 One rank trains the tiny recipe with a batch of 2 sequences, on the first core. The process that
 answers scrapes, and a client that scrapes 1,000 times a second, are on the second core: with one
 core for all, a client's own work would be measured as a cost of training. Windows of 4 seconds
-without scrapes and with scrapes take turns, in random order within each pair; a step counts where
-all of it is within a window, and the first second of each window does not count. The limit is the
-median step without scrapes. The table has the scrapes that were answered in a second, too.
+without scrapes and with scrapes take turns, in random order within each turn; a step counts where
+all of it is within a window, and the first second of each window does not count.
+
+Of each window there is the median step, and the processor time of the rank (all of its threads) for
+a step. Both are divided by those of the window without scrapes of the same turn, and the table has
+the medians of these ratios: what else the machine does changes from minute to minute. It has the
+scrapes that were answered in a second, too.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +44,26 @@ _SETTINGS = [
     "train.steps=1000000", "schedule.kind=constant", "eval.interval_steps=0",
     "checkpoint.interval_steps=1000000", "sample.tokens=0", "metrics.all_ranks=true",
 ]  # fmt: skip
-Window = tuple[str, float, float]
-"""A subject, and the Unix times between which it was."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """One subject for some seconds."""
+
+    turn: int
+    subject: str
+    began: float
+    """Unix time from which steps count."""
+    ended: float
+    processor_seconds: float
+    """Of the rank from ``began`` to ``ended``."""
+    answers: float
+    """Scrapes that were answered in a second."""
 
 
 @contextmanager
-def training(folder: Path) -> Iterator[Path]:
-    """The run on the first core, until the context ends; its folder."""
+def training(folder: Path) -> Iterator[tuple[Path, int]]:
+    """The run on the first core, until the context ends: its folder and its process."""
     corpus, run = prepare_corpus(folder), folder / "measured"
     settings = [*_SETTINGS, f"run_dir={run}", f"data.path={corpus}"]
     with (folder / "run.txt").open("wb") as log:
@@ -61,7 +79,7 @@ def training(folder: Path) -> Iterator[Path]:
                 raise SystemExit(f"no steps:\n{(folder / 'run.txt').read_text()[-3000:]}")
             time.sleep(0.2)
         _move_server(process.pid)
-        yield run
+        yield run, process.pid
     finally:
         kill_with_descendants(process.pid)
         process.wait()
@@ -102,29 +120,56 @@ def scrape_for(address: tuple[str, int], rate: int, seconds: float) -> int:
     return count
 
 
-def measure(address: tuple[str, int], samples: int) -> tuple[list[Window], dict[str, list[float]]]:
-    """Windows of all subjects in turn, and the scrapes a second of each window."""
-    windows: list[Window] = []
-    reached: dict[str, list[float]] = {name: [] for name in RATES}
+def processor_seconds(process: int) -> float:
+    """Of all threads of a process since its start."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(address: tuple[str, int], rank: int, samples: int) -> Iterator[Window]:
+    """Windows of all subjects in turn."""
     for turn in range(samples):
         for name in random.Random(turn).sample(list(RATES), len(RATES)):
-            began = time.time()
+            scrape_for(address, RATES[name], _SETTLE_SECONDS)
+            began, used = time.time(), processor_seconds(rank)
             count = scrape_for(address, RATES[name], _WINDOW_SECONDS)
             ended = time.time()
-            windows.append((name, began + _SETTLE_SECONDS, ended))
-            reached[name].append(count / (ended - began))
-    return windows, reached
+            used = processor_seconds(rank) - used
+            yield Window(turn, name, began, ended, used, count / (ended - began))
 
 
-def steps_within(
-    events: Sequence[dict[str, Any]], windows: Sequence[Window]
-) -> dict[str, list[float]]:
-    """Seconds of the steps that were within a window, by subject."""
-    found: dict[str, list[float]] = {name: [] for name in RATES}
+def figures(events: Sequence[dict[str, Any]], window: Window) -> dict[str, float]:
+    """The median step of a window, and the rank's processor time for a step."""
     steps = [(e["time"] - e["seconds"], e["time"]) for e in events if e["event"] == "step"]
-    for name, began, ended in windows:
-        found[name] += [stop - start for start, stop in steps if began <= start and stop <= ended]
-    return found
+    taken = [
+        stop - start for start, stop in steps if window.began <= start and stop <= window.ended
+    ]
+    if not taken:
+        raise SystemExit("a window has no whole step: the machine is too slow or too busy")
+    # The mean length of a step in the window, and not only of those that are whole.
+    inside = sum(
+        max(0.0, min(stop, window.ended) - max(start, window.began)) / (stop - start)
+        for start, stop in steps
+    )
+    return {
+        "step": statistics.median(taken),
+        "processor_seconds_per_step": window.processor_seconds / inside,
+    }
+
+
+def rows_of(events: Sequence[dict[str, Any]], windows: Sequence[Window]) -> Iterator[Row]:
+    """Medians over windows, and over turns of the ratios to the turn's window without scrapes."""
+    found = {(w.turn, w.subject): figures(events, w) for w in windows}
+    for subject in RATES:
+        mine = [w for w in windows if w.subject == subject]
+        answers = [w.answers for w in mine]
+        yield Row("1 rank", subject, "scrapes_per_second", statistics.median(answers), "1/s", 0.0,
+                  answers)  # fmt: skip
+        for metric in ("step", "processor_seconds_per_step"):
+            values = [found[w.turn, subject][metric] for w in mine]
+            ratios = [found[w.turn, "limit"][metric] / found[w.turn, subject][metric] for w in mine]
+            yield Row("1 rank", subject, metric, statistics.median(values), "s",
+                      statistics.median(ratios), values)  # fmt: skip
 
 
 def main() -> None:
@@ -132,24 +177,18 @@ def main() -> None:
     args = arguments(__doc__ or "")
     if len(os.sched_getaffinity(0)) < 2:
         raise SystemExit("bench.scrapes needs two cores: one for the rank, one for the scrapes")
-    with tempfile.TemporaryDirectory() as name, training(Path(name)) as run:
+    with tempfile.TemporaryDirectory() as name, training(Path(name)) as (run, rank):
         os.sched_setaffinity(0, {1})
         (target,) = json.loads(next((run / "metrics").glob("*.json")).read_text())[0]["targets"]
         host, _, port = target.rpartition(":")
-        windows, reached = measure((host, int(port)), 3 if args.quick else args.samples)
-        taken = steps_within(events_so_far(run), windows)
-    limit = statistics.median(taken["limit"])
-    rows = []
-    for subject, seconds in taken.items():
-        median = statistics.median(seconds)
-        rows.append(Row("1 rank", subject, "step", median, "s", limit / median, seconds))
-        rate = statistics.median(reached[subject])
-        rows.append(Row("1 rank", subject, "scrapes_per_second", rate, "1/s", 0.0,
-                        reached[subject]))  # fmt: skip
-        print(
-            f"{subject:<16} {1e3 * median:7.1f} ms a step ({len(seconds)} steps), "
-            f"{median / limit - 1:+.2%}; {rate:,.0f} scrapes answered a second"
-        )
+        windows = list(measure((host, int(port)), rank, 3 if args.quick else args.samples))
+        rows = list(rows_of(events_so_far(run), windows))
+    for row in rows:
+        if row.unit != "s":
+            print(f"{row.subject:<16} {row.value:,.0f} scrapes answered a second")
+        else:
+            cost = 1 / row.ratio_to_limit - 1
+            print(f"{row.subject:<16} {row.metric:<28} {1e3 * row.value:7.1f} ms, {cost:+.2%}")
     finish("scrapes", rows, ["torch", "prometheus-client"], args.json)
 
 

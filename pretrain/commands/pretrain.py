@@ -171,7 +171,7 @@ def write_report_apart(run_dir: Path) -> None:
     if why:
         complain(f"the run is done, and its report is not written: {why.removeprefix('error: ')}")
     else:
-        say(f"  report    {page}")
+        say(f"report      {page}")
 
 
 def _planned(spec: JobSpec) -> JobSpec:

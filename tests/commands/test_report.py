@@ -309,7 +309,7 @@ def test_a_run_that_is_done_names_its_report_below_the_summary(tmp_path, capsys)
     codes, said = zip(*run_ranks(pretrain_on_rank, 2, str(spec), group=False), strict=True)
     assert codes == (0, 0), said
     page = tmp_path / "run" / "report.html"
-    assert said[0].splitlines()[-1] == f"  report    {page}"
+    assert said[0].splitlines()[-1] == f"report      {page}"
     assert "report" not in said[1]
     found = Page(page.read_text())
     assert found.data[0]["steps"] == 2
