@@ -1,6 +1,6 @@
 # make setup      the environment
 # make pretrain   train the tiny recipe on 2 ranks; again resumes, FRESH=1 starts over;
-#                 SPEC=, RANKS= and ARGS="--set train.steps=480" change it
+#                 SPEC=, RANKS= and ARGS="--set train.steps=480" change it; writes a report at its end
 # make test       the test suite, lint and types apart (make lint, make types)
 # make check      all three
 # make test-faults    a short campaign of faults on a run, which CI runs too
@@ -33,7 +33,7 @@ setup: $(VENV)/.ready
 pretrain: setup
 	$(PY) tools/prepare_data.py $(SPEC) $(ARGS) $(if $(filter 1,$(FRESH)),--reset)
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
-	    tools/pretrain.py $(SPEC) $(ARGS)
+	    tools/pretrain.py $(SPEC) $(ARGS) --report
 
 OUT ?= runs/chaos
 chaos: setup

@@ -34,6 +34,8 @@ class DeviceReport:
     """Used, by all processes."""
     temperature: float | None = None
     """In degrees Celsius."""
+    energy_joules: float | None = None
+    """That the device has used since the start of this process."""
     problems: tuple[str, ...] = ()
     """All since the start of this process, oldest first; the first 20."""
 
@@ -54,6 +56,7 @@ class DeviceMonitor:
         self._device = nvml.nvmlDeviceGetHandleByUUID(uuid)
         self._problems: list[str] = []
         self._ecc_before = self._uncorrected()
+        self._energy_before = self._energy()
         self._slowdowns: set[int] = set()
         self._xids: Any = None
         with suppress(nvml.NVMLError):  # some devices report no events
@@ -102,6 +105,7 @@ class DeviceMonitor:
             temperature=self._asked(
                 nvml.nvmlDeviceGetTemperature, device, nvml.NVML_TEMPERATURE_GPU
             ),
+            energy_joules=self._energy_used(),
             problems=tuple(self._problems),
         )
         return self._report
@@ -126,6 +130,15 @@ class DeviceMonitor:
             if event is None:
                 return
             self._note(f"Xid {int(event.eventData)}")
+
+    def _energy(self) -> int | None:
+        """Millijoules since the driver was loaded; devices before Volta do not count them."""
+        count = self._asked(self._nvml.nvmlDeviceGetTotalEnergyConsumption, self._device)
+        return None if count is None else int(count)
+
+    def _energy_used(self) -> float | None:
+        now, before = self._energy(), self._energy_before
+        return None if now is None or before is None else (now - before) / 1000
 
     def _uncorrected(self) -> int | None:
         nvml = self._nvml

@@ -70,6 +70,15 @@ ROWS: dict[str, list[Panel]] = {
             'sum by (run, group) (rate(convoy_collective_bytes_total{run=~"$run"}[5m]))':
                 "{{run}} {{group}}",
         }),
+        ("Tokens a second of each source", "none", 12, "timeseries", {
+            'sum by (run, source) (rate(convoy_data_source_tokens_total{run=~"$run"}[5m]))':
+                "{{run}} {{source}}",
+        }),
+        ("Positions without a target", "percentunit", 12, "timeseries", {
+            'rate(convoy_data_padding_tokens_total{run=~"$run"}[5m]) / '
+            '(rate(convoy_data_padding_tokens_total{run=~"$run"}[5m]) + '
+            'rate(convoy_tokens_total{run=~"$run"}[5m]))': "{{run}}",
+        }),
     ],
     "Experts": [
         ("Expert load, largest over mean", "none", 8, "timeseries", {
@@ -93,6 +102,15 @@ ROWS: dict[str, list[Panel]] = {
         ("Capacity shares", "none", 8, "timeseries", {
             'convoy_moe_capacity_share{run=~"$run"}': "{{run}} rank {{rank}}",
         }),
+        ("Load-balancing loss, without its coefficient", "none", 8, "timeseries", {
+            'convoy_moe_load_balance_loss{run=~"$run"}': "{{run}} layer {{layer}}",
+        }),
+        ("Router z-loss, without its coefficient", "none", 8, "timeseries", {
+            'convoy_moe_z_loss{run=~"$run"}': "{{run}} layer {{layer}}",
+        }),
+        ("Auxiliary losses in the loss", "none", 8, "timeseries", {
+            'convoy_moe_aux_loss{run=~"$run"}': "{{run}}",
+        }),
     ],
     "Ranks": [
         ("Time of a step without waits in collectives, the 8 slowest", "s", 8, "timeseries", {
@@ -104,11 +122,15 @@ ROWS: dict[str, list[Panel]] = {
         ("GPU utilization, the 8 lowest", "percentunit", 8, "timeseries", {
             'bottomk(8, convoy_gpu_utilization_ratio{run=~"$run"})': "{{run}} rank {{rank}}",
         }),
-        ("Memory of processes (all_ranks)", "bytes", 12, "timeseries", {
+        ("Memory of processes (all_ranks), and the peak", "bytes", 8, "timeseries", {
             'convoy_rank_memory_bytes{run=~"$run"}': "{{run}} rank {{process_rank}}",
+            'convoy_peak_memory_bytes{run=~"$run"}': "{{run}} peak of a rank",
         }),
-        ("GPU memory", "bytes", 12, "timeseries", {
+        ("GPU memory", "bytes", 8, "timeseries", {
             'convoy_gpu_memory_bytes{run=~"$run"}': "{{run}} rank {{rank}}",
+        }),
+        ("Power of all GPUs", "watt", 8, "timeseries", {
+            'sum by (run) (rate(convoy_gpu_energy_joules_total{run=~"$run"}[5m]))': "{{run}}",
         }),
     ],
     "Time and checkpoints": [

@@ -7,6 +7,8 @@ import contextlib
 import json
 import os
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pretrain.commands.parsing import Parser, ended, is_first_rank
 from pretrain.errors import (
+    EXIT_DONE,
     EXIT_INTERRUPTED,
     CorruptionError,
     HealthError,
@@ -45,6 +48,8 @@ convoy status RUN_DIR shows them):
   3   training diverged, and a rule of [health] stopped the run
   75  stopped on request after a committed checkpoint: the same command resumes
 """
+_REPORT_SECONDS = 300.0
+_ROOT = Path(__file__).resolve().parents[2]
 _MOVED = {
     "--prepare": "a command: convoy prepare SPEC",
     "--fresh": "convoy prepare SPEC --reset",
@@ -65,6 +70,11 @@ def main(arguments: Sequence[str]) -> int:
         "--profile",
         metavar="FIRST:LAST",
         help="trace these steps with torch.profiler, into RUN_DIR/profile",
+    )
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="when the run is done, write RUN_DIR/report.html as convoy report does",
     )
     args = parser.parse_args(arguments)
     if args.print_spec:
@@ -118,7 +128,10 @@ def _pretrain(args: argparse.Namespace) -> int:
             return run(spec, layout, status, plain=args.plain, profile=window)
 
         met_by_all = False
-        return with_warm_restarts(spec, train)
+        code = with_warm_restarts(spec, train)
+        if args.report and code == EXIT_DONE and is_first_rank():
+            write_report_apart(spec.run_path.resolve())
+        return code
     except BaseException as error:
         if status is not None and not status.began:
             _record_refusal(status, error)
@@ -132,6 +145,34 @@ def _pretrain(args: argparse.Namespace) -> int:
         code = outcome_of(error)[1]
         end_torchrun(torchrun, code)
         return code
+
+
+def write_report_apart(run_dir: Path) -> None:
+    """Write the report of a run that is done, and say where it is, below the summary.
+
+    A process of its own writes the report: whatever becomes of it, the run is done.
+    """
+    page, why = run_dir / "report.html", ""
+    env = dict(os.environ)
+    env["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    words = [sys.executable, "-m", "pretrain.commands", "report", str(run_dir)]
+    try:
+        done = subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            timeout=_REPORT_SECONDS,
+            env=env,
+            check=False,
+        )
+        if done.returncode:
+            why = (done.stderr.strip().splitlines() or ["without a word"])[-1]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = str(error)
+    if why:
+        complain(f"the run is done, and its report is not written: {why.removeprefix('error: ')}")
+    else:
+        say(f"report      {page}")
 
 
 def _planned(spec: JobSpec) -> JobSpec:

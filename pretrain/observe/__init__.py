@@ -3,26 +3,28 @@
 from typing import TYPE_CHECKING
 
 from parallel.on_demand import on_demand
+from pretrain.observe.checkpoint_events import (
+    CheckpointCommitted,
+    CheckpointFailed,
+    Restored,
+    SaveBegun,
+    SaveIntervalChosen,
+)
 from pretrain.observe.console import Console, complain, human_bytes, progress_bar, say
 from pretrain.observe.data_events import DataOpened
 from pretrain.observe.event import Event, Events
 from pretrain.observe.events import (
-    CheckpointCommitted,
-    CheckpointFailed,
     Evaluated,
     IntervalEnded,
     Launched,
     LedgerSummed,
     Notice,
     Resized,
-    Restored,
     RoutingReport,
     RunDone,
     RunFailed,
     RunStarted,
     RunStopped,
-    SaveBegun,
-    SaveIntervalChosen,
     SpecChanged,
     StepCommitted,
     StepSkipped,

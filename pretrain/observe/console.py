@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from parallel.layout import Topology, count_ranks, name_ranks
-from pretrain.observe.event import Event
-from pretrain.observe.events import (
+from pretrain.observe.checkpoint_events import (
     CheckpointCommitted,
     CheckpointFailed,
+    Restored,
+)
+from pretrain.observe.event import Event
+from pretrain.observe.events import (
     Evaluated,
     IntervalEnded,
     Notice,
     Resized,
-    Restored,
     RunStarted,
     RunStopped,
     SpecChanged,
@@ -94,7 +97,7 @@ class Console:
             if self.steps > event.step > before:
                 seconds = event.seconds / (event.step - before)
                 progress += f"  {duration((self.steps - event.step) * seconds)} left"
-            say(progress)
+            say(f"{progress}  {time.strftime('%H:%M:%S')}")
         elif self.rank == 0 and (line := _line(event)) is not None:
             say(line)
 
@@ -198,9 +201,11 @@ def first_line(step: StepCommitted, steps: int) -> str:
 
 def progress_line(report: IntervalEnded, steps: int) -> str:
     """What the console says of a log interval."""
+    aux = "" if report.aux_loss is None else f"aux {report.aux_loss:.4f}  "
     line = (
-        f"step {report.step:>{len(str(steps))}}/{steps}  loss {report.loss:.4f}  "
+        f"step {report.step:>{len(str(steps))}}/{steps}  loss {report.loss:.4f}  {aux}"
         f"lr {report.lr:.2e}  grad norm {report.grad_norm:.2f}  "
+        f"{report.tokens_seen:,} tokens  "
         f"{report.tokens_per_second:,.0f} tokens/s  MFU {report.mfu:.0%}"
     )
     if report.exposed_seconds:
@@ -214,6 +219,10 @@ def progress_line(report: IntervalEnded, steps: int) -> str:
     for name, count in (("dropped", report.dropped), ("rerouted", report.rerouted)):
         if count:
             line += f"  {name} {count:,.0f}"
+    if report.padding is not None:
+        line += f"  padding {report.padding:.1%}"
+    if report.peak_memory_bytes is not None:
+        line += f"  memory {human_bytes(report.peak_memory_bytes)}"
     return line
 
 

@@ -63,14 +63,20 @@ class Endpoint:
         self.url = f"http://{self.address}/metrics"
         self._target: Path | None = None
 
-    def announce(self, folder: Path, run: str, rank: int) -> None:
+    def announce(self, folder: Path, run: str, *, rank: int, run_dir: Path) -> None:
         """Write ``FOLDER/RUN-rank-N.json``, a target for Prometheus' ``file_sd_configs``.
 
         The labels are ``run`` and ``process_rank``: metrics of the whole run have the label
-        ``rank`` for the rank that they are about.
+        ``rank`` for the rank that they are about. The label ``instance`` is the machine with the
+        run's folder. By default it is the address, and each start on a port of its own would begin
+        series of its own.
         """
         target = folder / f"{run}-rank-{rank}.json"
-        labels = {"run": run, "process_rank": str(rank)}
+        labels = {
+            "run": run,
+            "process_rank": str(rank),
+            "instance": f"{socket.gethostname()}:{run_dir.resolve()}",
+        }
         draft = target.with_suffix(".tmp")
         with contextlib.suppress(OSError):  # training is worth more than its metrics
             target.parent.mkdir(parents=True, exist_ok=True)

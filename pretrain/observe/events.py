@@ -15,6 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from pretrain.observe.checkpoint_events import (
+    CheckpointCommitted,
+    CheckpointFailed,
+    Restored,
+    SaveBegun,
+    SaveIntervalChosen,
+)
 from pretrain.observe.data_events import DataOpened
 from pretrain.observe.event import Event
 from pretrain.observe.rank_events import (
@@ -89,17 +96,6 @@ class RunStarted(Event):
     """What the run is made with: ``run_id``, ``corpus``, ``code``, versions, host and device."""
     spec: dict[str, Any] = field(default_factory=dict)
     """The resolved spec."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Restored(Event):
-    """Parameters, moments and counters were loaded from a checkpoint."""
-
-    name: ClassVar[str] = "restored"
-    tier: str
-    """``memory``, ``peer``, ``local`` or ``shared``."""
-    seconds: float
-    """From the look for checkpoints until all was loaded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +221,11 @@ class RoutingReport:
     """Assignments that no expert had room for."""
     rerouted: list[int]
     """Assignments that took another expert than the router's choice."""
+    aux_losses: dict[str, list[float]]
+    """Mean auxiliary losses of a token, without their coefficients, by ``load_balance``,
+    ``sequence_balance`` and ``z``."""
+    aux_loss: float
+    """What the auxiliary losses of all layers added to the model's loss, in the mean."""
     bias_abs_max: float | None
     """Largest bias of an expert in magnitude; None without biases."""
     rank_imbalance: float
@@ -244,6 +245,20 @@ class IntervalEnded(Event):
     mfu: float
     seconds: float
     """Of the interval's committed steps."""
+    tokens_seen: int = 0
+    """Target tokens of all committed steps of the run."""
+    aux_loss: float | None = None
+    """What auxiliary losses added to ``loss`` for the gradient: with their coefficients, summed
+    over layers; None without MoE layers."""
+    aux_losses: dict[str, float] = field(default_factory=dict)
+    """Means over tokens and layers without coefficients: ``load_balance``, ``sequence_balance``
+    and ``z``, each where its coefficient is above 0."""
+    padding: float | None = None
+    """Share of the positions of sequences that have no target; None where all have one."""
+    source_tokens: dict[str, int] = field(default_factory=dict)
+    """Positions of the sequences drawn from each source by its name, where there are several."""
+    peak_memory_bytes: int | None = None
+    """Of the rank that has had most since its start: allocated on its GPU, or else resident."""
     communication_seconds: dict[str, float]
     """Mean over ranks, by parallelism."""
     exposed_seconds: dict[str, float]
@@ -280,60 +295,6 @@ class Evaluated(Event):
     """Whether all held-out sequences were scored."""
     bits_per_byte_by_set: dict[str, float] = field(default_factory=dict)
     """Of each source and validation set by itself, where there are several."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SaveBegun(Event):
-    """A checkpoint was copied for the writer processes, and training goes on."""
-
-    name: ClassVar[str] = "save"
-    stall_seconds: float
-    """What training waited for the copy."""
-    tiers: list[str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SaveIntervalChosen(Event):
-    """``checkpoint.interval_steps = "auto"`` has a new interval."""
-
-    name: ClassVar[str] = "save_interval"
-    seconds: float | None
-    """Until the next save."""
-    stall_seconds: float
-    failures: int
-    """Starts of this run that had no orderly end."""
-    seconds_between_failures: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointCommitted(Event):
-    """A tier has the whole checkpoint of ``step``."""
-
-    name: ClassVar[str] = "checkpoint"
-    tier: str
-    seconds: float
-    """From the copy until the commit."""
-    write_seconds: float
-    """From the copy until rank 0's objects were durable."""
-    bytes_written: int = 0
-    bytes_linked: int = 0
-    """Of objects that had not changed since the checkpoint before."""
-    retries: int = 0
-    path: str = ""
-    """The manifest."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointFailed(Event):
-    """A tier does not have the checkpoint of ``step`` (-1 where the step is not known)."""
-
-    name: ClassVar[str] = "checkpoint_failed"
-    tier: str
-    error: str
-    in_a_row: int = 1
-    """Failures of the tier since its last commit."""
-    told: bool = False
-    """Whether another rank says why, or the error that ends the run: the console then does not."""
 
 
 @dataclass(frozen=True, kw_only=True)

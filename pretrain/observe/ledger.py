@@ -15,21 +15,23 @@ import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from pretrain.observe.checkpoint_events import (
+    CheckpointCommitted,
+    CheckpointFailed,
+    Restored,
+    SaveBegun,
+    SaveIntervalChosen,
+)
 from pretrain.observe.console import duration
 from pretrain.observe.event import Event
 from pretrain.observe.events import (
-    CheckpointCommitted,
-    CheckpointFailed,
     Evaluated,
     Launched,
     LedgerSummed,
-    Restored,
     RunDone,
     RunFailed,
     RunStarted,
     RunStopped,
-    SaveBegun,
-    SaveIntervalChosen,
     StepCommitted,
     StepSkipped,
     StepTaken,

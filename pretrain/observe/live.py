@@ -15,10 +15,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from pretrain.observe.checkpoint_events import (
+    CheckpointCommitted,
+)
 from pretrain.observe.console import SHOWN, Console, duration, human_bytes
 from pretrain.observe.event import Event
 from pretrain.observe.events import (
-    CheckpointCommitted,
     Evaluated,
     IntervalEnded,
     RunDone,
@@ -27,7 +29,6 @@ from pretrain.observe.events import (
     RunStopped,
     StepCommitted,
 )
-from pretrain.observe.process import resident_bytes
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _RECENT_STEPS = 20
@@ -49,7 +50,8 @@ class LiveConsole(Console):
     Args:
         steps: the spec's number of steps.
         terminal: where to draw; None for standard output.
-        now: seconds, for tests.
+        now: seconds, from any moment on.
+        wall: Unix time.
     """
 
     def __init__(
@@ -58,9 +60,10 @@ class LiveConsole(Console):
         *,
         terminal: Terminal | None = None,
         now: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(steps, 0)
-        self.view = View(steps, now)
+        self.view = View(steps, now, wall)
         self._live = Live(
             get_renderable=self.view.drawing,
             console=terminal,
@@ -87,8 +90,10 @@ class LiveConsole(Console):
 class View:
     """What the drawing shows now."""
 
-    def __init__(self, steps: int, now: Callable[[], float]) -> None:
-        self.steps, self._now = steps, now
+    def __init__(
+        self, steps: int, now: Callable[[], float], wall: Callable[[], float] = time.time
+    ) -> None:
+        self.steps, self._now, self._wall = steps, now, wall
         self.began = self.last_step = now()
         self.step = 0
         self.losses: deque[float] = deque(maxlen=4000)
@@ -126,18 +131,26 @@ class View:
         table.add_column(ratio=1)
         rate = sum(step.target_tokens for step in steps) / max(seconds, 1e-9)
         mfu = sum(step.mfu * step.seconds for step in steps) / max(seconds, 1e-9)
-        memory = resident_bytes()
-        table.add_row("loss", Text(f"{newest.loss:.4f}  ").append(sparkline(self.losses), "cyan"))
+        interval = self.interval
+        aux = None if interval is None else interval.aux_loss
+        loss = Text(f"{newest.loss:.4f}  ").append(sparkline(self.losses), "cyan")
+        table.add_row("loss", loss if aux is None else loss.append(f"  auxiliary {aux:.4f}"))
         if self.score is not None:
             table.add_row("held-out", f"{self.score.bits_per_byte:.4f} bits per byte")
-        table.add_row("step", f"lr {newest.lr:.2e}   gradient norm {newest.grad_norm:.2f}")
+        table.add_row(
+            "step",
+            f"lr {newest.lr:.2e}   gradient norm {newest.grad_norm:.2f}   "
+            f"{newest.tokens_seen:,} tokens seen",
+        )
         table.add_row(
             "speed",
-            f"{rate:,.0f} tokens/s   MFU {mfu:.0%}   {seconds / len(steps):.3f} s a step"
-            + ("" if memory is None else f"   {human_bytes(memory)} on rank 0"),
+            f"{rate:,.0f} tokens/s   MFU {mfu:.0%}   {seconds / len(steps):.3f} s a step",
         )
         table.add_row("seconds", _shares(steps, seconds))
-        if (interval := self.interval) is not None:
+        if interval is not None:
+            if interval.peak_memory_bytes is not None:
+                peak = human_bytes(interval.peak_memory_bytes)
+                table.add_row("memory", f"{peak} at most on a rank")
             if interval.layer_imbalances:
                 strip = _strip([each - 1 for each in interval.layer_imbalances], 1.0)
                 worst = max(interval.layer_imbalances)
@@ -151,7 +164,12 @@ class View:
             ago = duration(self._now() - self.saved_at)
             text = f"step {self.saved.step} in tier {self.saved.tier}, {ago} ago"
             table.add_row("checkpoint", text)
-        return Panel(Group(self._progress(seconds / len(steps)), table), title=self._title())
+        return Panel(
+            Group(self._progress(seconds / len(steps)), table),
+            title=self._title(),
+            subtitle=time.strftime("%H:%M:%S", time.localtime(self._wall())),
+            subtitle_align="right",
+        )
 
     def _title(self) -> str:
         start = self.started

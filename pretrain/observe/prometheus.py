@@ -1,8 +1,9 @@
-"""Prometheus metrics of the events: every name but the ledger's is registered in this file."""
+"""Prometheus metrics of a run's events, the ledger and GPUs apart."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -10,19 +11,22 @@ import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from parallel import Topology
-from pretrain.observe.console import HEALTH_RULES
-from pretrain.observe.event import Event
-from pretrain.observe.events import (
+from pretrain.observe.checkpoint_events import (
     CheckpointCommitted,
     CheckpointFailed,
+    Restored,
+    SaveBegun,
+)
+from pretrain.observe.console import HEALTH_RULES
+from pretrain.observe.device_metrics import DeviceMetrics
+from pretrain.observe.event import Event
+from pretrain.observe.events import (
     Evaluated,
     IntervalEnded,
     Launched,
     Resized,
-    Restored,
     RoutingReport,
     RunStarted,
-    SaveBegun,
     StepCommitted,
     StepSkipped,
     StepTaken,
@@ -75,8 +79,8 @@ class Metrics:
                 tokens_seen=lambda: self.tokens_seen,
             )
         )
-
-        self._registry = registry
+        self._registry, self._seq_len = registry, spec.data.seq_len
+        self.devices = DeviceMetrics(registry)
         self._declare_run(spec, topology, version)
         self._declare_steps()
         self._declare_collectives_and_experts()
@@ -144,6 +148,15 @@ class Metrics:
             "data_wait_seconds_total", "Time the slowest rank waited for data."
         )
         self.consumed = self._gauge("consumed_samples", "Sequences of all committed steps.")
+        self.padding = self._counter(
+            "data_padding_tokens_total", "Positions of committed steps that have no target."
+        )
+        self.source_tokens = self._counter(
+            "data_source_tokens_total", "Positions of sequences drawn from a source.", "source"
+        )
+        self.peak_memory = self._gauge(
+            "peak_memory_bytes", "Peak memory of the rank that has had most."
+        )
 
     def _declare_collectives_and_experts(self) -> None:
         self.collective_seconds = self._counter(
@@ -165,6 +178,17 @@ class Metrics:
         self.entropy = self._gauge(
             "moe_router_entropy_nats", "Mean entropy of a token's probabilities.", "layer"
         )
+        self.aux_loss = self._gauge(
+            "moe_aux_loss", "What auxiliary losses add to the model's loss, with coefficients."
+        )
+        self.aux_losses = {
+            name: self._gauge(f"moe_{name}_loss", f"{text}, without its coefficient.", "layer")
+            for name, text in (
+                ("load_balance", "Load-balancing loss"),
+                ("sequence_balance", "Load-balancing loss within sequences"),
+                ("z", "Loss on the size of router logits"),
+            )
+        }
         self.dropped = self._counter(
             "moe_dropped_tokens_total", "Assignments that no expert had room for.", "layer"
         )
@@ -219,12 +243,6 @@ class Metrics:
         self.save_failures = self._counter(
             "checkpoint_failures_total", "Saves that rank 0 saw fail.", "tier"
         )
-        self.gpu_utilization = self._gauge(
-            "gpu_utilization_ratio", "Share of time in which the GPU of a rank ran kernels.", "rank"
-        )
-        self.gpu_memory = self._gauge(
-            "gpu_memory_bytes", "Used memory of the GPU of a rank.", "rank"
-        )
         self.stuck_ranks = self._gauge("stuck_ranks", "Ranks that are reported as stuck now.")
         self.started = self._gauge(
             "start_timestamp_seconds", "Unix time at which the process of rank 0 was started."
@@ -235,14 +253,20 @@ class Metrics:
 
     def _begin_at_zero(self) -> None:
         """Counters begin at 0 for each value of their label: increase() of Prometheus does not see
-        a counter that begins at 1."""
+        a counter that begins at 1. Gauges that nothing is known of yet are not 0, but NaN."""
+        for gauge in (
+            self.loss, self.grad_norm, self.validation_loss, self.learning_rate, self.rate,
+            self.mfu, self.consumed, self.peak_memory, self.communication, self.rank_imbalance,
+            self.aux_loss, self.bias,
+        ):  # fmt: skip
+            gauge.set(math.nan)
         rules = ("not_finite", *HEALTH_RULES)
         for reason in (*rules, "overflow", "router_not_finite"):
             self.skipped.labels(reason)
         for rule in rules:
             self.signals.labels(rule)
-        actions = ("skip", "go_back")
-        for action in ("report", "lower_lr", "stop", *actions, *(f"{a}+lower_lr" for a in actions)):
+        acts = ("skip", "go_back")
+        for action in ("report", "lower_lr", "stop", *acts, *(f"{a}+lower_lr" for a in acts)):
             self.actions.labels(action)
         for kind in ("parameters", "gradients"):
             self.corruptions.labels(kind)
@@ -306,10 +330,7 @@ class Metrics:
             case RankStuck(ranks=ranks):
                 self.stuck_ranks.inc(len(ranks))
             case DevicesSampled():
-                for rank, share in event.utilization_of_rank.items():
-                    self.gpu_utilization.labels(str(rank)).set(share)
-                for rank, count in event.memory_bytes_of_rank.items():
-                    self.gpu_memory.labels(str(rank)).set(count)
+                self.devices(event)
             case RankMoves(ranks=ranks):
                 self.stuck_ranks.dec(len(ranks))
             case Restored(seconds=seconds, tier=tier):
@@ -342,8 +363,14 @@ class Metrics:
         self.consumed.set(event.consumed_samples)
         self.model_flops.inc(event.model_flops)
         self.mfu.set(event.mfu)
+        if event.samples is not None:
+            self.padding.inc(event.samples * self._seq_len - event.target_tokens)
 
     def _interval(self, event: IntervalEnded) -> None:
+        if event.peak_memory_bytes is not None:
+            self.peak_memory.set(event.peak_memory_bytes)
+        for source, count in event.source_tokens.items():
+            self.source_tokens.labels(source).inc(count)
         if event.exposed_seconds:
             self.communication.set(sum(event.exposed_seconds.values()) / event.seconds)
         if event.routing is not None:
@@ -359,6 +386,10 @@ class Metrics:
         if routing.bias_abs_max is not None:
             self.bias.set(routing.bias_abs_max)
         self.rank_imbalance.set(routing.rank_imbalance)
+        self.aux_loss.set(routing.aux_loss)
+        for name, gauge in self.aux_losses.items():
+            for number, loss in zip(routing.layers, routing.aux_losses[name], strict=True):
+                gauge.labels(str(number)).set(loss)
         for at, layer in enumerate(map(str, routing.layers)):
             counts = routing.tokens_per_expert[at]
             mean = sum(counts) / len(counts)

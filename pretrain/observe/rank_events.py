@@ -249,5 +249,10 @@ class DevicesSampled(Event):
     """Used, of the GPU with the most."""
     temperature_max: float | None = None
     """In degrees Celsius."""
+    energy_joules: float | None = None
+    """That all GPUs have used since the start of the ranks' processes."""
     utilization_of_rank: Mapping[int, float] = field(default_factory=dict, metadata={"log": False})
     memory_bytes_of_rank: Mapping[int, int] = field(default_factory=dict, metadata={"log": False})
+    energy_joules_of_rank: Mapping[int, float] = field(
+        default_factory=dict, metadata={"log": False}
+    )

@@ -33,7 +33,7 @@ from parallel import (
 from parallel.comm_watch import CollectiveWork, monitored
 from pretrain.model import Decoder, DecoderOutput
 from pretrain.parallelize.forward_backward import LocalBatch, next_token_loss
-from pretrain.parallelize.results import RoutingStats, StepResult, routing_stats
+from pretrain.parallelize.results import AUX_LOSSES, RoutingStats, StepResult, routing_stats
 from pretrain.parallelize.schedule import padded_count, place_of
 
 if TYPE_CHECKING:
@@ -140,7 +140,8 @@ class Pipeline:
         L = len(self.moe_layers)
         counts = torch.zeros(L, self.num_experts, dtype=torch.int64, device=device)
         sums = torch.zeros(L, dtype=torch.float64, device=device)
-        return RoutingStats(counts, sums, counts.new_zeros(L, 2), counts.new_zeros(L))
+        losses = sums.new_zeros(L, len(AUX_LOSSES))
+        return RoutingStats(counts, sums, counts.new_zeros(L, 2), counts.new_zeros(L), losses)
 
     def peer(self, stage: int) -> int:
         """The global rank of a stage of this pipeline."""

@@ -1,6 +1,6 @@
 """Results of one forward and backward of a step.
 
-Legend: L MoE layers, E experts.
+Legend: L MoE layers, E experts, A auxiliary losses.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from torch import Tensor
 from moe import MoEAux, Stopwatch
 from parallel import all_reduce, on_loss_grid
 
+AUX_LOSSES = ("load_balance", "sequence_balance", "z", "all")
+"""The columns of ``RoutingStats.aux_loss_sum_LA``: three losses without their coefficients, and
+their sum with coefficients, which is what the model's loss has."""
+
 
 @dataclass(frozen=True)
 class RoutingStats:
@@ -28,6 +32,8 @@ class RoutingStats:
     """[L, 2] int64, assignments that an expert at capacity dropped, and rerouted."""
     nonfinite_L: Tensor
     """[L] int64, tokens with router logits that are not finite."""
+    aux_loss_sum_LA: Tensor
+    """[L, A] float64, the losses of :data:`AUX_LOSSES`, summed over tokens."""
 
     @cached_property
     def everywhere_LE(self) -> Tensor:
@@ -48,6 +54,7 @@ class RoutingStats:
             self.entropy_sum_L + before.entropy_sum_L,
             self.moved_L2 + before.moved_L2,
             self.nonfinite_L + before.nonfinite_L,
+            self.aux_loss_sum_LA + before.aux_loss_sum_LA,
         )
 
     def placed(self, rows: Tensor, num_layers: int) -> RoutingStats:
@@ -62,16 +69,27 @@ class RoutingStats:
             spread(self.entropy_sum_L),
             spread(self.moved_L2),
             spread(self.nonfinite_L),
+            spread(self.aux_loss_sum_LA),
         )
 
 
 def routing_stats(reports: Sequence[MoEAux], tokens: int) -> RoutingStats:
     """The stats of a forward of ``tokens`` tokens, from one report for each MoE layer (>= 1)."""
+    losses = torch.stack(
+        [
+            loss
+            for aux in reports
+            for loss in (
+                aux.load_balance_loss, aux.sequence_balance_loss, aux.z_loss, aux.aux_loss
+            )
+        ]
+    )  # fmt: skip
     return RoutingStats(
         torch.stack([aux.tokens_per_expert_E for aux in reports]),
         on_loss_grid(tokens * torch.stack([aux.entropy for aux in reports]).double()),
         torch.stack([torch.stack([aux.num_dropped, aux.num_rerouted]) for aux in reports]),
         torch.stack([aux.num_nonfinite_tokens for aux in reports]),
+        on_loss_grid(tokens * losses.detach().double().view(len(reports), len(AUX_LOSSES))),
     )
 
 

@@ -16,6 +16,7 @@ import torch
 
 from parallel import all_gather_rows
 from pretrain.health import Signal, Verdict
+from pretrain.parallelize import RoutingStats
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,12 @@ class Decision:
             assert self.loss_scale is not None
             return f"gradients overflow with loss scale {self.loss_scale:.0f}; half of it is next"
         return f"loss {self.loss}, grad norm {self.grad_norm}"
+
+
+def bad_layer(layers: Sequence[int], routing: RoutingStats | None) -> int:
+    """The first of the MoE layers with logits that are not finite, or -1."""
+    counts = [] if routing is None else routing.nonfinite_L.tolist()
+    return next((layer for layer, count in zip(layers, counts, strict=False) if count), -1)
 
 
 def exchange(report: Report, device: torch.device) -> list[Report]:

@@ -165,6 +165,7 @@ class DeviceReports:
     def _sample(self, reports: Mapping[int, DeviceReport]) -> None:
         used = {r: d.utilization for r, d in reports.items() if d.utilization is not None}
         memory = {r: d.memory_bytes for r, d in reports.items() if d.memory_bytes is not None}
+        energy = {r: d.energy_joules for r, d in reports.items() if d.energy_joules is not None}
         heat = [d.temperature for d in reports.values() if d.temperature is not None]
         self._publish(
             DevicesSampled(
@@ -173,7 +174,9 @@ class DeviceReports:
                 utilization_mean=fmean(used.values()) if used else None,
                 memory_bytes_max=max(memory.values(), default=None),
                 temperature_max=max(heat, default=None),
+                energy_joules=sum(energy.values()) if energy else None,
                 utilization_of_rank=used,
+                energy_joules_of_rank=energy,
                 memory_bytes_of_rank=memory,
             )
         )

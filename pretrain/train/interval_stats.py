@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from parallel import CollectiveKind, CommStats, by_parallelism
 from pretrain.job import Job
 from pretrain.observe import IntervalEnded, RoutingReport
-from pretrain.parallelize import RoutingStats, bubble
-from pretrain.runtime import Runtime
+from pretrain.parallelize import AUX_LOSSES, RoutingStats, bubble
+from pretrain.runtime import Runtime, peak_memory_bytes
+from pretrain.state import Progress
 from pretrain.train.barrier import Report
 from pretrain.train.evaluate import sum_over_ranks
 
@@ -22,8 +24,12 @@ _MOST_LOGGED_RANKS = 256
 class IntervalStats:
     """Sums over the committed steps since the last report, on this rank."""
 
+    first_sample: int
+    """The sample index at which the interval begins."""
     tokens: int = 0
     """Target tokens over all ranks."""
+    positions: int = 0
+    """Positions of sequences over all ranks; those of padding have no target."""
     seconds: float = 0.0
     micro_batches: int = 0
     """Of the last step, on each rank."""
@@ -37,10 +43,16 @@ class IntervalStats:
     steps: int = 0
 
     def add(
-        self, tokens: int, seconds: float, traffic: Mapping[CollectiveKind, CommStats]
+        self,
+        tokens: int,
+        positions: int,
+        *,
+        seconds: float,
+        traffic: Mapping[CollectiveKind, CommStats],
     ) -> dict[str, CommStats]:
         """Add a committed step; returns the step's collectives by parallelism."""
         self.tokens += tokens
+        self.positions += positions
         self.seconds += seconds
         groups = by_parallelism(traffic)
         for name, one in groups.items():
@@ -63,21 +75,27 @@ class IntervalStats:
         self.rank_rows = [a + b for a, b in zip(before, rank_rows, strict=True)]
 
     def event(
-        self, job: Job, step: int, *, loss: float, grad_norm: float, mfu: float
+        self, job: Job, progress: Progress, *, loss: float, grad_norm: float, mfu: float
     ) -> IntervalEnded:
-        """The interval over all ranks; every rank must call."""
+        """The interval over all ranks up to ``progress``; every rank must call."""
         timed = is_communication_timed(job.runtime)
         seconds, exposed = self._communication(job) if timed else ({}, {})
         stages, routing = timed and job.parallel_model.pipeline is not None, self._routing(job)
         p, pp = job.spec.parallel.pipeline, job.topology.pp
         return IntervalEnded(
-            step=step,
+            step=progress.step,
             loss=loss,
             lr=job.optimizer.param_groups[0]["lr"],
             grad_norm=grad_norm,
             tokens_per_second=self.tokens / self.seconds,
             mfu=mfu,
             seconds=self.seconds,
+            tokens_seen=progress.tokens_seen,
+            aux_loss=None if routing is None else routing.aux_loss,
+            aux_losses=_mean_losses(job, routing),
+            padding=1 - self.tokens / self.positions if self.tokens < self.positions else None,
+            source_tokens=self._source_tokens(job, progress),
+            peak_memory_bytes=int(job.runtime.maximum(peak_memory_bytes())),
             communication_seconds=seconds,
             exposed_seconds=exposed,
             bubble=exposed.get("pp", 0.0) / self.seconds if stages else None,
@@ -109,15 +127,38 @@ class IntervalStats:
         )
         return seconds, exposed
 
+    def _source_tokens(self, job: Job, progress: Progress) -> dict[str, int]:
+        """Positions of the interval's sequences by the name of their source."""
+        names = {one.manifest.fingerprint: one.name for one in job.corpora.sources}
+        blend = job.loader.blend
+        if len(names) < 2 or blend is None:
+            return {}
+        samples = np.arange(self.first_sample, progress.consumed_samples)
+        for first, stop in progress.health.skipped_samples:
+            samples = samples[(samples < first) | (samples >= stop)]
+        found = dict.fromkeys(names.values(), 0)
+        for source, places, _ in blend.draw(samples):
+            name = names.get(source, source[:12])  # of the spec before, until the blend changes
+            found[name] = found.get(name, 0) + len(places) * job.spec.data.seq_len
+        return found
+
     def _routing(self, job: Job) -> RoutingReport | None:
         if self.routing is None:
             return None
         rows = sum_over_ranks(job, self.routing.tokens_per_expert_LE).tolist()
-        entropies = sum_over_ranks(job, self.routing.entropy_sum_L) / self.tokens
+        entropies = sum_over_ranks(job, self.routing.entropy_sum_L) / self.positions
         biases = [r.expert_bias for r in job.routers if r.expert_bias is not None]
         bias = job.runtime.maximum(max((float(b.abs().max()) for b in biases), default=-1.0))
         moved = sum_over_ranks(job, self.routing.moved_L2).tolist()
+        sums = sum_over_ranks(job, self.routing.aux_loss_sum_LA).T.tolist()
+        losses = {
+            name: [each / self.positions for each in column]
+            for name, column in zip(AUX_LOSSES, sums, strict=True)
+        }
+        del losses["all"]
         return RoutingReport(
+            aux_loss=sum(sums[AUX_LOSSES.index("all")]) / self.tokens,
+            aux_losses=losses,
             layers=job.moe_layers,
             tokens_per_expert=rows,
             entropies=entropies.tolist(),
@@ -139,6 +180,23 @@ def seconds_and_bytes(
     """Seconds and bytes of a step's collectives by (operation, parallelism)."""
     rows = [((str(op), str(group)), one) for (op, group), one in traffic.items()]
     return {key: one.seconds for key, one in rows}, {key: one.bytes for key, one in rows}
+
+
+def _mean_losses(job: Job, routing: RoutingReport | None) -> dict[str, float]:
+    """The mean over layers of each auxiliary loss that the layers have."""
+    moe = job.spec.moe
+    if routing is None or moe is None:
+        return {}
+    coefficients = {
+        "load_balance": moe.aux_loss_coeff,
+        "sequence_balance": moe.seq_aux_loss_coeff,
+        "z": moe.z_loss_coeff,
+    }
+    return {
+        name: sum(each) / len(each)
+        for name, each in routing.aux_losses.items()
+        if coefficients[name]
+    }
 
 
 def _imbalances(routing: RoutingReport | None) -> list[float] | None:

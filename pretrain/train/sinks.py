@@ -76,5 +76,6 @@ def serve_metrics(job: Job, registry: CollectorRegistry, sinks: ExitStack) -> st
     port = local_port(config.port) if config.all_ranks else config.port
     endpoint = Endpoint(registry, config.host, port)
     sinks.callback(endpoint.close)
-    endpoint.announce(Path(config.targets_dir or spec.run_path / "metrics"), spec.name, rank)
+    targets = Path(config.targets_dir or spec.run_path / "metrics")
+    endpoint.announce(targets, spec.name, rank=rank, run_dir=spec.run_path)
     return endpoint.url

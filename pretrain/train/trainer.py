@@ -21,7 +21,7 @@ from pretrain.parallelize import RoutingStats, StepResult
 from pretrain.runtime import StopCause, StopRequest
 from pretrain.spec import learning_rate
 from pretrain.state import Progress, rng_states, set_rng_states
-from pretrain.train.barrier import Action, Decision, Report, decide, exchange
+from pretrain.train.barrier import Action, Decision, Report, bad_layer, decide, exchange
 from pretrain.train.detection import LossWatch
 from pretrain.train.evaluate import evaluate
 from pretrain.train.health_watch import HealthWatch
@@ -65,7 +65,7 @@ class Trainer:
         """Of all ranks, in a second."""
         self.skipped = 0
         """Tries in a row that were not finite, overflows of float16 not counted."""
-        self.interval = IntervalStats()
+        self.interval = IntervalStats(self.progress.consumed_samples)
         self.straggler_stages = StragglerStages(job)
         self.stop_cause = StopCause.NONE
         """Why the last step was the last one, where a rank asked to stop."""
@@ -216,7 +216,7 @@ class Trainer:
             exposed_seconds=self.job.runtime.comm_monitor.exposed_seconds,
             expert_rows=result.expert_rows,
             expert_seconds=result.expert_seconds,
-            bad_layer=_bad_layer(self.job.moe_layers, result.routing),
+            bad_layer=bad_layer(self.job.moe_layers, result.routing),
             data_checksum=data_checksum(batches) if self.job.dims.reads_first else 0.0,
         )
 
@@ -265,7 +265,7 @@ class Trainer:
         """Publish a committed step, and add the step to the interval."""
         job, tokens = self.job, decision.target_tokens
         self.progress = replace(self.progress, train_seconds=self.progress.train_seconds + seconds)
-        groups = self.interval.add(tokens, seconds, traffic)
+        groups = self.interval.add(tokens, planned, seconds=seconds, traffic=traffic)
         shown = {name: one for name, one in groups.items() if one.count}
         timed = is_communication_timed(job.runtime)
         collective_seconds, collective_bytes = seconds_and_bytes(traffic)
@@ -362,7 +362,7 @@ class Trainer:
             # take the place of an older state that is not.
             self.progress = self.watch.act(verdict, before, cursor, self.checkpointer)
             if verdict.goes_back:
-                self.interval = IntervalStats()
+                self.interval = IntervalStats(self.progress.consumed_samples)
 
     def mfu(self, tokens: int, seconds: float) -> float:
         """Model FLOPs utilization (Chowdhery et al., arXiv 2204.02311, appendix B)."""
@@ -370,11 +370,11 @@ class Trainer:
 
     def end_interval(self, decision: Decision) -> None:
         """Publish what the steps since the last interval gathered; every rank must call."""
-        interval, self.interval = self.interval, IntervalStats()
+        interval, self.interval = self.interval, IntervalStats(self.progress.consumed_samples)
         self.job.events.publish(
             interval.event(
                 self.job,
-                self.progress.step,
+                self.progress,
                 loss=decision.loss,
                 grad_norm=decision.grad_norm,
                 mfu=self.mfu(interval.tokens, interval.seconds),
@@ -394,9 +394,3 @@ class Trainer:
                 bits_per_byte_by_set=result.bits_per_byte_by_set,
             )
         )
-
-
-def _bad_layer(layers: Sequence[int], routing: RoutingStats | None) -> int:
-    """The first layer with logits that are not finite, or -1."""
-    counts = [] if routing is None else routing.nonfinite_L.tolist()
-    return next((layer for layer, count in zip(layers, counts, strict=False) if count), -1)

@@ -28,6 +28,7 @@ class Nvml:
 
     def __init__(self) -> None:
         self.use, self.used, self.heat, self.ecc, self.reasons = 93, 7 << 30, 61, 5, 0x04
+        self.millijoules = 9_000_000
         self.xids: list[int] = []
 
     def _value(self, value):
@@ -59,6 +60,9 @@ class Nvml:
     def nvmlDeviceGetTemperature(self, device, sensor):
         return self._value(self.heat)
 
+    def nvmlDeviceGetTotalEnergyConsumption(self, device):
+        return self._value(self.millijoules)
+
     def nvmlDeviceGetTotalEccErrors(self, device, kind, counter):
         assert (kind, counter) == (1, 0)
         return self._value(self.ecc)
@@ -68,10 +72,12 @@ class Nvml:
 
 
 def test_a_healthy_device_has_its_use_and_no_problems():
-    monitor = DeviceMonitor.open("GPU-1", Nvml())
+    nvml = Nvml()
+    monitor = DeviceMonitor.open("GPU-1", nvml)
     assert monitor is not None
-    # Five old ECC errors and a software power cap are no news.
-    assert monitor.report() == DeviceReport("GPU-1", 0.93, 7 << 30, 61)
+    nvml.millijoules += 12_500
+    # Five old ECC errors and a software power cap are no news; nor is energy of before.
+    assert monitor.report() == DeviceReport("GPU-1", 0.93, 7 << 30, 61, 12.5)
 
 
 def test_problems_are_noted_once_and_reads_are_far_apart():
@@ -87,13 +93,14 @@ def test_problems_are_noted_once_and_reads_are_far_apart():
     assert monitor.report().problems == (*found, "1 new uncorrected ECC errors")
 
 
-@pytest.mark.parametrize("field", ["use", "used", "heat", "ecc", "reasons"])
+@pytest.mark.parametrize("field", ["use", "used", "heat", "millijoules", "ecc", "reasons"])
 def test_what_a_device_does_not_know_is_none(field):
     nvml = Nvml()
     setattr(nvml, field, None)
     report = DeviceMonitor(nvml, "GPU-1").report()
     assert report.problems == ()
-    named = {"use": report.utilization, "used": report.memory_bytes, "heat": report.temperature}
+    named = {"use": report.utilization, "used": report.memory_bytes, "heat": report.temperature,
+             "millijoules": report.energy_joules}  # fmt: skip
     assert [name for name, value in named.items() if value is None] == [field] * (field in named)
 
 
@@ -114,17 +121,17 @@ def test_heartbeats_bring_reports_to_rank_0():
         seconds=0.01, device=DeviceMonitor(nvml, "GPU-1"),
     ).close()  # fmt: skip
     pulse = Pulse.decode(store.get("3"))
-    assert pulse.device == DeviceReport("GPU-1", 0.93, 7 << 30, 61, ("Xid 79",))
+    assert pulse.device == DeviceReport("GPU-1", 0.93, 7 << 30, 61, 0.0, ("Xid 79",))
 
 
 def test_each_problem_is_published_once_and_samples_a_minute_apart():
     published, times = [], [0.0]
     reports = DeviceReports(published.append, step=lambda: 7, now=lambda: times[0])
-    hot = DeviceReport("GPU-9", 0.5, 100, 90.0, ("Xid 79",))
-    reports.take({0: DeviceReport("GPU-1", 1.0, 300, None), 3: hot})
+    hot = DeviceReport("GPU-9", 0.5, 100, 90.0, 2.0, ("Xid 79",))
+    reports.take({0: DeviceReport("GPU-1", 1.0, 300, None, 1.5), 3: hot})
     reports.take({3: hot})
     times[0] = 61.0
-    reports.take({3: DeviceReport("GPU-9", 0.5, 100, 90.0, ("Xid 79", "Xid 48"))})
+    reports.take({3: DeviceReport("GPU-9", 0.5, 100, 90.0, None, ("Xid 79", "Xid 48"))})
     problems = [(e.rank, e.text) for e in published if isinstance(e, DeviceProblem)]
     assert problems == [(3, "Xid 79"), (3, "Xid 48")]
     first, second = (e for e in published if isinstance(e, DevicesSampled))
@@ -132,3 +139,5 @@ def test_each_problem_is_published_once_and_samples_a_minute_apart():
     assert (first.utilization_min, first.utilization_mean) == (0.5, 0.75)
     assert (first.memory_bytes_max, first.temperature_max) == (300, 90.0)
     assert second.memory_bytes_of_rank == {3: 100}
+    assert (first.energy_joules, first.energy_joules_of_rank) == (3.5, {0: 1.5, 3: 2.0})
+    assert (second.energy_joules, second.energy_joules_of_rank) == (None, {})

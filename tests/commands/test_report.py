@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import re
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 
 from pretrain.commands import main
+from pretrain.commands.pretrain import write_report_apart
 from pretrain.observe import (
     CapacityPlanned,
     Evaluated,
@@ -33,6 +36,8 @@ from pretrain.observe import (
 )
 from pretrain.observe.report.record import read_run
 from tests.support.checkpoints import save_small
+from tests.support.jobs import data_of, prepare_job, write_spec
+from tests.support.ranks import run_ranks
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -60,7 +65,13 @@ def write_run(folder: Path, losses: list[float] = LOSSES, job: str = "a") -> Pat
         if first:
             events.publish(Restored(step=first, tier="shared", seconds=1.0))
             events.publish(
-                Resized(step=first, epoch=1, before={"ep": 2}, after={"ep": 4}, save_id="s")
+                Resized(
+                    step=first,
+                    epoch=1,
+                    before={"dp_shard": 2, "ep": 2},
+                    after={"dp_shard": 4, "ep": 4},
+                    save_id="s",
+                )
             )
         events.publish(
             RunStarted(
@@ -175,7 +186,7 @@ def test_the_page_has_the_numbers_of_two_runs_and_needs_nothing_else(tmp_path, c
     check_line(page.paths["lr:a"], [0.1 / step for step in range(1, 7)])
     said = " ".join(page.said)
     for words in (
-        "resize after step 3: ep 2 to 4", "step 4: injected fault: SIGKILL to <1>",
+        "resize after step 3: dp_shard 2 to 4, ep 2 to 4", "step 4: injected fault: SIGKILL to <1>",
         "after step 3: a rank was lost", "Load of the busiest expert of a", "Speed of ranks of a",
         "Capacity shares of a", "3.5000", "Where the time went", "00000003-",
     ):  # fmt: skip
@@ -272,6 +283,42 @@ def test_without_matplotlib_one_line_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert report(write_run(tmp_path / "run")) == 2
     assert "pip install 'convoy-moe[plot]'" in capsys.readouterr().err
+
+
+def test_a_report_that_fails_is_one_line_of_a_run_that_is_done(tmp_path, monkeypatch, capsys):
+    def no_time(*words: object, **options: object) -> None:
+        raise subprocess.TimeoutExpired("convoy report", 300.0)
+
+    monkeypatch.setattr(subprocess, "run", no_time)
+    write_report_apart(tmp_path)
+    err = capsys.readouterr().err
+    assert err.startswith("error: the run is done, and its report is not written: ")
+    assert "timed out after 300.0 seconds" in err
+
+
+def pretrain_on_rank(rank: int, spec: str) -> tuple[int, str]:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        return main(arguments=["pretrain", spec, "--report"]), said.getvalue()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_done_names_its_report_below_the_summary(tmp_path, capsys):
+    data = data_of(prepare_job(tmp_path))
+    spec = write_spec(tmp_path, data=data, train={"steps": 2}, eval={"sequences": 2})
+    codes, said = zip(*run_ranks(pretrain_on_rank, 2, str(spec), group=False), strict=True)
+    assert codes == (0, 0), said
+    page = tmp_path / "run" / "report.html"
+    assert said[0].splitlines()[-1] == f"report      {page}"
+    assert "report" not in said[1]
+    found = Page(page.read_text())
+    assert found.data[0]["steps"] == 2
+    assert "done after step 2" in " ".join(found.said)
+    write_report_apart(tmp_path / "nowhere")
+    err = capsys.readouterr().err
+    assert "its report is not written: " in err
+    assert "has no log that can be read" in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ ROOT = Path(__file__).parent.parent.parent
 WITHOUT_SAMPLES = {
     "convoy_gpu_utilization_ratio", "convoy_gpu_memory_bytes", "convoy_straggler_speed_ratio",
     "convoy_moe_capacity_share", "convoy_restore_duration_seconds",
+    "convoy_data_source_tokens_total", "convoy_gpu_energy_joules_total",
 }  # fmt: skip
 METRIC = re.compile(r"\bconvoy[_:][a-z0-9_:]+")
 

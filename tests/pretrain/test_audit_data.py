@@ -103,6 +103,12 @@ def test_the_blend_of_a_resume_is_in_the_log_and_each_set_is_scored(ran):
     assert set(summary["val_bits_per_byte_by_set"]) == {"a", "b", "v"}
 
 
+def test_intervals_count_the_tokens_of_each_source(ran):
+    counted = [each["source_tokens"] for each in events(ran / "run", "interval")]
+    # Steps 4-5, 6-8 and 9-10 of 8 sequences, 3 to 1; the start that was killed ended no interval.
+    assert counted == [{"a": 32 * n, "b": 32 * n // 3} for n in (12, 18, 12)]
+
+
 def test_the_command_says_what_it_proves(ran, tmp_path, capsys):
     steps = tmp_path / "steps.json"
     arguments = [str(ran / "run"), "--tokens", str(ran / "spec.json"), "--json", str(steps)]

@@ -10,6 +10,7 @@ import re
 import select
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,8 @@ def shown(view: View) -> str:
 
 def test_the_view_shows_what_the_run_does_now():
     clock = Clock()
-    view = View(60, clock)
+    midnight = time.mktime((2026, 1, 1, 0, 0, 0, 0, 0, -1))
+    view = View(60, clock, wall=lambda: midnight + 123)
     view.take(RunStarted(step=0, **STARTED))
     assert shown(view).strip() == ""
     for step, loss in enumerate((5.0, 4.0, 3.0), 1):
@@ -59,7 +61,8 @@ def test_the_view_shows_what_the_run_does_now():
     view.take(
         IntervalEnded(
             step=3, loss=3.0, seconds=6.0, **REPORTED,
-            layer_imbalances=[1.0, 2.5], rank_seconds=[1.0, 3.0],
+            layer_imbalances=[1.0, 2.5], rank_seconds=[1.0, 3.0], aux_loss=0.0123,
+            peak_memory_bytes=3 << 20,
         )
     )  # fmt: skip
     view.take(CheckpointCommitted(step=2, tier="shared", seconds=1.0, write_seconds=1.0))
@@ -68,6 +71,7 @@ def test_the_view_shows_what_the_run_does_now():
     for words in (
         "tiny", "step 3/60", "10.0 s, 1 m 54 s left", "loss        3.0000  █▅▁", "1.2345 bits",
         "128 tokens/s", "2.000 s a step", "compute 50%   data 20%   ep 25%   sync 5%",
+        "auxiliary 0.0123", "256 tokens seen", "3.0 MiB at most on a rank", "00:02:03",
         "▁█  busiest 2.50 x mean", "slowest 1.50 x mean time", "step 2 in tier shared, 4.0 s ago",
     ):  # fmt: skip
         assert words in text, (words, text)

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import re
 import signal
 import socket
 import subprocess
@@ -25,23 +26,25 @@ from parallel import Topology
 from pretrain.commands.pretrain import main
 from pretrain.errors import InputError
 from pretrain.observe import Console, Endpoint, Events, JsonlLog, Metrics, read_log
+from pretrain.observe.checkpoint_events import (
+    CheckpointCommitted,
+    CheckpointFailed,
+    Restored,
+    SaveBegun,
+)
 from pretrain.observe.event import (
     Event,
 )
 from pretrain.observe.events import (
     EVENTS,
     LOG_VERSION,
-    CheckpointCommitted,
-    CheckpointFailed,
     Evaluated,
     IntervalEnded,
     Launched,
     Notice,
-    Restored,
     RoutingReport,
     RunStarted,
     RunStopped,
-    SaveBegun,
     SpecChanged,
     StepCommitted,
     StepSkipped,
@@ -237,7 +240,7 @@ def test_the_first_step_of_a_start_has_a_line_and_intervals_say_what_is_left(cap
     console(StepCommitted(step=12, loss=2.5, **STEPPED))
     assert capsys.readouterr().out == "", "other steps wait for the interval"
     console(IntervalEnded(step=20, loss=2.5, seconds=30.0, **REPORTED))
-    assert capsys.readouterr().out.endswith("  2 m 00 s left\n")
+    assert re.search(r"  2 m 00 s left  \d\d:\d\d:\d\d\n$", capsys.readouterr().out)
     console(IntervalEnded(step=60, loss=2.5, seconds=30.0, **REPORTED))
     assert "left" not in capsys.readouterr().out
     Console(60, 3)(StepCommitted(step=11, loss=2.5, **STEPPED))
@@ -250,10 +253,13 @@ def test_a_line_of_an_interval_names_exposed_communication_and_expert_imbalance(
         communication_seconds={"ep": 2.0, "world": 1.0},
         exposed_seconds={"ep": 1.0, "world": 0.8},
         load_imbalance=1.41, dropped=3, bubble=0.25, bubble_formula=0.2,
+        tokens_seen=12345, aux_loss=0.0123, padding=0.034, peak_memory_bytes=3 << 20,
     )  # fmt: skip
     Console(60, 0)(report)
     line = capsys.readouterr().out
-    assert line.startswith("step  2/60  loss 2.5000")
+    assert line.startswith("step  2/60  loss 2.5000  aux 0.0123  lr 1.00e-02")
+    assert "12,345 tokens  512 tokens/s" in line
+    assert "padding 3.4%  memory 3.0 MiB" in line
     assert "exposed comm 22% (ep 12%, sync 10%)" in line
     assert "bubble 25% (formula 20%)" in line
     assert "expert imbalance 1.41" in line
@@ -284,6 +290,17 @@ def test_every_field_of_an_event_has_an_example_here():
     ), "what the log leaves out has a default"
 
 
+def test_what_is_not_known_yet_is_no_zero(tmp_path):
+    registry = CollectorRegistry()
+    metrics = Metrics(registry, make_spec(tmp_path), Topology(), "1.0")
+    names = ("convoy_loss", "convoy_validation_loss", "convoy_communication_time_ratio")
+    assert all(math.isnan(registry.get_sample_value(name)) for name in names)
+    metrics(Evaluated(step=0, loss=2.5, bits_per_byte=1.0))
+    assert registry.get_sample_value("convoy_validation_loss") == 2.5
+    assert math.isnan(registry.get_sample_value("convoy_loss"))
+    assert registry.get_sample_value("convoy_steps_total") == 0
+
+
 def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
     registry = CollectorRegistry()
     spec = make_spec(tmp_path)
@@ -291,8 +308,9 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
     taken = {"loss": 2.5, "grad_norm": 0.7, "seconds": 0.5, "data_wait_seconds": 0.1}
     metrics(
         StepCommitted(
-            **taken, step=1, lr=0.01, target_tokens=256, tokens_seen=256, consumed_samples=8,
-            slowest_rank_seconds=0.4, tokens_per_second=512.0, mfu=0.5, model_flops=2e9,
+            **taken, step=1, lr=0.01, samples=9, target_tokens=256, tokens_seen=256,
+            consumed_samples=9, slowest_rank_seconds=0.4, tokens_per_second=512.0, mfu=0.5,
+            model_flops=2e9,
             collective_seconds={("all_to_all", "ep"): 0.75},
             collective_bytes={("all_to_all", "ep"): 4096},
         )
@@ -301,20 +319,23 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
         metrics(StepSkipped(**taken, step=2, reason=reason, overflow=reason == "overflow"))
     routing = RoutingReport(
         layers=[1, 2], tokens_per_expert=[[4, 0], [2, 2]], entropies=[0.5, 0.6], dropped=[3, 0],
-        rerouted=[4, 0], bias_abs_max=0.25, rank_imbalance=1.5,
+        rerouted=[4, 0], bias_abs_max=0.25, rank_imbalance=1.5, aux_loss=0.03125,
+        aux_losses={"load_balance": [1.5, 1.0], "sequence_balance": [0.0, 0.0], "z": [2.0, 3.0]},
     )  # fmt: skip
     metrics(
         IntervalEnded(
             step=2, loss=2.5, lr=0.01, grad_norm=0.7, tokens_per_second=512.0, mfu=0.5,
             seconds=8.0, communication_seconds={"ep": 2.0}, exposed_seconds={"ep": 1.0},
             routing=routing, capacity_shares=[1.5, 0.5], relative_speeds=[1.25, 0.75],
-            rank_seconds=[0.25, 0.5],
+            rank_seconds=[0.25, 0.5], source_tokens={"web": 96, "code": 32},
+            peak_memory_bytes=4096,
         )
     )  # fmt: skip
     metrics(RankStuck(**STUCK | {"ranks": [1, 2]}))
     metrics(RankMoves(step=4, ranks=[1]))
     used = {"utilization_of_rank": {3: 0.5}, "memory_bytes_of_rank": {3: 1024}}
-    metrics(DevicesSampled(step=4, **used))
+    metrics(DevicesSampled(step=4, **used, energy_joules_of_rank={3: 10.0}))
+    metrics(DevicesSampled(step=4, energy_joules_of_rank={3: 12.5}))
     metrics(Restored(step=1, tier="shared", seconds=3.0))
     metrics(Launched(step=0, process_start=1234.5))
     metrics(RunStarted(step=4, **STARTED | {"world_size": 2}, topology_epoch=3))
@@ -339,7 +360,7 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
         "convoy_tokens_per_second 512.0",
         "convoy_model_flops_total 2e+09",
         "convoy_mfu_ratio 0.5",
-        "convoy_consumed_samples 8.0",
+        "convoy_consumed_samples 9.0",
         'convoy_collective_seconds_total{group="ep",op="all_to_all"} 0.75',
         'convoy_collective_bytes_total{group="ep",op="all_to_all"} 4096.0',
         "convoy_communication_time_ratio 0.125",
@@ -367,6 +388,14 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
         "convoy_stuck_ranks 1.0",
         'convoy_gpu_utilization_ratio{rank="3"} 0.5',
         'convoy_gpu_memory_bytes{rank="3"} 1024.0',
+        'convoy_gpu_energy_joules_total{rank="3"} 12.5',
+        "convoy_data_padding_tokens_total 32.0",
+        'convoy_data_source_tokens_total{source="web"} 96.0',
+        "convoy_peak_memory_bytes 4096.0",
+        "convoy_moe_aux_loss 0.03125",
+        'convoy_moe_load_balance_loss{layer="1"} 1.5',
+        'convoy_moe_sequence_balance_loss{layer="1"} 0.0',
+        'convoy_moe_z_loss{layer="2"} 3.0',
         'convoy_moe_dropped_tokens_total{layer="1"} 3.0',
         'convoy_moe_rerouted_tokens_total{layer="1"} 4.0',
         'convoy_parallelism_info{cp="1",dp_replicate="1",dp_shard="2",ep="2",pp="1",tp="1"} 1.0',
@@ -398,6 +427,7 @@ def pretrain_on_rank(rank: int, spec: str) -> tuple[int, str, dict[str, list[str
                 ((one,), labels) = json.loads(target.read_text())[0].values()
                 assert f"tiny-rank-{labels['process_rank']}.json" == target.name
                 assert labels["run"] == "tiny"
+                assert labels["instance"] == f"{HOST}:{self.job.spec.run_path.resolve()}"
                 with urllib.request.urlopen(f"http://{one}/metrics") as response:
                     found[labels["process_rank"]] = response.read().decode().splitlines()
         return step(self, stop_requested)
@@ -449,6 +479,15 @@ def test_every_rank_serves_its_own_metrics_and_rank_0_the_runs(tmp_path, text):
     intervals = events(tmp_path / "run", "interval")
     assert [len(each["rank_seconds"]) for each in intervals] == [2, 2, 2]
     assert all(len(each["layer_imbalances"]) == 2 for each in intervals)
+    assert all(each["peak_memory_bytes"] > 2**20 for each in intervals)
+    # Without z-loss and sequence loss; 1 is an even load, and 2 of 4 experts the worst.
+    assert all(list(each["aux_losses"]) == ["load_balance"] for each in intervals)
+    assert all(1 <= each["aux_losses"]["load_balance"] < 2 for each in intervals)
+    assert all(
+        each["aux_loss"] == pytest.approx(2 * 0.01 * each["aux_losses"]["load_balance"], rel=1e-4)
+        for each in intervals
+    )
+    assert value(run, "convoy_moe_aux_loss") > 0
 
 
 def test_a_port_that_is_taken_is_one_line(tmp_path, text):

@@ -210,6 +210,10 @@ def test_a_run_with_packed_documents(tmp_path, layout):
             assert set(run_ranks(train_on_rank, ranks, arguments, group=False)) == {0}
     steps = events(tmp_path / "one", "step")
     assert all(step["target_tokens"] < step["samples"] * 32 for step in steps)
+    (both, last) = events(tmp_path / "one", "interval")
+    targets = [step["target_tokens"] for step in steps]
+    assert both["padding"] == pytest.approx(1 - sum(targets[:2]) / (2 * 8 * 32))
+    assert last["padding"] == pytest.approx(1 - targets[2] / (8 * 32))
     if layout:
         many = events(tmp_path / "many", "step")
         for a, b in zip(steps, many, strict=True):

@@ -278,11 +278,29 @@ def test_the_loads_of_a_step_are_summed_over_ranks_once(monkeypatch):
 
     monkeypatch.setattr("pretrain.parallelize.results.all_reduce", doubled)
     zero = torch.zeros(1, 2)
-    routing = RoutingStats(torch.tensor([[3, 5]]), zero, zero, zero)
+    routing = RoutingStats(torch.tensor([[3, 5]]), zero, zero, zero, zero)
     for _ in range(2):
         assert routing.everywhere_LE.tolist() == [[6, 10]]
     assert len(sums) == 1
     assert routing.tokens_per_expert_LE.tolist() == [[3, 5]], "this rank's stay"
+
+
+def test_auxiliary_losses_of_a_step_are_summed_over_its_tokens(tmp_path):
+    losses = {"aux_loss_coeff": 0.5, "seq_aux_loss_coeff": 0.25, "z_loss_coeff": 0.125}
+    spec = make_spec(tmp_path, moe={"num_experts": 4, "top_k": 2, "d_ff": 24, **losses})
+    model, _ = build(spec, Topology(), 0)
+    some = batches(spec, 2)
+    sums = torch.zeros(2, 4, dtype=torch.float64)
+    for batch in some:
+        for row, aux in enumerate(model(batch[:, :-1]).aux):
+            each = [aux.load_balance_loss, aux.sequence_balance_loss, aux.z_loss]
+            weighted = 0.5 * each[0] + 0.25 * each[1] + 0.125 * each[2]
+            sums[row] += batch[:, 1:].numel() * torch.stack([*each, weighted]).detach().double()
+    result = forward_backward(model, some, 1.0, device=torch.device("cpu"))
+    found = result.routing.aux_loss_sum_LA
+    assert not found.requires_grad, "the graph of the step would stay"
+    torch.testing.assert_close(found, sums, rtol=1e-5, atol=1e-4)
+    assert (found > 0).all()
 
 
 def test_gradients_are_scaled_in_place():

@@ -123,6 +123,8 @@ def test_training_does_not_wait_for_a_tracker_and_what_it_missed_is_counted(caps
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio", "tensorboard"])
 def test_a_tracker_that_is_not_installed_is_one_line(name, tmp_path, monkeypatch):
+    # Adapters tell their packages by the environment where files go; later tests have none of it.
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     wanted = rf"tracking.to names {name}, .*pip install 'convoy-moe\[{name}\]'"

@@ -36,7 +36,7 @@ _MOMENTS = {
 }  # fmt: skip
 MOST_POINTS = 2000
 """Points of a line in a picture; of more, the lowest and the highest of each part are kept."""
-_STYLE: Any = {
+STYLE: Any = {
     "svg.fonttype": "none", "svg.hashsalt": "convoy", "path.simplify": False, "font.size": 9,
     "font.family": "sans-serif", "font.sans-serif": ["Helvetica", "Arial", "DejaVu Sans"],
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
@@ -52,7 +52,7 @@ def picture(
     draw: Callable[[Axes], None], title: str, *, size: tuple[float, float] = (5.4, 2.7)
 ) -> str:
     """A picture with one pair of axes, as an SVG element whose name is its title."""
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.subplots()

@@ -117,6 +117,7 @@ def key_figures(run: RunRecord) -> dict[str, Any]:
     score = list(run.evaluations.values())[-1] if run.evaluations else None
     dollars = run.dollars
     tokens = newest.tokens_seen if newest is not None else 0
+    peaks = [i.peak_memory_bytes for i in run.intervals.values() if i.peak_memory_bytes]
     return {
         "steps": newest.step if newest is not None else 0,
         "tokens": tokens,
@@ -125,12 +126,23 @@ def key_figures(run: RunRecord) -> dict[str, Any]:
         "loss": newest.loss if newest is not None else None,
         "validation_bits_per_byte": score.bits_per_byte if score is not None else None,
         "tokens_per_second": sum(s.target_tokens for s in steps) / seconds if seconds else None,
+        "padding": _padding(run),
+        "peak_memory_mib": max(peaks) / 2**20 if peaks else None,
         "goodput": run.ledger.goodput,
         "hours": run.ledger.wall_seconds / 3600,
         "restarts": sum(run.ledger.restarts.values()),
         "dollars": dollars,
         "dollars_per_billion_tokens": dollars / tokens * 1e9 if dollars and tokens else None,
     }
+
+
+def _padding(run: RunRecord) -> float | None:
+    """The share of positions without a target; None where every position has one."""
+    seq_len = run.spec.get("data", {}).get("seq_len", 0)
+    known = [step for step in run.steps.values() if step.samples is not None]
+    positions = sum(seq_len * (step.samples or 0) for step in known)
+    targets = sum(step.target_tokens for step in known)
+    return 1 - targets / positions if targets < positions else None
 
 
 _FORMATS = {
@@ -141,6 +153,8 @@ _FORMATS = {
     "loss": ("training loss of the last step, nats per token", "{:.4f}"),
     "validation_bits_per_byte": ("validation, bits per byte", "{:.4f}"),
     "tokens_per_second": ("tokens per second of steps", "{:,.0f}"),
+    "padding": ("positions without a target", "{:.2%}"),
+    "peak_memory_mib": ("peak memory of a rank, MiB", "{:,.1f}"),
     "goodput": ("goodput", "{:.1%}"),
     "hours": ("wall time, hours", "{:,.2f}"),
     "restarts": ("restarts", "{:,}"),
@@ -186,6 +200,10 @@ def _one_run(run: RunRecord) -> Iterable[str]:
     yield _table(["hours", "event", ""], rows, "words", caption=caption or "What happened")
     if run.summary is not None and run.summary.sample:
         yield f"<h3>Text of the model</h3><pre>{escape(run.summary.sample)}</pre>"
+    if tokens := run.source_tokens:
+        all_ = sum(tokens.values())
+        rows = [[name, f"{each:,}", f"{each / all_:.1%}"] for name, each in tokens.items()]
+        yield _table(["source", "tokens", "share"], rows, caption="What was drawn")
     if run.manifests:
         yield _lineage(run)
     if start is not None and start.record:

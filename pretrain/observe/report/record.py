@@ -11,16 +11,18 @@ from typing import Any
 from ckpt import CheckpointError, committed_steps, open_store
 from ckpt.format import Manifest, read_manifest
 from pretrain.errors import InputError
+from pretrain.observe.checkpoint_events import (
+    CheckpointCommitted,
+    Restored,
+)
 from pretrain.observe.console import HEALTH_RULES
 from pretrain.observe.event import Event
 from pretrain.observe.events import (
-    CheckpointCommitted,
     Evaluated,
     IntervalEnded,
     Launched,
     LedgerSummed,
     Resized,
-    Restored,
     RunDone,
     RunFailed,
     RunStarted,
@@ -80,6 +82,15 @@ class RunRecord:
         if self.start is not None and self.start.spec:
             return self.start.spec
         return self.manifests[-1].spec if self.manifests else {}
+
+    @property
+    def source_tokens(self) -> dict[str, int]:
+        """Positions of the sequences drawn from each source; empty for one source."""
+        found: dict[str, int] = {}
+        for interval in self.intervals.values():
+            for name, count in interval.source_tokens.items():
+                found[name] = found.get(name, 0) + count
+        return found
 
     @property
     def dollars(self) -> float | None:
