@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from parallel.on_demand import on_demand
 from pretrain.observe.console import Console, complain, human_bytes, progress_bar, say
-from pretrain.observe.data_events import DataOpened
+from pretrain.observe.data_events import DataFetched, DataOpened
 from pretrain.observe.event import Event, Events
 from pretrain.observe.events import (
     CheckpointCommitted,
@@ -79,6 +79,7 @@ __all__ = [
     "CheckpointFailed",
     "Console",
     "CorruptionFound",
+    "DataFetched",
     "DataOpened",
     "DeviceProblem",
     "DevicesSampled",

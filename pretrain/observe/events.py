@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from pretrain.observe.data_events import DataOpened
+from pretrain.observe.data_events import DataFetched, DataOpened
 from pretrain.observe.event import Event
 from pretrain.observe.rank_events import (
     CapacityPlanned,
@@ -394,7 +394,7 @@ EVENTS: dict[str, type[Event]] = {
         CheckpointCommitted, CheckpointFailed, RunStopped, RunDone, StragglerFound,
         StragglerEnded, MicroBatchesPlanned, StragglerGain, HealthSignal, HealthAction,
         FaultInjected, Launched, RankLost, RunFailed, LedgerSummed, Verified, CorruptionFound,
-        RankStuck, RankMoves, RankLossOdd, DeviceProblem, DevicesSampled,
+        RankStuck, RankMoves, RankLossOdd, DeviceProblem, DevicesSampled, DataFetched,
     )
 }  # fmt: skip
 """Every event by its name in the log."""

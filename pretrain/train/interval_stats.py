@@ -143,6 +143,12 @@ def seconds_and_bytes(
     return {key: one.seconds for key, one in rows}, {key: one.bytes for key, one in rows}
 
 
+def bad_layer(layers: Sequence[int], routing: RoutingStats | None) -> int:
+    """The first layer with logits that are not finite, or -1."""
+    counts = [] if routing is None else routing.nonfinite_L.tolist()
+    return next((layer for layer, count in zip(layers, counts, strict=False) if count), -1)
+
+
 def _imbalances(routing: RoutingReport | None) -> list[float] | None:
     if routing is None:
         return None

@@ -22,11 +22,13 @@ from pretrain.runtime import StopCause, StopRequest
 from pretrain.spec import learning_rate
 from pretrain.state import Progress, rng_states, set_rng_states
 from pretrain.train.barrier import Action, Decision, Report, decide, exchange
+from pretrain.train.data_fetches import publish_fetches
 from pretrain.train.detection import LossWatch
 from pretrain.train.evaluate import evaluate
 from pretrain.train.health_watch import HealthWatch
 from pretrain.train.interval_stats import (
     IntervalStats,
+    bad_layer,
     is_communication_timed,
     seconds_and_bytes,
 )
@@ -214,7 +216,7 @@ class Trainer:
             exposed_seconds=self.job.runtime.comm_monitor.exposed_seconds,
             expert_rows=result.expert_rows,
             expert_seconds=result.expert_seconds,
-            bad_layer=_bad_layer(self.job.moe_layers, result.routing),
+            bad_layer=bad_layer(self.job.moe_layers, result.routing),
             data_checksum=data_checksum(batches) if self.job.dims.reads_first else 0.0,
         )
 
@@ -378,6 +380,7 @@ class Trainer:
                 mfu=self.mfu(interval.tokens, interval.seconds),
             )
         )
+        publish_fetches(self.job, self.progress.step)
 
     def validate(self) -> None:
         """Score some held-out sequences; every rank must call."""
@@ -392,9 +395,3 @@ class Trainer:
                 bits_per_byte_by_set=result.bits_per_byte_by_set,
             )
         )
-
-
-def _bad_layer(layers: Sequence[int], routing: RoutingStats | None) -> int:
-    """The first layer with logits that are not finite, or -1."""
-    counts = [] if routing is None else routing.nonfinite_L.tolist()
-    return next((layer for layer, count in zip(layers, counts, strict=False) if count), -1)
