@@ -20,7 +20,7 @@ number of ranks, any resize and any resume see the same sequence. A rank's share
 from the step's samples by :func:`pretrain.data.loader.micro_batches`.
 """
 
-from pretrain.data.batch import BatchConfig, BatchSizeRampup
+from pretrain.data.batch import BatchConfig, BatchSizeRampup, BatchStage
 from pretrain.data.blend import Blend, Phase
 from pretrain.data.cache import CacheCounts, ShardCache
 from pretrain.data.config import END_OF_DOCUMENT, DataConfig
@@ -58,6 +58,7 @@ __all__ = [
     "END_OF_DOCUMENT",
     "BatchConfig",
     "BatchSizeRampup",
+    "BatchStage",
     "Blend",
     "BlendedOrder",
     "CacheCounts",

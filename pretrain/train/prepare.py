@@ -35,7 +35,7 @@ def prepare(
     corpora = prepare_corpora(
         spec.data, spec.model.vocab_size, say, processes=processes, count_files=True
     )
-    for line in corpora.epochs_lines(spec.train.steps * spec.batch.global_batch_size):
+    for line in corpora.epochs_lines(spec.batch.samples_of(spec.train.steps, spec.data.seq_len)):
         say(line)
     if not reset and load_step is None:
         return

@@ -108,8 +108,8 @@ def test_a_run_on_two_ranks_is_the_run_on_a_folder(folder, server, tmp_path):
             tmp_path, f"{name}.json", data=data.model_dump(), run_dir=str(tmp_path / name),
             parallel={"dp_replicate": 2},
         )  # fmt: skip
-        with use(server.port):
-            assert run_ranks(train_on_rank, 2, [str(spec)], group=False) == [0, 0]
+        codes = run_ranks(train_on_rank, 2, [str(spec)], server.port, group=False)
+        assert codes == [0, 0]
     here, there = (events(tmp_path / name, "step") for name in ("here", "there"))
     keys = ("loss", "data_checksum", "consumed_samples")
     assert [[s[k] for k in keys] for s in here] == [[s[k] for k in keys] for s in there]
@@ -126,10 +126,11 @@ def test_a_run_on_two_ranks_is_the_run_on_a_folder(folder, server, tmp_path):
     assert all(len(name) == 64 for name in files)
 
 
-def train_on_rank(rank: int, arguments: list[str]) -> int:
+def train_on_rank(rank: int, arguments: list[str], port: int) -> int:
     from pretrain.commands.pretrain import main as pretrain
 
-    return pretrain(arguments)
+    with use(port):
+        return pretrain(arguments)
 
 
 def test_verify_reads_the_store_and_its_packings(folder, server, tmp_path, capsys):
