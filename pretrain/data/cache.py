@@ -22,6 +22,7 @@ import mmap
 import os
 import re
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from pretrain.errors import InputError, LostRankError
 
 _NAME = re.compile(r"[0-9a-f]{64}(\.part)?")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_POLL_SECONDS = 0.02
 _FETCHES = 2
 """Of a file whose bytes are not those of its hash."""
 
@@ -158,7 +160,11 @@ class ShardCache:
         part = path.with_name(f"{path.name}.part")
         handle = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            # Not a lock that waits: a file that is fetched meanwhile may stay mapped for ever.
+            while not _locked(handle):
+                if path.exists():
+                    return None
+                time.sleep(_POLL_SECONDS)
             if path.exists() or not os.fstat(handle).st_nlink:
                 return None  # another process has fetched the file, or failed
             try:
@@ -251,6 +257,15 @@ def _files(folder: Path) -> list[tuple[int, int, Path]]:
     return found
 
 
+def _locked(handle: int) -> bool:
+    """Take the exclusive lock of a file; False where another process has a lock."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 def _removed(path: Path) -> bool:
     """Remove a file that nobody uses; False where somebody does."""
     try:
@@ -258,10 +273,9 @@ def _removed(path: Path) -> bool:
     except FileNotFoundError:
         return True
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _locked(handle):
+            return False
         path.unlink(missing_ok=True)
-    except BlockingIOError:
-        return False
     finally:
         os.close(handle)
     return True

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -306,6 +307,25 @@ def test_processes_that_need_a_shard_at_once_fetch_it_once(server, folder, tmp_p
         processes = [start_fetching(tmp_path / "cache", file, port) for _ in range(2)]
         assert [int(p.communicate()[0]) for p in processes] == [file.size] * 2
     assert len([path for path in gets if path.endswith(file.name)]) == 1
+
+
+def test_whoever_waits_for_a_shard_has_it_while_the_one_who_fetched_it_maps_it(
+    server, folder, tmp_path
+):
+    file, asked = shard_of(folder), Event()
+
+    def slow(method: str, path: str) -> None:
+        asked.set()
+        time.sleep(0.5)
+
+    with proxy(server.port, slow) as port, use(port):
+        one, other = (ShardCache(tmp_path / "cache", 1 << 30) for _ in range(2))
+        fetching = one.begin(file)
+        assert asked.wait(30)
+        waiting = other.begin(file)
+        mapped = fetching()
+        assert np.array_equal(waiting.__self__.result(timeout=30), mapped)
+    assert other.take_counts() == CacheCounts(misses=1)
 
 
 def test_what_a_killed_process_left_counts_and_is_removed_for_room(server, folder, tmp_path):
