@@ -22,7 +22,7 @@ from pretrain.data.cache import ShardCache
 from pretrain.data.config import DataConfig
 from pretrain.data.location import is_there, new_place, read_file
 from pretrain.data.manifest import CorpusManifest, Shard
-from pretrain.data.sequences import Indices, Rows, ShardFiles, by_shard
+from pretrain.data.sequences import Indices, ShardFiles, by_shard
 from pretrain.errors import InputError
 
 PACKING, PACKING_FOLDER = "packing.json", re.compile(r"best-fit-\d+")
@@ -253,11 +253,12 @@ class BestFitSequences:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def read(self, indices: Indices, out: Rows) -> None:
+    def read(self, indices: Indices) -> np.ndarray:
         """See :meth:`pretrain.data.sequences.Sequences.read`."""
         wanted = np.asarray(indices, np.int64)
         numbers = np.searchsorted(self._ends, wanted, side="right")
         within = (wanted - self._firsts[numbers]).tolist()
+        found = np.full((len(wanted), self.seq_len + 1), -1, np.int64)
         shards = by_shard(numbers)
         which = list(shards)
         both = zip(self._pieces.in_turn(which), self._tokens.in_turn(which), strict=True)
@@ -265,8 +266,8 @@ class BestFitSequences:
             sequences = pieces["sequence"]
             for place in places:
                 first, stop = np.searchsorted(sequences, [within[place], within[place] + 1])
-                row, at = out[place], 0
+                row, at = found[place], 0
                 for _, start, size in pieces[first:stop].tolist():
                     row[at : at + size] = tokens[start : start + size]
                     at += size
-                row[at:] = -1
+        return found

@@ -25,7 +25,6 @@ _OPEN_SHARDS = 128
 
 
 Indices = Sequence[int] | np.ndarray
-Rows = Sequence[np.ndarray] | np.ndarray
 
 
 class Sequences(Protocol):
@@ -36,17 +35,15 @@ class Sequences(Protocol):
     def __len__(self) -> int:
         """How many there are."""
 
-    def read(self, indices: Indices, out: Rows) -> None:
-        """Write the tokens of some sequences to ``out``: a row for each index, int64 [S + 1]."""
+    def read(self, indices: Indices) -> np.ndarray:
+        """The tokens of some sequences, int64 [len(indices), S + 1]; ``indices`` may be empty."""
 
 
 def read_batch(sequences: Sequences, indices: Indices) -> Tensor:
     """The tokens of some sequences, int64 [len(indices), S + 1]; ``indices`` may be empty."""
     import torch
 
-    out = np.empty((len(indices), sequences.seq_len + 1), np.int64)
-    sequences.read(indices, out)
-    return torch.from_numpy(out)
+    return torch.from_numpy(sequences.read(indices))
 
 
 def data_checksum(batches: Iterable[Tensor]) -> int:
@@ -84,7 +81,7 @@ class ShardFiles:
         cache: ShardCache | None = None,
     ) -> None:
         self._place, self._shards = data.path, shards
-        self._dtype = np.dtype(corpus.dtype) if dtype is None else dtype
+        self.dtype = np.dtype(corpus.dtype) if dtype is None else dtype
         self._cache = cache if is_remote(data.path) else None
         self._open: OrderedDict[int, np.ndarray] = OrderedDict()
 
@@ -124,16 +121,16 @@ class ShardFiles:
         for file in files:
             begun.append(self._cache.begin(file))
             if len(begun) > min(ahead, THREADS):
-                yield begun.popleft()().view(self._dtype)
+                yield begun.popleft()().view(self.dtype)
         while begun:
-            yield begun.popleft()().view(self._dtype)
+            yield begun.popleft()().view(self.dtype)
 
     def _mapped(self, number: int) -> np.ndarray:
         found = self._open.get(number)
         if found is None:
             path = Path(self._place) / self._shards[number].file
             # As a plain array: a slice of a memmap takes ten times as long.
-            found = self._open[number] = np.asarray(np.memmap(path, dtype=self._dtype, mode="r"))
+            found = self._open[number] = np.asarray(np.memmap(path, dtype=self.dtype, mode="r"))
             if len(self._open) > _OPEN_SHARDS:
                 self._open.popitem(last=False)
         else:
@@ -149,7 +146,7 @@ class ShardFiles:
         return CachedFile(self._place, shard.file, shard.sha256, self._size(shard))
 
     def _size(self, shard: Shard) -> int:
-        return shard.tokens * self._dtype.itemsize
+        return shard.tokens * self.dtype.itemsize
 
 
 class PackedSequences:
@@ -192,26 +189,31 @@ class PackedSequences:
 
     def __getitem__(self, index: int) -> np.ndarray:
         """The tokens of one sequence, int64 [S + 1]; sequences are numbered through the shards."""
-        out = np.empty((1, self.seq_len + 1), np.int64)
-        self.read([index], out)
-        row: np.ndarray = out[0]
+        row: np.ndarray = self.read([index])[0]
         return row
 
-    def read(self, indices: Indices, out: Rows) -> None:
+    def read(self, indices: Indices) -> np.ndarray:
         """See :meth:`Sequences.read`."""
         wanted, length = np.asarray(indices, np.int64), self.seq_len + 1
         numbers = np.searchsorted(self._ends, wanted, side="right")
         starts = ((wanted - self._firsts[numbers]) * self.seq_len).tolist()
         shards = by_shard(numbers)
+        # Rows of the shards' own dtype first: all of them become int64 in one go, at half the cost.
+        rows = np.empty((len(wanted), length), self._shards.dtype)
+        ends: dict[int, int] = {}
         each = zip(shards.values(), self._shards.in_turn(list(shards)), strict=True)
         for places, entries in each:
             for place in places:
-                row, tokens = out[place], entries[starts[place] : starts[place] + length]
+                tokens = entries[starts[place] : starts[place] + length]
                 if len(tokens) == length:
-                    row[:] = tokens
+                    rows[place] = tokens
                 else:
-                    row[: len(tokens)] = tokens
-                    row[len(tokens) :] = -1
+                    rows[place, : len(tokens)] = tokens
+                    ends[place] = len(tokens)
+        found = rows.astype(np.int64)
+        for place, end in ends.items():
+            found[place, end:] = -1
+        return found
 
     def batch(self, indices: Indices) -> Tensor:
         """See :func:`read_batch`."""
@@ -233,14 +235,16 @@ class ConcatenatedSequences:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def read(self, indices: Indices, out: Rows) -> None:
+    def read(self, indices: Indices) -> np.ndarray:
         """See :meth:`Sequences.read`."""
         wanted = np.asarray(indices, np.int64)
+        found = np.empty((len(wanted), self.seq_len + 1), np.int64)
         sources = np.searchsorted(self._ends, wanted, side="right")
         for number in np.unique(sources):
             places = np.flatnonzero(sources == number)
             first = int(self._ends[number - 1]) if number else 0
-            self.each[number].read(wanted[places] - first, [out[int(i)] for i in places])
+            found[places] = self.each[number].read(wanted[places] - first)
+        return found
 
     def batch(self, indices: Indices) -> Tensor:
         """See :func:`read_batch`."""
@@ -264,9 +268,9 @@ class WithoutBoundaryTargets:
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def read(self, indices: Indices, out: Rows) -> None:
+    def read(self, indices: Indices) -> np.ndarray:
         """See :meth:`Sequences.read`."""
-        self.sequences.read(indices, out)
-        for row in out:
-            places = np.flatnonzero(row[:-1] == self.end_token) + 1
-            row[places] = np.where(row[places] < 0, row[places], ~row[places])
+        found = self.sequences.read(indices)
+        targets = found[:, 1:]
+        np.invert(targets, out=targets, where=(found[:, :-1] == self.end_token) & (targets >= 0))
+        return found

@@ -85,8 +85,7 @@ def test_a_corpus_is_packed_once_and_its_sequences_have_every_document(prepared)
     assert pack_corpus(data, corpus, said.append) == packing
     assert "% padding; " in said[0]
     sequences = BestFitSequences(data, corpus)
-    rows = np.empty((len(sequences), S + 1), np.int64)
-    sequences.read(range(len(sequences)), rows)
+    rows = sequences.read(range(len(sequences)))
     assert (rows < 0).sum() == packing.padding
     assert packing.padding_share < 0.1
     # All pairs of an input and its target within documents, against the shards themselves.
