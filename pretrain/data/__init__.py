@@ -1,5 +1,6 @@
 """From documents to batches, in this order through the files:
 
+    copy_source                      objects of a store, copied to this machine
     files, unit, columns, megatron   the files of a source, cut into units of work
     documents, filters               the documents of a unit, and those that are left out
     tokenizer, parts, worker(s)      their tokens: a part for each unit, in several processes

@@ -64,8 +64,8 @@ class DataConfig(BaseModel):
     model_config = _MODEL
 
     source: str = ""
-    """Where the documents come from: ``stdlib`` (this Python's standard library), a folder, a file
-    or a glob. docs/data.md has the formats."""
+    """Where the documents come from: ``stdlib`` (this Python's standard library), a folder, a file,
+    a glob, or a prefix of an object store. docs/data.md has the formats."""
     path: str = ""
     """The folder of the prepared corpus, or its place in an object store (``s3://BUCKET/PREFIX``,
     ``gs://``, ``az://``); it is made where there is none."""

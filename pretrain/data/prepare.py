@@ -32,6 +32,7 @@ from tokenizers import Tokenizer
 from ckpt.store import lock_file, publish_folder
 from pretrain.data.compressed import compressed_sizes
 from pretrain.data.config import DataConfig
+from pretrain.data.copy_source import copy_source
 from pretrain.data.documents import Document, read_unit
 from pretrain.data.files import Found, cut_into_units, find_files, skipped_as_json
 from pretrain.data.location import is_remote, is_there, read_file, upload
@@ -91,12 +92,14 @@ def prepare_corpus(
         manifest = open_corpus(data, vocab_size, hold_out)
         say(_in_use(data, manifest if count_files else None))
         return manifest
-    found = find_files(data.source)
+    found = None if is_remote(data.source) else find_files(data.source)
     home = _home(data)
     try:
         with _work_folder(home, data) as work:
             if _is_prepared(data):  # another process has prepared the corpus meanwhile
                 return open_corpus(data, vocab_size, hold_out)
+            if found is None:
+                found = find_files(str(copy_source(data.source, work / "source", say)))
             return _prepare(data, vocab_size, found, work, say, processes, hold_out)
     except OSError as error:
         more = "; free some room, and the same command goes on" if is_full_disk(error) else ""
@@ -126,7 +129,7 @@ def _home(data: DataConfig) -> Path:
 
 def _in_use(data: DataConfig, manifest: CorpusManifest | None) -> str:
     line = f"using the corpus at {data.path}; data.source is not read again"
-    if manifest is not None and manifest.files is not None and data.source != "stdlib":
+    if manifest is not None and manifest.files is not None and _is_local(data.source):
         try:
             now = len(find_files(data.source).files)
         except InputError:
@@ -134,6 +137,10 @@ def _in_use(data: DataConfig, manifest: CorpusManifest | None) -> str:
         if now != manifest.files:
             line += f" (it had {manifest.files} files, and has {now} now)"
     return line
+
+
+def _is_local(source: str) -> bool:
+    return source != "stdlib" and not is_remote(source)
 
 
 @contextmanager

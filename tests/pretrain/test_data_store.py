@@ -19,6 +19,7 @@ from pretrain.commands import main
 from pretrain.data.best_fit import BestFitSequences
 from pretrain.data.cache import CacheCounts, CachedFile, ShardCache
 from pretrain.data.config import DataConfig
+from pretrain.data.copy_source import copy_source
 from pretrain.data.corpora import open_corpora, prepare_corpora
 from pretrain.data.location import store_at, upload
 from pretrain.data.manifest import MANIFEST, read_manifest
@@ -363,6 +364,48 @@ def test_an_upload_that_was_killed_goes_on_and_the_manifest_is_last(server, tmp_
             assert store.read(path.name) == path.read_bytes()
         with pytest.raises(FileExistsError):
             upload(made, place, MANIFEST)
+
+
+def test_documents_in_a_store_are_prepared_as_those_in_a_folder(folder, server, tmp_path):
+    place, gets = f"s3://{BUCKET}/documents", []
+
+    def seen(method: str, path: str) -> None:
+        if method == "GET" and "list-type" not in path:
+            gets.append(path.rpartition("/")[2])
+
+    (tmp_path / "text" / "more").mkdir(parents=True)
+    for name, text in (("a.jsonl", '{"text": "one"}\n' * 9), ("more/b.txt", "two"), ("c.txt", "3")):
+        (tmp_path / "text" / name).write_text(text)
+    (tmp_path / "text" / "picture.png").write_bytes(b"\x89PNG\0")
+    here = local(tmp_path, packing="concat", seq_len=2)
+    expected = prepare_corpus(here, VOCAB, lambda _: None)
+    said: list[str] = []
+    with proxy(server.port, seen) as port, use(port):
+        store = store_at(place)
+        for path in (tmp_path / "text").rglob("*.*"):
+            store.write(path.relative_to(tmp_path / "text").as_posix(), [path.read_bytes()])
+        there = here.model_copy(update={"source": place, "path": str(tmp_path / "there")})
+        # An earlier start has copied one object, and one that is gone since.
+        work = tmp_path / ".there.preparing" / "source"
+        copy_source(place, work, said.append)
+        (work / "c.txt").unlink()
+        (work / "gone.txt").write_text("gone")
+        gets.clear()
+        found = prepare_corpus(there, VOCAB, said.append)
+        assert gets == ["c.txt"]
+        assert "copying 1 objects of s3://bucket/documents, 0.0 MB" in said
+        assert found.fingerprint == expected.fingerprint
+        assert found.skipped == expected.skipped
+        assert not work.parent.exists()
+        one = there.model_copy(update={"source": f"{place}/a.jsonl", "path": str(tmp_path / "one")})
+        assert prepare_corpus(one, VOCAB, lambda _: None).files == 1
+        for source, rule in (("none", "must be a prefix or an object"), ("*.txt", "no wildcards")):
+            wrong = there.model_copy(
+                update={"source": f"{place}/{source}", "path": str(tmp_path / "wrong")}
+            )
+            with pytest.raises(InputError, match=rule):
+                prepare_corpus(wrong, VOCAB, lambda _: None)
+        assert not list(tmp_path.glob(".wrong*"))
 
 
 def test_what_cannot_be_is_one_line(folder, server, tmp_path):
