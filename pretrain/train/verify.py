@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from cluster.members import EXCLUDE_LIST, node_name
+from cluster.members import EXCLUDE_LIST
 from parallel import all_gather_rows, digest, gradients_seen, local_shard
 from parallel.layout import count_ranks, name_ranks
 from pretrain.checkpoint import Checkpointer, leave_verified
@@ -55,7 +55,7 @@ class Verifier:
         self.replicas, self.ranks_per_replica = t.dp_replicate, t.dp_shard * t.cp * t.tp
         compares = self.replicas > 1 and self.config.parameters_interval_steps != 0
         self.is_on = bool(compares or self.config.gradients_interval_steps)
-        self.machines = job.runtime.gather_texts(node_name()) if self.is_on else []
+        self.machines = job.machines
         self._tally: _Tally | None = None
         """Of the step's own gradients, in a step with a check."""
         self._read: ReadStep | None = None
@@ -290,7 +290,7 @@ def _verified(progress: Progress, step: int) -> Progress:
     return replace(progress, verified_step=step)
 
 
-def _in_words(kind: str, finding: Finding, machines: list[str], step: int) -> str:
+def _in_words(kind: str, finding: Finding, machines: Sequence[str], step: int) -> str:
     names = ", ".join(sorted({machines[rank] for rank in finding.ranks}))
     who = f"{name_ranks(finding.ranks)} on {names}"
     if kind == "parameters":
