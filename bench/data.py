@@ -8,9 +8,7 @@ is one sequential read of the same bytes into one buffer. Every peer reads the s
 mosaicml-streaming from its own shards, datasets from Arrow, torchdata's StatefulDataLoader and
 megatron-core's IndexedDataset from the tokens themselves. Peers shuffle as each does.
 
-``prepare``: the text of the Python standard library as JSON lines, to tokens, with one tokenizer,
-on all cores. The limit is the tokenizer alone: ``encode_batch_fast`` on the texts in memory.
-Against ``datasets.map``; both write their results.
+``prepare``: see bench/data_prepare.py.
 
 ``start-up``: seconds and memory from the manifest to the first batch, for corpora of 10^9 and of
 10^12 tokens in sparse files, each in a process of its own.
@@ -32,11 +30,11 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import torch
 
+from bench.data_prepare import prepare
 from bench.harness import Row, arguments, finish, interleave
 from pretrain.data import (
     CorpusManifest,
@@ -45,9 +43,7 @@ from pretrain.data import (
     GlobalOrder,
     Loader,
     PackedSequences,
-    prepare_corpus,
 )
-from pretrain.data.documents import find_documents
 from pretrain.data.manifest import Shard
 
 S, BATCH = 2048, 8
@@ -255,81 +251,6 @@ def load(folder: Path, tokens: int, samples: int) -> list[Row]:
 
 
 # ------------------------------------------------------------------------------------------------
-# Preparing.
-
-
-def prepare(folder: Path, files: int, samples: int) -> list[Row]:
-    """Rows of seconds from JSON lines to tokens on disk."""
-    from tokenizers import Tokenizer
-
-    texts = [document.text for document in find_documents("stdlib")][:files]
-    (folder / "text").mkdir()
-    with (folder / "text" / "a.jsonl").open("w") as file:
-        for text in texts:
-            file.write(json.dumps({"text": text}) + "\n")
-    prepare_corpus(config("first", folder), 4096, lambda _: None)
-    tokenizer = str(folder / "first" / "tokenizer.json")
-    cores = len(os.sched_getaffinity(0))
-
-    def tokenizer_alone() -> None:
-        encode = Tokenizer.from_file(tokenizer)  # anew each time: it keeps what it has seen
-        for start in range(0, len(texts), 512):
-            encode.encode_batch_fast(texts[start : start + 512], add_special_tokens=False)
-
-    def convoy(processes: int) -> None:
-        shutil.rmtree(folder / "made", ignore_errors=True)
-        prepare_corpus(config("made", folder, tokenizer), 4096, lambda _: None, processes=processes)
-
-    subjects: dict[str, Callable[[], None]] = {
-        "limit": tokenizer_alone,
-        "convoy": lambda: convoy(1),
-        f"convoy, {cores} processes": lambda: convoy(cores),
-    }
-    with contextlib.suppress(ImportError):
-        subjects["datasets.map"] = map_with_datasets(folder, tokenizer, 1)
-        subjects[f"datasets.map, {cores} processes"] = map_with_datasets(folder, tokenizer, cores)
-    size = sum(len(text.encode()) for text in texts)
-    rows = interleave(f"prepare {size / 1e6:.0f} MB", "all", subjects, samples)
-    for row in rows:
-        print(f"{row.subject:<28} {size / row.value / 1e6:7.1f} MB/s on {cores} cores")
-    return rows
-
-
-def config(name: str, folder: Path, tokenizer: str | None = None) -> DataConfig:
-    return DataConfig(
-        source=str(folder / "text"), path=str(folder / name), seq_len=S, tokenizer=tokenizer
-    )
-
-
-def map_with_datasets(folder: Path, tokenizer: str, processes: int) -> Callable[[], None]:
-    import datasets
-    from tokenizers import Tokenizer
-
-    datasets.disable_progress_bars()
-
-    def run() -> None:
-        encode = Tokenizer.from_file(tokenizer)
-        end = encode.token_to_id("<|endoftext|>")
-
-        def tokens(batch: dict[str, Any]) -> dict[str, Any]:
-            found = encode.encode_batch_fast(batch["text"], add_special_tokens=False)
-            return {"input_ids": [[*one.ids, end] for one in found]}
-
-        work = folder / "mapped"
-        shutil.rmtree(work, ignore_errors=True)
-        loaded = datasets.load_dataset(
-            "json", data_files=str(folder / "text" / "a.jsonl"), split="train",
-            cache_dir=str(work / "cache"),
-        )  # fmt: skip
-        loaded.map(
-            tokens, batched=True, batch_size=512, remove_columns=["text"],
-            num_proc=processes if processes > 1 else None,
-        ).save_to_disk(str(work / "set"))  # fmt: skip
-
-    return run
-
-
-# ------------------------------------------------------------------------------------------------
 # Start-up.
 
 
@@ -383,7 +304,7 @@ def main() -> None:
     base = Path(os.environ.get("CONVOY_BENCH_DIR", ROOT / "build" / "bench"))
     base.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
-    tokens, files = (1 << 24, 200) if args.quick else (1 << 25, 250)
+    tokens, files = (1 << 24, 200) if args.quick else (1 << 25, 400)
     for name, run in {
         "load": lambda folder: load(folder, tokens, args.samples),
         "prepare": lambda folder: prepare(folder, files, max(1, args.samples // 2)),
@@ -394,7 +315,7 @@ def main() -> None:
         with TemporaryDirectory(dir=base) as folder:
             rows += run(Path(folder))
     packages = ["torch", "numpy", "tokenizers", "mosaicml-streaming", "datasets", "torchdata",
-                "megatron-core"]  # fmt: skip
+                "megatron-core", "datatrove"]  # fmt: skip
     finish("data", rows, packages, args.json)
 
 

@@ -299,7 +299,7 @@ def _exact_units(spec: JobSpec) -> int | None:
     """The micro-batches of a step, where gradients are summed exactly."""
     if not spec.train.exact:
         return None
-    return -(-spec.batch.global_batch_size // spec.batch.micro_batch_size)
+    return -(-spec.batch.largest // spec.batch.micro_batch_size)
 
 
 def _stragglers(spec: JobSpec, topology: Topology, runtime: Runtime) -> Stragglers | None:

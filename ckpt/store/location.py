@@ -12,8 +12,13 @@ Location = Store | Path | str
 """A store, or its place: a folder, ``s3://BUCKET/PREFIX`` (``gs://``, ``az://``), or ``peer://``."""
 
 
-def open_store(location: Location) -> Store:
+def open_store(location: Location, *, retries: bool = True) -> Store:
     """The store at a location.
+
+    Args:
+        location: a store, or its place.
+        retries: let the client of an object store repeat failed requests without a word. A caller
+            that repeats them itself, and tells of them, gives False.
 
     Raises ValueError for the URL of no store, and where the package for the store is missing.
     """
@@ -24,7 +29,7 @@ def open_store(location: Location) -> Store:
     if isinstance(location, str) and "://" in location:
         from ckpt.store.object_store import open_location  # needs obstore, an optional package
 
-        return open_location(location)
+        return open_location(location, retries=retries)
     if isinstance(location, str | Path):
         if re.match(r"\w{2,}:/", str(location)):
             raise ValueError(

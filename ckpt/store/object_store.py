@@ -39,6 +39,7 @@ TAIL_BYTES = 64 << 10
 """The last bytes of an object, fetched when it is opened: the index, or a short object."""
 _SMALL = 4096
 _GAP = 64 << 10  # fetching that many unwanted bytes costs less than a request
+_NO_RETRIES: Any = {"max_retries": 0}
 _RETRIES: Any = {
     "max_retries": 6,
     "backoff": {
@@ -50,7 +51,7 @@ _RETRIES: Any = {
 }
 
 
-def open_location(location: str) -> ObjectStore:
+def open_location(location: str, *, retries: bool = True) -> ObjectStore:
     """The store at ``s3://bucket/prefix``, ``gs://`` or ``az://``.
 
     Options are environment variables with obstore's names (AWS_ENDPOINT_URL, AWS_ALLOW_HTTP, ...).
@@ -63,11 +64,14 @@ def open_location(location: str) -> ObjectStore:
         raise ValueError(f"checkpoint location {location} must be a folder, or one of {wanted}")
     names = ("AWS_", "GOOGLE_", "AZURE_")
     options = tuple(sorted(item for item in os.environ.items() if item[0].startswith(names)))
-    return ObjectStore(location.rstrip("/"), _client(location.rstrip("/"), options, os.getpid()))
+    location = location.rstrip("/")
+    return ObjectStore(location, _client(location, options, os.getpid(), retries))
 
 
 @lru_cache(maxsize=16)  # a client holds connections
-def _client(location: str, options: tuple[tuple[str, str], ...], process: int) -> Client:
+def _client(
+    location: str, options: tuple[tuple[str, str], ...], process: int, retries: bool
+) -> Client:
     try:
         from obstore.exceptions import BaseError
         from obstore.store import from_url
@@ -79,7 +83,8 @@ def _client(location: str, options: tuple[tuple[str, str], ...], process: int) -
     if location.startswith("s3:") and "AWS_COPY_IF_NOT_EXISTS" not in dict(options):
         config = {"copy_if_not_exists": "multipart"}
     try:
-        return from_url(location, config=config, retry_config=_RETRIES)
+        retry_config = _RETRIES if retries else _NO_RETRIES
+        return from_url(location, config=config, retry_config=retry_config)
     except (BaseError, ValueError) as error:
         raise ValueError(f"checkpoint location {location}: {_first_line(error)}") from None
 

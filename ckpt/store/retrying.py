@@ -43,6 +43,7 @@ class Retrying(Store):
         longest_seconds: the limit of that doubling.
         sleep: waits for some seconds.
         jitter: draws a number from 0 to 1, the share of the longest wait to wait.
+        told: called before each wait with the error of the attempt; from several threads.
 
     Attributes:
         retries: the number of repeated attempts so far.
@@ -56,11 +57,12 @@ class Retrying(Store):
         longest_seconds: float = 10.0,
         sleep: Callable[[float], None] = time.sleep,
         jitter: Callable[[], float] = random.random,
+        told: Callable[[OSError], None] | None = None,
     ) -> None:
         assert attempts >= 1
         self.store, self.attempts, self.retries, self.links = store, attempts, 0, store.links
         self._first, self._longest = first_seconds, longest_seconds
-        self._sleep, self._jitter = sleep, jitter
+        self._sleep, self._jitter, self._told = sleep, jitter, told
         self._lock = threading.Lock()  # objects are written and read by several threads
 
     @override
@@ -159,6 +161,8 @@ class Retrying(Store):
             except OSError as error:
                 if not (may_pass(error) and repeatable()):
                     raise
+                if self._told is not None:
+                    self._told(error)
             with self._lock:
                 self.retries += 1
             longest = min(self._longest, self._first * 2 ** (attempt - 1))

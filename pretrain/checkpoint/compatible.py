@@ -10,7 +10,7 @@ from pydantic import ValidationError
 import ckpt
 from ckpt import Manifest
 from parallel import Topology
-from pretrain.data import Blend, changed_shard, recorded_manifest
+from pretrain.data import BatchConfig, Blend, changed_shard, recorded_manifest
 from pretrain.errors import InputError
 from pretrain.job import Job
 from pretrain.spec import JobSpec, upgraded
@@ -52,6 +52,7 @@ def check_resumable(job: Job, manifest: Manifest) -> None:
                 f"{field} ({now}) must be as in {where} ({before}); start over elsewhere, or put "
                 f"it back"
             )
+    _check_batch_stages(spec, resolved(manifest.spec), state.progress.consumed_samples, where)
     if spec.train.exact:
         _check_exact(spec, state.threads, resolved(manifest.spec), where)
     _check_sources(job, state, where)
@@ -61,6 +62,17 @@ def check_resumable(job: Job, manifest: Manifest) -> None:
             f"layout ({job.topology.describe()}) must be that of {where} "
             f"({Topology(**manifest.topology).describe()}), or "
             f"checkpoint.reshard_on_load must be true"
+        )
+
+
+def _check_batch_stages(spec: JobSpec, before: dict[str, Any], samples: int, where: str) -> None:
+    """Raise InputError where the batch of steps that are taken would have been another."""
+    tokens = samples * spec.data.seq_len
+    was = BatchConfig.model_validate(before["batch"]).begun_stages(tokens)
+    if spec.batch.begun_stages(tokens) != was:
+        raise InputError(
+            f"batch.stages must be as in {where} up to its {tokens} tokens; add stages from there "
+            f"on"
         )
 
 

@@ -164,7 +164,8 @@ def _plan(args: argparse.Namespace) -> int:
     spec = without_auto(load_spec(args.spec, args.overrides))
     gpus = cluster.gpus if args.gpus is None else int(_number("--gpus", args.gpus, 1, whole=True))
     imbalance = _number("--imbalance", args.imbalance, 1)
-    tokens: float = spec.train.steps * spec.global_batch_tokens
+    S = spec.data.seq_len
+    tokens: float = spec.batch.samples_of(spec.train.steps, S) * S
     if args.tokens is not None:
         tokens = _number("--tokens", args.tokens, 1)
     check_folder_of("--json", args.json)

@@ -181,7 +181,7 @@ def export_hf(
     family: str | None = None,
     dtype: torch.dtype = torch.float32,
     max_file_bytes: int = 5 * 10**9,
-) -> tuple[Family, Manifest, int, Path | None]:
+) -> tuple[Family, Manifest, int, Path | str | None]:
     """Write a checkpoint's weights, and their tokenizer, as a Hugging Face folder; moments stay
     behind.
 

@@ -10,7 +10,13 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from pretrain.convert.hf import HFConfig
-from pretrain.data import END_OF_DOCUMENT, DataConfig, read_tokenizer, tokenizer_fingerprint
+from pretrain.data import (
+    END_OF_DOCUMENT,
+    DataConfig,
+    is_there,
+    read_tokenizer,
+    tokenizer_fingerprint,
+)
 from pretrain.errors import InputError
 
 TOKENIZER = "tokenizer.json"
@@ -22,7 +28,7 @@ _OTHER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "v
 class FoundTokenizer(NamedTuple):
     """A tokenizer of a folder."""
 
-    path: Path
+    path: Path | str
     end_token: str
     """The token that ends a document."""
     tokenizer: Tokenizer
@@ -89,9 +95,10 @@ def tokenizer_of_checkpoint(
     known = state.get("tokenizer")
     if data is None or known == "":
         return None
-    named = [] if data.tokenizer is None else [Path(data.tokenizer)]
-    for path in (Path(data.tokenizer_file), *named, root.parent / TOKENIZER):
-        if path.exists():
+    named = [] if data.tokenizer is None else [data.tokenizer]
+    places: list[Path | str] = [data.tokenizer_file, *named, root.parent / TOKENIZER]
+    for path in places:
+        if is_there(path):
             try:
                 made = FoundTokenizer(
                     path, data.end_token, read_tokenizer(path, vocab_size, data.end_token)

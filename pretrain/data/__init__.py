@@ -1,9 +1,11 @@
 """From documents to batches, in this order through the files:
 
+    copy_source                      objects of a store, copied to this machine
     files, unit, columns, megatron   the files of a source, cut into units of work
     documents, filters               the documents of a unit, and those that are left out
     tokenizer, parts, worker(s)      their tokens: a part for each unit, in several processes
     shards, prepare, manifest        the parts in order, as shards; the manifest, written last
+    location, cache                  in a folder or an object store; shards kept on a node's disk
     verify                           every byte against the manifest
     corpora, config, weights         all sources and validation sets of a run
     sequences                        the sequences of a split (through mmap); of several sources
@@ -19,12 +21,14 @@ number of ranks, any resize and any resume see the same sequence. A rank's share
 from the step's samples by :func:`pretrain.data.loader.micro_batches`.
 """
 
-from pretrain.data.batch import BatchConfig, BatchSizeRampup
+from pretrain.data.batch import BatchConfig, BatchSizeRampup, BatchStage
 from pretrain.data.blend import Blend, Phase
+from pretrain.data.cache import CacheCounts, ShardCache
 from pretrain.data.config import END_OF_DOCUMENT, DataConfig
 from pretrain.data.corpora import Corpora, open_corpora, prepare_corpora
 from pretrain.data.division import Division
 from pretrain.data.loader import Cursor, Loader
+from pretrain.data.location import is_there
 from pretrain.data.manifest import (
     CorpusManifest,
     open_corpus,
@@ -55,8 +59,10 @@ __all__ = [
     "END_OF_DOCUMENT",
     "BatchConfig",
     "BatchSizeRampup",
+    "BatchStage",
     "Blend",
     "BlendedOrder",
+    "CacheCounts",
     "ConcatenatedSequences",
     "Corpora",
     "CorpusManifest",
@@ -68,10 +74,12 @@ __all__ = [
     "PackedSequences",
     "Phase",
     "Sequences",
+    "ShardCache",
     "bytes_per_token",
     "changed_shard",
     "data_checksum",
     "end_of_document",
+    "is_there",
     "kept_samples",
     "load_tokenizer",
     "open_corpora",

@@ -20,6 +20,17 @@ class BatchSizeRampup(BaseModel):
     """Target tokens over which the batch grows linearly to ``global_batch_size``."""
 
 
+class BatchStage(BaseModel):
+    """The ``[[batch.stages]]`` tables: another global batch from some tokens on."""
+
+    model_config = _MODEL
+
+    from_tokens: int = Field(ge=1)
+    """The stage begins with the first step after this many target tokens of the run."""
+    global_batch_size: int = Field(ge=1, le=1 << 31)
+    """Sequences of one step in the stage."""
+
+
 class BatchConfig(BaseModel):
     """The ``[batch]`` section: sequences of one step, and of one forward and backward."""
 
@@ -32,6 +43,8 @@ class BatchConfig(BaseModel):
     batch_size_rampup: BatchSizeRampup | None = None
     """Start with a smaller global batch; without this table every step has ``global_batch_size``
     sequences."""
+    stages: list[BatchStage] = []
+    """Changes of the global batch. A resume may add stages that begin later than its checkpoint."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -46,7 +59,40 @@ class BatchConfig(BaseModel):
                 f"batch.batch_size_rampup.start ({ramp.start}) must be at most "
                 f"batch.global_batch_size ({self.global_batch_size})"
             )
+        start, what = 0, ""
+        if ramp is not None:
+            start, what = ramp.tokens, "batch.batch_size_rampup.tokens"
+        for stage in self.stages:
+            if stage.from_tokens <= start:
+                raise ValueError(
+                    f"batch.stages.from_tokens ({stage.from_tokens}) must be above {what} ({start})"
+                )
+            if self.micro_batch_size > stage.global_batch_size:
+                raise ValueError(
+                    f"batch.micro_batch_size ({self.micro_batch_size}) must be at most "
+                    f"batch.stages.global_batch_size ({stage.global_batch_size})"
+                )
+            start, what = stage.from_tokens, "that of the stage before"
         return self
+
+    @property
+    def largest(self) -> int:
+        """The most sequences of a step of any stage."""
+        return max([self.global_batch_size, *(each.global_batch_size for each in self.stages)])
+
+    def begun_stages(self, tokens: int) -> list[BatchStage]:
+        """The stages that begin before so many target tokens of the run."""
+        return [stage for stage in self.stages if stage.from_tokens < tokens]
+
+    def samples_of(self, steps: int, seq_len: int) -> int:
+        """Sequences of the first steps together, where none is left out."""
+        ramp = 0 if self.batch_size_rampup is None else self.batch_size_rampup.tokens
+        changes = [ramp, *(stage.from_tokens for stage in self.stages)]
+        samples = step = 0
+        while step < steps and samples * seq_len < changes[-1]:
+            samples += self.size_at(samples, seq_len)
+            step += 1
+        return samples + (steps - step) * self.size_at(samples, seq_len)
 
     def size_at(self, sample_index: int, seq_len: int) -> int:
         """Sequences of the step that begins at a sample index, on any number of ranks.
@@ -61,6 +107,7 @@ class BatchConfig(BaseModel):
         last, ramp = self.global_batch_size, self.batch_size_rampup
         tokens = sample_index * seq_len
         if ramp is None or tokens >= ramp.tokens:
-            return last
+            begun = self.begun_stages(tokens + 1)
+            return begun[-1].global_batch_size if begun else last
         grown = (last - ramp.start) * tokens // ramp.tokens
         return ramp.start + grown // self.micro_batch_size * self.micro_batch_size

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +18,14 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ckpt.store import new_folder
+from pretrain.data.cache import ShardCache
 from pretrain.data.config import DataConfig
+from pretrain.data.location import is_there, new_place, read_file
 from pretrain.data.manifest import CorpusManifest, Shard
-from pretrain.data.sequences import Indices, Rows, ShardFiles
+from pretrain.data.sequences import Indices, ShardFiles, by_shard
 from pretrain.errors import InputError
 
+PACKING, PACKING_FOLDER = "packing.json", re.compile(r"best-fit-\d+")
 PIECE = np.dtype([("sequence", "<i8"), ("start", "<i8"), ("tokens", "<i8")])
 """A piece of a document: the sequence that has it, and where its tokens are in the shard. Sorted by
 sequence, and within a sequence by start."""
@@ -49,6 +52,21 @@ class Packing(BaseModel):
     """Places of all sequences, S + 1 each, that have no token."""
     cut_documents: int
     """Documents that are longer than a sequence."""
+    checksum: str = ""
+    """SHA-256 of all other fields; packings of before have none."""
+
+    def sealed(self) -> Packing:
+        """The packing with its checksum."""
+        return self.model_copy(update={"checksum": self._checksum()})
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether the checksum is that of the other fields."""
+        return self.checksum in ("", self._checksum())
+
+    def _checksum(self) -> str:
+        values = self.model_dump(exclude={"checksum"})
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     @property
     def sequences(self) -> int:
@@ -119,9 +137,9 @@ def best_fit(sizes: np.ndarray, length: int) -> tuple[np.ndarray, int]:
     return found, count
 
 
-def packing_folder(data: DataConfig) -> Path:
+def packing_folder(data: DataConfig) -> str:
     """Where the packing of a corpus is."""
-    return Path(data.path) / f"best-fit-{data.seq_len}"
+    return f"{data.path}/best-fit-{data.seq_len}"
 
 
 def pack_corpus(data: DataConfig, corpus: CorpusManifest, say: Callable[[str], None]) -> Packing:
@@ -130,21 +148,21 @@ def pack_corpus(data: DataConfig, corpus: CorpusManifest, say: Callable[[str], N
     Raises InputError where the corpus has no offsets of documents, or the folder cannot be written.
     """
     folder = packing_folder(data)
-    if not folder.exists():
-        if corpus.version == 1:
-            raise InputError(
-                f"data.packing (best_fit) needs the offsets of documents, which {data.path} of "
-                f"version 1 does not have; remove it to prepare it anew"
-            )
-        try:
-            with new_folder(folder) as work:
+    try:
+        if not is_there(f"{folder}/{PACKING}"):
+            if corpus.version == 1:
+                raise InputError(
+                    f"data.packing (best_fit) needs the offsets of documents, which {data.path} of "
+                    f"version 1 does not have; remove it to prepare it anew"
+                )
+            with new_place(folder, data.cache_dir, last=PACKING) as work:
                 _write(data, corpus, work)
-        except FileExistsError:
-            pass  # another process has made it meanwhile
-        except OSError as error:
-            raise InputError(
-                f"data.path ({data.path}) cannot be packed: {error.strerror}: {error.filename}"
-            ) from None
+    except FileExistsError:
+        pass  # another process has made it meanwhile
+    except OSError as error:
+        raise InputError(
+            f"data.path ({data.path}) cannot be packed: {error.strerror}: {error.filename}"
+        ) from None
     packing = read_packing(data, corpus)
     say(
         f"best-fit packing of {data.path}: {packing.sequences:,} sequences of {data.seq_len:,} "
@@ -157,7 +175,7 @@ def pack_corpus(data: DataConfig, corpus: CorpusManifest, say: Callable[[str], N
 def _write(data: DataConfig, corpus: CorpusManifest, folder: Path) -> None:
     shards, padding, cut_documents, length = [], 0, 0, data.seq_len + 1
     for shard in corpus.train:
-        ends = np.fromfile((Path(data.path) / shard.file).with_suffix(".ends"), "<i8")
+        ends = np.frombuffer(read_file(f"{data.path}/{shard.ends_file}"), "<i8")
         pieces, cuts = cut(ends, shard.tokens, length)
         sequence, count = best_fit(pieces[:, 1], length)
         rows = np.empty(len(pieces), PIECE)
@@ -175,22 +193,32 @@ def _write(data: DataConfig, corpus: CorpusManifest, folder: Path) -> None:
         shards=shards,
         padding=padding,
         cut_documents=cut_documents,
-    )
-    (folder / "packing.json").write_text(json.dumps(packing.model_dump(), indent=1) + "\n")
+    ).sealed()
+    (folder / PACKING).write_text(json.dumps(packing.model_dump(), indent=1) + "\n")
 
 
 def read_packing(data: DataConfig, corpus: CorpusManifest) -> Packing:
-    """The packing of a corpus. Raises InputError where there is none, or it is of another one."""
-    folder = packing_folder(data)
+    """The packing of a corpus for the spec's sequences; see :func:`read_packing_at`."""
+    return read_packing_at(packing_folder(data), corpus)
+
+
+def read_packing_at(folder: str, corpus: CorpusManifest) -> Packing:
+    """The packing in a folder. Raises InputError where there is none, or it is of another corpus or
+    another length, or damaged."""
     try:
-        packing = Packing.model_validate_json((folder / "packing.json").read_bytes())
+        packing = Packing.model_validate_json(read_file(f"{folder}/{PACKING}"))
     except OSError as error:
         raise InputError(
             f"data.packing (best_fit) needs {folder}, which convoy prepare makes: {error.strerror}"
         ) from None
     except ValidationError:
         raise InputError(f"{folder} is damaged; remove it to pack the corpus anew") from None
-    if (packing.fingerprint, packing.seq_len) != (corpus.fingerprint, data.seq_len):
+    if not packing.is_sealed:
+        raise InputError(
+            f"{folder} has a {PACKING} that was changed after it was written; put it back, or "
+            f"remove the folder to pack the corpus anew"
+        )
+    if packing.fingerprint != corpus.fingerprint or not folder.endswith(f"-{packing.seq_len}"):
         raise InputError(f"{folder} is of another corpus; remove it to pack the corpus anew")
     return packing
 
@@ -198,32 +226,26 @@ def read_packing(data: DataConfig, corpus: CorpusManifest) -> Packing:
 class BestFitSequences:
     """The training sequences of one corpus, packed best-fit, and padded with -1.
 
-    A document that goes on in the next shard has no end token in this one; at most one sequence of
-    a shard has such a piece.
-
-    A document that goes on in the next shard has no end token in this one; at most one sequence of
-    a shard has such a piece.
+    A document that goes on in the next shard has no end token in this one. Its piece is the last
+    one of the shard, and so the last one of its sequence: no other document follows it there.
 
     Raises InputError where a file is not as long as it must be, or there is no packing.
     """
 
-    def __init__(self, data: DataConfig, corpus: CorpusManifest) -> None:
+    def __init__(
+        self, data: DataConfig, corpus: CorpusManifest, cache: ShardCache | None = None
+    ) -> None:
         self.seq_len = data.seq_len
         self.packing = read_packing(data, corpus)
-        self._tokens = ShardFiles(data, corpus, corpus.train)
-        folder = packing_folder(data)
-        for shard in self.packing.shards:
-            path = folder / shard.file
-            found = path.stat().st_size if path.exists() else -1
-            if found != shard.pieces * PIECE.itemsize:
-                raise InputError(
-                    f"{path} has another length than packing.json says; remove {folder}"
-                )
-        shards = [
-            Shard(file=f"{folder.name}/{each.file}", tokens=each.pieces)
+        folder = packing_folder(data).rpartition("/")[2]
+        pieces = [
+            Shard(file=f"{folder}/{each.file}", tokens=each.pieces, sha256=each.sha256)
             for each in self.packing.shards
         ]
-        self._pieces = ShardFiles(data, corpus, shards, PIECE)
+        self._tokens = ShardFiles(data, corpus, corpus.train, cache=cache)
+        self._pieces = ShardFiles(data, corpus, pieces, PIECE, cache)
+        self._tokens.check_lengths()
+        self._pieces.check_lengths()
         counts = np.array([shard.sequences for shard in self.packing.shards], np.int64)
         self._ends = np.cumsum(counts)
         self._firsts = self._ends - counts
@@ -231,18 +253,21 @@ class BestFitSequences:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def read(self, indices: Indices, out: Rows) -> None:
+    def read(self, indices: Indices) -> np.ndarray:
         """See :meth:`pretrain.data.sequences.Sequences.read`."""
         wanted = np.asarray(indices, np.int64)
         numbers = np.searchsorted(self._ends, wanted, side="right")
-        within = wanted - self._firsts[numbers]
-        for row, sequence, number in zip(out, within.tolist(), numbers.tolist(), strict=True):
-            pieces, tokens = self._pieces[number], self._tokens[number]
+        within = (wanted - self._firsts[numbers]).tolist()
+        found = np.full((len(wanted), self.seq_len + 1), -1, np.int64)
+        shards = by_shard(numbers)
+        which = list(shards)
+        both = zip(self._pieces.in_turn(which), self._tokens.in_turn(which), strict=True)
+        for places, (pieces, tokens) in zip(shards.values(), both, strict=True):
             sequences = pieces["sequence"]
-            first = int(np.searchsorted(sequences, sequence))
-            at = 0
-            while first < len(pieces) and sequences[first] == sequence:
-                start, size = int(pieces["start"][first]), int(pieces["tokens"][first])
-                row[at : at + size] = tokens[start : start + size]
-                at, first = at + size, first + 1
-            row[at:] = -1
+            for place in places:
+                first, stop = np.searchsorted(sequences, [within[place], within[place] + 1])
+                row, at = found[place], 0
+                for _, start, size in pieces[first:stop].tolist():
+                    row[at : at + size] = tokens[start : start + size]
+                    at += size
+        return found

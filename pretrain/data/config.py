@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from pretrain.data.filters import FilterConfig
+from pretrain.data.location import is_remote
 from pretrain.data.weights import whole_weights
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -63,10 +64,11 @@ class DataConfig(BaseModel):
     model_config = _MODEL
 
     source: str = ""
-    """Where the documents come from: ``stdlib`` (this Python's standard library), a folder, a file
-    or a glob. docs/data.md has the formats."""
+    """Where the documents come from: ``stdlib`` (this Python's standard library), a folder, a file,
+    a glob, or a prefix of an object store. docs/data.md has the formats."""
     path: str = ""
-    """The folder of the prepared corpus, which is made where there is none."""
+    """The folder of the prepared corpus, or its place in an object store (``s3://BUCKET/PREFIX``,
+    ``gs://``, ``az://``); it is made where there is none."""
     sources: dict[str, SourceConfig] = {}
     """Several sources in the place of ``source`` and ``path``."""
     stages: list[StageConfig] = []
@@ -75,6 +77,12 @@ class DataConfig(BaseModel):
     """More documents to score."""
     seq_len: int = Field(ge=1)
     """Tokens of one sequence."""
+    cache_dir: str = ""
+    """A folder on each node's own disk for the shards of corpora in an object store, which all
+    ranks and runs of the node share."""
+    cache_gib: float = Field(default=256.0, gt=0)
+    """The most that ``cache_dir`` holds; shards that were not read for the longest time go first.
+    It must hold at least two shards for each rank of the node."""
     shard_tokens: int = Field(default=1 << 26, ge=2)
     """Tokens of one shard file; no sequence crosses from one shard into the next."""
     tokenizer_bytes: int = Field(default=64 << 20, ge=1)
@@ -127,6 +135,12 @@ class DataConfig(BaseModel):
             start = stage.from_tokens
         paths = [s.path for s in self.sources.values()]
         paths += [s.path for s in self.validation.values()]
+        remote = next((path for path in [*paths, self.path] if is_remote(path)), None)
+        if remote is not None and (not self.cache_dir or is_remote(self.cache_dir)):
+            raise ValueError(
+                f"data.cache_dir ({self.cache_dir}) must name a folder on each node's own disk, "
+                f"where the shards of {remote} are kept"
+            )
         twice = next((path for path in paths if [*paths, self.path].count(path) > 1), None)
         if twice is not None:
             raise ValueError(f"data: the path {twice} must be of one source only")

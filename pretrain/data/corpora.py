@@ -6,11 +6,15 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from pretrain.data.best_fit import BestFitSequences, pack_corpus, read_packing
 from pretrain.data.blend import Blend, Phase
+from pretrain.data.cache import ShardCache
 from pretrain.data.config import DataConfig
+from pretrain.data.location import is_remote
 from pretrain.data.manifest import CorpusManifest, open_corpus
 from pretrain.data.order import BlendedOrder, GlobalOrder
 from pretrain.data.prepare import HoldOut, prepare_corpus
@@ -48,6 +52,13 @@ class Corpora:
     data: DataConfig
     sources: tuple[Corpus, ...]
     validation: tuple[Corpus, ...] = ()
+
+    @cached_property
+    def cache(self) -> ShardCache | None:
+        """What keeps the shards of object stores on this node; None where all are in folders."""
+        if not any(is_remote(one.data.path) for one in (*self.sources, *self.validation)):
+            return None
+        return ShardCache(Path(self.data.cache_dir), int(self.data.cache_gib * (1 << 30)))
 
     @property
     def fingerprint(self) -> str:
@@ -98,9 +109,9 @@ class Corpora:
     def _sequences_of(self, one: Corpus) -> Sequences:
         packed: Sequences
         if self.data.packing == "best_fit":
-            packed = BestFitSequences(one.data, one.manifest)
+            packed = BestFitSequences(one.data, one.manifest, self.cache)
         else:
-            packed = PackedSequences(one.data, one.manifest, "train")
+            packed = PackedSequences(one.data, one.manifest, "train", cache=self.cache)
         if not self.data.mask_boundary_labels:
             return packed
         end = end_of_document(load_tokenizer(self.data), self.data.end_token)
@@ -148,7 +159,7 @@ class Corpora:
     def held_out_sequences(self) -> dict[str, Sequences]:
         """The sequences of each set that is scored, by name."""
         return {
-            one.name: PackedSequences(one.data, one.manifest, "val", whole=True)
+            one.name: PackedSequences(one.data, one.manifest, "val", whole=True, cache=self.cache)
             for one in (*self.sources, *self.validation)
         }
 

@@ -10,9 +10,12 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pretrain.data.config import END_OF_DOCUMENT, DataConfig
+from pretrain.data.location import read_file
 from pretrain.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from pretrain.errors import InputError
 
+MANIFEST = "manifest.json"
+"""The file of a manifest, written last."""
 MANIFEST_VERSION = 2
 """Version 1 has no version, no hashes of shards, and no offsets of documents."""
 
@@ -30,6 +33,11 @@ class Shard(BaseModel):
     ends_sha256: str = ""
     """Of the file of the same name with the suffix ``.ends``: int64, little-endian, the number of
     tokens of the shard up to and with the last token of each of these documents."""
+
+    @property
+    def ends_file(self) -> str:
+        """The name of that file."""
+        return str(Path(self.file).with_suffix(".ends"))
 
 
 class Skipped(BaseModel):
@@ -131,17 +139,16 @@ class CorpusManifest(BaseModel):
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def read_manifest(folder: Path) -> CorpusManifest:
-    """The manifest of a folder.
+def read_manifest(folder: Path | str) -> CorpusManifest:
+    """The manifest of a folder, or of a place in an object store.
 
     Raises InputError where there is none, or where it is damaged, changed or of a later version.
     """
-    path = folder / "manifest.json"
     try:
-        raw = path.read_bytes()
+        raw = read_file(f"{folder}/{MANIFEST}")
     except OSError as error:
         raise InputError(
-            f"data.path ({folder}) must be a prepared corpus or not exist: {path.name}: "
+            f"data.path ({folder}) must be a prepared corpus or not exist: {MANIFEST}: "
             f"{error.strerror}"
         ) from None
     try:
@@ -171,7 +178,7 @@ def open_corpus(data: DataConfig, vocab_size: int, hold_out: str = "some") -> Co
     Raises InputError where there is no manifest, where it is damaged, or where the corpus was
     prepared with other settings than those of ``data``.
     """
-    manifest = read_manifest(Path(data.path))
+    manifest = read_manifest(data.path)
     wanted = {**settings_of(data, vocab_size), "hold_out": hold_out}
     for field, value in wanted.items():
         found = getattr(manifest, field)

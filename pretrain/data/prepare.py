@@ -17,26 +17,27 @@ the number of processes nor on kills.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import io
 import json
-import lzma
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, Literal, cast
+from typing import Literal
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from ckpt.store import lock_file, publish_folder
+from pretrain.data.compressed import compressed_sizes
 from pretrain.data.config import DataConfig
+from pretrain.data.copy_source import copy_source
 from pretrain.data.documents import Document, read_unit
 from pretrain.data.files import Found, cut_into_units, find_files, skipped_as_json
+from pretrain.data.location import is_remote, is_there, read_file, upload
 from pretrain.data.manifest import (
+    MANIFEST,
     MANIFEST_VERSION,
     CorpusManifest,
     LeftOut,
@@ -48,7 +49,6 @@ from pretrain.data.parts import PartCounts, PartSettings, part_path, read_part
 from pretrain.data.progress import progress
 from pretrain.data.shards import ShardWriter, first_of_equal, read_documents, write_split
 from pretrain.data.tokenizer import (
-    end_of_document,
     read_tokenizer,
     tokenizer_fingerprint,
     train_tokenizer,
@@ -62,8 +62,6 @@ Say = Callable[[str], None]
 
 _ALONE_BYTES = 64 << 20
 """A smaller source is read by one process: others would take longer to start."""
-_COMPRESSED_BYTES = 64 << 20
-"""gzip and xz are given at most this much held-out text."""
 
 
 def prepare_corpus(
@@ -90,28 +88,48 @@ def prepare_corpus(
     ``data.path`` holds another corpus or none, where another process prepares it, or where it
     cannot be written.
     """
-    folder = Path(data.path)
-    if folder.exists():
+    if _is_prepared(data):
         manifest = open_corpus(data, vocab_size, hold_out)
         say(_in_use(data, manifest if count_files else None))
         return manifest
-    found = find_files(data.source)
+    found = None if is_remote(data.source) else find_files(data.source)
+    home = _home(data)
     try:
-        with _work_folder(folder) as work:
-            if folder.exists():  # another process has prepared the corpus meanwhile
+        with _work_folder(home, data) as work:
+            if _is_prepared(data):  # another process has prepared the corpus meanwhile
                 return open_corpus(data, vocab_size, hold_out)
+            if found is None:
+                found = find_files(str(copy_source(data.source, work / "source", say)))
             return _prepare(data, vocab_size, found, work, say, processes, hold_out)
     except OSError as error:
         more = "; free some room, and the same command goes on" if is_full_disk(error) else ""
         raise InputError(
             f"data.path ({data.path}) cannot be prepared: {error.strerror}: "
-            f"{error.filename or folder}{more}"
+            f"{error.filename or home}{more}"
         ) from None
+
+
+def _is_prepared(data: DataConfig) -> bool:
+    """Whether there is anything at ``data.path``; a half-made upload is nothing."""
+    if not is_remote(data.path):
+        return Path(data.path).exists()
+    try:
+        return is_there(f"{data.path}/{MANIFEST}")
+    except OSError as error:
+        raise InputError(f"data.path ({data.path}) cannot be read: {error.strerror}") from None
+
+
+def _home(data: DataConfig) -> Path:
+    """The folder beside which the corpus is prepared."""
+    if not is_remote(data.path):
+        return Path(data.path).absolute()
+    name = hashlib.sha256(data.path.encode()).hexdigest()[:16]
+    return Path(data.cache_dir).absolute() / f"corpus-{name}"
 
 
 def _in_use(data: DataConfig, manifest: CorpusManifest | None) -> str:
     line = f"using the corpus at {data.path}; data.source is not read again"
-    if manifest is not None and manifest.files is not None and data.source != "stdlib":
+    if manifest is not None and manifest.files is not None and _is_local(data.source):
         try:
             now = len(find_files(data.source).files)
         except InputError:
@@ -121,24 +139,29 @@ def _in_use(data: DataConfig, manifest: CorpusManifest | None) -> str:
     return line
 
 
+def _is_local(source: str) -> bool:
+    return source != "stdlib" and not is_remote(source)
+
+
 @contextmanager
-def _work_folder(folder: Path) -> Iterator[Path]:
+def _work_folder(home: Path, data: DataConfig) -> Iterator[Path]:
     """The hidden folder of a preparation, which one process holds; it is kept where it has parts
     and no corpus was made of them."""
-    folder = folder.absolute()
-    work = folder.with_name(f".{folder.name}.preparing")
+    work = home.with_name(f".{home.name}.preparing")
     work.mkdir(parents=True, exist_ok=True)
     try:
         handle = lock_file(work / ".lock")
     except BlockingIOError:
         raise InputError(
-            f"data.path ({folder}) is being prepared by another process; wait for it, or choose "
+            f"data.path ({data.path}) is being prepared by another process; wait for it, or choose "
             f"another data.path"
         ) from None
+    done = False
     try:
         yield work
+        done = True
     finally:
-        if folder.exists() or not any(work.glob("parts/*.json")):
+        if done or Path(data.path).exists() or not any(work.glob("parts/*.json")):
             shutil.rmtree(work, ignore_errors=True)
         os.close(handle)
 
@@ -175,7 +198,11 @@ def _prepare(
         processes = 1 if size < _ALONE_BYTES else len(os.sched_getaffinity(0))
     counts = _make_all_parts(units, settings, processes, say)
     manifest = _assemble(data, found, units, counts, settings, text, work / "corpus", hold_out)
-    publish_folder(work / "corpus", Path(data.path).absolute())
+    if is_remote(data.path):
+        say(f"uploading to {data.path}")
+        upload(work / "corpus", data.path, MANIFEST)
+    else:
+        publish_folder(work / "corpus", Path(data.path).absolute())
     for line in summary_lines(manifest):
         say(line)
     return manifest
@@ -185,21 +212,21 @@ def _key(data: DataConfig, vocab_size: int, units: Sequence[Unit]) -> str:
     """What a tokenizer depends on."""
     settings = json.dumps(settings_of(data, vocab_size), sort_keys=True)
     if data.tokenizer is not None:
-        settings += hashlib.sha256(_read_bytes(Path(data.tokenizer))).hexdigest()
+        settings += hashlib.sha256(_read_bytes(data.tokenizer)).hexdigest()
     keys = [unit.key(settings) for unit in units]
     return hashlib.sha256("".join([settings, *keys]).encode()).hexdigest()[:16]
 
 
-def _read_bytes(path: Path) -> bytes:
+def _read_bytes(path: str) -> bytes:
     try:
-        return path.read_bytes()
+        return read_file(path)
     except OSError as error:
         raise InputError(f"data.tokenizer ({path}) cannot be read: {error.strerror}") from None
 
 
 def _tokenizer(data: DataConfig, vocab_size: int, units: Sequence[Unit]) -> Tokenizer:
     if data.tokenizer is not None:
-        return read_tokenizer(Path(data.tokenizer), vocab_size, data.end_token)
+        return read_tokenizer(data.tokenizer, vocab_size, data.end_token)
 
     def texts() -> Iterator[Document]:
         for unit in units:
@@ -264,7 +291,7 @@ def _assemble(
         writer = ShardWriter(folder, split, data.shard_tokens, digest.update)
         shards[split] = write_split(writer, parts, documents, mask, settings.dtype)
     sizes = {split: int(documents["bytes"][mask].sum()) for split, mask in splits.items()}
-    compressed, gzip_bytes, xz_bytes = _compressed_sizes(folder, shards["val"], tokenizer, settings)
+    compressed, gzip_bytes, xz_bytes = compressed_sizes(folder, shards["val"], tokenizer, settings)
     manifest = CorpusManifest(
         version=MANIFEST_VERSION,
         **settings_of(data, settings.vocab_size),
@@ -287,7 +314,7 @@ def _assemble(
         tokenizer_fingerprint=settings.tokenizer_fingerprint,
         fingerprint=digest.hexdigest(),
     ).sealed()
-    _write(folder / "manifest.json", (json.dumps(manifest.model_dump(), indent=1) + "\n").encode())
+    _write(folder / MANIFEST, (json.dumps(manifest.model_dump(), indent=1) + "\n").encode())
     return manifest
 
 
@@ -358,41 +385,3 @@ def _write(path: Path, raw: bytes) -> None:
     draft = path.with_name(f".{path.name}.draft")
     draft.write_bytes(raw)
     draft.replace(path)
-
-
-class _Counter(io.RawIOBase):
-    def __init__(self) -> None:
-        self.count = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: bytes) -> int:  # type: ignore[override]
-        self.count += len(data)
-        return len(data)
-
-
-def _compressed_sizes(
-    folder: Path, shards: Sequence[Shard], tokenizer: Tokenizer, settings: PartSettings
-) -> tuple[int, int, int]:
-    """Bytes of the held-out documents, one after the other, and their bytes under gzip -9 and
-    under xz -9; of a long text the first part."""
-    end, rest, size = end_of_document(tokenizer, settings.end_token), np.empty(0, int), 0
-    gzipped, xzipped = _Counter(), _Counter()
-    with (
-        gzip.GzipFile(fileobj=gzipped, mode="wb", compresslevel=9, mtime=0) as g,
-        lzma.LZMAFile(cast(BinaryIO, xzipped), mode="wb", preset=9) as x,
-    ):
-        for shard in shards:
-            if size >= _COMPRESSED_BYTES:
-                break
-            tokens = np.fromfile(folder / shard.file, settings.dtype)
-            tokens = np.concatenate([rest, tokens.astype(int)])
-            *documents, rest = np.split(tokens, np.flatnonzero(tokens == end) + 1)
-            lists = [ids[:-1].tolist() for ids in documents]
-            for text in tokenizer.decode_batch(lists, skip_special_tokens=False):
-                raw = text.encode()[: _COMPRESSED_BYTES - size]
-                size += len(raw)
-                g.write(raw)
-                x.write(raw)
-    return size, gzipped.count, xzipped.count

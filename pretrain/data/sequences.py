@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import zlib
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
+from ckpt.store import THREADS
+from pretrain.data.cache import CachedFile, ShardCache
 from pretrain.data.config import DataConfig
+from pretrain.data.location import is_remote
 from pretrain.data.manifest import CorpusManifest, Shard
 from pretrain.errors import InputError
 
@@ -22,7 +25,6 @@ _OPEN_SHARDS = 128
 
 
 Indices = Sequence[int] | np.ndarray
-Rows = Sequence[np.ndarray] | np.ndarray
 
 
 class Sequences(Protocol):
@@ -33,17 +35,15 @@ class Sequences(Protocol):
     def __len__(self) -> int:
         """How many there are."""
 
-    def read(self, indices: Indices, out: Rows) -> None:
-        """Write the tokens of some sequences to ``out``: a row for each index, int64 [S + 1]."""
+    def read(self, indices: Indices) -> np.ndarray:
+        """The tokens of some sequences, int64 [len(indices), S + 1]; ``indices`` may be empty."""
 
 
 def read_batch(sequences: Sequences, indices: Indices) -> Tensor:
     """The tokens of some sequences, int64 [len(indices), S + 1]; ``indices`` may be empty."""
     import torch
 
-    out = np.empty((len(indices), sequences.seq_len + 1), np.int64)
-    sequences.read(indices, out)
-    return torch.from_numpy(out)
+    return torch.from_numpy(sequences.read(indices))
 
 
 def data_checksum(batches: Iterable[Tensor]) -> int:
@@ -51,6 +51,14 @@ def data_checksum(batches: Iterable[Tensor]) -> int:
     micro-batches share them. Sums of a step over ranks are exact in float64 up to 2^21 sequences.
     """
     return sum(zlib.crc32(row.numpy()) for batch in batches for row in batch)
+
+
+def by_shard(numbers: np.ndarray) -> dict[int, list[int]]:
+    """The shards in ``numbers``, each with its places there."""
+    places: dict[int, list[int]] = {}
+    for place, number in enumerate(numbers.tolist()):
+        places.setdefault(number, []).append(place)
+    return places
 
 
 class ShardFiles:
@@ -61,6 +69,7 @@ class ShardFiles:
         corpus: gives the dtype.
         shards: the files.
         dtype: of the entries; that of the corpus where None.
+        cache: fetches the files of an object store, and keeps them.
     """
 
     def __init__(
@@ -69,34 +78,75 @@ class ShardFiles:
         corpus: CorpusManifest,
         shards: Sequence[Shard],
         dtype: np.dtype | None = None,
+        cache: ShardCache | None = None,
     ) -> None:
-        self._folder, self._shards = Path(data.path), shards
-        self._dtype = np.dtype(corpus.dtype) if dtype is None else dtype
+        self._place, self._shards = data.path, shards
+        self.dtype = np.dtype(corpus.dtype) if dtype is None else dtype
+        self._cache = cache if is_remote(data.path) else None
         self._open: OrderedDict[int, np.ndarray] = OrderedDict()
 
     def check_lengths(self) -> None:
-        """Raise InputError where a file is not as long as the manifest says."""
+        """Raise InputError where a file is not as long as the manifest says, or where the cache of
+        an object store is too small for one. What is in an object store is checked when it is
+        fetched."""
+        if is_remote(self._place):
+            largest = max((self._size(shard) for shard in self._shards), default=0)
+            assert self._cache is not None
+            if 2 * largest > self._cache.limit_bytes:
+                raise InputError(
+                    f"data.cache_gib ({self._cache.limit_bytes / (1 << 30):g}) must hold two of "
+                    f"the largest shards of {self._place} ({largest / (1 << 30):.3g} GiB each)"
+                )
+            return
         for shard in self._shards:
-            path, wanted = self._folder / shard.file, shard.tokens * self._dtype.itemsize
+            path, wanted = Path(self._place) / shard.file, self._size(shard)
             found = path.stat().st_size if path.exists() else 0
             if found != wanted:
                 raise InputError(
                     f"corpus file {path} has {found} bytes, its manifest says {wanted}; remove "
-                    f"{self._folder} to prepare it anew"
+                    f"{path.parent} to prepare it anew"
                 )
 
-    def __getitem__(self, number: int) -> np.ndarray:
-        """The entries of a shard."""
+    def in_turn(self, numbers: Sequence[int]) -> Iterator[np.ndarray]:
+        """The entries of some shards, one after another. Those of an object store are fetched while
+        earlier ones are read, and are not kept from removal when the next one is asked for."""
+        if self._cache is None:
+            yield from map(self._mapped, numbers)
+            return
+        files = [self._cached(self._shards[number]) for number in numbers]
+        # Two are in use, and those that are fetched ahead: at most a half of the cache for these.
+        largest = max([1, *(file.size for file in files)])
+        ahead = max(0, self._cache.limit_bytes // (2 * largest) - 2)
+        begun: deque[Callable[[], np.ndarray]] = deque()
+        for file in files:
+            begun.append(self._cache.begin(file))
+            if len(begun) > min(ahead, THREADS):
+                yield begun.popleft()().view(self.dtype)
+        while begun:
+            yield begun.popleft()().view(self.dtype)
+
+    def _mapped(self, number: int) -> np.ndarray:
         found = self._open.get(number)
         if found is None:
-            path = self._folder / self._shards[number].file
+            path = Path(self._place) / self._shards[number].file
             # As a plain array: a slice of a memmap takes ten times as long.
-            found = self._open[number] = np.asarray(np.memmap(path, dtype=self._dtype, mode="r"))
+            found = self._open[number] = np.asarray(np.memmap(path, dtype=self.dtype, mode="r"))
             if len(self._open) > _OPEN_SHARDS:
                 self._open.popitem(last=False)
         else:
             self._open.move_to_end(number)
         return found
+
+    def _cached(self, shard: Shard) -> CachedFile:
+        if not shard.sha256:
+            raise InputError(
+                f"data.path ({self._place}) must have hashes of its shards to be read from an "
+                f"object store; its manifest is of version 1: prepare it anew"
+            )
+        return CachedFile(self._place, shard.file, shard.sha256, self._size(shard))
+
+    def _size(self, shard: Shard) -> int:
+        return shard.tokens * self.dtype.itemsize
 
 
 class PackedSequences:
@@ -117,10 +167,11 @@ class PackedSequences:
         corpus: CorpusManifest,
         split: Literal["train", "val"],
         whole: bool = False,
+        cache: ShardCache | None = None,
     ) -> None:
         self.seq_len = S = data.seq_len
         shards = corpus.train if split == "train" else corpus.val
-        self._shards = ShardFiles(data, corpus, shards)
+        self._shards = ShardFiles(data, corpus, shards, cache=cache)
         self._shards.check_lengths()
         round_up = S - 1 if whole else 0
         counts = [(shard.tokens - 1 + round_up) // S for shard in shards]
@@ -138,23 +189,31 @@ class PackedSequences:
 
     def __getitem__(self, index: int) -> np.ndarray:
         """The tokens of one sequence, int64 [S + 1]; sequences are numbered through the shards."""
-        out = np.empty((1, self.seq_len + 1), np.int64)
-        self.read([index], out)
-        row: np.ndarray = out[0]
+        row: np.ndarray = self.read([index])[0]
         return row
 
-    def read(self, indices: Indices, out: Rows) -> None:
+    def read(self, indices: Indices) -> np.ndarray:
         """See :meth:`Sequences.read`."""
         wanted, length = np.asarray(indices, np.int64), self.seq_len + 1
         numbers = np.searchsorted(self._ends, wanted, side="right")
-        starts = (wanted - self._firsts[numbers]) * self.seq_len
-        for row, start, number in zip(out, starts.tolist(), numbers.tolist(), strict=True):
-            tokens = self._shards[number][start : start + length]
-            if len(tokens) == length:
-                row[:] = tokens
-            else:
-                row[: len(tokens)] = tokens
-                row[len(tokens) :] = -1
+        starts = ((wanted - self._firsts[numbers]) * self.seq_len).tolist()
+        shards = by_shard(numbers)
+        # Rows of the shards' own dtype first: all of them become int64 in one go, at half the cost.
+        rows = np.empty((len(wanted), length), self._shards.dtype)
+        ends: dict[int, int] = {}
+        each = zip(shards.values(), self._shards.in_turn(list(shards)), strict=True)
+        for places, entries in each:
+            for place in places:
+                tokens = entries[starts[place] : starts[place] + length]
+                if len(tokens) == length:
+                    rows[place] = tokens
+                else:
+                    rows[place, : len(tokens)] = tokens
+                    ends[place] = len(tokens)
+        found = rows.astype(np.int64)
+        for place, end in ends.items():
+            found[place, end:] = -1
+        return found
 
     def batch(self, indices: Indices) -> Tensor:
         """See :func:`read_batch`."""
@@ -176,14 +235,16 @@ class ConcatenatedSequences:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def read(self, indices: Indices, out: Rows) -> None:
+    def read(self, indices: Indices) -> np.ndarray:
         """See :meth:`Sequences.read`."""
         wanted = np.asarray(indices, np.int64)
+        found = np.empty((len(wanted), self.seq_len + 1), np.int64)
         sources = np.searchsorted(self._ends, wanted, side="right")
         for number in np.unique(sources):
             places = np.flatnonzero(sources == number)
             first = int(self._ends[number - 1]) if number else 0
-            self.each[number].read(wanted[places] - first, [out[int(i)] for i in places])
+            found[places] = self.each[number].read(wanted[places] - first)
+        return found
 
     def batch(self, indices: Indices) -> Tensor:
         """See :func:`read_batch`."""
@@ -207,9 +268,9 @@ class WithoutBoundaryTargets:
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def read(self, indices: Indices, out: Rows) -> None:
+    def read(self, indices: Indices) -> np.ndarray:
         """See :meth:`Sequences.read`."""
-        self.sequences.read(indices, out)
-        for row in out:
-            places = np.flatnonzero(row[:-1] == self.end_token) + 1
-            row[places] = np.where(row[places] < 0, row[places], ~row[places])
+        found = self.sequences.read(indices)
+        targets = found[:, 1:]
+        np.invert(targets, out=targets, where=(found[:, :-1] == self.end_token) & (targets >= 0))
+        return found

@@ -6,6 +6,7 @@ import hashlib
 import heapq
 import re
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from pretrain.data.config import END_OF_DOCUMENT, DataConfig
 from pretrain.data.documents import Document, is_held_out
+from pretrain.data.location import is_remote, read_file
 from pretrain.errors import InputError
 
 
@@ -23,15 +25,21 @@ def load_tokenizer(data: DataConfig) -> Tokenizer:
 
     Raises InputError where the file cannot be read.
     """
-    path = Path(data.tokenizer_file)
+    path = data.tokenizer_file
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_str(_remote(path) if is_remote(path) else _local(path))
     except Exception as error:  # the library raises nothing more specific
         raise InputError(f"corpus file {path} cannot be read: {error}") from None
     tokenizer.encode_special_tokens = True
     return tokenizer
 
 
+def _local(path: str) -> str:
+    return read_file(path).decode()
+
+
+_remote = lru_cache(maxsize=8)(_local)
+"""A run asks an object store once, and not at each evaluation."""
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 """A token of SentencePiece that stands for one byte (byte fallback)."""
 _SPACE = "\u2581"
@@ -47,7 +55,7 @@ def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(again.to_str().encode()).hexdigest()
 
 
-def read_tokenizer(path: Path, vocab_size: int, end_token: str) -> Tokenizer:
+def read_tokenizer(path: Path | str, vocab_size: int, end_token: str) -> Tokenizer:
     """A tokenizer.json of another project, without truncation and padding.
 
     Raises InputError where the file cannot be read, or where the tokenizer has an id of
@@ -55,7 +63,7 @@ def read_tokenizer(path: Path, vocab_size: int, end_token: str) -> Tokenizer:
     tokenizer that keeps every byte of a text.
     """
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_str(read_file(path).decode())
     except Exception as error:  # the library raises nothing more specific
         raise InputError(f"data.tokenizer ({path}) cannot be read: {error}") from None
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values())

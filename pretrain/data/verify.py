@@ -5,61 +5,69 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from ckpt.store import Store
+from pretrain.data.best_fit import PACKING_FOLDER, Packing, read_packing_at
+from pretrain.data.location import blocks_of, damaged, read_file, store_at
 from pretrain.data.manifest import CorpusManifest, Shard
 from pretrain.errors import InputError
 
-_BLOCK = 1 << 20
 
+def verify_corpus(folder: Path | str, manifest: CorpusManifest) -> int:
+    """Read every file of a corpus, and of its best-fit packings, and compare it with its hash.
 
-def verify_corpus(folder: Path, manifest: CorpusManifest) -> int:
-    """Read every file of a corpus and compare it with the manifest; returns the bytes read.
-
-    Raises InputError, naming the first file that is missing or differs.
+    Returns the bytes read. Raises InputError, naming the first file that is missing or differs.
     """
     digest = hashlib.sha256()
     tokenizer = _tokenizer_text(folder, manifest)
     if tokenizer is not None:
         digest.update(tokenizer)
-    read = 0
+    read, store = 0, store_at(folder)
     for shard in (*manifest.train, *manifest.val):
-        path = folder / shard.file
-        read += _check(path, shard.sha256, digest)
+        read += _check(store, shard.file, shard.sha256, digest)
         if shard.ends_sha256:
-            read += _check(path.with_suffix(".ends"), shard.ends_sha256)
+            read += _check(store, shard.ends_file, shard.ends_sha256)
     # Corpora of version 1 have one hash, of all tokens.
     if manifest.version == 1 and digest.hexdigest() != manifest.fingerprint:
         raise InputError(
             f"data.path ({folder}) has tokens that are not those of its fingerprint; its manifest "
             f"is of version 1 and does not say which file: remove the folder to prepare it anew"
         )
+    for name, packing in packings_of(folder, manifest).items():
+        for packed in packing.shards:
+            read += _check(store, f"{name}/{packed.file}", packed.sha256)
     return read
 
 
-def _tokenizer_text(folder: Path, manifest: CorpusManifest) -> bytes | None:
+def packings_of(folder: Path | str, manifest: CorpusManifest) -> dict[str, Packing]:
+    """The best-fit packings of a corpus, by the names of their folders.
+
+    Raises InputError where one is damaged or of another corpus.
+    """
+    names = [name for name in store_at(folder).names("") if PACKING_FOLDER.fullmatch(name)]
+    return {name: read_packing_at(f"{folder}/{name}", manifest) for name in names}
+
+
+def _tokenizer_text(folder: Path | str, manifest: CorpusManifest) -> bytes | None:
     if manifest.version != 1:
         return None
     from tokenizers import Tokenizer
 
     # As it was when the fingerprint was taken: a tokenizer that was read.
-    return Tokenizer.from_file(str(folder / "tokenizer.json")).to_str().encode()
+    return Tokenizer.from_str(read_file(f"{folder}/tokenizer.json").decode()).to_str().encode()
 
 
-def _check(path: Path, wanted: str, digest: hashlib._Hash | None = None) -> int:
-    found, read = hashlib.sha256(), 0
+def _check(store: Store, file: str, wanted: str, digest: hashlib._Hash | None = None) -> int:
+    found, read, where = hashlib.sha256(), 0, store.where(file)
     try:
-        with path.open("rb") as file:
-            while block := file.read(_BLOCK):
-                found.update(block)
-                read += len(block)
-                if digest is not None:
-                    digest.update(block)
+        for block in blocks_of(store, file):
+            found.update(block)
+            read += len(block)
+            if digest is not None:
+                digest.update(block)
     except OSError as error:
-        raise InputError(f"corpus file {path} cannot be read: {error.strerror}") from None
+        raise InputError(f"corpus file {where} cannot be read: {error.strerror}") from None
     if wanted and found.hexdigest() != wanted:
-        raise InputError(
-            f"corpus file {path} is damaged: its SHA-256 is {found.hexdigest()[:12]}, its manifest "
-            f"says {wanted[:12]}; restore it, or remove the folder to prepare it anew"
-        )
+        raise InputError(damaged(where, found.hexdigest(), wanted))
     return read
 
 

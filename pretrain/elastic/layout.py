@@ -64,7 +64,7 @@ def choose_layout(spec: JobSpec, world: int, ranks_per_node: int) -> ChosenLayou
     exact = _fixed_layout(asked, world)
     if exact is not None and fits(exact):
         return ChosenLayout(exact)
-    data_ranks = -(-spec.batch.global_batch_size // spec.batch.micro_batch_size)
+    data_ranks = -(-spec.batch.largest // spec.batch.micro_batch_size)
     if asked.dp_shard != -1:
         data_ranks = min(data_ranks, asked.dp_shard * asked.dp_replicate)
     for tp, cp, pp in _inner_degrees(asked):

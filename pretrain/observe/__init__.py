@@ -11,7 +11,7 @@ from pretrain.observe.checkpoint_events import (
     SaveIntervalChosen,
 )
 from pretrain.observe.console import Console, complain, human_bytes, progress_bar, say
-from pretrain.observe.data_events import DataOpened
+from pretrain.observe.data_events import DataFetched, DataOpened
 from pretrain.observe.event import Event, Events
 from pretrain.observe.events import (
     Evaluated,
@@ -81,6 +81,7 @@ __all__ = [
     "CheckpointFailed",
     "Console",
     "CorruptionFound",
+    "DataFetched",
     "DataOpened",
     "DeviceProblem",
     "DevicesSampled",

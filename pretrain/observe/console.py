@@ -13,6 +13,7 @@ from pretrain.observe.checkpoint_events import (
     CheckpointFailed,
     Restored,
 )
+from pretrain.observe.data_events import DataFetched
 from pretrain.observe.event import Event
 from pretrain.observe.events import (
     Evaluated,
@@ -136,6 +137,11 @@ def _line(event: Event) -> str | None:
             return f"spec changed since step {step}: {field} was {before}, is {now}"
         case Notice(text=text):
             return text
+        case DataFetched(cache_misses=misses, fetched_bytes=count) if misses:
+            return (
+                f"data cache: {event.hit_ratio:.1%} of the shards were on disk; "
+                f"{human_bytes(count)} fetched"
+            )
         case HealthSignal(step=step, text=text) | HealthAction(step=step, text=text):
             return f"step {step + 1}: {text}"
         case FaultInjected(step=step, text=text):

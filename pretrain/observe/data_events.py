@@ -22,3 +22,23 @@ class DataOpened(Event):
     """By fingerprint: ``name``, ``path``, ``sequences`` and ``tokens`` of each source."""
     blend: list[dict[str, Any]]
     """The phases of the blend in order: ``from_sample``, and ``weights`` by fingerprint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFetched(Event):
+    """What the caches of shards did in a log interval, over all ranks; where data is in an object
+    store."""
+
+    name: ClassVar[str] = "data_cache"
+    cache_hits: int
+    """Shards that were on the node's disk when a batch needed them."""
+    cache_misses: int
+    """Shards that were not."""
+    fetched_bytes: int
+    retries: int
+    """Requests to the store that failed and were repeated."""
+
+    @property
+    def hit_ratio(self) -> float:
+        """The share of shards that were on the node's disk."""
+        return self.cache_hits / max(1, self.cache_hits + self.cache_misses)

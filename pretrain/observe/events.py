@@ -22,7 +22,7 @@ from pretrain.observe.checkpoint_events import (
     SaveBegun,
     SaveIntervalChosen,
 )
-from pretrain.observe.data_events import DataOpened
+from pretrain.observe.data_events import DataFetched, DataOpened
 from pretrain.observe.event import Event
 from pretrain.observe.rank_events import (
     CapacityPlanned,
@@ -355,7 +355,7 @@ EVENTS: dict[str, type[Event]] = {
         CheckpointCommitted, CheckpointFailed, RunStopped, RunDone, StragglerFound,
         StragglerEnded, MicroBatchesPlanned, StragglerGain, HealthSignal, HealthAction,
         FaultInjected, Launched, RankLost, RunFailed, LedgerSummed, Verified, CorruptionFound,
-        RankStuck, RankMoves, RankLossOdd, DeviceProblem, DevicesSampled,
+        RankStuck, RankMoves, RankLossOdd, DeviceProblem, DevicesSampled, DataFetched,
     )
 }  # fmt: skip
 """Every event by its name in the log."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 from pretrain.checkpoint import remove_run, roll_back
 from pretrain.data import prepare_corpora, read_manifest, verify_corpus
@@ -36,7 +35,7 @@ def prepare(
     corpora = prepare_corpora(
         spec.data, spec.model.vocab_size, say, processes=processes, count_files=True
     )
-    for line in corpora.epochs_lines(spec.train.steps * spec.batch.global_batch_size):
+    for line in corpora.epochs_lines(spec.batch.samples_of(spec.train.steps, spec.data.seq_len)):
         say(line)
     if not reset and load_step is None:
         return
@@ -62,7 +61,7 @@ def verify_data(spec: JobSpec) -> None:
     Raises InputError, naming the first file that differs.
     """
     for one in (*spec.data.each_source.values(), *spec.data.each_validation.values()):
-        manifest = read_manifest(Path(one.path))
-        size = verify_corpus(Path(one.path), manifest)
+        manifest = read_manifest(one.path)
+        size = verify_corpus(one.path, manifest)
         shards = len(manifest.train) + len(manifest.val)
         say(f"{one.path}: {shards} shards, {size / 1e6:,.1f} MB as the manifest says")

@@ -68,6 +68,7 @@ from pretrain.runtime import (
 )
 from pretrain.spec import JobSpec
 from pretrain.state import Progress
+from pretrain.train.data_fetches import tell_of_failing_stores
 from pretrain.train.detection import flight_folder, watch_ranks
 from pretrain.train.evaluate import evaluate
 from pretrain.train.generate import generate
@@ -191,6 +192,8 @@ def _train(
         profiler = StepProfiler.of_job(job, profile)
         sinks.callback(profiler.close)
         trainer = Trainer(job, progress, checkpointer, faults, profiler)
+        begun = trainer
+        tell_of_failing_stores(job, lambda: begun.progress.step)
         with _watched(job, trainer), watch_ranks(job):
             if trainer.train(stop):
                 step, cause = trainer.progress.step, trainer.stop_cause.label

@@ -22,11 +22,13 @@ from pretrain.runtime import StopCause, StopRequest
 from pretrain.spec import learning_rate
 from pretrain.state import Progress, rng_states, set_rng_states
 from pretrain.train.barrier import Action, Decision, Report, bad_layer, decide, exchange
+from pretrain.train.data_fetches import publish_fetches
 from pretrain.train.detection import LossWatch
 from pretrain.train.evaluate import evaluate
 from pretrain.train.health_watch import HealthWatch
 from pretrain.train.interval_stats import (
     IntervalStats,
+    bad_layer,
     is_communication_timed,
     seconds_and_bytes,
 )
@@ -380,6 +382,7 @@ class Trainer:
                 mfu=self.mfu(interval.tokens, interval.seconds),
             )
         )
+        publish_fetches(self.job, self.progress.step)
 
     def validate(self) -> None:
         """Score some held-out sequences; every rank must call."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -15,9 +16,12 @@ from hypothesis import strategies as st
 from pretrain.data.best_fit import BestFitSequences, best_fit, cut, pack_corpus, packing_folder
 from pretrain.data.config import DataConfig
 from pretrain.data.corpora import open_corpora, prepare_corpora
+from pretrain.data.manifest import CorpusManifest
 from pretrain.data.prepare import prepare_corpus
 from pretrain.data.sequences import PackedSequences, WithoutBoundaryTargets, read_batch
+from pretrain.data.shards import ShardWriter
 from pretrain.data.tokenizer import end_of_document, load_tokenizer
+from pretrain.data.verify import verify_corpus
 from pretrain.errors import InputError
 from pretrain.parallelize.forward_backward import LocalBatch, forward_backward
 from pretrain.spec.read import load_spec
@@ -81,8 +85,7 @@ def test_a_corpus_is_packed_once_and_its_sequences_have_every_document(prepared)
     assert pack_corpus(data, corpus, said.append) == packing
     assert "% padding; " in said[0]
     sequences = BestFitSequences(data, corpus)
-    rows = np.empty((len(sequences), S + 1), np.int64)
-    sequences.read(range(len(sequences)), rows)
+    rows = sequences.read(range(len(sequences)))
     assert (rows < 0).sum() == packing.padding
     assert packing.padding_share < 0.1
     # All pairs of an input and its target within documents, against the shards themselves.
@@ -95,11 +98,37 @@ def test_a_corpus_is_packed_once_and_its_sequences_have_every_document(prepared)
     for shard in corpus.train:
         tokens = np.fromfile(Path(data.path) / shard.file, corpus.dtype).tolist()
         expected += [(a, b) for a, b in pairwise(tokens) if a != end]
-    # Only where a shard cuts a document may its pieces stand beside others.
-    more = sorted(found)
-    for pair in expected:
-        more.remove(pair)
-    assert len(more) <= len(corpus.train)
+    assert sorted(found) == sorted(expected), "also where a shard cuts a document"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 25), min_size=2, max_size=30), st.integers(2, 60), st.integers(4, 12)
+)
+def test_no_document_follows_another_without_an_end_token(sizes, shard_tokens, seq_len):
+    """Token 0 ends a document; the others are numbered through."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        documents = [[*range(1 + 30 * i, 1 + 30 * i + size), 0] for i, size in enumerate(sizes)]
+        tokens = np.array([token for document in documents for token in document], "<u2")
+        writer = ShardWriter(folder, "train", shard_tokens, lambda raw: None)
+        writer.write(tokens, np.cumsum([len(document) for document in documents]))
+        corpus = CorpusManifest.model_construct(
+            version=2, dtype="uint16", train=writer.close(), fingerprint="0"
+        )
+        data = DataConfig(source="x", path=name, seq_len=seq_len, packing="best_fit")
+        pack_corpus(data, corpus, lambda _: None)
+        sequences = BestFitSequences(data, corpus)
+        rows = read_batch(sequences, range(len(sequences))).tolist()
+        seen = []
+        for row in rows:
+            for a, b in pairwise(row):
+                if a > 0 and b >= 0:
+                    assert b in (a + 1, 0), "one document, up to its end token"
+                    seen.append((a, b))
+        shards = [np.fromfile(folder / s.file, "<u2").tolist() for s in corpus.train]
+        wanted = [(a, b) for shard in shards for a, b in pairwise(shard) if a]
+        assert sorted(seen) == sorted(wanted), "each target once"
 
 
 def test_a_packing_of_another_corpus_or_none_is_refused(prepared, tmp_path):
@@ -115,12 +144,37 @@ def test_a_packing_of_another_corpus_or_none_is_refused(prepared, tmp_path):
     old = corpus.model_copy(update={"version": 1})
     with pytest.raises(InputError, match=r"needs the offsets of documents, which .* of version 1"):
         pack_corpus(data.model_copy(update={"seq_len": 16}), old, lambda _: None)
-    path = next(packing_folder(data).glob("*.pieces"))
+    path = next(Path(packing_folder(data)).glob("*.pieces"))
     whole = path.read_bytes()
     path.write_bytes(whole[:-8])
-    with pytest.raises(InputError, match=r"has another length than packing.json says"):
+    with pytest.raises(InputError, match=r"pieces has .* bytes, its manifest says .*best-fit-32 t"):
         BestFitSequences(data, corpus)
     path.write_bytes(whole)
+
+
+def test_verify_reads_the_packings_of_a_corpus(prepared):
+    data, corpus = prepared
+    pack_corpus(data, corpus, lambda _: None)
+    folder = Path(packing_folder(data))
+    before = verify_corpus(data.path, corpus)
+    pieces, packing = folder / "train-00001.pieces", folder / "packing.json"
+    whole, text = pieces.read_bytes(), packing.read_text()
+    pieces.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(InputError, match=r"train-00001.pieces is damaged: its SHA-256 is "):
+        verify_corpus(data.path, corpus)
+    pieces.write_bytes(whole)
+    packing.write_text(text.replace('"padding": ', '"padding": 1'))
+    for check in (verify_corpus, lambda _, corpus: BestFitSequences(data, corpus)):
+        with pytest.raises(InputError, match=r"packing.json that was changed after it was written"):
+            check(data.path, corpus)
+    packing.write_text(text)
+    assert verify_corpus(data.path, corpus) == before
+    # A packing of before has no checksum.
+    values = json.loads(text)
+    del values["checksum"]
+    packing.write_text(json.dumps(values))
+    assert len(BestFitSequences(data, corpus)) == sum(s["sequences"] for s in values["shards"])
+    packing.write_text(text)
 
 
 def test_the_first_token_of_a_document_is_no_target_where_the_spec_says_so(prepared):

@@ -266,6 +266,36 @@ def test_a_source_that_filters_leave_nothing_of_is_one_line(tmp_path):
         prepare_corpus(config(tmp_path), VOCAB, lambda _: None)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tokenizer": "tokenizer.json"}, "model.vocab_size (300) must be above the largest id (3"),
+        ({"sources": {"a": {"weight": 0.0}, "b": {}}}, "data.sources.a.weight (0.0): "),
+        ({"sources": {"a": {"weight": -1.0}, "b": {}}}, "data.sources.a.weight (-1.0): "),
+    ],
+)
+def test_a_spec_that_no_corpus_fits_is_one_line_and_leaves_nothing(tmp_path, capsys, change, said):
+    write_corpus(tmp_path / "text", 12)
+    place = {"source": str(tmp_path / "text"), "path": str(tmp_path / "corpus")}
+    if "tokenizer" in change:  # of a larger vocabulary
+        larger = config(tmp_path, path=str(tmp_path / "larger"))
+        prepare_corpus(larger, 320, lambda _: None)
+        data = {**place, "tokenizer": f"{larger.path}/tokenizer.json"}
+    else:
+        each = {n: {**place, "path": str(tmp_path / n), **v} for n, v in change["sources"].items()}
+        data = {"source": "", "path": "", "sources": each}
+    model = {"vocab_size": VOCAB, "d_model": 32, "num_layers": 3, "num_heads": 4,
+             "num_kv_heads": 2, "d_ff": 48, "first_k_dense": 1}  # fmt: skip
+    values = {"seq_len": 16, "shard_tokens": 2000, **data}
+    spec = write_spec(tmp_path, model=model, data=values)
+    before = sorted(p.name for p in tmp_path.iterdir())
+    assert main("prepare", [str(spec)]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+
+
 def test_input_that_is_cut_off_is_one_line(tmp_path, tokenizer):
     folder = tmp_path / "text"
     folder.mkdir()
