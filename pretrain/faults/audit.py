@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import ckpt
 from pretrain.observe import FaultInjected, LoggedEvent, StepCommitted, ledger_of
 
 CLOSE = 1e-5
@@ -43,6 +44,8 @@ class Audit:
     """The difference between the ledger's phases and the wall time, over the wall time."""
     is_exact: bool = False
     """The runs are of ``train.exact``."""
+    arrays: tuple[str, ...] = ()
+    """Of exact runs: parameters and moments after the last step that differ."""
 
     @property
     def recovered(self) -> int:
@@ -57,15 +60,28 @@ class Audit:
     @property
     def is_one_run(self) -> bool:
         """Whether the run went on after every fault, with its samples, and with losses that differ
-        by less than :data:`FAR`; an exact run must have the same bits."""
+        by less than :data:`FAR`; an exact run must have the same bits, also of its last state."""
         far = 0.0 if self.is_exact else FAR
         near = all(abs(difference) < far for _, difference in self.losses)
-        return near and self.samples_exact and self.recovered == len(self.faults)
+        return (
+            near and not self.arrays and self.samples_exact and self.recovered == len(self.faults)
+        )
 
     @property
     def losses_exact(self) -> bool:
         """Whether every step's loss is that of the undisturbed run, up to :data:`CLOSE`."""
         return not self.losses
+
+
+def arrays_that_differ(root: ckpt.Location, other: ckpt.Location, step: int) -> list[str]:
+    """The parameters, buffers and moments of two checkpoints of a step that differ in any bit.
+
+    Random states are left out: they are of ranks. Raises CheckpointError where a checkpoint is
+    missing or damaged.
+    """
+    one, two = ckpt.read_manifest(root, step), ckpt.read_manifest(other, step)
+    found = ckpt.compare(root, one, other, two)
+    return [a.name for a in found if a.what != "alike" and not a.name.startswith("rng/")]
 
 
 def audit(

@@ -22,6 +22,7 @@ from pretrain.observe.rank_events import (
     CorruptionFound,
     DeviceProblem,
     DevicesSampled,
+    Digested,
     FaultInjected,
     HealthAction,
     HealthSignal,
@@ -395,6 +396,7 @@ EVENTS: dict[str, type[Event]] = {
         StragglerEnded, MicroBatchesPlanned, StragglerGain, HealthSignal, HealthAction,
         FaultInjected, Launched, RankLost, RunFailed, LedgerSummed, Verified, CorruptionFound,
         RankStuck, RankMoves, RankLossOdd, DeviceProblem, DevicesSampled,
+        Digested,
     )
 }  # fmt: skip
 """Every event by its name in the log."""
