@@ -37,7 +37,7 @@ LAYOUTS: tuple[tuple[str, ...], ...] = (
 )
 _SETTINGS = (
     f"train.steps={_STEPS}", "train.log_interval_steps=1", "eval.interval_steps=0",
-    "eval.sequences=2", "sample.tokens=0", f"checkpoint.interval_steps={_STEPS}",
+    "eval.final_sequences=2", "sample.tokens=0", f"checkpoint.interval_steps={_STEPS}",
     "metrics.port=-1", "schedule.warmup_steps=2",
 )  # fmt: skip
 

@@ -35,19 +35,33 @@ def words(settings: Iterable[str]) -> list[str]:
     return [word for each in settings for word in ("--set", each)]
 
 
-def torchrun(*command: str) -> None:
-    """Run a command on all ranks, to its end; a failure ends the benchmark with its output."""
+_PINNED = 'exec taskset --cpu-list "$LOCAL_RANK" "$@"'
+"""A rank on the core of its number, with all of its threads and children."""
+
+
+def torchrun(*command: str, pinned: bool = False) -> None:
+    """Run a command on all ranks, to its end; a failure ends the benchmark with its output.
+
+    Args:
+        command: a Python file and its arguments.
+        pinned: each rank has one core for itself.
+    """
+    started = list(command)
+    if pinned:
+        started = ["--no-python", "sh", "-c", _PINNED, "sh", sys.executable, *command]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone",
-         f"--nproc-per-node={RANKS}", *command],
+         f"--nproc-per-node={RANKS}", *started],
         cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT,
     )  # fmt: skip
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[:3000]}")
 
 
-def train(run_dir: Path, corpus: Path, settings: Iterable[str]) -> list[dict[str, Any]]:
-    """Train the recipe on all ranks; returns the log."""
+def train(
+    run_dir: Path, corpus: Path, settings: Iterable[str], *, pinned: bool = False
+) -> list[dict[str, Any]]:
+    """Train the recipe on all ranks, each on one core where ``pinned``; returns the log."""
     every = (*settings, f"run_dir={run_dir}", f"data.path={corpus}")
-    torchrun("tools/pretrain.py", str(RECIPE), *words(every))
+    torchrun("tools/pretrain.py", str(RECIPE), *words(every), pinned=pinned)
     return [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]

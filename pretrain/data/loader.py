@@ -76,7 +76,7 @@ def micro_batches(
     any number of ranks and any ``counts``. Ranks take micro-batches in turns: in turn k each rank
     with more than k micro-batches takes the next one, in rank order. With equal counts rank r takes
     the micro-batches r, r + dp_size, r + 2·dp_size, and so on. In a turn in which a rank takes none
-    the rank gets an empty micro-batch: every rank must join every collective.
+    the rank gets an empty micro-batch, to join the turn's collectives.
 
     Args:
         cursor: the first sample of the step.
@@ -155,6 +155,9 @@ class Loader:
     def step(self, cursor: Cursor, skipped: SampleRanges = ()) -> tuple[list[Tensor], Cursor]:
         """The micro-batches of the step at ``cursor``, int64 [b, S + 1], and the next cursor.
 
+        There are as many on each rank, some of them empty, where ``division`` is in lockstep;
+        otherwise each rank has its own, and at least one, which may be empty.
+
         Another thread then reads the step at the next cursor. Where the next call asks for
         something else, as after a step that was skipped, that is read then.
         """
@@ -175,6 +178,8 @@ class Loader:
         samples, micro = self.samples(cursor, skipped), self.micro_batch_size
         counts = self.division.counts(-(-len(samples) // micro))
         places = micro_batches(Cursor(), len(samples), micro, self.dp_rank, self.dp_size, counts)
+        if not self.division.lockstep:  # no rank waits for this rank within the step
+            places = [each for each in places if each] or places[:1]
         if self._blocks.order is not self.order:
             self._blocks = OrderInBlocks(self.order)
         indices = self._blocks.many(samples)

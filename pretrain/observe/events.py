@@ -278,7 +278,7 @@ class Evaluated(Event):
     """Mean loss in nats per token."""
     bits_per_byte: float
     whole: bool = False
-    """Whether all held-out sequences were scored, as at a run's end."""
+    """Whether all held-out sequences were scored."""
     bits_per_byte_by_set: dict[str, float] = field(default_factory=dict)
     """Of each source and validation set by itself, where there are several."""
 

@@ -11,6 +11,7 @@ Times are those of rank 0, which writes the log.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -34,7 +35,7 @@ from pretrain.observe.events import (
     StepTaken,
 )
 from pretrain.observe.jsonl import LoggedEvent
-from pretrain.observe.rank_events import RankLost
+from pretrain.observe.rank_events import DevicesSampled, RankLost, RankMoves, RankStuck
 
 PHASES: dict[str, str] = {
     "productive": "steps that moved the run forward, without the two phases that follow",
@@ -72,6 +73,9 @@ and ``rework`` after a running run went back by itself; then phases of a run wit
 
 _KEPT = ("productive", "idle")
 """Phases that are no loss: somebody chose to leave the run idle."""
+_ASIDE = (DevicesSampled, RankMoves, RankStuck)
+"""Events of watching threads: they come in the middle of whatever the run does, and so the time
+before such a line is in the phase of the time after the line."""
 _MICRO = 1_000_000
 
 
@@ -154,6 +158,8 @@ class LedgerAccount:
         self._lost = dict.fromkeys(LOST_CAUSES, 0)
         self._restarts = dict.fromkeys(RESTART_CAUSES, 0)
         self._begin = self._end = -1
+        self._aside = -1
+        """Time of the newest line since ``_end`` whose event is one of ``_ASIDE``."""
         self._ranks, self._rank_microseconds = 1, 0
         self._launches = False
         """Whether the log has ``launch`` lines, as logs have since there is a ledger."""
@@ -169,7 +175,13 @@ class LedgerAccount:
         self._last_start: dict[str, float] = {}
 
     def ledger(self) -> Ledger:
-        """The ledger of the lines that were added."""
+        """The ledger of the lines that were added; a last line of a watching thread ends a time of
+        ``other``."""
+        if self._aside > self._end:
+            closed = copy.deepcopy(self)
+            closed._end, closed._aside = self._aside, -1
+            closed._book("other", self._aside - self._end, self._ranks)
+            return closed.ledger()
         empty = self._begin < 0
         return Ledger(
             microseconds=dict(self._phases),
@@ -188,6 +200,9 @@ class LedgerAccount:
             event: what the line says.
             time: Unix time of the line; None where the line has no time.
         """
+        if isinstance(event, _ASIDE) and time is not None and self._begin >= 0:
+            self._aside = max(self._aside, _micro(time))
+            return
         before = self._state
         former = self._ranks
         if isinstance(event, Launched | RunStarted):
@@ -196,7 +211,7 @@ class LedgerAccount:
         rest = self._rest(event, self._is_launch(event))
         claims = self._claims(event, time)
         wanted = sum(claims.values())
-        now = max(0, self._end) + wanted if time is None else _micro(time)
+        now = max(0, self._end, self._aside) + wanted if time is None else _micro(time)
         if self._begin < 0:
             self._begin = self._end = max(0, now - wanted)
         left = max(0, now - self._end)

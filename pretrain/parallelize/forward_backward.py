@@ -116,7 +116,8 @@ def forward_backward(
 
     Args:
         model: the parallelized decoder.
-        micro_batches: [B, W + 1] token ids; equally many on every rank, some may be empty.
+        micro_batches: [B, W + 1] token ids; some may be empty. Ranks that share
+            parameters or experts have equally many.
         divisor: target tokens of the step over all ranks; in float16 divided by the loss scale.
         device: the model's device.
         local_batch: this rank's part of the micro-batches; all where None.

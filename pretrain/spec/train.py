@@ -48,4 +48,7 @@ class EvalConfig(BaseModel):
     """Steps between two evaluations, and the last step is evaluated too, before its checkpoint; 0
     evaluates only after the end of the run."""
     sequences: int = Field(default=128, ge=1)
-    """Held-out sequences of one evaluation; the evaluation at the end reads all of them."""
+    """Held-out sequences of one evaluation during training, of each validation set."""
+    final_sequences: int = Field(default=4096, ge=1)
+    """Held-out sequences of the evaluation after the last step, of each validation set; a set with
+    fewer sequences is read whole."""

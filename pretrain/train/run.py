@@ -314,13 +314,14 @@ def _finish(job: Job, progress: Progress, ledger: LiveLedger | None) -> None:
 
 def _summarize(job: Job, progress: Progress) -> Summary:
     spec, runtime, corpora = job.spec, job.runtime, job.corpora
-    result = evaluate(job, step=progress.step)
+    count = spec.eval.final_sequences
+    result = evaluate(job, count, step=progress.step)
     job.events.publish(
         Evaluated(
             step=progress.step,
             loss=result.loss,
             bits_per_byte=result.bits_per_byte,
-            whole=True,
+            whole=all(len(one) <= count for one in job.held_out.values()),
             bits_per_byte_by_set=result.bits_per_byte_by_set,
         )
     )

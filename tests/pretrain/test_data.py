@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pretrain.data.config import DataConfig
+from pretrain.data.division import Division
 from pretrain.data.documents import find_documents, is_held_out
 from pretrain.data.loader import Cursor, Loader, micro_batches
 from pretrain.data.manifest import open_corpus
@@ -144,6 +145,21 @@ def test_the_loader_takes_samples_in_the_global_order(prepared):
     assert cursor == Cursor(18)
     seen = np.concatenate(batches)
     assert np.array_equal(seen, np.stack([sequences[order[i]] for i in range(12, 18)]))
+
+
+@pytest.mark.parametrize(("lockstep", "sizes"), [(True, [2, 0, 0]), (False, [2])])
+def test_a_slow_rank_joins_only_collectives_that_there_are(prepared, lockstep, sizes):
+    """An empty micro-batch costs a forward and a backward."""
+    data, corpus = prepared
+    sequences = PackedSequences(data, corpus, "train")
+    order = GlobalOrder(len(sequences), 3)
+    loaders = [Loader(sequences, order, lambda _: 8, 2, r, 2) for r in range(2)]
+    for loader in loaders:
+        loader.division = Division(2, lockstep=lockstep, min_gain=0.0, speeds=(1.0, 0.25))
+    batches = [loader.step(Cursor(4))[0] for loader in loaders]
+    assert [[len(b) for b in each] for each in batches] == [[2, 2, 2], sizes]
+    seen = sorted(tuple(row.tolist()) for each in batches for b in each for row in b)
+    assert seen == sorted(tuple(sequences[order[i]].tolist()) for i in range(4, 12))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

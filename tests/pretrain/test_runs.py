@@ -179,7 +179,7 @@ def test_a_resize_keeps_the_samples_and_the_losses(text, tmp_path, before, after
         "data": data_of(text),
         "train": {"steps": steps},
         "batch": {"global_batch_size": 6},
-        "eval": {"sequences": 4},
+        "eval": {"final_sequences": 4},
         "checkpoint": {"interval_steps": 100},
         "moe": {"expert_bias": True, "seq_aux_loss_coeff": 0.01},
     }
@@ -221,6 +221,8 @@ def test_a_resize_keeps_the_samples_and_the_losses(text, tmp_path, before, after
         e["consumed_samples"] for e in events(resized, "step")
     ]
     assert a[-1] < a[0]
+    (score,) = events(straight, "eval")
+    assert not score["whole"], "eval.final_sequences is less than what is held out"
 
 
 def reading_noted(rank: int, arguments: list[str], note: Path) -> tuple[int, str, str]:
