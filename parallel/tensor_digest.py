@@ -68,7 +68,10 @@ def placed_digest(tensor: Tensor, box: Box) -> Tensor:
         factors = _place_factors(dim, *box[dim], tensor.device)
         rows = words.reshape(-1, len(factors))
         per_chunk = max(_CHUNK.get(tensor.device.type, _CHUNK_OF_DEVICES) // len(factors), 1)
-        sums = [(chunk.to(torch.int64) * factors).sum(1) for chunk in rows.split(per_chunk)]
+        wide = factors.new_empty(min(per_chunk, len(rows)), len(factors))
+        sums = [
+            wide[: len(chunk)].copy_(chunk).mul_(factors).sum(1) for chunk in rows.split(per_chunk)
+        ]
         words = torch.cat(sums).view(tensor.shape[:dim])
     return words.to(torch.int64).reshape(())
 
