@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,6 +52,8 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     if args.ranks < 1:
         parser.error(f"--ranks ({args.ranks}) must be at least 1")
+    if args.ranks > 1 and "RANK" in os.environ:
+        parser.error(f"--ranks ({args.ranks}) must be 1 under torchrun, which starts the ranks")
     return ended(lambda: _act(args), debug=args.debug, stopped="nothing was changed")
 
 
@@ -82,12 +85,12 @@ def _compare(args: argparse.Namespace) -> int:
 
     found = compare_runs(args.run_dir, args.against)
     for line in found.lines():
-        say(line)
+        _tell(line)
     if found.differing is not None:
         step = found.differing[0].step
-        say(f"step {step} of {args.run_dir} once more:")
+        _tell(f"step {step} of {args.run_dir} once more:")
         same = _replay(args, step) == 0
-        say(
+        _tell(
             f"{args.run_dir} computes its log again: look at {args.against}, and replay that run's "
             f"step {step} too"
             if same
@@ -97,12 +100,15 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _show(one: ReplayedStep) -> None:
-    if not is_first_rank():
-        return
     now, logged = one.now, one.logged
-    say(f"step {now.step}: loss {now.loss!r}, gradient norm {now.grad_norm!r}")
+    _tell(f"step {now.step}: loss {now.loss!r}, gradient norm {now.grad_norm!r}")
     if one.difference:
-        say(f"  the log has loss {logged.loss!r}, gradient norm {logged.grad_norm!r}")
-        say(f"  {one.difference}")
+        _tell(f"  the log has loss {logged.loss!r}, gradient norm {logged.grad_norm!r}")
+        _tell(f"  {one.difference}")
     else:
-        say("  as in the log")
+        _tell("  as in the log")
+
+
+def _tell(line: str) -> None:
+    if is_first_rank():
+        say(line)
