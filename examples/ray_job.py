@@ -199,7 +199,8 @@ JOB = json.loads(r"""
   },
   "eval": {
    "interval_steps": 80,
-   "sequences": 128
+   "sequences": 128,
+   "final_sequences": 4096
   },
   "checkpoint": {
    "path": null,
@@ -374,6 +375,8 @@ def rank() -> None:
                 f"{socket.gethostname()} has version {found.strip()!r} of convoy-moe, and the "
                 f"launch is of {JOB['version']}"
             )
+    collective.barrier()
+    if os.path.exists(REFUSED):  # all workers return, and none waits for another one's rank
         return
     with tempfile.NamedTemporaryFile("w", suffix=".json") as config:
         json.dump(JOB["config"], config)
@@ -431,6 +434,8 @@ def main() -> int:
     mark = os.path.join(LAUNCH, "start-ray")
     with open(mark, "w"):
         pass
+    if os.path.exists(REFUSED):  # by a launch that was interrupted
+        os.remove(REFUSED)
     ray.init(address=os.environ.get("RAY_ADDRESS", "auto"))
     least, most = JOB["workers"]
     bad = excluded_nodes(ray)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ckpt import LocalArray
+from cluster.members import node_name
 from moe import choose_backend
 from parallel import CompressedSum, Documents, ParallelDims, ShardLayout, Topology
 from pretrain.data import (
@@ -68,6 +69,8 @@ class Job:
     """None for one rank, and where the times of collectives are not measured."""
     compressed: CompressedSum | None
     """Under gradient compression alone."""
+    machines: tuple[str, ...]
+    """The machine of each rank, as the exclude list names machines."""
     events: Events
     """Where this rank publishes what happens."""
 
@@ -227,6 +230,7 @@ def build_job(
         balance=balance,
         stragglers=_stragglers(spec, topology, runtime),
         compressed=compressed,
+        machines=tuple(runtime.gather_texts(node_name())),
         events=Events() if events is None else events,
     )
     for router in job.routers:

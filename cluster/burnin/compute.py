@@ -42,5 +42,5 @@ def turns(local_ranks: int, device: torch.device) -> int:
     """In how many turns the ranks of a node measure: ranks on a CPU must not share its cores."""
     if device.type != "cpu":
         return 1
-    at_once = max(1, (os.cpu_count() or 1) // torch.get_num_threads())
+    at_once = max(1, len(os.sched_getaffinity(0)) // torch.get_num_threads())
     return -(-local_ranks // at_once)

@@ -109,16 +109,24 @@ class BurnIn:
                 return verdict
         return verdict
 
-    def _ask(self, name: str, verdict: Verdict, act: Callable[[], Any]) -> list[Any] | None:
-        """What ``act`` returns on each rank; None where it failed on one, which is a finding."""
+    def _ask(
+        self, name: str, verdict: Verdict, act: Callable[[], Any], *, blames: bool = True
+    ) -> list[Any] | None:
+        """What ``act`` returns on each rank; None where it failed on one.
+
+        A failure is a finding about its rank, if ``blames`` and if another rank has not failed.
+        """
         try:
             answer = {"value": act(), "error": None}
         except (RuntimeError, ValueError, OSError) as failed:
             answer = {"value": None, "error": " ".join(str(failed).split())[:200]}
         answers = self.board.share(name, answer)
         errors = {r: a["error"] for r, a in enumerate(answers) if a["error"] is not None}
-        for rank, error in errors.items():
-            verdict.blame(rank, name, error)
+        if not blames or len(errors) == self.board.world > 1:
+            verdict.note_failure(name, errors)
+        else:
+            for rank, error in errors.items():
+                verdict.blame(rank, name, error)
         return None if errors else [a["value"] for a in answers]
 
     def _memory(self, name: str, verdict: Verdict) -> bool:
@@ -194,6 +202,14 @@ class BurnIn:
             return True
         folder = o.folder
 
+        def make() -> None:
+            if self.rank == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+
+        # Only rank 0 makes the folder: a machine that does not share the folder must not have one.
+        if self._ask(name, verdict, make, blames=False) is None:
+            return True
+
         def measure(which: int) -> list[float] | None:
             found = self._ask(
                 name, verdict, lambda: storage_rates(folder, self.rank, o.storage_bytes)
@@ -210,13 +226,10 @@ class BurnIn:
         links = self._measured(name, verdict, pairs)
         failed = any(link.error is not None for link in links)
         if failed:
-            bad = find_broken_links(
-                pairs, self.nodes, device=o.device, size=o.link_bytes, board=self.board,
-                timeout=o.timeout,
-            )  # fmt: skip
-        else:
-            bad = slow_links(links, o.slow_link)
-        for _ in range(0 if failed else _REPEATS - 1):
+            self._blame_broken_links(verdict, links)
+            return False
+        bad = slow_links(links, o.slow_link)
+        for _ in range(_REPEATS - 1):
             # Only the suspects are measured again, each without any other.
             again = self._measured(name, verdict, [[link.pair] for link in bad])
             rates = {link.pair: link.bytes_per_second for link in again}
@@ -224,13 +237,27 @@ class BurnIn:
                      for k in links]  # fmt: skip
             bad = [link for link in slow_links(links, o.slow_link) if link.pair in rates]
         verdict.measured[name] = [asdict(link) for link in links]
-        for node, mine in nodes_of_links(bad, self.nodes).items():
-            why = describe_links(node, mine, links, self.nodes)
-            verdict.findings.append(Finding(node, None, name, why))
+        self._blame_links(verdict, bad, links)
         for within, what in ((True, "links within a node"), (False, "links between nodes")):
             if 0 < sum(link.within_node == within for link in links) < 3:
                 verdict.not_judged.append(what)
-        return not failed
+        return True
+
+    def _blame_broken_links(self, verdict: Verdict, links: list[Link]) -> None:
+        """Find the machines at fault, where something failed that needs several ranks."""
+        o = self.options
+        bad = find_broken_links(
+            list(rounds_of(self.nodes)), self.nodes, device=o.device, size=o.link_bytes,
+            board=self.board, timeout=o.timeout,
+        )  # fmt: skip
+        known = {link.pair: link for link in [*links, *bad]}
+        verdict.measured["links"] = [asdict(link) for link in known.values()]
+        self._blame_links(verdict, bad, list(known.values()))
+
+    def _blame_links(self, verdict: Verdict, bad: list[Link], links: list[Link]) -> None:
+        for node, mine in nodes_of_links(bad, self.nodes).items():
+            why = describe_links(node, mine, links, self.nodes)
+            verdict.findings.append(Finding(node, None, "links", why))
 
     def _measured(
         self, name: str, verdict: Verdict, pairs: list[list[tuple[int, int]]]
@@ -260,8 +287,11 @@ class BurnIn:
     ) -> bool:
         if dist.get_world_size() == 1:
             return True
-        found = self._ask(name, verdict, act)
+        # A broken link fails the collective on every rank, and only its two ends are at fault.
+        found = self._ask(name, verdict, act, blames=False)
         if found is None:
+            links = [Link(**one) for one in verdict.measured.get("links", ())]
+            self._blame_broken_links(verdict, links)
             return False
         verdict.measured[name] = [rate for rate, _ in found]
         for rank, (_, wrong) in enumerate(found):

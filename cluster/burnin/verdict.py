@@ -56,11 +56,13 @@ class Verdict:
     """The check that did not end, where the burn-in could not go on."""
     not_judged: list[str] = field(default_factory=list)
     """Checks that had too few values to compare."""
+    failures: list[str] = field(default_factory=list)
+    """Checks that failed, and whose failure names no machine."""
 
     @property
     def is_sound(self) -> bool:
         """Whether nothing was found."""
-        return not self.findings and self.ended_in is None
+        return not self.findings and not self.failures and self.ended_in is None
 
     @property
     def bad_nodes(self) -> dict[str, str]:
@@ -73,6 +75,20 @@ class Verdict:
     def blame(self, rank: int, check: str, reason: str) -> None:
         """Note a finding about a rank."""
         self.findings.append(Finding(self.ranks[rank].node, rank, check, reason))
+
+    def note_failure(self, check: str, errors: Mapping[int, str]) -> None:
+        """Note that a check failed on some ranks, where this says nothing of their machines.
+
+        Args:
+            check: its name.
+            errors: by rank; nothing is noted of none.
+        """
+        if errors:
+            first = min(errors)
+            self.failures.append(
+                f"{check} failed on {len(errors)} of {len(self.ranks)} ranks, rank {first}: "
+                f"{errors[first]}"
+            )
 
     def write_exclusions(self, path: Path) -> None:
         """Put the bad machines on an exclude list, which launchers and rendezvous obey."""
@@ -88,6 +104,7 @@ class Verdict:
             "bad_nodes": self.bad_nodes,
             "findings": [asdict(one) for one in self.findings],
             "not_judged": self.not_judged,
+            "failures": self.failures,
             "ranks": [asdict(one) for one in self.ranks],
             "measured": self.measured,
         }
@@ -108,7 +125,7 @@ class Verdict:
         if self.not_judged:
             names = ", ".join(self.not_judged)
             found.append(f"too few of one kind to compare, shown only: {names}")
-        found += [one.line() for one in self.findings]
+        found += [*self.failures, *(one.line() for one in self.findings)]
         nodes = len({one.node for one in self.ranks})
         ending = f"; the burn-in ended in {self.ended_in}" if self.ended_in else ""
         bad = len(self.bad_nodes)

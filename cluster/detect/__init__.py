@@ -3,9 +3,9 @@
 from cluster.detect.devices import DeviceMonitor, DeviceReport
 from cluster.detect.flight_recorder import (
     FlightDump,
-    Parting,
+    Mismatch,
     dump_collectives,
-    first_parting,
+    first_mismatch,
     read_dumps,
     turn_on_flight_recorder,
 )
@@ -27,12 +27,12 @@ __all__ = [
     "HangReport",
     "Heartbeat",
     "HeartbeatPublisher",
-    "Parting",
+    "Mismatch",
     "PhaseLimits",
     "StuckRanks",
     "StuckWatch",
     "dump_collectives",
-    "first_parting",
+    "first_mismatch",
     "open_store",
     "publish_seconds",
     "read_dumps",

@@ -1,13 +1,13 @@
-"""The last collectives of every rank, and the first collective at which ranks part.
+"""The last collectives of every rank, and the first collective at which ranks disagree.
 
 PyTorch keeps the newest collectives of a process in a ring buffer, its flight recorder. With NCCL,
 PyTorch writes the buffer to a file when a collective times out; with gloo, nothing does. So each
 rank writes its buffer as ``rank-N.json`` when a collective fails on any rank, and
-:func:`first_parting` compares the files of all ranks.
+:func:`first_mismatch` compares the files of all ranks.
 
 The recorder numbers the collectives of a process group on each rank. Ranks of a group must start
 equal operations under equal numbers. Where they do not, or where a number is missing on a rank,
-the ranks part.
+the ranks disagree.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class FlightDump:
 
 
 @dataclass(frozen=True)
-class Parting:
+class Mismatch:
     """A collective that some ranks of a group have entered, and others not, or differently."""
 
     group: str
@@ -191,7 +191,7 @@ class Parting:
             places.setdefault(f"has not entered; {where}", []).append(rank)
         groups = sorted(places.items(), key=lambda item: (len(item[1]), item[1]))
         lines = [
-            f"ranks part at collective number {self.number} of group {self.group} "
+            f"ranks disagree at collective number {self.number} of group {self.group} "
             f"({name_ranks(self.ranks)}):"
         ]
         lines += [f"  {name_ranks(ranks)}: {place}" for place, ranks in groups[:_MOST_LINES]]
@@ -209,8 +209,8 @@ def read_dumps(folder: Path) -> list[FlightDump]:
     return sorted(dumps, key=lambda dump: dump.rank)
 
 
-def first_parting(dumps: Sequence[FlightDump]) -> Parting | None:
-    """The collective at which ranks part; None where all ranks did the same.
+def first_mismatch(dumps: Sequence[FlightDump]) -> Mismatch | None:
+    """The collective at which ranks disagree; None where all ranks did the same.
 
     Of several, as where ranks wait for ranks that wait: first a collective that ranks entered with
     other operations or sizes; then the newest collective of a group in which a rank has no dump,
@@ -219,27 +219,27 @@ def first_parting(dumps: Sequence[FlightDump]) -> Parting | None:
     """
     by_rank = {dump.rank: dump for dump in dumps}
     groups = {(n, ranks) for d in dumps for n, ranks in d.groups.items() if len(ranks) > 1}
-    partings = [
-        parting
+    mismatches = [
+        mismatch
         for name, ranks in sorted(groups)
-        if (parting := _parting_of(name, ranks, by_rank)) is not None
+        if (mismatch := _mismatch_of(name, ranks, by_rank)) is not None
     ]
 
-    def order(parting: Parting) -> tuple[int, bool, int]:
-        if parting.by_other_ops:
-            return 0, False, parting.created_ns
-        if any(rank not in by_rank for rank in parting.missing):
-            ended = all(each.ended for each in parting.entered.values())
-            return 1, ended, -parting.created_ns
-        idle = any(by_rank[rank].waits_in is None for rank in parting.missing)
-        return 2, not idle, parting.created_ns
+    def order(mismatch: Mismatch) -> tuple[int, bool, int]:
+        if mismatch.by_other_ops:
+            return 0, False, mismatch.created_ns
+        if any(rank not in by_rank for rank in mismatch.missing):
+            ended = all(each.ended for each in mismatch.entered.values())
+            return 1, ended, -mismatch.created_ns
+        idle = any(by_rank[rank].waits_in is None for rank in mismatch.missing)
+        return 2, not idle, mismatch.created_ns
 
-    return min(partings, key=order, default=None)
+    return min(mismatches, key=order, default=None)
 
 
-def _parting_of(
+def _mismatch_of(
     group: str, ranks: tuple[int, ...], by_rank: Mapping[int, FlightDump]
-) -> Parting | None:
+) -> Mismatch | None:
     """The first collective of one group at which its ranks part."""
     known = {rank: by_rank[rank].of_group(group) for rank in ranks if rank in by_rank}
     there = [collectives for collectives in known.values() if collectives]
@@ -257,5 +257,5 @@ def _parting_of(
         if differ or (others and not gone) or (gone and number == last):
             missing = {rank: by_rank[rank].place() for rank in others}
             missing |= dict.fromkeys(gone, "no dump: the process has ended or was stopped")
-            return Parting(group, ranks, number, entered, missing, by_other_ops=differ)
+            return Mismatch(group, ranks, number, entered, missing, by_other_ops=differ)
     return None

@@ -80,8 +80,8 @@ class PhaseLimits:
     """How long a rank may stay in a phase before it counts as stuck.
 
     The limit is the larger of ``least_seconds`` and 3 times the median stay plus 10 standard
-    deviations; the deviation is estimated by the median absolute deviation. Half of a stay may so
-    be of any length before the limit follows.
+    deviations; the deviation is estimated by the median absolute deviation. Up to half of the
+    recorded stays may be outliers, and the limit stays where it was.
     """
 
     least_seconds: float

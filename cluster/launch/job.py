@@ -60,6 +60,8 @@ class Job:
     """Of Convoy; nodes with another version are refused."""
     workdir: str = ""
     python: str = "python3"
+    folders: tuple[str, ...] = ()
+    """Further folders that ranks read, with the corpus: a container must have them."""
     gpus_per_node: int = 0
     cpus_per_rank: int = 1
     walltime_minutes: float | None = None

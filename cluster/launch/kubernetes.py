@@ -30,8 +30,10 @@ from cluster.launch.job import (
 )
 from cluster.launch.torchrun import continued, torchrun_words
 from cluster.launch.yaml_text import as_yaml
+from cluster.members import EXCLUDE_LIST
 
 _TIMEOUT = 120.0
+_NO_ANSWER = "kubectl did not answer"
 _GRACE_SECONDS = 600
 _PORT = 29400
 _CONFIG = "/etc/convoy/spec.json"
@@ -42,9 +44,23 @@ _HOST_LABEL = "kubernetes.io/hostname"
 _SCRIPT = """\
 run_dir=@RUN_DIR@
 export CONVOY_NODE_ORDER=$JOB_COMPLETION_INDEX
+mkdir -p "$run_dir/launch" && mark="$run_dir/launch/start-$HOSTNAME" && : > "$mark" || exit 2
+run_code() {  # what the run has ended with since the mark; nothing while the run goes on
+    [ "$run_dir/@STATUS_FILE@" -nt "$mark" ] && python3 -c 'import json, sys
+found = json.load(open(sys.argv[1]))["exit_code"]; print("" if found is None else found)' \\
+        "$run_dir/@STATUS_FILE@"
+}
 @SETUP@
 @VERSION@
-mkdir -p "$run_dir/launch" && mark="$run_dir/launch/start-$HOSTNAME" && : > "$mark" || exit 2
+# A pod keeps to its node: on an excluded one the pod waits for the end, and fails nothing.
+while [ -e "$run_dir/@EXCLUDE_LIST@" ] && python3 -c 'import json, sys
+nodes = [one["node"] for one in json.load(open(sys.argv[1]))["excluded"]]
+sys.exit(sys.argv[2] not in nodes)' "$run_dir/@EXCLUDE_LIST@" "$CONVOY_NODE_NAME"; do
+    [ -n "$waits" ] || echo "node $CONVOY_NODE_NAME is on the exclude list: this pod only waits"
+    waits=1
+    case $(run_code) in 0 | @BAD_INPUT@ | @HEALTH@) exit "$(run_code)" ;; esac
+    sleep 5
+done
 @TORCHRUN@ &
 launcher=$!
 trap 'kill -TERM $launcher' TERM
@@ -53,11 +69,8 @@ while kill -0 $launcher 2>/dev/null; do wait $launcher; code=$?; done
 # torchrun hides the exit code of the run, which the node of rank 0 writes.
 for try in 1 2 3 4 5; do
     [ $code = 0 ] && exit 0
-    if [ "$run_dir/@STATUS_FILE@" -nt "$mark" ]; then
-        found=$(python3 -c 'import json, sys
-print(json.load(open(sys.argv[1])).get("exit_code") or "")' "$run_dir/@STATUS_FILE@") || found=
-        [ -n "$found" ] && exit "$found"
-    fi
+    found=$(run_code)
+    [ -n "$found" ] && exit "$found"
     sleep 1
 done
 exit 1
@@ -241,6 +254,9 @@ def node_script(job: Job) -> str:
         "VERSION": job.version_check,
         "TORCHRUN": continued(words),
         "STATUS_FILE": STATUS_FILE,
+        "EXCLUDE_LIST": EXCLUDE_LIST,
+        "BAD_INPUT": str(EXIT_BAD_INPUT),
+        "HEALTH": str(EXIT_HEALTH),
     }.items():
         text = text.replace(f"@{key}@", value)
     return text
@@ -308,9 +324,11 @@ def submit(job: Job, text: str) -> str:
     for one in wanted:
         refused = _kubectl(["create", "-f", "-"], one)
         if refused:
+            # The API may have made an object about which it has not answered in time.
+            unsure = [one] if refused.startswith(_NO_ANSWER) else []
             left = [
                 f"{each['kind']} {each['metadata']['name']}"
-                for each in reversed(made)
+                for each in reversed([*made, *unsure])
                 if _kubectl(["delete", "--ignore-not-found", "-f", "-"], each)
             ]
             more = f"; remove by hand: {', '.join(left)}" if left else "; nothing is left running"
@@ -338,5 +356,5 @@ def _kubectl(words: list[str], one: dict[str, Any]) -> str:
             timeout=_TIMEOUT,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return f"kubectl did not answer within {_TIMEOUT:.0f} s"
+        return f"{_NO_ANSWER} within {_TIMEOUT:.0f} s"
     return one_line(ended.stderr or ended.stdout) if ended.returncode else ""

@@ -13,6 +13,7 @@ node is lost. Both begin only with all of (at least MIN) nodes.
 from __future__ import annotations
 
 import math
+import os
 import re
 import shlex
 import shutil
@@ -91,7 +92,7 @@ if [ -z "$SLURM_JOB_END_TIME" ]; then
         export SLURM_JOB_END_TIME=$end
 fi
 export CONVOY_MARK=$mark
-mkdir -p "$run_dir/launch" && : > "$mark" || exit 2
+mkdir -p "$run_dir/launch" @CHECKPOINTS@&& : > "$mark" || exit 2
 before=$(newest)
 echo "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}, on $SLURM_JOB_NODELIST"
 """
@@ -114,7 +115,8 @@ _END = """\
 # What the run itself ended with, where its rank 0 has said so in this start.
 if [ $code != 0 ] && [ "$run_dir/@STATUS_FILE@" -nt "$mark" ]; then
     code=$(python3 -c 'import json, sys
-print(json.load(open(sys.argv[1])).get("exit_code") or 1)' "$run_dir/@STATUS_FILE@" || echo 1)
+found = json.load(open(sys.argv[1]))["exit_code"]; print(1 if found is None else found)' \
+        "$run_dir/@STATUS_FILE@" || echo 1)
 fi
 echo "job $SLURM_JOB_ID ends with exit code $code"
 case $code in
@@ -153,14 +155,7 @@ def render(job: Job) -> str:
             )
         ),
     )
-    flags = [f"--cpus-per-task={job.cpus_per_node}", "--kill-on-bad-exit=0"]
-    flags += ["--no-kill"] * job.is_elastic
-    if job.image is not None:
-        mounts = sorted({job.workdir, job.run_dir, str(Path(job.config).parent)} - {""})
-        flags += [
-            f"--container-image={shlex.quote(job.image)}",
-            "--container-mounts=" + ",".join(f"{path}:{path}" for path in mounts),
-        ]
+    flags = _step_flags(job)
     parts = [
         "\n".join(
             [
@@ -181,18 +176,39 @@ def render(job: Job) -> str:
             [
                 *exports(job),
                 *([f"cd {shlex.quote(job.workdir)} || exit 2"] if job.workdir else []),
-                _BATCH.rstrip(),
+                _filled(_BATCH, CHECKPOINTS='"$checkpoints" ' * job.has_local_checkpoints).rstrip(),
                 f"port=$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORTS}))",
                 'export CONVOY_ENDPOINT="$(hostname):$port"',
                 'export CONVOY_START="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
             ]
         ),
         f"read -r -d '' node_script <<'END_OF_NODE_SCRIPT'\n{node}END_OF_NODE_SCRIPT",
-        _burn_in(job, names),
-        _filled(_STEP, FLAGS=" ".join(flags) + " ", **names).rstrip(),
+        _burn_in(job, flags),
+        _filled(
+            _STEP, FLAGS=" ".join([*flags, *["--no-kill"] * job.is_elastic]) + " ", **names
+        ).rstrip(),
         _filled(_END, **names),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _step_flags(job: Job) -> list[str]:
+    """What srun is told for the burn-in and for the run: a step takes no cores from the job."""
+    flags = [f"--cpus-per-task={job.cpus_per_node}", "--kill-on-bad-exit=0"]
+    if job.image is not None:
+        # The scripts' folders are those of the nodes, in the container too.
+        folders = {job.workdir, job.run_dir, str(Path(job.config).parent), *job.folders} - {""}
+        if job.has_local_checkpoints:
+            folders.add(job.checkpoints)
+        mounts = [
+            folder for folder in sorted(folders)
+            if not folders.intersection(map(str, Path(folder).parents))
+        ]  # fmt: skip
+        flags += [
+            f"--container-image={shlex.quote(job.image)}",
+            "--container-mounts=" + ",".join(f"{path}:{path}" for path in mounts),
+        ]
+    return flags
 
 
 def _options(job: Job) -> list[str]:
@@ -224,14 +240,15 @@ def _options(job: Job) -> list[str]:
     return options + list(job.options)
 
 
-def _burn_in(job: Job, names: dict[str, object]) -> str:
+def _burn_in(job: Job, flags: list[str]) -> str:
     """Every node runs the line once; a node whose line fails is put on the exclude list by it."""
     if job.burn_in is None:
         return ""
-    quoted = shlex.quote("\n".join([*job.setup, job.burn_in]))
+    named = "export CONVOY_NODE_NAME=$SLURMD_NODENAME"  # as Slurm and the exclude list name nodes
+    quoted = shlex.quote("\n".join([named, *job.setup, job.burn_in]))
     return (
         "# Burn-in: each node runs this line once, and may put itself on the exclude list.\n"
-        f"srun --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1 --kill-on-bad-exit=0 \\\n"
+        f"srun --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1 {' '.join(flags)} \\\n"
         f"    bash -c {quoted}"
     )
 
@@ -282,7 +299,6 @@ def submit(job: Job, text: str) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "job.sbatch"
     path.write_text(text)
-    # The script is the whole job: what this shell has from another job must not go into it.
     asked = _run(["sbatch", "--test-only", str(path)])
     if asked.returncode:
         raise ValueError(f"Slurm refuses the job: {_refusal(asked.stderr)}")
@@ -309,8 +325,11 @@ def submitted(job: Job, number: str) -> list[str]:
 
 
 def _run(words: list[str]) -> subprocess.CompletedProcess[str]:
+    # sbatch gives its environment to the job, and Slurm's own names may be of another job.
+    foreign = ("SLURM_", "SBATCH_", "SRUN_", "CONVOY_")
+    own = {k: v for k, v in os.environ.items() if not k.startswith(foreign) or k == "SLURM_CONF"}
     try:
-        return subprocess.run(words, capture_output=True, text=True, timeout=_TIMEOUT)
+        return subprocess.run(words, capture_output=True, text=True, timeout=_TIMEOUT, env=own)
     except subprocess.TimeoutExpired:
         raise ValueError(
             f"{words[0]} did not answer within {_TIMEOUT:.0f} s: is slurmctld up?"

@@ -20,7 +20,7 @@ def torchrun_words(job: Job, endpoint: str, run_id: str, conf: dict[str, str]) -
     """
     least, most = job.nodes
     own = {"run_dir": job.run_dir}
-    if job.has_local_checkpoints:
+    if job.has_local_checkpoints or job.rendezvous.get("scale_up") == "at_checkpoint":
         own["checkpoints"] = job.checkpoints
     keys = conf | {key: shlex.quote(value) for key, value in (own | dict(job.rendezvous)).items()}
     return [
@@ -74,7 +74,7 @@ def check(job: Job) -> None:
             f"launch.endpoint (none) must be HOST:PORT with launch.nodes ({job.nodes[0]}:"
             f"{job.nodes[1]}): torchrun on several machines has no engine that names the first one"
         )
-    job.check_cpus(os.cpu_count() or 1, "this machine")
+    job.check_cpus(len(os.sched_getaffinity(0)), "this machine")
     if job.gpus_per_node:
         import torch  # here: importing torch takes a second
 

@@ -48,7 +48,7 @@ STORES = ("c10d", "etcd-v2")
 
 
 class MembersHandler(RendezvousHandler):
-    """A rendezvous that asks ``inner`` for all but the two rules above.
+    """A rendezvous that asks ``inner`` for all but the three rules above.
 
     Args:
         inner: torchrun's own rendezvous.
@@ -173,6 +173,11 @@ def _create(params: RendezvousParameters) -> RendezvousHandler:
     checkpoints = Path(folder) if folder else run_dir and run_dir / "checkpoints"
     if scale_up == "at_checkpoint" and checkpoints is None:
         raise ValueError("rdzv-conf scale_up (at_checkpoint) needs run_dir or checkpoints")
+    if scale_up == "at_checkpoint" and "://" in str(folder):
+        raise ValueError(
+            f"rdzv-conf scale_up (at_checkpoint) must be at_once or never with checkpoints in an "
+            f"object store ({folder}), which machines that train do not look into"
+        )
     inner = RendezvousParameters(
         backend=store,
         endpoint=params.endpoint,

@@ -32,6 +32,7 @@ def save_info(job: Job, progress: Progress) -> SaveInfo:
             blend=None if job.loader.blend is None else job.loader.blend.as_json(),
             capacity=None if job.balance is None else job.balance.state(),
             stragglers=None if job.stragglers is None else job.stragglers.state(),
+            machines=list(job.machines),
             threads=torch.get_num_threads() if spec.train.exact else None,
         ).as_dict()
         | {"code": code_version()},

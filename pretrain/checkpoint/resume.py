@@ -220,11 +220,12 @@ def _load(job: Job, manifest: Manifest, root: Location, once: bool = False) -> P
         set_rng_states(states, runtime.device)
     else:
         seed_rng(job.spec.train.seed, manifest.step, runtime.rank)
-    # Speeds are of machines: on other ranks they are measured anew, from equal shares.
-    if job.balance is not None and same_ranks and state.capacity:
+    # Speeds are of machines: on other machines they are measured anew, from equal shares.
+    same_machines = same_ranks and state.machines in ([], list(job.machines))
+    if job.balance is not None and same_machines and state.capacity:
         job.balance.load(state.capacity)
         job.balance.apply(job.routers, runtime.rank)
-    if job.stragglers is not None and same_ranks and state.stragglers:
+    if job.stragglers is not None and same_machines and state.stragglers:
         job.restore_stragglers(state.stragglers)
     progress, scale = state.progress, job.spec.precision.first_loss_scale
     job.continue_blend(_blend_of(state), progress.consumed_samples)

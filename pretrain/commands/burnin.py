@@ -56,7 +56,10 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict as JSON too")
     parser.add_argument(
-        "--folder", type=Path, metavar="DIR", help="the folder of checkpoints, to write and read"
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help="to write and read; made if missing; by default the run_dir of SPEC",
     )
     parser.add_argument("--slow", type=float, metavar="PERCENT",
                         help=f"a rank is slow by more than this below the median: {_SLOW_DEVICE:g} "
@@ -83,10 +86,8 @@ def _burn_in(args: argparse.Namespace) -> int:
             raise InputError(
                 f"--{flag.replace('_', '-')} ({getattr(args, flag):g}) must be above 0"
             )
-    for flag, file in (("--json", args.json), ("--exclude-list", args.exclude_list)):
-        check_folder_of(flag, file)
-    if args.folder is not None and not args.folder.is_dir():
-        raise InputError(f"--folder ({args.folder}) must be a folder that exists")
+    if is_first_rank():  # the rank that writes the file, maybe on a disk of its own
+        check_folder_of("--json", args.json)
     shape = _shape(args)
 
     from cluster.burnin import BurnIn, MissingRanksError
@@ -118,8 +119,7 @@ def _shape(args: argparse.Namespace) -> dict[str, Any]:
     from pretrain.spec import load_spec
 
     spec = load_spec(args.spec, args.overrides)
-    folder = args.folder or (spec.run_path if spec.run_path.is_dir() else None)
-    found: dict[str, Any] = {"folder": folder}
+    found: dict[str, Any] = {"folder": args.folder or spec.run_path}
     if spec.moe is not None:
         width = 4 if spec.precision.compute == "float32" else 2
         found["rows"] = spec.batch.micro_batch_size * spec.data.seq_len * spec.moe.top_k

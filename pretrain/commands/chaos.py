@@ -31,10 +31,10 @@ their network, are slow, have a full disk, or compute a gradient that is not fin
 
 exit codes:
   0  the run went on after every fault, took the samples of the undisturbed run, each once, and its
-     losses are those of the undisturbed run: within 1e-5, or within 1e-2 at single steps in which a
-     token's experts have nearly equal scores and another layout has rounded them otherwise; with
-     train.exact they have the same bits, and so have gradient norms, and the parameters and moments
-     at the end
+     losses are those of the undisturbed run: within 1e-5, or within 1e-2 in at most a tenth of the
+     steps, where a token's experts have nearly equal scores and another layout has rounded them
+     otherwise; with train.exact they have the same bits, and so have gradient norms, and the
+     parameters and moments at the end
   1  not so; the table says what differs
   2  the spec or OUT cannot be used, or a run did not end
   75 stopped

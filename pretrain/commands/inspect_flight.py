@@ -46,14 +46,14 @@ def flight_parser() -> Parser:
 
 def show_flight(args: argparse.Namespace) -> int:
     """Show where the ranks part; returns the exit code."""
-    from cluster.detect import first_parting, read_dumps
+    from cluster.detect import first_mismatch, read_dumps
 
     folder = _newest(args.folder)
     try:
         dumps = read_dumps(folder)
     except (OSError, ValueError) as error:
         raise InputError(str(error)) from None
-    parting = first_parting(dumps)
+    parting = first_mismatch(dumps)
     if args.json:
         found = None if parting is None else asdict(parting)
         say(json.dumps({"folder": str(folder), "parting": found}, indent=1))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,6 +107,8 @@ def make_job(spec: JobSpec, path: Path, overrides: Sequence[str], engine: str) -
     if isinstance(checkpoints, Path):
         checkpoints = base / checkpoints
     check_image(launch.image, version("convoy-moe"))
+    if engine in ("slurm", "torchrun"):
+        check_same_file(path, base)
     return Job(
         name=spec.name if not on_pods else spec.name.lower().replace("_", "-").replace(".", "-"),
         nodes=(launch.min_nodes, launch.max_nodes),
@@ -119,6 +122,7 @@ def make_job(spec: JobSpec, path: Path, overrides: Sequence[str], engine: str) -
         version=version("convoy-moe"),
         workdir=str(base),
         python=launch.python or ("python3" if launch.image else sys.executable),
+        folders=tuple(sorted({str(folder) for folder in _data_folders(spec, base)})),
         gpus_per_node=launch.gpus_per_node,
         cpus_per_rank=launch.cpus_per_rank,
         walltime_minutes=launch.walltime_minutes,
@@ -139,6 +143,22 @@ def make_job(spec: JobSpec, path: Path, overrides: Sequence[str], engine: str) -
         notes=tuple(notes),
         pods=PodOptions(**launch.kubernetes.model_dump()),
     )
+
+
+def _data_folders(spec: JobSpec, base: Path) -> Iterator[Path]:
+    """The folders of corpora, of the tokenizer and of initial weights, where they are folders."""
+    data = spec.data
+    sources, sets = data.sources.values(), data.validation.values()
+    paths = [data.path, data.source]
+    paths += [path for one in sources for path in (one.path, one.source)]
+    paths += [path for one in sets for path in (one.path, one.source)]
+    files = [data.tokenizer, spec.init.checkpoint]
+    for path in filter(None, paths):
+        if "://" not in path and (base / path).is_dir():
+            yield base / path
+    for file in filter(None, files):
+        if "://" not in str(file) and (base / file).exists():
+            yield (base / file).parent
 
 
 def _engine_overrides(spec: JobSpec, engine: str) -> list[str]:
@@ -193,6 +213,17 @@ def _layouts(spec: JobSpec) -> list[str]:
     return lines
 
 
+def check_same_file(path: Path, workdir: Path) -> None:
+    """Refuse a spec that ranks would not read, because they look for it below ``launch.workdir``.
+    Nothing is refused where this machine does not see that folder."""
+    there = workdir / path
+    if not workdir.is_dir() or (there.is_file() and there.read_bytes() == path.read_bytes()):
+        return
+    raise InputError(
+        f"launch.workdir ({workdir}): ranks read {there}, which must be the spec {path.absolute()}"
+    )
+
+
 def check_walltime(spec: JobSpec, run_dir: Path) -> None:
     """Refuse a walltime in which no checkpoint can be made. Starts and checkpoints in the log of
     ``run_dir`` are a measure; before there is any, ``launch.start_seconds`` and 60 s are."""
@@ -220,11 +251,14 @@ def check_walltime(spec: JobSpec, run_dir: Path) -> None:
 def check_image(image: str | None, version: str) -> None:
     """Refuse an image whose tag does not have Convoy's version: ``latest`` changes between two
     starts of a run."""
-    if image is not None and version not in image.rpartition("/")[2]:
-        name = image.rpartition("/")[2].partition(":")[0]
+    if image is None:
+        return
+    folder, slash, last = image.rpartition("/")
+    name, _, tag = last.partition(":")
+    if version not in re.split("[-_@+]", tag.removeprefix("v")):
         raise InputError(
             f"launch.image ({image}) must have the version of Convoy, {version}, in its tag: "
-            f"{name}:{version}"
+            f"{folder}{slash}{name}:{version}"
         )
 
 

@@ -150,11 +150,12 @@ def _plan(args: argparse.Namespace) -> int:
         search_layouts,
         spec_with_plan,
         why_others_lose,
+        without_auto,
     )
     from pretrain.spec import load_spec
 
     cluster = load_cluster(args.cluster)
-    spec = load_spec(args.spec, args.overrides)
+    spec = without_auto(load_spec(args.spec, args.overrides))
     gpus = cluster.gpus if args.gpus is None else int(_number("--gpus", args.gpus, 1, whole=True))
     imbalance = _number("--imbalance", args.imbalance, 1)
     tokens: float = spec.train.steps * spec.global_batch_tokens

@@ -13,17 +13,21 @@ from pathlib import Path
 _PERIOD_SECONDS = 0.02
 
 # Stops and continues the process of argv[1]. SIGTERM ends it between two periods, so that the
-# process is never left standing still; so does the end of the process.
+# process is never left standing still; so does the end of the process. A sleep may last longer than
+# asked: the next stop makes up for that, so that the share holds on a busy machine too.
 _PACER = """
 import os, signal, sys, time
 rank, share, period = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
-ended = []
+ended, ran, stood = [], 0.0, 0.0
 signal.signal(signal.SIGTERM, lambda *_: ended.append(True))
+now = time.monotonic()
 while not ended and os.getppid() == rank:
-    os.kill(rank, signal.SIGSTOP)
-    time.sleep(period * share)
-    os.kill(rank, signal.SIGCONT)
     time.sleep(period * (1 - share))
+    ran, now = ran + time.monotonic() - now, time.monotonic()
+    os.kill(rank, signal.SIGSTOP)
+    time.sleep(max(0.0, ran * share / (1 - share) - stood))
+    os.kill(rank, signal.SIGCONT)
+    stood, now = stood + time.monotonic() - now, time.monotonic()
 """
 
 

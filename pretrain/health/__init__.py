@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from parallel.on_demand import on_demand
-from pretrain.health.memory import HealthMemory, Occurrence, SampleRange
+from pretrain.health.memory import HealthMemory, Occurrence, SampleRange, merged
 
 if TYPE_CHECKING:
     from pretrain.health.capacity import CapacityBalance
@@ -62,6 +62,7 @@ __all__ = [
     "judge_gradients",
     "judge_states",
     "machine_to_exclude",
+    "merged",
     "next_shifts",
     "routers_are_checked",
 ]

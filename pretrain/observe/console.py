@@ -43,6 +43,7 @@ HEALTH_RULES = ("loss_spike", "grad_norm_spike", "slow_divergence", "router_coll
 STOP_CAUSES = {
     "notice_file": " on a preemption notice",
     "time_limit": " before the time limit",
+    "slow_machine": " to go on without a slow machine",
 }
 """What people are told of a stop, by its cause."""
 

@@ -204,7 +204,7 @@ def outcome_of(error: BaseException) -> tuple[State, int, str]:
         case SystemExit(code=code) if code == EXIT_BAD_INPUT:
             return "bad_input", EXIT_BAD_INPUT, "another rank could not go on, and printed why"
         case SystemExit(code=code) if code == EXIT_LOST:
-            return "lost_rank", EXIT_LOST, "a collective failed, and another rank printed which"
+            return "lost_rank", EXIT_LOST, "another rank has failed, and printed how"
     return "crashed", EXIT_CRASHED, f"{type(error).__name__}: {text}".removesuffix(": ")
 
 

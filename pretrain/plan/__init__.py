@@ -13,7 +13,7 @@ from pretrain.plan.failures import (
 
 if TYPE_CHECKING:
     from pretrain.plan.assessment import Assessment, Choice, assess
-    from pretrain.plan.automatic import automatic, spec_with_plan
+    from pretrain.plan.automatic import automatic, spec_with_plan, without_auto
     from pretrain.plan.calibration import calibrate
     from pretrain.plan.cost import Cost, cost_of
     from pretrain.plan.hardware import Cluster, load_cluster, shipped_clusters
@@ -68,6 +68,7 @@ __all__ = [
     "summary",
     "validation_table",
     "why_others_lose",
+    "without_auto",
     "young_interval",
 ]
 
@@ -82,6 +83,7 @@ if not TYPE_CHECKING:  # mypy would otherwise take any name for one of this modu
             "shipped_clusters": "pretrain.plan.hardware",
             "automatic": "pretrain.plan.automatic",
             "spec_with_plan": "pretrain.plan.automatic",
+            "without_auto": "pretrain.plan.automatic",
             "calibrate": "pretrain.plan.calibration",
             "Cost": "pretrain.plan.cost",
             "cost_of": "pretrain.plan.cost",

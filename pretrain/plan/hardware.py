@@ -191,8 +191,12 @@ def shipped_clusters() -> list[str]:
     return sorted(each.name.removesuffix(".toml") for each in folder.iterdir())
 
 
-def load_cluster(name_or_file: str) -> Cluster:
+def load_cluster(name_or_file: str, asked_by: str = "--cluster") -> Cluster:
     """Read a cluster file: one that comes with Convoy by its name, or a path.
+
+    Args:
+        name_or_file: what a person gave.
+        asked_by: the option or the field that has it, for errors.
 
     Raises InputError: one line that names the field, the value and the rule.
     """
@@ -203,7 +207,9 @@ def load_cluster(name_or_file: str) -> Cluster:
             return _read(Path(file))
     file = Path(name_or_file)
     if not file.suffix and not file.exists():
-        raise InputError(f"--cluster ({name_or_file}) must be a file, or one of {', '.join(known)}")
+        raise InputError(
+            f"{asked_by} ({name_or_file}) must be a file, or one of {', '.join(known)}"
+        )
     return _read(file)
 
 

@@ -163,7 +163,8 @@ def _fitting(work: Work, cluster: Cluster, found: Found) -> Iterator[tuple[Work,
     shards = work.topology.fsdp > 1 or work.topology.efsdp > 1
     for zero in (1, 2, 3) if shards else (3,):
         for how in _RECOMPUTES:
-            sized = work.with_(zero_stage=zero, recompute=how)
+            freq = 1 if how == "none" else work.recompute_layer_freq
+            sized = work.with_(zero_stage=zero, recompute=how, recompute_layer_freq=freq)
             used = memory(sized, chip)
             if used.total <= chip.memory_bytes:
                 yield sized, used
@@ -248,7 +249,10 @@ def _config(degrees: dict[str, int], work: Work) -> ParallelConfig:
     data: dict[str, Any] = dict(degrees)
     if work.topology.pp > 1:
         data["pipeline"] = {"schedule": work.schedule, "stages_per_rank": work.stages_per_rank}
-    data["memory"] = {"zero_stage": work.zero_stage, "recompute": work.recompute}
+    data["memory"] = {
+        "zero_stage": work.zero_stage, "recompute": work.recompute,
+        "recompute_layer_freq": work.recompute_layer_freq,
+    }  # fmt: skip
     return ParallelConfig.model_validate(data)
 
 
@@ -267,7 +271,7 @@ def no_layout(found: Found, world: int, cluster: Cluster) -> InputError:
     hint = (
         f"about {world * -(-plan.memory.total // chip.memory_bytes):,.0f} GPUs would fit the state"
         if times > 0.5
-        else "a shorter data.seq_len or more model.cp would fit"
+        else "a shorter data.seq_len or a smaller batch.micro_batch_size would fit"
     )
     return InputError(
         f"the model fits on no layout of {world:,} GPUs of {cluster.name}: the smallest needs "

@@ -5,6 +5,7 @@ from pretrain.runtime.launcher import (
     end_torchrun,
     end_with_parent,
     end_with_torchrun,
+    starts_again_without_machine,
     stop_torchrun,
     torchrun_process,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "run_local_ranks",
     "slurm_end",
     "start",
+    "starts_again_without_machine",
     "stop_torchrun",
     "torchrun_process",
 ]

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 from pretrain.errors import EXIT_BAD_INPUT, EXIT_HEALTH
 
@@ -29,6 +30,33 @@ def torchrun_process() -> int | None:
     if TORCHRUN_PID in os.environ:
         return int(os.environ[TORCHRUN_PID])
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+def starts_again_without_machine(left: int) -> bool:
+    """Whether the launch of this rank would start again on ``left`` machines, without a machine of
+    the exclude list.
+
+    Only the rendezvous ``convoy`` obeys the list. torchrun starts again on at least MIN of
+    ``--nnodes=MIN:MAX`` machines; a job of Slurm gets other machines in the place of excluded ones.
+    """
+    words = _words_of(torchrun_process())
+    nodes = words.get("nnodes", "1").partition(":")[0]
+    enough = "SLURM_JOB_ID" in os.environ or (nodes.isdecimal() and left >= int(nodes))
+    return words.get("rdzv_backend") == "convoy" and enough
+
+
+def _words_of(process: int | None) -> dict[str, str]:
+    """The options of a process, by name with ``_``; none where the system does not show them."""
+    try:
+        text = Path(f"/proc/{process}/cmdline").read_text()
+    except (OSError, ValueError):
+        return {}
+    words, found = text.split("\0"), {}
+    for at, word in enumerate(words):
+        name, equals, value = word.removeprefix("--").partition("=")
+        if word.startswith("--"):
+            found[name.replace("-", "_")] = value if equals else "".join(words[at + 1 : at + 2])
+    return found
 
 
 def end_with_parent() -> None:

@@ -143,7 +143,8 @@ class TimeLimit:
 def slurm_end(environment: Mapping[str, str]) -> float | None:
     """The Unix time at which Slurm ends this job, from ``SLURM_JOB_END_TIME``.
 
-    Slurm sets the variable since version 22.05. None where the variable is missing or no number.
+    Slurm sets the variable since some version after 22.05. None where the variable is missing, or
+    is no number.
     """
     text = environment.get("SLURM_JOB_END_TIME", "")
     return float(text) if text.isascii() and text.isdigit() else None

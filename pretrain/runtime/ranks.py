@@ -15,10 +15,11 @@ import torch.distributed as dist
 # A public, documented name that torch.distributed does not mark as exported for type checkers.
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from ckpt.errors import CheckpointError
 from cluster.detect import HangReport, Heartbeat, turn_on_flight_recorder
 from parallel import CommMonitor
 from parallel.comm_watch import install_monitor
-from pretrain.errors import EXIT_BAD_INPUT, InputError
+from pretrain.errors import EXIT_BAD_INPUT, EXIT_LOST, InputError
 from pretrain.runtime.memory import keep_freed_memory
 from pretrain.runtime.start_parts import StartParts
 
@@ -71,7 +72,7 @@ class Runtime:
         """Call ``act`` on every rank; where it fails on one rank, fail on all ranks.
 
         ``act`` must not use collectives. The first failed rank raises its own error. Other ranks
-        raise SystemExit with the exit code of bad input and print nothing: a person then reads one
+        raise SystemExit with the exit code of that error and print nothing: a person then reads one
         line, or one traceback.
         """
         value: T | None = None
@@ -80,12 +81,14 @@ class Runtime:
             value = act()
         except Exception as caught:
             error = caught
-        failed = torch.tensor(self.rank if error else self.world)
-        dist.all_reduce(failed, dist.ReduceOp.MIN, group=self.control_group)
-        if int(failed) == self.rank and error is not None:
+        code = EXIT_BAD_INPUT if isinstance(error, InputError | CheckpointError) else EXIT_LOST
+        word = torch.tensor((self.rank if error else self.world) << 8 | code)
+        dist.all_reduce(word, dist.ReduceOp.MIN, group=self.control_group)
+        failed, code = divmod(int(word), 1 << 8)
+        if failed == self.rank and error is not None:
             raise error
-        if int(failed) < self.world:
-            raise SystemExit(EXIT_BAD_INPUT)
+        if failed < self.world:
+            raise SystemExit(code)
         return value  # type: ignore[return-value]
 
     def first(self, act: Callable[[], T]) -> T | None:

@@ -18,6 +18,8 @@ class StopCause(IntEnum):
     """The preemption notice file has appeared."""
     TIME_LIMIT = 3
     """The time limit comes before one more step and its save."""
+    SLOW_MACHINE = 4
+    """A slow machine was excluded, and the run is to start again without the machine."""
 
     @property
     def label(self) -> str:

@@ -32,6 +32,9 @@ class RunState:
     """Fingerprint of the tokenizer, see :func:`pretrain.data.tokenizer_fingerprint`."""
     stragglers: dict[str, Any] | None = None
     """Speeds of whole ranks and the division of micro-batches, see ``Stragglers.state``."""
+    machines: list[str] = field(default_factory=list)
+    """The machine of each rank, whose speeds ``capacity`` and ``stragglers`` are; none in
+    checkpoints of before."""
     threads: int | None = None
     """Threads of a process, where the numbers of a run depend on nothing but units and threads;
     otherwise None."""
@@ -53,6 +56,7 @@ class RunState:
             "tokenizer": self.tokenizer,
             "capacity": self.capacity,
             "stragglers": self.stragglers,
+            "machines": self.machines,
             "threads": self.threads,
         }
 
@@ -75,8 +79,11 @@ def read_run_state(manifest: Manifest) -> RunState | None:
         tables = isinstance(capacity, Mapping | None) and isinstance(stragglers, Mapping | None)
         threads = state.get("threads")
         sources, blend = state.get("sources", {}), state.get("blend")
+        machines = state.get("machines", [])
         if not isinstance(sources, Mapping) or not isinstance(blend, list | None):
             raise TypeError("sources must be an object, and blend a list or null")
+        if not isinstance(machines, list) or not all(isinstance(one, str) for one in machines):
+            raise TypeError("machines must be a list of texts")
         if not isinstance(corpus, str) or not tables or not isinstance(threads, int | None):
             raise TypeError(
                 "corpus must be text, capacity and stragglers objects or null, threads a number or "
@@ -96,6 +103,7 @@ def read_run_state(manifest: Manifest) -> RunState | None:
         corpus,
         None if capacity is None else dict(capacity),
         stragglers=None if stragglers is None else dict(stragglers),
+        machines=machines,
         threads=threads,
         sources=dict(sources),
         blend=blend,

@@ -19,6 +19,7 @@ from pretrain.data import (
     recorded_manifest,
 )
 from pretrain.errors import InputError
+from pretrain.health import merged
 from pretrain.observe import (
     DataOpened,
     Event,
@@ -199,7 +200,7 @@ def _consumed(
     at = audit.steps[-1].samples[-1] + 1 if audit.steps else 0
     count = event.samples or event.target_tokens // opened.seq_len
     # The playbook may leave out more later: what a range says holds from its line on.
-    expected = kept_samples(at, count, _merged(left_out))
+    expected = kept_samples(at, count, merged(left_out))
     for samples in (range(at, at + count), expected):
         if samples[-1] + 1 == event.consumed_samples:
             return ConsumedStep(event.step, samples, event.data_checksum, opened)
@@ -207,16 +208,6 @@ def _consumed(
         f"step {event.step} took {count} samples and ended at sample {event.consumed_samples}; "
         f"from sample {at} it must end at {expected[-1] + 1}"
     )
-
-
-def _merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted(ranges):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
-        else:
-            merged.append((start, stop))
-    return merged
 
 
 def _check_manifests(run_dir: Path, audit: DataAudit) -> None:

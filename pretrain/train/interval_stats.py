@@ -69,7 +69,7 @@ class IntervalStats:
         timed = is_communication_timed(job.runtime)
         seconds, exposed = self._communication(job) if timed else ({}, {})
         stages, routing = timed and job.parallel_model.pipeline is not None, self._routing(job)
-        p = job.spec.parallel
+        p, pp = job.spec.parallel.pipeline, job.topology.pp
         return IntervalEnded(
             step=step,
             loss=loss,
@@ -82,9 +82,7 @@ class IntervalStats:
             exposed_seconds=exposed,
             bubble=exposed.get("pp", 0.0) / self.seconds if stages else None,
             bubble_formula=(
-                bubble(p.pp, p.pipeline.stages_per_rank, self.micro_batches, p.pipeline.schedule)
-                if stages
-                else None
+                bubble(pp, p.stages_per_rank, self.micro_batches, p.schedule) if stages else None
             ),
             load_imbalance=None if routing is None else max(_imbalances(routing) or [1.0]),
             router_entropy=None if routing is None else min(routing.entropies),

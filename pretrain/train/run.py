@@ -154,7 +154,7 @@ def _run(
             code = _train(job, stop, writer, sinks, layout, profile)
         ended = True
     finally:
-        # What only nodes have is theirs to keep, unless the run has ended with all of it shared.
+        # A node keeps its copies of checkpoints, unless the shared store has all of them.
         writer.close() if ended else writer.leave()
     return code
 
@@ -292,7 +292,7 @@ def _watched(job: Job, trainer: Trainer) -> Iterator[None]:
         told = hang_report.report(error)
         if told is None:
             raise SystemExit(EXIT_LOST) from None
-        hint = f"convoy inspect flight {flight_folder(job)} shows where ranks part"
+        hint = f"convoy inspect flight {flight_folder(job)} shows where ranks disagree"
         raise LostRankError(f"after step {trainer.progress.step}, {told}; {hint}") from error
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cluster.members import node_name
 from pretrain.data import Cursor
 from pretrain.health import GainMeter, Straggler
 from pretrain.job import Job
@@ -25,6 +24,7 @@ from pretrain.observe import (
     StragglerFound,
     StragglerGain,
 )
+from pretrain.runtime import starts_again_without_machine
 from pretrain.train.barrier import Report
 from pretrain.train.exclusion import exclude_machine
 
@@ -41,9 +41,6 @@ class StragglerStages:
 
     def __init__(self, job: Job) -> None:
         self.job, self.meter = job, GainMeter()
-        replaces = job.spec.stragglers.replace
-        self.machines = job.runtime.gather_texts(node_name()) if replaces else []
-        """Of all ranks, where slow ones are replaced."""
         self.starts_again = False
         """Whether the run must end after this step, for a start without a slow machine."""
 
@@ -90,13 +87,17 @@ class StragglerStages:
             self._publish_found(step, one, REPLACEMENT, self._replace(one))
 
     def _replace(self, one: Straggler) -> str:
-        """Take the machine of a slow rank out of the run, where the spec says so and other machines
-        are left; what is done, for people. Every rank must call."""
-        machine = self.machines[one.rank] if self.machines else ""
-        if len(set(self.machines)) < 2:
+        """Take the machine of a slow rank out of the run, where the spec says so and the launch can
+        go on without the machine; what is done, for people. Every rank must call."""
+        job = self.job
+        machine = job.machines[one.rank]
+        left = len(set(job.machines) - {machine})
+        if not job.spec.stragglers.replace or not left:
             return "still slow: replace its machine, or take it out of the run"
+        if not job.runtime.from_first(lambda: int(starts_again_without_machine(left))):
+            return f"still slow: this launch needs {machine}; replace the machine"
         why = f"rank {one.rank} had {one.speed:.0%} of the speed of the other ranks"
-        if not exclude_machine(self.job, machine, why):
+        if not exclude_machine(job, machine, why):
             return f"still slow: {machine} cannot be put on the exclude list"
         self.starts_again = True
         return f"still slow: {machine} is excluded, and the run starts again without it"

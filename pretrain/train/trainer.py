@@ -88,6 +88,8 @@ class Trainer:
             stopped = decision.stop or self.straggler_stages.starts_again
             self.stop_cause = StopCause(decision.stop_cause)
             stop.is_final = self.stop_cause > StopCause.SIGNAL
+            if self.straggler_stages.starts_again and not stop.is_final:
+                self.stop_cause = StopCause.SLOW_MACHINE
             if decision.action is Action.SKIP and not stopped:
                 continue
             step = self.progress.step

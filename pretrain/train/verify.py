@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from cluster.members import EXCLUDE_LIST, node_name
+from cluster.members import EXCLUDE_LIST
 from parallel import Topology, all_gather_rows, digest, gradients_seen, local_shard
 from parallel.layout import count_ranks, name_ranks
 from pretrain.checkpoint import Checkpointer, leave_verified
@@ -53,12 +53,10 @@ class Verifier:
         self.job, self.checkpointer, self.config = job, checkpointer, job.spec.verify
         t = job.topology
         self.replicas, self.ranks_per_replica = t.dp_replicate, t.dp_shard * t.cp * t.tp
-        compares = self.replicas > 1 and self.config.parameters_interval_steps != 0
-        self.is_on = bool(compares or self.config.gradients_interval_steps)
         self.rotation = _Rotation.of_job(job)
         """How ranks compute micro-batches of others, where replicas do not."""
         self.judged = t if self.rotation is None else self.rotation.topology
-        self.machines = job.runtime.gather_texts(node_name()) if self.is_on else []
+        self.machines = job.machines
         self._tally: _Tally | None = None
         """Of the step's own gradients, in a step with a check."""
         self._read: ReadStep | None = None
@@ -346,7 +344,7 @@ def _verified(progress: Progress, step: int) -> Progress:
     return replace(progress, verified_step=step)
 
 
-def _in_words(kind: str, finding: Finding, machines: list[str], step: int) -> str:
+def _in_words(kind: str, finding: Finding, machines: Sequence[str], step: int) -> str:
     names = ", ".join(sorted({machines[rank] for rank in finding.ranks}))
     who = f"{name_ranks(finding.ranks)} on {names}"
     if kind == "parameters":

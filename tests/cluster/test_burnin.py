@@ -13,6 +13,7 @@ import sys
 import warnings
 from dataclasses import replace
 from datetime import timedelta
+from importlib import import_module
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -194,7 +195,6 @@ def _diverges(parameters: Any, **options: Any) -> torch.optim.Optimizer:
         (["--slow", "100"], "--slow (100) must be between 0 and 100"),
         (["--timeout", "0"], "--timeout (0) must be above 0"),
         (["--json", "nowhere/v.json"], "--json (nowhere/v.json): its folder does not exist"),
-        (["--folder", "nowhere"], "--folder (nowhere) must be a folder that exists"),
         (["nowhere.toml"], "nowhere.toml"),
     ],
 )
@@ -258,8 +258,16 @@ def burned_in(rank: int, plants: dict[str, int], nodes: int, more: dict[str, Any
     for one in links[(rank + 1) % world] if "throttled" in mine else []:
         one.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 2_000_000)
 
+    if "broken" in mine:
+        links_module = import_module("cluster.burnin.links")
+        links_module._measure = lambda first, second, nodes, *rest: links_module._failed(
+            first, second, nodes, RuntimeError("no route")
+        )
+    if "unmounted" in mine:
+        o = replace(o, folder=o.folder / "elsewhere")
+
     def told(check: str) -> None:
-        if check == "links" and "cut" in mine:
+        if ("cut " + check) in mine:
             for each in links.values():
                 for one in each:
                     one.shutdown(socket.SHUT_RDWR)
@@ -269,7 +277,7 @@ def burned_in(rank: int, plants: dict[str, int], nodes: int, more: dict[str, Any
     # The ranks share this machine's cores, whatever the names of their nodes: they take turns.
     o = replace(o, local_rank=rank, local_world=world)
     board = Board(open_store("burn-in"), rank, world=world, seconds=3 * o.timeout.total_seconds())
-    pacer = Pacer(4.0) if "slow" in mine else None
+    pacer = Pacer(10.0) if "slow" in mine else None
     try:
         if "wrong" in mine:
             with Wrong():
@@ -301,11 +309,40 @@ def test_each_planted_fault_is_found_and_no_other_rank_is_named(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_whose_links_are_cut_is_named_and_its_partners_are_not(tmp_path):
-    verdict = run_ranks(
-        burned_in, 4, {"cut": 1}, 4, {"timeout": timedelta(seconds=5)}, group=False
-    )[0]
-    assert verdict["ended_in"] is None or verdict["ended_in"] == "links"
+@pytest.mark.parametrize("check", ["links", "all-to-all"])
+def test_connections_that_break_once_name_nobody(check):
+    """In the all-to-all every rank fails, and only a test of each link tells them apart."""
+    more = {"timeout": timedelta(seconds=20)}
+    verdicts = run_ranks(burned_in, 4, {f"cut {check}": 1}, 4, more, group=False)
+    assert all(one == verdicts[0] for one in verdicts)
+    assert verdicts[0]["ended_in"] == check
+    assert verdicts[0]["findings"] == [], "a link that works when it is tried again is sound"
+    assert not verdicts[0]["is_sound"]
+
+
+@pytest.mark.slow
+def test_a_rank_whose_links_stay_broken_is_named_and_its_partners_are_not():
+    more = {"timeout": timedelta(seconds=8)}
+    verdict = run_ranks(burned_in, 4, {"broken": 1}, 4, more, timeout=300, group=False)[0]
+    assert found_in(verdict) == {("n1", None, "links")}
+
+
+@pytest.mark.slow
+def test_a_machine_that_does_not_see_the_folder_is_named(tmp_path):
+    more = {"folder": tmp_path / "run"}
+    verdict = run_ranks(burned_in, 3, {"unmounted": 2}, 3, more, group=False)[0]
+    assert found_in(verdict) == {("n2", 2, "storage")}
+    assert "No such file" in verdict["findings"][0]["reason"]
+    assert verdict["measured"]["all-to-all"], "the checks go on"
+
+
+@pytest.mark.slow
+def test_what_fails_everywhere_names_nobody(tmp_path):
+    (tmp_path / "file").write_text("")
+    more = {"folder": tmp_path / "file" / "run"}
+    verdict = run_ranks(burned_in, 2, {}, 2, more, group=False)[0]
+    assert (verdict["findings"], verdict["is_sound"]) == ([], False)
+    assert "storage failed on 1 of 2 ranks, rank 0" in verdict["failures"][0]
 
 
 @pytest.mark.slow

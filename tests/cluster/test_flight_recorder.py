@@ -1,4 +1,4 @@
-"""Dumps of the collectives of all ranks, and the collective at which ranks part."""
+"""Dumps of the collectives of all ranks, and the collective at which ranks disagree."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cluster.detect.flight_recorder import (
     Collective,
     FlightDump,
     dump_collectives,
-    first_parting,
+    first_mismatch,
     read_dumps,
     turn_on_flight_recorder,
 )
@@ -36,33 +36,35 @@ def dump_of(rank: int, *collectives: Collective) -> FlightDump:
 
 
 def test_ranks_that_did_the_same_do_not_part():
-    assert first_parting([dump_of(0, SUM), dump_of(1, SUM)]) is None
+    assert first_mismatch([dump_of(0, SUM), dump_of(1, SUM)]) is None
 
 
 def test_operations_whose_sizes_may_differ_do_not_part_by_sizes():
     uneven = replace(SUM, op="all_to_all", sizes=((9, 2),))
-    assert first_parting([dump_of(0, uneven), dump_of(1, replace(uneven, sizes=((7, 2),)))]) is None
-    parting = first_parting([dump_of(0, SUM), dump_of(1, replace(SUM, sizes=((5,),)))])
-    assert parting is not None
-    assert parting.by_other_ops
+    assert (
+        first_mismatch([dump_of(0, uneven), dump_of(1, replace(uneven, sizes=((7, 2),)))]) is None
+    )
+    mismatch = first_mismatch([dump_of(0, SUM), dump_of(1, replace(SUM, sizes=((5,),)))])
+    assert mismatch is not None
+    assert mismatch.by_other_ops
 
 
 def test_collectives_that_have_left_a_ring_buffer_are_not_missing():
     later = replace(SUM, number=2)
-    assert first_parting([dump_of(0, SUM, later), dump_of(1, later)]) is None
+    assert first_mismatch([dump_of(0, SUM, later), dump_of(1, later)]) is None
 
 
 def test_where_ranks_wait_for_ranks_that_wait_the_one_outside_collectives_is_named():
     # Rank 0 waits for rank 1 since long, and rank 1 waits for rank 2, which is in no collective.
     early = replace(SUM, number=2, ended=False, created_ns=5)
     late = replace(SUM, group="2", ended=False, created_ns=9)
-    parting = first_parting([dump_of(0, SUM, early), dump_of(1, SUM, late), dump_of(2)])
-    assert parting is not None
-    assert (parting.group, parting.number, set(parting.missing)) == ("2", 1, {2})
+    mismatch = first_mismatch([dump_of(0, SUM, early), dump_of(1, SUM, late), dump_of(2)])
+    assert mismatch is not None
+    assert (mismatch.group, mismatch.number, set(mismatch.missing)) == ("2", 1, {2})
     # Without a dump of rank 2 the answer is the same.
-    parting = first_parting([dump_of(0, SUM, early), dump_of(1, SUM, late)])
-    assert parting is not None
-    assert (parting.group, set(parting.missing)) == ("2", {2})
+    mismatch = first_mismatch([dump_of(0, SUM, early), dump_of(1, SUM, late)])
+    assert mismatch is not None
+    assert (mismatch.group, set(mismatch.missing)) == ("2", {2})
 
 
 # ------------------------------------------------------------------------------------------------
@@ -140,7 +142,7 @@ def test_the_collective_at_which_real_ranks_part_is_named(case, world, shown, tm
     assert main("inspect", ["flight", str(tmp_path)]) == 1
     members = "ranks 0-1" if world == 2 else "ranks 0-2"
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"ranks part at collective number 3 of group 1 ({members}):"
+    assert lines[0] == f"ranks disagree at collective number 3 of group 1 ({members}):"
     assert lines[1:3] == shown
 
 

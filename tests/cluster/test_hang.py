@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.detect import first_parting, read_dumps
+from cluster.detect import first_mismatch, read_dumps
 from pretrain.commands.pretrain import main
 from pretrain.data.loader import Loader
 from tests.support.jobs import prepare_job, write_spec
@@ -125,7 +125,9 @@ def test_who_does_not_come_is_named(text, tmp_path, last, ranks, parallel, said)
     assert lines[0].startswith("error: after step 2, rank ")
     assert said in lines[0]
     if said.startswith("rank"):
-        folder = lines[0].split("convoy inspect flight ")[1].removesuffix(" shows where ranks part")
-        parting = first_parting(read_dumps(Path(folder)))
-        assert parting is not None
-        assert world - 1 in parting.missing
+        folder = (
+            lines[0].split("convoy inspect flight ")[1].removesuffix(" shows where ranks disagree")
+        )
+        mismatch = first_mismatch(read_dumps(Path(folder)))
+        assert mismatch is not None
+        assert world - 1 in mismatch.missing

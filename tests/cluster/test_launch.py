@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -16,13 +17,17 @@ from pathlib import Path
 import pytest
 import yaml
 from torch.distributed import HashStore
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import (
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
 
-from cluster.launch import ENGINES, Job, PodOptions, job, local_file_system
+from cluster.launch import ENGINES, Job, PodOptions, job, kubernetes, local_file_system, slurm
 from cluster.launch.kubernetes import node_script
 from cluster.launch.slurm import _gpus
 from cluster.launch.yaml_text import as_yaml
-from cluster.members.rendezvous import MembersHandler, natural
+from cluster.members.rendezvous import MembersHandler, convoy_rendezvous, natural
 from pretrain import errors
 from pretrain.observe import status
 
@@ -237,3 +242,91 @@ def test_the_head_says_where_the_log_is():
         head = ENGINES[engine].render(JOB).splitlines()[:8]
         assert any("my runs/run/log.jsonl" in line for line in head), engine
         assert any(f"convoy status {shlex.quote(JOB.run_dir)}" in line for line in head), engine
+
+
+def test_a_container_has_every_folder_of_the_run_and_of_the_burn_in():
+    job = replace(JOB, checkpoints="/lustre/ck", folders=("/data/corpus", "/shared/corpora"))
+    text = ENGINES["slurm"].render(job).replace("\\\n", " ")
+    steps = [line for line in text.splitlines() if line.startswith("srun ")]
+    assert len(steps) == 2
+    for line in steps:
+        # /shared has the spec, the run and one corpus.
+        mounts = "/data/corpus:/data/corpus,/lustre/ck:/lustre/ck,/shared:/shared"
+        assert f"--container-mounts={mounts} " in line
+        assert "--container-image=registry/convoy:0.1.0" in line
+        assert "--cpus-per-task=8" in line
+    assert "CONVOY_NODE_NAME=$SLURMD_NODENAME" in steps[0], "as the exclude list names nodes"
+    in_store = ENGINES["slurm"].render(replace(JOB, checkpoints="s3://bucket/ck"))
+    assert "s3://bucket/ck:" not in in_store
+
+
+@pytest.mark.parametrize(("code", "found"), [(0, "0"), (75, "75"), (None, "1")])
+@pytest.mark.parametrize("engine", ["slurm", "kubernetes"])
+def test_the_exit_code_of_the_run_is_read_as_it_is(engine, code, found, tmp_path):
+    """A run that is done has 0, which is no failure of the job; null is a run that goes on."""
+    text = node_script(JOB) if engine == "kubernetes" else ENGINES["slurm"].render(JOB)
+    program = re.search(r"python3 -c '(import json, sys\nfound = [^']*)'", text).group(1)
+    (tmp_path / "status.json").write_text(json.dumps({"exit_code": code}))
+    ended = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "status.json"], capture_output=True, text=True
+    )
+    unknown = "1" if engine == "slurm" else ""
+    assert ended.stdout.strip() == (unknown if code is None else found)
+
+
+def test_what_a_shell_has_from_another_job_does_not_go_into_a_job(monkeypatch):
+    for name in ("SLURM_CPUS_PER_TASK", "SBATCH_PARTITION", "CONVOY_EXCLUDED"):
+        monkeypatch.setenv(name, "other")
+    monkeypatch.setenv("SLURM_CONF", "/etc/mine.conf")
+    seen = slurm._run(["env"]).stdout.splitlines()
+    names = {line.partition("=")[0] for line in seen}
+    assert not names & {"SLURM_CPUS_PER_TASK", "SBATCH_PARTITION", "CONVOY_EXCLUDED"}
+    assert {"SLURM_CONF=/etc/mine.conf", f"PATH={os.environ['PATH']}"} <= set(seen)
+
+
+def test_what_the_api_may_have_made_is_deleted_too(monkeypatch):
+    """The API has made the object, and kubectl has given up before the answer."""
+    deleted = []
+
+    def kubectl(words, one):
+        if words[0] == "delete":
+            deleted.append(one["kind"])
+        late = words[0] == "create" and len(words) == 3 and one["kind"] == "TrainJob"
+        return "kubectl did not answer within 120 s" if late else ""
+
+    monkeypatch.setattr(kubernetes, "_kubectl", kubectl)
+    monkeypatch.setattr(kubernetes, "check", lambda job: None)
+    with pytest.raises(ValueError, match="did not answer within 120 s; nothing is left running"):
+        kubernetes.submit(JOB, "")
+    assert deleted == ["TrainJob", "TrainingRuntime", "ConfigMap"]
+
+
+def test_machines_that_wait_for_a_checkpoint_need_a_folder_to_look_into():
+    job = replace(JOB, checkpoints="s3://bucket/ck", rendezvous={"scale_up": "at_checkpoint"})
+    words = bash_words(ENGINES["torchrun"].render(job), VARIABLES)
+    (conf,) = [word.removeprefix("--rdzv-conf=") for word in words if "--rdzv-conf" in word]
+    config = dict(each.split("=", 1) for each in conf.split(","))
+    parameters = RendezvousParameters("convoy", "h:1", "run", 2, 4, **config)
+    with pytest.raises(ValueError, match="must be at_once or never with checkpoints in an object"):
+        convoy_rendezvous()(parameters)
+
+
+def test_a_pod_on_an_excluded_node_waits_for_the_end_of_the_run(tmp_path):
+    """A pod that failed there would come back there, until the job has failed too often."""
+    excluded = {"excluded": [{"node": "bad-1", "reason": "slow", "time": ""}]}
+    (tmp_path / "exclude.json").write_text(json.dumps(excluded))
+    job = replace(
+        JOB, run_dir=str(tmp_path), setup=(), burn_in=None, python=sys.executable,
+        version=version("convoy-moe"),
+    )  # fmt: skip
+    environment = os.environ | {
+        "JOB_COMPLETION_INDEX": "1", "HOSTNAME": "pod", "CONVOY_NODE_NAME": "bad-1",
+    }  # fmt: skip
+    with subprocess.Popen(
+        ["bash", "-c", node_script(job)], env=environment, stdout=subprocess.PIPE, text=True
+    ) as pod:
+        assert "bad-1 is on the exclude list" in pod.stdout.readline()
+        past = (tmp_path / "launch" / "start-pod").stat().st_mtime + 10
+        (tmp_path / "status.json").write_text('{"exit_code": 0}')
+        os.utime(tmp_path / "status.json", (past, past))
+        assert pod.wait(timeout=60) == 0

@@ -62,7 +62,9 @@ def test_a_job_is_printed_and_nothing_is_touched(engine, tmp_path, capsys):
          "launch.walltime_minutes (2.5) must be at least 3.0: a start takes 120 s"),
         ({"launch": {"image": "registry/convoy:latest"}},
          f"launch.image (registry/convoy:latest) must have the version of Convoy, {CONVOY}, in its "
-         f"tag: convoy:{CONVOY}"),
+         f"tag: registry/convoy:{CONVOY}"),
+        ({"launch": {"image": f"registry/convoy-{CONVOY}:latest"}}, "in its tag: registry/convoy-"),
+        ({"launch": {"image": f"convoy:1{CONVOY}"}}, f"in its tag: convoy:{CONVOY}"),
         ({"launch": {"nodes": 2, "ranks_per_node": 3}, "parallel": {"tp": 2}}, "layouts that work"),
         ({"launch": {"nodes": 4, "ranks_per_node": 1}, "parallel": {"tp": 2}},
          "parallel.tp (2) must divide the ranks of a node (1), or parallel.tp_across_"),
@@ -214,3 +216,37 @@ def test_submit_on_torchrun_trains_on_this_machine(tmp_path):
     assert ended.returncode == 0, ended.stderr
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["exit_code"], status["world_size"], status["step"]) == (0, 2, 6)
+
+
+@pytest.mark.parametrize("tag", [CONVOY, f"v{CONVOY}", f"{CONVOY}-cuda13", f"py3-{CONVOY}"])
+def test_an_image_has_the_version_in_its_tag(tag, tmp_path, capsys):
+    spec = write(tmp_path, launch={"image": f"registry:5000/team/convoy:{tag}"})
+    assert launch(capsys, spec, "--on", "slurm")[0] == 0
+
+
+def test_ranks_read_the_spec_that_was_checked(tmp_path, capsys, monkeypatch):
+    """They look for the file below launch.workdir."""
+    work, here = tmp_path / "work", tmp_path / "here"
+    work.mkdir()
+    here.mkdir()
+    write(here, launch={"workdir": str(work)})
+    monkeypatch.chdir(here)
+    words = ["spec.json", "--on", "slurm"]
+    expected = f"ranks read {work}/spec.json, which must be the spec {here}/spec.json"
+    assert expected in refused(capsys, *words)
+    (work / "spec.json").write_text("{}")
+    assert expected in refused(capsys, *words)
+    (work / "spec.json").write_bytes((here / "spec.json").read_bytes())
+    assert launch(capsys, *words)[0] == 0
+    (work / "spec.json").unlink()
+    assert launch(capsys, "spec.json", "--on", "ray")[0] == 0, "the program has the spec"
+
+
+def test_folders_of_the_corpus_are_told_to_the_engine(tmp_path, capsys):
+    (tmp_path / "corpus").mkdir()
+    spec = write(tmp_path, launch={"image": f"convoy:{CONVOY}", "workdir": "/"})
+    out = launch(capsys, spec, "--on", "slurm")[1]
+    assert "--container-mounts=/:/" in out
+    spec = write(tmp_path, launch={"image": f"convoy:{CONVOY}"}, run_dir="/elsewhere/run")
+    out = launch(capsys, spec, "--on", "slurm")[1]
+    assert f"{tmp_path / 'corpus'}:{tmp_path / 'corpus'}" in out or f"{tmp_path}:{tmp_path}" in out

@@ -62,6 +62,26 @@ def test_a_search_is_shown_and_written(capsys, tmp_path):
     assert "0.001 billion tokens in" in out
 
 
+def test_a_spec_whose_layout_the_planner_chooses_can_be_planned(capsys, tmp_path):
+    written = tmp_path / "planned.toml"
+    data = load_spec(RECIPES / "mixtral-8x7b.toml").as_dict()
+    data |= {"parallel": {}, "plan": {"auto": True, "cluster": "h100"}}
+    spec = tmp_path / "spec.json"
+    spec.write_text(json.dumps(data))
+    shown(capsys, str(spec), "--cluster", "h100", "--gpus", "128", "--write", str(written))
+    assert not load_spec(written).plan.auto
+
+
+def test_a_plan_with_recomputation_in_some_layers_can_be_written(capsys, tmp_path):
+    written = tmp_path / "planned.toml"
+    words = [str(ROOT / "tools/recipes/olmoe-1b-7b.toml"), "--cluster", "h100", "--gpus", "64"]
+    settings = ['recompute="full"', "recompute_layer_freq=4"]
+    some = [w for each in settings for w in ("--set", f"parallel.memory.{each}")]
+    assert main("plan", [*words, *some, "--write", str(written)]) == 0
+    memory = load_spec(written).parallel.memory
+    assert memory.recompute_layer_freq == (1 if memory.recompute == "none" else 4)
+
+
 def test_the_best_layout_is_the_best_of_all_layouts():
     # By force: every layout that the spec takes, with every option, and none is faster.
     spec, cluster = load_spec(Path(TINY)), load_cluster("h100")

@@ -70,6 +70,17 @@ def test_a_loss_that_differs_is_named():
     assert not audit([*CALM[:4], step(5, 5.0, loss=2.1)], CALM).is_one_run
 
 
+def test_losses_that_differ_for_long_are_of_another_state():
+    """As after a restore that has lost a moment: every later loss is half a percent off."""
+    calm = [step(number, float(number)) for number in range(1, 41)]
+    for far, is_one in ((4, True), (5, False)):
+        other = [
+            step(number, float(number), loss=2.01) if number > 40 - far else calm[number - 1]
+            for number in range(1, 41)
+        ]
+        assert audit(other, calm).is_one_run == is_one
+
+
 def test_an_exact_run_must_have_equal_bits():
     assert audit(CALM, CALM, is_exact=True).is_one_run
     for other in (replace(CALM[-1].event, loss=CALM[-1].event.loss * (1 + 1e-15)),

@@ -21,7 +21,13 @@ import ckpt
 from pretrain.commands.pretrain import main
 from pretrain.observe import CheckpointCommitted, Events, SaveBegun
 from pretrain.observe.jsonl import LoggedEvent
-from pretrain.runtime import StopCause, StopRequest, end_torchrun, stop_torchrun
+from pretrain.runtime import (
+    StopCause,
+    StopRequest,
+    end_torchrun,
+    starts_again_without_machine,
+    stop_torchrun,
+)
 from pretrain.runtime.notices import NoticeFile, TimeLimit, must_stop, slurm_end
 from pretrain.runtime.start_parts import StartParts, process_start
 from pretrain.train.notices import note_save, watch_notices
@@ -367,3 +373,29 @@ def test_torchrun_with_restarts_does_not_start_a_run_again_that_got_a_notice(tex
     assert len(events(run, "launch")) == 1, "the ranks were started again"
     status = json.loads((run / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("try_again", 75)
+
+
+@pytest.mark.parametrize(
+    ("words", "left", "expected"),
+    [
+        (["--nnodes=1:2", "--rdzv-backend=convoy"], 1, True),
+        (["--nnodes", "2:4", "--rdzv_backend", "convoy"], 2, True),
+        (["--nnodes=2:4", "--rdzv-backend=convoy"], 1, False),
+        (["--nnodes=1:2", "--rdzv-backend=c10d"], 1, False),
+        (["--standalone"], 1, False),
+    ],
+)
+def test_a_launch_without_a_machine(words, left, expected, monkeypatch):
+    """Read from the command line of torchrun, here a process that sleeps."""
+    sleeper = [sys.executable, "-c", "import time; time.sleep(60)", *words]
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with subprocess.Popen(sleeper) as process:
+        try:
+            monkeypatch.setenv("CONVOY_TORCHRUN_PID", str(process.pid))
+            assert starts_again_without_machine(left) == expected
+            monkeypatch.setenv("SLURM_JOB_ID", "17")  # Slurm gives another machine
+            assert starts_again_without_machine(left) == (expected or "convoy" in str(words))
+        finally:
+            process.kill()
+    monkeypatch.delenv("CONVOY_TORCHRUN_PID")
+    assert not starts_again_without_machine(5)

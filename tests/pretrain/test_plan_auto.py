@@ -51,7 +51,7 @@ def test_what_contradicts_a_planned_layout_is_refused(sections, line, tmp_path, 
 def test_a_cluster_that_is_not_there_is_told_before_the_run(tmp_path, capsys):
     spec = write_spec(tmp_path, plan={"auto": True, "cluster": "h9000"})
     assert main("pretrain", [str(spec)]) == 2
-    assert "--cluster (h9000) must be a file, or one of" in capsys.readouterr().err
+    assert "plan.cluster (h9000) must be a file, or one of" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -7,8 +7,10 @@ import io
 import itertools
 import json
 import os
+import shutil
 import time
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -200,10 +202,15 @@ def text(tmp_path_factory) -> Path:
     return prepare_job(tmp_path_factory.mktemp("job"))
 
 
-def on_rank(rank: int, arguments: list[str], slowness: float, sleep: float) -> tuple[int, str, str]:
+def on_rank(
+    rank: int, arguments: list[str], slowness: float, sleep: float, machines: str
+) -> tuple[int, str, str]:
     """The command. With ``slowness`` rank 1 reports so many seconds a token and rank 0 one second;
-    with ``sleep`` rank 1 really sleeps that long for each sequence."""
-    os.environ["CONVOY_NODE_NAME"] = f"machine-{rank}"
+    with ``sleep`` rank 1 really sleeps that long for each sequence. Machines are named after
+    ``machines``; the launch can go on without one where they are ``spared``."""
+    os.environ["CONVOY_NODE_NAME"] = f"{machines}-{rank}"
+    stages = import_module("pretrain.train.straggler_stages")
+    stages.starts_again_without_machine = lambda left: machines == "spared"
     if slowness:
         report = Trainer._report
 
@@ -237,6 +244,7 @@ def launch(
     slowness: float = 0.0,
     sleep: float = 0.0,
     code: int = 0,
+    machines: str = "machine",
     **sections: Any,
 ) -> str:
     folder.mkdir(exist_ok=True)
@@ -254,7 +262,7 @@ def launch(
         },
     )
     arguments = [str(spec), *(part for o in overrides for part in ("--set", o))]
-    results = run_ranks(on_rank, 2, arguments, slowness, sleep, group=False)
+    results = run_ranks(on_rank, 2, arguments, slowness, sleep, machines, group=False)
     assert {ended for ended, _, _ in results} == {code}, results
     return results[0][1]
 
@@ -292,16 +300,22 @@ def test_a_slow_rank_computes_fewer_micro_batches_of_the_same_samples(tmp_path, 
 
 
 @pytest.mark.slow
-def test_a_resume_goes_on_with_the_division(tmp_path, text):
+def test_a_resume_on_the_same_machines_goes_on_with_the_division(tmp_path, text):
     slow, resumed, steps = tmp_path / "slow", tmp_path / "resumed", "train.steps=14"
     launch(slow, text, steps, slowness=2.0)
     (plan,) = events(slow / "run", "micro_batch_plan")
     launch(resumed, text, "train.steps=12", slowness=2.0)
     state = ckpt.read_manifest(resumed / "run" / "checkpoints").state["stragglers"]
     assert state["division_speeds"] == plan["relative_speeds"]
+    replaced = tmp_path / "replaced"
+    shutil.copytree(resumed, replaced)
     launch(resumed, text, steps, slowness=2.0)
     assert losses(resumed / "run") == losses(slow / "run"), "the division was in the checkpoint"
     assert len(events(resumed / "run", "micro_batch_plan")) == 1
+    # Another machine is not taken for slow.
+    launch(replaced, text, steps, slowness=1.0, machines="another")
+    state = ckpt.read_manifest(replaced / "run" / "checkpoints").state["stragglers"]
+    assert state["division_speeds"] is None
 
 
 @pytest.mark.slow
@@ -329,18 +343,33 @@ def test_a_rank_that_really_sleeps_gets_less_work(tmp_path, text):
     assert events(tmp_path / "run", "straggler")[0]["rank"] == 1
 
 
+def test_a_launch_that_needs_the_slow_machine_keeps_it(tmp_path, text):
+    """As with --nnodes=2:2 and no spare: the rendezvous would wait for a second machine."""
+    sections = {"stragglers": {"replace": True, "patience_steps": 2}, "elastic": {"enabled": True}}
+    launch(tmp_path, text, "train.steps=14", slowness=2.0, **sections)
+    run = tmp_path / "run"
+    assert not (run / "exclude.json").exists()
+    assert events(run, "straggler")[-1]["action"] == (
+        "still slow: this launch needs machine-1; replace the machine"
+    )
+
+
 def test_the_machine_of_a_rank_that_stays_slow_is_replaced(tmp_path, text):
     sections = {"stragglers": {"replace": True, "patience_steps": 2}, "elastic": {"enabled": True}}
-    launch(tmp_path, text, "train.steps=40", slowness=2.0, code=75, **sections)
+    launch(tmp_path, text, "train.steps=40", slowness=2.0, code=75, machines="spared", **sections)
     run = tmp_path / "run"
-    assert [one.node for one in read_exclusions(run / "exclude.json")] == ["machine-1"]
+    assert [one.node for one in read_exclusions(run / "exclude.json")] == ["spared-1"]
     found = events(run, "straggler")
     assert [one["stage"] for one in found] == [0, 3]
     assert found[-1]["action"] == (
-        "still slow: machine-1 is excluded, and the run starts again without it"
+        "still slow: spared-1 is excluded, and the run starts again without it"
     )
     last = events(run, "step")[-1]["step"]
     assert last < 40
+    (stop,) = events(run, "stopped")
+    assert stop["cause"] == "slow_machine"
+    status = json.loads((run / "status.json").read_text())
+    assert status["reason"].startswith("stopped to go on without a slow machine")
     assert ckpt.committed_steps(run / "checkpoints")[-1] == last
 
 
