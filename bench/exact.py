@@ -4,9 +4,9 @@
 
 ``step``: a training step of the model of tools/recipes/stdlib-tiny.toml on 1 and 2 ranks of one
 thread, in turn with float32 sums and with exact sums in the same processes; loss, backward,
-gradient norm, barrier and AdamW included. The limit is the ordinary step. ``table``: each variant
-of a tiny model on each layout for two steps, beside one process; 1 where losses, norms,
-gradients, parameters and moments have equal bits, and 0 where they differ.
+gradient norm, barrier, AdamW and the digests included. The limit is the ordinary step. ``table``:
+each variant of a tiny model on each layout for two steps, beside one process; 1 where losses,
+norms, gradients, parameters and moments have equal bits, and 0 where they differ.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,11 +36,14 @@ from parallel import (
     parse_topology,
     scale_gradients,
 )
+from pretrain.job import Job
 from pretrain.model import init_parameters
+from pretrain.observe import Events
 from pretrain.optim import OptimizerConfig, build_adamw
 from pretrain.parallelize import LocalBatch, forward_backward, parallelize
 from pretrain.runtime import keep_freed_memory
 from pretrain.spec import load_spec
+from pretrain.train.digests import StepDigests
 from tests.support.exact import CELLS, exact_spec, sections_of
 from tests.support.jobs import data_of, prepare_job
 from tests.support.layouts import Trained, bits_that_differ, train
@@ -76,6 +80,13 @@ class Step:
         every = torch.randint(spec.model.vocab_size, shape, generator=generator).split(micro)
         self.batches = every[self.dims.dp_rank :: self.dims.dp_size]
         self.planned = size * self.seq_len
+        # What the trainer's digests need of a job.
+        job = SimpleNamespace(
+            parallel_model=self.built, model=self.model, layouts=self.built.layouts,
+            runtime=SimpleNamespace(rank=dist.get_rank(), device=torch.device("cpu")),
+            topology=topology, events=Events(),
+        )  # fmt: skip
+        self.digests = StepDigests(cast(Job, job))
 
     def __call__(self) -> None:
         """One step."""
@@ -92,9 +103,12 @@ class Step:
         else:
             exact.finish()
             square = exact.square_sum(self.model, self.dims)
+        self.digests.see_gradients()
         all_gather_rows(square.reshape(1))
         scale_gradients(self.model, 0.5)
         self.optimizer.step()
+        self.digests.see_parameters()
+        self.digests.publish(1)
 
 
 def rank_main(layout: str, rank: int, world: int, port: int, orders: Connection) -> None:

@@ -282,7 +282,10 @@ class MoELayer(nn.Module):
         """Dispatch, experts, combine: [T, D] -> [T, D]. ``shared_x_TD`` is ``x_TD`` for the shared
         experts."""
         to_tokens: RowMap | None = None
-        if self.experts.unit_sums is not None and routed.expert_indices_TK.shape[1] > 2:
+        # Two numbers have one sum in float32. In bfloat16 the kernels that add a token's outputs
+        # of one rank, and of several ranks, round otherwise.
+        most = 2 if x_TD.dtype == torch.float32 else 1
+        if self.experts.unit_sums is not None and routed.expert_indices_TK.shape[1] > most:
             routed, to_tokens = single_assignments(routed)
             x_TD = take_rows(x_TD, to_tokens)
         parts_in_transfer = self.dispatcher.dispatch(x_TD, routed)

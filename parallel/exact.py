@@ -24,7 +24,6 @@ RANGE_BITS = 8
 """Sums of gradients are at most 2^RANGE_BITS in magnitude; 64 bits have room for twice that."""
 _CHUNK = 1 << 14  # numbers whose intermediate results stay in a core's cache
 _ROW_CHUNK = 1 << 17  # of squares, which take many small operations
-_LOW_BITS = 27
 
 SQUARE_QUANTA = (2.0**-12, 2.0**-38, 2.0**-64, 2.0**-90)
 """The quanta of the parts of a sum of squares. 26 bits lie between two of them: sums of up to 2^27
@@ -82,8 +81,9 @@ def add_unit(total_N: Tensor, grad_N: Tensor, limit: UnitLimit) -> None:
     for chunk, into in _chunks(flat_N, total_N.view(-1)):
         limit.look(chunk)
         scaled, fixed = scaled_N[: len(chunk)], fixed_N[: len(chunk)]
+        wide = chunk if chunk.dtype == scaled.dtype else scaled.copy_(chunk)
         # The product is exact, and an integer of at most 24 bits is a float32 number.
-        torch.mul(scaled.copy_(chunk), 2.0**FRACTION_BITS, out=scaled).round_()
+        torch.mul(wide, 2.0**FRACTION_BITS, out=scaled).round_()
         into.add_(fixed.copy_(scaled))
 
 
@@ -91,21 +91,20 @@ def to_fixed_(grad_N: Tensor, limit: UnitLimit) -> Tensor:
     """A contiguous float64 tensor's numbers as multiples of 2^-FRACTION_BITS; int64 in the same
     memory, which is the result."""
     fixed_N = grad_N.view(torch.int64)
+    scaled_N = grad_N.new_empty(min(grad_N.numel(), _CHUNK))
     for chunk, into in _chunks(grad_N.view(-1), fixed_N.view(-1)):
         limit.look(chunk)
-        into.copy_((chunk * 2.0**FRACTION_BITS).round_().to(torch.int64))
+        into.copy_(torch.mul(chunk, 2.0**FRACTION_BITS, out=scaled_N[: len(chunk)]).round_())
     return fixed_N
 
 
 def from_fixed(total_N: Tensor, out_N: Tensor) -> None:
     """Write a sum of :func:`add_unit` or :func:`to_fixed_` into ``out``, a contiguous floating
     tensor, which may have the same memory."""
-    mask, low = (1 << _LOW_BITS) - 1, 2.0**-FRACTION_BITS
+    double_N = total_N.new_empty(min(total_N.numel(), _CHUNK), dtype=torch.float64)
     for chunk, into in _chunks(total_N.view(-1), out_N.view(-1)):
-        # Two exact conversions and one rounded sum. How a conversion of 64 bits rounds would be
-        # left to the kernel.
-        high_part = (chunk >> _LOW_BITS).double() * (low * (1 << _LOW_BITS))
-        into.copy_(high_part + (chunk & mask).double() * low)
+        # The conversion rounds to the nearest number, as IEEE 754 has it; the product is exact.
+        into.copy_(double_N[: len(chunk)].copy_(chunk).mul_(2.0**-FRACTION_BITS))
 
 
 def _chunks(a_N: Tensor, b_N: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

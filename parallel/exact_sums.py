@@ -28,8 +28,9 @@ from parallel.exact import (
 )
 from parallel.expert_parallel import expert_modules, expert_parameter_names
 from parallel.gradients import num_shards
-from parallel.layout import FSDP_EXPERT_DIM
+from parallel.layout import FSDP_EXPERT_DIM, Box
 from parallel.mesh import ParallelDims
+from parallel.tensor_digest import placed_digest
 from parallel.unit_sums import UnitSums
 
 _CLASSES = 4  # numbers of replicas that parameters of one rank may have
@@ -136,6 +137,11 @@ class ExactSums:
             parameter.grad = torch.zeros_like(parameter)
             if totals is not None:
                 from_fixed(totals[i], local_shard(parameter.grad))
+
+    @staticmethod
+    def digest(tensor: Tensor, box: Box) -> Tensor:
+        """The digest of a slice of an array; see :func:`parallel.tensor_digest.placed_digest`."""
+        return placed_digest(tensor, box)
 
     def square_sum(self, model: nn.Module, dims: ParallelDims | None) -> Tensor:
         """The squared global norm of the gradients, a float64 scalar of equal bits on every rank

@@ -210,7 +210,13 @@ Seen = Callable[[Tensor], None]
 
 @contextmanager
 def gradients_seen(
-    model: nn.Module, *, within: Seen, over: Seen, sum_replicas: bool
+    model: nn.Module,
+    *,
+    within: Seen,
+    over: Seen,
+    sum_replicas: bool,
+    first_unit: bool = False,
+    experts: bool = True,
 ) -> Iterator[None]:
     """Inside the ``with`` block, see gradients before they are summed over other ranks.
 
@@ -224,12 +230,16 @@ def gradients_seen(
             sum.
         sum_replicas: with False gradients are not summed over replicas. Every replica must choose
             alike.
+        first_unit: of each sum within a replica ``within`` gets the first micro-batch alone.
+        experts: whether ``within`` gets exact sums of experts' gradients, which have rows of other
+            ranks.
     """
     sums: Sequence[_ReduceScatter] = model.__dict__.get(_SUMS, ())
     replicas: _ReplicaSum | None = model.__dict__.get(_REPLICAS)
     try:
         for one in sums:
-            one.seen = within
+            if experts or one.buffer is None or one.buffer.experts is None:
+                one.seen = partial(_first_alone, one, within) if first_unit else within
         if replicas is not None:
             replicas.seen, replicas.sums = over, sum_replicas
         yield
@@ -238,6 +248,11 @@ def gradients_seen(
             one.seen = None
         if replicas is not None:
             replicas.seen, replicas.sums = None, True
+
+
+def _first_alone(reduction: _ReduceScatter, seen: Seen, gradients: Tensor) -> None:
+    reduction.seen = None
+    seen(gradients)
 
 
 class _ReplicaSum:

@@ -33,7 +33,8 @@ exit codes:
   0  the run went on after every fault, took the samples of the undisturbed run, each once, and its
      losses are those of the undisturbed run: within 1e-5, or within 1e-2 in at most a tenth of the
      steps, where a token's experts have nearly equal scores and another layout has rounded them
-     otherwise; with train.exact they have the same bits, and so have gradient norms
+     otherwise; with train.exact they have the same bits, and so have gradient norms, and the
+     parameters and moments at the end
   1  not so; the table says what differs
   2  the spec or OUT cannot be used, or a run did not end
   75 stopped
@@ -111,6 +112,10 @@ def chaos_table(found: Audit) -> str:
         lines.append(
             f"losses         {len(found.losses)} differ{by}, that of step {far[0]} by {far[1]:.1e}"
         )
+    if found.is_exact:
+        differ = ", ".join(found.arrays[:3]) + (" ..." if len(found.arrays) > 3 else "")
+        same = "parameters and moments of the undisturbed run, bit for bit"
+        lines.append(f"last state     {f'differs in {differ}' if differ else same}")
     goodput = "unknown" if found.goodput is None else f"{found.goodput:.0%}"
     lines.append(
         f"ledger         goodput {goodput}; its phases differ by {found.ledger_error:.2%} from "
@@ -129,7 +134,9 @@ def _as_json(args: argparse.Namespace, found: Audit) -> dict[str, Any]:
         "faults": len(found.faults),
         "recovered": found.recovered,
         "samples_exact": found.samples_exact,
+        "exact": found.is_exact,
         "losses_exact": found.losses_exact,
+        "arrays_that_differ": list(found.arrays),
         "ledger_error": found.ledger_error,
         "goodput": found.goodput,
         "starts": found.starts,

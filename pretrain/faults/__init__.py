@@ -1,6 +1,6 @@
 """Faults on purpose: what ``[[inject]]`` of the spec does to a run, and campaigns of faults."""
 
-from pretrain.faults.audit import Audit, Recovery, audit
+from pretrain.faults.audit import Audit, Recovery, arrays_that_differ, audit
 from pretrain.faults.campaign import DrawnFault, draw_faults, run_campaign
 from pretrain.faults.inject import Faults, InjectedFaults, faults_of, forget_faults
 from pretrain.faults.machines import Machines, closing
@@ -12,6 +12,7 @@ __all__ = [
     "InjectedFaults",
     "Machines",
     "Recovery",
+    "arrays_that_differ",
     "audit",
     "closing",
     "draw_faults",

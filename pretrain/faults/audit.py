@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import ckpt
 from pretrain.observe import FaultInjected, LoggedEvent, StepCommitted, ledger_of
 
 CLOSE = 1e-5
@@ -48,6 +49,8 @@ class Audit:
     """Of the undisturbed run."""
     is_exact: bool = False
     """The runs are of ``train.exact``."""
+    arrays: tuple[str, ...] = ()
+    """Of exact runs: parameters and moments after the last step that differ."""
 
     @property
     def recovered(self) -> int:
@@ -63,12 +66,13 @@ class Audit:
     def is_one_run(self) -> bool:
         """Whether the run went on after every fault, with its samples, and with losses that differ
         by less than :data:`FAR` in few steps, and by less than :data:`CLOSE` in all others; an
-        exact run must have the same bits."""
+        exact run must have the same bits, also of its last state."""
         far, most = (0.0, 0.0) if self.is_exact else (FAR, max(1, MOST_FAR * self.steps))
         near = all(abs(difference) < far for _, difference in self.losses)
         return (
             near
             and len(self.losses) <= most
+            and not self.arrays
             and self.samples_exact
             and self.recovered == len(self.faults)
         )
@@ -77,6 +81,17 @@ class Audit:
     def losses_exact(self) -> bool:
         """Whether every step's loss is that of the undisturbed run, up to :data:`CLOSE`."""
         return not self.losses
+
+
+def arrays_that_differ(root: ckpt.Location, other: ckpt.Location, step: int) -> list[str]:
+    """The parameters, buffers and moments of two checkpoints of a step that differ in any bit.
+
+    Random states are left out: they are of ranks. Raises CheckpointError where a checkpoint is
+    missing or damaged.
+    """
+    one, two = ckpt.read_manifest(root, step), ckpt.read_manifest(other, step)
+    found = ckpt.compare(root, one, other, two)
+    return [a.name for a in found if a.what != "alike" and not a.name.startswith("rng/")]
 
 
 def audit(

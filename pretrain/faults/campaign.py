@@ -10,12 +10,12 @@ import json
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pretrain.errors import InputError
-from pretrain.faults.audit import Audit, audit
+from pretrain.faults.audit import Audit, arrays_that_differ, audit
 from pretrain.faults.machines import Machines, closing
 from pretrain.observe import StepCommitted, last_event, read_log
 from pretrain.spec import JobSpec
@@ -99,13 +99,17 @@ def run_campaign(
     say(f"the run under {len(faults)} faults")
     disturbed = _Launch(spec, folder / "faults", faults, machines, limit_seconds)
     disturbed.run(say)
-    return audit(
+    found = audit(
         read_log(disturbed.log).lines,
         read_log(calm.log).lines,
         disturbed.machines_lost,
         disturbed.ended,
         is_exact=spec.train.exact,
     )
+    if not spec.train.exact or not found.samples_exact:
+        return found
+    differ = arrays_that_differ(disturbed.checkpoints, calm.checkpoints, spec.train.steps)
+    return replace(found, arrays=tuple(differ))
 
 
 class _Launch:
@@ -122,6 +126,7 @@ class _Launch:
         self.folder, self.machines, self.limit_seconds = folder, machines, limit_seconds
         folder.mkdir(parents=True)
         self.log = folder / "run" / "log.jsonl"
+        self.checkpoints = folder / "run" / "checkpoints"
         sections = spec.as_dict()
         sections |= {"run_dir": str(folder / "run"), "elastic": {"enabled": True}}
         sections["inject"] = [f.table() for f in faults if f.kind != "machine_lost"]

@@ -29,6 +29,7 @@ from pretrain.observe.rank_events import (
     CorruptionFound,
     DeviceProblem,
     DevicesSampled,
+    Digested,
     FaultInjected,
     HealthAction,
     HealthSignal,
@@ -356,6 +357,7 @@ EVENTS: dict[str, type[Event]] = {
         StragglerEnded, MicroBatchesPlanned, StragglerGain, HealthSignal, HealthAction,
         FaultInjected, Launched, RankLost, RunFailed, LedgerSummed, Verified, CorruptionFound,
         RankStuck, RankMoves, RankLossOdd, DeviceProblem, DevicesSampled, DataFetched,
+        Digested,
     )
 }  # fmt: skip
 """Every event by its name in the log."""

@@ -146,6 +146,23 @@ class Verified(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Digested(Event):
+    """Digests of a committed step with ``train.exact``: 64 bits each, as 16 hexadecimal digits, and
+    equal on every layout.
+
+    A tensor is in two of them: by its layer, and by its name within the layer.
+    """
+
+    name: ClassVar[str] = "digest"
+    gradient_layers: dict[str, str]
+    """Of the summed gradients, before clipping."""
+    gradient_tensors: dict[str, str]
+    parameter_layers: dict[str, str]
+    """Of the parameters after the update."""
+    parameter_tensors: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class CorruptionFound(Event):
     """A check of ``[verify]`` found numbers that must be equal and are not."""
 

@@ -9,6 +9,7 @@ from pretrain.runtime.launcher import (
     stop_torchrun,
     torchrun_process,
 )
+from pretrain.runtime.local_ranks import run_local_ranks
 from pretrain.runtime.locks import lock_folder, lock_run
 from pretrain.runtime.memory import keep_freed_memory, peak_memory_bytes
 from pretrain.runtime.notices import NoticeFile, TimeLimit, slurm_end
@@ -43,6 +44,7 @@ __all__ = [
     "peak_memory_bytes",
     "process_start",
     "rank_device",
+    "run_local_ranks",
     "slurm_end",
     "start",
     "starts_again_without_machine",

@@ -14,8 +14,9 @@ from enum import Enum
 
 import torch
 
-from parallel import all_gather_rows
+from parallel import all_gather_rows, grad_square_sum
 from pretrain.health import Signal, Verdict
+from pretrain.job import Job
 from pretrain.parallelize import RoutingStats
 
 
@@ -48,6 +49,14 @@ class Report:
     data_checksum: float = 0.0
     """Of the sequences that this rank brought to the step, see
     :func:`pretrain.data.data_checksum`; 0 on all but one of the ranks that read the same."""
+
+
+def square_sum_of(job: Job) -> float:
+    """This rank's share of the squared gradient norm: of an exact sum rank 0 has all."""
+    if job.parallel_model.exact is None:
+        return float(grad_square_sum(job.model, job.dims))
+    square = float(job.parallel_model.exact.square_sum(job.model, job.dims))
+    return square if job.runtime.rank == 0 else 0.0
 
 
 class Action(Enum):

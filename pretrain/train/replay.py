@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,27 +11,86 @@ import ckpt
 from pretrain.checkpoint import Checkpointer, load_step, saved_spec
 from pretrain.errors import InputError
 from pretrain.job import build_job
-from pretrain.observe import StepCommitted, read_log, read_status
+from pretrain.observe import Digested, Event, Events, StepCommitted, read_log, read_status
 from pretrain.runtime import start
 from pretrain.spec import JobSpec, resolve_spec
 from pretrain.train.barrier import Action
 from pretrain.train.trainer import Trainer
+
+_FEW = 3
+"""Names that fit into a line."""
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """What a log has of a committed step."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    next_sample: int
+    data_checksum: int | None = None
+    """Of the samples; None in older logs."""
+    digest: Digested | None = None
+    """Of an exact run."""
+
+    def difference(self, other: RecordedStep) -> str:
+        """What differs first, for people; empty where all bits are equal."""
+        sums = {self.data_checksum, other.data_checksum} - {None}
+        if self.next_sample != other.next_sample or len(sums) > 1:
+            return "the samples differ"
+        layers, tensors = _differing(self.digest, other.digest, "gradient")
+        if self.loss != other.loss:
+            return "the loss differs: the forward has computed other numbers"
+        if layers:
+            # The backward goes from the last layer to the first one.
+            return f"the gradient of {_names(layers[::-1], tensors)} differs"
+        if self.grad_norm != other.grad_norm:
+            return "the gradient norm differs"
+        layers, tensors = _differing(self.digest, other.digest, "parameter")
+        if layers:
+            return f"the updated parameter {_names(layers, tensors)} differs"
+        return ""
+
+
+def _differing(a: Digested | None, b: Digested | None, what: str) -> tuple[list[str], list[str]]:
+    """The layers, and the names within layers, in the order of the model."""
+    if a is None or b is None:
+        return [], []
+    one, two = asdict(a), asdict(b)
+    fields = one[f"{what}_layers"], one[f"{what}_tensors"]
+    others = two[f"{what}_layers"], two[f"{what}_tensors"]
+    layers, tensors = (
+        [name for name, value in each.items() if value != of.get(name)]
+        for each, of in zip(fields, others, strict=True)
+    )
+    return layers, tensors
+
+
+def _names(layers: list[str], tensors: list[str]) -> str:
+    """The first of the layers with the tensors, and how many more layers there are."""
+    first = layers[0]
+    if first in tensors:
+        named = first
+    else:
+        within = [name for name in tensors if name not in layers]
+        rest = f" and {len(within) - _FEW} more" if len(within) > _FEW else ""
+        named = f"layer {first} ({', '.join(within[:_FEW])}{rest})"
+    more = len(layers) - 1
+    return f"{named}, and of {more} other layers," if more else named
 
 
 @dataclass(frozen=True)
 class ReplayedStep:
     """One step, as it is now and as the log has it."""
 
-    step: int
-    loss: float
-    grad_norm: float
-    logged_loss: float
-    logged_grad_norm: float
+    now: RecordedStep
+    logged: RecordedStep
+    difference: str = field(init=False)
+    """What differs first, for people; empty where all bits are equal."""
 
-    @property
-    def is_equal(self) -> bool:
-        """Whether loss and gradient norm have the bits of the log."""
-        return (self.loss, self.grad_norm) == (self.logged_loss, self.logged_grad_norm)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "difference", self.now.difference(self.logged))
 
 
 class _NoCheckpoints:
@@ -60,14 +119,12 @@ def replay(
     Raises InputError where the run has no such step in its log, no checkpoint before the step, or
     was not the same on these ranks.
     """
-    logged = _logged_steps(run_dir)
+    logged = recorded_steps(run_dir)
     if step not in logged:
         raise InputError(
             f"step ({step}) must be in {run_dir / 'log.jsonl'}, which has {_known(logged)}"
         )
-    root = read_status(run_dir).checkpoint_path
-    if root is None:
-        raise InputError(f"RUN_DIR ({run_dir}) has no checkpoints to begin from")
+    root = checkpoints_of(run_dir)
     before = [each for each in ckpt.committed_steps(root) if each < step]
     if not before:
         raise InputError(f"{root} must have a checkpoint of before step {step} to begin from")
@@ -75,7 +132,8 @@ def replay(
     spec = _spec_of(saved_spec(manifest), overrides)
     runtime = start(spec.train.timeout_seconds)
     try:
-        job = build_job(spec, runtime)
+        events: list[Event] = []
+        job = build_job(spec, runtime, Events(events.append))
         progress = load_step(job, root, manifest)
         trainer = Trainer(job, progress, cast(Checkpointer, _NoCheckpoints()))
         found = []
@@ -84,29 +142,45 @@ def replay(
             if decision.action is not Action.COMMIT:
                 at = trainer.progress.step + 1
                 raise InputError(f"step {at} is not committed in the replay: {decision.why}")
-            record = logged[trainer.progress.step]
-            found.append(
-                ReplayedStep(
-                    record.step, decision.loss, decision.grad_norm, record.loss, record.grad_norm
-                )
-            )
+            now = _recorded(events)[trainer.progress.step]
+            events.clear()
+            found.append(ReplayedStep(now, logged[now.step]))
             seen(found[-1])
         return found
     finally:
         runtime.close()
 
 
-def _logged_steps(run_dir: Path) -> dict[int, StepCommitted]:
-    """Each step as it was taken last."""
+def checkpoints_of(run_dir: Path) -> str:
+    """Where the checkpoints of a run are. Raises InputError where none are known."""
+    root = read_status(run_dir).checkpoint_path
+    if root is None:
+        raise InputError(f"RUN_DIR ({run_dir}) has no checkpoints to begin from")
+    return root
+
+
+def recorded_steps(run_dir: Path) -> dict[int, RecordedStep]:
+    """Each step of a run's log as it was taken last. Raises InputError where there is no log."""
     path = run_dir / "log.jsonl"
     try:
         events = read_log(path).events
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    return {event.step: event for event in events if isinstance(event, StepCommitted)}
+    return _recorded(events)
 
 
-def _known(logged: dict[int, StepCommitted]) -> str:
+def _recorded(events: Sequence[Event]) -> dict[int, RecordedStep]:
+    digests = {event.step: event for event in events if isinstance(event, Digested)}
+    return {
+        e.step: RecordedStep(
+            e.step, e.loss, e.grad_norm, e.consumed_samples, e.data_checksum, digests.get(e.step)
+        )
+        for e in events
+        if isinstance(e, StepCommitted)
+    }
+
+
+def _known(logged: dict[int, RecordedStep]) -> str:
     return f"steps {min(logged)} to {max(logged)}" if logged else "no steps"
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from parallel import CollectiveKind, CommStats, grad_square_sum, scale_gradients
+from parallel import CollectiveKind, CommStats, scale_gradients
 from pretrain.checkpoint import Checkpointer
 from pretrain.data import Cursor, Loader, data_checksum
 from pretrain.faults import Faults
@@ -21,14 +21,22 @@ from pretrain.parallelize import RoutingStats, StepResult
 from pretrain.runtime import StopCause, StopRequest
 from pretrain.spec import learning_rate
 from pretrain.state import Progress, rng_states, set_rng_states
-from pretrain.train.barrier import Action, Decision, Report, bad_layer, decide, exchange
+from pretrain.train.barrier import (
+    Action,
+    Decision,
+    Report,
+    bad_layer,
+    decide,
+    exchange,
+    square_sum_of,
+)
 from pretrain.train.data_fetches import publish_fetches
 from pretrain.train.detection import LossWatch
+from pretrain.train.digests import StepDigests
 from pretrain.train.evaluate import evaluate
 from pretrain.train.health_watch import HealthWatch
 from pretrain.train.interval_stats import (
     IntervalStats,
-    bad_layer,
     is_communication_timed,
     seconds_and_bytes,
 )
@@ -60,6 +68,7 @@ class Trainer:
         self.profiler = profiler or StepProfiler.of_job(job, None)
         self.faults, self.watch = faults or Faults(), HealthWatch(job)
         self.verifier = Verifier(job, checkpointer)
+        self.digests = StepDigests(job)
         self.progress = self.verifier.begin(progress)
         spec, runtime = job.spec, job.runtime
         self.flops_per_token = forward_flops(spec.model, spec.moe, spec.data.seq_len).training
@@ -139,6 +148,7 @@ class Trainer:
         if job.compressed is not None:
             job.compressed.reduce(scale or 1.0)
         self.faults.gradients(job.model)
+        self.digests.see_gradients()
         self._beat("barrier")
         report = self._report(
             result, batches, began=began, waited=waited, stop_requested=stop_requested
@@ -151,6 +161,7 @@ class Trainer:
         replanned = False
         if decision.action is Action.COMMIT:
             self._commit(decision, cursor, planned)
+            self.digests.see_parameters()
             self.interval.add_reports(reports)
             if result.routing is not None:
                 replanned = self._balance(result.routing, reports)
@@ -165,6 +176,7 @@ class Trainer:
             return decision
         self.interval.micro_batches = len(batches)
         self._publish_commit(decision, planned, seconds, waited, traffic)
+        self.verifier.compare_digests(self.digests.publish(self.progress.step), self.progress)
         if replanned and job.balance is not None:
             # After its step's event: a plan holds from the next step on, and a replay reads it so.
             job.events.publish(
@@ -210,7 +222,7 @@ class Trainer:
         return Report(
             loss_sum=float(result.loss_sum),
             target_tokens=result.target_tokens,
-            grad_square_sum=self._grad_square_sum() / scale**2,
+            grad_square_sum=square_sum_of(self.job) / scale**2,
             stop_requested=stop_requested,
             save_requested=self.checkpointer.requested,
             step_seconds=time.perf_counter() - began,
@@ -221,14 +233,6 @@ class Trainer:
             bad_layer=bad_layer(self.job.moe_layers, result.routing),
             data_checksum=data_checksum(batches) if self.job.dims.reads_first else 0.0,
         )
-
-    def _grad_square_sum(self) -> float:
-        """This rank's share of the squared norm: of an exact sum rank 0 has all."""
-        job = self.job
-        if job.parallel_model.exact is None:
-            return float(grad_square_sum(job.model, job.dims))
-        square = float(job.parallel_model.exact.square_sum(job.model, job.dims))
-        return square if job.runtime.rank == 0 else 0.0
 
     def _commit(self, decision: Decision, cursor: Cursor, planned: int) -> None:
         job, clip = self.job, self.job.spec.optimizer.clip_norm

@@ -10,13 +10,13 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from cluster.members import EXCLUDE_LIST
-from parallel import all_gather_rows, digest, gradients_seen, local_shard
+from parallel import Topology, all_gather_rows, digest, gradients_seen, local_shard
 from parallel.layout import count_ranks, name_ranks
 from pretrain.checkpoint import Checkpointer, leave_verified
 from pretrain.data import Cursor, Loader
@@ -53,8 +53,9 @@ class Verifier:
         self.job, self.checkpointer, self.config = job, checkpointer, job.spec.verify
         t = job.topology
         self.replicas, self.ranks_per_replica = t.dp_replicate, t.dp_shard * t.cp * t.tp
-        compares = self.replicas > 1 and self.config.parameters_interval_steps != 0
-        self.is_on = bool(compares or self.config.gradients_interval_steps)
+        self.rotation = _Rotation.of_job(job)
+        """How ranks compute micro-batches of others, where replicas do not."""
+        self.judged = t if self.rotation is None else self.rotation.topology
         self.machines = job.machines
         self._tally: _Tally | None = None
         """Of the step's own gradients, in a step with a check."""
@@ -80,12 +81,13 @@ class Verifier:
         began = time.perf_counter()
         self._read, self._scale = read, progress.loss_scale
         device, group = self.job.runtime.device, self.job.dims.replicate_mesh.get_group()
-        self._random = {
-            name: all_gather_rows(state.to(device), group, "dp").cpu()
-            for name, state in rng_states(device).items()
-        }
-        self._first = self._pass(1 if self.replicas > 1 else 0)
-        self._tally = _Tally(self.job)
+        if self.rotation is None:
+            self._random = {
+                name: all_gather_rows(state.to(device), group, "dp").cpu()
+                for name, state in rng_states(device).items()
+            }
+        self._first = self._pass(self._shift)
+        self._tally = _Tally(self.job, self.rotation)
         self._seconds = time.perf_counter() - began
 
     @contextmanager
@@ -109,10 +111,10 @@ class Verifier:
         assert self._first is not None
         own, first = self._tally.row(), self._first
         both = all_gather_rows(torch.cat([own, first])).cpu().tolist()
-        n, topology = len(own), self.job.topology
+        n, topology = len(own), self.judged
         passes = [
             GradientPass(0, [row[:n] for row in both]),
-            GradientPass(1 if self.replicas > 1 else 0, [row[n:] for row in both]),
+            GradientPass(self._shift, [row[n:] for row in both]),
         ]
         self._tally = None
         if gradients_agree(passes, topology):
@@ -155,19 +157,37 @@ class Verifier:
         else:
             self._act("parameters", finding, progress)
 
+    def compare_digests(self, rows: list[list[int]], progress: Progress) -> None:
+        """Compare what :class:`StepDigests` has exchanged: gradients and parameters of replicas.
+
+        Raises CorruptionError as :meth:`compare_parameters` does.
+        """
+        if rows and self.replicas > 1 and self.config.parameters_interval_steps != 0:
+            finding = judge_states(rows, self.job.topology)
+            if finding is not None:
+                self._act("parameters", finding, progress)
+
     def _publish_verified(self, kind: str, step: int, seconds: float) -> None:
         self.job.events.publish(Verified(step=step, kind=kind, seconds=seconds))
 
+    @property
+    def _shift(self) -> int:
+        """Of the check's own pass."""
+        return 1 if self.judged.dp_replicate > 1 else 0
+
     def _pass(self, shift: int) -> Tensor:
         """Digests of the gradients that this rank computes with the micro-batches of its replica
-        plus ``shift``; nothing else is changed."""
+        plus ``shift``, or under a rotation with one of them; nothing else is changed."""
         job, device, read = self.job, self.job.runtime.device, self._read
         assert read is not None
         rank, t = job.runtime.rank, job.topology
         replica = rank // self.ranks_per_replica % self.replicas
         other = (replica + shift) % self.replicas
         loader = copy.copy(job.loader)
-        loader.dp_rank = (loader.dp_rank + (other - replica) * t.dp_shard) % loader.dp_size
+        ahead = (other - replica) * t.dp_shard
+        if self.rotation is not None:
+            ahead = shift * self.rotation.stride
+        loader.dp_rank = (loader.dp_rank + ahead) % loader.dp_size
         parameters = list(job.model.parameters())
         gradients, random = [p.grad for p in parameters], rng_states(device)
         with ExitStack() as after:
@@ -176,13 +196,16 @@ class Verifier:
                 parameter.grad = None
             # Copies: torch crashes on a state that is a part of a larger tensor.
             states = {name: rows[other].clone() for name, rows in self._random.items()}
-            set_rng_states(states, device)
+            if states:
+                set_rng_states(states, device)
             if job.balance is not None:
                 stands_for = rank + (other - replica) * self.ranks_per_replica
                 job.balance.apply(job.routers, stands_for)
             batches, _, planned = read(loader)
-            tally = _Tally(job)
+            tally = _Tally(job, self.rotation)
             with tally.seeing(sum_replicas=False):
+                if self.rotation is not None:
+                    batches = batches[:1]
                 job.forward_backward(batches, planned, self._scale)
             return tally.row()
 
@@ -249,11 +272,38 @@ class Verifier:
         )
 
 
-class _Tally:
-    """The digests of this rank's gradients in one pass."""
+@dataclass(frozen=True)
+class _Rotation:
+    """How ranks of an exact run compute micro-batches of others: rank r those of rank r + stride.
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    Exact sums give a micro-batch's gradient the same bits on every rank, so that no replicas are
+    needed, and one micro-batch of a rank is enough. A stride of ``ep`` gives each expert group the
+    micro-batches of another group, and each rank the rows that its place in that group had. In a
+    single expert group experts' gradients are left out: a rank's experts have rows of all ranks.
+    """
+
+    stride: int
+    topology: Topology
+    """One in which the ranks that are compared are replicas."""
+    experts: bool
+
+    @classmethod
+    def of_job(cls, job: Job) -> _Rotation | None:
+        t = job.topology
+        if job.parallel_model.exact is None or t.dp_shard == 1 or t.pp > 1:
+            return None
+        dp = t.dp_replicate * t.dp_shard
+        stride = t.ep if dp > t.ep else 1
+        alike = Topology(dp_replicate=dp // stride, dp_shard=stride)
+        return cls(stride, alike, experts=dp > t.ep)
+
+
+class _Tally:
+    """The digests of this rank's gradients in one pass; under a rotation those of the first
+    micro-batch, before any sum over ranks."""
+
+    def __init__(self, job: Job, rotation: _Rotation | None) -> None:
+        self.job, self.rotation = job, rotation
         self.summed_by_fsdp = job.topology.dp_replicate > 1 and job.compressed is None
         self._within: list[Tensor] = []
         self._over: list[Tensor] = []
@@ -269,6 +319,8 @@ class _Tally:
                         within=lambda one: self._within.append(digest([one])),
                         over=lambda one: self._over.append(digest([one])),
                         sum_replicas=sum_replicas,
+                        first_unit=self.rotation is not None,
+                        experts=self.rotation is None or self.rotation.experts,
                     )
                 )
             yield
@@ -279,7 +331,9 @@ class _Tally:
         Must be called before gradients are changed.
         """
         over = self._over
-        if not self.summed_by_fsdp:
+        if self.rotation is not None:
+            over = []
+        elif not self.summed_by_fsdp:
             found = (p.grad for p in self.job.model.parameters())
             over = [digest([local_shard(one)]) for one in found if one is not None]
         device = self.job.runtime.device

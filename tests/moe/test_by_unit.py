@@ -16,7 +16,7 @@ from parallel.exact import UnitLimit
 from parallel.unit_sums import UnitSums
 from router import RouterConfig, TopKRouter
 
-E, K, D, F = 4, 2, 50, 45  # an expert's matrices do not begin at a cache line's start
+E, K, D, F = 4, 2, 51, 45  # an expert's matrices do not begin at a cache line's start
 
 
 class Unit(NamedTuple):
@@ -62,7 +62,8 @@ def compute(experts: GroupedExperts, units: list[Unit], backend: str, here: rang
     x, indices, weights, dy = (torch.cat(parts) for parts in zip(*units, strict=True))
     x.requires_grad_(), weights.requires_grad_()
     rows = rows_of(x, indices, weights, here, rows_per_unit=[len(unit.x) for unit in units])
-    local = experts.local_weights().map(lambda p: p[here.start : here.stop])
+    # Copies, as a rank has the experts that are its own: they begin elsewhere in memory.
+    local = experts.local_weights().map(lambda p: p[here.start : here.stop].clone())
     y = experts_by_unit(rows, local, "swiglu", backend, sums)
     y.backward(dy)
     totals = sums.take() or [torch.zeros(p.shape, dtype=torch.int64) for p in experts.parameters()]
@@ -94,10 +95,29 @@ def test_a_call_has_the_bits_of_a_call_for_each_unit(
     assert_equal(compute(experts, units, backend, range(E)), apart)
 
 
+def test_the_threads_of_a_product_do_not_depend_on_the_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With few rows a product in several threads has other bits than in one."""
+    experts, units = make_experts(bias=True), make_units(list(range(2, 20)))
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        found = []
+        for workers in (1, 2, 4):
+            monkeypatch.setattr(packed_by_unit, "num_workers", lambda *_, n=workers: n)
+            found.append(compute(experts, units, "packed", range(E)))
+        assert_equal(found[1], found[0])
+        assert_equal(found[2], found[0])
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("backend", ["packed", "loop"])
-def test_an_expert_has_the_same_bits_wherever_it_is(backend: str) -> None:
-    """With few rows a product depends on where in memory its matrix begins."""
-    experts, units = make_experts(bias=False), make_units([1, 2, 3, 9])
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_expert_has_the_same_bits_wherever_it_is(backend: str, bias: bool) -> None:
+    """With few rows a product depends on where in memory its matrix or its vector begins."""
+    experts, units = make_experts(bias), make_units([1, 2, 3, 9, 1, 17])
     everywhere = compute(experts, units, backend, range(E))
     for expert in range(E):
         alone = compute(experts, units, backend, range(expert, expert + 1))

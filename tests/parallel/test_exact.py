@@ -19,6 +19,7 @@ from parallel.exact import (
     square_parts,
     to_fixed_,
 )
+from parallel.tensor_digest import placed_digest
 
 QUANTUM = 2.0**-FRACTION_BITS
 
@@ -159,3 +160,37 @@ def test_losses_sum_to_the_same_bits(losses: list[float], random: object) -> Non
     random.shuffle(on_grid)  # type: ignore[attr-defined]
     assert sum(on_grid) == total
     assert abs(float(total) - math.fsum(losses)) <= len(losses) * 2**-21
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(1, 9), max_size=3),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int64]),
+    st.data(),
+)
+def test_digests_of_slices_sum_to_that_of_the_array(
+    shape: list[int], dtype: torch.dtype, data: st.DataObject
+) -> None:
+    generator = torch.Generator().manual_seed(len(shape))
+    x = torch.randint(-1000, 1000, shape, generator=generator).to(dtype)
+    whole = tuple((0, size) for size in shape)
+    boxes = [whole]
+    for dim in range(len(shape)):
+        cut = data.draw(st.integers(0, shape[dim]))
+        ends = ((0, cut), (cut, shape[dim]))
+        boxes = [(*box[:dim], end, *box[dim + 1 :]) for box in boxes for end in ends]
+    parts = [placed_digest(x[tuple(slice(*end) for end in box)], box) for box in boxes]
+    assert sum(parts, torch.tensor(0)) == placed_digest(x, whole)
+
+
+def test_a_placed_digest_sees_values_and_places() -> None:
+    x = torch.randn(5, 4, 3, generator=torch.Generator().manual_seed(2))
+    box = ((0, 5), (0, 4), (0, 3))
+    known = {int(placed_digest(x, box)), int(placed_digest(x, ((1, 6), *box[1:])))}
+    for dim in range(3):
+        known.add(int(placed_digest(x.flip(dim), box)))
+    for bit in range(32):
+        other = x.clone()
+        other.view(torch.int32)[4, 2, 1] ^= 1 << bit if bit < 31 else -(1 << 31)
+        known.add(int(placed_digest(other, box)))
+    assert len(known) == 2 + 3 + 32

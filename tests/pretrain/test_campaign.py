@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from pretrain.commands import main
+from pretrain.commands.chaos import chaos_table
 from pretrain.commands.pretrain import main as pretrain
 from pretrain.errors import InputError
 from pretrain.faults import audit, draw_faults
@@ -169,6 +170,43 @@ def test_a_short_campaign_on_two_machines_is_exact(tmp_path):
     assert found.samples_exact, found.samples_problem
     assert found.losses_exact, found.losses
     assert found.ledger_error < 0.01
+
+
+def test_a_last_state_that_differs_is_no_exact_run():
+    found = audit(CALM, CALM, is_exact=True)
+    assert found.is_one_run
+    stale = replace(found, arrays=("optimizer/exp_avg/head/weight",))
+    assert not stale.is_one_run
+    assert "differs in optimizer/exp_avg/head/weight" in chaos_table(stale)
+    assert "parameters and moments of the undisturbed run, bit for bit" in chaos_table(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_campaign_of_an_exact_run_has_equal_bits(tmp_path, capsys):
+    """Machines are lost, and the run goes on with one rank or two: samples, losses, norms,
+    parameters and moments are those of the undisturbed run."""
+    job = prepare_job(tmp_path / "job")
+    spec = write_spec(
+        tmp_path,
+        data=data_of(job),
+        moe={"top_k": 3, "num_experts": 8},
+        parallel={"ep": 2},
+        batch={"global_batch_size": BATCH, "micro_batch_size": 1},
+        train={"steps": 20, "timeout_seconds": 10.0},
+        checkpoint={"interval_steps": 2},
+    )
+    arguments = [str(spec), str(tmp_path / "out"), "--faults", "3", "--machines", "2",
+                 "--seed", "7", "--set", "train.exact=true"]  # fmt: skip
+    code = main("chaos", [*arguments, "--json", str(tmp_path / "chaos.json")])
+    said = capsys.readouterr().out
+    found = json.loads((tmp_path / "chaos.json").read_text())
+    assert (found["faults"], found["recovered"]) == (3, 3), said
+    assert {"machine_lost", "kill"} <= {one["kind"] for one in found["recoveries"]}, said
+    assert found["exact"], said
+    assert (found["losses_exact"], found["samples_exact"]) == (True, True), said
+    assert found["losses"] == found["arrays_that_differ"] == []
+    assert code == 0
 
 
 @pytest.mark.slow

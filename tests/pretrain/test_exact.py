@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import ckpt
+from parallel import exact
 from pretrain.checkpoint.compatible import check_resumable
 from pretrain.checkpoint.resume import restore
 from pretrain.commands import main
@@ -71,6 +72,23 @@ def test_a_layout_has_the_bits_of_one_process(
     assert bits_that_differ(trained, expected) == []
 
 
+def use_coarse_grid() -> None:
+    """Round gradients so that a sum that is rounded, in the place of its parts, has other bits."""
+    exact.FRACTION_BITS = 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["pp=2 zbv", "dp_shard=2,ep=2"])
+def test_every_micro_batch_is_rounded_by_itself(
+    layout: str, data: dict[str, str], tmp_path: Path
+) -> None:
+    """In bfloat16 FSDP has the gradients of a pipeline's stages too."""
+    sections: dict[str, Any] = {"precision": {"compute": "bfloat16"}}
+    expected = train(exact_spec(tmp_path / "alone", data, "", **sections), 2, first=use_coarse_grid)
+    spec = exact_spec(tmp_path / "laid out", data, layout, **sections)
+    assert bits_that_differ(train(spec, 2, first=use_coarse_grid), expected) == []
+
+
 @pytest.mark.slow
 def test_tied_embeddings_have_the_bits_of_one_process(
     alone: Alone, data: dict[str, str], tmp_path: Path
@@ -108,14 +126,16 @@ def test_a_history_of_resizes_has_the_bits_of_one_process(
     sections = {**copy.deepcopy(BY_THREE), "eval": {"interval_steps": 0}}
     expected = train(exact_spec(tmp_path / "alone", data, "", **sections), 60)
     history = ["", "dp_shard=4,ep=2", "dp_shard=3,ep=3", "pp=2", "dp_replicate=2,dp_shard=2,ep=2"]
-    losses, norms = [], []
+    losses, norms, digests = [], [], []
     for layout in history:
         last = train(exact_spec(tmp_path / "resized", data, layout, **sections), 12, save_at=12)
         losses += last.losses
         norms += last.norms
+        digests += last.digests
     assert losses == expected.losses
     assert norms == expected.norms
-    state = Trained(losses, norms, expected.gradients, last.state, {}, [], last.progress)
+    state = Trained(losses, norms, expected.gradients, last.state, {}, [], last.progress,
+                    digests)  # fmt: skip
     assert bits_that_differ(state, expected) == []
 
 

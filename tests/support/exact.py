@@ -46,6 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "experts choose": {"moe": {"routing": "expert_choice", "expert_bias": False}},
     "sinkhorn": {"moe": {"routing": "sinkhorn", "expert_bias": False}},
     "bfloat16": {"precision": {"compute": "bfloat16"}, "moe": {"top_k": 3}},
+    "bfloat16, top_k 2": {"precision": {"compute": "bfloat16"}},
 }  # fmt: skip
 LAYOUTS = [
     "pp=2", "dp_shard=2", "dp_replicate=2", "dp_shard=2,ep=2", "dp_shard=3,ep=3",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -18,6 +19,7 @@ from parallel.layout import Box, box_shape
 from pretrain.checkpoint.resume import restore
 from pretrain.job import Job, build_job
 from pretrain.model.decoder import meta_decoder
+from pretrain.observe import Digested, Events
 from pretrain.parallelize.decoder import decoder_layouts
 from pretrain.parallelize.stages import stage_layers
 from pretrain.runtime.ranks import start
@@ -50,6 +52,8 @@ class Trained:
     attempts: list[Attempt]
     """Steps that were skipped too."""
     progress: Progress
+    digests: list[Digested] = field(default_factory=list)
+    """Of an exact run, of every step."""
 
 
 class Attempt(NamedTuple):
@@ -79,19 +83,25 @@ def topology_of(layout: str) -> Topology:
     return parse_topology(layout.partition(" ")[0])
 
 
-def train(spec: JobSpec, steps: int, save_at: int = 0, loss_scale: float | None = None) -> Trained:
+def train(
+    spec: JobSpec,
+    steps: int,
+    save_at: int = 0,
+    loss_scale: float | None = None,
+    first: Callable[[], None] = int,
+) -> Trained:
     """``steps`` committed steps on as many ranks as the spec's layout has, from its newest
     checkpoint; with ``save_at``, one is taken after so many of them, and with ``loss_scale`` the
-    loss is scaled, whatever the precision."""
-    run = partial(_on_rank, spec, steps, save_at, loss_scale)
+    loss is scaled, whatever the precision. Every rank calls ``first`` before anything else."""
+    run = partial(_on_rank, spec, steps, save_at, loss_scale, first)
     results = run_ranks(run, _world(spec), group=False)
     figures = [result[0] for result in results]
     assert all(each == figures[0] for each in figures), "ranks know different losses"
     losses, norms = (list(values) for values in zip(*figures[0], strict=True))
     states = (whole([result[i] for result in results]) for i in (1, 2, 3))
-    attempts, progress = results[0][4:]
+    attempts, progress, digests = results[0][4:]
     assert all(result[4] == attempts for result in results), "ranks decide differently"
-    return Trained(losses, norms, *states, attempts, progress)
+    return Trained(losses, norms, *states, attempts, progress, digests)
 
 
 def _world(spec: JobSpec) -> int:
@@ -100,12 +110,19 @@ def _world(spec: JobSpec) -> int:
 
 
 def _on_rank(
-    spec: JobSpec, steps: int, save_at: int, loss_scale: float | None, rank: int
-) -> tuple[list[tuple[float, float]], Slices, Slices, Slices, list[Attempt], Progress]:
+    spec: JobSpec,
+    steps: int,
+    save_at: int,
+    loss_scale: float | None,
+    first: Callable[[], None],
+    rank: int,
+) -> tuple[Any, ...]:
+    first()
     if spec.train.compile:
         warnings.simplefilter("default")  # torch warns of itself while it compiles
     runtime = start(spec.train.timeout_seconds)
-    job = build_job(spec, runtime)
+    published: list[Any] = []
+    job = build_job(spec, runtime, Events(published.append))
     progress = restore(job)
     if loss_scale is not None:
         progress = replace(progress, loss_scale=loss_scale)
@@ -133,7 +150,8 @@ def _on_rank(
             saved = _state(job)
     state = _state(job)
     runtime.close()
-    return figures, gradients, state, saved, attempts, training.progress
+    digests = [event for event in published if isinstance(event, Digested)]
+    return figures, gradients, state, saved, attempts, training.progress, digests
 
 
 def _state(job: Job) -> Slices:
@@ -229,7 +247,7 @@ def bits_that_differ(trained: Trained, alone: Trained) -> list[str]:
     """What of a run has other bits than one process: figures, gradients, parameters, moments."""
     found = [
         f"{what} {getattr(trained, what)}, alone {getattr(alone, what)}"
-        for what in ("losses", "norms")
+        for what in ("losses", "norms", "digests")
         if getattr(trained, what) != getattr(alone, what)
     ]
     for what in ("gradients", "state"):
