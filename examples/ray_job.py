@@ -141,6 +141,8 @@ JOB = json.loads(r"""
    "stages": [],
    "validation": {},
    "seq_len": 256,
+   "cache_dir": "",
+   "cache_gib": 256.0,
    "shard_tokens": 67108864,
    "tokenizer_bytes": 67108864,
    "tokenizer": null,
@@ -160,7 +162,8 @@ JOB = json.loads(r"""
   "batch": {
    "global_batch_size": 256,
    "micro_batch_size": 4,
-   "batch_size_rampup": null
+   "batch_size_rampup": null,
+   "stages": []
   },
   "train": {
    "steps": 240,
