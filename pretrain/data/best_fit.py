@@ -25,7 +25,8 @@ from pretrain.data.manifest import CorpusManifest, Shard
 from pretrain.data.sequences import Indices, ShardFiles, by_shard
 from pretrain.errors import InputError
 
-PACKING, PACKING_FOLDER = "packing.json", re.compile(r"best-fit-\d+")
+PACKING = "packing.json"
+PACKING_FOLDER = re.compile(r"best-fit-\d+")
 PIECE = np.dtype([("sequence", "<i8"), ("start", "<i8"), ("tokens", "<i8")])
 """A piece of a document: the sequence that has it, and where its tokens are in the shard. Sorted by
 sequence, and within a sequence by start."""

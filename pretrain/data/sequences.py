@@ -215,10 +215,6 @@ class PackedSequences:
             found[place, end:] = -1
         return found
 
-    def batch(self, indices: Indices) -> Tensor:
-        """See :func:`read_batch`."""
-        return read_batch(self, indices)
-
 
 class ConcatenatedSequences:
     """The sequences of several sources, numbered one source after another.
@@ -245,10 +241,6 @@ class ConcatenatedSequences:
             first = int(self._ends[number - 1]) if number else 0
             found[places] = self.each[number].read(wanted[places] - first)
         return found
-
-    def batch(self, indices: Indices) -> Tensor:
-        """See :func:`read_batch`."""
-        return read_batch(self, indices)
 
 
 class WithoutBoundaryTargets:

@@ -19,7 +19,7 @@ from pretrain.data.loader import Cursor, Loader, micro_batches
 from pretrain.data.manifest import open_corpus
 from pretrain.data.order import GlobalOrder
 from pretrain.data.prepare import prepare_corpus
-from pretrain.data.sequences import PackedSequences
+from pretrain.data.sequences import PackedSequences, read_batch
 from pretrain.data.tokenizer import bytes_per_token, end_of_document, load_tokenizer
 from pretrain.errors import InputError
 from tests.support.jobs import write_corpus
@@ -96,8 +96,8 @@ def test_each_training_token_is_in_one_sequence_and_targets_follow_inputs(prepar
             index += 1
         position += shard.tokens
     assert index == len(sequences)
-    assert sequences.batch([]).shape == (0, 33)
-    assert sequences.batch([3, 1]).shape == (2, 33)
+    assert read_batch(sequences, []).shape == (0, 33)
+    assert read_batch(sequences, [3, 1]).shape == (2, 33)
 
 
 def test_every_held_out_token_but_the_first_of_a_shard_is_a_target_once(prepared):

@@ -18,6 +18,7 @@ from moe import MoEConfig
 from parallel import Documents, apply_recompute, parse_topology
 from pretrain.checkpoint.resume import restore
 from pretrain.data.prepare import prepare_corpus
+from pretrain.data.sequences import read_batch
 from pretrain.data.tokenizer import end_of_document, load_tokenizer
 from pretrain.job import build_job
 from pretrain.model.decoder import Decoder, ModelConfig
@@ -239,7 +240,8 @@ def by_hand_on_rank(spec: JobSpec, rank: int) -> tuple[float, int, str]:
     end = end_of_document(tokenizer, spec.data.end_token)
     nats, tokens, documents = 0.0, 0, 0
     with torch.no_grad():
-        for sequence in job.held_out.batch(list(range(len(job.held_out)))):
+        held_out = job.held_out["corpus"]
+        for sequence in read_batch(held_out, range(len(held_out))):
             sequence = sequence[sequence >= 0]
             ends = (sequence[:-1] == end).nonzero().flatten() + 1
             bounds = [0, *ends.tolist(), len(sequence) - 1]
@@ -248,7 +250,7 @@ def by_hand_on_rank(spec: JobSpec, rank: int) -> tuple[float, int, str]:
                     logits = job.model(sequence[None, a:b]).logits
                     nats += float(next_token_loss(logits, sequence[None, a + 1 : b + 1]))
                     tokens, documents = tokens + b - a, documents + 1
-        assert documents > 2 * len(job.held_out)
+        assert documents > 2 * len(held_out)
         # The end token that an empty prompt stands for is of the document before.
         text: list[int] = []
         for _ in range(spec.sample.tokens):
