@@ -1,10 +1,16 @@
 """What scrapes of the metrics cost a training step.
 
     OMP_NUM_THREADS=1 python -m bench.scrapes [--quick] [--json FILE] [--samples N]
+                                              [--only answers|steps]
 
-One rank trains the tiny recipe with a batch of 2 sequences, on the first core. The process that
-answers scrapes, and a client that scrapes 1,000 times a second, are on the second core: with one
-core for all, a client's own work would be measured as a cost of training. Windows of 4 seconds
+``answers``: the processor time of the rank's thread that gives the metrics to the process that
+answers scrapes. However many scrapes there are, that process asks once a second, so this time is
+the share of a second that scrapes can take from training. The limit is no such time.
+
+``steps``: one rank trains the tiny recipe with a batch of 2 sequences, on the first core. The
+process that answers scrapes, and a client that scrapes 1,000 times a second, are on the second
+core: with one core for all, a client's own work would be measured as a cost of training. It needs a
+machine that does nothing else. Windows of 4 seconds
 without scrapes and with scrapes take turns, in random order within each turn; a step counts where
 all of it is within a window, and the first second of each window does not count.
 
@@ -31,11 +37,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import CollectorRegistry, generate_latest
+
 from bench.harness import Row, arguments, finish
 from bench.recipe_runs import ENVIRONMENT, RECIPE, ROOT, prepare_corpus, words
+from parallel import Topology
+from pretrain.observe import IntervalEnded, Metrics, RoutingReport
+from pretrain.observe.metrics_server import OLD_SECONDS
+from pretrain.spec import load_spec
 from tests.support.jobs import events_so_far
 from tests.support.processes import descendants, kill_with_descendants
 
+SIZES = ((3, 2), (61, 256))
+"""MoE layers and ranks: of the tiny recipe; of a large model, and the most ranks with metrics."""
 RATES = {"limit": 0, "1 a second": 1, "1,000 a second": 1000}
 _WINDOW_SECONDS = 4.0
 _SETTLE_SECONDS = 1.0
@@ -172,16 +186,56 @@ def rows_of(events: Sequence[dict[str, Any]], windows: Sequence[Window]) -> Iter
                       statistics.median(ratios), values)  # fmt: skip
 
 
+def answer_rows(samples: int) -> Iterator[Row]:
+    """Thread time of one answer for runs of different sizes."""
+    for layers, ranks in SIZES:
+        registry = CollectorRegistry()
+        metrics = Metrics(registry, load_spec(RECIPE), Topology(), "0")
+        metrics(interval(layers, ranks))
+        seconds = []
+        for _ in range(samples):
+            began = time.thread_time()
+            size = len(generate_latest(registry))
+            seconds.append(time.thread_time() - began)
+        case, median = f"{layers} layers, {ranks} ranks", statistics.median(seconds)
+        print(f"{case:<22} {size / 1024:.0f} KiB: {1e3 * median:.1f} ms of a thread, once a second")
+        yield Row(case, "convoy", "thread_seconds_of_an_answer", median, "s",
+                  1 - median / OLD_SECONDS, seconds)  # fmt: skip
+
+
+def interval(layers: int, ranks: int) -> IntervalEnded:
+    """A log interval with a value for every layer and rank."""
+    losses = {name: [1.0] * layers for name in ("load_balance", "sequence_balance", "z")}
+    return IntervalEnded(
+        step=1, loss=1.0, lr=1.0, grad_norm=1.0, tokens_per_second=1.0, mfu=0.5, seconds=1.0,
+        communication_seconds={}, exposed_seconds={}, rank_seconds=[1.0] * ranks,
+        capacity_shares=[1.0] * ranks, relative_speeds=[1.0] * ranks,
+        routing=RoutingReport(
+            layers=list(range(layers)), tokens_per_expert=[[1] * 8] * layers,
+            entropies=[1.0] * layers, dropped=[1] * layers, rerouted=[1] * layers,
+            bias_abs_max=1.0, rank_imbalance=1.0, aux_losses=losses, aux_loss=1.0,
+        ),
+    )  # fmt: skip
+
+
 def main() -> None:
     """Measure, print, and write JSON where asked."""
     args = arguments(__doc__ or "")
+    rows = list(answer_rows(20 if args.quick else 200)) if args.only != "steps" else []
+    if args.only != "answers":
+        rows += step_rows(3 if args.quick else args.samples)
+    finish("scrapes", rows, ["torch", "prometheus-client"], args.json)
+
+
+def step_rows(samples: int) -> list[Row]:
+    """Train, scrape and measure."""
     if len(os.sched_getaffinity(0)) < 2:
         raise SystemExit("bench.scrapes needs two cores: one for the rank, one for the scrapes")
     with tempfile.TemporaryDirectory() as name, training(Path(name)) as (run, rank):
         os.sched_setaffinity(0, {1})
         (target,) = json.loads(next((run / "metrics").glob("*.json")).read_text())[0]["targets"]
         host, _, port = target.rpartition(":")
-        windows = list(measure((host, int(port)), rank, 3 if args.quick else args.samples))
+        windows = list(measure((host, int(port)), rank, samples))
         rows = list(rows_of(events_so_far(run), windows))
     for row in rows:
         if row.unit != "s":
@@ -189,7 +243,7 @@ def main() -> None:
         else:
             cost = 1 / row.ratio_to_limit - 1
             print(f"{row.subject:<16} {row.metric:<28} {1e3 * row.value:7.1f} ms, {cost:+.2%}")
-    finish("scrapes", rows, ["torch", "prometheus-client"], args.json)
+    return rows
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ _ANY_ADDRESS = ("", "0.0.0.0", "::")
 class Endpoint:
     """Serves the metrics of a registry over HTTP, from a process of its own, and nothing else.
 
-    ``port`` 0 takes a free one. The process asks this one for the metrics at most twice a second,
+    ``port`` 0 takes a free one. The process asks this one for the metrics at most once a second,
     so that scrapes, however many, do not slow training. It ends with this process, also when this
     process is killed.
 

@@ -2,7 +2,7 @@
 
 FD is a socket that listens. A rank's process starts the program, so that requests, however many,
 do not take Python's lock from training. The program asks for a text with a byte on standard output,
-at most twice a second, and gets the text on standard input behind its length in 8 bytes. When
+at most once a second, and gets the text on standard input behind its length in 8 bytes. When
 standard input ends, the rank is gone, and so is the program. It imports nothing of the package.
 """
 
@@ -16,7 +16,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-OLD_SECONDS = 0.5
+OLD_SECONDS = 1.0
 _WAIT_SECONDS = 2.0
 
 
