@@ -62,7 +62,8 @@ def main() -> None:
         for sample in range(samples):
             for subject, settings in SUBJECTS.items():
                 every = (*_SETTINGS, *settings, f"train.steps={_STEPS[subject]}")
-                log = train(folder / f"{subject}-{sample}".replace(" ", "-"), corpus, every)
+                run = folder / f"{subject}-{sample}".replace(" ", "-")
+                log = train(run, corpus, every, pinned=True)
                 found[subject].append(step_seconds(log, subject))
                 if subject == "convoy":
                     print([e for e in log if e["event"] == "micro_batch_plan"])

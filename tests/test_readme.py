@@ -171,6 +171,7 @@ ELSEWHERE = {
     f"convoy launch {RECIPE} --on ray --set launch.ranks_per_node=2 --submit": (
         "tests/cluster/test_ray.py"
     ),
+    "convoy pretrain tools/recipes/deepseek-v3.toml --shrink": "tests/pretrain/test_shrink.py",
     "torchrun --standalone --nproc-per-node 4 tools/burnin.py --quick": (
         "tests/cluster/test_burnin.py"
     ),

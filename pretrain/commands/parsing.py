@@ -63,6 +63,14 @@ class Parser(argparse.ArgumentParser):
             help=f"override {field}; may be repeated",
         )
 
+    def add_shrink(self) -> None:
+        """``--shrink``, for ``load_spec``."""
+        self.add_argument(
+            "--shrink",
+            action="store_true",
+            help="make the spec's sizes small: 20 steps, on the standard library's source",
+        )
+
     def add_debug(self) -> None:
         """``--debug``, for ``ended``."""
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")

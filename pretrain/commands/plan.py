@@ -69,6 +69,10 @@ def main(arguments: Sequence[str]) -> int:
         "--write", type=Path, metavar="FILE", help="write the spec with the best layout, as TOML"
     )
     parser.add_argument(
+        "--draw", type=Path, metavar="FILE",
+        help="draw the best layout over nodes and ranks: *.svg, *.png or *.pdf; needs matplotlib",
+    )  # fmt: skip
+    parser.add_argument(
         "--calibrate", type=Path, metavar="FILE",
         help="measure this machine, write --cluster with its rates to FILE, and end",
     )  # fmt: skip
@@ -141,7 +145,9 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     from pretrain.plan import (
+        check_plot,
         cost_of,
+        draw_layout,
         load_cluster,
         no_layout,
         plan_lines,
@@ -163,6 +169,8 @@ def _plan(args: argparse.Namespace) -> int:
         tokens = _number("--tokens", args.tokens, 1)
     check_folder_of("--json", args.json)
     check_folder_of("--write", args.write)
+    if args.draw is not None:
+        check_plot(args.draw, "--draw")
     cluster.chip.peak(spec.precision.compute)  # a cluster without this dtype is told at once
     if args.layout is not None:
         plans = [_by_hand(spec, args.layout, gpus, cluster, imbalance)]
@@ -182,6 +190,8 @@ def _plan(args: argparse.Namespace) -> int:
 
         data = spec_with_plan(spec, plans[0]).model_dump(mode="json", exclude_none=True)
         args.write.write_text(tomli_w.dumps(data))
+    if args.draw is not None:
+        draw_layout(plans[0].work.topology, cluster.gpus_per_node, args.draw)
     costs = [cost_of(plan, cluster, tokens) for plan in plans]
     say(plan_lines(plans[0], costs[0], cluster))
     if args.json is not None:

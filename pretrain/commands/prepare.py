@@ -35,6 +35,7 @@ def main(arguments: Sequence[str]) -> int:
         "convoy prepare", "Prepare the corpus of a spec; roll a run back; start it afresh.", _EPILOG
     )
     add_spec_arguments(parser)
+    parser.add_shrink()
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument(
         "--reset", action="store_true", help="remove the run's checkpoints, log and summary"
@@ -61,7 +62,7 @@ def _prepare(args: argparse.Namespace) -> int:
     from pretrain.spec import load_spec
     from pretrain.train import prepare, verify_data
 
-    spec = load_spec(args.spec, args.overrides)
+    spec = load_spec(args.spec, args.overrides, shrunk=args.shrink)
     if args.verify:
         verify_data(spec)
     else:

@@ -56,6 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run ``convoy pretrain``; returns its exit code."""
     parser = Parser("convoy pretrain", "Train a model as a job spec says.", _EPILOG, _MOVED)
     add_spec_arguments(parser)
+    parser.add_shrink()
     parser.add_argument("--print-spec", action="store_true", help="print the resolved spec and end")
     parser.add_argument(
         "--plain", action="store_true", help="print lines, no drawing, on a terminal too"
@@ -85,7 +86,7 @@ def _print_spec(args: argparse.Namespace) -> int:
     def show() -> int:
         from pretrain.spec import load_spec
 
-        spec = load_spec(args.spec, args.overrides)
+        spec = load_spec(args.spec, args.overrides, shrunk=args.shrink)
         if is_first_rank():
             say(json.dumps(spec.as_dict(), indent=1))
         return 0
@@ -104,10 +105,10 @@ def _pretrain(args: argparse.Namespace) -> int:
     from pretrain.train import read_window, run
 
     torchrun = torchrun_process()
-    status = _status_file(args.spec, args.overrides)
+    status = _status_file(args.spec, args.overrides, shrunk=args.shrink)
     met_by_all = True  # until ranks act for themselves, every rank meets the same error
     try:
-        spec = load_spec(args.spec, args.overrides)
+        spec = load_spec(args.spec, args.overrides, shrunk=args.shrink)
         if spec.plan.auto:
             spec = _planned(spec)
         layout = launched_layout(spec)
@@ -145,7 +146,7 @@ def _planned(spec: JobSpec) -> JobSpec:
     return spec
 
 
-def _status_file(spec: Path, overrides: Sequence[str]) -> StatusFile | None:
+def _status_file(spec: Path, overrides: Sequence[str], *, shrunk: bool) -> StatusFile | None:
     """The run's status.json where this is rank 0 and the run's folder is known.
 
     A spec that is refused has no resolved ``run_dir``. What its file says is taken then.
@@ -159,6 +160,8 @@ def _status_file(spec: Path, overrides: Sequence[str]) -> StatusFile | None:
         text = spec.read_text()
         found = json.loads(text) if spec.suffix == ".json" else tomllib.loads(text)
         values = found if isinstance(found, dict) else {}
+        if shrunk and values:
+            values = {"name": f"{values.get('name')}-shrunk"}
     for override in overrides:
         field, _, value = override.partition("=")
         if field in ("name", "run_dir"):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pretrain.plan.calibration import calibrate
     from pretrain.plan.cost import Cost, cost_of
     from pretrain.plan.hardware import Cluster, load_cluster, shipped_clusters
+    from pretrain.plan.layout_picture import draw_layout
     from pretrain.plan.plan_tables import (
         plan_lines,
         plans_table,
@@ -49,6 +50,7 @@ __all__ = [
     "compare",
     "cost_of",
     "draw",
+    "draw_layout",
     "erlang_b",
     "expected_run_seconds",
     "load_cluster",
@@ -107,6 +109,7 @@ if not TYPE_CHECKING:  # mypy would otherwise take any name for one of this modu
             "causes_table": "pretrain.plan.tables",
             "check_plot": "pretrain.plan.plot",
             "draw": "pretrain.plan.plot",
+            "draw_layout": "pretrain.plan.layout_picture",
             "load_scenario": "pretrain.plan.scenario",
             "simulate_runs": "pretrain.plan.simulate",
             "sizes_table": "pretrain.plan.tables",

@@ -35,13 +35,15 @@ _LIMITS = tuple(1 + 0.02 * i for i in range(31))
 """The rate of an endless product over the fastest measured one."""
 _STREAM_NUMBERS = 1 << 24
 _COLLECTIVE_BYTES = 1 << 25
+_CHAIN = 200
 
 
 def calibrate(base: Cluster, device: torch.device) -> Cluster:
     """``base`` with the measured rates of this machine; collective where there are several ranks.
 
     Measured are GEMMs of eleven shapes in float32, and on accelerators in bfloat16; attention,
-    forward and backward, at five lengths; the bandwidth of element-wise kernels; and of the link
+    forward and backward, at five lengths; the memory's bandwidth, the share of it that a decoder's
+    element-wise kernels reach, and the time from one kernel to the next; and of the link
     within the node an all-reduce, an all-to-all, and their latency. What cannot be measured stays
     as in ``base``: prices, power, memory size, the link between nodes, and with one rank all links.
 
@@ -51,11 +53,15 @@ def calibrate(base: Cluster, device: torch.device) -> Cluster:
     """
     chip = base.chip
     bandwidth = _slowest(_stream_rate(device)) / 1e9
-    memory = {
-        "memory_gigabytes_per_second": max(chip.memory_gigabytes_per_second, bandwidth),
-        "memory_efficiency": min(1.0, bandwidth / chip.memory_gigabytes_per_second),
-    }
-    chip = chip.model_copy(update=memory)
+    if device.type == "cuda":
+        bandwidth = max(chip.memory_gigabytes_per_second, bandwidth)  # of the data sheet
+    kernels = _slowest(_elementwise_rate(device)) / 1e9
+    launch = _slowest_seconds(_launch_seconds(device)) * 1e6
+    chip = chip.model_copy(update={
+        "memory_gigabytes_per_second": bandwidth,
+        "memory_efficiency": min(1.0, kernels / bandwidth),
+        "gemm": chip.gemm.model_copy(update={"launch_microseconds": launch}),
+    })  # fmt: skip
     dtypes: tuple[DtypeName, ...] = ("float32",)
     if device.type == "cuda":
         dtypes = ("float32", "bfloat16")
@@ -119,6 +125,47 @@ def _stream_rate(device: torch.device) -> float:
     a, b = (torch.ones(_STREAM_NUMBERS, device=device) for _ in range(2))
     out = torch.empty_like(a)
     return 3 * 4 * _STREAM_NUMBERS / _seconds(lambda: torch.add(a, b, out=out), device)
+
+
+def _elementwise_rate(device: torch.device) -> float:
+    """Bytes per second of norms, sums, a gated activation and a loss, forward and backward.
+
+    The bytes are those that :mod:`pretrain.plan.step_time` counts for such kernels. A CPU computes
+    exponentials more slowly than its memory reads, and so reaches a small share of the bandwidth.
+    """
+    tokens, width, hidden, vocab = 1024, 512, 1024, 4096
+    factor = 8 if device.type == "cuda" else 1
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, requires_grad=True)
+
+    x, weight = drawn(factor * tokens, width), drawn(width)
+    gate, up = drawn(factor * tokens, hidden), drawn(factor * tokens, hidden)
+    logits = drawn(factor * tokens, vocab)
+    targets = torch.zeros(factor * tokens, dtype=torch.long, device=device)
+
+    def both() -> None:
+        y = x + F.rms_norm(x, (width,), weight)
+        y = y + F.rms_norm(y, (width,), weight)
+        loss = F.cross_entropy(logits, targets, reduction="sum")
+        (y.sum() + (F.silu(gate) * up).sum() + loss).backward()
+        for each in (x, weight, gate, up, logits):
+            each.grad = None
+
+    elements = 3 * (10 * width + 5 * hidden) + 6 * vocab
+    return 4 * factor * tokens * elements / _seconds(both, device, 3)
+
+
+def _launch_seconds(device: torch.device) -> float:
+    """Seconds from one kernel without work to the next."""
+    x = torch.zeros(16, device=device)
+
+    def chain() -> None:
+        y = x
+        for _ in range(_CHAIN):
+            y = y + x
+
+    return _seconds(chain, device, 3) / _CHAIN
 
 
 def _with_gemms(chip: Chip, dtype: DtypeName, device: torch.device) -> Chip:

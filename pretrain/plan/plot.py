@@ -9,20 +9,24 @@ from pretrain.errors import InputError
 from pretrain.plan.tables import PARTS, Row
 
 
-def check_plot(path: Path) -> None:
-    """Refuse a picture that could not be drawn, before anything is simulated.
+def check_plot(path: Path, flag: str = "--plot") -> None:
+    """Refuse a picture that could not be drawn, before anything is computed.
+
+    Args:
+        path: the file.
+        flag: the option that names the file, for errors.
 
     Raises InputError: one line that names the file and the rule.
     """
     if path.suffix not in (".svg", ".png", ".pdf"):
-        raise InputError(f"--plot ({path}) must be a file named *.svg, *.png or *.pdf")
+        raise InputError(f"{flag} ({path}) must be a file named *.svg, *.png or *.pdf")
     if not path.absolute().parent.is_dir():
-        raise InputError(f"--plot ({path}): the folder {path.absolute().parent} does not exist")
+        raise InputError(f"{flag} ({path}): the folder {path.absolute().parent} does not exist")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise InputError(
-            f"--plot ({path}) needs matplotlib: pip install 'convoy-moe[plot]', or matplotlib"
+            f"{flag} ({path}) needs matplotlib: pip install 'convoy-moe[plot]', or matplotlib"
         ) from None
 
 

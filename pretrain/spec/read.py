@@ -11,18 +11,25 @@ from pydantic import BaseModel, ValidationError
 
 from pretrain.errors import InputError
 from pretrain.spec.job import JobSpec
+from pretrain.spec.shrink import shrink
 from pretrain.spec.table import apply_override, read_table
 
 
-def load_spec(path: Path, overrides: Sequence[str] = ()) -> JobSpec:
+def load_spec(path: Path, overrides: Sequence[str] = (), *, shrunk: bool = False) -> JobSpec:
     """Read a spec and apply ``section.field=value`` overrides.
 
     A value is read as TOML, and what is not TOML is a string: ``train.steps=10``,
     ``data.source=stdlib``.
 
+    Args:
+        path: the file.
+        overrides: applied last.
+        shrunk: make the sizes small, see :func:`pretrain.spec.shrink`.
+
     Raises InputError: one line that names the field, the value and the rule.
     """
-    return resolve_spec(read_table(path, "spec"), f"spec {path}", overrides)
+    data = read_table(path, "spec")
+    return resolve_spec(shrink(data) if shrunk else data, f"spec {path}", overrides)
 
 
 def resolve_spec(data: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> JobSpec:

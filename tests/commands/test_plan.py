@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+import torch
 
+from parallel import Topology
 from pretrain.commands import main
 from pretrain.plan import load_cluster, plan_of, search_layouts, validate
+from pretrain.plan.layout_picture import places
 from pretrain.plan.search import work_of
 from pretrain.plan.shape import ModelShape
 from pretrain.spec import JobSpec, load_spec
@@ -80,6 +84,35 @@ def test_a_plan_with_recomputation_in_some_layers_can_be_written(capsys, tmp_pat
     assert main("plan", [*words, *some, "--write", str(written)]) == 0
     memory = load_spec(written).parallel.memory
     assert memory.recompute_layer_freq == (1 if memory.recompute == "none" else 4)
+
+
+def test_a_layout_is_drawn_over_nodes_and_ranks(capsys, tmp_path):
+    file = tmp_path / "layout.svg"
+    layout = ["--gpus", "32", "--layout", "pp=2,tp=2,ep=4", "--tokens", "1e12", "--draw", str(file)]
+    recipe = str(RECIPES / "qwen3-30b-a3b.toml")
+    shown(capsys, recipe, "--cluster", "h100", *layout)
+    texts = [each.text for each in ElementTree.parse(file).iter() if each.tag.endswith("}text")]
+    joined = " ".join(text for text in texts if text)
+    for word in ("node 0", "node 3", "rank 31", "stage 1", "shard 7", "tp 1", "experts 3"):
+        assert word in joined
+    assert "node 4" not in joined
+    first = file.read_bytes()
+    shown(capsys, recipe, "--cluster", "h100", *layout)
+    assert file.read_bytes() == first, "equal layouts give equal bytes"
+    assert "--draw (layout.gif) must be a file named *.svg" in refused(
+        capsys, recipe, "--cluster", "h100", "--draw", "layout.gif"
+    )
+
+
+def test_ranks_of_a_picture_are_where_the_meshes_have_them():
+    topology = Topology(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4)
+    world = torch.arange(topology.world)
+    data = world.view(2, 2, 2, 2, 2)
+    experts = world.view(2, 2, topology.efsdp, 4)
+    for rank in range(topology.world):
+        at = places(topology, rank)
+        assert data[at["pp"], at["dp_replicate"], at["dp_shard"], at["cp"], at["tp"]] == rank
+        assert experts[at["pp"], at["dp_replicate"], at["efsdp"], at["ep"]] == rank
 
 
 def test_the_best_layout_is_the_best_of_all_layouts():

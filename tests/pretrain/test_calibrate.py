@@ -31,14 +31,19 @@ def test_the_rates_of_a_known_machine_come_back(monkeypatch):
         "pretrain.plan.calibration._gemm_seconds",
         lambda shape, dtype, device: known.gemm_seconds(*shape, dtype),
     )
-    monkeypatch.setattr("pretrain.plan.calibration._stream_rate", lambda device: 9e9)
+    launch = known.gemm.launch_microseconds * 1e-6
+    for name, value in (("_stream_rate", 2e10), ("_elementwise_rate", 9e9),
+                        ("_launch_seconds", launch)):  # fmt: skip
+        monkeypatch.setattr(f"pretrain.plan.calibration.{name}", lambda device, value=value: value)
 
     def attention(chip, dtype, device):
         return chip
 
     monkeypatch.setattr("pretrain.plan.calibration._with_attention", attention)
     found = calibrate(base, torch.device("cpu"))
+    assert found.chip.memory_gigabytes_per_second == pytest.approx(20.0)
     assert found.chip.stream_seconds(9e9) == pytest.approx(1.0)
+    assert found.chip.gemm.launch_microseconds == pytest.approx(5.0)
     for m, n, k in ((1000, 1000, 1000), (200, 400, 100), (64, 512, 2048)):
         seconds = known.gemm_seconds(m, n, k, "float32")
         assert found.chip.gemm_seconds(m, n, k, "float32") == pytest.approx(seconds, rel=0.1)
