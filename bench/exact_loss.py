@@ -12,7 +12,6 @@ same seed; a ratio is a subject's figure over it.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -38,8 +37,7 @@ def train(folder: Path, corpus: Path, steps: int, seed: int, exact: str) -> tupl
                 f"schedule.warmup_steps={min(24, steps // 5)}", f"run_dir={run}",
                 f"data.path={corpus}"]  # fmt: skip
     command = [sys.executable, "tools/pretrain.py", str(RECIPE), *words(settings)]
-    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"the run in {run} ended with {done.returncode}: {done.stderr[-2000:]}")
     lines = map(json.loads, (run / "log.jsonl").read_text().splitlines())

@@ -101,27 +101,32 @@ def assert_one_run(run: Path, reference: Path) -> None:
         np.testing.assert_allclose(a[name][...], b[name][...], rtol=close, atol=close)
 
 
-def lose_ranks_and_machines(spec: Path, run: Path, store: dict[str, str]) -> list[int]:
-    """Four machines, of which one rank is killed and two are lost, and two come in their place.
-    Returns the ranks of each start."""
-    with agents(spec, run, least=2, most=4, **store) as launch:
-        for _ in range(4):
+def lose_ranks_and_machines(
+    spec: Path, run: Path, store: dict[str, str], *, grows: bool = False
+) -> list[int]:
+    """Four machines, of which one rank is killed and two are lost, and two come in their place;
+    if ``grows``, the run begins on one machine. Returns the ranks of each start."""
+    with agents(spec, run, least=1 if grows else 2, most=4, **store) as launch:
+        launch.start()
+        if grows:
+            launch.wait_for_step(3, starts=1)
+        for _ in range(3):
             launch.start()
-        launch.wait_for_step(6, starts=1)
+        launch.wait_for_step(6, starts=1 + grows)
         launch.kill_rank(1)
-        launch.wait_for_step(12, starts=2)
+        launch.wait_for_step(12, starts=2 + grows)
         launch.lose(3)
-        launch.wait_for_step(20, starts=3)
+        launch.wait_for_step(20, starts=3 + grows)
         launch.lose(2)
-        launch.wait_for_step(28, starts=4)
+        launch.wait_for_step(28, starts=4 + grows)
         launch.start()
         launch.start()
         codes = launch.wait_for_end()
     assert codes == [0] * 4, launch.output()
     sizes = [event["world_size"] for event in events(run, "start")]
     print("ranks of each start:", sizes)
-    assert sizes[0] == sizes[1] == 4
-    assert {2, 3} <= set(sizes)
+    assert sizes[0] == (1 if grows else 4)
+    assert {2, 3, 4} <= set(sizes)
     resized = events(run, "resized")
     assert [event["epoch"] for event in resized] == list(range(1, len(resized) + 1))
     return sizes
@@ -136,14 +141,16 @@ def test_four_three_two_four_ranks(tmp_path, job, reference, store):
 
 
 def test_an_exact_run_has_the_bits_of_one_process(tmp_path, job):
-    """train.exact, 4 to 3 to 2 to 4 ranks, against one process that nothing happens to."""
+    """train.exact, 1 to 4 to 3 to 2 to 4 ranks, against one process that nothing happens to."""
     (tmp_path / "alone").mkdir()
     (tmp_path / "many").mkdir()
     alone = elastic_spec(tmp_path / "alone", job, exact=True, parallel={})
     assert run_ranks(undisturbed, 1, str(alone), group=False, timeout=200) == [0]
-    spec = elastic_spec(tmp_path / "many", job, exact=True)
+    # One machine would be done before three others have started.
+    slow = {"kind": "slow", "step": 4, "rank": 0, "factor": 10.0, "duration_steps": 16}
+    spec = elastic_spec(tmp_path / "many", job, exact=True, inject=[slow])
     run, reference = tmp_path / "many" / "run", tmp_path / "alone" / "run"
-    lose_ranks_and_machines(spec, run, {})
+    lose_ranks_and_machines(spec, run, {}, grows=True)
     expected = last_records(reference)
     assert sorted(last_records(run)) == sorted(expected) == list(range(1, STEPS + 1))
     for record in events(run, "step"):  # those that were taken again, too
