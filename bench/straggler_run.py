@@ -2,7 +2,7 @@
 
     python -m bench.straggler_run [--quick] [--json FILE] [--samples N]
 
-The tiny recipe trains on 2 replicas, 16 sequences a step, one in a micro-batch. The subjects take
+The tiny recipe trains on 2 replicas, 32 sequences a step, one in a micro-batch. The subjects take
 turns. ``free`` has no slow rank. In ``as before``, rank 1 stands still for half of the time from
 its fourth step on (a fault ``slow``). ``convoy`` has ``stragglers.rebalance`` too, and its steps
 count from the eighth after the new division of micro-batches on. ``limit`` is 4/3 of ``free``: one
@@ -20,10 +20,10 @@ from typing import Any
 from bench.harness import Row, arguments, finish
 from bench.recipe_runs import prepare_corpus, train
 
-_STEPS = {"free": 20, "as before": 20, "convoy": 60}
+_STEPS = {"free": 16, "as before": 16, "convoy": 34}
 """A division is found, tried for some steps, and kept; then steps count."""
 _SETTINGS = (
-    "parallel.ep=1", "parallel.dp_shard=1", "parallel.dp_replicate=2", "batch.global_batch_size=16",
+    "parallel.ep=1", "parallel.dp_shard=1", "parallel.dp_replicate=2", "batch.global_batch_size=32",
     "batch.micro_batch_size=1", "data.seq_len=256", "train.log_interval_steps=1",
     "schedule.warmup_steps=4", "eval.interval_steps=0", "eval.final_sequences=2",
     "sample.tokens=0",
