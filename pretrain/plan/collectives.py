@@ -10,8 +10,10 @@ import math
 from pretrain.plan.hardware import Cluster, group_shape
 
 
-def gather_seconds(bytes_whole: float, size: int, stride: int, cluster: Cluster) -> float:
-    """An all-gather to, or a reduce-scatter from, ``bytes_whole`` on every rank.
+def gather_seconds(
+    bytes_whole: float, size: int, stride: int, cluster: Cluster, pieces: int = 1
+) -> float:
+    """An all-gather to, or a reduce-scatter from, ``bytes_whole`` on every rank, in ``pieces``.
 
     By rings: every rank sends (g - 1) / g of the bytes. A ring over several nodes is as fast as
     the slower of a rank's link within the node and the links of the group's ranks of a node to
@@ -24,7 +26,7 @@ def gather_seconds(bytes_whole: float, size: int, stride: int, cluster: Cluster)
     rate = inner.gigabytes_per_second * inner.efficiency if here > 1 else math.inf
     if nodes > 1:
         rate = min(rate, here * outer.gigabytes_per_second * outer.efficiency)
-    hops = _latency(here, nodes, cluster)
+    hops = pieces * _latency(here, nodes, cluster)
     return bytes_whole * (size - 1) / size / (rate * 1e9) + hops
 
 

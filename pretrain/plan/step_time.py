@@ -228,11 +228,13 @@ def _of_place(work: Work, place: int, cluster: Cluster) -> StepTime:
             part[name] *= units / (units - program.communication_units)
     compute = sum(part[name] for name in ("gemms", "attention", "elementwise", "recompute"))
     hidden = min(part["expert_parallel"], compute) * program.hides_dispatch
+    hidden *= chip.kernels != "cpu"
     part["expert_parallel"] -= hidden
     if t.pp > 1:
         part["stages"] = _stages_seconds(work, cluster)
     fsdp, once = _data_parallel(work, place, cluster)
-    if program.hides_data_parallel:
+    # Ranks of a CPU compute and communicate on one core: neither hides the other.
+    if program.hides_data_parallel and chip.kernels != "cpu":
         each = max(0.0, fsdp - compute)
         # What is reduced once waits for a stage's last backward; the stages of a rank end one
         # after another, so that only the last one's reduction has nothing left to hide behind.
@@ -292,10 +294,18 @@ def _data_parallel(work: Work, place: int, cluster: Cluster) -> tuple[float, flo
     n = rank_parameters(work, place)
     size = BYTES["bfloat16"] if program.dtype == "float8" else BYTES[program.dtype]
 
+    layers = work.layers_of(place)
+    moe = sum(work.shape.is_moe(layer) for layer in layers)
+
     def gather(bytes_each: float) -> float:
-        dense = gather_seconds(n.dense * bytes_each, t.fsdp, t.tp, cluster)
+        # A collective for each layer, and one for embedding and head.
+        dense = gather_seconds(n.dense * bytes_each, t.fsdp, t.tp, cluster, 1 + len(layers))
         beside = gather_seconds(n.beside * bytes_each, t.fsdp_tp, 1, cluster)
-        return dense + beside + gather_seconds(n.experts * bytes_each, t.efsdp, t.ep, cluster)
+        experts = gather_seconds(n.experts * bytes_each, t.efsdp, t.ep, cluster, max(1, moe))
+        # FSDP copies what it has gathered, or what it reduces, to or from one buffer.
+        copied = n.dense * (t.fsdp > 1) + n.beside * (t.fsdp_tp > 1) + n.experts * (t.efsdp > 1)
+        copies = cluster.chip.stream_seconds(2 * copied * bytes_each)
+        return dense + beside + experts + copies
 
     reduce = gather(program.gradient_bytes)
     once = reduce_seconds(n.stored * program.gradient_bytes, t.dp_replicate, t.fsdp_tp, cluster)
