@@ -19,6 +19,7 @@ from pretrain.observe.checkpoint_events import (
 )
 from pretrain.observe.console import HEALTH_RULES
 from pretrain.observe.data_events import DataFetched
+from pretrain.observe.data_metrics import DataMetrics
 from pretrain.observe.device_metrics import DeviceMetrics
 from pretrain.observe.event import Event
 from pretrain.observe.events import (
@@ -148,17 +149,7 @@ class Metrics:
         self.data_wait = self._counter(
             "data_wait_seconds_total", "Time the slowest rank waited for data."
         )
-        self.cache_hits = self._counter(
-            "data_cache_hits_total", "Shards on a node's disk when needed."
-        )
-        self.cache_misses = self._counter("data_cache_misses_total", "Shards that were not.")
-        self.cache_ratio = self._gauge(
-            "data_cache_hit_ratio", "Share of shards on a node's disk in the last log interval."
-        )
-        self.fetched = self._counter("data_fetched_bytes_total", "Bytes read from object stores.")
-        self.data_retries = self._counter(
-            "data_store_retries_total", "Requests to object stores of data that were repeated."
-        )
+        self.data = DataMetrics(self._registry)
         self.consumed = self._gauge("consumed_samples", "Sequences of all committed steps.")
         self.padding = self._counter(
             "data_padding_tokens_total", "Positions of committed steps that have no target."
@@ -329,12 +320,8 @@ class Metrics:
                 self.faults.labels(kind).inc()
             case IntervalEnded():
                 self._interval(event)
-            case DataFetched(cache_hits=hits, cache_misses=misses):
-                self.cache_hits.inc(hits)
-                self.cache_misses.inc(misses)
-                self.cache_ratio.set(event.hit_ratio)
-                self.fetched.inc(event.fetched_bytes)
-                self.data_retries.inc(event.retries)
+            case DataFetched():
+                self.data(event)
             case StragglerFound(rank=rank, speed=speed):
                 self.straggler_speed.labels(str(rank)).set(speed)
             case StragglerEnded(rank=rank):
