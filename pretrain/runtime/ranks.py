@@ -109,6 +109,22 @@ class Runtime:
         dist.broadcast(word, source, group=self.control_group)
         return int(word)
 
+    def sum_in_training(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, on the host; every rank must call.
+
+        The sum fails where a rank is lost, after the time-out of a step's collectives. The control
+        group would wait for an hour, as it must where one rank prepares a corpus.
+        """
+        moved = values.to(self.device, copy=True)
+        dist.all_reduce(moved)
+        return moved.cpu()
+
+    def maximum_in_training(self, value: float) -> float:
+        """The largest value of any rank, as :meth:`sum_in_training` exchanges values."""
+        word = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(word, dist.ReduceOp.MAX)
+        return float(word)
+
     def maximum(self, value: float) -> float:
         """The largest value of any rank."""
         word = torch.tensor(value, dtype=torch.float64)

@@ -10,7 +10,6 @@ import torch
 from pretrain.data import CacheCounts
 from pretrain.job import Job
 from pretrain.observe import DataFetched, Notice
-from pretrain.train.evaluate import sum_over_ranks
 
 
 def tell_of_failing_stores(job: Job, step: Callable[[], int]) -> None:
@@ -28,7 +27,7 @@ def publish_fetches(job: Job, step: int) -> None:
     if cache is None:
         return
     mine = torch.tensor(astuple(cache.take_counts()), dtype=torch.int64)
-    counts = CacheCounts(*sum_over_ranks(job, mine).tolist())
+    counts = CacheCounts(*job.runtime.sum_in_training(mine).tolist())
     job.events.publish(
         DataFetched(
             step=step,

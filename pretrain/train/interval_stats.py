@@ -15,7 +15,6 @@ from pretrain.parallelize import AUX_LOSSES, RoutingStats, bubble
 from pretrain.runtime import Runtime, peak_memory_bytes
 from pretrain.state import Progress
 from pretrain.train.barrier import Report
-from pretrain.train.evaluate import sum_over_ranks
 
 _MOST_LOGGED_RANKS = 256
 
@@ -95,7 +94,7 @@ class IntervalStats:
             aux_losses=_mean_losses(job, routing),
             padding=1 - self.tokens / self.positions if self.tokens < self.positions else None,
             source_tokens=self._source_tokens(job, progress),
-            peak_memory_bytes=int(job.runtime.maximum(peak_memory_bytes())),
+            peak_memory_bytes=int(job.runtime.maximum_in_training(peak_memory_bytes())),
             communication_seconds=seconds,
             exposed_seconds=exposed,
             bubble=exposed.get("pp", 0.0) / self.seconds if stages else None,
@@ -120,7 +119,9 @@ class IntervalStats:
     def _communication(self, job: Job) -> tuple[dict[str, float], dict[str, float]]:
         """Seconds of the interval's collectives and the exposed part, means over ranks."""
         mine = [(t.seconds, t.exposed_seconds) for t in self.traffic.values()]
-        means = sum_over_ranks(job, torch.tensor(mine, dtype=torch.float64)) / job.runtime.world
+        means = (
+            job.runtime.sum_in_training(torch.tensor(mine, dtype=torch.float64)) / job.runtime.world
+        )
         seconds, exposed = (
             {k: s for k, s in zip(self.traffic, column, strict=True) if s}
             for column in means.T.tolist()
@@ -145,12 +146,14 @@ class IntervalStats:
     def _routing(self, job: Job) -> RoutingReport | None:
         if self.routing is None:
             return None
-        rows = sum_over_ranks(job, self.routing.tokens_per_expert_LE).tolist()
-        entropies = sum_over_ranks(job, self.routing.entropy_sum_L) / self.positions
+        rows = job.runtime.sum_in_training(self.routing.tokens_per_expert_LE).tolist()
+        entropies = job.runtime.sum_in_training(self.routing.entropy_sum_L) / self.positions
         biases = [r.expert_bias for r in job.routers if r.expert_bias is not None]
-        bias = job.runtime.maximum(max((float(b.abs().max()) for b in biases), default=-1.0))
-        moved = sum_over_ranks(job, self.routing.moved_L2).tolist()
-        sums = sum_over_ranks(job, self.routing.aux_loss_sum_LA).T.tolist()
+        bias = job.runtime.maximum_in_training(
+            max((float(b.abs().max()) for b in biases), default=-1.0)
+        )
+        moved = job.runtime.sum_in_training(self.routing.moved_L2).tolist()
+        sums = job.runtime.sum_in_training(self.routing.aux_loss_sum_LA).T.tolist()
         losses = {
             name: [each / self.positions for each in column]
             for name, column in zip(AUX_LOSSES, sums, strict=True)
