@@ -387,10 +387,12 @@ def test_torchrun_with_restarts_does_not_start_a_run_again_that_got_a_notice(tex
 )
 def test_a_launch_without_a_machine(words, left, expected, monkeypatch):
     """Read from the command line of torchrun, here a process that sleeps."""
-    sleeper = [sys.executable, "-c", "import time; time.sleep(60)", *words]
+    program = "import time; print(flush=True); time.sleep(60)"
+    sleeper = [sys.executable, "-c", program, *words]
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    with subprocess.Popen(sleeper) as process:
+    with subprocess.Popen(sleeper, stdout=subprocess.PIPE) as process:
         try:
+            process.stdout.readline()  # until then the process is a copy of this one
             monkeypatch.setenv("CONVOY_TORCHRUN_PID", str(process.pid))
             assert starts_again_without_machine(left) == expected
             monkeypatch.setenv("SLURM_JOB_ID", "17")  # Slurm gives another machine
