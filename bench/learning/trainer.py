@@ -36,6 +36,8 @@ from pretrain.spec import JobSpec, load_spec
 from tests.support.jobs import save_checkpoint
 
 _TOLERANCE = 1e-4
+_IGNORED = -100
+"""A label that is no target, in transformers."""
 
 
 def settings_of(corpus: Path, steps: int) -> list[str]:
@@ -65,7 +67,8 @@ def export(spec: JobSpec, folder: Path, steps: int) -> torch.Tensor:
 
 
 class _Rows(Dataset[dict[str, torch.Tensor]]):
-    """Sequences in order; transformers shifts the labels itself."""
+    """Sequences in order. transformers shifts the labels itself, and divides the loss by the labels
+    that count: the first token of a sequence is no target."""
 
     def __init__(self, batches: torch.Tensor) -> None:
         self.rows = batches.flatten(0, 1)
@@ -74,7 +77,9 @@ class _Rows(Dataset[dict[str, torch.Tensor]]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+        labels = self.rows[index].clone()
+        labels[0] = _IGNORED
+        return {"input_ids": self.rows[index], "labels": labels}
 
 
 def train_theirs(spec: JobSpec, folder: Path, batches: torch.Tensor) -> list[float]:
@@ -90,7 +95,8 @@ def train_theirs(spec: JobSpec, folder: Path, batches: torch.Tensor) -> list[flo
 
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             found = super().compute_loss(*args, **kwargs)
-            losses.append(float(found[0] if isinstance(found, tuple) else found))
+            loss = found[0] if isinstance(found, tuple) else found
+            losses.append(loss.item())
             return found
 
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
@@ -115,9 +121,9 @@ def train_theirs(spec: JobSpec, folder: Path, batches: torch.Tensor) -> list[flo
 def main() -> None:
     """Train both, print, write and draw."""
     parser = argparse.ArgumentParser(prog="python -m bench.learning.trainer")
-    parser.add_argument("--quick", action="store_true", help="20 steps; nothing is written")
+    parser.add_argument("--quick", action="store_true", help="40 steps; nothing is written")
     args = parser.parse_args()
-    steps = 20 if args.quick else 200
+    steps = 40 if args.quick else 200
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         settings = settings_of(prepare_corpus(folder), steps)
