@@ -46,7 +46,8 @@ def settings_of(corpus: Path, steps: int) -> list[str]:
     return [
         f"data.path={corpus}", f"train.steps={steps}", "train.log_interval_steps=1",
         "moe.aux_loss_coeff=0.0", "optimizer.lr=1e-3", "eval.interval_steps=0",
-        "eval.final_sequences=64", "sample.tokens=0", "metrics.port=-1", f"checkpoint.interval_steps={steps}",
+        "eval.final_sequences=64", "sample.tokens=0", "metrics.port=-1",
+        f"checkpoint.interval_steps={steps}",
     ]  # fmt: skip
 
 
