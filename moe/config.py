@@ -10,6 +10,7 @@ from moe.activation import ActivationName
 from router import RouterConfig
 
 Backend = Literal["auto", "loop", "grouped_mm", "packed", "megablocks"]
+Gemm = Literal["compute", "float8"]
 DispatcherName = Literal["all_to_all", "padded_all_to_all", "all_gather", "hierarchical"]
 
 
@@ -44,6 +45,10 @@ class MoEConfig(RouterConfig):
     """How experts are computed. ``loop``: three GEMMs for each expert. ``grouped_mm``: PyTorch's
     grouped GEMM. ``packed``: the fastest on a CPU. ``megablocks``: MegaBlocks' grouped GEMM, on
     CUDA. ``auto``: the fastest of them that the device, the dtype and the sizes allow."""
+    gemm: Gemm = "compute"
+    """What the routed experts' GEMMs compute in. ``compute``: the dtype of the experts' parameters,
+    or autocast's. ``float8``: e4m3 with scales of tiles, see :mod:`moe.float8`; the rest of the
+    layer stays as it is. A job spec takes it from ``precision.experts``."""
     recompute_experts: bool = False
     """Keep only the experts' input for the backward, and compute the experts' GEMMs again."""
     dispatcher: DispatcherName = "all_to_all"
@@ -62,6 +67,11 @@ class MoEConfig(RouterConfig):
         if self.shared_expert_gate and not self.num_shared_experts:
             raise ValueError(
                 "moe.shared_expert_gate (true) must have moe.num_shared_experts (0) at least 1"
+            )
+        if self.gemm == "float8" and self.backend not in ("auto", "loop"):
+            raise ValueError(
+                f"moe.backend ({self.backend}) must be auto or loop with moe.gemm (float8): the "
+                f"others have no products in float8"
             )
         if (self.dispatcher == "padded_all_to_all") != bool(self.max_tokens_per_call):
             raise ValueError(
@@ -95,6 +105,8 @@ def check_exact(c: MoEConfig) -> None:
          "only there rows stay apart by micro-batch"),
         (c.overlap_chunks > 1, "overlap_chunks", c.overlap_chunks, "1",
          "chunks cut a micro-batch where ranks exchange rows, and nowhere else"),
+        (c.gemm == "float8", "gemm", c.gemm, "compute",
+         "a scale is of rows that other micro-batches may have brought"),
         (c.backend in ("grouped_mm", "megablocks"), "backend", c.backend, "auto, packed or loop",
          "groups are experts, with the rows of all micro-batches"),
     ):  # fmt: skip

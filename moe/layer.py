@@ -157,6 +157,7 @@ class MoELayer(nn.Module):
             activation=c.activation,
             bias=c.ffn_bias,
             recompute=c.recompute_experts,
+            gemm=c.gemm,
         )
         self.shared_experts: FeedForward | None = None
         self.shared_gate: nn.Linear | None = None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ckpt import LocalArray
 from cluster.members import node_name
-from moe import choose_backend
+from moe import choose_backend, why_no_float8
 from parallel import CompressedSum, Documents, ParallelDims, ShardLayout, Topology
 from pretrain.data import (
     Blend,
@@ -183,7 +183,7 @@ def build_job(
     Raises InputError where the corpus is not the spec's, or the layer has no path for its sizes.
     """
     topology = spec.topology(runtime.world) if topology is None else topology
-    runtime.together(lambda: _check_device(spec, runtime.device.type))
+    runtime.together(lambda: _check_device(spec, runtime.device))
     if spec.train.exact:
         _check_threads(runtime)
     corpora = runtime.together(lambda: open_corpora(spec.data, spec.model.vocab_size))
@@ -238,12 +238,19 @@ def build_job(
     return job
 
 
-def _check_device(spec: JobSpec, device_type: str) -> None:
+def _check_device(spec: JobSpec, device: torch.device) -> None:
+    device_type = device.type
     for field in ("offload_optimizer", "offload_activations"):
         if getattr(spec.parallel.memory, field) and device_type == "cpu":
             raise InputError(
                 f"parallel.memory.{field} (true) must be false on a CPU: everything is in host "
                 f"memory"
+            )
+    for field, gemm in (("experts", spec.precision.experts), ("dense", spec.precision.dense)):
+        why = why_no_float8(device) if gemm == "float8" else ""
+        if why:
+            raise InputError(
+                f"precision.{field} (float8) must have a device with products in float8: {why}"
             )
     m = spec.moe
     if m is None:
@@ -280,6 +287,7 @@ def _parallelize(spec: JobSpec, dims: ParallelDims) -> ParallelModel:
             dtype=spec.precision.dtype,
             compiled=spec.train.compile,
             exact_units=_exact_units(spec),
+            dense_float8=spec.precision.dense == "float8",
         )
     except ValueError as error:
         raise InputError(str(error)) from None
