@@ -39,11 +39,12 @@ _PINNED = 'exec taskset --cpu-list "$LOCAL_RANK" "$@"'
 """A rank on the core of its number, with all of its threads and children."""
 
 
-def torchrun(*command: str, pinned: bool = False) -> None:
+def torchrun(*command: str, ranks: int = RANKS, pinned: bool = False) -> None:
     """Run a command on all ranks, to its end; a failure ends the benchmark with its output.
 
     Args:
         command: a Python file and its arguments.
+        ranks: how many.
         pinned: each rank has one core for itself.
     """
     started = list(command)
@@ -51,7 +52,7 @@ def torchrun(*command: str, pinned: bool = False) -> None:
         started = ["--no-python", "sh", "-c", _PINNED, "sh", sys.executable, *command]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone",
-         f"--nproc-per-node={RANKS}", *started],
+         f"--nproc-per-node={ranks}", *started],
         cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT,
     )  # fmt: skip
     if done.returncode:
@@ -59,11 +60,16 @@ def torchrun(*command: str, pinned: bool = False) -> None:
 
 
 def train(
-    run_dir: Path, corpus: Path, settings: Iterable[str], *, pinned: bool = False
+    run_dir: Path,
+    corpus: Path,
+    settings: Iterable[str],
+    *,
+    ranks: int = RANKS,
+    pinned: bool = False,
 ) -> list[dict[str, Any]]:
     """Train the recipe on all ranks, each on one core where ``pinned``; returns the log."""
     every = (*settings, f"run_dir={run_dir}", f"data.path={corpus}")
-    torchrun("tools/pretrain.py", str(RECIPE), *words(every), pinned=pinned)
+    torchrun("tools/pretrain.py", str(RECIPE), *words(every), ranks=ranks, pinned=pinned)
     return [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
 
 
@@ -79,15 +85,7 @@ def one_rank(
     """Train the recipe on one rank: the loss of each step in nats per token, and the bits per byte
     of held-out text at the end. A failure ends the benchmark with its output."""
     every = [*_ALONE, *settings, f"train.steps={steps}", f"train.seed={seed}",
-             f"schedule.warmup_steps={min(24, steps // 5)}", f"run_dir={run_dir}",
-             f"data.path={corpus}"]  # fmt: skip
-    command = [sys.executable, "tools/pretrain.py", str(RECIPE), *words(every)]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(
-            f"the run in {run_dir} ended with {done.returncode}: {done.stderr[-2000:]}"
-        )
-    lines = map(json.loads, (run_dir / "log.jsonl").read_text().splitlines())
-    losses = [line["loss"] for line in lines if line["event"] == "step"]
+             f"schedule.warmup_steps={min(24, steps // 5)}"]  # fmt: skip
+    log = train(run_dir, corpus, every, ranks=1)
     summary = json.loads((run_dir / "summary.json").read_text())
-    return losses, summary["val_bits_per_byte"]
+    return [line["loss"] for line in log if line["event"] == "step"], summary["val_bits_per_byte"]
