@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from parallel.delayed_weight_grad import PutGrad
-from router import no_autocast
 
 TILE = 128
 E4M3_MAX = 448.0
@@ -115,8 +114,7 @@ def scaled_product(a: Quantized, b: Quantized, columns: int, dtype: torch.dtype)
     if why := why_no_float8(device):
         raise ValueError(f"products in float8 must have a device that has them: {why}")
     product = scaled_product_cuda if device.type == "cuda" else scaled_product_plain
-    with no_autocast(device.type):
-        return product(a, b, columns, dtype)
+    return product(a, b, columns, dtype)
 
 
 def scaled_product_plain(a: Quantized, b: Quantized, columns: int, dtype: torch.dtype) -> Tensor:
