@@ -56,6 +56,10 @@ class MoEConfig(RouterConfig):
     the exact size. ``padded_all_to_all``: all-to-all with equal splits, without waiting for an
     accelerator. ``all_gather``: every rank gets all tokens. ``hierarchical``: a token crosses to
     a node once, and is then distributed within that node."""
+    dispatch_dtype: Gemm = "compute"
+    """What rows travel to experts in: ``compute``, the dtype of the layer's input, or ``float8``,
+    with a scale for each 128 numbers of a row (DeepSeek-V3, arXiv 2412.19437, section 3.3.3).
+    Outputs of experts and all gradients travel in the dtype of compute."""
     overlap_chunks: int = Field(default=1, ge=1)
     """Cut the tokens of a call into this many chunks: experts compute one chunk while the next is
     in transfer."""
@@ -77,6 +81,11 @@ class MoEConfig(RouterConfig):
             raise ValueError(
                 f"moe.max_tokens_per_call ({self.max_tokens_per_call}) must be above 0 with "
                 f"moe.dispatcher (padded_all_to_all), and 0 without ({self.dispatcher})"
+            )
+        if self.dispatch_dtype == "float8" and self.dispatcher == "all_gather":
+            raise ValueError(
+                "moe.dispatch_dtype (float8) must be compute with moe.dispatcher (all_gather), "
+                "which does not pack rows"
             )
         if self.overlap_chunks > 1 and self.dispatcher == "all_gather":
             raise ValueError(
@@ -107,6 +116,8 @@ def check_exact(c: MoEConfig) -> None:
          "chunks cut a micro-batch where ranks exchange rows, and nowhere else"),
         (c.gemm == "float8", "gemm", c.gemm, "compute",
          "a scale is of rows that other micro-batches may have brought"),
+        (c.dispatch_dtype == "float8", "dispatch_dtype", c.dispatch_dtype, "compute",
+         "exact sums exchange unpacked rows"),
         (c.backend in ("grouped_mm", "megablocks"), "backend", c.backend, "auto, packed or loop",
          "groups are experts, with the rows of all micro-batches"),
     ):  # fmt: skip

@@ -142,6 +142,11 @@ def check_float8(spec: Sections) -> None:
             f"moe.gemm ({moe.gemm}) must be precision.experts ({precision.experts}); leave "
             f"moe.gemm out"
         )
+    if moe is not None and moe.dispatch_dtype == "float8" and precision.compute == "float16":
+        raise ValueError(
+            "moe.dispatch_dtype (float8) must be compute with precision.compute (float16), which "
+            "does not hold all that float8 and its scales can say"
+        )
     if precision.dense != "float8":
         return
     if spec.train.compile:

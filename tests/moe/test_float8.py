@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,14 @@ from moe import (
     why_no_float8,
 )
 from moe.float8 import quantize_blocks, quantize_tiles, scaled_product, scaled_product_cuda
+from moe.float8_rows import Float8Rows
 from parallel import (
     ParallelDims,
     Topology,
     apply_delayed_weight_grad,
     apply_expert_parallel,
     apply_recompute,
+    collectives,
 )
 from tests.support import float8 as oracle
 from tests.support.ranks import run_ranks
@@ -318,6 +321,52 @@ def test_two_expert_parallel_ranks_have_the_bits_of_one_process(tokens):
     torch.testing.assert_close(torch.cat([r[1] for r in ranks]), x.grad, rtol=1e-6, atol=1e-7)
     for place, weight in enumerate(one.experts.parameters(), 2):
         assert torch.equal(torch.cat([r[place] for r in ranks]), weight.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_rounded_with_powers_of_two_and_packing_again_loses_nothing(dtype):
+    x = numbers(6, 200).to(dtype)
+    x[1] *= 2.0**60
+    x[2, 0], x[3, 150], x[4, :128] = torch.inf, torch.nan, 448 * 2.0**-12
+    rows, found = Float8Rows(), torch.empty_like(x)
+    packed = rows.pack(x)
+    assert (packed.shape, packed.dtype) == ((6, 202), torch.uint8)
+    rows.unpack(packed, found)
+    for i in range(6):
+        for left, right in ((0, 128), (128, 200)):
+            tile = x[i, left:right].double().tolist()
+            expected = [float("nan")] * len(tile)
+            if all(map(math.isfinite, tile)):
+                amax = max(map(abs, tile))
+                scale = 2.0 ** math.ceil(math.log2(amax / 448)) if amax else 1.0
+                expected = [oracle.rounded(v / scale) * scale for v in tile]
+            same(found[i, left:right].double(), np.array(expected))
+    again = torch.empty_like(x)
+    rows.unpack(rows.pack(found), again)
+    assert torch.equal(found.nan_to_num(7.0), again.nan_to_num(7.0))
+    rows.unpack(rows.pack(x[:0]), found[:0])
+
+
+def sent_on_rank(rank: int) -> list[tuple[torch.dtype, int]]:
+    dims, seen = ParallelDims.build(Topology(dp_shard=2, ep=2), "cpu"), []
+    layer = layer_of(dispatch_dtype="float8")
+    apply_expert_parallel(layer, dims.ep_mesh)
+    exchange = collectives.exchange_rows
+
+    def spy(out: Tensor, x: Tensor, *others: Any) -> Any:
+        seen.append((x.dtype, x.shape[-1]))
+        return exchange(out, x, *others)
+
+    collectives.exchange_rows = spy
+    layer(torch.randn(5, 160, requires_grad=True)).hidden.sum().backward()
+    return seen
+
+
+def test_rows_travel_to_experts_in_float8_and_nothing_else_does():
+    for seen in run_ranks(sent_on_rank, 2):
+        wide = [sent for sent in seen if sent[1] >= 160]
+        # There in bytes with two scales, back as a sum, and both gradients.
+        assert wide == [(torch.uint8, 162)] + [(torch.float32, 160)] * 3
 
 
 def test_linear_layers_keep_names_and_values():
