@@ -11,32 +11,16 @@ same seed; a ratio is a subject's figure over it.
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bench.harness import Row, arguments, finish
-from bench.recipe_runs import prepare_corpus, train
+from bench.recipe_runs import one_rank, prepare_corpus
 
 SEEDS = (0, 1, 2)
 SUBJECTS = {"float32": "false", "exact": "true"}
-SETTINGS = [
-    "parallel.ep=1", "batch.global_batch_size=8", "batch.micro_batch_size=1", "data.seq_len=64",
-    "eval.interval_steps=0", "eval.final_sequences=400", "sample.tokens=0", "metrics.port=-1",
-    "checkpoint.interval_steps=1000",
-]  # fmt: skip
-
-
-def losses(folder: Path, corpus: Path, steps: int, seed: int, exact: str) -> tuple[float, float]:
-    """Of one run: the mean loss of the last ten steps, in nats per token, and bits per byte."""
-    run = folder / f"{seed}-{exact}"
-    settings = [*SETTINGS, f"train.steps={steps}", f"train.seed={seed}", f"train.exact={exact}",
-                f"schedule.warmup_steps={min(24, steps // 5)}"]  # fmt: skip
-    log = train(run, corpus, settings, ranks=1)
-    of_steps = [line["loss"] for line in log if line["event"] == "step"]
-    summary = json.loads((run / "summary.json").read_text())
-    return statistics.mean(of_steps[-10:]), summary["val_bits_per_byte"]
+SETTINGS = ["batch.global_batch_size=8", "batch.micro_batch_size=1", "data.seq_len=64"]
 
 
 def main() -> None:
@@ -47,7 +31,9 @@ def main() -> None:
         for seed in SEEDS[: 1 if args.quick else None]:
             limit: tuple[float, float] | None = None
             for subject, exact in SUBJECTS.items():
-                found = losses(Path(name), corpus, steps, seed, exact)
+                run, settings = Path(name) / f"{seed}-{exact}", [*SETTINGS, f"train.exact={exact}"]
+                losses, bits = one_rank(run, corpus, steps, settings, seed)
+                found = statistics.mean(losses[-10:]), bits
                 limit = limit or found
                 for metric, value, base in zip(
                     ("loss", "bits_per_byte"), found, limit, strict=True

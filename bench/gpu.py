@@ -2,10 +2,10 @@
 
     python -m bench.gpu --out FOLDER [--megablocks] [--seconds 500]
 
-Runs tests/test_cuda.py, then bench/moe_layer.py at the size h200 in bfloat16, bench/grouped_mm.py
-and bench/train_gpu.py, each in a process of its own with what is left of the time, and leaves their
-output, the benches' JSON and ``machine.json`` in FOLDER. ``--megablocks`` installs MegaBlocks
-first, as ``make megablocks`` does.
+Runs tests/test_cuda.py, then bench/moe_layer.py at the size h200 in bfloat16, bench/grouped_mm.py,
+bench/float8.py and bench/train_gpu.py, each in a process of its own with what is left of the time,
+and leaves their output, the benches' JSON and ``machine.json`` in FOLDER. ``--megablocks`` installs
+MegaBlocks first, as ``make megablocks`` does.
 
 Exit codes: 0 all ran and passed; 1 something failed, and the rest was run all the same; 2 there is
 no CUDA device.
@@ -67,6 +67,9 @@ def main() -> int:
     table = str((args.out / "grouped_mm.json").resolve())
     parts["grouped_mm"] = run("grouped_mm", [python, "-m", "bench.grouped_mm", "--json", table],
                               args.out, deadline)  # fmt: skip
+    table = str((args.out / "float8.json").resolve())
+    parts["float8"] = run("float8", [python, "-m", "bench.float8", "--json", table], args.out,
+                          deadline)  # fmt: skip
     table = str((args.out / "train_gpu.json").resolve())
     parts["train"] = run("train", [python, "-m", "bench.train_gpu", "--samples", "5", "--json",
                          table], args.out, deadline)  # fmt: skip

@@ -71,3 +71,21 @@ def train(
     every = (*settings, f"run_dir={run_dir}", f"data.path={corpus}")
     torchrun("tools/pretrain.py", str(RECIPE), *words(every), ranks=ranks, pinned=pinned)
     return [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
+
+
+_ALONE = (
+    "parallel.ep=1", "eval.interval_steps=0", "eval.final_sequences=400", "sample.tokens=0",
+    "metrics.port=-1", "checkpoint.interval_steps=1000",
+)  # fmt: skip
+
+
+def one_rank(
+    run_dir: Path, corpus: Path, steps: int, settings: Iterable[str], seed: int
+) -> tuple[list[float], float]:
+    """Train the recipe on one rank: the loss of each step in nats per token, and the bits per byte
+    of held-out text at the end. A failure ends the benchmark with its output."""
+    every = [*_ALONE, *settings, f"train.steps={steps}", f"train.seed={seed}",
+             f"schedule.warmup_steps={min(24, steps // 5)}"]  # fmt: skip
+    log = train(run_dir, corpus, every, ranks=1)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    return [line["loss"] for line in log if line["event"] == "step"], summary["val_bits_per_byte"]

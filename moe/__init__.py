@@ -11,6 +11,14 @@ from moe.dispatch import (
     PaddedAllToAllDispatcher,
 )
 from moe.experts import GroupedExperts
+from moe.float8 import (
+    FLOAT8_OPERANDS,
+    Float8Linear,
+    Float8Tally,
+    float8_linear,
+    use_float8,
+    why_no_float8,
+)
 from moe.layer import FeedForward, MoEAux, MoELayer, MoEOutput
 from moe.paths import choose_backend
 from moe.rows import Rows
@@ -20,6 +28,7 @@ from router import CapacityConfig, DroplessConfig, FixedCapacityConfig, Straggle
 
 __all__ = [
     "ACTIVATIONS",
+    "FLOAT8_OPERANDS",
     "AllGatherDispatcher",
     "AllToAllDispatcher",
     "CapacityConfig",
@@ -28,6 +37,8 @@ __all__ = [
     "DroplessConfig",
     "FeedForward",
     "FixedCapacityConfig",
+    "Float8Linear",
+    "Float8Tally",
     "FusedExperts",
     "GroupedExperts",
     "LocalDispatcher",
@@ -44,5 +55,8 @@ __all__ = [
     "check_exact",
     "choose_backend",
     "collect_aux",
+    "float8_linear",
     "restore",
+    "use_float8",
+    "why_no_float8",
 ]

@@ -10,6 +10,7 @@ from moe.activation import ActivationName
 from router import RouterConfig
 
 Backend = Literal["auto", "loop", "grouped_mm", "packed", "megablocks"]
+Gemm = Literal["compute", "float8"]
 DispatcherName = Literal["all_to_all", "padded_all_to_all", "all_gather", "hierarchical"]
 
 
@@ -44,6 +45,10 @@ class MoEConfig(RouterConfig):
     """How experts are computed. ``loop``: three GEMMs for each expert. ``grouped_mm``: PyTorch's
     grouped GEMM. ``packed``: the fastest on a CPU. ``megablocks``: MegaBlocks' grouped GEMM, on
     CUDA. ``auto``: the fastest of them that the device, the dtype and the sizes allow."""
+    gemm: Gemm = "compute"
+    """What the routed experts' GEMMs compute in. ``compute``: the dtype of the experts' parameters,
+    or autocast's. ``float8``: e4m3 with scales of tiles, see :mod:`moe.float8`; the rest of the
+    layer stays as it is. A job spec takes it from ``precision.experts``."""
     recompute_experts: bool = False
     """Keep only the experts' input for the backward, and compute the experts' GEMMs again."""
     dispatcher: DispatcherName = "all_to_all"
@@ -51,6 +56,10 @@ class MoEConfig(RouterConfig):
     the exact size. ``padded_all_to_all``: all-to-all with equal splits, without waiting for an
     accelerator. ``all_gather``: every rank gets all tokens. ``hierarchical``: a token crosses to
     a node once, and is then distributed within that node."""
+    dispatch_dtype: Gemm = "compute"
+    """What rows travel to experts in: ``compute``, the dtype of the layer's input, or ``float8``,
+    with a scale for each 128 numbers of a row (DeepSeek-V3, arXiv 2412.19437, section 3.3.3).
+    Outputs of experts and all gradients travel in the dtype of compute."""
     overlap_chunks: int = Field(default=1, ge=1)
     """Cut the tokens of a call into this many chunks: experts compute one chunk while the next is
     in transfer."""
@@ -63,10 +72,20 @@ class MoEConfig(RouterConfig):
             raise ValueError(
                 "moe.shared_expert_gate (true) must have moe.num_shared_experts (0) at least 1"
             )
+        if self.gemm == "float8" and self.backend not in ("auto", "loop"):
+            raise ValueError(
+                f"moe.backend ({self.backend}) must be auto or loop with moe.gemm (float8): the "
+                f"others have no products in float8"
+            )
         if (self.dispatcher == "padded_all_to_all") != bool(self.max_tokens_per_call):
             raise ValueError(
                 f"moe.max_tokens_per_call ({self.max_tokens_per_call}) must be above 0 with "
                 f"moe.dispatcher (padded_all_to_all), and 0 without ({self.dispatcher})"
+            )
+        if self.dispatch_dtype == "float8" and self.dispatcher == "all_gather":
+            raise ValueError(
+                "moe.dispatch_dtype (float8) must be compute with moe.dispatcher (all_gather), "
+                "which does not pack rows"
             )
         if self.overlap_chunks > 1 and self.dispatcher == "all_gather":
             raise ValueError(
@@ -95,6 +114,10 @@ def check_exact(c: MoEConfig) -> None:
          "only there rows stay apart by micro-batch"),
         (c.overlap_chunks > 1, "overlap_chunks", c.overlap_chunks, "1",
          "chunks cut a micro-batch where ranks exchange rows, and nowhere else"),
+        (c.gemm == "float8", "gemm", c.gemm, "compute",
+         "a scale is of rows that other micro-batches may have brought"),
+        (c.dispatch_dtype == "float8", "dispatch_dtype", c.dispatch_dtype, "compute",
+         "exact sums exchange unpacked rows"),
         (c.backend in ("grouped_mm", "megablocks"), "backend", c.backend, "auto, packed or loop",
          "groups are experts, with the rows of all micro-batches"),
     ):  # fmt: skip

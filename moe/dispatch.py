@@ -20,6 +20,7 @@ from torch import Tensor
 from moe.rows import RowMap, Rows, row_map, rows_of, sort_by_expert, sum_rows, take_rows
 from parallel.collectives import (
     PendingRows,
+    Wire,
     all_gather_rows,
     exchange_counts,
     start_all_to_all,
@@ -131,17 +132,18 @@ def _start_transfer(
     num_assignments: int | None,
     empty_R: Tensor | None = None,
     no_expert: int = 0,
+    wire: Wire | None = None,
 ) -> _Transfer:
     indices = tokens.expert_indices_TK.index_select(0, index.source_R)
     if empty_R is not None:
         indices = indices.masked_fill(empty_R.unsqueeze(1), no_expert)
     input_splits, output_splits = splits or (None, None)
     parts = [
-        start_all_to_all(part, input_splits, output_splits, group)
-        for part in (
-            take_rows(tokens.x_TD, index),
-            indices,
-            take_rows(tokens.expert_weights_TK, index),
+        start_all_to_all(part, input_splits, output_splits, group, how)
+        for part, how in (
+            (take_rows(tokens.x_TD, index), wire),
+            (indices, None),
+            (take_rows(tokens.expert_weights_TK, index), None),
         )
     ]
     return _Transfer(
@@ -150,7 +152,10 @@ def _start_transfer(
 
 
 def _plan(
-    chunks: Sequence[_Tokens], experts: range, group: dist.ProcessGroup
+    chunks: Sequence[_Tokens],
+    experts: range,
+    group: dist.ProcessGroup,
+    wire: Wire | None = None,
 ) -> list[Callable[[], _Transfer]]:
     """A transfer for each chunk, which a call begins; counts are exchanged once for all chunks."""
     ranks, device = group.size(), chunks[0].x_TD.device
@@ -181,7 +186,7 @@ def _plan(
             assignments: int = assignments,
         ) -> _Transfer:
             index = row_map(source_R, len(chunk.x_TD))
-            return _start_transfer(chunk, index, splits, group, assignments)
+            return _start_transfer(chunk, index, splits, group, assignments, wire=wire)
 
         transfers.append(go)
     return transfers
@@ -213,6 +218,7 @@ class AllToAllDispatcher(HoldsGroups):
             consecutive blocks of experts.
         chunks: parts of a call; one part is in transfer while experts compute the part before.
         by_unit: count rows by unit, each rank's call, for exact sums; one group and one chunk.
+        wire: how rows are written on their way to experts.
     """
 
     GROUPS = ("group", "within")
@@ -223,15 +229,16 @@ class AllToAllDispatcher(HoldsGroups):
         within: dist.ProcessGroup | None = None,
         chunks: int = 1,
         by_unit: bool = False,
+        wire: Wire | None = None,
     ) -> None:
         assert not by_unit or (within is None and chunks == 1), "units would be cut"
         self.group, self.within, self.chunks = group, within, chunks
-        self.by_unit = by_unit
+        self.by_unit, self.wire = by_unit, wire
 
     def dispatch(self, x_TD: Tensor, routed: RouterOutput) -> Iterator[DispatchedRows]:
         """See :class:`Dispatcher`."""
         experts = range(len(routed.rows_per_expert_E))
-        plans = _plan(_chunks(x_TD, routed, self.chunks), experts, self.group)
+        plans = _plan(_chunks(x_TD, routed, self.chunks), experts, self.group, self.wire)
         return self._dispatched(plans, plans[0](), experts)
 
     def _dispatched(
@@ -243,7 +250,7 @@ class AllToAllDispatcher(HoldsGroups):
             tokens, transfers = transfer.wait(), [transfer]
             block = mine
             if self.within is not None:
-                transfers.append(_plan([tokens], mine, self.within)[0]())
+                transfers.append(_plan([tokens], mine, self.within, self.wire)[0]())
                 tokens = transfers[-1].wait()
                 block = _block_of(mine, self.within.size(), self.within.rank())
             units = transfer.output_splits if self.by_unit else None
@@ -272,6 +279,7 @@ class PaddedAllToAllDispatcher(HoldsGroups):
         max_tokens_per_call: the most tokens of one call on any rank.
         room: from the tokens of a call to the most assignments of each expert; None for no bound.
         chunks: see :class:`AllToAllDispatcher`.
+        wire: see :class:`AllToAllDispatcher`.
     """
 
     GROUPS = ("group",)
@@ -282,13 +290,10 @@ class PaddedAllToAllDispatcher(HoldsGroups):
         max_tokens_per_call: int,
         room: Callable[[int], Sequence[int] | None],
         chunks: int = 1,
+        wire: Wire | None = None,
     ) -> None:
-        self.group, self.max_tokens_per_call, self.room, self.chunks = (
-            group,
-            max_tokens_per_call,
-            room,
-            chunks,
-        )
+        self.group, self.max_tokens_per_call, self.room = group, max_tokens_per_call, room
+        self.chunks, self.wire = chunks, wire
 
     def dispatch(self, x_TD: Tensor, routed: RouterOutput) -> Iterator[DispatchedRows]:
         """See :class:`Dispatcher`.
@@ -330,7 +335,7 @@ class PaddedAllToAllDispatcher(HoldsGroups):
         empty_R = (slot >= counts.unsqueeze(1)).flatten()
         source_R = (order[places].flatten() // to_TK.shape[1]).masked_fill(empty_R, 0)
         index = row_map(source_R, len(x_TD))
-        return _start_transfer(tokens, index, None, self.group, None, empty_R, E)
+        return _start_transfer(tokens, index, None, self.group, None, empty_R, E, wire=self.wire)
 
     def _dispatched(
         self, chunks: list[_Tokens], transfer: _Transfer, experts: range

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from moe.activation import ACTIVATIONS, ActivationName
 from moe.by_unit import experts_by_unit
-from moe.config import Backend
+from moe.config import Backend, Gemm
+from moe.float8 import Float8Tally
 from moe.operator import experts_operator
-from moe.paths import PATHS, ExpertsFn, choose_backend, experts_grouped_mm
+from moe.paths import PATHS, ExpertsFn, choose_backend, experts_float8, experts_grouped_mm
 from moe.rows import Rows
 from moe.stopwatch import Stopwatch
 from moe.transforms import in_func_transform
@@ -40,9 +42,13 @@ class GroupedExperts(nn.Module):
         activation: ActivationName = "swiglu",
         bias: bool = False,
         recompute: bool = False,
+        gemm: Gemm = "compute",
     ) -> None:
         super().__init__()
         self.backend, self.activation, self.recompute = backend, activation, recompute
+        self.gemm = gemm
+        self.float8_tally: Float8Tally | None = None
+        """With products in float8: what backwards add their counts to."""
         self.weight_grad_store: WeightGradStore | None = None
         self.unit_sums: UnitSums | None = None
         """Under exact sums: where each unit's weight gradients go."""
@@ -72,6 +78,8 @@ class GroupedExperts(nn.Module):
         """The fields that ``print`` shows, with the backend that ``auto`` takes."""
         E, D, F = self.w_up.shape
         text = f"num_experts={E}, d_model={D}, d_ff={F}, {self.activation}, backend={self.backend}"
+        if self.gemm == "float8":
+            return f"{text}, gemm=float8"
         if self.backend == "auto":
             picked = choose_backend("auto", D, F, self.w_up.dtype, self.w_up.device.type)
             text += f" ({picked} for {self.w_up.dtype} on {self.w_up.device.type})"
@@ -107,7 +115,9 @@ class GroupedExperts(nn.Module):
         _, d_model, d_ff = weights.w_up.shape
         backend = choose_backend(self.backend, d_model, d_ff, dtype, device)
         run: ExpertsFn = PATHS[backend]
-        if self.unit_sums is not None:
+        if self.gemm == "float8":
+            run = partial(experts_float8, tally=self.float8_tally)
+        elif self.unit_sums is not None:
             backend = "packed" if backend == "packed" else "loop"
             run = partial(experts_by_unit, backend=backend, sums=self.unit_sums)
         elif run is experts_grouped_mm:
@@ -115,6 +125,10 @@ class GroupedExperts(nn.Module):
         with no_autocast(device), nullcontext() if stopwatch is None else stopwatch:
             rows = Rows(x_SD.to(dtype), source_R, weights_R.to(dtype), rows_per_expert_E)
             weights = weights.map(lambda p: p.to(dtype))
+            if torch.compiler.is_compiling() and self.gemm == "float8":
+                from moe.uncompiled import uncompiled
+
+                return cast(Tensor, uncompiled(run, rows, weights, self.activation))
             if torch.compiler.is_compiling() and not self._is_traced(backend, dtype):
                 return experts_operator(
                     rows, weights, self.activation, backend, keep=not self.recompute

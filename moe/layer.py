@@ -24,6 +24,7 @@ from moe.dispatch import (
     PaddedAllToAllDispatcher,
 )
 from moe.experts import GroupedExperts
+from moe.float8_rows import Float8Rows, round_rows
 from moe.rows import RowMap, sum_rows, take_rows
 from moe.stopwatch import Stopwatch
 from moe.transforms import in_vmap
@@ -157,6 +158,7 @@ class MoELayer(nn.Module):
             activation=c.activation,
             bias=c.ffn_bias,
             recompute=c.recompute_experts,
+            gemm=c.gemm,
         )
         self.shared_experts: FeedForward | None = None
         self.shared_gate: nn.Linear | None = None
@@ -205,6 +207,7 @@ class MoELayer(nn.Module):
         from moe.uncompiled import uncompiled
 
         c = self.config
+        wire = Float8Rows() if c.dispatch_dtype == "float8" else None
         self.router.use_expert_group(group)
         # The sizes of an exchange are data of the host: no compiler can trace it.
         self._call = uncompiled
@@ -213,10 +216,10 @@ class MoELayer(nn.Module):
         elif c.dispatcher == "padded_all_to_all":
             room = self.router.capacity.most
             self.dispatcher = PaddedAllToAllDispatcher(
-                group, c.max_tokens_per_call, room, c.overlap_chunks
+                group, c.max_tokens_per_call, room, c.overlap_chunks, wire
             )
         elif c.dispatcher == "all_to_all":
-            self.dispatcher = AllToAllDispatcher(group, chunks=c.overlap_chunks)
+            self.dispatcher = AllToAllDispatcher(group, chunks=c.overlap_chunks, wire=wire)
         elif across_nodes is None or within_node is None:
             raise ValueError(
                 "dispatcher (hierarchical) must have expert ranks on more than one node, and "
@@ -224,7 +227,9 @@ class MoELayer(nn.Module):
                 "of meshes built with ranks_per_node; or use all_to_all"
             )
         else:
-            self.dispatcher = AllToAllDispatcher(across_nodes, within_node, c.overlap_chunks)
+            self.dispatcher = AllToAllDispatcher(
+                across_nodes, within_node, c.overlap_chunks, wire=wire
+            )
 
     def use_exact_sums(self, sums: UnitSums) -> None:
         """Compute each micro-batch by itself, and add its experts' gradients to ``sums``;
@@ -288,6 +293,9 @@ class MoELayer(nn.Module):
         if self.experts.unit_sums is not None and routed.expert_indices_TK.shape[1] > most:
             routed, to_tokens = single_assignments(routed)
             x_TD = take_rows(x_TD, to_tokens)
+        if self.config.dispatch_dtype == "float8":
+            # Also where no row travels: numbers must not depend on the layout.
+            x_TD = round_rows(x_TD)
         parts_in_transfer = self.dispatcher.dispatch(x_TD, routed)
         # The shared experts are computed while rows are in transfer.
         shared_TD = self._shared(shared_x_TD)

@@ -6,6 +6,7 @@ Legend: S rows, R assignments of rows to experts, D d_model, F d_ff, E experts o
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from moe.activation import ACTIVATIONS, Activation, ActivationName
 from moe.config import Backend
+from moe.float8 import Float8Tally, Product, float8_matmul
 from moe.megablocks_backend import experts_megablocks, why_no_megablocks
 from moe.packed import experts_packed
 from moe.rows import RowMap, Rows, row_map, sum_rows, take_rows
@@ -29,8 +31,16 @@ The weight is applied before w_down: the result is equal, and the output of w_do
 for the backward."""
 
 
-def experts_loop(rows: Rows, weights: ExpertWeights, activation: ActivationName) -> Tensor:
-    """The backend ``loop``: three GEMMs per expert, in any dtype and shape, and on any device."""
+def experts_loop(
+    rows: Rows,
+    weights: ExpertWeights,
+    activation: ActivationName,
+    product: Product = torch.matmul,
+) -> Tensor:
+    """The backend ``loop``: three GEMMs per expert, in any dtype and shape, and on any device.
+
+    ``product`` computes each of them, and with autograd their gradients.
+    """
     act = ACTIVATIONS[activation]
     counts = rows.rows_per_expert_E.tolist()
     index = row_map(rows.source_R[: sum(counts)], len(rows.x_SD))
@@ -40,15 +50,21 @@ def experts_loop(rows: Rows, weights: ExpertWeights, activation: ActivationName)
     weights_by_expert = rows.weights_R[: sum(counts)].unsqueeze(1).split(counts)
     outputs = []
     for x, weight, *one in zip(x_by_expert, weights_by_expert, *split, strict=True):
-        outputs.append(one_expert(act, x, weight, ExpertWeights._make(one)))
+        outputs.append(one_expert(act, x, weight, ExpertWeights._make(one), product))
     return sum_rows(torch.cat(outputs), index)
 
 
-def one_expert(act: Activation, x_nD: Tensor, weight_n1: Tensor, w: ExpertWeights) -> Tensor:
+def one_expert(
+    act: Activation,
+    x_nD: Tensor,
+    weight_n1: Tensor,
+    w: ExpertWeights,
+    product: Product = torch.matmul,
+) -> Tensor:
     """The output of some rows of one expert, [n, D]."""
-    gate = None if w.w_gate is None else _plus(x_nD @ w.w_gate, w.b_gate)
-    h = act.hidden(gate, _plus(x_nD @ w.w_up, w.b_up)) * weight_n1
-    y = h @ w.w_down
+    gate = None if w.w_gate is None else _plus(product(x_nD, w.w_gate), w.b_gate)
+    h = act.hidden(gate, _plus(product(x_nD, w.w_up), w.b_up)) * weight_n1
+    y = product(h, w.w_down)
     return y if w.b_down is None else y + weight_n1 * w.b_down
 
 
@@ -215,6 +231,17 @@ def _expert_of_row(ends_E: Tensor, num_rows: int) -> RowMap:
     places_R = torch.arange(num_rows, device=ends_E.device, dtype=ends_E.dtype)
     expert_R = torch.searchsorted(ends_E, places_R, right=True)
     return row_map(expert_R.clamp(max=len(ends_E) - 1), len(ends_E))
+
+
+def experts_float8(
+    rows: Rows,
+    weights: ExpertWeights,
+    activation: ActivationName,
+    tally: Float8Tally | None = None,
+) -> Tensor:
+    """The backend ``loop`` with products in float8: no grouped product of torch 2.13 has their
+    scales. On CUDA the host waits for the number of rows of each expert."""
+    return experts_loop(rows, weights, activation, partial(float8_matmul, tally=tally))
 
 
 PATHS: dict[str, ExpertsFn] = {

@@ -6,7 +6,7 @@ Legend: R rows received, N rows sent, D d_model, E experts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,20 +19,47 @@ _Send = Callable[[Tensor], tuple[Tensor, CollectiveWork]]
 """Starts a collective of the sent rows; returns the buffer for the received rows, and the work."""
 
 
-class _Exchange:
-    """A started collective in the forward, and in the backward the collective of its gradient."""
+class Wire(Protocol):
+    """How rows are written for a transfer."""
 
-    def __init__(self, there: _Send, back: _Send) -> None:
-        self.there, self.back = there, back
+    def pack(self, x_ND: Tensor) -> Tensor:
+        """[N, D] -> [N, W], of any dtype."""
+        ...
+
+    def unpack(self, packed: Tensor, out_ND: Tensor) -> None:
+        """Write [N, W] into [N, D]."""
+        ...
+
+
+class _Exchange:
+    """A started collective in the forward, and in the backward the collective of its gradient,
+    which travels as it is."""
+
+    def __init__(self, there: _Send, back: _Send, wire: Wire | None = None) -> None:
+        self.there, self.back, self.wire = there, back, wire
+        self.packed: Tensor | None = None
         self.work: Any = None
         self.sent: Tensor | None = None
         self.grad_work: Any = None
         self.grad_ND: Tensor | None = None
 
     def start(self, x_ND: Tensor) -> Tensor:
-        self.sent = x_ND  # the collective reads the tensor until it ends
-        out_RD, self.work = self.there(x_ND)
-        return out_RD
+        # The collective reads what is sent until it ends.
+        self.sent = x_ND if self.wire is None else self.wire.pack(x_ND)
+        out_RD, self.work = self.there(self.sent)
+        if self.wire is None:
+            return out_RD
+        self.packed = out_RD
+        return x_ND.new_empty(len(out_RD), *x_ND.shape[1:])
+
+    def wait(self, out_RD: Tensor) -> None:
+        self.work.wait()
+        if self.wire is not None:
+            assert self.packed is not None
+            self.wire.unpack(self.packed, out_RD)
+        # The work holds the received tensor, which holds the graph, which holds the work: a cycle
+        # through C++ that no garbage collector frees.
+        self.work = self.sent = self.packed = None
 
     def start_back(self, grad_RD: Tensor) -> None:
         self.grad_ND, self.grad_work = self.back(grad_RD)
@@ -84,10 +111,7 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out_RD: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange = exchange
-        exchange.work.wait()
-        # The work holds the received tensor, which holds the graph, which holds the work: a cycle
-        # through C++ that no garbage collector frees.
-        exchange.work = exchange.sent = None
+        exchange.wait(out_RD)
         return out_RD.view_as(out_RD)
 
     @staticmethod
@@ -111,8 +135,8 @@ class PendingRows:
         return out
 
 
-def _start(x_ND: Tensor, there: _Send, back: _Send) -> PendingRows:
-    exchange = _Exchange(there, back)
+def _start(x_ND: Tensor, there: _Send, back: _Send, wire: Wire | None = None) -> PendingRows:
+    exchange = _Exchange(there, back, wire)
     return PendingRows(_Start.apply(x_ND, exchange), exchange)
 
 
@@ -121,14 +145,17 @@ def start_all_to_all(
     input_splits: list[int] | None,
     output_splits: list[int] | None,
     group: dist.ProcessGroup,
+    wire: Wire | None = None,
 ) -> PendingRows:
     """Start :func:`all_to_all`. In the backward, the gradient's collective overlaps the backward of
-    what the forward computed between this call and :meth:`PendingRows.wait`."""
+    what the forward computed between this call and :meth:`PendingRows.wait`. With a ``wire`` the
+    rows are packed for the transfer; their gradients are not."""
     # The gradient of a sent row is the gradient of the received row, sent back.
     return _start(
         x_ND,
         _all_to_all(input_splits, output_splits, group),
         _all_to_all(output_splits, input_splits, group),
+        wire,
     )
 
 

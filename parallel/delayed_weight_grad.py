@@ -92,20 +92,27 @@ def apply_delayed_weight_grad(model: nn.Module) -> WeightGradStore:
     store = WeightGradStore()
     for module in model.modules():
         names = [name for name, _ in module.named_parameters(recurse=False)]
-        if type(module) is nn.Linear and names == ["weight"]:
+        linear_layer = type(module) is nn.Linear or hasattr(module, "product")
+        if linear_layer and names == ["weight"]:
             vars(module)["weight_grad_store"] = store
-            module.forward = _forward(module)  # type: ignore[assignment]
+            module.forward = _forward(module)
         elif "weight_grad_store" in vars(module):
             vars(module)["weight_grad_store"] = store
     return store
 
 
 def linear(x: Tensor, module: nn.Module) -> Tensor:
-    """x W^T with the local shard of the module's weight."""
+    """x W^T with the local shard of the module's weight.
+
+    A module with a method ``product(x, weight, put)`` computes both kinds of products itself.
+    """
     assert isinstance(module.weight, Tensor)
     weight = local_shard(module.weight)
     store: WeightGradStore | None = vars(module).get("weight_grad_store")
     put = None if store is None else store.put_for(weight)
+    product: Callable[..., Tensor] | None = getattr(module, "product", None)
+    if product is not None:
+        return product(x, weight, put)
     if put is None:
         return F.linear(x, weight)
     # Autograd calls the backward below only for the gradient of x: the weight is detached.

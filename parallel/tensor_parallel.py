@@ -122,7 +122,8 @@ def _norm(module: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
 
 
 def _shared(module: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    return lambda x_BWD: F.linear(x_BWD, _replicated_weight(module))
+    product = getattr(module, "product", F.linear)
+    return lambda x_BWD: product(x_BWD, _replicated_weight(module))
 
 
 def _embedding(module: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ckpt import LocalArray
-from moe import choose_backend
+from moe import choose_backend, why_no_float8
 from parallel import Documents, ParallelDims, ShardLayout, Topology
 from pretrain.errors import InputError
 from pretrain.model import Decoder
@@ -78,7 +78,7 @@ def build_model(
     Raises InputError where the layer has no path for its sizes, or the nodes do not fit the layout.
     """
     topology = spec.topology(runtime.world) if topology is None else topology
-    runtime.together(lambda: _check_device(spec, runtime.device.type))
+    runtime.together(lambda: _check_device(spec, runtime.device))
     if spec.train.exact:
         _check_threads(runtime)
     per_node = runtime.ranks_per_node
@@ -98,12 +98,19 @@ def build_model(
     )
 
 
-def _check_device(spec: JobSpec, device_type: str) -> None:
+def _check_device(spec: JobSpec, device: torch.device) -> None:
+    device_type = device.type
     for field in ("offload_optimizer", "offload_activations"):
         if getattr(spec.parallel.memory, field) and device_type == "cpu":
             raise InputError(
                 f"parallel.memory.{field} (true) must be false on a CPU: everything is in host "
                 f"memory"
+            )
+    for field, gemm in (("experts", spec.precision.experts), ("dense", spec.precision.dense)):
+        why = why_no_float8(device) if gemm == "float8" else ""
+        if why:
+            raise InputError(
+                f"precision.{field} (float8) must have a device with products in float8: {why}"
             )
     m = spec.moe
     if m is None:
@@ -134,6 +141,7 @@ def _parallelize(spec: JobSpec, dims: ParallelDims) -> ParallelModel:
             dtype=spec.precision.dtype,
             compiled=spec.train.compile,
             exact_units=_exact_units(spec),
+            dense_float8=spec.precision.dense == "float8",
         )
     except ValueError as error:
         raise InputError(str(error)) from None

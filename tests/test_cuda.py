@@ -6,7 +6,15 @@ import pytest
 import torch
 
 import ckpt
-from moe import GroupedExperts, MoEConfig, MoELayer, choose_backend, megablocks_backend
+from moe import (
+    GroupedExperts,
+    MoEConfig,
+    MoELayer,
+    choose_backend,
+    float8_linear,
+    megablocks_backend,
+    why_no_float8,
+)
 from parallel import ParallelDims, Topology, apply_expert_parallel
 from tests.pretrain.test_runs import on_rank
 from tests.support.checkpoints import info
@@ -113,12 +121,65 @@ def test_backward_is_the_same_twice():
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+def products(device: str, sizes: tuple[int, int, int], dtype: torch.dtype) -> list[torch.Tensor]:
+    """The result of a product in float8 and its two gradients."""
+    T, D, width = sizes
+    g = torch.Generator().manual_seed(0)
+    shapes = ((T, D), (width, D), (T, width))
+    x, w, dy = (torch.randn(s, generator=g).to(device, dtype) for s in shapes)
+    y = float8_linear(x.requires_grad_(), w.requires_grad_())
+    y.backward(dy)
+    return [each.cpu().float() for each in (y.detach(), x.grad, w.grad)]
+
+
+@pytest.mark.parametrize("sizes", [(256, 512, 384), (5, 200, 7), (1, 128, 128), (0, 64, 32)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_products_in_float8_are_those_of_the_host(sizes, dtype):
+    if why := why_no_float8(torch.device("cuda")):
+        pytest.skip(why)
+    # The kernel sums 128 products in another order, with fewer bits than float64.
+    tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-3}[dtype]
+    found, expected = products("cuda", sizes, dtype), products("cpu", sizes, dtype)
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).norm() <= tolerance * b.norm()
+
+
+def test_experts_in_float8_are_those_of_the_host():
+    if why := why_no_float8(torch.device("cuda")):
+        pytest.skip(why)
+    results = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        config = MoEConfig(d_model=256, d_ff=128, num_experts=8, top_k=2, gemm="float8")
+        layer, x = MoELayer(config), torch.randn(300, 256)
+        layer = layer.to(device, torch.bfloat16)
+        x = x.to(device, torch.bfloat16)
+        # The routes of the host: a near-tie may fall otherwise on the device.
+        replay = None if not results else results[0][0].to(device)
+        out = layer(x, replay_indices_TK=replay)
+        out.hidden.float().square().sum().backward()
+        grads = [p.grad.float().cpu() for p in layer.experts.parameters()]
+        results.append([out.aux.topk_indices_TK, out.hidden.detach().float().cpu(), *grads])
+    for a, b in zip(results[1][1:], results[0][1:], strict=True):
+        assert (a - b).norm() <= 3e-2 * b.norm()
+
+
+def test_a_device_without_products_in_float8_says_so():
+    if not why_no_float8(torch.device("cuda")):
+        pytest.skip("this device has them")
+    with pytest.raises(ValueError, match="products in float8 must have a device"):
+        products("cuda", (2, 3, 4), torch.bfloat16)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16", "float8"])
 def test_a_run_on_one_device_resumes_bitwise(precision, tmp_path):
+    sections = {"compute": precision}
+    if precision == "float8":
+        if why := why_no_float8(torch.device("cuda")):
+            pytest.skip(why)
+        sections = {"compute": "bfloat16", "experts": "float8", "dense": "float8"}
     write_corpus(tmp_path / "text")
-    spec = write_spec(
-        tmp_path, precision={"compute": precision}, sample={"prompt": "def", "tokens": 4}
-    )
+    spec = write_spec(tmp_path, precision=sections, sample={"prompt": "def", "tokens": 4})
     losses = []
     for name, stop_after in (("straight", None), ("resumed", 4), ("resumed", None)):
         arguments = [str(spec), "--set", f"run_dir={tmp_path / name}"]

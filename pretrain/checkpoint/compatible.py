@@ -25,6 +25,7 @@ _FREE = (
     "moe.backend", "moe.input_jitter", "moe.bias_update_rate", "moe.aux_loss_coeff",
     "moe.seq_aux_loss_coeff", "moe.z_loss_coeff", "moe.aux_loss_scope",
     "moe.dispatcher", "moe.overlap_chunks", "moe.max_tokens_per_call", "moe.recompute_experts",
+    "moe.gemm", "moe.dispatch_dtype",
     "moe.capacity.hysteresis", "moe.capacity.false_alarm_rate", "moe.capacity.warmup_steps",
     "moe.capacity.replay_log",
 )  # fmt: skip

@@ -279,6 +279,12 @@ class IntervalEnded(Event):
     rank_seconds: list[float] | None = None
     """Of each rank, in the mean step: from its batch to the barrier, without waits in collectives.
     None with more than 256 ranks."""
+    float8_underflow: dict[str, float] = field(default_factory=dict)
+    """Of the numbers that are not 0, the share that became 0 in float8 in the backward of the
+    interval's last step, by part and operand, as ``experts.gradients``."""
+    float8_overflow: dict[str, int] = field(default_factory=dict)
+    """Tiles and blocks with a NaN or an infinity in the backwards of the interval, those of skipped
+    steps counted, by part and operand."""
     routing: RoutingReport | None = field(default=None, metadata={"log": False})
     capacity_shares: list[float] | None = field(default=None, metadata={"log": False})
     relative_speeds: list[float] | None = field(default=None, metadata={"log": False})

@@ -33,6 +33,7 @@ from pretrain.observe.events import (
     StepSkipped,
     StepTaken,
 )
+from pretrain.observe.float8_metrics import Float8Metrics
 from pretrain.observe.jsonl import LoggedEvent
 from pretrain.observe.ledger import Ledger, ledger_of
 from pretrain.observe.ledger_metrics import LedgerMetrics
@@ -150,6 +151,7 @@ class Metrics:
             "data_wait_seconds_total", "Time the slowest rank waited for data."
         )
         self.data = DataMetrics(self._registry)
+        self.float8 = Float8Metrics(self._registry)
         self.consumed = self._gauge("consumed_samples", "Sequences of all committed steps.")
         self.padding = self._counter(
             "data_padding_tokens_total", "Positions of committed steps that have no target."
@@ -380,6 +382,7 @@ class Metrics:
             self.communication.set(sum(event.exposed_seconds.values()) / event.seconds)
         if event.routing is not None:
             self._routing(event.routing)
+        self.float8(event)
         for rank, share in enumerate(event.capacity_shares or ()):
             self.capacity_share.labels(str(rank)).set(share)
         for rank, speed in enumerate(event.relative_speeds or ()):

@@ -7,14 +7,14 @@ token once, and expert parallelism shards the experts over tp ranks as well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
 from torch import nn
 
-from moe import MoEConfig
+from moe import Float8Tally, MoEConfig, use_float8
 from parallel import (
     ExactSums,
     ParallelConfig,
@@ -55,6 +55,9 @@ class ParallelModel:
     """None for one stage."""
     exact: ExactSums | None = None
     """The sums of gradients, where they are exact."""
+    float8: Mapping[str, Float8Tally] = field(default_factory=dict)
+    """The counts of products in float8, by ``experts`` and ``dense``: of each part that the config
+    computes in float8, also where this rank has no such layer."""
 
 
 def parallelize(
@@ -67,6 +70,7 @@ def parallelize(
     dtype: torch.dtype = torch.float32,
     compiled: bool = False,
     exact_units: int | None = None,
+    dense_float8: bool = False,
 ) -> ParallelModel:
     """Build this rank's part of a decoder, parallelized, on the meta device.
 
@@ -82,6 +86,7 @@ def parallelize(
         compiled: compile regions of the layers, see :func:`compile_regions`.
         exact_units: sum gradients exactly, of at most so many micro-batches in a step; None sums
             in float32.
+        dense_float8: compute attention's projections, dense layers and shared experts in float8.
 
     Raises ValueError where the model has fewer layers than stages, or where the number of experts
     is not a multiple of the ranks.
@@ -98,6 +103,7 @@ def parallelize(
     meta_model = meta_decoder(config, moe)
     with torch.device("meta"):
         model = Decoder(config, moe, chain.from_iterable(layers[stage] for stage in local))
+    float8 = _use_float8(model, moe, dense_float8)
     stages = {0: model} if num_stages == 1 else {s: model.part(layers[s]) for s in local}
     exact = None if exact_units is None else ExactSums(exact_units)
     # Exact sums take each micro-batch's gradients at the end of its backward.
@@ -143,7 +149,24 @@ def parallelize(
         layouts=decoder_layouts(meta_model, layers, dims.topology, schedule),
         pipeline=pipeline,
         exact=exact,
+        float8=float8,
     )
+
+
+def _use_float8(model: Decoder, moe: MoEConfig | None, dense: bool) -> dict[str, Float8Tally]:
+    """Let the dense products of ``model`` be in float8, and give each part its tally."""
+    tallies = {"dense": Float8Tally()} if dense else {}
+    if moe is not None and moe.gemm == "float8":
+        tallies["experts"] = Float8Tally()
+    for block in model.blocks.values():
+        shared = None
+        if block.moe is not None:
+            block.moe.experts.float8_tally = tallies.get("experts")
+            shared = block.moe.shared_experts
+        for part in (block.attention, block.ffn, shared):
+            if dense and part is not None:
+                use_float8(part, tallies["dense"])
+    return tallies
 
 
 def compile_regions(blocks: Sequence[DecoderLayer], topology: Topology) -> None:

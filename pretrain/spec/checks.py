@@ -130,6 +130,50 @@ def check_tensor_parallel(spec: Sections) -> None:
             )
 
 
+def check_float8(spec: Sections) -> None:
+    """Products in float8 against the model, torch.compile and the tensor-parallel degree."""
+    precision, moe = spec.precision, spec.moe
+    if moe is None and precision.experts == "float8":
+        raise ValueError(
+            "precision.experts (float8) must be compute where there is no [moe] section"
+        )
+    if moe is not None and moe.gemm != precision.experts:
+        raise ValueError(
+            f"moe.gemm ({moe.gemm}) must be precision.experts ({precision.experts}); leave "
+            f"moe.gemm out"
+        )
+    if moe is not None and moe.dispatch_dtype == "float8" and precision.compute == "float16":
+        raise ValueError(
+            "moe.dispatch_dtype (float8) must be compute with precision.compute (float16), which "
+            "does not hold all that float8 and its scales can say"
+        )
+    if precision.dense != "float8":
+        return
+    if spec.train.compile:
+        raise ValueError(
+            "train.compile (true) must be false with precision.dense (float8): the counts of "
+            "underflow are not traced"
+        )
+    tp, model = spec.parallel.tp, spec.model
+    if tp == 1:
+        return
+    q, kv = model.num_heads * model.qk_head_dim, model.num_kv_heads * model.qk_head_dim
+    sizes = {"d_ff": model.d_ff, "num_heads x head_dim": q, "num_kv_heads x head_dim": kv}
+    if model.latent:
+        up = model.num_heads * (model.qk_nope_head_dim + model.v_head_dim)
+        sizes |= {
+            "num_heads x v_head_dim": model.num_heads * model.v_head_dim,
+            "num_heads x (qk_nope_head_dim + v_head_dim)": up,
+        }
+        del sizes["num_kv_heads x head_dim"]
+    for field, size in sizes.items():
+        if size % (128 * tp):
+            raise ValueError(
+                f"model.{field} ({size}) must be a multiple of 128 x parallel.tp (128 x {tp}) with "
+                f"precision.dense (float8): no block of 128 x 128 weights is cut over ranks"
+            )
+
+
 def check_schedule(spec: Sections) -> None:
     """The learning-rate schedule and the checkpoints against the length of the run."""
     schedule, steps = spec.schedule, spec.train.steps
@@ -216,6 +260,7 @@ ALL_CHECKS = (
     check_compile,
     check_sequences,
     check_tensor_parallel,
+    check_float8,
     check_schedule,
     check_checkpoint,
     check_faults,

@@ -13,8 +13,6 @@ def check_exact(spec: Sections) -> None:
     """
     if not spec.train.exact:
         return
-    if spec.moe is not None:
-        check_exact_moe(spec.moe)
     parallel, memory = spec.parallel, spec.parallel.memory
     for wrong, field, value, must, why in (
         (parallel.tp > 1, "parallel.tp", parallel.tp, "1",
@@ -31,6 +29,12 @@ def check_exact(spec: Sections) -> None:
          "a compiled kernel depends on the shapes that were seen before"),
         (spec.precision.compute == "float16", "precision.compute", "float16",
          "float32 or bfloat16", "the loss scale moves the range of the sums"),
+        (spec.precision.experts == "float8", "precision.experts", "float8", "compute",
+         "a scale is of rows that other micro-batches may have brought"),
+        (spec.precision.dense == "float8", "precision.dense", "float8", "compute",
+         "sums of products in float8 are not by micro-batch yet"),
     ):  # fmt: skip
         if wrong:
             raise ValueError(f"{field} ({value}) must be {must} with train.exact (true): {why}")
+    if spec.moe is not None:
+        check_exact_moe(spec.moe)

@@ -39,6 +39,15 @@ class JobSpec(Sections):
             return {**data, "moe": {**moe, "d_model": model.get("d_model")}}
         return data
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_gemm(cls, data: Any) -> Any:
+        moe, precision = data.get("moe"), data.get("precision")
+        if isinstance(moe, dict) and isinstance(precision, dict) and "gemm" not in moe:
+            gemm = precision.get("experts", "compute")
+            return {**data, "moe": {**moe, "gemm": "float8" if gemm == "fp8" else gemm}}
+        return data
+
     @model_validator(mode="after")
     def _check(self) -> JobSpec:
         for check in ALL_CHECKS:

@@ -26,13 +26,26 @@ class PrecisionConfig(BaseModel):
     loss_scale_growth_steps: int = Field(default=2000, ge=1)
     """For float16: the loss scale doubles after this many steps in a row without an overflow."""
 
+    experts: Literal["compute", "float8"] = "compute"
+    """What the GEMMs of routed experts compute in: ``compute``, the dtype above, or ``float8``,
+    e4m3 with scales of tiles of 128 (DeepSeek-V3, arXiv 2412.19437, section 3.3); ``fp8`` is
+    accepted too."""
+    dense: Literal["compute", "float8"] = "compute"
+    """As ``experts``, for the GEMMs of attention's projections, of dense layers and of shared
+    experts."""
+
+    @field_validator("experts", "dense", mode="before")
+    @classmethod
+    def _check_gemms(cls, value: Any) -> Any:
+        return "float8" if value == "fp8" else value
+
     @field_validator("compute", mode="before")
     @classmethod
     def _check_compute(cls, value: Any) -> Any:
         if value in ("float8", "fp8"):
             raise ValueError(
-                f"precision.compute ({value}) must be float32, bfloat16 or float16: GEMMs in "
-                f"float8 are not implemented, for any hardware"
+                f"precision.compute ({value}) must be float32, bfloat16 or float16: float8 is for "
+                f"precision.experts and precision.dense, beside it"
             )
         return _SHORT.get(value, value) if isinstance(value, str) else value
 

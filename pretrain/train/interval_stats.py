@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from moe import FLOAT8_OPERANDS
 from parallel import CollectiveKind, CommStats, by_parallelism
 from pretrain.job import Job
 from pretrain.observe import IntervalEnded, RoutingReport
@@ -81,6 +82,7 @@ class IntervalStats:
         seconds, exposed = self._communication(job) if timed else ({}, {})
         stages, routing = timed and job.parallel_model.pipeline is not None, self._routing(job)
         p, pp = job.spec.parallel.pipeline, job.topology.pp
+        underflow, overflow = self._float8(job)
         return IntervalEnded(
             step=progress.step,
             loss=loss,
@@ -112,6 +114,8 @@ class IntervalStats:
                 else None
             ),
             routing=routing,
+            float8_underflow=underflow,
+            float8_overflow=overflow,
             capacity_shares=None if job.balance is None else job.balance.shares,
             relative_speeds=None if job.balance is None else job.balance.relative_speeds,
         )
@@ -127,6 +131,17 @@ class IntervalStats:
             for column in means.T.tolist()
         )
         return seconds, exposed
+
+    def _float8(self, job: Job) -> tuple[dict[str, float], dict[str, int]]:
+        """The event's ``float8_underflow`` and ``float8_overflow``."""
+        shares, bad = {}, {}
+        for part, tally in sorted(job.parallel_model.float8.items()):
+            counts = job.runtime.sum_in_training(tally.take()).tolist()
+            for operand, (nonzero, flushed, tiles) in zip(FLOAT8_OPERANDS, counts, strict=True):
+                bad[f"{part}.{operand}"] = tiles
+                if nonzero:
+                    shares[f"{part}.{operand}"] = flushed / nonzero
+        return shares, bad
 
     def _source_tokens(self, job: Job, progress: Progress) -> dict[str, int]:
         """Positions of the interval's sequences by the name of their source."""

@@ -104,8 +104,7 @@ class Trainer:
             step = self.progress.step
             done = step == spec.train.steps
             last = stopped or done
-            every = spec.train.log_interval_steps
-            if self.interval.tokens and (step % every == 0 or done):
+            if self.interval.tokens and self._ends_interval(step):
                 self.end_interval(decision)
             every = spec.eval.interval_steps
             # Before the save: the manifest has the result, by which the best checkpoints stay. A
@@ -140,6 +139,9 @@ class Trainer:
         waited = time.perf_counter() - began
         batches = self.faults.batches(batches)
         scale, device = before.loss_scale, job.runtime.device
+        for tally in job.parallel_model.float8.values():
+            # One step of each log interval: the count reads every operand once more.
+            tally.counts_underflow = self._ends_interval(before.step + 1)
         random = {} if scale is None else rng_states(device)
         self._beat("forward_backward")
         with self.verifier.seeing_gradients():
@@ -194,6 +196,10 @@ class Trainer:
             replanned=replanned,
         )
         return decision
+
+    def _ends_interval(self, step: int) -> bool:
+        train = self.job.spec.train
+        return step % train.log_interval_steps == 0 or step == train.steps
 
     def _read_step(self, loader: Loader) -> tuple[list[Tensor], Cursor, int]:
         """A rank's micro-batches of the next step, the cursor after the step, and the step's

@@ -85,7 +85,11 @@ class DispatcherContract:
 
     def test_one_process_and_ranks_agree(self):
         results = run_ranks(on_rank, self.world, self.world, self.fields, self.nodes)
-        plain = {k: v for k, v in self.fields.items() if k.startswith(("cap", "over", "activ"))}
+        plain = {
+            k: v
+            for k, v in self.fields.items()
+            if k.startswith(("cap", "over", "activ", "dispatch_"))
+        }
         plain |= {k: v for k, v in self.fields.items() if k in ("ffn_bias", "shared_expert_gate")}
         reference = make_layer(**plain)
         for number, case in enumerate(CASES):
@@ -121,6 +125,23 @@ class TestAllToAllInChunks(DispatcherContract):
 
 class TestAllToAllWithDrops(DispatcherContract):
     fields = {"capacity": {"policy": "fixed", "capacity_factor": 0.75, "drop_policy": "probs"}}
+
+
+class TestAllToAllInFloat8(DispatcherContract):
+    fields = {"dispatch_dtype": "float8", "overlap_chunks": 2}
+
+
+class TestHierarchicalInFloat8(DispatcherContract):
+    fields = {"dispatcher": "hierarchical", "dispatch_dtype": "float8"}
+    world, nodes = 4, 2
+
+
+class TestFixedSplitInFloat8(DispatcherContract):
+    fields = {
+        "dispatcher": "padded_all_to_all",
+        "max_tokens_per_call": MAX_TOKENS,
+        "dispatch_dtype": "float8",
+    }
 
 
 class TestHierarchical(DispatcherContract):

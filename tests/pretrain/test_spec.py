@@ -94,7 +94,7 @@ RECIPE = "tools/recipes/stdlib-tiny.toml"
         ),
         (
             "precision.compute=float8",
-            "precision.compute (float8) must be float32, bfloat16 or float16: GEMMs in float8",
+            "precision.compute (float8) must be float32, bfloat16 or float16: float8 is for",
         ),
         (
             "precision.compute=half",
