@@ -29,7 +29,7 @@ from pretrain.errors import InputError
 from pretrain.health import CapacityBalance, Stragglers
 from pretrain.model import Decoder, forward_flops
 from pretrain.observe import CapacityPlanned, Events, StepCommitted, read_log
-from pretrain.optim import build_adamw
+from pretrain.optim import Surroundings, build_optimizer
 from pretrain.parallelize import (
     LocalBatch,
     ParallelModel,
@@ -56,7 +56,7 @@ class Job:
     corpora: Corpora
     parallel_model: ParallelModel
     local_batch: LocalBatch
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     loader: Loader
     held_out: dict[str, Sequences]
     """The sequences that are scored, by set: what each source holds out, and ``[data.validation]``.
@@ -208,7 +208,17 @@ def build_job(
     )
     loader.blend = corpora.blend()
     loader.division = _division(spec, topology)
-    optimizer = build_adamw(parallel_model.local_model, spec.optimizer, exact=spec.train.exact)
+    optimizer = build_optimizer(
+        parallel_model.local_model,
+        spec.optimizer,
+        Surroundings(
+            layouts=parallel_model.layouts,
+            dims=dims,
+            device=runtime.device,
+            compute=spec.precision.compute,
+            exact=spec.train.exact,
+        ),
+    )
     balance = runtime.together(lambda: _capacity_balance(spec, topology))
     end_token = runtime.together(lambda: _end_token(spec))
     local_batch = LocalBatch(dims, end_token, spec.data.has_masked_targets)
