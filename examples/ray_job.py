@@ -187,6 +187,7 @@ JOB = json.loads(r"""
    "strict": true
   },
   "optimizer": {
+   "kind": "adamw",
    "lr": 0.006,
    "beta1": 0.9,
    "beta2": 0.95,

@@ -20,14 +20,9 @@ from pretrain.optim import (
     MuonConfig,
     Surroundings,
     build_optimizer,
-    moments,
     orthogonalized,
-    set_lr,
 )
-from pretrain.plan.memory import moments_kept, rank_parameters
 from pretrain.plan.search import program_of
-from pretrain.plan.shape import ModelShape
-from pretrain.plan.work import Program, Work
 from pretrain.spec.job import JobSpec
 from pretrain.state.arrays import training_arrays
 from pretrain.state.layouts import parameter_layouts
@@ -188,21 +183,6 @@ def test_the_dtype_follows_that_of_compute():
     assert wide.products_dtype("bfloat16") == "float32"
 
 
-def test_a_rate_is_set_for_all_parameters():
-    model = decoder()
-    optimizer = build_optimizer(model, CONFIG)
-    set_lr(optimizer, 0.0)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for name, gradient in gradients(model, 0).items():
-        model.get_parameter(name).grad = gradient
-    optimizer.step()
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    assert len(held) == len({id(p) for p in held}) == len(before)
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in model.parameters())
-
-
 def test_a_matrix_without_a_gradient_counts_as_one_of_zeros():
     model = decoder()
     optimizer = build_optimizer(model, CONFIG)
@@ -260,22 +240,6 @@ def test_a_stage_without_a_moment_has_its_arrays_too():
     assert names[0] == names[1]
     assert "optimizer/exp_avg/embed/weight" in names[1]
     assert "optimizer/momentum_buffer/embed/weight" not in names[0]
-
-
-@pytest.mark.parametrize("config", [CONFIG, AdamWConfig(lr=0.1)])
-@pytest.mark.parametrize("qk_norm", ["head", "all_heads"])
-def test_the_planner_counts_the_moments_that_there_are(config: Any, qk_norm: Any):
-    model_config = MODEL.model_copy(update={"qk_norm": qk_norm})
-    moe = MOE.model_copy(update={"ffn_bias": False})  # the planner counts no biases
-    model = Decoder(model_config, moe)
-    kept = sum(
-        x.numel()
-        for by_name in moments(build_optimizer(model, config), model).values()
-        for x in by_name.values()
-    )
-    shape = ModelShape.of(model_config, moe)
-    work = Work(shape, Topology(), 32, 8, 2, program=Program(optimizer=config))
-    assert moments_kept(work, rank_parameters(work, 0)) == kept
 
 
 def test_a_plan_has_the_optimizer_of_the_spec(tmp_path: Path):
