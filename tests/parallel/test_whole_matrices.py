@@ -16,7 +16,11 @@ from parallel.whole_matrices import share_out
 from tests.support.ranks import run_ranks
 
 E = 8
-SHAPES = {"wide": (6, 20), "tall": (20, 6), "rows": (6, 20), "router": (E, 6), "experts": (E, 8, 5)}
+SAME = [f"layers.{i}.wide" for i in range(8)]
+SHAPES = {
+    "wide": (6, 20), "tall": (20, 6), "rows": (6, 20), "router": (E, 6), "experts": (E, 8, 5),
+    **dict.fromkeys(SAME, (6, 20)),
+}  # fmt: skip
 TOPOLOGIES = [
     "dp_shard=1", "dp_shard=4", "dp_replicate=2,dp_shard=2,ep=2", "dp_shard=2,tp=2,ep=2",
     "dp_shard=4,ep=2", "dp_replicate=2,dp_shard=4,tp=2,ep=4", "dp_shard=16,ep=2",
@@ -28,6 +32,7 @@ def layouts_of(topology: Topology) -> dict[str, ShardLayout]:
     splits = {
         "wide": dense_splits(2), "tall": dense_splits(2, 0), "rows": dense_splits(2, 1),
         "router": spread_splits(2), "experts": expert_splits(3),
+        **dict.fromkeys(SAME, dense_splits(2)),
     }  # fmt: skip
     return {name: ShardLayout(SHAPES[name], splits[name], topology) for name in SHAPES}
 
