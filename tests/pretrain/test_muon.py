@@ -18,11 +18,17 @@ from pretrain.model.init import is_hidden_matrix
 from pretrain.optim import (
     AdamWConfig,
     MuonConfig,
+    OptimizerFields,
     Surroundings,
     build_optimizer,
     orthogonalized,
 )
+from pretrain.plan.hardware import load_cluster
+from pretrain.plan.memory import memory
 from pretrain.plan.search import program_of
+from pretrain.plan.shape import ModelShape
+from pretrain.plan.step_time import step_time
+from pretrain.plan.work import Program, Work
 from pretrain.spec.job import JobSpec
 from pretrain.state.arrays import training_arrays
 from pretrain.state.layouts import parameter_layouts
@@ -245,6 +251,36 @@ def test_a_stage_without_a_moment_has_its_arrays_too():
 def test_a_plan_has_the_optimizer_of_the_spec(tmp_path: Path):
     spec = make_spec(tmp_path, optimizer={"kind": "muon"})
     assert program_of(spec).optimizer == spec.optimizer
+
+
+def test_a_plan_counts_products_that_ranks_share_and_one_moment():
+    moe = MoEConfig(d_model=2048, d_ff=1024, num_experts=64, top_k=8)
+    model = ModelConfig(
+        vocab_size=32000, d_model=2048, num_layers=8, num_heads=16, num_kv_heads=4, d_ff=0
+    )
+    cluster = load_cluster("h100")
+
+    def work(config: OptimizerFields, topology: Topology) -> Work:
+        program = Program(optimizer=config)
+        return Work(ModelShape.of(model, moe), topology, 4096, 256, 1, program=program)
+
+    adamw, muon = AdamWConfig(lr=1.0), MuonConfig(lr=1.0)
+    seconds = {
+        (config.kind, ranks): step_time(work(config, Topology(dp_shard=ranks)), cluster).optimizer
+        for config in (adamw, muon)
+        for ranks in (1, 8)
+    }
+    flops = 2 * 8 * sum(
+        matrix.copies * sum(math.prod(each) for each in muon.matrix_products(matrix.n, matrix.k))
+        for matrix in ModelShape.of(model, moe).hidden_matrices(0)
+    )  # fmt: skip
+    peak = cluster.chip.peak("bfloat16")
+    assert flops / peak < seconds["muon", 1] - seconds["adamw", 1] < 3 * flops / peak
+    assert seconds["muon", 8] < seconds["muon", 1] / 2
+    wide = MuonConfig(lr=1.0, newton_schulz_dtype="float32")
+    assert step_time(work(wide, Topology()), cluster).optimizer > 5 * seconds["muon", 1]
+    kept = [memory(work(each, Topology()), cluster.chip).optimizer for each in (adamw, muon)]
+    assert kept[0] / 2 < kept[1] < 0.55 * kept[0]
 
 
 # The section of the spec.

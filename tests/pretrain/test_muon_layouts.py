@@ -101,3 +101,21 @@ def test_a_resume_on_the_same_ranks_has_the_same_bits(layout: str, data, tmp_pat
     assert resumed.losses == straight.losses[2:]
     for name, expected in straight.state.items():
         assert torch.equal(resumed.state[name], expected), name
+
+
+@SLOW
+@pytest.mark.parametrize("layout", ["dp_shard=3", "dp_shard=3,tp=2", "pp=2,dp_shard=3"])
+def test_uneven_slices_of_a_dense_model(layout: str, data, tmp_path):
+    sections = {**SECTIONS, "moe": None, "model": {"num_layers": 3, "num_kv_heads": 4}}
+    alone = train(spec_for(tmp_path, data, "", **sections), 3)
+    check(train(spec_for(tmp_path, data, layout, **sections), 3), alone)
+
+
+@SLOW
+@pytest.mark.parametrize("layout", ["dp_shard=4,ep=2", "dp_replicate=2,tp=2"])
+def test_bfloat16_is_near_to_one_process(layout: str, alone, data, tmp_path):
+    """Newton-Schulz and what it sends are in bfloat16 too; sums before it round differently."""
+    sections = {**SECTIONS, "precision": {"compute": "bfloat16"}}
+    trained = train(spec_for(tmp_path, data, layout, **sections), 3)
+    assert trained.losses == pytest.approx(alone.losses[:3], rel=5e-3)
+    assert trained.losses != alone.losses[:3]
