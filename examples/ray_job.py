@@ -354,7 +354,8 @@ JOB = json.loads(r"""
   "sample": {
    "prompt": "def main(",
    "tokens": 80,
-   "temperature": 0.8
+   "temperature": 0.8,
+   "top_p": 1.0
   }
  }
 }
