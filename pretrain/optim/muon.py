@@ -128,6 +128,8 @@ class Muon(torch.optim.Optimizer):
         """Update all parameters; every rank that holds parts of them must call."""
         assert closure is None
         self.adamw.step()
+        if not self.matrices:
+            return
         lr, decay = self.param_groups[0]["lr"], self.param_groups[0]["weight_decay"]
         momentum, steps = self.config.momentum, self.config.newton_schulz_steps
         weights = {name: _stacked(p) for name, p in self.matrices.items()}

@@ -201,6 +201,14 @@ def test_a_matrix_without_a_gradient_counts_as_one_of_zeros():
     torch.testing.assert_close(wq.detach(), before * (1 - 0.01 * 0.2))
 
 
+def test_a_model_without_matrices_has_adamw_alone():
+    model = nn.RMSNorm(8)
+    optimizer = build_optimizer(model, CONFIG)
+    model.weight.grad = torch.ones(8)
+    optimizer.step()
+    assert float(model.weight.detach().max()) == pytest.approx(0.99)
+
+
 # Checkpoints and the planner.
 
 
