@@ -39,7 +39,7 @@ from parallel import (
 from pretrain.job import Job
 from pretrain.model import init_parameters
 from pretrain.observe import Events
-from pretrain.optim import OptimizerConfig, build_adamw
+from pretrain.optim import AdamWConfig, build_adamw
 from pretrain.parallelize import LocalBatch, forward_backward, parallelize
 from pretrain.runtime import keep_freed_memory
 from pretrain.spec import load_spec
@@ -74,7 +74,7 @@ class Step:
         self.model = self.built.local_model
         self.model.to_empty(device="cpu")
         init_parameters(self.model, self.built.layouts, dist.get_rank(), 0, spec.model.num_layers)
-        self.optimizer = build_adamw(self.model, OptimizerConfig(lr=1e-9), exact=exact)
+        self.optimizer = build_adamw(self.model, AdamWConfig(lr=1e-9), exact=exact)
         generator = torch.Generator().manual_seed(0)
         shape = size, self.seq_len + 1
         every = torch.randint(spec.model.vocab_size, shape, generator=generator).split(micro)

@@ -28,7 +28,7 @@ from moe import MoEConfig
 from parallel import ParallelConfig, ParallelDims, Topology, apply_recompute, local_shard
 from parallel.recompute import Recompute
 from pretrain.model import Decoder, ModelConfig, init_parameters
-from pretrain.optim import OptimizerConfig, build_adamw
+from pretrain.optim import AdamWConfig, build_adamw
 from pretrain.parallelize import LocalBatch, forward_backward, parallelize
 
 WAYS: dict[str, tuple[Recompute, int]] = {
@@ -90,7 +90,7 @@ def state_on_rank(zero: int, steps: int, rank: int) -> tuple[float, float]:
     model = parallel_model.local_model
     model.to_empty(device="cpu")
     init_parameters(model, parallel_model.layouts, rank, 0, WIDE.num_layers)
-    optimizer = build_adamw(model, OptimizerConfig(lr=1e-9))
+    optimizer = build_adamw(model, AdamWConfig(lr=1e-9))
     # So that its pages are there: a step's peak is to be of what comes on top.
     for parameter in model.parameters():
         for moment in ("exp_avg", "exp_avg_sq"):

@@ -39,7 +39,7 @@ from parallel import (
     scale_gradients,
 )
 from pretrain.model import init_parameters
-from pretrain.optim import OptimizerConfig, build_adamw
+from pretrain.optim import AdamWConfig, build_adamw
 from pretrain.parallelize import LocalBatch, forward_backward, parallelize
 from pretrain.runtime import keep_freed_memory
 
@@ -97,7 +97,7 @@ def rank_main(case: Case, rank: int, port: int, orders: Connection) -> None:
     for stage in parallel_model.stages.values():
         stage.to_empty(device="cpu")
     init_parameters(model, parallel_model.layouts, dist.get_rank(), 0, MODEL.num_layers)
-    optimizer = build_adamw(model, OptimizerConfig(lr=1e-9))
+    optimizer = build_adamw(model, AdamWConfig(lr=1e-9))
     # Ranks that share sequences all have those of all of them.
     shared = dist.get_world_size() // dims.dp_size
     generator = torch.Generator().manual_seed(dims.dp_rank)

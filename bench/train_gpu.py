@@ -23,7 +23,7 @@ from bench.harness import Row, arguments, finish
 from moe import MoEConfig
 from parallel import ParallelConfig, ParallelDims, Topology, clip_grad_norm
 from pretrain.model import ModelConfig, forward_flops, init_parameters, peak_flops_per_second
-from pretrain.optim import OptimizerConfig, build_adamw
+from pretrain.optim import AdamWConfig, build_adamw
 from pretrain.parallelize import LocalBatch, forward_backward, parallelize
 
 LARGE = ModelConfig(vocab_size=50304, d_model=2048, num_layers=16, num_heads=16, num_kv_heads=4)
@@ -44,7 +44,7 @@ def steps(way: str, small: bool, device: torch.device, samples: int) -> tuple[li
     parallel_model = parallelize(model, moe, parallel=parallel, dims=dims, seq_len=s, dtype=dtype)
     parallel_model.local_model.to_empty(device=device)
     init_parameters(parallel_model.local_model, parallel_model.layouts, 0, 0, model.num_layers)
-    optimizer = build_adamw(parallel_model.local_model, OptimizerConfig(lr=1e-9))
+    optimizer = build_adamw(parallel_model.local_model, AdamWConfig(lr=1e-9))
     batches = torch.randint(model.vocab_size, (2 * b, s + 1)).split(b)
     tokens, times = 2 * b * s, []
     for turn in range(samples + 2):

@@ -187,6 +187,7 @@ JOB = json.loads(r"""
    "strict": true
   },
   "optimizer": {
+   "kind": "adamw",
    "lr": 0.006,
    "beta1": 0.9,
    "beta2": 0.95,
@@ -353,7 +354,8 @@ JOB = json.loads(r"""
   "sample": {
    "prompt": "def main(",
    "tokens": 80,
-   "temperature": 0.8
+   "temperature": 0.8,
+   "top_p": 1.0
   }
  }
 }

@@ -40,6 +40,7 @@ from parallel.mesh import ParallelDims
 from parallel.recompute import apply_activation_offload, apply_recompute
 from parallel.tensor_digest import digest
 from parallel.tensor_parallel import TensorParallelStyle, apply_tensor_parallel
+from parallel.whole_matrices import WholeMatrices
 
 __all__ = [
     "CollectiveKind",
@@ -57,6 +58,7 @@ __all__ = [
     "TensorParallelStyle",
     "Topology",
     "WeightGradStore",
+    "WholeMatrices",
     "all_gather_rows",
     "all_reduce",
     "apply_activation_offload",

@@ -28,7 +28,7 @@ from pretrain.errors import InputError
 from pretrain.health import CapacityBalance, Stragglers
 from pretrain.model import forward_flops
 from pretrain.observe import CapacityPlanned, Events, StepCommitted, read_log
-from pretrain.optim import build_adamw
+from pretrain.optim import Surroundings, build_optimizer
 from pretrain.parallelize import (
     StepResult,
     forward_backward,
@@ -45,7 +45,7 @@ class Job(RankModel):
     """A run on one rank: parallelized model, optimizer and data."""
 
     corpora: Corpora
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     loader: Loader
     held_out: dict[str, Sequences]
     """The sequences that are scored, by set: what each source holds out, and ``[data.validation]``.
@@ -168,7 +168,17 @@ def build_job(
     )
     loader.blend = corpora.blend()
     loader.division = _division(spec, topology)
-    optimizer = build_adamw(parallel_model.local_model, spec.optimizer, exact=spec.train.exact)
+    optimizer = build_optimizer(
+        parallel_model.local_model,
+        spec.optimizer,
+        Surroundings(
+            layouts=parallel_model.layouts,
+            dims=dims,
+            device=runtime.device,
+            compute=spec.precision.compute,
+            exact=spec.train.exact,
+        ),
+    )
     balance = runtime.together(lambda: _capacity_balance(spec, topology))
     how, compressed = spec.parallel.gradient_compression, None
     if how != "none":

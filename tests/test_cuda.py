@@ -16,6 +16,8 @@ from moe import (
     why_no_float8,
 )
 from parallel import ParallelDims, Topology, apply_expert_parallel
+from pretrain.model import Decoder, ModelConfig
+from pretrain.optim import MuonConfig, Surroundings, build_optimizer
 from tests.pretrain.test_runs import on_rank
 from tests.support.checkpoints import info
 from tests.support.jobs import events, write_corpus, write_spec
@@ -218,3 +220,30 @@ def test_a_save_in_the_background_is_what_the_device_held(tmp_path):
                 piece.copy_(b)
     finally:
         saver.close()
+
+
+@pytest.mark.parametrize("held", ["cuda", "cpu"])
+@pytest.mark.parametrize(("compute", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.05)])
+def test_muon_on_the_device_is_muon_on_the_host(held, compute, tolerance):
+    """Parameters on the device, or offloaded: in host memory, and orthogonalized on the device."""
+    config = ModelConfig(
+        vocab_size=300, d_model=64, num_layers=2, num_heads=4, num_kv_heads=2, d_ff=96,
+        first_k_dense=1,
+    )  # fmt: skip
+    moe = MoEConfig(d_model=64, d_ff=48, num_experts=4, top_k=2)
+    moved = []
+    for where, dtype in (("cpu", "float32"), (held, compute)):
+        torch.manual_seed(0)
+        model = Decoder(config, moe).to(where)
+        device = torch.device("cpu" if not moved else "cuda")
+        around = Surroundings(device=device, compute=dtype)
+        optimizer = build_optimizer(model, MuonConfig(lr=0.1, weight_decay=0.0), around)
+        before = [p.detach().clone() for p in model.parameters()]
+        for number, p in enumerate(model.parameters()):
+            generator = torch.Generator().manual_seed(number)
+            p.grad = torch.randn(p.shape, generator=generator).to(where)
+        optimizer.step()
+        pairs = zip(model.parameters(), before, strict=True)
+        moved.append([(p.detach() - was).cpu() for p, was in pairs])
+    for host, other in zip(*moved, strict=True):
+        assert float((host - other).norm() / host.norm()) < tolerance

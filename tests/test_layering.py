@@ -75,6 +75,7 @@ PRETRAIN = {
     },
     "pretrain.plan": {
         "pretrain.errors", "pretrain.spec", "pretrain.model", "pretrain.parallelize",
+        "pretrain.optim",  # what an optimizer keeps, and the products of its update
     },
     "pretrain.convert.hf": {"pretrain.errors", "pretrain.model", "pretrain.state"},
     "pretrain.convert": {

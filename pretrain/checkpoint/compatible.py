@@ -20,7 +20,7 @@ from pretrain.state import RunState, read_run_state
 _FIXED = ("model", "moe", "data.seq_len", "data.shard_tokens", "data.document_mask", "data.packing",
           "data.mask_boundary_labels",
           "batch.global_batch_size", "batch.batch_size_rampup",
-          "train.seed")  # fmt: skip
+          "optimizer.kind", "train.seed")  # fmt: skip
 _FREE = (
     "moe.backend", "moe.input_jitter", "moe.bias_update_rate", "moe.aux_loss_coeff",
     "moe.seq_aux_loss_coeff", "moe.z_loss_coeff", "moe.aux_loss_scope",

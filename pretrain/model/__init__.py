@@ -2,7 +2,7 @@
 
 from pretrain.model.decoder import Decoder, DecoderLayer, DecoderOutput, ModelConfig, meta_decoder
 from pretrain.model.flops import forward_flops, peak_flops_per_second
-from pretrain.model.init import first_matrix, init_parameters, is_bias
+from pretrain.model.init import first_matrix, init_parameters, is_bias, is_hidden_matrix
 from pretrain.model.small_steps import small_steps
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "forward_flops",
     "init_parameters",
     "is_bias",
+    "is_hidden_matrix",
     "meta_decoder",
     "peak_flops_per_second",
     "small_steps",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,20 @@ def first_matrix(
 def is_bias(name: str) -> bool:
     """Whether a parameter is a bias, by its name: the biases of experts have two dims."""
     return name.endswith(".bias") or name.rsplit(".", 1)[-1] in ("b_gate", "b_up", "b_down")
+
+
+def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Whether a parameter is a matrix inside the network, or a stack of such matrices, one for each
+    expert.
+
+    Routers are; embedding, head, norms and biases are not, and neither is a matrix of one row or
+    column, as the gate of shared experts. This is the division of Moonlight (Liu et al., arXiv
+    2502.16982) and of GLM-4.5 (arXiv 2508.06471): what Muon updates, and what it leaves to AdamW.
+    """
+    last = name.removesuffix(".weight").rsplit(".", 1)[-1]
+    if len(shape) < 2 or is_bias(name) or last in ("embed", "head"):
+        return False
+    return min(shape[-2:]) > 1
 
 
 def _std(name: str, fan_in: int, num_layers: int) -> float:

@@ -24,7 +24,7 @@ class Memory:
     gradients: float
     """Shards, or with ZeRO-1 whole gradients of the rank's layers."""
     optimizer: float
-    """Both moments."""
+    """Moments in float32."""
     gathered: float
     """Whole parameters of the layers that compute, and the buffers that FSDP reduces from."""
     activations: float
@@ -69,19 +69,25 @@ class RankParameters:
     """Of ``largest_block``: its experts."""
     stored: float
     """All of them after FSDP."""
+    matrices: float
+    """Of ``stored``: hidden matrices, see :func:`pretrain.model.is_hidden_matrix`."""
 
 
 def rank_parameters(work: Work, place: int) -> RankParameters:
     """The parameters of a place along pp; tp divides matrices, FSDP and ep divide the rest."""
     shape, t = work.shape, work.topology
     dense = beside = experts = 0.0
+    norms = gates = 0.0
     largest = (0.0, 0.0)
     for layer in work.layers_of(place):
         replicated = shape.attention_replicated + 2 * shape.d_model
+        norms += shape.attention_norms / (t.tp if shape.qk_norm == "all_heads" else 1)
+        norms += 2 * shape.d_model
         own = (shape.attention_parameters - shape.attention_replicated) / t.tp + replicated
         others = here = 0.0
         if shape.is_moe(layer):
             others = shape.beside_experts
+            gates += shape.d_model * shape.shared_expert_gate
             here = shape.num_experts * shape.expert_parameters / t.ep
         else:
             own += shape.dense_parameters / t.tp
@@ -94,6 +100,7 @@ def rank_parameters(work: Work, place: int) -> RankParameters:
         root += shape.d_model
         if not shape.tie_embeddings:
             root += shape.vocab_size * shape.d_model / t.tp
+    stored = (dense + root) / t.fsdp + beside / t.fsdp_tp + experts / t.efsdp
     return RankParameters(
         dense=dense + root,
         beside=beside,
@@ -101,8 +108,16 @@ def rank_parameters(work: Work, place: int) -> RankParameters:
         root=root,
         largest_block=largest[0],
         block_experts=largest[1],
-        stored=(dense + root) / t.fsdp + beside / t.fsdp_tp + experts / t.efsdp,
+        stored=stored,
+        matrices=stored - (norms + root) / t.fsdp - gates / t.fsdp_tp,
     )
+
+
+def moments_kept(work: Work, n: RankParameters) -> float:
+    """Numbers that the optimizer keeps on a rank."""
+    optimizer = work.program.optimizer
+    matrices = n.matrices * len(optimizer.matrix_moments)
+    return matrices + (n.stored - n.matrices) * len(optimizer.other_moments)
 
 
 def kept_elements(work: Work, layer: int, how: Recompute, kernels: str) -> float:
@@ -210,7 +225,7 @@ def _of_place(work: Work, place: int, chip: Chip) -> Memory:
     return Memory(
         weights=n.stored * program.parameter_bytes,
         gradients=gradients if work.zero_stage == 1 else n.stored * program.gradient_bytes,
-        optimizer=n.stored * 8,
+        optimizer=4 * moments_kept(work, n),
         gathered=gathered if whole else 0.0,
         activations=activations + working * size,
         pipeline=max(pipeline, 0.0),

@@ -88,6 +88,7 @@ def program_of(spec: JobSpec) -> Program:
         fused_elementwise=spec.train.compile,
         hides_dispatch=0.0 if chunks == 1 else 1 - 1 / chunks,
         sends_once_per_node=moe is not None and moe.dispatcher == "hierarchical",
+        optimizer=spec.optimizer,
     )
 
 

@@ -117,6 +117,12 @@ class ModelShape:
         return D * C * 2 * (H + self.num_kv_heads) + norms
 
     @property
+    def attention_norms(self) -> int:
+        """Of these, the weights of norms."""
+        matrices = sum(int(gemm.n * gemm.k) for gemm in self.attention_gemms(1, 1))
+        return self.attention_parameters - matrices
+
+    @property
     def attention_replicated(self) -> int:
         """Of these, the parameters that tensor parallelism does not divide."""
         if self.kv_lora_rank:
@@ -220,6 +226,14 @@ class ModelShape:
         if self.shared_expert_gate:
             found.append(Gemm(T, 1, D))
         return found
+
+    # Matrices that an optimizer may update as a whole.
+
+    def hidden_matrices(self, layer: int) -> list[Gemm]:
+        """The matrices of a layer as the products of one token, [k, n]; matrices of one row or
+        column left out, as :func:`pretrain.model.is_hidden_matrix` leaves them out."""
+        every = [*self.attention_gemms(1, 1), *self.ffn_gemms(layer, 1, 1, 1)]
+        return [gemm for gemm in every if min(gemm.n, gemm.k) > 1]
 
 
 def split_layers(costs: list[float], stages: int) -> list[range]:

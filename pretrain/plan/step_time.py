@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
+from typing import cast
 
 from pretrain.plan.collectives import (
     exchange_seconds,
@@ -17,8 +18,8 @@ from pretrain.plan.collectives import (
     reduce_seconds,
     send_seconds,
 )
-from pretrain.plan.hardware import BYTES, Chip, Cluster, group_shape
-from pretrain.plan.memory import rank_parameters
+from pretrain.plan.hardware import BYTES, Chip, Cluster, DtypeName, group_shape
+from pretrain.plan.memory import RankParameters, moments_kept, rank_parameters
 from pretrain.plan.shape import Gemm
 from pretrain.plan.work import Work
 
@@ -324,7 +325,35 @@ def _data_parallel(work: Work, place: int, cluster: Cluster) -> tuple[float, flo
 
 def _optimizer(work: Work, place: int, cluster: Cluster) -> float:
     """AdamW reads a weight, its gradient and two moments and writes three of them; the gradients'
-    norm reads them once more and is summed over all ranks."""
-    n = rank_parameters(work, place)
-    moved = n.stored * (28 + 2 * work.program.gradient_bytes)
-    return cluster.chip.stream_seconds(moved) + reduce_seconds(4, work.topology.world, 1, cluster)
+    norm reads them once more and is summed over all ranks. What needs whole matrices puts them
+    together and takes them apart besides: see :class:`parallel.WholeMatrices`."""
+    n, program, chip = rank_parameters(work, place), work.program, cluster.chip
+    moved = n.stored * (12 + 2 * program.gradient_bytes) + 8 * moments_kept(work, n)
+    seconds = chip.stream_seconds(moved) + reduce_seconds(4, work.topology.world, 1, cluster)
+    if program.optimizer.matrix_products(2, 2):
+        seconds += _whole_matrices(work, place, n, cluster)
+    return seconds
+
+
+def _whole_matrices(work: Work, place: int, n: RankParameters, cluster: Cluster) -> float:
+    """The products of updates of whole matrices, divided over the ranks of a stage, and the
+    all-to-alls before and after them, exposed."""
+    t, program, chip = work.topology, work.program, cluster.chip
+    dtype = cast(DtypeName, program.optimizer.products_dtype(program.dtype))
+    ranks, layers = t.world // t.pp, work.layers_of(place)
+    total = longest = 0.0
+    for is_moe in (False, True):
+        like = [layer for layer in layers if work.shape.is_moe(layer) == is_moe]
+        for matrix in work.shape.hidden_matrices(like[0]) if like else []:
+            products = program.optimizer.matrix_products(matrix.n, matrix.k)
+            count = len(like) * matrix.copies
+            total += sum(chip.gemm_seconds(*each, dtype, count) for each in products)
+            alone = sum(chip.gemm_seconds(*each, dtype) for each in products)
+            longest = max(longest, alone)
+    # A slice is read and sent, put in its place, taken out again, sent back, and added.
+    copied = chip.stream_seconds(n.matrices * (6 * BYTES[dtype] + 12))
+    cut = t.fsdp_tp * t.dp_replicate > 1
+    there = n.matrices * BYTES[dtype] / t.dp_replicate * cut
+    back = n.matrices * BYTES[dtype] * cut
+    sent = sum(exchange_seconds(each, ranks, 1, cluster) for each in (there, back))
+    return max(total / ranks, longest) + copied + sent

@@ -7,6 +7,7 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from parallel.layout import Topology
+from pretrain.optim import AdamWConfig, OptimizerFields
 from pretrain.plan.hardware import BYTES, DtypeName
 from pretrain.plan.shape import ModelShape, split_layers
 
@@ -44,6 +45,8 @@ class Program:
     """Tiles of a GEMM that are not computed, because their units move tokens instead."""
     dispatch_bytes: float = 0.0
     """Bytes of an element that travels to an expert in the forward; 0 takes the activations'."""
+    optimizer: OptimizerFields = field(default_factory=lambda: AdamWConfig(lr=1.0))
+    """Says what is kept of a parameter, and the products of its update."""
 
     @property
     def activation_bytes(self) -> int:

@@ -25,6 +25,8 @@ def check_exact(spec: Sections) -> None:
          "gradients of several micro-batches would be added before they are rounded"),
         (memory.offload_optimizer, "parallel.memory.offload_optimizer", "true", "false",
          "sums in host memory are not exact yet"),
+        (spec.optimizer.kind == "muon", "optimizer.kind", "muon", "adamw",
+         "how a product of matrices rounds depends on how many are computed together"),
         (spec.train.compile, "train.compile", "true", "false",
          "a compiled kernel depends on the shapes that were seen before"),
         (spec.precision.compute == "float16", "precision.compute", "float16",

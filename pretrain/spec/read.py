@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from pretrain.errors import InputError
 from pretrain.spec.job import JobSpec
@@ -57,7 +58,8 @@ def _one_line(error: ValidationError) -> str:
         return f"{location}: required{more}"
     if first["type"] == "union_tag_invalid":
         known, tag = first["ctx"]["expected_tags"], first["ctx"]["tag"]
-        return f"{location}.policy ({tag!r}): Input should be {known}{more}"
+        field = first["ctx"]["discriminator"].strip("'")
+        return f"{location}.{field} ({tag!r}): Input should be {known}{more}"
     return f"{location} ({first['input']!r}): {first['msg']}{more}"
 
 
@@ -76,8 +78,9 @@ def _walk(location: Sequence[int | str]) -> tuple[list[str], type[BaseModel]]:
     model: type[BaseModel] = JobSpec
     parts: list[str] = []
     variants: list[type[BaseModel]] = []
+    tag = ""
     for part in map(str, location):
-        chosen = [v for v in variants if v.model_fields["policy"].default == part]
+        chosen = [v for v in variants if v.model_fields[tag].default == part]
         if chosen:
             model, variants = chosen[0], []
             continue
@@ -87,9 +90,15 @@ def _walk(location: Sequence[int | str]) -> tuple[list[str], type[BaseModel]]:
         field = model.model_fields.get(part)
         models = [] if field is None else models_in(field.annotation)
         variants = models if len(models) > 1 else []
+        tag = "" if field is None else tag_of(field)
         if part is not location[-1] and len(models) == 1:
             model = models[0]
     return parts, model
+
+
+def tag_of(field: FieldInfo) -> str:
+    """The name of the field that tells the variants of a union apart; empty for no union."""
+    return field.discriminator if isinstance(field.discriminator, str) else ""
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:

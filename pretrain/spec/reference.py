@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from pretrain.spec.job import JobSpec
-from pretrain.spec.read import models_in
+from pretrain.spec.read import models_in, tag_of
 
 _HEAD = """\
 <!-- Made by `make docs/spec.md` from the config models; edit their docstrings, not this page. -->
@@ -71,10 +71,10 @@ def _section(
 
 def _union(variants: list[type[BaseModel]], path: str, field: FieldInfo, lines: list[str]) -> None:
     lines += [f"## `[{path}]`", "", _prose(field.description or ""), ""]
+    tag = tag_of(field)
     for variant in variants:
-        policy = variant.model_fields["policy"].default
-        lines += [f'### `policy = "{policy}"`', "", _about(variant), ""]
-        rows = [_row(n, f) for n, f in variant.model_fields.items() if n != "policy"]
+        lines += [f'### `{tag} = "{variant.model_fields[tag].default}"`', "", _about(variant), ""]
+        rows = [_row(n, f) for n, f in variant.model_fields.items() if n != tag]
         lines += ["| field | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""]
 
 

@@ -132,6 +132,8 @@ def upgraded(spec: Mapping[str, Any]) -> dict[str, Any]:
             _put(new, path, values[value])
     if capacity is not None:
         new["moe"]["capacity"] = capacity
+    if isinstance(new.get("optimizer"), dict):
+        new["optimizer"].setdefault("kind", "adamw")  # the only one of an earlier version
     _drop_unused(new)
     return new
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from moe import MoEConfig
 from parallel import ParallelConfig
 from pretrain.data import BatchConfig, DataConfig
 from pretrain.health import HealthConfig, StragglersConfig, VerifyConfig
 from pretrain.model import ModelConfig
-from pretrain.optim import OptimizerConfig, ScheduleConfig
+from pretrain.optim import OptimizerConfig, ScheduleConfig, with_kind
 from pretrain.spec.checkpoint import CheckpointConfig, InitConfig
 from pretrain.spec.detection import DetectionConfig
 from pretrain.spec.elastic import ElasticConfig
@@ -104,7 +104,7 @@ class Sections(BaseModel):
     init: InitConfig = InitConfig()
     """Initial weights."""
     optimizer: OptimizerConfig
-    """AdamW."""
+    """The optimizer, whose ``kind`` names the variant; ``adamw`` by default."""
     schedule: ScheduleConfig = ScheduleConfig()
     """The learning rate over the steps."""
     eval: EvalConfig = EvalConfig()
@@ -131,3 +131,8 @@ class Sections(BaseModel):
     """Experiment trackers."""
     sample: SampleConfig = SampleConfig()
     """Generated text at the end of a run."""
+
+    @field_validator("optimizer", mode="before")
+    @classmethod
+    def _check_optimizer_fields(cls, optimizer: Any) -> Any:
+        return with_kind(optimizer)

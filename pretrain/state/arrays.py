@@ -12,7 +12,7 @@ from parallel import (
     ShardLayout,
     local_shard,
 )
-from pretrain.optim import moments
+from pretrain.optim import moment_names, moments
 from pretrain.state.layouts import tensors
 from pretrain.state.names import array_path, split_layer
 
@@ -39,12 +39,14 @@ def training_arrays(
     """Parameters, buffers and moments as stacked arrays, the same list on every rank.
 
     Moments mirror the tree of :func:`model_arrays` under ``optimizer/NAME``, as AdamW's under
-    ``optimizer/exp_avg`` and ``optimizer/exp_avg_sq``.
+    ``optimizer/exp_avg`` and ``optimizer/exp_avg_sq``. A moment has arrays of the parameters that
+    have the moment.
     """
     arrays = model_arrays(whole, model, layouts, rank)
-    parameters = dict(whole.named_parameters())
-    for key, here in moments(optimizer, model).items():
-        arrays += _stack(f"optimizer/{key}", parameters, here, layouts, rank)
+    parameters, here = dict(whole.named_parameters()), moments(optimizer, model)
+    for key, names in moment_names(optimizer, model, whole).items():
+        of_key = {name: parameters[name] for name in names}
+        arrays += _stack(f"optimizer/{key}", of_key, here.get(key, {}), layouts, rank)
     return arrays
 
 

@@ -172,6 +172,7 @@ def test_the_held_out_loss_has_the_bits_of_one_process(
          "parallel.memory.zero_stage (1) must be 2 or 3"),
         ({"parallel": {"memory": {"offload_optimizer": True}}},
          "parallel.memory.offload_optimizer (true) must be false"),
+        ({"optimizer": {"kind": "muon"}}, "optimizer.kind (muon) must be adamw"),
         ({"train": {"compile": True}}, "train.compile (true) must be false"),
         ({"precision": {"compute": "float16"}},
          "precision.compute (float16) must be float32 or bfloat16"),

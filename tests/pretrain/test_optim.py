@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pretrain.optim import OptimizerConfig, build_adamw
+from pretrain.optim import AdamWConfig, build_adamw
 
 N = 2400
-CONFIG = OptimizerConfig(lr=1e-3)
+CONFIG = AdamWConfig(lr=1e-3)
 
 
 def make(rows: slice = slice(None)) -> nn.Module:

@@ -21,7 +21,7 @@ from pretrain.model.decoder import Decoder
 from pretrain.model.init import init_parameters
 from pretrain.model.rope import rope_frequencies, rotate
 from pretrain.observe.summary import heat_map
-from pretrain.optim import OptimizerConfig, ScheduleConfig, build_adamw
+from pretrain.optim import AdamWConfig, ScheduleConfig, build_adamw
 from pretrain.parallelize.forward_backward import forward_backward, next_token_loss
 from pretrain.parallelize.results import RoutingStats
 from pretrain.state.arrays import training_arrays
@@ -141,7 +141,7 @@ def test_moments_made_at_once_change_nothing():
     torch.manual_seed(0)
     models = [torch.nn.Linear(4, 3) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
-    config = OptimizerConfig(lr=0.1, eps=1e-6)
+    config = AdamWConfig(lr=0.1, eps=1e-6)
     ours = build_adamw(models[0], config)
     theirs = torch.optim.AdamW(
         [
@@ -347,7 +347,7 @@ def test_biases_begin_at_zero_and_the_shared_gate_does_not(tmp_path):
                  moe.shared_experts.w_up.bias):  # fmt: skip
         assert bias.abs().sum() == 0
     assert moe.shared_gate.weight.abs().sum() > 0
-    decayed, free = build_adamw(model, OptimizerConfig(lr=0.1, weight_decay=0.1)).param_groups
+    decayed, free = build_adamw(model, AdamWConfig(lr=0.1, weight_decay=0.1)).param_groups
     assert any(p is moe.experts.w_up for p in decayed["params"])
     assert any(p is moe.experts.b_up for p in free["params"])
     assert model.norm.weight.eq(1).all()

@@ -403,6 +403,7 @@ def finished(text, tmp_path_factory) -> Path:
         ("data.seq_len=16", r"data.seq_len \(16\) must be as in"),
         ("data.document_mask=true", r"data.document_mask \(True\) must be as in"),
         ("train.seed=1", r"train.seed \(1\) must be as in"),
+        ("optimizer.kind=muon", r"optimizer.kind \(muon\) must be as in .* \(adamw\)"),
     ],
 )
 def test_a_resume_that_would_be_another_run_is_refused(finished, change, message):

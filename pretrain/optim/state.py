@@ -1,0 +1,63 @@
+"""What an optimizer keeps, and what a run sets of it, whatever its kind."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the rate of the next update."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def moments(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """By name of a moment and of a parameter: whatever the optimizer keeps in a parameter's shape.
+
+    A parameter has its moments before the first step: a checkpoint then has the same arrays at any
+    step. Layers of one kind have the same moments. Checkpoints ask nothing else of an optimizer.
+    """
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
+                found.setdefault(key, {})[name] = value
+    return dict(sorted(found.items()))
+
+
+@runtime_checkable
+class KeepsDifferentMoments(Protocol):
+    """An optimizer that does not keep the same moments of all parameters."""
+
+    def moments_of(self, name: str, parameter: Tensor) -> tuple[str, ...]:
+        """The names of a parameter's moments, by the parameter's name and global shape."""
+
+
+def moment_names(
+    optimizer: torch.optim.Optimizer, model: nn.Module, whole: nn.Module
+) -> dict[str, list[str]]:
+    """By name of a moment: the parameters of the whole model that have it; equal on all ranks.
+
+    Args:
+        optimizer: of this rank's parameters.
+        model: the parameters of this rank, which may be those of a pipeline stage.
+        whole: the whole model, on any device.
+    """
+    names = [name for name, _ in whole.named_parameters()]
+    if not isinstance(optimizer, KeepsDifferentMoments):
+        return dict.fromkeys(moments(optimizer, model), names)
+    found: dict[str, list[str]] = {}
+    for name, parameter in whole.named_parameters():
+        for key in optimizer.moments_of(name, parameter):
+            found.setdefault(key, []).append(name)
+    return dict(sorted(found.items()))
+
+
+def set_update_count(optimizer: torch.optim.Optimizer, count: int) -> None:
+    """Set the number of updates of every parameter, where the optimizer counts updates."""
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"].fill_(count)
