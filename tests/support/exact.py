@@ -43,6 +43,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recomputed experts": {"moe": {"recompute_experts": True}},
     "gathered parameters kept": {"parallel": {"memory": {"zero_stage": 2, "prefetch": 1}}},
     "loop": {"moe": {"backend": "loop", "top_k": 3, "ffn_bias": True}},
+    "multi-token prediction": {
+        "model": {"num_mtp_layers": 2}, "data": {"document_mask": True},
+    },
     "experts choose": {"moe": {"routing": "expert_choice", "expert_bias": False}},
     "sinkhorn": {"moe": {"routing": "sinkhorn", "expert_bias": False}},
     "bfloat16": {"precision": {"compute": "bfloat16"}, "moe": {"top_k": 3}},
