@@ -230,7 +230,7 @@ class _Step:
         device: torch.device,
         local_batch: LocalBatch,
         reduce_once: bool,
-        mtp: MTPLoss,
+        mtp: MTPLoss = NO_MTP,
     ) -> None:
         self.pipeline, self.local_batch, self.divisor = pipeline, local_batch, divisor
         self.reduce_once = reduce_once
