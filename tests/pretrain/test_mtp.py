@@ -16,7 +16,7 @@ from pydantic import ValidationError
 import ckpt
 from parallel import Topology
 from pretrain.checkpoint.resume import restore
-from pretrain.data.prepare import prepare_corpus
+from pretrain.data import prepare_corpora
 from pretrain.job import build_job
 from pretrain.model.decoder import Decoder
 from pretrain.model.mtp import MTPConfig, MTPStage
@@ -221,24 +221,30 @@ def test_schedules_and_memory_options_change_nothing(layout, parallel, alone, da
     check(train(laid_out(tmp_path, data, layout, parallel=parallel), 2), alone, steps=2)
 
 
+PACKED = {"data": {"packing": "best_fit", "mask_boundary_labels": True}}
+
+
+def balanced_over(scope: str) -> dict[str, Any]:
+    return {"moe": {"num_experts": 8, "aux_loss_coeff": 0.1, "aux_loss_scope": scope}}
+
+
 @SLOW
-@pytest.mark.parametrize("layout", ["pp=2,cp=2", "dp_shard=2,ep=2"])
 @pytest.mark.parametrize(
-    "changes",
+    ("layout", "changes"),
     [
-        {"data": {"packing": "best_fit", "mask_boundary_labels": True}},
-        {"moe": {"num_experts": 8, "aux_loss_coeff": 0.1, "aux_loss_scope": "global_batch"}},
-        {"moe": {"num_experts": 8, "aux_loss_coeff": 0.1, "aux_loss_scope": "previous_step"}},
-        {"moe": None, "model": {"num_layers": 2, "num_mtp_layers": 1}},
+        ("pp=2,cp=2", PACKED), ("dp_shard=2,ep=2", PACKED), ("dp_replicate=2,tp=2", PACKED),
+        # With data parallelism the step so far is another set of tokens.
+        ("pp=2,cp=2", balanced_over("global_batch")), ("tp=2,ep=2", balanced_over("global_batch")),
+        ("pp=2,cp=2", balanced_over("previous_step")),
+        ("dp_shard=2,ep=2", balanced_over("previous_step")),
+        ("pp=2,dp_shard=2", {"moe": None, "model": {"num_layers": 2, "num_mtp_layers": 1}}),
     ],
-)
+)  # fmt: skip
 def test_other_data_and_losses_too(layout, changes, data, tmp_path):
-    if changes.get("moe", True) is None:
-        layout = layout.replace(",ep=2", "")
     if "data" in changes:
         data = {**data, "path": str(tmp_path / "corpus")}
     spec = laid_out(tmp_path, data, "", **changes)
-    prepare_corpus(spec.data, spec.model.vocab_size, lambda _: None)
+    prepare_corpora(spec.data, spec.model.vocab_size, lambda _: None)
     expected = train(spec, 2)
     trained = train(laid_out(tmp_path, data, layout, **changes), 2)
     assert trained.losses == pytest.approx(expected.losses, rel=1e-5)
