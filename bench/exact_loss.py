@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bench.harness import Row, arguments, finish
-from bench.recipe_runs import ENVIRONMENT, RECIPE, ROOT, prepare_corpus, words
+from bench.recipe_runs import prepare_corpus, train
 
 SEEDS = (0, 1, 2)
 SUBJECTS = {"float32": "false", "exact": "true"}
@@ -30,20 +28,15 @@ SETTINGS = [
 ]  # fmt: skip
 
 
-def train(folder: Path, corpus: Path, steps: int, seed: int, exact: str) -> tuple[float, float]:
-    """One run: the mean loss of the last ten steps, in nats per token, and bits per byte."""
+def losses(folder: Path, corpus: Path, steps: int, seed: int, exact: str) -> tuple[float, float]:
+    """Of one run: the mean loss of the last ten steps, in nats per token, and bits per byte."""
     run = folder / f"{seed}-{exact}"
     settings = [*SETTINGS, f"train.steps={steps}", f"train.seed={seed}", f"train.exact={exact}",
-                f"schedule.warmup_steps={min(24, steps // 5)}", f"run_dir={run}",
-                f"data.path={corpus}"]  # fmt: skip
-    command = [sys.executable, "tools/pretrain.py", str(RECIPE), *words(settings)]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"the run in {run} ended with {done.returncode}: {done.stderr[-2000:]}")
-    lines = map(json.loads, (run / "log.jsonl").read_text().splitlines())
-    losses = [line["loss"] for line in lines if line["event"] == "step"]
+                f"schedule.warmup_steps={min(24, steps // 5)}"]  # fmt: skip
+    log = train(run, corpus, settings, ranks=1)
+    of_steps = [line["loss"] for line in log if line["event"] == "step"]
     summary = json.loads((run / "summary.json").read_text())
-    return statistics.mean(losses[-10:]), summary["val_bits_per_byte"]
+    return statistics.mean(of_steps[-10:]), summary["val_bits_per_byte"]
 
 
 def main() -> None:
@@ -54,7 +47,7 @@ def main() -> None:
         for seed in SEEDS[: 1 if args.quick else None]:
             limit: tuple[float, float] | None = None
             for subject, exact in SUBJECTS.items():
-                found = train(Path(name), corpus, steps, seed, exact)
+                found = losses(Path(name), corpus, steps, seed, exact)
                 limit = limit or found
                 for metric, value, base in zip(
                     ("loss", "bits_per_byte"), found, limit, strict=True

@@ -39,11 +39,12 @@ _PINNED = 'exec taskset --cpu-list "$LOCAL_RANK" "$@"'
 """A rank on the core of its number, with all of its threads and children."""
 
 
-def torchrun(*command: str, pinned: bool = False) -> None:
+def torchrun(*command: str, ranks: int = RANKS, pinned: bool = False) -> None:
     """Run a command on all ranks, to its end; a failure ends the benchmark with its output.
 
     Args:
         command: a Python file and its arguments.
+        ranks: how many.
         pinned: each rank has one core for itself.
     """
     started = list(command)
@@ -51,7 +52,7 @@ def torchrun(*command: str, pinned: bool = False) -> None:
         started = ["--no-python", "sh", "-c", _PINNED, "sh", sys.executable, *command]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone",
-         f"--nproc-per-node={RANKS}", *started],
+         f"--nproc-per-node={ranks}", *started],
         cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT,
     )  # fmt: skip
     if done.returncode:
@@ -59,9 +60,14 @@ def torchrun(*command: str, pinned: bool = False) -> None:
 
 
 def train(
-    run_dir: Path, corpus: Path, settings: Iterable[str], *, pinned: bool = False
+    run_dir: Path,
+    corpus: Path,
+    settings: Iterable[str],
+    *,
+    ranks: int = RANKS,
+    pinned: bool = False,
 ) -> list[dict[str, Any]]:
     """Train the recipe on all ranks, each on one core where ``pinned``; returns the log."""
     every = (*settings, f"run_dir={run_dir}", f"data.path={corpus}")
-    torchrun("tools/pretrain.py", str(RECIPE), *words(every), pinned=pinned)
+    torchrun("tools/pretrain.py", str(RECIPE), *words(every), ranks=ranks, pinned=pinned)
     return [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]

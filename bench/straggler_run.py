@@ -26,8 +26,7 @@ _SETTINGS = (
     "parallel.ep=1", "parallel.dp_shard=1", "parallel.dp_replicate=2", "batch.global_batch_size=32",
     "batch.micro_batch_size=1", "data.seq_len=256", "train.log_interval_steps=1",
     "schedule.warmup_steps=4", "eval.interval_steps=0", "eval.final_sequences=2",
-    "sample.tokens=0",
-    "metrics.port=-1", "checkpoint.interval_steps=1000",
+    "sample.tokens=0", "metrics.port=-1", "checkpoint.interval_steps=1000",
 )  # fmt: skip
 _SLOW = 'inject=[{kind="slow",step=4,rank=1,factor=2.0,duration_steps=1000}]'
 SUBJECTS = {

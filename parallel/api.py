@@ -4,6 +4,7 @@ Who writes an own dispatcher, monitor or attention finds the inner names in the 
 ``parallel.collectives``, ``parallel.comm_watch`` and ``parallel.context_parallel``.
 """
 
+from parallel.cached_sequence import SequenceCache, cached_sequences
 from parallel.collectives import all_gather_rows, all_reduce
 from parallel.comm_watch import (
     CollectiveKind,
@@ -51,6 +52,7 @@ __all__ = [
     "ParallelConfig",
     "ParallelDims",
     "PipelineSchedule",
+    "SequenceCache",
     "ShardLayout",
     "TensorParallelStyle",
     "Topology",
@@ -65,6 +67,7 @@ __all__ = [
     "apply_recompute",
     "apply_tensor_parallel",
     "by_parallelism",
+    "cached_sequences",
     "clip_grad_norm",
     "digest",
     "expert_parameter_names",

@@ -13,7 +13,7 @@ model that is given.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -34,8 +34,9 @@ class SequenceContext(Protocol):
         """[S] int64: positions in the full sequence of this rank's ``length`` tokens."""
         ...
 
-    def gather(self, x_BSX: Tensor) -> Tensor:
-        """[B, S, ...] of every rank -> [B, W, ...] in the order of the full sequence."""
+    def gather(self, *tensors_BSX: Tensor) -> tuple[Tensor, ...]:
+        """[B, S, ...] of every rank -> [B, W, ...] in the order of the full sequence, for each
+        tensor."""
         ...
 
     def attend(
@@ -60,9 +61,9 @@ class FullSequence:
         """As in :class:`SequenceContext`."""
         return torch.arange(length, device=device)
 
-    def gather(self, x_BSX: Tensor) -> Tensor:
+    def gather(self, *tensors_BSX: Tensor) -> tuple[Tensor, ...]:
         """As in :class:`SequenceContext`."""
-        return x_BSX
+        return tensors_BSX
 
     def attend(
         self,
@@ -100,8 +101,11 @@ class ShardedSequence:
         within = torch.arange(piece, device=device)
         return torch.cat([number * piece + within for number in self._pieces()])
 
-    def gather(self, x_BSX: Tensor) -> Tensor:
+    def gather(self, *tensors_BSX: Tensor) -> tuple[Tensor, ...]:
         """As in :class:`SequenceContext`."""
+        return tuple(self._gather(x_BSX) for x_BSX in tensors_BSX)
+
+    def _gather(self, x_BSX: Tensor) -> Tensor:
         pieces = start_gather_rows(x_BSX.transpose(0, 1), self.group, "cp").wait()
         pieces = pieces.unflatten(0, (self.group.size(), 2, x_BSX.shape[1] // 2))
         first, second = pieces[:, 0], pieces[:, 1].flip(0)
@@ -174,12 +178,17 @@ def full_sequences(model: nn.Module) -> Iterator[None]:
 
     For forwards without gradients.
     """
-    modules = [
-        m for m in model.modules() if isinstance(getattr(m, "context", None), ShardedSequence)
-    ]
+    with sequence_contexts(model, FullSequence):
+        yield
+
+
+@contextmanager
+def sequence_contexts(model: nn.Module, make: Callable[[], SequenceContext]) -> Iterator[None]:
+    """Inside the ``with`` block each module that has a :class:`SequenceContext` has a new one."""
+    modules: list[Any] = [m for m in model.modules() if hasattr(m, "context")]
     before = [module.context for module in modules]
     for module in modules:
-        module.context = FullSequence()  # type: ignore[assignment]
+        module.context = make()
     try:
         yield
     finally:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ckpt import LocalArray
 from cluster.members import node_name
-from moe import choose_backend
-from parallel import CompressedSum, Documents, ParallelDims, ShardLayout, Topology
+from parallel import CompressedSum, Topology
 from pretrain.data import (
     Blend,
     Corpora,
@@ -27,20 +26,16 @@ from pretrain.data import (
 )
 from pretrain.errors import InputError
 from pretrain.health import CapacityBalance, Stragglers
-from pretrain.model import Decoder, forward_flops
+from pretrain.model import forward_flops
 from pretrain.observe import CapacityPlanned, Events, StepCommitted, read_log
 from pretrain.optim import build_adamw
 from pretrain.parallelize import (
     NO_MTP,
-    LocalBatch,
     MTPLoss,
-    ParallelModel,
-    RoutingStats,
     StepResult,
     forward_backward,
-    parallelize,
-    routing_stats,
 )
+from pretrain.rank_model import RankModel, build_model
 from pretrain.runtime import Runtime
 from pretrain.spec import JobSpec
 from pretrain.state import residual_arrays, training_arrays
@@ -48,16 +43,10 @@ from router import StragglerAwareConfig, TopKRouter
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(RankModel):
     """A run on one rank: parallelized model, optimizer and data."""
 
-    spec: JobSpec
-    runtime: Runtime
-    topology: Topology
-    dims: ParallelDims
     corpora: Corpora
-    parallel_model: ParallelModel
-    local_batch: LocalBatch
     optimizer: torch.optim.AdamW
     loader: Loader
     held_out: dict[str, Sequences]
@@ -75,16 +64,6 @@ class Job:
     """The machine of each rank, as the exclude list names machines."""
     events: Events
     """Where this rank publishes what happens."""
-
-    @property
-    def model(self) -> Decoder:
-        """The layers of this rank's stages."""
-        return self.parallel_model.local_model
-
-    @property
-    def layouts(self) -> dict[str, ShardLayout]:
-        """Who holds which slice of every parameter and buffer, by name."""
-        return self.parallel_model.layouts
 
     @property
     def moe_layers(self) -> list[int]:
@@ -177,16 +156,6 @@ class Job:
             counts = self.runtime.sum_in_training(mine).tolist()
         return MTPLoss.of(spec.mtp.weight_at(sample_index * seq_len), counts)
 
-    def forward(
-        self, inputs_BS: Tensor, documents: Documents | None = None
-    ) -> tuple[Tensor | None, RoutingStats | None]:
-        """Logits, where the last stage is, and what this rank's routers did."""
-        if self.parallel_model.pipeline is not None:
-            return self.parallel_model.pipeline.forward(inputs_BS, self.local_batch, documents)
-        out = self.model(inputs_BS, None, documents)
-        routed = inputs_BS.numel() // self.local_batch.tp_degree
-        return out.logits, routing_stats(out.aux, routed) if out.aux else None
-
     def arrays(self) -> list[LocalArray]:
         """Parameters and moments, as a checkpoint has them."""
         return training_arrays(
@@ -217,21 +186,12 @@ def build_job(
 
     Raises InputError where the corpus is not the spec's, or the layer has no path for its sizes.
     """
-    topology = spec.topology(runtime.world) if topology is None else topology
-    runtime.together(lambda: _check_device(spec, runtime.device.type))
-    if spec.train.exact:
-        _check_threads(runtime)
     corpora = runtime.together(lambda: open_corpora(spec.data, spec.model.vocab_size))
     train, held_out = runtime.together(
         lambda: (corpora.train_sequences(), corpora.held_out_sequences())
     )
-    per_node = runtime.ranks_per_node
-    if runtime.maximum(per_node) != -runtime.maximum(-per_node):
-        per_node = runtime.world  # nodes of different sizes are not told apart
-    runtime.together(lambda: spec.check_nodes(topology, per_node))
-    dims = ParallelDims.build(topology, runtime.device.type, per_node)
-    parallel_model = runtime.together(lambda: _parallelize(spec, dims))
-    _allocate(parallel_model, runtime.device, spec.parallel.memory.offload_optimizer)
+    built = build_model(spec, runtime, topology, runtime.together(lambda: _end_token(spec)))
+    topology, dims, parallel_model = built.topology, built.dims, built.parallel_model
     loader = Loader(
         train,
         corpora.order(corpora.blend(), train, spec.train.seed),
@@ -245,9 +205,6 @@ def build_job(
     loader.division = _division(spec, topology)
     optimizer = build_adamw(parallel_model.local_model, spec.optimizer, exact=spec.train.exact)
     balance = runtime.together(lambda: _capacity_balance(spec, topology))
-    end_token = runtime.together(lambda: _end_token(spec))
-    masked, depth = spec.data.has_masked_targets, spec.model.num_mtp_layers
-    local_batch = LocalBatch(dims, end_token, masked, depth)
     how, compressed = spec.parallel.gradient_compression, None
     if how != "none":
         compressed = CompressedSum(parallel_model.local_model, dims.replicate_mesh.get_group(), how)
@@ -256,9 +213,9 @@ def build_job(
         runtime=runtime,
         topology=topology,
         dims=dims,
-        corpora=corpora,
         parallel_model=parallel_model,
-        local_batch=local_batch,
+        local_batch=built.local_batch,
+        corpora=corpora,
         optimizer=optimizer,
         loader=loader,
         held_out=held_out,
@@ -274,68 +231,10 @@ def build_job(
     return job
 
 
-def _check_device(spec: JobSpec, device_type: str) -> None:
-    for field in ("offload_optimizer", "offload_activations"):
-        if getattr(spec.parallel.memory, field) and device_type == "cpu":
-            raise InputError(
-                f"parallel.memory.{field} (true) must be false on a CPU: everything is in host "
-                f"memory"
-            )
-    m = spec.moe
-    if m is None:
-        return
-    try:
-        choose_backend(m.backend, m.d_model, m.d_ff, spec.precision.dtype, device_type)
-    except ValueError as error:
-        raise InputError(str(error)) from None
-
-
-def _allocate(parallel_model: ParallelModel, device: torch.device, offload: bool) -> None:
-    """Allocate parameters, in host memory with ``offload``, and buffers on the device."""
-    for stage in parallel_model.stages.values():
-        stage.to_empty(device=torch.device("cpu") if offload else device)
-        for module in stage.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(device))
-
-
 def _end_token(spec: JobSpec) -> int | None:
     if not spec.data.document_mask:
         return None
     return end_of_document(load_tokenizer(spec.data), spec.data.end_token)
-
-
-def _parallelize(spec: JobSpec, dims: ParallelDims) -> ParallelModel:
-    try:
-        return parallelize(
-            spec.model,
-            spec.moe,
-            parallel=spec.parallel,
-            dims=dims,
-            seq_len=spec.data.seq_len,
-            dtype=spec.precision.dtype,
-            compiled=spec.train.compile,
-            exact_units=_exact_units(spec),
-        )
-    except ValueError as error:
-        raise InputError(str(error)) from None
-
-
-def _check_threads(runtime: Runtime) -> None:
-    threads = torch.get_num_threads()
-    most, fewest = runtime.maximum(threads), -runtime.maximum(-threads)
-    if most != fewest:
-        raise InputError(
-            f"threads of a process ({fewest} to {most}) must be equal on all ranks with "
-            f"train.exact (true): bits depend on them; set OMP_NUM_THREADS"
-        )
-
-
-def _exact_units(spec: JobSpec) -> int | None:
-    """The micro-batches of a step, where gradients are summed exactly."""
-    if not spec.train.exact:
-        return None
-    return -(-spec.batch.largest // spec.batch.micro_batch_size)
 
 
 def _stragglers(spec: JobSpec, topology: Topology, runtime: Runtime) -> Stragglers | None:

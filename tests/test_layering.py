@@ -81,10 +81,14 @@ PRETRAIN = {
         "pretrain.errors", "pretrain.model", "pretrain.data", "pretrain.state", "pretrain.spec",
         "pretrain.convert.hf",
     },
+    "pretrain.rank_model": {
+        "pretrain.errors", "pretrain.model", "pretrain.state", "pretrain.spec",
+        "pretrain.parallelize", "pretrain.runtime",
+    },
     "pretrain.job": {
         "pretrain.errors", "pretrain.model", "pretrain.data", "pretrain.optim", "pretrain.state",
         "pretrain.spec", "pretrain.health", "pretrain.parallelize", "pretrain.runtime",
-        "pretrain.observe",
+        "pretrain.observe", "pretrain.rank_model",
     },
     "pretrain.checkpoint": {
         "pretrain.errors", "pretrain.model", "pretrain.data", "pretrain.optim", "pretrain.state",
@@ -96,6 +100,7 @@ PRETRAIN = {
         "pretrain.health",
         "pretrain.spec", "pretrain.parallelize", "pretrain.runtime", "pretrain.observe",
         "pretrain.job", "pretrain.checkpoint", "pretrain.elastic", "pretrain.faults",
+        "pretrain.rank_model",
     },
     "pretrain.commands": {
         "pretrain.errors", "pretrain.model", "pretrain.spec", "pretrain.data",

@@ -119,6 +119,7 @@ RUN = {
         more="--set model.vocab_size=320 --set train.steps=1 --set checkpoint.interval_steps=1",
         process=True,
     ),
+    "convoy sample runs/stdlib-tiny/checkpoints --prompt import --tokens 80": Run(process=True),
     "convoy status runs/stdlib-tiny": Run(),
     "convoy report runs/stdlib-tiny": Run(),
     "convoy inspect runs/stdlib-tiny/checkpoints": Run(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from statistics import median
@@ -204,18 +204,26 @@ def slow_links(links: Sequence[Link], share: float) -> list[Link]:
     return found
 
 
-def nodes_of_links(bad: Sequence[Link], nodes: Sequence[str]) -> dict[str, list[Link]]:
+def nodes_of_links(
+    bad: Sequence[Link], nodes: Sequence[str], slow_nodes: Set[str] = frozenset()
+) -> dict[str, list[Link]]:
     """The fewest nodes that touch every bad link, by the greedy rule, each with its bad links.
 
-    The node with the most bad links comes first; among equal ones, the node of the highest rank: of
-    a single bad link between two nodes, the second one is named.
+    The node with the most bad links comes first. Among nodes with equally many, one of
+    ``slow_nodes`` does: a node that computes slowly sends slowly too. Then the node of the highest
+    rank does: of a single bad link between two nodes, the second one is named.
+
+    Args:
+        bad: the bad links.
+        nodes: the node of each rank.
+        slow_nodes: nodes that were found slow without a link.
     """
     found: dict[str, list[Link]] = {}
     left = list(bad)
     while left:
         counts = Counter(node for link in left for node in {nodes[link.first], nodes[link.second]})
         last_rank = {node: rank for rank, node in enumerate(nodes)}
-        worst = max(counts, key=lambda node: (counts[node], last_rank[node]))
+        worst = max(counts, key=lambda n: (counts[n], n in slow_nodes, last_rank[n]))
         found[worst] = [k for k in left if worst in (nodes[k.first], nodes[k.second])]
         left = [link for link in left if link not in found[worst]]
     return found

@@ -30,6 +30,7 @@ from cluster.burnin.verdict import Finding, RankFacts, Verdict, describe_links, 
 from cluster.members import node_name
 
 _REPEATS = 3
+_STORAGE_REPEATS = 6
 """A rank or a link is slow where every one of so many measurements says so."""
 _NUMERIC_REPEATS = 2
 
@@ -178,19 +179,22 @@ class BurnIn:
         return product_rate(self.options.device) if is_mine else None
 
     def _judge(
-        self, name: str, verdict: Verdict, measure: Callable[[], list[float] | None], slow: float
-    ) -> None:
-        """Blame ranks that are slow in each of some measurements."""
+        self, name: str, verdict: Verdict, measure: Callable[[], list[float] | None], slow: float,
+        repeats: int = _REPEATS,
+    ) -> None:  # fmt: skip
+        """Blame ranks whose best of some measurements is slow against the others' best: what else
+        a machine does for a moment slows one measurement, and a fault slows all of them."""
         suspects: dict[int, str] = {}
-        for repeat in range(_REPEATS):
+        best: list[float] = []
+        for _ in range(repeats):
             rates = measure()
             if rates is None:
                 return
-            verdict.measured[name] = rates
-            found = slow_ranks(rates, self.kinds, slow)
-            suspects = {r: why for r, why in found.items() if not repeat or r in suspects}
+            best = list(map(max, best or rates, rates))
+            suspects = slow_ranks(best, self.kinds, slow)
             if not suspects:
                 break
+        verdict.measured[name] = best
         for rank, why in suspects.items():
             verdict.blame(rank, name, why)
         if max(map(self.kinds.count, self.kinds)) < 3:
@@ -216,8 +220,9 @@ class BurnIn:
             )
             return None if found is None else [one[which] for one in found]
 
-        self._judge("storage write", verdict, lambda: measure(0), 1 - o.slow_storage)
-        self._judge("storage read", verdict, lambda: measure(1), 1 - o.slow_storage)
+        slow, repeats = 1 - o.slow_storage, _STORAGE_REPEATS
+        self._judge("storage write", verdict, lambda: measure(0), slow, repeats)
+        self._judge("storage read", verdict, lambda: measure(1), slow, repeats)
         return True
 
     def _links(self, name: str, verdict: Verdict) -> bool:
@@ -255,7 +260,8 @@ class BurnIn:
         self._blame_links(verdict, bad, list(known.values()))
 
     def _blame_links(self, verdict: Verdict, bad: list[Link], links: list[Link]) -> None:
-        for node, mine in nodes_of_links(bad, self.nodes).items():
+        slow = {one.node for one in verdict.findings if one.check == "products"}
+        for node, mine in nodes_of_links(bad, self.nodes, slow).items():
             why = describe_links(node, mine, links, self.nodes)
             verdict.findings.append(Finding(node, None, "links", why))
 

@@ -240,7 +240,7 @@ def first_mismatch(dumps: Sequence[FlightDump]) -> Mismatch | None:
 def _mismatch_of(
     group: str, ranks: tuple[int, ...], by_rank: Mapping[int, FlightDump]
 ) -> Mismatch | None:
-    """The first collective of one group at which its ranks part."""
+    """The first collective of one group at which its ranks differ."""
     known = {rank: by_rank[rank].of_group(group) for rank in ranks if rank in by_rank}
     there = [collectives for collectives in known.values() if collectives]
     if not there:

@@ -1,4 +1,4 @@
-"""``convoy inspect flight``: the collective at which the ranks of a failed run part."""
+"""``convoy inspect flight``: the first collective at which the ranks of a failed run differ."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pretrain.observe import say
 if TYPE_CHECKING:
     from cluster.detect import FlightDump
 
-EXIT_PART = 1
+EXIT_MISMATCH = 1
 _CODES = """\
 exit codes:
   0   all ranks did the same collectives
-  1   the ranks part
+  1   the ranks differ
   2   there are no dumps
   75  stopped
 """
@@ -30,7 +30,7 @@ def flight_parser() -> Parser:
     prog = "convoy inspect flight"
     parser = Parser(
         prog,
-        "Show at which collective ranks part, from the dumps of a failed run.",
+        "Show the first collective at which ranks differ, from the dumps of a failed run.",
         f"example:\n  {prog} runs/a\n\n{_CODES}",
     )
     parser.add_argument(
@@ -45,7 +45,7 @@ def flight_parser() -> Parser:
 
 
 def show_flight(args: argparse.Namespace) -> int:
-    """Show where the ranks part; returns the exit code."""
+    """Show where the ranks differ; returns the exit code."""
     from cluster.detect import first_mismatch, read_dumps
 
     folder = _newest(args.folder)
@@ -53,16 +53,16 @@ def show_flight(args: argparse.Namespace) -> int:
         dumps = read_dumps(folder)
     except (OSError, ValueError) as error:
         raise InputError(str(error)) from None
-    parting = first_mismatch(dumps)
+    mismatch = first_mismatch(dumps)
     if args.json:
-        found = None if parting is None else asdict(parting)
-        say(json.dumps({"folder": str(folder), "parting": found}, indent=1))
-    elif parting is None:
-        say(f"the {len(dumps)} dumps in {folder} do not part; the last collective of each rank:")
+        found = None if mismatch is None else asdict(mismatch)
+        say(json.dumps({"folder": str(folder), "mismatch": found}, indent=1))
+    elif mismatch is None:
+        say(f"the {len(dumps)} dumps in {folder} do not differ; the last collective of each rank:")
         _show_places(dumps)
     else:
-        say("\n".join([*parting.lines(), f"{len(dumps)} dumps in {folder}"]))
-    return 0 if parting is None else EXIT_PART
+        say("\n".join([*mismatch.lines(), f"{len(dumps)} dumps in {folder}"]))
+    return 0 if mismatch is None else EXIT_MISMATCH
 
 
 def _show_places(dumps: list[FlightDump]) -> None:

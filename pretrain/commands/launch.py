@@ -147,6 +147,8 @@ def make_job(spec: JobSpec, path: Path, overrides: Sequence[str], engine: str) -
 
 def _data_folders(spec: JobSpec, base: Path) -> Iterator[Path]:
     """The folders of corpora, of the tokenizer and of initial weights, where they are folders."""
+    from pretrain.data import is_remote
+
     data = spec.data
     sources, sets = data.sources.values(), data.validation.values()
     paths = [data.path, data.source]
@@ -154,10 +156,10 @@ def _data_folders(spec: JobSpec, base: Path) -> Iterator[Path]:
     paths += [path for one in sets for path in (one.path, one.source)]
     files = [data.tokenizer, spec.init.checkpoint]
     for path in filter(None, paths):
-        if "://" not in path and (base / path).is_dir():
+        if not is_remote(path) and (base / path).is_dir():
             yield base / path
     for file in filter(None, files):
-        if "://" not in str(file) and (base / file).exists():
+        if not is_remote(file) and (base / file).exists():
             yield (base / file).parent
 
 

@@ -19,6 +19,7 @@ from pretrain.commands import (
     replay,
     report,
     reshard,
+    sample,
     simulate,
     status,
 )
@@ -37,6 +38,7 @@ _COMMANDS = {
     "burn-in": (burnin.main, "find slow, broken and wrong machines before a run"),
     "plan": (plan.main, "plan a run: layout, memory, days and dollars, before it starts"),
     "simulate": (simulate.main, "simulate a run under failures, before it starts"),
+    "sample": (sample.main, "generate text with a checkpoint, on any ranks"),
     "replay": (replay.main, "take a step of a recorded run again, on any ranks"),
     "audit-data": (audit_data.main, "prove which samples a run consumed"),
     "chaos": (chaos.main, "run a spec under random faults, and say what became of the run"),

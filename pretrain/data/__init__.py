@@ -28,7 +28,7 @@ from pretrain.data.config import END_OF_DOCUMENT, DataConfig
 from pretrain.data.corpora import Corpora, open_corpora, prepare_corpora
 from pretrain.data.division import Division
 from pretrain.data.loader import Cursor, Loader
-from pretrain.data.location import is_there
+from pretrain.data.location import is_remote, is_there
 from pretrain.data.manifest import (
     CorpusManifest,
     open_corpus,
@@ -51,6 +51,7 @@ from pretrain.data.tokenizer import (
     end_of_document,
     load_tokenizer,
     read_tokenizer,
+    tokenizer_at,
     tokenizer_fingerprint,
 )
 from pretrain.data.verify import changed_shard, verify_corpus
@@ -79,6 +80,7 @@ __all__ = [
     "changed_shard",
     "data_checksum",
     "end_of_document",
+    "is_remote",
     "is_there",
     "kept_samples",
     "load_tokenizer",
@@ -91,6 +93,7 @@ __all__ = [
     "read_tokenizer",
     "record_manifest",
     "recorded_manifest",
+    "tokenizer_at",
     "tokenizer_fingerprint",
     "verify_corpus",
 ]

@@ -25,9 +25,14 @@ def load_tokenizer(data: DataConfig) -> Tokenizer:
 
     Raises InputError where the file cannot be read.
     """
-    path = data.tokenizer_file
+    return tokenizer_at(data.tokenizer_file)
+
+
+def tokenizer_at(path: Path | str) -> Tokenizer:
+    """The tokenizer of a ``tokenizer.json``, by its path or URL; as :func:`load_tokenizer`."""
     try:
-        tokenizer = Tokenizer.from_str(_remote(path) if is_remote(path) else _local(path))
+        text = _remote(str(path)) if is_remote(path) else _local(str(path))
+        tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing more specific
         raise InputError(f"corpus file {path} cannot be read: {error}") from None
     tokenizer.encode_special_tokens = True

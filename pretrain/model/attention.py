@@ -189,7 +189,7 @@ class GroupedQueryAttention(_CausalAttention):
         q_BHSC = rotate_as(c, self._normed(self.wq(x_BSD), self.q_norm), at)
         k_BGSC = rotate_as(c, self._normed(self.wk(x_BSD), self.k_norm), at)
         v_BSGC = self._normed(self.wv(x_BSD), None).transpose(1, 2)
-        k_BWGC, v_BWGC = map(self.context.gather, (k_BGSC.transpose(1, 2), v_BSGC))
+        k_BWGC, v_BWGC = self.context.gather(k_BGSC.transpose(1, 2), v_BSGC)
         y_BHSC = self.context.attend(
             q_BHSC, k_BWGC.transpose(1, 2), v_BWGC.transpose(1, 2), c.softmax_scale, documents
         )
@@ -244,7 +244,8 @@ class LatentAttention(_CausalAttention):
         q_BHSC = q.view(B, S, H, N + P).transpose(1, 2)
         q_BHSN, q_BHSP = q_BHSC.split((N, P), dim=-1)
         # Ranks exchange latents, which have about a hundredth of the bytes of keys and values.
-        latent_BWR, k_BWP = self.context.gather(self.wkv_a(x_BSD)).split((c.kv_lora_rank, P), -1)
+        (gathered,) = self.context.gather(self.wkv_a(x_BSD))
+        latent_BWR, k_BWP = gathered.split((c.kv_lora_rank, P), -1)
         W = latent_BWR.shape[1]
         kv = self.wkv_b(self.kv_a_norm(latent_BWR)).view(B, W, H, N + V).transpose(1, 2)
         k_BHWN, v_BHWV = kv.split((N, V), dim=-1)

@@ -15,9 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pretrain.observe.checkpoint_events import (
-    CheckpointCommitted,
-)
+from pretrain.observe.checkpoint_events import CheckpointCommitted
 from pretrain.observe.console import SHOWN, Console, duration, human_bytes
 from pretrain.observe.event import Event
 from pretrain.observe.events import (

@@ -1,8 +1,10 @@
 """Rates of this machine, measured, in the place of a cluster file's published ones.
 
 Under torchrun all ranks measure at once, as they compute at once in a run, and the slowest rank's
-rate counts: a step waits for it. Each figure is the best of several repetitions, so that other
-processes of the machine do not count.
+rate counts: a step waits for it. Each figure is the median of several repetitions, which the ranks
+begin together: a run has no better than ordinary moments, and shares memory and caches among its
+ranks. Operands of GEMMs come from memory, as the weights and activations of a step do. The machine
+must do nothing else.
 """
 
 from __future__ import annotations
@@ -36,6 +38,9 @@ _LIMITS = tuple(1 + 0.02 * i for i in range(31))
 _STREAM_NUMBERS = 1 << 24
 _COLLECTIVE_BYTES = 1 << 25
 _CHAIN = 200
+_COLD_BYTES = 1 << 27
+"""Operands of one GEMM shape together, more than the caches of a rank have."""
+_MOST_SETS = 256
 
 
 def calibrate(base: Cluster, device: torch.device) -> Cluster:
@@ -92,7 +97,7 @@ def _slowest(rate: float) -> float:
 
 
 def _seconds(act: Callable[[], object], device: torch.device, repeats: int = _REPEATS) -> float:
-    """The shortest time of ``act``; each time several calls, about 20 ms together."""
+    """The median time of ``act``; each time several calls, about 20 ms together."""
     act()
     calls = 1
     while True:
@@ -101,18 +106,20 @@ def _seconds(act: Callable[[], object], device: torch.device, repeats: int = _RE
         for _ in range(calls):
             act()
         _wait(device)
-        if (taken := time.perf_counter() - began) > 0.02 or calls >= 1 << 16:
+        if time.perf_counter() - began > 0.02 or calls >= 1 << 16:
             break
         calls *= 2
-    best = taken / calls
-    for _ in range(repeats - 1):
+    found = []
+    for _ in range(repeats):
+        if dist.is_initialized():
+            dist.barrier()
         _wait(device)
         began = time.perf_counter()
         for _ in range(calls):
             act()
         _wait(device)
-        best = min(best, (time.perf_counter() - began) / calls)
-    return best
+        found.append((time.perf_counter() - began) / calls)
+    return statistics.median(found)
 
 
 def _wait(device: torch.device) -> None:
@@ -209,11 +216,19 @@ def _slowest_seconds(seconds: float) -> float:
 def _gemm_seconds(shape: tuple[int, ...], dtype: DtypeName, device: torch.device) -> float:
     m, n, k = shape
     kind = getattr(torch, dtype)
-    a = torch.ones(m, k, dtype=kind, device=device)
-    b = torch.ones(k, n, dtype=kind, device=device)
-    out = torch.empty(m, n, dtype=kind, device=device)
-    assert a.element_size() == BYTES[dtype]
-    return _seconds(lambda: torch.mm(a, b, out=out), device)
+    size = (m * k + k * n + m * n) * BYTES[dtype]
+    sets = []
+    for _ in range(min(-(-_COLD_BYTES // size), _MOST_SETS)):
+        a = torch.ones(m, k, dtype=kind, device=device)
+        b = torch.ones(k, n, dtype=kind, device=device)
+        sets.append((a, b, torch.empty(m, n, dtype=kind, device=device)))
+    turns = itertools.cycle(sets)
+
+    def multiply() -> None:
+        a, b, out = next(turns)
+        torch.mm(a, b, out=out)
+
+    return _seconds(multiply, device)
 
 
 def _with_attention(chip: Chip, dtype: DtypeName, device: torch.device) -> Chip:

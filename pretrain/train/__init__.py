@@ -6,6 +6,7 @@ from pretrain.train.prepare import prepare, verify_data
 from pretrain.train.profile import read_window
 from pretrain.train.replay import ReplayedStep, replay
 from pretrain.train.run import run
+from pretrain.train.sample import sample
 
 __all__ = [
     "Comparison",
@@ -19,5 +20,6 @@ __all__ = [
     "read_window",
     "replay",
     "run",
+    "sample",
     "verify_data",
 ]

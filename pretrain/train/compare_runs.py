@@ -8,7 +8,6 @@ from pathlib import Path
 import ckpt
 from pretrain.errors import InputError
 from pretrain.faults import arrays_that_differ
-from pretrain.observe import RunStarted, read_log
 from pretrain.train.replay import RecordedStep, checkpoints_of, recorded_steps
 
 
@@ -59,9 +58,7 @@ def compare_runs(run_dir: Path, other_dir: Path) -> Comparison:
     Raises InputError where a run is not exact, or the runs have no step in common.
     """
     runs = [run_dir, other_dir]
-    for run in runs:
-        _check_exact(run)
-    logs = [recorded_steps(run) for run in runs]
+    logs = [recorded_steps(run, exact=True) for run in runs]
     common = sorted(logs[0].keys() & logs[1].keys())
     if not common:
         raise InputError(f"{run_dir} and {other_dir} must have a step in common in their logs")
@@ -75,16 +72,3 @@ def compare_runs(run_dir: Path, other_dir: Path) -> Comparison:
     if checkpoint is not None:
         arrays = arrays_that_differ(roots[0], roots[1], checkpoint)
     return Comparison((common[0], common[-1]), differing, checkpoint, arrays)
-
-
-def _check_exact(run_dir: Path) -> None:
-    path = run_dir / "log.jsonl"
-    try:
-        starts = [event for event in read_log(path).events if isinstance(event, RunStarted)]
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    if not starts or not all(start.spec.get("train", {}).get("exact") for start in starts):
-        raise InputError(
-            f"train.exact (false) in {run_dir} must be true to compare runs: other runs have equal "
-            f"bits on one layout alone"
-        )

@@ -43,6 +43,10 @@ class StepDigests:
         pairs = [parts_of(name) for name in names]
         self.layers = list(dict.fromkeys(layer for layer, _ in pairs))
         self.kinds = list(dict.fromkeys(kind for _, kind in pairs))
+        self._places = {
+            name: (self.layers.index(layer), self.kinds.index(kind))
+            for name, (layer, kind) in zip(names, pairs, strict=True)
+        }
         self._gradients: Tensor | None = None
         self._rows: list[list[int]] = []
 
@@ -56,7 +60,7 @@ class StepDigests:
         """Take the digests of the parameters after the update, and exchange all."""
         if self._gradients is not None:
             table = self._table(self.job.model.named_parameters())
-            row = torch.cat([self._gradients, table]).to(self.job.runtime.device)
+            row = torch.cat([self._gradients, table])
             self._rows = all_gather_rows(row).cpu().tolist()
             self._gradients = None
 
@@ -70,18 +74,18 @@ class StepDigests:
     def _table(self, tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
         """int64 [layers + kinds]: the sums over this rank's slices, modulo 2^64."""
         assert self.exact is not None
-        table = [0] * (len(self.layers) + len(self.kinds))
-        rank, found = self.job.runtime.rank, []
+        device, rank = self.job.runtime.device, self.job.runtime.rank
+        table = torch.zeros(len(self.layers) + len(self.kinds), dtype=torch.int64, device=device)
+        places, digests = [], []
         for name, tensor in tensors:
-            digest = self.exact.digest(local_shard(tensor), self.job.layouts[name].box(rank))
-            found.append((parts_of(name), digest))
-        values = torch.stack([digest for _, digest in found]).tolist() if found else []
-        for ((layer, kind), _), value in zip(found, values, strict=True):
-            at, of = self.layers.index(layer), self.kinds.index(kind)
+            digests.append(self.exact.digest(local_shard(tensor), self.job.layouts[name].box(rank)))
+            places.append(self._places[name])
+        if digests:
+            values, (at, of) = torch.stack(digests), torch.tensor(places, device=device).unbind(1)
             # Odd factors: equal changes of two tensors of a layer must not cancel.
-            table[at] += value * (2 * of + 1)
-            table[len(self.layers) + of] += value * (2 * at + 1)
-        return torch.tensor([_signed(number) for number in table])
+            table.index_add_(0, at, values * (2 * of + 1))
+            table.index_add_(0, len(self.layers) + of, values * (2 * at + 1))
+        return table
 
     def _event(self, step: int, rows: Sequence[Sequence[int]]) -> Digested:
         t = self.job.topology
@@ -97,8 +101,3 @@ class StepDigests:
             parameter_layers=dict(zip(self.layers, parameters[:L], strict=True)),
             parameter_tensors=dict(zip(self.kinds, parameters[L:], strict=True)),
         )
-
-
-def _signed(number: int) -> int:
-    number %= 1 << 64
-    return number - (1 << 64) if number >> 63 else number

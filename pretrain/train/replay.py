@@ -11,7 +11,15 @@ import ckpt
 from pretrain.checkpoint import Checkpointer, load_step, saved_spec
 from pretrain.errors import InputError
 from pretrain.job import build_job
-from pretrain.observe import Digested, Event, Events, StepCommitted, read_log, read_status
+from pretrain.observe import (
+    Digested,
+    Event,
+    Events,
+    RunStarted,
+    StepCommitted,
+    read_log,
+    read_status,
+)
 from pretrain.runtime import start
 from pretrain.spec import JobSpec, resolve_spec
 from pretrain.train.barrier import Action
@@ -129,7 +137,7 @@ def replay(
     if not before:
         raise InputError(f"{root} must have a checkpoint of before step {step} to begin from")
     manifest = ckpt.read_manifest(root, before[-1])
-    spec = _spec_of(saved_spec(manifest), overrides)
+    spec = spec_on_ranks(saved_spec(manifest), "the spec of the run, for a replay", overrides)
     runtime = start(spec.train.timeout_seconds)
     try:
         events: list[Event] = []
@@ -159,13 +167,22 @@ def checkpoints_of(run_dir: Path) -> str:
     return root
 
 
-def recorded_steps(run_dir: Path) -> dict[int, RecordedStep]:
-    """Each step of a run's log as it was taken last. Raises InputError where there is no log."""
+def recorded_steps(run_dir: Path, *, exact: bool = False) -> dict[int, RecordedStep]:
+    """Each step of a run's log as it was taken last.
+
+    Raises InputError where there is no log, and with ``exact`` where the run is not exact.
+    """
     path = run_dir / "log.jsonl"
     try:
         events = read_log(path).events
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    starts = [event for event in events if isinstance(event, RunStarted)]
+    if exact and not (starts and all(e.spec.get("train", {}).get("exact") for e in starts)):
+        raise InputError(
+            f"train.exact (false) in {run_dir} must be true to compare runs: other runs have equal "
+            f"bits on one layout alone"
+        )
     return _recorded(events)
 
 
@@ -184,10 +201,15 @@ def _known(logged: dict[int, RecordedStep]) -> str:
     return f"steps {min(logged)} to {max(logged)}" if logged else "no steps"
 
 
-def _spec_of(saved: dict[str, Any], overrides: list[str]) -> JobSpec:
+def spec_on_ranks(saved: dict[str, Any], what: str, overrides: Sequence[str]) -> JobSpec:
+    """A saved spec for other ranks than the run's: one replica that all ranks shard, unless
+    ``overrides`` say otherwise, without injected faults and checks.
+
+    Raises InputError, which calls the spec ``what``, where it does not fit.
+    """
     degrees = {"pp": 1, "dp_replicate": 1, "dp_shard": -1, "cp": 1, "tp": 1, "ep": 1}
     saved["parallel"] |= degrees | {"pipeline": {}, "gradient_compression": "none"}
     saved["checkpoint"]["reshard_on_load"] = True
     saved["inject"] = []
     saved["verify"] = {}
-    return resolve_spec(saved, "the spec of the run, for a replay", overrides)
+    return resolve_spec(saved, what, overrides)

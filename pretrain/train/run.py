@@ -20,7 +20,7 @@ from pretrain.checkpoint import (
     restore,
     start_saver,
 )
-from pretrain.data import prepare_corpora, record_manifest
+from pretrain.data import load_tokenizer, prepare_corpora, record_manifest
 from pretrain.elastic import ChosenLayout, stand_by, with_spares
 from pretrain.errors import (
     EXIT_DONE,
@@ -328,7 +328,9 @@ def _summarize(job: Job, progress: Progress) -> Summary:
             bits_per_byte_by_set=result.bits_per_byte_by_set,
         )
     )
-    text = generate(job) if spec.sample.tokens else ""
+    text = ""
+    if spec.sample.tokens:
+        text = generate(job, load_tokenizer(spec.data), spec.sample)
     return Summary(
         val_bits_per_byte=result.bits_per_byte,
         val_bits_per_byte_by_set=result.bits_per_byte_by_set,

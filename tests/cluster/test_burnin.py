@@ -85,6 +85,8 @@ def test_the_node_with_most_bad_links_is_named_and_no_node_that_only_met_it():
     assert {node: len(k) for node, k in nodes_of_links(bad, nodes).items()} == {"c": 4}
     # Of a single link the second end is named; two such links have two nodes.
     assert list(nodes_of_links([link(0, 1, 1.0), link(2, 3, 1.0)], nodes)) == ["d", "b"]
+    slow = [link(0, 3, 1.0), link(1, 2, 1.0)]
+    assert set(nodes_of_links(slow, nodes, {"b"})) == {"d", "b"}, "b is slow without its link too"
 
 
 def test_the_minority_computes_wrong():
@@ -299,13 +301,14 @@ def test_each_planted_fault_is_found_and_no_other_rank_is_named(tmp_path):
     plants = {"slow": 1, "wrong": 2, "throttled": 3}
     verdicts = run_ranks(burned_in, 4, plants, 4, {"folder": tmp_path}, timeout=300, group=False)
     assert all(one == verdicts[0] for one in verdicts)
-    # A rank that stands still for most of the time may read and write slowly too.
-    found = {one for one in found_in(verdicts[0]) if one[:2] != ("n1", 1) or one[2] == "products"}
+    # A rank that stands still for most of the time may read, write and send slowly too.
+    found = {one for one in found_in(verdicts[0]) if one[0] != "n1" or one[2] == "products"}
     assert found == {
         ("n1", 1, "products"), ("n2", 2, "numerics"), ("n2", 2, "training step"),
         ("n3", None, "links"),
     }  # fmt: skip
-    (line,) = [f["reason"] for f in verdicts[0]["findings"] if f["check"] == "links"]
+    findings = verdicts[0]["findings"]
+    (line,) = [f["reason"] for f in findings if (f["node"], f["check"]) == ("n3", "links")]
     assert "1 of 3 links are bad" in line
     assert "the other end is n0" in line
 

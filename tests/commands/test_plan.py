@@ -195,7 +195,11 @@ def test_large_recipes_have_the_published_sizes(name):
 
 
 def test_every_recipe_is_here():
-    assert {path.stem for path in RECIPES.glob("*.toml")} == {*PUBLISHED, "stdlib-tiny"}
+    assert {path.stem for path in RECIPES.glob("*.toml")} == {
+        *PUBLISHED,
+        "stdlib-tiny",
+        "stdlib-half-hour",
+    }
 
 
 def test_validate_shows_the_table_and_fails_where_a_bound_is_missed(capsys, monkeypatch, tmp_path):

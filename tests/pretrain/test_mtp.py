@@ -17,6 +17,7 @@ import ckpt
 from parallel import Topology
 from pretrain.checkpoint.resume import restore
 from pretrain.data import prepare_corpora
+from pretrain.data.prepare import prepare_corpus
 from pretrain.job import build_job
 from pretrain.model.decoder import Decoder
 from pretrain.model.mtp import MTPConfig, MTPStage
@@ -28,7 +29,7 @@ from pretrain.runtime.ranks import start
 from pretrain.spec.job import JobSpec
 from pretrain.train.evaluate import evaluate
 from tests.pretrain.test_runs import launch
-from tests.support.jobs import data_of, events, make_spec, prepare_job, write_spec
+from tests.support.jobs import data_of, events, make_spec, write_corpus, write_spec
 from tests.support.layouts import check_gradients, spec_for, train
 from tests.support.ranks import run_ranks
 
@@ -39,7 +40,19 @@ END = 0
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return data_of(prepare_job(tmp_path_factory.mktemp("mtp")))
+    """Short documents of many lengths, so that ranks and layers have unequal numbers of targets."""
+    folder = tmp_path_factory.mktemp("mtp")
+    write_corpus(folder / "whole")
+    (folder / "text").mkdir()
+    for path in sorted((folder / "whole").iterdir()):
+        text, start = path.read_bytes(), 0
+        for number in range(1, 12):
+            stop = start + 17 * (number * number % 13 + 1)
+            (folder / "text" / f"{path.stem}-{number}.py").write_bytes(text[start:stop])
+            start = stop
+    spec = make_spec(folder)
+    prepare_corpus(spec.data, spec.model.vocab_size, lambda _: None)
+    return data_of(folder)
 
 
 # ------------------------------------------------------------------------------------------------

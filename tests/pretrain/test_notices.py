@@ -192,7 +192,7 @@ def watched(tmp_path, monkeypatch, *, slurm: str | None, limit: float | None, be
     )
     stop = StopRequest()
     try:
-        save = SaveBegun(step=1, stall_seconds=0.0, tiers=["shared"])
+        save = CheckpointCommitted(step=1, tier="shared", seconds=1000.0, write_seconds=1.0)
         with contextlib.ExitStack() as held:
             watch_notices(job, stop, former=[LoggedEvent(save, 1.0)], held=held)
         return told, [stop.cause, stop.cause]
@@ -202,7 +202,7 @@ def watched(tmp_path, monkeypatch, *, slurm: str | None, limit: float | None, be
 
 def test_the_earlier_limit_counts_and_a_limit_that_has_passed_is_told(tmp_path, monkeypatch):
     now = time.time()
-    far, near = str(int(now) + 10_000), str(int(now) + 1)
+    far, near = str(int(now) + 10_000), str(int(now) + 1_000)
     never, always = [StopCause.NONE] * 2, [StopCause.TIME_LIMIT] * 2
     told, causes = watched(tmp_path, monkeypatch, slurm=None, limit=None, began=now)
     assert (told, causes) == ([], never)

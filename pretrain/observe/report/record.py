@@ -11,10 +11,7 @@ from typing import Any
 from ckpt import CheckpointError, committed_steps, open_store
 from ckpt.format import Manifest, read_manifest
 from pretrain.errors import InputError
-from pretrain.observe.checkpoint_events import (
-    CheckpointCommitted,
-    Restored,
-)
+from pretrain.observe.checkpoint_events import CheckpointCommitted, Restored
 from pretrain.observe.console import HEALTH_RULES
 from pretrain.observe.event import Event
 from pretrain.observe.events import (

@@ -1,0 +1,158 @@
+"""The model of a spec, spread over ranks, on this rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ckpt import LocalArray
+from moe import choose_backend
+from parallel import Documents, ParallelDims, ShardLayout, Topology
+from pretrain.errors import InputError
+from pretrain.model import Decoder
+from pretrain.parallelize import (
+    LocalBatch,
+    ParallelModel,
+    RoutingStats,
+    parallelize,
+    routing_stats,
+)
+from pretrain.runtime import Runtime
+from pretrain.spec import JobSpec
+from pretrain.state import model_arrays
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankModel:
+    """The parallelized model on one rank: enough for forwards."""
+
+    spec: JobSpec
+    runtime: Runtime
+    topology: Topology
+    dims: ParallelDims
+    parallel_model: ParallelModel
+    local_batch: LocalBatch
+
+    @property
+    def model(self) -> Decoder:
+        """The layers of this rank's stages."""
+        return self.parallel_model.local_model
+
+    @property
+    def layouts(self) -> dict[str, ShardLayout]:
+        """Who holds which slice of every parameter and buffer, by name."""
+        return self.parallel_model.layouts
+
+    def forward(
+        self, inputs_BS: Tensor, documents: Documents | None = None
+    ) -> tuple[Tensor | None, RoutingStats | None]:
+        """Logits, where the last stage is, and what this rank's routers did."""
+        if self.parallel_model.pipeline is not None:
+            return self.parallel_model.pipeline.forward(inputs_BS, self.local_batch, documents)
+        out = self.model(inputs_BS, None, documents)
+        routed = inputs_BS.numel() // self.local_batch.tp_degree
+        return out.logits, routing_stats(out.aux, routed) if out.aux else None
+
+    def weights(self) -> list[LocalArray]:
+        """Parameters and buffers, as a checkpoint has them."""
+        whole = self.parallel_model.meta_model
+        return model_arrays(whole, self.model, self.layouts, self.runtime.rank)
+
+
+def build_model(
+    spec: JobSpec,
+    runtime: Runtime,
+    topology: Topology | None = None,
+    end_token: int | None = None,
+) -> RankModel:
+    """Build the model on this rank; its parameters have no values yet.
+
+    Args:
+        spec: the run.
+        runtime: this process.
+        topology: None for the layout of ``[parallel]``.
+        end_token: the id that ends a document, where tokens do not attend across documents.
+
+    Raises InputError where the layer has no path for its sizes, or the nodes do not fit the layout.
+    """
+    topology = spec.topology(runtime.world) if topology is None else topology
+    runtime.together(lambda: _check_device(spec, runtime.device.type))
+    if spec.train.exact:
+        _check_threads(runtime)
+    per_node = runtime.ranks_per_node
+    if runtime.maximum(per_node) != -runtime.maximum(-per_node):
+        per_node = runtime.world  # nodes of different sizes are not told apart
+    runtime.together(lambda: spec.check_nodes(topology, per_node))
+    dims = ParallelDims.build(topology, runtime.device.type, per_node)
+    parallel_model = runtime.together(lambda: _parallelize(spec, dims))
+    _allocate(parallel_model, runtime.device, spec.parallel.memory.offload_optimizer)
+    return RankModel(
+        spec=spec,
+        runtime=runtime,
+        topology=topology,
+        dims=dims,
+        parallel_model=parallel_model,
+        local_batch=LocalBatch(
+            dims, end_token, spec.data.has_masked_targets, spec.model.num_mtp_layers
+        ),
+    )
+
+
+def _check_device(spec: JobSpec, device_type: str) -> None:
+    for field in ("offload_optimizer", "offload_activations"):
+        if getattr(spec.parallel.memory, field) and device_type == "cpu":
+            raise InputError(
+                f"parallel.memory.{field} (true) must be false on a CPU: everything is in host "
+                f"memory"
+            )
+    m = spec.moe
+    if m is None:
+        return
+    try:
+        choose_backend(m.backend, m.d_model, m.d_ff, spec.precision.dtype, device_type)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+def _allocate(parallel_model: ParallelModel, device: torch.device, offload: bool) -> None:
+    """Allocate parameters, in host memory with ``offload``, and buffers on the device."""
+    for stage in parallel_model.stages.values():
+        stage.to_empty(device=torch.device("cpu") if offload else device)
+        for module in stage.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+
+
+def _parallelize(spec: JobSpec, dims: ParallelDims) -> ParallelModel:
+    try:
+        return parallelize(
+            spec.model,
+            spec.moe,
+            parallel=spec.parallel,
+            dims=dims,
+            seq_len=spec.data.seq_len,
+            dtype=spec.precision.dtype,
+            compiled=spec.train.compile,
+            exact_units=_exact_units(spec),
+        )
+    except ValueError as error:
+        raise InputError(str(error)) from None
+
+
+def _check_threads(runtime: Runtime) -> None:
+    threads = torch.get_num_threads()
+    most, fewest = runtime.maximum(threads), -runtime.maximum(-threads)
+    if most != fewest:
+        raise InputError(
+            f"threads of a process ({fewest} to {most}) must be equal on all ranks with "
+            f"train.exact (true): bits depend on them; set OMP_NUM_THREADS"
+        )
+
+
+def _exact_units(spec: JobSpec) -> int | None:
+    """The micro-batches of a step, where gradients are summed exactly."""
+    if not spec.train.exact:
+        return None
+    return -(-spec.batch.largest // spec.batch.micro_batch_size)
