@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
 
+from pretrain.commands import reshard
 from pretrain.parallelize.forward_backward import LocalBatch
 from pretrain.spec.read import load_spec
 from tests.commands.test_tools import one_error_line
@@ -134,6 +135,18 @@ def test_logits_are_those_of_the_released_definition(folder: Path):
     for mine, expected in zip(ours, theirs, strict=True):
         assert expected.std() > 0.3
         assert (mine - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("surgery", ["duplicate=2", "widen=2"])
+def test_surgery_changes_the_modules_too(folder: Path, tmp_path: Path, surgery: str):
+    source, out = folder / "ours/checkpoints", tmp_path / "out"
+    assert reshard.main(["surgery", str(source), str(out), surgery]) == 0
+    inputs, _ = LocalBatch(num_mtp_layers=DEPTH).training_inputs(tokens())
+    with torch.no_grad():
+        before, after = (load_ours(each)(inputs, depth=DEPTH) for each in (source, out))
+    assert (before.logits - after.logits).abs().max() < 1e-4
+    for one, other in zip(before.mtp_logits, after.mtp_logits, strict=True):
+        assert (one - other).abs().max() < 1e-4
 
 
 def test_an_export_is_what_was_imported(folder: Path, tmp_path: Path):

@@ -18,6 +18,7 @@ from parallel import Topology
 from pretrain.checkpoint.resume import restore
 from pretrain.data import prepare_corpora
 from pretrain.data.prepare import prepare_corpus
+from pretrain.errors import InputError
 from pretrain.job import build_job
 from pretrain.model.decoder import Decoder
 from pretrain.model.mtp import MTPConfig, MTPStage
@@ -102,6 +103,13 @@ def test_without_layers_the_table_changes_no_spec(tmp_path):
     plain, other = make_spec(tmp_path), make_spec(tmp_path, mtp={"loss_weight": 0.7})
     deep = make_spec(tmp_path, model={"num_mtp_layers": 1})
     assert plain.hash == other.hash != deep.hash
+
+
+def test_a_layer_that_could_have_no_target_is_refused(tmp_path):
+    with pytest.raises(
+        InputError, match=r"num_mtp_layers \(4\) must be less than data.seq_len \(4"
+    ):
+        make_spec(tmp_path, model={"num_mtp_layers": 4}, data={"seq_len": 4})
 
 
 # ------------------------------------------------------------------------------------------------
@@ -232,6 +240,16 @@ def test_a_layout_trains_as_one_process_does(layout: str, alone, data, tmp_path)
 )
 def test_schedules_and_memory_options_change_nothing(layout, parallel, alone, data, tmp_path):
     check(train(laid_out(tmp_path, data, layout, parallel=parallel), 2), alone, steps=2)
+
+
+@SLOW
+def test_gradients_are_verified_with_the_weights_of_the_whole_step(alone, data, tmp_path):
+    """A check computes another replica's micro-batches: with weights of its own targets its
+    gradients would have other bits."""
+    spec = laid_out(tmp_path, data, "dp_replicate=2", verify={"gradients_interval_steps": 1})
+    trained = train(spec, 2)
+    check(trained, alone, steps=2)
+    assert trained.progress.verified_step == 2
 
 
 PACKED = {"data": {"packing": "best_fit", "mask_boundary_labels": True}}

@@ -67,6 +67,7 @@ BY_THREE = {"model": {"d_model": 48, "d_ff": 48}, "moe": {"num_experts": 12}}
 CELLS = [
     *((variant, layout) for variant in list(VARIANTS)[:2] for layout in LAYOUTS),
     *((variant, layout) for variant in list(VARIANTS)[2:] for layout in FEW),
+    ("multi-token prediction", "pp=2,dp_shard=2,ep=2 zbv"),
     *(("top_k 2", f"{layout} {schedule}") for layout in SCHEDULED for schedule in SCHEDULES),
 ]
 """Variants and layouts whose bits are compared with one process."""
