@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
@@ -97,7 +98,7 @@ def experts(samples: int) -> Iterator[Row]:
 
 def layers(samples: int) -> Iterator[Row]:
     """A step of deeper and deeper models."""
-    sizes = {"vocab_size": 512, "d_model": 128, "num_heads": 4, "num_kv_heads": 2}
+    sizes: Any = {"vocab_size": 512, "d_model": 128, "num_heads": 4, "num_kv_heads": 2}
     moe = MoEConfig(d_model=128, d_ff=128, num_experts=8, top_k=2)
     batch = torch.randint(0, 512, (4, 257))
     models = {str(count): Decoder(ModelConfig(num_layers=count, **sizes), moe) for count in LAYERS}

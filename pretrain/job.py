@@ -30,6 +30,8 @@ from pretrain.model import forward_flops
 from pretrain.observe import CapacityPlanned, Events, StepCommitted, read_log
 from pretrain.optim import Surroundings, build_optimizer
 from pretrain.parallelize import (
+    NO_MTP,
+    MTPLoss,
     StepResult,
     forward_backward,
 )
@@ -65,9 +67,9 @@ class Job(RankModel):
 
     @property
     def moe_layers(self) -> list[int]:
-        """The numbers of the layers that are MoE layers."""
-        spec = self.spec.model
-        return [] if self.spec.moe is None else list(range(spec.first_k_dense, spec.num_layers))
+        """The numbers of the layers that are MoE layers; those of multi-token prediction come after
+        the last layer."""
+        return [] if self.spec.moe is None else self.spec.model.moe_layers
 
     @property
     def routers(self) -> list[TopKRouter]:
@@ -104,10 +106,15 @@ class Job(RankModel):
         self.loader.division = replace(self.loader.division, speeds=speeds)
 
     def forward_backward(
-        self, batches: Sequence[Tensor], planned_tokens: int, loss_scale: float | None = None
+        self,
+        batches: Sequence[Tensor],
+        planned_tokens: int,
+        loss_scale: float | None = None,
+        mtp: MTPLoss = NO_MTP,
     ) -> StepResult:
         """Gradients of one step's loss, see :func:`pretrain.parallelize.forward_backward`, times
-        ``loss_scale``, a power of two: that rounds nothing."""
+        ``loss_scale``, a power of two: that rounds nothing. ``mtp`` is what :meth:`mtp_loss` says
+        of the step."""
         divisor = planned_tokens / (loss_scale or 1.0)
         once = self.spec.parallel.memory.zero_stage == 1
         local_batch, device = self.local_batch, self.runtime.device
@@ -116,10 +123,38 @@ class Job(RankModel):
         through = alone if pipeline is None else pipeline.forward_backward
         if exact is not None:
             exact.begin()
-        result = through(batches, divisor, device=device, local_batch=local_batch, reduce_once=once)
+        result = through(
+            batches, divisor, device=device, local_batch=local_batch, reduce_once=once, mtp=mtp
+        )
         if exact is not None:
             exact.finish()
         return result
+
+    def mtp_loss(
+        self, batches: Sequence[Tensor], planned_tokens: int, sample_index: int
+    ) -> MTPLoss:
+        """The losses of multi-token prediction in a step; every rank must call.
+
+        Args:
+            batches: this rank's micro-batches of the step.
+            planned_tokens: target tokens of the step over all ranks, if all positions have one.
+            sample_index: the first sample of the step.
+        """
+        spec, part = self.spec, self.local_batch
+        layers, seq_len = spec.model.num_mtp_layers, spec.data.seq_len
+        if not layers:
+            return NO_MTP
+        if part.end_token is None and not part.masked_targets:
+            samples = planned_tokens // seq_len
+            counts = [samples * max(seq_len - by, 0) for by in range(layers + 1)]
+        else:
+            # Before the backward: a layer's weight among the losses depends on its targets.
+            mine = torch.zeros(layers + 1, dtype=torch.int64)
+            if self.dims.reads_first:
+                for batch in batches:
+                    mine += torch.tensor(part.count_all_targets(batch))
+            counts = self.runtime.sum_in_training(mine).tolist()
+        return MTPLoss.of(spec.mtp.weight_at(sample_index * seq_len), counts)
 
     def arrays(self) -> list[LocalArray]:
         """Parameters and moments, as a checkpoint has them."""
@@ -217,7 +252,7 @@ def _stragglers(spec: JobSpec, topology: Topology, runtime: Runtime) -> Straggle
     if topology.world == 1 or not timed:
         return None
     flops, moe = forward_flops(spec.model, spec.moe, spec.data.seq_len), spec.moe
-    layers = 0 if moe is None else spec.model.num_layers - spec.model.first_k_dense
+    layers = 0 if moe is None else len(spec.model.moe_layers)
     if moe is None or not layers:
         return Stragglers(spec.stragglers, topology, token_flops=flops.total, row_flops=0.0)
     routed = flops.experts * moe.top_k / (moe.top_k + moe.num_shared_experts)

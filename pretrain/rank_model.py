@@ -94,7 +94,9 @@ def build_model(
         topology=topology,
         dims=dims,
         parallel_model=parallel_model,
-        local_batch=LocalBatch(dims, end_token, spec.data.has_masked_targets),
+        local_batch=LocalBatch(
+            dims, end_token, spec.data.has_masked_targets, spec.model.num_mtp_layers
+        ),
     )
 
 

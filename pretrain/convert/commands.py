@@ -39,6 +39,7 @@ from pretrain.convert.hf import (
     family_for,
     family_of,
     from_hf,
+    has_mtp,
     hf_tensors,
     open_hf,
     to_hf,
@@ -92,6 +93,9 @@ def _open_hf(source: Path) -> tuple[Sections, Source, str]:
     except InputError as error:
         reason = str(error).removeprefix(f"{source}: ")
         raise InputError(f"{config.where}: {config.theirs(reason)}") from None
+    if spec.model.num_mtp_layers and not has_mtp(source, spec.model.num_layers):
+        model = {**model, "num_mtp_layers": 0}
+        spec = new_spec((model, moe), source)
     arrays = weight_arrays(spec.model, spec.moe)
     tensors = hf_tensors(arrays, family.names)
     spare = config.size("num_nextn_predict_layers", 0)

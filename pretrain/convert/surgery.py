@@ -19,7 +19,7 @@ from pretrain.convert.weights import misfit, weight_arrays
 from pretrain.convert.widen import Widened, widened_sections
 from pretrain.errors import InputError
 from pretrain.spec import JobSpec, resolve_spec, upgraded
-from pretrain.state import MODEL, ROUTER, has_expert_dim, tokenizer_of
+from pretrain.state import MODEL, ROUTER, has_expert_dim, in_decoder, tokenizer_of
 
 Values = np.ndarray[Any, Any]
 
@@ -131,13 +131,13 @@ class _Regrouped:
         else:
             each = [self.source.read_box(name, (box[0], (e, e + 1), *box[2:])) for e in wanted]
             values = np.concatenate(each, axis=1)
-        if self.noise and name == ROUTER:
-            self._add_noise(values, box)
+        if self.noise and in_decoder(name) == ROUTER:
+            self._add_noise(name, values, box)
         return values
 
-    def _add_noise(self, values_LED: Values, box: Box) -> None:
+    def _add_noise(self, name: str, values_LED: Values, box: Box) -> None:
         """Each row has a generator of its own: the noise of a row does not depend on the boxes."""
-        size = self.arrays[ROUTER].shape[2]
+        size = self.arrays[name].shape[2]
         for i, layer in enumerate(range(*box[0])):
             for j, expert in enumerate(range(*box[1])):
                 old = self.experts[expert]
@@ -145,7 +145,7 @@ class _Regrouped:
                     row_D = values_LED[i, j]
                     if box[2] != (0, size):
                         whole = ((layer, layer + 1), (old, old + 1), (0, size))
-                        row_D = self.source.read_box(ROUTER, whole)[0, 0]
+                        row_D = self.source.read_box(name, whole)[0, 0]
                     scale = self.noise * float(np.sqrt(np.mean(np.square(row_D, dtype=np.float64))))
                     drawn_D = np.random.default_rng([layer, expert]).standard_normal(size)
                     values_LED[i, j] += (scale * drawn_D[slice(*box[2])]).astype(values_LED.dtype)

@@ -18,7 +18,7 @@ from pretrain.convert.weights import misfit, weight_arrays
 from pretrain.errors import InputError
 from pretrain.model import first_matrix
 from pretrain.spec import JobSpec, resolve_spec
-from pretrain.state import EXPERT_BIAS, ROUTER, dense_name, parameter_name
+from pretrain.state import EXPERT_BIAS, ROUTER, dense_name, in_decoder, parameter_name
 
 
 class Upcycled:
@@ -41,7 +41,7 @@ class Upcycled:
             raise CheckpointError(f"array {wrong}")
         self.arrays = {
             name: array
-            if name in (ROUTER, EXPERT_BIAS)
+            if in_decoder(name) in (ROUTER, EXPERT_BIAS)
             else replace(array, logical_dtype=dense.arrays[dense_name(name)].logical_dtype)
             for name, array in weight_arrays(spec.model, spec.moe).items()
         }
@@ -49,7 +49,7 @@ class Upcycled:
     def read_box(self, name: str, box: Box) -> np.ndarray[Any, Any]:
         """See :class:`ckpt.rewrite.Source`."""
         array, old = self.arrays[name], dense_name(name)
-        if name in (ROUTER, EXPERT_BIAS):
+        if in_decoder(name) in (ROUTER, EXPERT_BIAS):
             return self._router(name, box)
         if "layers" not in array.attributes:
             return self.dense.read_box(name, box)
@@ -64,7 +64,7 @@ class Upcycled:
 
     def _router(self, name: str, box: Box) -> np.ndarray[Any, Any]:
         out = np.zeros(box_shape(box), np.float32)
-        if name == ROUTER:
+        if in_decoder(name) == ROUTER:
             shape = self.arrays[name].shape[1:]
             for i, layer in enumerate(self.arrays[name].attributes["layers"][slice(*box[0])]):
                 parameter = parameter_name(name, layer)

@@ -1,14 +1,24 @@
 """The reference decoder: attention, initial weights and FLOP counts."""
 
-from pretrain.model.decoder import Decoder, DecoderLayer, DecoderOutput, ModelConfig, meta_decoder
+from pretrain.model.decoder import (
+    Block,
+    Decoder,
+    DecoderLayer,
+    DecoderOutput,
+    ModelConfig,
+    meta_decoder,
+)
 from pretrain.model.flops import forward_flops, peak_flops_per_second
 from pretrain.model.init import first_matrix, init_parameters, is_bias, is_hidden_matrix
+from pretrain.model.mtp import MTPConfig
 from pretrain.model.small_steps import small_steps
 
 __all__ = [
+    "Block",
     "Decoder",
     "DecoderLayer",
     "DecoderOutput",
+    "MTPConfig",
     "ModelConfig",
     "first_matrix",
     "forward_flops",

@@ -29,6 +29,9 @@ class ModelConfig(AttentionConfig):
     """The hidden size of a dense feed-forward layer; 0 where no layer is dense."""
     first_k_dense: int = Field(default=0, ge=0)
     """The number of first layers that are dense although there is a ``[moe]`` section."""
+    num_mtp_layers: int = Field(default=0, ge=0, le=8)
+    """Layers of multi-token prediction after the last layer: each predicts one token further than
+    the one before (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
     tie_embeddings: bool = False
     """Use the embedding matrix as the output matrix too."""
     max_seq_len: int = Field(default=0, ge=0)
@@ -44,6 +47,12 @@ class ModelConfig(AttentionConfig):
             )
         return self
 
+    @property
+    def moe_layers(self) -> list[int]:
+        """The numbers of the layers that are MoE layers where there is a ``[moe]`` section; layers
+        of multi-token prediction come after the last layer."""
+        return list(range(self.first_k_dense, self.num_layers + self.num_mtp_layers))
+
 
 class DecoderOutput(NamedTuple):
     """Logits and what every MoE layer reports; a NamedTuple, so that FSDP sees the tensors."""
@@ -52,9 +61,11 @@ class DecoderOutput(NamedTuple):
     """[B, S, V]; from a stage without the last layer, the hidden states [B, S, D]."""
     aux: tuple[MoEAux, ...]
     """The report of each MoE layer, in order."""
+    mtp_logits: tuple[Tensor, ...] = ()
+    """[B, S, V] of each layer of multi-token prediction that was computed."""
 
 
-class DecoderLayer(nn.Module):
+class Block(nn.Module):
     """y = x + attention(norm(x)), then y + ffn(norm(y)), where ffn is a MoE or a dense MLP."""
 
     def __init__(self, config: ModelConfig, moe: MoEConfig | None) -> None:
@@ -65,7 +76,7 @@ class DecoderLayer(nn.Module):
         self.moe = MoELayer(moe) if moe is not None else None
         self.ffn = FeedForward(config.d_model, config.d_ff) if moe is None else None
 
-    def forward(
+    def transform(
         self,
         x_BSD: Tensor,
         prior_expert_counts_E: Tensor | None = None,
@@ -81,10 +92,56 @@ class DecoderLayer(nn.Module):
         return x_BSD + self.ffn(h_BSD), None
 
 
+class DecoderLayer(Block):
+    """One layer of the decoder."""
+
+    def forward(
+        self,
+        x_BSD: Tensor,
+        prior_expert_counts_E: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> tuple[Tensor, MoEAux | None]:
+        """As :meth:`Block.transform`."""
+        return self.transform(x_BSD, prior_expert_counts_E, documents)
+
+
+class MTPLayer(Block):
+    """One layer of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+    The k-th such layer (k = 1, 2, ...) combines, for a token i, the hidden state of the layer
+    before with the embedding of token i + k (equation 21), and its output predicts token i + k + 1
+    (equations 22 and 23). Embedding and head are those of the decoder. As in the released weights,
+    the embedding comes first in the combination, and each layer has a norm before the head.
+    """
+
+    def __init__(self, config: ModelConfig, moe: MoEConfig | None) -> None:
+        super().__init__(config, moe)
+        self.embed_norm = nn.RMSNorm(config.d_model, config.norm_eps)
+        self.hidden_norm = nn.RMSNorm(config.d_model, config.norm_eps)
+        self.projection = nn.Linear(2 * config.d_model, config.d_model, bias=False)
+        self.norm = nn.RMSNorm(config.d_model, config.norm_eps)
+
+    def forward(
+        self,
+        hidden_BSD: Tensor,
+        embedded_BSD: Tensor,
+        prior_expert_counts_E: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> tuple[Tensor, Tensor, MoEAux | None]:
+        """Hidden states of the layer before, and embeddings of later tokens, [B, S, D] each ->
+        hidden states for the next such layer, normed hidden states for the head, and the MoE
+        layer's report where there is one."""
+        both = self.embed_norm(embedded_BSD), self.hidden_norm(hidden_BSD)
+        x_BSD = self.projection(torch.cat(both, dim=-1))
+        x_BSD, aux = self.transform(x_BSD, prior_expert_counts_E, documents)
+        return x_BSD, self.norm(x_BSD), aux
+
+
 class Decoder(nn.Module):
     """A causal language model, or some of its layers, such as a pipeline stage.
 
-    The embedding belongs to the first layer; the last norm and the head belong to the last layer.
+    The embedding belongs to the first layer; the last norm, the head and the layers of multi-token
+    prediction belong to the last layer.
     A parameter has the same name in a stage as in the whole model. The constructor leaves
     parameters as torch initializes them; :func:`pretrain.model.init_parameters` sets initial
     weights that do not depend on the number of ranks.
@@ -109,11 +166,26 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(config.d_model, config.norm_eps) if last else None
         tied = config.tie_embeddings or not last
         self.head = None if tied else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.mtp: nn.ModuleDict | None = None
+        if last and config.num_mtp_layers:
+            numbers = map(str, range(config.num_mtp_layers))
+            layers_of_mtp = nn.ModuleDict({i: MTPLayer(config, moe) for i in numbers})
+            self.mtp = nn.ModuleDict({"layers": layers_of_mtp})
 
     @property
-    def blocks(self) -> dict[int, DecoderLayer]:
-        """The layers of this module, by number."""
-        return {int(i): cast(DecoderLayer, layer) for i, layer in self.layers.items()}
+    def blocks(self) -> dict[int, Block]:
+        """The layers of this module, by number; those of multi-token prediction have the numbers
+        after the last layer's."""
+        layers = {int(i): cast(Block, layer) for i, layer in self.layers.items()}
+        after = enumerate(self.mtp_layers, start=self.config.num_layers)
+        return {**layers, **dict(after)}
+
+    @property
+    def mtp_layers(self) -> list[MTPLayer]:
+        """The layers of multi-token prediction, where the last layer is here."""
+        if self.mtp is None:
+            return []
+        return [cast(MTPLayer, layer) for layer in cast(nn.ModuleDict, self.mtp["layers"]).values()]
 
     def part(self, layers: Iterable[int]) -> Decoder:
         """A decoder of some of these layers. It shares their modules and does not copy them."""
@@ -123,7 +195,7 @@ class Decoder(nn.Module):
             if i == 0:
                 part.embed = self.embed
             if i == self.config.num_layers - 1:
-                part.norm, part.head = self.norm, self.head
+                part.norm, part.head, part.mtp = self.norm, self.head, self.mtp
         return part
 
     def forward(
@@ -131,6 +203,7 @@ class Decoder(nn.Module):
         tokens_BS: Tensor,
         counts_before: Sequence[Tensor] | None = None,
         documents: Documents | None = None,
+        depth: int = 0,
     ) -> DecoderOutput:
         """[B, S] int64 token ids -> logits [B, S, V]; B may be 0.
 
@@ -140,23 +213,40 @@ class Decoder(nn.Module):
         tokens attend only to tokens of their own document. ``documents`` describes whole sequences,
         also where ranks share a sequence. Positions are counted from the beginning of a sequence
         and not of a document: attention depends on differences of positions alone.
+
+        With ``depth`` > 0 so many layers of multi-token prediction are computed. The input is then
+        [(1 + depth) · B, S]: after the sequences come the sequences shifted by one token, by two,
+        and so on. A stage passes the embeddings of those on, after its hidden states,
+        [(1 + depth) · B, S, D]: the last stage needs them and has no embedding.
         """
         x_BSD = tokens_BS if self.embed is None else self.embed(tokens_BS)
+        # tensor_split, because split() and chunk() give one piece of an empty micro-batch.
+        x_BSD, *later = x_BSD.tensor_split(1 + depth) if depth else (x_BSD,)
         reports: list[MoEAux] = []
-        for layer in self.blocks.values():
-            before = (
-                counts_before[len(reports)] if counts_before and layer.moe is not None else None
-            )
-            x_BSD, aux = layer(x_BSD, before, documents)
-            if aux is not None:
-                reports.append(aux)
+
+        def before(block: Block) -> Tensor | None:
+            return counts_before[len(reports)] if counts_before and block.moe is not None else None
+
+        for layer in self.layers.values():
+            block = cast(DecoderLayer, layer)
+            x_BSD, aux = block(x_BSD, before(block), documents)
+            reports += [] if aux is None else [aux]
         if self.norm is None:
-            return DecoderOutput(x_BSD, tuple(reports))
+            return DecoderOutput(torch.cat((x_BSD, *later)) if depth else x_BSD, tuple(reports))
         x_BSD = self.norm(x_BSD)
+        logits, mtp_logits = self._logits(x_BSD), []
+        for mtp_layer, embedded_BSD in zip(self.mtp_layers, later, strict=False):
+            x_BSD, normed_BSD, aux = mtp_layer(x_BSD, embedded_BSD, before(mtp_layer), documents)
+            reports += [] if aux is None else [aux]
+            mtp_logits.append(self._logits(normed_BSD))
+        return DecoderOutput(logits, tuple(reports), tuple(mtp_logits))
+
+    def _logits(self, x_BSD: Tensor) -> Tensor:
         if self.head is not None:
-            return DecoderOutput(self.head(x_BSD), tuple(reports))
+            logits: Tensor = self.head(x_BSD)
+            return logits
         assert self.embed is not None, "tied matrices are on one rank"
-        return DecoderOutput(F.linear(x_BSD, self.embed.weight), tuple(reports))
+        return F.linear(x_BSD, self.embed.weight)
 
 
 def meta_decoder(model: ModelConfig, moe: MoEConfig | None) -> Decoder:

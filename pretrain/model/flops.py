@@ -46,6 +46,9 @@ class ForwardFlops:
     experts: float
     """The experts that a token is routed to, and the shared experts."""
     head: float
+    """Of the decoder, and of each layer of multi-token prediction."""
+    mtp_projections: float = 0
+    """The GEMMs that combine hidden states and embeddings in multi-token prediction."""
 
     @property
     def total(self) -> float:
@@ -61,23 +64,26 @@ class ForwardFlops:
 def forward_flops(
     model: ModelConfig, moe: MoEConfig | None, seq_len: int, causal: bool = True
 ) -> ForwardFlops:
-    """The operations of a token in a sequence of ``seq_len`` tokens.
+    """The operations of a token in a sequence of ``seq_len`` tokens, as training has them: with
+    multi-token prediction.
 
     With ``causal`` a query counts (seq_len + 1) / 2 keys, the mean over positions. Otherwise it
     counts all ``seq_len`` keys, as some publications do.
     """
-    num_dense = model.num_layers if moe is None else model.first_k_dense
-    num_moe = model.num_layers - num_dense
+    layers = model.num_layers + model.num_mtp_layers
+    num_moe = 0 if moe is None else len(model.moe_layers)
+    num_dense = layers - num_moe
     keys = (seq_len + 1) / 2 if causal else seq_len
     value = model.v_head_dim if model.latent else model.qk_head_dim
     scores = 2 * model.num_heads * (model.qk_head_dim + value) * keys
     return ForwardFlops(
-        attention_projections=2 * model.num_layers * _attention_weights(model),
-        attention_scores=model.num_layers * scores,
+        attention_projections=2 * layers * _attention_weights(model),
+        attention_scores=layers * scores,
         dense_layers=2 * num_dense * 3 * model.d_model * model.d_ff,
         routers=0 if moe is None else 2 * num_moe * model.d_model * moe.num_experts,
         experts=0 if moe is None else 2 * num_moe * _expert_weights(moe),
-        head=2 * model.d_model * model.vocab_size,
+        head=2 * (1 + model.num_mtp_layers) * model.d_model * model.vocab_size,
+        mtp_projections=2 * model.num_mtp_layers * 2 * model.d_model**2,
     )
 
 

@@ -208,6 +208,8 @@ def first_line(step: StepCommitted, steps: int) -> str:
 def progress_line(report: IntervalEnded, steps: int) -> str:
     """What the console says of a log interval."""
     aux = "" if report.aux_loss is None else f"aux {report.aux_loss:.4f}  "
+    for depth, loss in enumerate(report.mtp_losses or (), start=1):
+        aux += f"mtp{depth} {loss:.4f}  "
     line = (
         f"step {report.step:>{len(str(steps))}}/{steps}  loss {report.loss:.4f}  {aux}"
         f"lr {report.lr:.2e}  grad norm {report.grad_norm:.2f}  "

@@ -254,6 +254,9 @@ class IntervalEnded(Event):
     aux_losses: dict[str, float] = field(default_factory=dict)
     """Means over tokens and layers without coefficients: ``load_balance``, ``sequence_balance``
     and ``z``, each where its coefficient is above 0."""
+    mtp_losses: list[float] | None = None
+    """Mean loss in nats of each layer of multi-token prediction over its targets in the interval,
+    without its weight; None without such layers. ``loss`` has none of it."""
     padding: float | None = None
     """Share of the positions of sequences that have no target; None where all have one."""
     source_tokens: dict[str, int] = field(default_factory=dict)

@@ -132,6 +132,9 @@ class View:
         interval = self.interval
         aux = None if interval is None else interval.aux_loss
         loss = Text(f"{newest.loss:.4f}  ").append(sparkline(self.losses), "cyan")
+        mtp = (interval.mtp_losses if interval is not None else None) or ()
+        for depth, each in enumerate(mtp, start=1):
+            loss.append(f"  mtp{depth} {each:.4f}")
         table.add_row("loss", loss if aux is None else loss.append(f"  auxiliary {aux:.4f}"))
         if self.score is not None:
             table.add_row("held-out", f"{self.score.bits_per_byte:.4f} bits per byte")

@@ -126,6 +126,11 @@ class Metrics:
             registry=self._registry,
         )
         self.loss = self._gauge("loss", "Mean loss of the last step in nats per token.")
+        self.mtp_loss = self._gauge(
+            "mtp_loss",
+            "Mean loss of multi-token prediction in a log interval, in nats per token.",
+            "depth",
+        )
         self.grad_norm = self._gauge(
             "grad_norm", "Global gradient norm of the last step, unclipped."
         )
@@ -380,6 +385,8 @@ class Metrics:
             self.source_tokens.labels(source).inc(count)
         if event.exposed_seconds:
             self.communication.set(sum(event.exposed_seconds.values()) / event.seconds)
+        for depth, loss in enumerate(event.mtp_losses or (), start=1):
+            self.mtp_loss.labels(str(depth)).set(loss)
         if event.routing is not None:
             self._routing(event.routing)
         self.float8(event)

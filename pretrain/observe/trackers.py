@@ -296,6 +296,7 @@ def values_of(event: Event) -> dict[str, float]:
                 "speed/tokens_per_second": event.tokens_per_second,
                 "speed/mfu": event.mfu,
                 "train/aux_loss": event.aux_loss,
+                **{f"train/mtp{k}_loss": x for k, x in enumerate(event.mtp_losses or (), start=1)},
                 "data/padding": event.padding,
                 "memory/peak_bytes": event.peak_memory_bytes,
                 **{f"moe/{name}_loss": each for name, each in event.aux_losses.items()},

@@ -31,7 +31,7 @@ from parallel import (
     apply_recompute,
     apply_tensor_parallel,
 )
-from pretrain.model import Decoder, DecoderLayer, ModelConfig, meta_decoder
+from pretrain.model import Block, Decoder, ModelConfig, meta_decoder
 from pretrain.parallelize.pipeline import Pipeline
 from pretrain.parallelize.schedule import place_of
 from pretrain.parallelize.stages import stage_layers
@@ -169,7 +169,7 @@ def _use_float8(model: Decoder, moe: MoEConfig | None, dense: bool) -> dict[str,
     return tallies
 
 
-def compile_regions(blocks: Sequence[DecoderLayer], topology: Topology) -> None:
+def compile_regions(blocks: Sequence[Block], topology: Topology) -> None:
     """Compile attention, dense layers and shared experts with torch.compile, each by itself.
 
     A region with a collective inside is not compiled: the collective would break the graph. Routed
@@ -235,5 +235,5 @@ _STYLES: dict[str, TensorParallelStyle] = {
     "embed": "embedding", "head": "logits", "attention": "gathered", "ffn": "gathered",
     "wq": "columns", "wk": "columns", "wv": "columns", "wo": "rows",
     "wq_a": "shared", "wq_b": "columns", "wkv_a": "shared", "wkv_b": "columns",
-    "w_gate": "columns", "w_up": "columns", "w_down": "rows",
+    "w_gate": "columns", "w_up": "columns", "w_down": "rows", "projection": "shared",
 }  # fmt: skip

@@ -1,14 +1,14 @@
 """Forward and backward of one step on one rank.
 
 Legend: B batch, S tokens of a sequence on this rank, W tokens of the full sequence, V vocab, E
-experts.
+experts, K layers of multi-token prediction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from moe import Stopwatch
 from parallel import Documents, ParallelDims, local_sequence, on_loss_grid, set_gradient_sync
 from pretrain.model import DecoderOutput
+from pretrain.parallelize.mtp import NO_MTP, MTPLoss, shifted
 from pretrain.parallelize.results import RoutingStats, StepResult, routing_stats
 
 
@@ -35,6 +36,8 @@ class LocalBatch:
     """The id that ends a document; None where tokens attend across documents."""
     masked_targets: bool = False
     """Whether some tokens of training batches are no targets."""
+    num_mtp_layers: int = 0
+    """Layers of multi-token prediction that training computes."""
 
     def inputs_and_targets(self, batch: Tensor) -> tuple[Tensor, Tensor]:
         """[B, W + 1] token ids -> [B, S] each: this rank's inputs, and the next token of each.
@@ -42,8 +45,29 @@ class LocalBatch:
         A negative number is the complement of a token that is no target: the target is then -1.
         Padding is -1, which is 0 as an input.
         """
+        return self._split(batch, self.masked_targets)
+
+    def training_inputs(self, batch: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """[B, W + 1] token ids -> [(1 + K) · B, S]: this rank's inputs, and then those of each
+        layer of multi-token prediction, as :class:`pretrain.model.Decoder` takes them; and 1 + K
+        times [B, S]: their targets. A target of -1 does not count."""
+        inputs_BS, targets_BS = self.inputs_and_targets(batch)
+        later = range(1, self.num_mtp_layers + 1)
+        pairs = [self._split(shifted(batch, by, self.end_token), True) for by in later]
+        if not pairs:
+            return inputs_BS, [targets_BS]
+        inputs = torch.cat((inputs_BS, *(each for each, _ in pairs)))
+        return inputs, [targets_BS, *(each for _, each in pairs)]
+
+    def count_all_targets(self, batch: Tensor) -> list[int]:
+        """The targets that count of the full sequences: of the next token, then of each layer of
+        multi-token prediction."""
+        alone = replace(self, dims=None)
+        return [int((each >= 0).sum()) for each in alone.training_inputs(batch)[1]]
+
+    def _split(self, batch: Tensor, masked: bool) -> tuple[Tensor, Tensor]:
         inputs_BS, targets_BS = batch[:, :-1], batch[:, 1:]
-        if self.masked_targets:
+        if masked:
             inputs_BS = torch.where(inputs_BS < 0, ~inputs_BS, inputs_BS)
             targets_BS = targets_BS.clamp_min(-1)
         if self.dims is None:
@@ -98,6 +122,21 @@ def next_token_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
     return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
+def depth_of(local_batch: LocalBatch) -> tuple[int, ...]:
+    """The decoder's argument for multi-token prediction; none where there is none."""
+    return (local_batch.num_mtp_layers,) if local_batch.num_mtp_layers else ()
+
+
+def mtp_losses(out: DecoderOutput, targets: Sequence[Tensor]) -> list[Tensor]:
+    """The summed loss of each layer of multi-token prediction, see :func:`next_token_loss`."""
+    return [next_token_loss(*pair) for pair in zip(out.mtp_logits, targets, strict=True)]
+
+
+def summed_mtp_losses(losses: Sequence[Tensor], like: Tensor) -> Tensor:
+    """[K] float64: losses whose sums over micro-batches and ranks have equal bits in any order."""
+    return torch.stack([on_loss_grid(each.detach()) for each in losses]) if losses else like * 0
+
+
 def forward_backward(
     model: nn.Module,
     micro_batches: Sequence[Tensor],
@@ -106,6 +145,7 @@ def forward_backward(
     device: torch.device,
     local_batch: LocalBatch | None = None,
     reduce_once: bool = False,
+    mtp: MTPLoss = NO_MTP,
 ) -> StepResult:
     """Accumulate the gradient of one step's loss.
 
@@ -123,9 +163,11 @@ def forward_backward(
         local_batch: this rank's part of the micro-batches; all where None.
         reduce_once: reduce gradients after the last micro-batch only; each rank then holds
             unsharded gradients during the step.
+        mtp: the losses of multi-token prediction, where ``local_batch`` has such layers.
     """
     local_batch = local_batch or LocalBatch()
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    mtp_loss_sums_K = loss_sum.new_zeros(len(mtp.weights))
     target_tokens = 0
     routing: RoutingStats | None = None
     stopwatches: list[Stopwatch] = []
@@ -133,21 +175,26 @@ def forward_backward(
     for turn, batch in enumerate(micro_batches):
         set_gradient_sync(model, sync=not reduce_once, last=turn == len(micro_batches) - 1)
         batch = batch.to(device, non_blocking=True)
-        inputs_BS, targets_BS = local_batch.inputs_and_targets(batch)
+        inputs_BS, (targets_BS, *later) = local_batch.training_inputs(batch)
         routed = targets_BS.numel() // local_batch.tp_degree
         with local_batch.vocabulary_parallel():
-            out: DecoderOutput = model(inputs_BS, counts, local_batch.documents(batch[:, :-1]))
+            documents = local_batch.documents(batch[:, :-1])
+            out: DecoderOutput = model(inputs_BS, counts, documents, *depth_of(local_batch))
             nll = next_token_loss(out.logits, targets_BS)
             # As a pipeline's stages do it: in float32 another order of the factors is another loss.
             loss = nll / divisor
+            mtp_nlls = mtp_losses(out, later)
+            for mtp_nll, weight in zip(mtp_nlls, mtp.weights, strict=True):
+                loss = loss + weight / divisor * mtp_nll
             for aux in out.aux:
                 loss = loss + routed / divisor * aux.aux_loss
             loss.backward()
         counts = [aux.expert_counts_E for aux in out.aux]
         if local_batch.owns_loss:
             loss_sum += on_loss_grid(nll.detach())
+            mtp_loss_sums_K += summed_mtp_losses(mtp_nlls, like=mtp_loss_sums_K)
             target_tokens += local_batch.count_targets(targets_BS)
         if out.aux:
             routing = routing_stats(out.aux, routed).plus(routing)
             stopwatches += [aux.stopwatch for aux in out.aux if aux.stopwatch is not None]
-    return StepResult(loss_sum, target_tokens, routing, tuple(stopwatches))
+    return StepResult(loss_sum, target_tokens, routing, tuple(stopwatches), mtp_loss_sums_K)

@@ -32,7 +32,14 @@ from parallel import (
 )
 from parallel.comm_watch import CollectiveWork, monitored
 from pretrain.model import Decoder, DecoderOutput
-from pretrain.parallelize.forward_backward import LocalBatch, next_token_loss
+from pretrain.parallelize.forward_backward import (
+    LocalBatch,
+    depth_of,
+    mtp_losses,
+    next_token_loss,
+    summed_mtp_losses,
+)
+from pretrain.parallelize.mtp import NO_MTP, MTPLoss
 from pretrain.parallelize.results import AUX_LOSSES, RoutingStats, StepResult, routing_stats
 from pretrain.parallelize.schedule import padded_count, place_of
 
@@ -77,9 +84,7 @@ class Pipeline:
         self.group = pp_mesh.get_group()
         self.rank, self.ranks = pp_mesh.get_local_rank(), pp_mesh.size()
         config = next(iter(self.stages.values())).config
-        self.moe_layers = (
-            [] if moe is None else list(range(config.first_k_dense, config.num_layers))
-        )
+        self.moe_layers = [] if moe is None else config.moe_layers
         self.num_experts = 0 if moe is None else moe.num_experts
         self._orders: dict[int, list[_Action]] = {}
         self._rows: dict[int, Tensor] = {}
@@ -178,17 +183,18 @@ class Pipeline:
         device: torch.device,
         local_batch: LocalBatch,
         reduce_once: bool,
+        mtp: MTPLoss = NO_MTP,
     ) -> StepResult:
         """As :func:`pretrain.parallelize.forward_backward`, through all stages; every rank of the
         pipeline must call.
 
         Raises RuntimeError for an action of PyTorch's schedule that Convoy does not know.
         """
-        options: dict[str, Any] = {"device": device, "local_batch": local_batch}
+        options: dict[str, Any] = {"device": device, "local_batch": local_batch, "mtp": mtp}
         return _Step(self, micro_batches, divisor=divisor, reduce_once=reduce_once, **options).run()
 
     def _buffer(self, inputs_BS: Tensor, local_batch: LocalBatch) -> Tensor:
-        """An empty tensor for a stage's input: [B, S / tp, D]."""
+        """An empty tensor for a stage's input: [B, S / tp, D], B as in the first stage's."""
         B, S = inputs_BS.shape
         d_model = next(iter(self.stages.values())).config.d_model
         shape = B, S // local_batch.tp_degree, d_model
@@ -207,7 +213,8 @@ class Pipeline:
     ) -> RoutingStats | None:
         if not out.aux:
             return before
-        rows = self.rows(stage, out.logits.device)
+        # A forward without multi-token prediction has no reports of its layers, which come last.
+        rows = self.rows(stage, out.logits.device)[: len(out.aux)]
         return routing_stats(out.aux, routed).placed(rows, len(self.moe_layers)).plus(before)
 
 
@@ -223,14 +230,16 @@ class _Step:
         device: torch.device,
         local_batch: LocalBatch,
         reduce_once: bool,
+        mtp: MTPLoss = NO_MTP,
     ) -> None:
         self.pipeline, self.local_batch, self.divisor = pipeline, local_batch, divisor
         self.reduce_once = reduce_once
         batches = pipeline.padded(micro_batches)
         self.batches = [batch.to(device, non_blocking=True) for batch in batches]
-        pairs = [local_batch.inputs_and_targets(batch) for batch in self.batches]
+        pairs = [local_batch.training_inputs(batch) for batch in self.batches]
         self.inputs, self.targets = zip(*pairs, strict=True)
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self.mtp, self.mtp_loss_sums_K = mtp, self.loss_sum.new_zeros(len(mtp.weights))
         self.target_tokens = 0
         self.routing = pipeline.no_routing(device)
         self.stopwatches: list[Stopwatch] = []
@@ -272,7 +281,10 @@ class _Step:
                 self._run_action(action)
         for _, works in self.sent:
             _wait(works)
-        return StepResult(self.loss_sum, self.target_tokens, self.routing, tuple(self.stopwatches))
+        return StepResult(
+            self.loss_sum, self.target_tokens, self.routing, tuple(self.stopwatches),
+            self.mtp_loss_sums_K,
+        )  # fmt: skip
 
     def _run_action(self, action: _Action) -> None:
         name = action.computation_type.name
@@ -326,18 +338,23 @@ class _Step:
         documents = self.local_batch.documents(self.batches[turn][:, :-1])
         key = (stage, turn) if (stage, turn) in self.delayed else None
         with self.pipeline.weight_grads.collect(key):
-            out: DecoderOutput = self.pipeline.stages[stage](x, self.counts.get(stage), documents)
+            before, depth = self.counts.get(stage), depth_of(self.local_batch)
+            out: DecoderOutput = self.pipeline.stages[stage](x, before, documents, *depth)
         self.counts[stage] = [aux.expert_counts_E for aux in out.aux]
-        tokens = self.inputs[turn].numel()
-        routed = tokens // self.local_batch.tp_degree
+        targets_BS, *later = self.targets[turn]
+        routed = targets_BS.numel() // self.local_batch.tp_degree
         extra = [routed / self.divisor * aux.aux_loss for aux in out.aux]
         root = out.logits
         if stage == self.pipeline.num_stages - 1:
-            nll = next_token_loss(out.logits, self.targets[turn])
+            nll = next_token_loss(out.logits, targets_BS)
             root = nll / self.divisor
+            mtp_nlls = mtp_losses(out, later)
+            for mtp_nll, weight in zip(mtp_nlls, self.mtp.weights, strict=True):
+                root = root + weight / self.divisor * mtp_nll
             if self.local_batch.owns_loss:
                 self.loss_sum += on_loss_grid(nll.detach())
-                self.target_tokens += self.local_batch.count_targets(self.targets[turn])
+                self.mtp_loss_sums_K += summed_mtp_losses(mtp_nlls, like=self.mtp_loss_sums_K)
+                self.target_tokens += self.local_batch.count_targets(targets_BS)
         else:
             self._hand_over("F", stage, turn, root.detach().contiguous(), peer=stage + 1)
         self.saved[stage, turn] = x, root, extra

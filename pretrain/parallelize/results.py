@@ -1,6 +1,6 @@
 """Results of one forward and backward of a step.
 
-Legend: L MoE layers, E experts, A auxiliary losses.
+Legend: L MoE layers, E experts, A auxiliary losses, K layers of multi-token prediction.
 """
 
 from __future__ import annotations
@@ -106,6 +106,8 @@ class StepResult:
     """None for a model without MoE layers."""
     stopwatches: tuple[Stopwatch, ...]
     """Times of the experts, one for each MoE layer and micro-batch."""
+    mtp_loss_sums_K: Tensor
+    """[K] float64: as ``loss_sum``, of each layer of multi-token prediction."""
 
     @property
     def expert_rows(self) -> int:

@@ -14,7 +14,8 @@ def stage_layers(
     """The layers of every stage: consecutive, with the smallest cost of the costliest stage.
 
     The cost of a layer is its model FLOPs, see :func:`pretrain.model.forward_flops`; the last stage
-    has the head's FLOPs too. Of several such splits, the one with the shortest first stages.
+    has the FLOPs of the head and of multi-token prediction too. Of several such splits, the one
+    with the shortest first stages.
 
     Raises ValueError where the model has fewer layers than stages.
     """
@@ -24,13 +25,13 @@ def stage_layers(
             f"model.num_layers ({L}) must be at least parallel.pp x "
             f"parallel.pipeline.stages_per_rank ({num_stages} stages)"
         )
-    flops = forward_flops(model, moe, seq_len)
+    flops = forward_flops(model.model_copy(update={"num_mtp_layers": 0}), moe, seq_len)
     num_dense = L if moe is None else model.first_k_dense
     attention = (flops.attention_projections + flops.attention_scores) / L
     dense = flops.dense_layers / max(num_dense, 1)
     sparse = (flops.routers + flops.experts) / max(L - num_dense, 1)
     costs = [attention + (dense if i < num_dense else sparse) for i in range(L)]
-    costs[-1] += flops.head
+    costs[-1] += forward_flops(model, moe, seq_len).total - flops.total + flops.head
 
     @lru_cache(None)
     def best(start: int, stages: int) -> tuple[float, tuple[int, ...]]:

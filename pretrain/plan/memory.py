@@ -80,9 +80,9 @@ def rank_parameters(work: Work, place: int) -> RankParameters:
     norms = gates = 0.0
     largest = (0.0, 0.0)
     for layer in work.layers_of(place):
-        replicated = shape.attention_replicated + 2 * shape.d_model
+        replicated = shape.attention_replicated + 2 * shape.d_model + shape.mtp_parameters(layer)
         norms += shape.attention_norms / (t.tp if shape.qk_norm == "all_heads" else 1)
-        norms += 2 * shape.d_model
+        norms += (2 if layer < shape.num_layers else 5) * shape.d_model
         own = (shape.attention_parameters - shape.attention_replicated) / t.tp + replicated
         others = here = 0.0
         if shape.is_moe(layer):
@@ -127,10 +127,14 @@ def kept_elements(work: Work, layer: int, how: Recompute, kernels: str) -> float
     after rotation where they are normed, once where not, values, and the output of attention; a
     dense layer's four (gate, silu(gate), up, their product) or two tensors of F; of an expert's row
     its input and the results of its GEMMs. ``selective``: the layer's input and the results of
-    GEMMs and of attention. ``full``: the layer's input.
+    GEMMs and of attention. ``full``: the layer's input. A layer of multi-token prediction has two
+    inputs, their norms, and one norm more.
     """
     shape, t = work.shape, work.topology
     T, D = work.local_tokens, shape.d_model
+    if layer >= shape.num_layers:
+        more = {"full": 1, "selective": 2, "none": 8 if kernels == "cpu" else 5}[how]
+        return kept_elements(work, shape.num_layers - 1, how, kernels) + more * T * D
     if how == "full":
         return T * D
     q, v = shape.num_heads * shape.head_dim, shape.num_heads * shape.v_head_dim
@@ -202,6 +206,8 @@ def _of_place(work: Work, place: int, chip: Chip) -> Memory:
     for position, layer in enumerate(work.layers_of(place)):
         how = work.recomputes(position)
         kept.append(kept_elements(work, layer, how, chip.kernels))
+    if t.pp > 1:  # each stage is given the embeddings for multi-token prediction
+        kept.append(shape.num_mtp_layers * T * shape.d_model * len(work.stages_of(place)))
     layers = work.layers_of(place)
     last = max(layers)
     # One layer at a time: what recomputation brings back, and its gradients.
@@ -222,6 +228,7 @@ def _of_place(work: Work, place: int, chip: Chip) -> Memory:
     if work.num_stages - 1 in work.stages_of(place):
         norms = (3 if chip.kernels == "cpu" else 2) * shape.d_model
         loss = work.tokens * shape.vocab_size / t.tp * (size + 8) + T * norms * size
+        loss *= 1 + shape.num_mtp_layers
     return Memory(
         weights=n.stored * program.parameter_bytes,
         gradients=gradients if work.zero_stage == 1 else n.stored * program.gradient_bytes,

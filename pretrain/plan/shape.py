@@ -55,6 +55,8 @@ class ModelShape:
     """With latent attention: the part of a head with rotary positions."""
     qk_norm: str = "none"
     tie_embeddings: bool = False
+    num_mtp_layers: int = 0
+    """Layers of multi-token prediction; their numbers come after those of ``num_layers``."""
 
     @classmethod
     def of(cls, model: ModelConfig, moe: MoEConfig | None) -> ModelShape:
@@ -83,12 +85,18 @@ class ModelShape:
             rope_head_dim=model.qk_rope_head_dim,
             qk_norm=model.qk_norm,
             tie_embeddings=model.tie_embeddings,
+            num_mtp_layers=model.num_mtp_layers,
             **experts,
         )
 
     def is_moe(self, layer: int) -> bool:
         """Whether a layer has experts."""
         return self.num_experts > 0 and layer >= self.first_k_dense
+
+    @property
+    def all_layers(self) -> range:
+        """The numbers of all layers, with those of multi-token prediction."""
+        return range(self.num_layers + self.num_mtp_layers)
 
     def nodes_of_token(self, nodes: int) -> float:
         """The mean number of nodes that have one of a token's experts, if all are chosen alike."""
@@ -100,7 +108,7 @@ class ModelShape:
     @property
     def num_moe_layers(self) -> int:
         """Layers with experts."""
-        return self.num_layers - self.first_k_dense if self.num_experts else 0
+        return sum(self.is_moe(layer) for layer in self.all_layers)
 
     # Parameters.
 
@@ -149,16 +157,20 @@ class ModelShape:
 
     def layer_parameters(self, layer: int) -> int:
         """All parameters of a layer, norms too."""
-        rest = self.attention_parameters + 2 * self.d_model
+        rest = self.attention_parameters + 2 * self.d_model + self.mtp_parameters(layer)
         if not self.is_moe(layer):
             return rest + self.dense_parameters
         return rest + self.beside_experts + self.num_experts * self.expert_parameters
+
+    def mtp_parameters(self, layer: int) -> int:
+        """What a layer of multi-token prediction has besides: its projection and three norms."""
+        return 0 if layer < self.num_layers else 2 * self.d_model**2 + 3 * self.d_model
 
     @property
     def parameters(self) -> int:
         """All parameters of the model."""
         matrices = 1 if self.tie_embeddings else 2
-        layers = sum(self.layer_parameters(i) for i in range(self.num_layers))
+        layers = sum(self.layer_parameters(i) for i in self.all_layers)
         return layers + matrices * self.vocab_size * self.d_model + self.d_model
 
     @property
@@ -179,11 +191,12 @@ class ModelShape:
         that is recomputed. Equal to :func:`pretrain.model.forward_flops` times three."""
         forward = sum(
             2 * g.m * g.n * g.k * g.copies
-            for i in range(self.num_layers)
+            for i in self.all_layers
             for g in (*self.attention_gemms(1, 1), *self.ffn_gemms(i, 1, 1, 1))
         )
-        forward += self.num_layers * self.scores_flops(seq_len, causal)
-        return 3 * (forward + 2 * self.d_model * self.vocab_size)
+        forward += len(self.all_layers) * self.scores_flops(seq_len, causal)
+        heads = [*self.head_gemms(1, 1)]
+        return 3 * (forward + sum(2 * g.m * g.n * g.k * g.copies for g in heads))
 
     # GEMMs of one micro-batch on one rank.
 
@@ -200,6 +213,12 @@ class ModelShape:
         if self.q_lora_rank:
             return [Gemm(T / tp, self.q_lora_rank, D), Gemm(T, q, self.q_lora_rank), *found]
         return [Gemm(T, q, D), *found]
+
+    def head_gemms(self, tokens: float, tp: int) -> list[Gemm]:
+        """The forward's GEMMs of the head, and of multi-token prediction besides its layers."""
+        head = Gemm(tokens, self.vocab_size / tp, self.d_model)
+        more = [Gemm(tokens / tp, self.d_model, 2 * self.d_model), head]
+        return [head, *more * self.num_mtp_layers]
 
     def ffn_gemms(
         self, layer: int, tokens: float, tp: int, ep: int, imbalance: float = 1.0

@@ -177,7 +177,7 @@ def least_seconds(work: Work, cluster: Cluster) -> float:
     Without recomputation and data parallelism, with layers divided evenly over stages.
     """
     shape, m, key = work.shape, work.micro_batches, _key(work)
-    dense = shape.num_layers - shape.num_moe_layers
+    dense = len(shape.all_layers) - shape.num_moe_layers
     each = 0.0
     for layer, count in ((0, dense), (shape.num_layers - 1, shape.num_moe_layers)):
         if not count:
@@ -217,12 +217,13 @@ def _of_place(work: Work, place: int, cluster: Cluster) -> StepTime:
         part["context_parallel"] += passes * one.context
         part["expert_parallel"] += passes * one.expert
     if work.num_stages - 1 in work.stages_of(place):
-        head = Gemm(work.tokens, shape.vocab_size / t.tp, shape.d_model)
+        heads = shape.head_gemms(work.tokens, t.tp)
         # The head is computed in bfloat16 where layers are in float8.
         plain = work if program.dtype != "float8" else _in_bfloat16(work)
-        part["gemms"] += sum(_gemms([head], plain, chip))
+        part["gemms"] += sum(_gemms(heads, plain, chip))
         passes_bytes = 8 if program.fused_elementwise else 24
-        part["elementwise"] += chip.stream_seconds(head.m * head.n * passes_bytes)
+        logits = (1 + shape.num_mtp_layers) * heads[0].m * heads[0].n
+        part["elementwise"] += chip.stream_seconds(logits * passes_bytes)
     if program.communication_units:
         units = chip.gemm.units
         for name in ("gemms", "attention", "recompute", "imbalance"):
@@ -280,11 +281,13 @@ def bubble_share(work: Work) -> float:
 
 
 def _stages_seconds(work: Work, cluster: Cluster) -> float:
-    """Sends of a micro-batch that a rank waits for: one each way for each of its stages."""
+    """Sends of a micro-batch that a rank waits for: one each way for each of its stages. With
+    multi-token prediction the embeddings travel beside the hidden states."""
     if work.program.hides_stages:
         return 0.0
     t = work.topology
     sent = work.local_tokens * work.shape.d_model * work.program.activation_bytes
+    sent *= 1 + work.shape.num_mtp_layers
     each = send_seconds(sent, t.world // t.pp, cluster)
     return 2 * work.stages_per_rank * each
 

@@ -128,8 +128,11 @@ class Work:
         return list(range(place, self.num_stages, pp))
 
     def layers_of(self, place: int) -> list[int]:
-        """The layers of a place along pp."""
-        return [layer for stage in self.stages_of(place) for layer in self.stages[stage]]
+        """The layers of a place along pp; those of multi-token prediction are on the last stage."""
+        layers = [layer for stage in self.stages_of(place) for layer in self.stages[stage]]
+        if self.num_stages - 1 in self.stages_of(place):
+            layers += self.shape.all_layers[self.shape.num_layers :]
+        return layers
 
     @property
     def places(self) -> set[int]:
@@ -151,10 +154,12 @@ class Work:
 @lru_cache(1024)
 def _stages(shape: ModelShape, seq_len: int, num_stages: int) -> list[range]:
     costs = []
-    for i in range(shape.num_layers):
+    for i in shape.all_layers:
         gemms = [*shape.attention_gemms(1, 1), *shape.ffn_gemms(i, 1, 1, 1)]
         costs.append(
             sum(2 * g.m * g.n * g.k * g.copies for g in gemms) + shape.scores_flops(seq_len, True)
         )
-    costs[-1] += 2 * shape.d_model * shape.vocab_size
+    mtp = sum(costs[shape.num_layers :])
+    del costs[shape.num_layers :]
+    costs[-1] += mtp + sum(2 * g.m * g.n * g.k for g in shape.head_gemms(1, 1))
     return split_layers(costs, num_stages)

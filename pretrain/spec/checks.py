@@ -102,6 +102,11 @@ def check_sequences(spec: Sections) -> None:
         raise ValueError(
             f"data.seq_len ({seq_len}) must be at most model.max_seq_len ({spec.model.max_seq_len})"
         )
+    if spec.model.num_mtp_layers >= seq_len:
+        raise ValueError(
+            f"model.num_mtp_layers ({spec.model.num_mtp_layers}) must be less than data.seq_len "
+            f"({seq_len}): the last of these layers would have no target"
+        )
     if seq_len >= spec.data.shard_tokens:
         raise ValueError(
             f"data.seq_len ({seq_len}) must be less than data.shard_tokens "

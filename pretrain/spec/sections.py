@@ -10,7 +10,7 @@ from moe import MoEConfig
 from parallel import ParallelConfig
 from pretrain.data import BatchConfig, DataConfig
 from pretrain.health import HealthConfig, StragglersConfig, VerifyConfig
-from pretrain.model import ModelConfig
+from pretrain.model import ModelConfig, MTPConfig
 from pretrain.optim import OptimizerConfig, ScheduleConfig, with_kind
 from pretrain.spec.checkpoint import CheckpointConfig, InitConfig
 from pretrain.spec.detection import DetectionConfig
@@ -89,6 +89,8 @@ class Sections(BaseModel):
     """The decoder without its MoE layers."""
     moe: MoEConfig | None = None
     """The MoE layers; without this table the model is dense."""
+    mtp: MTPConfig = MTPConfig()
+    """The loss of multi-token prediction."""
     parallel: ParallelConfig = ParallelConfig()
     """Degrees of the parallel axes."""
     plan: PlanConfig = PlanConfig()

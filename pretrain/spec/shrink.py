@@ -13,6 +13,7 @@ _SIZES: dict[str, dict[str, int]] = {
         "d_model": 64, "d_ff": 128, "num_heads": 4, "head_dim": 16, "vocab_size": 2048,
         "first_k_dense": 1, "num_layers": 3, "kv_lora_rank": 16, "q_lora_rank": 24,
         "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+        "num_mtp_layers": 1,
     },
     "moe": {
         "d_model": 64, "d_ff": 32, "num_experts": 8, "num_shared_experts": 1, "top_k": 2,

@@ -2,7 +2,8 @@
 
 The parameter ``layers.3.moe.experts.w_gate`` is index 3 of the array
 ``model/layers/moe/experts/w_gate``, whose first dim is the layer. Experts' arrays have the expert
-as their second dim.
+as their second dim. Layers of multi-token prediction have arrays of their own: the parameter
+``mtp.layers.0.moe.experts.w_gate`` is index 0 of ``model/mtp/layers/moe/experts/w_gate``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ MODEL = "model/"
 """Parameters and buffers begin so."""
 EXPERT_BIAS = "model/layers/moe/router/expert_bias"
 ROUTER = "model/layers/moe/router/weight"
+MTP = "model/mtp/"
+"""Arrays of multi-token prediction begin so."""
 
 _NO_WEIGHTS = ("optimizer/", "optim/", "rng/", "residual/")
 _LAYER = re.compile(r"(?:(?P<before>.+?)/)??layers/(?P<layer>0|[1-9][0-9]*)/(?P<after>.+)")
@@ -43,15 +46,23 @@ def parameter_name(array: str, layer: int | None = None) -> str:
     :func:`split_layer` for arrays that begin with ``model/``."""
     path = array.removeprefix(MODEL)
     if layer is not None:
-        path = f"layers/{layer}/{path.removeprefix('layers/')}"
+        before, _, after = path.rpartition("layers/")
+        path = f"{before}layers/{layer}/{after}"
     return path.replace("/", ".")
 
 
 def name_in_layer(array: str) -> str | None:
     """The name of a parameter within its layer: ``attention.wq.weight`` of
     ``model/layers/attention/wq/weight``. None for an array that is of no layer."""
+    array = in_decoder(array)
     inner = array.removeprefix(f"{MODEL}layers/")
     return None if inner == array else inner.replace("/", ".")
+
+
+def in_decoder(array: str) -> str:
+    """Of an array of multi-token prediction, the array of the decoder's layers that has the same
+    part of them; of any other array, its own name."""
+    return array.replace(MTP, MODEL, 1)
 
 
 def weight_names(names: list[str]) -> list[str]:
@@ -74,7 +85,7 @@ class FeedForward(NamedTuple):
 
 def feed_forward(array: str) -> FeedForward | None:
     """Which matrix or bias of a feed-forward an array is; None for any other array."""
-    match = _FEED_FORWARD.fullmatch(array)
+    match = _FEED_FORWARD.fullmatch(in_decoder(array))
     return None if match is None else FeedForward(*match.groups())
 
 
@@ -86,8 +97,10 @@ def is_expert_matrix(array: str) -> bool:
 
 def has_expert_dim(array: str) -> bool:
     """Whether the second dim of an array is the expert: experts' own, and the router's."""
+    if in_decoder(array) in (ROUTER, EXPERT_BIAS):
+        return True
     found = feed_forward(array)
-    return array in (ROUTER, EXPERT_BIAS) or (found is not None and found.room == "moe/experts")
+    return found is not None and found.room == "moe/experts"
 
 
 def dense_name(array: str) -> str:
@@ -96,4 +109,5 @@ def dense_name(array: str) -> str:
     found = feed_forward(array)
     if found is None or not is_expert_matrix(array):
         return array
-    return f"{MODEL}layers/ffn/w_{found.role}/weight"
+    before = array[: array.index("layers/")]
+    return f"{before}layers/ffn/w_{found.role}/weight"

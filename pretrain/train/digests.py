@@ -19,8 +19,11 @@ from pretrain.observe import Digested
 
 def parts_of(name: str) -> tuple[str, str]:
     """The layer and the kind of a parameter, by its name: ``layers.3.attention.wq.weight`` is
-    ``attention.wq.weight`` of layer ``3``; outside of layers both are the name."""
+    ``attention.wq.weight`` of layer ``3``, a layer of multi-token prediction is ``mtp.0``; outside
+    of layers both are the name."""
     parts = name.split(".")
+    if parts[0] == "mtp":
+        return f"mtp.{parts[2]}", ".".join(parts[3:])
     return (parts[1], ".".join(parts[2:])) if parts[0] == "layers" else (name, name)
 
 

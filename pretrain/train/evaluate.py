@@ -119,6 +119,9 @@ def _score(job: Job, held_out: Sequences, limit: int | None, step: int) -> Evalu
     dist.all_reduce(sums, group=job.runtime.control_group)
     nats, tokens, text_bytes = sums.tolist()
     loads = [] if routing is None else sum_over_ranks(job, routing.tokens_per_expert_LE).tolist()
+    # An evaluation has no multi-token prediction, and a pipeline has rows of its layers, which are
+    # the last ones.
+    loads = loads[: len(evaluated_moe_layers(job))]
     return Evaluation(
         loss=nats / tokens,
         bits_per_byte=nats / math.log(2) / max(text_bytes, 1),
@@ -126,6 +129,11 @@ def _score(job: Job, held_out: Sequences, limit: int | None, step: int) -> Evalu
         text_bytes=int(text_bytes),
         tokens_per_expert_LE=loads,
     )
+
+
+def evaluated_moe_layers(job: Job) -> list[int]:
+    """The numbers of the MoE layers that an evaluation computes: without multi-token prediction."""
+    return [layer for layer in job.moe_layers if layer < job.spec.model.num_layers]
 
 
 def sum_over_ranks(job: Job, values: Tensor) -> Tensor:

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from moe import FLOAT8_OPERANDS
 from parallel import CollectiveKind, CommStats, by_parallelism
 from pretrain.job import Job
 from pretrain.observe import IntervalEnded, RoutingReport
-from pretrain.parallelize import AUX_LOSSES, RoutingStats, bubble
+from pretrain.parallelize import AUX_LOSSES, MTPLoss, RoutingStats, bubble
 from pretrain.runtime import Runtime, peak_memory_bytes
 from pretrain.state import Progress
 from pretrain.train.barrier import Report
@@ -41,6 +42,10 @@ class IntervalStats:
     rank_seconds: list[float] = field(default_factory=list)
     """Of each rank, without its waits in collectives, with its waits for batches."""
     steps: int = 0
+    mtp_loss_sums_K: Tensor | None = None
+    """Of each layer of multi-token prediction, on this rank."""
+    mtp_targets: list[int] = field(default_factory=list)
+    """Of each layer of multi-token prediction, over all ranks."""
 
     def add(
         self,
@@ -68,6 +73,13 @@ class IntervalStats:
             for sum_, report in zip(before, reports, strict=True)
         ]
 
+    def add_mtp(self, loss_sums_K: Tensor, mtp: MTPLoss) -> None:
+        """Add the losses of multi-token prediction of a committed step."""
+        before = self.mtp_loss_sums_K
+        self.mtp_loss_sums_K = loss_sums_K if before is None else before + loss_sums_K
+        counts = self.mtp_targets or [0] * len(mtp.targets)
+        self.mtp_targets = [a + b for a, b in zip(counts, mtp.targets, strict=True)]
+
     def add_routing(self, routing: RoutingStats, rank_rows: list[float]) -> None:
         """Add what the routers of this rank did, and what each rank's experts computed."""
         self.routing = routing.plus(self.routing)
@@ -94,6 +106,7 @@ class IntervalStats:
             tokens_seen=progress.tokens_seen,
             aux_loss=None if routing is None else routing.aux_loss,
             aux_losses=_mean_losses(job, routing),
+            mtp_losses=self.mtp_losses(job),
             padding=1 - self.tokens / self.positions if self.tokens < self.positions else None,
             source_tokens=self._source_tokens(job, progress),
             peak_memory_bytes=int(job.runtime.maximum_in_training(peak_memory_bytes())),
@@ -157,6 +170,14 @@ class IntervalStats:
             name = names.get(source, source[:12])  # of the spec before, until the blend changes
             found[name] = found.get(name, 0) + len(places) * job.spec.data.seq_len
         return found
+
+    def mtp_losses(self, job: Job) -> list[float] | None:
+        """The mean loss of each layer of multi-token prediction over all ranks; every rank must
+        call."""
+        if self.mtp_loss_sums_K is None or not self.mtp_targets:
+            return None
+        sums = job.runtime.sum_in_training(self.mtp_loss_sums_K).tolist()
+        return [nats / max(count, 1) for nats, count in zip(sums, self.mtp_targets, strict=True)]
 
     def _routing(self, job: Job) -> RoutingReport | None:
         if self.routing is None:

@@ -70,7 +70,7 @@ from pretrain.spec import JobSpec
 from pretrain.state import Progress
 from pretrain.train.data_fetches import tell_of_failing_stores
 from pretrain.train.detection import flight_folder, watch_ranks
-from pretrain.train.evaluate import evaluate
+from pretrain.train.evaluate import evaluate, evaluated_moe_layers
 from pretrain.train.generate import generate
 from pretrain.train.notices import watch_notices
 from pretrain.train.profile import StepProfiler, Window
@@ -348,7 +348,7 @@ def _summarize(job: Job, progress: Progress) -> Summary:
             ckpt.format.manifest_key(progress.step)
         ),
         spec_hash=spec.hash,
-        moe_layers=job.moe_layers,
+        moe_layers=evaluated_moe_layers(job),
         tokens_per_expert=result.tokens_per_expert_LE,
         sample=text,
     )

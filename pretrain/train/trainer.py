@@ -143,9 +143,10 @@ class Trainer:
             # One step of each log interval: the count reads every operand once more.
             tally.counts_underflow = self._ends_interval(before.step + 1)
         random = {} if scale is None else rng_states(device)
+        mtp = job.mtp_loss(batches, planned, before.consumed_samples)
         self._beat("forward_backward")
         with self.verifier.seeing_gradients():
-            result = job.forward_backward(batches, planned, scale)
+            result = job.forward_backward(batches, planned, scale, mtp)
         self.progress = self.verifier.after_backward(before)
         if job.compressed is not None:
             job.compressed.reduce(scale or 1.0)
@@ -165,6 +166,7 @@ class Trainer:
             self._commit(decision, cursor, planned)
             self.digests.see_parameters()
             self.interval.add_reports(reports)
+            self.interval.add_mtp(result.mtp_loss_sums_K, mtp)
             if result.routing is not None:
                 replanned = self._balance(result.routing, reports)
         if decision.overflow:

@@ -33,6 +33,7 @@ from pretrain.health import (
 from pretrain.job import Job
 from pretrain.observe import CorruptionFound, Verified
 from pretrain.optim import moments
+from pretrain.parallelize import MTPLoss
 from pretrain.state import Progress, rng_states, set_rng_states
 from pretrain.train.exclusion import exclude_machine
 
@@ -61,6 +62,7 @@ class Verifier:
         """Of the step's own gradients, in a step with a check."""
         self._read: ReadStep | None = None
         self._scale: float | None = None
+        self._mtp = MTPLoss()
         self._random: dict[str, Tensor] = {}
         """Random states of all replicas before the step, [replicas, bytes]."""
         self._first: Tensor | None = None
@@ -80,6 +82,10 @@ class Verifier:
             return
         began = time.perf_counter()
         self._read, self._scale = read, progress.loss_scale
+        if self.job.spec.model.num_mtp_layers:
+            # Of the step as it is: every pass has the weights of all its micro-batches.
+            batches, _, planned = read(self.job.loader)
+            self._mtp = self.job.mtp_loss(batches, planned, progress.consumed_samples)
         device, group = self.job.runtime.device, self.job.dims.replicate_mesh.get_group()
         if self.rotation is None:
             self._random = {
@@ -206,7 +212,7 @@ class Verifier:
             with tally.seeing(sum_replicas=False):
                 if self.rotation is not None:
                     batches = batches[:1]
-                job.forward_backward(batches, planned, self._scale)
+                job.forward_backward(batches, planned, self._scale, self._mtp)
             return tally.row()
 
     def _put_back(

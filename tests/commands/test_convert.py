@@ -109,7 +109,8 @@ def test_many_files_and_bfloat16(folders, tmp_path):
 
 
 def test_what_an_older_transformers_saved_is_read(folders, tmp_path):
-    """rope_scaling beside rope_theta, a multi-token prediction layer, stray buffers."""
+    """rope_scaling beside rope_theta, a part of a spare layer that is no multi-token prediction,
+    stray buffers."""
     old = shutil.copytree(folders / "deepseek_v3", tmp_path / "old")
     config = json.loads((old / "config.json").read_text())
     rope = config.pop("rope_parameters")
@@ -118,7 +119,7 @@ def test_what_an_older_transformers_saved_is_read(folders, tmp_path):
     config["rope_scaling"].pop("rope_type")
     (old / "config.json").write_text(json.dumps(config))
     change_tensors(old, {
-        "model.layers.3.eh_proj.weight": torch.zeros(2),
+        "model.layers.3.input_layernorm.weight": torch.zeros(2),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4),
     })  # fmt: skip
     assert run("import", old, tmp_path / "ours") == 0
@@ -201,9 +202,15 @@ def test_the_published_models_have_their_sizes(kind):
     parameters, values = PUBLISHED[kind]
     config = HFConfig({"model_type": kind, **values}, "config.json")
     spec = new_spec(family_of(config).sections(config), Path("published"))
-    decoder = meta_decoder(spec.model, spec.moe)
+    sizes = {n: t.numel() for n, t in meta_decoder(spec.model, spec.moe).state_dict().items()}
+    mtp = sum(size for name, size in sizes.items() if name.startswith("mtp."))
     # The routers' biases are among the published ones'.
-    assert sum(t.numel() for t in decoder.state_dict().values()) == parameters
+    assert sum(sizes.values()) - mtp == parameters
+    if kind == "deepseek_v3":
+        # The hub counts 684,531,386,000 numbers: copies of embedding and head, and a scale
+        # for each block of 128 x 128 weights, are among them.
+        whole = parameters + mtp + 2 * 129280 * 7168
+        assert whole * (1 + 128**-2) == pytest.approx(684_531_386_000, rel=1e-5)
 
 
 @pytest.fixture(scope="module")

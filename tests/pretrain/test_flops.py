@@ -70,6 +70,8 @@ MOE = MoEConfig(d_model=32, d_ff=24, num_experts=6, top_k=2, num_shared_experts=
         ({"num_kv_heads": 2, "d_ff": 40}, None),
         ({"num_kv_heads": 2, "d_ff": 40, "first_k_dense": 1}, MOE),
         ({"num_kv_heads": 4, "head_dim": 12}, MOE.model_copy(update={"activation": "gelu"})),
+        ({"num_kv_heads": 2, "d_ff": 40, "num_mtp_layers": 1}, None),
+        ({"num_kv_heads": 2, "d_ff": 40, "first_k_dense": 1, "num_mtp_layers": 2}, MOE),
         (
             {"num_kv_heads": 4, "qk_norm": "none", "kv_lora_rank": 16, "q_lora_rank": 20,
              "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10},
@@ -89,7 +91,8 @@ def test_torch_counts_the_same(fields, moe):
     counter = FlopCounterMode(display=False)
     # Plain products, all of which torch knows; it counts masked pairs as well.
     with counter, sdpa_kernel(SDPBackend.MATH):
-        decoder(torch.randint(300, (B, S)))
+        depth = model.num_mtp_layers
+        decoder(torch.randint(300, ((1 + depth) * B, S)), depth=depth)
     counted = forward_flops(model, moe, S, causal=False)
     assert counter.get_total_flops() == B * S * counted.total
 

@@ -36,13 +36,17 @@ def costliest(model: ModelConfig, stages: list[range]) -> float:
             return 0.0
         dense = min(n, model.first_k_dense)
         part = model.model_copy(update={"num_layers": n, "first_k_dense": dense})
+        if n < model.num_layers:  # multi-token prediction is on the last stage
+            part = part.model_copy(update={"num_mtp_layers": 0})
         flops = forward_flops(part, MOE, 64)
         return flops.total - (flops.head if n < model.num_layers else 0)
 
     return max(upto(stage.stop) - upto(stage.start) for stage in stages)
 
 
-@pytest.mark.parametrize("fields", [{}, {"vocab_size": 20_000}, {"d_ff": 4000}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"vocab_size": 20_000}, {"d_ff": 4000}, {"num_mtp_layers": 2}]
+)
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 5, 7])
 def test_no_other_cut_has_a_cheaper_costliest_stage(fields, num_stages):
     model = config(**fields)

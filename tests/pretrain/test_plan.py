@@ -37,7 +37,8 @@ LATENT_MOE = MoEConfig(
 GROUPED = ModelConfig(
     vocab_size=512, d_model=64, num_layers=5, num_heads=8, num_kv_heads=2, d_ff=96, head_dim=16
 )
-MODELS = [(TINY, TINY_MOE), (LATENT, LATENT_MOE), (GROUPED, None)]
+MTP = LATENT.model_copy(update={"num_mtp_layers": 2})
+MODELS = [(TINY, TINY_MOE), (LATENT, LATENT_MOE), (MTP, LATENT_MOE), (GROUPED, None)]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -134,13 +135,14 @@ def test_the_costliest_stage_is_as_costly_as_in_a_run(model, moe, num_stages):
         assert alone.total > 0
         costs = []
         for layers in stages:
-            cost = 0.0
-            for i in layers:
+            cost, mtp = 0.0, work.shape.all_layers[model.num_layers :]
+            for i in [*layers, *(mtp if model.num_layers - 1 in layers else ())]:
                 shape = work.shape
                 gemms = [*shape.attention_gemms(1, 1), *shape.ffn_gemms(i, 1, 1, 1)]
                 cost += sum(2 * g.m * g.n * g.k * g.copies for g in gemms)
                 cost += shape.scores_flops(128, True)
-                cost += 2 * model.d_model * model.vocab_size * (i == model.num_layers - 1)
+                cost += 2 * model.d_model * model.vocab_size * (i >= model.num_layers - 1)
+                cost += 2 * 2 * model.d_model**2 * (i >= model.num_layers)
             costs.append(cost)
         return max(costs)
 
@@ -154,7 +156,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("topology", LAYOUTS, ids=Topology.describe)
-@pytest.mark.parametrize(("model", "moe"), MODELS[:2])
+@pytest.mark.parametrize(("model", "moe"), MODELS[:3])
 def test_a_rank_stores_what_the_layouts_of_a_run_say(model, moe, topology):
     from parallel import PipelineSchedule
 
@@ -233,6 +235,26 @@ def test_each_kind_of_recomputation_takes_less_memory():
     assert sizes[0] > sizes[1] > sizes[2]
     by_zero = [memory(make(Topology(dp_shard=8), zero_stage=z), chip).total for z in (1, 2, 3)]
     assert by_zero[0] > by_zero[1] > by_zero[2]
+
+
+def test_multi_token_prediction_takes_memory_and_time_on_the_last_stage():
+    cluster = load_cluster("h100")
+    deep = TINY.model_copy(update={"num_mtp_layers": 1})
+
+    def of(model, topology):
+        work = Work(ModelShape.of(model, TINY_MOE), topology, 512, 64, 1)
+        return memory(work, cluster.chip), step_time(work, cluster), work
+
+    for topology in (Topology(), Topology(pp=2), Topology(dp_shard=4, tp=2, ep=2)):
+        (less, fast, before), (more, slow, work) = of(TINY, topology), of(deep, topology)
+        if topology.pp == 1:  # otherwise the first stage may have the peak
+            assert more.loss == pytest.approx(2 * less.loss)
+        assert more.total > less.total
+        assert slow.total > fast.total
+        assert least_seconds(before, cluster) < least_seconds(work, cluster) <= slow.total
+        assert 4 in work.layers_of(topology.pp - 1)
+    assert slow.stages == fast.stages == 0
+    assert of(deep, Topology(pp=2))[1].stages > of(TINY, Topology(pp=2))[1].stages
 
 
 def test_micro_batches_in_flight():

@@ -43,6 +43,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recomputed experts": {"moe": {"recompute_experts": True}},
     "gathered parameters kept": {"parallel": {"memory": {"zero_stage": 2, "prefetch": 1}}},
     "loop": {"moe": {"backend": "loop", "top_k": 3, "ffn_bias": True}},
+    "multi-token prediction": {
+        "model": {"num_mtp_layers": 2}, "data": {"document_mask": True},
+    },
     "experts choose": {"moe": {"routing": "expert_choice", "expert_bias": False}},
     "sinkhorn": {"moe": {"routing": "sinkhorn", "expert_bias": False}},
     "bfloat16": {"precision": {"compute": "bfloat16"}, "moe": {"top_k": 3}},
@@ -64,6 +67,7 @@ BY_THREE = {"model": {"d_model": 48, "d_ff": 48}, "moe": {"num_experts": 12}}
 CELLS = [
     *((variant, layout) for variant in list(VARIANTS)[:2] for layout in LAYOUTS),
     *((variant, layout) for variant in list(VARIANTS)[2:] for layout in FEW),
+    ("multi-token prediction", "pp=2,dp_shard=2,ep=2 zbv"),
     *(("top_k 2", f"{layout} {schedule}") for layout in SCHEDULED for schedule in SCHEDULES),
 ]
 """Variants and layouts whose bits are compared with one process."""

@@ -54,6 +54,8 @@ class Trained:
     progress: Progress
     digests: list[Digested] = field(default_factory=list)
     """Of an exact run, of every step."""
+    mtp_losses: list[float] | None = None
+    """Of multi-token prediction, means over all steps."""
 
 
 class Attempt(NamedTuple):
@@ -99,9 +101,9 @@ def train(
     assert all(each == figures[0] for each in figures), "ranks know different losses"
     losses, norms = (list(values) for values in zip(*figures[0], strict=True))
     states = (whole([result[i] for result in results]) for i in (1, 2, 3))
-    attempts, progress, digests = results[0][4:]
+    attempts, progress, digests, mtp_losses = results[0][4:]
     assert all(result[4] == attempts for result in results), "ranks decide differently"
-    return Trained(losses, norms, *states, attempts, progress, digests)
+    return Trained(losses, norms, *states, attempts, progress, digests, mtp_losses)
 
 
 def _world(spec: JobSpec) -> int:
@@ -149,9 +151,10 @@ def _on_rank(
             save_checkpoint(job, training.progress)
             saved = _state(job)
     state = _state(job)
+    mtp_losses = training.interval.mtp_losses(job)
     runtime.close()
     digests = [event for event in published if isinstance(event, Digested)]
-    return figures, gradients, state, saved, attempts, training.progress, digests
+    return figures, gradients, state, saved, attempts, training.progress, digests, mtp_losses
 
 
 def _state(job: Job) -> Slices:

@@ -2,7 +2,7 @@
 
 from pretrain.convert.hf.config import HFConfig
 from pretrain.convert.hf.families import FAMILIES, Family, Sections, family_for, family_of
-from pretrain.convert.hf.files import from_hf, open_hf, to_hf
+from pretrain.convert.hf.files import from_hf, has_mtp, open_hf, to_hf
 from pretrain.convert.hf.tensors import HFTensor, hf_tensors
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "family_for",
     "family_of",
     "from_hf",
+    "has_mtp",
     "hf_tensors",
     "open_hf",
     "to_hf",

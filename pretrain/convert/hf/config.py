@@ -24,6 +24,7 @@ _NAMES = {
     "model.vocab_size": ("vocab_size",),
     "model.d_model": ("hidden_size",),
     "model.num_layers": ("num_hidden_layers",),
+    "model.num_mtp_layers": ("num_nextn_predict_layers",),
     "model.num_heads": ("num_attention_heads",),
     "model.num_kv_heads": ("num_key_value_heads",),
     "model.d_ff": ("intermediate_size",),

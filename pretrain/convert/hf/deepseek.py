@@ -16,8 +16,11 @@ def read_deepseek_v3(config: HFConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """The sections of a DeepSeek-V3 config."""
     config.must("scoring_func", "sigmoid")
     config = config.with_defaults({"norm_topk_prob": True})
-    interleaved = config.flag("rope_interleave", True)
-    return _read_latent(config) | {"rope_interleaved": interleaved}, _read_sigmoid(config)
+    more = {
+        "rope_interleaved": config.flag("rope_interleave", True),
+        "num_mtp_layers": config.size("num_nextn_predict_layers", 0),
+    }
+    return _read_latent(config) | more, _read_sigmoid(config)
 
 
 def read_deepseek_v2(config: HFConfig) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -160,5 +163,5 @@ def _write_experts(model: ModelConfig, moe: MoEConfig, kind: str) -> dict[str, A
         "n_group": moe.n_groups,
         "topk_group": moe.topk_groups,
         "moe_layer_freq": 1,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": model.num_mtp_layers,
     }

@@ -55,7 +55,7 @@ class Family:
 
     def config(self, model: ModelConfig, moe: MoEConfig | None, seq_len: int) -> dict[str, Any]:
         """config.json. Raises InputError for the first value that the family cannot express."""
-        for name, allowed in self.needs.items():
+        for name, allowed in {"model.num_mtp_layers": (0,), **self.needs}.items():
             found = expressed(name, model, moe)
             if found not in allowed:
                 rule = " or ".join(_toml(value) for value in allowed if value is not None)
@@ -249,7 +249,9 @@ _FAMILIES = (
     ),
     Family(
         "deepseek_v3", "DeepseekV3ForCausalLM", read_deepseek_v3,
-        {"moe": (True,), "model.latent": (True,), **_SIGMOID}, write_deepseek_v3,
+        {"moe": (True,), "model.latent": (True,), **_SIGMOID,
+         "model.num_mtp_layers": tuple(range(9))},
+        write_deepseek_v3,
     ),
     Family(
         "deepseek_v2", "DeepseekV2ForCausalLM", read_deepseek_v2,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ckpt.rewrite import SourceArray
-from pretrain.state import is_expert_matrix, name_in_layer, parameter_name
+from pretrain.state import MODEL, MTP, is_expert_matrix, name_in_layer, parameter_name
 
 _NAMES = {
     "embed.weight": "model.embed_tokens.weight",
@@ -40,7 +40,18 @@ _LAYER_NAMES = {
     "moe.experts.w_gate": "mlp.experts.{expert}.gate_proj.weight",
     "moe.experts.w_up": "mlp.experts.{expert}.up_proj.weight",
     "moe.experts.w_down": "mlp.experts.{expert}.down_proj.weight",
+    # Of a layer of multi-token prediction.
+    "embed_norm.weight": "enorm.weight",
+    "hidden_norm.weight": "hnorm.weight",
+    "projection.weight": "eh_proj.weight",
+    "norm.weight": "shared_head.norm.weight",
 }
+_COPIES = {"embed_tokens.weight": ("model/embed/weight",),
+           "shared_head.head.weight": ("model/head/weight", "model/embed/weight")}  # fmt: skip
+"""What each layer of multi-token prediction has again, and the array that it is: the first of these
+that the decoder has."""
+MTP_OWN = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
+"""What no other layer has."""
 
 
 class HFTensor(NamedTuple):
@@ -55,16 +66,22 @@ class HFTensor(NamedTuple):
     """In the file."""
     transposed: bool
     """Whether the file has the part of the array with its two dims swapped."""
+    copy: bool = False
+    """Whether another tensor has the same numbers: an import does not need this one."""
 
 
 def hf_tensors(arrays: Mapping[str, SourceArray], names: Mapping[str, str]) -> list[HFTensor]:
     """Every tensor of the checkpoint of a decoder: the embedding, layer after layer, the head.
+
+    Layers of multi-token prediction have the numbers after the decoder's last, as in DeepSeek-V3,
+    and each has copies of embedding and head.
 
     Args:
         arrays: the decoder's, with the attribute ``layers`` where layers are stacked.
         names: the family's own names of tensors, by the parameter's name within a layer.
     """
     found: list[tuple[int, HFTensor]] = []
+    num_layers = len(arrays[f"{MODEL}layers/attention_norm/weight"].attributes["layers"])
     for array, about in arrays.items():
         inner = name_in_layer(array)
         if inner is None:
@@ -73,7 +90,9 @@ def hf_tensors(arrays: Mapping[str, SourceArray], names: Mapping[str, str]) -> l
             found.append((first, HFTensor(hf_name, array, (), about.shape, False)))
             continue
         hf_name = names.get(inner) or _LAYER_NAMES[inner]
-        for i, layer in enumerate(about.attributes["layers"]):
+        after = num_layers if array.startswith(MTP) else 0
+        for i, number in enumerate(about.attributes["layers"]):
+            layer = after + number
             prefix = f"model.layers.{layer}."
             if not is_expert_matrix(array):
                 tensor = HFTensor(prefix + hf_name, array, (i,), about.shape[1:], False)
@@ -84,4 +103,11 @@ def hf_tensors(arrays: Mapping[str, SourceArray], names: Mapping[str, str]) -> l
                 name = prefix + hf_name.format(expert=expert)
                 tensor = HFTensor(name, array, (i, expert), (columns, rows), True)
                 found.append((layer, tensor))
+    mtp = arrays.get(f"{MTP}layers/attention_norm/weight")
+    for number in [] if mtp is None else mtp.attributes["layers"]:
+        for inner, originals in _COPIES.items():
+            array = next(each for each in originals if each in arrays)
+            name, layer = f"model.layers.{num_layers + number}.{inner}", num_layers + number
+            copy = HFTensor(name, array, (), arrays[array].shape, False, copy=True)
+            found.append((layer, copy))
     return [tensor for _, tensor in sorted(found, key=lambda pair: pair[0])]
