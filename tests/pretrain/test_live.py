@@ -146,4 +146,4 @@ def test_a_real_run_draws_on_a_terminal_and_prints_lines_elsewhere(tmp_path):
     plain = on_a_terminal(spec, "--plain")
     assert "\x1b[" not in plain
     assert re.search(r"step 1/6  loss .* first step of this start", plain)
-    assert re.search(r"step 2/6  loss .* left\r?\n", plain)
+    assert re.search(r"step 2/6  loss .* left  [0-9:]+\r?\n", plain)
