@@ -68,6 +68,7 @@ JOB = json.loads(r"""
    "num_layers": 4,
    "d_ff": 512,
    "first_k_dense": 1,
+   "num_mtp_layers": 0,
    "tie_embeddings": false,
    "max_seq_len": 0
   },
@@ -101,10 +102,16 @@ JOB = json.loads(r"""
    "num_shared_experts": 0,
    "shared_expert_gate": false,
    "backend": "auto",
+   "gemm": "compute",
    "recompute_experts": false,
    "dispatcher": "all_to_all",
+   "dispatch_dtype": "compute",
    "overlap_chunks": 1,
    "max_tokens_per_call": 0
+  },
+  "mtp": {
+   "loss_weight": 0.3,
+   "stages": []
   },
   "parallel": {
    "pp": 1,
@@ -179,7 +186,9 @@ JOB = json.loads(r"""
   "precision": {
    "compute": "float32",
    "loss_scale": 65536,
-   "loss_scale_growth_steps": 2000
+   "loss_scale_growth_steps": 2000,
+   "experts": "compute",
+   "dense": "compute"
   },
   "init": {
    "checkpoint": null,

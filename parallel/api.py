@@ -4,7 +4,6 @@ Who writes an own dispatcher, monitor or attention finds the inner names in the 
 ``parallel.collectives``, ``parallel.comm_watch`` and ``parallel.context_parallel``.
 """
 
-from parallel.cached_sequence import SequenceCache, cached_sequences
 from parallel.collectives import all_gather_rows, all_reduce
 from parallel.comm_watch import (
     CollectiveKind,
@@ -40,7 +39,6 @@ from parallel.mesh import ParallelDims
 from parallel.recompute import apply_activation_offload, apply_recompute
 from parallel.tensor_digest import digest
 from parallel.tensor_parallel import TensorParallelStyle, apply_tensor_parallel
-from parallel.whole_matrices import WholeMatrices
 
 __all__ = [
     "CollectiveKind",
@@ -53,12 +51,10 @@ __all__ = [
     "ParallelConfig",
     "ParallelDims",
     "PipelineSchedule",
-    "SequenceCache",
     "ShardLayout",
     "TensorParallelStyle",
     "Topology",
     "WeightGradStore",
-    "WholeMatrices",
     "all_gather_rows",
     "all_reduce",
     "apply_activation_offload",
@@ -69,7 +65,6 @@ __all__ = [
     "apply_recompute",
     "apply_tensor_parallel",
     "by_parallelism",
-    "cached_sequences",
     "clip_grad_norm",
     "digest",
     "expert_parameter_names",

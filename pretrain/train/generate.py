@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from parallel import SequenceCache, cached_sequences, full_sequences
+from parallel import full_sequences
+from parallel.cached_sequence import SequenceCache, cached_sequences
 from pretrain.data import end_of_document
 from pretrain.rank_model import RankModel
 from pretrain.spec import JobSpec, SampleConfig

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel import ShardLayout, Topology, WholeMatrices, parse_topology
+from parallel import ShardLayout, Topology, parse_topology
 from parallel.layout import dense_splits, expert_splits, spread_splits
-from parallel.whole_matrices import share_out
+from parallel.whole_matrices import WholeMatrices, share_out
 from tests.support.ranks import run_ranks
 
 E = 8

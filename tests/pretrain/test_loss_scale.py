@@ -215,4 +215,4 @@ def test_float8_is_refused_before_anything_begins(data, tmp_path, monkeypatch, c
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "precision.compute (float8) must be float32, bfloat16 or float16" in err
-    assert "not implemented, for any hardware" in err
+    assert "float8 is for precision.experts and precision.dense" in err

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel import cached_sequences, parse_topology
+from parallel import parse_topology
+from parallel.cached_sequence import cached_sequences
 from pretrain.checkpoint.resume import restore
 from pretrain.commands import main
 from pretrain.data import load_tokenizer
