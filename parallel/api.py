@@ -4,6 +4,7 @@ Who writes an own dispatcher, monitor or attention finds the inner names in the 
 ``parallel.collectives``, ``parallel.comm_watch`` and ``parallel.context_parallel``.
 """
 
+from parallel.cached_sequence import full_sequences
 from parallel.collectives import all_gather_rows, all_reduce
 from parallel.comm_watch import (
     CollectiveKind,
@@ -13,14 +14,13 @@ from parallel.comm_watch import (
     monitor_collectives,
 )
 from parallel.config import ParallelConfig, PipelineSchedule
-from parallel.context_parallel import apply_context_parallel, full_sequences, local_sequence
+from parallel.context_parallel import apply_context_parallel, local_sequence
 from parallel.delayed_weight_grad import WeightGradStore, apply_delayed_weight_grad
 from parallel.document_mask import Documents
 from parallel.dtensor import local_shard
 from parallel.exact import on_loss_grid
 from parallel.exact_sums import ExactSums
 from parallel.expert_parallel import (
-    ExpertParallelModule,
     apply_expert_parallel,
     expert_parameter_names,
     moe_parameter_names,
@@ -39,6 +39,7 @@ from parallel.mesh import ParallelDims
 from parallel.recompute import apply_activation_offload, apply_recompute
 from parallel.tensor_digest import digest
 from parallel.tensor_parallel import TensorParallelStyle, apply_tensor_parallel
+from parallel.whole_matrices import WholeMatrices
 
 __all__ = [
     "CollectiveKind",
@@ -47,7 +48,6 @@ __all__ = [
     "CompressedSum",
     "Documents",
     "ExactSums",
-    "ExpertParallelModule",
     "ParallelConfig",
     "ParallelDims",
     "PipelineSchedule",
@@ -55,6 +55,7 @@ __all__ = [
     "TensorParallelStyle",
     "Topology",
     "WeightGradStore",
+    "WholeMatrices",
     "all_gather_rows",
     "all_reduce",
     "apply_activation_offload",

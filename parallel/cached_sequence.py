@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel.context_parallel import sequence_contexts
+from parallel.context_parallel import FullSequence, sequence_contexts
 from parallel.document_mask import Documents
 
 
@@ -96,15 +96,19 @@ class CachedSequence:
 
 
 @contextmanager
-def cached_sequences(model: nn.Module, max_tokens: int) -> Iterator[SequenceCache]:
-    """Inside the ``with`` block every rank computes on full sequences, token by token.
+def full_sequences(model: nn.Module, kept_tokens: int = 0) -> Iterator[SequenceCache]:
+    """Inside the ``with`` block every rank computes on full sequences, of any length.
 
-    For forwards without gradients, of a constant number of sequences.
+    For forwards without gradients.
 
     Args:
-        model: whose attention modules keep keys and values.
-        max_tokens: the longest sequence.
+        model: whose attention modules take part.
+        kept_tokens: of so many tokens keys and values are kept, for forwards of the tokens that
+            follow, of a constant number of sequences. With 0 each forward has whole sequences.
+
+    Returns:
+        What says which tokens are kept; nothing is kept until its ``advance`` is called.
     """
-    cache = SequenceCache(max_tokens)
-    with sequence_contexts(model, lambda: CachedSequence(cache)):
+    cache = SequenceCache(kept_tokens)
+    with sequence_contexts(model, lambda: CachedSequence(cache) if kept_tokens else FullSequence()):
         yield cache

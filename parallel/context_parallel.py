@@ -173,16 +173,6 @@ def local_sequence(x_BW: Tensor, cp_mesh: DeviceMesh) -> Tensor:
 
 
 @contextmanager
-def full_sequences(model: nn.Module) -> Iterator[None]:
-    """Inside the ``with`` block every rank computes on full sequences, of any length.
-
-    For forwards without gradients.
-    """
-    with sequence_contexts(model, FullSequence):
-        yield
-
-
-@contextmanager
 def sequence_contexts(model: nn.Module, make: Callable[[], SequenceContext]) -> Iterator[None]:
     """Inside the ``with`` block each module that has a :class:`SequenceContext` has a new one."""
     modules: list[Any] = [m for m in model.modules() if hasattr(m, "context")]

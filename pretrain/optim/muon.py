@@ -18,8 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from parallel import ShardLayout, Topology, local_shard
-from parallel.whole_matrices import WholeMatrices
+from parallel import ShardLayout, Topology, WholeMatrices, local_shard
 from pretrain.model import is_hidden_matrix
 from pretrain.optim.adamw import ADAMW_MOMENTS, build_adamw
 from pretrain.optim.config import OptimizerFields, Product, Surroundings
@@ -92,8 +91,9 @@ class Muon(torch.optim.Optimizer):
     """Muon over hidden matrices and AdamW over the rest, as one optimizer.
 
     The numbers do not depend on the layout but for rounding: a matrix is put together from its
-    slices, orthogonalized by one rank, and taken apart, see :class:`parallel.whole_matrices.WholeMatrices`. A
-    matrix without a gradient counts as one with zeros, since all ranks must take part.
+    slices, orthogonalized by one rank, and taken apart, see
+    :class:`parallel.WholeMatrices`. A matrix without a gradient counts as one with zeros, since all
+    ranks must take part.
 
     Args:
         model: on its device; parameters may be DTensors.

@@ -329,7 +329,7 @@ def _data_parallel(work: Work, place: int, cluster: Cluster) -> tuple[float, flo
 def _optimizer(work: Work, place: int, cluster: Cluster) -> float:
     """AdamW reads a weight, its gradient and two moments and writes three of them; the gradients'
     norm reads them once more and is summed over all ranks. What needs whole matrices puts them
-    together and takes them apart besides: see :class:`parallel.whole_matrices.WholeMatrices`."""
+    together and takes them apart besides: see :class:`parallel.WholeMatrices`."""
     n, program, chip = rank_parameters(work, place), work.program, cluster.chip
     moved = n.stored * (12 + 2 * program.gradient_bytes) + 8 * moments_kept(work, n)
     seconds = chip.stream_seconds(moved) + reduce_seconds(4, work.topology.world, 1, cluster)

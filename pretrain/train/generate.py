@@ -5,8 +5,7 @@ Legend: V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from tokenizers import Tokenizer
@@ -14,7 +13,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from parallel import full_sequences
-from parallel.cached_sequence import SequenceCache, cached_sequences
 from pretrain.data import end_of_document
 from pretrain.rank_model import RankModel
 from pretrain.spec import JobSpec, SampleConfig
@@ -57,7 +55,8 @@ def generate(
     last = 0 if job.parallel_model.pipeline is None else job.parallel_model.pipeline.last_place
     source = last * (job.runtime.world // job.topology.pp)
     first = max(0, len(tokens) - view)
-    with inference(job.parallel_model), _sequences(job, view) as cache:
+    kept = view if _keeps(spec) else 0
+    with inference(job.parallel_model), full_sequences(job.model, kept) as cache:
         for _ in range(sample.tokens):
             job.runtime.heartbeat.beat("evaluate", spec.train.steps)
             if len(tokens) - first > view:
@@ -74,7 +73,7 @@ def generate(
             tokens.append(token)
             if begins and spec.data.document_mask:
                 tokens = tokens[1:]  # the end token is of the document before
-            elif _keeps(spec):
+            elif kept:
                 cache.advance(len(new))
             begins = False
             if seen is not None:
@@ -88,16 +87,6 @@ def _keeps(spec: JobSpec) -> bool:
     """Whether a token's output depends on no other tokens than those before it."""
     m = spec.moe
     return m is None or (m.capacity.policy == "dropless" and m.routing in ("top_k", "sinkhorn"))
-
-
-@contextmanager
-def _sequences(job: RankModel, view: int) -> Iterator[SequenceCache]:
-    if _keeps(job.spec):
-        with cached_sequences(job.model, view) as cache:
-            yield cache
-    else:
-        with full_sequences(job.model):
-            yield SequenceCache(view)
 
 
 def _last_logits(job: RankModel, tokens: list[int], end: int) -> Tensor | None:

@@ -17,7 +17,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from moe import MoEConfig, MoELayer
 from parallel import (
-    ExpertParallelModule,
     ParallelDims,
     ShardLayout,
     Topology,
@@ -26,7 +25,7 @@ from parallel import (
     clip_grad_norm,
     expert_parameter_names,
 )
-from parallel.expert_parallel import expert_modules
+from parallel.expert_parallel import ExpertParallelModule, expert_modules
 from parallel.layout import box_shape, dense_splits, expert_splits
 from tests.support.ranks import run_ranks
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel import parse_topology
-from parallel.cached_sequence import cached_sequences
+from parallel import full_sequences, parse_topology
 from pretrain.checkpoint.resume import restore
 from pretrain.commands import main
 from pretrain.data import load_tokenizer
@@ -36,7 +35,7 @@ def test_logits_with_a_cache_are_those_of_the_sequence(kind, pieces):
     model, tokens = decoder(kind), torch.randint(8, 300, (2, 9))
     with torch.no_grad():
         expected, at = model(tokens).logits, 0
-        with cached_sequences(model, 9) as cache:
+        with full_sequences(model, 9) as cache:
             for size in pieces:
                 piece = tokens[:, at : at + size]
                 padded = torch.cat([piece, torch.full((2, 3), 5)], 1)  # is written over
@@ -71,7 +70,7 @@ def test_greedy_tokens_with_a_cache_are_those_of_transformers(case, tmp_path):
     theirs.save_pretrained(tmp_path / "theirs")
     assert run("import", tmp_path / "theirs", tmp_path / "ours") == 0
     model, found = load_ours(tmp_path / "ours" / "checkpoints"), prompt
-    with torch.no_grad(), cached_sequences(model, 40) as cache:
+    with torch.no_grad(), full_sequences(model, 40) as cache:
         for _ in range(30):
             logits = model(found[:, cache.length :]).logits[0, -1]
             cache.advance(found.shape[1] - cache.length)
