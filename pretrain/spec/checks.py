@@ -5,6 +5,7 @@ Every function raises ValueError: one line that names the fields, their values a
 
 from __future__ import annotations
 
+from pretrain.model import MTPConfig
 from pretrain.spec.exact import check_exact
 from pretrain.spec.sections import Sections
 from router import StragglerAwareConfig
@@ -106,6 +107,11 @@ def check_sequences(spec: Sections) -> None:
         raise ValueError(
             f"model.num_mtp_layers ({spec.model.num_mtp_layers}) must be less than data.seq_len "
             f"({seq_len}): the last of these layers would have no target"
+        )
+    if not spec.model.num_mtp_layers and spec.mtp != MTPConfig():
+        raise ValueError(
+            f"mtp.loss_weight ({spec.mtp.loss_weight}) and mtp.stages must be left out where "
+            f"model.num_mtp_layers is 0: no layer predicts later tokens"
         )
     if seq_len >= spec.data.shard_tokens:
         raise ValueError(

@@ -79,10 +79,7 @@ class JobSpec(Sections):
     @property
     def hash(self) -> str:
         """SHA-256 of the resolved spec, whatever file or overrides it came from."""
-        sections = self.as_dict()
-        if not self.model.num_mtp_layers:  # then nothing of a run depends on these
-            del sections["mtp"], sections["model"]["num_mtp_layers"]
-        text = json.dumps(sections, sort_keys=True, separators=(",", ":"))
+        text = json.dumps(self.as_dict(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def topology(self, world: int) -> Topology:

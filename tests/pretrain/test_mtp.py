@@ -28,6 +28,7 @@ from pretrain.parallelize.forward_backward import LocalBatch, forward_backward
 from pretrain.parallelize.mtp import MTPLoss, shifted
 from pretrain.runtime.ranks import start
 from pretrain.spec.job import JobSpec
+from pretrain.spec.read import resolve_spec
 from pretrain.train.evaluate import evaluate
 from tests.pretrain.test_runs import launch
 from tests.support.jobs import data_of, events, make_spec, write_corpus, write_spec
@@ -99,10 +100,13 @@ def test_a_layer_without_targets_has_no_weight():
     assert MTPLoss.of(0.3, [10, 5, 0]).weights == pytest.approx((0.3 / 2 * 10 / 5, 0.0))
 
 
-def test_without_layers_the_table_changes_no_spec(tmp_path):
-    plain, other = make_spec(tmp_path), make_spec(tmp_path, mtp={"loss_weight": 0.7})
-    deep = make_spec(tmp_path, model={"num_mtp_layers": 1})
-    assert plain.hash == other.hash != deep.hash
+def test_a_weight_without_layers_is_refused(tmp_path):
+    with pytest.raises(
+        InputError, match=r"mtp.loss_weight \(0.7\) and mtp.stages must be"
+    ):
+        make_spec(tmp_path, mtp={"loss_weight": 0.7})
+    saved = make_spec(tmp_path).as_dict()
+    assert resolve_spec(saved, "a saved spec").as_dict() == saved
 
 
 def test_a_layer_that_could_have_no_target_is_refused(tmp_path):
