@@ -10,6 +10,7 @@ import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from bench.learning.studies import Start, Study, Subject
 from bench.recipe_runs import ENVIRONMENT, ROOT, words
@@ -32,21 +33,29 @@ def folder_of(root: Path, case: str, subject: Subject, seed: int) -> Path:
     return root / plain
 
 
-def train_run(study: Study, case: str, subject: Subject, seed: int, run: Path, quick: bool) -> None:
-    """Train a run to its end, in as many starts as the subject asks for."""
-    run.mkdir(parents=True, exist_ok=True)
+def spec_of(
+    study: Study, case: str, subject: Subject, seed: int
+) -> tuple[dict[str, Any], list[str]]:
+    """The recipe of a run, and ``section.field=value`` over it."""
     recipe = tomllib.loads(study.recipe.read_text())
     for table in subject.without:
         recipe.pop(table)
-    spec = run / "spec.json"
-    spec.write_text(json.dumps(recipe, indent=1))
     settings = [
         *study.settings, *study.cases[case], *subject.settings, f"train.seed={seed}",
-        f"run_dir={run}", "metrics.port=-1",
+        "metrics.port=-1",
     ]  # fmt: skip
+    return recipe, [each for each in settings if each.split(".")[0] not in subject.without]
+
+
+def train_run(study: Study, case: str, subject: Subject, seed: int, run: Path, quick: bool) -> None:
+    """Train a run to its end, in as many starts as the subject asks for."""
+    run.mkdir(parents=True, exist_ok=True)
+    recipe, settings = spec_of(study, case, subject, seed)
+    spec = run / "spec.json"
+    spec.write_text(json.dumps(recipe, indent=1))
+    settings += [f"run_dir={run}"]
     if quick:
         settings += ["train.steps=24", "schedule.warmup_steps=4"]
-    settings = [each for each in settings if each.split(".")[0] not in subject.without]
     for start in subject.starts:
         if start.stop_after is None or _steps(run) < start.stop_after:
             _start(spec, settings, start, run)
