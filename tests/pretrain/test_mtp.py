@@ -101,9 +101,7 @@ def test_a_layer_without_targets_has_no_weight():
 
 
 def test_a_weight_without_layers_is_refused(tmp_path):
-    with pytest.raises(
-        InputError, match=r"mtp.loss_weight \(0.7\) and mtp.stages must be"
-    ):
+    with pytest.raises(InputError, match=r"mtp.loss_weight \(0.7\) and mtp.stages must be"):
         make_spec(tmp_path, mtp={"loss_weight": 0.7})
     saved = make_spec(tmp_path).as_dict()
     assert resolve_spec(saved, "a saved spec").as_dict() == saved
