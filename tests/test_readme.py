@@ -398,7 +398,7 @@ def test_a_toml_block_is_a_spec(block):
     if "name" in sections:
         data = {}
     for name, values in sections.items():
-        data[name] = values
+        data[name] = data.get(name, {}) | values if name == "model" else values
     spec = resolve_spec(data, "block")
     said = re.search(r"(\d+) ranks", block.splitlines()[0])
     if said:
