@@ -220,6 +220,7 @@ OUTSIDE = {
     "etcd --enable-v2 --listen-client-urls http://0.0.0.0:2379 "
     "--advertise-client-urls http://HOST:2379",
     "git clone REPOSITORY convoy", "cd convoy", "source .venv/bin/activate", "pip install -e .",
+    "OMP_NUM_THREADS=1 .venv/bin/python -m bench.learning half-hour",
     "OMP_NUM_THREADS=1 .venv/bin/python -m bench.learning.trainer",
     "OMP_NUM_THREADS=1 .venv/bin/python -m bench.optimizers --json bench/results/optimizers.json",
     "OMP_NUM_THREADS=1 .venv/bin/python -m bench.float8_loss --json bench/results/float8_loss.json",
