@@ -28,8 +28,9 @@ class Curve:
     """The largest load of an expert over the mean, on held-out text, of the worst layer; 1 for a
     dense model."""
     gzip: float
-    """Bits per byte of gzip -9 on the held-out text, each document by itself."""
+    """Bits per byte of gzip -9 on the held-out documents, one after the other."""
     xz: float
+    """Of xz -9, likewise."""
 
 
 def read_curve(run: Path, case: str, subject: str, seed: int) -> Curve:
