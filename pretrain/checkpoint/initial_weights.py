@@ -34,7 +34,7 @@ def _load_initial(job: Job, checkpoint: str) -> None:
     root, step = runtime.together(lambda: _located(checkpoint))
     manifest = runtime.together(lambda: ckpt.read_manifest(root, step))
     runtime.together(lambda: _check_tokenizer(job, root, manifest))
-    arrays = [array for array in job.arrays() if array.spec.name.startswith("model/")]
+    arrays = job.weights()
     missing: Missing = "refuse" if spec.init.strict else "keep"
     if missing == "keep":
         _initialize_parameters(job)

@@ -71,6 +71,19 @@ class Parser(argparse.ArgumentParser):
             help="make the spec's sizes small: 20 steps, on the standard library's source",
         )
 
+    def add_ranks(self) -> None:
+        """``--ranks N``, for ``check_ranks``."""
+        self.add_argument(
+            "--ranks", type=int, default=1, metavar="N", help="processes of this machine; 1"
+        )
+
+    def check_ranks(self, ranks: int) -> None:
+        """Refuse a number of processes that cannot be started."""
+        if ranks < 1:
+            self.error(f"--ranks ({ranks}) must be at least 1")
+        if ranks > 1 and "RANK" in os.environ:
+            self.error(f"--ranks ({ranks}) must be 1 under torchrun, which starts the ranks")
+
     def add_debug(self) -> None:
         """``--debug``, for ``ended``."""
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,16 +43,11 @@ def main(arguments: Sequence[str]) -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--step", type=int, metavar="N", help="take this step again, from 1")
     what.add_argument("--against", type=Path, metavar="OTHER", help="compare with another run")
-    parser.add_argument(
-        "--ranks", type=int, default=1, metavar="N", help="processes of this machine; 1"
-    )
+    parser.add_ranks()
     parser.add_overrides("a field of the run's spec")
     parser.add_debug()
     args = parser.parse_args(arguments)
-    if args.ranks < 1:
-        parser.error(f"--ranks ({args.ranks}) must be at least 1")
-    if args.ranks > 1 and "RANK" in os.environ:
-        parser.error(f"--ranks ({args.ranks}) must be 1 under torchrun, which starts the ranks")
+    parser.check_ranks(args.ranks)
     return ended(lambda: _act(args), debug=args.debug, stopped="nothing was changed")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,9 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws; 0")
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="the model's tokenizer.json")
-    parser.add_argument(
-        "--ranks", type=int, default=1, metavar="N", help="processes of this machine; 1"
-    )
+    parser.add_ranks()
     parser.add_argument("--json", action="store_true", help="print a line of JSON for each prompt")
     parser.add_overrides("a field of the checkpoint's spec")
     parser.add_debug()
@@ -69,13 +66,11 @@ def _check(parser: Parser, args: argparse.Namespace) -> None:
         ("--tokens", args.tokens, args.tokens >= 1, "at least 1"),
         ("--temperature", args.temperature, 0 <= args.temperature < float("inf"), "0 or more"),
         ("--top-p", args.top_p, 0 < args.top_p <= 1, "above 0 and at most 1"),
-        ("--ranks", args.ranks, args.ranks >= 1, "at least 1"),
     )
     for flag, value, holds, rule in rules:
         if not holds:
             parser.error(f"{flag} ({value}) must be {rule}")
-    if args.ranks > 1 and "RANK" in os.environ:
-        parser.error(f"--ranks ({args.ranks}) must be 1 under torchrun, which starts the ranks")
+    parser.check_ranks(args.ranks)
 
 
 def _sample(args: argparse.Namespace, arguments: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,15 +64,11 @@ def sample(
         found = []
         for number, prompt in enumerate(prompts):
             each = settings.model_copy(update={"prompt": prompt})
-            told = None if seen is None else _numbered(seen, number)
+            told = None if seen is None else partial(seen, number)
             found.append(generate(model, words, each, told))
         return found
     finally:
         runtime.close()
-
-
-def _numbered(seen: Callable[[int, str], None], number: int) -> Callable[[str], None]:
-    return lambda text: seen(number, text)
 
 
 def _read(location: Location, step: int | None) -> tuple[Location, Manifest]:
