@@ -174,8 +174,8 @@ def local_sequence(x_BW: Tensor, cp_mesh: DeviceMesh) -> Tensor:
 
 @contextmanager
 def sequence_contexts(model: nn.Module, make: Callable[[], SequenceContext]) -> Iterator[None]:
-    """Inside the ``with`` block each module that has a :class:`SequenceContext` has a new one."""
-    modules: list[Any] = [m for m in model.modules() if hasattr(m, "context")]
+    """Inside the ``with`` block each module with ``use_sequence_group`` has a new context."""
+    modules: list[Any] = [m for m in model.modules() if hasattr(m, "use_sequence_group")]
     before = [module.context for module in modules]
     for module in modules:
         module.context = make()

@@ -30,8 +30,8 @@ from cluster.burnin.verdict import Finding, RankFacts, Verdict, describe_links, 
 from cluster.members import node_name
 
 _REPEATS = 3
+"""Measurements of a rank, whose best counts, and of a link, which all must be slow."""
 _STORAGE_REPEATS = 6
-"""A rank or a link is slow where every one of so many measurements says so."""
 _NUMERIC_REPEATS = 2
 
 
