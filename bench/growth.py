@@ -50,16 +50,6 @@ _T = 2048
 _EXCHANGES = 200
 
 
-def _timed(act: Callable[[], object], samples: int) -> list[float]:
-    act()
-    found = []
-    for _ in range(samples):
-        began = time.perf_counter()
-        act()
-        found.append(time.perf_counter() - began)
-    return found
-
-
 def _in_turn(subjects: dict[str, Callable[[], object]], samples: int) -> dict[str, list[float]]:
     """Samples of each subject, taken in turns."""
     found: dict[str, list[float]] = {name: [] for name in subjects}
@@ -140,7 +130,7 @@ def answers(samples: int) -> Iterator[Row]:
         registry = CollectorRegistry()
         metrics = Metrics(registry, load_spec(RECIPE), Topology(), "0")
         metrics(interval(count, 256))
-        seconds = _timed(partial(generate_latest, registry), samples)
+        (seconds,) = _in_turn({"": partial(generate_latest, registry)}, samples).values()
         middle = statistics.median(seconds)
         base = base or middle / count
         yield Row("answer", f"{count} layers, 256 ranks", "thread_seconds", middle, "s",
@@ -153,7 +143,8 @@ def planning(samples: int) -> Iterator[Row]:
     for count in ACCELERATORS:
         batch = max(spec.batch.global_batch_size, count)
         larger = load_spec(PLANNED, [f"batch.global_batch_size={batch}"])
-        seconds = _timed(partial(search_layouts, larger, count, cluster), min(samples, 3))
+        search = partial(search_layouts, larger, count, cluster)
+        (seconds,) = _in_turn({"": search}, min(samples, 3)).values()
         middle = statistics.median(seconds)
         yield Row("planning", f"{count:,} accelerators", "search_seconds", middle, "s",
                   min(1.0, 1 / middle), seconds)  # fmt: skip

@@ -11,17 +11,15 @@ both go to DIR. Nothing here is timed: other work on the machine changes no figu
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
-from bench.harness import Row, finish
+from bench.harness import Row
 from bench.learning.curves import Curve, read_curve
-from bench.learning.plots import draw
+from bench.learning.plots import write_study
 from bench.learning.runs import each_run, folder_of, train_run
 from bench.learning.studies import STUDIES
 from bench.recipe_runs import ROOT
@@ -85,11 +83,7 @@ def main() -> None:
         print(f"{row.case}  {row.subject:<34} {row.metric:<16} {row.value:.6g}")
     table = root / f"{name}.json" if args.quick else ROOT / "bench" / "results" / f"{name}.json"
     picture = root / f"{name}.svg" if args.quick else ROOT / "docs" / "images" / f"{name}.svg"
-    finish(name, rows, ["torch", "numpy"], table)
-    found = json.loads(table.read_text())
-    found["curves"] = [asdict(curve) for curve in curves]
-    table.write_text(json.dumps(found, indent=1) + "\n")
-    picture.write_text(draw(study.title, curves) + "\n")
+    write_study(name, study.title, rows, curves, ["torch", "numpy"], table, picture)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""The picture of a study, as SVG: held-out bits per byte by step, or each step's loss."""
+"""The table of a study, and its picture as SVG: held-out bits per byte by step, or losses."""
 
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -11,10 +14,23 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from bench.harness import Row, finish
 from bench.learning.curves import Curve
 from pretrain.observe.report.figures import COLORS, STYLE
 
 _STYLES = ("-", "--", ":", "-.")
+
+
+def write_study(
+    name: str, title: str, rows: Sequence[Row], curves: Sequence[Curve], packages: Sequence[str],
+    table: Path, picture: Path,
+) -> None:  # fmt: skip
+    """Print the rows; write them with the curves as JSON, and draw the curves."""
+    finish(name, rows, packages, table)
+    found = json.loads(table.read_text())
+    found["curves"] = [asdict(curve) for curve in curves]
+    table.write_text(json.dumps(found, indent=1) + "\n")
+    picture.write_text(draw(title, curves) + "\n")
 
 
 def draw(title: str, curves: Sequence[Curve]) -> str:

@@ -15,18 +15,16 @@ picture docs/images/learning-trainer.svg; with --quick nothing is written.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from bench.harness import Row, finish
+from bench.harness import Row
 from bench.learning.curves import Curve
-from bench.learning.plots import draw
+from bench.learning.plots import write_study
 from bench.recipe_runs import RECIPE, ROOT, prepare_corpus, train
 from pretrain.checkpoint import restore
 from pretrain.commands import main as convoy
@@ -162,9 +160,6 @@ def main() -> None:
         Row("tiny Qwen3-MoE", "transformers", "loss_difference", most, "ratio", 1.0, [most]),
         Row("tiny Qwen3-MoE", "other micro-batches", "loss_difference", own, "ratio", 1.0, [own]),
     ]
-    table = ROOT / "bench" / "results" / "learning-trainer.json"
-    finish("learning-trainer", rows, ["torch", "transformers", "accelerate"], table)
-    found = json.loads(table.read_text())
     tokens = [
         (step + 1) * spec.batch.global_batch_size * spec.data.seq_len for step in range(steps)
     ]
@@ -173,10 +168,10 @@ def main() -> None:
               summary.gzip_bits_per_byte, summary.xz_bits_per_byte)
         for subject, losses in (("transformers' Trainer", theirs), ("Convoy, 2 ranks", ours))
     ]  # fmt: skip
-    found["curves"] = [asdict(curve) for curve in curves]
-    table.write_text(json.dumps(found, indent=1) + "\n")
-    picture = ROOT / "docs" / "images" / "learning-trainer.svg"
-    picture.write_text(draw("One model, two trainers", curves) + "\n")
+    name, packages = "learning-trainer", ["torch", "transformers", "accelerate"]
+    table = ROOT / "bench" / "results" / f"{name}.json"
+    picture = ROOT / "docs" / "images" / f"{name}.svg"
+    write_study(name, "One model, two trainers", rows, curves, packages, table, picture)
 
 
 if __name__ == "__main__":
