@@ -364,7 +364,8 @@ JOB = json.loads(r"""
    "prompt": "def main(",
    "tokens": 80,
    "temperature": 0.8,
-   "top_p": 1.0
+   "top_p": 1.0,
+   "drafts": 0
   }
  }
 }

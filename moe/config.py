@@ -66,6 +66,11 @@ class MoEConfig(RouterConfig):
     max_tokens_per_call: int = Field(default=0, ge=0)
     """For ``padded_all_to_all``: the most tokens that one rank brings to one call."""
 
+    @property
+    def independent_tokens(self) -> bool:
+        """Whether a token's output depends on no other token that is routed with it."""
+        return self.capacity.policy == "dropless" and self.routing in ("top_k", "sinkhorn")
+
     @model_validator(mode="after")
     def _check_moe(self) -> Self:
         if self.shared_expert_gate and not self.num_shared_experts:

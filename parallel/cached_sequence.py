@@ -25,8 +25,8 @@ class SequenceCache:
     """How many tokens the attention modules of a model keep.
 
     A forward computes on tokens that follow the first ``length`` ones, and stores theirs behind
-    these. The caller says with :meth:`advance` how many of them stay; the next forward writes over
-    the others, as over padding.
+    these. The caller says with :meth:`keep` how many tokens stay; the next forward writes over the
+    others, as over padding.
 
     Args:
         max_tokens: for which there is room.
@@ -36,14 +36,11 @@ class SequenceCache:
         self.max_tokens = max_tokens
         self.length = 0
 
-    def advance(self, tokens: int) -> None:
-        """Keep this many tokens of the last forward."""
-        assert self.length + tokens <= self.max_tokens, (self.length, tokens, self.max_tokens)
-        self.length += tokens
-
-    def clear(self) -> None:
-        """Keep no tokens: the next forward begins a sequence."""
-        self.length = 0
+    def keep(self, tokens: int) -> None:
+        """Keep the first ``tokens`` tokens of those so far; with 0 the next forward begins a
+        sequence."""
+        assert 0 <= tokens <= self.max_tokens, (tokens, self.max_tokens)
+        self.length = tokens
 
 
 class CachedSequence:
@@ -107,7 +104,7 @@ def full_sequences(model: nn.Module, kept_tokens: int = 0) -> Iterator[SequenceC
             follow, of a constant number of sequences. With 0 each forward has whole sequences.
 
     Returns:
-        What says which tokens are kept; nothing is kept until its ``advance`` is called.
+        What says which tokens are kept; nothing is kept until its ``keep`` is called.
     """
     cache = SequenceCache(kept_tokens)
     with sequence_contexts(model, lambda: CachedSequence(cache) if kept_tokens else FullSequence()):

@@ -11,7 +11,7 @@ from ckpt import LocalArray
 from moe import choose_backend, why_no_float8
 from parallel import Documents, ParallelDims, ShardLayout, Topology
 from pretrain.errors import InputError
-from pretrain.model import Decoder
+from pretrain.model import Decoder, DecoderOutput, Drafting
 from pretrain.parallelize import (
     LocalBatch,
     ParallelModel,
@@ -46,14 +46,22 @@ class RankModel:
         return self.parallel_model.layouts
 
     def forward(
-        self, inputs_BS: Tensor, documents: Documents | None = None
-    ) -> tuple[Tensor | None, RoutingStats | None]:
-        """Logits, where the last stage is, and what this rank's routers did."""
-        if self.parallel_model.pipeline is not None:
-            return self.parallel_model.pipeline.forward(inputs_BS, self.local_batch, documents)
-        out = self.model(inputs_BS, None, documents)
+        self,
+        inputs_BS: Tensor,
+        documents: Documents | None = None,
+        drafting: Drafting | None = None,
+    ) -> tuple[DecoderOutput | None, RoutingStats | None]:
+        """The model's output, where the last stage is, and what this rank's routers did.
+
+        With ``drafting`` one layer of multi-token prediction is computed, see
+        :meth:`pretrain.model.Decoder.forward`.
+        """
+        pipeline = self.parallel_model.pipeline
+        if pipeline is not None:
+            return pipeline.forward(inputs_BS, self.local_batch, documents, drafting)
+        out: DecoderOutput = self.model(inputs_BS, None, documents, drafting=drafting)
         routed = inputs_BS.numel() // self.local_batch.tp_degree
-        return out.logits, routing_stats(out.aux, routed) if out.aux else None
+        return out, routing_stats(out.aux, routed) if out.aux else None
 
     def weights(self) -> list[LocalArray]:
         """Parameters and buffers, as a checkpoint has them."""

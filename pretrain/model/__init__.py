@@ -5,6 +5,7 @@ from pretrain.model.decoder import (
     Decoder,
     DecoderLayer,
     DecoderOutput,
+    Drafting,
     ModelConfig,
     meta_decoder,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "Decoder",
     "DecoderLayer",
     "DecoderOutput",
+    "Drafting",
     "MTPConfig",
     "ModelConfig",
     "first_matrix",

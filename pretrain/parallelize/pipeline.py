@@ -31,7 +31,7 @@ from parallel import (
     set_gradient_sync,
 )
 from parallel.comm_watch import CollectiveWork, monitored
-from pretrain.model import Decoder, DecoderOutput
+from pretrain.model import Decoder, DecoderOutput, Drafting
 from pretrain.parallelize.forward_backward import (
     LocalBatch,
     depth_of,
@@ -153,13 +153,18 @@ class Pipeline:
         return dist.get_global_rank(self.group, place_of(stage, self.ranks, self.schedule))
 
     def forward(
-        self, inputs_BS: Tensor, local_batch: LocalBatch, documents: Documents | None = None
-    ) -> tuple[Tensor | None, RoutingStats | None]:
+        self,
+        inputs_BS: Tensor,
+        local_batch: LocalBatch,
+        documents: Documents | None = None,
+        drafting: Drafting | None = None,
+    ) -> tuple[DecoderOutput | None, RoutingStats | None]:
         """A forward without a backward; every rank of the pipeline must call.
 
-        Returns the logits, or None on ranks without the last stage, and the routing stats of this
-        rank's stages.
+        Returns the last stage's output, or None on ranks without the last stage, and the routing
+        stats of this rank's stages.
         """
+        out: DecoderOutput | None = None
         x, routing = inputs_BS, self.no_routing(inputs_BS.device)
         for stage in range(self.num_stages):
             if stage not in self.stages:
@@ -167,13 +172,14 @@ class Pipeline:
             if stage and stage - 1 not in self.stages:
                 x = self._buffer(inputs_BS, local_batch)
                 _wait(self._start(dist.irecv, x, peer=stage - 1, tag=stage))
-            out: DecoderOutput = self.stages[stage](x, None, documents)
+            out = self.stages[stage](x, None, documents, drafting=drafting)
+            assert out is not None
             routed = inputs_BS.numel() // local_batch.tp_degree
             routing = self._add_routing(routing, stage, out, routed)
             x = out.logits
             if stage < self.num_stages - 1 and stage + 1 not in self.stages:
                 _wait(self._start(dist.isend, x.contiguous(), peer=stage + 1, tag=stage + 1))
-        return (x if self.is_last else None), routing
+        return (out if self.is_last else None), routing
 
     def forward_backward(
         self,

@@ -105,9 +105,13 @@ class Runtime:
 
     def broadcast(self, value: int, source: int = 0) -> int:
         """The value of rank ``source``, on every rank."""
-        word = torch.tensor(value, dtype=torch.int64)
-        dist.broadcast(word, source, group=self.control_group)
-        return int(word)
+        return self.broadcast_all([value], source)[0]
+
+    def broadcast_all(self, values: Sequence[int], source: int = 0) -> list[int]:
+        """The values of rank ``source``, on every rank; as many of each rank."""
+        words = torch.tensor(values, dtype=torch.int64)
+        dist.broadcast(words, source, group=self.control_group)
+        return [int(word) for word in words]
 
     def sum_in_training(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, on the host; every rank must call.

@@ -2,6 +2,7 @@
 
 from pretrain.train.audit_data import ConsumedStep, DataAudit, SourceShare, audit_data
 from pretrain.train.compare_runs import Comparison, compare_runs
+from pretrain.train.generate import Generated
 from pretrain.train.prepare import prepare, verify_data
 from pretrain.train.profile import read_window
 from pretrain.train.replay import ReplayedStep, replay
@@ -12,6 +13,7 @@ __all__ = [
     "Comparison",
     "ConsumedStep",
     "DataAudit",
+    "Generated",
     "ReplayedStep",
     "SourceShare",
     "audit_data",

@@ -104,12 +104,12 @@ def _score(job: Job, held_out: Sequences, limit: int | None, step: int) -> Evalu
             inputs_BS, targets_BS = part.inputs_and_targets(batch)
             # Of the batch as it is: what it is filled up with may become the end token's id.
             documents = part.documents(batch[:, :-1].to(job.runtime.device))
-            logits, routed = job.forward(inputs_BS.clamp_min(0).to(job.runtime.device), documents)
+            out, routed = job.forward(inputs_BS.clamp_min(0).to(job.runtime.device), documents)
             if routed is not None:
                 routing = routed.plus(routing)
-            if logits is None:
+            if out is None:
                 continue
-            nll = next_token_loss(logits, targets_BS.to(job.runtime.device))
+            nll = next_token_loss(out.logits, targets_BS.to(job.runtime.device))
             real = targets_BS[targets_BS >= 0]
             if part.owns_loss:
                 sums += torch.tensor(

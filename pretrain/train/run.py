@@ -330,7 +330,7 @@ def _summarize(job: Job, progress: Progress) -> Summary:
     )
     text = ""
     if spec.sample.tokens:
-        text = generate(job, load_tokenizer(spec.data), spec.sample)
+        text = generate(job, load_tokenizer(spec.data), spec.sample).text
     return Summary(
         val_bits_per_byte=result.bits_per_byte,
         val_bits_per_byte_by_set=result.bits_per_byte_by_set,

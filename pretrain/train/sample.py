@@ -17,7 +17,7 @@ from pretrain.errors import InputError
 from pretrain.rank_model import RankModel, build_model
 from pretrain.runtime import Runtime, launched_world, start
 from pretrain.spec import JobSpec, SampleConfig
-from pretrain.train.generate import generate
+from pretrain.train.generate import Generated, generate
 from pretrain.train.replay import spec_on_ranks
 
 
@@ -28,12 +28,13 @@ def sample(
     tokens: int,
     temperature: float = 0.8,
     top_p: float = 1.0,
+    drafts: int = 0,
     seed: int = 0,
     step: int | None = None,
     tokenizer: Path | None = None,
     overrides: Sequence[str] = (),
     seen: Callable[[int, str], None] | None = None,
-) -> list[str]:
+) -> list[Generated]:
     """Each prompt and what the model makes of it; every rank must call, and gets the texts.
 
     Nothing is written. The layout is one replica that all ranks shard, with experts over as many
@@ -45,6 +46,8 @@ def sample(
         tokens: to generate at most, for each prompt.
         temperature: divides the logits; 0 always takes the token with the highest logit.
         top_p: only the likeliest tokens are drawn whose probabilities reach this sum.
+        drafts: tokens that layers of multi-token prediction draft before each forward, at most as
+            many as the model has such layers; the text is the text without drafts.
         seed: of the draws; each prompt begins with it.
         step: of the checkpoint; None for the newest.
         tokenizer: a tokenizer.json; None for that of the prepared corpus, or of ``data.tokenizer``.
@@ -54,11 +57,11 @@ def sample(
     Raises InputError where the settings, the tokenizer or the layout do not fit, and
     CheckpointError where the checkpoint is not whole.
     """
-    settings = SampleConfig(tokens=tokens, temperature=temperature, top_p=top_p)
+    settings = SampleConfig(tokens=tokens, temperature=temperature, top_p=top_p, drafts=drafts)
     runtime = start(timeout_seconds=600.0)
     try:
         root, manifest = runtime.together(lambda: _read(location, step))
-        spec = runtime.together(lambda: _spec_of(manifest, overrides, seed))
+        spec = runtime.together(lambda: _spec_of(manifest, overrides, seed, drafts))
         words = runtime.together(lambda: _tokenizer_of(spec, manifest, tokenizer))
         model = _load(spec, runtime, root, manifest)
         found = []
@@ -79,7 +82,7 @@ def _read(location: Location, step: int | None) -> tuple[Location, Manifest]:
     return root, ckpt.read_manifest(root, named)
 
 
-def _spec_of(manifest: Manifest, overrides: Sequence[str], seed: int) -> JobSpec:
+def _spec_of(manifest: Manifest, overrides: Sequence[str], seed: int, drafts: int) -> JobSpec:
     if not manifest.spec:
         raise InputError(
             f"the checkpoint of step {manifest.step} must hold a job spec: `convoy convert import` "
@@ -87,7 +90,7 @@ def _spec_of(manifest: Manifest, overrides: Sequence[str], seed: int) -> JobSpec
         )
     saved: dict[str, Any] = saved_spec(manifest)
     saved["train"] |= {"seed": seed, "compile": False, "exact": False}
-    saved["init"] = {}
+    saved["init"], saved["sample"] = {}, {"drafts": drafts}
     settings = list(overrides)
     experts = (saved.get("moe") or {}).get("num_experts", 1)
     if not any(each.startswith("parallel.") for each in settings):
