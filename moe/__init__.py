@@ -2,6 +2,7 @@
 
 from moe.activation import ACTIVATIONS
 from moe.config import MoEConfig, check_exact
+from moe.deep_ep import DeepEPDispatcher, why_no_deep_ep
 from moe.dispatch import (
     AllGatherDispatcher,
     AllToAllDispatcher,
@@ -32,6 +33,7 @@ __all__ = [
     "AllGatherDispatcher",
     "AllToAllDispatcher",
     "CapacityConfig",
+    "DeepEPDispatcher",
     "DispatchedRows",
     "Dispatcher",
     "DroplessConfig",
@@ -58,5 +60,6 @@ __all__ = [
     "float8_linear",
     "restore",
     "use_float8",
+    "why_no_deep_ep",
     "why_no_float8",
 ]

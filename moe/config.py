@@ -11,7 +11,10 @@ from router import RouterConfig
 
 Backend = Literal["auto", "loop", "grouped_mm", "packed", "megablocks"]
 Gemm = Literal["compute", "float8"]
-DispatcherName = Literal["all_to_all", "padded_all_to_all", "all_gather", "hierarchical"]
+DispatcherName = Literal["all_to_all", "padded_all_to_all", "all_gather", "hierarchical", "deep_ep"]
+
+_OF_FIXED_SIZE = ("padded_all_to_all", "deep_ep")
+"""The dispatchers that allocate for ``max_tokens_per_call``."""
 
 
 class MoEConfig(RouterConfig):
@@ -55,7 +58,8 @@ class MoEConfig(RouterConfig):
     """How routed tokens reach the experts of other ranks. ``all_to_all``: all-to-all with splits of
     the exact size. ``padded_all_to_all``: all-to-all with equal splits, without waiting for an
     accelerator. ``all_gather``: every rank gets all tokens. ``hierarchical``: a token crosses to
-    a node once, and is then distributed within that node."""
+    a node once, and is then distributed within that node. ``deep_ep``: DeepEP's kernels, on CUDA in
+    bfloat16, where DeepEP 2 is installed."""
     dispatch_dtype: Gemm = "compute"
     """What rows travel to experts in: ``compute``, the dtype of the layer's input, or ``float8``,
     with a scale for each 128 numbers of a row (DeepSeek-V3, arXiv 2412.19437, section 3.3.3).
@@ -64,7 +68,8 @@ class MoEConfig(RouterConfig):
     """Cut the tokens of a call into this many chunks: experts compute one chunk while the next is
     in transfer."""
     max_tokens_per_call: int = Field(default=0, ge=0)
-    """For ``padded_all_to_all``: the most tokens that one rank brings to one call."""
+    """For ``padded_all_to_all`` and ``deep_ep``: the most tokens that one rank brings to one
+    call."""
 
     @property
     def independent_tokens(self) -> bool:
@@ -82,20 +87,20 @@ class MoEConfig(RouterConfig):
                 f"moe.backend ({self.backend}) must be auto or loop with moe.gemm (float8): the "
                 f"others have no products in float8"
             )
-        if (self.dispatcher == "padded_all_to_all") != bool(self.max_tokens_per_call):
+        if (self.dispatcher in _OF_FIXED_SIZE) != bool(self.max_tokens_per_call):
             raise ValueError(
                 f"moe.max_tokens_per_call ({self.max_tokens_per_call}) must be above 0 with "
-                f"moe.dispatcher (padded_all_to_all), and 0 without ({self.dispatcher})"
+                f"moe.dispatcher ({' or '.join(_OF_FIXED_SIZE)}), and 0 without ({self.dispatcher})"
             )
         if self.dispatch_dtype == "float8" and self.dispatcher == "all_gather":
             raise ValueError(
                 "moe.dispatch_dtype (float8) must be compute with moe.dispatcher (all_gather), "
                 "which does not pack rows"
             )
-        if self.overlap_chunks > 1 and self.dispatcher == "all_gather":
+        if self.overlap_chunks > 1 and self.dispatcher in ("all_gather", "deep_ep"):
             raise ValueError(
                 f"moe.overlap_chunks ({self.overlap_chunks}) must be 1 with moe.dispatcher "
-                f"(all_gather)"
+                f"({self.dispatcher})"
             )
         return self
 

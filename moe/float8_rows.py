@@ -42,10 +42,14 @@ class Float8Rows:
         """Write the rows into ``out_ND``."""
         D = out_ND.shape[1]
         values = packed[:, :D].contiguous().view(torch.float8_e4m3fn).float()
-        exponent = packed[:, D:].int()
-        scale = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent - _BIAS)
-        scale = scale.masked_fill(exponent == _NOT_FINITE, torch.nan)
+        scale = self.scales(packed[:, D:])
         out_ND.copy_(values * scale.repeat_interleave(TILE, 1)[:, :D])
+
+    def scales(self, exponents_NP: Tensor) -> Tensor:
+        """[N, P] bytes, the exponents of a packed row -> [N, P] float32."""
+        exponents = exponents_NP.int()
+        scale = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents - _BIAS)
+        return scale.masked_fill(exponents == _NOT_FINITE, torch.nan)
 
 
 class _Round(torch.autograd.Function):

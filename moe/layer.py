@@ -16,6 +16,7 @@ from torch.utils._pytree import _register_namedtuple
 from moe.activation import ACTIVATIONS, ActivationName
 from moe.by_unit import fork, single_assignments
 from moe.config import MoEConfig, check_exact
+from moe.deep_ep import DeepEPDispatcher
 from moe.dispatch import (
     AllGatherDispatcher,
     AllToAllDispatcher,
@@ -218,6 +219,8 @@ class MoELayer(nn.Module):
             self.dispatcher = PaddedAllToAllDispatcher(
                 group, c.max_tokens_per_call, room, c.overlap_chunks, wire
             )
+        elif c.dispatcher == "deep_ep":
+            self.dispatcher = DeepEPDispatcher(group, c.max_tokens_per_call, wire)
         elif c.dispatcher == "all_to_all":
             self.dispatcher = AllToAllDispatcher(group, chunks=c.overlap_chunks, wire=wire)
         elif across_nodes is None or within_node is None:

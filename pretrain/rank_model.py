@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ckpt import LocalArray
-from moe import choose_backend, why_no_float8
+from moe import choose_backend, why_no_deep_ep, why_no_float8
 from parallel import Documents, ParallelDims, ShardLayout, Topology
 from pretrain.errors import InputError
 from pretrain.model import Decoder, DecoderOutput, Drafting
@@ -125,6 +125,9 @@ def _check_device(spec: JobSpec, device: torch.device) -> None:
     m = spec.moe
     if m is None:
         return
+    why = why_no_deep_ep(spec.precision.dtype, device_type)
+    if m.dispatcher == "deep_ep" and spec.parallel.ep > 1 and why:
+        raise InputError(f"moe.dispatcher (deep_ep) {why}")
     try:
         choose_backend(m.backend, m.d_model, m.d_ff, spec.precision.dtype, device_type)
     except ValueError as error:

@@ -132,7 +132,10 @@ OUTSIDE = {
     "moe": {"torch", "pydantic"},
     "cluster": {"torch", "pydantic", "pynvml"},  # NVML: optional, on demand
 }
-CUDA_ONLY = {"megablocks", "grouped_gemm"}  # megablocks' grouped GEMM has a name of its own
+CUDA_ONLY = {
+    "moe.megablocks_backend": {"megablocks", "grouped_gemm"},  # its grouped GEMM has its own name
+    "moe.deep_ep": {"deep_ep"},
+}
 OPEN_FILES = {
     # Plain arithmetic of layouts, for rooms that do without torch.
     "parallel.layout",
@@ -389,7 +392,7 @@ def test_the_lower_rooms_need_torch_and_pydantic_alone(package):
         for name, source in modules.items()
         for module in imports(source, package, modules)
         if (top := module.split(".")[0]) not in HOUSE | OUTSIDE[package] | sys.stdlib_module_names
-        and not (top in CUDA_ONLY and name == "moe.megablocks_backend")
+        and top not in CUDA_ONLY.get(name, ())
     ]
     assert not wrong
 

@@ -11,8 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe import MoEConfig, MoELayer
+from moe import MoEConfig, MoELayer, deep_ep
 from parallel import ParallelDims, Topology, apply_expert_parallel, collectives
+from pretrain import rank_model
+from pretrain.errors import InputError
+from tests.support.jobs import make_spec
 from tests.support.ranks import run_ranks
 
 D, F, E, K = 16, 24, 8, 3
@@ -55,10 +58,19 @@ def one_pass(layer: MoELayer, x: torch.Tensor, case: str) -> dict[str, Any]:
     return {"hidden": out.hidden.detach(), "x": x.grad, "moved": moved}
 
 
+def use_stand_in(also_float32: bool = False) -> None:
+    """Have a stand-in of DeepEP in this process."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "support" / "stand_ins"))
+    if also_float32:
+        deep_ep.why_no_deep_ep = lambda dtype, device_type: ""
+
+
 def on_rank(rank: int, world: int, fields: dict[str, Any], nodes: int) -> list[dict[str, Any]]:
     dims = ParallelDims.build(
         Topology(dp_shard=world, ep=world), "cpu", ranks_per_node=world // nodes
     )
+    if fields.get("dispatcher") == "deep_ep":
+        use_stand_in(also_float32=True)
     layer = make_layer(**fields)
     apply_expert_parallel(layer, dims.ep_mesh, dims.ep_node_meshes)
     results = []
@@ -180,6 +192,22 @@ class TestFixedSplitGrouped(DispatcherContract):
     }
 
 
+class TestDeepEP(DispatcherContract):
+    """Over a stand-in of DeepEP, which needs a GPU."""
+
+    fields = {"dispatcher": "deep_ep", "max_tokens_per_call": MAX_TOKENS}
+    world = 4
+
+
+class TestDeepEPInFloat8WithDrops(DispatcherContract):
+    fields = {
+        "dispatcher": "deep_ep",
+        "max_tokens_per_call": MAX_TOKENS,
+        "dispatch_dtype": "float8",
+        "capacity": {"policy": "fixed", "capacity_factor": 0.75, "drop_policy": "probs"},
+    }
+
+
 class TestAllGather(DispatcherContract):
     fields = {"dispatcher": "all_gather"}
     world = 4
@@ -251,6 +279,57 @@ def test_shared_experts_are_computed_while_rows_travel():
             assert order[:4] == ["start"] * 3 + ["shared"], name
             assert order.index("wait") < order.index("experts"), name
             assert order[order.index("experts") + 1] == "start", name
+
+
+def deep_ep_on_rank(rank: int, world: int) -> list[torch.Tensor]:
+    """The output of two layers of bfloat16, by DeepEP's stand-in and by all-to-all."""
+    use_stand_in()
+    import deep_ep as stand_in
+
+    dims = ParallelDims.build(Topology(dp_shard=world, ep=world), "cpu")
+    found = []
+    for fields in ({"dispatcher": "deep_ep", "max_tokens_per_call": 5}, {}):
+        layer = make_layer(**fields).bfloat16()
+        apply_expert_parallel(layer, dims.ep_mesh)
+        x = torch.randn(5, D, generator=torch.Generator().manual_seed(rank)).bfloat16()
+        found.append(layer(layer(x).hidden).hidden.detach())
+        if fields:
+            with pytest.raises(ValueError, match=r"6 tokens: max_tokens_per_call \(5\) must be"):
+                layer(x.new_zeros(6, D))
+    assert stand_in.ElasticBuffer.built == 1, "layers of equal sizes share DeepEP's memory"
+    del stand_in.ElasticBuffer
+    deep_ep._buffer.cache_clear()
+    layer = make_layer(dispatcher="deep_ep", max_tokens_per_call=5).bfloat16()
+    apply_expert_parallel(layer, dims.ep_mesh)
+    with pytest.raises(ValueError, match=r"must have DeepEP 2 or later: 2.1.0 has no ElasticBuffe"):
+        layer(x)
+    return found
+
+
+def test_deep_ep_has_bfloat16_and_one_memory():
+    for ours, plain in run_ranks(deep_ep_on_rank, 2, 2):
+        torch.testing.assert_close(ours, plain, rtol=2e-2, atol=2e-2)
+
+
+def without_deep_ep(rank: int) -> None:
+    dims = ParallelDims.build(Topology(dp_shard=2, ep=2), "cpu")
+    layer = make_layer(dispatcher="deep_ep", max_tokens_per_call=5)
+    apply_expert_parallel(layer, dims.ep_mesh)
+    with pytest.raises(ValueError, match=r"\(deep_ep\) must have bfloat16 on cuda, not to"):
+        layer(torch.zeros(5, D))
+    with pytest.raises(ValueError, match=r"\(deep_ep\) needs the package deep_ep, version 2 or"):
+        layer.bfloat16()(torch.zeros(5, D).bfloat16())
+
+
+def test_without_deep_ep_a_layer_says_so():
+    run_ranks(without_deep_ep, 2)
+
+
+def test_a_run_on_a_cpu_refuses_deep_ep(tmp_path):
+    moe = {"dispatcher": "deep_ep", "max_tokens_per_call": 64}
+    spec = make_spec(tmp_path, moe=moe, parallel={"ep": 2}, precision={"compute": "bfloat16"})
+    with pytest.raises(InputError, match=r"moe.dispatcher \(deep_ep\) must have bfloat16 on cuda"):
+        rank_model._check_device(spec, torch.device("cpu"))
 
 
 def too_many_tokens(rank: int) -> None:
