@@ -10,8 +10,11 @@ saves in a layer's forward, one by one; docs/planning.md has the list and what w
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property, lru_cache
 
+from parallel.layout import Topology
 from pretrain.plan.hardware import BYTES, Chip
+from pretrain.plan.shape import ModelShape
 from pretrain.plan.work import Recompute, Work
 
 
@@ -37,7 +40,7 @@ class Memory:
     loss: float
     """Logits, their softmax and their gradients."""
 
-    @property
+    @cached_property
     def total(self) -> float:
         """The sum of all parts."""
         return float(sum(getattr(self, each.name) for each in fields(self)))
@@ -75,11 +78,20 @@ class RankParameters:
 
 def rank_parameters(work: Work, place: int) -> RankParameters:
     """The parameters of a place along pp; tp divides matrices, FSDP and ep divide the rest."""
-    shape, t = work.shape, work.topology
+    stages = work.stages_of(place)
+    ends = 0 in stages, work.num_stages - 1 in stages
+    return _parameters(work.shape, work.topology, work.layers_of(place), ends)
+
+
+@lru_cache(4096)
+def _parameters(
+    shape: ModelShape, t: Topology, layers: tuple[int, ...], ends: tuple[bool, bool]
+) -> RankParameters:
+    """Of these layers; ``ends`` says whether the first and the last stage are among theirs."""
     dense = beside = experts = 0.0
     norms = gates = 0.0
     largest = (0.0, 0.0)
-    for layer in work.layers_of(place):
+    for layer in layers:
         replicated = shape.attention_replicated + 2 * shape.d_model + shape.mtp_parameters(layer)
         norms += shape.attention_norms / (t.tp if shape.qk_norm == "all_heads" else 1)
         norms += (2 if layer < shape.num_layers else 5) * shape.d_model
@@ -94,9 +106,9 @@ def rank_parameters(work: Work, place: int) -> RankParameters:
         dense, beside, experts = dense + own, beside + others, experts + here
         largest = max(largest, (own + others + here, here))
     root = 0.0
-    if 0 in work.stages_of(place):
+    if ends[0]:
         root += shape.vocab_size * shape.d_model / t.tp
-    if work.num_stages - 1 in work.stages_of(place):
+    if ends[1]:
         root += shape.d_model
         if not shape.tie_embeddings:
             root += shape.vocab_size * shape.d_model / t.tp
@@ -202,23 +214,24 @@ def _of_place(work: Work, place: int, chip: Chip) -> Memory:
     T, size = work.local_tokens, program.activation_bytes
     casts = program.dtype != "float32"
     gathered, gradients = _fsdp_bytes(work, n, casts)
-    kept = []
-    for position, layer in enumerate(work.layers_of(place)):
-        how = work.recomputes(position)
-        kept.append(kept_elements(work, layer, how, chip.kernels))
-    if t.pp > 1:  # each stage is given the embeddings for multi-token prediction
-        kept.append(shape.num_mtp_layers * T * shape.d_model * len(work.stages_of(place)))
     layers = work.layers_of(place)
     last = max(layers)
+    kept = sum(
+        count * kept_elements(work, layer, how, chip.kernels)
+        for (layer, how), count in work.kinds_of(place).items()
+    )
+    if t.pp > 1:  # each stage is given the embeddings for multi-token prediction
+        kept += shape.num_mtp_layers * T * shape.d_model * len(work.stages_of(place))
     # One layer at a time: what recomputation brings back, and its gradients.
-    rebuilt = max(kept_elements(work, i, "none", chip.kernels) - kept[0] for i in {layers[0], last})
+    first = kept_elements(work, layers[0], work.recomputes(0), chip.kernels)
+    rebuilt = max(kept_elements(work, i, "none", chip.kernels) - first for i in {layers[0], last})
     widest = float(shape.products * shape.d_ff)
     if shape.is_moe(last):
         widest = shape.top_k * work.busiest * (shape.expert_d_ff * 2 + shape.d_model)
     working = T * (widest + 2 * shape.d_model)
     if work.recompute != "none":
         working += max(rebuilt, 0)
-    activations, pipeline = sum(kept) * size, 0.0
+    activations, pipeline = kept * size, 0.0
     if t.pp > 1:
         pipeline = activations * (in_flight(work, place) - 1)
     dispatch = 0.0

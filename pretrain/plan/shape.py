@@ -7,6 +7,7 @@ F hidden size, E experts, K top_k. Arithmetic only; nothing here needs torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from moe import MoEConfig
@@ -105,14 +106,14 @@ class ModelShape:
             groups = min(nodes, self.topk_groups)
         return groups * (1 - (1 - 1 / groups) ** self.top_k)
 
-    @property
+    @cached_property
     def num_moe_layers(self) -> int:
         """Layers with experts."""
         return sum(self.is_moe(layer) for layer in self.all_layers)
 
     # Parameters.
 
-    @property
+    @cached_property
     def attention_parameters(self) -> int:
         """Matrices and norms of one layer's attention, its pre-norm not counted."""
         D, H, C = self.d_model, self.num_heads, self.head_dim
@@ -124,13 +125,13 @@ class ModelShape:
         norms = {"none": 0, "head": 2 * C, "all_heads": (H + self.num_kv_heads) * C}[self.qk_norm]
         return D * C * 2 * (H + self.num_kv_heads) + norms
 
-    @property
+    @cached_property
     def attention_norms(self) -> int:
         """Of these, the weights of norms."""
         matrices = sum(int(gemm.n * gemm.k) for gemm in self.attention_gemms(1, 1))
         return self.attention_parameters - matrices
 
-    @property
+    @cached_property
     def attention_replicated(self) -> int:
         """Of these, the parameters that tensor parallelism does not divide."""
         if self.kv_lora_rank:
@@ -138,17 +139,17 @@ class ModelShape:
             return q + self.d_model * (self.kv_lora_rank + self.rope_head_dim) + self.kv_lora_rank
         return 2 * self.head_dim if self.qk_norm == "head" else 0
 
-    @property
+    @cached_property
     def dense_parameters(self) -> int:
         """The feed-forward network of a dense layer."""
         return self.products * self.d_model * self.d_ff
 
-    @property
+    @cached_property
     def expert_parameters(self) -> int:
         """One expert."""
         return self.expert_products * self.d_model * self.expert_d_ff
 
-    @property
+    @cached_property
     def beside_experts(self) -> int:
         """A MoE layer without its routed experts: the router and the shared experts."""
         shared = self.num_shared_experts * self.expert_parameters

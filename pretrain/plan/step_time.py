@@ -9,7 +9,7 @@ the model is wrong.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import cast
 
 from pretrain.plan.collectives import (
@@ -51,7 +51,7 @@ class StepTime:
     """The pipeline's exposed communication: waiting for other stages."""
     optimizer: float
 
-    @property
+    @cached_property
     def total(self) -> float:
         """The sum of all parts."""
         return float(sum(getattr(self, each.name) for each in fields(self)))
@@ -196,23 +196,22 @@ def _of_place(work: Work, place: int, cluster: Cluster) -> StepTime:
     m = work.micro_batches
     part = dict.fromkeys((each.name for each in fields(StepTime)), 0.0)
     key = _key(work)
-    for position, layer in enumerate(work.layers_of(place)):
-        # Layers of a kind are alike: one number for each keeps the cache small.
-        kind = shape.num_layers - 1 if shape.is_moe(layer) else 0
-        one = _layer_pass(key, kind, cluster)
-        part["gemms"] += one.even
-        part["imbalance"] += one.gemms + one.gemms_backward - one.even
-        part["attention"] += one.attention + one.attention_backward
-        part["elementwise"] += 3 * one.elementwise
+    for (layer, how), count in work.kinds_of(place).items():
+        # A layer of multi-token prediction is as the last one.
+        one = _layer_pass(key, min(layer, shape.num_layers - 1), cluster)
+        part["gemms"] += count * one.even
+        part["imbalance"] += count * (one.gemms + one.gemms_backward - one.even)
+        part["attention"] += count * (one.attention + one.attention_backward)
+        part["elementwise"] += count * 3 * one.elementwise
         again = 0.0
-        match work.recomputes(position):
+        match how:
             case "full":
                 again = one.gemms + one.attention + one.elementwise
             case "selective":
                 again = one.elementwise
-        part["recompute"] += again
+        part["recompute"] += count * again
         # Collectives of the forward run again where the layer's forward does.
-        passes = 2 if work.recomputes(position) == "none" else 3
+        passes = count * (2 if how == "none" else 3)
         part["tensor_parallel"] += passes * one.tensor
         part["context_parallel"] += passes * one.context
         part["expert_parallel"] += passes * one.expert

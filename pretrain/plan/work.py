@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -127,12 +128,15 @@ class Work:
             return [place, 2 * pp - 1 - place]
         return list(range(place, self.num_stages, pp))
 
-    def layers_of(self, place: int) -> list[int]:
+    def layers_of(self, place: int) -> tuple[int, ...]:
         """The layers of a place along pp; those of multi-token prediction are on the last stage."""
-        layers = [layer for stage in self.stages_of(place) for layer in self.stages[stage]]
-        if self.num_stages - 1 in self.stages_of(place):
-            layers += self.shape.all_layers[self.shape.num_layers :]
-        return layers
+        return _layers(self.shape, self.seq_len, self.num_stages, tuple(self.stages_of(place)))
+
+    def kinds_of(self, place: int) -> dict[tuple[int, Recompute], int]:
+        """How many layers of a place are alike: by one layer of the kind, and how a layer is
+        recomputed."""
+        layers = self.layers_of(place)
+        return _kinds(self.shape, layers, self.recompute, self.recompute_layer_freq)
 
     @property
     def places(self) -> set[int]:
@@ -144,11 +148,38 @@ class Work:
 
     def recomputes(self, position: int) -> Recompute:
         """How the layer at a position among a rank's layers is recomputed."""
-        return "none" if position % self.recompute_layer_freq else self.recompute
+        return _recomputed(position, self.recompute, self.recompute_layer_freq)
 
     def with_(self, **changes: object) -> Work:
         """A copy with other fields."""
         return replace(self, **changes)  # type: ignore[arg-type]
+
+
+@lru_cache(16_384)
+def _layers(
+    shape: ModelShape, seq_len: int, num_stages: int, stages: tuple[int, ...]
+) -> tuple[int, ...]:
+    split = _stages(shape, seq_len, num_stages)
+    after = shape.all_layers[shape.num_layers :] if num_stages - 1 in stages else ()
+    return (*(layer for stage in stages for layer in split[stage]), *after)
+
+
+def _recomputed(position: int, recompute: Recompute, freq: int) -> Recompute:
+    return "none" if position % freq else recompute
+
+
+@lru_cache(16_384)
+def _kinds(
+    shape: ModelShape, layers: tuple[int, ...], recompute: Recompute, freq: int
+) -> dict[tuple[int, Recompute], int]:
+    def kind(layer: int) -> int:
+        if layer >= shape.num_layers:
+            return layer
+        return shape.num_layers - 1 if shape.is_moe(layer) else 0
+
+    return dict(
+        Counter((kind(layer), _recomputed(i, recompute, freq)) for i, layer in enumerate(layers))
+    )
 
 
 @lru_cache(1024)
