@@ -107,6 +107,8 @@ def finish(bench: str, rows: Sequence[Row], packages: Sequence[str], path: Path 
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+        name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+        # Processors of one name differ in this, by a factor of two in matrix products.
+        return f"{name} with {torch.backends.cpu.get_cpu_capability()}"
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.commands.parsing import Parser, ended, is_first_rank
+from pretrain.commands.parsing import Parser, ended, is_first_rank, quick_imports
 from pretrain.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -106,13 +106,14 @@ def _print_spec(args: argparse.Namespace) -> int:
 
 def _pretrain(args: argparse.Namespace) -> int:
     """Train; an error is told once, by rank 0 or by the one rank that has met it."""
-    from ckpt import CheckpointError
-    from ckpt.errors import OtherRankError
-    from pretrain.elastic import launched_layout, with_warm_restarts
-    from pretrain.observe import outcome_of
-    from pretrain.runtime import end_torchrun, torchrun_process
-    from pretrain.spec import load_spec
-    from pretrain.train import read_window, run
+    with quick_imports():
+        from ckpt import CheckpointError
+        from ckpt.errors import OtherRankError
+        from pretrain.elastic import launched_layout, with_warm_restarts
+        from pretrain.observe import outcome_of
+        from pretrain.runtime import end_torchrun, torchrun_process
+        from pretrain.spec import load_spec
+        from pretrain.train import read_window, run
 
     torchrun = torchrun_process()
     status = _status_file(args.spec, args.overrides, shrunk=args.shrink)

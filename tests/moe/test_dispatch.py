@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import resource
 import sys
 from pathlib import Path
@@ -60,7 +61,12 @@ def one_pass(layer: MoELayer, x: torch.Tensor, case: str) -> dict[str, Any]:
 
 def use_stand_in(also_float32: bool = False) -> None:
     """Have a stand-in of DeepEP in this process."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "support" / "stand_ins"))
+    file = Path(__file__).parents[1] / "support" / "stand_ins" / "deep_ep.py"
+    spec = importlib.util.spec_from_file_location("deep_ep", file)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules["deep_ep"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     if also_float32:
         deep_ep.why_no_deep_ep = lambda dtype, device_type: ""
 
