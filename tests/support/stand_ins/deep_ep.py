@@ -1,8 +1,8 @@
 """What DeepEP 2.1 says of its ElasticBuffer, over gloo on a CPU: README.md and buffers/elastic.py.
 
-The tests import this file under DeepEP's name. DeepEP itself needs a Hopper GPU. A row arrives once, its
-experts are numbered within the rank, and -1 stands for experts of other ranks. Also float32 is
-taken, so that sums can be compared closely.
+The tests import this file under DeepEP's name. DeepEP itself needs a Hopper GPU. A row arrives
+once, its experts are numbered within the rank, and -1 stands for experts of other ranks. Also
+float32 is taken, so that sums can be compared closely.
 """
 
 from __future__ import annotations
