@@ -24,6 +24,7 @@ from torch import Tensor
 from moe.activation import ACTIVATIONS, Activation, ActivationName
 from moe.rows import Rows
 from moe.weights import ExpertWeights
+from parallel.host_buffers import empty_like, new_empty, zeros_like
 
 BLOCK_ROWS = 1024
 _MOST_WORKERS = 8  # each has a [S, D] of its own
@@ -118,13 +119,15 @@ def run_forward(
     D, F = weights.w_up.shape[1:]
     new = rows.x_SD.new_empty
     if whole_GRF is None:
-        # Of each block its own: the allocator hands pieces of this size out again, where one tensor
-        # of all rows would be fresh pages, zeroed by the system, in every pass.
-        kept = [[new(1 + act.gated, block.length, F) for block in share] for share in shares]
+        # Of each block its own: pieces of few sizes are handed out again.
+        kept = [
+            [new_empty(rows.x_SD, 1 + act.gated, block.length, F) for block in share]
+            for share in shares
+        ]
     else:
         kept = _kept_in(whole_GRF, shares)
     longest = _longest(shares)
-    sums = [torch.zeros_like(rows.x_SD) for _ in shares]
+    sums = [zeros_like(rows.x_SD) for _ in shares]
     by_unit = rows.rows_per_expert_E.ndim == 2
     weights_of = ExpertWeights.aligned if by_unit else ExpertWeights.of
 
@@ -165,7 +168,7 @@ def run_backward(
     D, F = weights.w_up.shape[1:]
     new = rows.x_SD.new_empty
     longest = _longest(shares)
-    sums = [torch.zeros_like(rows.x_SD) for _ in shares]
+    sums = [zeros_like(rows.x_SD) for _ in shares]
     dweights_R = torch.zeros_like(rows.weights_R)
     weights_of = ExpertWeights.aligned if grads.one_thread else ExpertWeights.of
     firsts = [sum(map(len, shares[:worker])) for worker in range(len(shares))]
@@ -271,7 +274,7 @@ class _Grads:
     def __init__(
         self, weights: ExpertWeights, counts: Sequence[int], shares: Sequence[Sequence[Block]]
     ) -> None:
-        self.whole = weights.map(torch.empty_like)
+        self.whole = weights.map(empty_like)
         for expert, count in enumerate(counts):
             if not count:
                 self.whole.of(expert).map(Tensor.zero_)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from parallel.host_buffers import new_empty
 from router import count_tokens_per_expert
 
 
@@ -132,7 +133,8 @@ def _sum(y_RD: Tensor, index: RowMap) -> Tensor:
 class _Take(torch.autograd.Function):
     @staticmethod
     def forward(x_SD: Tensor, source_R: Tensor, order_R: Tensor, ends_S1: Tensor) -> Tensor:
-        return x_SD.index_select(0, source_R)
+        out_RD = new_empty(x_SD, len(source_R), *x_SD.shape[1:])
+        return torch.index_select(x_SD, 0, source_R, out=out_RD)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from parallel.comm_watch import CollectiveKind, CollectiveWork, Parallelism, monitored
+from parallel.host_buffers import new_empty
 
 _Send = Callable[[Tensor], tuple[Tensor, CollectiveWork]]
 """Starts a collective of the sent rows; returns the buffer for the received rows, and the work."""
@@ -50,7 +51,7 @@ class _Exchange:
         if self.wire is None:
             return out_RD
         self.packed = out_RD
-        return x_ND.new_empty(len(out_RD), *x_ND.shape[1:])
+        return new_empty(x_ND, len(out_RD), *x_ND.shape[1:])
 
     def wait(self, out_RD: Tensor) -> None:
         self.work.wait()
@@ -70,7 +71,7 @@ def _all_to_all(
 ) -> _Send:
     def send(x_ND: Tensor) -> tuple[Tensor, CollectiveWork]:
         rows = len(x_ND) if output_splits is None else sum(output_splits)
-        out_RD = x_ND.new_empty(rows, *x_ND.shape[1:])
+        out_RD = new_empty(x_ND, rows, *x_ND.shape[1:])
         return out_RD, exchange_rows(out_RD, x_ND, group, "ep", output_splits, input_splits)
 
     return send
@@ -78,7 +79,7 @@ def _all_to_all(
 
 def _gather(group: dist.ProcessGroup, of: Parallelism) -> _Send:
     def send(x_ND: Tensor) -> tuple[Tensor, CollectiveWork]:
-        out = x_ND.new_empty(group.size() * len(x_ND), *x_ND.shape[1:])
+        out = new_empty(x_ND, group.size() * len(x_ND), *x_ND.shape[1:])
         return out, all_gather(out, x_ND, group, of)
 
     return send
@@ -86,7 +87,7 @@ def _gather(group: dist.ProcessGroup, of: Parallelism) -> _Send:
 
 def _sum_blocks(group: dist.ProcessGroup, of: Parallelism) -> _Send:
     def send(x_RD: Tensor) -> tuple[Tensor, CollectiveWork]:
-        out = x_RD.new_empty(len(x_RD) // group.size(), *x_RD.shape[1:])
+        out = new_empty(x_RD, len(x_RD) // group.size(), *x_RD.shape[1:])
         return out, reduce_scatter(out, x_RD, group, of)
 
     return send

@@ -147,6 +147,7 @@ OPEN_FILES = {
     "parallel.collectives",
     "parallel.context_parallel",
     "parallel.delayed_weight_grad",
+    "parallel.host_buffers",
     "parallel.unit_sums",
     # The door would load DTensor and FSDP, which a layer in one process does without.
     "parallel.dtensor",

@@ -1,0 +1,101 @@
+"""Large tensors in host memory whose memory is handed out again when no tensor holds it.
+
+glibc returns large freed blocks to the system, and the system clears every page of a new block: on
+a CPU that takes more time than some of the operations which fill the tensors. Accelerators have a
+caching allocator in PyTorch; CPUs have none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+import weakref
+from bisect import bisect_left, insort
+from math import prod
+
+import torch
+from torch import Tensor
+
+LEAST_BYTES = 1 << 20
+"""Smaller tensors are left to PyTorch: glibc keeps their memory by itself."""
+MOST_IDLE_BYTES = 1 << 30
+"""What is kept at most while no tensor holds it; the rest goes back to the system."""
+_PAGE = 2 << 20  # a huge page, which the system clears and maps at once
+
+
+class HostBuffers:
+    """Memory for large tensors of the host; any thread may use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a collection of garbage within the lock may give back
+        self._idle: list[tuple[int, int, mmap.mmap]] = []
+        """Sorted by size; the number in between makes the order total."""
+        self._number = 0
+        self.idle_bytes = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor of ``shape``; its numbers are arbitrary.
+
+        The memory is taken again when the last tensor goes that shares it, views among them.
+        """
+        count = prod(shape)
+        size = -(-count * dtype.itemsize // _PAGE) * _PAGE
+        memory = self._take(size)
+        # What the tensor holds: PyTorch drops it with the tensor's storage.
+        lease = (ctypes.c_char * len(memory)).from_buffer(memory)
+        weakref.finalize(lease, self._give_back, memory).atexit = False
+        return torch.frombuffer(lease, dtype=dtype, count=count).view(shape)
+
+    def _take(self, size: int) -> mmap.mmap:
+        with self._lock:
+            place = bisect_left(self._idle, (size,))
+            # A larger one is taken where little of it is left over.
+            if place < len(self._idle) and self._idle[place][0] <= size + size // 4:
+                found, _, memory = self._idle.pop(place)
+                self.idle_bytes -= found
+                return memory
+        memory = mmap.mmap(-1, size)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory
+
+    def _give_back(self, memory: mmap.mmap) -> None:
+        size = len(memory)
+        with self._lock:
+            if self.idle_bytes + size <= MOST_IDLE_BYTES:
+                self._number += 1
+                insort(self._idle, (size, self._number, memory))
+                self.idle_bytes += size
+
+    def release(self) -> None:
+        """Give the memory back to the system that no tensor holds."""
+        with self._lock:
+            self._idle.clear()
+            self.idle_bytes = 0
+
+
+HOST_BUFFERS = HostBuffers()
+"""Of this process."""
+
+
+def new_empty(like: Tensor, *shape: int) -> Tensor:
+    """``like.new_empty(shape)``; large tensors of the host from :data:`HOST_BUFFERS`."""
+    if torch.compiler.is_compiling() or like.device.type != "cpu":
+        return like.new_empty(shape)
+    # Another class of tensor, as one of a compiler, has no memory of its own.
+    if type(like) not in (Tensor, torch.nn.Parameter):
+        return like.new_empty(shape)
+    if prod(shape) * like.dtype.itemsize < LEAST_BYTES:
+        return like.new_empty(shape)
+    return HOST_BUFFERS.empty(shape, like.dtype)
+
+
+def empty_like(like: Tensor) -> Tensor:
+    """``torch.empty_like(like)``, contiguous; see :func:`new_empty`."""
+    return new_empty(like, *like.shape)
+
+
+def zeros_like(like: Tensor) -> Tensor:
+    """``torch.zeros_like(like)``, contiguous; see :func:`new_empty`."""
+    return empty_like(like).zero_()
