@@ -228,6 +228,12 @@ class RouterConfig(BaseModel, metaclass=OneLineErrors):
             raise ValueError(
                 "moe.softmax_after_topk (true) must be false with moe.routing (expert_choice)"
             )
+        default = type(self).model_fields["bias_update_rate"].default
+        if not self.expert_bias and self.bias_update_rate != default:
+            raise ValueError(
+                f"moe.expert_bias (false) must be true with moe.bias_update_rate "
+                f"({self.bias_update_rate}): there are no biases to update"
+            )
         if self.routing != "top_k" and (self.expert_bias or self.n_groups > 1):
             raise ValueError(
                 f"moe.routing ({self.routing}) must be top_k with moe.expert_bias "

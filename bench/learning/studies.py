@@ -83,7 +83,12 @@ STUDIES = {
             Subject("global batch", ("moe.aux_loss_coeff=0.01", "moe.aux_loss_scope=global_batch")),
             Subject(
                 "bias",
-                ("moe.aux_loss_coeff=0.0", "moe.score_func=sigmoid", "moe.bias_update_rate=0.01"),
+                (
+                    "moe.aux_loss_coeff=0.0",
+                    "moe.score_func=sigmoid",
+                    "moe.expert_bias=true",
+                    "moe.bias_update_rate=0.01",
+                ),
             ),
         ),
         {"tiny recipe": _TINY},
