@@ -406,7 +406,7 @@ def test_the_router_keeps_its_dtype_whatever_the_models(dtype):
         ({"n_groups": 4}, r"top_k \(3\) must be at most the experts of topk_groups \(1 x"),
         ({"top_k": 1}, r"norm_topk_prob \(true\) must be false with top_k \(1\)"),
         ({"softmax_after_topk": True, "score_func": "sigmoid"}, r"softmax_after_topk"),
-        ({"bias_update_rate": 0.01}, r"expert_bias \(false\) must be true with moe.bias_update_rate"),
+        ({"bias_update_rate": 0.01}, r"expert_bias \(false\) must be true with bias_upd"),
         ({"routing": "sinkhorn", "expert_bias": True}, r"routing \(sinkhorn\) must be"),
         ({"route_scale": 0.0}, "route_scale"),
         ({"routing": "best"}, "routing"),
