@@ -118,7 +118,10 @@ def _replicated_weight(module: nn.Module) -> Tensor:
 
 def _norm(module: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
     assert isinstance(module, nn.RMSNorm)
-    return lambda x: F.rms_norm(x, module.normalized_shape, _replicated_weight(module), module.eps)
+    normalize = getattr(module, "normalize", None) or (
+        lambda x, weight: F.rms_norm(x, module.normalized_shape, weight, module.eps)
+    )
+    return lambda x: normalize(x, _replicated_weight(module))
 
 
 def _shared(module: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from parallel import Documents
 from parallel.context_parallel import FullSequence, SequenceContext, ShardedSequence
+from pretrain.model.norm import RMSNorm
 from pretrain.model.rope import YarnConfig, rope_frequencies, rotate
 
 QKNorm = Literal["none", "head", "all_heads"]
@@ -175,8 +176,8 @@ class GroupedQueryAttention(_CausalAttention):
         self.wv = nn.Linear(c.d_model, kv, bias=False)
         self.wo = nn.Linear(q, c.d_model, bias=False)
         sizes = {"none": None, "head": (c.qk_head_dim,) * 2, "all_heads": (q, kv)}[c.qk_norm]
-        self.q_norm = nn.RMSNorm(sizes[0], c.norm_eps) if sizes else None
-        self.k_norm = nn.RMSNorm(sizes[1], c.norm_eps) if sizes else None
+        self.q_norm = RMSNorm(sizes[0], c.norm_eps) if sizes else None
+        self.k_norm = RMSNorm(sizes[1], c.norm_eps) if sizes else None
 
     def forward(self, x_BSD: Tensor, documents: Documents | None = None) -> Tensor:
         """[B, S, D] -> [B, S, D].
@@ -221,10 +222,10 @@ class LatentAttention(_CausalAttention):
         rank = c.q_lora_rank
         self.wq = None if rank else nn.Linear(c.d_model, q, bias=False)
         self.wq_a = nn.Linear(c.d_model, rank, bias=False) if rank else None
-        self.q_a_norm = nn.RMSNorm(rank, _LATENT_NORM_EPS) if rank else None
+        self.q_a_norm = RMSNorm(rank, _LATENT_NORM_EPS) if rank else None
         self.wq_b = nn.Linear(rank, q, bias=False) if rank else None
         self.wkv_a = nn.Linear(c.d_model, c.kv_lora_rank + c.qk_rope_head_dim, bias=False)
-        self.kv_a_norm = nn.RMSNorm(c.kv_lora_rank, _LATENT_NORM_EPS)
+        self.kv_a_norm = RMSNorm(c.kv_lora_rank, _LATENT_NORM_EPS)
         kv = c.num_heads * (c.qk_nope_head_dim + c.v_head_dim)
         self.wkv_b = nn.Linear(c.kv_lora_rank, kv, bias=False)
         self.wo = nn.Linear(c.num_heads * c.v_head_dim, c.d_model, bias=False)

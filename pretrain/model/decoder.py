@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from moe import FeedForward, MoEAux, MoEConfig, MoELayer
 from parallel import Documents
 from pretrain.model.attention import AttentionConfig, build_attention
+from pretrain.model.norm import RMSNorm
 
 
 class ModelConfig(AttentionConfig):
@@ -82,9 +83,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, moe: MoEConfig | None) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.d_model, config.norm_eps)
+        self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
         self.attention = build_attention(config)
-        self.ffn_norm = nn.RMSNorm(config.d_model, config.norm_eps)
+        self.ffn_norm = RMSNorm(config.d_model, config.norm_eps)
         self.moe = MoELayer(moe) if moe is not None else None
         self.ffn = FeedForward(config.d_model, config.d_ff) if moe is None else None
 
@@ -128,10 +129,10 @@ class MTPLayer(Block):
 
     def __init__(self, config: ModelConfig, moe: MoEConfig | None) -> None:
         super().__init__(config, moe)
-        self.embed_norm = nn.RMSNorm(config.d_model, config.norm_eps)
-        self.hidden_norm = nn.RMSNorm(config.d_model, config.norm_eps)
+        self.embed_norm = RMSNorm(config.d_model, config.norm_eps)
+        self.hidden_norm = RMSNorm(config.d_model, config.norm_eps)
         self.projection = nn.Linear(2 * config.d_model, config.d_model, bias=False)
-        self.norm = nn.RMSNorm(config.d_model, config.norm_eps)
+        self.norm = RMSNorm(config.d_model, config.norm_eps)
 
     def forward(
         self,
@@ -175,7 +176,7 @@ class Decoder(nn.Module):
             {str(i): DecoderLayer(config, moe if i >= config.first_k_dense else None) for i in here}
         )
         last = config.num_layers - 1 in here
-        self.norm = nn.RMSNorm(config.d_model, config.norm_eps) if last else None
+        self.norm = RMSNorm(config.d_model, config.norm_eps) if last else None
         tied = config.tie_embeddings or not last
         self.head = None if tied else nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.mtp: nn.ModuleDict | None = None

@@ -174,8 +174,8 @@ def kept_elements(work: Work, layer: int, how: Recompute, kernels: str) -> float
     kept = 4 * D + normed * (q + keys) + values + v + latents
     if shape.kv_lora_rank:
         kept += keys + values  # heads before the rotary part is put to them
-    if cpu:  # the normalized input of each norm, and attention's output laid out anew
-        kept += 2 * D + v + ((q + keys) if normed == 2 else 0)
+    if cpu:  # attention's output laid out anew
+        kept += v
     if not shape.is_moe(layer):
         return T * (kept + (4 if shape.products == 3 else 2) * shape.d_ff)
     per_expert = (shape.expert_products - 1) * F
@@ -239,7 +239,7 @@ def _of_place(work: Work, place: int, chip: Chip) -> Memory:
         dispatch = T * shape.top_k * shape.d_model * size * (1 + work.busiest)
     loss = 0.0
     if work.num_stages - 1 in work.stages_of(place):
-        norms = (3 if chip.kernels == "cpu" else 2) * shape.d_model
+        norms = 2 * shape.d_model
         loss = work.tokens * shape.vocab_size / t.tp * (size + 8) + T * norms * size
         loss *= 1 + shape.num_mtp_layers
     return Memory(
