@@ -40,12 +40,17 @@ class HostBuffers:
         The memory is taken again when the last tensor goes that shares it, views among them.
         """
         count = prod(shape)
+        if not count:
+            return torch.empty(shape, dtype=dtype)
         size = -(-count * dtype.itemsize // _PAGE) * _PAGE
         memory = self._take(size)
         # What the tensor holds: PyTorch drops it with the tensor's storage.
         lease = (ctypes.c_char * len(memory)).from_buffer(memory)
         weakref.finalize(lease, self._give_back, memory).atexit = False
-        return torch.frombuffer(lease, dtype=dtype, count=count).view(shape)
+        storage = torch.frombuffer(lease, dtype=torch.uint8).untyped_storage()
+        # Not a view: autograd does not let a custom function's output be a view that is changed.
+        strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        return torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)
 
     def _take(self, size: int) -> mmap.mmap:
         with self._lock:

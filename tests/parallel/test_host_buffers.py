@@ -40,6 +40,14 @@ def test_a_little_larger_memory_is_taken_and_a_much_larger_one_is_not():
     assert less.shape == (9 * MANY,)
 
 
+def test_a_tensor_is_no_view_and_has_the_strides_of_an_ordinary_one():
+    tensor = HostBuffers().empty((3, 5, 1000), torch.float64)
+    assert not tensor._is_view()
+    assert tensor.is_contiguous()
+    assert tensor.storage_offset() == 0
+    assert HostBuffers().empty((0, 7), torch.float32).shape == (0, 7)
+
+
 def test_idle_memory_is_bounded_and_can_be_released(monkeypatch):
     monkeypatch.setattr(host_buffers, "MOST_IDLE_BYTES", 8 * MANY)
     buffers = HostBuffers()
