@@ -69,11 +69,7 @@ STUDIES = {
         "MoE and dense at equal active FLOPs and equal tokens",
         # Two experts of a token are as wide as the dense layer.
         (Subject("MoE, 8 experts, top_k 2"), _DENSE),
-        {
-            "d_model 128, 3 layers": _SMALL,
-            "d_model 192, 4 layers": _TINY,
-            "d_model 128, 3 layers, four times the tokens": (*_SMALL, "train.steps=960"),
-        },
+        {"d_model 128, 3 layers": _SMALL, "d_model 192, 4 layers": _TINY},
     ),
     "balancing": Study(
         "Load balancing: quality and balance",

@@ -107,6 +107,8 @@ def _print_spec(args: argparse.Namespace) -> int:
 def _pretrain(args: argparse.Namespace) -> int:
     """Train; an error is told once, by rank 0 or by the one rank that has met it."""
     with quick_imports():
+        import torch._dynamo  # noqa: F401  # an optimizer's first use would import torch's compiler
+
         from ckpt import CheckpointError
         from ckpt.errors import OtherRankError
         from pretrain.elastic import launched_layout, with_warm_restarts
