@@ -228,8 +228,8 @@ class RouterConfig(BaseModel, metaclass=OneLineErrors):
             raise ValueError(
                 "moe.softmax_after_topk (true) must be false with moe.routing (expert_choice)"
             )
-        default = type(self).model_fields["bias_update_rate"].default
-        if not self.expert_bias and self.bias_update_rate != default:
+        ordinary = (0.0, type(self).model_fields["bias_update_rate"].default)
+        if not self.expert_bias and self.bias_update_rate not in ordinary:
             raise ValueError(
                 f"moe.expert_bias (false) must be true with moe.bias_update_rate "
                 f"({self.bias_update_rate}): there are no biases to update"

@@ -224,7 +224,6 @@ OUTSIDE = {
     "OMP_NUM_THREADS=1 .venv/bin/python -m bench.learning one-curve",
     "OMP_NUM_THREADS=1 .venv/bin/python -m bench.learning moe-dense",
     "OMP_NUM_THREADS=1 .venv/bin/python -m bench.learning balancing",
-    "OMP_NUM_THREADS=1 .venv/bin/python -m bench.drafts --json bench/results/drafts.json",
     "PYTHONPATH=build/peers OMP_NUM_THREADS=1 .venv/bin/python -m bench.moe_layer --only small "
     "--samples 7",
     "PYTHONPATH=build/peers OMP_NUM_THREADS=1 .venv/bin/python -m bench.train_step --samples 5",
