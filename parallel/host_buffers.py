@@ -60,7 +60,9 @@ class HostBuffers:
                 found, _, memory = self._idle.pop(place)
                 self.idle_bytes -= found
                 return memory
-        memory = mmap.mmap(-1, size)
+        # Private: a forked process must not write into its parent's tensors. Python's default is
+        # shared memory, which would not be of huge pages either.
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
         return memory

@@ -125,8 +125,8 @@ def _check_device(spec: JobSpec, device: torch.device) -> None:
     m = spec.moe
     if m is None:
         return
-    why = why_no_deep_ep(spec.precision.dtype, device_type)
-    if m.dispatcher == "deep_ep" and spec.parallel.ep > 1 and why:
+    uses_deep_ep = m.dispatcher == "deep_ep" and spec.parallel.ep > 1
+    if uses_deep_ep and (why := why_no_deep_ep(spec.precision.dtype, device_type)):
         raise InputError(f"moe.dispatcher (deep_ep) {why}")
     try:
         choose_backend(m.backend, m.d_model, m.d_ff, spec.precision.dtype, device_type)

@@ -1,4 +1,4 @@
-"""RMSNorm, on a CPU in a fifth of the passes over memory.
+"""RMSNorm, with few passes over memory on a CPU.
 
 Legend: D the normed size, N rows.
 """

@@ -74,8 +74,8 @@ def generate(
     with inference(job.parallel_model), full_sequences(job.model, kept) as cache:
         while not writer.ended:
             cache.keep(writer.write(cache.length))
-            if seen is not None and not writer.text.endswith(_UNFINISHED):
-                seen(writer.text)
+            if seen is not None and not (text := writer.text).endswith(_UNFINISHED):
+                seen(text)
     return Generated(
         writer.text, writer.generated, writer.forwards, writer.drafted, writer.accepted
     )
@@ -135,7 +135,7 @@ class _Writer:
         if len(self.tokens) - self.first > self.view:
             self.first = len(self.tokens) - (self.view + 1) // 2
             return 0
-        if not self.keeps:
+        if self.ended or not self.keeps:
             return 0
         self._draft(start, out)
         # The last token is not computed yet. The k-th layer of multi-token prediction computed the

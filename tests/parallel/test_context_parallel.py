@@ -15,7 +15,7 @@ from parallel import (
     apply_context_parallel,
     apply_expert_parallel,
     full_sequences,
-    host_buffers,  # fmt: skip
+    host_buffers,
     local_sequence,
 )
 from parallel.context_parallel import ShardedSequence

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import threading
 
@@ -56,6 +57,17 @@ def test_idle_memory_is_bounded_and_can_be_released(monkeypatch):
     assert buffers.idle_bytes == 8 * MANY
     buffers.release()
     assert buffers.idle_bytes == 0
+
+
+def test_a_forked_process_has_copies():
+    buffers = HostBuffers()
+    held = buffers.empty((2, MANY), torch.float32).fill_(1)
+    child = os.fork()
+    if not child:
+        held.numpy()[:] = 2  # without torch's threads, which a fork does not have
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (held == 1).all()
 
 
 def test_what_tensors_are_like():
