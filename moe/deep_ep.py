@@ -154,16 +154,16 @@ class DeepEPDispatcher(HoldsGroups):
             import deep_ep
 
             buffer = self._buffer_for(x_TD.shape[1], indices_TK.shape[1])
+            wire, sent = self.wire, x_TD.contiguous()
             rows, indices_SK, weights_SK, handle, _ = buffer.dispatch(
-                x_TD.contiguous() if self.wire is None else _as_float8(x_TD, self.wire),
+                sent if wire is None else wire.split(wire.pack(sent), sent.shape[1]),
                 topk_idx=indices_TK.to(deep_ep.topk_idx_t).contiguous(),
                 topk_weights=weights_TK.contiguous(),
                 num_experts=num_experts,
                 num_max_tokens_per_rank=self.max_tokens_per_call,
             )
-            if self.wire is not None:
-                values, scales = rows
-                rows = _from_float8(values, scales, x_TD.dtype)
+            if wire is not None:
+                rows = wire.join(*rows).to(x_TD.dtype)
             return buffer, rows, indices_SK, weights_SK, handle
 
         return send
@@ -176,15 +176,3 @@ class DeepEPDispatcher(HoldsGroups):
         handle, num_tokens, top_k = dispatched.handle
         y_TD: Tensor = _Combine.apply(y_SD, self._buffer_for(y_SD.shape[1], top_k), handle)
         return lambda: y_TD[:num_tokens]
-
-
-def _as_float8(x_TD: Tensor, wire: Float8Rows) -> tuple[Tensor, Tensor]:
-    """[T, D] -> [T, D] numbers of e4m3 and [T, P] float32 scales, as DeepEP sends them."""
-    packed, D = wire.pack(x_TD), x_TD.shape[1]
-    return packed[:, :D].contiguous().view(torch.float8_e4m3fn), wire.scales(packed[:, D:])
-
-
-def _from_float8(values_SD: Tensor, scales_SP: Tensor, dtype: torch.dtype) -> Tensor:
-    size = -(-values_SD.shape[1] // scales_SP.shape[1])
-    scales_SD = scales_SP.repeat_interleave(size, 1)[:, : values_SD.shape[1]]
-    return (values_SD.float() * scales_SD).to(dtype)

@@ -40,16 +40,18 @@ class Float8Rows:
 
     def unpack(self, packed: Tensor, out_ND: Tensor) -> None:
         """Write the rows into ``out_ND``."""
-        D = out_ND.shape[1]
-        values = packed[:, :D].contiguous().view(torch.float8_e4m3fn).float()
-        scale = self.scales(packed[:, D:])
-        out_ND.copy_(values * scale.repeat_interleave(TILE, 1)[:, :D])
+        out_ND.copy_(self.join(*self.split(packed, out_ND.shape[1])))
 
-    def scales(self, exponents_NP: Tensor) -> Tensor:
-        """[N, P] bytes, the exponents of a packed row -> [N, P] float32."""
-        exponents = exponents_NP.int()
-        scale = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents - _BIAS)
-        return scale.masked_fill(exponents == _NOT_FINITE, torch.nan)
+    def split(self, packed: Tensor, d_model: int) -> tuple[Tensor, Tensor]:
+        """[N, D + P] bytes -> [N, D] numbers of e4m3 and [N, P] float32 scales."""
+        exponents = packed[:, d_model:].int()
+        scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents - _BIAS)
+        scales = scales.masked_fill(exponents == _NOT_FINITE, torch.nan)
+        return packed[:, :d_model].contiguous().view(torch.float8_e4m3fn), scales
+
+    def join(self, values_ND: Tensor, scales_NP: Tensor) -> Tensor:
+        """[N, D] float32: the numbers times their scales."""
+        return values_ND.float() * scales_NP.repeat_interleave(TILE, 1)[:, : values_ND.shape[1]]
 
 
 class _Round(torch.autograd.Function):

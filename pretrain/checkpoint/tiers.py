@@ -55,11 +55,12 @@ def _node_of(runtime: Runtime) -> tuple[int, tuple[int, ...]]:
     return node, tuple(range(node * size, min((node + 1) * size, runtime.world)))
 
 
-def start_saver(spec: JobSpec, runtime: Runtime, key: str) -> AsyncCheckpointer:
+def start_saver(job: Job, key: str) -> AsyncCheckpointer:
     """Start this rank's writer process, after the end of those that an earlier start has left.
 
     ``key`` is the launch secret, see :func:`launch_secret`.
     """
+    spec, runtime = job.spec, job.runtime
     node, ranks = _node_of(runtime)
     serves = None
     if spec.checkpoint.tiers.replicate_to_peer:

@@ -141,14 +141,14 @@ def _run(
 ) -> int:
     runtime.first(lambda: prepare_corpora(spec.data, spec.model.vocab_size, say))
     runtime.start_parts.mark("corpus")
-    events, secret = Events(console), launch_secret(runtime)
-    # The writer process starts while this process builds the model.
-    writer = runtime.together(lambda: start_saver(spec, runtime, secret))
+    events = Events(console)
+    job = build_job(spec, runtime, events, layout.topology)
+    runtime.start_parts.mark("build")
+    runtime.first(lambda: _record_manifests(job))
+    secret = launch_secret(runtime)
+    writer = runtime.together(lambda: start_saver(job, secret))
     ended = False
     try:
-        job = build_job(spec, runtime, events, layout.topology)
-        runtime.start_parts.mark("build")
-        runtime.first(lambda: _record_manifests(job))
         join_peers(job, writer, runtime.together(writer.ready), secret)
         runtime.start_parts.mark("writer")
         with ExitStack() as sinks:
