@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe.dispatch import DispatchedRows
+from moe.dispatch import DispatchedRows, Tokens, check_room
 from moe.float8_rows import Float8Rows
 from moe.rows import rows_of
 from router import HoldsGroups, RouterOutput
@@ -127,18 +127,11 @@ class DeepEPDispatcher(HoldsGroups):
         """
         if why := why_no_deep_ep(x_TD.dtype, "cuda"):  # a stand-in of DeepEP may be on a CPU
             raise ValueError(f"moe.dispatcher (deep_ep) {why}")
-        if len(x_TD) > self.max_tokens_per_call:
-            raise ValueError(
-                f"a call has {len(x_TD)} tokens: max_tokens_per_call "
-                f"({self.max_tokens_per_call}) must be at least as many"
-            )
+        check_room(x_TD, self.max_tokens_per_call)
         E, num_tokens = len(routed.rows_per_expert_E), len(x_TD)
-        indices_TK, weights_TK = routed.expert_indices_TK, routed.expert_weights_TK
-        if not num_tokens:
-            # A row that no expert takes: DeepEP does not say that a rank may send nothing.
-            x_TD = torch.cat([x_TD, x_TD.new_zeros(1, x_TD.shape[1])])
-            indices_TK = indices_TK.new_full((1, indices_TK.shape[1]), E)
-            weights_TK = torch.cat([weights_TK, weights_TK.new_zeros(1, weights_TK.shape[1])])
+        tokens = Tokens(x_TD, routed.expert_indices_TK, routed.expert_weights_TK)
+        # DeepEP does not say that a rank may send nothing.
+        x_TD, indices_TK, weights_TK = tokens.at_least_one(E)
         no_expert_TK = indices_TK >= E
         x_SD, indices_SK, weights_SK, handle = _Dispatch.apply(
             x_TD, indices_TK.masked_fill(no_expert_TK, -1), weights_TK.float(), self._sender(E)

@@ -76,12 +76,32 @@ class LocalDispatcher:
         return lambda: y_SD
 
 
-class _Tokens(NamedTuple):
+class Tokens(NamedTuple):
     """Rows with the numbers and weights of their experts; a number past all is no expert."""
 
     x_TD: Tensor
     expert_indices_TK: Tensor
     expert_weights_TK: Tensor
+
+    def at_least_one(self, no_expert: int) -> Tokens:
+        """These, or one row that no expert takes where there are none."""
+        x_TD, indices_TK, weights_TK = self
+        if len(x_TD):
+            return self
+        return Tokens(
+            torch.cat([x_TD, x_TD.new_zeros(1, x_TD.shape[1])]),
+            indices_TK.new_full((1, indices_TK.shape[1]), no_expert),
+            torch.cat([weights_TK, weights_TK.new_zeros(1, weights_TK.shape[1])]),
+        )
+
+
+def check_room(x_TD: Tensor, max_tokens_per_call: int) -> None:
+    """Raise ValueError for more tokens than a call may have."""
+    if len(x_TD) > max_tokens_per_call:
+        raise ValueError(
+            f"a call has {len(x_TD)} tokens: max_tokens_per_call ({max_tokens_per_call}) must be "
+            f"at least as many"
+        )
 
 
 def _destinations(indices_TK: Tensor, experts: range, ranks: int) -> Tensor:
@@ -114,9 +134,9 @@ class _Transfer:
     """The assignments of the rows that arrive to this rank's experts; None where the number is
     unknown."""
 
-    def wait(self) -> _Tokens:
+    def wait(self) -> Tokens:
         """The tokens that arrive, once the transfer is complete."""
-        return _Tokens(*(part.wait() for part in self.parts))
+        return Tokens(*(part.wait() for part in self.parts))
 
     def start_return(self, y_SD: Tensor) -> Callable[[], Tensor]:
         """Begin to return sums; the result, when called, waits and adds up each token's sums."""
@@ -125,7 +145,7 @@ class _Transfer:
 
 
 def _start_transfer(
-    tokens: _Tokens,
+    tokens: Tokens,
     index: RowMap,
     splits: tuple[list[int], list[int]] | None,
     group: dist.ProcessGroup,
@@ -152,7 +172,7 @@ def _start_transfer(
 
 
 def _plan(
-    chunks: Sequence[_Tokens],
+    chunks: Sequence[Tokens],
     experts: range,
     group: dist.ProcessGroup,
     wire: Wire | None = None,
@@ -180,7 +200,7 @@ def _plan(
         assignments = sum(row[i][1] for row in both[1])
 
         def go(
-            chunk: _Tokens = chunk,
+            chunk: Tokens = chunk,
             source_R: Tensor = source_R,
             splits: tuple[list[int], list[int]] = splits,
             assignments: int = assignments,
@@ -192,12 +212,12 @@ def _plan(
     return transfers
 
 
-def _chunks(x_TD: Tensor, routed: RouterOutput, number: int) -> list[_Tokens]:
+def _chunks(x_TD: Tensor, routed: RouterOutput, number: int) -> list[Tokens]:
     """Consecutive parts, of an equal number on every rank; the last parts may be empty."""
     size = -(-len(x_TD) // number)
     cuts = [slice(i * size, (i + 1) * size) for i in range(number)]
     return [
-        _Tokens(x_TD[cut], routed.expert_indices_TK[cut], routed.expert_weights_TK[cut])
+        Tokens(x_TD[cut], routed.expert_indices_TK[cut], routed.expert_weights_TK[cut])
         for cut in cuts
     ]
 
@@ -300,11 +320,7 @@ class PaddedAllToAllDispatcher(HoldsGroups):
 
         Raises ValueError for more tokens than ``max_tokens_per_call``.
         """
-        if len(x_TD) > self.max_tokens_per_call:
-            raise ValueError(
-                f"a call has {len(x_TD)} tokens: max_tokens_per_call "
-                f"({self.max_tokens_per_call}) must be at least as many"
-            )
+        check_room(x_TD, self.max_tokens_per_call)
         experts = range(len(routed.rows_per_expert_E))
         chunks = _chunks(x_TD, routed, self.chunks)
         return self._dispatched(chunks, self._start_transfer(chunks[0], experts), experts)
@@ -318,15 +334,10 @@ class PaddedAllToAllDispatcher(HoldsGroups):
         blocks = [_block_of(experts, ranks, rank) for rank in range(ranks)]
         return min(tokens, max(sum(room_E[e] for e in block) for block in blocks))
 
-    def _start_transfer(self, tokens: _Tokens, experts: range) -> _Transfer:
+    def _start_transfer(self, tokens: Tokens, experts: range) -> _Transfer:
         ranks, E = self.group.size(), len(experts)
-        x_TD, indices_TK, weights_TK = tokens
-        if not len(x_TD):
-            # Empty slots need a row to refer to: a row that no expert takes.
-            x_TD = torch.cat([x_TD, x_TD.new_zeros(1, x_TD.shape[1])])
-            indices_TK = indices_TK.new_full((1, indices_TK.shape[1]), E)
-            weights_TK = torch.cat([weights_TK, weights_TK.new_zeros(1, weights_TK.shape[1])])
-            tokens = _Tokens(x_TD, indices_TK, weights_TK)
+        tokens = tokens.at_least_one(E)  # empty slots need a row to refer to
+        x_TD, indices_TK, _ = tokens
         to_TK = _destinations(indices_TK, experts, ranks)
         order, counts = sort_by_expert(to_TK), count_tokens_per_expert(to_TK, ranks + 1)[:ranks]
         slot = torch.arange(self._slots(experts, ranks), device=order.device)
@@ -338,7 +349,7 @@ class PaddedAllToAllDispatcher(HoldsGroups):
         return _start_transfer(tokens, index, None, self.group, None, empty_R, E, wire=self.wire)
 
     def _dispatched(
-        self, chunks: list[_Tokens], transfer: _Transfer, experts: range
+        self, chunks: list[Tokens], transfer: _Transfer, experts: range
     ) -> Iterator[DispatchedRows]:
         ranks, rank = self.group.size(), self.group.rank()
         mine = _block_of(experts, ranks, rank)
