@@ -77,6 +77,7 @@ class ArraySpec:
             shard_shape=shard,
             chunk_shape=chunk,
             compression=compression,
+            separator=".",
             stages=self.stages,
             mesh=None if self.mesh is None else MeshRecord.of(self.mesh),
             placements=self.placements,

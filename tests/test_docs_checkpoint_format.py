@@ -43,7 +43,7 @@ def test_the_reader_on_the_page_reads_what_was_saved(tmp_path, read, layout):
 def test_the_reader_on_the_page_refuses_what_was_damaged(tmp_path, read):
     manifest = save_with_threads(tmp_path, 3, Topology())
     spec = SPECS[0]
-    path = tmp_path / "objects" / manifest.save_id / spec.name / "c/0/0"
+    path = tmp_path / "objects" / manifest.save_id / spec.name / "c.0.0"
     good = path.read_bytes()
     whole = tuple((0, size) for size in spec.shape)
     for at in (5, len(good) // 2, len(good) - 2):

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from ckpt.format.dtypes import STORAGE_DTYPES
-from ckpt.format.object_index import object_key
+from ckpt.format.object_index import Separator, object_key
 from parallel.layout import MOST_RANKS, ShardLayout, Topology, cells, whole_box
 from parallel.placements import MeshLayout, Placement, RankMesh
 
@@ -107,7 +107,8 @@ class ArrayRecord(Record):
     :class:`parallel.layout.ShardLayout` under the topology of the save. An array with a ``mesh``
     has ``placements`` on that mesh instead, and no splits: see
     :class:`parallel.placements.MeshLayout`. ``shard_shape`` is the shape of the part in one object,
-    ``chunk_shape`` that of a chunk in the object.
+    ``chunk_shape`` that of a chunk in the object. ``separator`` is between the coordinates in the
+    keys of its objects: a slash in checkpoints of format version 3 and before.
     """
 
     name: Annotated[str, AfterValidator(check_name)]
@@ -117,6 +118,7 @@ class ArrayRecord(Record):
     shard_shape: tuple[_Size, ...]
     chunk_shape: tuple[_Size, ...]
     compression: Compression = "none"
+    separator: Separator = "/"
     stages: tuple[int, ...] = ()
     mesh: MeshRecord | None = None
     placements: tuple[Placement, ...] = ()
@@ -160,7 +162,7 @@ class ArrayRecord(Record):
         """The key of every object of this array, below its save id."""
         whole = whole_box(self.shape)
         for coordinates in cells(whole, self.shard_shape):
-            yield object_key(self.name, coordinates)
+            yield object_key(self, coordinates)
 
 
 def keys_of_ranks(
@@ -170,7 +172,7 @@ def keys_of_ranks(
     for rank in ranks:
         for box in layout.boxes(rank):
             for coordinates in cells(box, record.shard_shape):
-                yield object_key(record.name, coordinates)
+                yield object_key(record, coordinates)
 
 
 def metadata_objects(arrays: Sequence[ArrayRecord]) -> dict[str, bytes]:
@@ -217,7 +219,10 @@ def _array_metadata(record: ArrayRecord) -> bytes:
                 "name": "regular",
                 "configuration": {"chunk_shape": record.shard_shape},
             },
-            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "chunk_key_encoding": {
+                "name": "default",
+                "configuration": {"separator": record.separator},
+            },
             "fill_value": False if record.dtype == np.bool_ else 0,
             "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
             "attributes": {"logical_dtype": record.logical_dtype, **record.attributes},

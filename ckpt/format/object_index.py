@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import re
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, groupby, product
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from crc32c import crc32c
@@ -14,6 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Checksum = Annotated[int, Field(ge=0, lt=1 << 32)]
+
+
+Separator = Literal["/", "."]
+"""What zarr's default chunk keys have between coordinates. Objects of an array whose keys have dots
+lie in one folder; with slashes each coordinate but the last is a folder of its own, which a file
+system makes and syncs one by one."""
+_KEY = re.compile(r"(.+)/c((?:[/.][0-9]{1,19})*)", re.DOTALL)
 
 
 class Gridded(Protocol):
@@ -30,6 +38,10 @@ class Gridded(Protocol):
     @property
     def shard_shape(self) -> tuple[int, ...]:
         """The shape of the part in one object."""
+
+    @property
+    def separator(self) -> Separator:
+        """Between the coordinates in the keys."""
 
 
 class ObjectRecord(NamedTuple):
@@ -76,9 +88,9 @@ class Stored(BaseModel):
         return sum(count for count, _ in self.lengths) == len(self.checksums)
 
 
-def object_key(array_name: str, coordinates: tuple[int, ...]) -> str:
-    """zarr's default chunk key: ``NAME/c/0/1``."""
-    return "/".join((array_name, "c", *map(str, coordinates)))
+def object_key(array: Gridded, coordinates: tuple[int, ...]) -> str:
+    """zarr's default chunk key: ``NAME/c.0.1``, or ``NAME/c/0/1`` with slashes."""
+    return f"{array.name}/{array.separator.join(('c', *map(str, coordinates)))}"
 
 
 def grid_of(record: Gridded) -> tuple[int, ...]:
@@ -93,12 +105,16 @@ Coordinates = Callable[[Any], Sequence[tuple[int, ...]] | None]
 
 def _keys(record: Gridded, coordinates: Sequence[tuple[int, ...]] | None) -> Iterator[str]:
     if coordinates is not None:
-        return (object_key(record.name, at) for at in coordinates)
+        return (object_key(record, at) for at in coordinates)
     grid = grid_of(record)
     if not grid:
-        return iter([object_key(record.name, ())])
+        return iter([object_key(record, ())])
     # A string for each index of a dim, not for each object.
-    names = [[f"/{index}" for index in range(size)] for size in grid] if all(grid) else [[]]
+    names = (
+        [[f"{record.separator}{index}" for index in range(size)] for size in grid]
+        if all(grid)
+        else [[]]
+    )
     return map("".join, product([f"{record.name}/c"], *names))
 
 
@@ -154,16 +170,13 @@ class Objects(Mapping[str, ObjectRecord]):
     def __getitem__(self, key: str) -> ObjectRecord:
         if key in self._metadata:
             return self._metadata[key]
-        # A scalar's key has no coordinates.
-        name, _, place = (key[:-2], "", "") if key.endswith("/c") else key.rpartition("/c/")
-        column = self._columns.get(name)
-        if column is not None:
-            parts = place.split("/") if place else []
-            if len(place) < 1000 and all(part.isdecimal() for part in parts):
-                at = tuple(map(int, parts))
-                index = column.index(at)
-                if index is not None and object_key(name, at) == key:
-                    return column.record_at(index)
+        match = _KEY.fullmatch(key)
+        column = None if match is None else self._columns.get(match[1])
+        if match is not None and column is not None:
+            at = tuple(map(int, re.findall("[0-9]+", match[2])))  # a scalar's key has none
+            index = column.index(at)
+            if index is not None and object_key(column.record, at) == key:
+                return column.record_at(index)
         raise KeyError(key)
 
     def __iter__(self) -> Iterator[str]:

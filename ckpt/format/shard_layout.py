@@ -47,7 +47,7 @@ class ObjectLayout:
     @property
     def key(self) -> str:
         """Its key below a save id."""
-        return object_key(self.record.name, self.coordinates)
+        return object_key(self.record, self.coordinates)
 
     @cached_property
     def box(self) -> Box:

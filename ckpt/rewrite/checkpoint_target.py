@@ -53,6 +53,7 @@ def record_under(name: str, array: SourceArray, topology: Topology) -> ArrayReco
         shard_shape=shard,
         chunk_shape=chunk,
         compression=array.compression,
+        separator=".",
         mesh=array.mesh,
         placements=array.placements,
         attributes=dict(array.attributes),

@@ -121,7 +121,7 @@ def commit() -> Iterator[str]:
         yield text(20, y + 37, "copies to host memory;", 11, "start")
         yield text(20, y + 51, "its writer process writes", 11, "start")
         for at, name in zip(
-            x, (f"rank-{rank}.begun", f"c/{rank}/0, ...", f"rank-{rank}.json"), strict=False
+            x, (f"rank-{rank}.begun", f"c.{rank}.0, ...", f"rank-{rank}.json"), strict=False
         ):
             yield box(at, y, width - 20, 44, BLUES[0])
             yield text(at + (width - 20) / 2, y + 27, name, 12)

@@ -268,8 +268,8 @@ def _check_paths(job: Job, tiers: Sequence[Tier]) -> None:
     """Refuse a folder that is so deep that the system takes no paths of objects in it."""
     longest = max(
         (
-            f"{objects_key(save_id(job, job.spec.train.steps, go_backs=1000))}/{array.spec.name}/c/"
-            + "/".join(map(str, array.spec.shape))
+            f"{objects_key(save_id(job, job.spec.train.steps, go_backs=1000))}/{array.spec.name}/c."
+            + ".".join(map(str, array.spec.shape))
             for array in (*job.arrays(), *job.residuals())
         ),
         key=lambda key: len(os.fsencode(key)),

@@ -304,7 +304,7 @@ def _diff(args: argparse.Namespace) -> int:
 
     root, manifest = _read(args.checkpoint, args.step)
     other_root, other = _read(args.other, args.other_step)
-    stored = sum(manifest.objects[k].bytes for k in manifest.objects if "/c/" in f"/{k}")
+    stored = sum(each.total_bytes for each in manifest.stored)
     with progress_bar(stored) as advance:
         arrays = ckpt.compare(root, manifest, other_root, other, advance)
     differing = [array for array in arrays if array.what != "alike"]

@@ -103,13 +103,13 @@ def test_objects_that_changed_places_are_refused(tmp_path, part):
     # Each is whole and fits the other's place; only the manifest knows which is which.
     spec = ckpt.ArraySpec("w", (8, 6), torch.float32, (("fsdp",), ()))
     manifest = save_with_threads(tmp_path, 5, Topology(dp_shard=2), [spec])
-    a, b = (objects_folder(tmp_path, manifest.save_id) / f"w/c/{i}/0" for i in (0, 1))
+    a, b = (objects_folder(tmp_path, manifest.save_id) / f"w/c.{i}.0" for i in (0, 1))
     first, second = a.read_bytes(), b.read_bytes()
     assert len(first) == len(second)
     a.write_bytes(second)
     b.write_bytes(first)
     box = ((0, 4), (0, 6)) if not part else ((1, 2), (0, 6))
-    with pytest.raises(ckpt.CheckpointError, match=r"w/c/0/0 is damaged: it is not the one that"):
+    with pytest.raises(ckpt.CheckpointError, match=r"w/c\.0\.0 is damaged: it is not the one that"):
         ckpt.read.read_box(tmp_path, manifest, manifest.array("w"), box)
 
 
@@ -118,7 +118,7 @@ def test_checksums_tell_contents_apart(tmp_path):
     checksums = []
     for seed in (1, 2):
         manifest = save_with_threads(tmp_path / str(seed), 5, Topology(), SPECS, seed)
-        keys = [k for k in manifest.objects if "/c/" in k]
+        keys = [k for k in manifest.objects if "/c." in k]
         checksums.append([manifest.objects[key].checksum for key in keys])
     assert all(a != b for a, b in zip(*checksums, strict=True))
 
@@ -139,7 +139,7 @@ def test_one_flipped_bit_in_a_part_that_is_read_alone(saved):
     objects = write_metadata(store, about, [cut])
     objects |= write_objects(store, about, [(ObjectLayout(cut, (0, 0)), array.read_into)])
     manifest = commit(root, about, [cut], objects)
-    path = objects_folder(root, "fine-chunks") / "w/c/0/0"
+    path = objects_folder(root, "fine-chunks") / "w/c.0.0"
     box = ((7, 9), (0, 1024))
     expected = full_values(spec)[7:9].numpy().tobytes()
     assert ckpt.read.read_box(root, manifest, cut, box).tobytes() == expected
@@ -147,7 +147,7 @@ def test_one_flipped_bit_in_a_part_that_is_read_alone(saved):
     data = bytearray(path.read_bytes())
     data[8 * 4104 + 77] ^= 4
     path.write_bytes(bytes(data))
-    with pytest.raises(ckpt.CheckpointError, match=r"w/c/0/0 is damaged: the CRC32C of chunk 8"):
+    with pytest.raises(ckpt.CheckpointError, match=r"w/c\.0\.0 is damaged: the CRC32C of chunk 8"):
         ckpt.read.read_box(root, manifest, cut, box)
 
 
@@ -183,7 +183,7 @@ def test_only_the_whole_is_committed(saved):
         rest = {k: v for k, v in objects.items() if k != key}
         with pytest.raises(ckpt.CheckpointError, match=f"lacks object {key} .1 in all"):
             commit(root, about, manifest.arrays, rest)
-    stray = "model/embed/weight/c/9/9"
+    stray = "model/embed/weight/c.9.9"
     with pytest.raises(ckpt.CheckpointError, match=f"has a stray object {stray}"):
         commit(root, about, manifest.arrays, objects | {stray: objects["zarr.json"]})
     assert ckpt.committed_steps(root) == [5]
@@ -197,9 +197,10 @@ def test_objects_of_a_manifest_are_found_by_their_keys_alone(saved):
     }
     assert len(manifest.objects) == len(list(manifest.objects))
     assert [(key, manifest.objects[key]) for key in manifest.objects] == [*manifest.objects.items()]
-    for other in ("model/embed/weight/c/0", "model/embed/weight/c/0/9", "model/embed/weight/c/00/0",
-                  "model/embed/weight/c/-1/0", "model/embed/weight", "c", "/c/", "", "x/c/0/0",
-                  "model/embed/weight/c", "model/embed/weight/c/0/0/"):  # fmt: skip
+    for other in ("model/embed/weight/c.0", "model/embed/weight/c.0.9", "model/embed/weight/c.00.0",
+                  "model/embed/weight/c.-1.0", "model/embed/weight", "c", "/c.", "", "x/c.0.0",
+                  "model/embed/weight/c", "model/embed/weight/c.0.0/",
+                  "model/embed/weight/c/0/0", "model/embed/weight/c.0/0"):  # fmt: skip
         assert other not in manifest.objects, other
 
 

@@ -73,7 +73,7 @@ class CheckpointContract:
     def test_what_was_changed_or_is_gone_is_named(self, root):
         manifest = save_with_threads(root, 5, TOPOLOGY)
         store = ckpt.open_store(root)
-        key = next(key for key in manifest.objects if "w_gate/c/" in key)
+        key = next(key for key in manifest.objects if "w_gate/c." in key)
         full = f"{objects_key(manifest.save_id)}/{key}"
         data = store.read(full)
         for damaged in (data[:-1], data[:9] + bytes([data[9] ^ 1]) + data[10:], b"", None):
@@ -89,7 +89,7 @@ class CheckpointContract:
             save_with_threads(root, step, TOPOLOGY, seed=step)
         store = ckpt.open_store(root)
         store.write(f"{pending_key('00000004-dead')}/rank-0.begun", [b""])
-        store.write(f"{objects_key('00000004-dead')}/w/c/0", [b"half"])
+        store.write(f"{objects_key('00000004-dead')}/w/c.0", [b"half"])
         assert ckpt.lifecycle.remove_uncommitted(root) == ["00000004-dead"]
         assert ckpt.retain(root, 2) == [1]
         assert ckpt.committed_steps(root) == [2, 3]
@@ -268,8 +268,8 @@ def test_a_part_is_read_in_few_requests(server):
         assert len(requests) == 1 + 1 + 4
         requests.clear()
         ckpt.verify(root, manifest)
-        length = manifest.objects["w/c/0/0"].bytes - object_store.TAIL_BYTES
-        whole = [path for _, path in requests if "/w/c/" in path]
+        length = manifest.objects["w/c.0.0"].bytes - object_store.TAIL_BYTES
+        whole = [path for _, path in requests if "/w/c." in path]
         assert len(whole) == 1 + -(-length // object_store.READ_BYTES)
 
 

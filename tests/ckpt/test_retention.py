@@ -128,7 +128,7 @@ def test_nothing_goes_while_the_newest_is_not_whole(root, damage):
     for step in (1, 2, 3):
         manifest = save(root, step)
     store = ckpt.open_store(root)
-    name = "w/zarr.json" if damage == "metadata" else "w/c/0/0"
+    name = "w/zarr.json" if damage == "metadata" else "w/c.0.0"
     key = f"{objects_key(manifest.save_id)}/{name}"
     data = store.read(key)
     if damage == "manifest":
@@ -166,8 +166,8 @@ def scattered(root: Location) -> None:
     store.write("manifests/.step-00000003.json.0123abcd", [b"{half"])
     store.write(f"{pending_key('00000002-test')}/rank-0.begun", [b""])
     store.write(f"{pending_key('00000003-dead')}/rank-0.begun", [b""])
-    store.write(f"{objects_key('00000003-dead')}/w/c/0/0", [b"numbers"])
-    store.write(f"{objects_key('00000009-away')}/w/c/0/0", [b"others"])
+    store.write(f"{objects_key('00000003-dead')}/w/c.0.0", [b"numbers"])
+    store.write(f"{objects_key('00000009-away')}/w/c.0.0", [b"others"])
     store.write("manifests/notes.txt", [b"a person's"])
 
 

@@ -78,7 +78,7 @@ def test_verify_finds_damage_and_diff_finds_differences(saved, capsys):
     assert "norm" not in out
     assert run("inspect", "verify", saved) == 0
     save_id = ckpt.read_manifest(saved).save_id
-    path = next((saved / "objects" / save_id / "packed").rglob("c/0/0"))
+    path = next((saved / "objects" / save_id / "packed").rglob("c.0.0"))
     good = path.read_bytes()
     path.write_bytes(bytes([good[0] ^ 1]) + good[1:])
     assert run("inspect", "verify", saved) == 2

@@ -255,7 +255,7 @@ def test_a_forged_manifest_of_some_ranks_asks_for_little(saved):
 
 def object_of(root: Path) -> tuple[Path, ckpt.Manifest, str]:
     manifest = ckpt.read_manifest(root)
-    key = next(k for k in manifest.objects if "w_gate/c/" in k)
+    key = next(k for k in manifest.objects if "w_gate/c." in k)
     return objects_folder(root, manifest.save_id) / key, manifest, key
 
 
@@ -266,7 +266,7 @@ def test_a_forged_object_is_only_ever_refused(saved, compression):
     path, manifest, key = object_of(root)
     original, where = path.read_bytes(), manifest_file(root, 5)
     before = where.read_bytes()
-    record = manifest.array(key.partition("/c/")[0])
+    record = manifest.array(key.partition("/c.")[0])
     count = ObjectLayout(record, (0, 0, 0, 0)).index_bytes
 
     @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
@@ -298,7 +298,7 @@ def test_a_forged_object_is_only_ever_refused(saved, compression):
 def test_a_chunk_that_claims_to_unpack_to_anything_is_refused(saved):
     root = saved / "zstd"
     _, manifest, key = object_of(root)
-    name = key.partition("/c/")[0]
+    name = key.partition("/c.")[0]
     shape = (1 << 11, 1 << 10, 6, 5)
     wide = {"shape": shape, "shard_shape": shape, "chunk_shape": shape, "splits": ((),) * 4}
     record = manifest.array(name).model_copy(update=wide)
@@ -306,7 +306,7 @@ def test_a_chunk_that_claims_to_unpack_to_anything_is_refused(saved):
     body["arrays"] = [
         r if r["name"] != name else record.model_dump(mode="json") for r in body["arrays"]
     ]
-    first = manifest.objects[f"{name}/c/0/0/0/0"]
+    first = manifest.objects[f"{name}/c.0.0.0.0"]
     body["stored"] = [
         s if r["name"] != name else {"lengths": [[1, first.bytes]], "checksums": [first.checksum]}
         for r, s in zip(body["arrays"], body["stored"], strict=True)
@@ -323,7 +323,7 @@ def test_what_stands_in_a_files_place_is_refused(saved, tmp_path, what):
     (tmp_path / "manifests").mkdir()
     for path, back in [
         (tmp_path / "manifests" / "step-00000005.json", manifest_file(saved, 5).read_bytes()),
-        (objects_folder(tmp_path, manifest.save_id) / "model/embed/weight/c/0/0", None),
+        (objects_folder(tmp_path, manifest.save_id) / "model/embed/weight/c.0.0", None),
     ]:
         path.unlink(missing_ok=True)
         if what == "folder":

@@ -71,9 +71,9 @@ def test_what_is_shown_fits_a_screen(tmp_path, capsys):
 def test_verify_names_all_that_is_damaged(tmp_path, capsys):
     manifest = save_with_threads(tmp_path, 9, TOPOLOGY)
     folder = objects_folder(tmp_path, manifest.save_id)
-    (folder / "model/embed/weight/c/1/0").unlink()
+    (folder / "model/embed/weight/c.1.0").unlink()
     (folder / "rng/torch/zarr.json").write_bytes(b"{}")
-    path = folder / "model/layers/moe/experts/w_gate/c/0/1/0/0"
+    path = folder / "model/layers/moe/experts/w_gate/c.0.1.0.0"
     data = bytearray(path.read_bytes())
     data[3] ^= 1
     path.write_bytes(data)
@@ -81,8 +81,8 @@ def test_verify_names_all_that_is_damaged(tmp_path, capsys):
     assert "step      9" in out
     assert "verified" not in out
     assert len(lines) == 3
-    for what in ("embed/weight/c/1/0 is missing", "rng/torch/zarr.json is damaged",
-                 "w_gate/c/0/1/0/0 is damaged: the CRC32C of chunk"):  # fmt: skip
+    for what in ("embed/weight/c.1.0 is missing", "rng/torch/zarr.json is damaged",
+                 "w_gate/c.0.1.0.0 is damaged: the CRC32C of chunk"):  # fmt: skip
         assert sum(what in line for line in lines) == 1, what
     found = as_json(capsys, "verify", tmp_path, code=2)
     assert len(found["damage"]) == 3
@@ -177,7 +177,7 @@ def test_diff_tells_of_arrays_and_of_the_spec(tmp_path, capsys):
 def test_diff_refuses_what_is_damaged(tmp_path, capsys):
     manifest = save_with_threads(tmp_path / "a", 5, TOPOLOGY)
     save_with_threads(tmp_path / "b", 5, TOPOLOGY)
-    path = objects_folder(tmp_path / "b", manifest.save_id) / "model/embed/weight/c/1/0"
+    path = objects_folder(tmp_path / "b", manifest.save_id) / "model/embed/weight/c.1.0"
     path.write_bytes(path.read_bytes()[:-1])
     _, lines = run(capsys, "diff", tmp_path / "a", tmp_path / "b", code=2)
     assert len(lines) == 1
@@ -231,8 +231,8 @@ def test_garbage_is_listed_and_removed(tmp_path, capsys):
     save(tmp_path, 1, {"w": torch.ones(2)})
     store = ckpt.LocalStore(tmp_path)
     store.write(f"{pending_key('00000002-dead')}/rank-0.begun", [b""])
-    store.write(f"{objects_key('00000002-dead')}/w/c/0", [bytes(2048)])
-    store.write(f"{objects_key('00000003-away')}/w/c/0", [bytes(1024)])
+    store.write(f"{objects_key('00000002-dead')}/w/c.0", [bytes(2048)])
+    store.write(f"{objects_key('00000003-away')}/w/c.0", [bytes(1024)])
     out, _ = run(capsys, "gc", tmp_path, "--dry-run")
     assert out.count("stays: it is younger than 86400 s") == 2
     out, _ = run(capsys, "gc", tmp_path, "--dry-run", "--grace-seconds", "0")

@@ -88,10 +88,10 @@ def test_reshard_refuses_what_it_cannot_do(tmp_path, capsys):
     assert "layout (eq=2) must be AXIS=DEGREE" in refused("--layout", "eq=2")
     assert "no checkpoint of step 8" in refused("--layout", "ep=1", "--step", "8")
     assert ckpt.committed_steps(target) == []
-    victim = objects_folder(source, manifest.save_id) / "model/embed/weight/c/0/0"
+    victim = objects_folder(source, manifest.save_id) / "model/embed/weight/c.0.0"
     data = victim.read_bytes()
     victim.write_bytes(data[:50] + bytes([data[50] ^ 1]) + data[51:])
-    assert "model/embed/weight/c/0/0 is damaged" in refused("--layout", "ep=1")
+    assert "model/embed/weight/c.0.0 is damaged" in refused("--layout", "ep=1")
     assert ckpt.committed_steps(target) == []
     assert not list((target / "objects").iterdir()), "half a checkpoint was left"
     victim.write_bytes(data)
@@ -118,9 +118,9 @@ def test_inspect_shows_and_verifies(tmp_path, capsys):
     metadata = sum(r.bytes for k, r in manifest.objects.items() if k.endswith("zarr.json"))
     assert sum(a["bytes"] for a in found["arrays"]) + metadata == found["bytes"]
 
-    (objects_folder(tmp_path, manifest.save_id) / "model/embed/weight/c/1/0").unlink()
+    (objects_folder(tmp_path, manifest.save_id) / "model/embed/weight/c.1.0").unlink()
     assert inspect(["verify", str(tmp_path)]) == 2
-    assert "weight/c/1/0 is missing" in one_error_line(capsys.readouterr().err)
+    assert "weight/c.1.0 is missing" in one_error_line(capsys.readouterr().err)
     assert inspect([str(tmp_path / "nowhere")]) == 2
     assert "no checkpoint in" in (line := one_error_line(capsys.readouterr().err))
     assert "there is no such folder" in line

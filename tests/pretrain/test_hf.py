@@ -154,12 +154,12 @@ def test_what_a_family_cannot_express_is_refused(folders, tmp_path, capsys, case
 def test_an_export_that_fails_leaves_nothing(folders, tmp_path, capsys):
     source = shutil.copytree(folders / "qwen3-ours/checkpoints", tmp_path / "source")
     manifest = ckpt.read_manifest(source)
-    victim = objects_folder(source, manifest.save_id) / "model/norm/weight/c/0"
+    victim = objects_folder(source, manifest.save_id) / "model/norm/weight/c.0"
     data = victim.read_bytes()
     victim.write_bytes(bytes([data[0] ^ 1]) + data[1:])
     # The last norm and the head come after all the layers: most files are written by then.
     assert run("export", source, tmp_path / "out", "--max-file-bytes", 10_000) == 2
-    assert "model/norm/weight/c/0 is damaged" in one_error_line(capsys.readouterr().err)
+    assert "model/norm/weight/c.0 is damaged" in one_error_line(capsys.readouterr().err)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     victim.write_bytes(data)
     (tmp_path / "out").mkdir()

@@ -305,7 +305,7 @@ def test_a_run_learns_tells_and_resumes_only_as_deep_as_it_was(data, tmp_path):
     ((evaluated),) = [event for event in events(tmp_path / "run", "eval") if event["whole"]]
     assert evaluated["bits_per_byte"] < 8
     manifest = ckpt.read_manifest(tmp_path / "run/checkpoints")
-    arrays = {key.split("/c/")[0] for key in manifest.objects if "/c/" in key}
+    arrays = {key.split("/c.")[0] for key in manifest.objects if "/c." in key}
     names = [name for name in arrays if "model/mtp/layers/moe/experts/w_gate" in name]
     assert names
     code, out, err = launch(spec, 1, "model.num_mtp_layers=2", "train.steps=31")

@@ -147,7 +147,7 @@ def weights_of(root: Path) -> dict[str, tuple[int, int]]:
     """A checksum of every object of the weights."""
     manifest = ckpt.read_manifest(root)
     ckpt.verify(root, manifest)
-    return {k: (r.bytes, r.checksum) for k, r in manifest.objects.items() if "/c/" in k}
+    return {k: (r.bytes, r.checksum) for k, r in manifest.objects.items() if "/c." in k}
 
 
 def run(*arguments: object) -> int:
