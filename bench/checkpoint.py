@@ -208,6 +208,8 @@ class Rank:
         """All rounds; the first does not count."""
         for name, subject in self.subjects.items():
             self.check(name, subject)
+            if isinstance(subject, Background):
+                self._anew(name)  # nothing is loaded from there, and tmpfs is memory
         # On tmpfs there is nothing but the page cache: nothing to go past, and nothing cold.
         on_disk = self.case.place == "disk"
         ways = {"raw buffered": 0} | ({"raw direct": os.O_DIRECT} if on_disk else {})
@@ -263,6 +265,7 @@ class Rank:
                 dist.barrier()
                 if turn:
                     self._note("save_seconds", name, time.perf_counter() - began)
+                self._anew(name)
 
     def _time(self, turn: int, metric: str, name: str, act: Callable[[], Any]) -> Any:
         dist.barrier()
@@ -314,8 +317,8 @@ def measure(case: Case, sizes: Sizes, samples: int) -> tuple[Times, set[str]]:
         process.start()
     try:
         while out.empty():
-            if any(process.exitcode for process in ranks):
-                raise SystemExit(f"{case.name}: a rank failed")
+            if codes := [process.exitcode for process in ranks if process.exitcode]:
+                raise SystemExit(f"{case.name}: a rank ended with exit code {codes[0]}")
             time.sleep(0.1)
         found: tuple[Times, set[str]] = out.get()
         return found
