@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe.dispatch import DispatchedRows, Tokens, check_room
+from moe.dispatch import DispatchedRows, check_room
 from moe.float8_rows import Float8Rows
 from moe.rows import rows_of
+from moe.transfer import Tokens
 from router import HoldsGroups, RouterOutput
 
 

@@ -10,20 +10,19 @@ therefore cost at most T · min(K, ranks) rows in each direction, and not T · K
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe.rows import RowMap, Rows, row_map, rows_of, sort_by_expert, sum_rows, take_rows
+from moe.rows import Rows, row_map, rows_of, sort_by_expert
+from moe.transfer import Tokens, Transfer, start_transfer
 from parallel.collectives import (
     PendingRows,
     Wire,
     all_gather_rows,
     exchange_counts,
-    start_all_to_all,
     start_gather_rows,
     start_scatter_sums,
 )
@@ -76,25 +75,6 @@ class LocalDispatcher:
         return lambda: y_SD
 
 
-class Tokens(NamedTuple):
-    """Rows with the numbers and weights of their experts; a number past all is no expert."""
-
-    x_TD: Tensor
-    expert_indices_TK: Tensor
-    expert_weights_TK: Tensor
-
-    def at_least_one(self, no_expert: int) -> Tokens:
-        """These, or one row that no expert takes where there are none."""
-        x_TD, indices_TK, weights_TK = self
-        if len(x_TD):
-            return self
-        return Tokens(
-            torch.cat([x_TD, x_TD.new_zeros(1, x_TD.shape[1])]),
-            indices_TK.new_full((1, indices_TK.shape[1]), no_expert),
-            torch.cat([weights_TK, weights_TK.new_zeros(1, weights_TK.shape[1])]),
-        )
-
-
 def check_room(x_TD: Tensor, max_tokens_per_call: int) -> None:
     """Raise ValueError for more tokens than a call may have."""
     if len(x_TD) > max_tokens_per_call:
@@ -120,63 +100,12 @@ def _block_of(experts: range, ranks: int, rank: int) -> range:
     return experts[rank * size : (rank + 1) * size]
 
 
-@dataclass(frozen=True)
-class _Transfer:
-    """An all-to-all of tokens over one group, begun and not yet waited for."""
-
-    index: RowMap
-    """From the rows that were sent to their tokens."""
-    input_splits: list[int] | None
-    output_splits: list[int] | None
-    group: dist.ProcessGroup
-    parts: tuple[PendingRows, PendingRows, PendingRows]
-    num_assignments: int | None
-    """The assignments of the rows that arrive to this rank's experts; None where the number is
-    unknown."""
-
-    def wait(self) -> Tokens:
-        """The tokens that arrive, once the transfer is complete."""
-        return Tokens(*(part.wait() for part in self.parts))
-
-    def start_return(self, y_SD: Tensor) -> Callable[[], Tensor]:
-        """Begin to return sums; the result, when called, waits and adds up each token's sums."""
-        back = start_all_to_all(y_SD, self.output_splits, self.input_splits, self.group)
-        return lambda: sum_rows(back.wait(), self.index)
-
-
-def _start_transfer(
-    tokens: Tokens,
-    index: RowMap,
-    splits: tuple[list[int], list[int]] | None,
-    group: dist.ProcessGroup,
-    num_assignments: int | None,
-    empty_R: Tensor | None = None,
-    no_expert: int = 0,
-    wire: Wire | None = None,
-) -> _Transfer:
-    indices = tokens.expert_indices_TK.index_select(0, index.source_R)
-    if empty_R is not None:
-        indices = indices.masked_fill(empty_R.unsqueeze(1), no_expert)
-    input_splits, output_splits = splits or (None, None)
-    parts = [
-        start_all_to_all(part, input_splits, output_splits, group, how)
-        for part, how in (
-            (take_rows(tokens.x_TD, index), wire),
-            (indices, None),
-            (take_rows(tokens.expert_weights_TK, index), None),
-        )
-    ]
-    return _Transfer(
-        index, input_splits, output_splits, group, (parts[0], parts[1], parts[2]), num_assignments
-    )
-
-
 def _plan(
     chunks: Sequence[Tokens],
     experts: range,
     group: dist.ProcessGroup,
     wire: Wire | None = None,
-) -> list[Callable[[], _Transfer]]:
+) -> list[Callable[[], Transfer]]:
     """A transfer for each chunk, which a call begins; counts are exchanged once for all chunks."""
     ranks, device = group.size(), chunks[0].x_TD.device
     block = len(experts) // ranks
@@ -192,7 +121,7 @@ def _plan(
         sent[:, i, 1] = per_expert[: len(experts)].view(ranks, block).sum(1)
     # One copy to the host for both tensors: the copy waits for the CUDA stream.
     both = torch.stack([sent, exchange_counts(sent, group)]).tolist()
-    transfers: list[Callable[[], _Transfer]] = []
+    transfers: list[Callable[[], Transfer]] = []
     for i, (chunk, to_TK) in enumerate(zip(chunks, destinations, strict=True)):
         splits = ([row[i][0] for row in both[0]], [row[i][0] for row in both[1]])
         order = sort_by_expert(to_TK)[: sum(splits[0])]
@@ -204,9 +133,9 @@ def _plan(
             source_R: Tensor = source_R,
             splits: tuple[list[int], list[int]] = splits,
             assignments: int = assignments,
-        ) -> _Transfer:
+        ) -> Transfer:
             index = row_map(source_R, len(chunk.x_TD))
-            return _start_transfer(chunk, index, splits, group, assignments, wire=wire)
+            return start_transfer(chunk, index, splits, group, assignments, wire=wire)
 
         transfers.append(go)
     return transfers
@@ -262,7 +191,7 @@ class AllToAllDispatcher(HoldsGroups):
         return self._dispatched(plans, plans[0](), experts)
 
     def _dispatched(
-        self, plans: list[Callable[[], _Transfer]], transfer: _Transfer, experts: range
+        self, plans: list[Callable[[], Transfer]], transfer: Transfer, experts: range
     ) -> Iterator[DispatchedRows]:
         mine = _block_of(experts, self.group.size(), self.group.rank())
         for plan in [*plans[1:], None]:
@@ -281,7 +210,7 @@ class AllToAllDispatcher(HoldsGroups):
 
     def combine(self, y_SD: Tensor, dispatched: DispatchedRows) -> Callable[[], Tensor]:
         """See :class:`Dispatcher`."""
-        transfers: list[_Transfer] = dispatched.handle
+        transfers: list[Transfer] = dispatched.handle
         for transfer in reversed(transfers[1:]):
             y_SD = transfer.start_return(y_SD)()
         return transfers[0].start_return(y_SD)
@@ -334,7 +263,7 @@ class PaddedAllToAllDispatcher(HoldsGroups):
         blocks = [_block_of(experts, ranks, rank) for rank in range(ranks)]
         return min(tokens, max(sum(room_E[e] for e in block) for block in blocks))
 
-    def _start_transfer(self, tokens: Tokens, experts: range) -> _Transfer:
+    def _start_transfer(self, tokens: Tokens, experts: range) -> Transfer:
         ranks, E = self.group.size(), len(experts)
         tokens = tokens.at_least_one(E)  # empty slots need a row to refer to
         x_TD, indices_TK, _ = tokens
@@ -346,10 +275,10 @@ class PaddedAllToAllDispatcher(HoldsGroups):
         empty_R = (slot >= counts.unsqueeze(1)).flatten()
         source_R = (order[places].flatten() // to_TK.shape[1]).masked_fill(empty_R, 0)
         index = row_map(source_R, len(x_TD))
-        return _start_transfer(tokens, index, None, self.group, None, empty_R, E, wire=self.wire)
+        return start_transfer(tokens, index, None, self.group, None, empty_R, E, wire=self.wire)
 
     def _dispatched(
-        self, chunks: list[Tokens], transfer: _Transfer, experts: range
+        self, chunks: list[Tokens], transfer: Transfer, experts: range
     ) -> Iterator[DispatchedRows]:
         ranks, rank = self.group.size(), self.group.rank()
         mine = _block_of(experts, ranks, rank)
