@@ -2,8 +2,10 @@
 
     OMP_NUM_THREADS=1 python -m bench.scaling [--quick] [--json FILE]
 
-A step of the tiny Qwen3-MoE of bench/train_step.py with 2,048 tokens a rank, under layouts of every
-axis; loss, backward, gradient norm, barrier and AdamW included. The limit is as many processes that
+A step of the tiny Qwen3-MoE of bench/train_step.py with 2,048 tokens a rank, under layouts of
+every axis; loss, backward, gradient norm, barrier and AdamW included. A micro-batch has 2 sequences
+of 512 tokens, and so 1,024 tokens of a rank; with ``tp=2`` and ``cp=2`` 512, unless the case says
+that a micro-batch has 4. The limit is as many processes that
 know nothing of each other, at the same time: what the machine itself loses when more of its cores
 are busy is in both. ``efficiency`` is the tokens per second of a rank over those of a rank alone;
 with more ranks than cores it cannot reach 1. ``waits`` is the share of the step in collectives that
@@ -53,17 +55,25 @@ class Case:
 
     ranks: int
     layout: str | None
+    zero: int = 3
+    sequences: int = 2
+    """Of a micro-batch."""
 
     @property
     def name(self) -> str:
         """For the table."""
-        return f"{self.ranks} ranks {self.layout or 'apart'}" if self.ranks > 1 else "1 rank"
+        zero = "" if self.zero == 3 else f", zero_stage={self.zero}"
+        batch = "" if self.sequences == 2 else f", {self.sequences} sequences a micro-batch"
+        name = f"{self.ranks} ranks {self.layout or 'apart'}{zero}{batch}"
+        return name if self.ranks > 1 else "1 rank"
 
 
 CASES = [
     Case(1, None),
     Case(2, None), Case(2, "dp_shard=2"), Case(2, "dp_shard=2,ep=2"), Case(2, "dp_replicate=2"),
     Case(2, "pp=2"), Case(2, "tp=2"), Case(2, "cp=2"),
+    Case(2, "dp_shard=2", 1), Case(2, "dp_shard=2,ep=2", 1),
+    Case(2, "tp=2", 3, 4), Case(2, "cp=2", 3, 4), Case(2, "tp=2", 1, 4), Case(2, "cp=2", 1, 4),
     Case(4, None), Case(4, "dp_shard=4"), Case(4, "dp_shard=4,ep=4"),
     Case(4, "pp=2,dp_shard=2,ep=2"),
 ]  # fmt: skip
@@ -89,7 +99,7 @@ def rank_main(case: Case, rank: int, port: int, orders: Connection) -> None:
         _join(rank, case.ranks, port)
     topology = parse_topology(case.layout or "dp_shard=1")
     parallel, dims = (
-        ParallelConfig.model_validate(topology.as_dict()),
+        ParallelConfig.model_validate(topology.as_dict() | {"memory": {"zero_stage": case.zero}}),
         ParallelDims.build(topology, "cpu"),
     )
     parallel_model = parallelize(MODEL, MOE, parallel=parallel, dims=dims, seq_len=S)
@@ -102,17 +112,20 @@ def rank_main(case: Case, rank: int, port: int, orders: Connection) -> None:
     shared = dist.get_world_size() // dims.dp_size
     generator = torch.Generator().manual_seed(dims.dp_rank)
     shape = SEQUENCES * shared, S + 1
-    batches = torch.randint(MODEL.vocab_size, shape, generator=generator).split(2)
+    batches = torch.randint(MODEL.vocab_size, shape, generator=generator).split(case.sequences)
     planned, device, mine = SEQUENCES * S * case.ranks, torch.device("cpu"), LocalBatch(dims)
+    once = case.zero == 1
 
     def step() -> None:
         optimizer.zero_grad()
         if parallel_model.pipeline is not None:
             parallel_model.pipeline.forward_backward(
-                batches, planned, device=device, local_batch=mine, reduce_once=False
+                batches, planned, device=device, local_batch=mine, reduce_once=once
             )
         else:
-            forward_backward(model, batches, planned, device=device, local_batch=mine)
+            forward_backward(
+                model, batches, planned, device=device, local_batch=mine, reduce_once=once
+            )
         square = grad_square_sum(model, dims)
         all_gather_rows(square.reshape(1))
         scale_gradients(model, 0.5)
@@ -214,7 +227,7 @@ def rows(samples: int, world: int) -> list[Row]:
             Row(case.name, subject, "waits", statistics.median(shares[case]), "ratio",
                 limit / mine, shares[case]),
         ]  # fmt: skip
-        print(f"{case.name:<28} {subject:<8} {found[-3].value:8,.0f} tokens/s   efficiency "
+        print(f"{case.name:<50} {subject:<8} {found[-3].value:8,.0f} tokens/s   efficiency "
               f"{alone / mine:5.2f}   {limit / mine:5.2f} of as many alone   waits "
               f"{found[-1].value:4.0%}")  # fmt: skip
     return found

@@ -53,8 +53,9 @@ def apply_fsdp(
             ``compute_dtype`` or ``offload`` asks for FSDP.
         blocks: submodules whose parameters are gathered together, in the order of the forward;
             parameters in no block are gathered with ``model`` itself.
-        reshard_after_forward: free gathered parameters between forward and backward (ZeRO-3), or
-            keep gathered parameters until the backward (ZeRO-2).
+        reshard_after_forward: free gathered parameters after each forward and each backward
+            (ZeRO-3), or gather parameters once a step and keep them until the backward that
+            :func:`set_gradient_sync` calls the last (ZeRO-2).
         compute_dtype: dtype of gathered parameters and of the computation; None for the
             parameters' own. Stored parameters keep their dtype, and gradients are summed in
             float32. Routers are excluded: a rounded logit can change which experts are chosen.
@@ -143,6 +144,7 @@ def apply_fsdp(
     # nn.Module.__setattr__ is passed by: the attributes are neither modules nor parameters.
     model.__dict__[_REPLICAS] = replicas
     model.__dict__[_SUMS] = sums
+    model.__dict__[_KEEPS_GATHERED] = not reshard_after_forward
     if prefetch:
         _set_prefetch(blocks, prefetch)
     return model
@@ -203,6 +205,7 @@ def _set_prefetch(blocks: Sequence[nn.Module], ahead: int) -> None:
 
 _REPLICAS = "_convoy_replica_sum"
 _SUMS = "_convoy_shard_sums"
+_KEEPS_GATHERED = "_convoy_keeps_gathered"
 
 Seen = Callable[[Tensor], None]
 """Gets gradients that are about to be summed, and must not change or keep them."""
@@ -357,7 +360,8 @@ class _ReduceScatter(_Allocate):
 
 
 def set_gradient_sync(model: nn.Module, *, sync: bool, last: bool) -> None:
-    """Set which reductions FSDP does with the gradients of the next backward.
+    """Set which reductions FSDP does with the gradients of the next backward, and, in a model that
+    keeps gathered parameters, that the step's last backward frees them.
 
     Args:
         model: the model, after :func:`apply_fsdp`; a model without FSDP is not changed.
@@ -366,6 +370,8 @@ def set_gradient_sync(model: nn.Module, *, sync: bool, last: bool) -> None:
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(sync or last)
+        if model.__dict__.get(_KEEPS_GATHERED):
+            model.set_reshard_after_backward(last)
         replicas = model.__dict__.get(_REPLICAS)
         if replicas is not None:
             replicas.expect(last)
@@ -391,7 +397,8 @@ def finish_backward(model: nn.Module, *, sync: bool, last: bool) -> None:
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Free the parameters that a forward without a backward has left gathered.
+    """Free the parameters that a forward without a backward, or a step that was given up, has left
+    gathered.
 
     Until then ``model.parameters()`` are the gathered parameters, not the local shards that the
     optimizer updates and a checkpoint stores.

@@ -312,17 +312,11 @@ def _data_parallel(work: Work, place: int, cluster: Cluster) -> tuple[float, flo
 
     reduce = gather(program.gradient_bytes)
     once = reduce_seconds(n.stored * program.gradient_bytes, t.dp_replicate, t.fsdp_tp, cluster)
-    each = 0.0
-    if work.zero_stage == 1:
-        once += reduce
-        if program.keeps_parameters:
-            once += gather(size)
-        else:
-            each += gather(size)
-    else:
-        gathers = 2 if work.zero_stage == 3 else 1
-        each += reduce + gathers * gather(size)
-    return each, once
+    each = 0.0 if work.zero_stage == 1 else reduce
+    once += reduce - each
+    if work.zero_stage < 3:  # what is gathered stays for the whole step
+        return each, once + gather(size)
+    return each + 2 * gather(size), once
 
 
 def _optimizer(work: Work, place: int, cluster: Cluster) -> float:

@@ -38,8 +38,6 @@ class Program:
     of two micro-batches are computed at once (DualPipe)."""
     hides_stages: bool = False
     """Activations travel between stages during computation."""
-    keeps_parameters: bool = False
-    """With ZeRO-1, gathered parameters stay for the whole step."""
     sends_once_per_node: bool = False
     """A token crosses to a node once, however many of its experts are there (``hierarchical``)."""
     communication_units: int = 0

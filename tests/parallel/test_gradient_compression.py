@@ -13,6 +13,7 @@ from parallel import (
     ParallelDims,
     Topology,
     apply_fsdp,
+    free_gathered,
     gradient_compression,
     local_shard,
     monitor_collectives,
@@ -158,23 +159,48 @@ def test_copies_are_summed_once_a_step(reshard, sync):
             torch.testing.assert_close(whole[name], parameter.grad, rtol=1e-5, atol=1e-5)
         assert counts[CollectiveKind("all_reduce", "dp")] == 2
         assert counts[CollectiveKind("reduce_scatter", "dp")] == (6 if sync else 2)
-        assert counts[CollectiveKind("all_gather", "dp")] > 2 or not reshard
+        # Of two layers: each forward and each backward, or once.
+        assert counts[CollectiveKind("all_gather", "dp")] == (12 if reshard else 2)
 
 
-def sometimes_used(rank: int) -> list[dict[str, torch.Tensor]]:
+def sometimes_used(rank: int, reshard: bool) -> list[dict[str, torch.Tensor]]:
     """Two steps of two micro-batches; one layer is used in each step's first alone."""
     torch.manual_seed(0)
     model = TwoLayers()
-    dims = ParallelDims.build(Topology(dp_replicate=2), "cpu")
-    apply_fsdp(model, dims, blocks=[model.always, model.first])
+    dims = ParallelDims.build(Topology(dp_replicate=2, dp_shard=2), "cpu")
+    apply_fsdp(model, dims, blocks=[model.always, model.first], reshard_after_forward=reshard)
     found = []
     for step in range(2):
         model.zero_grad()
         for turn in range(2):
             set_gradient_sync(model, sync=True, last=turn == 1)
             model(inputs(rank, 2 * step + turn), turn == 0).square().sum().backward()
+        assert all(local_shard(p).numel() < p.numel() for p in model.parameters())
         found.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
     return found
+
+
+def given_up(rank: int) -> list[float]:
+    """Losses before and after other values, in the middle of a step that is given up."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+    dims = ParallelDims.build(Topology(dp_shard=2), "cpu")
+    apply_fsdp(model, dims, blocks=list(model), reshard_after_forward=False)
+    losses = []
+    for value in (0.5, 0.25):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                local_shard(parameter).fill_(value)
+        set_gradient_sync(model, sync=True, last=False)
+        loss = model(torch.ones(3, 6)).mean()
+        loss.backward()
+        losses.append(loss.item())
+        free_gathered(model)
+    return losses
+
+
+def test_a_step_that_is_given_up_keeps_no_gathered_parameters():
+    for losses in run_ranks(given_up, 2):
+        assert losses == pytest.approx([(6 * 0.5 + 0.5) * 0.5 * 5 + 0.5, 1.75 * 0.25 * 5 + 0.25])
 
 
 class TwoLayers(nn.Module):
@@ -187,13 +213,14 @@ class TwoLayers(nn.Module):
         return self.first(x) if both else x
 
 
-def test_what_the_last_micro_batch_does_not_use_is_summed_all_the_same():
+@pytest.mark.parametrize("reshard", [True, False])
+def test_what_the_last_micro_batch_does_not_use_is_summed_all_the_same(reshard):
     torch.manual_seed(0)
     model = TwoLayers()
-    results = run_ranks(sometimes_used, 2)
+    results = run_ranks(sometimes_used, 4, reshard)
     for step in range(2):
         model.zero_grad()
-        for rank in range(2):
+        for rank in range(4):
             for turn in range(2):
                 model(inputs(rank, 2 * step + turn), turn == 0).square().sum().backward()
         for found in results:
