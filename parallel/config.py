@@ -11,7 +11,7 @@ from parallel.gradient_compression import GradientCompression
 from parallel.layout import Topology
 from parallel.recompute import Recompute
 
-_MODEL = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+_MODEL = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class PipelineSchedule(StrEnum):

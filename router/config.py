@@ -12,9 +12,7 @@ ScoreFunc = Literal["softmax", "sigmoid"]
 Routing = Literal["top_k", "expert_choice", "sinkhorn", "force_load_balance"]
 DropPolicy = Literal["reroute", "probs", "position"]
 
-_MODEL = ConfigDict(
-    frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-)
+_MODEL = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class DroplessConfig(BaseModel, metaclass=OneLineErrors):

@@ -25,9 +25,7 @@ from ckpt.store import Location, Store, open_store
 class Retention(BaseModel):
     """The rules of retention; a checkpoint is kept where any of the rules keeps it."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     keep: int = Field(default=2, ge=1)
     """The number of newest checkpoints that are kept."""

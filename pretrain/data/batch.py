@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-_MODEL = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+_MODEL = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class BatchSizeRampup(BaseModel):

@@ -11,9 +11,7 @@ from pretrain.data.location import is_remote
 from pretrain.data.weights import whole_weights
 
 END_OF_DOCUMENT = "<|endoftext|>"
-_MODEL = ConfigDict(
-    frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-)
+_MODEL = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class SourceConfig(BaseModel):

@@ -10,9 +10,7 @@ class FilterConfig(BaseModel):
     default. The rules are those of Rae et al. (arXiv 2112.11446, appendix A.1.1), with thresholds
     by choice."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     min_characters: int = Field(default=0, ge=0)
     """Shorter texts are left out."""

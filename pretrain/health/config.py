@@ -7,9 +7,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-_MODEL = ConfigDict(
-    frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-)
+_MODEL = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 ActionName = Literal[
     "report", "lower_lr", "skip", "skip+lower_lr", "go_back", "go_back+lower_lr", "stop"

@@ -29,9 +29,7 @@ class VerifyConfig(BaseModel):
     numbers, and ``on_mismatch`` says what is done about them.
     """
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     parameters_interval_steps: Literal["save"] | int = "save"
     """Steps between two comparisons of parameters and moments among replicas. ``save`` compares

@@ -27,9 +27,7 @@ GAIN_STEPS = 8
 class StragglersConfig(BaseModel):
     """The ``[stragglers]`` section: ranks that are slow as a whole, in all of their computation."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     rebalance: bool = False
     """Give a slow rank fewer micro-batches of the global batch, where that makes the step shorter.

@@ -29,9 +29,7 @@ _LATENT_NORM_EPS = 1e-6
 class AttentionConfig(BaseModel):
     """The attention fields of the ``[model]`` section."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     d_model: int = Field(ge=1)
     """The size of the residual stream."""

@@ -16,9 +16,7 @@ class YarnConfig(BaseModel):
     YaRN (Peng et al., arXiv 2309.00071, section 3), with the magnitudes of DeepSeek-V3's code.
     """
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     factor: float = Field(ge=1)
     """The new sequence length as a multiple of ``original_seq_len``."""

@@ -37,9 +37,7 @@ class OptimizerFields(BaseModel):
     """The fields of every kind of optimizer. A kind is a subclass with a ``kind`` of its own, the
     class variables below and :meth:`build`; :mod:`pretrain.optim.registry` lists the kinds."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     matrix_moments: ClassVar[tuple[str, ...]]
     """What is kept in the shape of a hidden matrix, see :func:`pretrain.model.is_hidden_matrix`."""

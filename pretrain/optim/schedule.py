@@ -11,9 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 class ScheduleConfig(BaseModel):
     """The ``[schedule]`` section: the learning rate over the steps."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """How the learning rate falls after the warm-up. ``cosine``: along half a cosine (Loshchilov

@@ -12,9 +12,7 @@ failed node's place."""
 Detection = Literal["crash", "hang", "silent"]
 """How a failure shows: a process ends, a collective does not end, or numbers are wrong."""
 
-CONFIG = ConfigDict(
-    frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-)
+CONFIG = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Cause(BaseModel):

@@ -8,9 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ckpt.lifecycle import Retention
 
-_MODEL = ConfigDict(
-    frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-)
+_MODEL = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class InitConfig(BaseModel):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-_MODEL = ConfigDict(
-    frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-)
+_MODEL = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class DetectionConfig(BaseModel):

@@ -31,9 +31,7 @@ class FaultConfig(BaseModel):
     ``garbage_tokens``: the rank's tokens of the step are random.
     """
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     kind: FaultKind
     """What happens."""

@@ -11,9 +11,7 @@ class PlanConfig(BaseModel):
     """The ``[plan]`` section: the layout that ``convoy plan`` finds, in the place of one that a
     person chooses."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     auto: bool = False
     """Each start plans the layout for its ranks, prints it, and trains with it. The degrees of

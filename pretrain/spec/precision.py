@@ -13,9 +13,7 @@ _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 class PrecisionConfig(BaseModel):
     """The ``[precision]`` section: mixed precision (Micikevicius et al., arXiv 1710.03740)."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     compute: Literal["float32", "bfloat16", "float16"] = "float32"
     """The dtype of GEMMs and of what ranks exchange; ``fp32``, ``bf16`` and ``fp16`` are accepted

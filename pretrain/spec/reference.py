@@ -5,11 +5,15 @@ python -m pretrain.spec.reference > docs/spec.md
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import re
+import textwrap
 import types
 from enum import Enum
+from functools import cache
+from itertools import pairwise
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
@@ -55,7 +59,7 @@ def _section(
         if models_in(field.annotation):
             tables.append((name, field))
         if not (models_in(field.annotation) and own):
-            rows.append(_row(name, field))
+            rows.append(_row(model, name, field))
     if rows:
         lines += ["| field | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""]
     for name, field in tables:
@@ -66,20 +70,43 @@ def _section(
             inner += ".NAME" if origin is dict else ""
             _section(variants[0], inner, lines, repeated=origin is list)
         else:
-            _union(variants, inner, field, lines)
+            _union(variants, inner, field, docstrings_of_fields(model)[name], lines)
 
 
-def _union(variants: list[type[BaseModel]], path: str, field: FieldInfo, lines: list[str]) -> None:
-    lines += [f"## `[{path}]`", "", _prose(field.description or ""), ""]
+def _union(
+    variants: list[type[BaseModel]], path: str, field: FieldInfo, about: str, lines: list[str]
+) -> None:
+    lines += [f"## `[{path}]`", "", _prose(about), ""]
     tag = tag_of(field)
     for variant in variants:
         lines += [f'### `{tag} = "{variant.model_fields[tag].default}"`', "", _about(variant), ""]
-        rows = [_row(n, f) for n, f in variant.model_fields.items() if n != tag]
+        rows = [_row(variant, n, f) for n, f in variant.model_fields.items() if n != tag]
         lines += ["| field | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""]
 
 
-def _row(name: str, field: FieldInfo) -> str:
-    cells = (f"`{name}`", _type(field), _default(field), _prose(field.description or ""))
+@cache
+def docstrings_of_fields(model: type[BaseModel]) -> dict[str, str]:
+    """The string behind each field of a model, by the field's name.
+
+    pydantic can read these strings where a class is made (``use_attribute_docstrings``): then every
+    start of a run would read and parse the source of all models.
+    """
+    found: dict[str, str] = {}
+    for each in reversed(model.__mro__):
+        if issubclass(each, BaseModel) and each is not BaseModel:
+            (made,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+            assert isinstance(made, ast.ClassDef)
+            for field, behind in pairwise(made.body):
+                if isinstance(field, ast.AnnAssign) and isinstance(behind, ast.Expr):
+                    assert isinstance(field.target, ast.Name)
+                    assert isinstance(behind.value, ast.Constant)
+                    found[field.target.id] = inspect.cleandoc(str(behind.value.value))
+    return found
+
+
+def _row(model: type[BaseModel], name: str, field: FieldInfo) -> str:
+    about = docstrings_of_fields(model).get(name, "")
+    cells = (f"`{name}`", _type(field), _default(field), _prose(about))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -21,9 +21,7 @@ from pretrain.spec.plan import PlanConfig
 from pretrain.spec.precision import PrecisionConfig
 from pretrain.spec.train import EvalConfig, TrainConfig
 
-_MODEL = ConfigDict(
-    frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-)
+_MODEL = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class MetricsConfig(BaseModel):
