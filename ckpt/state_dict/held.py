@@ -41,6 +41,7 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
+        self._meshes: dict[Any, RankMesh] = {}
         if group is None and not (dist.is_available() and dist.is_initialized()):
             self.rank, self.members = 0, [0]
             return
@@ -53,6 +54,20 @@ class Ranks:
     def world(self) -> int:
         """The number of ranks."""
         return len(self.members)
+
+    def mesh(self, device_mesh: Any) -> RankMesh:
+        """A DeviceMesh with the ranks' numbers in this group; made once for all its tensors, as
+        PyTorch lays the ranks out anew whenever it is asked. Raises ValueError where the group
+        lacks some of the ranks."""
+        found = self._meshes.get(device_mesh)
+        if found is None:
+            grid, numbers = device_mesh.mesh, {m: rank for rank, m in enumerate(self.members)}
+            every = grid.reshape(-1).tolist()
+            if not set(every) <= numbers.keys():
+                raise ValueError(f"on ranks {every}: all of them must be in process_group")
+            found = RankMesh(tuple(grid.shape), tuple(numbers[rank] for rank in every))
+            self._meshes[device_mesh] = found
+        return found
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, on each of them."""
@@ -162,12 +177,10 @@ def _describe_dtensor(path: Path, tensor: Any, dtype: str, ranks: Ranks) -> Held
                 f"{where(path)} has the placement {placement}: its parts are not yet summed; "
                 f"redistribute() the tensor first"
             )
-    every = tensor.device_mesh.mesh.reshape(-1).tolist()
-    if not set(every) <= set(ranks.members):
-        raise CheckpointError(
-            f"{where(path)} is on ranks {every}: all of them must be in process_group"
-        )
-    layout = layout_of(tensor, ranks)
+    try:
+        layout = layout_of(tensor, ranks)
+    except ValueError as error:
+        raise CheckpointError(f"{where(path)} is {error}") from None
     slot, found = layout.slot(ranks.rank), tuple(shard_of(tensor).shape)
     expected = (0,) if slot is None else layout.local_shape(slot)
     if found != expected and not (0 in expected and 0 in found):
@@ -179,7 +192,8 @@ def _describe_dtensor(path: Path, tensor: Any, dtype: str, ranks: Ranks) -> Held
 
 
 def layout_of(tensor: Any, ranks: Ranks) -> MeshLayout:
-    """The layout of a DTensor, with the ranks' numbers in ``ranks``."""
+    """The layout of a DTensor, with the ranks' numbers in ``ranks``. Raises ValueError as
+    :meth:`Ranks.mesh`."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -189,10 +203,7 @@ def layout_of(tensor: Any, ranks: Ranks) -> MeshLayout:
             placements.append((placement.dim, int(placement.split_factor)))
         else:
             placements.append(None if isinstance(placement, Replicate) else placement.dim)
-    grid = tensor.device_mesh.mesh
-    numbers = {member: rank for rank, member in enumerate(ranks.members)}
-    mesh = RankMesh(tuple(grid.shape), tuple(numbers[rank] for rank in grid.reshape(-1).tolist()))
-    return MeshLayout(tuple(tensor.shape), mesh, tuple(placements))
+    return MeshLayout(tuple(tensor.shape), ranks.mesh(tensor.device_mesh), tuple(placements))
 
 
 @dataclass(frozen=True)
