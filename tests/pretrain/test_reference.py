@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pretrain.spec.job import JobSpec
 from pretrain.spec.read import models_in
-from pretrain.spec.reference import spec_reference
+from pretrain.spec.reference import docstrings_of_fields, spec_reference
 
 DOC = Path(__file__).parents[2] / "docs/spec.md"
 
@@ -18,7 +18,7 @@ def test_the_reference_is_current():
 def test_every_field_says_what_it_means():
     def silent(model, path):
         for name, field in model.model_fields.items():
-            if not field.description:
+            if not docstrings_of_fields(model).get(name):
                 yield f"{path}{name}"
             for inner in models_in(field.annotation):
                 yield from silent(inner, f"{path}{name}.")
