@@ -14,8 +14,7 @@ order, so the same call with the same number of threads gives the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -24,14 +23,13 @@ from torch import Tensor
 from moe.activation import ACTIVATIONS, Activation, ActivationName
 from moe.rows import Rows
 from moe.weights import ExpertWeights
+from moe.workers import num_workers, run_workers
 from parallel.host_buffers import empty_like, new_empty, zeros_like
 
 BLOCK_ROWS = 1024
-_MOST_WORKERS = 8  # each has a [S, D] of its own
 _ROWS_OF_AN_EXPERT = 32
 """What reading an expert's weights and writing their gradients costs, in rows; of any size, since
 both grow as D·F."""
-_WORTH_A_WORKER = 1 << 26  # multiplications in a product, below which a thread costs more
 
 
 class Block(NamedTuple):
@@ -70,37 +68,6 @@ def _shares(counts: Sequence[int], workers: int) -> list[list[Block]]:
                 rows = slice(a, min(a + BLOCK_ROWS, last))
                 shares[worker].append(Block(expert, rows, more=a > first))
     return shares
-
-
-def _run(work: Callable[[int], None], workers: int, one_thread: bool = False) -> None:
-    """``work(w)`` for every worker, side by side, each with its part of the threads, or each with
-    one."""
-    threads, inference = torch.get_num_threads(), torch.is_inference_mode_enabled()
-    if workers == 1 and (threads == 1 or not one_thread):
-        work(0)
-        return
-
-    def alone(worker: int) -> None:
-        # Of this thread alone; but threads that are yet to start take the last one's number.
-        torch.set_num_threads(1 if one_thread else max(threads // workers, 1))
-        with torch.inference_mode(inference), torch.no_grad():
-            work(worker)
-
-    try:
-        with ThreadPoolExecutor(max(workers - 1, 1)) as pool:
-            others = [pool.submit(alone, w) for w in range(1, workers)]
-            alone(0)
-            for other in others:
-                other.result()
-    finally:
-        torch.set_num_threads(threads)
-
-
-def num_workers(rows: int, d_model: int, d_ff: int) -> int:
-    """Into how many runs of blocks the work is cut; 1 where it is small."""
-    if rows * d_model * d_ff < _WORTH_A_WORKER:
-        return 1
-    return min(torch.get_num_threads(), _MOST_WORKERS)
 
 
 def _kept_in(whole_GRF: Tensor, shares: Sequence[Sequence[Block]]) -> list[list[Tensor]]:
@@ -151,7 +118,7 @@ def run_forward(
                 y.addr_(weight, w.b_down)
             sums[worker].index_add_(0, source, y)
 
-    _run(work, len(shares), by_unit)
+    run_workers(work, len(shares), by_unit)
     return _add_up(sums), [products for share in kept for products in share]
 
 
@@ -218,7 +185,7 @@ def run_backward(
             if block.last:
                 grads.end_unit(worker, block.expert)
 
-    _run(work, len(shares), grads.one_thread)
+    run_workers(work, len(shares), grads.one_thread)
     return _add_up(sums), dweights_R
 
 

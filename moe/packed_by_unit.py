@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from moe.activation import ACTIVATIONS, ActivationName
-from moe.packed import BLOCK_ROWS, Block, num_workers, run_backward, run_forward
+from moe.packed import BLOCK_ROWS, Block, run_backward, run_forward
 from moe.rows import Rows
 from moe.weights import ExpertWeights
+from moe.workers import num_workers
 from parallel.unit_sums import UnitSums
 
 

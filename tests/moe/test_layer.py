@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from moe import GroupedExperts, MoEConfig, MoELayer, packed
+from moe import GroupedExperts, MoEConfig, MoELayer, packed, workers
 from tests.support import oracle
 
 D, F, E, K = 16, 24, 6, 2
@@ -197,7 +197,7 @@ def test_other_dtypes_are_the_plain_path_in_double(backend, dtype):
 def test_threads_share_the_rows_without_changing_the_sums(monkeypatch, threads, skew):
     # Blocks and shares end inside experts, so that gradients of one expert come from two threads.
     monkeypatch.setattr(packed, "BLOCK_ROWS", 7)
-    monkeypatch.setattr(packed, "_WORTH_A_WORKER", 0)
+    monkeypatch.setattr(workers, "_WORTH_A_WORKER", 0)
     experts = some_experts("swiglu", bias=True)
     counts = {"even": [20, 11, 0, 9, 30, 3], "one expert": [0, 0, 73, 0, 0, 0],
               "few rows": [0, 1, 0, 0, 0, 1]}[skew]  # fmt: skip
@@ -223,7 +223,7 @@ def test_threads_share_the_rows_without_changing_the_sums(monkeypatch, threads, 
 
 
 def test_threads_work_in_inference_mode(monkeypatch):
-    monkeypatch.setattr(packed, "_WORTH_A_WORKER", 0)
+    monkeypatch.setattr(workers, "_WORTH_A_WORKER", 0)
     layer, x, before = make_layer(), torch.randn(40, D), torch.get_num_threads()
     expected = layer(x).hidden
     try:
@@ -232,15 +232,6 @@ def test_threads_work_in_inference_mode(monkeypatch):
             close(layer(x).hidden, expected)
     finally:
         torch.set_num_threads(before)
-
-
-def test_a_failure_in_a_thread_is_the_callers(monkeypatch):
-    def work(worker: int) -> None:
-        if worker == 1:
-            raise MemoryError("no room")
-
-    with pytest.raises(MemoryError):
-        packed._run(work, 2)
 
 
 @pytest.mark.parametrize("backend", ["grouped_mm", "packed"])
