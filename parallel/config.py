@@ -67,8 +67,8 @@ class MemoryConfig(BaseModel):
     zero_stage: Literal[1, 2, 3] = 3
     """What each rank keeps only a shard of between uses: 1 the optimizer state; 2 gradients too; 3
     parameters too (ZeRO, Rajbhandari et al., arXiv 1910.02054, section 5). With 1 and 2, parameters
-    are gathered once a step, and with 3 twice a micro-batch. With 1, gradients are reduced once a
-    step, and otherwise once a micro-batch."""
+    are gathered once a step, and with 3 each layer's twice a micro-batch. With 1, gradients are
+    reduced once a step, and otherwise once a micro-batch."""
     prefetch: int = Field(default=0, ge=0)
     """The number of layers ahead whose parameters are all-gathered; 0 leaves the choice to FSDP."""
     offload_optimizer: bool = False

@@ -397,11 +397,12 @@ def finish_backward(model: nn.Module, *, sync: bool, last: bool) -> None:
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Free the parameters that a forward without a backward, or a step that was given up, has left
-    gathered.
+    """Free the parameters that a forward without a backward, or a step that ends before its last
+    backward, has left gathered.
 
     Until then ``model.parameters()`` are the gathered parameters, not the local shards that the
-    optimizer updates and a checkpoint stores.
+    optimizer updates and a checkpoint stores. After an error inside a forward or a backward call
+    ``model.reset_iter_state()`` of FSDP instead, which also forgets what that pass had begun.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

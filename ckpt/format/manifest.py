@@ -7,7 +7,7 @@
     ROOT/objects/SAVE_ID/zarr.json                a zarr v3 group ...
     ROOT/objects/SAVE_ID/model/embed/weight/      ... of stacked arrays
         zarr.json
-        c/0/0                                     one object: a zarr shard, one writer
+        c.0.0                                     one object: a zarr shard, one writer
 
 Everything under a save id is immutable. The manifest lists every object with its length and a
 checksum, in row-major order of each array's grid: a missing object is an error, and is never read

@@ -63,8 +63,8 @@ def record_under(name: str, array: SourceArray, topology: Topology) -> ArrayReco
 class CheckpointTarget:
     """A :class:`ckpt.rewrite.Target`: a checkpoint for ``topology``; each object is a part.
 
-    The save id follows from the source and the topology: after a kill the same call finds what was
-    written. The journal is in the save's pending folder.
+    The save id follows from the source, the topology and the format's version: after a kill the
+    same call finds what was written. The journal is in the save's pending folder.
 
     The small tensors of a state dict share packs, as in any save of one.
 
@@ -83,7 +83,8 @@ class CheckpointTarget:
             record_under(name, array, topology) for name, array in source.arrays.items()
         ]
         told = source.info
-        made = hashlib.sha256(f"{told.identity} {topology}".encode()).hexdigest()[:12]
+        version = Manifest.model_fields["format_version"].default
+        made = hashlib.sha256(f"{told.identity} {topology} {version}".encode()).hexdigest()[:12]
         self.info = SaveInfo(
             save_id=f"{told.step:08d}-reshard-{made}",
             step=told.step,

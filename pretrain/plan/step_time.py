@@ -237,10 +237,11 @@ def _of_place(work: Work, place: int, cluster: Cluster) -> StepTime:
     # Ranks of a CPU compute and communicate on one core: neither hides the other.
     if program.hides_data_parallel and chip.kernels != "cpu":
         each = max(0.0, fsdp - compute)
-        # What is reduced once waits for a stage's last backward; the stages of a rank end one
-        # after another, so that only the last one's reduction has nothing left to hide behind.
+        # What is sent once a step is sent beside the first forward and the last backward of a
+        # stage, and hides behind the computation which the micro-batch's own collectives leave.
+        # The stages of a rank begin and end one after another, so that each has such a time.
         spread = min(m, t.pp) if t.pp > 1 and work.stages_per_rank > 1 else 1
-        once = max(0.0, once - compute * spread)
+        once = max(0.0, once - max(0.0, compute - fsdp) * spread)
     else:
         each = fsdp
     part = {name: seconds * m for name, seconds in part.items()}

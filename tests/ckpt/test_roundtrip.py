@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +10,10 @@ import pytest
 import tensorstore
 import torch
 import zarr
-from crc32c import crc32c
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt.format.array import dump
 from ckpt.format.chunk_grid import CHUNK_BYTES, SHARD_BYTES, storage_grid
 from ckpt.format.dtypes import STORAGE_DTYPES
 from ckpt.format.shard_layout import ObjectLayout
@@ -32,6 +29,7 @@ from tests.support.checkpoints import (
     manifest_file,
     memory_folder,
     objects_folder,
+    save_version_3,
     save_with_threads,
 )
 
@@ -171,23 +169,8 @@ def test_other_readers_see_the_same_numbers(tmp_path, reader):
 
 
 def test_a_checkpoint_of_format_version_3_is_read_and_rewritten(tmp_path, monkeypatch):
-    # Version 3 had a folder for each coordinate of an object's key, and no field for it.
-    record = ckpt.ArraySpec.record
-    monkeypatch.setattr(
-        ckpt.ArraySpec,
-        "record",
-        lambda *given: record(*given).model_copy(update={"separator": "/"}),
-    )
     old, new, before = tmp_path / "old", tmp_path / "new", Topology(dp_shard=2, ep=2)
-    save_with_threads(old, 7, before)
-    monkeypatch.undo()
-    path = manifest_file(old, 7)
-    content = json.loads(path.read_bytes())["manifest"] | {"format_version": 3}
-    for array in content["arrays"]:
-        assert array.pop("separator") == "/"
-    body = dump(content)
-    path.write_bytes(b'{"crc32c":%d,"manifest":%s}\n' % (crc32c(body), body))
-
+    save_version_3(old, 7, before, monkeypatch)
     manifest = ckpt.read_manifest(old)
     folder = objects_folder(old, manifest.save_id)
     assert (folder / "model/embed/weight/c/0/0").is_file()

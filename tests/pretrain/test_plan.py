@@ -333,6 +333,19 @@ def test_parts_of_a_step_add_up_and_go_the_right_way():
     )
 
 
+def test_computation_hides_what_is_sent_once_a_step_and_once_a_micro_batch_once():
+    # With one micro-batch, ZeRO-1 and ZeRO-2 send equal bytes at equal times.
+    cluster = load_cluster("h100")
+
+    def exposed(zero, sequences):
+        work = make(Topology(dp_shard=512), zero_stage=zero)
+        work = work.with_(global_batch_size=sequences)
+        return step_time(work, cluster).data_parallel
+
+    assert 0 < exposed(1, 512) == pytest.approx(exposed(2, 512))
+    assert exposed(1, 2048) < exposed(2, 2048) < exposed(3, 2048)
+
+
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_no_layout_is_faster_than_its_bound(zero):
     # The search leaves out what its bound rules out; the bound is also not far below.
