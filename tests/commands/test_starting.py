@@ -37,9 +37,11 @@ def convoy(tmp_path_factory) -> Path:
     return path
 
 
-def run(command: list[str | Path], cwd: Path = ROOT) -> subprocess.CompletedProcess:
+def run(
+    command: list[str | Path], cwd: Path = ROOT, env: dict[str, str] = ENVIRONMENT
+) -> subprocess.CompletedProcess:
     return subprocess.run(
-        list(map(str, command)), cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True,
+        list(map(str, command)), cwd=cwd, env=env, capture_output=True, text=True,
         timeout=120,
     )  # fmt: skip
 
@@ -83,6 +85,24 @@ def test_help_and_wrong_words_need_no_heavy_package():
     )
     result = run([sys.executable, "-c", code])
     assert result.stderr.splitlines()[-1] == "set()", result.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_openmp_is_told_how_long_to_spin_before_pytorch_is_there(given, expected):
+    code = (
+        "import os, sys\n"
+        "from pretrain.commands import main\n"
+        "sys.argv = ['convoy', '--version']\n"
+        "main()\n"
+        "print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)\n"
+    )
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    clean = {name: value for name, value in ENVIRONMENT.items() if name not in names}
+    result = run([sys.executable, "-c", code], env=clean | given)
+    assert result.stdout.splitlines()[-1] == f"{expected} False", result.stderr
 
 
 def test_choices_that_are_written_out_are_those_of_the_library():
