@@ -58,20 +58,22 @@ class Case:
     zero: int = 3
     sequences: int = 2
     """Of a micro-batch."""
+    schedule: str = "1f1b"
 
     @property
     def name(self) -> str:
         """For the table."""
         zero = "" if self.zero == 3 else f", zero_stage={self.zero}"
         batch = "" if self.sequences == 2 else f", {self.sequences} sequences a micro-batch"
-        name = f"{self.ranks} ranks {self.layout or 'apart'}{zero}{batch}"
+        how = "" if self.schedule == "1f1b" else f", {self.schedule}"
+        name = f"{self.ranks} ranks {self.layout or 'apart'}{zero}{batch}{how}"
         return name if self.ranks > 1 else "1 rank"
 
 
 CASES = [
     Case(1, None),
     Case(2, None), Case(2, "dp_shard=2"), Case(2, "dp_shard=2,ep=2"), Case(2, "dp_replicate=2"),
-    Case(2, "pp=2"), Case(2, "tp=2"), Case(2, "cp=2"),
+    Case(2, "pp=2"), Case(2, "pp=2", schedule="zbv"), Case(2, "tp=2"), Case(2, "cp=2"),
     Case(2, "dp_shard=2", 1), Case(2, "dp_shard=2,ep=2", 1),
     Case(2, "tp=2", 3, 4), Case(2, "cp=2", 3, 4), Case(2, "tp=2", 1, 4), Case(2, "cp=2", 1, 4),
     Case(4, None), Case(4, "dp_shard=4"), Case(4, "dp_shard=4,ep=4"),
@@ -98,10 +100,11 @@ def rank_main(case: Case, rank: int, port: int, orders: Connection) -> None:
     else:
         _join(rank, case.ranks, port)
     topology = parse_topology(case.layout or "dp_shard=1")
-    parallel, dims = (
-        ParallelConfig.model_validate(topology.as_dict() | {"memory": {"zero_stage": case.zero}}),
-        ParallelDims.build(topology, "cpu"),
-    )
+    options: dict[str, object] = {"memory": {"zero_stage": case.zero}}
+    if case.schedule != "1f1b":
+        options["pipeline"] = {"schedule": case.schedule, "stages_per_rank": 2}
+    parallel = ParallelConfig.model_validate(topology.as_dict() | options)
+    dims = ParallelDims.build(topology, "cpu")
     parallel_model = parallelize(MODEL, MOE, parallel=parallel, dims=dims, seq_len=S)
     model = parallel_model.local_model
     for stage in parallel_model.stages.values():
