@@ -12,15 +12,17 @@ import mmap
 import threading
 import weakref
 from bisect import bisect_left, insort
+from collections import deque
 from math import prod
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
 LEAST_BYTES = 1 << 20
 """Smaller tensors are left to PyTorch: glibc keeps their memory by itself."""
-MOST_IDLE_BYTES = 1 << 30
-"""What is kept at most while no tensor holds it; the rest goes back to the system."""
+MOST_IDLE_BYTES = 2 << 30
+"""What is kept at most while no tensor holds it; what was given back first goes to the system."""
 _PAGE = 2 << 20  # a huge page, which the system clears and maps at once
 
 
@@ -28,9 +30,11 @@ class HostBuffers:
     """Memory for large tensors of the host; any thread may use it."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a collection of garbage within the lock may give back
+        self._lock = threading.Lock()
+        self._returned: deque[mmap.mmap] = deque()
+        """Given back, and not yet among the idle."""
         self._idle: list[tuple[int, int, mmap.mmap]] = []
-        """Sorted by size; the number in between makes the order total."""
+        """Sorted by size; the number in between is that of the giving back."""
         self._number = 0
         self.idle_bytes = 0
 
@@ -54,6 +58,7 @@ class HostBuffers:
 
     def _take(self, size: int) -> mmap.mmap:
         with self._lock:
+            self._settle()
             place = bisect_left(self._idle, (size,))
             # A larger one is taken where little of it is left over.
             if place < len(self._idle) and self._idle[place][0] <= size + size // 4:
@@ -68,16 +73,32 @@ class HostBuffers:
         return memory
 
     def _give_back(self, memory: mmap.mmap) -> None:
-        size = len(memory)
-        with self._lock:
-            if self.idle_bytes + size <= MOST_IDLE_BYTES:
-                self._number += 1
-                insort(self._idle, (size, self._number, memory))
-                self.idle_bytes += size
+        self._returned.append(memory)
+        # A collection of garbage may come here while this thread holds the lock: then whoever holds
+        # the lock next puts the memory in its place.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._settle()
+            finally:
+                self._lock.release()
+
+    def _settle(self) -> None:
+        """Make what was given back ready to be taken; within the lock."""
+        while self._returned:
+            memory = self._returned.popleft()
+            self._number += 1
+            insort(self._idle, (len(memory), self._number, memory))
+            self.idle_bytes += len(memory)
+        # Sizes that nobody asks for any more must not fill the place of those in use.
+        while self.idle_bytes > MOST_IDLE_BYTES:
+            oldest = min(self._idle, key=itemgetter(1))
+            self._idle.remove(oldest)
+            self.idle_bytes -= oldest[0]
 
     def release(self) -> None:
         """Give the memory back to the system that no tensor holds."""
         with self._lock:
+            self._returned.clear()
             self._idle.clear()
             self.idle_bytes = 0
 

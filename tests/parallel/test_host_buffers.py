@@ -59,6 +59,35 @@ def test_idle_memory_is_bounded_and_can_be_released(monkeypatch):
     assert buffers.idle_bytes == 0
 
 
+def test_of_too_much_idle_memory_the_oldest_goes(monkeypatch):
+    monkeypatch.setattr(host_buffers, "MOST_IDLE_BYTES", 8 * MANY)
+    buffers = HostBuffers()
+    first = buffers.empty((MANY,), torch.float32)
+    second = buffers.empty((2 * MANY,), torch.float32)
+    del first
+    place = second.data_ptr()
+    del second  # there is room for this one, and not for both
+    assert buffers.idle_bytes == 8 * MANY
+    assert buffers.empty((2 * MANY,), torch.float32).data_ptr() == place
+
+
+def test_memory_may_be_given_back_while_other_memory_is_taken(monkeypatch):
+    """As by a collection of garbage in the middle of a call."""
+    buffers = HostBuffers()
+    held = [buffers.empty((MANY,), torch.float32)]
+    settle = buffers._settle
+
+    def collect() -> None:
+        held.clear()
+        settle()
+
+    monkeypatch.setattr(buffers, "_settle", collect)
+    taken = buffers.empty((MANY,), torch.float32)
+    assert not held
+    del taken
+    assert buffers.idle_bytes == 4 * MANY
+
+
 def test_a_forked_process_has_copies():
     buffers = HostBuffers()
     held = buffers.empty((2, MANY), torch.float32).fill_(1)
