@@ -13,7 +13,7 @@ from pretrain.plan.failures import (
 
 if TYPE_CHECKING:
     from pretrain.plan.assessment import Assessment, Choice, assess
-    from pretrain.plan.automatic import automatic, spec_with_plan, without_auto
+    from pretrain.plan.auto_layout import automatic, spec_with_plan, without_auto
     from pretrain.plan.calibration import calibrate
     from pretrain.plan.cost import Cost, cost_of
     from pretrain.plan.hardware import Cluster, load_cluster, shipped_clusters
@@ -83,9 +83,9 @@ if not TYPE_CHECKING:  # mypy would otherwise take any name for one of this modu
             "Cluster": "pretrain.plan.hardware",
             "load_cluster": "pretrain.plan.hardware",
             "shipped_clusters": "pretrain.plan.hardware",
-            "automatic": "pretrain.plan.automatic",
-            "spec_with_plan": "pretrain.plan.automatic",
-            "without_auto": "pretrain.plan.automatic",
+            "automatic": "pretrain.plan.auto_layout",
+            "spec_with_plan": "pretrain.plan.auto_layout",
+            "without_auto": "pretrain.plan.auto_layout",
             "calibrate": "pretrain.plan.calibration",
             "Cost": "pretrain.plan.cost",
             "cost_of": "pretrain.plan.cost",
