@@ -311,13 +311,14 @@ def _data_parallel(work: Work, place: int, cluster: Cluster) -> tuple[float, flo
         copies = cluster.chip.stream_seconds(2 * copied * bytes_each)
         return dense + beside + experts + copies
 
-    reduce = gather(program.gradient_bytes)
+    reduced, gathered = gather(program.gradient_bytes), gather(size)
     once = reduce_seconds(n.stored * program.gradient_bytes, t.dp_replicate, t.fsdp_tp, cluster)
-    each = 0.0 if work.zero_stage == 1 else reduce
-    once += reduce - each
-    if work.zero_stage < 3:  # what is gathered stays for the whole step
-        return each, once + gather(size)
-    return each + 2 * gather(size), once
+    if work.zero_stage == 3:
+        return reduced + 2 * gathered, once
+    # What is gathered stays for the whole step.
+    if work.zero_stage == 2:
+        return reduced, once + gathered
+    return 0.0, once + reduced + gathered
 
 
 def _optimizer(work: Work, place: int, cluster: Cluster) -> float:
