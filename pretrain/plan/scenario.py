@@ -16,11 +16,11 @@ from pretrain.plan.published import llama3_causes
 from pretrain.spec import apply_override, read_table
 
 MEASURED_SECONDS_PER_GIB = {
-    "stall": 0.101,
-    "memory durable": 0.444,
-    "memory restore": 0.152,
-    "local durable": 0.964,
-    "local restore": 0.967,
+    "stall": 0.067,
+    "memory durable": 0.87,
+    "memory restore": 0.103,
+    "local durable": 0.676,
+    "local restore": 0.583,
 }
 """Convoy's own seconds for 1 GiB of one rank, from ``bench/results/checkpoint.json``: the stall of
 an asynchronous save, the asynchronous save and the load on tmpfs, and the asynchronous save and the
@@ -108,10 +108,10 @@ class TierConfig(BaseModel):
     save before is left out of the tier."""
     durable_seconds: float | None = Field(default=None, ge=0)
     """Seconds from the end of a save's stall until the tier can restore the save. The default
-    follows from ``policy.state_gib_per_gpu``: a GiB takes 0.444 s in ``memory`` and 0.964 s on a
+    follows from ``policy.state_gib_per_gpu``: a GiB takes 0.87 s in ``memory`` and 0.676 s on a
     ``local`` disk, as measured, and as assumed 1 s to a ``peer`` and 30 s to ``shared``."""
     restore_seconds: float | None = Field(default=None, ge=0)
-    """Seconds to load the state from the tier. A GiB takes 0.152 s from ``memory`` and 0.967 s from
+    """Seconds to load the state from the tier. A GiB takes 0.103 s from ``memory`` and 0.583 s from
     a ``local`` disk, as measured, and as assumed 1 s from a ``peer`` and 30 s from ``shared``."""
     survives: list[Nature] | None = None
     """After failures of which nature the tier still has the whole state. By default ``memory``:
@@ -163,7 +163,7 @@ class PolicyConfig(BaseModel):
     state_gib_per_gpu: float = Field(default=4.0, gt=0, le=1024)
     """GiB of weights and optimizer state that one GPU saves."""
     stall_seconds: float | None = Field(default=None, ge=0)
-    """What training waits for one save; by default the measured 0.101 s for each GiB of
+    """What training waits for one save; by default the measured 0.067 s for each GiB of
     ``state_gib_per_gpu``."""
     tiers: TiersConfig = TiersConfig()
     """The places of checkpoints; ``memory``, ``peer`` and ``shared`` by default."""
