@@ -301,20 +301,23 @@ def _data_parallel(work: Work, place: int, cluster: Cluster) -> tuple[float, flo
     layers = work.layers_of(place)
     moe = sum(work.shape.is_moe(layer) for layer in layers)
 
-    def gather(bytes_each: float) -> float:
+    def gather(bytes_each: float, *, root: bool = True) -> float:
         # A collective for each layer, and one for embedding and head.
-        dense = gather_seconds(n.dense * bytes_each, t.fsdp, t.tp, cluster, 1 + len(layers))
+        parameters = n.dense if root else n.dense - n.root
+        pieces = len(layers) + root
+        dense = gather_seconds(parameters * bytes_each, t.fsdp, t.tp, cluster, pieces)
         beside = gather_seconds(n.beside * bytes_each, t.fsdp_tp, 1, cluster)
         experts = gather_seconds(n.experts * bytes_each, t.efsdp, t.ep, cluster, max(1, moe))
         # FSDP copies what it has gathered, or what it reduces, to or from one buffer.
-        copied = n.dense * (t.fsdp > 1) + n.beside * (t.fsdp_tp > 1) + n.experts * (t.efsdp > 1)
+        copied = parameters * (t.fsdp > 1) + n.beside * (t.fsdp_tp > 1) + n.experts * (t.efsdp > 1)
         copies = cluster.chip.stream_seconds(2 * copied * bytes_each)
         return dense + beside + experts + copies
 
     reduced, gathered = gather(program.gradient_bytes), gather(size)
     once = reduce_seconds(n.stored * program.gradient_bytes, t.dp_replicate, t.fsdp_tp, cluster)
     if work.zero_stage == 3:
-        return reduced + 2 * gathered, once
+        # Layers are gathered again in the backward; embedding and head stay gathered for it.
+        return reduced + gathered + gather(size, root=False), once
     # What is gathered stays for the whole step.
     if work.zero_stage == 2:
         return reduced, once + gathered

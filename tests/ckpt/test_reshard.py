@@ -379,6 +379,17 @@ def test_other_options_are_another_save(tmp_path):
     assert len(ids) == 6
 
 
+def test_another_version_of_the_format_is_another_save(tmp_path, monkeypatch):
+    # What an older Convoy had begun has objects by other names.
+    def save_id() -> str:
+        return CheckpointTarget(many_objects(2), tmp_path / "a", Topology()).info.save_id
+
+    now = save_id()
+    assert now == save_id()
+    monkeypatch.setattr(ckpt.Manifest.model_fields["format_version"], "default", 3)
+    assert now != save_id()
+
+
 def test_a_load_takes_renamed_arrays_and_keeps_missing_ones_only_when_told(tmp_path):
     old = [ckpt.ArraySpec(name, (5, 4), torch.float32, (("fsdp",), ())) for name in ("a/x", "a/y")]
     manifest = save_with_threads(tmp_path, 1, Topology(), old)

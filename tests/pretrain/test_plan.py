@@ -346,6 +346,21 @@ def test_computation_hides_what_is_sent_once_a_step_and_once_a_micro_batch_once(
     assert exposed(1, 2048) < exposed(2, 2048) < exposed(3, 2048)
 
 
+def test_zero_3_gathers_layers_twice_and_embedding_and_head_once():
+    cluster = load_cluster("h100")
+    open_ = Program(hides_data_parallel=False)
+
+    def sent(zero, vocab):
+        shape = ModelShape.of(LATENT.model_copy(update={"vocab_size": vocab}), LATENT_MOE)
+        work = Work(shape, Topology(dp_shard=64), 512, 64, 1, program=open_, zero_stage=zero)
+        return step_time(work, cluster).data_parallel
+
+    # Of one micro-batch: a larger vocabulary costs both stages as much, and each layer more.
+    grows = [sent(zero, 64_000) - sent(zero, 32_000) for zero in (2, 3)]
+    assert 0 < grows[0] == pytest.approx(grows[1])
+    assert sent(3, 32_000) > sent(2, 32_000)
+
+
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_no_layout_is_faster_than_its_bound(zero):
     # The search leaves out what its bound rules out; the bound is also not far below.
