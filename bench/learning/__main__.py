@@ -77,13 +77,14 @@ def main() -> None:
         print(f"{case}, {subject.name}, seed {seed}: {curves[-1].bits_per_byte:.4f} bits per byte, "
               f"worst load {curves[-1].worst_load:.2f}", flush=True)  # fmt: skip
     rows = rows_of(curves)
-    if len(study.seeds) == 1:
+    if len(study.seeds) == 1 and not study.compressors:
         rows += differences(curves)
     for row in rows:
         print(f"{row.case}  {row.subject:<34} {row.metric:<16} {row.value:.6g}")
     table = root / f"{name}.json" if args.quick else ROOT / "bench" / "results" / f"{name}.json"
     picture = root / f"{name}.svg" if args.quick else ROOT / "docs" / "images" / f"{name}.svg"
-    write_study(name, study.title, rows, curves, ["torch", "numpy"], table, picture)
+    write_study(name, study.title, rows, curves, ["torch", "numpy"], table, picture,
+                compressors=study.compressors)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -23,17 +23,18 @@ _STYLES = ("-", "--", ":", "-.")
 
 def write_study(
     name: str, title: str, rows: Sequence[Row], curves: Sequence[Curve], packages: Sequence[str],
-    table: Path, picture: Path,
+    table: Path, picture: Path, *, compressors: bool = False,
 ) -> None:  # fmt: skip
-    """Print the rows; write them with the curves as JSON, and draw the curves."""
+    """Print the rows; write them with the curves as JSON, and draw the curves, and with
+    ``compressors`` lines for gzip and xz."""
     finish(name, rows, packages, table)
     found = json.loads(table.read_text())
     found["curves"] = [asdict(curve) for curve in curves]
     table.write_text(json.dumps(found, indent=1) + "\n")
-    picture.write_text(draw(title, curves) + "\n")
+    picture.write_text(draw(title, curves, compressors) + "\n")
 
 
-def draw(title: str, curves: Sequence[Curve]) -> str:
+def draw(title: str, curves: Sequence[Curve], compressors: bool = False) -> str:
     """A panel for each case; a line is the mean over seeds, and its band has all seeds."""
     cases = list(dict.fromkeys(curve.case for curve in curves))
     with mpl.rc_context(STYLE):
@@ -42,14 +43,14 @@ def draw(title: str, curves: Sequence[Curve]) -> str:
         figure.suptitle(title)
         for axes, case in zip(figure.subplots(1, len(cases), squeeze=False)[0], cases, strict=True):
             axes.set_title(case)
-            _panel(axes, [curve for curve in curves if curve.case == case])
+            _panel(axes, [curve for curve in curves if curve.case == case], compressors)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
     return text[text.index("<svg") :]
 
 
-def _panel(axes: Axes, curves: Sequence[Curve]) -> None:
+def _panel(axes: Axes, curves: Sequence[Curve], compressors: bool) -> None:
     subjects = list(dict.fromkeys(curve.subject for curve in curves))
     for color, style, subject in zip(COLORS, _STYLES * 2, subjects, strict=False):
         seeds = [curve for curve in curves if curve.subject == subject]
@@ -61,10 +62,11 @@ def _panel(axes: Axes, curves: Sequence[Curve]) -> None:
         if len(seeds) > 1:
             low, high = [min(c) for c in columns], [max(c) for c in columns]
             axes.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
-    if len(subjects) == 1:
+    if compressors:
         for name, value in (("gzip -9", curves[0].gzip), ("xz", curves[0].xz)):
             axes.axhline(value, color="#888888", linewidth=1, linestyle=":")
-            axes.annotate(name, (0, value), color="#555555", va="bottom")
+            beside_axis = axes.get_yaxis_transform()  # x as a share of the axis
+            axes.text(0.01, value, name, transform=beside_axis, color="#555555", va="bottom")
     held_out = bool(curves[0].held_out)
     axes.set_ylabel("bits per byte, held out" if held_out else "loss, nats per token")
     axes.set_xlabel("step")

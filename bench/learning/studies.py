@@ -45,6 +45,8 @@ class Study:
     """Settings of each case, before a subject's."""
     recipe: Path = RECIPE
     seeds: tuple[int, ...] = (0, 1, 2)
+    compressors: bool = False
+    """Whether the picture has lines for gzip and xz."""
     settings: tuple[str, ...] = field(
         default=("eval.interval_steps=40", "eval.sequences=64", "train.log_interval_steps=10")
     )
@@ -58,12 +60,14 @@ _ONCE = ("eval.interval_steps=40", "eval.sequences=64", "train.log_interval_step
 
 STUDIES = {
     "half-hour": Study(
-        "A MoE model against compressors",
-        (Subject("Convoy, 16 experts"),),
+        "MoE, dense at equal active FLOPs, and compressors",
+        # Two experts of a token are as wide as the dense layer.
+        (Subject("MoE, 16 experts, top_k 2"), _DENSE),
         {"half an hour on two cores": ()},
         HALF_HOUR,
         seeds=(0,),
         settings=(),
+        compressors=True,
     ),
     "moe-dense": Study(
         "MoE and dense at equal active FLOPs and equal tokens",

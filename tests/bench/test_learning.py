@@ -76,3 +76,5 @@ def test_a_picture_has_a_panel_for_each_case_and_a_line_for_each_subject():
     assert text.startswith("<svg")
     for word in ("Title", "case", "first subject", "second", "loss, nats per token"):
         assert word in text
+    assert "gzip" not in text
+    assert "gzip -9" in draw("Title", [curve("one", 0, 2.0, [3.0, 2.0])], compressors=True)
