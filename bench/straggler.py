@@ -1,4 +1,4 @@
-"""Two ranks on a core each, one shared with a busy stranger: what each capacity policy costs.
+"""Two ranks on a core each, one shared with a noisy neighbour: what each capacity policy costs.
 
     python -m bench.straggler [--quick] [--json FILE] [--train]
     python -m bench.straggler --simulate [--samples SEEDS]

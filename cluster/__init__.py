@@ -1,1 +1,1 @@
-"""The ranks and machines of a job: detection of ranks that are stuck, slow or lost."""
+"""The ranks and machines of a job: burn-in, launches, members, and which rank is stuck or lost."""

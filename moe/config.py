@@ -45,12 +45,12 @@ class MoEConfig(RouterConfig):
     """Multiply the shared experts' output by sigmoid(x · w) with a learned vector w (Qwen2-MoE)."""
 
     backend: Backend = "auto"
-    """How experts are computed. ``loop``: three GEMMs for each expert. ``grouped_mm``: PyTorch's
-    grouped GEMM. ``packed``: the fastest on a CPU. ``megablocks``: MegaBlocks' grouped GEMM, on
-    CUDA. ``auto``: the fastest of them that the device, the dtype and the sizes allow."""
+    """How experts are computed. ``loop``: two or three GEMMs for each expert. ``grouped_mm``:
+    PyTorch's grouped GEMM. ``packed``: the fastest on a CPU. ``megablocks``: MegaBlocks' grouped
+    GEMM, on CUDA. ``auto``: the fastest of them that the device, the dtype and the sizes allow."""
     gemm: Gemm = "compute"
     """What the routed experts' GEMMs compute in. ``compute``: the dtype of the experts' parameters,
-    or autocast's. ``float8``: e4m3 with scales of tiles, see :mod:`moe.float8`; the rest of the
+    or autocast's. ``float8``: e4m3 with scales of tiles, see docs/layer.md; the rest of the
     layer stays as it is. A job spec takes it from ``precision.experts``."""
     recompute_experts: bool = False
     """Keep only the experts' input for the backward, and compute the experts' GEMMs again."""
@@ -74,7 +74,8 @@ class MoEConfig(RouterConfig):
     @property
     def independent_tokens(self) -> bool:
         """Whether a token's output depends on no other token that is routed with it."""
-        return self.capacity.policy == "dropless" and self.routing in ("top_k", "sinkhorn")
+        unbounded = self.capacity.policy == "dropless" and not self.capacity.max_tokens_per_rank
+        return unbounded and self.routing in ("top_k", "sinkhorn")
 
     @model_validator(mode="after")
     def _check_moe(self) -> Self:

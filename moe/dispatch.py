@@ -154,8 +154,9 @@ def _chunks(x_TD: Tensor, routed: RouterOutput, number: int) -> list[Tokens]:
 class AllToAllDispatcher(HoldsGroups):
     """All-to-all with splits of the exact size; the ranks of a group hold equal blocks of experts.
 
-    Counts are exchanged once per layer. A rank may send or receive no rows. In the worst case every
-    token of every rank is sent to one rank, which receives as many rows as all ranks have tokens.
+    Counts are exchanged once per layer, and within a node once per chunk. A rank may send or
+    receive no rows. In the worst case every token of every rank is sent to one rank, which receives
+    as many rows as all ranks have tokens.
 
     With a second group the dispatch is hierarchical: a row is sent to a node once, over ``group``
     (the ranks at this rank's place in each node), and is then sent to the ranks within the node.
@@ -219,7 +220,8 @@ class AllToAllDispatcher(HoldsGroups):
 class PaddedAllToAllDispatcher(HoldsGroups):
     """All-to-all with equal splits, whose sizes follow from the capacity and not from the routing.
 
-    Nothing waits for an accelerator, and all calls have equal shapes. A rank sends the smaller of
+    Nothing waits for an accelerator. All calls have equal shapes, until a plan of straggler-aware
+    capacity changes. A rank sends the smaller of
     two numbers of slots to each rank: ``max_tokens_per_call``, or the most assignments that the
     capacity policy allows the experts of one rank. A call may have fewer tokens.
 

@@ -100,7 +100,7 @@ def _why_no_cuda(device: torch.device) -> str:
             f"{torch.cuda.get_device_name(device)} has {major}.{minor}"
         )
     if not hasattr(F, "scaled_mm") or version < (12, 9):
-        return f"they need torch 2.10 built with CUDA 12.9; torch is {torch.__version__}"
+        return f"they need torch built with CUDA 12.9; torch is {torch.__version__}"
     return ""
 
 

@@ -1,6 +1,6 @@
 """The MoE layer: route, dispatch, experts, combine.
 
-Legend: B batch, S sequence, T = B·S tokens, D d_model, E experts, K top_k.
+Legend: T tokens, S rows of this rank's experts, D d_model, E experts, K top_k.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The backend ``packed``, for CPUs: nine GEMMs per expert, with intermediate results in the cache.
+"""The backend ``packed``, for CPUs: each expert's GEMMs, with intermediate results in the cache.
 
 Legend: S rows, R assignments of rows to experts, D d_model, F d_ff, E experts of this rank, n rows
 of one expert.

@@ -1,6 +1,6 @@
 """Collectives of rows with gradients, and a few collectives without.
 
-Legend: R rows received, N rows sent, D d_model, E experts.
+Legend: R rows received, N rows sent, D d_model, W numbers of a packed row, V of a row of counts.
 """
 
 from __future__ import annotations

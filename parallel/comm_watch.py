@@ -4,7 +4,8 @@ A collective that starts through :func:`monitored` is counted while a :class:`Co
 installed. That holds for this package's collectives, for FSDP's under :func:`parallel.apply_fsdp`,
 and for a pipeline's sends and receives. A few small collectives are not counted: those inside
 PyTorch's loss over a sharded vocabulary, inside the routers' losses, of the gradients of norms
-under tensor parallelism, and those between hosts outside a step.
+under tensor parallelism, of the numbers of tokens that ``max_tokens_per_rank`` bounds, and those
+between hosts outside a step.
 """
 
 from __future__ import annotations

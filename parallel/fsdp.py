@@ -53,8 +53,9 @@ def apply_fsdp(
             ``compute_dtype`` or ``offload`` asks for FSDP.
         blocks: submodules whose parameters are gathered together, in the order of the forward;
             parameters in no block are gathered with ``model`` itself.
-        reshard_after_forward: free gathered parameters after each forward and each backward
-            (ZeRO-3), or gather parameters once a step and keep them until the backward that
+        reshard_after_forward: free gathered parameters of each block after the block's forward
+            and backward, and those of ``model`` itself after the backward (ZeRO-3), or gather
+            parameters once a step and keep them until the backward that
             :func:`set_gradient_sync` calls the last (ZeRO-2).
         compute_dtype: dtype of gathered parameters and of the computation; None for the
             parameters' own. Stored parameters keep their dtype, and gradients are summed in

@@ -1,4 +1,4 @@
-"""Detection of ranks that are stuck, slow or lost."""
+"""Detection of ranks that are stuck or lost, of faulty devices, and of collectives that differ."""
 
 from cluster.detect.devices import DeviceMonitor, DeviceReport
 from cluster.detect.flight_recorder import (

@@ -132,7 +132,9 @@ def _history_parser() -> Parser:
 
 
 def _gc_parser() -> Parser:
-    description = "Remove interrupted saves, temporary files and tombstones."
+    description = (
+        "Remove interrupted saves, temporary files, and marks of checkpoints that were deleted."
+    )
     parser = _parser("gc", description, "runs/a/checkpoints --dry-run")
     parser.add_argument("--dry-run", action="store_true", help="list what would be removed")
     parser.add_argument(

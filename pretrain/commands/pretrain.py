@@ -47,6 +47,7 @@ convoy status RUN_DIR shows them):
   2   the spec, the corpus or a checkpoint cannot be used
   3   training diverged, and a rule of [health] stopped the run
   75  stopped on request after a committed checkpoint: the same command resumes
+  130 a second Ctrl-C ended the run at once: the same command resumes from the newest checkpoint
 """
 _REPORT_SECONDS = 300.0
 _ROOT = Path(__file__).resolve().parents[2]

@@ -135,7 +135,8 @@ class Metrics:
             "grad_norm", "Global gradient norm of the last step, unclipped."
         )
         self.validation_loss = self._gauge(
-            "validation_loss", "Mean loss of held-out text at the last evaluation, in nats."
+            "validation_loss",
+            "Mean loss of held-out text at the last evaluation, in nats per token.",
         )
         self.learning_rate = self._gauge("learning_rate", "Learning rate of the last step.")
         self.skipped = self._counter("skipped_steps_total", "Steps that changed nothing.", "reason")
@@ -157,7 +158,9 @@ class Metrics:
         )
         self.data = DataMetrics(self._registry)
         self.float8 = Float8Metrics(self._registry)
-        self.consumed = self._gauge("consumed_samples", "Sequences of all committed steps.")
+        self.consumed = self._gauge(
+            "consumed_samples", "Sequences of all committed steps, and samples that were left out."
+        )
         self.padding = self._counter(
             "data_padding_tokens_total", "Positions of committed steps that have no target."
         )

@@ -258,8 +258,8 @@ def _fsdp_bytes(work: Work, n: RankParameters, casts: bool) -> tuple[float, floa
     """Bytes that FSDP gathers and reduces with, and of whole gradients under ZeRO-1.
 
     Two layers are gathered at once, the one that computes and the next; embedding and head stay
-    for the whole step. One layer's gradients wait as they were computed, and once more in float32
-    for the reduction.
+    gathered from a micro-batch's forward to its backward. One layer's gradients wait as they were
+    computed, and once more in float32 for the reduction.
     """
     t, program = work.topology, work.program
     size = BYTES[program.dtype] if BYTES[program.dtype] > 1 else 2

@@ -210,7 +210,7 @@ def _of_place(work: Work, place: int, cluster: Cluster) -> StepTime:
             case "selective":
                 again = one.elementwise
         part["recompute"] += count * again
-        # Collectives of the forward run again where the layer's forward does.
+        # Both kinds of recomputation run the forward's collectives again.
         passes = count * (2 if how == "none" else 3)
         part["tensor_parallel"] += passes * one.tensor
         part["context_parallel"] += passes * one.context
