@@ -231,7 +231,7 @@ OUTSIDE = {
     "OMP_NUM_THREADS=1 .venv/bin/python -m bench.dispatch",
     "OMP_NUM_THREADS=1 .venv/bin/python -m bench.scaling --samples 5",
     "OMP_NUM_THREADS=1 .venv/bin/python -m bench.growth --samples 3 --json growth.json",
-    "OMP_NUM_THREADS=1 .venv/bin/python -m bench.recovery --samples 3",
+    "OMP_NUM_THREADS=1 .venv/bin/python -m bench.recovery --samples 9",
     "PYTHONPATH=build/peers OMP_NUM_THREADS=1 .venv/bin/python -m bench.checkpoint --samples 5",
     "OMP_NUM_THREADS=1 .venv/bin/python -m bench.memory",
     "OMP_NUM_THREADS=1 .venv/bin/python -m bench.drafts",

@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--slow-link", type=float, default=50.0, metavar="PERCENT",
                         help="a link is slow by more than this below the median: 50")  # fmt: skip
     parser.add_argument("--memory-gib", type=float, default=1.0, metavar="N",
-                        help="to write and read on a CPU: 1; on a GPU 90 %% of what is free")  # fmt: skip
+                        help="to test on a CPU: 1; on a GPU 90 %% of what is free")  # fmt: skip
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S",
                         help="seconds that one operation may take: 60")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="smaller transfers")

@@ -1,4 +1,4 @@
-"""What other formats' readers say of a flipped bit, for the second table of tests/support/damage.py."""
+"""What other formats' readers say of one flipped bit: the second table of damage.py."""
 
 from __future__ import annotations
 
