@@ -106,11 +106,14 @@ class AsyncCheckpointer:
         self._pending: dict[tuple[int, TierName], SaveInfo] = {}
         self._events: list[SaveEvent] = []
         self._busy = False
+        self._filled = 0
+        """Bytes at the begin of the staging memory that a save may have written to."""
         self._start()
 
     def _start(self) -> None:
         ours, theirs = socketpair()
         self._staging, self._busy = Staging(), False
+        self._filled = 0
         handles = theirs.fileno(), self._staging.handle
         root = str(Path(__file__).resolve().parents[2])
         self._process = subprocess.Popen(
@@ -184,13 +187,11 @@ class AsyncCheckpointer:
             self._report_failure(info, names)
             raise
         self._pending |= {(info.step, name): info for name in names}
-        self._busy = True
         return time.perf_counter() - began
 
     def _request(self, info: SaveInfo, arrays: Sequence[LocalArray], names: list[TierName]) -> None:
-        while self._busy:
-            self._receive_event(None)
         plan, buffer = self._prepare(info.topology, arrays)
+        self._filled = max(self._filled, plan.bytes)
         chunks = [
             (layout, one.offset + at * layout.chunk_stride, box, arrays[one.array].read_into)
             for one, layout in zip(plan.objects, plan.layouts, strict=True)
@@ -225,6 +226,8 @@ class AsyncCheckpointer:
             staged_bytes=plan.bytes,
             packed=info.packed,
         )
+        # Before the request leaves: after an interrupt the writer process may still read the memory.
+        self._busy = True
         self._send(Request(save=request))
 
     def _report_failure(self, info: SaveInfo, names: Sequence[TierName]) -> None:
@@ -235,11 +238,15 @@ class AsyncCheckpointer:
                     write_failure(open_store(tier.location), info, self.rank)
 
     def prepare(self, topology: Topology, arrays: Sequence[LocalArray]) -> int:
-        """Allocate the host memory that saves of such arrays need, before the first save needs the
-        memory; returns its bytes. Raises CheckpointError where there is not enough memory."""
+        """Allocate the host memory that saves of such arrays need, before a save needs the memory;
+        returns its bytes. Waits until the writer process has read the staging memory of the save
+        before. Raises CheckpointError where there is not enough memory, and after :meth:`close`."""
+        self._check_open()
         return self._prepare(topology, arrays)[0].bytes
 
     def _prepare(self, topology: Topology, arrays: Sequence[LocalArray]) -> tuple[Staged, Bytes]:
+        while self._busy:
+            self._receive_event(None)
         plan = self._plan(topology, arrays)
         if self._pinned is not None and self._pinned[1] < plan.bytes:
             self._unpin()
@@ -272,8 +279,9 @@ class AsyncCheckpointer:
             )
             layouts.append(one)
             offset += one.padded_bytes
-        if old is not None:
-            self._staging.buffer(old.bytes)[:] = 0  # the gaps between chunks must be zeros
+        if self._filled:
+            self._staging.buffer(self._filled)[:] = 0  # the gaps between chunks must be zeros
+            self._filled = 0
         plan = Staged(specs, topology, self.compression, records, objects, layouts, offset)
         self._staged = plan
         return plan

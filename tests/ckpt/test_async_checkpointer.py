@@ -70,6 +70,43 @@ def assert_holds(root: Path, step: int) -> None:
         assert torch.equal(bits(pieces(array)), bits(full_values(array.spec, step))), step
 
 
+def test_memory_prepared_for_other_arrays_is_not_that_of_a_save_under_way(saver, tmp_path):
+    os.kill(saver.writer_process_id, signal.SIGSTOP)
+    try:
+        saver.save(info(1, Topology()), arrays_of(1))
+        others = [local_array(SPECS[0], Topology(), 0, full_values(SPECS[0], 2))]
+        prepares = threading.Thread(target=saver.prepare, args=(Topology(), others))
+        prepares.start()
+        prepares.join(0.3)
+        assert prepares.is_alive(), "prepare must wait for the writer process"
+    finally:
+        os.kill(saver.writer_process_id, signal.SIGCONT)
+    prepares.join()
+    assert [event.what for event in saver.wait()] == ["committed"]
+    assert_holds(tmp_path, 1)
+
+
+def test_gaps_between_chunks_are_zeros_after_a_tier_was_added(tmp_path):
+    one_chunk, chunks = (1, 12_500_000), (3, 4_000_001)  # chunks begin at multiples of a page
+
+    def save(saver: ckpt.AsyncCheckpointer, step: int, shape: tuple[int, int]) -> None:
+        spec = ckpt.ArraySpec("a", shape, torch.uint8, ((), ()))
+        saver.save(info(step, ALONE), [local_array(spec, ALONE, 0, torch.full(shape, 7).byte())])
+
+    with ended(saver_at(tmp_path / "a")) as saver:
+        save(saver, 1, one_chunk)
+        saver.add(ckpt.Tier(name="local", location=str(tmp_path / "b"), keep=3))
+        save(saver, 2, chunks)
+        assert {event.what for event in saver.wait()} == {"committed"}
+    with ended(saver_at(tmp_path / "c")) as saver:
+        save(saver, 2, chunks)
+        saver.wait()
+    folders = [objects_folder(tmp_path / name, info(2, ALONE).save_id) for name in "ac"]
+    first, second = ([path.read_bytes() for path in sorted(folder.rglob("c.*"))]
+                     for folder in folders)  # fmt: skip
+    assert first == second != []
+
+
 def test_what_changes_after_a_save_is_not_in_it(saver, tmp_path):
     arrays = arrays_of(1)
     saver.save(info(1, Topology()), arrays)
