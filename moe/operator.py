@@ -50,7 +50,7 @@ def _experts_shapes(*args: Any) -> tuple[Tensor, Tensor]:
         # shape[0] and not len(), which would fix the number.
         G, R = 1 + ACTIVATIONS[activation].gated, rows.source_R.shape[0]
         kept = [G, R, weights.w_up.shape[2]]
-    return torch.empty_like(rows.x_SD), rows.x_SD.new_empty(kept)
+    return rows.x_SD.new_empty(rows.x_SD.shape), rows.x_SD.new_empty(kept)
 
 
 def _backward(*args: Any) -> list[Tensor]:

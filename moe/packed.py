@@ -292,6 +292,8 @@ class _Packed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        if grads[0] is None:  # no gradient comes to the output
+            return (None,) * (2 + 10)
         dx_SD, dweights_R, *dparameters = _Gradients.apply(
             ctx.name, ctx.shares, grads[0], *ctx.saved_tensors
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-_MOST_WORKERS = 8  # each has a [S, D] of its own
+_MOST_WORKERS = 32  # each has a [S, D] of its own
 _WORTH_A_WORKER = 1 << 26  # multiplications in a product, below which a thread costs more
 _Region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -31,8 +31,9 @@ def num_workers(rows: int, d_model: int, d_ff: int) -> int:
 def run_workers(work: Callable[[int], None], workers: int, one_thread: bool = False) -> None:
     """``work(w)`` for every worker, side by side, without gradients.
 
-    Each worker's operations have a part of the threads, or with ``one_thread`` one. An error of a
-    worker is raised when all workers have ended.
+    Operations of one worker have all threads, or with ``one_thread`` one; those of several workers
+    have one each, without OpenMP a part of the threads. An error of a worker is raised when all
+    workers have ended.
     """
     threads = torch.get_num_threads()
     if workers == 1 and (threads == 1 or not one_thread):
@@ -45,7 +46,7 @@ def run_workers(work: Callable[[int], None], workers: int, one_thread: bool = Fa
             work(worker)
 
     region = _openmp_region()
-    if region is not None and workers > 1 and (one_thread or workers == threads):
+    if region is not None:
         _run_in_region(region, in_mode, workers)
     else:
         _run_in_threads(in_mode, workers, 1 if one_thread else max(threads // workers, 1))
@@ -67,7 +68,11 @@ def _openmp_region() -> Callable[..., Any] | None:
 
 
 def _run_in_region(region: Callable[..., Any], work: Callable[[int], None], workers: int) -> None:
-    """One parallel region; operations inside have one thread each, as regions do not nest."""
+    """One parallel region; operations inside have one thread each, as regions do not nest.
+
+    ``torch.set_num_threads`` would do for other threads too: those that have not computed yet take
+    the last number that any thread has set.
+    """
     numbers, errors = iter(range(workers)), []
 
     def take_turns(_: object) -> None:
@@ -78,7 +83,7 @@ def _run_in_region(region: Callable[..., Any], work: Callable[[int], None], work
         except BaseException as error:  # ctypes would print and forget it
             errors.append(error)
 
-    region(_Region(take_turns), None, workers, 0)
+    region(_Region(take_turns), None, max(workers, 2), 0)  # a region of one thread lets others nest
     if errors:
         raise errors[0]
 
@@ -88,7 +93,7 @@ def _run_in_threads(work: Callable[[int], None], workers: int, threads_of_each: 
     threads = torch.get_num_threads()
 
     def alone(worker: int) -> None:
-        # Of this thread alone; but threads that are yet to start take the last one's number.
+        # Threads that have not computed yet take this number too: there is no other way here.
         torch.set_num_threads(threads_of_each)
         work(worker)
 

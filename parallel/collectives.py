@@ -112,12 +112,17 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out_RD: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange = exchange
+        # torch.utils.checkpoint begins a recomputation where a rank first looks at a saved tensor,
+        # and ends it at the last one that the rank has saved. With one saved here, ranks begin and
+        # end between equal collectives, whatever else they save for their own tokens.
+        ctx.save_for_backward(out_RD.new_empty(0))
         exchange.wait(out_RD)
         return out_RD.view_as(out_RD)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        _ = ctx.saved_tensors
         # The wait of the forward is the start in the backward, and the start of the forward is the
         # wait: the gradient's collective overlaps the backward of what the forward overlapped.
         ctx.exchange.start_back(grads[0].contiguous())

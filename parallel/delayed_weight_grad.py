@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,7 +96,8 @@ def apply_delayed_weight_grad(model: nn.Module) -> WeightGradStore:
         linear_layer = type(module) is nn.Linear or hasattr(module, "product")
         if linear_layer and names == ["weight"]:
             vars(module)["weight_grad_store"] = store
-            module.forward = _forward(module)
+            # A deep copy of a partial has the copied module; a closure would have this one.
+            module.forward = partial(_run_linear, module)
         elif "weight_grad_store" in vars(module):
             vars(module)["weight_grad_store"] = store
     return store
@@ -121,8 +123,8 @@ def linear(x: Tensor, module: nn.Module) -> Tensor:
     return out
 
 
-def _forward(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    return lambda x: linear(x, module)
+def _run_linear(module: nn.Module, x: Tensor) -> Tensor:
+    return linear(x, module)
 
 
 class _Linear(torch.autograd.Function):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,12 @@ class UnitLimit:
         """The largest magnitude of a unit's numbers."""
         self._seen: Tensor | None = None
         self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_lock": None, "_seen": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
 
     def look(self, chunk_N: Tensor) -> None:
         """Take note of some numbers of a unit; no copy to the host. Threads may call."""

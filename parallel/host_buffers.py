@@ -7,8 +7,10 @@ caching allocator in PyTorch; CPUs have none.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
+import os
 import threading
 import weakref
 from bisect import bisect_left, insort
@@ -45,16 +47,16 @@ class HostBuffers:
         """
         count = prod(shape)
         if not count:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         size = -(-count * dtype.itemsize // _PAGE) * _PAGE
         memory = self._take(size)
         # What the tensor holds: PyTorch drops it with the tensor's storage.
-        lease = (ctypes.c_char * len(memory)).from_buffer(memory)
+        lease = (ctypes.c_char * (count * dtype.itemsize)).from_buffer(memory)
         weakref.finalize(lease, self._give_back, memory).atexit = False
         storage = torch.frombuffer(lease, dtype=torch.uint8).untyped_storage()
         # Not a view: autograd does not let a custom function's output be a view that is changed.
         strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-        return torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
 
     def _take(self, size: int) -> mmap.mmap:
         with self._lock:
@@ -68,7 +70,8 @@ class HostBuffers:
         # Private: a forked process must not write into its parent's tensors. Python's default is
         # shared memory, which would not be of huge pages either.
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        # The constant comes with Python, and the kernel may be without huge pages.
+        with contextlib.suppress(AttributeError, OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
         return memory
 
@@ -95,6 +98,10 @@ class HostBuffers:
             self._idle.remove(oldest)
             self.idle_bytes -= oldest[0]
 
+    def forget(self) -> None:
+        """Begin anew in a forked process."""
+        self.__init__()  # type: ignore[misc]
+
     def release(self) -> None:
         """Give the memory back to the system that no tensor holds."""
         with self._lock:
@@ -105,6 +112,9 @@ class HostBuffers:
 
 HOST_BUFFERS = HostBuffers()
 """Of this process."""
+# A thread of the parent that held the lock is not there to give the lock back.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=HOST_BUFFERS.forget)
 
 
 def new_empty(like: Tensor, *shape: int) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,12 @@ class UnitSums:
         self._shapes = [local_shard(p).shape for p in experts.parameters()]
         self._totals: list[Tensor] | None = None
         self._lock = threading.Lock()  # several threads compute experts
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_lock": None, "_totals": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
 
     def add(self, expert: int, grads: Iterable[Tensor | None]) -> None:
         """Add a unit's gradients of one expert, in the order of the module's parameters; None for

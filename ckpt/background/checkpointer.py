@@ -226,7 +226,7 @@ class AsyncCheckpointer:
             staged_bytes=plan.bytes,
             packed=info.packed,
         )
-        # Before the request leaves: after an interrupt the writer process may still read the memory.
+        # Before the request leaves: after an interrupt the writer process may read the memory.
         self._busy = True
         self._send(Request(save=request))
 

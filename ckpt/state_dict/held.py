@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from crc32c import crc32c
@@ -163,8 +162,9 @@ def describe(path: Path, tensor: Tensor, ranks: Ranks, check: bool) -> Held:
         raise CheckpointError(f"{where(path)} is on the meta device: it has no numbers to save")
     crc = None
     if check and ranks.world > 1 and tensor.is_cpu and tensor.nbytes <= _CHECKED_BYTES:
-        flat = tensor.detach().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-        crc = crc32c(np.ascontiguousarray(flat.numpy()).data)
+        # clone(): contiguous() leaves the stride of one element, and view() refuses such a stride.
+        flat = tensor.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
+        crc = crc32c(flat.reshape(-1).view(torch.uint8).numpy().data)
     return Held(tuple(tensor.shape), dtype, None, (), crc)
 
 

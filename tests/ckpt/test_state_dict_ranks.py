@@ -241,6 +241,25 @@ def test_moments_of_one_rank_under_fsdp_are_no_plain_tensors(root):
     run_ranks(on_one_rank, 1, root)
 
 
+def odd_strides(rank: int, root: Path) -> None:
+    state = {
+        "one": torch.arange(2.0)[::2],
+        "some": torch.arange(12.0)[1::3],
+        "turned": torch.arange(6.0).view(2, 3).t(),
+        "negative": (torch.ones(3) * 1j).conj().imag,
+    }
+    ckpt.save_state_dict(root, state, step=1)
+    found = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in state.items()}
+    ckpt.load_state_dict(root, found)
+    for name, tensor in state.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_tensors_of_odd_strides(world, root):
+    run_ranks(odd_strides, world, root)
+
+
 def stages(rank: int, root: Path) -> None:
     """Two pipeline stages of two ranks each, that have layers of their own."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))

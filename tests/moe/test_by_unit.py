@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import NamedTuple
 
 import pytest
@@ -58,7 +59,7 @@ def make_experts(bias: bool) -> GroupedExperts:
 
 def compute(experts: GroupedExperts, units: list[Unit], backend: str, here: range) -> Result:
     """One call with the rows of all units, for the experts ``here``."""
-    sums = UnitSums(experts, UnitLimit(8), by_fsdp=False)
+    sums = copy.deepcopy(UnitSums(experts, UnitLimit(8), by_fsdp=False))
     x, indices, weights, dy = (torch.cat(parts) for parts in zip(*units, strict=True))
     x.requires_grad_(), weights.requires_grad_()
     rows = rows_of(x, indices, weights, here, rows_per_unit=[len(unit.x) for unit in units])

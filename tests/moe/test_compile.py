@@ -193,6 +193,8 @@ def test_torch_checks_the_operators(backend):
     source, counts = torch.tensor([0, 4, 6, 4, 2, 3, 6, 0]), torch.tensor([3, 0, 4, 0, 0, 1])
     args = (x, source, weights, counts, e.w_gate, e.w_up, e.w_down, None, None, None)
     torch.library.opcheck(torch.ops.convoy.experts, (*args, "swiglu", backend, True))
+    turned = torch.randn(D, 7).t().requires_grad_()
+    torch.library.opcheck(torch.ops.convoy.experts, (turned, *args[1:], "swiglu", backend, True))
     chosen = torch.tensor([[0, 1], [0, 2], [0, 1]])
     scores = torch.rand(3, 4)
     room = [torch.arange(4)], [torch.tensor([2, 2, 2, 2])]

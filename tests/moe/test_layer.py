@@ -315,11 +315,21 @@ def test_bad_configurations_name_the_field_and_the_rule():
         make_layer(no_such_field=1)
 
 
+def test_tokens_depend_on_each_other_where_rows_are_bounded():
+    layer = make_layer(capacity={"policy": "dropless", "max_tokens_per_rank": 6})
+    assert not layer.config.independent_tokens
+    assert make_layer().config.independent_tokens
+    x = torch.randn(12, D)
+    together = layer.eval()(x).hidden
+    assert not torch.allclose(together, torch.cat([layer(row[None]).hidden for row in x]))
+
+
 def test_in_double_the_layers_gradient_is_the_difference_quotient():
     layer = make_layer(d_model=6, d_ff=5, backend="loop").double()
     x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: layer(x).hidden, (x,))
     packed = make_layer(d_model=6, d_ff=5).double()
+    assert torch.autograd.gradcheck(lambda x: packed(x).hidden, (x,))
     torch.testing.assert_close(packed(x).hidden, layer(x).hidden, rtol=1e-12, atol=1e-12)
 
 

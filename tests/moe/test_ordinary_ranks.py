@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from moe import MoELayer
 from parallel import (
@@ -231,6 +232,22 @@ def make_meta_layer() -> MoELayer:
 @pytest.mark.parametrize("how", ["ep", "fsdp", "both"])
 def test_reset_parameters_of_a_sharded_layer_draws_the_values_of_one_process(how):
     run_ranks(initialize, 2, how)
+
+
+def checkpointed(rank: int, dispatcher: str) -> None:
+    layer, _ = spread(rank, dispatcher)
+    for bad in (False, True):
+        x = batch(rank).requires_grad_()
+        if bad and rank == 0:
+            x.data[3, 2] = torch.nan
+        out = checkpoint(lambda x: x + layer(x).hidden, x, use_reentrant=False)
+        out.sum().backward()
+        assert x.grad.isfinite().all(dim=1).sum() == len(x) - (bad and rank == 0)
+
+
+@pytest.mark.parametrize("dispatcher", ["all_gather", "all_to_all", "padded_all_to_all"])
+def test_a_token_that_is_not_finite_ends_no_recomputation_before_a_collective(dispatcher):
+    run_ranks(checkpointed, 2, dispatcher)
 
 
 def compiled(rank: int) -> None:

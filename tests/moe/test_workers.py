@@ -61,6 +61,24 @@ def test_more_workers_than_threads_all_run(threads: int) -> None:
     assert sorted(seen) == list(range(5))
 
 
+@pytest.mark.parametrize("one_thread", [False, True])
+def test_a_thread_that_starts_meanwhile_has_the_callers_number_of_threads(
+    threads: int, one_thread: bool
+) -> None:
+    if workers._openmp_region() is None:
+        pytest.skip("threads of Python take the number of a worker")
+    seen: list[int] = []
+
+    def ask(_: int) -> None:
+        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+
+    for workers_of_call in (1, 3, 1):
+        run_workers(ask, workers_of_call, one_thread)
+    assert seen == [threads] * 5
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="OpenMP's entry has another name")
 @pytest.mark.skipif(not torch.backends.openmp.is_available(), reason="PyTorch without OpenMP")
 def test_openmps_region_is_found() -> None:

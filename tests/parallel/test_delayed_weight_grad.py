@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -73,6 +76,20 @@ def test_two_passes_give_the_bits_of_one(model, fields, how):
         assert not store.count(key)
     for (name, p), q in zip(later.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad), name
+
+
+def test_a_deep_copy_computes_with_its_own_weights():
+    model = decoder(MODEL, "none")
+    apply_delayed_weight_grad(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        (tokens,) = batches((2,))
+        assert not other(tokens).logits.any()
+        assert model(tokens).logits.any()
+        loss_of(other(tokens)).backward()
+        assert all(p.grad is None for p in model.parameters())
 
 
 def test_outside_collect_no_gradient_is_delayed():

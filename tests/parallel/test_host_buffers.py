@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import random
 import threading
@@ -108,6 +109,26 @@ def test_what_tensors_are_like():
         assert new_empty(other, 2, 2).shape == (2, 2)
         assert empty_like(other).device == other.device
     assert new_empty(like, 0, 5).shape == (0, 5)
+
+
+def test_the_default_device_is_another_one():
+    like = torch.randn(3, MANY)
+    with torch.device("meta"):
+        taken = HostBuffers().empty((MANY,), torch.float32)
+        assert taken.device == empty_like(like).device == torch.device("cpu")
+        assert HostBuffers().empty((0,), torch.float32).device == torch.device("cpu")
+
+
+def test_a_kernel_without_huge_pages(monkeypatch):
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999)
+    assert (HostBuffers().empty((MANY,), torch.float32).fill_(2) == 2).all()
+
+
+def test_a_saved_tensor_has_its_own_bytes_and_no_more():
+    buffers = HostBuffers()
+    buffers.empty((2 * MANY,), torch.float32).fill_(3)
+    tensor = buffers.empty((MANY + 5,), torch.float32)
+    assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def test_threads_never_share_memory():
