@@ -40,20 +40,31 @@ class StopRequest:
         """Whether the ranks have stopped for a notice or a limit, and must not be started again.
         After a signal they may be: torchrun sends SIGTERM too when it forms the ranks anew."""
         self._watched: list[Callable[[], StopCause]] = []
+        self._urgent: list[Callable[[], StopCause]] = []
         self._previous = {
             number: signal.signal(number, self._note)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
         }
 
-    def watch(self, cause: Callable[[], StopCause]) -> None:
-        """Ask ``cause`` at the begin of each step whether to stop. ``cause`` must return at once:
-        what takes time belongs into a thread."""
+    def watch(self, cause: Callable[[], StopCause], *, urgent: bool = False) -> None:
+        """Ask ``cause`` at the begin of each step whether to stop, and with ``urgent`` also within
+        an evaluation. ``cause`` must return at once: what takes time belongs into a thread."""
         self._watched.append(cause)
+        if urgent:
+            self._urgent.append(cause)
 
     @property
     def cause(self) -> StopCause:
         """Why this rank asks to stop after the step that begins now."""
-        causes = [watched() for watched in self._watched]
+        return self._cause(self._watched)
+
+    @property
+    def urgent_cause(self) -> StopCause:
+        """Why this rank asks to stop at once, within an evaluation."""
+        return self._cause(self._urgent)
+
+    def _cause(self, watched: list[Callable[[], StopCause]]) -> StopCause:
+        causes = [cause() for cause in watched]
         if self.requested:
             causes.append(StopCause.SIGNAL)
         return max(causes, default=StopCause.NONE)

@@ -18,6 +18,7 @@ from parallel import free_gathered, on_loss_grid
 from pretrain.data import Sequences, bytes_per_token, load_tokenizer, read_batch
 from pretrain.job import Job
 from pretrain.parallelize import ParallelModel, RoutingStats, next_token_loss
+from pretrain.runtime import StopCause, StopRequest
 
 
 @contextmanager
@@ -48,18 +49,31 @@ class Evaluation:
     """Of each set by itself, where there are several."""
 
 
-def evaluate(job: Job, limit: int | None = None, *, step: int = 0) -> Evaluation:
+class StoppedEvaluationError(Exception):
+    """Some rank was asked to stop; every rank raises this error, with the cause of all."""
+
+    def __init__(self, cause: StopCause) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
+def evaluate(
+    job: Job, limit: int | None = None, *, step: int = 0, stop: StopRequest | None = None
+) -> Evaluation:
     """Score what the sources hold out, and each further validation set; every rank must call.
 
     Args:
         job: the run.
         limit: how many sequences of each set, taken at even distances; all of them where None.
         step: committed steps, for the heartbeat.
+        stop: this rank's requests to stop; None to score to the end.
 
     Returns:
         The evaluation over all sources together, with the bits per byte of each set.
+
+    Raises StoppedEvaluationError on every rank where a rank was asked to stop meanwhile.
     """
-    each = {name: _score(job, one, limit, step) for name, one in job.held_out.items()}
+    each = {name: _score(job, one, limit, step, stop) for name, one in job.held_out.items()}
     sources = [each[one.name] for one in job.corpora.sources]
     if len(each) == 1:
         return sources[0]
@@ -77,7 +91,9 @@ def evaluate(job: Job, limit: int | None = None, *, step: int = 0) -> Evaluation
     )
 
 
-def _score(job: Job, held_out: Sequences, limit: int | None, step: int) -> Evaluation:
+def _score(
+    job: Job, held_out: Sequences, limit: int | None, step: int, stop: StopRequest | None
+) -> Evaluation:
     """Score sequences of one set, spread over the ranks.
 
     Bits per byte are the summed loss in bits over the bytes of text that the target tokens stand
@@ -97,6 +113,8 @@ def _score(job: Job, held_out: Sequences, limit: int | None, step: int) -> Evalu
         # As many forwards on every rank, some of them of no sequences: all exchange tokens.
         for start in range(0, count, size * ranks):
             job.runtime.heartbeat.beat("evaluate", step)
+            if stop is not None:
+                _check_stop(job, stop)
             # A micro-batch has the same sequences on any number of ranks, as in training.
             first = start + size * job.dims.dp_rank
             mine = indices[first : first + size]
@@ -129,6 +147,14 @@ def _score(job: Job, held_out: Sequences, limit: int | None, step: int) -> Evalu
         text_bytes=int(text_bytes),
         tokens_per_expert_LE=loads,
     )
+
+
+def _check_stop(job: Job, stop: StopRequest) -> None:
+    """Raise StoppedEvaluationError on every rank where some rank was asked to stop."""
+    cause = torch.tensor(int(stop.urgent_cause))
+    dist.all_reduce(cause, dist.ReduceOp.MAX, group=job.runtime.control_group)
+    if cause:
+        raise StoppedEvaluationError(StopCause(int(cause)))
 
 
 def evaluated_moe_layers(job: Job) -> list[int]:

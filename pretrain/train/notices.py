@@ -56,7 +56,7 @@ def _watch_file(job: Job, stop: StopRequest, path: Path, held: ExitStack) -> Non
             f"train.notice_file ({path}) is older than this start, and is no notice to it; remove "
             f"the file, or touch it to announce a preemption",
         )
-    stop.watch(lambda: StopCause.NOTICE_FILE if file.seen else StopCause.NONE)
+    stop.watch(lambda: StopCause.NOTICE_FILE if file.seen else StopCause.NONE, urgent=True)
 
 
 def _deadline(job: Job) -> float | None:

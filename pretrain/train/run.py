@@ -41,6 +41,7 @@ from pretrain.observe import (
     History,
     Launched,
     LiveLedger,
+    Notice,
     RankLost,
     RunDone,
     RunFailed,
@@ -70,7 +71,11 @@ from pretrain.spec import JobSpec
 from pretrain.state import Progress
 from pretrain.train.data_fetches import tell_of_failing_stores
 from pretrain.train.detection import flight_folder, watch_ranks
-from pretrain.train.evaluate import evaluate, evaluated_moe_layers
+from pretrain.train.evaluate import (
+    StoppedEvaluationError,
+    evaluate,
+    evaluated_moe_layers,
+)
 from pretrain.train.generate import generate
 from pretrain.train.notices import watch_notices
 from pretrain.train.profile import StepProfiler, Window
@@ -199,7 +204,13 @@ def _train(
                 step, cause = trainer.progress.step, trainer.stop_cause.label
                 job.events.publish(RunStopped(step=step, cause=cause))
                 return EXIT_TRY_AGAIN
-            _finish(job, trainer.progress, ledger)
+            try:
+                _finish(job, trainer.progress, ledger, stop)
+            except StoppedEvaluationError as stopped:
+                stop.is_final = stopped.cause > StopCause.SIGNAL
+                step, cause = trainer.progress.step, stopped.cause.label
+                job.events.publish(RunStopped(step=step, cause=cause))
+                return EXIT_TRY_AGAIN
         job.events.publish(RunDone(step=trainer.progress.step))
     return EXIT_DONE
 
@@ -299,14 +310,14 @@ def _watched(job: Job, trainer: Trainer) -> Iterator[None]:
         raise LostRankError(f"after step {trainer.progress.step}, {told}; {hint}") from error
 
 
-def _finish(job: Job, progress: Progress, ledger: LiveLedger | None) -> None:
+def _finish(job: Job, progress: Progress, ledger: LiveLedger | None, stop: StopRequest) -> None:
     """Write and show the summary; where it stands already, show it again."""
     spec, runtime = job.spec, job.runtime
     path = spec.run_path / "summary.json"
     known = Summary.read(path) if runtime.is_first else None
     current = known is not None and known.steps == progress.step and known.spec_hash == spec.hash
     if not runtime.broadcast(int(current)):
-        known = _summarize(job, progress)
+        known = _summarize(job, progress, stop)
         if ledger is not None:
             known = known.model_copy(update={"ledger": summed(ledger.ledger(), progress.step)})
         summary = known
@@ -315,10 +326,14 @@ def _finish(job: Job, progress: Progress, ledger: LiveLedger | None) -> None:
         show_summary(known, spec)
 
 
-def _summarize(job: Job, progress: Progress) -> Summary:
+def _summarize(job: Job, progress: Progress, stop: StopRequest) -> Summary:
     spec, runtime, corpora = job.spec, job.runtime, job.corpora
     count = spec.eval.final_sequences
-    result = evaluate(job, count, step=progress.step)
+    total = sum(min(len(one), count) for one in job.held_out.values())
+    job.events.publish(
+        Notice(step=progress.step, text=f"scoring {total:,} held-out sequences for the summary")
+    )
+    result = evaluate(job, count, step=progress.step, stop=stop)
     job.events.publish(
         Evaluated(
             step=progress.step,

@@ -33,7 +33,7 @@ from pretrain.train.barrier import (
 from pretrain.train.data_fetches import publish_fetches
 from pretrain.train.detection import LossWatch
 from pretrain.train.digests import StepDigests
-from pretrain.train.evaluate import evaluate
+from pretrain.train.evaluate import StoppedEvaluationError, evaluate
 from pretrain.train.health_watch import HealthWatch
 from pretrain.train.interval_stats import (
     IntervalStats,
@@ -110,7 +110,7 @@ class Trainer:
             # Before the save: the manifest has the result, by which the best checkpoints stay. A
             # run that was asked to stop may have little time, and only saves.
             if every and (done or (step % every == 0 and not stopped)):
-                self.validate()
+                self.validate(stop)
             due = checkpointer.due(step, requested=decision.save, last=last)
             if due:
                 self._beat("save")
@@ -396,9 +396,14 @@ class Trainer:
         )
         publish_fetches(self.job, self.progress.step)
 
-    def validate(self) -> None:
-        """Score some held-out sequences; every rank must call."""
-        result = evaluate(self.job, self.job.spec.eval.sequences, step=self.progress.step)
+    def validate(self, stop: StopRequest | None = None) -> None:
+        """Score some held-out sequences; every rank must call. Where a rank is asked to stop
+        meanwhile, nothing is published, and the next step's barrier stops the run."""
+        count = self.job.spec.eval.sequences
+        try:
+            result = evaluate(self.job, count, step=self.progress.step, stop=stop)
+        except StoppedEvaluationError:
+            return
         finite = result.loss if math.isfinite(result.loss) else None
         self.progress = replace(self.progress, validation=finite)
         self.job.events.publish(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import itertools
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -17,9 +19,11 @@ from ckpt.format import encode_manifest
 from parallel import Topology
 from pretrain.checkpoint.compatible import resolved
 from pretrain.commands.pretrain import main
+from pretrain.data import read_batch
 from pretrain.observe.summary import Summary
 from pretrain.runtime.locks import lock_run
 from pretrain.spec.read import load_spec
+from pretrain.train import evaluate as evaluation
 from pretrain.train.trainer import Trainer
 from tests.support.checkpoints import eventually, manifest_file
 from tests.support.jobs import data_of, events, prepare_job, write_spec
@@ -132,6 +136,41 @@ def test_a_stopped_and_resumed_run_is_bitwise_the_uninterrupted_one(
 
 
 @SLOW
+def on_rank_that_is_told_within_an_evaluation(
+    rank: int, arguments: list[str], at: int
+) -> tuple[int, str, str]:
+    """The command; rank 1 gets a real SIGTERM before its forward number ``at`` of an evaluation."""
+    reads = itertools.count(1)
+
+    def read_with_signal(*args):
+        if rank == 1 and next(reads) == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return read_batch(*args)
+
+    evaluation.read_batch = read_with_signal
+    return on_rank(rank, arguments, None)
+
+
+@pytest.mark.parametrize("at", [2, 6])
+def test_a_run_stops_within_an_evaluation_and_goes_on_from_there(text, tmp_path, at):
+    # A rank has 4 forwards in the evaluation of step 2, and the summary needs some more.
+    evaluates = {"interval_steps": 2, "sequences": 16, "final_sequences": 64}
+    spec = write_spec(tmp_path, data=data_of(text), eval=evaluates, batch={"micro_batch_size": 2},
+                      train={"steps": 2 if at == 6 else 4})  # fmt: skip
+    run = tmp_path / "run"
+    arguments = [str(spec), "--set", f"run_dir={run}"]
+    results = run_ranks(on_rank_that_is_told_within_an_evaluation, 2, arguments, at, group=False)
+    assert [code for code, _, _ in results] == [75, 75], results
+    step = ckpt.committed_steps(run / "checkpoints")[-1]
+    assert f"stopped after step {step}; the same command resumes" in results[0][1]
+    assert step == (2 if at == 6 else 3)
+    assert not (run / "summary.json").exists()
+    code, out, _ = launch(spec, 2, f"run_dir={run}")
+    assert code == 0
+    assert re.search(r"scoring \d+ held-out sequences for the summary", out)
+    assert Summary.read(run / "summary.json").steps == step + (at != 6)
+
+
 def test_a_batch_that_grows_is_the_same_on_any_ranks_and_after_a_resume(text, tmp_path):
     batch = {"batch_size_rampup": {"start": 2, "tokens": 600}}
     spec = write_spec(tmp_path, data=data_of(text), train={"steps": 8}, batch=batch)
