@@ -8,6 +8,7 @@ EXIT_BAD_INPUT = 2
 EXIT_HEALTH = 3
 EXIT_TRY_AGAIN = 75
 EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
 EXIT_CRASHED = 1
 """What Python ends with after a traceback."""
 

@@ -258,11 +258,16 @@ def read_manifest(root: Location, step: int | None = None) -> Manifest:
     elif step not in steps:
         raise CheckpointError(f"no checkpoint of step {step} in {store.where()}; there are {steps}")
     where = store.where(manifest_key(step))
+    older = [each for each in steps if each < step]
     try:
         data = store.read(manifest_key(step))
     except OSError as error:
         raise CheckpointError(f"manifest {where} cannot be read: {error.strerror}") from None
-    manifest = decode_manifest(data, where)
+    try:
+        manifest = decode_manifest(data, where)
+    except CheckpointError as error:
+        hint = f"; the checkpoint before is of step {older[-1]}" if older else ""
+        raise CheckpointError(f"{error}{hint}") from None
     if manifest.step != step:
         raise CheckpointError(f"manifest {where} is of step {manifest.step}; it was renamed")
     return manifest

@@ -174,7 +174,8 @@ def _or_way_back(root: Location, step: int, act: Callable[[], T]) -> T:
         if not before:
             raise
         raise CheckpointError(
-            f"{error}; to go back, run `convoy prepare SPEC --load-step {before[-1]}` first"
+            f"{error}; to go back, run `convoy prepare` with the SPEC and all --set words of this "
+            f"run, and with --load-step {before[-1]}"
         ) from None
 
 

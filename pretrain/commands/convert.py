@@ -28,7 +28,7 @@ exit codes:
 _EPILOG = f"""\
 examples:
   convoy convert import HF_DIR imported
-  convoy convert export runs/stdlib-tiny/checkpoints exported --family mixtral
+  convoy convert export runs/stdlib-tiny/checkpoints exported --family qwen3_moe
   convoy convert upcycle HF_DIR_OF_A_DENSE_MODEL grown --num-experts 8 --top-k 2
 
 import and upcycle make a folder with checkpoints/, weights without optimizer state, and spec.toml

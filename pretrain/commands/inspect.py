@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pretrain.commands.inspect_flight import flight_parser, show_flight
 from pretrain.commands.parsing import Parser, ended, subcommands
-from pretrain.errors import EXIT_BAD_INPUT
+from pretrain.errors import EXIT_BAD_INPUT, InputError
 from pretrain.observe import complain, human_bytes, progress_bar, say
 
 if TYPE_CHECKING:
@@ -390,6 +390,8 @@ def _gc(args: argparse.Namespace) -> int:
     """Remove garbage; with ``--dry-run`` list it."""
     import ckpt
 
+    if args.grace_seconds < 0:
+        raise InputError(f"--grace-seconds ({args.grace_seconds:g}) must be 0 or more")
     root = _folder(args.checkpoint)
     found = ckpt.find_garbage(root, args.grace_seconds, args.unlisted)
     removed = [] if args.dry_run else ckpt.remove_garbage(root, found)

@@ -6,6 +6,7 @@ import argparse
 import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pretrain.errors import EXIT_BAD_INPUT, EXIT_TRY_AGAIN, InputError
+from pretrain.errors import EXIT_BAD_INPUT, EXIT_BROKEN_PIPE, EXIT_TRY_AGAIN, InputError
 from pretrain.observe import complain
 
 
@@ -145,9 +146,14 @@ def subcommands(
 
 
 def check_folder_of(flag: str, file: Path | None) -> None:
-    """Refuse a file that a command is to write, by InputError, where its folder does not exist."""
-    if file is not None and not file.absolute().parent.is_dir():
+    """Refuse a file that a command is to write, by InputError, where the file cannot be written."""
+    if file is None:
+        return
+    folder = file.absolute().parent
+    if not folder.is_dir():
         raise InputError(f"{flag} ({file}): its folder does not exist")
+    if file.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
+        raise InputError(f"{flag} ({file}) must be a file that can be written")
 
 
 def is_first_rank() -> bool:
@@ -159,16 +165,23 @@ def ended(act: Callable[[], int], *, debug: bool, stopped: str) -> int:
     """The exit code of a command that ``act`` carries out.
 
     Bad input is told in one line and ends with 2; with ``debug`` the error is raised. Ctrl-C or
-    SIGTERM lets ``act`` clean up, prints ``stopped`` and ends with 75.
+    SIGTERM lets ``act`` clean up, prints ``stopped`` and ends with 75. Where nobody reads the
+    output to its end, the exit code is that of a process that SIGPIPE has ended.
     """
     from ckpt.errors import CheckpointError  # here: importing ckpt takes half a second
 
     try:
         with _sigterm_as_interrupt():
-            return act()
+            code = act()
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         complain(f"stopped; {stopped}")
         return EXIT_TRY_AGAIN
+    except BrokenPipeError:
+        # What reads the output has ended, as `head` does: Python would complain at its end again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
     except OSError as error:
         if debug:
             raise

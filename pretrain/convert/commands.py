@@ -36,6 +36,7 @@ from pretrain.convert.hf import (
     Family,
     HFConfig,
     Sections,
+    expressing,
     family_for,
     family_of,
     from_hf,
@@ -199,7 +200,11 @@ def export_hf(
     model, moe = _sections_of(root, manifest)
     seq_len = int((manifest.spec.get("data") or {}).get("seq_len", _SEQ_LEN))
     made, name = FAMILIES[family] if family else family_for(model, moe, seq_len), str(dtype)
-    config = made.config(model, moe, seq_len) | {"torch_dtype": name.removeprefix("torch.")}
+    try:
+        config = made.config(model, moe, seq_len) | {"torch_dtype": name.removeprefix("torch.")}
+    except InputError as error:
+        others = ", ".join(expressing(model, moe, seq_len)) or "no family"
+        raise InputError(f"{error}; {others} can express this model") from None
     arrays = weight_arrays(model, moe)
     source = CheckpointSource(root, manifest)
     wrong = misfit(source, arrays, "the model of its spec")

@@ -85,13 +85,17 @@ def plan_lines(plan: Plan, cost: Cost, cluster: Cluster) -> str:
         f"{cost.tokens_per_day / 1e9:,.4g} billion tokens a day without failures",
         f"{cost.tokens / 1e9:,.4g} billion tokens in {cost.days:,.4g} days with failures, "
         f"{cost.effective:.1%} of them effective training time",
-        f"{cost.gpu_hours:,.0f} GPU-hours, {cost.dollars:,.0f} dollars, "
+        f"{_amount(cost.gpu_hours)} GPU-hours, {_amount(cost.dollars)} dollars, "
         f"{cost.megawatt_hours:,.4g} MWh",
         f"a checkpoint has {cost.checkpoint_bytes / 1e9:,.4g} GB; a save every "
         f"{cost.checkpoint_interval_seconds:,.0f} s, every tenth of them to shared storage at "
         f"{cost.checkpoint_gigabytes_per_second:,.3g} GB/s",
     ]
     return "\n".join(lines)
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def validation_table(rows: Sequence[Compared]) -> str:

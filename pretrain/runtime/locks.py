@@ -29,7 +29,10 @@ def lock_folder(folder: Path, field: str, wait_seconds: float = 0.0) -> Iterator
         folder.mkdir(parents=True, exist_ok=True)
         held = [_lock_within(folder / ".lock", wait_seconds)]
     except BlockingIOError:
-        raise InputError(f"{field} ({folder}) is in use by another run") from None
+        raise InputError(
+            f"{field} ({folder}) is in use by another run: wait for the end of that run, whose "
+            f"process `convoy status RUN_DIR` names, or choose another {field}"
+        ) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise InputError(f"{field} ({folder}) cannot be written: {error.strerror}") from None

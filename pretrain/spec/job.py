@@ -91,11 +91,18 @@ class JobSpec(Sections):
             return self._topology(world)
         except ValueError as error:
             nearest = nearest_layouts(self.parallel, world, self.fits)
-            known = "; ".join(topology.describe() for topology in nearest)
+            known = "; ".join(self._typed(topology) for topology in nearest)
             hint = f"layouts that work on {count_ranks(world)}: {known}" if known else (
                 f"no layout of {count_ranks(world)} works for this model and data"
             )  # fmt: skip
             raise InputError(f"{error}; {hint}") from None
+
+    def _typed(self, topology: Topology) -> str:
+        """A layout as a person can set the layout: degrees above one, or those to be set to 1."""
+        if topology.world > 1:
+            return topology.describe()
+        above = [name for name in topology.as_dict() if getattr(self.parallel, name) > 1]
+        return " ".join(f"{name}=1" for name in above) or topology.describe()
 
     def _topology(self, world: int) -> Topology:
         topology = self.parallel.topology(world)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -14,6 +15,9 @@ from pretrain.errors import InputError
 from pretrain.spec.job import JobSpec
 from pretrain.spec.shrink import shrink
 from pretrain.spec.table import apply_override, read_table
+
+# What pydantic adds to the location of a field that takes one of several types.
+_TYPE = re.compile(r"literal\[.*\]|int|float|str|bool|constrained-.*|list\[.*\]|dict\[.*\]")
 
 
 def load_spec(path: Path, overrides: Sequence[str] = (), *, shrunk: bool = False) -> JobSpec:
@@ -53,23 +57,28 @@ def _one_line(error: ValidationError) -> str:
     parts, model = _walk(first["loc"])
     location = ".".join(parts)
     if first["type"] == "extra_forbidden":
-        return f"{location}: no such field{_suggestion(parts[-1], model)}{more}"
+        return f"{location}: no such field{_suggestion(parts, model)}{more}"
     if first["type"] == "missing":
         return f"{location}: required{more}"
     if first["type"] == "union_tag_invalid":
         known, tag = first["ctx"]["expected_tags"], first["ctx"]["tag"]
         field = first["ctx"]["discriminator"].strip("'")
         return f"{location}.{field} ({tag!r}): Input should be {known}{more}"
-    return f"{location} ({first['input']!r}): {first['msg']}{more}"
+    # A field of several types has an error for each.
+    rules = [each["msg"] for each in errors if _walk(each["loc"])[0] == parts]
+    more = f" (and {len(errors) - len(rules)} more)" if len(errors) > len(rules) else ""
+    rule = " or ".join([rules[0], *(each.removeprefix("Input should be ") for each in rules[1:])])
+    return f"{location} ({first['input']!r}): {rule}{more}"
 
 
-def _suggestion(field: str, model: type[BaseModel]) -> str:
-    """Where a field of this name is, or which fields the section has."""
+def _suggestion(parts: Sequence[str], model: type[BaseModel]) -> str:
+    """A field of the section with a similar name, and where a field of this name is; otherwise
+    which fields the section has."""
+    field, known = parts[-1], list(model.model_fields)
     elsewhere = [path for path in _paths(JobSpec) if path.rpartition(".")[2] == field]
-    known = list(model.model_fields)
-    close = difflib.get_close_matches(field, known, 1)
+    close = [".".join([*parts[:-1], name]) for name in difflib.get_close_matches(field, known, 1)]
     if elsewhere or close:
-        return f"; did you mean {' or '.join(elsewhere or close)}?"
+        return f"; did you mean {' or '.join(close + elsewhere)}?"
     return f"; there are {', '.join(known)}"
 
 
@@ -86,6 +95,8 @@ def _walk(location: Sequence[int | str]) -> tuple[list[str], type[BaseModel]]:
             continue
         if variants:
             model = variants[0]
+        if parts and _TYPE.fullmatch(part):
+            continue
         parts.append(part)
         field = model.model_fields.get(part)
         models = [] if field is None else models_in(field.annotation)

@@ -223,6 +223,7 @@ def test_history_goes_past_a_damaged_manifest_and_says_so(tmp_path, capsys):
     assert "step        3" in out
     assert len(lines) == 1
     assert "step-00000002.json is damaged" in lines[0]
+    assert lines[0].endswith("; the checkpoint before is of step 1")
     _, lines = run(capsys, "history", tmp_path / "nowhere", code=2)
     assert "no checkpoint in" in lines[0]
 
@@ -233,6 +234,8 @@ def test_garbage_is_listed_and_removed(tmp_path, capsys):
     store.write(f"{pending_key('00000002-dead')}/rank-0.begun", [b""])
     store.write(f"{objects_key('00000002-dead')}/w/c.0", [bytes(2048)])
     store.write(f"{objects_key('00000003-away')}/w/c.0", [bytes(1024)])
+    _, lines = run(capsys, "gc", tmp_path, "--grace-seconds", "-1", code=2)
+    assert lines == ["error: --grace-seconds (-1) must be 0 or more"]
     out, _ = run(capsys, "gc", tmp_path, "--dry-run")
     assert out.count("stays: it is younger than 86400 s") == 2
     out, _ = run(capsys, "gc", tmp_path, "--dry-run", "--grace-seconds", "0")

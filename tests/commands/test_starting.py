@@ -14,6 +14,7 @@ import pytest
 from pretrain.commands import main
 from pretrain.commands.convert import FAMILIES
 from pretrain.commands.reshard import DTYPES
+from pretrain.runtime import run_local_ranks
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -188,6 +189,20 @@ def test_the_command_is_a_program(convoy, tmp_path):
     assert result.returncode == 0, result.stderr
     assert re.fullmatch(r"\d+\.\d+\.\d+\n", result.stdout)
     assert run([convoy, "status", tmp_path / "nowhere"]).returncode == 2
+
+
+def test_output_that_nobody_reads_to_its_end_is_no_error(convoy, tmp_path):
+    words = [convoy, "simulate", "--print-scenario"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()  # before the first word: the process has still to start
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=60) == 141
+
+
+def test_ranks_of_one_command_show_a_line_once(capfd):
+    code = "import os, sys; print('all', file=sys.stderr); sys.exit('rank ' + os.environ['RANK'])"
+    assert run_local_ranks(["-c", code], 3) == 1
+    assert sorted(capfd.readouterr().err.split("\n")) == ["", "all", "rank 0", "rank 1", "rank 2"]
 
 
 def test_torchrun_starts_the_command(convoy):

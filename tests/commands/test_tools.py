@@ -143,7 +143,7 @@ def test_bad_input_ends_with_2_and_one_line(tmp_path, capsys):
     write_corpus(tmp_path / "text", 12)
     spec = write_spec(tmp_path)
     for arguments, message in [
-        ([spec, "--set", "train.stepz=3"], "did you mean steps?"),
+        ([spec, "--set", "train.stepz=3"], "did you mean train.steps?"),
         ([tmp_path / "none.toml"], "cannot be read"),
     ]:
         assert pretrain(list(map(str, arguments))) == 2

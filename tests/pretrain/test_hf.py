@@ -147,7 +147,10 @@ def test_files_that_are_not_whole_are_refused(folders, tmp_path, capsys):
 def test_what_a_family_cannot_express_is_refused(folders, tmp_path, capsys, case, family, message):
     source = folders / f"{case}-ours/checkpoints"
     assert run("export", source, tmp_path / "out", "--family", family) == 2
-    assert message in one_error_line(capsys.readouterr().err)
+    told = one_error_line(capsys.readouterr().err)
+    assert message in told
+    assert told.rstrip().endswith("can express this model")
+    assert case in told.rpartition("; ")[2]
     assert not list(tmp_path.iterdir())
 
 

@@ -19,17 +19,28 @@ RECIPE = "tools/recipes/stdlib-tiny.toml"
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.stepz=3", "train.stepz: no such field; did you mean steps?"),
+        ("train.stepz=3", "train.stepz: no such field; did you mean train.steps?"),
         ("trian.steps=3", "trian: no such field; did you mean train?"),
+        ("train.step=3", "train.step: no such field; did you mean train.steps or inject.step?"),
+        (
+            "checkpoint.interval_steps=auto2",
+            "checkpoint.interval_steps ('auto2'): Input should be 'auto' or a",
+        ),
         ("steps=3", "steps: no such field; did you mean train.steps?"),
-        ("train.compute=3", "train.compute: no such field; did you mean precision.compute?"),
+        (
+            "train.compute=3",
+            "train.compute: no such field; did you mean train.compile or precision.compute?",
+        ),
         ("moe.seq_len=3", "moe.seq_len: no such field; did you mean data.seq_len?"),
         (
             "parallel.memory.recomputed=full",
             "parallel.memory.recomputed: no such field; did you mean",
         ),
         ("moe.capacity.capacity_factor=2", "(dropless); policy fixed or straggler_aware has it"),
-        ("moe.capacity.polizy=3", "moe.capacity.polizy: no such field; did you mean policy?"),
+        (
+            "moe.capacity.polizy=3",
+            "moe.capacity.polizy: no such field; did you mean moe.capacity.policy?",
+        ),
         (
             "moe.capacity={policy='fixed', zzz=1}",
             "moe.capacity.zzz: no such field; there are policy,",
@@ -242,6 +253,12 @@ def test_layouts_that_would_work_are_named(tmp_path, parallel, world, nearest):
         degrees = dict(part.split("=") for part in layout.split())
         spec = make_spec(tmp_path, parallel={axis: int(n) for axis, n in degrees.items()})
         assert spec.topology(world).describe() == layout
+
+
+def test_on_one_rank_the_degrees_to_lower_are_named(tmp_path):
+    spec = make_spec(tmp_path, parallel={"ep": 2, "tp": 2})
+    with pytest.raises(InputError, match=r"layouts that work on 1 rank: tp=1 ep=1$"):
+        spec.topology(1)
 
 
 def test_no_layout_of_so_many_ranks(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -288,6 +289,16 @@ def family_of(config: HFConfig) -> Family:
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise config.wrong("model_type", f"be one of {', '.join(FAMILIES)}")
     return FAMILIES[kind]
+
+
+def expressing(model: ModelConfig, moe: MoEConfig | None, seq_len: int) -> list[str]:
+    """The model types that express a decoder."""
+    found = []
+    for family in _FAMILIES:
+        with suppress(InputError):
+            family.config(model, moe, seq_len)
+            found.append(family.model_type)
+    return found
 
 
 def family_for(model: ModelConfig, moe: MoEConfig | None, seq_len: int) -> Family:
