@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 _MOST_WORKERS = 32  # each has a [S, D] of its own
 _WORTH_A_WORKER = 1 << 26  # multiplications in a product, below which a thread costs more
@@ -36,6 +37,11 @@ def run_workers(work: Callable[[int], None], workers: int, one_thread: bool = Fa
     workers have ended.
     """
     threads = torch.get_num_threads()
+    if _get_current_dispatch_mode() is not None:
+        # A mode, such as FlopCounterMode, sees the operations of the thread that has entered it.
+        for worker in range(workers):
+            work(worker)
+        return
     if workers == 1 and (threads == 1 or not one_thread):
         work(0)
         return

@@ -80,8 +80,8 @@ def _one_part(
         return part.key, target.write(part.key, slab_bytes, progress), True
     except OSError as error:
         raise UnfinishedError(
-            f"{error.filename or part.key} cannot be written: {error.strerror}; mend that, and the "
-            f"same command goes on"
+            f"{error.filename or part.key} cannot be written: {error.strerror}; once it can "
+            f"be, the same command goes on"
         ) from None
 
 

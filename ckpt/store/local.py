@@ -71,9 +71,11 @@ class LocalStore(Store):
         # A draft is written, then linked: unlike a rename, a link fails where the name is taken.
         path = self.root / key
         self._make_folders(path.parent)
-        # The folders above may be new too. A folder of another user may be unreadable: skip it.
-        for parent in (self.root, *self.root.resolve().parents):
-            with contextlib.suppress(PermissionError):
+        # The folders above may be new too. Skipped are those of another user, and those of a file
+        # system that syncs no folders.
+        self.files.sync_folder(self.root)
+        for parent in self.root.resolve().parents:
+            with contextlib.suppress(OSError):
                 self.files.sync_folder(parent)
         draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from moe import workers
 from moe.workers import run_workers
@@ -53,6 +54,14 @@ def test_a_failure_of_any_worker_is_the_callers_when_all_have_ended(threads: int
         with pytest.raises(MemoryError, match="no room"):
             run_workers(work, threads)
         assert ended == [1 - failing]
+
+
+def test_a_dispatch_mode_sees_the_operations_of_all_workers(threads: int) -> None:
+    """Without _get_current_dispatch_mode, FlopCounterMode counts a part of a layer's products."""
+    a = torch.ones(4, 4)
+    with FlopCounterMode(display=False) as counter:
+        run_workers(lambda worker: torch.mm(a, a), threads)
+    assert counter.get_total_flops() == threads * 2 * 4**3
 
 
 def test_more_workers_than_threads_all_run(threads: int) -> None:
