@@ -333,7 +333,7 @@ def test_a_full_disk_keeps_what_is_durable_and_a_bad_source_keeps_nothing(tmp_pa
             super().write(key, parts)
 
     store = Full(tmp_path / "a")
-    with pytest.raises(UnfinishedError, match=r"No space left on device; once it can be, the same command goes on"):
+    with pytest.raises(UnfinishedError, match=r"No space left on device; once it can be, the same"):
         rewrite(CheckpointTarget(source, store, Topology()), MEMORY)
     assert len(journaled(tmp_path / "a")) == 7
     source.read_bytes.clear()
