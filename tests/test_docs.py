@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import re
 from dataclasses import fields
 from functools import cache
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
+from docs.api_page import api_page
 from docs.images.draw import PICTURES
 from moe import MoEConfig
 from parallel import Topology
@@ -184,6 +187,19 @@ def test_prose_is_not_too_wide(page):
     for number, line in enumerate(outside_code(page.read_text()).splitlines(), 1):
         if not line.startswith("|"):
             assert len(line) <= 105, (number, line)
+
+
+def test_the_page_of_the_library_is_current():
+    assert (DOCS / "api.md").read_text() == api_page(), "run make docs/api.md"
+
+
+def test_every_public_function_and_class_says_what_it_does():
+    for package in ("moe", "router", "parallel", "ckpt"):
+        module = importlib.import_module(package)
+        for name in dir(module):
+            value = getattr(module, name)
+            if not name.startswith("_") and (inspect.isclass(value) or inspect.isfunction(value)):
+                assert value.__doc__, f"{package}.{name}"
 
 
 def test_the_readme_is_one_page():
