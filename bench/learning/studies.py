@@ -56,19 +56,13 @@ _SMALL = ("model.d_model=128", "model.num_layers=3", "model.num_heads=4", "model
           "moe.d_ff=192", "eval.final_sequences=1000")  # fmt: skip
 _TINY = ("eval.final_sequences=1000",)
 _DENSE = Subject("dense, equal active FLOPs", ("parallel.ep=1",), without=("moe",))
-_HALF_RATE = ("optimizer.lr=2e-3",)
 _ONCE = ("eval.interval_steps=40", "eval.sequences=64", "train.log_interval_steps=1")
 
 STUDIES = {
     "half-hour": Study(
         "MoE, dense at equal active FLOPs, and compressors",
         # Two experts of a token are as wide as the dense layer.
-        (
-            Subject("MoE, 16 experts, top_k 2"),
-            _DENSE,
-            Subject("MoE, half the learning rate", _HALF_RATE),
-            Subject("dense, half the learning rate", (*_DENSE.settings, *_HALF_RATE), ("moe",)),
-        ),
+        (Subject("MoE, 16 experts, top_k 2"), _DENSE),
         {"half an hour on two cores": ()},
         HALF_HOUR,
         seeds=(0,),
