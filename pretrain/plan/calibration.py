@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from parallel.collectives import all_gather, reduce_scatter
 from pretrain.plan.hardware import BYTES, Chip, Cluster, DtypeName
 
 _GEMM_SHAPES = (
@@ -36,7 +37,9 @@ _CPU_TILES = (4, 8, 16, 32, 64)
 _LIMITS = tuple(1 + 0.02 * i for i in range(31))
 """The rate of an endless product over the fastest measured one."""
 _STREAM_NUMBERS = 1 << 24
-_COLLECTIVE_BYTES = 1 << 25
+_COLLECTIVE_BYTES = 1 << 23
+"""Of a collective on a CPU, about as large as a layer of a small model; 8 times as many on an
+accelerator."""
 _CHAIN = 200
 _COLD_BYTES = 1 << 27
 """Operands of one GEMM shape together, more than the caches of a rank have."""
@@ -49,7 +52,8 @@ def calibrate(base: Cluster, device: torch.device) -> Cluster:
     Measured are GEMMs of eleven shapes in float32, and on accelerators in bfloat16; attention,
     forward and backward, at five lengths; the memory's bandwidth, the share of it that a decoder's
     element-wise kernels reach, and the time from one kernel to the next; and of the link
-    within the node an all-reduce, an all-to-all, and their latency. What cannot be measured stays
+    within the node the gathers and reduce-scatters that :mod:`parallel` starts, an all-to-all, and
+    the latency of an all-reduce. What cannot be measured stays
     as in ``base``: prices, power, memory size, the link between nodes, and with one rank all links.
 
     Args:
@@ -75,11 +79,11 @@ def calibrate(base: Cluster, device: torch.device) -> Cluster:
     chip = _with_attention(chip, dtypes[-1], device)
     link = base.intra_node
     if dist.is_initialized() and dist.get_world_size() > 1:
-        reduce, exchange, latency = _link_rates(device)
-        peak = max(link.gigabytes_per_second, reduce / 1e9, exchange / 1e9)
+        gather, exchange, latency = _link_rates(device)
+        peak = max(link.gigabytes_per_second, gather / 1e9, exchange / 1e9)
         link = link.model_copy(update={
             "gigabytes_per_second": peak,
-            "efficiency": reduce / 1e9 / peak,
+            "efficiency": gather / 1e9 / peak,
             "all_to_all_efficiency": exchange / 1e9 / peak,
             "latency_microseconds": latency * 1e6,
         })  # fmt: skip
@@ -258,18 +262,21 @@ def _with_attention(chip: Chip, dtype: DtypeName, device: torch.device) -> Chip:
 
 
 def _link_rates(device: torch.device) -> tuple[float, float, float]:
-    """Bytes per second of one rank's link in an all-reduce and in an all-to-all, and the seconds of
-    one step of a small collective."""
-    world = dist.get_world_size()
+    """Bytes per second of one rank's link in gathers and reduce-scatters together and in an
+    all-to-all, and the seconds of one step of a small collective."""
+    group, world = dist.group.WORLD, dist.get_world_size()
+    assert group is not None
     steps = world - 1
-    buffer = torch.ones(_COLLECTIVE_BYTES // 4 // world * world, device=device)
-    out = torch.empty_like(buffer)
-    sent = buffer.numel() * 4 * steps / world
-    reduce = _collective_seconds(lambda: dist.all_reduce(buffer), device)
-    exchange = _collective_seconds(lambda: dist.all_to_all_single(out, buffer), device)
+    size = _COLLECTIVE_BYTES * (8 if device.type == "cuda" else 1)
+    whole = torch.ones(size // 4 // world * world, device=device)
+    part, out = torch.empty(whole.numel() // world, device=device), torch.empty_like(whole)
+    sent = whole.numel() * 4 * steps / world
+    gather = _collective_seconds(lambda: all_gather(out, part, group, "world").wait(), device)
+    reduce = _collective_seconds(lambda: reduce_scatter(part, whole, group, "world").wait(), device)
+    exchange = _collective_seconds(lambda: dist.all_to_all_single(out, whole), device)
     word = torch.ones(world, device=device)
     small = _collective_seconds(lambda: dist.all_reduce(word), device)
-    return 2 * sent / reduce, sent / exchange, small / (2 * steps)
+    return 2 * sent / (gather + reduce), sent / exchange, small / (2 * steps)
 
 
 def _collective_seconds(act: Callable[[], object], device: torch.device) -> float:
