@@ -154,6 +154,11 @@ class CheckpointTarget:
         """See :class:`ckpt.rewrite.Target`."""
         return [Part(key, layout.buffer_bytes) for key, layout in self._layouts.items()]
 
+    def room(self) -> tuple[str, int | None]:
+        """See :class:`ckpt.rewrite.Target`."""
+        compressed = any(record.compression != "none" for record in self.records)
+        return self.store.where(), None if compressed else self.store.free_bytes()
+
     def check(self, key: str, receipt: Receipt) -> bool:
         """See :class:`ckpt.rewrite.Target`."""
         expected = ObjectRecord(**receipt)

@@ -54,6 +54,7 @@ def rewrite(
         return False
     try:
         parts = list(target.parts())
+        _check_room(target, sum(part.nbytes for part in parts if part.key not in done))
         if workers == 1:
             receipts = _alone(target, parts, done, slab_bytes, progress)
         else:
@@ -67,6 +68,17 @@ def rewrite(
     finally:
         target.end()
     return True
+
+
+def _check_room(target: Target, needed: int) -> None:
+    try:
+        where, free = target.room()
+    except OSError:
+        return  # the first write will say what is wrong
+    if free is not None and needed > free:
+        raise UnfinishedError(
+            f"{where} must have room for {needed / 1e9:.3g} GB; it has {free / 1e9:.3g} GB"
+        )
 
 
 def _one_part(

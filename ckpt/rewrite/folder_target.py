@@ -91,6 +91,10 @@ class FolderTarget:
         """See :class:`ckpt.rewrite.Target`."""
         raise NotImplementedError
 
+    def room(self) -> tuple[str, int | None]:
+        """See :class:`ckpt.rewrite.Target`."""
+        return str(self.folder), shutil.disk_usage(self.work).free
+
     def check(self, key: str, receipt: Receipt) -> bool:
         """See :class:`ckpt.rewrite.Target`."""
         return file_crc32c(self.work / key) == (receipt["bytes"], receipt["crc32c"])

@@ -37,6 +37,11 @@ class Target(Protocol):
         """Every part, in the order in which they are best written."""
         ...
 
+    def room(self) -> tuple[str, int | None]:
+        """Where the parts are written, and the free bytes there; None where unknown, or where parts
+        may be shorter than their arrays."""
+        ...
+
     def check(self, key: str, receipt: Receipt) -> bool:
         """Read a part, and say whether the part is what the receipt says."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -353,6 +354,24 @@ def test_a_full_disk_keeps_what_is_durable_and_a_bad_source_keeps_nothing(tmp_pa
     with pytest.raises(ckpt.CheckpointError, match="this source is damaged"):
         rewrite(SafetensorsTarget(Bad(source.arrays), tmp_path / "c", Topology()), MEMORY)
     assert not list(tmp_path.glob("*c*"))
+
+
+@pytest.mark.parametrize("make", [CheckpointTarget, SafetensorsTarget, DcpTarget])
+def test_too_little_room_is_told_before_the_first_part(tmp_path, monkeypatch, make):
+    source, written = many_objects(4), []
+    usage = shutil.disk_usage(tmp_path)
+    little = usage._replace(free=sum(array.nbytes for array in source.arrays.values()) - 1)
+    write = make.write
+    monkeypatch.setattr(
+        make, "write", lambda self, *args: written.append(args) or write(self, *args)
+    )
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: little)
+    with pytest.raises(UnfinishedError, match=r"out must have room for .* GB; it has .* GB"):
+        rewrite(make(source, tmp_path / "out", Topology()), MEMORY)
+    assert not written
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    rewrite(make(source, tmp_path / "out", Topology()), MEMORY)
+    assert len(written) >= 1
 
 
 def test_too_little_memory_is_refused(tmp_path):
