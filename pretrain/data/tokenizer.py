@@ -34,7 +34,7 @@ def tokenizer_at(path: Path | str) -> Tokenizer:
         text = _remote(str(path)) if is_remote(path) else _local(str(path))
         tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing more specific
-        raise InputError(f"{path} cannot be read as a tokenizer.json: {error}") from None
+        raise InputError(f"{path} cannot be read: {error}; a tokenizer.json is needed") from None
     tokenizer.encode_special_tokens = True
     return tokenizer
 

@@ -165,7 +165,7 @@ def test_a_rank_that_is_lost_on_purpose_is_lost_once(text, tmp_path, kind):
         ("[{kind='slow',step=1,factor=1.0}]", "inject.0.factor (1.0)"),
         ("[{kind='kill',step=1},{kind='kill',step=1}]",
          "inject must have each fault once: there are two of kill-step1-rank0"),
-        ("[{kind='kill',stp=1}]", "inject.0.stp: no such field; did you mean step"),
+        ("[{kind='kill',stp=1}]", "inject.0.stp: no such field; did you mean inject.0.step"),
     ],
 )  # fmt: skip
 def test_a_bad_fault_is_refused_in_one_line(faults, message, tmp_path):

@@ -401,7 +401,7 @@ def test_a_killed_preparation_goes_on_and_a_second_one_is_refused(tmp_path, monk
 
 def test_a_lost_process_is_one_line_and_the_parts_stay(tmp_path, monkeypatch):
     monkeypatch.setattr("pretrain.data.files._GROUP_BYTES", 4000)
-    write_corpus(tmp_path / "text", 12)
+    write_corpus(tmp_path / "text", 400)  # so many that the kill comes before the last part
     data = config(tmp_path)
 
     def killing(line: str) -> None:

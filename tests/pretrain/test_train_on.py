@@ -72,7 +72,8 @@ def test_a_decayed_run_is_trained_on_as_it_says(text, tmp_path):
     assert code == 0
     jump = "step 7 has 2.07e-03, and would have 3.00e-04 with the spec of the checkpoint"
     assert f"learning rate jumps: {jump}" in out
-    assert [e["text"] for e in events(tmp_path / "run", "notice")] == [
+    told = [e["text"] for e in events(tmp_path / "run", "notice")]
+    assert [text for text in told if not text.startswith("scoring")] == [
         f"learning rate jumps: {jump}"
     ]
 
