@@ -80,8 +80,8 @@ class Subject:
         return key if key == MANIFEST else "zarr.json" if key.endswith("zarr.json") else "object"
 
     def layout(self, key: str) -> ObjectLayout:
-        name, _, rest = key.partition("/c")
-        return ObjectLayout(self.manifest.array(name), tuple(map(int, rest.split("/")[1:])))
+        name, _, rest = key.rpartition("/c")
+        return ObjectLayout(self.manifest.array(name), tuple(map(int, rest.split(".")[1:])))
 
     def regions(self, key: str) -> dict[str, list[int]]:
         """The bytes of an object by what they are: chunks, their checksums, index, padding."""
