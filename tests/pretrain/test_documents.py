@@ -218,7 +218,7 @@ def evaluate_on_rank(spec: JobSpec, rank: int) -> tuple[float, int, str]:
     """Held-out loss, tokens and text, with weights of a size at which attention matters."""
     job = _job(spec)
     found = evaluate(job)
-    text = generate(job)
+    text = generate(job, load_tokenizer(spec.data), spec.sample).text
     job.runtime.close()
     return found.loss, found.tokens, text
 
