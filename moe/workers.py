@@ -37,8 +37,9 @@ def run_workers(work: Callable[[int], None], workers: int, one_thread: bool = Fa
     workers have ended.
     """
     threads = torch.get_num_threads()
-    if _get_current_dispatch_mode() is not None:
+    if _get_current_dispatch_mode() is not None and not one_thread:
         # A mode, such as FlopCounterMode, sees the operations of the thread that has entered it.
+        # With one_thread the bits come first: they follow from the threads of an operation.
         for worker in range(workers):
             work(worker)
         return

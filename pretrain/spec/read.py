@@ -87,7 +87,7 @@ def _walk(location: Sequence[int | str]) -> tuple[list[str], type[BaseModel]]:
     model: type[BaseModel] = JobSpec
     parts: list[str] = []
     variants: list[type[BaseModel]] = []
-    tag = ""
+    tag, is_value = "", False
     for part in map(str, location):
         chosen = [v for v in variants if v.model_fields[tag].default == part]
         if chosen:
@@ -95,12 +95,13 @@ def _walk(location: Sequence[int | str]) -> tuple[list[str], type[BaseModel]]:
             continue
         if variants:
             model = variants[0]
-        if parts and _TYPE.fullmatch(part):
+        if is_value and _TYPE.fullmatch(part):
             continue
         parts.append(part)
         field = model.model_fields.get(part)
         models = [] if field is None else models_in(field.annotation)
         variants = models if len(models) > 1 else []
+        is_value = field is not None and not models
         tag = "" if field is None else tag_of(field)
         if part is not location[-1] and len(models) == 1:
             model = models[0]

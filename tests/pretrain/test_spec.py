@@ -22,6 +22,7 @@ RECIPE = "tools/recipes/stdlib-tiny.toml"
         ("train.stepz=3", "train.stepz: no such field; did you mean train.steps?"),
         ("trian.steps=3", "trian: no such field; did you mean train?"),
         ("train.step=3", "train.step: no such field; did you mean train.steps or inject.step?"),
+        ("train.int=3", "train.int: no such field"),
         (
             "checkpoint.interval_steps=auto2",
             "checkpoint.interval_steps ('auto2'): Input should be 'auto' or a",
