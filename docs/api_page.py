@@ -140,55 +140,28 @@ def _methods(value: type) -> Iterator[str]:
 
 def _prose(doc: str | None) -> Iterator[str]:
     """A docstring as Markdown: paragraphs, and the parts of its sections as lists."""
-    text = (doc or "").split("\n")
-    at = next((i for i, line in enumerate(text) if line.endswith("::")), len(text))
-    blocks, code = text[:at], textwrap.dedent("\n".join(text[at + 1 :])).strip("\n")
-    listing, paragraph = False, list[str]()
-
-    def end() -> Iterator[str]:
-        if paragraph:
-            yield from (*_wrapped(_marked(" ".join(paragraph))), "")
-            paragraph.clear()
-
-    item: list[str] = []
-
-    def end_item() -> Iterator[str]:
-        if item:
-            name, colon, text = " ".join(item).partition(": ")
-            told = f"`{name}`: {_marked(text)}" if colon and " " not in name else _marked(
-                " ".join(item))  # fmt: skip
-            yield from _wrapped(told, "- ", "  ")
-            item.clear()
-
-    for line in blocks:
-        section = _SECTION.match(line)
+    told, marks, code = (doc or "").partition("::\n")
+    for block in (told + marks[:1]).split("\n\n"):
+        head, _, rest = block.partition("\n")
+        section = _SECTION.match(head)
         if section:
-            yield from end()
-            yield from (f"{section[1]}:", "")
-            listing = True
-        elif listing and line.startswith("    "):
-            if not line.startswith("        ") and not line.startswith("     "):
-                yield from end_item()
-            item.append(line.strip())
-        elif listing:
-            yield from end_item()
-            if item or line == "":
-                listing = line == ""
-            if line:
-                if not listing:
-                    yield ""
-                paragraph.append(line.strip())
-                listing = False
-            else:
-                yield ""
-        elif line:
-            paragraph.append(line.strip())
+            yield from (head, "")
+            # An item begins where the indentation of the section's text begins.
+            for item in re.split(r"\n(?=\S)", textwrap.dedent(rest)):
+                yield from _item(" ".join(item.split()))
         else:
-            yield from end()
-    yield from end_item()
-    yield from end()
+            yield from _wrapped(_marked(" ".join(block.split())))
+        yield ""
     if code:
-        yield from ("", "```text", code, "```")
+        yield from ("```text", textwrap.dedent(code).strip("\n"), "```")
+
+
+def _item(text: str) -> list[str]:
+    """A line of a section: of arguments and errors the name comes first."""
+    name, colon, meaning = text.partition(": ")
+    if colon and " " not in name:
+        text = f"`{name}`: {meaning}"
+    return _wrapped(_marked(text), "- ", "  ")
 
 
 def _marked(text: str) -> str:

@@ -221,9 +221,9 @@ class PaddedAllToAllDispatcher(HoldsGroups):
     """All-to-all with equal splits, whose sizes follow from the capacity and not from the routing.
 
     Nothing waits for an accelerator. All calls have equal shapes, until a plan of straggler-aware
-    capacity changes. A rank sends the smaller of
-    two numbers of slots to each rank: ``max_tokens_per_call``, or the most assignments that the
-    capacity policy allows the experts of one rank. A call may have fewer tokens.
+    capacity changes. A rank sends the smaller of two numbers of slots to each rank:
+    ``max_tokens_per_call``, or the most assignments that the capacity policy allows the experts of
+    one rank. A call may have fewer tokens.
 
     Args:
         group: the ranks that share the experts.

@@ -97,7 +97,7 @@ def apply_delayed_weight_grad(model: nn.Module) -> WeightGradStore:
         if linear_layer and names == ["weight"]:
             vars(module)["weight_grad_store"] = store
             # A deep copy of a partial has the copied module; a closure would have this one.
-            module.forward = partial(_run_linear, module)
+            module.forward = partial(linear, module=module)
         elif "weight_grad_store" in vars(module):
             vars(module)["weight_grad_store"] = store
     return store
@@ -121,10 +121,6 @@ def linear(x: Tensor, module: nn.Module) -> Tensor:
     assert x.requires_grad
     out: Tensor = _Linear.apply(x, weight.detach(), put)
     return out
-
-
-def _run_linear(module: nn.Module, x: Tensor) -> Tensor:
-    return linear(x, module)
 
 
 class _Linear(torch.autograd.Function):

@@ -100,7 +100,8 @@ class HostBuffers:
 
     def forget(self) -> None:
         """Begin anew in a forked process."""
-        self.__init__()  # type: ignore[misc]
+        self._lock = threading.Lock()
+        self.release()
 
     def release(self) -> None:
         """Give the memory back to the system that no tensor holds."""

@@ -105,14 +105,12 @@ class AsyncCheckpointer:
         self._pinned: tuple[int, int] | None = None
         self._pending: dict[tuple[int, TierName], SaveInfo] = {}
         self._events: list[SaveEvent] = []
-        self._busy = False
-        self._filled = 0
-        """Bytes at the begin of the staging memory that a save may have written to."""
         self._start()
 
     def _start(self) -> None:
         ours, theirs = socketpair()
         self._staging, self._busy = Staging(), False
+        # Bytes at the begin of the staging memory that a save may have written to.
         self._filled = 0
         handles = theirs.fileno(), self._staging.handle
         root = str(Path(__file__).resolve().parents[2])

@@ -258,7 +258,6 @@ def read_manifest(root: Location, step: int | None = None) -> Manifest:
     elif step not in steps:
         raise CheckpointError(f"no checkpoint of step {step} in {store.where()}; there are {steps}")
     where = store.where(manifest_key(step))
-    older = [each for each in steps if each < step]
     try:
         data = store.read(manifest_key(step))
     except OSError as error:
@@ -266,6 +265,7 @@ def read_manifest(root: Location, step: int | None = None) -> Manifest:
     try:
         manifest = decode_manifest(data, where)
     except CheckpointError as error:
+        older = [each for each in steps if each < step]
         hint = f"; the checkpoint before is of step {older[-1]}" if older else ""
         raise CheckpointError(f"{error}{hint}") from None
     if manifest.step != step:

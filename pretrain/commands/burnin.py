@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.commands.parsing import Parser, check_folder_of, ended, is_first_rank
+from pretrain.commands.parsing import Parser, check_writable, ended, is_first_rank
 from pretrain.commands.provenance import provenance
 from pretrain.errors import EXIT_LOST, InputError
 from pretrain.observe import complain, say
@@ -87,7 +87,7 @@ def _burn_in(args: argparse.Namespace) -> int:
                 f"--{flag.replace('_', '-')} ({getattr(args, flag):g}) must be above 0"
             )
     if is_first_rank():  # the rank that writes the file, maybe on a disk of its own
-        check_folder_of("--json", args.json)
+        check_writable("--json", args.json)
     shape = _shape(args)
 
     from cluster.burnin import BurnIn, MissingRanksError

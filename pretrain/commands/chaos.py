@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.commands.parsing import Parser, check_folder_of, ended
+from pretrain.commands.parsing import Parser, check_writable, ended
 from pretrain.commands.provenance import provenance
 from pretrain.errors import EXIT_LOST
 from pretrain.observe import say
@@ -70,7 +70,7 @@ def _chaos(args: argparse.Namespace) -> int:
     from pretrain.faults import draw_faults, run_campaign
     from pretrain.spec import load_spec
 
-    check_folder_of("--json", args.json)
+    check_writable("--json", args.json)
     spec = load_spec(args.spec, args.overrides)
     layout = choose_layout(spec, args.machines, ranks_per_node=1)
     faults = draw_faults(args.seed, args.faults, spec.train.steps, layout.topology.world)

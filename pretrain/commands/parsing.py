@@ -145,7 +145,7 @@ def subcommands(
     raise parser.refusal(f"{wrong}: the subcommands are {names}; see {prog} --help")
 
 
-def check_folder_of(flag: str, file: Path | None) -> None:
+def check_writable(flag: str, file: Path | None) -> None:
     """Refuse a file that a command is to write, by InputError, where the file cannot be written."""
     if file is None:
         return

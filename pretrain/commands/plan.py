@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.commands.parsing import Parser, check_folder_of, ended, is_first_rank
+from pretrain.commands.parsing import Parser, check_writable, ended, is_first_rank
 from pretrain.commands.provenance import provenance
 from pretrain.errors import EXIT_LOST, InputError
 from pretrain.observe import complain, say
@@ -114,7 +114,7 @@ def _validate(args: argparse.Namespace) -> int:
 
 def _calibrate(args: argparse.Namespace) -> int:
     """Measure on all ranks that torchrun has started, or in this process; rank 0 writes."""
-    check_folder_of("--calibrate", args.calibrate)
+    check_writable("--calibrate", args.calibrate)
     if args.spec is not None:
         raise InputError(f"SPEC ({args.spec}) must be left out with --calibrate: no run is planned")
     import tomli_w
@@ -168,8 +168,8 @@ def _plan(args: argparse.Namespace) -> int:
     tokens: float = spec.batch.samples_of(spec.train.steps, S) * S
     if args.tokens is not None:
         tokens = _number("--tokens", args.tokens, 1)
-    check_folder_of("--json", args.json)
-    check_folder_of("--write", args.write)
+    check_writable("--json", args.json)
+    check_writable("--write", args.write)
     if args.draw is not None:
         check_plot(args.draw, "--draw")
     cluster.chip.peak(spec.precision.compute)  # a cluster without this dtype is told at once

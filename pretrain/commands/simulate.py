@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.commands.parsing import Parser, check_folder_of, ended
+from pretrain.commands.parsing import Parser, check_writable, ended
 from pretrain.commands.provenance import provenance
 from pretrain.errors import InputError
 from pretrain.observe import say
@@ -75,7 +75,7 @@ def _simulate(args: argparse.Namespace) -> int:
     if args.print_scenario:
         say(json.dumps(scenarios[0].model_dump(exclude_none=True), indent=1))
         return 0
-    check_folder_of("--json", args.json)
+    check_writable("--json", args.json)
     if args.plot is not None:
         check_plot(args.plot)
     rows = [asdict(assess(scenario)) for scenario in scenarios]

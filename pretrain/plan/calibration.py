@@ -53,8 +53,8 @@ def calibrate(base: Cluster, device: torch.device) -> Cluster:
     forward and backward, at five lengths; the memory's bandwidth, the share of it that a decoder's
     element-wise kernels reach, and the time from one kernel to the next; and of the link
     within the node the gathers and reduce-scatters that :mod:`parallel` starts, an all-to-all, and
-    the latency of an all-reduce. What cannot be measured stays
-    as in ``base``: prices, power, memory size, the link between nodes, and with one rank all links.
+    the latency of an all-reduce. What cannot be measured stays as in ``base``: prices, power,
+    memory size, the link between nodes, and with one rank all links.
 
     Args:
         base: the cluster file to begin with.
@@ -131,6 +131,11 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def _factor(device: torch.device) -> int:
+    """What is measured on an accelerator is so many times as large in a dim."""
+    return 8 if device.type == "cuda" else 1
+
+
 def _stream_rate(device: torch.device) -> float:
     """Bytes per second that an addition of two large tensors reads and writes."""
     a, b = (torch.ones(_STREAM_NUMBERS, device=device) for _ in range(2))
@@ -145,7 +150,7 @@ def _elementwise_rate(device: torch.device) -> float:
     exponentials more slowly than its memory reads, and so reaches a small share of the bandwidth.
     """
     tokens, width, hidden, vocab = 1024, 512, 1024, 4096
-    factor = 8 if device.type == "cuda" else 1
+    factor = _factor(device)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, requires_grad=True)
@@ -181,7 +186,7 @@ def _launch_seconds(device: torch.device) -> float:
 
 def _with_gemms(chip: Chip, dtype: DtypeName, device: torch.device) -> Chip:
     """The curve whose times are nearest to the measured ones, by the mean of relative errors."""
-    factor = 8 if device.type == "cuda" else 1
+    factor = _factor(device)
     shapes = [(m * factor, n * factor, k * factor) for m, n, k in _GEMM_SHAPES]
     taken = [_slowest_seconds(_gemm_seconds(shape, dtype, device)) for shape in shapes]
     rates = [2 * m * n * k / s for (m, n, k), s in zip(shapes, taken, strict=True)]
@@ -267,8 +272,7 @@ def _link_rates(device: torch.device) -> tuple[float, float, float]:
     group, world = dist.group.WORLD, dist.get_world_size()
     assert group is not None
     steps = world - 1
-    size = _COLLECTIVE_BYTES * (8 if device.type == "cuda" else 1)
-    whole = torch.ones(size // 4 // world * world, device=device)
+    whole = torch.ones(_COLLECTIVE_BYTES * _factor(device) // 4 // world * world, device=device)
     part, out = torch.empty(whole.numel() // world, device=device), torch.empty_like(whole)
     sent = whole.numel() * 4 * steps / world
     gather = _collective_seconds(lambda: all_gather(out, part, group, "world").wait(), device)

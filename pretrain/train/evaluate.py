@@ -151,10 +151,9 @@ def _score(
 
 def _check_stop(job: Job, stop: StopRequest) -> None:
     """Raise StoppedEvaluationError on every rank where some rank was asked to stop."""
-    cause = torch.tensor(int(stop.urgent_cause))
-    dist.all_reduce(cause, dist.ReduceOp.MAX, group=job.runtime.control_group)
+    cause = StopCause(int(job.runtime.maximum(stop.urgent_cause)))
     if cause:
-        raise StoppedEvaluationError(StopCause(int(cause)))
+        raise StoppedEvaluationError(cause)
 
 
 def evaluated_moe_layers(job: Job) -> list[int]:

@@ -71,11 +71,7 @@ from pretrain.spec import JobSpec
 from pretrain.state import Progress
 from pretrain.train.data_fetches import tell_of_failing_stores
 from pretrain.train.detection import flight_folder, watch_ranks
-from pretrain.train.evaluate import (
-    StoppedEvaluationError,
-    evaluate,
-    evaluated_moe_layers,
-)
+from pretrain.train.evaluate import StoppedEvaluationError, evaluate, evaluated_moe_layers
 from pretrain.train.generate import generate
 from pretrain.train.notices import watch_notices
 from pretrain.train.profile import StepProfiler, Window
@@ -201,18 +197,20 @@ def _train(
         tell_of_failing_stores(job, lambda: begun.progress.step)
         with _watched(job, trainer), watch_ranks(job):
             if trainer.train(stop):
-                step, cause = trainer.progress.step, trainer.stop_cause.label
-                job.events.publish(RunStopped(step=step, cause=cause))
-                return EXIT_TRY_AGAIN
+                return _stopped(job, trainer.progress.step, trainer.stop_cause)
             try:
                 _finish(job, trainer.progress, ledger, stop)
             except StoppedEvaluationError as stopped:
                 stop.is_final = stopped.cause > StopCause.SIGNAL
-                step, cause = trainer.progress.step, stopped.cause.label
-                job.events.publish(RunStopped(step=step, cause=cause))
-                return EXIT_TRY_AGAIN
+                return _stopped(job, trainer.progress.step, stopped.cause)
         job.events.publish(RunDone(step=trainer.progress.step))
     return EXIT_DONE
+
+
+def _stopped(job: Job, step: int, cause: StopCause) -> int:
+    """Publish that a rank was asked to stop; returns the exit code."""
+    job.events.publish(RunStopped(step=step, cause=cause.label))
+    return EXIT_TRY_AGAIN
 
 
 def _record_manifests(job: Job) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -293,22 +292,28 @@ def family_of(config: HFConfig) -> Family:
 
 def expressing(model: ModelConfig, moe: MoEConfig | None, seq_len: int) -> list[str]:
     """The model types that express a decoder."""
-    found = []
-    for family in _FAMILIES:
-        with suppress(InputError):
-            family.config(model, moe, seq_len)
-            found.append(family.model_type)
-    return found
+    reasons = _reasons(model, moe, seq_len)
+    return [kind for kind, reason in reasons.items() if reason is None]
 
 
 def family_for(model: ModelConfig, moe: MoEConfig | None, seq_len: int) -> Family:
     """The first family that expresses a decoder. Raises InputError, with every family's reason."""
-    reasons = []
-    for family in _FAMILIES:
+    reasons = _reasons(model, moe, seq_len)
+    for kind, reason in reasons.items():
+        if reason is None:
+            return FAMILIES[kind]
+    raise InputError(f"no family expresses this model: {'; '.join(map(str, reasons.values()))}")
+
+
+def _reasons(
+    model: ModelConfig, moe: MoEConfig | None, seq_len: int
+) -> dict[str, InputError | None]:
+    """By model type why the family cannot express a decoder; None where the family can."""
+    reasons: dict[str, InputError | None] = {}
+    for kind, family in FAMILIES.items():
+        reasons[kind] = None
         try:
             family.config(model, moe, seq_len)
         except InputError as error:
-            reasons.append(str(error))
-        else:
-            return family
-    raise InputError(f"no family expresses this model: {'; '.join(reasons)}")
+            reasons[kind] = error
+    return reasons
