@@ -253,6 +253,7 @@ class MoELayer(nn.Module):
         x: Tensor,
         replay_indices_TK: Tensor | None = None,
         prior_expert_counts_E: Tensor | None = None,
+        token_mask: Tensor | None = None,
     ) -> MoEOutput:
         """[..., D] -> output of the same shape and dtype, and the router's losses and statistics.
 
@@ -261,24 +262,35 @@ class MoELayer(nn.Module):
         ``replay_indices_TK`` are recorded choices, the ``aux.topk_indices_TK`` of an earlier call.
         ``prior_expert_counts_E`` is for the loss over a global batch. See
         :meth:`router.TopKRouter.forward`.
+        ``token_mask`` is bool, of the shape of ``x`` without its last dim: true for a token, false
+        for padding. Padding chooses no expert, takes no capacity, is sent to no rank, and is in no
+        loss and no statistic; its output is 0, and the values of its input do not matter.
 
         Under expert parallelism every rank of the group must call, with any number of tokens, also
         with 0.
 
         Raises ValueError for an input of another size or dtype, under ``torch.vmap``, and where
-        ``replay_indices_TK`` do not fit.
+        ``replay_indices_TK`` or ``token_mask`` do not fit.
         """
-        self._check_input(x)
+        self._check_input(x, token_mask)
         x_TD = x.reshape(x.numel() // x.shape[-1], x.shape[-1])
+        token_mask_T = None if token_mask is None else token_mask.reshape(-1)
+        if token_mask_T is not None:
+            # Padding may be NaN, which the gradients of shared experts would multiply by 0.
+            x_TD = x_TD.masked_fill(~token_mask_T.unsqueeze(1), 0)
 
         seq_len = x.shape[-2] if x.ndim > 1 else 1
         exact = self.experts.unit_sums is not None
         x_for = fork(x_TD, 3) if exact else (x_TD,) * 3
-        routed = self.router(x_for[0], seq_len, replay_indices_TK, prior_expert_counts_E)
+        routed = self.router(
+            x_for[0], seq_len, replay_indices_TK, prior_expert_counts_E, token_mask_T
+        )
         y_TD, stopwatch = self._call(self._compute, *x_for[1:], routed)
         on_host = x.device.type == "cpu" and not torch.compiler.is_compiling()
         if not on_host or routed.num_nonfinite_tokens:
             y_TD = y_TD.masked_fill(routed.nonfinite_T.unsqueeze(1), torch.nan)
+        if token_mask_T is not None:
+            y_TD = y_TD.masked_fill(~token_mask_T.unsqueeze(1), 0)
         # A reshape that autograd does not record as a view: nothing else refers to y_TD, and FSDP
         # warns of views where only this layer is wrapped.
         hidden = torch.ops.aten._unsafe_view(y_TD.to(x.dtype), x.shape)
@@ -314,7 +326,7 @@ class MoELayer(nn.Module):
         y_TD = y_TD if to_tokens is None else sum_rows(y_TD, to_tokens)
         return y_TD if shared_TD is None else y_TD + shared_TD, stopwatch
 
-    def _check_input(self, x: Tensor) -> None:
+    def _check_input(self, x: Tensor, token_mask: Tensor | None) -> None:
         own = next(self.experts.parameters()).dtype
         if not x.ndim or x.shape[-1] != self.config.d_model:
             raise ValueError(
@@ -330,6 +342,12 @@ class MoELayer(nn.Module):
             raise ValueError(
                 f"the input's dtype ({x.dtype}) must be the layer's ({own}), or one of "
                 f"{', '.join(map(str, _INPUTS))}; cast the input or the layer, as with x.to({own})"
+            )
+        mask = token_mask
+        if mask is not None and (mask.shape != x.shape[:-1] or mask.dtype != torch.bool):
+            raise ValueError(
+                f"token_mask ({list(mask.shape)}, {mask.dtype}) must be bool, of the input's shape "
+                f"without its last dim ({list(x.shape[:-1])})"
             )
         if in_vmap():
             raise ValueError(

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from moe.attention_masks import LastMask, token_mask, unwatch_attention, watch_attention
 from moe.config import MoEConfig
 from moe.experts import GroupedExperts
 from moe.layer import MoEAux, MoELayer
@@ -127,6 +128,7 @@ class TransformersMoE(MoELayer):
         _share_hooks(block, self)
         self._narrow_gate = block.gate.weight.dtype == self.experts.down_proj.dtype
         self._listeners: list[list[MoEAux]] = []
+        self._last_mask: LastMask = []
         self.train(block.training)
 
     @property
@@ -136,7 +138,8 @@ class TransformersMoE(MoELayer):
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """[..., D] -> [..., D], as the block that this layer replaces; see :func:`collect_aux`."""
-        hidden, aux = super().forward(x)
+        attention_mask = self._last_mask.pop() if self._last_mask else None
+        hidden, aux = super().forward(x, token_mask=token_mask(attention_mask, x))
         for listener in self._listeners:
             listener.append(aux)
         return hidden
@@ -177,6 +180,10 @@ def adopt(model: Model, **options: Any) -> Model:
     ``parallel.apply_expert_parallel(model, mesh)`` spreads the experts over ranks.
     :func:`restore` puts the blocks back.
 
+    **Padding.** Where the model is called with an ``attention_mask``, its padding chooses no
+    expert, takes no capacity, and is in no loss and no statistic; the layers' output for padding is
+    0. The masks of flex attention are not read: padding is then routed as in ``transformers``.
+
     **Auxiliary losses.** ``output_router_logits=True`` works as before: the model adds
     ``router_aux_loss_coef`` times its own loss, which counts the tokens of this rank and this call.
     Convoy's losses are not added to ``outputs.loss``. :func:`collect_aux` gives the
@@ -212,7 +219,9 @@ def adopt(model: Model, **options: Any) -> Model:
             raise ValueError(f"{type(model).__name__} is adopted already: moe.restore undoes that")
         raise ValueError(f"{type(model).__name__} must have MoE blocks to be adopted; {SUPPORTED}")
     for name, block, config in found:
-        _put(model, name, TransformersMoE(block, config))
+        layer = TransformersMoE(block, config)
+        parent = _put(model, name, layer)
+        watch_attention(parent, layer, layer._last_mask)
     return model
 
 
@@ -237,7 +246,7 @@ def restore(model: Model) -> Model:
                 f"returns to save_pretrained(folder, state_dict=...)"
             )
     for name, layer in layers:
-        _put(model, name, layer.block())
+        unwatch_attention(_put(model, name, layer.block()))
     return model
 
 
@@ -351,6 +360,9 @@ def _check_parameters(where: str, block: Any) -> None:
         )
 
 
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, module)
+def _put(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
+    """Put a module in the place ``name``, and return the module that has it."""
+    parent_name, _, last = name.rpartition(".")
+    parent = model.get_submodule(parent_name)
+    setattr(parent, last, module)
+    return parent

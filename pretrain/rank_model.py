@@ -15,7 +15,9 @@ from pretrain.model import Decoder, DecoderOutput, Drafting
 from pretrain.parallelize import (
     LocalBatch,
     ParallelModel,
+    RoutedTokens,
     RoutingStats,
+    mask_of,
     parallelize,
     routing_stats,
 )
@@ -50,18 +52,23 @@ class RankModel:
         inputs_BS: Tensor,
         documents: Documents | None = None,
         drafting: Drafting | None = None,
+        routed: RoutedTokens | None = None,
     ) -> tuple[DecoderOutput | None, RoutingStats | None]:
         """The model's output, where the last stage is, and what this rank's routers did.
 
-        With ``drafting`` one layer of multi-token prediction is computed, see
+        ``routed`` are the tokens that MoE layers route; None where all inputs are tokens. With
+        ``drafting`` one layer of multi-token prediction is computed, see
         :meth:`pretrain.model.Decoder.forward`.
         """
         pipeline = self.parallel_model.pipeline
         if pipeline is not None:
-            return pipeline.forward(inputs_BS, self.local_batch, documents, drafting)
-        out: DecoderOutput = self.model(inputs_BS, None, documents, drafting=drafting)
-        routed = inputs_BS.numel() // self.local_batch.tp_degree
-        return out, routing_stats(out.aux, routed) if out.aux else None
+            return pipeline.forward(inputs_BS, self.local_batch, documents, drafting, routed)
+        mask = {} if routed is None else mask_of(routed, inputs_BS.device)
+        out: DecoderOutput = self.model(inputs_BS, None, documents, drafting=drafting, **mask)
+        tokens = inputs_BS.numel() // self.local_batch.tp_degree
+        if routed is not None:
+            tokens = routed.tokens
+        return out, routing_stats(out.aux, tokens) if out.aux else None
 
     def weights(self) -> list[LocalArray]:
         """Parameters and buffers, as a checkpoint has them."""

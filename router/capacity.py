@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ class CapacityPolicy(Protocol):
         choice_TE: Tensor,
         scores_TE: Tensor,
         training: bool = True,
+        num_tokens: Tensor | None = None,
     ) -> Placement:
         """Place every assignment or drop it.
 
@@ -59,6 +60,8 @@ class CapacityPolicy(Protocol):
                 not take.
             scores_TE: [T, E] the scores; the lowest scores give way.
             training: whether the bounds on ranks apply; evaluation has no step to keep short.
+            num_tokens: scalar int64, the tokens that a capacity is computed from, where some of
+                the T rows are no tokens; None where all are.
         """
         ...
 
@@ -106,6 +109,7 @@ class Dropless(HoldsGroups):
         choice_TE: Tensor,
         scores_TE: Tensor,
         training: bool = True,
+        num_tokens: Tensor | None = None,
     ) -> Placement:
         """See :class:`CapacityPolicy`. With a bound, every rank of the group must call."""
         if self.max_tokens_per_rank:
@@ -140,7 +144,13 @@ def _portions(whole_R: Tensor, weights_SR: Tensor) -> Tensor:
     return ends_SR.diff(dim=0, prepend=torch.zeros_like(ends_SR[:1]))
 
 
-def expert_capacity(num_tokens: int, top_k: int, num_experts: int, capacity_factor: float) -> int:
+Tokens = TypeVar("Tokens", int, Tensor)
+"""A number of tokens: an int, or a scalar int64 on its device."""
+
+
+def expert_capacity(
+    num_tokens: Tokens, top_k: int, num_experts: int, capacity_factor: float
+) -> Tokens:
     """ceil(T·K / E · capacity_factor), exactly: 1.1 counts as 11/10 (GShard, arXiv 2006.16668)."""
     factor = Fraction(str(capacity_factor))
     return -(-num_tokens * top_k * factor.numerator // (num_experts * factor.denominator))
@@ -169,7 +179,7 @@ class FixedCapacity:
         """See :class:`CapacityPolicy`."""
         return [self._room(num_tokens)] * self.num_experts
 
-    def _room(self, num_tokens: int) -> int:
+    def _room(self, num_tokens: Tokens) -> Tokens:
         factor = self.config.capacity_factor
         return expert_capacity(num_tokens, self.top_k, self.num_experts, factor)
 
@@ -179,13 +189,18 @@ class FixedCapacity:
         choice_TE: Tensor,
         scores_TE: Tensor,
         training: bool = True,
+        num_tokens: Tensor | None = None,
     ) -> Placement:
         """See :class:`CapacityPolicy`."""
         # shape[0] and not len(), which would fix the number in an exported graph.
-        E, room = self.num_experts, self._room(expert_indices_TK.shape[0])
-        # Filled there: a list that is copied to an accelerator would be waited for.
-        room_E = torch.full((E,), room, dtype=torch.int64, device=choice_TE.device)
-        bins = Bins(torch.arange(E, device=choice_TE.device), room_E)
+        E, device = self.num_experts, choice_TE.device
+        if num_tokens is None:
+            room = self._room(expert_indices_TK.shape[0])
+            # Filled there: a list that is copied to an accelerator would be waited for.
+            room_E = torch.full((E,), room, dtype=torch.int64, device=device)
+        else:
+            room_E = self._room(num_tokens).expand(E)
+        bins = Bins(torch.arange(E, device=device), room_E)
         if self.config.drop_policy == "reroute":
             return place(expert_indices_TK, choice_TE, scores_TE, [bins])
         priority_TK = None
@@ -232,9 +247,13 @@ class StragglerAwareCapacity:
         choice_TE: Tensor,
         scores_TE: Tensor,
         training: bool = True,
+        num_tokens: Tensor | None = None,
     ) -> Placement:
         """See :class:`CapacityPolicy`."""
-        args = expert_indices_TK, choice_TE, scores_TE, self.plan.units, *self._factors, training
+        args = (
+            expert_indices_TK, choice_TE, scores_TE, self.plan.units, *self._factors, training,
+            num_tokens,
+        )  # fmt: skip
         if torch.compiler.is_compiling():
             # One operator, as in place(); with the rooms, as the number of tokens may be a symbol.
             return Placement(*torch.ops.convoy.place_by_plan(*args))
@@ -249,10 +268,13 @@ def _place_by_plan(
     capacity_factor: float,
     rank_capacity_factor: float,
     training: bool,
+    num_tokens: Tensor | None = None,
 ) -> Placement:
     device, E = choice_TE.device, choice_TE.shape[1]
     factors = capacity_factor, rank_capacity_factor
-    experts, ranks = _rooms(factors, tuple(units), chosen_TK.numel(), E)
+    # int() waits for an accelerator, as each round of place_in_rounds does.
+    T = chosen_TK.shape[0] if num_tokens is None else int(num_tokens)
+    experts, ranks = _rooms(factors, tuple(units), T * chosen_TK.shape[1], E)
     bins = [Bins(torch.arange(E, device=device), torch.tensor(experts, device=device))]
     if training:
         bins.append(_rank_bins(torch.tensor(ranks, device=device), E))
@@ -279,7 +301,7 @@ torch.library.custom_op(
     lambda *args: as_outputs(_place_by_plan(*args)),
     mutates_args=(),
     schema="(Tensor chosen_TK, Tensor choice_TE, Tensor scores_TE, int[] units, "
-    "float capacity_factor, float rank_capacity_factor, bool training) -> "
+    "float capacity_factor, float rank_capacity_factor, bool training, Tensor? num_tokens) -> "
     "(Tensor, Tensor, Tensor)",
 ).register_fake(placement_shapes)
 

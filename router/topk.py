@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from router.capacity import capacity_policy
 from router.config import RouterConfig, ScoreFunc
 from router.groups import HoldsGroups, LostGroup
-from router.losses import load_balance_loss, sequence_balance_loss, z_loss
+from router.losses import (
+    load_balance_loss,
+    mean_over_tokens,
+    sequence_balance_loss,
+    z_loss,
+)
 from router.select import (
     count_tokens_per_expert,
     expert_choice,
@@ -38,7 +43,7 @@ class RouterOutput(NamedTuple):
     """[T, E] in the router's dtype, with gradients. The first field: transformers records the first
     output of a router as its ``router_logits``."""
     expert_indices_TK: Tensor
-    """[T, K] int64, best first; E, which is no expert, where the assignment is dropped. Under
+    """[T, K] int64, best first; E, which is no expert, for padding and dropped assignments. Under
     expert choice [T, E]: column e is e where expert e takes the token, and E elsewhere."""
     expert_weights_TK: Tensor
     """Float32, of the shape of ``expert_indices_TK``: the weight of each expert's output; 0 for no
@@ -223,6 +228,7 @@ class TopKRouter(HoldsGroups, nn.Module):
         seq_len: int | None = None,
         replay_indices_TK: Tensor | None = None,
         prior_expert_counts_E: Tensor | None = None,
+        token_mask_T: Tensor | None = None,
     ) -> RouterOutput:
         """Route [T, D] tokens; T may be 0.
 
@@ -234,11 +240,14 @@ class TopKRouter(HoldsGroups, nn.Module):
                 of tokens that choose these experts; dropped assignments are dropped again.
             prior_expert_counts_E: [E] int64, the ``expert_counts_E`` of the step's call before this
                 one, for the scope ``global_batch``; None in the first call. Other scopes ignore it.
+            token_mask_T: [T] bool, true for a token and false for padding; None where all are
+                tokens. Padding gets no expert, takes no capacity, and is in no loss, count or mean.
 
         Raises ValueError for ``replay_indices_TK`` of another shape or dtype, and, on a CPU, for
         expert numbers out of range; for a ``seq_len`` that does not divide T, and for
-        ``prior_expert_counts_E`` of another shape.
+        ``prior_expert_counts_E`` or a ``token_mask_T`` of another shape.
         """
+        self._check_mask(token_mask_T, len(x_TD))
         if prior_expert_counts_E is not None:
             self._check_counts("prior_expert_counts_E", prior_expert_counts_E)
         if seq_len and not torch.compiler.is_compiling() and len(x_TD) % seq_len:
@@ -253,12 +262,20 @@ class TopKRouter(HoldsGroups, nn.Module):
         with no_autocast(x_TD.device.type):
             out_dtype = torch.promote_types(torch.float32, x_TD.dtype)
             x_TD = x_TD.to(dtype)
+            if token_mask_T is not None:
+                # Padding may be NaN, which the weight's gradient would multiply by 0.
+                x_TD = x_TD.masked_fill(~token_mask_T.unsqueeze(1), 0)
             jitter = self.config.input_jitter
             if jitter and self.training:
                 x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - jitter, 1 + jitter)
             logits_TE = F.linear(x_TD, self.weight.to(dtype))
             return self._route(
-                logits_TE, seq_len, replay_indices_TK, prior_expert_counts_E, out_dtype
+                logits_TE,
+                seq_len,
+                replay_indices_TK,
+                prior_expert_counts_E,
+                token_mask_T,
+                out_dtype,
             )
 
     def _route(
@@ -267,35 +284,44 @@ class TopKRouter(HoldsGroups, nn.Module):
         seq_len: int | None,
         replay_TK: Tensor | None,
         prior_expert_counts_E: Tensor | None,
+        token_mask_T: Tensor | None,
         dtype: torch.dtype,
     ) -> RouterOutput:
         config = self.config
+        is_padding_T1 = None if token_mask_T is None else ~token_mask_T.unsqueeze(1)
         # Where logits are not finite scores are NaN, whatever the function: sigmoid(inf) is 1.
         bad_T = ~logits_TE.detach().isfinite().all(-1)
         scores_TE, probs_TE = score(logits_TE, config.score_func)
         E = config.num_experts
         sound_TE = logits_TE.detach().masked_fill(bad_T.unsqueeze(1), 0)
-        choice_TE = self._choice(sound_TE, score(sound_TE, config.score_func)[0])
+        if token_mask_T is not None:
+            bad_T = bad_T & token_mask_T
+        choice_TE = self._choice(sound_TE, score(sound_TE, config.score_func)[0], token_mask_T)
         if replay_TK is None:
-            wanted_TK = chosen_TK = self._select(choice_TE)
+            wanted_TK = chosen_TK = self._select(choice_TE, token_mask_T)
         else:
             self._check_replay(replay_TK, len(logits_TE))
             wanted_TK = replay_TK.where(replay_TK >= 0, -1 - replay_TK)
             # A dropped assignment takes no capacity.
             chosen_TK = replay_TK.masked_fill(replay_TK < 0, E)
+        if is_padding_T1 is not None:
+            wanted_TK = wanted_TK.masked_fill(is_padding_T1, E)
+            chosen_TK = chosen_TK.masked_fill(is_padding_T1, E)
         counts_E = count_tokens_per_expert(wanted_TK, E + 1)[:E]
         # Tokens whose logits are not finite give way to all others.
         priority_TE = scores_TE.detach().masked_fill(bad_T.unsqueeze(1), -1)
-        placed = self.capacity.place(chosen_TK, choice_TE, priority_TE, self.training)
+        num_tokens = None if token_mask_T is None else token_mask_T.sum()
+        placed = self.capacity.place(chosen_TK, choice_TE, priority_TE, self.training, num_tokens)
         indices_TK, rows_E, dropped_TK = placed.expert_indices_TK, counts_E, placed.dropped_TK
-        if config.routing == "expert_choice" or replay_TK is not None:
+        gaps = replay_TK is not None or token_mask_T is not None
+        if config.routing == "expert_choice" or gaps:
             nowhere_TK = indices_TK == E
             dropped_TK = nowhere_TK if dropped_TK is None else dropped_TK | nowhere_TK
         if replay_TK is not None:
             # Dropped assignments keep their part of the sum of weights.
             indices_TK = indices_TK.where(replay_TK >= 0, wanted_TK)
         topk_indices_TK = indices_TK
-        weights_TK = self._weights(logits_TE, scores_TE, indices_TK, replay_TK is not None)
+        weights_TK = self._weights(logits_TE, scores_TE, indices_TK, gaps)
         weights_TK = weights_TK.masked_fill(bad_T.unsqueeze(1), torch.nan)
         if dropped_TK is not None:
             # A token's other assignments keep their weights: a drop makes the output smaller.
@@ -308,8 +334,11 @@ class TopKRouter(HoldsGroups, nn.Module):
         # With a coefficient of 0 the sequence-wise loss is not computed.
         sequence_loss = logits_TE.new_zeros(())
         if config.seq_aux_loss_coeff:
-            sequence_loss = sequence_balance_loss(probs_TE, wanted_TK, seq_len, self.token_group)
-        entropy = -(probs_TE.detach() * probs_TE.detach().clamp_min(_TINY).log()).sum()
+            sequence_loss = sequence_balance_loss(
+                probs_TE, wanted_TK, seq_len, self.token_group, token_mask_T
+            )
+        balance_loss = load_balance_loss(probs_TE, expert_counts_E, token_mask_T)
+        entropy_T = -(probs_TE.detach() * probs_TE.detach().clamp_min(_TINY).log()).sum(-1)
         return RouterOutput(
             logits_TE=logits_TE,
             expert_indices_TK=indices_TK,
@@ -322,10 +351,10 @@ class TopKRouter(HoldsGroups, nn.Module):
             expert_counts_E=expert_counts_E,
             nonfinite_T=bad_T,
             num_nonfinite_tokens=bad_T.sum(),
-            load_balance_loss=load_balance_loss(probs_TE, expert_counts_E).to(dtype),
+            load_balance_loss=balance_loss.to(dtype),
             sequence_balance_loss=sequence_loss.to(dtype),
-            z_loss=z_loss(logits_TE).to(dtype),
-            entropy=(entropy / max(logits_TE.shape[0], 1)).to(dtype),
+            z_loss=z_loss(logits_TE, token_mask_T).to(dtype),
+            entropy=mean_over_tokens(entropy_T, token_mask_T).to(dtype),
         )
 
     def _batch_counts(self, counts_E: Tensor, prior_expert_counts_E: Tensor | None) -> Tensor:
@@ -347,13 +376,15 @@ class TopKRouter(HoldsGroups, nn.Module):
             else expert_counts_E + prior_expert_counts_E
         )
 
-    def _choice(self, logits_TE: Tensor, scores_TE: Tensor) -> Tensor:
+    def _choice(self, logits_TE: Tensor, scores_TE: Tensor, token_mask_T: Tensor | None) -> Tensor:
         """[T, E]: the values of the choice; minus infinity for experts outside a token's groups."""
         config = self.config
         if config.routing == "sinkhorn":
             # Evaluation takes the plain choice, as Megatron-core does. So does one token: the only
             # plan with equal sums over experts is then uniform, whatever the logits.
-            return sinkhorn(logits_TE) if self.training and len(logits_TE) > 1 else logits_TE
+            if not self.training or len(logits_TE) <= 1:
+                return logits_TE
+            return sinkhorn(logits_TE, token_mask_T=token_mask_T)
         # Logits order as softmax scores do, and do not tie where those underflow.
         choice_TE = logits_TE if config.softmax_after_topk else scores_TE
         if self.expert_bias is not None:
@@ -364,13 +395,22 @@ class TopKRouter(HoldsGroups, nn.Module):
             )
         return choice_TE
 
-    def _select(self, choice_TE: Tensor) -> Tensor:
+    def _select(self, choice_TE: Tensor, token_mask_T: Tensor | None) -> Tensor:
         if self.config.routing == "force_load_balance":
             T, E = choice_TE.shape
-            return force_load_balance(T, self.config.top_k, E, choice_TE.device)
+            return force_load_balance(T, self.config.top_k, E, choice_TE.device, token_mask_T)
         if self.config.routing == "expert_choice":
-            return expert_choice(choice_TE, self.config.top_k)
+            return expert_choice(choice_TE, self.config.top_k, token_mask_T)
         return select_top_k(choice_TE, self.config.top_k)
+
+    def _check_mask(self, token_mask_T: Tensor | None, tokens: int) -> None:
+        if token_mask_T is None:
+            return
+        if token_mask_T.shape != (tokens,) or token_mask_T.dtype != torch.bool:
+            raise ValueError(
+                f"token_mask ({list(token_mask_T.shape)}, {token_mask_T.dtype}) must be bool, with "
+                f"one element for each of {tokens} tokens: true for a token, false for padding"
+            )
 
     def _check_replay(self, replay_TK: Tensor, tokens: int) -> None:
         E, routing = self.config.num_experts, self.config.routing

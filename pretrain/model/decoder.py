@@ -94,12 +94,16 @@ class Block(nn.Module):
         x_BSD: Tensor,
         prior_expert_counts_E: Tensor | None = None,
         documents: Documents | None = None,
+        token_mask: Tensor | None = None,
     ) -> tuple[Tensor, MoEAux | None]:
-        """[B, S, D] -> [B, S, D], and the MoE layer's report where there is one."""
+        """[B, S, D] -> [B, S, D], and the MoE layer's report where there is one.
+
+        ``token_mask`` is [B, S] bool for the MoE layer, false for padding.
+        """
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), documents)
         h_BSD = self.ffn_norm(x_BSD)
         if self.moe is not None:
-            hidden, aux = self.moe(h_BSD, prior_expert_counts_E=prior_expert_counts_E)
+            hidden, aux = self.moe(h_BSD, None, prior_expert_counts_E, token_mask)
             return x_BSD + hidden, aux
         assert self.ffn is not None
         return x_BSD + self.ffn(h_BSD), None
@@ -113,9 +117,10 @@ class DecoderLayer(Block):
         x_BSD: Tensor,
         prior_expert_counts_E: Tensor | None = None,
         documents: Documents | None = None,
+        token_mask: Tensor | None = None,
     ) -> tuple[Tensor, MoEAux | None]:
         """As :meth:`Block.transform`."""
-        return self.transform(x_BSD, prior_expert_counts_E, documents)
+        return self.transform(x_BSD, prior_expert_counts_E, documents, token_mask)
 
 
 class MTPLayer(Block):
@@ -140,13 +145,14 @@ class MTPLayer(Block):
         embedded_BSD: Tensor,
         prior_expert_counts_E: Tensor | None = None,
         documents: Documents | None = None,
+        token_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, MoEAux | None]:
         """Hidden states of the layer before, and embeddings of later tokens, [B, S, D] each ->
         hidden states for the next such layer, normed hidden states for the head, and the MoE
         layer's report where there is one."""
         both = self.embed_norm(embedded_BSD), self.hidden_norm(hidden_BSD)
         x_BSD = self.projection(torch.cat(both, dim=-1))
-        x_BSD, aux = self.transform(x_BSD, prior_expert_counts_E, documents)
+        x_BSD, aux = self.transform(x_BSD, prior_expert_counts_E, documents, token_mask)
         return x_BSD, self.norm(x_BSD), aux
 
 
@@ -218,6 +224,7 @@ class Decoder(nn.Module):
         documents: Documents | None = None,
         depth: int = 0,
         drafting: Drafting | None = None,
+        token_mask: Tensor | None = None,
     ) -> DecoderOutput:
         """[B, S] int64 token ids -> logits [B, S, V]; B may be 0.
 
@@ -236,6 +243,9 @@ class Decoder(nn.Module):
         With ``drafting`` one layer of multi-token prediction is computed, for the same positions as
         the forward that gave its hidden states. The k-th such layer (k = 1, 2, ...) takes, for the
         position i, token i + k. A stage without the last layer passes the embeddings on.
+
+        ``token_mask`` is bool, of the shape of a layer's hidden states without their last dim, and
+        false for padding, which MoE layers leave out; None where all inputs are tokens.
         """
         x_BSD = tokens_BS if self.embed is None else self.embed(tokens_BS)
         if drafting is not None:
@@ -249,14 +259,16 @@ class Decoder(nn.Module):
 
         for layer in self.layers.values():
             block = cast(DecoderLayer, layer)
-            x_BSD, aux = block(x_BSD, before(block), documents)
+            x_BSD, aux = block(x_BSD, before(block), documents, token_mask)
             reports += [] if aux is None else [aux]
         if self.norm is None:
             return DecoderOutput(torch.cat((x_BSD, *later)) if depth else x_BSD, tuple(reports))
         x_BSD = self.norm(x_BSD)
         logits, mtp_logits = self._logits(x_BSD), []
         for mtp_layer, embedded_BSD in zip(self.mtp_layers, later, strict=False):
-            x_BSD, normed_BSD, aux = mtp_layer(x_BSD, embedded_BSD, before(mtp_layer), documents)
+            x_BSD, normed_BSD, aux = mtp_layer(
+                x_BSD, embedded_BSD, before(mtp_layer), documents, token_mask
+            )
             reports += [] if aux is None else [aux]
             mtp_logits.append(self._logits(normed_BSD))
         hidden = x_BSD if self.mtp is not None and not torch.is_grad_enabled() else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,23 @@ from parallel import Documents, ParallelDims, local_sequence, on_loss_grid, set_
 from pretrain.model import DecoderOutput
 from pretrain.parallelize.mtp import NO_MTP, MTPLoss, shifted
 from pretrain.parallelize.results import RoutingStats, StepResult, routing_stats
+
+
+class RoutedTokens(NamedTuple):
+    """The tokens of a micro-batch that the MoE layers of one rank route."""
+
+    token_mask_BS: Tensor | None
+    """[B, S / tp] bool, true for a token; None where all are tokens."""
+    tokens: int
+    """How many."""
+    loss_weight: float
+    """What the mean of an auxiliary loss over these tokens is multiplied by: the targets of the
+    micro-batch, times this rank's part of the micro-batch's tokens."""
+
+    def mask_on(self, device: torch.device) -> Tensor | None:
+        """``token_mask_BS`` on a device."""
+        mask = self.token_mask_BS
+        return None if mask is None else mask.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -85,6 +103,28 @@ class LocalBatch:
             inputs_BW = torch.where(inputs_BW < -1, ~inputs_BW, inputs_BW)
         return Documents.ended_by(self.end_token, inputs_BW)
 
+    def routed_tokens(self, batch: Tensor) -> RoutedTokens:
+        """What the MoE layers of this rank route of [B, W + 1] token ids on the host.
+
+        Padding is no token: the places of a sequence after which no other token comes. All ranks
+        that share the micro-batch have a mask, or none has.
+        """
+        inputs_BW, targets_BW = batch[:, :-1], batch[:, 1:]
+        targets = int((targets_BW >= 0).sum()) if self.masked_targets else targets_BW.numel()
+        if not bool((batch[:, -1] == -1).any()):
+            tokens = inputs_BW.numel()
+            own_tokens = tokens if self.dims is None else tokens // self.dims.cp_mesh.size()
+            own_tokens //= self.tp_degree
+            return RoutedTokens(None, own_tokens, own_tokens * targets / max(tokens, 1))
+        # A token 0 that is no target is -1 too: only the end of a sequence is padding.
+        token_mask_BW = (batch != -1).flip(1).cumsum(1).flip(1)[:, :-1] > 0
+        mask_BS = token_mask_BW
+        if self.dims is not None:
+            mask_BS = local_sequence(mask_BS, self.dims.cp_mesh)
+            mask_BS = mask_BS.chunk(self.tp_degree, 1)[self.dims.tp_mesh.get_local_rank()]
+        own_tokens, tokens = int(mask_BS.sum()), int(token_mask_BW.sum())
+        return RoutedTokens(mask_BS, own_tokens, own_tokens * targets / max(tokens, 1))
+
     def count_targets(self, targets_BS: Tensor) -> int:
         """The targets of :meth:`inputs_and_targets` that count."""
         return int((targets_BS >= 0).sum()) if self.masked_targets else targets_BS.numel()
@@ -125,6 +165,12 @@ def next_token_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
 def depth_of(local_batch: LocalBatch) -> tuple[int, ...]:
     """The decoder's argument for multi-token prediction; none where there is none."""
     return (local_batch.num_mtp_layers,) if local_batch.num_mtp_layers else ()
+
+
+def mask_of(routed: RoutedTokens, device: torch.device) -> dict[str, Tensor]:
+    """The decoder's argument for a mask of tokens; none where all are tokens."""
+    mask_BS = routed.mask_on(device)
+    return {} if mask_BS is None else {"token_mask": mask_BS}
 
 
 def mtp_losses(out: DecoderOutput, targets: Sequence[Tensor]) -> list[Tensor]:
@@ -174,12 +220,18 @@ def forward_backward(
     counts: Sequence[Tensor] | None = None
     for turn, batch in enumerate(micro_batches):
         set_gradient_sync(model, sync=not reduce_once, last=turn == len(micro_batches) - 1)
+        routed = local_batch.routed_tokens(batch)
         batch = batch.to(device, non_blocking=True)
         inputs_BS, (targets_BS, *later) = local_batch.training_inputs(batch)
-        routed = targets_BS.numel() // local_batch.tp_degree
         with local_batch.vocabulary_parallel():
             documents = local_batch.documents(batch[:, :-1])
-            out: DecoderOutput = model(inputs_BS, counts, documents, *depth_of(local_batch))
+            out: DecoderOutput = model(
+                inputs_BS,
+                counts,
+                documents,
+                *depth_of(local_batch),
+                **mask_of(routed, device),
+            )
             nll = next_token_loss(out.logits, targets_BS)
             # As a pipeline's stages do it: in float32 another order of the factors is another loss.
             loss = nll / divisor
@@ -187,7 +239,7 @@ def forward_backward(
             for mtp_nll, weight in zip(mtp_nlls, mtp.weights, strict=True):
                 loss = loss + weight / divisor * mtp_nll
             for aux in out.aux:
-                loss = loss + routed / divisor * aux.aux_loss
+                loss = loss + routed.loss_weight / divisor * aux.aux_loss
             loss.backward()
         counts = [aux.expert_counts_E for aux in out.aux]
         if local_batch.owns_loss:
@@ -195,6 +247,7 @@ def forward_backward(
             mtp_loss_sums_K += summed_mtp_losses(mtp_nlls, like=mtp_loss_sums_K)
             target_tokens += local_batch.count_targets(targets_BS)
         if out.aux:
-            routing = routing_stats(out.aux, routed).plus(routing)
+            stats = routing_stats(out.aux, routed.tokens, routed.loss_weight)
+            routing = stats.plus(routing)
             stopwatches += [aux.stopwatch for aux in out.aux if aux.stopwatch is not None]
     return StepResult(loss_sum, target_tokens, routing, tuple(stopwatches), mtp_loss_sums_K)

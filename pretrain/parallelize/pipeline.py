@@ -34,7 +34,9 @@ from parallel.comm_watch import CollectiveWork, monitored
 from pretrain.model import Decoder, DecoderOutput, Drafting
 from pretrain.parallelize.forward_backward import (
     LocalBatch,
+    RoutedTokens,
     depth_of,
+    mask_of,
     mtp_losses,
     next_token_loss,
     summed_mtp_losses,
@@ -146,7 +148,8 @@ class Pipeline:
         counts = torch.zeros(L, self.num_experts, dtype=torch.int64, device=device)
         sums = torch.zeros(L, dtype=torch.float64, device=device)
         losses = sums.new_zeros(L, len(AUX_LOSSES))
-        return RoutingStats(counts, sums, counts.new_zeros(L, 2), counts.new_zeros(L), losses)
+        zeros_L = counts.new_zeros(L)
+        return RoutingStats(counts, sums, counts.new_zeros(L, 2), zeros_L, losses, zeros_L)
 
     def peer(self, stage: int) -> int:
         """The global rank of a stage of this pipeline."""
@@ -158,12 +161,18 @@ class Pipeline:
         local_batch: LocalBatch,
         documents: Documents | None = None,
         drafting: Drafting | None = None,
+        routed: RoutedTokens | None = None,
     ) -> tuple[DecoderOutput | None, RoutingStats | None]:
         """A forward without a backward; every rank of the pipeline must call.
 
-        Returns the last stage's output, or None on ranks without the last stage, and the routing
-        stats of this rank's stages.
+        ``routed`` are the tokens that MoE layers route; None where all inputs are tokens. Returns
+        the last stage's output, or None on ranks without the last stage, and the routing stats of
+        this rank's stages.
         """
+        if routed is None:
+            tokens = inputs_BS.numel() // local_batch.tp_degree
+            routed = RoutedTokens(None, tokens, tokens)
+        mask = mask_of(routed, inputs_BS.device)
         out: DecoderOutput | None = None
         x, routing = inputs_BS, self.no_routing(inputs_BS.device)
         for stage in range(self.num_stages):
@@ -172,9 +181,8 @@ class Pipeline:
             if stage and stage - 1 not in self.stages:
                 x = self._buffer(inputs_BS, local_batch)
                 _wait(self._start(dist.irecv, x, peer=stage - 1, tag=stage))
-            out = self.stages[stage](x, None, documents, drafting=drafting)
+            out = self.stages[stage](x, None, documents, drafting=drafting, **mask)
             assert out is not None
-            routed = inputs_BS.numel() // local_batch.tp_degree
             routing = self._add_routing(routing, stage, out, routed)
             x = out.logits
             if stage < self.num_stages - 1 and stage + 1 not in self.stages:
@@ -215,13 +223,14 @@ class Pipeline:
         return [monitored(kind, tensor, self.group, lambda: dist.batch_isend_irecv([op])[0])]
 
     def _add_routing(
-        self, before: RoutingStats | None, stage: int, out: DecoderOutput, routed: int
+        self, before: RoutingStats | None, stage: int, out: DecoderOutput, routed: RoutedTokens
     ) -> RoutingStats | None:
         if not out.aux:
             return before
         # A forward without multi-token prediction has no reports of its layers, which come last.
         rows = self.rows(stage, out.logits.device)[: len(out.aux)]
-        return routing_stats(out.aux, routed).placed(rows, len(self.moe_layers)).plus(before)
+        stats = routing_stats(out.aux, routed.tokens, routed.loss_weight)
+        return stats.placed(rows, len(self.moe_layers)).plus(before)
 
 
 class _Step:
@@ -241,6 +250,7 @@ class _Step:
         self.pipeline, self.local_batch, self.divisor = pipeline, local_batch, divisor
         self.reduce_once = reduce_once
         batches = pipeline.padded(micro_batches)
+        self.routed = [local_batch.routed_tokens(batch) for batch in batches]
         self.batches = [batch.to(device, non_blocking=True) for batch in batches]
         pairs = [local_batch.training_inputs(batch) for batch in self.batches]
         self.inputs, self.targets = zip(*pairs, strict=True)
@@ -340,16 +350,17 @@ class _Step:
 
     def _forward(self, stage: int, turn: int) -> None:
         x = self._wait_for("F", stage, turn).requires_grad_() if stage else self.inputs[turn]
+        routed = self.routed[turn]
         # Every stage makes the documents' masks: masks of all micro-batches would be large.
         documents = self.local_batch.documents(self.batches[turn][:, :-1])
         key = (stage, turn) if (stage, turn) in self.delayed else None
         with self.pipeline.weight_grads.collect(key):
             before, depth = self.counts.get(stage), depth_of(self.local_batch)
-            out: DecoderOutput = self.pipeline.stages[stage](x, before, documents, *depth)
+            mask = mask_of(routed, x.device)
+            out: DecoderOutput = self.pipeline.stages[stage](x, before, documents, *depth, **mask)
         self.counts[stage] = [aux.expert_counts_E for aux in out.aux]
         targets_BS, *later = self.targets[turn]
-        routed = targets_BS.numel() // self.local_batch.tp_degree
-        extra = [routed / self.divisor * aux.aux_loss for aux in out.aux]
+        extra = [routed.loss_weight / self.divisor * aux.aux_loss for aux in out.aux]
         root = out.logits
         if stage == self.pipeline.num_stages - 1:
             nll = next_token_loss(out.logits, targets_BS)

@@ -33,7 +33,10 @@ class RoutingStats:
     nonfinite_L: Tensor
     """[L] int64, tokens with router logits that are not finite."""
     aux_loss_sum_LA: Tensor
-    """[L, A] float64, the losses of :data:`AUX_LOSSES`, summed over tokens."""
+    """[L, A] float64, the losses of :data:`AUX_LOSSES`: the first three summed over tokens, and the
+    last over targets, as in the model's loss."""
+    tokens_L: Tensor
+    """[L] int64, the tokens that these sums are over."""
 
     @cached_property
     def everywhere_LE(self) -> Tensor:
@@ -55,6 +58,7 @@ class RoutingStats:
             self.moved_L2 + before.moved_L2,
             self.nonfinite_L + before.nonfinite_L,
             self.aux_loss_sum_LA + before.aux_loss_sum_LA,
+            self.tokens_L + before.tokens_L,
         )
 
     def placed(self, rows: Tensor, num_layers: int) -> RoutingStats:
@@ -70,11 +74,33 @@ class RoutingStats:
             spread(self.moved_L2),
             spread(self.nonfinite_L),
             spread(self.aux_loss_sum_LA),
+            spread(self.tokens_L),
         )
 
 
-def routing_stats(reports: Sequence[MoEAux], tokens: int) -> RoutingStats:
-    """The stats of a forward of ``tokens`` tokens, from one report for each MoE layer (>= 1)."""
+def routing_stats(
+    reports: Sequence[MoEAux], tokens: int, loss_weight: float | None = None
+) -> RoutingStats:
+    """The stats of a forward of ``tokens`` tokens, from one report for each MoE layer (>= 1).
+
+    ``loss_weight`` is what the model's loss multiplies auxiliary losses by; None for ``tokens``.
+    """
+    means_LA = losses_of(reports)
+    weights_A = means_LA.new_full((len(AUX_LOSSES),), tokens)
+    weights_A[-1] = tokens if loss_weight is None else loss_weight
+    counts_LE = torch.stack([aux.tokens_per_expert_E for aux in reports])
+    return RoutingStats(
+        counts_LE,
+        on_loss_grid(tokens * torch.stack([aux.entropy for aux in reports]).double()),
+        torch.stack([torch.stack([aux.num_dropped, aux.num_rerouted]) for aux in reports]),
+        torch.stack([aux.num_nonfinite_tokens for aux in reports]),
+        on_loss_grid(weights_A * means_LA),
+        counts_LE.new_full((len(reports),), tokens),
+    )
+
+
+def losses_of(reports: Sequence[MoEAux]) -> Tensor:
+    """[L, A] float64: the losses of :data:`AUX_LOSSES`, means over the tokens of a forward."""
     losses = torch.stack(
         [
             loss
@@ -84,13 +110,7 @@ def routing_stats(reports: Sequence[MoEAux], tokens: int) -> RoutingStats:
             )
         ]
     )  # fmt: skip
-    return RoutingStats(
-        torch.stack([aux.tokens_per_expert_E for aux in reports]),
-        on_loss_grid(tokens * torch.stack([aux.entropy for aux in reports]).double()),
-        torch.stack([torch.stack([aux.num_dropped, aux.num_rerouted]) for aux in reports]),
-        torch.stack([aux.num_nonfinite_tokens for aux in reports]),
-        on_loss_grid(tokens * losses.detach().double().view(len(reports), len(AUX_LOSSES))),
-    )
+    return losses.detach().double().view(len(reports), len(AUX_LOSSES))
 
 
 @dataclass(frozen=True)

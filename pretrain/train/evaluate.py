@@ -122,9 +122,13 @@ def _score(
             inputs_BS, targets_BS = part.inputs_and_targets(batch)
             # Of the batch as it is: what it is filled up with may become the end token's id.
             documents = part.documents(batch[:, :-1].to(job.runtime.device))
-            out, routed = job.forward(inputs_BS.clamp_min(0).to(job.runtime.device), documents)
-            if routed is not None:
-                routing = routed.plus(routing)
+            out, stats = job.forward(
+                inputs_BS.clamp_min(0).to(job.runtime.device),
+                documents,
+                routed=part.routed_tokens(batch),
+            )
+            if stats is not None:
+                routing = stats.plus(routing)
             if out is None:
                 continue
             nll = next_token_loss(out.logits, targets_BS.to(job.runtime.device))

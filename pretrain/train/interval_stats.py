@@ -183,7 +183,8 @@ class IntervalStats:
         if self.routing is None:
             return None
         rows = job.runtime.sum_in_training(self.routing.tokens_per_expert_LE).tolist()
-        entropies = job.runtime.sum_in_training(self.routing.entropy_sum_L) / self.positions
+        tokens_L = job.runtime.sum_in_training(self.routing.tokens_L).clamp(min=1)
+        entropies = job.runtime.sum_in_training(self.routing.entropy_sum_L) / tokens_L
         biases = [r.expert_bias for r in job.routers if r.expert_bias is not None]
         bias = job.runtime.maximum_in_training(
             max((float(b.abs().max()) for b in biases), default=-1.0)
@@ -191,7 +192,7 @@ class IntervalStats:
         moved = job.runtime.sum_in_training(self.routing.moved_L2).tolist()
         sums = job.runtime.sum_in_training(self.routing.aux_loss_sum_LA).T.tolist()
         losses = {
-            name: [each / self.positions for each in column]
+            name: [total / tokens for total, tokens in zip(column, tokens_L.tolist(), strict=True)]
             for name, column in zip(AUX_LOSSES, sums, strict=True)
         }
         del losses["all"]

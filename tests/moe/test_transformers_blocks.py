@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -81,11 +82,12 @@ def test_router_logits_and_the_loss_of_transformers_are_what_they_were(case, rec
     moe.adopt(model)
     mask = torch.ones_like(tokens())
     mask[0, 30:] = 0
-    inputs = {"labels": tokens(), "attention_mask": mask, "output_router_logits": True}
+    labels = tokens().masked_fill(mask == 0, -100)
+    inputs = {"labels": labels, "attention_mask": mask, "output_router_logits": True}
     ours, wanted = model(tokens(), **inputs), theirs(tokens(), **inputs)
     assert len(ours.router_logits) == len(wanted.router_logits) == len(layers_of(model))
     for a, b in zip(ours.router_logits, wanted.router_logits, strict=True):
-        close(a, b)
+        close(a[mask.flatten() == 1], b[mask.flatten() == 1])
     close(ours.aux_loss, wanted.aux_loss)
     close(ours.loss, wanted.loss)
     ours.aux_loss.backward()
@@ -94,6 +96,66 @@ def test_router_logits_and_the_loss_of_transformers_are_what_they_were(case, rec
     assert routers
     for name in routers:
         close(model.get_parameter(name).grad, theirs.get_parameter(name).grad)
+
+
+ATTENTION = ["eager", "sdpa", "recomputed"]
+
+
+@pytest.mark.parametrize("how", ATTENTION)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("case", MOE_CASES)
+def test_padding_of_the_attention_mask_is_no_token(case, side, how):
+    """Under a tight capacity: logits, gradients and statistics are those of the texts by
+    themselves."""
+    model = make_model(case, attn_implementation="eager" if how == "eager" else "sdpa")
+    fields = {"capacity": {"policy": "fixed", "capacity_factor": 1.0, "drop_policy": "position"}}
+    moe.adopt(model.train(), **fields)
+    twin = copy.deepcopy(model)
+    if how == "recomputed":
+        model.activation_checkpointing_enable()
+    text = tokens()[:1]
+    padding = torch.zeros(1, 9, dtype=torch.int64)
+    parts = [(padding, padding), (text, torch.ones_like(text))]
+    ids, mask = (torch.cat(p, 1) for p in zip(*parts[:: 1 if side == "left" else -1], strict=True))
+    places = slice(9, None) if side == "left" else slice(text.shape[1])
+
+    def run(model, ids, mask, places):
+        layers = len(layers_of(model))
+        with moe.collect_aux(model) as auxes, set_checkpoint_early_stop(False):
+            logits = model(ids, attention_mask=mask, use_cache=False).logits[:, places]
+        auxes = auxes[:layers]
+        (logits.square().sum() + sum(aux.z_loss for aux in auxes)).backward()
+        return logits, auxes
+
+    got, auxes = run(model, ids, mask, places)
+    wanted, expected = run(twin, text, None, slice(None))
+    close(got, wanted, 1e-4)
+    assert any(aux.num_dropped for aux in expected), "the capacity must be tight"
+    for a, b in zip(auxes, expected, strict=True):
+        assert torch.equal(a.tokens_per_expert_E, b.tokens_per_expert_E)
+        assert torch.equal(a.num_dropped, b.num_dropped)
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert (p.grad - q.grad).norm() <= 1e-4 * q.grad.norm(), name
+
+
+def test_a_restored_model_has_no_hook_of_the_layers():
+    model = make_model("mixtral")
+    before = [len(module._forward_pre_hooks) for module in model.modules()]
+    moe.restore(moe.adopt(model))
+    assert [len(module._forward_pre_hooks) for module in model.modules()] == before
+
+
+def test_texts_of_unequal_length_are_continued_as_they_are_alone():
+    theirs, model = make_model("qwen3_moe"), moe.adopt(make_model("qwen3_moe"))
+    text = tokens()[:1, :7]
+    said = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    wanted = theirs.generate(text, **said)[:, 7:]
+    batch = torch.cat([F.pad(text, (4, 0)), tokens()[1:2, :11]])
+    mask = torch.ones_like(batch)
+    mask[0, :4] = 0
+    for cache in (None, "static"):
+        got = model.generate(batch, attention_mask=mask, cache_implementation=cache, **said)
+        assert torch.equal(got[:1, 11:], wanted)
 
 
 @pytest.mark.parametrize("case", WITH_LOSS)

@@ -115,11 +115,19 @@ def step(fields: dict[str, Any], dims: ParallelDims | None) -> dict[str, torch.T
         for layer in model.blocks.values():
             if layer.moe is not None:
                 layer.moe.router.balance_group = dist.group.WORLD
-    batches = torch.randint(300, (2, B, W + 1), generator=torch.Generator().manual_seed(5))
+    batches = torch.randint(1, 300, (2, B, W + 1), generator=torch.Generator().manual_seed(5))
+    batches[1, :, 1::3] = ~batches[1, :, 1::3]  # inputs and no targets
+    # Padding that leaves a rank's part of the last sequence without a token, and one with few.
+    batches[1, 0, W // 2 :] = -1
+    batches[1, -1, 2:] = -1
     result = forward_backward(
         model, list(batches), 2 * B * W, device=torch.device("cpu"),
-        local_batch=LocalBatch(dims),
+        local_batch=LocalBatch(dims, masked_targets=True),
     )  # fmt: skip
+    assert result.routing is not None
+    routing = torch.cat((result.routing.aux_loss_sum_LA, result.routing.tokens_L.unsqueeze(1)), 1)
+    if dims is not None:
+        dist.all_reduce(routing)
     grads = {}
     for name, p in model.named_parameters():
         grads[name] = p.grad
@@ -131,7 +139,9 @@ def step(fields: dict[str, Any], dims: ParallelDims | None) -> dict[str, torch.T
         # Any length, and all of it here.
         logits = model(batches[0][:1, :7]).logits
     tokens = torch.tensor(result.target_tokens)
-    return grads | {"loss": result.loss_sum, "tokens": tokens, "whole": logits}
+    return grads | {
+        "loss": result.loss_sum, "tokens": tokens, "whole": logits, "routing": routing
+    }  # fmt: skip
 
 
 def step_on_rank(rank: int, world: int, ep: int) -> list[dict[str, torch.Tensor]]:

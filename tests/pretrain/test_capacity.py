@@ -185,9 +185,9 @@ def counted_on_rank(rank: int, arguments: list[str]) -> list[list[int]]:
     step_module = importlib.import_module("pretrain.parallelize.forward_backward")
     routing_stats = step_module.routing_stats
 
-    def counting(reports, tokens):
+    def counting(reports, *args):
         counted.append([int(aux.expert_counts_E.sum()) for aux in reports])
-        return routing_stats(reports, tokens)
+        return routing_stats(reports, *args)
 
     step_module.routing_stats = counting
     with contextlib.redirect_stdout(io.StringIO()):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from parallel import (
     ParallelDims,
@@ -22,8 +23,13 @@ from pretrain.model.init import init_parameters
 from pretrain.model.rope import rope_frequencies, rotate
 from pretrain.observe.summary import heat_map
 from pretrain.optim import AdamWConfig, ScheduleConfig, build_adamw
-from pretrain.parallelize.forward_backward import forward_backward, next_token_loss
-from pretrain.parallelize.results import RoutingStats
+from pretrain.parallelize.forward_backward import (
+    LocalBatch,
+    forward_backward,
+    mask_of,
+    next_token_loss,
+)
+from pretrain.parallelize.results import RoutingStats, StepResult
 from pretrain.state.arrays import training_arrays
 from pretrain.state.layouts import parameter_layouts
 from pretrain.state.progress import Progress
@@ -278,7 +284,7 @@ def test_the_loads_of_a_step_are_summed_over_ranks_once(monkeypatch):
 
     monkeypatch.setattr("pretrain.parallelize.results.all_reduce", doubled)
     zero = torch.zeros(1, 2)
-    routing = RoutingStats(torch.tensor([[3, 5]]), zero, zero, zero, zero)
+    routing = RoutingStats(torch.tensor([[3, 5]]), zero, zero, zero, zero, zero)
     for _ in range(2):
         assert routing.everywhere_LE.tolist() == [[6, 10]]
     assert len(sums) == 1
@@ -301,6 +307,50 @@ def test_auxiliary_losses_of_a_step_are_summed_over_its_tokens(tmp_path):
     assert not found.requires_grad, "the graph of the step would stay"
     torch.testing.assert_close(found, sums, rtol=1e-5, atol=1e-4)
     assert (found > 0).all()
+
+
+def router_gradient(model: torch.nn.Module) -> torch.Tensor:
+    routers = [p.grad for name, p in model.named_parameters() if name.endswith("router.weight")]
+    return torch.cat([grad.double() for grad in routers if grad is not None])
+
+
+def test_masked_labels_change_no_coefficient_and_padding_is_no_token(tmp_path):
+    """The gradient of the auxiliary losses alone: each micro-batch's mean, times its targets."""
+    losses = {"aux_loss_coeff": 0.5, "seq_aux_loss_coeff": 0.25, "z_loss_coeff": 0.125}
+    spec = make_spec(tmp_path, moe={"num_experts": 4, "top_k": 2, "d_ff": 24, **losses})
+    model, _ = build(spec, Topology(), 0)
+    plain = batches(spec, 2)[0]
+    part = LocalBatch(masked_targets=True)
+
+    def aux_gradient(batch: torch.Tensor) -> tuple[torch.Tensor, StepResult]:
+        """Per target: what the auxiliary losses of a micro-batch add to the routers' gradient."""
+        model.zero_grad()
+        cpu = torch.device("cpu")
+        result = forward_backward(model, [batch], 1.0, device=cpu, local_batch=part)
+        both = router_gradient(model)
+        model.zero_grad()
+        inputs_BS, targets_BS = part.inputs_and_targets(batch)
+        out = model(inputs_BS, **mask_of(part.routed_tokens(batch), cpu))
+        next_token_loss(out.logits, targets_BS).backward()
+        return (both - router_gradient(model)) / int((targets_BS >= 0).sum()), result
+
+    half = plain.clone()
+    half[:, 1::2] = ~half[:, 1::2]
+    expected, _ = aux_gradient(plain)
+    torch.testing.assert_close(aux_gradient(half)[0], expected, rtol=1e-3, atol=1e-5)
+
+    # The batch's last tokens become inputs, which they are not without padding after them.
+    expected, wanted = aux_gradient(F.pad(plain, (0, 1), value=-1))
+    got, result = aux_gradient(F.pad(plain, (0, 7), value=-1))
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5)
+    assert result.routing is not None
+    assert wanted.routing is not None
+    assert result.routing.tokens_L.tolist() == [plain.numel()] * 2
+    for name in ("tokens_per_expert_LE", "aux_loss_sum_LA", "entropy_sum_L", "moved_L2"):
+        ours, theirs = getattr(result.routing, name), getattr(wanted.routing, name)
+        torch.testing.assert_close(
+            ours, theirs, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_gradients_are_scaled_in_place():
