@@ -195,7 +195,7 @@ ELSEWHERE = {
     "convoy reshard checkpoints/iter_0001000 weights --family megatron --num-heads 32": (
         "tests/interop/test_megatron.py"
     ),
-    "convoy reshard DCP_DIR my-checkpoints": "tests/ckpt/test_interop.py",
+    "convoy reshard DCP_DIR moved-checkpoints": "tests/ckpt/test_interop.py",
     "convoy convert upcycle SRC OUT --num-experts 8 --top-k 2": "tests/commands/test_convert.py",
     f"torchrun --standalone --nproc-per-node 2 tools/pretrain.py {RECIPE}": "Makefile",
     "torchrun --nproc-per-node 2 tools/pretrain.py mine.toml": "tests/commands/test_tools.py",
@@ -214,7 +214,7 @@ OUTSIDE = {
     "run_dir=runs/mine tools/pretrain.py mine.toml --set elastic.enabled=true",
     "torchrun --nnodes 16 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 "
     "tools/burnin.py spec.toml --exclude-list runs/mine/exclude.json --json burnin.json",
-    "pip install convoy-moe[etcd]",
+    "pip install -e .[etcd]",
     # tests/deploy starts a Prometheus with these rules and targets of its own.
     "prometheus --config.file=deploy/prometheus/prometheus.yml",
     "etcd --enable-v2 --listen-client-urls http://0.0.0.0:2379 "
@@ -281,7 +281,7 @@ def test_make_targets_exist():
             assert f"$({setting.partition('=')[0]}" in makefile, command
 
 
-def test_commands_and_blocks_about_a_run_do_their_work(workplace, monkeypatch, capsys):
+def test_commands_about_a_run_do_their_work(workplace, monkeypatch, capsys):
     # One test: commands come in order, and the run is made once.
     monkeypatch.chdir(workplace)
     for command, how in RUN.items():
@@ -292,13 +292,6 @@ def test_commands_and_blocks_about_a_run_do_their_work(workplace, monkeypatch, c
             continue
         code, said = main(arguments=words), capsys.readouterr()
         assert (code, said.err) == (how.code, ""), (command, said.out)
-    for page, block in blocks("python"):
-        if (
-            page not in NOT_HERE
-            and "init_process_group" not in block
-            and re.search("runs/|-checkpoints", block)
-        ):
-            exec(compile(block, page, "exec"), {"__name__": "__main__"})
 
 
 def test_flags_in_the_text_exist(capsys):
@@ -324,22 +317,9 @@ def test_flags_in_the_text_exist(capsys):
 # Python and TOML.
 
 
-def python_blocks(several_ranks: bool) -> list[Any]:
-    """Blocks that need nothing but a folder, or that are for several ranks."""
-    found = [
-        pytest.param(block, id=f"{page}-{number}")
-        for number, (page, block) in enumerate(blocks("python"))
-        if page not in NOT_HERE and ("init_process_group" in block) == several_ranks
-        if several_ranks or not ("-checkpoints" in block or "runs/" in block)
-    ]
-    assert found
-    return found
-
-
-@pytest.mark.parametrize("block", python_blocks(several_ranks=False))
-def test_a_python_block_runs(block, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    exec(compile(block, "block", "exec"), {"__name__": "__main__"})
+def programs() -> list[tuple[str, str]]:
+    """(page, text) of every Python block, in the order of the pages."""
+    return [(page, block) for page, block in blocks("python") if page not in NOT_HERE]
 
 
 def on_rank(rank: int, folder: str, block: str) -> float:
@@ -351,28 +331,52 @@ def on_rank(rank: int, folder: str, block: str) -> float:
     return sum(float(p.detach().to_local().square().sum()) for p in parameters)
 
 
-@pytest.mark.parametrize("block", python_blocks(several_ranks=True))
-def test_a_python_block_for_ranks_runs(tmp_path, block):
-    sums = run_ranks(on_rank, 2, str(tmp_path), block, group=False)
-    assert all(each > 0 for each in sums)
+@pytest.mark.parametrize("order", ["as in the pages", "reversed"])
+def test_the_python_blocks_run_in_one_folder(order, workplace, tmp_path, monkeypatch):
+    """No program stops, or damages, what another one has left."""
+    monkeypatch.chdir(tmp_path)
+    Path("runs").symlink_to(workplace / "runs")
+    stored: dict[Path, bytes] = {}
+    for page, block in programs() if order == "as in the pages" else programs()[::-1]:
+        program = f"{page}: {block[:300]}"
+        try:
+            if "init_process_group" in block:
+                sums = run_ranks(on_rank, 2, str(tmp_path), block, group=False)
+                assert all(each > 0 for each in sums)
+            else:
+                exec(compile(block, page, "exec"), {"__name__": "__main__"})
+        except Exception as error:
+            raise AssertionError(f"{program}\nends with {error}") from error
+        now = {file: file.read_bytes() for file in manifests(tmp_path)}
+        gone = {str(file) for file in stored if now.get(file) != stored[file]}
+        assert not gone, f"{program}\nremoves {gone}"
+        stored = now
 
 
-def on_rank_quietly(rank: int, folder: str, block: str) -> tuple[int, float]:
+def manifests(folder: Path) -> list[Path]:
+    """Of every checkpoint in the folders that programs make."""
+    return [file for file in folder.glob("*/manifests/*") if file.parts[-3] != "runs"]
+
+
+def lines_on_rank(rank: int, folder: str, block: str) -> str:
     os.chdir(folder)
-    namespace: dict[str, Any] = {}
-    exec(compile(block, "block", "exec"), namespace)
-    return namespace["step"], float(namespace["loss"].item()) * namespace["ranks"]
+    said = io.StringIO()
+    with redirect_stdout(said):
+        exec(compile(block, "block", "exec"), {})
+    return said.getvalue()
 
 
 def test_what_the_readme_saves_on_two_ranks_loads_on_one_and_four(tmp_path):
     (block,) = [b for page, b in blocks("python") if page == "README.md" and "load_state" in b]
-    losses = []
-    for step, ranks in enumerate((2, 1, 4)):
-        found = run_ranks(on_rank_quietly, ranks, str(tmp_path), block, group=False)
-        assert {one[0] for one in found} == {step}
-        losses.append(found[0][1])
-    assert losses == sorted(losses, reverse=True), "each goes on from the one before"
-    assert ckpt.committed_steps(tmp_path / "my-checkpoints") == [1, 2, 3]
+    shown = re.findall(r"`rank 0 of (\d): step (\d), loss ([\d.]+)`", PAGES["README.md"])
+    assert [(ranks, step) for ranks, step, _ in shown] == [("2", "1"), ("1", "2"), ("4", "3")]
+    for ranks, step, loss in shown:
+        said = run_ranks(lines_on_rank, int(ranks), str(tmp_path), block, group=False)
+        for rank, line in enumerate(said):
+            start, _, printed = line.rpartition(" ")
+            assert start == f"rank {rank} of {ranks}: step {step}, loss"
+            assert float(printed) == pytest.approx(float(loss), abs=2e-4)
+    assert ckpt.committed_steps(tmp_path / "step-checkpoints") == [1, 2, 3]
 
 
 def test_the_own_model_of_checkpoints_goes_on_as_if_it_had_not_stopped(tmp_path):
