@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import re
+import tomllib
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -142,6 +144,39 @@ def test_an_error_of_the_troubleshooting_page_is_in_the_code(error):
     parts = [re.escape(part.strip()) for part in re.split(r"…", error) if part.strip()]
     pattern = re.compile(".*".join(parts), re.DOTALL)
     assert any(pattern.search(template) for template in templates()), error
+
+
+# ------------------------------------------------------------------------------------------------
+# Installs, dates.
+
+
+def test_extras_are_installed_from_a_checkout():
+    """No index has the package, so ``pip install convoy-moe`` finds nothing, or a stranger's."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    tops = ("moe", "router", "parallel", "ckpt", "cluster", "pretrain", "tools", "bench", "deploy")
+    files = [p for top in (*tops, "examples") for p in (ROOT / top).rglob("*") if p.is_file()]
+    # The owner of docs/planning.md mends that page.
+    pages = [page for page in PAGES if page.name != "planning.md"]
+    named = set()
+    for path in (file for file in (*pages, *files) if file.suffix not in (".pyc", ".json")):
+        text = path.read_text()
+        assert not re.search(r"pip install[^\n]*[\"' ]convoy-moe", text), path
+        # A message may be cut into two literals.
+        found = re.findall(r"""pip install -e[\s"]*['"]\.\[([^\]{]*)\]""", text)
+        named |= {extra for extras in found for extra in extras.split(",")}
+    assert {"s3", "data", "plot", "nvml", "etcd", "ray"} <= named <= set(extras)
+
+
+def test_dates_of_benchmarks_are_those_of_their_rows():
+    rows = r"`bench/results/([\w-]+\.json)`(?:,\s+(\d{4}-\d\d-\d\d))?"
+    for page in PAGES:
+        for name, date in re.findall(rows, page.read_text()):
+            measured = json.loads((ROOT / "bench" / "results" / name).read_text())["date"][:10]
+            assert date == measured or (not date and page.name != "benchmarks.md"), (page, name)
+    text = (DOCS / "benchmarks.md").read_text()
+    assert len(re.findall(r"\d{4}-\d\d-\d\d", text)) == len(re.findall(rows, text))
 
 
 # ------------------------------------------------------------------------------------------------

@@ -77,7 +77,8 @@ def _client(
         from obstore.store import from_url
     except ImportError:
         raise ValueError(
-            f"checkpoint location {location} needs obstore: pip install 'convoy-moe[s3]'"
+            f"checkpoint location {location} needs obstore: pip install -e '.[s3]' in Convoy's "
+            f"checkout"
         ) from None
     config: Any = {}
     if location.startswith("s3:") and "AWS_COPY_IF_NOT_EXISTS" not in dict(options):

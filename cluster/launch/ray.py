@@ -203,8 +203,8 @@ def check(job: Job) -> None:
     """Refuse what Ray cannot start. Raises ValueError: one line."""
     if importlib.util.find_spec("ray") is None:
         raise ValueError(
-            "--on ray needs the package ray, which is not installed here: pip install "
-            "'convoy-moe[ray]'"
+            "--on ray needs the package ray, which is not installed here: pip install -e "
+            "'.[ray]' in Convoy's checkout"
         )
     if job.image is not None:
         raise ValueError(

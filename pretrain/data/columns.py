@@ -24,7 +24,7 @@ def need_pyarrow(path: str | Path) -> Any:
         import pyarrow
     except ImportError:
         raise InputError(
-            f"data.source: {path} needs pyarrow: pip install 'convoy-moe[data]'"
+            f"data.source: {path} needs pyarrow: pip install -e '.[data]' in Convoy's checkout"
         ) from None
     return pyarrow
 

@@ -191,7 +191,7 @@ def _module(extra: str, name: str) -> Any:
     except ImportError as error:
         raise InputError(
             f"tracking.to names {extra}, which cannot be imported ({error}): "
-            f"pip install 'convoy-moe[{extra}]'"
+            f"pip install -e '.[{extra}]' in Convoy's checkout"
         ) from None
 
 

@@ -26,7 +26,8 @@ def check_plot(path: Path, flag: str = "--plot") -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise InputError(
-            f"{flag} ({path}) needs matplotlib: pip install 'convoy-moe[plot]', or matplotlib"
+            f"{flag} ({path}) needs matplotlib: pip install -e '.[plot]' in Convoy's checkout, or "
+            f"pip install matplotlib"
         ) from None
 
 

@@ -491,5 +491,5 @@ def test_locations(tmp_path, monkeypatch):
     assert ckpt.store.as_location("s3://bucket/a") == "s3://bucket/a"
     assert ckpt.store.as_location("some/folder") == Path("some/folder")
     monkeypatch.setitem(sys.modules, "obstore.store", None)
-    with pytest.raises(ValueError, match=r"s3://b/new needs obstore: pip install 'convoy-moe\[s3"):
+    with pytest.raises(ValueError, match=r"s3://b/new needs obstore: pip install -e '.\[s3"):
         ckpt.open_store("s3://b/new")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -170,6 +172,20 @@ def test_the_containerfile_copies_what_the_wheel_ships():
     copied = {line.split()[1] for line in text.splitlines() if line.startswith("COPY ")}
     assert {"router", "parallel", "moe", "ckpt", "cluster", "pretrain"} <= copied
     assert all((ROOT / name).exists() for name in copied)
+
+
+def test_the_containerfile_installs_the_extras_that_a_run_can_use():
+    text = (ROOT / "deploy" / "Containerfile").read_text()
+    (extras,) = re.findall(r"^ARG EXTRAS=(.*)$", text, re.MULTILINE)
+    assert set(extras.split(",")) == {"s3", "data", "plot", "nvml"}
+    assert '-c constraints.txt ".[${EXTRAS}]"' in text
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = set(re.findall(r"^(.*)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    for extra in extras.split(","):
+        names = [
+            re.split(r"[>=<]", wanted)[0] for wanted in project["optional-dependencies"][extra]
+        ]
+        assert set(names) <= pinned, "constraints.txt pins every version"
 
 
 @pytest.mark.engine

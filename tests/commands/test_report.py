@@ -282,7 +282,7 @@ def test_what_cannot_be_reported_is_one_line(tmp_path, monkeypatch, capsys, word
 def test_without_matplotlib_one_line_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert report(write_run(tmp_path / "run")) == 2
-    assert "pip install 'convoy-moe[plot]'" in capsys.readouterr().err
+    assert "pip install -e '.[plot]'" in capsys.readouterr().err
 
 
 def test_a_report_that_fails_is_one_line_of_a_run_that_is_done(tmp_path, monkeypatch, capsys):

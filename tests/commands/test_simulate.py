@@ -137,5 +137,5 @@ def test_a_plot_without_matplotlib_is_refused_before_the_simulation(capsys, monk
     assert main("simulate", ["--plot", str(tmp_path / "found.svg")]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert "needs matplotlib: pip install 'convoy-moe[plot]'" in err
+    assert "needs matplotlib: pip install -e '.[plot]'" in err
     assert not list(Path(tmp_path).iterdir())

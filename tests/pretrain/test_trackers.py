@@ -127,7 +127,7 @@ def test_a_tracker_that_is_not_installed_is_one_line(name, tmp_path, monkeypatch
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    wanted = rf"tracking.to names {name}, .*pip install 'convoy-moe\[{name}\]'"
+    wanted = rf"tracking.to names {name}, .*pip install -e '\.\[{name}\]'"
     with pytest.raises(InputError, match=wanted):
         open_trackers(TrackingConfig(to=[name]), tmp_path)
 

@@ -23,7 +23,7 @@ def need_etcd() -> None:
     if shutil.which("etcd") is None:
         pytest.skip("there is no etcd here: apt-get install etcd-server")
     if importlib.util.find_spec("etcd") is None:
-        pytest.skip("there is no client of etcd here: pip install 'convoy-moe[etcd]'")
+        pytest.skip("there is no client of etcd here: pip install -e '.[etcd]'")
 
 
 @contextlib.contextmanager

@@ -73,7 +73,8 @@ def _check(output: Path) -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise InputError(
-            "a report needs matplotlib: pip install 'convoy-moe[plot]', or matplotlib"
+            "a report needs matplotlib: pip install -e '.[plot]' in Convoy's checkout, or "
+            "pip install matplotlib"
         ) from None
 
 
