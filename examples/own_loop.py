@@ -52,12 +52,15 @@ class Model(nn.Module):
         self.head = nn.Linear(d_model, 256)
 
     def forward(self, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of the next byte, and the loss of all routers."""
-        x_BSD, aux = self.embed(tokens_BS), torch.zeros((), device=tokens_BS.device)
+        """The mean loss of the next bytes, and the loss of all routers."""
+        x_BSD, aux = self.embed(tokens_BS[:, :-1]), torch.zeros((), device=tokens_BS.device)
         for block in self.blocks:
-            x_BSD, loss = block(x_BSD)
-            aux = aux + loss
-        return self.head(x_BSD), aux
+            x_BSD, balance = block(x_BSD)
+            aux = aux + balance
+        logits_BSV = self.head(x_BSD)
+        # Here and not in the loop: FSDP warns of logits, which are a view, as a model's output.
+        loss = F.cross_entropy(logits_BSV.flatten(0, 1), tokens_BS[:, 1:].flatten())
+        return loss, aux
 
 
 def batch_of(step: int, rank: int, ranks: int, text: Tensor) -> Tensor:
@@ -95,8 +98,7 @@ def main() -> None:
     text = torch.tensor(list(Path(__file__).read_bytes()), device=device)
     for step in range(done + 1, args.steps + 1):
         tokens_BS = batch_of(step, rank, ranks, text)
-        logits_BSV, aux = model(tokens_BS[:, :-1])
-        loss = F.cross_entropy(logits_BSV.flatten(0, 1), tokens_BS[:, 1:].flatten())
+        loss, aux = model(tokens_BS)
         # Gradients are summed over ranks: each rank has its share of the batch's loss.
         ((loss + aux) / ranks).backward()
         optimizer.step()

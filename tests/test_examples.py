@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
+import runpy
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 
 from pretrain.commands import main
+from tests.support.ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 IMAGE = ("--set", "launch.image=registry.example/convoy:0.1.0")
@@ -41,6 +45,22 @@ def own_loop(folder: Path, ranks: int, steps: int) -> list[str]:
     ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.splitlines()
+
+
+def on_rank(rank: int, folder: Path, steps: int) -> list[str]:
+    sys.argv = ["own_loop.py", "--steps", str(steps), "--checkpoints", str(folder)]
+    said = io.StringIO()
+    with redirect_stdout(said):
+        runpy.run_path(str(EXAMPLES / "own_loop.py"), run_name="__main__")
+    return said.getvalue().splitlines()
+
+
+def test_a_loop_of_ones_own_goes_on_with_fewer_ranks(tmp_path):
+    # A warning is an error in ranks, as in pytest.
+    first, _ = run_ranks(on_rank, 2, tmp_path / "a", 10, group=False)
+    (then,) = run_ranks(on_rank, 1, tmp_path / "a", 20, group=False)
+    assert [line.split()[1] for line in (*first, *then)] == ["10", "20"]
+    assert float(then[0].split()[-1]) < float(first[0].split()[-1])
 
 
 @pytest.mark.slow
