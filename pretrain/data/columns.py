@@ -8,14 +8,15 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from pretrain.data.unit import FileRef, Unit
 from pretrain.errors import InputError
 
-_ROWS = 512
+_ROWS, _BATCH_BYTES = 512, 16 << 20
+"""Rows of Parquet that are read at a time, and about their bytes."""
 
 
 def need_pyarrow(path: str | Path) -> Any:
@@ -29,7 +30,7 @@ def need_pyarrow(path: str | Path) -> Any:
     return pyarrow
 
 
-def open_zstd(path: Path) -> IO[bytes]:
+def open_zstd(path: Path) -> io.BufferedReader:
     """A file that zstd has compressed, to read."""
     return io.BufferedReader(need_pyarrow(path).input_stream(str(path), compression="zstd"))
 
@@ -54,8 +55,11 @@ def column_units(kind: str, file: FileRef, column: str) -> Iterator[Unit]:
         raise InputError(f"data.source: {file.path} cannot be read: {_line(error)}") from None
 
 
-def column_documents(unit: Unit, column: str) -> Iterator[tuple[str, str | np.ndarray | None]]:
-    """The name, and the text or the token ids, of each row; None for a null."""
+def column_documents(
+    unit: Unit, column: str, most_bytes: int
+) -> Iterator[tuple[str, str | np.ndarray | int | None]]:
+    """The name, and the text or the token ids, of each row; None for a null, and the number of
+    bytes for a text of more than ``most_bytes``."""
     pyarrow, file, number = need_pyarrow(unit.files[0].path), unit.files[0], unit.first
     try:
         for values in _columns(pyarrow, unit, column):
@@ -68,7 +72,8 @@ def column_documents(unit: Unit, column: str) -> Iterator[tuple[str, str | np.nd
                 elif lists:
                     yield name, value.values.to_numpy(zero_copy_only=False)
                 else:
-                    yield name, value.as_py()
+                    size = value.as_buffer().size
+                    yield name, value.as_py() if size <= most_bytes else size
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise InputError(f"data.source: {file.path} cannot be read: {_line(error)}") from None
 
@@ -79,10 +84,12 @@ def _columns(pyarrow: Any, unit: Unit, column: str) -> Iterator[Any]:
         from pyarrow.parquet import ParquetFile
 
         with ParquetFile(file.path) as parquet:
-            for batch in parquet.iter_batches(
-                _ROWS, row_groups=list(range(unit.start, unit.stop)), columns=[column]
-            ):
-                yield batch.column(0)
+            for group in range(unit.start, unit.stop):
+                meta = parquet.metadata.row_group(group)
+                row_bytes = max(1, meta.total_byte_size // max(1, meta.num_rows))
+                rows = max(1, min(_ROWS, _BATCH_BYTES // row_bytes))
+                for batch in parquet.iter_batches(rows, row_groups=[group], columns=[column]):
+                    yield batch.column(0)
         return
     with pyarrow.memory_map(file.path) as source:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import lzma
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -18,6 +18,10 @@ from pretrain.data.tokenizer import end_of_document
 
 _COMPRESSED_BYTES = 64 << 20
 """gzip and xz are given at most this much text."""
+_PIECE_BYTES = 1 << 18
+"""What they are given at a time: a signal waits for it."""
+_DOCUMENTS = 64
+"""Documents that are decoded at a time."""
 
 
 class _Counter(io.RawIOBase):
@@ -49,10 +53,19 @@ def compressed_sizes(
             tokens = np.fromfile(folder / shard.file, settings.dtype)
             tokens = np.concatenate([rest, tokens.astype(int)])
             *documents, rest = np.split(tokens, np.flatnonzero(tokens == end) + 1)
-            lists = [ids[:-1].tolist() for ids in documents]
-            for text in tokenizer.decode_batch(lists, skip_special_tokens=False):
-                raw = text.encode()[: _COMPRESSED_BYTES - size]
-                size += len(raw)
-                g.write(raw)
-                x.write(raw)
+            for raw in _texts(tokenizer, documents):
+                piece = raw[: _COMPRESSED_BYTES - size]
+                size += len(piece)
+                g.write(piece)
+                x.write(piece)
     return size, gzipped.count, xzipped.count
+
+
+def _texts(tokenizer: Tokenizer, documents: Sequence[np.ndarray]) -> Iterator[bytes]:
+    """The texts of documents, end to end, in pieces."""
+    for first in range(0, len(documents), _DOCUMENTS):
+        lists = [ids[:-1].tolist() for ids in documents[first : first + _DOCUMENTS]]
+        for text in tokenizer.decode_batch(lists, skip_special_tokens=False):
+            raw = text.encode()
+            for start in range(0, len(raw), _PIECE_BYTES):
+                yield raw[start : start + _PIECE_BYTES]

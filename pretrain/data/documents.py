@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import hashlib
+import io
 import json
 import zlib
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import IO, cast
+from typing import cast
 
 import numpy as np
 
@@ -22,6 +24,11 @@ from pretrain.data.unit import FileRef, Unit
 from pretrain.errors import InputError
 
 HELD_OUT_EVERY = 20
+DOCUMENT_BYTES = 8 << 20
+"""A longer text, or line of JSON, is left out: a tokenizer takes some hundred times its memory. No
+more of it is ever in memory. The same number of tokens bounds a document that is tokenized."""
+_PIECE_BYTES = 1 << 20
+"""What is read at a time of a line that is left out."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,10 @@ class Document:
     """Token ids, where the source has tokens."""
     replaced: bool = False
     """Whether bytes that are not UTF-8 were replaced by U+FFFD."""
+    too_long: str = ""
+    """Why a document is longer than the bound; it then has neither text nor ids."""
+    too_long_bytes: int = 0
+    """Its bytes; of a compressed text, those that were read."""
 
     @cached_property
     def hash(self) -> int:
@@ -73,11 +84,13 @@ def read_unit(unit: Unit, text_field: str) -> Iterator[Document]:
     """
     if unit.kind == "megatron":
         for name, ids in megatron_documents(unit):
-            yield Document(name, ids=ids)
+            yield _tokenized(name, ids)
     elif unit.kind in ("parquet", "arrow"):
-        for name, value in column_documents(unit, text_field):
+        for name, value in column_documents(unit, text_field, DOCUMENT_BYTES):
             if isinstance(value, np.ndarray):
-                yield Document(name, ids=value)
+                yield _tokenized(name, value)
+            elif isinstance(value, int):
+                yield _too_long(name, value)
             else:
                 text, broken = _encodable(value or "")
                 yield Document(name, text, replaced=broken)
@@ -87,18 +100,44 @@ def read_unit(unit: Unit, text_field: str) -> Iterator[Document]:
                 if unit.kind == "lines":
                     yield from _lines(file, stream, unit, text_field)
                 else:
-                    text, replaced = _decoded(stream.read())
-                    yield Document(file.name, text, replaced=replaced)
+                    yield _whole(file, stream)
 
 
-def _open(path: Path) -> IO[bytes]:
+def _too_long(name: str, size: int) -> Document:
+    reason = f"longer than {DOCUMENT_BYTES / (1 << 20):g} MiB"
+    return Document(name, too_long=reason, too_long_bytes=size)
+
+
+def _tokenized(name: str, ids: np.ndarray) -> Document:
+    if len(ids) > DOCUMENT_BYTES:
+        reason = f"more than {DOCUMENT_BYTES:,} tokens"
+        return Document(name, too_long=reason, too_long_bytes=ids.nbytes)
+    return Document(name, ids=ids)
+
+
+def _whole(file: FileRef, stream: io.BufferedReader) -> Document:
+    _skip_mark(stream)
+    raw = stream.read(DOCUMENT_BYTES + 1)
+    if len(raw) > DOCUMENT_BYTES:
+        return _too_long(file.name, max(len(raw), file.size))
+    text, replaced = _decoded(raw)
+    return Document(file.name, text, replaced=replaced)
+
+
+def _skip_mark(stream: io.BufferedReader) -> int:
+    """Pass over UTF-8's byte-order mark, where a file begins with one; its bytes."""
+    mark = codecs.BOM_UTF8
+    return len(stream.read(len(mark))) if stream.peek(len(mark)).startswith(mark) else 0
+
+
+def _open(path: Path) -> io.BufferedReader:
     if path.suffix == ".gz":
-        return cast(IO[bytes], gzip.open(path))
+        return cast(io.BufferedReader, gzip.open(path))
     return open_zstd(path) if path.suffix == ".zst" else path.open("rb")
 
 
 @contextmanager
-def _readable(file: FileRef) -> Iterator[IO[bytes]]:
+def _readable(file: FileRef) -> Iterator[io.BufferedReader]:
     path = Path(file.path)
     try:
         with _open(path) as stream:
@@ -110,16 +149,25 @@ def _readable(file: FileRef) -> Iterator[IO[bytes]]:
         raise InputError(f"data.source: {path} cannot be read: {said}") from None
 
 
-def _lines(file: FileRef, stream: IO[bytes], unit: Unit, text_field: str) -> Iterator[Document]:
-    left = None if unit.stop < 0 else unit.stop - unit.start
+def _lines(
+    file: FileRef, stream: io.BufferedReader, unit: Unit, text_field: str
+) -> Iterator[Document]:
+    at, number = unit.start, unit.first
     if unit.start:
         stream.seek(unit.start)
-    for number, line in enumerate(stream, unit.first + 1):
-        if left is not None:
-            if left <= 0:
-                return
-            left -= len(line)
-        if not line.strip():
+    else:
+        at += _skip_mark(stream)
+    while unit.stop < 0 or at < unit.stop:
+        line = stream.readline(DOCUMENT_BYTES + 1)
+        if not line:
+            return
+        number += 1
+        size = len(line)
+        if size > DOCUMENT_BYTES:
+            size += _skip_line(line, stream)
+            yield _too_long(f"{file.name}#{number}", size)
+        at += size
+        if size > DOCUMENT_BYTES or not line.strip():
             continue
         decoded, replaced = _decoded(line)
         try:
@@ -133,6 +181,15 @@ def _lines(file: FileRef, stream: IO[bytes], unit: Unit, text_field: str) -> Ite
             )
         text, broken = _encodable(text)
         yield Document(f"{file.name}#{number}", text, replaced=replaced or broken)
+
+
+def _skip_line(begin: bytes, stream: io.BufferedReader) -> int:
+    """Read on to the end of a line, a piece at a time; the bytes that were read."""
+    piece, size = begin, 0
+    while piece and not piece.endswith(b"\n"):
+        piece = stream.readline(_PIECE_BYTES)
+        size += len(piece)
+    return size
 
 
 def _decoded(raw: bytes) -> tuple[str, bool]:

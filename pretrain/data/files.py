@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -104,7 +105,10 @@ def _why_not(path: Path, hidden: bool) -> str:
         return "metadata of a Hugging Face dataset"
     if path.suffix in {".parquet", ".arrow"} or path.suffix in _COMPRESSED:
         return ""
-    return "binary files" if b"\0" in head else ""
+    if b"\0" in head:
+        utf16 = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        return "files in UTF-16, an encoding that is not read" if utf16 else "binary files"
+    return ""
 
 
 def _is_of_dataset(folder: Path) -> bool:
@@ -184,9 +188,10 @@ def _ranges(file: FileRef) -> Iterator[Unit]:
                 block = handle.read(min(1 << 20, start + _RANGE_BYTES - at))
                 lines += block.count(b"\n")
                 at += len(block)
-            rest = handle.readline()
-            lines += rest.endswith(b"\n")
-            stop = at + len(rest)
+            stop, ended = at, False
+            while not ended and (rest := handle.readline(1 << 20)):
+                stop, ended = stop + len(rest), rest.endswith(b"\n")
+            lines += ended
             yield Unit("lines", (file,), start, stop, number)
             start, number = stop, number + lines
 

@@ -14,7 +14,6 @@ import os
 import secrets
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,9 @@ DOCUMENT = np.dtype(
 )
 """A document of a part: tokens with the end token, bytes of text, the hash of its name, whether it
 is held out, and 128 bits of the SHA-256 of its text."""
-_BATCH = 512
+_BATCH, _BATCH_SIZE = 512, 1 << 20
+"""Documents that are tokenized at a time, and about their characters or tokens: a tokenizer takes
+some hundred bytes for each."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class PartWriter:
 
     def _batches(self, unit: Unit, counts: PartCounts) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         documents = self._kept(unit, counts)
-        while batch := list(islice(documents, _BATCH)):
+        while batch := _batch(documents):
             rows = np.zeros(len(batch), DOCUMENT)
             texts = [d.text for d in batch if d.ids is None]
             encoded = iter(self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
@@ -175,6 +176,9 @@ class PartWriter:
 
     def _kept(self, unit: Unit, counts: PartCounts) -> Iterator[Document]:
         for document in read_unit(unit, self.settings.text_field):
+            if document.too_long:
+                counts.leave_out(document.too_long, document.too_long_bytes)
+                continue
             if document.is_empty:
                 counts.leave_out("empty", 0)
                 continue
@@ -203,3 +207,15 @@ class PartWriter:
                 f"must be from 0 up to, and without, model.vocab_size ({most})"
             )
         return ids.astype(self.settings.dtype)
+
+
+def _batch(documents: Iterator[Document]) -> list[Document]:
+    """The next documents; none at the end."""
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text if document.ids is None else document.ids)
+        if len(batch) == _BATCH or size >= _BATCH_SIZE:
+            break
+    return batch

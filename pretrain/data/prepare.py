@@ -33,7 +33,6 @@ from ckpt.store import lock_file, publish_folder
 from pretrain.data.compressed import compressed_sizes
 from pretrain.data.config import DataConfig
 from pretrain.data.copy_source import copy_source
-from pretrain.data.documents import Document, read_unit
 from pretrain.data.files import Found, cut_into_units, find_files, skipped_as_json
 from pretrain.data.location import is_remote, is_there, read_file, upload
 from pretrain.data.manifest import (
@@ -48,13 +47,9 @@ from pretrain.data.manifest import (
 from pretrain.data.parts import PartCounts, PartSettings, part_path, read_part
 from pretrain.data.progress import progress
 from pretrain.data.shards import ShardWriter, first_of_equal, read_documents, write_split
-from pretrain.data.tokenizer import (
-    read_tokenizer,
-    tokenizer_fingerprint,
-    train_tokenizer,
-)
+from pretrain.data.tokenizer import TokenizerSettings, read_tokenizer, tokenizer_fingerprint
 from pretrain.data.unit import Unit
-from pretrain.data.workers import is_full_disk, make_parts
+from pretrain.data.workers import is_full_disk, make_parts, make_tokenizer
 from pretrain.errors import InputError
 
 HoldOut = Literal["some", "all"]
@@ -181,7 +176,7 @@ def _prepare(
     (work / "parts").mkdir(exist_ok=True)
     tokenizer_path = work / f"tokenizer-{_key(data, vocab_size, units)}.json"
     if not tokenizer_path.exists():
-        _write(tokenizer_path, _tokenizer(data, vocab_size, units).to_str().encode())
+        _write(tokenizer_path, _tokenizer(data, vocab_size, units, work).to_str().encode())
     text = tokenizer_path.read_bytes()
     tokenizer = Tokenizer.from_str(text.decode())
     settings = PartSettings(
@@ -224,22 +219,17 @@ def _read_bytes(path: str) -> bytes:
         raise InputError(f"data.tokenizer ({path}) cannot be read: {error.strerror}") from None
 
 
-def _tokenizer(data: DataConfig, vocab_size: int, units: Sequence[Unit]) -> Tokenizer:
+def _tokenizer(data: DataConfig, vocab_size: int, units: Sequence[Unit], work: Path) -> Tokenizer:
     if data.tokenizer is not None:
         return read_tokenizer(data.tokenizer, vocab_size, data.end_token)
-
-    def texts() -> Iterator[Document]:
-        for unit in units:
-            for document in read_unit(unit, data.text_field):
-                if document.ids is not None:
-                    raise InputError(
-                        f"data.tokenizer must name the tokenizer.json of the tokens in "
-                        f"{unit.files[0].path}"
-                    )
-                if not document.is_empty and not data.filter.reason(document.text):
-                    yield document
-
-    return train_tokenizer(texts(), vocab_size, data.tokenizer_bytes, data.end_token)
+    settings = TokenizerSettings(
+        text_field=data.text_field,
+        filter=data.filter.model_dump(),
+        vocab_size=vocab_size,
+        tokenizer_bytes=data.tokenizer_bytes,
+        end_token=data.end_token,
+    )
+    return make_tokenizer(units, settings, work)
 
 
 def _make_all_parts(
@@ -279,7 +269,8 @@ def _assemble(
     if not kept.all():
         gone = documents[~kept]
         left_out["duplicates"] = LeftOut(documents=len(gone), bytes=int(gone["bytes"].sum()))
-    held_out = _held_out(data, documents, kept, hold_out, found)
+    refused = _too_few(data, hold_out, int(kept.sum()), found, left_out)
+    held_out = _held_out(documents, kept, hold_out, refused)
     shutil.rmtree(folder, ignore_errors=True)  # of a start that was killed
     folder.mkdir()
     tokenizer = Tokenizer.from_str(tokenizer_text.decode())
@@ -319,28 +310,35 @@ def _assemble(
 
 
 def _held_out(
-    data: DataConfig, documents: np.ndarray, kept: np.ndarray, hold_out: HoldOut, found: Found
+    documents: np.ndarray, kept: np.ndarray, hold_out: HoldOut, refused: str
 ) -> np.ndarray:
-    """A mask of the held-out documents."""
+    """A mask of the held-out documents. Raises InputError, with the line ``refused``, where there
+    are too few."""
     count = int(kept.sum())
     if hold_out == "all":
         if not count:
-            raise InputError(_too_few(data, 1, "to score", count, found))
+            raise InputError(refused)
         return np.ones(len(documents), dtype=bool)
     mask: np.ndarray = documents["held_out"].copy()
     if not (mask & kept).any() and count > 1:
         chosen = np.flatnonzero(kept)
         mask[chosen[np.argmin(documents["name"][chosen])]] = True
     if not (mask & kept).any() or not (~mask & kept).any():
-        raise InputError(_too_few(data, 2, "one to train on and one to hold out", count, found))
+        raise InputError(refused)
     return mask
 
 
-def _too_few(data: DataConfig, least: int, what: str, count: int, found: Found) -> str:
-    skipped = ", ".join(f"{len(files)} {reason}" for reason, files in found.skipped.items())
+def _too_few(
+    data: DataConfig, hold_out: HoldOut, count: int, found: Found, left_out: dict[str, LeftOut]
+) -> str:
+    least, what = (1, "to score") if hold_out == "all" else (
+        2, "one to train on and one to hold out"
+    )  # fmt: skip
+    gone = [f"skipped: {len(files)} {reason}" for reason, files in found.skipped.items()]
+    gone += [f"left out: {each.documents} {reason}" for reason, each in left_out.items()]
     return (
         f"data.source ({data.source}) must have at least {least} documents with text, {what}; "
-        f"it has {count}" + (f" (skipped: {skipped})" if skipped else "")
+        f"it has {count}" + (f" ({', '.join(gone)})" if gone else "")
     )
 
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import hashlib
 import heapq
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from pretrain.data.config import END_OF_DOCUMENT, DataConfig
-from pretrain.data.documents import Document, is_held_out
+from pretrain.data.documents import Document, is_held_out, read_unit
+from pretrain.data.filters import FilterConfig
 from pretrain.data.location import is_remote, read_file
+from pretrain.data.unit import Unit
 from pretrain.errors import InputError
 
 
@@ -51,6 +55,9 @@ _SPACE = "\u2581"
 """SentencePiece's letter for a space."""
 _TRIED = ("a", "The quick  brown\n\nfox\tdéjà vu 漢字 🙂 <s>", "def f(x):\n    return x + 1.50\n")
 """Texts of which a tokenizer's tokens must give the bytes."""
+_LONG_RUN = re.compile(r"(?<!\S)\S{4096,}|(?<!\s)\s{4096,}")
+_RUN = 4096
+"""The time to train on a word grows with the square of its length: a longer one is cut."""
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
@@ -138,6 +145,39 @@ def _text_bytes(token: str, byte_level: bool) -> int:
     return 1 if _BYTE.fullmatch(token) else len(token.replace(_SPACE, " ").encode())
 
 
+@dataclass(frozen=True)
+class TokenizerSettings:
+    """What a tokenizer is trained with."""
+
+    text_field: str
+    filter: dict[str, Any]
+    vocab_size: int
+    tokenizer_bytes: int
+    end_token: str
+
+
+def tokenizer_of_units(units: Sequence[Unit], settings: TokenizerSettings) -> Tokenizer:
+    """A tokenizer that is trained on the texts of units; see :func:`train_tokenizer`.
+
+    Raises InputError where a unit cannot be read, or has tokens and no texts.
+    """
+    filtered = FilterConfig(**settings.filter)
+
+    def documents() -> Iterator[Document]:
+        for unit in units:
+            for document in read_unit(unit, settings.text_field):
+                if document.ids is not None:
+                    raise InputError(
+                        f"data.tokenizer must name the tokenizer.json of the tokens in "
+                        f"{unit.files[0].path}"
+                    )
+                if not document.is_empty and not filtered.reason(document.text):
+                    yield document
+
+    limit = settings.tokenizer_bytes
+    return train_tokenizer(documents(), settings.vocab_size, limit, settings.end_token)
+
+
 def train_tokenizer(
     documents: Iterable[Document], vocab_size: int, limit: int, end_token: str
 ) -> Tokenizer:
@@ -180,7 +220,17 @@ def _sample(documents: Iterable[Document], limit: int) -> Iterator[str]:
     left = limit
     for _, _, raw in chosen if held_out else chosen[1:]:
         raw = raw[:left]
-        yield raw.decode(errors="ignore")
+        yield from _without_long_runs(raw.decode(errors="ignore"))
         left -= len(raw)
         if left <= 0:
             return
+
+
+def _without_long_runs(text: str) -> Iterator[str]:
+    """A text in pieces, cut only where a run without or of white space is very long."""
+    start = 0
+    for run in _LONG_RUN.finditer(text):
+        for stop in range(run.start() + _RUN, run.end(), _RUN):
+            yield text[start:stop]
+            start = stop
+    yield text[start:]

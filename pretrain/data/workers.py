@@ -1,4 +1,7 @@
-"""Parts made by several processes, or by this one."""
+"""Parts and tokenizers made by other processes, or by this one.
+
+The tokenizer's library does not return for a signal: a process that waits for others does.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,46 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from tokenizers import Tokenizer
 
 from pretrain.data.parts import PartCounts, PartSettings, PartWriter
+from pretrain.data.tokenizer import TokenizerSettings, tokenizer_of_units
 from pretrain.data.unit import Unit
 from pretrain.errors import InputError
 
 Work = Sequence[tuple[int, Unit]]
+_Answer = dict[str, Any]
+_Name = TypeVar("_Name", int, str)
+"""What a request begins with: the number of a part, or the path of a tokenizer."""
 _ROOT = Path(__file__).resolve().parents[2]
+_ALONE_BYTES = 1 << 20
+"""A source that may have more text is read and tokenized by other processes."""
+_EXPANSION = {".gz": 200, ".zst": 200, ".parquet": 20}
+"""Compressed files seldom have more times their size as text."""
+
+
+def works_alone(units: Sequence[Unit]) -> bool:
+    """Whether the text is so little that a signal may wait until it is tokenized."""
+    sizes = (unit.bytes * _EXPANSION.get(Path(unit.files[0].path).suffix, 1) for unit in units)
+    return sum(sizes) <= _ALONE_BYTES
+
+
+def make_tokenizer(units: Sequence[Unit], settings: TokenizerSettings, folder: Path) -> Tokenizer:
+    """Train a tokenizer on the texts of units, with drafts in ``folder``.
+
+    Raises InputError where a unit cannot be read, and OSError where a draft cannot be written.
+    """
+    if works_alone(units):
+        return tokenizer_of_units(units, settings)
+    draft = folder / "tokenizer.draft"
+    work = [(str(draft), [unit.as_json() for unit in units])]
+    with _Pool({"tokenizer": asdict(settings)}, folder, 1) as pool:
+        for _, answer in pool.answers(work):
+            if "error" in answer:
+                raise _as_error(answer)
+    return Tokenizer.from_str(draft.read_text(encoding="utf-8"))
 
 
 def make_parts(
@@ -31,23 +66,22 @@ def make_parts(
     Args:
         work: units with their numbers.
         settings: of the parts.
-        processes: how many work at a time; with one, this process does.
+        processes: how many work at a time; with one, this process does where the text is little.
         done: told of each part, in any order, in this thread.
 
     Raises InputError where a unit cannot be read or a process is lost, and OSError where a part
     cannot be written.
     """
     processes = min(processes, len(work))
-    if processes <= 1:
+    if processes <= 1 and works_alone([unit for _, unit in work]):
         writer = PartWriter(settings) if work else None
         for number, unit in work:
             assert writer is not None
             done(number, writer.make(number, unit))
         return
-    path = Path(settings.folder) / "settings.json"
-    path.write_text(json.dumps(asdict(settings)))
-    with _Pool(path, processes) as pool:
-        for number, answer in pool.answers(work):
+    requests = [(number, unit.as_json()) for number, unit in work]
+    with _Pool({"parts": asdict(settings)}, Path(settings.folder).parent, processes) as pool:
+        for number, answer in pool.answers(requests):
             if "error" in answer:
                 raise _as_error(answer)
             done(number, PartCounts(**answer))
@@ -61,13 +95,16 @@ def _as_error(answer: dict[str, Any]) -> Exception:
 
 
 class _Pool:
-    """Processes of ``pretrain.data.worker``, each with a thread that gives it units."""
+    """Processes of ``pretrain.data.worker``, each with a thread that gives it requests."""
 
-    def __init__(self, settings: Path, processes: int) -> None:
-        command = [sys.executable, "-m", "pretrain.data.worker", str(settings)]
+    def __init__(self, settings: dict[str, Any], folder: Path, processes: int) -> None:
+        path = folder / "settings.json"
+        path.write_text(json.dumps(settings))
+        command = [sys.executable, "-m", "pretrain.data.worker", str(path)]
         env = dict(os.environ)
         env["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [env.get("PYTHONPATH")])])
-        env["TOKENIZERS_PARALLELISM"] = "false"  # a process for each core needs no threads
+        if processes > 1:  # a process for each core needs no threads
+            env["TOKENIZERS_PARALLELISM"] = "false"
         self.workers = [
             subprocess.Popen(
                 command,
@@ -92,34 +129,34 @@ class _Pool:
                 with contextlib.suppress(OSError):
                     stream.close()
 
-    def answers(self, work: Work) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The answer for each unit, as they come."""
-        waiting: queue.SimpleQueue[tuple[int, Unit]] = queue.SimpleQueue()
-        answered: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
-        for each in work:
-            waiting.put(each)
+    def answers(self, requests: Sequence[tuple[_Name, Any]]) -> Iterator[tuple[_Name, _Answer]]:
+        """The first value of each request and the answer, as they come."""
+        waiting: queue.SimpleQueue[tuple[_Name, Any]] = queue.SimpleQueue()
+        answered: queue.SimpleQueue[tuple[_Name, _Answer]] = queue.SimpleQueue()
+        for request in requests:
+            waiting.put(request)
 
         def feed(worker: subprocess.Popen[str]) -> None:
             assert worker.stdin is not None
             assert worker.stdout is not None
             while True:
                 try:
-                    number, unit = waiting.get_nowait()
+                    request = waiting.get_nowait()
                 except queue.Empty:
                     return
                 line = ""
                 with contextlib.suppress(OSError, ValueError):
-                    worker.stdin.write(json.dumps([number, unit.as_json()]) + "\n")
+                    worker.stdin.write(json.dumps(request) + "\n")
                     worker.stdin.flush()
                     line = worker.stdout.readline()
                 if not line:
-                    answered.put((number, {"error": _lost(worker)}))
+                    answered.put((request[0], {"error": _lost(worker)}))
                     return
-                answered.put((number, json.loads(line)))
+                answered.put((request[0], json.loads(line)))
 
         for worker in self.workers:
             threading.Thread(target=feed, args=(worker,), daemon=True).start()
-        for _ in work:
+        for _ in requests:
             yield answered.get()
 
 

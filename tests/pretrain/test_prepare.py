@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import os
@@ -11,6 +12,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ import pytest
 from ckpt.store import lock_file
 from pretrain.commands import main
 from pretrain.data.config import DataConfig
-from pretrain.data.documents import find_documents
+from pretrain.data.documents import DOCUMENT_BYTES, find_documents
 from pretrain.data.files import cut_into_units, find_files
 from pretrain.data.manifest import read_manifest
 from pretrain.data.prepare import prepare_corpus
@@ -142,6 +144,21 @@ def test_compressed_text_and_other_fields(tmp_path):
         list(find_documents(str(folder)))
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt", "a.txt.gz"])
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path, monkeypatch, name):
+    monkeypatch.setattr("pretrain.data.files._RANGE_BYTES", 500)
+    folder = tmp_path / "text"
+    folder.mkdir()
+    raw = codecs.BOM_UTF8 + (lines() if "jsonl" in name else b"one text\n")
+    (folder / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+    (folder / "b.txt").write_bytes("in UTF-16".encode("utf-16"))
+    (folder / "c.txt").write_bytes(codecs.BOM_UTF8)
+    found = [d.text for d in find_documents(str(folder))]
+    assert found == (TEXTS if "jsonl" in name else ["one text\n"])
+    skipped = find_files(str(folder)).skipped
+    assert list(skipped) == ["files in UTF-16, an encoding that is not read"]
+
+
 @pytest.fixture
 def tokenizer(tmp_path) -> Path:
     (tmp_path / "words").mkdir()
@@ -224,6 +241,60 @@ def test_what_is_skipped_and_left_out_is_said(tmp_path):
         assert line in text, line
     assert corpus.left_out["duplicates"].documents == 5
     assert corpus.skipped["binary files"].names == ["c.bin"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_document_that_is_too_long_is_left_out_and_the_rest_goes_on(
+    tmp_path, tokenizer, processes
+):
+    """A line, a text and a compressed bomb of each; one line is as long as a line may be."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    bomb = b"0" * (48 << 20)
+    empty = len(b'{"text": ""}\n')
+    longest = b'{"text": "%s"}' % (b"y" * (DOCUMENT_BYTES - empty))
+    raw = lines(TEXTS[:30]) + bomb + b"\n" + longest + b"\n" + lines(TEXTS[30:])
+    (folder / "a.jsonl").write_bytes(raw)
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines(["after"]) + bomb, 1))
+    write_zstd(folder / "c.txt.zst", bomb)
+    (folder / "d.txt.gz").write_bytes(gzip.compress(bomb, 1))
+    (folder / "e.txt").write_bytes(bomb[: DOCUMENT_BYTES + 1])
+    said: list[str] = []
+    rules = {"max_characters": 1 << 20}  # says that the longest line was read
+    data = config(tmp_path, tokenizer=str(tokenizer), filter=rules)
+    corpus = prepare_corpus(data, VOCAB, said.append, processes=processes)
+    assert sorted(texts_of(data)) == sorted([*TEXTS, "after"])
+    assert corpus.left_out["longer than 8 MiB"].documents == 5
+    assert corpus.left_out["more than 1048576 characters"].documents == 1
+    assert any("left out 5 documents" in line and "longer than 8 MiB" in line for line in said)
+
+
+READ = """
+import resource, sys
+from pretrain.data.documents import read_unit
+from pretrain.data.files import cut_into_units, find_files
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
+for unit in cut_into_units(find_files(sys.argv[1]).files, "text"):
+    for document in read_unit(unit, "text"):
+        assert document.too_long and document.is_empty, document.name
+print((peak() - before) << 10)
+"""
+
+
+def test_memory_does_not_grow_with_a_document(tmp_path):
+    """Ten times the bound, in each kind of file that has no bound of its own."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    bomb = b"0" * (10 * DOCUMENT_BYTES)
+    (folder / "a.jsonl").write_bytes(bomb)
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(bomb, 1))
+    (folder / "c.txt.gz").write_bytes(gzip.compress(bomb, 1))
+    write_zstd(folder / "d.jsonl.zst", bomb)
+    command = [sys.executable, "-c", READ, str(folder)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(run.stdout) < len(bomb)
 
 
 def test_the_first_of_equal_documents_stays_whatever_part_it_is_in(tmp_path, monkeypatch):
@@ -430,6 +501,83 @@ def threading_kill(folder: Path) -> None:
                 os.kill(int(line.split()[0]), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_stop_ends_a_preparation_in_the_middle_of_a_document(tmp_path, tokenizer, trained):
+    """The tokenizer's library takes long for one word, and a line is long skipped."""
+    (tmp_path / "text").mkdir()
+    if trained:
+        word = np.random.default_rng(0).integers(97, 123, 7 << 20, np.uint8)
+        (tmp_path / "text" / "a.txt").write_bytes(word.tobytes())
+        data = config(tmp_path)
+    else:
+        (tmp_path / "text" / "a.jsonl.gz").write_bytes(gzip.compress(b"0" * (1 << 24)) * 200)
+        data = config(tmp_path, tokenizer=str(tokenizer))
+    spec = write_spec(tmp_path, model={
+        "vocab_size": VOCAB, "d_model": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2,
+        "d_ff": 48, "first_k_dense": 1,
+    }, data=data.model_dump(mode="json"))  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pretrain.commands", "prepare", str(spec)],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        workers = workers_of(process.pid)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 75
+    assert err.endswith("stopped; the same command goes on\n")
+    assert not (tmp_path / "corpus").exists()
+    assert not any(map(is_running, workers))
+
+
+def test_a_worker_ends_with_its_preparation_in_the_middle_of_a_document(tmp_path, tokenizer):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_bytes(b"w" * (7 << 20))
+    data = config(tmp_path, tokenizer=str(tokenizer))
+    process = subprocess.Popen(
+        [sys.executable, "-c", PREPARE, data.model_dump_json(), "-1"],
+        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        workers = workers_of(process.pid)
+    finally:
+        end(process)
+    wait_for(lambda: not any(map(is_running, workers)))
+
+
+def workers_of(pid: int) -> list[int]:
+    """The processes of a preparation, once there is one."""
+    found: list[int] = []
+
+    def any_worker() -> bool:
+        listed = subprocess.run(
+            ["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True
+        ).stdout
+        found[:] = [int(x.split()[0]) for x in listed.splitlines() if "pretrain.data.worker" in x]
+        return bool(found)
+
+    wait_for(any_worker)
+    return found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    for _ in range(12_000):
+        if holds():
+            return
+        time.sleep(0.005)
+    raise AssertionError("it never held")
 
 
 def limited(data: DataConfig) -> str:
