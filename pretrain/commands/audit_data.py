@@ -17,9 +17,10 @@ examples:
   convoy audit-data runs/stdlib-tiny --json steps.json    # the samples of every step
 
 The log and the manifests in RUN_DIR/data must show that each sample was consumed exactly once and
-in order, over all starts, rollbacks and resizes, and that every start drew earlier samples from the
-same data. Samples that the divergence playbook left out are counted. With --tokens the tokens of
-every step are compared with the checksum of what its ranks had.
+in order, over all starts, rollbacks and resizes, that no step comes twice but after a start or a
+rollback, and that every start drew earlier samples from the same data. Samples that the divergence
+playbook left out are counted. With --tokens the tokens of every step are compared with the checksum
+of what its ranks had.
 
 exit codes:
   0   proved

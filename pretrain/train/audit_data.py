@@ -85,6 +85,7 @@ def audit_data(run_dir: Path, corpora: Corpora | None = None) -> DataAudit:
     """Which samples each step of a run consumed, over all starts and resizes.
 
     Each sample must come exactly once and in order, but for those that the log says were left out.
+    Between two starts or rollbacks each step must come once.
     A start must draw the samples that were consumed before from the same data. Each fingerprint
     must have a manifest in RUN_DIR/data that gives the number of sequences that the log names.
 
@@ -192,7 +193,12 @@ def _consumed(
     audit: DataAudit,
 ) -> ConsumedStep:
     """The samples of a committed step. Raises _ProblemError where they are not the next ones."""
-    del audit.steps[event.step - 1 :]
+    # A start and a rollback have removed the steps that they take again.
+    if event.step <= len(audit.steps):
+        raise _ProblemError(
+            f"step {event.step} comes again after step {len(audit.steps)}, without a start or a "
+            f"rollback between the two"
+        )
     if len(audit.steps) != event.step - 1:
         raise _ProblemError(
             f"step {event.step} comes after step {len(audit.steps)}: a step is missing"

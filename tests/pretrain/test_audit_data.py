@@ -122,19 +122,27 @@ def test_the_command_says_what_it_proves(ran, tmp_path, capsys):
 
 
 def lie(ran: Path, folder: Path, change) -> Path:
-    """A copy of the run with another log: ``change`` is given each line's values."""
+    """A copy of the run with another log: ``change`` is given each line's values, and may return
+    how many times the line stands there."""
     run = folder / "run"
     (run / "data").mkdir(parents=True)
     for path in (ran / "run" / "data").iterdir():
         (run / "data" / path.name).write_bytes(path.read_bytes())
     lines = [json.loads(x) for x in (ran / "run" / "log.jsonl").read_text().splitlines()]
-    kept = [line for line in lines if change(line) is not False]
+    kept = []
+    for line in lines:
+        times = change(line)
+        kept += [line] * (1 if times is None else int(times))
     (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
     return run
 
 
 def drop_step(line):
     return not (line["event"] == "step" and line["step"] == 6)
+
+
+def step_twice(line):
+    return 2 if line["event"] == "step" and line["step"] == 6 else 1
 
 
 def eat_more(line):
@@ -171,6 +179,7 @@ def other_size(line):
     ("change", "said"),
     [
         (drop_step, "step 7 comes after step 5: a step is missing"),
+        (step_twice, "step 6 comes again after step 6, without a start or a rollback between"),
         (
             eat_more,
             "step 6 took 8 samples and ended at sample 49; from sample 40 it must ",
