@@ -30,7 +30,7 @@ CKPT = {
     },
     "ckpt.write": {
         "ckpt.errors", "ckpt.store", "ckpt.format", "ckpt.lifecycle", "ckpt.local_array",
-        "parallel.layout", "parallel.placements",
+        "parallel.layout", "parallel.placements", "parallel.version",
     },
     "ckpt.read": {
         "ckpt.errors", "ckpt.store", "ckpt.format", "ckpt.local_array", "parallel.layout",
@@ -142,6 +142,8 @@ OPEN_FILES = {
     "parallel.placements",
     # What the doors of several rooms do; it imports nothing.
     "parallel.on_demand",
+    # A constant.
+    "parallel.version",
     # For layers: an MoE layer's dispatcher, attention, and experts need files of parallel
     # in depth, whose names mean little in the door beside those of a whole model.
     "parallel.collectives",

@@ -37,6 +37,7 @@ from ckpt.lifecycle import (
 )
 from ckpt.store import Location, Store, open_store
 from parallel.layout import Topology
+from parallel.version import VERSION
 
 Receipt = dict[str, ObjectRecord]
 """The objects that a rank wrote, by key below the save id."""
@@ -267,7 +268,7 @@ def commit(
 
 @cache
 def _versions() -> dict[str, str]:
-    return {name: version(name) for name in ("torch", "zarr", "numpy", "convoy-moe")}
+    return {name: version(name) for name in ("torch", "zarr", "numpy")} | {"convoy-moe": VERSION}
 
 
 def discard(root: Location, info: SaveInfo) -> None:

@@ -91,10 +91,9 @@ def make_job(spec: JobSpec, path: Path, overrides: Sequence[str], engine: str) -
         overrides: ``SECTION.FIELD=VALUE``.
         engine: its name.
     """
-    from importlib.metadata import version
-
     from cluster.launch import Job, PodOptions
     from cluster.members import EXCLUDE_LIST, read_exclusions
+    from parallel.version import VERSION
 
     launch = spec.launch
     on_pods = engine == "kubernetes"
@@ -106,7 +105,7 @@ def make_job(spec: JobSpec, path: Path, overrides: Sequence[str], engine: str) -
     checkpoints = spec.checkpoint_path
     if isinstance(checkpoints, Path):
         checkpoints = base / checkpoints
-    check_image(launch.image, version("convoy-moe"))
+    check_image(launch.image, VERSION)
     if engine in ("slurm", "torchrun"):
         check_same_file(path, base)
     return Job(
@@ -119,7 +118,7 @@ def make_job(spec: JobSpec, path: Path, overrides: Sequence[str], engine: str) -
         config_text=json.dumps(_with(spec, more).as_dict(), indent=1),
         run_dir=str(run_dir),
         checkpoints=str(checkpoints),
-        version=version("convoy-moe"),
+        version=VERSION,
         workdir=str(base),
         python=launch.python or ("python3" if launch.image else sys.executable),
         folders=tuple(sorted({str(folder) for folder in _data_folders(spec, base)})),

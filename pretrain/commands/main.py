@@ -91,9 +91,9 @@ def _choose(words: Sequence[str]) -> int:
     parser.add_argument("--version", action="store_true", help="print the version")
     named = [word for word in words if not word.startswith("-")]
     if not named and parser.parse_args(words).version:
-        from importlib.metadata import version
+        from parallel.version import VERSION
 
-        say(version("convoy-moe"))
+        say(VERSION)
         return 0
     wrong = f"{named[0]} is no command" if named else "a command is missing"
     raise parser.refusal(f"{wrong}: the commands are {', '.join(_COMMANDS)}; see convoy --help")

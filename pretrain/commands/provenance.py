@@ -7,6 +7,8 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
+from parallel.version import VERSION
+
 
 def provenance(*packages: str) -> dict[str, Any]:
     """``date``, and ``versions`` of Python, of ``packages`` and of Convoy."""
@@ -14,6 +16,7 @@ def provenance(*packages: str) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {
             "python": platform.python_version(),
-            **{name: version(name) for name in (*packages, "convoy-moe")},
+            **{name: version(name) for name in packages},
+            "convoy-moe": VERSION,
         },
     }

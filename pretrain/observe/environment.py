@@ -11,7 +11,9 @@ from pathlib import Path
 
 import torch
 
-_PACKAGES = ("convoy-moe", "torch", "numpy", "zarr")
+from parallel.version import VERSION
+
+_PACKAGES = ("torch", "numpy", "zarr")
 _GIT_SECONDS = 5.0
 
 
@@ -30,6 +32,7 @@ def experiment_record(*, corpus: str, run_id: str) -> dict[str, str]:
         "corpus": corpus,
         "code": code_version(),
         "python": platform.python_version(),
+        "convoy-moe": VERSION,
         **{name: _version(name) for name in _PACKAGES},
         "host": socket.gethostname(),
         "system": platform.platform(),

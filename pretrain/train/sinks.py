@@ -5,11 +5,11 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
-from importlib.metadata import version
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from parallel.version import VERSION
 from pretrain.job import Job
 from pretrain.observe import (
     Console,
@@ -51,7 +51,7 @@ def open_sinks(
             registry,
             spec,
             job.topology,
-            version("convoy-moe"),
+            VERSION,
             ledger=ledger.ledger,
             former=former,
         )
