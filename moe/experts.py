@@ -17,6 +17,7 @@ from moe.activation import ACTIVATIONS, ActivationName
 from moe.by_unit import experts_by_unit
 from moe.config import Backend, Gemm
 from moe.float8 import Float8Tally
+from moe.megablocks_backend import experts_megablocks
 from moe.operator import experts_operator
 from moe.paths import PATHS, ExpertsFn, choose_backend, experts_float8, experts_grouped_mm
 from moe.rows import Rows
@@ -74,6 +75,10 @@ class GroupedExperts(nn.Module):
         parameters = (self.w_gate, self.w_up, self.w_down, self.b_gate, self.b_up, self.b_down)
         return ExpertWeights._make(None if p is None else local_shard(p) for p in parameters)
 
+    def stored_gate_up(self) -> Tensor | None:
+        """[E, 2 F, D] of which the gate and up weights are views; None where they are not."""
+        return None
+
     def extra_repr(self) -> str:
         """The fields that ``print`` shows, with the backend that ``auto`` takes."""
         E, D, F = self.w_up.shape
@@ -122,6 +127,8 @@ class GroupedExperts(nn.Module):
             run = partial(experts_by_unit, backend=backend, sums=self.unit_sums)
         elif run is experts_grouped_mm:
             run = partial(experts_grouped_mm, weight_grad_store=self.weight_grad_store)
+        elif backend == "megablocks" and (gate_up := self.stored_gate_up()) is not None:
+            run = partial(experts_megablocks, gate_up_EGD=gate_up)
         with no_autocast(device), nullcontext() if stopwatch is None else stopwatch:
             rows = Rows(x_SD.to(dtype), source_R, weights_R.to(dtype), rows_per_expert_E)
             weights = weights.map(lambda p: p.to(dtype))

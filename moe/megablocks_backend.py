@@ -4,7 +4,7 @@ MegaBlocks (arXiv 2211.15841) does not import without CUDA, and pins an older to
 that MegaBlocks runs with. Only this file imports MegaBlocks, at the first use, and
 ``make megablocks`` installs the package.
 
-Legend: R assignments of rows to experts, D d_model, F d_ff, E experts of this rank.
+Legend: R assignments of rows to experts, D d_model, F d_ff, G = 2 F, E experts of this rank.
 """
 
 from __future__ import annotations
@@ -29,9 +29,18 @@ def why_no_megablocks(dtype: torch.dtype, device_type: str) -> str:
     return ""
 
 
-def experts_megablocks(rows: Rows, weights: ExpertWeights, activation: ActivationName) -> Tensor:
+def experts_megablocks(
+    rows: Rows,
+    weights: ExpertWeights,
+    activation: ActivationName,
+    gate_up_EGD: Tensor | None = None,
+) -> Tensor:
     """See :data:`moe.paths.ExpertsFn`. Waits for the device once: the GEMM takes its sizes on
-    the host."""
+    the host.
+
+    ``gate_up_EGD`` [E, 2 F, D] is the tensor of which the gate and up weights are views, where
+    they are: the GEMM takes contiguous tensors, transposed or not, and neither half is one.
+    """
     from grouped_gemm import ops
 
     counts = rows.rows_per_expert_E.cpu()
@@ -46,12 +55,18 @@ def experts_megablocks(rows: Rows, weights: ExpertWeights, activation: Activatio
         )
 
     def product(a: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        out: Tensor = ops.gmm(a, w, counts, trans_b=False)
+        transposed = not w.is_contiguous()
+        stored = (w.mT if transposed else w).contiguous()
+        out: Tensor = ops.gmm(a.contiguous(), stored, counts, trans_b=transposed)
         return out if bias is None or expert_R is None else out + take_rows(bias, expert_R)
 
     w = weights
-    up_RF = product(x_RD, w.w_up, w.b_up)
-    gate_RF = None if w.w_gate is None else product(x_RD, w.w_gate, w.b_gate)
+    gate_RF: Tensor | None
+    if gate_up_EGD is not None and w.b_up is None:
+        gate_RF, up_RF = product(x_RD, gate_up_EGD.to(x_RD.dtype).mT, None).chunk(2, dim=1)
+    else:
+        up_RF = product(x_RD, w.w_up, w.b_up)
+        gate_RF = None if w.w_gate is None else product(x_RD, w.w_gate, w.b_gate)
     h_RF = ACTIVATIONS[activation].hidden(gate_RF, up_RF) * weights_R1
     y_RD = product(h_RF, w.w_down, None)
     if w.b_down is not None and expert_R is not None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from moe.attention_masks import LastMask, token_mask, unwatch_attention, watch_attention
 from moe.config import MoEConfig
 from moe.experts import GroupedExperts
+from moe.experts_implementation import no_longer_warn, warn_when_set
 from moe.layer import MoEAux, MoELayer
 from moe.transformers_families import ACTIVATIONS, FAMILIES, SUPPORTED, Fields
 from moe.weights import ExpertWeights
@@ -51,6 +52,10 @@ class FusedExperts(GroupedExperts):
         gate_EFD, up_EFD = fused_EGD.unflatten(1, (2, -1)).unbind(1)
         down_EDF = local_shard(self.down_proj)
         return ExpertWeights(gate_EFD.mT, up_EFD.mT, down_EDF.mT)
+
+    def stored_gate_up(self) -> Tensor:
+        """This rank's ``gate_up_proj``."""
+        return local_shard(self.gate_up_proj)
 
     def extra_repr(self) -> str:
         """The fields that ``print`` shows."""
@@ -178,7 +183,8 @@ def adopt(model: Model, **options: Any) -> Model:
     differ: Convoy computes them in float32.
 
     ``parallel.apply_expert_parallel(model, mesh)`` spreads the experts over ranks.
-    :func:`restore` puts the blocks back.
+    :func:`restore` puts the blocks back. ``model.set_experts_implementation`` of ``transformers``
+    has no effect on adopted layers, and warns: ``backend`` says how they compute.
 
     **Padding.** Where the model is called with an ``attention_mask``, its padding chooses no
     expert, takes no capacity, and is in no loss and no statistic; the layers' output for padding is
@@ -222,6 +228,7 @@ def adopt(model: Model, **options: Any) -> Model:
         layer = TransformersMoE(block, config)
         parent = _put(model, name, layer)
         watch_attention(parent, layer, layer._last_mask)
+    warn_when_set(model)
     return model
 
 
@@ -247,6 +254,7 @@ def restore(model: Model) -> Model:
             )
     for name, layer in layers:
         unwatch_attention(_put(model, name, layer.block()))
+    no_longer_warn(model)
     return model
 
 
