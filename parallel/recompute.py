@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -61,7 +62,7 @@ def apply_recompute(blocks: Sequence[nn.Module], how: Recompute, every: int = 1)
         raise ValueError("apply_recompute must be called before apply_fsdp or fully_shard")
     contexts = noop_context_fn
     if how == "selective":
-        contexts = partial(create_selective_checkpoint_contexts, _policy)
+        contexts = _selective_contexts
     for block in blocks[::every]:
         # forward is replaced: a wrapper module would change the parameters' names.
         block.forward = _recomputed(block.forward, contexts)
@@ -124,6 +125,46 @@ def _run_recomputed(
     return checkpoint(
         forward, *args, use_reentrant=False, context_fn=contexts, early_stop=False, **kwargs
     )
+
+
+def _selective_contexts() -> tuple[Any, Any]:
+    """The contexts of one forward of a block, and of its recomputation."""
+    saving, reusing = create_selective_checkpoint_contexts(_policy)
+    if torch.compiler.is_compiling():
+        # torch.compile marks every operation of the block by torch's own modes.
+        return saving, reusing
+    return _KeptOnly(saving), _KeptOnly(reusing)
+
+
+class _KeptOnly(TorchDispatchMode):
+    """Passes the operations in ``_KEPT`` to ``mode``, and runs all others as they are.
+
+    PyTorch's mode counts every operation of a forward, and raises an error for one that the
+    recomputation has more often. FSDP's own operations in a block differ between the two: profiler
+    regions, for instance, and gathers where the backward has not gathered the parameters yet. None
+    of them is kept.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, mode: TorchDispatchMode) -> None:
+        super().__init__()
+        self.mode = mode
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled regions of a block stay compiled, as under PyTorch's mode."""
+        return True
+
+    def __enter__(self) -> Any:
+        with self.mode:
+            pass  # the mode counts each recomputation from its beginning
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _KEPT:
+            return self.mode.__torch_dispatch__(func, types, args, kwargs or {})
+        return func(*args, **kwargs or {})
 
 
 def _policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -17,6 +17,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import parallel
 from parallel import ParallelDims, Topology, apply_fsdp
@@ -132,6 +134,27 @@ def test_selective_recomputation_knows_the_operators_that_it_saves(op):
     """Without the operator, parallel.recompute fails at import; another name for it would recompute
     attention or experts in the backward."""
     assert getattr(torch.ops.aten, op).default is not None
+
+
+def test_a_dispatch_mode_passes_operations_to_another():
+    """Without TorchDispatchMode, or its hook for an operation, selective recomputation cannot keep
+    FSDP's own operations from PyTorch's count of a block's operations."""
+    counted = []
+
+    class Counts(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            counted.append(func)
+            return func(*args, **kwargs or {})
+
+    assert TorchDispatchMode.supports_higher_order_operators is False
+    assert TorchDispatchMode.ignore_compile_internals() is False
+    x = torch.ones(2, 2)
+    saving, reusing = create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+    with Counts():
+        product = saving.__torch_dispatch__(torch.ops.aten.mm.default, (), (x, x), {})
+        again = reusing.__torch_dispatch__(torch.ops.aten.mm.default, (), (x, x), {})
+    assert counted.count(torch.ops.aten.mm.default) == 1
+    assert torch.equal(product, again)
 
 
 def test_foreach_functions_take_lists_of_gradients():

@@ -105,3 +105,26 @@ def test_evaluation_keeps_nothing_and_runs_once():
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.zeros(B, S, dtype=torch.int64))
     assert counter.get_total_flops() > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_torch_compile_takes_selective_recomputation():
+    torch.manual_seed(0)
+    block = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.SiLU(), torch.nn.Linear(8, 4))
+    x = torch.randn(3, 4)
+    expected = torch.autograd.grad(block(x).square().sum(), list(block.parameters()))
+    apply_recompute([block], "selective")
+    for run in (block, torch.compile(block, backend="aot_eager")):
+        found = torch.autograd.grad(run(x).square().sum(), list(block.parameters()))
+        for gradient, plain in zip(found, expected, strict=True):
+            torch.testing.assert_close(gradient, plain)
+
+
+def test_a_second_backward_through_the_same_forward_says_so():
+    """Each recomputation counts the kept products from the first one on."""
+    block = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.SiLU())
+    apply_recompute([block], "selective")
+    loss = block(torch.ones(2, 4)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward an extra time"):
+        loss.backward()
