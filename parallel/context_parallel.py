@@ -95,6 +95,10 @@ class ShardedSequence:
         # sizes.
         self._causal = causal_lower_right(1, 1)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedSequence:
+        # A process group is a handle of this process, which copies of a module share.
+        return ShardedSequence(self.group)
+
     def positions(self, length: int, device: torch.device) -> Tensor:
         """As in :class:`SequenceContext`."""
         piece = length // 2

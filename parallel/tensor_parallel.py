@@ -17,7 +17,8 @@ without sequences is ordinary here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -58,11 +59,11 @@ def apply_tensor_parallel(
     """
     if tp_mesh.size() == 1:
         return model
-    group = tp_mesh.get_group()
+    ranks = _TensorParallelRanks(tp_mesh)
     for name, how in plan.items():
         module = model.get_submodule(name)
         if how == "gathered":
-            module.forward = _gathered(module.forward, group)
+            module.forward = partial(_gathered, module.forward, ranks)
             continue
         if isinstance(module.get_parameter("weight"), DTensor):
             raise ValueError(
@@ -74,7 +75,7 @@ def apply_tensor_parallel(
             module.get_parameter("weight"), tp_mesh, [placement], src_data_rank=None
         )
         module.register_parameter("weight", nn.Parameter(weight))
-        module.forward = _FORWARD[how](module, tp_mesh)
+        module.forward = partial(_FORWARD[how], module, ranks)
     return model
 
 
@@ -89,25 +90,35 @@ def scatter_sequence(x_BWD: Tensor, group: dist.ProcessGroup) -> Tensor:
     return start_scatter_sums(x_BWD.transpose(0, 1), group, "tp").wait().transpose(0, 1)
 
 
-def _gathered(forward: Callable[..., Tensor], group: dist.ProcessGroup) -> Callable[..., Tensor]:
-    return lambda x_BSD, *others: forward(gather_sequence(x_BSD, group), *others)
+class _TensorParallelRanks:
+    """The ranks of tensor parallelism. Deep copies of a module share them: a process group is a
+    handle of this process."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh, self.group = mesh, mesh.get_group()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _TensorParallelRanks:
+        return self
 
 
-# Weights are read in every call: FSDP puts gathered weights into the module for its forward.
+# Each function below becomes a module's forward, as a partial with the module and the ranks, and
+# not as a closure: a deep copy of a module must compute with the copy's weights, and copy.deepcopy
+# looks into partials alone. Weights are read in every call: FSDP puts gathered weights into the
+# module for its forward.
 
 
-def _weight(module: nn.Module) -> Tensor:
-    assert isinstance(module.weight, DTensor)
-    return module.weight.to_local()
+def _gathered(
+    forward: Callable[..., Tensor], ranks: _TensorParallelRanks, x_BSD: Tensor, *others: Any
+) -> Tensor:
+    return forward(gather_sequence(x_BSD, ranks.group), *others)
 
 
-def _columns(module: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    return lambda x_BWD: linear(x_BWD, module)
+def _columns(module: nn.Module, ranks: _TensorParallelRanks, x_BWD: Tensor) -> Tensor:
+    return linear(x_BWD, module)
 
 
-def _rows(module: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    group = mesh.get_group()
-    return lambda x_BWF: scatter_sequence(linear(x_BWF, module), group)
+def _rows(module: nn.Module, ranks: _TensorParallelRanks, x_BWF: Tensor) -> Tensor:
+    return scatter_sequence(linear(x_BWF, module), ranks.group)
 
 
 def _replicated_weight(module: nn.Module) -> Tensor:
@@ -116,45 +127,37 @@ def _replicated_weight(module: nn.Module) -> Tensor:
     return module.weight.to_local(grad_placements=[Partial()])
 
 
-def _norm(module: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
+def _norm(module: nn.Module, ranks: _TensorParallelRanks, x: Tensor) -> Tensor:
     assert isinstance(module, nn.RMSNorm)
-    normalize = getattr(module, "normalize", None) or (
-        lambda x, weight: F.rms_norm(x, module.normalized_shape, weight, module.eps)
-    )
-    return lambda x: normalize(x, _replicated_weight(module))
+    normalize: Callable[..., Tensor] | None = getattr(module, "normalize", None)
+    weight = _replicated_weight(module)
+    if normalize is not None:
+        return normalize(x, weight)
+    return F.rms_norm(x, module.normalized_shape, weight, module.eps)
 
 
-def _shared(module: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    product = getattr(module, "product", F.linear)
-    return lambda x_BWD: product(x_BWD, _replicated_weight(module))
+def _shared(module: nn.Module, ranks: _TensorParallelRanks, x_BWD: Tensor) -> Tensor:
+    product: Callable[..., Tensor] = getattr(module, "product", F.linear)
+    return product(x_BWD, _replicated_weight(module))
 
 
-def _embedding(module: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    group = mesh.get_group()
-
-    def forward(tokens_BW: Tensor) -> Tensor:
-        weight = _weight(module)
-        rows = tokens_BW - len(weight) * group.rank()
-        elsewhere = (rows < 0) | (rows >= len(weight))
-        found = F.embedding(rows.masked_fill(elsewhere, 0), weight)
-        return scatter_sequence(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), group)
-
-    return forward
+def _embedding(module: nn.Module, ranks: _TensorParallelRanks, tokens_BW: Tensor) -> Tensor:
+    assert isinstance(module.weight, DTensor)
+    weight = module.weight.to_local()
+    rows = tokens_BW - len(weight) * ranks.group.rank()
+    elsewhere = (rows < 0) | (rows >= len(weight))
+    embedded = F.embedding(rows.masked_fill(elsewhere, 0), weight)
+    return scatter_sequence(embedded.masked_fill(elsewhere.unsqueeze(-1), 0.0), ranks.group)
 
 
-def _logits(module: nn.Module, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    group = mesh.get_group()
-
-    def forward(x_BSD: Tensor) -> Tensor:
-        local = linear(gather_sequence(x_BSD, group), module)
-        sharded: Tensor = DTensor.from_local(local, mesh, [Shard(2)], run_check=False)
-        return sharded
-
-    return forward
+def _logits(module: nn.Module, ranks: _TensorParallelRanks, x_BSD: Tensor) -> Tensor:
+    local = linear(gather_sequence(x_BSD, ranks.group), module)
+    sharded: Tensor = DTensor.from_local(local, ranks.mesh, [Shard(2)], run_check=False)
+    return sharded
 
 
 _PLACEMENT = {"rows": Shard(1), "norm": Replicate(), "shared": Replicate()}
-_FORWARD = {
+_FORWARD: dict[str, Callable[..., Tensor]] = {
     "columns": _columns,
     "rows": _rows,
     "shared": _shared,

@@ -149,6 +149,25 @@ def test_an_adopted_model_computes_what_it_did(case):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("case", ["mixtral", "deepseek_v3"])
+def test_a_deep_copy_of_an_adopted_model_computes_with_its_own_weights(case):
+    model, rebuilt = moe.adopt(make_model(case)), moe.adopt(make_model(case))
+    before = model(tokens(), output_router_logits=case == "mixtral").logits
+    copied = copy.deepcopy(model)
+    for each in (copied, rebuilt):
+        with torch.no_grad():
+            for parameter in each.parameters():
+                parameter.mul_(1.5)
+        each(tokens(), labels=tokens()).loss.backward()
+    for (name, p), q in zip(copied.named_parameters(), rebuilt.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad), name
+    assert all(p.grad is None for p in model.parameters())
+    expected = logits_of(rebuilt)
+    assert torch.equal(logits_of(copied), expected)
+    close(logits_of(moe.restore(copied)), expected, 1e-4)
+    assert torch.equal(logits_of(model), before)
+
+
 @pytest.mark.parametrize("recorded_before", [False, True])
 @pytest.mark.parametrize("case", WITH_LOSS)
 def test_router_logits_and_the_loss_of_transformers_are_what_they_were(case, recorded_before):
