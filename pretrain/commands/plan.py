@@ -15,7 +15,6 @@ from pretrain.observe import complain, say
 
 if TYPE_CHECKING:
     from pretrain.plan import Cluster, Plan
-    from pretrain.spec import JobSpec
 
 _CALIBRATION_TIMEOUT_SECONDS = 600.0
 _EPILOG = """\
@@ -29,7 +28,8 @@ examples:
 
 Without --layout the best layouts are searched for. --layout takes AXIS=DEGREE pairs, and the spec's
 own layout with an empty string; dp_shard takes the GPUs that are left over. Micro-batch, schedule,
-ZeRO stage and recomputation are then those of the spec.
+ZeRO stage and recomputation are then those of the spec. A layout above the memory is shown; nothing
+is written for it where it is above by more than the planner's error.
 
 exit codes:
   0  the plan was shown
@@ -145,12 +145,16 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     from pretrain.plan import (
+        MEMORY_ERROR,
+        accuracy_lines,
+        accuracy_of,
         check_plot,
         cost_of,
         draw_layout,
         load_cluster,
         no_layout,
         plan_lines,
+        plan_of,
         plans_table,
         reasons,
         search_layouts,
@@ -161,8 +165,9 @@ def _plan(args: argparse.Namespace) -> int:
     from pretrain.spec import load_spec
 
     cluster = load_cluster(args.cluster)
-    spec = without_auto(load_spec(args.spec, args.overrides))
     gpus = cluster.gpus if args.gpus is None else int(_number("--gpus", args.gpus, 1, whole=True))
+    named = [] if args.layout is None else _overrides(args.layout)
+    spec = without_auto(load_spec(args.spec, [*args.overrides, *named]))
     imbalance = _number("--imbalance", args.imbalance, 1)
     S = spec.data.seq_len
     tokens: float = spec.batch.samples_of(spec.train.steps, S) * S
@@ -173,8 +178,10 @@ def _plan(args: argparse.Namespace) -> int:
     if args.draw is not None:
         check_plot(args.draw, "--draw")
     cluster.chip.peak(spec.precision.compute)  # a cluster without this dtype is told at once
+    known = accuracy_of(spec.moe is not None, cluster)
     if args.layout is not None:
-        plans = [_by_hand(spec, args.layout, gpus, cluster, imbalance)]
+        plans = [plan_of(spec, gpus, cluster, imbalance)]
+        _check_memory(plans[0], cluster)
     else:
         found = search_layouts(spec, gpus, cluster, imbalance)
         if not found.best:
@@ -185,7 +192,15 @@ def _plan(args: argparse.Namespace) -> int:
         for line in reasons(plans[0], plans[1:]):
             say(line)
         say(why_others_lose(found))
+        say(accuracy_lines(plans, known, cluster))
         say("")
+    costs = [cost_of(plan, cluster, tokens) for plan in plans]
+    say(plan_lines(plans[0], costs[0], cluster))
+    if args.layout is not None:
+        say(accuracy_lines(plans, known, cluster))
+        if plans[0].memory.total > cluster.chip.memory_bytes:
+            said = f"planned memory may be off by {MEMORY_ERROR:.0%}"
+            say(f"warning: {_above_memory(plans[0], cluster)}; {said}")
     if args.write is not None:
         import tomli_w
 
@@ -193,46 +208,52 @@ def _plan(args: argparse.Namespace) -> int:
         args.write.write_text(tomli_w.dumps(data))
     if args.draw is not None:
         draw_layout(plans[0].work.topology, cluster.gpus_per_node, args.draw)
-    costs = [cost_of(plan, cluster, tokens) for plan in plans]
-    say(plan_lines(plans[0], costs[0], cluster))
     if args.json is not None:
         rows = [_document(plan, each.as_dict()) for plan, each in zip(plans, costs, strict=True)]
         document = {
             **provenance(), "cluster": cluster.model_dump(), "gpus": gpus, "spec": spec.as_dict(),
-            "plans": rows,
+            "accuracy": known.as_dict(), "plans": rows,
         }  # fmt: skip
         args.json.write_text(json.dumps(document, indent=1) + "\n")
     return 0
 
 
-def _by_hand(spec: JobSpec, layout: str, gpus: int, cluster: Cluster, imbalance: float) -> Plan:
-    """The plan of a layout that a person names. Raises InputError where it breaks a rule, or does
-    not fit."""
+def _overrides(layout: str) -> list[str]:
+    """``--layout`` as overrides of the spec, which is checked with the layout only."""
     from parallel.layout import parse_topology
-    from pretrain.plan import plan_of
-    from pretrain.spec import resolve_spec
 
-    data = spec.as_dict()
-    if layout:
-        try:
-            parse_topology(layout)
-        except ValueError as error:
-            raise InputError(f"--layout: {error}") from None
-        data["parallel"] |= {"dp_shard": -1}
-        for part in layout.split(","):
-            name, _, degree = part.strip().partition("=")
-            data["parallel"][name] = int(degree)
-    plan = plan_of(resolve_spec(data, f"--layout ({layout})"), gpus, cluster, imbalance)
-    room = cluster.chip.memory_bytes
-    if plan.memory.total > room:
-        part = plan.memory.largest()
-        raise InputError(
-            f"{plan.describe()} needs {plan.memory.total / 2**30:.1f} GiB of {room / 2**30:.1f} "
-            f"GiB on a GPU of {cluster.name}; the largest part is {part} "
-            f"({plan.memory.as_dict()[part] / 2**30:.1f} GiB); without --layout a layout that fits "
-            f"is searched for"
-        )
-    return plan
+    if not layout:
+        return ["plan.auto=false"]
+    try:
+        parse_topology(layout)
+    except ValueError as error:
+        raise InputError(f"--layout: {error}") from None
+    degrees = dict(part.replace(" ", "").split("=") for part in layout.split(","))
+    overrides = [f"parallel.{name}={degree}" for name, degree in degrees.items()]
+    if int(degrees.get("pp", 2)) == 1:
+        overrides.append("parallel.pipeline={}")  # one stage has no schedule
+    return ["plan.auto=false", "parallel.dp_shard=-1", *overrides]
+
+
+def _check_memory(plan: Plan, cluster: Cluster) -> None:
+    """Show a layout that a person named, and raise InputError, where the layout is above the memory
+    by more than the planner's error."""
+    from pretrain.plan import MEMORY_ERROR, plan_lines
+
+    if plan.memory.total > cluster.chip.memory_bytes * (1 + MEMORY_ERROR):
+        say(plan_lines(plan, None, cluster))
+        raise InputError(_above_memory(plan, cluster))
+
+
+def _above_memory(plan: Plan, cluster: Cluster) -> str:
+    needed, room = plan.memory.total, cluster.chip.memory_bytes
+    part = plan.memory.largest()
+    return (
+        f"{plan.describe()} needs {needed / 2**30:.1f} GiB of {room / 2**30:.1f} GiB on a GPU of "
+        f"{cluster.name}; the largest part is {part} "
+        f"({plan.memory.as_dict()[part] / 2**30:.1f} GiB); without --layout a layout that fits is "
+        f"searched for"
+    )
 
 
 def _number(flag: str, text: str, least: float, *, whole: bool = False) -> float:

@@ -12,6 +12,7 @@ from pretrain.plan.failures import (
 )
 
 if TYPE_CHECKING:
+    from pretrain.plan.accuracy import MEMORY_ERROR, Accuracy, accuracy_of
     from pretrain.plan.assessment import Assessment, Choice, assess
     from pretrain.plan.auto_layout import automatic, spec_with_plan, without_auto
     from pretrain.plan.calibration import calibrate
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from pretrain.plan.hardware import Cluster, load_cluster, shipped_clusters
     from pretrain.plan.layout_picture import draw_layout
     from pretrain.plan.plan_tables import (
+        accuracy_lines,
         plan_lines,
         plans_table,
         reasons,
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEVICE_HOURS_PER_FAILURE",
+    "MEMORY_ERROR",
+    "Accuracy",
     "Assessment",
     "Choice",
     "Cluster",
@@ -42,6 +46,8 @@ __all__ = [
     "Outcome",
     "Plan",
     "Scenario",
+    "accuracy_lines",
+    "accuracy_of",
     "assess",
     "automatic",
     "calibrate",
@@ -80,6 +86,10 @@ if not TYPE_CHECKING:  # mypy would otherwise take any name for one of this modu
     __getattr__ = on_demand(
         __name__,
         {
+            "MEMORY_ERROR": "pretrain.plan.accuracy",
+            "Accuracy": "pretrain.plan.accuracy",
+            "accuracy_of": "pretrain.plan.accuracy",
+            "accuracy_lines": "pretrain.plan.plan_tables",
             "Cluster": "pretrain.plan.hardware",
             "load_cluster": "pretrain.plan.hardware",
             "shipped_clusters": "pretrain.plan.hardware",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pretrain.errors import InputError
 from pretrain.plan.hardware import load_cluster
 from pretrain.plan.search import Plan, no_layout, search_layouts
 from pretrain.spec import JobSpec, resolve_spec
@@ -19,24 +18,15 @@ def spec_with_plan(spec: JobSpec, plan: Plan) -> JobSpec:
 
     Raises InputError where a rule of the spec refuses the plan.
     """
-    data, work = spec.as_dict(), plan.work
-    parallel = data["parallel"] | work.topology.as_dict()
-    if work.topology.pp > 1:
-        parallel["pipeline"] |= {
-            "schedule": work.schedule, "stages_per_rank": work.stages_per_rank
-        }  # fmt: skip
-    parallel["memory"] |= {
-        "zero_stage": work.zero_stage, "recompute": work.recompute,
-        "recompute_layer_freq": work.recompute_layer_freq,
-    }  # fmt: skip
-    data["parallel"] = parallel
-    data["batch"]["micro_batch_size"] = work.micro_batch_size
+    data = spec.as_dict()
+    data["parallel"] = plan.parallel.model_dump(mode="json")
+    data["batch"]["micro_batch_size"] = plan.work.micro_batch_size
     data["plan"]["auto"] = False
     return resolve_spec(data, f"the plan {plan.describe()}")
 
 
 def automatic(spec: JobSpec, world: int, ranks_per_node: int) -> tuple[JobSpec, Plan]:
-    """The spec with the best layout on ``world`` ranks that its rules take, and the plan.
+    """The spec with the best layout on ``world`` ranks, and the plan.
 
     A pure function: every rank finds the same layout.
 
@@ -55,9 +45,4 @@ def automatic(spec: JobSpec, world: int, ranks_per_node: int) -> tuple[JobSpec, 
     found = search_layouts(spec, world, cluster, spec.plan.imbalance)
     if not found.best:
         raise no_layout(found, world, cluster)
-    for plan in found.best:
-        try:
-            return spec_with_plan(spec, plan), plan
-        except InputError as error:
-            refused = error
-    raise refused
+    return spec_with_plan(spec, found.best[0]), found.best[0]

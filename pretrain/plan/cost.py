@@ -39,8 +39,10 @@ class Cost:
     megawatt_hours: float
     checkpoint_bytes: float
     """Weights and both moments of the whole model."""
+    checkpoint_interval_steps: int
+    """Between two saves: by Daly's formula, in whole steps."""
     checkpoint_interval_seconds: float
-    """Between two saves, by Daly's formula."""
+    """Of these steps."""
     checkpoint_gigabytes_per_second: float
     """To shared storage, so that a save of every tenth interval ends before the next begins."""
 
@@ -69,6 +71,8 @@ def cost_of(plan: Plan, cluster: Cluster, tokens: float) -> Cost:
     scenario = _scenario(gpus, cluster, days, on_gpu / 2**30)
     interval = optimal_interval(scenario.policy.stall, scenario.seconds_between_failures)
     interval = min(interval, scenario.run.days * 86_400)
+    steps_between = max(1, round(interval / plan.seconds))  # a save is at the end of a step
+    interval = steps_between * plan.seconds
     load = scenario.nodes_in_repair
     spares = round(load + 2 * load**0.5 + 0.5)
     outcome = simulate_runs(scenario, [interval], [spares])
@@ -88,6 +92,7 @@ def cost_of(plan: Plan, cluster: Cluster, tokens: float) -> Cost:
         dollars=hours * cluster.dollars_per_gpu_hour,
         megawatt_hours=hours * cluster.watts_per_gpu / 1e6,
         checkpoint_bytes=whole,
+        checkpoint_interval_steps=steps_between,
         checkpoint_interval_seconds=interval,
         checkpoint_gigabytes_per_second=whole / (10 * interval) / 1e9,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from pretrain.plan.accuracy import Accuracy
 from pretrain.plan.cost import Cost
 from pretrain.plan.hardware import Cluster
 from pretrain.plan.search import Found, Plan
@@ -64,8 +65,9 @@ def why_others_lose(found: Found) -> str:
     return "; ".join(parts) + ended
 
 
-def plan_lines(plan: Plan, cost: Cost, cluster: Cluster) -> str:
-    """One plan in full: memory and time by part, then time, money and energy."""
+def plan_lines(plan: Plan, cost: Cost | None, cluster: Cluster) -> str:
+    """One plan in full: memory and time by part, then time, money and energy; these are left out
+    without ``cost``."""
     chip = cluster.chip
     lines = [f"layout  {plan.describe()}", "", "| memory of a GPU | GiB |", "|---|---|"]
     for name, size in plan.memory.as_dict().items():
@@ -78,6 +80,8 @@ def plan_lines(plan: Plan, cost: Cost, cluster: Cluster) -> str:
         if seconds:
             lines.append(f"| {_words(name)} | {seconds:.4g} | {seconds / plan.seconds:.1%} |")
     lines.append(f"| all | {plan.seconds:.4g} | 100 % |")
+    if cost is None:
+        return "\n".join(lines)
     lines += [
         "",
         f"{cost.teraflops:.4g} model TFLOP/s of a GPU, MFU {cost.mfu:.1%} (causal pairs, no "
@@ -88,10 +92,44 @@ def plan_lines(plan: Plan, cost: Cost, cluster: Cluster) -> str:
         f"{_amount(cost.gpu_hours)} GPU-hours, {_amount(cost.dollars)} dollars, "
         f"{cost.megawatt_hours:,.4g} MWh",
         f"a checkpoint has {cost.checkpoint_bytes / 1e9:,.4g} GB; a save every "
-        f"{cost.checkpoint_interval_seconds:,.0f} s, every tenth of them to shared storage at "
+        f"{_steps(cost.checkpoint_interval_steps)} ({cost.checkpoint_interval_seconds:,.3g} s), "
+        f"every tenth of them to shared storage at "
         f"{cost.checkpoint_gigabytes_per_second:,.3g} GB/s",
     ]
     return "\n".join(lines)
+
+
+def accuracy_lines(plans: Sequence[Plan], known: Accuracy, cluster: Cluster) -> str:
+    """How far the planner was from published runs, and which plans that leaves in doubt."""
+    low, high = known.lowest, known.highest
+    name = "MoE" if known.kind == "moe" else "dense"
+    there = {0: "none of them", known.rows: "all of them"}.get(
+        known.rows_on_cluster, f"{known.rows_on_cluster} of them"
+    )
+    lines = [
+        f"the planner against {known.rows} published {name} runs, {there} on {cluster.name}: its "
+        f"TFLOP/s are {_signed(known.bias)} in the median, {_signed(low.error)} ({low.group}, "
+        f"{low.run}) to {_signed(high.error)} ({high.group}, {high.run}); the median error is "
+        f"{known.median_error:.0%}; see convoy plan --validate"
+    ]
+    close = [
+        number for number, plan in enumerate(plans, 1)
+        if plan.seconds <= plans[0].seconds * (1 + known.median_error)
+    ]  # fmt: skip
+    if len(close) > 1:
+        lines.append(
+            f"layouts {', '.join(map(str, close))} are within that error of each other: measure "
+            f"them before a long run"
+        )
+    return "\n".join(lines)
+
+
+def _signed(error: float) -> str:
+    return f"{abs(error):.0%} too {'high' if error > 0 else 'low'}"
+
+
+def _steps(count: int) -> str:
+    return "step" if count == 1 else f"{count:,} steps"
 
 
 def _amount(value: float) -> str:

@@ -1,7 +1,8 @@
 """A search over layouts: the best ones, and why others lose.
 
-The rules are those of the spec: every candidate is a :class:`parallel.ParallelConfig` that
-:meth:`pretrain.spec.JobSpec.with_layout` takes. Of the layouts that keep the rules, those whose
+The rules are those of the spec: every plan has the whole ``[parallel]`` section that
+:func:`pretrain.plan.spec_with_plan` writes, and :meth:`pretrain.spec.JobSpec.with_layout` has taken
+that section with the plan's micro-batch. Of the layouts that keep the rules, those whose
 memory fits are timed, in the order of a time that they cannot beat: without recomputation and
 without data parallelism's communication. The search ends where that time is above the best five.
 """
@@ -11,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from parallel import ParallelConfig
 from parallel.layout import Topology, divisors
@@ -20,13 +20,12 @@ from pretrain.plan.hardware import Cluster
 from pretrain.plan.memory import Memory, memory
 from pretrain.plan.shape import ModelShape
 from pretrain.plan.step_time import StepTime, least_seconds, step_time
-from pretrain.plan.work import Program, Work
+from pretrain.plan.work import Program, Recompute, Work
 from pretrain.spec import JobSpec
 
 _MOST_TIMED = 6000
 """Layouts that a search times: 5 to 10 seconds on one CPU core."""
 _SCHEDULES = (("1f1b", 1), ("1f1b", 2), ("1f1b", 4), ("1f1b", 8), ("zbv", 2), ("dualpipev", 2))
-_RECOMPUTES = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,7 @@ class Plan:
 
     work: Work
     parallel: ParallelConfig
+    """The ``[parallel]`` section that trains the plan."""
     memory: Memory
     step: StepTime
 
@@ -71,6 +71,8 @@ class Found:
     """Layouts of which no micro-batch, recomputation and ZeRO stage fits the memory."""
     refused: Counter[str] = field(default_factory=Counter)
     """By rule: how many layouts it refuses."""
+    refused_variants: Counter[str] = field(default_factory=Counter)
+    """The same of micro-batches, schedules, ZeRO stages and recomputations of the other layouts."""
     slower: int = 0
     """Layouts whose bound is above the best."""
     nearest: Plan | None = None
@@ -125,7 +127,27 @@ def plan_of(spec: JobSpec, world: int, cluster: Cluster, imbalance: float = 1.0)
     """
     work = work_of(spec, world, imbalance)
     spec.check_nodes(work.topology, min(cluster.gpus_per_node, world))
-    return Plan(work, spec.parallel, memory(work, cluster.chip), step_time(work, cluster))
+    used = memory(work, cluster.chip)
+    return Plan(work, parallel_of(spec, work), used, step_time(work, cluster))
+
+
+def parallel_of(spec: JobSpec, work: Work) -> ParallelConfig:
+    """The ``[parallel]`` section of ``spec`` with the layout of ``work``, and with the fields that
+    depend on the layout: one stage has no schedule, and one replica compresses no sums.
+
+    Raises ValueError where a rule between fields of the section refuses the layout.
+    """
+    data = spec.parallel.model_dump() | work.topology.as_dict()
+    data["pipeline"] = {}
+    if work.topology.pp > 1:
+        data["pipeline"] = {"schedule": work.schedule, "stages_per_rank": work.stages_per_rank}
+    data["memory"] |= {
+        "zero_stage": work.zero_stage, "recompute": work.recompute,
+        "recompute_layer_freq": work.recompute_layer_freq,
+    }  # fmt: skip
+    if work.topology.dp_replicate == 1:
+        data["gradient_compression"] = "none"
+    return ParallelConfig.model_validate(data)
 
 
 def search_layouts(spec: JobSpec, world: int, cluster: Cluster, imbalance: float = 1.0) -> Found:
@@ -137,7 +159,7 @@ def search_layouts(spec: JobSpec, world: int, cluster: Cluster, imbalance: float
     best: dict[tuple[int, ...], Plan] = {}
     fits: set[Topology] = set()
     seen: set[Topology] = set()
-    for number, (bound, work, layout) in enumerate(candidates):
+    for number, (bound, work) in enumerate(candidates):
         ranking = sorted(plan.seconds for plan in best.values())
         if len(ranking) >= 5 and bound >= ranking[4]:
             found.slower = len(candidates) - number
@@ -146,10 +168,10 @@ def search_layouts(spec: JobSpec, world: int, cluster: Cluster, imbalance: float
             found.complete = False
             break
         seen.add(work.topology)
-        for sized, used in _fitting(work, cluster, found):
+        for sized, parallel, used in _fitting(spec, work, cluster, found):
             fits.add(work.topology)
             found.timed += 1
-            plan = Plan(sized, _config(layout, sized), used, step_time(sized, cluster))
+            plan = Plan(sized, parallel, used, step_time(sized, cluster))
             key = plan.degrees
             if key not in best or plan.seconds < best[key].seconds:
                 best[key] = plan
@@ -158,22 +180,52 @@ def search_layouts(spec: JobSpec, world: int, cluster: Cluster, imbalance: float
     return found
 
 
-def _fitting(work: Work, cluster: Cluster, found: Found) -> Iterator[tuple[Work, Memory]]:
-    """For each ZeRO stage the least recomputation that fits: more of it only costs time."""
+def _fitting(
+    spec: JobSpec, work: Work, cluster: Cluster, found: Found
+) -> Iterator[tuple[Work, ParallelConfig, Memory]]:
+    """For each ZeRO stage the least recomputation that the spec takes and that fits: more of it
+    only costs time."""
     chip = cluster.chip
     shards = work.topology.fsdp > 1 or work.topology.efsdp > 1
     for zero in (1, 2, 3) if shards else (3,):
-        for how in _RECOMPUTES:
-            freq = 1 if how == "none" else work.recompute_layer_freq
+        for how, freq in _recomputations(spec):
             sized = work.with_(zero_stage=zero, recompute=how, recompute_layer_freq=freq)
             used = memory(sized, chip)
-            if used.total <= chip.memory_bytes:
-                yield sized, used
+            fits = used.total <= chip.memory_bytes
+            nearer = found.nearest is None or used.total < found.nearest.memory.total
+            if not fits and not nearer:
+                continue
+            parallel = _taken(spec, sized, cluster, found)
+            if parallel is None:
+                continue
+            if fits:
+                yield sized, parallel, used
                 break
-        else:
-            if found.nearest is None or used.total < found.nearest.memory.total:
-                found.nearest = Plan(sized, _config(sized.topology.as_dict(), sized), used,
-                                     _NOTHING)  # fmt: skip
+            found.nearest = Plan(sized, parallel, used, _NOTHING)
+
+
+def _recomputations(spec: JobSpec) -> list[tuple[Recompute, int]]:
+    """What is recomputed, and of which layers: in the order of what it costs."""
+    freq = spec.parallel.memory.recompute_layer_freq
+    some: tuple[int, ...] = (freq, 1) if freq > 1 else (1,)
+    return [
+        ("none", 1),
+        *(("selective", each) for each in some),
+        *(("full", each) for each in some),
+    ]
+
+
+def _taken(spec: JobSpec, work: Work, cluster: Cluster, found: Found) -> ParallelConfig | None:
+    """The ``[parallel]`` section of ``work``; None where a rule of the spec refuses it."""
+    try:
+        parallel = parallel_of(spec, work)
+        spec.with_layout(
+            parallel, work.micro_batch_size, work.topology.world, cluster.gpus_per_node
+        )
+    except ValueError as error:
+        found.refused_variants[_rule(str(error))] += 1
+        return None
+    return parallel
 
 
 _NOTHING = StepTime(*(0.0,) * 12)
@@ -181,15 +233,15 @@ _NOTHING = StepTime(*(0.0,) * 12)
 
 def _candidates(
     spec: JobSpec, world: int, cluster: Cluster, imbalance: float, found: Found
-) -> Iterator[tuple[float, Work, dict[str, int]]]:
-    """Layouts that keep the rules, each with a time that it cannot beat."""
+) -> Iterator[tuple[float, Work]]:
+    """Layouts whose degrees keep the rules, each with a time that it cannot beat."""
     shape = ModelShape.of(spec.model, spec.moe)
     across, most = spec.parallel.tp_across_nodes, spec.parallel.max_nodes_per_token
     for degrees in _degree_choices(spec, world, cluster):
         options = {"tp_across_nodes": across, "max_nodes_per_token": most}
         parallel = ParallelConfig.model_validate(degrees | options)
         try:
-            checked = spec.with_layout(parallel, 1, world, cluster.gpus_per_node)
+            spec.with_layout(parallel, 1, world, cluster.gpus_per_node)
         except ValueError as error:
             found.refused[_rule(str(error))] += 1
             continue
@@ -199,10 +251,10 @@ def _candidates(
             for schedule, stages in _SCHEDULES if topology.pp > 1 else (("1f1b", 1),):
                 if topology.pp * stages > shape.num_layers:
                     continue
-                work = _work(checked, topology, shape, imbalance).with_(
+                work = _work(spec, topology, shape, imbalance).with_(
                     micro_batch_size=mb, schedule=schedule, stages_per_rank=stages
                 )
-                yield least_seconds(work, cluster), work, degrees
+                yield least_seconds(work, cluster), work
 
 
 def _rule(message: str) -> str:
@@ -245,22 +297,11 @@ def _micro_batches(spec: JobSpec, topology: Topology) -> Iterator[int]:
         size *= 2
 
 
-def _config(degrees: dict[str, int], work: Work) -> ParallelConfig:
-    """The ``[parallel]`` section of a plan."""
-    data: dict[str, Any] = dict(degrees)
-    if work.topology.pp > 1:
-        data["pipeline"] = {"schedule": work.schedule, "stages_per_rank": work.stages_per_rank}
-    data["memory"] = {
-        "zero_stage": work.zero_stage, "recompute": work.recompute,
-        "recompute_layer_freq": work.recompute_layer_freq,
-    }  # fmt: skip
-    return ParallelConfig.model_validate(data)
-
-
 def no_layout(found: Found, world: int, cluster: Cluster) -> InputError:
     """Why nothing fits, in one line: the rule, or the part of memory that is too large."""
     if found.nearest is None:
-        rules = ", ".join(f"{rule} ({count:,})" for rule, count in found.refused.most_common(3))
+        refused = found.refused + found.refused_variants
+        rules = ", ".join(f"{rule} ({count:,})" for rule, count in refused.most_common(3))
         return InputError(
             f"no layout of {world:,} GPUs keeps the rules of the spec; refused by {rules or 'all'}"
         )

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import tomli_w
 import torch
 
 from parallel import Topology
 from pretrain.commands import main
-from pretrain.plan import load_cluster, plan_of, search_layouts, validate
+from pretrain.plan import MEMORY_ERROR, load_cluster, plan_of, search_layouts, validate
 from pretrain.plan.layout_picture import places
 from pretrain.plan.search import work_of
 from pretrain.plan.shape import ModelShape
@@ -84,6 +86,134 @@ def test_a_plan_with_recomputation_in_some_layers_can_be_written(capsys, tmp_pat
     assert main("plan", [*words, *some, "--write", str(written)]) == 0
     memory = load_spec(written).parallel.memory
     assert memory.recompute_layer_freq == (1 if memory.recompute == "none" else 4)
+
+
+MIXTRAL = str(RECIPES / "mixtral-8x7b.toml")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("parallel.pp=4", "parallel.pipeline.stages_per_rank=2"),
+        ("parallel.dp_replicate=2", "parallel.gradient_compression=one_bit"),
+        ("train.exact=true", "data.seq_len=1024", "batch.global_batch_size=64"),
+    ],
+    ids=lambda settings: settings[0].partition("=")[0],
+)
+def test_every_plan_that_is_ranked_can_be_written(settings, capsys, tmp_path):
+    written, listed = tmp_path / "planned.toml", tmp_path / "plans.json"
+    gpus = "16"
+    sets = [word for each in settings for word in ("--set", each)]
+    files = ["--write", str(written), "--json", str(listed)]
+    shown(capsys, MIXTRAL, "--cluster", "h100", "--gpus", gpus, *sets, *files)
+    found = json.loads(listed.read_text())
+    for plan in found["plans"]:
+        data = found["spec"] | {"parallel": plan["parallel"]}
+        data["batch"] = data["batch"] | {"micro_batch_size": plan["micro_batch_size"]}
+        spec = JobSpec.model_validate(data)
+        spec.check_nodes(spec.topology(int(gpus)), 8)
+        if plan is found["plans"][0]:
+            assert load_spec(written) == spec
+
+
+@pytest.mark.parametrize(
+    ("setting", "taken"),
+    [
+        ("train.compile=false", "selective"),
+        ("train.compile=true", "full"),
+        ("parallel.memory.offload_activations=true", "full"),
+    ],
+)
+def test_a_recomputation_that_the_spec_refuses_is_not_planned(setting, taken, capsys, tmp_path):
+    olmoe, h200 = RECIPES / "olmoe-1b-7b.toml", load_cluster("h200")
+    small = ["parallel.ep=1", "batch.micro_batch_size=1"]
+    needed = {}
+    for how in ("none", "selective"):
+        spec = load_spec(olmoe, [*small, f"parallel.memory.recompute={how}"])
+        needed[how] = plan_of(spec, 1, h200).memory.total
+    # A chip on which selective recomputation fits, and none does not.
+    file, written = tmp_path / "chip.toml", tmp_path / "planned.toml"
+    data = h200.model_dump()
+    room = (needed["none"] + needed["selective"]) / 2 / 2**30
+    data["chip"]["memory_gib"] = room + h200.chip.reserved_gib
+    file.write_text(tomli_w.dumps(data))
+    words = [str(olmoe), "--cluster", str(file), "--gpus", "1", "--imbalance", "1"]
+    shown(capsys, *words, "--set", setting, "--write", str(written))
+    assert load_spec(written).parallel.memory.recompute == taken
+
+
+def test_a_named_layout_is_put_in_before_the_spec_is_checked(capsys, tmp_path):
+    written = tmp_path / "planned.toml"
+    h100 = ["--cluster", "h100", "--gpus", "128", "--write", str(written)]
+    stages = ["--set", "parallel.pipeline.stages_per_rank=2"]
+    out = shown(capsys, MIXTRAL, *h100, *stages, "--layout", "pp=8")
+    assert out.startswith("layout  pp=8 dp_shard=16 ep=8 ")
+    assert "stages_per_rank=2" in out
+    assert load_spec(written).parallel.pipeline.stages_per_rank == 2
+    out = shown(capsys, str(written), *h100, "--layout", "pp=1")
+    assert out.startswith("layout  dp_shard=128 ep=8 ")
+    assert load_spec(written).parallel.pipeline.stages_per_rank == 1
+
+
+def test_a_layout_slightly_above_the_memory_is_shown_with_a_warning(capsys, tmp_path):
+    spec, cluster = load_spec(Path(MIXTRAL)), load_cluster("h100")
+    needed = plan_of(spec, 16, cluster, 1.1).memory.total / 2**30
+    file, written = tmp_path / "small.toml", tmp_path / "planned.toml"
+    words = [MIXTRAL, "--cluster", str(file), "--gpus", "16", "--layout", "ep=8"]
+    for times in (1.05, 1.2):
+        data = cluster.model_dump()
+        data["chip"]["memory_gib"] = needed / times + cluster.chip.reserved_gib
+        file.write_text(tomli_w.dumps(data))
+        code = main("plan", [*words, "--write", str(written)])
+        out, err = capsys.readouterr()
+        assert f"| all, of {needed / times:.1f} | {needed:.2f} |" in out
+        said = f"needs {needed:.1f} GiB of {needed / times:.1f} GiB on a GPU of H100"
+        if times < 1 + MEMORY_ERROR:
+            assert (code, err) == (0, "")
+            assert "warning: dp_shard=16 ep=8 " in out
+            assert said in out
+            assert load_spec(written).parallel.dp_shard == 16
+            written.unlink()
+        else:
+            assert code == 2
+            assert said in err
+            assert not written.exists()
+
+
+def test_the_planners_own_errors_are_beside_the_ranking(capsys, tmp_path):
+    listed = tmp_path / "plans.json"
+    search = ("--gpus", "16", "--json", str(listed))
+    out = shown(capsys, MIXTRAL, "--cluster", "h100", *search)
+    rows = [row for row in validate.compare() if row.kind == "moe"]
+    errors = sorted(row.error for row in rows)
+    known = json.loads(listed.read_text())["accuracy"]
+    assert known["rows"] == len(rows)
+    assert known["bias"] == pytest.approx(statistics.median(errors))
+    median = statistics.median(map(abs, errors))
+    assert f"the median error is {median:.0%}" in out
+    for row in rows:
+        if row.error in (errors[0], errors[-1]):
+            way = "high" if row.error > 0 else "low"
+            assert f"{abs(row.error):.0%} too {way} ({row.group}, {row.run})" in out
+    seconds = [plan["step_seconds"] for plan in json.loads(listed.read_text())["plans"]]
+    close = [n for n, s in enumerate(seconds, 1) if s <= seconds[0] * (1 + median)]
+    assert f"layouts {', '.join(map(str, close))} are within that error" in out
+    # Of one layout there is no ranking; the errors are shown too.
+    out = shown(capsys, MIXTRAL, "--cluster", "b200", "--gpus", "64", "--layout", "pp=2")
+    assert "published MoE runs, none of them on B200" in out
+    assert "are within that error" not in out
+
+
+def test_saves_are_whole_steps_apart(capsys, tmp_path):
+    listed = tmp_path / "plans.json"
+    large = ("--gpus", "65536", "--set", "batch.global_batch_size=1048576")
+    layout = ("--layout", "pp=16,ep=64", "--tokens", "1e13", "--json", str(listed))
+    out = shown(capsys, V3, "--cluster", "h100", *large, *layout)
+    (plan,) = json.loads(listed.read_text())["plans"]
+    cost = plan["cost"]
+    assert cost["checkpoint_interval_steps"] == 1
+    assert cost["checkpoint_interval_seconds"] == plan["step_seconds"]
+    assert "a save every step (" in out
 
 
 def test_a_layout_is_drawn_over_nodes_and_ranks(capsys, tmp_path):
