@@ -159,8 +159,8 @@ class MTPLayer(Block):
 class Decoder(nn.Module):
     """A causal language model, or some of its layers, such as a pipeline stage.
 
-    The embedding belongs to the first layer; the last norm, the head and the layers of multi-token
-    prediction belong to the last layer.
+    The embedding is on the first stage; the last norm, the head and the layers of multi-token
+    prediction are on the last stage. Either stage may have no other layer.
     A parameter has the same name in a stage as in the whole model. The constructor leaves
     parameters as torch initializes them; :func:`pretrain.model.init_parameters` sets initial
     weights that do not depend on the number of ranks.
@@ -169,19 +169,28 @@ class Decoder(nn.Module):
         config: of the whole model.
         moe: of its MoE layers; None for a dense model.
         layers: the numbers of the layers to build, in order; None builds all.
+        first: build the embedding; None builds it with layer 0.
+        last: build what comes after the last layer; None builds it with that layer.
     """
 
     def __init__(
-        self, config: ModelConfig, moe: MoEConfig | None, layers: Iterable[int] | None = None
+        self,
+        config: ModelConfig,
+        moe: MoEConfig | None,
+        layers: Iterable[int] | None = None,
+        *,
+        first: bool | None = None,
+        last: bool | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         here = list(range(config.num_layers) if layers is None else layers)
-        self.embed = nn.Embedding(config.vocab_size, config.d_model) if 0 in here else None
+        first = 0 in here if first is None else first
+        last = config.num_layers - 1 in here if last is None else last
+        self.embed = nn.Embedding(config.vocab_size, config.d_model) if first else None
         self.layers = nn.ModuleDict(
             {str(i): DecoderLayer(config, moe if i >= config.first_k_dense else None) for i in here}
         )
-        last = config.num_layers - 1 in here
         self.norm = RMSNorm(config.d_model, config.norm_eps) if last else None
         tied = config.tie_embeddings or not last
         self.head = None if tied else nn.Linear(config.d_model, config.vocab_size, bias=False)
@@ -201,20 +210,22 @@ class Decoder(nn.Module):
 
     @property
     def mtp_layers(self) -> list[MTPLayer]:
-        """The layers of multi-token prediction, where the last layer is here."""
+        """The layers of multi-token prediction, where they are here."""
         if self.mtp is None:
             return []
         return [cast(MTPLayer, layer) for layer in cast(nn.ModuleDict, self.mtp["layers"]).values()]
 
-    def part(self, layers: Iterable[int]) -> Decoder:
-        """A decoder of some of these layers. It shares their modules and does not copy them."""
+    def part(self, layers: Iterable[int], *, first: bool, last: bool) -> Decoder:
+        """A decoder of some of these layers, with the embedding where it is the ``first`` part and
+        with what comes after the last layer where it is the ``last``. It shares their modules and
+        does not copy them."""
         part = Decoder(self.config, None, ())
         for i in layers:
             part.layers[str(i)] = self.layers[str(i)]
-            if i == 0:
-                part.embed = self.embed
-            if i == self.config.num_layers - 1:
-                part.norm, part.head, part.mtp = self.norm, self.head, self.mtp
+        if first:
+            part.embed = self.embed
+        if last:
+            part.norm, part.head, part.mtp = self.norm, self.head, self.mtp
         return part
 
     def forward(

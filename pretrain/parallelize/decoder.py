@@ -97,14 +97,26 @@ def parallelize(
     memory = parallel.memory
     pp, schedule = dims.topology.pp, parallel.pipeline.schedule
     num_stages = pp * parallel.pipeline.stages_per_rank if pp > 1 else 1
-    layers = stage_layers(config, moe, seq_len=seq_len, num_stages=num_stages)
+    layers = stage_layers(
+        config,
+        moe,
+        seq_len=seq_len,
+        pp=pp,
+        stages_per_rank=num_stages // pp,
+        schedule=schedule,
+        dense_float8=dense_float8,
+    )
+    final = num_stages - 1
     place = dims.pp_mesh.get_local_rank()
     local = [stage for stage in range(num_stages) if place_of(stage, pp, schedule) == place]
     meta_model = meta_decoder(config, moe)
     with torch.device("meta"):
-        model = Decoder(config, moe, chain.from_iterable(layers[stage] for stage in local))
+        numbers = chain.from_iterable(layers[stage] for stage in local)
+        model = Decoder(config, moe, numbers, first=0 in local, last=final in local)
     float8 = _use_float8(model, moe, dense_float8)
-    stages = {0: model} if num_stages == 1 else {s: model.part(layers[s]) for s in local}
+    stages = {0: model}
+    if num_stages > 1:
+        stages = {s: model.part(layers[s], first=s == 0, last=s == final) for s in local}
     exact = None if exact_units is None else ExactSums(exact_units)
     # Exact sums take each micro-batch's gradients at the end of its backward.
     delays = schedule.folds_into_v and exact is None
@@ -205,7 +217,7 @@ def decoder_layouts(
         first, number = name.split(".")[:2]
         if first == "layers":
             return place[int(number)]
-        return place[0] if first == "embed" else place[model.config.num_layers - 1]
+        return place_of(0 if first == "embed" else len(stages) - 1, topology.pp, schedule)
 
     return parameter_layouts(model, topology, tp_dim, place_of_name)
 

@@ -215,22 +215,26 @@ def _of_place(work: Work, place: int, chip: Chip) -> Memory:
     casts = program.dtype != "float32"
     gathered, gradients = _fsdp_bytes(work, n, casts)
     layers = work.layers_of(place)
-    last = max(layers)
     kept = sum(
         count * kept_elements(work, layer, how, chip.kernels)
         for (layer, how), count in work.kinds_of(place).items()
     )
     if t.pp > 1:  # each stage is given the embeddings for multi-token prediction
         kept += shape.num_mtp_layers * T * shape.d_model * len(work.stages_of(place))
-    # One layer at a time: what recomputation brings back, and its gradients.
-    first = kept_elements(work, layers[0], work.recomputes(0), chip.kernels)
-    rebuilt = max(kept_elements(work, i, "none", chip.kernels) - first for i in {layers[0], last})
-    widest = float(shape.products * shape.d_ff)
-    if shape.is_moe(last):
-        widest = shape.top_k * work.busiest * (shape.expert_d_ff * 2 + shape.d_model)
-    working = T * (widest + 2 * shape.d_model)
-    if work.recompute != "none":
-        working += max(rebuilt, 0)
+    working = 0.0
+    if layers:  # a rank may have only the embedding, or only the head
+        # One layer at a time: what recomputation brings back, and its gradients.
+        last = max(layers)
+        first = kept_elements(work, layers[0], work.recomputes(0), chip.kernels)
+        rebuilt = max(
+            kept_elements(work, i, "none", chip.kernels) - first for i in {layers[0], last}
+        )
+        widest = float(shape.products * shape.d_ff)
+        if shape.is_moe(last):
+            widest = shape.top_k * work.busiest * (shape.expert_d_ff * 2 + shape.d_model)
+        working = T * (widest + 2 * shape.d_model)
+        if work.recompute != "none":
+            working += max(rebuilt, 0)
     activations, pipeline = kept * size, 0.0
     if t.pp > 1:
         pipeline = activations * (in_flight(work, place) - 1)

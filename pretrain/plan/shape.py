@@ -254,37 +254,3 @@ class ModelShape:
         column left out, as :func:`pretrain.model.is_hidden_matrix` leaves them out."""
         every = [*self.attention_gemms(1, 1), *self.ffn_gemms(layer, 1, 1, 1)]
         return [gemm for gemm in every if min(gemm.n, gemm.k) > 1]
-
-
-def split_layers(costs: list[float], stages: int) -> list[range]:
-    """Consecutive layers for each stage, with the smallest cost of the costliest stage.
-
-    The same costliest stage as :func:`pretrain.parallelize.stages.stage_layers` finds, in less
-    time: by bisection over that cost. Earlier stages are the shorter ones.
-    """
-    low, high = max(costs), sum(costs)
-
-    def ends(limit: float) -> list[int] | None:
-        """Starts of the stages from the last one back, each as long as ``limit`` allows."""
-        found, stop = [], len(costs)
-        for left in range(stages - 1, -1, -1):
-            start, cost = stop, 0.0
-            while start > left and cost + costs[start - 1] <= limit * (1 + 1e-12):
-                start -= 1
-                cost += costs[start]
-            if start == stop:
-                return None
-            found.append(start)
-            stop = start
-        return found if stop == 0 else None
-
-    for _ in range(50):
-        middle = (low + high) / 2
-        if ends(middle) is None:
-            low = middle
-        else:
-            high = middle
-    starts = ends(high)
-    assert starts is not None, "one stage may always cost as much as all layers together"
-    starts = starts[::-1]
-    return [range(a, b) for a, b in zip(starts, [*starts[1:], len(costs)], strict=True)]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from parallel import PipelineSchedule
 from parallel.layout import Topology
 from pretrain.optim import AdamWConfig, OptimizerFields
+from pretrain.parallelize import FLOAT8_COST, LayerCosts, divide_layers, place_of
 from pretrain.plan.hardware import BYTES, DtypeName
-from pretrain.plan.shape import ModelShape, split_layers
+from pretrain.plan.shape import Gemm, ModelShape
 
 Recompute = Literal["none", "selective", "full"]
 ScheduleName = Literal["gpipe", "1f1b", "zbv", "dualpipev"]
@@ -44,6 +47,10 @@ class Program:
     """Tiles of a GEMM that are not computed, because their units move tokens instead."""
     dispatch_bytes: float = 0.0
     """Bytes of an element that travels to an expert in the forward; 0 takes the activations'."""
+    experts_float8: bool = False
+    """Routed experts are in float8, whatever ``dtype`` is: decides how layers are divided."""
+    dense_float8: bool = False
+    """The same of attention's projections, dense layers and shared experts."""
     optimizer: OptimizerFields = field(default_factory=lambda: AdamWConfig(lr=1.0))
     """Says what is kept of a parameter, and the products of its update."""
 
@@ -117,18 +124,31 @@ class Work:
     @cached_property
     def stages(self) -> list[range]:
         """The layers of every stage."""
-        return _stages(self.shape, self.seq_len, self.num_stages)
+        return _stages(*self._division)
+
+    @property
+    def _division(self) -> _Division:
+        """What the layers of stages depend on."""
+        pp, program = self.topology.pp, self.program
+        whole = program.dtype == "float8"
+        return _Division(
+            shape=self.shape,
+            seq_len=self.seq_len,
+            pp=pp,
+            stages_per_rank=self.num_stages // pp,
+            schedule=self.schedule if pp > 1 else "1f1b",
+            dense_float8=whole or program.dense_float8,
+            experts_float8=whole or program.experts_float8,
+        )
 
     def stages_of(self, place: int) -> list[int]:
         """The stages of a place along pp."""
-        pp = self.topology.pp
-        if self.schedule in ("zbv", "dualpipev"):
-            return [place, 2 * pp - 1 - place]
-        return list(range(place, self.num_stages, pp))
+        pp, schedule = self.topology.pp, PipelineSchedule(self.schedule)
+        return [s for s in range(self.num_stages) if place_of(s, pp, schedule) == place]
 
     def layers_of(self, place: int) -> tuple[int, ...]:
         """The layers of a place along pp; those of multi-token prediction are on the last stage."""
-        return _layers(self.shape, self.seq_len, self.num_stages, tuple(self.stages_of(place)))
+        return _layers(self._division, tuple(self.stages_of(place)))
 
     def kinds_of(self, place: int) -> dict[tuple[int, Recompute], int]:
         """How many layers of a place are alike: by one layer of the kind, and how a layer is
@@ -153,12 +173,20 @@ class Work:
         return replace(self, **changes)  # type: ignore[arg-type]
 
 
+class _Division(NamedTuple):
+    shape: ModelShape
+    seq_len: int
+    pp: int
+    stages_per_rank: int
+    schedule: ScheduleName
+    dense_float8: bool
+    experts_float8: bool
+
+
 @lru_cache(16_384)
-def _layers(
-    shape: ModelShape, seq_len: int, num_stages: int, stages: tuple[int, ...]
-) -> tuple[int, ...]:
-    split = _stages(shape, seq_len, num_stages)
-    after = shape.all_layers[shape.num_layers :] if num_stages - 1 in stages else ()
+def _layers(division: _Division, stages: tuple[int, ...]) -> tuple[int, ...]:
+    split, shape = _stages(*division), division.shape
+    after = shape.all_layers[shape.num_layers :] if len(split) - 1 in stages else ()
     return (*(layer for stage in stages for layer in split[stage]), *after)
 
 
@@ -181,14 +209,47 @@ def _kinds(
 
 
 @lru_cache(1024)
-def _stages(shape: ModelShape, seq_len: int, num_stages: int) -> list[range]:
-    costs = []
-    for i in shape.all_layers:
-        gemms = [*shape.attention_gemms(1, 1), *shape.ffn_gemms(i, 1, 1, 1)]
-        costs.append(
-            sum(2 * g.m * g.n * g.k * g.copies for g in gemms) + shape.scores_flops(seq_len, True)
-        )
-    mtp = sum(costs[shape.num_layers :])
-    del costs[shape.num_layers :]
-    costs[-1] += mtp + sum(2 * g.m * g.n * g.k for g in shape.head_gemms(1, 1))
-    return split_layers(costs, num_stages)
+def _stages(
+    shape: ModelShape,
+    seq_len: int,
+    pp: int,
+    stages_per_rank: int,
+    schedule: ScheduleName,
+    dense_float8: bool,
+    experts_float8: bool,
+) -> list[range]:
+    costs = _layer_costs(shape, seq_len, dense_float8=dense_float8, experts_float8=experts_float8)
+    return divide_layers(
+        costs, pp=pp, stages_per_rank=stages_per_rank, schedule=PipelineSchedule(schedule)
+    )
+
+
+def _layer_costs(
+    shape: ModelShape, seq_len: int, *, dense_float8: bool, experts_float8: bool
+) -> LayerCosts:
+    """As :func:`pretrain.parallelize.layer_costs`, of a shape."""
+    narrow = FLOAT8_COST if dense_float8 else 1.0
+    routed = FLOAT8_COST if experts_float8 else 1.0
+
+    def flops(gemms: Iterable[Gemm]) -> float:
+        return sum(2 * g.m * g.n * g.k * g.copies for g in gemms)
+
+    def cost(layer: int) -> float:
+        around = narrow * flops(shape.attention_gemms(1, 1)) + shape.scores_flops(seq_len, True)
+        gemms = shape.ffn_gemms(layer, 1, 1, 1)
+        if not shape.is_moe(layer):
+            return around + narrow * flops(gemms)
+        router, *others = gemms  # then one product of each matrix of the routed experts
+        experts = flops(others[: shape.expert_products])
+        shared = flops(others[shape.expert_products :])
+        return around + flops([router]) + routed * experts + narrow * shared
+
+    num_dense = shape.first_k_dense if shape.num_experts else 0
+    last = shape.num_layers - 1
+    return LayerCosts(
+        num_dense=num_dense,
+        num_sparse=shape.num_layers - num_dense,
+        dense=cost(0),
+        sparse=cost(last),
+        end=shape.num_mtp_layers * cost(shape.num_layers) + flops(shape.head_gemms(1, 1)),
+    )

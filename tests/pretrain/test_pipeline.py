@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,8 @@ from pretrain.model.flops import forward_flops
 from pretrain.parallelize.forward_backward import LocalBatch
 from pretrain.parallelize.pipeline import Pipeline, _Step
 from pretrain.parallelize.schedule import bubble, place_of
-from pretrain.parallelize.stages import stage_layers
+from pretrain.parallelize.stages import SLACK, layer_costs, stage_layers
+from pretrain.spec import load_spec
 from tests.support.ranks import run_ranks
 
 MOE = MoEConfig(d_model=32, d_ff=24, num_experts=8, top_k=3)
@@ -28,41 +30,93 @@ def config(**fields: int) -> ModelConfig:
     return ModelConfig(**sizes | fields)
 
 
-def costliest(model: ModelConfig, stages: list[range]) -> float:
-    """Counted layer by layer, from models of one layer less."""
+SCHEDULES = [
+    (PipelineSchedule.GPIPE, 1), (PipelineSchedule.ONE_F_ONE_B, 1),
+    (PipelineSchedule.ONE_F_ONE_B, 2), (PipelineSchedule.ZBV, 2), (PipelineSchedule.DUALPIPEV, 2),
+]  # fmt: skip
 
-    def upto(n: int) -> float:
-        if n == 0:
-            return 0.0
-        dense = min(n, model.first_k_dense)
-        part = model.model_copy(update={"num_layers": n, "first_k_dense": dense})
-        if n < model.num_layers:  # multi-token prediction is on the last stage
-            part = part.model_copy(update={"num_mtp_layers": 0})
-        flops = forward_flops(part, MOE, 64)
-        return flops.total - (flops.head if n < model.num_layers else 0)
 
-    return max(upto(stage.stop) - upto(stage.start) for stage in stages)
+def upto(model: ModelConfig, layers: int, *, whole: bool) -> float:
+    """FLOPs of the first so many layers; with ``whole`` those of head and multi-token prediction
+    too."""
+    sizes = {"num_layers": layers, "first_k_dense": min(layers, model.first_k_dense)}
+    if not whole:
+        sizes["num_mtp_layers"] = 0
+    flops = forward_flops(model.model_copy(update=sizes), MOE, 64)
+    return flops.total - (0 if whole else flops.head)
+
+
+def costliest(model: ModelConfig, stages: list[range], places: list[int]) -> float:
+    """The cost of the costliest rank, counted from models of fewer layers."""
+    costs = [0.0] * (max(places) + 1)
+    for stage, (layers, place) in enumerate(zip(stages, places, strict=True)):
+        last = stage == len(stages) - 1
+        end = upto(model, layers.stop, whole=last)
+        costs[place] += end - upto(model, layers.start, whole=False)
+    return max(costs)
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"vocab_size": 20_000}, {"d_ff": 4000}, {"num_mtp_layers": 2}]
-)
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 5, 7])
-def test_no_other_cut_has_a_cheaper_costliest_stage(fields, num_stages):
+    "fields",
+    [
+        {}, {"vocab_size": 3_000}, {"vocab_size": 20_000}, {"d_ff": 4000}, {"num_mtp_layers": 2},
+        {"first_k_dense": 0}, {"first_k_dense": 7}, {"first_k_dense": 5, "d_ff": 30},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), [*SCHEDULES[1:4], (SCHEDULES[1][0], 3)])
+def test_no_other_cut_has_a_cheaper_costliest_rank(fields, schedule, stages_per_rank):
     model = config(**fields)
-    stages = stage_layers(model, MOE, seq_len=64, num_stages=num_stages)
-    assert [i for stage in stages for i in stage] == list(range(7))
-    assert all(stages)
-    found = costliest(model, stages)
-    for inner in itertools.combinations(range(1, 7), num_stages - 1):
-        ends = (0, *inner, 7)
-        other = [range(a, b) for a, b in itertools.pairwise(ends)]
-        assert found <= costliest(model, other) * (1 + 1e-9), (stages, other)
+    for pp in range(1 if stages_per_rank == 1 else 2, 7 // stages_per_rank + 1):
+        count, slack = pp * stages_per_rank, SLACK if stages_per_rank > 1 else 1e-9
+        places = [place_of(stage, pp, schedule) for stage in range(count)]
+        stages = stage_layers(
+            model, MOE, seq_len=64, pp=pp, stages_per_rank=stages_per_rank, schedule=schedule
+        )
+        assert [i for stage in stages for i in stage] == list(range(7))
+        assert all(stages[1:-1])
+        least = costliest(model, stages, places)
+        cheapest_full = least
+        for inner in itertools.combinations_with_replacement(range(8), count - 1):
+            other = [range(a, b) for a, b in itertools.pairwise((0, *inner, 7))]
+            if all(other[1:-1]):  # the first and the last stage may have no layer
+                assert least <= costliest(model, other, places) * (1 + slack), (stages, other)
+        if not all(stages):
+            cheapest_full = min(
+                costliest(model, [range(a, b) for a, b in itertools.pairwise((0, *inner, 7))],
+                          places)
+                for inner in itertools.combinations(range(1, 7), count - 1)
+            )  # fmt: skip
+            assert least < cheapest_full, "an empty stage must make the costliest rank cheaper"
+
+
+def test_several_stages_of_a_rank_are_balanced_together():
+    # Sizes of DeepSeek-V3: divided by stages alone, the slowest of 16 ranks with two stages each
+    # was 12 % above the mean.
+    spec = load_spec(Path(__file__).parents[2] / "tools/recipes/deepseek-v3.toml")
+    interleaved = SCHEDULES[1][0]
+    cases = [*itertools.product((2, 4, 8, 16), SCHEDULES[1:4]), (8, (interleaved, 4)),
+             (4, (interleaved, 8))]  # fmt: skip
+    for pp, (schedule, count) in cases:
+        places = [place_of(stage, pp, schedule) for stage in range(pp * count)]
+        stages = stage_layers(
+            spec.model, spec.moe, seq_len=4096, pp=pp, stages_per_rank=count, schedule=schedule
+        )
+        costs = layer_costs(spec.model, spec.moe, seq_len=4096)
+        ranks = [
+            sum(costs.of(stages[s]) for s, place in enumerate(places) if place == rank)
+            + costs.end * (places[-1] == rank)
+            for rank in range(pp)
+        ]
+        mean = sum(ranks) / pp
+        assert max(ranks) <= 1.03 * mean
+        lengths = [costs.of(layers) for layers in stages]
+        lengths[-1] += costs.end
+        assert max(lengths) - min(lengths) <= max(costs.dense, 2.5 * costs.sparse), stages
 
 
 def test_fewer_layers_than_stages_are_refused():
     with pytest.raises(ValueError, match=r"num_layers \(7\) must be at least .* \(8 stages\)"):
-        stage_layers(config(), MOE, seq_len=64, num_stages=8)
+        stage_layers(config(), MOE, seq_len=64, pp=4, stages_per_rank=2)
 
 
 @pytest.mark.parametrize("pp", [2, 3, 5])
@@ -74,10 +128,6 @@ def test_a_v_goes_there_and_back_and_others_round_and_round(pp):
         assert [place_of(stage, pp, schedule) for stage in range(2 * pp)] == [*range(pp)] * 2
 
 
-SCHEDULES = [
-    (PipelineSchedule.GPIPE, 1), (PipelineSchedule.ONE_F_ONE_B, 1),
-    (PipelineSchedule.ONE_F_ONE_B, 2), (PipelineSchedule.ZBV, 2), (PipelineSchedule.DUALPIPEV, 2),
-]  # fmt: skip
 COUNTS = [1, 3, 7, 8, 13]
 
 
@@ -98,7 +148,9 @@ def orders_of(
 ) -> list[tuple[int, list[str]]]:
     model = config(num_layers=8)
     num_stages = 4 * stages_per_rank
-    stages = stage_layers(model, MOE, seq_len=64, num_stages=num_stages)
+    stages = stage_layers(
+        model, MOE, seq_len=64, pp=4, stages_per_rank=stages_per_rank, schedule=schedule
+    )
     parts = {}
     for stage in range(num_stages):
         if place_of(stage, 4, schedule) == rank:

@@ -9,6 +9,7 @@ import pytest
 import tomli_w
 
 from moe import MoEConfig
+from parallel import PipelineSchedule
 from parallel.layout import Topology
 from pretrain.errors import InputError
 from pretrain.model import ModelConfig, forward_flops, meta_decoder
@@ -121,32 +122,38 @@ def test_parameters_and_operations_are_those_of_the_decoder(model, moe):
         assert shape.token_flops(128, causal) == pytest.approx(flops)
 
 
-@pytest.mark.parametrize(("model", "moe"), MODELS)
-@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
-def test_the_costliest_stage_is_as_costly_as_in_a_run(model, moe, num_stages):
-    work = Work(ModelShape.of(model, moe), Topology(pp=num_stages), 128, 8, 1)
-    taken = stage_layers(model, moe, seq_len=128, num_stages=num_stages)
-    longest = max(len(layers) for layers in taken)
-    assert [i for layers in work.stages for i in layers] == list(range(model.num_layers))
-    assert max(map(len, work.stages)) <= longest + 1
+SCHEDULES = [("1f1b", 1), ("1f1b", 2), ("zbv", 2)]
+HEAVY = TINY.model_copy(update={"vocab_size": 500_000})  # a head that costs more than all layers
 
-    def costliest(stages):
-        alone = forward_flops(model.model_copy(update={"vocab_size": 257}), moe, 128)
-        assert alone.total > 0
-        costs = []
-        for layers in stages:
-            cost, mtp = 0.0, work.shape.all_layers[model.num_layers :]
-            for i in [*layers, *(mtp if model.num_layers - 1 in layers else ())]:
-                shape = work.shape
-                gemms = [*shape.attention_gemms(1, 1), *shape.ffn_gemms(i, 1, 1, 1)]
-                cost += sum(2 * g.m * g.n * g.k * g.copies for g in gemms)
-                cost += shape.scores_flops(128, True)
-                cost += 2 * model.d_model * model.vocab_size * (i >= model.num_layers - 1)
-                cost += 2 * 2 * model.d_model**2 * (i >= model.num_layers)
-            costs.append(cost)
-        return max(costs)
 
-    assert costliest(work.stages) == pytest.approx(costliest(taken))
+@pytest.mark.parametrize(("model", "moe"), [*MODELS, (HEAVY, TINY_MOE)])
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), SCHEDULES)
+@pytest.mark.parametrize("narrow", ["", "dense", "experts"])
+def test_stages_have_the_layers_of_a_run(model, moe, schedule, stages_per_rank, narrow):
+    if moe is not None and narrow == "experts":
+        moe = moe.model_copy(update={"gemm": "float8"})
+    program = Program(dense_float8=narrow == "dense", experts_float8=narrow == "experts")
+    for pp in range(2, model.num_layers // stages_per_rank + 1):
+        work = Work(ModelShape.of(model, moe), Topology(pp=pp), 128, 8, 1, schedule=schedule,
+                    stages_per_rank=stages_per_rank, program=program)  # fmt: skip
+        taken = stage_layers(
+            model, moe, seq_len=128, pp=pp, stages_per_rank=stages_per_rank,
+            schedule=PipelineSchedule(schedule), dense_float8=narrow == "dense",
+        )  # fmt: skip
+        assert work.stages == taken
+        seconds = step_time(work, load_cluster("h100")).total
+        assert seconds >= least_seconds(work, load_cluster("h100"))
+        assert memory(work, load_cluster("h100").chip).total > 0
+
+
+def test_a_head_in_bfloat16_costs_twice_as_much_beside_layers_in_float8():
+    wide = TINY.model_copy(update={"vocab_size": 8192})
+
+    def last(program):
+        work = Work(ModelShape.of(wide, TINY_MOE), Topology(pp=2), 128, 8, 1, program=program)
+        return len(work.stages[-1])
+
+    assert last(Program(dtype="float8")) < last(Program())
 
 
 LAYOUTS = [
@@ -158,8 +165,6 @@ LAYOUTS = [
 @pytest.mark.parametrize("topology", LAYOUTS, ids=Topology.describe)
 @pytest.mark.parametrize(("model", "moe"), MODELS[:3])
 def test_a_rank_stores_what_the_layouts_of_a_run_say(model, moe, topology):
-    from parallel import PipelineSchedule
-
     work = Work(ModelShape.of(model, moe), topology, 128, 8, 1)
     meta = meta_decoder(model, moe)
     layouts = decoder_layouts(meta, work.stages, topology, PipelineSchedule.ONE_F_ONE_B)
@@ -292,7 +297,6 @@ def test_collectives_by_group_and_link():
 
 
 def test_the_bubble_is_that_of_the_schedules():
-    from parallel import PipelineSchedule
     from pretrain.plan.step_time import bubble_share
 
     for name, v in (("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("zbv", 2), ("dualpipev", 2)):

@@ -184,8 +184,10 @@ def _gradients(job: Job, scale: float) -> Slices:
 def empty_arrays(spec: JobSpec, topology: Topology, rank: int) -> list[LocalArray]:
     """Room for what a rank of a topology has of the training state, without any process group."""
     p, decoder = spec.parallel, meta_decoder(spec.model, spec.moe)
-    count = p.pp * p.pipeline.stages_per_rank
-    stages = stage_layers(spec.model, spec.moe, seq_len=spec.data.seq_len, num_stages=count)
+    stages = stage_layers(
+        spec.model, spec.moe, seq_len=spec.data.seq_len, pp=p.pp,
+        stages_per_rank=p.pipeline.stages_per_rank, schedule=p.pipeline.schedule,
+    )  # fmt: skip
     layouts = decoder_layouts(decoder, stages, topology, p.pipeline.schedule)
     tensors = dict(chain(decoder.named_parameters(), decoder.named_buffers()))
     parameters = dict(decoder.named_parameters())
