@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property, lru_cache
+from operator import mul
 
 from parallel.layout import Topology
 from pretrain.plan.hardware import BYTES, Chip
@@ -27,7 +28,7 @@ class Memory:
     gradients: float
     """Shards, or with ZeRO-1 whole gradients of the rank's layers."""
     optimizer: float
-    """Moments in float32."""
+    """The optimizer's moments."""
     gathered: float
     """Whole parameters of the layers that compute, and the buffers that FSDP reduces from."""
     activations: float
@@ -138,7 +139,8 @@ def kept_elements(work: Work, layer: int, how: Recompute, kernels: str) -> float
     ``none``, for a token: the inputs and outputs of both norms (4 D); queries and keys before and
     after rotation where they are normed, once where not, values, and the output of attention; a
     dense layer's four (gate, silu(gate), up, their product) or two tensors of F; of an expert's row
-    its input and the results of its GEMMs. ``selective``: the layer's input and the results of
+    its input and the results of its GEMMs. silu(gate) is not kept where one kernel makes the
+    product: its backward computes it again. ``selective``: the layer's input and the results of
     GEMMs and of attention. ``full``: the layer's input. A layer of multi-token prediction has two
     inputs, their norms, and one norm more.
     """
@@ -176,30 +178,64 @@ def kept_elements(work: Work, layer: int, how: Recompute, kernels: str) -> float
         kept += keys + values  # heads before the rotary part is put to them
     if cpu:  # attention's output laid out anew
         kept += v
+    gated = 3 if work.program.fused_elementwise else 4
     if not shape.is_moe(layer):
-        return T * (kept + (4 if shape.products == 3 else 2) * shape.d_ff)
+        return T * (kept + (gated if shape.products == 3 else 2) * shape.d_ff)
     per_expert = (shape.expert_products - 1) * F
-    kept += shape.num_experts + (4 if shape.expert_products == 3 else 2) * wide
+    kept += shape.num_experts + (gated if shape.expert_products == 3 else 2) * wide
     return T * (kept + rows * (per_expert + (0 if cpu else D)))
 
 
-def in_flight(work: Work, place: int) -> float:
-    """Micro-batches whose activations a place along pp holds at once, in whole sets of its layers.
+def in_flight(work: Work, place: int) -> list[tuple[int, ...]]:
+    """Micro-batches whose activations a place along pp holds, for each stage of
+    :meth:`Work.stages_of`: the counts at every moment that can be the peak.
 
-    Narayanan et al. (arXiv 2104.04473, section 2.2): min(m, p - place), and interleaved
-    2 (p - place - 1) + (v - 1) p + 1 sets of a v-th of the layers. ZB-V holds as much as 1F1B on
-    its first place (arXiv 2401.10241, section 6), DualPipeV one stage more.
+    Without interleaving min(m, p - place) (Narayanan et al., arXiv 2104.04473, section 2.2).
+    Interleaved, 2 (p - place - 1) + (v - 1) p + 1 forwards run before the first backward ends; then
+    forwards and backwards take turns, each through groups of p micro-batches, the forwards from the
+    first stage on and the backwards from the last one. ZB-V holds 2 p stages' activations (arXiv
+    2401.10241, section 6), DualPipeV one more, and most of them are of the place's first stage.
     """
     pp, m, v = work.topology.pp, work.micro_batches, work.stages_per_rank
     if pp == 1:
-        return 1.0
-    if work.schedule == "gpipe":
-        return float(m)
+        return [(1,)]
     if work.schedule in ("zbv", "dualpipev"):
-        return min(m, pp + (0.5 if work.schedule == "dualpipev" else 0))
-    if v == 1:
-        return float(min(m, pp - place))
-    return min(m, (2 * (pp - place - 1) + (v - 1) * pp + 1) / v)
+        first = 2 * pp - place
+        counts = {(first, place + 1)}
+        if work.schedule == "zbv":
+            counts = {(first - 1, place + 1), (first, place)}
+        return sorted((min(m, a), min(m, b)) for a, b in counts)
+    if work.schedule == "gpipe":
+        return [(m,) * v]
+    return _interleaved(pp, v, m, place) if v > 1 else [(min(m, pp - place),)]
+
+
+@lru_cache(4096)
+def _interleaved(pp: int, stages: int, micro_batches: int, place: int) -> list[tuple[int, ...]]:
+    forwards = stages * micro_batches
+    ahead = min(forwards, 2 * (pp - place - 1) + (stages - 1) * pp + 1)
+    held = [0] * stages
+    for i in range(ahead):
+        held[i // pp % stages] += 1
+    moments = {tuple(held)}
+    # After a group of each stage the counts repeat.
+    for i in range(min(forwards - ahead, pp * stages)):
+        held[stages - 1 - i // pp % stages] -= 1
+        held[(ahead + i) // pp % stages] += 1
+        moments.add(tuple(held))
+    return sorted(moments)
+
+
+def loss_bytes(work: Work, held: int = 1) -> float:
+    """Logits and what their loss makes of them, at the peak of its backward.
+
+    ``held`` micro-batches' logits and log-probabilities, and the gradients of both in the loss's
+    dtype; where tp divides the vocabulary, the probabilities too.
+    """
+    shape, program, tp = work.shape, work.program, work.topology.tp
+    size = BYTES[program.loss_dtype]
+    kept = (1 + shape.num_mtp_layers) * held * (program.activation_bytes + size)
+    return work.tokens * shape.vocab_size / tp * (kept + size * (2 if tp == 1 else 3))
 
 
 def memory(work: Work, chip: Chip) -> Memory:
@@ -215,12 +251,10 @@ def _of_place(work: Work, place: int, chip: Chip) -> Memory:
     casts = program.dtype != "float32"
     gathered, gradients = _fsdp_bytes(work, n, casts)
     layers = work.layers_of(place)
-    kept = sum(
-        count * kept_elements(work, layer, how, chip.kernels)
-        for (layer, how), count in work.kinds_of(place).items()
-    )
-    if t.pp > 1:  # each stage is given the embeddings for multi-token prediction
-        kept += shape.num_mtp_layers * T * shape.d_model * len(work.stages_of(place))
+    by_stage = _kept_by_stage(work, place, chip.kernels)
+    kept = sum(by_stage)
+    flights = in_flight(work, place)
+    most = max(sum(map(mul, by_stage, counts)) for counts in flights)
     working = 0.0
     if layers:  # a rank may have only the embedding, or only the head
         # One layer at a time: what recomputation brings back, and its gradients.
@@ -235,27 +269,42 @@ def _of_place(work: Work, place: int, chip: Chip) -> Memory:
         working = T * (widest + 2 * shape.d_model)
         if work.recompute != "none":
             working += max(rebuilt, 0)
-    activations, pipeline = kept * size, 0.0
-    if t.pp > 1:
-        pipeline = activations * (in_flight(work, place) - 1)
     dispatch = 0.0
     if t.ep > 1 and any(shape.is_moe(layer) for layer in layers):
         dispatch = T * shape.top_k * shape.d_model * size * (1 + work.busiest)
     loss = 0.0
     if work.num_stages - 1 in work.stages_of(place):
-        norms = 2 * shape.d_model
-        loss = work.tokens * shape.vocab_size / t.tp * (size + 8) + T * norms * size
-        loss *= 1 + shape.num_mtp_layers
+        # Only GPipe's last stage holds more than the micro-batch whose backward comes next.
+        held = work.micro_batches if t.pp > 1 and work.schedule == "gpipe" else 1
+        heads = 1 + shape.num_mtp_layers
+        loss = loss_bytes(work, held) + heads * held * T * 2 * shape.d_model * size
     return Memory(
         weights=n.stored * program.parameter_bytes,
         gradients=gradients if work.zero_stage == 1 else n.stored * program.gradient_bytes,
-        optimizer=4 * moments_kept(work, n),
+        optimizer=program.moment_bytes * moments_kept(work, n),
         gathered=gathered if whole else 0.0,
-        activations=activations + working * size,
-        pipeline=max(pipeline, 0.0),
+        activations=(kept + working) * size,
+        pipeline=max(most - kept, 0.0) * size,
         dispatch=dispatch,
         loss=loss,
     )
+
+
+def _kept_by_stage(work: Work, place: int, kernels: str) -> list[float]:
+    """What each stage of a place keeps for the backward of one micro-batch, in elements."""
+    of_kind = {
+        kind: kept_elements(work, *kind, kernels)
+        for kinds in work.kinds_by_stage(place)
+        for kind in kinds
+    }
+    found = [
+        sum(count * of_kind[kind] for kind, count in kinds.items())
+        for kinds in work.kinds_by_stage(place)
+    ]
+    if work.topology.pp > 1:  # each stage is given the embeddings for multi-token prediction
+        given = work.shape.num_mtp_layers * work.local_tokens * work.shape.d_model
+        found = [kept + given for kept in found]
+    return found
 
 
 def _fsdp_bytes(work: Work, n: RankParameters, casts: bool) -> tuple[float, float]:

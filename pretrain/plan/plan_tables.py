@@ -137,15 +137,25 @@ def _amount(value: float) -> str:
 
 
 def validation_table(rows: Sequence[Compared]) -> str:
-    """Published and planned TFLOP/s with signed errors, and the bounds, as Markdown."""
-    lines = ["| run | published TFLOP/s | planned | error | tuned |", "|---|---|---|---|---|"]
+    """Published and planned TFLOP/s with signed errors, planned memory, and the bounds, as
+    Markdown."""
+    lines = [
+        "| run | published TFLOP/s | planned | error | planned GiB | tuned |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in rows:
         tuned = "yes" if row.tuned else "left out"
+        used = f"{row.memory.total / 2**30:.0f}"
+        if not row.fits:
+            used += f", of {row.available / 2**30:.0f}"
         lines.append(
             f"| {row.group}, {row.run} | {row.published:.0f} | {row.planned:.0f} "
-            f"| {100 * row.error:+.1f} % | {tuned} |"
+            f"| {100 * row.error:+.1f} % | {used} | {tuned} |"
         )
     lines.append("")
+    for reason in dict.fromkeys(row.exceeds_memory for row in rows if row.exceeds_memory):
+        runs = [f"{row.group}, {row.run}" for row in rows if row.exceeds_memory == reason]
+        lines.append(f"planned memory above the chip's of {'; '.join(runs)}: {reason}")
     for kind in ("dense", "moe"):
         errors = [abs(row.error) for row in rows if row.kind == kind]
         lines.append(

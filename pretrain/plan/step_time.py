@@ -329,7 +329,8 @@ def _optimizer(work: Work, place: int, cluster: Cluster) -> float:
     norm reads them once more and is summed over all ranks. What needs whole matrices puts them
     together and takes them apart besides: see :class:`parallel.WholeMatrices`."""
     n, program, chip = rank_parameters(work, place), work.program, cluster.chip
-    moved = n.stored * (12 + 2 * program.gradient_bytes) + 8 * moments_kept(work, n)
+    moved = n.stored * (12 + 2 * program.gradient_bytes)
+    moved += 2 * program.moment_bytes * moments_kept(work, n)
     seconds = chip.stream_seconds(moved) + reduce_seconds(4, work.topology.world, 1, cluster)
     if program.optimizer.matrix_products(2, 2):
         seconds += _whole_matrices(work, place, n, cluster)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any, Literal, Self
 
@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field, model_validator
 from parallel.layout import Topology
 from pretrain.plan.causes import CONFIG
 from pretrain.plan.hardware import load_cluster
+from pretrain.plan.memory import Memory, memory
 from pretrain.plan.shape import ModelShape
 from pretrain.plan.step_time import StepTime, step_time
 from pretrain.plan.work import Program, Work
@@ -35,6 +36,8 @@ class PublishedRun(BaseModel):
     """Of one GPU, by the group's convention."""
     tuned: bool = False
     """Whether constants of the cluster file were chosen with this row."""
+    exceeds_memory: str = ""
+    """Why the planned memory is more than the chip's, although the run took place."""
     seq_len: int = 0
     vocab_size: int = 0
     model: dict[str, Any]
@@ -99,6 +102,16 @@ class Compared:
     """By the same convention."""
     tuned: bool
     step: StepTime
+    memory: Memory
+    available: float
+    """Bytes that a rank can use."""
+    exceeds_memory: str
+    """Why ``memory`` is more than ``available``, although the run took place."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the plan fits the chip."""
+        return self.memory.total <= self.available
 
     @property
     def error(self) -> float:
@@ -117,8 +130,10 @@ def step_flops(work: Work, convention: str) -> float:
 
     ``hardware``: 96 B s l h^2 (1 + s / 6h + V / 16lh), with recomputation (arXiv 2104.04473,
     equation 3). ``causal``: model FLOPs of the causal mask's pairs. ``full``: those of all pairs.
+    No publication counts multi-token prediction.
     """
-    shape, s, B = work.shape, work.seq_len, work.global_batch_size
+    shape = replace(work.shape, num_mtp_layers=0)
+    s, B = work.seq_len, work.global_batch_size
     if convention == "hardware":
         L, h, V = shape.num_layers, shape.d_model, shape.vocab_size
         return 96 * B * s * L * h**2 * (1 + s / (6 * h) + V / (16 * L * h))
@@ -136,7 +151,18 @@ def compare() -> list[Compared]:
             flops = step_flops(work, group.convention)
             planned = flops / (step.total * work.topology.world) / 1e12
             rows.append(
-                Compared(group.name, run.name, group.kind, run.teraflops, planned, run.tuned, step)
+                Compared(
+                    group=group.name,
+                    run=run.name,
+                    kind=group.kind,
+                    published=run.teraflops,
+                    planned=planned,
+                    tuned=run.tuned,
+                    step=step,
+                    memory=memory(work, cluster.chip),
+                    available=cluster.chip.memory_bytes,
+                    exceeds_memory=run.exceeds_memory,
+                )
             )
     return rows
 

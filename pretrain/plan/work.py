@@ -30,6 +30,10 @@ class Program:
     """Of a stored weight."""
     gradient_bytes: int = 4
     """Of a gradient, stored and on its way to other ranks."""
+    moment_bytes: int = 4
+    """Of each moment that the optimizer keeps of a parameter."""
+    loss_dtype: DtypeName = "float32"
+    """Of the logits as the loss takes them."""
     fused_attention: bool = True
     """Scores never reach the memory (FlashAttention)."""
     fused_elementwise: bool = False
@@ -143,8 +147,7 @@ class Work:
 
     def stages_of(self, place: int) -> list[int]:
         """The stages of a place along pp."""
-        pp, schedule = self.topology.pp, PipelineSchedule(self.schedule)
-        return [s for s in range(self.num_stages) if place_of(s, pp, schedule) == place]
+        return _stages_of(place, self._division)
 
     def layers_of(self, place: int) -> tuple[int, ...]:
         """The layers of a place along pp; those of multi-token prediction are on the last stage."""
@@ -156,13 +159,22 @@ class Work:
         layers = self.layers_of(place)
         return _kinds(self.shape, layers, self.recompute, self.recompute_layer_freq)
 
+    def kinds_by_stage(self, place: int) -> list[dict[tuple[int, Recompute], int]]:
+        """The same for each stage of a place, in the order of :meth:`stages_of`."""
+        found, position = [], 0
+        for stage in self.stages_of(place):
+            layers = _layers(self._division, (stage,))
+            how = self.recompute, self.recompute_layer_freq
+            found.append(_kinds(self.shape, layers, *how, position))
+            position += len(layers)
+        return found
+
     @property
-    def places(self) -> set[int]:
+    def places(self) -> frozenset[int]:
         """The places along pp that can have the most to do or to hold: the first two, the last, and
-        the first with the most layers."""
-        last = self.topology.pp - 1
-        most = max(range(last + 1), key=lambda place: len(self.layers_of(place)))
-        return {0, min(1, last), last, most}
+        of those whose stages have equal layers the first and the last. What a place holds between
+        those two lies between what they hold: see :func:`pretrain.plan.memory.in_flight`."""
+        return _places(self._division)
 
     def recomputes(self, position: int) -> Recompute:
         """How the layer at a position among a rank's layers is recomputed."""
@@ -183,6 +195,22 @@ class _Division(NamedTuple):
     experts_float8: bool
 
 
+def _stages_of(place: int, division: _Division) -> list[int]:
+    schedule, stages = PipelineSchedule(division.schedule), division.pp * division.stages_per_rank
+    return [s for s in range(stages) if place_of(s, division.pp, schedule) == place]
+
+
+@lru_cache(1024)
+def _places(division: _Division) -> frozenset[int]:
+    alike: dict[tuple[tuple[bool, ...], ...], list[int]] = {}
+    for place in range(division.pp):
+        layers = [_layers(division, (stage,)) for stage in _stages_of(place, division)]
+        kinds = tuple(tuple(division.shape.is_moe(layer) for layer in each) for each in layers)
+        alike.setdefault(kinds, []).append(place)
+    ends = {place for places in alike.values() for place in (places[0], places[-1])}
+    return frozenset({0, min(1, division.pp - 1), division.pp - 1} | ends)
+
+
 @lru_cache(16_384)
 def _layers(division: _Division, stages: tuple[int, ...]) -> tuple[int, ...]:
     split, shape = _stages(*division), division.shape
@@ -196,7 +224,7 @@ def _recomputed(position: int, recompute: Recompute, freq: int) -> Recompute:
 
 @lru_cache(16_384)
 def _kinds(
-    shape: ModelShape, layers: tuple[int, ...], recompute: Recompute, freq: int
+    shape: ModelShape, layers: tuple[int, ...], recompute: Recompute, freq: int, start: int = 0
 ) -> dict[tuple[int, Recompute], int]:
     def kind(layer: int) -> int:
         if layer >= shape.num_layers:
@@ -204,7 +232,9 @@ def _kinds(
         return shape.num_layers - 1 if shape.is_moe(layer) else 0
 
     return dict(
-        Counter((kind(layer), _recomputed(i, recompute, freq)) for i, layer in enumerate(layers))
+        Counter(
+            (kind(layer), _recomputed(i, recompute, freq)) for i, layer in enumerate(layers, start)
+        )
     )
 
 
