@@ -31,8 +31,11 @@ from pretrain.parallelize.orders import make_orders
 from pretrain.parallelize.schedule import place_of
 from pretrain.plan import validate
 from pretrain.plan.hardware import load_cluster
-from pretrain.plan.memory import _of_place, in_flight, kept_elements, loss_bytes, memory
+from pretrain.plan.memory import _of_place as memory_of_place
+from pretrain.plan.memory import in_flight, kept_elements, loss_bytes, memory
 from pretrain.plan.shape import ModelShape
+from pretrain.plan.step_time import _of_place as time_of_place
+from pretrain.plan.step_time import step_time
 from pretrain.plan.work import Program, Work
 
 MODEL = ModelConfig(
@@ -121,14 +124,16 @@ def test_one_rank_holds_one_micro_batch():
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
-def test_the_peak_of_a_pipeline_is_that_of_its_fullest_place(schedule):
-    # Seven layers in eight stages of unequal layers: no place is like all others.
-    chip = load_cluster("h100").chip
+def test_a_pipeline_is_as_full_and_as_slow_as_its_worst_place(schedule):
+    # Layers in eight stages of unequal numbers and kinds: no place stands for all others.
+    cluster = load_cluster("h100")
     for layers in (9, 13, 14):
         shape = ModelShape.of(MODEL.model_copy(update={"num_layers": layers}), MOE)
         work = replace(pipelined(PipelineSchedule(schedule), 2, 32), shape=shape)
-        peaks = [_of_place(work, place, chip).total for place in range(4)]
-        assert memory(work, chip).total == max(peaks)
+        peaks = [memory_of_place(work, place, cluster.chip).total for place in range(4)]
+        assert memory(work, cluster.chip).total == max(peaks)
+        seconds = [time_of_place(work, place, cluster).total for place in range(4)]
+        assert step_time(work, cluster).total == max(seconds)
 
 
 # ------------------------------------------------------------------------------------------------
