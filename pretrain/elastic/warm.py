@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -49,8 +50,6 @@ from pretrain.spec import JobSpec
 
 _FINAL = {EXIT_DONE, EXIT_BAD_INPUT, EXIT_HEALTH, EXIT_TRY_AGAIN, EXIT_INTERRUPTED}
 """Exit codes after which another start would end as this one did."""
-_JOIN = timedelta(minutes=10)
-"""For the first connection: ranks import at different speeds."""
 _AGREE_SECONDS = 10.0
 """As long as all parents may take to agree on a new start."""
 _GRACE_SECONDS = 30.0
@@ -72,7 +71,8 @@ def with_warm_restarts(spec: JobSpec, train: Callable[[], int]) -> int:
         return train()
     import torch._dynamo  # noqa: F401 - torch's optimizers import it when they are made
 
-    code = WarmRank(torchrun, spec.run_path / EXCLUDE_LIST).run()
+    join = timedelta(seconds=spec.train.timeout_seconds)  # as ranks without a parent join
+    code = WarmRank(torchrun, spec.run_path / EXCLUDE_LIST, join=join).run()
     return train() if code is None else code
 
 
@@ -82,12 +82,16 @@ class WarmRank:
     Args:
         torchrun: the process id of torchrun.
         exclude_list: the run's exclude list. torchrun's rendezvous obeys it; this class does not.
+        join: as long as the parents of a round wait for each other: ranks import at different
+            speeds, and a machine may be lost before its rank has joined.
     """
 
-    def __init__(self, torchrun: int, exclude_list: Path) -> None:
-        self.torchrun, self.exclude_list = torchrun, exclude_list
+    def __init__(self, torchrun: int, exclude_list: Path, *, join: timedelta) -> None:
+        self.torchrun, self.exclude_list, self.join = torchrun, exclude_list, join
         self.rank, self.world = launched_rank(), launched_world()
         self.restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+        self._pause = max(5 * _POLL_SECONDS, self.world / _QUESTIONS_PER_SECOND)
+        """Between two questions to the store."""
         self._excluded = self._read_excluded()
         self._child: int | None = None
         self._stop_at: float | None = None
@@ -123,13 +127,42 @@ class WarmRank:
         return EXIT_LOST
 
     def _connect(self) -> Store:
-        """The store of the parents, in which no child asks anything."""
+        """The store of the parents of one round of torchrun's, in which no child asks anything."""
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True) and self.rank == 0:
+        outlives_round = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+        if self.rank == 0 and not outlives_round:
             self._serve(port)
-        store = TCPStore(host, port, is_master=False, timeout=_JOIN)
-        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return PrefixStore(f"warm/{start}", store)
+        store = TCPStore(host, port, is_master=False, timeout=self.join)
+        # A store that rank 0 serves ends with this round: its keys are of no other round.
+        return PrefixStore(f"warm/{self._name_round(store)}", store) if outlives_round else store
+
+    def _name_round(self, store: Store) -> str:
+        """A name that the parents of this round agree on, and that no other round has.
+
+        torchrun gives its ranks nothing that is equal on all machines of a round and different
+        between rounds: TORCHELASTIC_RESTART_COUNT counts the failures of one torchrun, so that of a
+        machine which has joined late is behind, and two rounds have one count where no rank has
+        failed. Rank 0 makes the name. The store has what earlier rounds have written, so each rank
+        calls with a word of its own, and waits for the answer to this word. Rank 0 answers until
+        all ranks are here: the first word that it reads of a rank may be that of an earlier round.
+        """
+        name = word = uuid.uuid4().hex
+        store.set(f"warm/call/{self.rank}", word)
+        if self.rank != 0:
+            name = store.get(f"warm/answer/{word}").decode()
+        here = store.add(f"warm/{name}/here", 1)
+        calls, answered = [f"warm/call/{rank}" for rank in range(1, self.world)], set[bytes]()
+        until = time.monotonic() + self.join.total_seconds()
+        while self.rank == 0 and here < self.world:
+            if time.monotonic() > until or self._stop_at is not None:
+                raise RuntimeError(f"{here} of {self.world} ranks have joined")
+            words = set(store.multi_get(calls)) if store.check(calls) else set()
+            for call in words - answered:
+                store.set(f"warm/answer/{call.decode()}", name)
+            answered |= words
+            time.sleep(self._pause)
+            here = store.add(f"warm/{name}/here", 0)
+        return name
 
     def _serve(self, port: int) -> int:
         """Fork a process that serves a store while this process lives; returns the port.
@@ -158,7 +191,7 @@ class WarmRank:
 
     def _agree(self, store: Store, start: int) -> int:
         """The port of the store of this start's children; 0 where the parents do not agree."""
-        store.set_timeout(_JOIN if start == 0 else timedelta(seconds=2 * _AGREE_SECONDS))
+        store.set_timeout(self.join if start == 0 else timedelta(seconds=2 * _AGREE_SECONDS))
         store.add(f"{start}/ready", 1)
         if self.rank == 0:
             until = time.monotonic() + _AGREE_SECONDS
@@ -196,7 +229,6 @@ class WarmRank:
 
     def _watch(self, store: Store, start: int) -> int:
         """Wait until this rank's child has ended, or another rank's child has failed."""
-        pause = max(5 * _POLL_SECONDS, self.world / _QUESTIONS_PER_SECOND)
         next_question = time.monotonic()
         while True:
             code = self._exit_code()
@@ -213,7 +245,7 @@ class WarmRank:
                 elif now > self._stop_at:
                     return self._end_child()
             if now >= next_question and self._stop_at is None:
-                next_question = now + pause
+                next_question = now + self._pause
                 if store.check([f"{start}/failed"]):
                     return self._end_child()
             time.sleep(_POLL_SECONDS)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from bench.recovery import first_step_after
 from tests.support.agents import agents
@@ -29,12 +30,14 @@ ROOT = Path(__file__).resolve().parents[2]
 # What the children of a rank do, in turn, is argv[2:].
 RANK = """
 import os, signal, sys, time
+from datetime import timedelta
 from pathlib import Path
 from pretrain.elastic.warm import WarmRank
 from pretrain.runtime import torchrun_process
 
 folder, rank, deeds = Path(sys.argv[1]), os.environ["RANK"], sys.argv[2:]
-code = WarmRank(torchrun_process(), folder / "exclude.json").run()
+join = timedelta(minutes=10)
+code = WarmRank(torchrun_process(), folder / "exclude.json", join=join).run()
 if code is not None:
     raise SystemExit(code)
 import torch
@@ -71,6 +74,7 @@ def serve() -> Any:
 
 def environment(rank: int, world: int, port: int) -> dict[str, str]:
     return {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
@@ -78,9 +82,9 @@ def environment(rank: int, world: int, port: int) -> dict[str, str]:
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
         "TORCHELASTIC_RUN_ID": "test",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_MAX_RESTARTS": "2",
-        "TORCHELASTIC_RESTART_COUNT": "0",
+        # A torchrun counts its own failures: of the last rank's machine, which has just come, none.
+        "TORCHELASTIC_RESTART_COUNT": str(world - 1 - rank),
     }
 
 
@@ -131,11 +135,18 @@ def test_all_ranks_start_again_when_one_dies(tmp_path):
         assert not [pid for pid, _, _ in found if Path(f"/proc/{pid}").exists()]
 
 
-def test_a_rank_that_ends_first_leaves_the_store_to_the_others(tmp_path):
-    store = serve()
+@pytest.mark.parametrize("kept", [True, False], ids=["of-torchrun", "of-rank-0"])
+def test_a_rank_that_ends_first_leaves_the_store_to_the_others(tmp_path, monkeypatch, kept):
+    """The store is torchrun's, which an earlier round has used, or one that rank 0 serves."""
+    store = serve() if kept else None
+    port = store.port if store is not None else get_free_port()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(kept))
+    if store is not None:  # what a round leaves whose rank 1 was lost while it joined
+        for key in ("warm/call/0", "warm/call/1"):
+            store.set(key, "of-an-earlier-round")
     ranks = [
-        start(tmp_path, 0, 2, store.port, "0", "0"),
-        start(tmp_path, 1, 2, store.port, "late", "0"),
+        start(tmp_path, 0, 2, port, "0", "0"),
+        start(tmp_path, 1, 2, port, "late", "0"),
     ]
     said = [rank.communicate()[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
@@ -145,6 +156,7 @@ def test_a_rank_that_ends_first_leaves_the_store_to_the_others(tmp_path):
 # One process is the parent of each case in turn. A child writes its number, and does its deed.
 CASES = """
 import json, os, signal, sys, time
+from datetime import timedelta
 from pathlib import Path
 from cluster.members import exclude
 from pretrain.elastic.warm import WarmRank
@@ -154,7 +166,8 @@ for name, (deeds, port) in json.loads(sys.argv[2]).items():
     folder = Path(sys.argv[1], name)
     folder.mkdir()
     os.environ["MASTER_PORT"] = str(port)
-    codes[name] = WarmRank(os.getppid(), folder / "exclude.json").run()
+    join = timedelta(minutes=10)
+    codes[name] = WarmRank(os.getppid(), folder / "exclude.json", join=join).run()
     if codes[name] is not None:
         continue
     deed = deeds[len(list(folder.glob("child-*")))]
@@ -281,3 +294,30 @@ def test_where_a_machine_is_lost_torchrun_starts_the_others_again(tmp_path, job)
     assert sizes == [2, 1], json.dumps(sizes)
     steps = [e["step"] for e in launch.events("step")]
     assert sorted(set(steps)) == list(range(1, 61))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_machines_that_join_after_losses_train(tmp_path, job):
+    """A machine is lost, one joins; one is lost while it joins, another joins; and once more.
+
+    The torchrun of machine 0 has counted failures by then, and that of a machine that joins none.
+    """
+    spec, run = _spec(tmp_path, job, warm=True, steps=100_000), tmp_path / "run"
+    with agents(spec, run, least=1, most=2) as launch:
+        launch.start()
+        launch.start()
+        launch.wait_for_step(6, starts=1)
+        for number in (1, 3):
+            launch.lose(number)
+            launch.wait(lambda: launch.events("start")[-1]["world_size"] == 1)
+            joins = launch.start()
+            launch.wait(lambda joins=joins: launch.ranks(joins))
+            launch.lose(joins)  # its rank has been started, and imports
+            launch.start()
+            launch.wait(lambda: launch.events("start")[-1]["world_size"] == 2)
+            starts = len(launch.events("start"))
+            step = launch.events("step")[-1]["step"]
+            launch.wait_for_step(step + 2, starts=starts)
+        steps = {event["step"] for event in launch.events("step")}
+    assert steps == set(range(1, max(steps) + 1))
