@@ -94,7 +94,7 @@ def run_campaign(
         raise InputError(f"OUT ({folder}) must be empty or missing")
     folder.mkdir(parents=True, exist_ok=True)
     say(f"the undisturbed run of {spec.train.steps} steps on {machines} machines")
-    calm = _Launch(spec, folder / "undisturbed", [], machines, limit_seconds)
+    calm = _Launch(spec, folder / "undisturbed", None, machines, limit_seconds)
     calm.run(say)
     say(f"the run under {len(faults)} faults")
     disturbed = _Launch(spec, folder / "faults", faults, machines, limit_seconds)
@@ -112,6 +112,34 @@ def run_campaign(
     return replace(found, arrays=tuple(differ))
 
 
+def sections_of_run(spec: JobSpec, faults: list[DrawnFault] | None, folder: Path) -> dict[str, Any]:
+    """The spec of one run of a campaign, as tables.
+
+    A campaign changes only what it must: where the run writes, that the run goes on with fewer
+    machines, and the faults.
+
+    Args:
+        spec: the spec of the campaign.
+        faults: those that were drawn, which come with the spec's own; None for the undisturbed run,
+            which has neither.
+        folder: of the run.
+    """
+    sections = spec.as_dict()
+    sections["run_dir"] = str(folder / "run")
+    sections["checkpoint"]["path"] = None
+    sections["elastic"]["enabled"] = True
+    if faults is None:
+        sections["inject"] = []
+    else:
+        own = {(fault.kind, fault.step, fault.rank) for fault in spec.inject}
+        sections["inject"] += [
+            fault.table()
+            for fault in faults
+            if fault.kind != "machine_lost" and (fault.kind, fault.step, fault.rank) not in own
+        ]
+    return sections
+
+
 class _Launch:
     """One run of a campaign on machines."""
 
@@ -119,7 +147,7 @@ class _Launch:
         self,
         spec: JobSpec,
         folder: Path,
-        faults: list[DrawnFault],
+        faults: list[DrawnFault] | None,
         machines: int,
         limit_seconds: float,
     ) -> None:
@@ -127,13 +155,10 @@ class _Launch:
         folder.mkdir(parents=True)
         self.log = folder / "run" / "log.jsonl"
         self.checkpoints = folder / "run" / "checkpoints"
-        sections = spec.as_dict()
-        sections |= {"run_dir": str(folder / "run"), "elastic": {"enabled": True}}
-        sections["inject"] = [f.table() for f in faults if f.kind != "machine_lost"]
-        sections["checkpoint"]["path"] = None
+        sections = sections_of_run(spec, faults, folder)
         self.spec_path = folder / "spec.json"
         self.spec_path.write_text(json.dumps(sections, indent=1))
-        self.to_lose = [f for f in faults if f.kind == "machine_lost"]
+        self.to_lose = [f for f in faults or [] if f.kind == "machine_lost"]
         self.machines_lost: list[tuple[int, int, float]] = []
         self.ended = 0.0
 

@@ -13,8 +13,10 @@ from pretrain.commands import main
 from pretrain.commands.chaos import chaos_table
 from pretrain.commands.pretrain import main as pretrain
 from pretrain.errors import InputError
-from pretrain.faults import audit, draw_faults
+from pretrain.faults import DrawnFault, audit, draw_faults
+from pretrain.faults.campaign import sections_of_run
 from pretrain.observe import FaultInjected, LoggedEvent, StepCommitted, read_log
+from pretrain.spec import load_spec
 from tests.support.agents import agents
 from tests.support.jobs import data_of, prepare_job, write_spec
 from tests.support.ranks import run_ranks
@@ -127,6 +129,31 @@ def test_a_folder_with_files_is_refused(tmp_path, capsys):
     assert f"OUT ({tmp_path}) must be empty or missing" in capsys.readouterr().err
 
 
+def test_a_campaign_runs_what_the_spec_says(tmp_path, capsys):
+    """Each run has every table of the spec, but for its folders, its machines and its faults."""
+    own = {"kind": "slow", "step": 3, "rank": 0}
+    path = write_spec(
+        tmp_path,
+        data=data_of(prepare_job(tmp_path / "job")),
+        train={"steps": 40},
+        checkpoint={"interval_steps": 7, "path": str(tmp_path / "elsewhere")},
+        elastic={"warm_restart": True},
+        inject=[own],
+    )
+    out = tmp_path / "out"
+    arguments = [str(path), str(out), "--quick", "--limit", "0"]  # ended when it has begun
+    assert main("chaos", arguments) == 2, capsys.readouterr()
+    expected = load_spec(path).as_dict()
+    expected["elastic"]["enabled"] = True
+    expected["checkpoint"]["path"] = None
+    calm = {"run_dir": str(out / "undisturbed/run"), "inject": []}
+    assert json.loads((out / "undisturbed/spec.json").read_text()) == expected | calm
+    drawn = [DrawnFault("kill", 5, 1), DrawnFault("machine_lost", 8, 0)]
+    sections = sections_of_run(load_spec(path), drawn, out)
+    assert sections["inject"] == [*expected["inject"], drawn[0].table()]
+    assert sections["elastic"] == {"enabled": True, "warm_restart": True}
+
+
 @pytest.mark.parametrize("flag", ["--faults", "--machines"])
 def test_numbers_that_make_no_campaign_are_refused(tmp_path, capsys, flag):
     with pytest.raises(SystemExit) as ended:
@@ -185,7 +212,7 @@ def test_a_last_state_that_differs_is_no_exact_run():
 @pytest.mark.timeout(900)
 def test_a_campaign_of_an_exact_run_has_equal_bits(tmp_path, capsys):
     """Machines are lost, and the run goes on with one rank or two: samples, losses, norms,
-    parameters and moments are those of the undisturbed run."""
+    parameters and moments are those of the undisturbed run. Killed ranks are forked again."""
     job = prepare_job(tmp_path / "job")
     spec = write_spec(
         tmp_path,
@@ -195,6 +222,7 @@ def test_a_campaign_of_an_exact_run_has_equal_bits(tmp_path, capsys):
         batch={"global_batch_size": BATCH, "micro_batch_size": 1},
         train={"steps": 20, "timeout_seconds": 10.0},
         checkpoint={"interval_steps": 2},
+        elastic={"warm_restart": True},
     )
     arguments = [str(spec), str(tmp_path / "out"), "--faults", "3", "--machines", "2",
                  "--seed", "7", "--set", "train.exact=true"]  # fmt: skip
@@ -207,6 +235,8 @@ def test_a_campaign_of_an_exact_run_has_equal_bits(tmp_path, capsys):
     assert (found["losses_exact"], found["samples_exact"]) == (True, True), said
     assert found["losses"] == found["arrays_that_differ"] == []
     assert code == 0
+    printed = [log.read_text() for log in (tmp_path / "out/faults/machines").glob("*.txt")]
+    assert any("all ranks start again" in text for text in printed), printed
 
 
 @pytest.mark.slow
