@@ -215,6 +215,8 @@ OUTSIDE = {
     "torchrun --nnodes 16 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 "
     "tools/burnin.py spec.toml --exclude-list runs/mine/exclude.json --json burnin.json",
     "pip install -e .[etcd]",
+    "torchrun --nnodes 16 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 "
+    "tools/burnin.py spec.toml --expect h100",
     # tests/deploy starts a Prometheus with these rules and targets of its own.
     "prometheus --config.file=deploy/prometheus/prometheus.yml",
     "etcd --enable-v2 --listen-client-urls http://0.0.0.0:2379 "

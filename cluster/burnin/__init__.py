@@ -20,9 +20,11 @@ hangs in a collective is told from the ranks that wait for it.
 """
 
 from cluster.burnin.board import Board, MissingRanksError
-from cluster.burnin.run import BurnIn, BurnInOptions
+from cluster.burnin.compute import product_shape
+from cluster.burnin.run import BurnIn, BurnInOptions, ExpectedRates
 from cluster.burnin.verdict import Finding, RankFacts, Verdict
 
 __all__ = [
-    "Board", "BurnIn", "BurnInOptions", "Finding", "MissingRanksError", "RankFacts", "Verdict",
+    "Board", "BurnIn", "BurnInOptions", "ExpectedRates", "Finding", "MissingRanksError",
+    "RankFacts", "Verdict", "product_shape",
 ]  # fmt: skip

@@ -13,9 +13,14 @@ _WINDOW_SECONDS = 0.2
 """Longer than the time slices of a scheduler, so that a rank that often stands still is slow."""
 
 
+def product_shape(device: torch.device) -> tuple[int, torch.dtype]:
+    """Rows, and columns, of each matrix of the product, and their dtype."""
+    return (512, torch.float32) if device.type == "cpu" else (8192, torch.bfloat16)
+
+
 def product_rate(device: torch.device) -> float:
     """FLOP/s of C = A B: bfloat16 [8192, 8192] on an accelerator, float32 [512, 512] on a CPU."""
-    size, dtype = (8192, torch.bfloat16) if device.type != "cpu" else (512, torch.float32)
+    size, dtype = product_shape(device)
     a = torch.ones(size, size, dtype=dtype, device=device)
     out = torch.empty_like(a)
     torch.mm(a, a, out=out)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from statistics import median
@@ -189,18 +189,28 @@ def _measure(
     return Link(first, second, nodes[first] == nodes[second], rate, latency, error)
 
 
-def slow_links(links: Sequence[Link], share: float) -> list[Link]:
-    """Links that failed, and those below ``share`` of the median bandwidth of their class.
+def slow_links(
+    links: Sequence[Link], share: float, expected: Mapping[bool, float] | None = None
+) -> list[Link]:
+    """Links that failed, and those at or below ``share`` of the median bandwidth of their class, or
+    of what is expected of their class.
 
     The classes are links within a node and links between nodes. A class of fewer than three links
-    is not compared.
+    is not compared with its median.
+
+    Args:
+        links: the links of all ranks.
+        share: of a bandwidth.
+        expected: bytes per second in each direction, by whether a link is within a node; None
+            where nothing is known.
     """
     found = [link for link in links if link.error is not None]
     for within in (True, False):
         group = [k for k in links if k.within_node == within and k.error is None]
+        limit = -1.0 if expected is None else share * expected[within]
         if len(group) >= 3:
-            least = share * median(link.bytes_per_second for link in group)
-            found += [link for link in group if link.bytes_per_second < least]
+            limit = max(limit, share * median(link.bytes_per_second for link in group))
+        found += [link for link in group if link.bytes_per_second <= limit]
     return found
 
 

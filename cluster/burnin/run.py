@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -36,6 +37,16 @@ _NUMERIC_REPEATS = 2
 
 
 @dataclass(frozen=True)
+class ExpectedRates:
+    """What sound machines reach: without it machines that are all slow look sound."""
+
+    products: float
+    """FLOP/s of a rank in the check of products."""
+    links: Mapping[bool, float]
+    """Bytes per second in each direction: True within a node, False between nodes."""
+
+
+@dataclass(frozen=True)
 class BurnInOptions:
     """What a burn-in checks, and how strictly."""
 
@@ -47,11 +58,13 @@ class BurnInOptions:
     folder: Path | None = None
     """The folder of checkpoints; None leaves storage out."""
     slow: float = 0.1
-    """A rank is slow that is below the median by more than this fraction."""
+    """A rank is slow that is below the median by this fraction or more."""
     slow_link: float = 0.5
-    """A link is slow that is below this share of the median."""
+    """A link is slow that is at or below this share of the median."""
     slow_storage: float = 0.5
-    """A rank's storage is slow that is below this share of the median."""
+    """A rank's storage is slow that is at or below this share of the median."""
+    expected: ExpectedRates | None = None
+    """What ranks and links are compared with beside the median."""
     link_bytes: int = 1 << 26
     reduce_bytes: int = 1 << 26
     rows: int = 32_768
@@ -172,7 +185,8 @@ class BurnIn:
                 rates = [old or new for old, new in zip(rates or found, found, strict=True)]
             return rates
 
-        self._judge(name, verdict, measure, o.slow)
+        expected = None if o.expected is None else o.expected.products
+        self._judge(name, verdict, measure, o.slow, expected=expected)
         return True
 
     def _rate(self, is_mine: bool) -> float | None:
@@ -180,7 +194,7 @@ class BurnIn:
 
     def _judge(
         self, name: str, verdict: Verdict, measure: Callable[[], list[float] | None], slow: float,
-        repeats: int = _REPEATS,
+        repeats: int = _REPEATS, expected: float | None = None,
     ) -> None:  # fmt: skip
         """Blame ranks whose best of some measurements is slow against the others' best: what else
         a machine does for a moment slows one measurement, and a fault slows all of them."""
@@ -191,13 +205,13 @@ class BurnIn:
             if rates is None:
                 return
             best = list(map(max, best or rates, rates))
-            suspects = slow_ranks(best, self.kinds, slow)
+            suspects = slow_ranks(best, self.kinds, slow, expected)
             if not suspects:
                 break
         verdict.measured[name] = best
         for rank, why in suspects.items():
             verdict.blame(rank, name, why)
-        if max(map(self.kinds.count, self.kinds)) < 3:
+        if expected is None and max(map(self.kinds.count, self.kinds)) < 3:
             verdict.not_judged.append(name)
 
     def _storage(self, name: str, verdict: Verdict) -> bool:
@@ -233,20 +247,38 @@ class BurnIn:
         if failed:
             self._blame_broken_links(verdict, links)
             return False
-        bad = slow_links(links, o.slow_link)
+        expected = None if o.expected is None else o.expected.links
+        bad = slow_links(links, o.slow_link, expected)
         for _ in range(_REPEATS - 1):
-            # Only the suspects are measured again, each without any other.
-            again = self._measured(name, verdict, [[link.pair] for link in bad])
+            again = self._measured(name, verdict, _again(bad, links, pairs))
             rates = {link.pair: link.bytes_per_second for link in again}
             links = [replace(k, bytes_per_second=rates.get(k.pair, k.bytes_per_second))
                      for k in links]  # fmt: skip
-            bad = [link for link in slow_links(links, o.slow_link) if link.pair in rates]
+            bad = [k for k in slow_links(links, o.slow_link, expected) if k.pair in rates]
         verdict.measured[name] = [asdict(link) for link in links]
+        if expected is not None:
+            bad = self._note_slow_network(verdict, bad, links, expected[False])
         self._blame_links(verdict, bad, links)
         for within, what in ((True, "links within a node"), (False, "links between nodes")):
-            if 0 < sum(link.within_node == within for link in links) < 3:
+            few = 0 < sum(link.within_node == within for link in links) < 3
+            if few and expected is None:
                 verdict.not_judged.append(what)
         return True
+
+    def _note_slow_network(
+        self, verdict: Verdict, bad: list[Link], links: list[Link], expected: float
+    ) -> list[Link]:
+        """The bad links of which a machine may be at fault; where all links between nodes are slow,
+        a failure is noted, which names none."""
+        between = [link.bytes_per_second for link in links if not link.within_node]
+        if not between or len(between) > sum(not link.within_node for link in bad):
+            return bad
+        verdict.failures.append(
+            f"links: all {len(between)} between nodes are slow: the median is "
+            f"{median(between) / 1e9:.3f} GB/s, and {expected / 1e9:.3f} GB/s are expected"
+        )
+        outliers = slow_links(links, self.options.slow_link)
+        return [link for link in bad if link.within_node or link in outliers]
 
     def _blame_broken_links(self, verdict: Verdict, links: list[Link]) -> None:
         """Find the machines at fault, where something failed that needs several ranks."""
@@ -262,7 +294,9 @@ class BurnIn:
     def _blame_links(self, verdict: Verdict, bad: list[Link], links: list[Link]) -> None:
         slow = {one.node for one in verdict.findings if one.check == "products"}
         for node, mine in nodes_of_links(bad, self.nodes, slow).items():
-            why = describe_links(node, mine, links, self.nodes)
+            rates = self.options.expected
+            expected = None if rates is None else rates.links
+            why = describe_links(node, mine, links, self.nodes, expected)
             verdict.findings.append(Finding(node, None, "links", why))
 
     def _measured(
@@ -304,3 +338,14 @@ class BurnIn:
             if wrong is not None:
                 verdict.blame(rank, name, f"received {wrong}")
         return True
+
+
+def _again(
+    bad: list[Link], links: list[Link], pairs: list[list[tuple[int, int]]]
+) -> list[list[tuple[int, int]]]:
+    """The rounds in which suspects are measured again: each without any other, or, where most links
+    are suspects, with as many others as before."""
+    suspects = {link.pair for link in bad}
+    if 2 * len(suspects) <= len(links):
+        return [[link.pair] for link in bad]
+    return [[pair for pair in one_round if pair in suspects] for one_round in pairs]

@@ -133,14 +133,17 @@ class Verdict:
         return found
 
 
-def slow_ranks(rates: Sequence[float], kinds: Sequence[str], tolerance: float) -> dict[int, str]:
-    """Ranks whose rate is below the median of their kind by more than ``tolerance``, and by how
-    much.
+def slow_ranks(
+    rates: Sequence[float], kinds: Sequence[str], tolerance: float, expected: float | None = None
+) -> dict[int, str]:
+    """Ranks whose rate is below the median of their kind by ``tolerance`` or more, or so far below
+    what is expected, and by how much.
 
     Args:
         rates: of each rank, higher is better.
         kinds: of each rank's device; a kind with fewer than three ranks is not compared.
-        tolerance: a fraction of the median.
+        tolerance: a fraction of the median, and of ``expected``.
+        expected: of every rank; None where nothing is known.
     """
     groups: Mapping[str, list[int]] = defaultdict(list)
     for rank, kind in enumerate(kinds):
@@ -149,14 +152,17 @@ def slow_ranks(rates: Sequence[float], kinds: Sequence[str], tolerance: float) -
     for ranks in groups.values():
         middle = median(rates[rank] for rank in ranks)
         for rank in ranks:
-            if len(ranks) >= 3 and rates[rank] < (1 - tolerance) * middle:
+            if len(ranks) >= 3 and rates[rank] <= (1 - tolerance) * middle:
                 found[rank] = f"{100 * (1 - rates[rank] / middle):.0f} % slower than the median"
+            elif expected is not None and rates[rank] <= (1 - tolerance) * expected:
+                found[rank] = f"{100 * (1 - rates[rank] / expected):.0f} % slower than expected"
     return found
 
 
 def describe_links(
-    node: str, bad: Sequence[Link], links: Sequence[Link], nodes: Sequence[str]
-) -> str:
+    node: str, bad: Sequence[Link], links: Sequence[Link], nodes: Sequence[str],
+    expected: Mapping[bool, float] | None = None,
+) -> str:  # fmt: skip
     """Why a node is named for its links: how many are bad, and the worst of them."""
     mine = [k for k in links if node in (nodes[k.first], nodes[k.second])]
     worst = min(bad, key=lambda link: link.bytes_per_second)
@@ -170,6 +176,9 @@ def describe_links(
             f"{worst.bytes_per_second / 1e9:.3f} GB/s between {pair}, {100 * share:.0f} % of the "
             f"median"
         )
+        if expected is not None:
+            share = worst.bytes_per_second / expected[worst.within_node]
+            what += f", {100 * share:.0f} % of what is expected"
     other = nodes[worst.first] if nodes[worst.first] != node else nodes[worst.second]
     either = f"; the other end is {other}" if len(bad) == 1 and other != node else ""
     return f"{len(bad)} of {len(mine)} links are bad, {what}{either}"

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pretrain.commands.parsing import Parser, check_writable, ended, is_first_rank
 from pretrain.commands.provenance import provenance
@@ -18,7 +18,8 @@ from pretrain.observe import complain, say
 if TYPE_CHECKING:
     import torch
 
-    from cluster.burnin import Board, BurnInOptions, Verdict
+    from cluster.burnin import Board, BurnInOptions, ExpectedRates, Verdict
+    from pretrain.plan.hardware import DtypeName
 
 _SLOW_DEVICE, _SLOW_CPU = 10.0, 25.0
 """Percent; a CPU's cores are shared with other processes."""
@@ -28,7 +29,8 @@ _EPILOG = """\
 examples:
   torchrun --standalone --nproc-per-node 8 tools/burnin.py
   torchrun --nnodes 16 --nproc-per-node 8 --rdzv-endpoint HOST:29400 --rdzv-backend c10d \\
-      tools/burnin.py spec.toml --exclude-list runs/mine/exclude.json --json burnin.json
+      tools/burnin.py spec.toml --exclude-list runs/mine/exclude.json --json burnin.json \\
+      --expect h100
 
 torchrun starts the ranks, one for each GPU; every machine of the run takes part. With SPEC the
 all-to-all has the rows of the spec's MoE layers, and storage is the spec's run_dir. The launch of a
@@ -62,10 +64,13 @@ def main(arguments: Sequence[str]) -> int:
         help="to write and read; made if missing; by default the run_dir of SPEC",
     )
     parser.add_argument("--slow", type=float, metavar="PERCENT",
-                        help=f"a rank is slow by more than this below the median: {_SLOW_DEVICE:g} "
+                        help=f"a rank is slow so far below the median, or more: {_SLOW_DEVICE:g} "
                         f"on GPUs, {_SLOW_CPU:g} on CPUs")  # fmt: skip
     parser.add_argument("--slow-link", type=float, default=50.0, metavar="PERCENT",
-                        help="a link is slow by more than this below the median: 50")  # fmt: skip
+                        help="a link is slow so far below the median, or more: 50")  # fmt: skip
+    parser.add_argument("--expect", metavar="NAME|FILE",
+                        help="a cluster file of `convoy plan`: ranks and links so far below its "
+                        "rates are slow too")  # fmt: skip
     parser.add_argument("--memory-gib", type=float, default=1.0, metavar="N",
                         help="to test on a CPU: 1; on a GPU 90 %% of what is free")  # fmt: skip
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S",
@@ -135,6 +140,7 @@ def _options(args: argparse.Namespace, shape: dict[str, Any]) -> BurnInOptions:
     from pretrain.runtime import rank_device
 
     device = rank_device()
+    expected = None if args.expect is None else _expected_rates(args.expect, device)
     slow = args.slow or (_SLOW_CPU if device.type == "cpu" else _SLOW_DEVICE)
     options = BurnInOptions(
         device=device,
@@ -145,6 +151,7 @@ def _options(args: argparse.Namespace, shape: dict[str, Any]) -> BurnInOptions:
         slow_link=1 - args.slow_link / 100,
         memory_bytes=int(args.memory_gib * 2**30),
         training_step=small_steps,
+        expected=expected,
         **shape,
     )
     if not args.quick:
@@ -153,6 +160,34 @@ def _options(args: argparse.Namespace, shape: dict[str, Any]) -> BurnInOptions:
 
     sizes = ("link_bytes", "reduce_bytes", "memory_bytes", "storage_bytes")
     return replace(options, **{k: getattr(options, k) // _QUICK_DIVISOR for k in sizes})
+
+
+def _expected_rates(name_or_file: str, device: torch.device) -> ExpectedRates:
+    """What a cluster file says that a rank and a link reach, with its shares of the peaks.
+
+    Raises InputError where the file cannot be used, or has no peak for the dtype of the products.
+    """
+    from cluster.burnin import ExpectedRates, product_shape
+    from pretrain.plan import load_cluster
+
+    cluster = load_cluster(name_or_file, "--expect")
+    size, torch_dtype = product_shape(device)
+    dtype = cast("DtypeName", str(torch_dtype).removeprefix("torch."))
+    if dtype not in cluster.chip.peak_teraflops:
+        known = ", ".join(cluster.chip.peak_teraflops)
+        raise InputError(
+            f"--expect ({name_or_file}): chip.peak_teraflops has {known}, and must have {dtype}, "
+            f"in which the products are computed on this device"
+        )
+    seconds = cluster.chip.gemm_seconds(size, size, size, dtype)
+    links = {True: cluster.intra_node, False: cluster.inter_node}
+    return ExpectedRates(
+        products=2 * size**3 / seconds,
+        links={
+            within: link.gigabytes_per_second * 1e9 * link.efficiency
+            for within, link in links.items()
+        },
+    )
 
 
 def _join(device: torch.device, timeout: float) -> Board:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import stat
@@ -25,12 +26,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cluster.burnin import Board, BurnIn, BurnInOptions
+from cluster.burnin import Board, BurnIn, BurnInOptions, ExpectedRates
 from cluster.burnin.links import Link, nodes_of_links, rounds_of, slow_links
 from cluster.burnin.memory import memory_fault
 from cluster.burnin.numerics import arithmetic_hash, differing
 from cluster.burnin.storage import storage_rates
-from cluster.burnin.verdict import slow_ranks
+from cluster.burnin.verdict import describe_links, slow_ranks
 from cluster.detect import open_store
 from cluster.members import read_exclusions
 from pretrain.commands import main
@@ -64,6 +65,14 @@ def test_a_rank_is_slow_against_the_median_of_its_kind():
     rates = [100, 101, 99, 80, 50, 51, 49, 10, 1]
     assert slow_ranks(rates, kinds, 0.1) == {3: "20 % slower than the median"}
     assert slow_ranks(rates, kinds, 0.25) == {}
+    assert slow_ranks([100, 100, 75], ["cpu"] * 3, 0.25) == {2: "25 % slower than the median"}
+
+
+def test_ranks_that_are_all_slow_are_slow_against_what_is_expected():
+    rates, kinds = [50, 51, 49, 100], ["one"] * 3 + ["rare"]
+    assert slow_ranks(rates, kinds, 0.25) == {}
+    found = slow_ranks(rates, kinds, 0.25, expected=100)
+    assert found == {rank: f"{100 - rates[rank]} % slower than expected" for rank in range(3)}
 
 
 def link(first: int, second: int, rate: float, within: bool = False, **more: Any) -> Link:
@@ -77,6 +86,20 @@ def test_a_link_is_slow_against_its_class():
     failed = link(8, 9, 0.0, error="timed out")
     assert slow_links([*links, *inside, slow, failed], 0.5) == [failed, slow]
     assert slow_links([*links[:1], slow], 0.5) == [], "two links say nothing of each other"
+    half = link(7, 8, 5.0)
+    assert slow_links([*links, half], 0.5) == [half], "exactly half is slow"
+    assert slow_links([*links, link(7, 8, 5.1)], 0.5) == []
+
+
+def test_links_that_are_all_slow_are_slow_against_what_is_expected():
+    links = [link(a, b, 10.0) for a, b in combinations(range(4), 2)]
+    inside = [link(4, 5, 100.0, within=True)]
+    expected = {True: 110.0, False: 20.0}
+    assert slow_links([*links, *inside], 0.5) == []
+    assert slow_links([*links, *inside], 0.5, expected) == links
+    assert slow_links([*links, *inside], 0.5, {True: 200.0, False: 19.0}) == inside
+    (line,) = [describe_links("b", links[:1], links, list("abcd"), expected)]
+    assert "100 % of the median, 50 % of what is expected" in line
 
 
 def test_the_node_with_most_bad_links_is_named_and_no_node_that_only_met_it():
@@ -145,10 +168,21 @@ def test_storage_that_returns_other_bytes_is_found(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def cluster_file(folder: Path, teraflops: float) -> Path:
+    """The shipped cluster ``cpu`` with another peak."""
+    text = (ROOT / "pretrain/plan/clusters/cpu.toml").read_text()
+    assert text.count("float32 = 0.055") == 1
+    file = folder / "cluster.toml"
+    file.write_text(text.replace("float32 = 0.055", f"float32 = {teraflops}"))
+    return file
+
+
 def test_one_rank_without_torchrun_is_sound(tmp_path, capsys):
     file = tmp_path / "verdict.json"
     exclusions = tmp_path / "exclude.json"
     words = [
+        "--expect",
+        str(cluster_file(tmp_path, teraflops=1e-6)),
         "--exclude-list",
         str(exclusions),
         "--quick",
@@ -167,14 +201,16 @@ def test_one_rank_without_torchrun_is_sound(tmp_path, capsys):
     verdict = json.loads(file.read_text())
     assert verdict["is_sound"]
     assert verdict["measured"]["products"][0] > 0
+    assert verdict["not_judged"] == ["storage write", "storage read"], "products are expected"
 
 
 def test_a_rank_alone_that_finds_a_fault_excludes_its_machine(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.optim, "AdamW", _diverges)
     monkeypatch.setenv("CONVOY_NODE_NAME", "here")
-    exclusions = tmp_path / "exclude.json"
+    exclusions, expected = tmp_path / "exclude.json", cluster_file(tmp_path, teraflops=1e6)
+    words = ["--exclude-list", str(exclusions), "--quick", "--expect", str(expected)]
     try:
-        assert main("burn-in", ["--exclude-list", str(exclusions), "--quick"]) == 1
+        assert main("burn-in", words) == 1
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -182,9 +218,8 @@ def test_a_rank_alone_that_finds_a_fault_excludes_its_machine(tmp_path, capsys, 
     assert "here, rank 0: training step: the loss of a training step is nan" in out
     assert "0 of 1 machines are sound" in out
     (one,) = read_exclusions(exclusions)
-    assert (one.node, one.reason) == (
-        "here", "burn-in, training step: the loss of a training step is nan"
-    )  # fmt: skip
+    assert one.node == "here"
+    assert re.fullmatch(r"burn-in, products: \d+ % slower than expected", one.reason)
 
 
 def _diverges(parameters: Any, **options: Any) -> torch.optim.Optimizer:
@@ -198,6 +233,7 @@ def _diverges(parameters: Any, **options: Any) -> torch.optim.Optimizer:
         (["--timeout", "0"], "--timeout (0) must be above 0"),
         (["--json", "nowhere/v.json"], "--json (nowhere/v.json): its folder does not exist"),
         (["nowhere.toml"], "nowhere.toml"),
+        (["--expect", "h300"], "--expect (h300) must be a file, or one of"),
     ],
 )
 def test_arguments_that_cannot_be_used(words, line, capsys):
@@ -249,15 +285,18 @@ SO_MAX_PACING_RATE = 47
 
 
 def burned_in(rank: int, plants: dict[str, int], nodes: int, more: dict[str, Any]) -> Any:
-    """The verdict of a burn-in in which some ranks have a fault; JSON."""
+    """The verdict of a burn-in in which some ranks have a fault, rank -1 for all; JSON."""
     o = options(**more)
     dist.init_process_group("gloo", timeout=o.timeout)
     world = dist.get_world_size()
     os.environ["CONVOY_NODE_NAME"] = f"n{rank * nodes // world}"
     dist.barrier()
-    mine = {kind for kind, who in plants.items() if who == rank}
+    mine = {kind for kind, who in plants.items() if who in (rank, -1)}
     links = gloo_sockets(rank, world)
-    for one in links[(rank + 1) % world] if "throttled" in mine else []:
+    throttled = [(rank + 1) % world] if "throttled" in mine else []
+    if "throttled everywhere" in mine:
+        throttled = list(links)
+    for one in [one for other in throttled for one in links[other]]:
         one.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 2_000_000)
 
     if "broken" in mine:
@@ -311,6 +350,23 @@ def test_each_planted_fault_is_found_and_no_other_rank_is_named(tmp_path):
     (line,) = [f["reason"] for f in findings if (f["node"], f["check"]) == ("n3", "links")]
     assert "1 of 3 links are bad" in line
     assert "the other end is n0" in line
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_links_that_are_all_throttled_are_found_against_what_is_expected():
+    """Two machines of two ranks. A link within a machine names it; those between them name none."""
+    expected = ExpectedRates(products=1.0, links={True: 4e7, False: 4e7})
+    more = {"expected": expected, "slow": 0.9, "link_bytes": 1 << 19, "training_step": None}
+    plants = {"throttled everywhere": -1}
+    verdict = run_ranks(burned_in, 4, plants, 2, more, timeout=500, group=False)[0]
+    links = [Link(**one) for one in verdict["measured"]["links"]]
+    assert slow_links(links, 0.5) == [], "among themselves they are equal"
+    assert found_in(verdict) == {("n0", None, "links"), ("n1", None, "links")}
+    (failure,) = verdict["failures"]
+    assert "links: all 2 between nodes are slow" in failure
+    assert not verdict["is_sound"]
+    assert verdict["not_judged"] == []
 
 
 @pytest.mark.slow
