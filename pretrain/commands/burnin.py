@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from pretrain.commands.parsing import Parser, check_writable, ended, is_first_rank
 from pretrain.commands.provenance import provenance
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
 
     from cluster.burnin import Board, BurnInOptions, ExpectedRates, Verdict
-    from pretrain.plan.hardware import DtypeName
 
 _SLOW_DEVICE, _SLOW_CPU = 10.0, 25.0
 """Percent; a CPU's cores are shared with other processes."""
@@ -172,12 +171,12 @@ def _expected_rates(name_or_file: str, device: torch.device) -> ExpectedRates:
 
     cluster = load_cluster(name_or_file, "--expect")
     size, torch_dtype = product_shape(device)
-    dtype = cast("DtypeName", str(torch_dtype).removeprefix("torch."))
-    if dtype not in cluster.chip.peak_teraflops:
-        known = ", ".join(cluster.chip.peak_teraflops)
+    peaks = cluster.chip.peak_teraflops
+    dtype = next((dtype for dtype in peaks if f"torch.{dtype}" == str(torch_dtype)), None)
+    if dtype is None:
         raise InputError(
-            f"--expect ({name_or_file}): chip.peak_teraflops has {known}, and must have {dtype}, "
-            f"in which the products are computed on this device"
+            f"--expect ({name_or_file}): chip.peak_teraflops has {', '.join(peaks)}, and must have "
+            f"{str(torch_dtype).removeprefix('torch.')}, in which this device computes the products"
         )
     seconds = cluster.chip.gemm_seconds(size, size, size, dtype)
     links = {True: cluster.intra_node, False: cluster.inter_node}
