@@ -17,6 +17,8 @@ Keys of ``--rdzv-conf``, beside those of the inner backend:
 ``checkpoints``  the run's checkpoint folder; ``checkpoints/`` in ``run_dir`` by default
 ``store``        the inner backend: ``c10d`` (default) or ``etcd-v2``
 ===============  =====================================================================
+
+Over etcd the ranks train on while etcd does not answer: :mod:`cluster.members.etcd_outage`.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ from typing import Any
 # A public, documented name that torch.distributed does not mark as exported for type checkers.
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
     RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
@@ -39,12 +43,15 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
+from cluster.members.etcd_outage import OutageBackend, etcd_handler
 from cluster.members.exclude import EXCLUDE_LIST, node_name, read_exclusions
 
 _OWN_KEYS = ("scale_up", "run_dir", "checkpoints", "store")
 SCALE_UP = ("at_once", "at_checkpoint", "never")
 STORES = ("c10d", "etcd-v2")
 """torchrun's legacy backend ``etcd`` keeps another state, which does not say who is there."""
+_PAUSE_SECONDS = 1.0
+"""Between two questions to a store that does not answer."""
 
 
 class MembersHandler(RendezvousHandler):
@@ -56,6 +63,7 @@ class MembersHandler(RendezvousHandler):
         run_dir: the run's folder; None for no exclude list.
         checkpoints: the run's checkpoint folder, for ``at_checkpoint``.
         local_addr: the address of this machine for others; None for its name.
+        backend: the state of ``inner``, where its store may be away for some time.
     """
 
     def __init__(
@@ -65,12 +73,15 @@ class MembersHandler(RendezvousHandler):
         run_dir: Path | None = None,
         checkpoints: Path | None = None,
         local_addr: str | None = None,
+        backend: OutageBackend | None = None,
     ) -> None:
         self.inner, self.scale_up, self.run_dir = inner, scale_up, run_dir
         self.checkpoints, self.local_addr = checkpoints, local_addr
         self._excluded = False
         self._members = 0
         self._step_at_arrival: int | None = None
+        self._backend = backend
+        self._ask_again_at = 0.0
 
     def get_backend(self) -> str:
         """The name that ``--rdzv-backend`` has."""
@@ -89,9 +100,20 @@ class MembersHandler(RendezvousHandler):
                 if one.node == name:
                     self._excluded = True
                     raise RendezvousError(f"{name} is on the exclude list {path}: {one.reason}")
-        info: RendezvousInfo = self._in_order(self.inner.next_rendezvous())
+        info: RendezvousInfo = self._in_order(self._next_of_inner())
         self._members, self._step_at_arrival = info.world_size, None
         return info
+
+    def _next_of_inner(self) -> RendezvousInfo:
+        if self._backend is None:
+            found: RendezvousInfo = self.inner.next_rendezvous()
+            return found
+        self._backend.waits = True
+        try:
+            found = self.inner.next_rendezvous()
+        finally:
+            self._backend.waits = False
+        return found
 
     def _in_order(self, info: RendezvousInfo) -> RendezvousInfo:
         """The machines of a start, numbered by their places in the network."""
@@ -109,9 +131,18 @@ class MembersHandler(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """The machines for which all ranks are to start again.
 
-        A member that waits was restarted by its torchrun, and counts at once.
+        A member that waits was restarted by its torchrun, and counts at once. While a store does
+        not answer that may be away, nobody can have come.
         """
-        waiting = int(self.inner.num_nodes_waiting())
+        if time.monotonic() < self._ask_again_at:
+            return 0
+        try:
+            waiting = int(self.inner.num_nodes_waiting())
+        except RendezvousConnectionError:
+            if self._backend is None:
+                raise
+            self._ask_again_at = time.monotonic() + _PAUSE_SECONDS
+            return 0
         # The state that the line above has just read.
         here = len(self.inner._state_holder.state.participants)
         if not waiting or here < self._members or self.scale_up == "at_once":
@@ -187,8 +218,13 @@ def _create(params: RendezvousParameters) -> RendezvousHandler:
         local_addr=params.local_addr,
         **{key: value for key, value in params.config.items() if key not in _OWN_KEYS},
     )
-    handler = rendezvous_handler_registry.create_handler(inner)
-    return MembersHandler(handler, scale_up, run_dir, checkpoints, params.local_addr)
+    if store == "etcd-v2":
+        handler, backend = etcd_handler(inner)
+        return MembersHandler(
+            handler, scale_up, run_dir, checkpoints, params.local_addr, backend=backend
+        )
+    of_torchrun = rendezvous_handler_registry.create_handler(inner)
+    return MembersHandler(of_torchrun, scale_up, run_dir, checkpoints, params.local_addr)
 
 
 def convoy_rendezvous() -> Callable[[RendezvousParameters], RendezvousHandler]:

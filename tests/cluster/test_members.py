@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousParameters,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from cluster.members import exclude, node_name, read_exclusions
+from cluster.members import etcd_outage, exclude, node_name, read_exclusions, rendezvous
+from cluster.members.etcd_outage import OutageBackend
 from cluster.members.rendezvous import MembersHandler, convoy_rendezvous
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,3 +169,112 @@ def test_wrong_keys_are_named():
             convoy_rendezvous()(parameters(store=store))
     with pytest.raises(ValueError, match=r"at_checkpoint\) needs run_dir or checkpoints"):
         convoy_rendezvous()(parameters(scale_up="at_checkpoint"))
+
+
+class Store(RendezvousBackend):
+    """A state of two members that a store holds, and how many questions have no answer."""
+
+    name = "in memory"
+
+    def __init__(self) -> None:
+        self.now = datetime.now(UTC)
+        heartbeats = {"alive": self.now, "lost": self.now - timedelta(hours=2)}
+        self.state, self.token = pickle.dumps(SimpleNamespace(last_heartbeats=heartbeats)), 0
+        self.unanswered, self.rivals = 0, 0
+
+    def get_state(self) -> tuple[bytes, Any]:
+        if self.unanswered:
+            self.unanswered -= 1
+            raise RendezvousConnectionError("away")
+        return self.state, self.token
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool]:
+        self.get_state()
+        if self.rivals:  # another machine writes first
+            self.rivals, self.token = self.rivals - 1, self.token + 1
+        is_written = token == self.token
+        if is_written:
+            self.state, self.token = state, self.token + 1
+        return self.state, self.token, is_written
+
+    def heartbeats(self) -> dict[str, datetime]:
+        found: dict[str, datetime] = pickle.loads(self.state).last_heartbeats
+        return found
+
+
+def backend_of(store: Store, interval: timedelta = timedelta(0)) -> OutageBackend:
+    """With ``interval`` 0 every question without an answer is an outage."""
+    hour = timedelta(hours=1)
+    return OutageBackend(store, interval=interval, expiry=hour, limit=hour)
+
+
+def test_members_that_were_alive_are_alive_after_an_outage():
+    for ask in ("get_state", "set_state"):
+        store = Store()
+        backend = backend_of(store)
+        store.unanswered, store.rivals = 1, 2
+        arguments = [store.state, store.token] if ask == "set_state" else []
+        with pytest.raises(RendezvousConnectionError):
+            getattr(backend, ask)(*arguments)
+        answer = getattr(backend, ask)(*arguments)
+        after = store.heartbeats()
+        assert after["alive"] > store.now
+        assert after["lost"] == store.now - timedelta(hours=2)
+        assert answer[:2] == (store.state, store.token), "what others read"
+        assert ask == "get_state" or answer[2] is False, "a rival was first"
+
+
+def test_an_outage_that_comes_back_at_once_is_one_outage():
+    store = Store()
+    backend = backend_of(store)
+
+    def fails_once(state: bytes, token: Any = None) -> Any:
+        del store.set_state
+        raise RendezvousConnectionError("away again")
+
+    store.unanswered, store.set_state = 1, fails_once
+    for _ in range(2):
+        with pytest.raises(RendezvousConnectionError):
+            backend.get_state()
+    backend.get_state()
+    assert store.heartbeats()["alive"] > store.now
+
+
+def test_a_store_that_answers_at_once_is_left_alone():
+    store = Store()
+    backend = backend_of(store, timedelta(hours=1))
+    store.unanswered = 1
+    with pytest.raises(RendezvousConnectionError):
+        backend.get_state()
+    assert backend.get_state() == (store.state, 0)
+    assert store.heartbeats()["alive"] == store.now
+
+
+def test_what_needs_the_store_asks_again_and_ranks_that_train_do_not(monkeypatch):
+    for module in (etcd_outage, rendezvous):
+        monkeypatch.setattr(module, "_PAUSE_SECONDS", 0.0)
+    store, inner = Store(), Inner(2)
+    backend = backend_of(store)
+    handler = MembersHandler(inner, "at_once", backend=backend)
+    join, waiting = inner.next_rendezvous, inner.num_nodes_waiting
+    inner.next_rendezvous = lambda: backend.get_state() and join()
+    inner.num_nodes_waiting = lambda: backend.get_state() and waiting()
+    store.unanswered = 3
+    assert handler.next_rendezvous().world_size == 2
+    store.unanswered, inner.waiting = 2, 1
+    assert [handler.num_nodes_waiting() for _ in range(3)] == [0, 0, 1]
+    backend.limit, store.unanswered = timedelta(seconds=-1), 1
+    with pytest.raises(RendezvousConnectionError):
+        handler.next_rendezvous()
+    assert not backend.waits
+
+
+def test_a_rendezvous_that_is_not_in_etcd_ends_with_its_store():
+    handler, inner = joined("at_once")
+
+    def away() -> int:
+        raise RendezvousConnectionError("away")
+
+    inner.num_nodes_waiting = away
+    with pytest.raises(RendezvousConnectionError):
+        handler.num_nodes_waiting()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def elastic_spec(folder: Path, job: Path, exact: bool = False, **sections) -> Pa
         optimizer={"lr": 0.001},
         train={
             "steps": STEPS, "timeout_seconds": 30.0, "log_interval_steps": 20, "exact": exact,
+            **sections.pop("train", {}),
         },
         checkpoint={"interval_steps": 4},
         elastic={"enabled": True},
@@ -70,8 +72,8 @@ def store(request) -> Iterator[dict[str, str]]:
         yield {}
         return
     need_etcd()
-    with etcd() as endpoint:
-        yield {"endpoint": endpoint, "backend": "etcd-v2"}
+    with etcd() as server:
+        yield {"endpoint": server.endpoint, "backend": "etcd-v2"}
 
 
 def last_records(run: Path) -> dict[int, dict]:
@@ -184,3 +186,42 @@ def test_a_machine_of_the_exclude_list_does_not_come_back(tmp_path, job, store):
     starts = events(run, "start")
     assert [(start["world_size"], start["spares"]) for start in starts] == [(2, 1), (2, 0)]
     assert events(run, "step")[-1]["step"] == STEPS
+
+
+@pytest.mark.parametrize("outage", ["frozen", "killed"])
+def test_ranks_train_on_while_etcd_is_away(tmp_path, job, outage):
+    """Two machines train, etcd is away until every heartbeat has expired, and once more; a third
+    machine comes meanwhile, and joins the two when etcd is back."""
+    need_etcd()
+    run = tmp_path / "run"
+    spec = elastic_spec(tmp_path, job, parallel={"ep": 2}, train={"steps": 100_000})
+    with etcd() as server:
+        options = {"endpoint": server.endpoint, "backend": "convoy"}
+        # A machine that is busy is not lost, though its heartbeat is some seconds late.
+        conf = {"store": "etcd-v2", "keep_alive_max_attempt": "10"}
+        with agents(spec, run, least=1, most=3, conf=conf, **options) as launch:
+            launch.start()
+            launch.start()
+            launch.wait_for_step(6, starts=1)
+            if launch.events("start")[-1]["world_size"] == 1:
+                launch.wait_for_step(6, starts=2)
+            starts = len(launch.events("start"))
+            for comes in (False, True):
+                (server.freeze if outage == "frozen" else server.kill)()
+                if comes:
+                    launch.start()
+                step = launch.events("step")[-1]["step"]
+                time.sleep(25)  # more than twice as long as a heartbeat counts
+                launch.wait_for_step(step + 2, starts=starts)
+                if outage == "frozen":
+                    server.thaw()
+                else:
+                    server.start()
+                    assert server.answers()
+            launch.wait_for_step(1, starts=starts + 1)
+            launch.kill_rank(0)
+            launch.wait_for_step(1, starts=starts + 2)
+            assert all(process.poll() is None for process in launch.processes.values())
+    assert [event["world_size"] for event in events(run, "start")[starts - 1 :]] == [2, 3, 3]
+    printed = "".join(log.read_text() for log in launch.logs.iterdir())
+    assert printed.count("answers again after") >= 2, printed[-4000:]
