@@ -36,7 +36,7 @@ class CollectiveWork(Protocol):
 class CommStats:
     """Count, size and time of some collectives on one rank.
 
-    On CUDA the times are 0 unless the monitor was made with ``time_cuda``.
+    On CUDA the times are 0 where the monitor was made without ``time_cuda``.
     """
 
     count: int = 0
@@ -86,11 +86,12 @@ class CommMonitor:
     A collective's purpose comes from the caller: axes with the same ranks share one process group.
 
     Args:
-        time_cuda: time collectives on CUDA with events and one more stream. Off by default: no GPU
-            has run that code yet. When off, CUDA collectives are counted, and their times are 0.
+        time_cuda: time collectives on CUDA, with events and one more stream. Events are read where
+            the host has waited for the device anyway, at the end of a step. Without, CUDA
+            collectives are counted, and their times are 0.
     """
 
-    def __init__(self, time_cuda: bool = False) -> None:
+    def __init__(self, time_cuda: bool = True) -> None:
         self.time_cuda = time_cuda
         self._stats: dict[CollectiveKind, CommStats] = {}
         self._numbers: dict[str, int] = {}
@@ -187,7 +188,7 @@ def install_monitor(monitor: CommMonitor | None) -> None:
 
 
 @contextmanager
-def monitor_collectives(time_cuda: bool = False) -> Iterator[CommMonitor]:
+def monitor_collectives(time_cuda: bool = True) -> Iterator[CommMonitor]:
     """Count this process's collectives inside the ``with`` block."""
     before, monitor = _installed, CommMonitor(time_cuda)
     install_monitor(monitor)
@@ -260,7 +261,7 @@ class _TimedWork:
 
 
 class _CudaTimedWork:
-    """A collective of CUDA tensors, timed by events; only with ``time_cuda``.
+    """A collective of CUDA tensors, timed by events.
 
     No GPU has run this class. Known gap: FSDP waits for its collectives on a stream of its own,
     where the wait counts as no exposed time; the time that the compute stream then waits for

@@ -301,7 +301,7 @@ torch.library.custom_op(
     lambda *args: as_outputs(_place_by_plan(*args)),
     mutates_args=(),
     schema="(Tensor chosen_TK, Tensor choice_TE, Tensor scores_TE, int[] units, "
-    "float capacity_factor, float rank_capacity_factor, bool training, Tensor? num_tokens) -> "
+    "float capacity_factor, float rank_capacity_factor, bool training, Tensor? num_tokens=None) -> "
     "(Tensor, Tensor, Tensor)",
 ).register_fake(placement_shapes)
 

@@ -247,7 +247,7 @@ class TopKRouter(HoldsGroups, nn.Module):
         expert numbers out of range; for a ``seq_len`` that does not divide T, and for
         ``prior_expert_counts_E`` or a ``token_mask_T`` of another shape.
         """
-        self._check_mask(token_mask_T, len(x_TD))
+        self._check_mask(token_mask_T, x_TD)
         if prior_expert_counts_E is not None:
             self._check_counts("prior_expert_counts_E", prior_expert_counts_E)
         if seq_len and not torch.compiler.is_compiling() and len(x_TD) % seq_len:
@@ -403,9 +403,10 @@ class TopKRouter(HoldsGroups, nn.Module):
             return expert_choice(choice_TE, self.config.top_k, token_mask_T)
         return select_top_k(choice_TE, self.config.top_k)
 
-    def _check_mask(self, token_mask_T: Tensor | None, tokens: int) -> None:
+    def _check_mask(self, token_mask_T: Tensor | None, x_TD: Tensor) -> None:
         if token_mask_T is None:
             return
+        tokens = x_TD.shape[0]
         if token_mask_T.shape != (tokens,) or token_mask_T.dtype != torch.bool:
             raise ValueError(
                 f"token_mask ({list(token_mask_T.shape)}, {token_mask_T.dtype}) must be bool, with "

@@ -44,7 +44,10 @@ def python_without_convoy(folder: Path, *arguments: str) -> subprocess.Completed
         if "convoy" not in path.name and path.suffix != ".pth":
             (packages / path.name).symlink_to(path)
     env = dict(os.environ)
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(packages)])
+    # Each by itself: an editable install leaves metadata beside the packages of a checkout.
+    for name in ("router", "parallel", "moe", "ckpt", "cluster", "pretrain", "tools"):
+        (packages / name).symlink_to(ROOT / name)
+    env["PYTHONPATH"] = str(packages)
     command = [sys.executable, "-S", *arguments]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
 

@@ -39,13 +39,15 @@ def arithmetic_hash(device: torch.device) -> str:
     whole = ((count * 1_103_515_245 + 12_345) % (1 << 31)) % 2001 - 1000
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         x = (whole.reshape(_SIZE, _SIZE).to(dtype) / 1000).to(device).requires_grad_()
-        hidden = F.silu(x @ x.mT / 16) * torch.softmax(x, -1)
+        product = x @ x.mT
+        hidden = F.silu(product / 16) * torch.softmax(x, -1)
         heads = hidden.reshape(1, _SIZE, 6, _SIZE // 6).transpose(1, 2)
         attended = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
         values = torch.sort(attended.flatten(), stable=True).values
         (values.float().square().mean() + hidden.float().exp().mean()).backward()
         assert x.grad is not None
-        for tensor in (hidden.detach(), values.detach(), x.grad):
+        # The product by itself too: what comes after it may round a wrong last bit away.
+        for tensor in (product.detach(), hidden.detach(), values.detach(), x.grad):
             digest.update(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()
 

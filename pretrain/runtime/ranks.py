@@ -29,7 +29,7 @@ T = TypeVar("T")
 _CONTROL_TIMEOUT = timedelta(hours=1)
 
 _TIME_CUDA = "CONVOY_TIME_CUDA_COLLECTIVES"
-"""Environment variable; 1 turns on times of collectives on CUDA, see :class:`CommMonitor`."""
+"""Environment variable; 0 turns off times of collectives on CUDA, see :class:`CommMonitor`."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class Runtime:
     world: int
     device: torch.device
     control_group: dist.ProcessGroup
-    """Gloo, for decisions on the host; not used inside a step."""
+    """Gloo, for decisions on the host; not used inside a step or an evaluation, whose collectives
+    fail after ``train.timeout_seconds``."""
     launch_id: str
     """Equal on all ranks of a launch, and different in every launch."""
     comm_monitor: CommMonitor = field(default_factory=CommMonitor)
@@ -228,11 +229,14 @@ def start(timeout_seconds: float, world: int | None = None) -> Runtime:
         keep_freed_memory()
     turn_on_flight_recorder()
     join_ranks(device, timeout_seconds, world)
-    control = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
+    # All ranks come here at once: a rank that is lost meanwhile must not be waited for as long as
+    # for a rank that works alone.
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
     assert isinstance(control, dist.ProcessGroup)
     token = torch.tensor(secrets.randbits(62), dtype=torch.int64)
     dist.broadcast(token, 0, group=control)
-    monitor = CommMonitor(time_cuda=os.environ.get(_TIME_CUDA) == "1")
+    control.set_timeout(_CONTROL_TIMEOUT)
+    monitor = CommMonitor(time_cuda=os.environ.get(_TIME_CUDA) != "0")
     install_monitor(monitor)
     hang_report = HangReport.start(rank, world, monitor=monitor, timeout_seconds=timeout_seconds)
     parts.mark("rendezvous")

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from parallel import free_gathered, on_loss_grid
 from pretrain.data import Sequences, bytes_per_token, load_tokenizer, read_batch
@@ -138,9 +136,10 @@ def _score(
                     [float(on_loss_grid(nll)), real.numel(), int(lengths[real].sum())],
                     dtype=torch.float64,
                 )
-    dist.all_reduce(sums, group=job.runtime.control_group)
-    nats, tokens, text_bytes = sums.tolist()
-    loads = [] if routing is None else sum_over_ranks(job, routing.tokens_per_expert_LE).tolist()
+    nats, tokens, text_bytes = job.runtime.sum_in_training(sums).tolist()
+    loads = []
+    if routing is not None:
+        loads = job.runtime.sum_in_training(routing.tokens_per_expert_LE).tolist()
     # An evaluation has no multi-token prediction, and a pipeline has rows of its layers, which are
     # the last ones.
     loads = loads[: len(evaluated_moe_layers(job))]
@@ -155,7 +154,7 @@ def _score(
 
 def _check_stop(job: Job, stop: StopRequest) -> None:
     """Raise StoppedEvaluationError on every rank where some rank was asked to stop."""
-    cause = StopCause(int(job.runtime.maximum(stop.urgent_cause)))
+    cause = StopCause(int(job.runtime.maximum_in_training(stop.urgent_cause)))
     if cause:
         raise StoppedEvaluationError(cause)
 
@@ -163,10 +162,3 @@ def _check_stop(job: Job, stop: StopRequest) -> None:
 def evaluated_moe_layers(job: Job) -> list[int]:
     """The numbers of the MoE layers that an evaluation computes: without multi-token prediction."""
     return [layer for layer in job.moe_layers if layer < job.spec.model.num_layers]
-
-
-def sum_over_ranks(job: Job, values: Tensor) -> Tensor:
-    """The sum over all ranks, on the host; every rank must call."""
-    host = values.cpu().clone()
-    dist.all_reduce(host, group=job.runtime.control_group)
-    return host

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import pickle
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from cluster.detect import first_mismatch, read_dumps
 from pretrain.commands.pretrain import main
@@ -57,6 +59,16 @@ def a_kill() -> None:
         return step(self, cursor, skipped)
 
     Loader.step = end
+
+
+def a_stuck_evaluation() -> None:
+    # The room has a function of this name too, which an import statement would give.
+    room = importlib.import_module("pretrain.train.evaluate")
+    room.read_batch = lambda *_: time.sleep(60)
+
+
+def a_stuck_start() -> None:
+    dist.new_group = lambda *_, **__: time.sleep(60)
 
 
 def on_rank(rank: int, spec: str, last, world: int) -> tuple[int, str]:
@@ -131,3 +143,21 @@ def test_who_does_not_come_is_named(text, tmp_path, last, ranks, parallel, said)
         mismatch = first_mismatch(read_dumps(Path(folder)))
         assert mismatch is not None
         assert world - 1 in mismatch.missing
+
+
+@pytest.mark.parametrize("last", [a_stuck_evaluation, a_stuck_start])
+def test_other_collectives_than_a_steps_wait_as_long_as_a_steps(text, tmp_path, last):
+    """Replicas: an evaluation has no collective but the sums at its end."""
+    spec = write_spec(
+        tmp_path, data={"source": str(text / "text"), "path": str(text / "corpus")},
+        parallel={"dp_replicate": 2, "dp_shard": 1}, eval={"interval_steps": 2}, **TIMEOUT,
+    )  # fmt: skip
+    processes, results = start_ranks(on_rank, 2, str(spec), last, 2, group=False)
+    try:
+        _, ok, value = results.get(timeout=50)  # far below the hour of a rank that works alone
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    # The run says so in one line, or, where it has not begun, by torch's own error.
+    assert pickle.loads(value)[0] == 1 if ok else "imed out" in value or "imeout" in value

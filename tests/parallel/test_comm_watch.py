@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -175,22 +176,96 @@ class OnCuda:
         return 4
 
 
-def test_cuda_collectives_are_counted_and_not_timed_unless_asked(monkeypatch):
-    """No GPU has run the timing: the default must use neither events nor another stream."""
+class Two:
+    group_name = "ranks"
 
-    class Two:
-        group_name = "ranks"
+    def size(self):
+        return 2
 
-        def size(self):
-            return 2
 
+class Stream:
+    """A device's stream: where its queue is in time, in seconds."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+
+class Device:
+    """Streams and events of one device, as torch.cuda has them. The host is ahead of the device:
+    it has passed no event until the host waits for one."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.compute, self.waits = Stream(), 0
+        self.current = self.compute
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+                self.at: float | None = None
+
+            def record(self) -> None:
+                self.at = device.current.time
+
+            def query(self) -> bool:
+                return False
+
+            def synchronize(self) -> None:
+                device.waits += 1
+
+            def elapsed_time(self, other) -> float:
+                return 1e3 * (other.at - self.at)
+
+        @contextmanager
+        def stream(entered: Stream):
+            before, device.current = device.current, entered
+            yield
+            device.current = before
+
+        monkeypatch.setattr(comm_watch._CudaTimedWork, "_end_stream", None)
+        for name, value in {
+            "Event": Event, "Stream": Stream, "stream": stream,
+            "current_stream": lambda: device.current, "default_stream": lambda: device.compute,
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def collective(self, seconds: float):
+        """A work that ends so many seconds after now; ``wait`` holds up the current stream."""
+        device, end = self, self.current.time + seconds
+
+        class CudaWork:
+            def wait(self) -> None:
+                device.current.time = max(device.current.time, end)
+
+        return CudaWork()
+
+
+def test_cuda_collectives_are_timed_by_events_and_the_host_does_not_wait_before_the_end(
+    monkeypatch,
+):
+    device = Device(monkeypatch)
+    with monitor_collectives() as monitor:
+        # The compute stream works for 2 of the 3 seconds, and waits for the last one.
+        half_hidden = comm_watch.monitored(EP, OnCuda(), Two(), lambda: device.collective(3.0))
+        device.compute.time += 2.0
+        half_hidden.wait()
+        # A collective that ends before the compute stream comes to its wait is hidden.
+        hidden = comm_watch.monitored(EP, OnCuda(), Two(), lambda: device.collective(1.0))
+        device.compute.time += 5.0
+        hidden.wait()
+        assert not device.waits
+    assert monitor.take() == {EP: CommStats(2, 24, 3.0 + 1.0, 1.0)}
+    assert device.waits
+
+
+def test_cuda_collectives_are_counted_and_not_timed_where_that_is_turned_off(monkeypatch):
     def no_event(*args, **kwargs):
         raise RuntimeError("an event")
 
     monkeypatch.setattr(torch.cuda, "Event", no_event)
     work = Work(Clock(), 1.0, True)
-    with monitor_collectives() as monitor:
+    with monitor_collectives(time_cuda=False) as monitor:
         assert comm_watch.monitored(EP, OnCuda(), Two(), lambda: work) is work
     assert monitor.take() == {EP: CommStats(1, 12, 0.0, 0.0)}
-    with monitor_collectives(time_cuda=True), pytest.raises(RuntimeError, match="an event"):
+    with monitor_collectives(), pytest.raises(RuntimeError, match="an event"):
         comm_watch.monitored(EP, OnCuda(), Two(), lambda: work)

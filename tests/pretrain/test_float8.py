@@ -57,6 +57,13 @@ def error_of(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
     return relative_error(*whole)
 
 
+def check_losses(found: Trained, expected: Trained) -> None:
+    """Later steps to less: float32 sums in another order, which is another on each kind of
+    processor, now and then round a number to the other neighbour in float8."""
+    assert found.losses[0] == pytest.approx(expected.losses[0], rel=1e-5)
+    assert found.losses == pytest.approx(expected.losses, rel=2e-3)
+
+
 def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
@@ -67,7 +74,7 @@ def slow(*values: Any) -> Any:
 )
 def test_layouts_have_the_numbers_of_one_process(layout, data, one, tmp_path):
     found = train(spec_for(tmp_path, data, layout, **sections()), 4)
-    assert found.losses == pytest.approx(one.losses, rel=1e-5)
+    check_losses(found, one)
     assert error_of(found.gradients, one.gradients) < 1e-4
 
 
@@ -82,7 +89,7 @@ def test_expert_parallel_ranks_have_the_numbers_of_larger_micro_batches(data, tm
         }  # fmt: skip
         folder = tmp_path / str(size)
         runs.append(train(spec_for(tmp_path, data, layout, run_dir=str(folder), **few), 4))
-    assert runs[0].losses == pytest.approx(runs[1].losses, rel=1e-5)
+    check_losses(*runs)
     assert error_of(runs[0].gradients, runs[1].gradients) < 1e-4
 
 
