@@ -132,7 +132,8 @@ class FolderTarget:
             self.finish(receipts)
             for name, data in self.beside.items():
                 self.put(name, data)
-            for name in (_JOURNAL, ".lock"):
+            # An earlier call may have been killed after it wrote the record.
+            for name in (_JOURNAL, ".lock", _RECORD):
                 (self.work / name).unlink(missing_ok=True)
             self.put(_RECORD, self._record(receipts))
             publish_folder(self.work, self.folder)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckpt.store.posix import Files
+from ckpt.store.posix import Files, sync_parents
 
 _FILES = Files()
 
@@ -49,6 +49,7 @@ def publish_folder(hidden: Path, target: Path) -> None:
     _refuse_existing(target)  # rename would replace an empty folder
     hidden.rename(target)
     _FILES.sync_folder(target.parent)
+    sync_parents(_FILES, target.parent)
 
 
 def _refuse_existing(target: Path) -> None:

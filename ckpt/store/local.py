@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from typing_extensions import override
 
-from ckpt.store.posix import Files
+from ckpt.store.posix import Files, sync_parents
 from ckpt.store.protocol import Bytes, Reader, Store
 
 _SYNCS = 8  # at a time: the system runs several as fast as one
@@ -71,12 +71,8 @@ class LocalStore(Store):
         # A draft is written, then linked: unlike a rename, a link fails where the name is taken.
         path = self.root / key
         self._make_folders(path.parent)
-        # The folders above may be new too. Skipped are those of another user, and those of a file
-        # system that syncs no folders.
         self.files.sync_folder(self.root)
-        for parent in self.root.resolve().parents:
-            with contextlib.suppress(OSError):
-                self.files.sync_folder(parent)
+        sync_parents(self.files, self.root)
         draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
             self.write(str(draft.relative_to(self.root)), [data])

@@ -6,6 +6,7 @@ kill at each of the operations.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -66,6 +67,16 @@ class Files:
     def remove_folder(self, path: Path) -> None:
         """Remove an empty folder."""
         path.rmdir()
+
+
+def sync_parents(files: Files, folder: Path) -> None:
+    """Make the name of a folder durable, and those of the folders above, which may be new too.
+
+    Skipped are folders of another user, and those of a file system that syncs no folders.
+    """
+    for parent in folder.resolve().parents:
+        with contextlib.suppress(OSError):
+            files.sync_folder(parent)
 
 
 def _write(handle: int, data: memoryview) -> int:

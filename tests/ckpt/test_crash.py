@@ -3,16 +3,21 @@ allows: whatever was reported as saved is there, and whatever is listed is whole
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import ckpt
 from ckpt.background.staged import Previous, StagedPart, write_staged
 from ckpt.format.shard_layout import ObjectLayout
 from ckpt.format.shard_writer import aligned
+from ckpt.interop.safetensors_reader import SafetensorsSource
+from ckpt.interop.safetensors_writer import SafetensorsTarget
+from ckpt.rewrite import CheckpointSource, SourceArray, rewrite, write_checkpoint
 from ckpt.write.commit import begin, commit, read_receipts, write_receipt
 from ckpt.write.objects import sync, write_metadata
 from parallel.layout import Topology
@@ -20,6 +25,7 @@ from tests.support.checkpoints import (
     SMALL_SPECS,
     assert_nothing_left_over,
     assert_whole,
+    ended,
     full_values,
     info,
     local_array,
@@ -35,6 +41,8 @@ from tests.support.crash import (
     UnsyncedFiles,
     lay_out,
 )
+from tests.support.sources import MemorySource, assert_same
+from tests.support.traced import note, operations, trace
 
 ONE, TWO, FOUR = Topology(), Topology(dp_shard=2, ep=2), Topology(dp_replicate=2, dp_shard=2, ep=2)
 
@@ -147,10 +155,17 @@ def assert_survived(base: Path, saved: set[int], unwanted: set[int]) -> None:
 
 
 def crash_everywhere(
-    log: list[Operation], base: Path, seeds: int, each: bool, every: int = 1, since: int = 0
+    log: list[Operation],
+    base: Path,
+    seeds: int,
+    each: bool,
+    every: int = 1,
+    since: int = 0,
+    survived: Callable[[Path, set[int], set[int]], None] = assert_survived,
+    room: Path | None = None,
 ) -> int:
     """Crash after every ``every``-th operation; returns how many different trees were met."""
-    disk, room = Disk(base), base.with_name(f"{base.name} after a crash")
+    disk, room = Disk(base), room or base.with_name(f"{base.name} after a crash")
     promised: dict[str, set[int]] = {"saved": set(), "unwanted": set()}
     met: set[int] = set()
     for at, op in enumerate(log):
@@ -167,7 +182,7 @@ def crash_everywhere(
             met.add(key)
             lay_out(state, room)
             try:
-                assert_survived(room, **promised)
+                survived(room, **promised)
             except (AssertionError, ckpt.CheckpointError) as error:
                 raise AssertionError(f"{error}\n{story(log, at, state)}") from error
             finally:
@@ -262,6 +277,111 @@ def test_the_matrix_sees_a_mistake(mistake, scenario, base):
         crash_everywhere(mistake(log), base, seeds=2, each=False)
 
 
+TRACED_SPECS = [
+    *SMALL_SPECS,  # and one whose objects are written past the page cache
+    ckpt.ArraySpec("model/large", (64, 64), torch.float32, (("fsdp",), ())),
+]
+
+
+def save_in_background(room: Path) -> None:
+    """Two ranks with a writer process each, a shared tier and one of each rank's own."""
+    base = room / "disk"
+    with contextlib.ExitStack() as stack:
+        savers = []
+        for rank in range(2):
+            own, shared = str(base / f"local-{rank}"), str(base / "checkpoints")
+            tiers = [
+                ckpt.Tier(name="local", location=own, ranks=(rank,), keep=1),
+                ckpt.Tier(name="shared", location=shared, keep=1),
+            ]
+            saver = ckpt.AsyncCheckpointer(tiers, rank, room / f"lock-{rank}")
+            savers.append(stack.enter_context(ended(saver)))
+        for step in (1, 2, 3):
+            for rank, saver in enumerate(savers):
+                arrays = [local_array(s, TWO, rank, full_values(s, step)) for s in TRACED_SPECS]
+                saver.save(info(step, TWO), arrays)
+            events = [event for saver in savers for event in saver.wait()]
+            assert {event.what for event in events} == {"committed", "written"}, events
+            note(room, "saved", step)
+
+
+def assert_saved_in_background(base: Path, saved: set[int], unwanted: set[int]) -> None:
+    for name in ("checkpoints", "local-0", "local-1"):
+        store = ckpt.LocalStore(base / name, UnsyncedFiles())
+        steps = ckpt.committed_steps(store)
+        assert max(steps, default=0) >= max(saved, default=0), (name, saved, steps)
+        for step in steps:
+            ckpt.verify(store, ckpt.read_manifest(store, step))
+            if name == "checkpoints":
+                assert_whole(store, step, TRACED_SPECS)
+        ckpt.lifecycle.remove_uncommitted(store)
+        assert ckpt.committed_steps(store) == steps
+        assert_nothing_left_over(store)
+
+
+def converted_source() -> MemorySource:
+    return MemorySource({f"model/w{i}": SourceArray((40, 40), "float32") for i in range(3)})
+
+
+def convert_into_new_folders(room: Path) -> None:
+    source, base = converted_source(), room / "disk"
+    write_checkpoint(source, base / "new" / "checkpoints", TWO, memory=64 << 20, workers=2)
+    note(room, "saved", 1)
+    target = SafetensorsTarget(source, base / "other" / "new" / "folder", TWO, file_bytes=8000)
+    rewrite(target, 64 << 20)
+    note(room, "saved", 2)
+
+
+def assert_converted(base: Path, saved: set[int], unwanted: set[int]) -> None:
+    source, root, folder = converted_source(), base / "new" / "checkpoints", base / "other/new"
+    steps = ckpt.committed_steps(ckpt.LocalStore(root))
+    assert steps or 1 not in saved
+    if steps:
+        ckpt.verify(root, ckpt.read_manifest(root))
+        assert_same(CheckpointSource(root, ckpt.read_manifest(root)), source, notes=False)
+    folder /= "folder"
+    assert folder.exists() or 2 not in saved
+    if folder.exists():
+        assert_same(SafetensorsSource(folder), source, notes=False)
+    # The same command goes on with what was left, and knows its own work again.
+    for again in (True, False):
+        target = SafetensorsTarget(source, folder, TWO, file_bytes=8000)
+        assert rewrite(target, 64 << 20) in (again, False)
+    write_checkpoint(source, root, TWO)
+    ckpt.verify(root, ckpt.read_manifest(root))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("scenario", "survived"),
+    [
+        (save_in_background, assert_saved_in_background),
+        (convert_into_new_folders, assert_converted),
+    ],
+)
+def test_after_a_crash_of_traced_processes_all_that_is_listed_is_whole(
+    scenario, survived, tmp_path, base
+):
+    traced = tmp_path / "disk"
+    traced.mkdir()
+    log = operations(trace(__name__, scenario.__name__, tmp_path), tmp_path, traced)
+    disk = Disk(traced)
+    for op in log:
+        disk.apply(op)
+    # What strace saw is all that happened.
+    assert disk.after(lambda _, __, most: most) == {
+        str(path.relative_to(traced)): path.read_bytes() if path.is_file() else None
+        for path in sorted(traced.rglob("*"))
+    }
+    met = crash_everywhere(log, traced, seeds=2, each=False, survived=survived, room=base)
+    assert met > len(log) / 2
+    with pytest.raises((AssertionError, ValueError)):  # a journal of zeros is no JSON
+        crash_everywhere(
+            without("sync")(log), traced, seeds=2, each=False, survived=survived, room=base
+        )
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_crash_after_a_kill_anywhere(base):
@@ -270,14 +390,14 @@ def test_a_crash_after_a_kill_anywhere(base):
     whole.save(1, ONE)
     whole.save(2, ONE)
     first = next(at for at, op in enumerate(whole.files.log) if op.kind == "saved")
-    for operations in range(len(whole.files.log) - first - 2):
+    for count in range(len(whole.files.log) - first - 2):
         shutil.rmtree(base)
         run = Run(base)
         run.save(1, ONE)
-        run.dies_within(operations, lambda run=run: run.save(2, ONE))
+        run.dies_within(count, lambda run=run: run.save(2, ONE))
         killed = len(run.files.log)
         ckpt.lifecycle.remove_uncommitted(run.store)
-        if operations % 2:
+        if count % 2:
             run.retain(1)
         if ckpt.committed_steps(run.store)[-1] == 1:
             run.save(2, ONE, "again")

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from ckpt.store import lock_file, new_folder
+import ckpt.store.folder
+from ckpt.store import Files, lock_file, new_folder
 
 
 def test_a_folder_is_there_at_the_end_and_whole(tmp_path):
@@ -20,6 +21,21 @@ def test_a_folder_is_there_at_the_end_and_whole(tmp_path):
         assert hidden.parent == target.parent, "a rename stays on one file system"
     assert [path.name for path in target.parent.iterdir()] == ["out"]
     assert (target / "a").read_text() == "1"
+
+
+def test_the_names_of_new_folders_above_are_durable_too(tmp_path, monkeypatch):
+    target, synced = tmp_path / "deep" / "deeper" / "out", set()
+
+    class Recorded(Files):
+        def sync_folder(self, path):
+            super().sync_folder(path)
+            if target.exists():
+                synced.add(path)
+
+    monkeypatch.setattr(ckpt.store.folder, "_FILES", Recorded())
+    with new_folder(target):
+        pass
+    assert {target.parent, target.parent.parent, tmp_path} <= synced
 
 
 @pytest.mark.parametrize("error", [OSError("full"), KeyboardInterrupt(), ValueError("no")])

@@ -310,6 +310,25 @@ def test_files_are_gone_on_with_too(tmp_path, make, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize("make", [SafetensorsTarget, DcpTarget])
+def test_after_a_kill_before_the_folder_got_its_name_the_same_command_makes_it(
+    tmp_path, make, monkeypatch
+):
+    class Stop(BaseException):
+        pass
+
+    def stop(hidden: Path, target: Path) -> None:
+        raise Stop
+
+    source, folder = many_objects(3), tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr("ckpt.rewrite.folder_target.publish_folder", stop)
+        with pytest.raises(Stop):
+            rewrite(make(source, folder, Topology()), MEMORY)
+    assert rewrite(make(source, folder, Topology()), MEMORY)
+    assert not rewrite(make(source, folder, Topology()), MEMORY), "its own work, and whole"
+
+
 def test_two_cannot_write_the_same_at_once(tmp_path):
     source = big(1 << 20)
     for make in (

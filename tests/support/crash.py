@@ -135,6 +135,8 @@ class _Folder:
     entries: dict[str, _File | _Folder] = field(default_factory=dict)
     durable: dict[str, _File | _Folder] = field(default_factory=dict)
     pending: dict[str, list[_File | _Folder | None]] = field(default_factory=dict)
+    settled: dict[str, int] = field(default_factory=dict)
+    """How many states of a name are no longer pending: a name's states are counted from 1."""
 
     def put(self, name: str, node: _File | _Folder | None) -> None:
         if node is None:
@@ -143,8 +145,24 @@ class _Folder:
             self.entries[name] = node
         self.pending.setdefault(name, []).append(node)
 
-    def sync(self) -> None:
-        self.durable, self.pending = dict(self.entries), {}
+    def last(self) -> dict[str, int]:
+        """Of every name with pending states, the number of its newest state."""
+        return {n: self.settled.get(n, 0) + len(states) for n, states in self.pending.items()}
+
+    def sync(self, last: dict[str, int]) -> None:
+        """Make the states up to those numbers durable: what was there when the sync began."""
+        for name, number in last.items():
+            count = number - self.settled.get(name, 0)
+            if count <= 0:  # another sync was faster
+                continue
+            states = self.pending.pop(name)
+            if (node := states[count - 1]) is None:
+                self.durable.pop(name, None)
+            else:
+                self.durable[name] = node
+            if states[count:]:
+                self.pending[name] = states[count:]
+            self.settled[name] = number
 
 
 State = dict[str, bytes | None]
@@ -157,6 +175,7 @@ class Disk:
     def __init__(self, base: Path) -> None:
         self.base, self.root = base, _Folder()
         self.files: dict[int, _File] = {}
+        self._begun: dict[int, tuple[_Folder, dict[str, int]]] = {}
 
     def _find(self, path: Path) -> Any:
         node: Any = self.root
@@ -167,7 +186,7 @@ class Disk:
     def apply(self, op: Operation) -> None:
         kind, path = op.kind, op.path
         if path is not None and not path.is_relative_to(self.base):
-            assert kind == "sync_folder", f"{kind} of {path}, outside of {self.base}"
+            assert kind.endswith("sync_folder"), f"{kind} of {path}, outside of {self.base}"
         elif kind == "make_folder":
             self._find(path.parent).put(path.name, _Folder())
         elif kind == "create":
@@ -177,11 +196,21 @@ class Disk:
             self.files[op.file].data += op.data
         elif kind == "sync":
             self.files[op.file].durable = len(self.files[op.file].data)
+        elif kind == "begin_sync_folder":
+            folder = self._find(path)
+            self._begun[op.file] = folder, folder.last()
         elif kind == "sync_folder":
-            self._find(path).sync()
+            folder, last = self._begun.pop(op.file, (None, {}))
+            if folder is None:  # nothing happened meanwhile
+                folder = self._find(path)
+                last = folder.last()
+            folder.sync(last)
         elif kind == "link":
             self._find(op.other.parent).put(op.other.name, self._find(path))
         elif kind in ("remove", "remove_folder"):
+            self._find(path.parent).put(path.name, None)
+        elif kind == "rename":
+            self._find(op.other.parent).put(op.other.name, self._find(path))
             self._find(path.parent).put(path.name, None)
 
     def _folders(self) -> Iterator[_Folder]:
