@@ -48,7 +48,7 @@ test-all: setup
 	$(PY) -m pytest -m ""
 
 test-faults: setup
-	$(PY) -m pytest -m slow tests/pretrain/test_campaign.py -k short
+	$(PY) -m pytest -m slow tests/convoy/chaos/test_campaign.py -k short
 
 lint: setup
 	$(PY) -m ruff check .
@@ -68,7 +68,7 @@ megablocks: setup
 	$(PY) -m pip install triton
 
 docs/spec.md: setup
-	$(PY) -m pretrain.spec.reference > $@
+	$(PY) -m docs.spec_page > $@
 
 docs/api.md: setup
 	$(PY) -m docs.api_page > $@

@@ -36,15 +36,9 @@ import torch
 
 from bench.data_prepare import prepare
 from bench.harness import Row, arguments, finish, interleave
-from pretrain.data import (
-    CorpusManifest,
-    Cursor,
-    DataConfig,
-    GlobalOrder,
-    Loader,
-    PackedSequences,
-)
-from pretrain.data.manifest import Shard
+from corpus.config import DataConfig
+from corpus.manifest import CorpusManifest, Shard
+from pretrain.data import Cursor, GlobalOrder, Loader, PackedSequences
 
 S, BATCH = 2048, 8
 SHARD_TOKENS = 1 << 22
@@ -277,7 +271,8 @@ def start_up(folder: Path, sizes: Sequence[int]) -> list[Row]:
 
 def open_and_report(folder: Path) -> None:
     """In a process of its own: what a start of a run does with its data."""
-    from pretrain.data import read_batch, read_manifest
+    from corpus.manifest import read_manifest
+    from pretrain.data import read_batch
 
     torch.zeros(1)
     before = _memory("VmRSS")

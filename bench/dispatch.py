@@ -29,13 +29,13 @@ import torch.distributed as dist
 
 from bench.harness import Row, arguments, finish
 from moe import MoEConfig, MoELayer
-from moe.dispatch import (
+from moe.dispatch.dispatchers import (
     AllGatherDispatcher,
     AllToAllDispatcher,
     Dispatcher,
     PaddedAllToAllDispatcher,
 )
-from parallel.collectives import exchange_counts
+from parallel.comm.collectives import exchange_counts
 
 T, D, E, K = 4096, 512, 32, 4
 

@@ -18,7 +18,8 @@ from tempfile import TemporaryDirectory
 
 from bench.harness import Row, arguments, finish
 from bench.recipe_runs import one_rank, prepare_corpus
-from pretrain.train import Generated, sample
+from convoy.sampling import sample
+from pretrain.train import Generated
 
 PROMPTS = ("import os\n", "def main(", "class Reader:\n", "    for name in ")
 DRAFTS = (0, 1, 2)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from bench.harness import Row, arguments, finish
 from bench.recipe_runs import RANKS, RECIPE, prepare_corpus, torchrun, train
-from pretrain.plan import load_cluster, plan_of
+from convoy.plan import load_cluster, plan_of
 from pretrain.spec import load_spec
 
 _STEPS = 15

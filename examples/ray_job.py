@@ -31,7 +31,7 @@ JOB = json.loads(r"""
  "python": "python3",
  "program": [
   "-m",
-  "pretrain.commands",
+  "convoy",
   "pretrain"
  ],
  "workdir": "/shared",

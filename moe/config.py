@@ -6,8 +6,13 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from moe.activation import ActivationName
+from router import CapacityConfig as CapacityConfig
+from router import DroplessConfig as DroplessConfig
+from router import FixedCapacityConfig as FixedCapacityConfig
 from router import RouterConfig
+from router import StragglerAwareConfig as StragglerAwareConfig
+
+ActivationName = Literal["swiglu", "geglu", "gelu", "relu2"]
 
 Backend = Literal["auto", "loop", "grouped_mm", "packed", "megablocks"]
 Gemm = Literal["compute", "float8"]

@@ -13,24 +13,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import _register_namedtuple
 
-from moe.activation import ACTIVATIONS, ActivationName
-from moe.by_unit import fork, single_assignments
-from moe.config import MoEConfig, check_exact
-from moe.deep_ep import DeepEPDispatcher
+from moe.config import ActivationName, MoEConfig, check_exact
 from moe.dispatch import (
     AllGatherDispatcher,
     AllToAllDispatcher,
+    DeepEPDispatcher,
     Dispatcher,
     LocalDispatcher,
     PaddedAllToAllDispatcher,
 )
-from moe.experts import GroupedExperts
-from moe.float8_rows import Float8Rows, round_rows
+from moe.experts import ACTIVATIONS, GroupedExperts, fork, single_assignments
+from moe.float8 import Float8Rows, round_rows
 from moe.rows import RowMap, sum_rows, take_rows
 from moe.stopwatch import Stopwatch
 from moe.transforms import in_vmap
 from parallel.dtensor import whole_parameters
-from parallel.unit_sums import UnitSums
+from parallel.exact import UnitSums
 from router import LostGroup, RouterOutput, TopKRouter
 
 
@@ -102,7 +100,8 @@ _register_namedtuple(MoEOutput, serialized_type_name="moe.MoEOutput")
 
 
 class FeedForward(nn.Module):
-    """A dense feed-forward layer, also for the shared experts; see :mod:`moe.activation`."""
+    """A dense feed-forward layer, also for the shared experts; see
+    :mod:`moe.experts.activation`."""
 
     def __init__(
         self, d_model: int, d_ff: int, activation: ActivationName = "swiglu", bias: bool = False

@@ -7,9 +7,10 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from parallel.gradient_compression import GradientCompression
 from parallel.layout import Topology
-from parallel.recompute import Recompute
+
+Recompute = Literal["none", "selective", "full"]
+GradientCompression = Literal["none", "bfloat16", "one_bit"]
 
 _MODEL = ConfigDict(frozen=True, extra="forbid", strict=True)
 

@@ -13,19 +13,10 @@ from torch import Tensor
 
 from ckpt import LocalArray
 from cluster.members import node_name
+from corpus.tokenizer import end_of_document, load_tokenizer
 from parallel import CompressedSum, Topology
-from pretrain.data import (
-    Blend,
-    Corpora,
-    Division,
-    Loader,
-    Sequences,
-    end_of_document,
-    load_tokenizer,
-    open_corpora,
-)
+from pretrain.data import Blend, Corpora, Division, Loader, Sequences, open_corpora
 from pretrain.errors import InputError
-from pretrain.health import CapacityBalance, Stragglers
 from pretrain.model import forward_flops
 from pretrain.observe import CapacityPlanned, Events, StepCommitted, read_log
 from pretrain.optim import Surroundings, build_optimizer
@@ -35,6 +26,8 @@ from pretrain.parallelize import (
     StepResult,
     forward_backward,
 )
+from pretrain.parts.capacity import CapacityBalance
+from pretrain.parts.stragglers import Stragglers
 from pretrain.rank_model import RankModel, build_model
 from pretrain.runtime import Runtime
 from pretrain.spec import JobSpec
@@ -112,7 +105,7 @@ class Job(RankModel):
         loss_scale: float | None = None,
         mtp: MTPLoss = NO_MTP,
     ) -> StepResult:
-        """Gradients of one step's loss, see :func:`pretrain.parallelize.forward_backward`, times
+        """Gradients of one step's loss, see :func:`pretrain.parallelize.micro_batches`, times
         ``loss_scale``, a power of two: that rounds nothing. ``mtp`` is what :meth:`mtp_loss` says
         of the step."""
         divisor = planned_tokens / (loss_scale or 1.0)

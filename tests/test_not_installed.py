@@ -66,5 +66,5 @@ def test_a_save_without_an_installed_convoy(tmp_path):
 @pytest.mark.slow
 def test_a_run_without_an_installed_convoy(tmp_path):
     spec = write_spec(prepare_job(tmp_path / "job"))
-    run = python_without_convoy(tmp_path, "-m", "pretrain.commands", "pretrain", str(spec))
+    run = python_without_convoy(tmp_path, "-m", "convoy", "pretrain", str(spec))
     assert run.returncode == 0, run.stderr

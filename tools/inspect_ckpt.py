@@ -1,6 +1,6 @@
 """``convoy inspect``, from a checkout."""
 
-from pretrain.commands import main
+from convoy.commands.command_line import main
 
 if __name__ == "__main__":
     raise SystemExit(main("inspect"))

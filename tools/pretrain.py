@@ -13,6 +13,6 @@ if __name__ == "pretrain":
     import_module(__name__)
 
 if __name__ == "__main__":
-    from pretrain.commands import main
+    from convoy.commands.command_line import main
 
     raise SystemExit(main("pretrain"))

@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from bench.harness import Row, finish
 from bench.learning.curves import Curve
-from pretrain.observe.report.figures import COLORS, STYLE
+from convoy.report.figures import COLORS, STYLE
 
 _STYLES = ("-", "--", ":", "-.")
 

@@ -26,8 +26,8 @@ from bench.harness import Row
 from bench.learning.curves import Curve
 from bench.learning.plots import write_study
 from bench.recipe_runs import RECIPE, ROOT, prepare_corpus, train
+from convoy.commands.command_line import main as convoy
 from pretrain.checkpoint import restore
-from pretrain.commands import main as convoy
 from pretrain.data import Cursor
 from pretrain.job import build_job
 from pretrain.observe import Summary

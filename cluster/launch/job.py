@@ -46,7 +46,7 @@ class Job:
     nodes: tuple[int, int]
     ranks_per_node: int
     program: tuple[str, ...]
-    """The words behind the interpreter that start a rank, ``("-m", "pretrain.commands", ...)``."""
+    """The words behind the interpreter that start a rank, ``("-m", "convoy", ...)``."""
     config: str
     """The file that the program reads, on a folder that nodes share."""
     overrides: tuple[str, ...]

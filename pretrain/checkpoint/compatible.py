@@ -9,8 +9,9 @@ from pydantic import ValidationError
 
 import ckpt
 from ckpt import Manifest
+from corpus.manifest import recorded_manifest
 from parallel import Topology
-from pretrain.data import BatchConfig, Blend, changed_shard, recorded_manifest
+from pretrain.data import BatchConfig, Blend, changed_shard
 from pretrain.errors import InputError
 from pretrain.job import Job
 from pretrain.spec import JobSpec, upgraded

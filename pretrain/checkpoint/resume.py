@@ -24,7 +24,7 @@ from pretrain.checkpoint.compatible import check_resumable, resolved
 from pretrain.checkpoint.initial_weights import initialize
 from pretrain.checkpoint.node_tiers import forget_others, restore_from_nodes
 from pretrain.checkpoint.progress import newest_shared_step
-from pretrain.checkpoint.roll_back import complete_roll_back, with_memory_of_roll_back
+from pretrain.checkpoint.rolling_back import complete_roll_back, with_memory_of_roll_back
 from pretrain.checkpoint.run_id import run_id, save_id
 from pretrain.data import Blend, Phase
 from pretrain.errors import InputError

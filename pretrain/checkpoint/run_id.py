@@ -29,7 +29,8 @@ from pretrain.spec import JobSpec
 from pretrain.state import run_id_of
 
 RUN = "run.json"
-"""The file with the run id; after a roll-back also what :mod:`pretrain.checkpoint.roll_back` says.
+"""The file with the run id; after a roll-back also what :mod:`pretrain.checkpoint.rolling_back`
+says.
 """
 BEGINNING = -1
 """In the place of a step, for a roll-back: before the first checkpoint."""

@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from corpus.config import DataConfig
+from corpus.location import is_there, new_place, read_file
+from corpus.manifest import CorpusManifest, Shard
 from pretrain.data.cache import ShardCache
-from pretrain.data.config import DataConfig
-from pretrain.data.location import is_there, new_place, read_file
-from pretrain.data.manifest import CorpusManifest, Shard
 from pretrain.data.sequences import Indices, ShardFiles, by_shard
 from pretrain.errors import InputError
 

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 
 from ckpt.store import THREADS
+from corpus.config import DataConfig, is_remote
+from corpus.manifest import CorpusManifest, Shard
 from pretrain.data.cache import CachedFile, ShardCache
-from pretrain.data.config import DataConfig
-from pretrain.data.location import is_remote
-from pretrain.data.manifest import CorpusManifest, Shard
 from pretrain.errors import InputError
 
 if TYPE_CHECKING:  # processes that prepare a corpus start without torch

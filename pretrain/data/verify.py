@@ -6,9 +6,9 @@ import hashlib
 from pathlib import Path
 
 from ckpt.store import Store
+from corpus.location import blocks_of, damaged, read_file, store_at
+from corpus.manifest import CorpusManifest, Shard
 from pretrain.data.best_fit import PACKING_FOLDER, Packing, read_packing_at
-from pretrain.data.location import blocks_of, damaged, read_file, store_at
-from pretrain.data.manifest import CorpusManifest, Shard
 from pretrain.errors import InputError
 
 

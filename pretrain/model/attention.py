@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from parallel import Documents
-from parallel.context_parallel import FullSequence, SequenceContext, ShardedSequence
+from parallel.apply import FullSequence, SequenceContext, ShardedSequence
 from pretrain.model.norm import RMSNorm
 from pretrain.model.rope import YarnConfig, rope_frequencies, rotate
 

@@ -30,9 +30,9 @@ from parallel import (
     on_loss_grid,
     set_gradient_sync,
 )
-from parallel.comm_watch import CollectiveWork, monitored
+from parallel.comm import CollectiveWork, monitored
 from pretrain.model import Decoder, DecoderOutput, Drafting
-from pretrain.parallelize.forward_backward import (
+from pretrain.parallelize.micro_batches import (
     LocalBatch,
     RoutedTokens,
     depth_of,
@@ -199,7 +199,7 @@ class Pipeline:
         reduce_once: bool,
         mtp: MTPLoss = NO_MTP,
     ) -> StepResult:
-        """As :func:`pretrain.parallelize.forward_backward`, through all stages; every rank of the
+        """As :func:`pretrain.parallelize.micro_batches`, through all stages; every rank of the
         pipeline must call.
 
         Raises RuntimeError for an action of PyTorch's schedule that Convoy does not know.

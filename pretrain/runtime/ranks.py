@@ -18,7 +18,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from ckpt.errors import CheckpointError
 from cluster.detect import HangReport, Heartbeat, turn_on_flight_recorder
 from parallel import CommMonitor
-from parallel.comm_watch import install_monitor
+from parallel.comm import install_monitor
 from pretrain.errors import EXIT_BAD_INPUT, EXIT_LOST, InputError
 from pretrain.runtime.memory import keep_freed_memory
 from pretrain.runtime.start_parts import StartParts

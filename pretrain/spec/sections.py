@@ -6,16 +6,19 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from corpus.config import DataConfig
 from moe import MoEConfig
 from parallel import ParallelConfig
-from pretrain.data import BatchConfig, DataConfig
-from pretrain.health import HealthConfig, StragglersConfig, VerifyConfig
+from pretrain.data import BatchConfig
 from pretrain.model import ModelConfig, MTPConfig
 from pretrain.optim import OptimizerConfig, ScheduleConfig, with_kind
+from pretrain.parts.faults import FaultConfig
+from pretrain.parts.playbook import HealthConfig
+from pretrain.parts.rank_watch import DetectionConfig
+from pretrain.parts.stragglers import StragglersConfig
+from pretrain.parts.verify import VerifyConfig
 from pretrain.spec.checkpoint import CheckpointConfig, InitConfig
-from pretrain.spec.detection import DetectionConfig
 from pretrain.spec.elastic import ElasticConfig
-from pretrain.spec.faults import FaultConfig
 from pretrain.spec.launch import LaunchConfig
 from pretrain.spec.plan import PlanConfig
 from pretrain.spec.precision import PrecisionConfig

@@ -29,7 +29,7 @@ class RunState:
     capacity: dict[str, Any] | None
     """Speeds and plans of straggler-aware capacity, see ``CapacityBalance.state``."""
     tokenizer: str = ""
-    """Fingerprint of the tokenizer, see :func:`pretrain.data.tokenizer_fingerprint`."""
+    """Fingerprint of the tokenizer, see :func:`corpus.tokenizer.tokenizer_fingerprint`."""
     stragglers: dict[str, Any] | None = None
     """Speeds of whole ranks and the division of micro-batches, see ``Stragglers.state``."""
     machines: list[str] = field(default_factory=list)

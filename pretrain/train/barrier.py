@@ -15,9 +15,9 @@ from enum import Enum
 import torch
 
 from parallel import all_gather_rows, grad_square_sum
-from pretrain.health import Signal, Verdict
 from pretrain.job import Job
 from pretrain.parallelize import RoutingStats
+from pretrain.parts.playbook import Signal, Verdict
 
 
 @dataclass(frozen=True)

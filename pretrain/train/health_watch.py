@@ -13,7 +13,10 @@ import ckpt
 from pretrain.checkpoint import Checkpointer, go_back
 from pretrain.data import Cursor
 from pretrain.errors import HealthError
-from pretrain.health import (
+from pretrain.job import Job
+from pretrain.observe import HealthAction, HealthSignal
+from pretrain.parallelize import RoutingStats
+from pretrain.parts.playbook import (
     HealthMemory,
     Seen,
     Verdict,
@@ -23,9 +26,6 @@ from pretrain.health import (
     judge,
     routers_are_checked,
 )
-from pretrain.job import Job
-from pretrain.observe import HealthAction, HealthSignal
-from pretrain.parallelize import RoutingStats
 from pretrain.state import Progress
 from pretrain.train.barrier import Action, Decision
 

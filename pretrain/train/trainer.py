@@ -12,12 +12,14 @@ from torch import Tensor
 from parallel import CollectiveKind, CommStats, scale_gradients
 from pretrain.checkpoint import Checkpointer
 from pretrain.data import Cursor, Loader, data_checksum
-from pretrain.faults import Faults
 from pretrain.job import Job
 from pretrain.model import forward_flops, peak_flops_per_second
 from pretrain.observe import CapacityPlanned, Evaluated, StepCommitted, StepSkipped
 from pretrain.optim import set_lr
 from pretrain.parallelize import RoutingStats, StepResult
+from pretrain.parts.faults import Faults
+from pretrain.parts.rank_watch import LossWatch
+from pretrain.parts.stragglers import StragglerStages
 from pretrain.runtime import StopCause, StopRequest
 from pretrain.spec import learning_rate
 from pretrain.state import Progress, rng_states, set_rng_states
@@ -31,7 +33,6 @@ from pretrain.train.barrier import (
     square_sum_of,
 )
 from pretrain.train.data_fetches import publish_fetches
-from pretrain.train.detection import LossWatch
 from pretrain.train.digests import StepDigests
 from pretrain.train.evaluate import StoppedEvaluationError, evaluate
 from pretrain.train.health_watch import HealthWatch
@@ -41,7 +42,6 @@ from pretrain.train.interval_stats import (
     seconds_and_bytes,
 )
 from pretrain.train.profile import StepProfiler
-from pretrain.train.straggler_stages import StragglerStages
 from pretrain.train.verify import Verifier
 
 

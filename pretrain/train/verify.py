@@ -21,7 +21,11 @@ from parallel.layout import count_ranks, name_ranks
 from pretrain.checkpoint import Checkpointer, leave_verified
 from pretrain.data import Cursor, Loader
 from pretrain.errors import CorruptionError, HealthError
-from pretrain.health import (
+from pretrain.job import Job
+from pretrain.observe import CorruptionFound, Verified
+from pretrain.optim import moments
+from pretrain.parallelize import MTPLoss
+from pretrain.parts.verify import (
     Finding,
     GradientPass,
     gradients_agree,
@@ -30,10 +34,6 @@ from pretrain.health import (
     machine_to_exclude,
     next_shifts,
 )
-from pretrain.job import Job
-from pretrain.observe import CorruptionFound, Verified
-from pretrain.optim import moments
-from pretrain.parallelize import MTPLoss
 from pretrain.state import Progress, rng_states, set_rng_states
 from pretrain.train.exclusion import exclude_machine
 

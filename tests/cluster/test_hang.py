@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from cluster.detect import first_mismatch, read_dumps
-from pretrain.commands.pretrain import main
+from convoy.commands.pretrain import main
 from pretrain.data.loader import Loader
 from tests.support.jobs import prepare_job, write_spec
 from tests.support.ranks import start_ranks

@@ -35,7 +35,7 @@ JOB = Job(
     name="run",
     nodes=(2, 4),
     ranks_per_node=8,
-    program=("-m", "pretrain.commands", "pretrain"),
+    program=("-m", "convoy", "pretrain"),
     config="/shared/spec.toml",
     overrides=("--set", 'data.source="a b"'),
     config_text='{"name": "run"}',

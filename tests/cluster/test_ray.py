@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.commands import main
+from convoy.commands.command_line import main
 from tests.support.jobs import data_of, events, prepare_job, write_spec
 
 pytestmark = [
@@ -97,7 +97,7 @@ def ranks_of(mark: str) -> list[int]:
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_bytes()
             above = Path(f"/proc/{parent(pid)}/cmdline").read_bytes()
-            if b"pretrain.commands" in words and b"ray::" in above:
+            if b"convoy" in words and b"ray::" in above:
                 found.append(pid)
     return found
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.commands import main
+from convoy.commands.command_line import main
 from tests.support.jobs import data_of, events, prepare_job, write_spec
 from tests.support.slurm import MISSING, Slurm, slurm
 

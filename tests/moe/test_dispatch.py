@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe import MoEConfig, MoELayer, deep_ep
-from parallel import ParallelDims, Topology, apply_expert_parallel, collectives, host_buffers
+from moe import MoEConfig, MoELayer
+from moe.dispatch import deep_ep
+from parallel import ParallelDims, Topology, apply_expert_parallel
+from parallel.comm import collectives, host_buffers
 from pretrain import rank_model
 from pretrain.errors import InputError
 from tests.support.jobs import make_spec

@@ -105,7 +105,7 @@ def test_adopted_experts_run_on_megablocks_without_copies(monkeypatch, recompute
     theirs, model = (moe.adopt(make_model("mixtral"), backend=b) for b in ("loop", "auto"))
     for each in (theirs, model):
         each.bfloat16()
-    monkeypatch.setattr("moe.experts.choose_backend", lambda name, *_: (
+    monkeypatch.setattr("moe.experts.grouped.choose_backend", lambda name, *_: (
         "loop" if name == "loop" else "megablocks"
     ))  # fmt: skip
     for layer in layers_of(model):

@@ -1,0 +1,281 @@
+"""``convoy launch``: a run on the engine of a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from convoy.commands.parsing import Parser, ended
+from convoy.commands.pretrain import add_spec_arguments
+from pretrain.errors import InputError
+from pretrain.observe import say
+
+if TYPE_CHECKING:
+    from cluster.launch import Job
+    from pretrain.spec import JobSpec
+
+ENGINES = ("torchrun", "slurm", "ray", "kubernetes")
+_FIRST_SAVE_SECONDS = 60.0
+"""For a checkpoint, before one was measured; as the run itself reserves."""
+
+_EPILOG = """\
+examples:
+  convoy launch spec.toml --on slurm                        # print the job
+  convoy launch spec.toml --on slurm --submit               # print and submit it
+  convoy launch spec.toml --on slurm --set launch.nodes=2:4 --set elastic.enabled=true
+  convoy launch spec.toml --on kubernetes --output job.yaml
+  convoy launch spec.toml --on torchrun --submit            # train on this machine
+
+The section [launch] of the spec says what the engine is asked for. docs/cluster.md has each engine
+from one machine to many. Nothing is submitted without --submit.
+
+exit codes:
+  0  the job was printed, or submitted. On torchrun and on Ray --submit becomes the launcher, which
+     ends with its own exit code
+  2  the spec cannot be used, the engine is not there, or the engine refuses; nothing runs
+  75 stopped
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run ``convoy launch``; returns its exit code."""
+    parser = Parser("convoy launch", "Render a run for an engine, and submit it.", _EPILOG)
+    add_spec_arguments(parser)
+    parser.add_argument("--on", required=True, choices=ENGINES, metavar="ENGINE", dest="engine",
+                        help="torchrun, slurm, ray or kubernetes")  # fmt: skip
+    parser.add_argument("--submit", action="store_true", help="submit the job too")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the job to a file, and print nothing"
+    )
+    args = parser.parse_args(arguments)
+    return ended(lambda: _launch(args), debug=args.debug, stopped="look whether the job was taken")
+
+
+def _launch(args: argparse.Namespace) -> int:
+    from cluster.launch import ENGINES as MODULES
+    from pretrain.spec import load_spec
+
+    spec = load_spec(args.spec, args.overrides)
+    job = make_job(spec, args.spec, args.overrides, args.engine)
+    engine = MODULES[args.engine]
+    text = engine.render(job)
+    if args.submit:
+        check_folders(spec, job, args.engine)
+        engine.check(job)
+    if args.output is not None:
+        try:
+            args.output.write_text(text)
+        except OSError as error:
+            raise InputError(f"--output ({args.output}): {error.strerror}") from None
+    else:
+        say(text.removesuffix("\n"))
+    if args.submit:
+        sys.stdout.flush()
+        number = engine.submit(job, text)
+        for line in engine.submitted(job, number):
+            say(line)
+    return 0
+
+
+def make_job(spec: JobSpec, path: Path, overrides: Sequence[str], engine: str) -> Job:
+    """The job of a spec for an engine. Raises InputError where the spec does not allow it.
+
+    Args:
+        spec: read from ``path`` with ``overrides``.
+        path: the file of the spec.
+        overrides: ``SECTION.FIELD=VALUE``.
+        engine: its name.
+    """
+    from cluster.launch import Job, PodOptions
+    from cluster.members import EXCLUDE_LIST, read_exclusions
+    from parallel.version import VERSION
+
+    launch = spec.launch
+    on_pods = engine == "kubernetes"
+    notes = [f"{spec.name}: {line}" for line in _layouts(spec)]
+    more = _engine_overrides(spec, engine)
+    base = Path(launch.workdir or (launch.kubernetes.mount_path if on_pods else Path.cwd()))
+    run_dir = base / spec.run_path
+    check_walltime(spec, run_dir)
+    checkpoints = spec.checkpoint_path
+    if isinstance(checkpoints, Path):
+        checkpoints = base / checkpoints
+    check_image(launch.image, VERSION)
+    if engine in ("slurm", "torchrun"):
+        check_same_file(path, base)
+    return Job(
+        name=spec.name if not on_pods else spec.name.lower().replace("_", "-").replace(".", "-"),
+        nodes=(launch.min_nodes, launch.max_nodes),
+        ranks_per_node=launch.ranks_per_node,
+        program=("-m", "convoy", "pretrain"),
+        config=str(base / path),
+        overrides=tuple(word for each in [*overrides, *more] for word in ("--set", each)),
+        config_text=json.dumps(_with(spec, more).as_dict(), indent=1),
+        run_dir=str(run_dir),
+        checkpoints=str(checkpoints),
+        version=VERSION,
+        workdir=str(base),
+        python=launch.python or ("python3" if launch.image else sys.executable),
+        folders=tuple(sorted({str(folder) for folder in _data_folders(spec, base)})),
+        gpus_per_node=launch.gpus_per_node,
+        cpus_per_rank=launch.cpus_per_rank,
+        walltime_minutes=launch.walltime_minutes,
+        queue=launch.queue,
+        image=launch.image,
+        environment=launch.environment,
+        setup=tuple(launch.setup),
+        burn_in=launch.burn_in,
+        endpoint=launch.endpoint,
+        rendezvous=launch.rendezvous,
+        max_restarts=launch.max_restarts,
+        resize_seconds=launch.resize_seconds,
+        switches=launch.switches,
+        segment=launch.segment,
+        options=tuple(launch.options),
+        excluded=tuple(one.node for one in read_exclusions(run_dir / EXCLUDE_LIST)),
+        metrics_port=spec.metrics.port if spec.metrics.port > 0 else None,
+        notes=tuple(notes),
+        pods=PodOptions(**launch.kubernetes.model_dump()),
+    )
+
+
+def _data_folders(spec: JobSpec, base: Path) -> Iterator[Path]:
+    """The folders of corpora, of the tokenizer and of initial weights, where they are folders."""
+    from corpus.config import is_remote
+
+    data = spec.data
+    sources, sets = data.sources.values(), data.validation.values()
+    paths = [data.path, data.source]
+    paths += [path for one in sources for path in (one.path, one.source)]
+    paths += [path for one in sets for path in (one.path, one.source)]
+    files = [data.tokenizer, spec.init.checkpoint]
+    for path in filter(None, paths):
+        if not is_remote(path) and (base / path).is_dir():
+            yield base / path
+    for file in filter(None, files):
+        if not is_remote(file) and (base / file).exists():
+            yield (base / file).parent
+
+
+def _engine_overrides(spec: JobSpec, engine: str) -> list[str]:
+    """What the engine makes necessary: the run itself keeps to a walltime that the engine does not
+    tell it, and pods are asked for metrics from outside."""
+    more = []
+    limit, walltime = spec.train.time_limit_seconds, spec.launch.walltime_minutes
+    if walltime is not None and engine != "slurm" and (limit is None or limit > walltime * 60):
+        more.append(f"train.time_limit_seconds={walltime * 60}")
+    if engine == "kubernetes" and spec.metrics.port > 0 and spec.metrics.host == "127.0.0.1":
+        more.append("metrics.host=0.0.0.0")
+    return more
+
+
+def _with(spec: JobSpec, overrides: Sequence[str]) -> JobSpec:
+    from pretrain.spec import resolve_spec
+
+    return resolve_spec(spec.as_dict(), "[launch]", overrides)
+
+
+def _layouts(spec: JobSpec) -> list[str]:
+    """The layouts on the fewest and the most nodes, for people. Raises InputError where there is
+    none, or where the number of nodes may change and the layout may not."""
+    from parallel.layout import count_ranks
+    from pretrain.elastic import choose_layout
+
+    launch = spec.launch
+    least, most = launch.min_nodes, launch.max_nodes
+    if least < most and not spec.elastic.enabled:
+        raise InputError(
+            f"launch.nodes ({launch.nodes}) needs elastic.enabled = true: other nodes have another "
+            f"layout"
+        )
+    lines = []
+    if spec.plan.auto:
+        from convoy.plan import automatic
+
+        world = most * launch.ranks_per_node
+        plan = automatic(spec, world, launch.ranks_per_node)[1]
+        return [f"{count_ranks(world)}: {plan.describe()}, by plan.auto"]
+    for nodes in dict.fromkeys((least, most)):
+        world = nodes * launch.ranks_per_node
+        where = f"{nodes} node{'s' if nodes > 1 else ''}, {count_ranks(world)}"
+        if spec.elastic.enabled:
+            found = choose_layout(spec, world, launch.ranks_per_node)
+            spares = f", {found.spares} spare" if found.spares else ""
+            lines.append(f"{where}: {found.topology.describe()}{spares}")
+            continue
+        topology = spec.topology(world)
+        spec.check_nodes(topology, min(launch.ranks_per_node, world))
+        lines.append(f"{where}: {topology.describe()}")
+    return lines
+
+
+def check_same_file(path: Path, workdir: Path) -> None:
+    """Refuse a spec that ranks would not read, because they look for it below ``launch.workdir``.
+    Nothing is refused where this machine does not see that folder."""
+    there = workdir / path
+    if not workdir.is_dir() or (there.is_file() and there.read_bytes() == path.read_bytes()):
+        return
+    raise InputError(
+        f"launch.workdir ({workdir}): ranks read {there}, which must be the spec {path.absolute()}"
+    )
+
+
+def check_walltime(spec: JobSpec, run_dir: Path) -> None:
+    """Refuse a walltime in which no checkpoint can be made. Starts and checkpoints in the log of
+    ``run_dir`` are a measure; before there is any, ``launch.start_seconds`` and 60 s are."""
+    from pretrain.observe import CheckpointCommitted, RunStarted, read_former
+
+    walltime = spec.launch.walltime_minutes
+    if walltime is None:
+        return
+    start, saves = spec.launch.start_seconds, []
+    for line in read_former(run_dir / "log.jsonl"):
+        match line.event:
+            case RunStarted(start_seconds=parts):
+                start = max(start, sum(parts.values()))
+            case CheckpointCommitted(tier="shared", seconds=seconds):
+                saves.append(seconds)
+    save = max(saves, default=_FIRST_SAVE_SECONDS)
+    if walltime * 60 < start + save:
+        raise InputError(
+            f"launch.walltime_minutes ({walltime:g}) must be at least "
+            f"{(start + save) / 60:.1f}: a start takes {start:.0f} s (launch.start_seconds, or as "
+            f"measured) and a checkpoint {save:.0f} s"
+        )
+
+
+def check_image(image: str | None, version: str) -> None:
+    """Refuse an image whose tag does not have Convoy's version: ``latest`` changes between two
+    starts of a run."""
+    if image is None:
+        return
+    folder, slash, last = image.rpartition("/")
+    name, _, tag = last.partition(":")
+    if version not in re.split("[-_@+]", tag.removeprefix("v")):
+        raise InputError(
+            f"launch.image ({image}) must have the version of Convoy, {version}, in its tag: "
+            f"{folder}{slash}{name}:{version}"
+        )
+
+
+def check_folders(spec: JobSpec, job: Job, engine: str) -> None:
+    """Refuse folders of this machine alone for a run on several."""
+    from cluster.launch import local_file_system
+
+    if job.nodes[1] == 1 or spec.launch.shared_folders or engine == "kubernetes":
+        return
+    folders = {"run_dir": job.run_dir}
+    if job.has_local_checkpoints:
+        folders["checkpoint.path"] = job.checkpoints
+    for field, folder in folders.items():
+        kind = local_file_system(Path(folder))
+        if kind is not None:
+            raise InputError(
+                f"{field} ({folder}) is on {kind}, a file system of this machine alone: give a "
+                f"folder that all nodes share, or launch.shared_folders = true where they do"
+            )

@@ -1,0 +1,17 @@
+from .adamw import AdamWConfig as AdamWConfig
+from .adamw import ElementwiseAdamW as ElementwiseAdamW
+from .adamw import build_adamw as build_adamw
+from .config import OptimizerFields as OptimizerFields
+from .config import Surroundings as Surroundings
+from .muon import Muon as Muon
+from .muon import MuonConfig as MuonConfig
+from .muon import orthogonalized as orthogonalized
+from .registry import KINDS as KINDS
+from .registry import OptimizerConfig as OptimizerConfig
+from .registry import build_optimizer as build_optimizer
+from .registry import with_kind as with_kind
+from .schedule import ScheduleConfig as ScheduleConfig
+from .state import moment_names as moment_names
+from .state import moments as moments
+from .state import set_lr as set_lr
+from .state import set_update_count as set_update_count
