@@ -38,7 +38,8 @@ from pretrain.observe import Metrics
 from pretrain.parallelize import LocalBatch, forward_backward
 from pretrain.runtime import keep_freed_memory
 from pretrain.spec import load_spec
-from pretrain.train.barrier import Report, exchange
+from pretrain.step import Report
+from pretrain.train.barrier import exchange
 
 EXPERTS = (8, 32, 128, 512)
 LAYERS = (2, 4, 8, 16)

@@ -1,6 +1,6 @@
 """``convoy prepare``, from a checkout."""
 
-from convoy.commands.command_line import main
+from convoy.commands import main
 
 if __name__ == "__main__":
     raise SystemExit(main("prepare"))

@@ -13,6 +13,6 @@ if __name__ == "pretrain":
     import_module(__name__)
 
 if __name__ == "__main__":
-    from convoy.commands.command_line import main
+    from convoy.commands import main
 
     raise SystemExit(main("pretrain"))

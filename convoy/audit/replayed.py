@@ -22,7 +22,8 @@ from pretrain.observe import (
 )
 from pretrain.runtime import start
 from pretrain.spec import JobSpec, resolve_spec
-from pretrain.train import Action, Trainer
+from pretrain.step import Action
+from pretrain.train import Trainer
 
 _FEW = 3
 """Names that fit into a line."""

@@ -223,11 +223,11 @@ def _load(job: Job, manifest: Manifest, root: Location, once: bool = False) -> P
         seed_rng(job.spec.train.seed, manifest.step, runtime.rank)
     # Speeds are of machines: on other machines they are measured anew, from equal shares.
     same_machines = same_ranks and state.machines in ([], list(job.machines))
-    if job.balance is not None and same_machines and state.capacity:
-        job.balance.load(state.capacity)
-        job.balance.apply(job.routers, runtime.rank)
-    if job.stragglers is not None and same_machines and state.stragglers:
-        job.restore_stragglers(state.stragglers)
+    for part in job.parts:
+        if part.name in state.parts and (same_machines or not part.of_machines):
+            wish = part.load(state.parts[part.name])
+            if wish is not None:
+                job.act(wish)
     progress, scale = state.progress, job.spec.precision.first_loss_scale
     job.continue_blend(_blend_of(state), progress.consumed_samples)
     progress = _set_step_counts(job, progress)

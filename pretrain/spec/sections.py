@@ -12,11 +12,11 @@ from parallel import ParallelConfig
 from pretrain.data import BatchConfig
 from pretrain.model import ModelConfig, MTPConfig
 from pretrain.optim import OptimizerConfig, ScheduleConfig, with_kind
-from pretrain.parts.faults import FaultConfig
-from pretrain.parts.playbook import HealthConfig
-from pretrain.parts.rank_watch import DetectionConfig
-from pretrain.parts.stragglers import StragglersConfig
-from pretrain.parts.verify import VerifyConfig
+from pretrain.parts.faults.config import FaultConfig
+from pretrain.parts.playbook.config import HealthConfig
+from pretrain.parts.rank_watch.config import DetectionConfig
+from pretrain.parts.stragglers.config import StragglersConfig
+from pretrain.parts.verify.config import VerifyConfig
 from pretrain.spec.checkpoint import CheckpointConfig, InitConfig
 from pretrain.spec.elastic import ElasticConfig
 from pretrain.spec.launch import LaunchConfig

@@ -32,6 +32,9 @@ class TrainConfig(BaseModel):
     """Wall time of one start, in seconds since the process of rank 0 was started. The run commits a
     checkpoint and ends with exit code 75 before the limit. Under Slurm the end of the job, of which
     ``SLURM_JOB_END_TIME`` tells, is a limit too."""
+    parts: list[str] = []
+    """Parts of a step that are no parts of Convoy, as ``package.module:Class``; see
+    :class:`pretrain.step.Part`."""
     notice_file: str | None = Field(default=None, min_length=1)
     """A file that announces a preemption. When the file appears, the run commits a checkpoint and
     ends with exit code 75. The environment variable ``CONVOY_NOTICE_FILE`` has precedence."""

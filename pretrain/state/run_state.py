@@ -26,15 +26,12 @@ class RunState:
     progress: Progress
     corpus: str
     """Fingerprint of the tokenized corpus."""
-    capacity: dict[str, Any] | None
-    """Speeds and plans of straggler-aware capacity, see ``CapacityBalance.state``."""
+    parts: dict[str, dict[str, Any]]
+    """The state of each part by its name, see :class:`pretrain.step.Part`."""
     tokenizer: str = ""
     """Fingerprint of the tokenizer, see :func:`corpus.tokenizer.tokenizer_fingerprint`."""
-    stragglers: dict[str, Any] | None = None
-    """Speeds of whole ranks and the division of micro-batches, see ``Stragglers.state``."""
     machines: list[str] = field(default_factory=list)
-    """The machine of each rank, whose speeds ``capacity`` and ``stragglers`` are; none in
-    checkpoints of before."""
+    """The machine of each rank, whose speeds parts have measured; none in checkpoints of before."""
     threads: int | None = None
     """Threads of a process, where the numbers of a run depend on nothing but units and threads;
     otherwise None."""
@@ -54,8 +51,7 @@ class RunState:
             "sources": self.sources,
             "blend": self.blend,
             "tokenizer": self.tokenizer,
-            "capacity": self.capacity,
-            "stragglers": self.stragglers,
+            "parts": self.parts,
             "machines": self.machines,
             "threads": self.threads,
         }
@@ -75,8 +71,13 @@ def read_run_state(manifest: Manifest) -> RunState | None:
     try:
         progress = _PROGRESS.validate_python({k: v for k, v in state.items() if k in names})
         corpus = state["corpus"]
-        capacity, stragglers = state.get("capacity"), state.get("stragglers")
-        tables = isinstance(capacity, Mapping | None) and isinstance(stragglers, Mapping | None)
+        # Checkpoints of before have the states of these two parts side by side with the others.
+        before = {name: state[name] for name in ("capacity", "stragglers") if state.get(name)}
+        parts = state.get("parts", before)
+        if not isinstance(parts, Mapping) or not all(
+            isinstance(p, Mapping) for p in parts.values()
+        ):
+            raise TypeError("parts must be an object of objects")
         threads = state.get("threads")
         sources, blend = state.get("sources", {}), state.get("blend")
         machines = state.get("machines", [])
@@ -84,11 +85,8 @@ def read_run_state(manifest: Manifest) -> RunState | None:
             raise TypeError("sources must be an object, and blend a list or null")
         if not isinstance(machines, list) or not all(isinstance(one, str) for one in machines):
             raise TypeError("machines must be a list of texts")
-        if not isinstance(corpus, str) or not tables or not isinstance(threads, int | None):
-            raise TypeError(
-                "corpus must be text, capacity and stragglers objects or null, threads a number or "
-                "null"
-            )
+        if not isinstance(corpus, str) or not isinstance(threads, int | None):
+            raise TypeError("corpus must be text, and threads a number or null")
     except (ValidationError, KeyError, TypeError) as error:
         first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise CheckpointError(
@@ -101,8 +99,7 @@ def read_run_state(manifest: Manifest) -> RunState | None:
     return RunState(
         progress,
         corpus,
-        None if capacity is None else dict(capacity),
-        stragglers=None if stragglers is None else dict(stragglers),
+        {name: dict(part) for name, part in parts.items()},
         machines=machines,
         threads=threads,
         sources=dict(sources),

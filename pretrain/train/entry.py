@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -193,7 +193,7 @@ def _train(
         trainer = Trainer(job, progress, checkpointer, faults, profiler)
         begun = trainer
         tell_of_failing_stores(job, lambda: begun.progress.step)
-        with _watched(job, trainer), watch_ranks(job):
+        with _watched(job, trainer), _heartbeats(job):
             if trainer.train(stop):
                 return _stopped(job, trainer.progress.step, trainer.stop_cause)
             try:
@@ -285,6 +285,17 @@ def _started(job: Job, progress: Progress, url: str | None, layout: ChosenLayout
     )
 
 
+def _heartbeats(job: Job) -> AbstractContextManager[None]:
+    """This rank's heartbeat, and on rank 0 the watch over all heartbeats."""
+    return watch_ranks(
+        job.runtime,
+        job.spec.detection,
+        timeout_seconds=job.spec.train.timeout_seconds,
+        run_path=job.spec.run_path,
+        publish=job.events.publish,
+    )
+
+
 @contextmanager
 def _watched(job: Job, trainer: Trainer) -> Iterator[None]:
     """Where a collective fails, say which, and who is not in it."""
@@ -302,7 +313,8 @@ def _watched(job: Job, trainer: Trainer) -> Iterator[None]:
         told = hang_report.report(error)
         if told is None:
             raise SystemExit(EXIT_LOST) from None
-        hint = f"convoy inspect flight {flight_folder(job)} shows where ranks disagree"
+        folder = flight_folder(job.spec.run_path, job.runtime.launch_id)
+        hint = f"convoy inspect flight {folder} shows where ranks disagree"
         raise LostRankError(f"after step {trainer.progress.step}, {told}; {hint}") from error
 
 

@@ -35,7 +35,6 @@ from pretrain.parts.verify import (
     next_shifts,
 )
 from pretrain.state import Progress, rng_states, set_rng_states
-from pretrain.train.exclusion import exclude_machine
 
 ReadStep = Callable[[Loader], tuple[list[Tensor], Cursor, int]]
 """Gives the micro-batches of the present step, the cursor after the step, and the target tokens
@@ -237,7 +236,7 @@ class Verifier:
         to_step = leave_verified(job, self.checkpointer, verified)
         machine = machine_to_exclude(finding, self.machines)
         path = job.spec.run_path / EXCLUDE_LIST
-        if machine is not None and not exclude_machine(job, machine, what):
+        if machine is not None and not job.context.exclude(machine, what):
             machine = None
         fate = f"{machine} is put on {path}" if machine else "no machine is excluded"
         if to_step is None:

@@ -36,7 +36,7 @@ from cluster.detect import open_store
 from cluster.members import read_exclusions
 from convoy.commands import main
 from convoy.commands.burnin_model import small_steps
-from pretrain.faults.process import Pacer
+from pretrain.parts.faults.process import Pacer
 from tests.support.ranks import run_ranks, start_ranks
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,235 +1,41 @@
-"""The watch over the ranks of a run, and what is done about a rank that is stuck."""
+"""Ranks whose losses differ from those of other ranks, as a part of a step."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
-from statistics import fmean
-
-import torch
-
-from cluster.detect import (
-    DeviceMonitor,
-    DeviceReport,
-    HeartbeatPublisher,
-    PhaseLimits,
-    StuckRanks,
-    StuckWatch,
-    dump_collectives,
-    open_store,
-    publish_seconds,
-)
-from pretrain.errors import EXIT_LOST
-from pretrain.job import Job
-from pretrain.observe import DeviceProblem, DevicesSampled, RankLossOdd, RankMoves, RankStuck
+from pretrain.observe import RankLossOdd
 from pretrain.parts.rank_watch.rule import LossOutliers
-from pretrain.runtime import Runtime
-from pretrain.train import Report
-
-_SILENT_PUBLICATIONS = 5
-_SAMPLE_SECONDS = 60.0
-_KEPT_LAUNCHES = 8
-"""Launches whose dumps of collectives are kept, the present one not counted."""
+from pretrain.step import Part, PartContext, StepFacts, Wish
 
 
-class LossWatch:
-    """Publishes ranks whose losses are odd, see :class:`LossOutliers`.
+class OddLosses(Part):
+    """Publishes ranks whose losses are odd, see :class:`LossOutliers`; rank 0 looks at all ranks.
 
-    Args:
-        world: the number of ranks.
-        cp: the context-parallel degree; ranks at different places of a sequence are compared apart.
-        tp: the tensor-parallel degree.
-        publish: takes the events.
+    Ranks at different places of a sequence, as in context parallelism, are compared apart. Nothing
+    is remembered over a restart: see there.
     """
 
-    def __init__(
-        self, *, world: int, cp: int, tp: int, publish: Callable[[RankLossOdd], None]
-    ) -> None:
-        places = ([r for r in range(world) if r // tp % cp == place] for place in range(cp))
-        self._groups = [LossOutliers(ranks) for ranks in places]
-        self._publish = publish
+    name = "rank_watch"
 
-    @staticmethod
-    def of_job(job: Job) -> LossWatch:
-        """The watch of a run: on rank 0 all ranks, on other ranks none."""
-        layout, world = job.topology, job.runtime.world
-        return LossWatch(
-            world=world if job.runtime.is_first else 0,
-            cp=layout.cp,
-            tp=layout.tp,
-            publish=job.events.publish,
-        )
+    def __init__(self, context: PartContext) -> None:
+        self.context, layout = context, context.topology
+        ranks = range(layout.world if context.rank == 0 else 0)
+        groups = ([r for r in ranks if r // layout.tp % layout.cp == cp] for cp in range(layout.cp))
+        self._groups = [LossOutliers(group) for group in groups if group]
 
-    def after(self, step: int, reports: Sequence[Report]) -> None:
-        """Take in the reports of the step after ``step`` committed steps."""
-        sums = [report.loss_sum for report in reports]
-        tokens = [report.target_tokens for report in reports]
+    def judge(self, facts: StepFacts) -> Wish | None:
+        """Publish ranks with odd losses in a try of a step; nothing is wished for."""
+        sums = [report.loss_sum for report in facts.reports]
+        tokens = [report.target_tokens for report in facts.reports]
         for group in self._groups:
-            for odd in group.after(sums, tokens) if group.ranks else ():
-                self._publish(
+            for outlier in group.after(sums, tokens):
+                self.context.publish(
                     RankLossOdd(
-                        step=step,
-                        rank=odd.rank,
-                        loss=odd.loss,
-                        usual_loss=odd.usual,
-                        z=odd.z,
-                        steps=odd.steps,
+                        step=facts.step - 1,
+                        rank=outlier.rank,
+                        loss=outlier.loss,
+                        usual_loss=outlier.usual,
+                        z=outlier.z,
+                        steps=outlier.steps,
                     )
                 )
-
-
-@contextmanager
-def watch_ranks(job: Job) -> Iterator[None]:
-    """Publish this rank's heartbeat, and on rank 0 watch all heartbeats.
-
-    Where a collective fails on any rank, this rank's last collectives are written to
-    ``RUN_DIR/flight/LAUNCH/rank-N.json``.
-    """
-    config, runtime = job.spec.detection, job.runtime
-    folder = flight_folder(job)
-    if runtime.is_first:
-        _remove_old(folder.parent)
-    if runtime.hang_report is not None:
-        runtime.hang_report.before_answer = lambda: _dump(folder, runtime)
-    timeout = job.spec.train.timeout_seconds
-    limits = PhaseLimits.of_run(config.stuck_seconds, timeout)
-    seconds = publish_seconds(runtime.world, timeout)
-    end = _end_process if config.end_stuck_run else None
-    with ExitStack() as held:
-        publisher = HeartbeatPublisher(
-            open_store("heartbeat"),
-            runtime.rank,
-            heartbeat=runtime.heartbeat,
-            monitor=runtime.comm_monitor,
-            limits=limits,
-            seconds=seconds,
-            end=end,
-            device=_open_device(runtime.device),
-        )
-        held.callback(publisher.close)
-        if runtime.is_first:
-            watch = StuckWatch(
-                open_store("heartbeat"),
-                runtime.world,
-                seconds=seconds,
-                silence_limit=max(limits.least_seconds, _SILENT_PUBLICATIONS * seconds),
-                tell=lambda stuck: _publish_stuck(job, stuck),
-                tell_moving=lambda ranks: _publish_moving(job, ranks),
-                end=end,
-                take_devices=DeviceReports(
-                    job.events.publish, step=lambda: runtime.heartbeat.place.step
-                ).take,
-            )
-            held.callback(watch.close)
-        yield
-
-
-class DeviceReports:
-    """Publishes what GPUs report: each problem once, and all values once in a minute.
-
-    Args:
-        publish: takes the events.
-        step: the committed steps now.
-        now: the time in seconds.
-    """
-
-    def __init__(
-        self,
-        publish: Callable[[DeviceProblem | DevicesSampled], None],
-        *,
-        step: Callable[[], int],
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._publish, self._step, self._now = publish, step, now
-        self._published: dict[int, int] = {}
-        """The number of published problems, by rank."""
-        self._sample_at = now()
-
-    def take(self, reports: Mapping[int, DeviceReport]) -> None:
-        """Take in the newest reports, by rank."""
-        for rank, report in reports.items():
-            for text in report.problems[self._published.get(rank, 0) :]:
-                self._publish(
-                    DeviceProblem(step=self._step(), rank=rank, device=report.uuid, text=text)
-                )
-            self._published[rank] = len(report.problems)
-        if reports and self._now() >= self._sample_at:
-            self._sample_at = self._now() + _SAMPLE_SECONDS
-            self._sample(reports)
-
-    def _sample(self, reports: Mapping[int, DeviceReport]) -> None:
-        used = {r: d.utilization for r, d in reports.items() if d.utilization is not None}
-        memory = {r: d.memory_bytes for r, d in reports.items() if d.memory_bytes is not None}
-        energy = {r: d.energy_joules for r, d in reports.items() if d.energy_joules is not None}
-        heat = [d.temperature for d in reports.values() if d.temperature is not None]
-        self._publish(
-            DevicesSampled(
-                step=self._step(),
-                utilization_min=min(used.values(), default=None),
-                utilization_mean=fmean(used.values()) if used else None,
-                memory_bytes_max=max(memory.values(), default=None),
-                temperature_max=max(heat, default=None),
-                energy_joules=sum(energy.values()) if energy else None,
-                utilization_of_rank=used,
-                energy_joules_of_rank=energy,
-                memory_bytes_of_rank=memory,
-            )
-        )
-
-
-def _open_device(device: torch.device) -> DeviceMonitor | None:
-    if device.type != "cuda":
         return None
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    # Not by its number: CUDA_VISIBLE_DEVICES renumbers the devices of PyTorch, not those of NVML.
-    return None if uuid is None else DeviceMonitor.open(f"GPU-{uuid}")
-
-
-def flight_folder(job: Job) -> Path:
-    """Where the ranks of this launch write their last collectives."""
-    return job.spec.run_path / "flight" / job.runtime.launch_id
-
-
-def _dump(folder: Path, runtime: Runtime) -> None:
-    with suppress(Exception):  # the report of the lost rank is worth more
-        dump_collectives(folder, runtime.rank, runtime.comm_monitor.waits_in_group)
-
-
-def _remove_old(parent: Path) -> None:
-    with suppress(OSError):
-        launches = sorted(parent.iterdir(), key=lambda path: path.stat().st_mtime)
-        for old in launches[:-_KEPT_LAUNCHES]:
-            shutil.rmtree(old, ignore_errors=True)
-
-
-def _publish_stuck(job: Job, stuck: StuckRanks) -> None:
-    job.events.publish(
-        RankStuck(
-            step=stuck.step,
-            ranks=list(stuck.ranks),
-            phase=stuck.phase,
-            seconds=stuck.seconds,
-            limit_seconds=stuck.limit_seconds,
-            has_heartbeat=stuck.has_heartbeat,
-            place=stuck.place,
-            ends_run=job.spec.detection.end_stuck_run,
-            text=stuck.describe(),
-        )
-    )
-
-
-def _publish_moving(job: Job, ranks: list[int]) -> None:
-    step = job.runtime.heartbeat.place.step
-    job.events.publish(RankMoves(step=step, ranks=ranks))
-
-
-def _end_process() -> None:
-    """End this process at once, from any thread: the training thread may never come back."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(EXIT_LOST)

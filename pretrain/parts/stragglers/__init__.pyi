@@ -1,5 +1,5 @@
-from .part import StragglerStages as StragglerStages
+from .config import StragglersConfig as StragglersConfig
+from .part import StragglersPart as StragglersPart
 from .rule import GainMeter as GainMeter
 from .rule import Straggler as Straggler
 from .rule import Stragglers as Stragglers
-from .rule import StragglersConfig as StragglersConfig

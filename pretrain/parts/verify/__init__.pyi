@@ -1,6 +1,6 @@
+from .config import VerifyConfig as VerifyConfig
 from .rule import Finding as Finding
 from .rule import GradientPass as GradientPass
-from .rule import VerifyConfig as VerifyConfig
 from .rule import gradients_agree as gradients_agree
 from .rule import judge_gradients as judge_gradients
 from .rule import judge_states as judge_states

@@ -33,7 +33,8 @@ from pretrain.parallelize.results import RoutingStats, StepResult
 from pretrain.state.arrays import training_arrays
 from pretrain.state.layouts import parameter_layouts
 from pretrain.state.progress import Progress
-from pretrain.train.barrier import Action, Report, decide
+from pretrain.step import Action, Report
+from pretrain.train.barrier import decide
 from tests.parallel.test_apply import full
 from tests.support.jobs import make_spec
 from tests.support.ranks import run_ranks

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from parallel import Topology
 from pretrain.observe import RankLossOdd
 from pretrain.parts.rank_watch import LossOutliers
-from pretrain.parts.rank_watch.part import LossWatch
-from pretrain.train.barrier import Report
+from pretrain.parts.rank_watch.part import OddLosses
+from pretrain.parts.testing import context_of
+from pretrain.step import Action, Decision, Report, StepFacts
 
 TOKENS = 1000.0
+DECISION = Decision(
+    Action.COMMIT, loss=3.0, grad_norm=1.0, target_tokens=12_000, stop=False, stop_cause=0,
+    save=False, step_seconds=1.0, data_wait_seconds=0.0, bad_router=None,
+)  # fmt: skip
 
 
 def losses_of(steps: int, ranks: int, seed: int = 0) -> np.ndarray:
@@ -89,11 +96,12 @@ def report(loss: float, tokens: float = TOKENS) -> Report:
 def test_places_of_context_parallelism_are_compared_apart():
     """The second rank of each pair scores what is easier, and is not odd."""
     published: list[RankLossOdd] = []
-    watch = LossWatch(world=12, cp=2, tp=1, publish=published.append)
+    context = replace(context_of(0, published), topology=Topology(dp_replicate=6, cp=2))
+    watch = OddLosses(context)
     for step, row in enumerate(losses_of(80, 12)):
         row[1::2] -= 1.0
         row[4] += 0.3
-        watch.after(step, [report(loss) for loss in row])
+        watch.judge(StepFacts(step + 1, [report(loss) for loss in row], DECISION))
     assert {event.rank for event in published} == {4}
     assert published[0].step < 32
     assert published[0].usual_loss < published[0].loss

@@ -209,13 +209,13 @@ def on_rank(
     with ``sleep`` rank 1 really sleeps that long for each sequence. Machines are named after
     ``machines``; the launch can go on without one where they are ``spared``."""
     os.environ["CONVOY_NODE_NAME"] = f"{machines}-{rank}"
-    stages = import_module("pretrain.parts.stragglers.part")
+    stages = import_module("pretrain.job")
     stages.starts_again_without_machine = lambda left: machines == "spared"
     if slowness:
         report = Trainer._report
 
-        def with_seconds(self, result, batches, **fields):
-            made = report(self, result, batches, **fields)
+        def with_seconds(self, attempt, stop_requested):
+            made = report(self, attempt, stop_requested)
             seconds = made.target_tokens * (slowness if rank else 1.0)
             return replace(made, step_seconds=seconds + 5.0, exposed_seconds=5.0)
 

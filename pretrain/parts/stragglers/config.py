@@ -1,0 +1,32 @@
+"""The ``[stragglers]`` section of a job spec."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class StragglersConfig(BaseModel):
+    """The ``[stragglers]`` section: ranks that are slow as a whole, in all of their computation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    rebalance: bool = False
+    """Give a slow rank fewer micro-batches of the global batch, where that makes the step shorter.
+    Samples and their order do not change. The ranks that add up a gradient then depend on measured
+    times, so two runs agree up to rounding only. Not with ``parallel.pp`` above 1."""
+    min_slowdown: float = Field(default=0.1, ge=0.01)
+    """The least relative change of a rank's speed that counts: 0.1 ignores a rank that takes less
+    than 1.1 times as long as the others."""
+    min_gain: float = Field(default=0.05, ge=0, lt=1)
+    """The least part of a step's time that a new division of micro-batches must save, by its
+    prediction."""
+    patience_steps: int = Field(default=50, ge=1)
+    """A rank that is still slow after so many steps is reported for replacement."""
+    replace: bool = False
+    """Put the machine of a rank that is still slow after ``patience_steps`` on
+    RUN_DIR/exclude.json, commit a checkpoint, and end with exit code 75: torchrun starts the ranks
+    again without the machine, and a spare takes its place. Needs ``elastic.enabled``."""
+    false_alarm_rate: float = Field(default=1e-6, gt=0, le=0.01)
+    """Changes of speed per step that noise may seem to make while all ranks are healthy."""
+    warmup_steps: int = Field(default=2, ge=0)
+    """The first steps of a process, whose times do not count."""
