@@ -17,7 +17,6 @@ from corpus.tokenizer import load_tokenizer, tokenizer_fingerprint
 MANIFEST = "manifest.json"
 """The file of a manifest, written last."""
 MANIFEST_VERSION = 2
-"""Version 1 has no version, no hashes of shards, and no offsets of documents."""
 
 
 class Shard(BaseModel):
@@ -63,7 +62,7 @@ class CorpusManifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    version: int = 1
+    version: int
     source: str
     vocab_size: int
     shard_tokens: int
@@ -98,7 +97,7 @@ class CorpusManifest(BaseModel):
     tokenizer_tokens: int | None = None
     """Tokens that the tokenizer knows, at most ``vocab_size``."""
     tokenizer_fingerprint: str = ""
-    """See :func:`corpus.tokenizer.tokenizer_fingerprint`; corpora of before do not name it."""
+    """See :func:`corpus.tokenizer.tokenizer_fingerprint`."""
     fingerprint: str
     """The version of the dataset: SHA-256 of the tokenizer and of every token, in order. A run
     refuses to resume on another corpus."""
@@ -131,8 +130,8 @@ class CorpusManifest(BaseModel):
 
     @property
     def is_sealed(self) -> bool:
-        """Whether the checksum is that of the other fields; corpora of version 1 have none."""
-        return self.version == 1 or self.checksum == self._checksum()
+        """Whether the checksum is that of the other fields."""
+        return self.checksum == self._checksum()
 
     def _checksum(self) -> str:
         values = self.model_dump(exclude={"checksum"})
@@ -157,11 +156,12 @@ def read_manifest(folder: Path | str) -> CorpusManifest:
         ) from None
     try:
         values = json.loads(raw)
-        version = values.get("version", 1) if isinstance(values, dict) else 1
-        if isinstance(version, int) and version > MANIFEST_VERSION:
+        version = values.get("version") if isinstance(values, dict) else None
+        if isinstance(version, int) and version != MANIFEST_VERSION:
             raise InputError(
                 f"data.path ({folder}) has a manifest of version {version}; this version of Convoy "
-                f"reads up to {MANIFEST_VERSION}: update Convoy, or choose another data.path"
+                f"reads version {MANIFEST_VERSION}: take the Convoy that made it, or another "
+                f"data.path"
             )
         manifest = CorpusManifest.model_validate(values)
     except InputError:
@@ -193,9 +193,7 @@ def open_corpus(data: DataConfig, vocab_size: int, hold_out: str = "some") -> Co
             )
     tokenizer = load_tokenizer(data)
     made = tokenizer_fingerprint(tokenizer)
-    if not manifest.tokenizer_fingerprint:
-        manifest = manifest.model_copy(update={"tokenizer_fingerprint": made})
-    elif manifest.tokenizer_fingerprint != made:
+    if manifest.tokenizer_fingerprint != made:
         raise InputError(
             f"data.path ({data.path}) has a tokenizer.json that is not the one that made its "
             f"tokens; put it back, or remove the folder to prepare it anew"

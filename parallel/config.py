@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, ClassVar, Literal, Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -109,18 +109,6 @@ class ParallelConfig(BaseModel):
 
     model_config = _MODEL
 
-    RENAMED: ClassVar[dict[str, str]] = {
-        "pp_schedule": "pipeline.schedule",
-        "pp_stages_per_rank": "pipeline.stages_per_rank",
-        "zero": "memory.zero_stage",
-        "prefetch": "memory.prefetch",
-        "offload_optimizer": "memory.offload_optimizer",
-        "offload_activations": "memory.offload_activations",
-        "recompute": "memory.recompute",
-        "recompute_every": "memory.recompute_layer_freq",
-    }
-    """Former names of fields, with the present ones."""
-
     pp: int = Field(default=1, ge=1)
     """Pipeline-parallel degree."""
     dp_replicate: int = Field(default=1, ge=1)
@@ -145,14 +133,6 @@ class ParallelConfig(BaseModel):
     """The pipeline's schedule and stages."""
     memory: MemoryConfig = MemoryConfig()
     """Sharding, offloading and recomputation."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_old_names(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            for old in sorted(cls.RENAMED.keys() & data.keys()):
-                raise ValueError(f"parallel.{old} is now parallel.{cls.RENAMED[old]}")
-        return data
 
     @model_validator(mode="after")
     def _check(self) -> Self:

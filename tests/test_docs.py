@@ -24,7 +24,6 @@ from pretrain.observe.events import (
     EVENTS,
 )
 from pretrain.spec import load_spec
-from pretrain.spec.renamed import RENAMED
 from pretrain.spec.sections import MetricsConfig
 
 ROOT = Path(__file__).parent.parent
@@ -89,13 +88,6 @@ def test_every_option_of_the_layer_is_on_its_page():
     for properties in variants:
         wanted |= set(properties) - {"policy"}
     assert wanted <= named
-
-
-def test_every_former_field_is_in_the_changelog():
-    text = (ROOT / "CHANGELOG.md").read_text()
-    for old, new in RENAMED.items():
-        for path in (old, new):
-            assert re.search(rf"\b{path.rpartition('.')[2]}\b", text), (old, new)
 
 
 def test_every_environment_variable_is_on_its_page():

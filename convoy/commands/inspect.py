@@ -42,16 +42,6 @@ convoy inspect CKPT is convoy inspect show CKPT. CKPT is a checkpoint folder, s3
 a manifest in one, which names its step.
 
 {_CODES}"""
-_MOVED = {
-    "--verify": "a subcommand: convoy inspect verify CKPT",
-    "--diff": "a subcommand: convoy inspect diff CKPT OTHER",
-    "--other-step": "a flag of convoy inspect diff CKPT OTHER",
-    "--lineage": "a subcommand: convoy inspect history CKPT",
-    "--gc": "a subcommand: convoy inspect gc CKPT",
-    "--dry-run": "a flag of convoy inspect gc CKPT",
-    "--grace-seconds": "a flag of convoy inspect gc CKPT",
-    "--unlisted": "a flag of convoy inspect gc CKPT",
-}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -80,11 +70,9 @@ def main(arguments: Sequence[str]) -> int:
     return ended(lambda: act(args), debug=args.debug, stopped=stopped)
 
 
-def _parser(
-    name: str, description: str, example: str, *, moved: dict[str, str] | None = None
-) -> Parser:
+def _parser(name: str, description: str, example: str) -> Parser:
     prog = f"convoy inspect {name}"
-    parser = Parser(prog, description, f"example:\n  {prog} {example}\n\n{_CODES}", moved)
+    parser = Parser(prog, description, f"example:\n  {prog} {example}\n\n{_CODES}")
     parser.add_argument(
         "checkpoint", metavar="CKPT", help="a checkpoint folder or URL, or a manifest in one"
     )
@@ -104,7 +92,7 @@ def _add_step(parser: Parser) -> None:
 
 
 def _show_parser() -> Parser:
-    parser = _parser("show", "Show what is in a checkpoint.", "runs/a/checkpoints", moved=_MOVED)
+    parser = _parser("show", "Show what is in a checkpoint.", "runs/a/checkpoints")
     _add_step(parser)
     return parser
 
@@ -302,7 +290,6 @@ def _diff(args: argparse.Namespace) -> int:
     """The arrays and the fields of the spec in which two checkpoints differ."""
     import ckpt
     from ckpt.format import manifest_key
-    from pretrain.spec import upgraded
 
     root, manifest = _read(args.checkpoint, args.step)
     other_root, other = _read(args.other, args.other_step)
@@ -310,7 +297,7 @@ def _diff(args: argparse.Namespace) -> int:
     with progress_bar(stored) as advance:
         arrays = ckpt.compare(root, manifest, other_root, other, advance)
     differing = [array for array in arrays if array.what != "alike"]
-    fields = ckpt.lifecycle.spec_differences(upgraded(manifest.spec), upgraded(other.spec))
+    fields = ckpt.lifecycle.spec_differences(manifest.spec, other.spec)
     code = EXIT_DIFFERS if differing or fields else 0
     if args.json:
         found = {
@@ -348,10 +335,9 @@ def _changes(fields: Sequence[tuple[str, Any, Any]]) -> list[dict[str, Any]]:
 def _history(args: argparse.Namespace) -> int:
     """The steps, oldest first, and what changed in each."""
     import ckpt
-    from pretrain.spec import upgraded
 
     root = _folder(args.checkpoint)
-    links = ckpt.read_lineage(root, upgraded)
+    links = ckpt.read_lineage(root)
     if not links:
         ckpt.read_manifest(root)  # raises the error that says why there are none
     if args.json:

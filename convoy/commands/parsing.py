@@ -25,17 +25,9 @@ class Parser(argparse.ArgumentParser):
         prog: the command as a person types it, ``convoy reshard``.
         description: one sentence.
         epilog: examples and exit codes, shown as they are.
-        moved: flags of before, each with what replaces it.
     """
 
-    def __init__(
-        self,
-        prog: str,
-        description: str,
-        epilog: str,
-        moved: Mapping[str, str] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, prog: str, description: str, epilog: str, **kwargs: Any) -> None:
         super().__init__(
             prog=prog,
             description=description,
@@ -44,15 +36,6 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             **kwargs,
         )
-        self.moved = moved or {}
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in argparse; a flag of before is answered with the one that replaces it."""
-        for word in args or ():
-            flag = word.partition("=")[0]
-            if flag in self.moved:
-                raise self.refusal(f"{flag} is now {self.moved[flag]}")
-        return super().parse_args(args, namespace)
 
     def add_overrides(self, field: str = "a field of the spec") -> None:
         """``--set SECTION.FIELD=VALUE``, any number of times, read into ``overrides``."""

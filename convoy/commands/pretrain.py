@@ -51,16 +51,11 @@ convoy status RUN_DIR shows them):
 """
 _REPORT_SECONDS = 300.0
 _ROOT = Path(__file__).resolve().parents[2]
-_MOVED = {
-    "--prepare": "a command: convoy prepare SPEC",
-    "--fresh": "convoy prepare SPEC --reset",
-    "--back-to": "convoy prepare SPEC --load-step N",
-}
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run ``convoy pretrain``; returns its exit code."""
-    parser = Parser("convoy pretrain", "Train a model as a job spec says.", _EPILOG, _MOVED)
+    parser = Parser("convoy pretrain", "Train a model as a job spec says.", _EPILOG)
     add_spec_arguments(parser)
     parser.add_shrink()
     parser.add_argument("--print-spec", action="store_true", help="print the resolved spec and end")

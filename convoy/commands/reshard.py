@@ -42,13 +42,6 @@ one, a folder that torch.distributed.checkpoint wrote, or a safetensors file or 
 checksums is verified while it is read, and all of DST at the end.
 
 {_CODES}"""
-_MOVED = {
-    "--weights-only": "a subcommand: convoy reshard weights SRC DST",
-    "--dtype": "a flag of convoy reshard weights SRC DST and of convoy reshard surgery",
-    "--surgery": "a subcommand: convoy reshard surgery SRC DST KIND=NUMBERS",
-    "--surgery-noise": "--noise of convoy reshard surgery SRC DST KIND=NUMBERS",
-    "--set": "a flag of convoy reshard surgery SRC DST KIND=NUMBERS",
-}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -73,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _layout_parser() -> Parser:
     description = "Rewrite all arrays of a checkpoint, bit by bit."
-    return _parser("layout", description, "SRC DST --layout ep=4", moved=_MOVED)
+    return _parser("layout", description, "SRC DST --layout ep=4")
 
 
 def _weights_parser() -> Parser:
@@ -103,11 +96,9 @@ def _surgery_parser() -> Parser:
     return parser
 
 
-def _parser(
-    name: str, description: str, example: str, *, moved: dict[str, str] | None = None
-) -> Parser:
+def _parser(name: str, description: str, example: str) -> Parser:
     prog = f"convoy reshard {name}"
-    parser = Parser(prog, description, f"example:\n  {prog} {example}\n\n{_CODES}", moved)
+    parser = Parser(prog, description, f"example:\n  {prog} {example}\n\n{_CODES}")
     parser.add_argument("source", metavar="SRC", help="the checkpoint to read, or its manifest")
     parser.add_argument("target", metavar="DST", help="the folder or URL to write")
     parser.add_argument(

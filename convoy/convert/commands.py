@@ -57,7 +57,7 @@ from moe import MoEConfig
 from parallel import Topology
 from pretrain.errors import InputError
 from pretrain.model import ModelConfig
-from pretrain.spec import JobSpec, resolve_spec, upgraded
+from pretrain.spec import JobSpec, resolve_spec, stored_spec
 from pretrain.state import tokenizer_of
 
 _SEQ_LEN = 1024
@@ -198,7 +198,7 @@ def export_hf(
     """
     manifest = ckpt.read_manifest(root, step)
     model, moe = _sections_of(root, manifest)
-    seq_len = int((manifest.spec.get("data") or {}).get("seq_len", _SEQ_LEN))
+    seq_len = int((stored_spec(manifest.spec).get("data") or {}).get("seq_len", _SEQ_LEN))
     made, name = FAMILIES[family] if family else family_for(model, moe, seq_len), str(dtype)
     try:
         config = made.config(model, moe, seq_len) | {"torch_dtype": name.removeprefix("torch.")}
@@ -225,7 +225,7 @@ def export_hf(
 def _data_of(manifest: Manifest) -> DataConfig | None:
     """The ``[data]`` section of a checkpoint's spec; None where it is not of this version."""
     with suppress(ValidationError):
-        return DataConfig.model_validate(upgraded(manifest.spec).get("data"))
+        return DataConfig.model_validate(stored_spec(manifest.spec).get("data"))
     return None
 
 
@@ -241,7 +241,7 @@ def _check_has_spec(root: Path, manifest: Manifest) -> None:
 def _sections_of(root: Path, manifest: Manifest) -> tuple[ModelConfig, MoEConfig | None]:
     _check_has_spec(root, manifest)
     try:
-        spec = upgraded(manifest.spec)
+        spec = stored_spec(manifest.spec)
         moe = spec.get("moe")
         return (
             ModelConfig.model_validate(spec.get("model")),
@@ -283,7 +283,7 @@ def upcycle(
     else:
         manifest = ckpt.read_manifest(source, step)
         _check_has_spec(source, manifest)
-        resolved = resolve_spec(upgraded(manifest.spec), f"the spec of step {manifest.step}")
+        resolved = resolve_spec(stored_spec(manifest.spec), f"the spec of step {manifest.step}")
         base, weights, kind = resolved.as_dict(), CheckpointSource(source, manifest), "checkpoint"
         known = tokenizer_of(manifest.state)
     base |= {"name": _name_for(target), "run_dir": None}

@@ -18,7 +18,7 @@ from convoy.convert.weights import misfit, weight_arrays
 from convoy.convert.widen import Widened, widened_sections
 from parallel.layout import Box
 from pretrain.errors import InputError
-from pretrain.spec import JobSpec, resolve_spec, upgraded
+from pretrain.spec import JobSpec, resolve_spec, stored_spec
 from pretrain.state import MODEL, ROUTER, has_expert_dim, in_decoder, tokenizer_of
 
 Values = np.ndarray[Any, Any]
@@ -87,7 +87,7 @@ def operate(
         how = " and SRC was saved by save_state_dict" if TREE in source.info.state else ""
         raise InputError(f"surgery needs a checkpoint that holds the spec of its model{how}")
     weights = Selected(source, {n: n for n in source.arrays if n.startswith(MODEL)})
-    before = resolve_spec(upgraded(source.info.spec), "the checkpoint's spec")
+    before = resolve_spec(stored_spec(source.info.spec), "the checkpoint's spec")
     if noise < 0 or (noise and surgery.kind not in ("duplicate", "widen")):
         raise InputError(f"--noise ({noise}) must be 0 but with duplicate and widen, and not below")
     operation = {"upcycle": _upcycle, "widen": _widen}.get(surgery.kind, _regroup)

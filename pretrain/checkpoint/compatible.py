@@ -14,7 +14,7 @@ from parallel import Topology
 from pretrain.data import BatchConfig, Blend, changed_shard
 from pretrain.errors import InputError
 from pretrain.job import Job
-from pretrain.spec import JobSpec, upgraded
+from pretrain.spec import JobSpec, stored_spec
 from pretrain.state import RunState, read_run_state
 
 # A resume under another value of these would not be the same run.
@@ -80,7 +80,7 @@ def _check_batch_stages(spec: JobSpec, before: dict[str, Any], samples: int, whe
 
 def _check_sources(job: Job, state: RunState, where: str) -> None:
     """Raise InputError where a source has other tokens than it had."""
-    before = state.sources or {"corpus": state.corpus}
+    before = state.sources
     for one in job.corpora.sources:
         known, found = before.get(one.name), one.manifest.fingerprint
         if known is None or known == found:
@@ -127,16 +127,11 @@ def _text(value: Any) -> str:
 def resolved(saved: dict[str, Any]) -> dict[str, Any]:
     """A spec that a checkpoint holds, in this version's terms.
 
-    Fields that are new get their defaults; fields that were removed are left out.
+    Fields that are new get their defaults; fields that were removed are left out. A spec that this
+    version refuses stays as it is.
     """
-    kept = upgraded(saved)
+    kept = stored_spec(saved)
     try:
         return JobSpec.model_validate(kept).as_dict()
-    except ValidationError as error:
-        gone = [e["loc"] for e in error.errors() if e["type"] == "extra_forbidden"]
-    for *sections, field in gone:
-        section = kept
-        for name in sections:
-            section = section.get(str(name), section)  # a union's variant is no table
-        del section[str(field)]
-    return resolved(kept) if gone else kept
+    except ValidationError:
+        return kept

@@ -222,7 +222,7 @@ def _load(job: Job, manifest: Manifest, root: Location, once: bool = False) -> P
     else:
         seed_rng(job.spec.train.seed, manifest.step, runtime.rank)
     # Speeds are of machines: on other machines they are measured anew, from equal shares.
-    same_machines = same_ranks and state.machines in ([], list(job.machines))
+    same_machines = same_ranks and state.machines == list(job.machines)
     for part in job.parts:
         if part.name in state.parts and (same_machines or not part.of_machines):
             wish = part.load(state.parts[part.name])

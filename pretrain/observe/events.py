@@ -45,7 +45,7 @@ from pretrain.observe.rank_events import (
 )
 
 LOG_VERSION = 1
-"""Version 0 had no version, no time, and ``cursor`` in the place of ``consumed_samples``."""
+"""Of the log; see above for what changes it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ from .learning_rates import learning_rate as learning_rate
 from .precision import PrecisionConfig as PrecisionConfig
 from .read import load_spec as load_spec
 from .read import resolve_spec as resolve_spec
-from .renamed import upgraded as upgraded
 from .sections import SampleConfig as SampleConfig
 from .sections import TrackingConfig as TrackingConfig
+from .stored import stored_spec as stored_spec
 from .table import apply_override as apply_override
 from .table import read_table as read_table
 from .train import EvalConfig as EvalConfig

@@ -15,9 +15,6 @@ from pydantic import TypeAdapter, ValidationError
 from ckpt import CheckpointError, Manifest
 from pretrain.state.progress import Progress
 
-_RENAMED = {"cursor": "consumed_samples"}
-"""Fields of checkpoints of before, by the names that they have now."""
-
 
 @dataclass(frozen=True)
 class RunState:
@@ -31,15 +28,15 @@ class RunState:
     tokenizer: str = ""
     """Fingerprint of the tokenizer, see :func:`corpus.tokenizer.tokenizer_fingerprint`."""
     machines: list[str] = field(default_factory=list)
-    """The machine of each rank, whose speeds parts have measured; none in checkpoints of before."""
+    """The machine of each rank, whose speeds parts have measured."""
     threads: int | None = None
     """Threads of a process, where the numbers of a run depend on nothing but units and threads;
     otherwise None."""
     sources: dict[str, str] = field(default_factory=dict)
-    """The fingerprint of each source by its name; none in checkpoints of before."""
+    """The fingerprint of each source by its name."""
     blend: list[dict[str, Any]] | None = None
-    """What the run has drawn its samples from, see ``Blend.as_json``; None in checkpoints of
-    before, which have one source."""
+    """What the run has drawn its samples from, see ``Blend.as_json``; None where the loader has
+    none."""
     kind: Literal["training"] = "training"
 
     def as_dict(self) -> dict[str, Any]:
@@ -62,10 +59,8 @@ def read_run_state(manifest: Manifest) -> RunState | None:
 
     Raises CheckpointError where the state is of neither form, or of another step than the manifest.
     """
-    state = {_RENAMED.get(key, key): value for key, value in manifest.state.items()}
-    # Checkpoints of before name no kind; those of a run have a corpus.
-    kind = state.get("kind", "training" if "corpus" in state else "weights")
-    if kind != "training":
+    state = manifest.state
+    if state.get("kind") != "training":
         return None
     names = {each.name for each in fields(Progress)}
     try:

@@ -170,7 +170,7 @@ def test_a_run_that_was_killed_says_so(tmp_path, capsys):
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, timeout=60)
     assert found(tmp_path).is_gone
-    (tmp_path / "log.jsonl").write_text('{"event": "stopped", "step": 41}\nhalf a li')
+    (tmp_path / "log.jsonl").write_text('{"event": "stopped", "time": 1.0, "step": 41}\nhalf a li')
     assert main("status", [str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("killed: process ")

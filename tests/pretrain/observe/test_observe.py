@@ -118,26 +118,9 @@ def test_numbers_that_are_not_finite_are_null_in_the_log(tmp_path):
     assert math.isnan(event.loss)
 
 
-def test_a_log_without_a_version_is_read(tmp_path):
-    path = tmp_path / "log.jsonl"
-    path.write_text(
-        '{"event": "start", "step": 0, "world_size": 2, "topology": {"ep": 2}, "parameters": 9, '
-        '"launch_id": "a", "spec_hash": "b"}\n'
-        '{"event": "step", "step": 1, "loss": 2.5, "grad_norm": 0.7, "lr": 0.1, "tokens_seen": 8, '
-        '"cursor": 4, "seconds": 0.5, "slowest_rank_seconds": 0.4, "tokens_per_second": 16.0, '
-        '"mfu": 0.1, "spec_hash": "b"}\n'
-        '{"event": "of a later version", "step": 1}\n'
-    )
-    log = read_log(path)
-    assert log.problems == []
-    assert [type(event) for event in log.events] == [RunStarted, StepCommitted]
-    assert log.events[1].consumed_samples == 4
-    assert {line.time for line in log.lines} == {None}
-
-
 def test_lines_that_are_no_events_are_problems_and_a_cut_last_line_is_none(tmp_path):
     path = tmp_path / "log.jsonl"
-    good = '{"event": "done", "step": 6}'
+    good = '{"event": "done", "time": 1.0, "step": 6}'
     path.write_text(f'[1]\n{good}\n{{"event": "done"}}\nnoise\n{{"event": "do')
     log = read_log(path)
     assert [event.step for event in log.events] == [6]

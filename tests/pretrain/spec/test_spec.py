@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from convoy.convert.commands import spec_toml
+from pretrain.checkpoint.compatible import resolved
 from pretrain.errors import InputError
 from pretrain.spec.job import JobSpec
 from pretrain.spec.read import load_spec
+from pretrain.spec.stored import stored_spec
 from tests.support.jobs import make_spec, tiny, write_spec
 
 RECIPE = "tools/recipes/stdlib-tiny.toml"
@@ -309,3 +311,22 @@ def test_a_spec_written_as_toml_reads_as_the_same_spec(tmp_path, policy):
                      parallel={"pp": 2, "pipeline": {"schedule": "gpipe"}})  # fmt: skip
     (tmp_path / "written.toml").write_text(spec_toml(spec))
     assert load_spec(tmp_path / "written.toml") == spec
+
+
+def test_a_stored_spec_is_read_without_options_that_were_dropped(tmp_path):
+    tables = {"inject": [{"kind": "kill", "step": 1}], "health": {"lr_steps": 3}}
+    spec = JobSpec.model_validate(tiny(tmp_path, **tables))
+    saved = json.loads(json.dumps(spec.as_dict()))
+    assert stored_spec(saved) == saved
+    tables = [
+        saved, saved["train"], saved["moe"], saved["moe"]["capacity"], saved["optimizer"],
+        saved["health"]["loss_spike"], saved["inject"][0],
+    ]  # fmt: skip
+    for table in tables:
+        table["an_option_of_before"] = 3
+    before = json.loads(json.dumps(saved))
+    assert JobSpec.model_validate(stored_spec(saved)) == spec
+    assert resolved(saved) == spec.as_dict()
+    assert saved == before, "the argument is not changed"
+    saved["train"] = 3
+    assert resolved(saved)["train"] == 3, "what this version refuses stays, and is compared"

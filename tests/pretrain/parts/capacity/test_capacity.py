@@ -144,9 +144,9 @@ def test_a_replay_of_what_is_no_log_is_refused(tmp_path, text):
     other = tmp_path / "other.jsonl"
     for content, message in (
         ("{}", "must be the log.jsonl of a run"),
-        (json.dumps({"event": "capacity_plan", "step": 1, "plans": [[1], [2]]}),
+        (json.dumps({"event": "capacity_plan", "time": 1.0, "step": 1, "plans": [[1], [2]]}),
          "must be of 1 expert groups of 2 ranks; after step 1 it has [1, 1]"),
-        (json.dumps({"event": "capacity_plan", "step": 1, "plans": [[2048, 0]]}),
+        (json.dumps({"event": "capacity_plan", "time": 1.0, "step": 1, "plans": [[2048, 0]]}),
          "must have positive units that sum to 1024 a rank; after step 1 it has [[2048, 0]]"),
     ):  # fmt: skip
         other.write_text(content + "\n")
