@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from corpus.section import Section
 from corpus.weights import whole_weights
 
 END_OF_DOCUMENT = "<|endoftext|>"
-_MODEL = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 def is_remote(path: str | Path) -> bool:
@@ -18,11 +19,9 @@ def is_remote(path: str | Path) -> bool:
     return "://" in str(path)
 
 
-class SourceConfig(BaseModel):
+class SourceConfig(Section):
     """The ``[data.sources.NAME]`` section: one of several sources that a run blends. A run with one
     source needs no such table; it has ``data.source`` and ``data.path``."""
-
-    model_config = _MODEL
 
     source: str = Field(min_length=1)
     """Where the documents come from, as ``data.source``."""
@@ -35,11 +34,9 @@ class SourceConfig(BaseModel):
     """As ``data.text_field``, which holds where this is left out."""
 
 
-class ValidationConfig(BaseModel):
+class ValidationConfig(Section):
     """The ``[data.validation.NAME]`` section: documents that are scored by themselves at every
     evaluation, besides those that each source holds out."""
-
-    model_config = _MODEL
 
     source: str = Field(min_length=1)
     """Where the documents come from, as ``data.source``; all of them are scored."""
@@ -49,10 +46,8 @@ class ValidationConfig(BaseModel):
     """As ``data.text_field``, which holds where this is left out."""
 
 
-class StageConfig(BaseModel):
+class StageConfig(Section):
     """The ``[[data.stages]]`` tables: other weights from some tokens on, as in a curriculum."""
-
-    model_config = _MODEL
 
     from_tokens: int = Field(ge=1)
     """The stage begins with the first sequence after this many target tokens of the run."""
@@ -60,12 +55,10 @@ class StageConfig(BaseModel):
     """The weight of each source by name; sources that are not named are not drawn in the stage."""
 
 
-class FilterConfig(BaseModel):
+class FilterConfig(Section):
     """The ``[data.filter]`` section: which texts are left out of a corpus; all are kept by
     default. The rules are those of Rae et al. (arXiv 2112.11446, appendix A.1.1), with thresholds
     by choice."""
-
-    model_config = _MODEL
 
     min_characters: int = Field(default=0, ge=0)
     """Shorter texts are left out."""
@@ -95,10 +88,13 @@ class FilterConfig(BaseModel):
         return ""
 
 
-class DataConfig(BaseModel):
+class DataConfig(Section):
     """The ``[data]`` section: the corpus, its tokenizer and its sequences."""
 
-    model_config = _MODEL
+    on_resume: ClassVar[Mapping[str, str]] = {
+        "seq_len": "fixed", "shard_tokens": "fixed", "document_mask": "fixed",
+        "packing": "fixed", "mask_boundary_labels": "fixed", "*": "free",
+    }  # fmt: skip
 
     source: str = ""
     """Where the documents come from: ``stdlib`` (this Python's standard library), a folder, a file,
@@ -106,11 +102,11 @@ class DataConfig(BaseModel):
     path: str = ""
     """The folder of the prepared corpus, or its place in an object store (``s3://BUCKET/PREFIX``,
     ``gs://``, ``az://``); it is made where there is none."""
-    sources: dict[str, SourceConfig] = {}
+    sources: dict[str, SourceConfig] = Field(default_factory=dict)
     """Several sources in the place of ``source`` and ``path``."""
-    stages: list[StageConfig] = []
+    stages: list[StageConfig] = Field(default_factory=list)
     """Changes of the weights of the sources."""
-    validation: dict[str, ValidationConfig] = {}
+    validation: dict[str, ValidationConfig] = Field(default_factory=dict)
     """More documents to score."""
     seq_len: int = Field(ge=1)
     """Tokens of one sequence."""
@@ -194,7 +190,7 @@ class DataConfig(BaseModel):
         one's tokenizer is everybody's."""
         if not self.sources:
             return {"corpus": self.alone()}
-        found: dict[str, DataConfig] = {}
+        found: dict[str, DataConfig] = Field(default_factory=dict)
         for name, one in self.sources.items():
             tokenizer = self.tokenizer
             if found and tokenizer is None:

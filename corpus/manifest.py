@@ -27,7 +27,7 @@ class Shard(BaseModel):
     tokens: int
     documents: int | None = None
     """Documents that end in the shard."""
-    sha256: str = ""
+    sha256: str
     """Of the file."""
     ends_sha256: str = ""
     """Of the file of the same name with the suffix ``.ends``: int64, little-endian, the number of

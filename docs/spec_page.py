@@ -22,6 +22,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from pretrain.spec.job import JobSpec
+from pretrain.spec.on_resume import on_resume
 from pretrain.spec.read import models_in, tag_of
 
 _HEAD = """\
@@ -31,8 +32,11 @@ _HEAD = """\
 
 A spec is a TOML or JSON file with the tables below. `--set section.field=value` changes one field,
 `--set moe.capacity.policy=fixed` for example, and `--print-spec` shows the spec with all defaults.
-A field without a default is required.
+A field without a default is required. A resume may change what is `free`; another value of what is
+`fixed` would make another run, and `fixed if exact` is fixed with `train.exact`.
+[Options that were dropped](options-dropped.md) has what holds in their place.
 """
+_TABLE = ("| field | type | default | at a resume | meaning |", "| --- | --- | --- | --- | --- |")
 
 
 def spec_reference() -> str:
@@ -61,7 +65,7 @@ def _section(
         if not (models_in(field.annotation) and own):
             rows.append(_row(model, name, field))
     if rows:
-        lines += ["| field | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""]
+        lines += [*_TABLE, *rows, ""]
     for name, field in tables:
         inner = f"{path}.{name}" if path else name
         variants = models_in(field.annotation)
@@ -81,7 +85,7 @@ def _union(
     for variant in variants:
         lines += [f'### `{tag} = "{variant.model_fields[tag].default}"`', "", _about(variant), ""]
         rows = [_row(variant, n, f) for n, f in variant.model_fields.items() if n != tag]
-        lines += ["| field | type | default | meaning |", "| --- | --- | --- | --- |", *rows, ""]
+        lines += [*_TABLE, *rows, ""]
 
 
 @cache
@@ -106,7 +110,8 @@ def docstrings_of_fields(model: type[BaseModel]) -> dict[str, str]:
 
 def _row(model: type[BaseModel], name: str, field: FieldInfo) -> str:
     about = docstrings_of_fields(model).get(name, "")
-    cells = (f"`{name}`", _type(field), _default(field), _prose(about))
+    rule = on_resume(model, name)
+    cells = (f"`{name}`", _type(field), _default(field), str(rule), _prose(about))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

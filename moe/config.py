@@ -35,6 +35,12 @@ class MoEConfig(RouterConfig):
         "max_tokens": "max_tokens_per_call",
     }
 
+    on_resume: ClassVar[dict[str, str]] = RouterConfig.on_resume | {
+        "backend": "fixed if exact", "dispatcher": "fixed if exact", "gemm": "free",
+        "recompute_experts": "free", "dispatch_dtype": "free", "overlap_chunks": "free",
+        "max_tokens_per_call": "free",
+    }  # fmt: skip
+
     d_model: int = Field(ge=1)
     """The size of the layer's input and output; a job spec takes it from ``[model]``."""
     d_ff: int = Field(ge=1)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from parallel.layout import Topology
 
-Recompute = Literal["none", "selective", "full"]
 GradientCompression = Literal["none", "bfloat16", "one_bit"]
+Recompute = Literal["none", "selective", "full"]
 
-_MODEL = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+class Section(BaseModel):
+    """A table of the spec: frozen, without unknown fields, and without NaN and infinities."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    on_resume: ClassVar[Mapping[str, str]] = {"*": "free"}
+    """Whether a resume of a run may change a field, see :class:`pretrain.section.OnResume`."""
 
 
 class PipelineSchedule(StrEnum):
@@ -35,10 +43,8 @@ class PipelineSchedule(StrEnum):
         return self in (PipelineSchedule.ZBV, PipelineSchedule.DUALPIPEV)
 
 
-class PipelineConfig(BaseModel):
+class PipelineConfig(Section):
     """The ``[parallel.pipeline]`` section: for ``parallel.pp`` above 1, stages and their order."""
-
-    model_config = _MODEL
 
     schedule: PipelineSchedule = Field(default=PipelineSchedule.ONE_F_ONE_B, strict=False)
     """``gpipe``: all forwards before all backwards (Huang et al., arXiv 1811.06965). ``1f1b``: each
@@ -60,10 +66,8 @@ class PipelineConfig(BaseModel):
         return self
 
 
-class MemoryConfig(BaseModel):
+class MemoryConfig(Section):
     """The ``[parallel.memory]`` section: what is sharded, offloaded and recomputed."""
-
-    model_config = _MODEL
 
     zero_stage: Literal[1, 2, 3] = 3
     """What each rank keeps only a shard of between uses: 1 the optimizer state; 2 gradients too; 3
@@ -100,14 +104,14 @@ class MemoryConfig(BaseModel):
         return self
 
 
-class ParallelConfig(BaseModel):
+class ParallelConfig(Section):
     """The ``[parallel]`` section: the degree of every parallel axis.
 
     Attention and dense layers use ``pp x dp_replicate x dp_shard x cp x tp`` ranks; experts use the
     same ranks folded as ``efsdp x ep`` (parallel folding, arXiv 2504.14960).
     """
 
-    model_config = _MODEL
+    on_resume = {"tp": "fixed if exact", "cp": "fixed if exact", "*": "free"}
 
     pp: int = Field(default=1, ge=1)
     """Pipeline-parallel degree."""

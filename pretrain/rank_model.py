@@ -22,8 +22,14 @@ from pretrain.parallelize import (
     routing_stats,
 )
 from pretrain.runtime import Runtime
-from pretrain.spec import JobSpec
+from pretrain.spec import JobSpec, PrecisionConfig
 from pretrain.state import model_arrays
+
+
+def compute_dtype(precision: PrecisionConfig) -> torch.dtype:
+    """The dtype of GEMMs, by ``precision.compute``."""
+    dtype: torch.dtype = getattr(torch, precision.compute)
+    return dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,10 +139,10 @@ def _check_device(spec: JobSpec, device: torch.device) -> None:
     if m is None:
         return
     uses_deep_ep = m.dispatcher == "deep_ep" and spec.parallel.ep > 1
-    if uses_deep_ep and (why := why_no_deep_ep(spec.precision.dtype, device_type)):
+    if uses_deep_ep and (why := why_no_deep_ep(compute_dtype(spec.precision), device_type)):
         raise InputError(f"moe.dispatcher (deep_ep) {why}")
     try:
-        choose_backend(m.backend, m.d_model, m.d_ff, spec.precision.dtype, device_type)
+        choose_backend(m.backend, m.d_model, m.d_ff, compute_dtype(spec.precision), device_type)
     except ValueError as error:
         raise InputError(str(error)) from None
 
@@ -158,7 +164,7 @@ def _parallelize(spec: JobSpec, dims: ParallelDims) -> ParallelModel:
             parallel=spec.parallel,
             dims=dims,
             seq_len=spec.data.seq_len,
-            dtype=spec.precision.dtype,
+            dtype=compute_dtype(spec.precision),
             compiled=spec.train.compile,
             exact_units=_exact_units(spec),
             dense_float8=spec.precision.dense == "float8",

@@ -19,6 +19,7 @@ class DroplessConfig(BaseModel, metaclass=OneLineErrors):
     """No expert has a capacity: every chosen assignment is computed."""
 
     model_config = _MODEL
+    on_resume: ClassVar[dict[str, str]] = {"*": "fixed"}
 
     policy: Literal["dropless"] = "dropless"
     """Names this variant."""
@@ -32,6 +33,7 @@ class FixedCapacityConfig(BaseModel, metaclass=OneLineErrors):
     """Every expert has the same capacity (GShard, Lepikhin et al., arXiv 2006.16668)."""
 
     model_config = _MODEL
+    on_resume: ClassVar[dict[str, str]] = {"*": "fixed"}
 
     policy: Literal["fixed"] = "fixed"
     """Names this variant."""
@@ -48,6 +50,10 @@ class StragglerAwareConfig(BaseModel, metaclass=OneLineErrors):
     """Each rank has a capacity in proportion to its measured speed; what is over is rerouted."""
 
     model_config = _MODEL
+    on_resume: ClassVar[dict[str, str]] = {
+        "hysteresis": "free", "false_alarm_rate": "free", "warmup_steps": "free",
+        "replay_log": "free", "*": "fixed",
+    }  # fmt: skip
 
     policy: Literal["straggler_aware"] = "straggler_aware"
     """Names this variant."""
@@ -100,6 +106,12 @@ class RouterConfig(BaseModel, metaclass=OneLineErrors):
     """
 
     model_config = _MODEL
+    on_resume: ClassVar[dict[str, str]] = {
+        "input_jitter": "free", "bias_update_rate": "free", "aux_loss_coeff": "free",
+        "aux_loss_scope": "free", "seq_aux_loss_coeff": "free", "z_loss_coeff": "free",
+        "*": "fixed",
+    }  # fmt: skip
+    """Whether a resume of a run may change a field: ``free``, ``fixed`` or ``fixed if exact``."""
 
     RENAMED: ClassVar[dict[str, str]] = {
         "renormalize": "norm_topk_prob",

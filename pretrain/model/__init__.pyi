@@ -1,9 +1,9 @@
+from .config import ModelConfig as ModelConfig
 from .decoder import Block as Block
 from .decoder import Decoder as Decoder
 from .decoder import DecoderLayer as DecoderLayer
 from .decoder import DecoderOutput as DecoderOutput
 from .decoder import Drafting as Drafting
-from .decoder import ModelConfig as ModelConfig
 from .decoder import meta_decoder as meta_decoder
 from .flops import forward_flops as forward_flops
 from .flops import peak_flops_per_second as peak_flops_per_second

@@ -6,53 +6,17 @@ Legend: B batch, S sequence, D d_model, V vocab.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Self, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from moe import FeedForward, MoEAux, MoEConfig, MoELayer
 from parallel import Documents
-from pretrain.model.attention import AttentionConfig, build_attention
+from pretrain.model.attention import build_attention
+from pretrain.model.config import ModelConfig
 from pretrain.model.norm import RMSNorm
-
-
-class ModelConfig(AttentionConfig):
-    """The ``[model]`` section: everything of the decoder but its MoE layers."""
-
-    vocab_size: int = Field(ge=257)
-    """Tokens of the vocabulary; at least every byte and the end of a document."""
-    num_layers: int = Field(ge=1)
-    """Layers of the decoder."""
-    d_ff: int = Field(default=0, ge=0)
-    """The hidden size of a dense feed-forward layer; 0 where no layer is dense."""
-    first_k_dense: int = Field(default=0, ge=0)
-    """The number of first layers that are dense although there is a ``[moe]`` section."""
-    num_mtp_layers: int = Field(default=0, ge=0, le=8)
-    """Layers of multi-token prediction after the last layer: each predicts one token further than
-    the one before (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
-    tie_embeddings: bool = False
-    """Use the embedding matrix as the output matrix too."""
-    max_seq_len: int = Field(default=0, ge=0)
-    """The longest sequence that the model is meant for, an upper bound of ``data.seq_len``; 0 sets
-    no bound."""
-
-    @model_validator(mode="after")
-    def _check_model(self) -> Self:
-        if self.first_k_dense > self.num_layers:
-            raise ValueError(
-                f"model.first_k_dense ({self.first_k_dense}) must be at most model.num_layers "
-                f"({self.num_layers})"
-            )
-        return self
-
-    @property
-    def moe_layers(self) -> list[int]:
-        """The numbers of the layers that are MoE layers where there is a ``[moe]`` section; layers
-        of multi-token prediction come after the last layer."""
-        return list(range(self.first_k_dense, self.num_layers + self.num_mtp_layers))
 
 
 class DecoderOutput(NamedTuple):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-_MODEL = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+from pretrain.section import OnResume, Section
 
 
-class MTPStage(BaseModel):
+class MTPStage(Section):
     """The ``[[mtp.stages]]`` tables: another weight from some tokens on."""
 
-    model_config = _MODEL
+    on_resume = OnResume.FREE
 
     from_tokens: int = Field(ge=1)
     """The stage begins with the first step after this many target tokens of the run."""
@@ -20,16 +20,16 @@ class MTPStage(BaseModel):
     """The weight in the stage."""
 
 
-class MTPConfig(BaseModel):
+class MTPConfig(Section):
     """The ``[mtp]`` section: the loss of multi-token prediction, where ``model.num_mtp_layers`` is
     above 0."""
 
-    model_config = _MODEL
+    on_resume = OnResume.FREE
 
     loss_weight: float = Field(default=0.3, ge=0)
     """What the mean of the layers' losses is multiplied by before it is added to the loss
     (lambda in DeepSeek-V3, arXiv 2412.19437, equation 25)."""
-    stages: list[MTPStage] = []
+    stages: list[MTPStage] = Field(default_factory=list)
     """Changes of the weight. DeepSeek-V3 had 0.3, and 0.1 after the first 10 T tokens (section
     4.2)."""
 

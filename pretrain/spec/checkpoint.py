@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from ckpt.lifecycle import Retention
+from pretrain.section import OnResume, Section
 
-_MODEL = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-
-class InitConfig(BaseModel):
+class InitConfig(Section):
     """The ``[init]`` section: initial weights from another checkpoint."""
 
-    model_config = _MODEL
+    on_resume = OnResume.FREE
 
     checkpoint: str | None = None
     """A checkpoint folder, ``s3://BUCKET/PREFIX``, or a manifest in one, which names its step. The
@@ -28,14 +27,14 @@ class InitConfig(BaseModel):
     initialized at random."""
 
 
-class TiersConfig(BaseModel):
+class TiersConfig(Section):
     """The ``[checkpoint.tiers]`` section: copies of checkpoints on the nodes themselves.
 
     The tiers are the memory of the own node, the memory of a peer node, a local disk, and the
     shared store of ``checkpoint.path``.
     """
 
-    model_config = _MODEL
+    on_resume = OnResume.FREE
 
     memory: bool = False
     """Keep the newest checkpoint in the memory of each node too, where a restarted rank finds the
@@ -65,10 +64,10 @@ class TiersConfig(BaseModel):
         return self
 
 
-class CheckpointConfig(BaseModel):
+class CheckpointConfig(Section):
     """The ``[checkpoint]`` section: where and when a run saves, and how a run resumes."""
 
-    model_config = _MODEL
+    on_resume = OnResume.FREE
 
     path: str | None = None
     """A folder that all ranks share, or ``s3://BUCKET/PREFIX``; RUN_DIR/checkpoints by default."""

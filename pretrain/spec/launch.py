@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -15,6 +15,7 @@ class KubernetesConfig(BaseModel):
     """The ``[launch.kubernetes]`` section: what only Kubernetes needs."""
 
     model_config = _MODEL
+    on_resume: ClassVar[str] = "free"
 
     kind: Literal["TrainJob", "JobSet"] = "TrainJob"
     """``TrainJob``: a TrainingRuntime and a TrainJob of Kubeflow Trainer v2. ``JobSet``: a JobSet,
@@ -36,6 +37,7 @@ class LaunchConfig(BaseModel):
     """The ``[launch]`` section: a run on the engine of a cluster, for ``convoy launch``."""
 
     model_config = _MODEL
+    on_resume: ClassVar[str] = "free"
 
     nodes: int | str = 1
     """The number of nodes, or MIN:MAX: the run begins with at least MIN and goes on with at least

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from pretrain.section import OnResume, Section
 
 
-class PlanConfig(BaseModel):
+class PlanConfig(Section):
     """The ``[plan]`` section: the layout that ``convoy plan`` finds, in the place of one that a
     person chooses."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    on_resume = OnResume.FREE
 
     auto: bool = False
     """Each start plans the layout for its ranks, prints it, and trains with it. The degrees of

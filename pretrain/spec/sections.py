@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from corpus.config import DataConfig
 from moe import MoEConfig
@@ -17,6 +17,7 @@ from pretrain.parts.playbook.config import HealthConfig
 from pretrain.parts.rank_watch.config import DetectionConfig
 from pretrain.parts.stragglers.config import StragglersConfig
 from pretrain.parts.verify.config import VerifyConfig
+from pretrain.section import OnResume, Section
 from pretrain.spec.checkpoint import CheckpointConfig, InitConfig
 from pretrain.spec.elastic import ElasticConfig
 from pretrain.spec.launch import LaunchConfig
@@ -24,13 +25,11 @@ from pretrain.spec.plan import PlanConfig
 from pretrain.spec.precision import PrecisionConfig
 from pretrain.spec.train import EvalConfig, TrainConfig
 
-_MODEL = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-
-class MetricsConfig(BaseModel):
+class MetricsConfig(Section):
     """The ``[metrics]`` section: the Prometheus endpoint."""
 
-    model_config = _MODEL
+    on_resume = OnResume.FREE
 
     port: int = Field(default=-1, ge=-1, le=65535)
     """The port of the Prometheus endpoint on rank 0; 0 takes a free port, -1 makes no endpoint."""
@@ -47,10 +46,10 @@ class MetricsConfig(BaseModel):
     no cost."""
 
 
-class TrackingConfig(BaseModel):
+class TrackingConfig(Section):
     """The ``[tracking]`` section: experiment trackers, which get the values of log intervals."""
 
-    model_config = _MODEL
+    on_resume = OnResume.FREE
 
     to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(default_factory=list)
     """Trackers that rank 0 writes to. Each needs the extra of its name."""
@@ -60,10 +59,10 @@ class TrackingConfig(BaseModel):
     """MLflow's tracking server; files in RUN_DIR/mlflow by default."""
 
 
-class SampleConfig(BaseModel):
+class SampleConfig(Section):
     """The ``[sample]`` section: text that the model generates for the summary."""
 
-    model_config = _MODEL
+    on_resume = OnResume.FREE
 
     prompt: str = ""
     """The text that the model continues."""
@@ -79,19 +78,19 @@ class SampleConfig(BaseModel):
     ``model.num_mtp_layers``. The text is the text without drafts, in fewer forwards."""
 
 
-class Sections(BaseModel):
+class Sections(Section):
     """Everything that a run depends on; :class:`pretrain.spec.JobSpec` adds the rules between
     tables."""
 
-    model_config = _MODEL
+    on_resume = OnResume.FREE
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """The name of the run: letters, digits, dots, hyphens and underscores."""
     run_dir: str | None = None
     """The folder of log, summary and checkpoints; runs/NAME by default."""
-    model: ModelConfig
+    model: Annotated[ModelConfig, OnResume.FIXED]
     """The decoder without its MoE layers."""
-    moe: MoEConfig | None = None
+    moe: Annotated[MoEConfig | None, OnResume.FIXED] = None
     """The MoE layers; without this table the model is dense."""
     mtp: MTPConfig = MTPConfig()
     """The loss of multi-token prediction."""

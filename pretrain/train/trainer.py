@@ -19,6 +19,7 @@ from pretrain.optim import set_lr
 from pretrain.parallelize import RoutingStats
 from pretrain.parts.faults import Faults
 from pretrain.parts.playbook import after_skip
+from pretrain.rank_model import compute_dtype
 from pretrain.runtime import StopCause, StopRequest
 from pretrain.spec import learning_rate
 from pretrain.state import Progress, rng_states, set_rng_states
@@ -65,7 +66,8 @@ class Trainer:
         self.progress = self.verifier.begin(progress)
         spec, runtime = job.spec, job.runtime
         self.flops_per_token = forward_flops(spec.model, spec.moe, spec.data.seq_len).training
-        self.peak_flops = runtime.total(peak_flops_per_second(runtime.device, spec.precision.dtype))
+        peak_flops = peak_flops_per_second(runtime.device, compute_dtype(spec.precision))
+        self.peak_flops = runtime.total(peak_flops)
         """Of all ranks, in a second."""
         self.skipped = 0
         """Tries in a row that were not finite, overflows of float16 not counted."""

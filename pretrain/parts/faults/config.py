@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from pretrain.section import OnResume, Section
 
 FaultKind = Literal[
     "kill", "hang", "slow", "drop_network", "disk_full", "nan_gradient", "flip_gradient_bit",
@@ -19,7 +21,7 @@ _OF_KIND: dict[str, tuple[str, ...]] = {
 """The kinds that a field belongs to; the other fields belong to every kind."""
 
 
-class FaultConfig(BaseModel):
+class FaultConfig(Section):
     """The ``[[inject]]`` tables: faults on purpose, to see what a run does about them.
 
     A fault happens once in a run, also where the run is started again.
@@ -31,7 +33,7 @@ class FaultConfig(BaseModel):
     ``garbage_tokens``: the rank's tokens of the step are random.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    on_resume = OnResume.FREE
 
     kind: FaultKind
     """What happens."""

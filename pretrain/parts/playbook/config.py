@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-_MODEL = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+from pretrain.section import OnResume, Section
 
 ActionName = Literal[
     "report", "lower_lr", "skip", "skip+lower_lr", "go_back", "go_back+lower_lr", "stop"
@@ -21,14 +21,19 @@ SEVERITY: tuple[ActionName, ...] = (
 """All actions. Where several rules act on one step, the last of their actions in this order is
 taken."""
 
+SPIKE_ACTIONS: list[ActionName] = [
+    "skip", "skip", "skip", "go_back", "go_back+lower_lr", "stop",
+]  # fmt: skip
+"""Of spikes by default."""
+
 BLOCKS = 8
 """Blocks of the window of ``slow_divergence``."""
 
 
-class _Rule(BaseModel):
+class _Rule(Section):
     """What all rules share: the check of the last action, which repeats."""
 
-    model_config = _MODEL
+    on_resume = OnResume.FREE
     RULE: ClassVar[str]
     """The name of the table."""
     LAST: ClassVar[tuple[ActionName, ...]] = ("report", "lower_lr", "stop")
@@ -73,9 +78,7 @@ class LossSpikeRule(_Rule):
 
     RULE = "loss_spike"
 
-    actions: list[ActionName] = [
-        "skip", "skip", "skip", "go_back", "go_back+lower_lr", "stop",
-    ]  # fmt: skip
+    actions: list[ActionName] = Field(default=SPIKE_ACTIONS)
     """What is done at the first occurrence, the second, and so on; the last action repeats. An
     empty list turns the rule off."""
     window_steps: int = Field(default=128, ge=4, le=4096)
@@ -95,9 +98,7 @@ class GradNormSpikeRule(_Rule):
 
     RULE = "grad_norm_spike"
 
-    actions: list[ActionName] = [
-        "skip", "skip", "skip", "go_back", "go_back+lower_lr", "stop",
-    ]  # fmt: skip
+    actions: list[ActionName] = Field(default=SPIKE_ACTIONS)
     """What is done at the first occurrence, the second, and so on; the last action repeats. An
     empty list turns the rule off."""
     window_steps: int = Field(default=128, ge=4, le=4096)
@@ -119,7 +120,7 @@ class SlowDivergenceRule(_Rule):
 
     RULE = "slow_divergence"
 
-    actions: list[LimitedAction] = ["report"]
+    actions: list[LimitedAction] = Field(default=["report"])
     """What is done at the first occurrence, the second, and so on; the last action repeats. An
     empty list turns the rule off."""
     window_steps: int = Field(default=1024, ge=2 * BLOCKS, le=1 << 20)
@@ -146,7 +147,7 @@ class RouterCollapseRule(_Rule):
 
     RULE = "router_collapse"
 
-    actions: list[LimitedAction] = ["report"]
+    actions: list[LimitedAction] = Field(default=["report"])
     """What is done at the first occurrence, the second, and so on; the last action repeats. An
     empty list turns the rule off."""
     interval_steps: int = Field(default=10, ge=1)
@@ -159,7 +160,7 @@ class RouterCollapseRule(_Rule):
     """The share of experts without a token."""
 
 
-class HealthConfig(BaseModel):
+class HealthConfig(Section):
     """The ``[health]`` section: what a run does about its own health.
 
     Each table below is a rule: a signal with its thresholds, and ``actions`` that escalate.
@@ -169,7 +170,7 @@ class HealthConfig(BaseModel):
     left out. ``stop``: the run ends with exit code 3 and a report.
     """
 
-    model_config = _MODEL
+    on_resume = OnResume.FREE
 
     escalation_steps: int = Field(default=500, ge=1)
     """An occurrence counts until the run is this many steps further: the next occurrence of the

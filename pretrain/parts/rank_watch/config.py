@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-_MODEL = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+from pretrain.section import OnResume, Section
 
 
-class DetectionConfig(BaseModel):
+class DetectionConfig(Section):
     """The ``[detection]`` section: how a run notices ranks that are stuck, and odd ranks."""
 
-    model_config = _MODEL
+    on_resume = OnResume.FREE
 
     stuck_seconds: float = Field(default=30.0, gt=0, le=1e6)
     """A rank is reported as stuck where it has not moved for longer than its own history lets

@@ -1,14 +1,16 @@
-"""The ``[stragglers]`` section of a job spec."""
+"""The ``[stragglers]`` section of the spec."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from pretrain.section import OnResume, Section
 
 
-class StragglersConfig(BaseModel):
+class StragglersConfig(Section):
     """The ``[stragglers]`` section: ranks that are slow as a whole, in all of their computation."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    on_resume = OnResume.FREE
 
     rebalance: bool = False
     """Give a slow rank fewer micro-batches of the global batch, where that makes the step shorter.

@@ -1,20 +1,22 @@
-"""The ``[verify]`` section of a job spec."""
+"""The ``[verify]`` section of the spec."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from pretrain.section import OnResume, Section
 
 
-class VerifyConfig(BaseModel):
+class VerifyConfig(Section):
     """The ``[verify]`` section: the search for silent data corruption.
 
     A broken processor or memory can give wrong numbers without any error. Two checks look for wrong
     numbers, and ``on_mismatch`` says what is done about them.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    on_resume = OnResume.FREE
 
     parameters_interval_steps: Literal["save"] | int = "save"
     """Steps between two comparisons of parameters and moments among replicas. ``save`` compares

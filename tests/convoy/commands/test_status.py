@@ -47,7 +47,7 @@ def test_a_run_that_is_stopped_done_and_refused(tmp_path, monkeypatch, capsys):
             assert found(run).state == "running"
             save_with_threads(spec.checkpoint_path, step, Topology())
             (run / "log.jsonl").write_text(
-                json.dumps({"event": RunStopped.name, "step": step}) + "\n"
+                json.dumps({"event": RunStopped.name, "time": 1.0, "step": step}) + "\n"
             )
         status.end(code)
         return code
@@ -201,7 +201,7 @@ def test_the_last_step_of_a_log(tmp_path):
     assert last_step(log) is None
     log.write_text("")
     assert last_step(log) is None
-    stop = {"event": RunStopped.name, "step": 7}
+    stop = {"event": RunStopped.name, "time": 1.0, "step": 7}
     events = [stop, {"event": "x"}, {**stop, "step": None}, 3, None]
     log.write_text("".join(json.dumps(event) + "\n" for event in events) + '{"event": "st')
     assert last_step(log) == 7

@@ -380,8 +380,8 @@ def test_minutes_and_steps():
 
 def test_a_log_tells_failures_from_ends(tmp_path):
     log = tmp_path / "log.jsonl"
-    start = {"event": "start", "time": 1.0, "step": 0, "world_size": 1, "topology": {}, "parameters": 1,
-             "launch_id": "a"}  # fmt: skip
+    start = {"event": "start", "time": 1.0, "step": 0, "world_size": 1, "topology": {},
+             "parameters": 1, "launch_id": "a"}  # fmt: skip
     step = {"event": "step", "time": 2.0, "step": 1, "loss": None, "grad_norm": 1.0, "lr": 0.1,
             "tokens_seen": 8, "consumed_samples": 1, "seconds": 2.5, "slowest_rank_seconds": 2.0,
             "tokens_per_second": 3.2, "mfu": 0.1}  # fmt: skip

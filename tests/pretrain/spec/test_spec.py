@@ -10,6 +10,7 @@ import torch
 from convoy.convert.commands import spec_toml
 from pretrain.checkpoint.compatible import resolved
 from pretrain.errors import InputError
+from pretrain.rank_model import compute_dtype
 from pretrain.spec.job import JobSpec
 from pretrain.spec.read import load_spec
 from pretrain.spec.stored import stored_spec
@@ -291,7 +292,7 @@ def test_only_float16_scales_its_loss(tmp_path):
     for compute, scale in (("float32", None), ("bfloat16", None), ("float16", 2.0**127)):
         for name in (compute, short[compute]):
             spec = make_spec(tmp_path, precision={"compute": name, "loss_scale": 1 << 127})
-            assert spec.precision.dtype == getattr(torch, compute)
+            assert compute_dtype(spec.precision) == getattr(torch, compute)
             assert spec.precision.first_loss_scale == scale
 
 

@@ -26,7 +26,8 @@ from pretrain.data.division import Division, divide, equal_division, step_second
 from pretrain.data.loader import Cursor, micro_batches
 from pretrain.errors import InputError
 from pretrain.job import Job
-from pretrain.parts.stragglers import GainMeter, Stragglers, StragglersConfig
+from pretrain.parts.playbook import StragglersConfig
+from pretrain.parts.stragglers import GainMeter, Stragglers
 from pretrain.train.trainer import Trainer
 from tests.support.jobs import events, make_spec, prepare_job, write_spec
 from tests.support.ranks import run_ranks
