@@ -12,6 +12,8 @@ from corpus.section import Section
 from corpus.weights import whole_weights
 
 END_OF_DOCUMENT = "<|endoftext|>"
+TOKENIZER_BYTES = 64 << 20
+"""A tokenizer is trained on at most this many bytes of the training text."""
 
 
 def is_remote(path: str | Path) -> bool:
@@ -118,8 +120,6 @@ class DataConfig(Section):
     It must hold at least two shards for each rank of the node."""
     shard_tokens: int = Field(default=1 << 26, ge=2)
     """Tokens of one shard file; no sequence crosses from one shard into the next."""
-    tokenizer_bytes: int = Field(default=64 << 20, ge=1)
-    """The tokenizer is trained on at most this many bytes of the training text."""
     tokenizer: str | None = None
     """A tokenizer.json to use, byte-level or of SentencePiece with byte fallback; by default a
     byte-level tokenizer is trained, on the first of several sources."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from corpus.config import END_OF_DOCUMENT, DataConfig, is_remote
+from corpus.config import END_OF_DOCUMENT, TOKENIZER_BYTES, DataConfig, is_remote
 from corpus.errors import InputError
 from corpus.location import read_file
 from corpus.tokenizer import load_tokenizer, tokenizer_fingerprint
@@ -227,7 +227,7 @@ def settings_of(data: DataConfig, vocab_size: int) -> dict[str, Any]:
         "source": data.source,
         "vocab_size": vocab_size,
         "shard_tokens": data.shard_tokens,
-        "tokenizer_bytes": data.tokenizer_bytes,
+        "tokenizer_bytes": TOKENIZER_BYTES,
         "tokenizer": data.tokenizer,
         "end_token": data.end_token,
         "text_field": data.text_field,

@@ -74,8 +74,6 @@ class MemoryConfig(Section):
     parameters too (ZeRO, Rajbhandari et al., arXiv 1910.02054, section 5). With 1 and 2, parameters
     are gathered once a step, and with 3 each layer's twice a micro-batch. With 1, gradients are
     reduced once a step, and otherwise once a micro-batch."""
-    prefetch: int = Field(default=0, ge=0)
-    """The number of layers ahead whose parameters are all-gathered; 0 leaves the choice to FSDP."""
     offload_optimizer: bool = False
     """Keep the shards of parameters, gradients and moments in host memory, and run the optimizer
     there."""

@@ -249,7 +249,6 @@ def _division(spec: JobSpec, topology: Topology) -> Division:
     return Division(
         topology.dp_replicate * topology.dp_shard,
         lockstep=topology.dp_shard > 1 or counts_all,
-        min_gain=spec.stragglers.min_gain,
     )
 
 

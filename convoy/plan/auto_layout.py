@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from convoy.plan.hardware import load_cluster
-from convoy.plan.search import Plan, no_layout, search_layouts
+from convoy.plan.search import IMBALANCE, Plan, no_layout, search_layouts
 from pretrain.spec import JobSpec, resolve_spec
 
 
@@ -42,7 +42,7 @@ def automatic(spec: JobSpec, world: int, ranks_per_node: int) -> tuple[JobSpec, 
     cluster = cluster.model_copy(update={"gpus_per_node": ranks_per_node})
     cluster.chip.peak(spec.precision.compute)  # a cluster without this dtype is told at once
     spec = without_auto(spec)
-    found = search_layouts(spec, world, cluster, spec.plan.imbalance)
+    found = search_layouts(spec, world, cluster, IMBALANCE)
     if not found.best:
         raise no_layout(found, world, cluster)
     return spec_with_plan(spec, found.best[0]), found.best[0]

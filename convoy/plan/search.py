@@ -23,6 +23,8 @@ from parallel.layout import Topology, divisors
 from pretrain.errors import InputError
 from pretrain.spec import JobSpec
 
+IMBALANCE = 1.1
+"""Rows of the busiest rank's experts as a multiple of the mean, where nothing else is said."""
 _MOST_TIMED = 6000
 """Layouts that a search times: 5 to 10 seconds on one CPU core."""
 _SCHEDULES = (("1f1b", 1), ("1f1b", 2), ("1f1b", 4), ("1f1b", 8), ("zbv", 2), ("dualpipev", 2))

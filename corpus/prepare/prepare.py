@@ -30,7 +30,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from ckpt.store import lock_file, publish_folder
-from corpus.config import DataConfig, is_remote
+from corpus.config import TOKENIZER_BYTES, DataConfig, is_remote
 from corpus.documents import Found, Unit, copy_source, cut_into_units, find_files, skipped_as_json
 from corpus.errors import InputError
 from corpus.location import is_there, read_file, upload
@@ -224,7 +224,7 @@ def _tokenizer(data: DataConfig, vocab_size: int, units: Sequence[Unit], work: P
         text_field=data.text_field,
         filter=data.filter.model_dump(),
         vocab_size=vocab_size,
-        tokenizer_bytes=data.tokenizer_bytes,
+        tokenizer_bytes=TOKENIZER_BYTES,
         end_token=data.end_token,
     )
     return make_tokenizer(units, settings, work)

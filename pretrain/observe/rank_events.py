@@ -40,7 +40,7 @@ class HealthAction(Event):
     """``report``, ``lower_lr``, ``skip``, ``go_back``, ``skip+lower_lr``, ``go_back+lower_lr`` or
     ``stop``."""
     occurrence: int
-    """How many times the rule had a signal within ``health.escalation_steps``."""
+    """How many times the rule had a signal within 500 steps."""
     to_step: int | None = None
     """The step that the run goes back to."""
     skipped_samples: tuple[int, int] | None = None

@@ -113,13 +113,13 @@ class WandB:
 
 
 class MLflow:
-    """MLflow; by default files in ``RUN_DIR/mlflow``."""
+    """MLflow: files in ``RUN_DIR/mlflow``, or the server that ``MLFLOW_TRACKING_URI`` names."""
 
     def __init__(self, config: TrackingConfig, run_dir: Path) -> None:
         # Newer versions want a word before they write files, which need no server.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         module = _module("mlflow", "mlflow")
-        uri = config.mlflow_uri or (run_dir.resolve() / "mlflow").as_uri()
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or (run_dir.resolve() / "mlflow").as_uri()
         self._client, self._entities = module.MlflowClient(uri), module.entities
         self._project = config.project
 

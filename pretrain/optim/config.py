@@ -12,6 +12,8 @@ Product = tuple[float, float, float]
 """m, n and k of a product [m, k] x [k, n]."""
 ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENTUM = "momentum_buffer"
+NEWTON_SCHULZ_STEPS = 5
+"""Steps of the iteration that orthogonalizes a matrix in Muon (Jordan et al., 2024)."""
 
 
 class OptimizerFields(Section):
@@ -73,26 +75,16 @@ class MuonConfig(OptimizerFields):
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """The decay of the mean of gradients of a matrix; the update looks one step ahead
     (Nesterov)."""
-    update_rms: float = Field(default=0.2, gt=0)
-    """The root mean square of the update of a matrix of full rank, as a ratio to ``lr``: an update
-    is scaled by update_rms · sqrt(max(rows, columns)) (Moonlight, section 2.2). 0.2 is
-    about AdamW's."""
-    newton_schulz_steps: int = Field(default=5, ge=1, le=20)
-    """Steps of the iteration that orthogonalizes a matrix."""
-    newton_schulz_dtype: Literal["float32", "bfloat16"] | None = None
-    """The dtype of that iteration and of its communication. None: float32 with
-    ``precision.compute`` float32, and bfloat16 otherwise."""
 
     def matrix_products(self, rows: float, columns: float) -> list[Product]:
         """Three products a step; of the two sides the longer one is in two of them."""
         short, long = min(rows, columns), max(rows, columns)
         step = [(short, short, long), (short, short, short), (short, long, short)]
-        return step * self.newton_schulz_steps
+        return step * NEWTON_SCHULZ_STEPS
 
     def products_dtype(self, compute: str) -> str:
-        """``newton_schulz_dtype``, or what it is by default."""
-        narrow = "float32" if compute == "float32" else "bfloat16"
-        return self.newton_schulz_dtype or narrow
+        """Float32 with compute in float32, and bfloat16 otherwise, as Jordan et al. have it."""
+        return "float32" if compute == "float32" else "bfloat16"
 
 
 OptimizerConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="kind")]

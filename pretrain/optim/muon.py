@@ -19,11 +19,14 @@ from torch import Tensor, nn
 from parallel import ShardLayout, Topology, WholeMatrices, local_shard
 from pretrain.model import is_hidden_matrix
 from pretrain.optim.adamw import build_adamw
-from pretrain.optim.config import MOMENTUM, MuonConfig
+from pretrain.optim.config import MOMENTUM, NEWTON_SCHULZ_STEPS, MuonConfig
 from pretrain.optim.surroundings import Surroundings
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic polynomial of a Newton-Schulz step; from Jordan's post."""
+UPDATE_RMS = 0.2
+"""The root mean square of the update of a matrix of full rank, as a ratio to the learning rate: an
+update is scaled by 0.2 · sqrt(max(rows, columns)) (Moonlight, section 2.2), about as AdamW's."""
 _LEAST_NORM = 1e-7
 """Of a matrix before the first step, which is divided by its norm; a matrix of zeros stays so."""
 
@@ -91,7 +94,7 @@ class Muon(torch.optim.Optimizer):
         if not self.matrices:
             return
         lr, decay = self.param_groups[0]["lr"], self.param_groups[0]["weight_decay"]
-        momentum, steps = self.config.momentum, self.config.newton_schulz_steps
+        momentum = self.config.momentum
         weights = {name: _stacked(p) for name, p in self.matrices.items()}
         means = {name: _stacked(self.state[p][MOMENTUM]) for name, p in self.matrices.items()}
         gradients = {
@@ -105,11 +108,11 @@ class Muon(torch.optim.Optimizer):
             return gradients[name][experts].lerp(means[name][experts], momentum)
 
         def update(name: str, experts: slice, direction: Tensor) -> None:
-            scale = self.config.update_rms * math.sqrt(max(self.matrices[name].shape[-2:]))
+            scale = UPDATE_RMS * math.sqrt(max(self.matrices[name].shape[-2:]))
             weight = weights[name][experts]
             weight.add_(direction.to(weight), alpha=-lr * scale)
 
-        self._whole.apply(lambda x: orthogonalized(x, steps), ahead, update)
+        self._whole.apply(lambda x: orthogonalized(x, NEWTON_SCHULZ_STEPS), ahead, update)
 
 
 def _stacked(x: Tensor) -> Tensor:

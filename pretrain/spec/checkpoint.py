@@ -44,8 +44,6 @@ class TiersConfig(Section):
     replicate_to_peer: bool = False
     """Keep the two newest checkpoints of each node in the memory of the next node too, for the loss
     of a whole node; ``memory`` then keeps two as well."""
-    memory_retention_seconds: float = Field(default=600.0, ge=0)
-    """Seconds that checkpoints in memory wait for a restart after a run has failed."""
     local_path: str | None = None
     """A folder on a local disk of each node, where checkpoints are kept too."""
     shared_interval: int = Field(default=1, ge=1)

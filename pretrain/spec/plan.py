@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from pretrain.section import OnResume, Section
 
@@ -21,8 +21,6 @@ class PlanConfig(Section):
     then the planner's; checkpoints have the spec with the layout that was taken."""
     cluster: str | None = None
     """A cluster file, or the name of a shipped one, as in ``convoy plan --cluster``."""
-    imbalance: float = Field(default=1.1, ge=1)
-    """Rows of the busiest rank's experts as a multiple of the mean."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -55,8 +55,6 @@ class TrackingConfig(Section):
     """Trackers that rank 0 writes to. Each needs the extra of its name."""
     project: str = Field(default="convoy", min_length=1)
     """The project, or MLflow's experiment, that the run is in."""
-    mlflow_uri: str | None = None
-    """MLflow's tracking server; files in RUN_DIR/mlflow by default."""
 
 
 class SampleConfig(Section):

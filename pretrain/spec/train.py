@@ -37,9 +37,6 @@ class TrainConfig(Section):
     parts: list[str] = Field(default_factory=list)
     """Parts of a step that are no parts of Convoy, as ``package.module:Class``; see
     :class:`pretrain.step.Part`."""
-    notice_file: str | None = Field(default=None, min_length=1)
-    """A file that announces a preemption. When the file appears, the run commits a checkpoint and
-    ends with exit code 75. The environment variable ``CONVOY_NOTICE_FILE`` has precedence."""
 
 
 class EvalConfig(Section):

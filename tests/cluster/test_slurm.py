@@ -145,7 +145,12 @@ def test_a_job_starts_again_where_the_node_of_its_batch_script_is_lost(
 def test_75_starts_the_job_again_on_the_nodes_that_there_are_then(cluster, tmp_path, job, capsys):
     run, notice = tmp_path / "run", tmp_path / "notice"
     cluster.run("scontrol", "update", "NodeName=n1,n2", "State=DRAIN", "Reason=test")
-    number = submit(capsys, make_spec(tmp_path, job, "1:3", train={"notice_file": str(notice)}))
+    number = submit(
+        capsys,
+        make_spec(
+            tmp_path, job, "1:3", launch={"environment": {"CONVOY_NOTICE_FILE": str(notice)}}
+        ),
+    )
     wait_for_step(cluster, run, 4)
     cluster.run("scontrol", "update", "NodeName=n1,n2", "State=RESUME")
     notice.touch()

@@ -71,9 +71,9 @@ class LossSpikeRule(_Rule):
 
     The rule compares the step's loss with the median of the last ``window_steps`` committed losses.
     The limit is the median plus ``threshold`` robust standard deviations (1.4826 times the median
-    absolute deviation; Rousseeuw and Croux, 1993), and at least the median plus ``min_rise``. The
-    rule is silent until the window is full. Skipping such a step instead of taking its update, with
-    a window of 128 steps, is the practice of OLMo 2 (arXiv 2501.00656).
+    absolute deviation; Rousseeuw and Croux, 1993), and at least the median plus 0.5 nats per token.
+    The rule is silent until the window is full. Skipping such a step instead of taking its update,
+    with a window of 128 steps, is the practice of OLMo 2 (arXiv 2501.00656).
     """
 
     RULE = "loss_spike"
@@ -85,15 +85,14 @@ class LossSpikeRule(_Rule):
     """Committed steps that the loss is compared with."""
     threshold: float = Field(default=6.0, gt=0)
     """Robust standard deviations above the median."""
-    min_rise: float = Field(default=0.5, gt=0)
-    """Nats per token above the median."""
 
 
 class GradNormSpikeRule(_Rule):
     """The ``[health.grad_norm_spike]`` section: a gradient norm far above those of the last steps.
 
     The rule compares the norm before clipping with the median of the last ``window_steps`` norms of
-    committed steps, as ``loss_spike`` compares losses. The rule is silent until the window is full.
+    committed steps, as ``loss_spike`` compares losses; the limit is at least ten medians. The rule
+    is silent until the window is full.
     """
 
     RULE = "grad_norm_spike"
@@ -105,17 +104,15 @@ class GradNormSpikeRule(_Rule):
     """Committed steps that the norm is compared with."""
     threshold: float = Field(default=10.0, gt=0)
     """Robust standard deviations above the median."""
-    min_ratio: float = Field(default=10.0, gt=1)
-    """Times the median."""
 
 
 class SlowDivergenceRule(_Rule):
     """The ``[health.slow_divergence]`` section: a smoothed loss that rises over many steps.
 
     The window is eight blocks of equally many steps. At the end of a block, its mean loss is
-    compared with the lowest mean of the seven blocks before. The limit is that mean plus
-    ``min_rise``, and at least plus ``threshold`` standard errors of the difference of the two
-    means. After a signal, eight new blocks are gathered.
+    compared with the lowest mean of the seven blocks before. The limit is that mean plus 0.1 nats
+    per token, and at least plus 5 standard errors of the difference of the two means. After a
+    signal, eight new blocks are gathered.
     """
 
     RULE = "slow_divergence"
@@ -125,10 +122,6 @@ class SlowDivergenceRule(_Rule):
     empty list turns the rule off."""
     window_steps: int = Field(default=1024, ge=2 * BLOCKS, le=1 << 20)
     """Committed steps of the eight blocks."""
-    threshold: float = Field(default=5.0, gt=0)
-    """Standard errors of the difference."""
-    min_rise: float = Field(default=0.1, gt=0)
-    """Nats per token above the lowest mean."""
 
     @property
     def block_steps(self) -> int:
@@ -141,7 +134,7 @@ class RouterCollapseRule(_Rule):
 
     Every ``interval_steps`` steps the assignments of the step are summed over ranks. A layer has
     collapsed where the entropy of its experts' loads is below ``min_entropy_ratio`` of its largest
-    value, the logarithm of the number of experts, or where more than ``max_dead_share`` of its
+    value, the logarithm of the number of experts, or where more than half of its
     experts have no token. A layer with less than ten assignments for each expert is not judged.
     """
 
@@ -156,8 +149,6 @@ class RouterCollapseRule(_Rule):
     """Checks in a row that must find a collapse."""
     min_entropy_ratio: float = Field(default=0.5, gt=0, lt=1)
     """The entropy of the loads over its largest value."""
-    max_dead_share: float = Field(default=0.5, gt=0, lt=1)
-    """The share of experts without a token."""
 
 
 class HealthConfig(Section):
@@ -172,9 +163,6 @@ class HealthConfig(Section):
 
     on_resume = OnResume.FREE
 
-    escalation_steps: int = Field(default=500, ge=1)
-    """An occurrence counts until the run is this many steps further: the next occurrence of the
-    rule in that time takes the next action."""
     go_back_checkpoints: int = Field(default=1, ge=1)
     """``go_back``: 1 is the newest committed checkpoint in ``checkpoint.path``, 2 the one before;
     the oldest where there are fewer."""

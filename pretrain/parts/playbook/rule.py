@@ -14,6 +14,10 @@ from pretrain.parts.playbook.config import SEVERITY, ActionName, HealthConfig
 from pretrain.parts.playbook.memory import HealthMemory, Occurrence, merged
 from pretrain.parts.playbook.signals import Seen, Signal
 
+ESCALATION_STEPS = 500
+"""An occurrence counts until the run is this many steps further: the next occurrence of its rule in
+that time takes the next action."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -61,7 +65,7 @@ def judge(config: HealthConfig, memory: HealthMemory, seen: Seen) -> Verdict:
     found = _signals(config, memory, seen)
     if not found:
         return Verdict((), None, memory)
-    valid = tuple(o for o in memory.occurrences if seen.step <= o.step + config.escalation_steps)
+    valid = tuple(o for o in memory.occurrences if seen.step <= o.step + ESCALATION_STEPS)
     chosen: list[tuple[ActionName, Signal]] = []
     for signal in found:
         actions: Sequence[ActionName] = getattr(config, signal.rule).actions

@@ -20,6 +20,16 @@ from pretrain.parts.playbook.config import (
 )
 from pretrain.parts.playbook.memory import HealthMemory
 
+MIN_RISE = 0.5
+"""Nats per token above the median: the least rise of the loss that is a spike."""
+MIN_RATIO = 10.0
+"""The least multiple of the median at which a gradient norm is a spike."""
+MIN_SLOW_RISE = 0.1
+"""Nats per token above the lowest mean: the least rise that is a slow divergence."""
+SLOW_THRESHOLD = 5.0
+"""Standard errors of the difference of two means that are a slow divergence."""
+MAX_DEAD_SHARE = 0.5
+"""Routers with a larger share of experts without a token have collapsed."""
 _MIN_ASSIGNMENTS = 10
 """Assignments for each expert, on average, from which on the loads of a layer are judged."""
 
@@ -76,7 +86,7 @@ def loss_spike(rule: LossSpikeRule, memory: HealthMemory, seen: Seen) -> Signal 
     if len(window) < rule.window_steps:
         return None
     usual, sigma = robust_scale(window)
-    limit = usual + max(rule.min_rise, rule.threshold * sigma)
+    limit = usual + max(MIN_RISE, rule.threshold * sigma)
     if not seen.loss > limit:
         return None
     text = (
@@ -92,7 +102,7 @@ def grad_norm_spike(rule: GradNormSpikeRule, memory: HealthMemory, seen: Seen) -
     if len(window) < rule.window_steps:
         return None
     usual, sigma = robust_scale(window)
-    limit = max(rule.min_ratio * usual, usual + rule.threshold * sigma)
+    limit = max(MIN_RATIO * usual, usual + rule.threshold * sigma)
     if not seen.grad_norm > limit:
         return None
     text = (
@@ -111,7 +121,7 @@ def slow_divergence(rule: SlowDivergenceRule, memory: HealthMemory, seen: Seen) 
     newest, error = blocks[-1]
     lowest, error_of_lowest = min(blocks[:-1])
     noise = math.sqrt(error + error_of_lowest)
-    limit = lowest + max(rule.min_rise, rule.threshold * noise)
+    limit = lowest + max(MIN_SLOW_RISE, SLOW_THRESHOLD * noise)
     if not newest > limit:
         return None
     text = (
@@ -153,11 +163,9 @@ def collapse(rule: RouterCollapseRule, seen: Seen) -> Signal | None:
                 f"below {rule.min_entropy_ratio:g}"
             )
             return Signal("router_collapse", ratio, 1.0, rule.min_entropy_ratio, text)
-        if dead > rule.max_dead_share:
-            text = (
-                f"{about}{dead:.0%} of the experts have no token, above {rule.max_dead_share:.0%}"
-            )
-            return Signal("router_collapse", dead, 0.0, rule.max_dead_share, text)
+        if dead > MAX_DEAD_SHARE:
+            text = f"{about}{dead:.0%} of the experts have no token, above {MAX_DEAD_SHARE:.0%}"
+            return Signal("router_collapse", dead, 0.0, MAX_DEAD_SHARE, text)
     return None
 
 

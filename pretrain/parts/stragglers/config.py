@@ -19,16 +19,9 @@ class StragglersConfig(Section):
     min_slowdown: float = Field(default=0.1, ge=0.01)
     """The least relative change of a rank's speed that counts: 0.1 ignores a rank that takes less
     than 1.1 times as long as the others."""
-    min_gain: float = Field(default=0.05, ge=0, lt=1)
-    """The least part of a step's time that a new division of micro-batches must save, by its
-    prediction."""
     patience_steps: int = Field(default=50, ge=1)
     """A rank that is still slow after so many steps is reported for replacement."""
     replace: bool = False
     """Put the machine of a rank that is still slow after ``patience_steps`` on
     RUN_DIR/exclude.json, commit a checkpoint, and end with exit code 75: torchrun starts the ranks
     again without the machine, and a spare takes its place. Needs ``elastic.enabled``."""
-    false_alarm_rate: float = Field(default=1e-6, gt=0, le=0.01)
-    """Changes of speed per step that noise may seem to make while all ranks are healthy."""
-    warmup_steps: int = Field(default=2, ge=0)
-    """The first steps of a process, whose times do not count."""

@@ -156,7 +156,7 @@ class StragglersPart(Part):
                 )
             why = (
                 f"a step of {total} micro-batches on {len(counts)} ranks has no division that "
-                f"saves {self.config.min_gain:.0%} of its time"
+                f"saves {self.division.min_gain:.0%} of its time"
             )
         elif self.config.rebalance:
             why = "micro-batches are not divided anew with parallel.pp above 1"

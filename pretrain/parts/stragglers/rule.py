@@ -83,8 +83,6 @@ class Stragglers:
         parts."""
         self.test = SpeedTest(
             min_change=config.min_slowdown,
-            false_alarm_rate=config.false_alarm_rate,
-            warmup_steps=config.warmup_steps,
             ranks=topology.world,
         )
 

@@ -265,7 +265,6 @@ def test_nodes_go_back_with_what_all_share(text, tmp_path, way):
         "retention": {"keep": 9},
         "tiers": {
             "shared_interval": 2,
-            "memory_retention_seconds": 60.0,
             "memory": True,
             "memory_path": str(tmp_path / "memory"),
         },

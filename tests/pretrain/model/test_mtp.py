@@ -235,7 +235,7 @@ def test_a_layout_trains_as_one_process_does(layout: str, alone, data, tmp_path)
         ("pp=2", {"pipeline": {"schedule": "gpipe"}}),
         ("pp=2", {"pipeline": {"stages_per_rank": 2}, "memory": {"recompute": "full"}}),
         ("dp_shard=2,ep=2", {"memory": {"zero_stage": 1}}),
-        ("dp_replicate=2,dp_shard=2", {"memory": {"zero_stage": 2, "prefetch": 1}}),
+        ("dp_replicate=2,dp_shard=2", {"memory": {"zero_stage": 2}}),
         ("tp=2,cp=2", {"memory": {"recompute": "selective"}}),
         ("pp=2,dp_shard=2,ep=2 zbv", {"memory": {"zero_stage": 1, "recompute": "full"}}),
     ],

@@ -153,23 +153,22 @@ def test_a_matrix_is_orthogonalized_by_itself():
     torch.testing.assert_close(orthogonalized(x * 1e4, 5), together, rtol=1e-4, atol=1e-5)
 
 
-def test_the_root_mean_square_of_an_update_is_that_which_the_field_says():
+def test_the_root_mean_square_of_an_update_is_that_of_moonlight():
     for shape in ((64, 64), (32, 128), (128, 32)):
         model = nn.Module()
         model.w = nn.Parameter(torch.zeros(shape))
-        optimizer = build_optimizer(model, MuonConfig(lr=1.0, update_rms=0.3))
+        optimizer = build_optimizer(model, MuonConfig(lr=1.0))
         model.w.grad = torch.randn(shape)
         optimizer.step()
         rms = float(model.w.detach().square().mean().sqrt())
-        assert rms == pytest.approx(0.3, rel=0.25), shape
+        assert rms == pytest.approx(0.2, rel=0.25), shape
 
 
 def test_bfloat16_is_near_to_float32():
     found = {}
     for dtype in ("float32", "bfloat16"):
         model = decoder()
-        config = CONFIG.model_copy(update={"newton_schulz_dtype": dtype})
-        optimizer = build_optimizer(model, config)
+        optimizer = build_optimizer(model, CONFIG, Surroundings(compute=dtype))
         for name, gradient in gradients(model, 0).items():
             model.get_parameter(name).grad = gradient
         optimizer.step()
@@ -185,8 +184,6 @@ def test_the_dtype_follows_that_of_compute():
     assert MuonConfig(lr=1.0).products_dtype("float32") == "float32"
     assert MuonConfig(lr=1.0).products_dtype("bfloat16") == "bfloat16"
     assert MuonConfig(lr=1.0).products_dtype("float16") == "bfloat16"
-    wide = MuonConfig(lr=1.0, newton_schulz_dtype="float32")
-    assert wide.products_dtype("bfloat16") == "float32"
 
 
 def test_a_matrix_without_a_gradient_counts_as_one_of_zeros():
@@ -285,8 +282,6 @@ def test_a_plan_counts_products_that_ranks_share_and_one_moment():
     peak = cluster.chip.peak("bfloat16")
     assert flops / peak < seconds["muon", 1] - seconds["adamw", 1] < 3 * flops / peak
     assert seconds["muon", 8] < seconds["muon", 1] / 2
-    wide = MuonConfig(lr=1.0, newton_schulz_dtype="float32")
-    assert step_time(work(wide, Topology()), cluster).optimizer > 5 * seconds["muon", 1]
     kept = [memory(work(each, Topology()), cluster.chip).optimizer for each in (adamw, muon)]
     assert kept[0] / 2 < kept[1] < 0.55 * kept[0]
 

@@ -50,7 +50,7 @@ class TestStragglers(Slow):
             config,
             context,
             speeds=speeds,
-            division=Division(WORLD, lockstep=False, min_gain=0.05),
+            division=Division(WORLD, lockstep=False),
             capacity_follows_speed=False,
         )
 

@@ -347,14 +347,17 @@ def test_the_notice_of_one_rank_stops_all_ranks_with_a_checkpoint(text, tmp_path
 def test_torchrun_with_restarts_does_not_start_a_run_again_that_got_a_notice(text, tmp_path):
     spec = write_spec(
         tmp_path, data=data_of(text), checkpoint={"interval_steps": 1_000_000},
-        train={"steps": 1_000_000, "notice_file": str(tmp_path / "preempted")},
+        train={"steps": 1_000_000},
     )  # fmt: skip
     root, run = Path(__file__).parents[3], tmp_path / "run"
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
         "--max-restarts", "3", "tools/pretrain.py", str(spec),
     ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "CONVOY_NOTICE_FILE": str(tmp_path / "preempted"),
+    }  # fmt: skip
     with subprocess.Popen(
         command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True,

@@ -116,8 +116,10 @@ def test_a_division_knows_its_gain():
 
 
 def stragglers(topology: Topology, **config: Any) -> Stragglers:
-    made = StragglersConfig(**{"warmup_steps": 0, "patience_steps": 20, **config})
-    return Stragglers(made, topology, token_flops=10.0, row_flops=1.0)
+    made = StragglersConfig(**{"patience_steps": 20, **config})
+    found = Stragglers(made, topology, token_flops=10.0, row_flops=1.0)
+    found.test = replace(found.test, warmup_steps=0)
+    return found
 
 
 def test_a_slow_rank_is_found_then_lasts_then_ends():
