@@ -13,6 +13,8 @@ from router import RouterConfig
 from router import StragglerAwareConfig as StragglerAwareConfig
 
 ActivationName = Literal["swiglu", "geglu", "gelu", "relu2"]
+GATED: tuple[ActivationName, ...] = ("swiglu", "geglu")
+"""The activation functions with a third matrix product, the gate's."""
 
 Backend = Literal["auto", "loop", "grouped_mm", "packed", "megablocks"]
 Gemm = Literal["compute", "float8"]

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.jobs import write_corpus, write_spec
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
     "router": set(),
@@ -44,10 +46,10 @@ FLOORS = {
         "interop state_dict",
     ],
     "cluster": ["detect members", "launch burnin"],
-    "corpus": ["errors weights", "config", "location", "documents", "tokenizer", "manifest",
+    "corpus": ["errors weights section", "config", "location", "documents", "tokenizer", "manifest",
                "prepare"],
     "pretrain": [
-        "errors", "model data parts.playbook parts.verify", "optim", "state spec",
+        "errors section", "model data parts.playbook parts.verify", "optim", "state spec",
         "parallelize runtime observe", "elastic rank_model parts.faults", "step",
         "parts.capacity parts.stragglers parts.rank_watch parts.testing",
         "job", "checkpoint", "train",
@@ -430,6 +432,55 @@ def test_a_layout_and_a_format_need_no_torch():
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", source], cwd=ROOT, check=True, timeout=60)
+
+
+CONFIGS = sorted(name for name in HOUSE_MODULES if is_config(name))
+
+
+PURE = {"corpus.section", "corpus.weights", "parallel.layout", "pretrain.section", "router"}
+"""What configs import besides: bases of sections, and arithmetic without any import."""
+
+
+def test_a_config_imports_pydantic_and_other_configs_alone():
+    wrong = [
+        f"{name} imports {target}"
+        for name in CONFIGS
+        for target in imports(HOUSE_MODULES[name], name.rpartition(".")[0], HOUSE_MODULES)
+        if target.split(".")[0] not in sys.stdlib_module_names | {"pydantic", "typing_extensions"}
+        and not is_config(target)
+        and target not in PURE
+        and not target.startswith("router.")
+    ]
+    assert not wrong
+    code = (
+        "import importlib, sys\n"
+        f"for name in {CONFIGS}: importlib.import_module(name)\n"
+        "heavy = {'torch', 'zarr', 'tokenizers', 'prometheus_client'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+def test_spec_plan_launch_and_prepare_load_no_torch(tmp_path):
+    write_corpus(tmp_path / "text")
+    spec, tiny = write_spec(tmp_path), "tools/recipes/stdlib-tiny.toml"
+    words = [
+        ["plan", "tools/recipes/mixtral-8x7b.toml", "--cluster", "h100", "--gpus", "64"],
+        ["launch", tiny, "--on", "torchrun", "--set", "parallel.ep=1"],
+        ["prepare", str(spec)],
+    ]
+    code = (
+        "import sys\n"
+        "from convoy.commands import main\n"
+        "from pretrain import JobSpec, load_spec\n"
+        f"codes = [main(words[0], words[1:]) for words in {words}]\n"
+        "assert codes == [0, 0, 0], codes\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_the_command_starts_without_torchs_compiler():

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from moe import MoEConfig
+from moe.config import GATED
 from pretrain.model import ModelConfig
 
 
@@ -62,11 +63,9 @@ class ModelShape:
     @classmethod
     def of(cls, model: ModelConfig, moe: MoEConfig | None) -> ModelShape:
         """The sizes of a spec's model."""
-        from moe import ACTIVATIONS
-
         experts: dict[str, Any] = {} if moe is None else {
             "num_experts": moe.num_experts, "top_k": moe.top_k, "expert_d_ff": moe.d_ff,
-            "expert_products": 3 if ACTIVATIONS[moe.activation].gated else 2,
+            "expert_products": 3 if moe.activation in GATED else 2,
             "num_shared_experts": moe.num_shared_experts,
             "shared_expert_gate": moe.shared_expert_gate,
             "n_groups": moe.n_groups, "topk_groups": moe.topk_groups,

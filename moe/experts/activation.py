@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe.config import ActivationName
+from moe.config import GATED, ActivationName
 
 _aten = torch.ops.aten
 
@@ -82,8 +82,8 @@ def _gelu_backward(grad: Tensor, z: Tensor) -> Tensor:
 
 
 ACTIVATIONS: dict[ActivationName, Activation] = {
-    "swiglu": Activation(True, F.silu, _silu_out, _silu_backward_out, _silu_backward),
-    "geglu": Activation(True, F.gelu, _gelu_out, _gelu_backward_out, _gelu_backward),
-    "gelu": Activation(False, F.gelu, _gelu_out, _gelu_backward_out, _gelu_backward),
-    "relu2": Activation(False, _relu2, _relu2_out, _relu2_backward_out, _relu2_backward),
+    "swiglu": Activation("swiglu" in GATED, F.silu, _silu_out, _silu_backward_out, _silu_backward),
+    "geglu": Activation("geglu" in GATED, F.gelu, _gelu_out, _gelu_backward_out, _gelu_backward),
+    "gelu": Activation("gelu" in GATED, F.gelu, _gelu_out, _gelu_backward_out, _gelu_backward),
+    "relu2": Activation("relu2" in GATED, _relu2, _relu2_out, _relu2_backward_out, _relu2_backward),
 }

@@ -19,14 +19,17 @@ import hashlib
 import json
 import secrets
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ckpt
 from ckpt import CheckpointError, Location, Store
 from pretrain.errors import InputError
-from pretrain.job import Job
-from pretrain.runtime import Runtime
 from pretrain.spec import JobSpec
 from pretrain.state import run_id_of
+
+if TYPE_CHECKING:  # ``convoy prepare`` changes the folder without torch
+    from pretrain.job import Job
+    from pretrain.runtime import Runtime
 
 RUN = "run.json"
 """The file with the run id; after a roll-back also what :mod:`pretrain.checkpoint.rolling_back`

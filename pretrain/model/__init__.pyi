@@ -6,9 +6,9 @@ from .decoder import DecoderOutput as DecoderOutput
 from .decoder import Drafting as Drafting
 from .decoder import meta_decoder as meta_decoder
 from .flops import forward_flops as forward_flops
-from .flops import peak_flops_per_second as peak_flops_per_second
 from .init import first_matrix as first_matrix
 from .init import init_parameters as init_parameters
 from .init import is_bias as is_bias
 from .init import is_hidden_matrix as is_hidden_matrix
 from .mtp import MTPConfig as MTPConfig
+from .peak_rate import peak_flops_per_second as peak_flops_per_second

@@ -2,6 +2,8 @@ from .launcher import TORCHRUN_PID as TORCHRUN_PID
 from .launcher import end_torchrun as end_torchrun
 from .launcher import end_with_parent as end_with_parent
 from .launcher import end_with_torchrun as end_with_torchrun
+from .launcher import launched_rank as launched_rank
+from .launcher import launched_world as launched_world
 from .launcher import starts_again_without_machine as starts_again_without_machine
 from .launcher import stop_torchrun as stop_torchrun
 from .launcher import torchrun_process as torchrun_process
@@ -14,8 +16,6 @@ from .notices import TimeLimit as TimeLimit
 from .notices import slurm_end as slurm_end
 from .ranks import Runtime as Runtime
 from .ranks import join_ranks as join_ranks
-from .ranks import launched_rank as launched_rank
-from .ranks import launched_world as launched_world
 from .ranks import rank_device as rank_device
 from .ranks import start as start
 from .signals import StopCause as StopCause

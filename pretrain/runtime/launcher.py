@@ -125,3 +125,13 @@ def _end_restarts(parent: int | None) -> None:
     is_there = os.getppid() == parent or TORCHRUN_PID in os.environ
     if parent is not None and is_there and left > 0:
         os.kill(parent, signal.SIGTERM)
+
+
+def launched_rank() -> int:
+    """The rank that a launcher gave this process; 0 without one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def launched_world() -> int:
+    """The number of ranks that a launcher started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))

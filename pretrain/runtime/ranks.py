@@ -20,6 +20,7 @@ from cluster.detect import HangReport, Heartbeat, turn_on_flight_recorder
 from parallel import CommMonitor
 from parallel.comm import install_monitor
 from pretrain.errors import EXIT_BAD_INPUT, EXIT_LOST, InputError
+from pretrain.runtime.launcher import launched_rank, launched_world
 from pretrain.runtime.memory import keep_freed_memory
 from pretrain.runtime.start_parts import StartParts
 
@@ -167,16 +168,6 @@ class Runtime:
         if self.hang_report is not None:
             self.hang_report.close()
         dist.destroy_process_group()
-
-
-def launched_rank() -> int:
-    """The rank that a launcher gave this process; 0 without one."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def launched_world() -> int:
-    """The number of ranks that a launcher started; 1 without one."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rank_device() -> torch.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from convoy.convert.hf.config import HFConfig, head_dim, read_decoder
+from convoy.convert.hf.model_config import HFConfig, head_dim, read_decoder
 from moe import MoEConfig
 from pretrain.errors import InputError
 from pretrain.model import ModelConfig

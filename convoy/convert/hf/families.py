@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from convoy.convert.hf.config import HFConfig, head_dim, read_decoder, write_decoder
 from convoy.convert.hf.deepseek import (
     read_deepseek_v2,
     read_deepseek_v3,
@@ -16,6 +15,7 @@ from convoy.convert.hf.deepseek import (
     write_deepseek_v3,
     write_dots1,
 )
+from convoy.convert.hf.model_config import HFConfig, head_dim, read_decoder, write_decoder
 from moe import MoEConfig
 from pretrain.errors import InputError
 from pretrain.model import ModelConfig

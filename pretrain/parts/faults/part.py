@@ -9,17 +9,16 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 
 from torch import Tensor, nn
 
 from pretrain.observe import Events, FaultInjected, Notice
 from pretrain.parts.faults import process, tensors
 from pretrain.parts.faults.config import FaultConfig
+from pretrain.parts.faults.happened import INJECTED
 from pretrain.runtime import Runtime
 from pretrain.spec import JobSpec
 
-_FOLDER = "injected"
 _STEPS, _SLOWDOWN, _SCALE, _BIT = 10, 2.0, 1e4, 30
 
 
@@ -55,7 +54,7 @@ class InjectedFaults(Faults):
     ) -> None:
         self.spec, self.runtime, self.events = spec, runtime, events
         self.writer_process_id = writer_process_id
-        self.folder = spec.run_path / _FOLDER
+        self.folder = spec.run_path / INJECTED
         self.waiting = self._waiting()
         self.now: list[FaultConfig] = []
         """Of this rank, in the present try of a step."""
@@ -164,12 +163,3 @@ def faults_of(spec: JobSpec, runtime: Runtime, events: Events, writer_process_id
     if not spec.inject:
         return Faults()
     return InjectedFaults(spec, runtime, events, writer_process_id)
-
-
-def forget_faults(run_path: Path) -> None:
-    """Let all faults happen again in the next run in this folder. Raises OSError."""
-    folder = run_path / _FOLDER
-    if folder.is_dir():
-        for path in folder.iterdir():
-            path.unlink()
-        folder.rmdir()

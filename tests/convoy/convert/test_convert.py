@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 import ckpt
 from convoy.commands.inspect import main as inspect
 from convoy.convert.commands import new_spec
-from convoy.convert.hf.config import HFConfig
 from convoy.convert.hf.families import family_of
+from convoy.convert.hf.model_config import HFConfig
 from corpus.manifest import open_corpus
 from corpus.prepare.prepare import prepare_corpus
 from corpus.tokenizer import bytes_per_token, read_tokenizer
