@@ -70,7 +70,7 @@ OUTSIDE = {
     "router": {"torch", "pydantic", "lazy_loader"},
     "parallel": {"torch", "pydantic", "lazy_loader"},
     "moe": {"torch", "pydantic", "lazy_loader"},
-    "cluster": {"torch", "pydantic", "lazy_loader", "pynvml"},  # NVML: optional, on demand
+    "cluster": {"torch", "pydantic", "lazy_loader", "pynvml", "yaml"},  # NVML: optional, on demand
 }
 RANK_ROOTS = {
     "pretrain.train.entry": "a rank",

@@ -20,6 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from cluster.launch.job import (
     EXIT_BAD_INPUT,
     EXIT_HEALTH,
@@ -29,7 +31,6 @@ from cluster.launch.job import (
     one_line,
 )
 from cluster.launch.torchrun import continued, torchrun_words
-from cluster.launch.yaml_text import as_yaml
 from cluster.members import EXCLUDE_LIST
 
 _TIMEOUT = 120.0
@@ -77,6 +78,21 @@ exit 1
 """
 
 
+class _Dumper(yaml.SafeDumper):
+    """YAML for people: texts of several lines as blocks, and equal objects written out twice."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _block(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_Dumper.add_representer(str, _block)
+
+
 def objects(job: Job) -> list[dict[str, Any]]:
     """The objects of the API, in the order in which they are created."""
     name, space = job.name, job.pods.namespace
@@ -119,7 +135,7 @@ def objects(job: Job) -> list[dict[str, Any]]:
 def render(job: Job) -> str:
     """The objects as documents of YAML."""
     head = "".join(f"{line}\n" for line in job.head())
-    return head + "---\n".join(as_yaml(one) for one in objects(job))
+    return head + yaml.dump_all(objects(job), Dumper=_Dumper, sort_keys=False)
 
 
 def _job_set(job: Job) -> dict[str, Any]:
