@@ -16,7 +16,6 @@ import math
 import shlex
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from cluster.launch.job import (
     EXIT_HEALTH,
     EXIT_TRY_AGAIN,
     STATUS_FILE,
-    Job,
+    EngineJob,
     one_line,
 )
 from cluster.launch.torchrun import continued, torchrun_words
@@ -93,9 +92,9 @@ def _block(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
 _Dumper.add_representer(str, _block)
 
 
-def objects(job: Job) -> list[dict[str, Any]]:
+def objects(job: EngineJob) -> list[dict[str, Any]]:
     """The objects of the API, in the order in which they are created."""
-    name, space = job.name, job.pods.namespace
+    name, space = job.name, job.launch.kubernetes.namespace
     about = {"name": name, "namespace": space}
     spec_file = {
         "apiVersion": "v1",
@@ -103,8 +102,8 @@ def objects(job: Job) -> list[dict[str, Any]]:
         "metadata": {"name": f"{name}-spec", "namespace": space},
         "data": {"spec.json": job.config_text},
     }
-    labels = {"labels": {_QUEUE_LABEL: job.queue}} if job.queue else {}
-    if job.pods.kind == "JobSet":
+    labels = {"labels": {_QUEUE_LABEL: job.launch.queue}} if job.launch.queue else {}
+    if job.launch.kubernetes.kind == "JobSet":
         job_set = {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
             "kind": "JobSet",
@@ -132,19 +131,19 @@ def objects(job: Job) -> list[dict[str, Any]]:
     return [spec_file, runtime, train_job]
 
 
-def render(job: Job) -> str:
+def render(job: EngineJob) -> str:
     """The objects as documents of YAML."""
     head = "".join(f"{line}\n" for line in job.head())
     return head + yaml.dump_all(objects(job), Dumper=_Dumper, sort_keys=False)
 
 
-def _job_set(job: Job) -> dict[str, Any]:
+def _job_set(job: EngineJob) -> dict[str, Any]:
     most = job.nodes[1]
     node_job = {
         "parallelism": most,
         "completions": most,
         "completionMode": "Indexed",
-        "backoffLimit": job.max_restarts,
+        "backoffLimit": job.launch.max_restarts,
         "podFailurePolicy": {
             "rules": [
                 {"action": "FailJob", "onExitCodes": _codes(EXIT_BAD_INPUT, EXIT_HEALTH)},
@@ -160,7 +159,7 @@ def _job_set(job: Job) -> dict[str, Any]:
     return {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "failurePolicy": {
-            "maxRestarts": job.max_restarts,
+            "maxRestarts": job.launch.max_restarts,
             "rules": [
                 {
                     "name": "needs-a-person",
@@ -186,8 +185,8 @@ def _codes(*values: int) -> dict[str, Any]:
     return {"containerName": "node", "operator": "In", "values": list(values)}
 
 
-def _pod(job: Job) -> dict[str, Any]:
-    pods = job.pods
+def _pod(job: EngineJob) -> dict[str, Any]:
+    pods = job.launch.kubernetes
     annotations: dict[str, str] = {}
     if job.metrics_port:
         annotations |= {
@@ -195,7 +194,7 @@ def _pod(job: Job) -> dict[str, Any]:
             "prometheus.io/port": str(job.metrics_port),
             "prometheus.io/path": "/metrics",
         }
-    if pods.topology_label and job.queue:
+    if pods.topology_label and job.launch.queue:
         annotations["kueue.x-k8s.io/podset-preferred-topology"] = pods.topology_label
     volumes = [
         {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
@@ -210,16 +209,16 @@ def _pod(job: Job) -> dict[str, Any]:
         "containers": [_container(job)],
         "volumes": volumes,
     }
-    if job.walltime_minutes is not None:
-        spec["activeDeadlineSeconds"] = math.ceil(job.walltime_minutes * 60) + _GRACE_SECONDS
+    if job.launch.walltime_minutes is not None:
+        spec["activeDeadlineSeconds"] = math.ceil(job.launch.walltime_minutes * 60) + _GRACE_SECONDS
     metadata: dict[str, Any] = {"labels": {"convoy/run": job.name}}
     if annotations:
         metadata["annotations"] = annotations
     return {"metadata": metadata, "spec": spec}
 
 
-def _container(job: Job) -> dict[str, Any]:
-    pods = job.pods
+def _container(job: EngineJob) -> dict[str, Any]:
+    pods = job.launch.kubernetes
     mounts = [
         {"name": "shared-memory", "mountPath": "/dev/shm"},
         {"name": "spec", "mountPath": str(Path(_CONFIG).parent)},
@@ -228,8 +227,8 @@ def _container(job: Job) -> dict[str, Any]:
         mounts.append({"name": "data", "mountPath": pods.mount_path})
     asked = {"cpu": str(job.cpus_per_node)}
     resources: dict[str, Any] = {"requests": asked}
-    if job.gpus_per_node:
-        resources["limits"] = {"nvidia.com/gpu": str(job.gpus_per_node)}
+    if job.launch.gpus_per_node:
+        resources["limits"] = {"nvidia.com/gpu": str(job.launch.gpus_per_node)}
     environment: list[dict[str, Any]] = [
         {"name": key, "value": value} for key, value in job.all_environment.items()
     ]
@@ -238,7 +237,7 @@ def _container(job: Job) -> dict[str, Any]:
     )
     container: dict[str, Any] = {
         "name": "node",
-        "image": job.image,
+        "image": job.launch.image,
         "command": ["bash", "-c"],
         "args": [node_script(job)],
         "workingDir": job.workdir or pods.mount_path,
@@ -253,10 +252,10 @@ def _container(job: Job) -> dict[str, Any]:
     return container
 
 
-def node_script(job: Job) -> str:
+def node_script(job: EngineJob) -> str:
     """What the container of each pod runs, in bash; it ends with the exit code of the run."""
     # The pods have the spec with its overrides from the ConfigMap.
-    in_pod = replace(job, config=_CONFIG, overrides=())
+    in_pod = job.model_copy(update={"config": _CONFIG, "overrides": ()})
     words = torchrun_words(
         in_pod,
         f"{job.name}-node-0-0.{job.name}:{_PORT}",
@@ -266,7 +265,9 @@ def node_script(job: Job) -> str:
     text = _SCRIPT
     for key, value in {
         "RUN_DIR": shlex.quote(job.run_dir),
-        "SETUP": "\n".join([*job.setup, *([job.burn_in] if job.burn_in else [])]),
+        "SETUP": "\n".join(
+            [*job.launch.setup, *([job.launch.burn_in] if job.launch.burn_in else [])]
+        ),
         "VERSION": job.version_check,
         "TORCHRUN": continued(words),
         "STATUS_FILE": STATUS_FILE,
@@ -278,7 +279,7 @@ def node_script(job: Job) -> str:
     return text
 
 
-def _affinity(job: Job) -> dict[str, Any]:
+def _affinity(job: EngineJob) -> dict[str, Any]:
     affinity: dict[str, Any] = {}
     if job.excluded:
         rule = {"key": _HOST_LABEL, "operator": "NotIn", "values": list(job.excluded)}
@@ -287,10 +288,10 @@ def _affinity(job: Job) -> dict[str, Any]:
                 "nodeSelectorTerms": [{"matchExpressions": [rule]}]
             }
         }
-    if job.pods.topology_label and not job.queue:
+    if job.launch.kubernetes.topology_label and not job.launch.queue:
         near = {
             "labelSelector": {"matchLabels": {"convoy/run": job.name}},
-            "topologyKey": job.pods.topology_label,
+            "topologyKey": job.launch.kubernetes.topology_label,
         }
         affinity["podAffinity"] = {
             "preferredDuringSchedulingIgnoredDuringExecution": [
@@ -300,20 +301,20 @@ def _affinity(job: Job) -> dict[str, Any]:
     return affinity
 
 
-def check(job: Job) -> None:
+def check(job: EngineJob) -> None:
     """Refuse what Kubernetes cannot start. Raises ValueError: one line."""
-    if job.image is None:
+    if job.launch.image is None:
         raise ValueError(
             f"launch.image (none) must be an image with convoy-moe {job.version} for --on "
             f"kubernetes"
         )
-    if job.pods.volume_claim is None and job.has_local_checkpoints:
+    if job.launch.kubernetes.volume_claim is None and job.has_local_checkpoints:
         raise ValueError(
             f"checkpoint.path ({job.checkpoints}) is a folder of a pod, which is lost with the "
             f"pod: set launch.kubernetes.volume_claim, or give the URL of an object store"
         )
-    if job.pods.volume_claim is not None and job.has_local_checkpoints:
-        mount = Path(job.pods.mount_path)
+    if job.launch.kubernetes.volume_claim is not None and job.has_local_checkpoints:
+        mount = Path(job.launch.kubernetes.mount_path)
         for field, path in (("run_dir", job.run_dir), ("checkpoint.path", job.checkpoints)):
             if not Path(path).is_relative_to(mount):
                 raise ValueError(
@@ -326,7 +327,7 @@ def check(job: Job) -> None:
         )
 
 
-def submit(job: Job, text: str) -> str:
+def submit(job: EngineJob, text: str) -> str:
     """Create the objects; returns their names. Raises ValueError where the API refuses one of them,
     and removes those that were created before it."""
     check(job)
@@ -353,9 +354,9 @@ def submit(job: Job, text: str) -> str:
     return f"{made[-1]['kind'].lower()}/{job.name}"
 
 
-def submitted(job: Job, number: str) -> list[str]:
+def submitted(job: EngineJob, number: str) -> list[str]:
     """Lines for people about a job that was created."""
-    space = job.pods.namespace
+    space = job.launch.kubernetes.namespace
     return [
         f"created {number} in namespace {space}",
         f"output       kubectl -n {space} logs -f -l convoy/run={job.name} --prefix",

@@ -17,7 +17,7 @@ import os
 import sys
 from pathlib import Path
 
-from cluster.launch.job import EXIT_BAD_INPUT, EXIT_HEALTH, PRINT_VERSION, STATUS_FILE, Job
+from cluster.launch.job import EXIT_BAD_INPUT, EXIT_HEALTH, PRINT_VERSION, STATUS_FILE, EngineJob
 from cluster.members import EXCLUDE_LIST
 
 _PROGRAM = '''\
@@ -162,25 +162,25 @@ if __name__ == "__main__":
 '''
 
 
-def render(job: Job) -> str:
+def render(job: EngineJob) -> str:
     """The program, in Python. It holds the spec, so that nodes need no file."""
     least, most = job.nodes
-    resources = {"CPU": job.cpus_per_rank} | ({"GPU": 1} if job.gpus_per_node else {})
+    resources = {"CPU": job.launch.cpus_per_rank} | ({"GPU": 1} if job.launch.gpus_per_node else {})
     facts = {
         "name": job.name,
         "version": job.version,
-        "workers": [least * job.ranks_per_node, most * job.ranks_per_node],
-        "gpu": bool(job.gpus_per_node),
+        "workers": [least * job.launch.ranks_per_node, most * job.launch.ranks_per_node],
+        "gpu": bool(job.launch.gpus_per_node),
         "resources": resources,
         "python": job.python,
         "program": list(job.program),
         "workdir": job.workdir,
         "run_dir": job.run_dir,
         "environment": job.all_environment,
-        "setup": list(job.setup),
-        "burn_in": job.burn_in,
-        "max_restarts": job.max_restarts,
-        "resize_seconds": job.resize_seconds,
+        "setup": list(job.launch.setup),
+        "burn_in": job.launch.burn_in,
+        "max_restarts": job.launch.max_restarts,
+        "resize_seconds": job.launch.resize_seconds,
         "config": json.loads(job.config_text),
     }
     values = {
@@ -199,21 +199,21 @@ def render(job: Job) -> str:
     return text
 
 
-def check(job: Job) -> None:
+def check(job: EngineJob) -> None:
     """Refuse what Ray cannot start. Raises ValueError: one line."""
     if importlib.util.find_spec("ray") is None:
         raise ValueError(
             "--on ray needs the package ray, which is not installed here: pip install -e "
             "'.[ray]' in Convoy's checkout"
         )
-    if job.image is not None:
+    if job.launch.image is not None:
         raise ValueError(
-            f"launch.image ({job.image}) must be left out with --on ray: Ray's nodes have their "
-            f"own images"
+            f"launch.image ({job.launch.image}) must be left out with --on ray: Ray's nodes have "
+            f"their own images"
         )
 
 
-def submit(job: Job, text: str) -> str:
+def submit(job: EngineJob, text: str) -> str:
     """Write the program to RUN_DIR/launch and become it; returns only by an error."""
     check(job)
     path = Path(job.run_dir, "launch", "ray_job.py")

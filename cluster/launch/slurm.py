@@ -25,7 +25,7 @@ from cluster.launch.job import (
     EXIT_HEALTH,
     EXIT_TRY_AGAIN,
     STATUS_FILE,
-    Job,
+    EngineJob,
     one_line,
 )
 from cluster.launch.torchrun import continued, exports, torchrun_words
@@ -137,7 +137,7 @@ def _filled(text: str, **values: object) -> str:
     return text
 
 
-def render(job: Job) -> str:
+def render(job: EngineJob) -> str:
     """The file that sbatch takes; standard output is in RUN_DIR/launch."""
     least = job.nodes[0]
     names = {
@@ -147,7 +147,7 @@ def render(job: Job) -> str:
     }  # fmt: skip
     node = _filled(
         _NODE,
-        SETUP="\n".join(job.setup),
+        SETUP="\n".join(job.launch.setup),
         VERSION=job.version_check,
         TORCHRUN=continued(
             torchrun_words(
@@ -192,10 +192,10 @@ def render(job: Job) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _step_flags(job: Job) -> list[str]:
+def _step_flags(job: EngineJob) -> list[str]:
     """What srun is told for the burn-in and for the run: a step takes no cores from the job."""
     flags = [f"--cpus-per-task={job.cpus_per_node}", "--kill-on-bad-exit=0"]
-    if job.image is not None:
+    if job.launch.image is not None:
         # The scripts' folders are those of the nodes, in the container too.
         folders = {job.workdir, job.run_dir, str(Path(job.config).parent), *job.folders} - {""}
         if job.has_local_checkpoints:
@@ -205,13 +205,13 @@ def _step_flags(job: Job) -> list[str]:
             if not folders.intersection(map(str, Path(folder).parents))
         ]  # fmt: skip
         flags += [
-            f"--container-image={shlex.quote(job.image)}",
+            f"--container-image={shlex.quote(job.launch.image)}",
             "--container-mounts=" + ",".join(f"{path}:{path}" for path in mounts),
         ]
     return flags
 
 
-def _options(job: Job) -> list[str]:
+def _options(job: EngineJob) -> list[str]:
     least, most = job.nodes
     options = [
         f"--job-name={job.name}",
@@ -222,30 +222,30 @@ def _options(job: Job) -> list[str]:
         "--open-mode=append",
         f"--output={job.run_dir}/launch/slurm-%j.txt",
     ]
-    if job.gpus_per_node:
-        options.append(f"--gpus-per-node={job.gpus_per_node}")
+    if job.launch.gpus_per_node:
+        options.append(f"--gpus-per-node={job.launch.gpus_per_node}")
     if job.is_elastic:
         options.append("--no-kill")
-    if job.walltime_minutes is not None:
-        seconds = math.floor(job.walltime_minutes * 60)
+    if job.launch.walltime_minutes is not None:
+        seconds = math.floor(job.launch.walltime_minutes * 60)
         options.append(f"--time={seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}")
-    if job.queue is not None:
-        options.append(f"--partition={job.queue}")
-    if job.switches is not None:
-        options.append(f"--switches={job.switches}")
-    if job.segment is not None:
-        options.append(f"--segment={job.segment}")
+    if job.launch.queue is not None:
+        options.append(f"--partition={job.launch.queue}")
+    if job.launch.switches is not None:
+        options.append(f"--switches={job.launch.switches}")
+    if job.launch.segment is not None:
+        options.append(f"--segment={job.launch.segment}")
     if job.excluded:
         options.append("--exclude=" + ",".join(job.excluded))
-    return options + list(job.options)
+    return options + list(job.launch.options)
 
 
-def _burn_in(job: Job, flags: list[str]) -> str:
+def _burn_in(job: EngineJob, flags: list[str]) -> str:
     """Every node runs the line once; a node whose line fails is put on the exclude list by it."""
-    if job.burn_in is None:
+    if job.launch.burn_in is None:
         return ""
     named = "export CONVOY_NODE_NAME=$SLURMD_NODENAME"  # as Slurm and the exclude list name nodes
-    quoted = shlex.quote("\n".join([named, *job.setup, job.burn_in]))
+    quoted = shlex.quote("\n".join([named, *job.launch.setup, job.launch.burn_in]))
     return (
         "# Burn-in: each node runs this line once, and may put itself on the exclude list.\n"
         f"srun --ntasks=$SLURM_JOB_NUM_NODES --ntasks-per-node=1 {' '.join(flags)} \\\n"
@@ -253,7 +253,7 @@ def _burn_in(job: Job, flags: list[str]) -> str:
     )
 
 
-def check(job: Job) -> None:
+def check(job: EngineJob) -> None:
     """Refuse what Slurm cannot start. Raises ValueError: one line."""
     for program in ("sbatch", "sinfo", "srun"):
         if shutil.which(program) is None:
@@ -261,26 +261,27 @@ def check(job: Job) -> None:
                 f"--on slurm needs the program {program}, which is not installed on this machine: "
                 f"run convoy launch on a login node"
             )
-    if job.image is not None and "--container-image" not in _run(["srun", "--help"]).stdout:
+    launch = job.launch
+    if launch.image is not None and "--container-image" not in _run(["srun", "--help"]).stdout:
         raise ValueError(
-            f"launch.image ({job.image}) needs pyxis, which this Slurm lacks: srun has no option "
+            f"launch.image ({launch.image}) needs pyxis, which this Slurm lacks: srun has no option "
             f"--container-image"
         )
     # %D nodes, %c CPUs of a node, %G generic resources, %l longest time of the partition.
     words = ["sinfo", "--noheader", "--format=%R|%D|%c|%G"]
-    if job.queue is not None:
-        words.append(f"--partition={job.queue}")
+    if job.launch.queue is not None:
+        words.append(f"--partition={job.launch.queue}")
     ended = _run(words)
     if ended.returncode:
         raise ValueError(f"sinfo failed: {one_line(ended.stderr or ended.stdout)}")
     rows = [line.split("|") for line in ended.stdout.splitlines() if line]
     if not rows:
-        raise ValueError(f"launch.queue ({job.queue}): Slurm has no such partition")
+        raise ValueError(f"launch.queue ({job.launch.queue}): Slurm has no such partition")
     job.check_cpus(max(int(row[2].rstrip("+")) for row in rows), "a node")
     gpus = max((_gpus(row[3]) for row in rows), default=0)
-    if job.gpus_per_node > gpus:
+    if launch.gpus_per_node > gpus:
         raise ValueError(
-            f"launch.gpus_per_node ({job.gpus_per_node}) must not be above the {gpus} GPUs of a "
+            f"launch.gpus_per_node ({launch.gpus_per_node}) must not be above the {gpus} GPUs of a "
             f"node"
         )
 
@@ -291,7 +292,7 @@ def _gpus(resources: str) -> int:
     return sum(map(int, found))
 
 
-def submit(job: Job, text: str) -> str:
+def submit(job: EngineJob, text: str) -> str:
     """Give the file to sbatch; returns the number of the job. Raises ValueError where Slurm refuses
     it; nothing runs then: sbatch takes a job as a whole or not at all."""
     check(job)
@@ -314,7 +315,7 @@ def _refusal(text: str) -> str:
     )  # fmt: skip
 
 
-def submitted(job: Job, number: str) -> list[str]:
+def submitted(job: EngineJob, number: str) -> list[str]:
     """Lines for people about a job that waits or runs."""
     return [
         f"submitted job {number}",

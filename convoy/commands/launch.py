@@ -16,7 +16,7 @@ from pretrain.errors import InputError
 from pretrain.observe import say
 
 if TYPE_CHECKING:
-    from cluster.launch import Job
+    from cluster.launch import EngineJob
     from pretrain.spec import JobSpec
 
 ENGINES = ("torchrun", "slurm", "ray", "kubernetes")
@@ -82,7 +82,7 @@ def _launch(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_job(spec: JobSpec, path: Path, overrides: Sequence[str], engine: str) -> Job:
+def make_job(spec: JobSpec, path: Path, overrides: Sequence[str], engine: str) -> EngineJob:
     """The job of a spec for an engine. Raises InputError where the spec does not allow it.
 
     Args:
@@ -91,7 +91,7 @@ def make_job(spec: JobSpec, path: Path, overrides: Sequence[str], engine: str) -
         overrides: ``SECTION.FIELD=VALUE``.
         engine: its name.
     """
-    from cluster.launch import Job, PodOptions
+    from cluster.launch import EngineJob
     from cluster.members import EXCLUDE_LIST, read_exclusions
     from parallel.version import VERSION
 
@@ -108,39 +108,25 @@ def make_job(spec: JobSpec, path: Path, overrides: Sequence[str], engine: str) -
     check_image(launch.image, VERSION)
     if engine in ("slurm", "torchrun"):
         check_same_file(path, base)
-    return Job(
+    return EngineJob(
+        launch=launch.model_copy(
+            update={
+                "workdir": str(base),
+                "python": launch.python or ("python3" if launch.image else sys.executable),
+            }
+        ),
         name=spec.name if not on_pods else spec.name.lower().replace("_", "-").replace(".", "-"),
-        nodes=(launch.min_nodes, launch.max_nodes),
-        ranks_per_node=launch.ranks_per_node,
+        version=VERSION,
         program=("-m", "convoy", "pretrain"),
         config=str(base / path),
         overrides=tuple(word for each in [*overrides, *more] for word in ("--set", each)),
         config_text=json.dumps(_with(spec, more).as_dict(), indent=1),
         run_dir=str(run_dir),
         checkpoints=str(checkpoints),
-        version=VERSION,
-        workdir=str(base),
-        python=launch.python or ("python3" if launch.image else sys.executable),
         folders=tuple(sorted({str(folder) for folder in _data_folders(spec, base)})),
-        gpus_per_node=launch.gpus_per_node,
-        cpus_per_rank=launch.cpus_per_rank,
-        walltime_minutes=launch.walltime_minutes,
-        queue=launch.queue,
-        image=launch.image,
-        environment=launch.environment,
-        setup=tuple(launch.setup),
-        burn_in=launch.burn_in,
-        endpoint=launch.endpoint,
-        rendezvous=launch.rendezvous,
-        max_restarts=launch.max_restarts,
-        resize_seconds=launch.resize_seconds,
-        switches=launch.switches,
-        segment=launch.segment,
-        options=tuple(launch.options),
         excluded=tuple(one.node for one in read_exclusions(run_dir / EXCLUDE_LIST)),
         metrics_port=spec.metrics.port if spec.metrics.port > 0 else None,
         notes=tuple(notes),
-        pods=PodOptions(**launch.kubernetes.model_dump()),
     )
 
 
@@ -263,7 +249,7 @@ def check_image(image: str | None, version: str) -> None:
         )
 
 
-def check_folders(spec: JobSpec, job: Job, engine: str) -> None:
+def check_folders(spec: JobSpec, job: EngineJob, engine: str) -> None:
     """Refuse folders of this machine alone for a run on several."""
     from cluster.launch import local_file_system
 

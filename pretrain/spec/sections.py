@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from cluster.launch import LaunchConfig
 from corpus.config import DataConfig
 from moe import MoEConfig
 from parallel import ParallelConfig
@@ -20,7 +21,6 @@ from pretrain.parts.verify.config import VerifyConfig
 from pretrain.section import OnResume, Section
 from pretrain.spec.checkpoint import CheckpointConfig, InitConfig
 from pretrain.spec.elastic import ElasticConfig
-from pretrain.spec.launch import LaunchConfig
 from pretrain.spec.plan import PlanConfig
 from pretrain.spec.precision import PrecisionConfig
 from pretrain.spec.train import EvalConfig, TrainConfig

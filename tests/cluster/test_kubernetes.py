@@ -8,26 +8,23 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from cluster.launch import ENGINES, PodOptions
+from cluster.launch import ENGINES
 from cluster.launch.kubernetes import node_script, objects
-from tests.cluster.test_launch import JOB
+from tests.cluster.test_launch import JOB, changed
 
 ROOT = Path(__file__).parents[2]
 HADOLINT = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 JOBS = {
-    "all": replace(
-        JOB, pods=PodOptions(volume_claim="data", secret="keys", topology_label="rack")
-    ),
-    "few": replace(
+    "all": changed(JOB, volume_claim="data", secret="keys", topology_label="rack"),
+    "few": changed(
         JOB, queue=None, excluded=(), metrics_port=None, walltime_minutes=None, gpus_per_node=0,
-        checkpoints="s3://bucket/run", pods=PodOptions(topology_label="rack"),
+        checkpoints="s3://bucket/run", topology_label="rack",
     ),
 }  # fmt: skip
 CASES = [(name, kind) for name in JOBS for kind in ("TrainJob", "JobSet")]
@@ -55,7 +52,7 @@ def test_objects_are_those_of_the_published_models(name, kind):
     models = pytest.importorskip(
         "kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed"
     )
-    job = replace(JOBS[name], pods=replace(JOBS[name].pods, kind=kind))
+    job = changed(JOBS[name], kind=kind)
     known = {
         "ConfigMap": models.IoK8sApiCoreV1ConfigMap,
         "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
@@ -68,7 +65,7 @@ def test_objects_are_those_of_the_published_models(name, kind):
 
 
 def parts(name: str, kind: str) -> dict[str, Any]:
-    job = replace(JOBS[name], pods=replace(JOBS[name].pods, kind=kind))
+    job = changed(JOBS[name], kind=kind)
     found = {one["kind"]: one for one in objects(job)}
     spec = (
         found["JobSet"]["spec"]
@@ -155,7 +152,7 @@ def test_a_pod_ends_with_the_exit_code_of_the_run(code, written, expected, tmp_p
     program.write_text(TORCHRUN)
     program.chmod(0o755)
     run = tmp_path / "a run"
-    job = replace(JOB, python=str(program), run_dir=str(run), setup=(), burn_in=None)
+    job = changed(JOB, python=str(program), run_dir=str(run), setup=[], burn_in=None)
     (tmp_path / "a run").mkdir()
     (run / "status.json").write_text('{"exit_code": 3}')  # of a former start
     ended = subprocess.run(

@@ -10,9 +10,9 @@ import shlex
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -23,35 +23,56 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from cluster.launch import ENGINES, Job, PodOptions, job, kubernetes, local_file_system, slurm
+from cluster.launch import (
+    ENGINES,
+    EngineJob,
+    KubernetesConfig,
+    LaunchConfig,
+    job,
+    kubernetes,
+    local_file_system,
+    slurm,
+)
 from cluster.launch.kubernetes import node_script
 from cluster.launch.slurm import _gpus
 from cluster.members.rendezvous import MembersHandler, convoy_rendezvous, natural
 from pretrain import errors
 from pretrain.observe import status
 
-JOB = Job(
+JOB = EngineJob(
+    launch=LaunchConfig(
+        nodes="2:4",
+        ranks_per_node=8,
+        gpus_per_node=8,
+        walltime_minutes=90.5,
+        queue="batch",
+        image="registry/convoy:0.1.0",
+        workdir="/shared",
+        environment={"NCCL_DEBUG": "WARN", "TEXT": "a 'b' $c"},
+        setup=["module load cuda"],
+        burn_in="convoy-burn-in",
+    ),
     name="run",
-    nodes=(2, 4),
-    ranks_per_node=8,
+    version="0.1.0",
     program=("-m", "convoy", "pretrain"),
     config="/shared/spec.toml",
     overrides=("--set", 'data.source="a b"'),
     config_text='{"name": "run"}',
     run_dir="/shared/my runs/run",
     checkpoints="/shared/my runs/run/checkpoints",
-    version="0.1.0",
-    workdir="/shared",
-    gpus_per_node=8,
-    walltime_minutes=90.5,
-    queue="batch",
-    environment={"NCCL_DEBUG": "WARN", "TEXT": "a 'b' $c"},
-    setup=("module load cuda",),
-    burn_in="convoy-burn-in",
     excluded=("bad-1", "bad-2"),
     metrics_port=9400,
-    image="registry/convoy:0.1.0",
 )
+
+
+def changed(job: EngineJob, **values: Any) -> EngineJob:
+    """The job with other values of its own, of ``launch``, or of ``launch.kubernetes``."""
+    launch = job.launch
+    pods = {key: values.pop(key) for key in list(values) if key in KubernetesConfig.model_fields}
+    asked = {key: values.pop(key) for key in list(values) if key in LaunchConfig.model_fields}
+    asked["kubernetes"] = launch.kubernetes.model_copy(update=pods)
+    values["launch"] = LaunchConfig.model_validate(dict(launch) | asked)
+    return EngineJob.model_validate(dict(job) | values)
 
 
 def test_engines_and_runs_mean_the_same_exit_codes_and_files():
@@ -115,19 +136,19 @@ def test_a_script_is_bash_and_sets_the_environment(engine, tmp_path):
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in shown
 
 
-def options(job: Job) -> list[str]:
+def options(job: EngineJob) -> list[str]:
     lines = ENGINES["slurm"].render(job).splitlines()
     return [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
 
 
 def test_slurm_is_asked_for_what_the_job_says():
-    found = options(replace(JOB, switches=1, options=("--account=mine",)))
+    found = options(changed(JOB, switches=1, options=["--account=mine"]))
     for option in (
         "--nodes=2-4", "--cpus-per-task=8", "--gpus-per-node=8", "--time=1:30:30", "--requeue",
         "--partition=batch", "--no-kill", "--exclude=bad-1,bad-2", "--switches=1", "--account=mine",
     ):  # fmt: skip
         assert option in found
-    fixed = replace(JOB, nodes=(4, 4), walltime_minutes=None, queue=None, excluded=())
+    fixed = changed(JOB, nodes=4, walltime_minutes=None, queue=None, excluded=())
     assert "--nodes=4" in options(fixed)
     assert not {"--no-kill", "--partition", "--time", "--exclude"} & {
         option.partition("=")[0] for option in options(fixed)
@@ -160,7 +181,7 @@ def test_objects_of_kubernetes_survive_yaml():
     from cluster.launch.kubernetes import objects
 
     for kind in ("TrainJob", "JobSet"):
-        job = replace(JOB, pods=PodOptions(kind=kind, volume_claim="data", topology_label="rack"))
+        job = changed(JOB, kind=kind, volume_claim="data", topology_label="rack")
         assert list(yaml.safe_load_all(ENGINES["kubernetes"].render(job))) == objects(job)
 
 
@@ -233,7 +254,7 @@ def test_the_head_says_where_the_log_is():
 
 
 def test_a_container_has_every_folder_of_the_run_and_of_the_burn_in():
-    job = replace(JOB, checkpoints="/lustre/ck", folders=("/data/corpus", "/shared/corpora"))
+    job = changed(JOB, checkpoints="/lustre/ck", folders=("/data/corpus", "/shared/corpora"))
     text = ENGINES["slurm"].render(job).replace("\\\n", " ")
     steps = [line for line in text.splitlines() if line.startswith("srun ")]
     assert len(steps) == 2
@@ -244,7 +265,7 @@ def test_a_container_has_every_folder_of_the_run_and_of_the_burn_in():
         assert "--container-image=registry/convoy:0.1.0" in line
         assert "--cpus-per-task=8" in line
     assert "CONVOY_NODE_NAME=$SLURMD_NODENAME" in steps[0], "as the exclude list names nodes"
-    in_store = ENGINES["slurm"].render(replace(JOB, checkpoints="s3://bucket/ck"))
+    in_store = ENGINES["slurm"].render(changed(JOB, checkpoints="s3://bucket/ck"))
     assert "s3://bucket/ck:" not in in_store
 
 
@@ -290,7 +311,7 @@ def test_what_the_api_may_have_made_is_deleted_too(monkeypatch):
 
 
 def test_machines_that_wait_for_a_checkpoint_need_a_folder_to_look_into():
-    job = replace(JOB, checkpoints="s3://bucket/ck", rendezvous={"scale_up": "at_checkpoint"})
+    job = changed(JOB, checkpoints="s3://bucket/ck", rendezvous={"scale_up": "at_checkpoint"})
     words = bash_words(ENGINES["torchrun"].render(job), VARIABLES)
     (conf,) = [word.removeprefix("--rdzv-conf=") for word in words if "--rdzv-conf" in word]
     config = dict(each.split("=", 1) for each in conf.split(","))
@@ -303,8 +324,8 @@ def test_a_pod_on_an_excluded_node_waits_for_the_end_of_the_run(tmp_path):
     """A pod that failed there would come back there, until the job has failed too often."""
     excluded = {"excluded": [{"node": "bad-1", "reason": "slow", "time": ""}]}
     (tmp_path / "exclude.json").write_text(json.dumps(excluded))
-    job = replace(
-        JOB, run_dir=str(tmp_path), setup=(), burn_in=None, python=sys.executable,
+    job = changed(
+        JOB, run_dir=str(tmp_path), setup=[], burn_in=None, python=sys.executable,
         version=version("convoy-moe"),
     )  # fmt: skip
     environment = os.environ | {

@@ -1,4 +1,4 @@
-"""The ``[launch]`` section of the spec: what an engine is asked for."""
+"""The ``[launch]`` section of a spec: what an engine is asked for."""
 
 from __future__ import annotations
 
