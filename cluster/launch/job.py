@@ -12,8 +12,6 @@ EXIT_BAD_INPUT, EXIT_HEALTH, EXIT_TRY_AGAIN = 2, 3, 75
 """Exit codes of a run that engines know: 2 and 3 need a person, 75 asks for another start."""
 STATUS_FILE = "status.json"
 """In the run's folder: its ``exit_code`` is the run's, which torchrun hides behind 1."""
-PRINT_VERSION = "from importlib.metadata import version; print(version('convoy-moe'))"
-"""A program in Python: the version of Convoy that a node has."""
 _DEFAULT_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     # torchrun's shared store can leave a restart hanging.
@@ -104,15 +102,10 @@ class EngineJob(BaseModel):
         """Whether checkpoints are in a folder, and not in an object store."""
         return "://" not in self.checkpoints
 
-    @property
-    def version_check(self) -> str:
-        """A line of bash that ends with 2 on a node, or in an image, of another version."""
-        return (
-            f'found=$({shlex.quote(self.python)} -c "{PRINT_VERSION}" 2>/dev/null)\n'
-            f'[ "$found" = {self.version} ] || {{ echo "error: node $(hostname) has version '
-            f"'$found' of convoy-moe, and the launch is of {self.version}: use an image, or an "
-            f'environment, of that version" >&2; exit {EXIT_BAD_INPUT}; }}'
-        )
+    def for_nodes(self) -> str:
+        """The job as JSON for ``cluster.launch.node``, without what only rendering needs."""
+        rendered = {"notes", "config_text", "excluded"}
+        return self.model_dump_json(indent=1, exclude_defaults=True, exclude=rendered)
 
     def head(self) -> list[str]:
         """Comments that the text begins with: what runs, and where log, status and metrics are."""

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from convoy.commands.parsing import Parser, ended
 from convoy.commands.pretrain import add_spec_arguments
@@ -16,10 +16,9 @@ from pretrain.errors import InputError
 from pretrain.observe import say
 
 if TYPE_CHECKING:
-    from cluster.launch import EngineJob
+    from cluster.launch import Engine, EngineJob
     from pretrain.spec import JobSpec
 
-ENGINES = ("torchrun", "slurm", "ray", "kubernetes")
 _FIRST_SAVE_SECONDS = 60.0
 """For a checkpoint, before one was measured; as the run itself reserves."""
 
@@ -46,8 +45,9 @@ def main(arguments: Sequence[str]) -> int:
     """Run ``convoy launch``; returns its exit code."""
     parser = Parser("convoy launch", "Render a run for an engine, and submit it.", _EPILOG)
     add_spec_arguments(parser)
-    parser.add_argument("--on", required=True, choices=ENGINES, metavar="ENGINE", dest="engine",
-                        help="torchrun, slurm, ray or kubernetes")  # fmt: skip
+    parser.add_argument("--on", required=True, metavar="ENGINE", dest="engine",
+                        help="torchrun, slurm, ray, kubernetes, or package.module:Class for an "
+                             "engine of your own")  # fmt: skip
     parser.add_argument("--submit", action="store_true", help="submit the job too")
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="write the job to a file, and print nothing"
@@ -57,15 +57,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _launch(args: argparse.Namespace) -> int:
-    from cluster.launch import ENGINES as MODULES
+    from cluster.launch import engine_named
     from pretrain.spec import load_spec
 
+    engine = engine_named(args.engine)
     spec = load_spec(args.spec, args.overrides)
-    job = make_job(spec, args.spec, args.overrides, args.engine)
-    engine = MODULES[args.engine]
+    job = make_job(spec, args.spec, args.overrides, engine)
     text = engine.render(job)
     if args.submit:
-        check_folders(spec, job, args.engine)
+        check_folders(spec, job, engine)
         engine.check(job)
     if args.output is not None:
         try:
@@ -82,31 +82,30 @@ def _launch(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_job(spec: JobSpec, path: Path, overrides: Sequence[str], engine: str) -> EngineJob:
+def make_job(spec: JobSpec, path: Path, overrides: Sequence[str], engine: Engine) -> EngineJob:
     """The job of a spec for an engine. Raises InputError where the spec does not allow it.
 
     Args:
         spec: read from ``path`` with ``overrides``.
         path: the file of the spec.
         overrides: ``SECTION.FIELD=VALUE``.
-        engine: its name.
+        engine: which starts it.
     """
     from cluster.launch import EngineJob
     from cluster.members import EXCLUDE_LIST, read_exclusions
     from parallel.version import VERSION
 
     launch = spec.launch
-    on_pods = engine == "kubernetes"
     notes = [f"{spec.name}: {line}" for line in _layouts(spec)]
     more = _engine_overrides(spec, engine)
-    base = Path(launch.workdir or (launch.kubernetes.mount_path if on_pods else Path.cwd()))
+    base = Path(launch.workdir or engine.container_workdir or Path.cwd())
     run_dir = base / spec.run_path
     check_walltime(spec, run_dir)
     checkpoints = spec.checkpoint_path
     if isinstance(checkpoints, Path):
         checkpoints = base / checkpoints
     check_image(launch.image, VERSION)
-    if engine in ("slurm", "torchrun"):
+    if not engine.brings_spec:
         check_same_file(path, base)
     return EngineJob(
         launch=launch.model_copy(
@@ -115,12 +114,12 @@ def make_job(spec: JobSpec, path: Path, overrides: Sequence[str], engine: str) -
                 "python": launch.python or ("python3" if launch.image else sys.executable),
             }
         ),
-        name=spec.name if not on_pods else spec.name.lower().replace("_", "-").replace(".", "-"),
+        name=spec.name,
         version=VERSION,
         program=("-m", "convoy", "pretrain"),
         config=str(base / path),
         overrides=tuple(word for each in [*overrides, *more] for word in ("--set", each)),
-        config_text=json.dumps(_with(spec, more).as_dict(), indent=1),
+        config_text=_table_lines(_with(spec, more).as_dict()),
         run_dir=str(run_dir),
         checkpoints=str(checkpoints),
         folders=tuple(sorted({str(folder) for folder in _data_folders(spec, base)})),
@@ -128,6 +127,12 @@ def make_job(spec: JobSpec, path: Path, overrides: Sequence[str], engine: str) -
         metrics_port=spec.metrics.port if spec.metrics.port > 0 else None,
         notes=tuple(notes),
     )
+
+
+def _table_lines(tables: dict[str, Any]) -> str:
+    """A spec as JSON with a line for each table."""
+    lines = (f" {json.dumps(name)}: {json.dumps(table)}" for name, table in tables.items())
+    return "{\n" + ",\n".join(lines) + "\n}"
 
 
 def _data_folders(spec: JobSpec, base: Path) -> Iterator[Path]:
@@ -148,14 +153,16 @@ def _data_folders(spec: JobSpec, base: Path) -> Iterator[Path]:
             yield (base / file).parent
 
 
-def _engine_overrides(spec: JobSpec, engine: str) -> list[str]:
+def _engine_overrides(spec: JobSpec, engine: Engine) -> list[str]:
     """What the engine makes necessary: the run itself keeps to a walltime that the engine does not
-    tell it, and pods are asked for metrics from outside."""
+    tell it, and containers are asked for metrics from outside."""
     more = []
     limit, walltime = spec.train.time_limit_seconds, spec.launch.walltime_minutes
-    if walltime is not None and engine != "slurm" and (limit is None or limit > walltime * 60):
+    own_limit = walltime is not None and not engine.tells_end
+    if own_limit and (limit is None or limit > walltime * 60):
         more.append(f"train.time_limit_seconds={walltime * 60}")
-    if engine == "kubernetes" and spec.metrics.port > 0 and spec.metrics.host == "127.0.0.1":
+    outside = engine.container_workdir is not None
+    if outside and spec.metrics.port > 0 and spec.metrics.host == "127.0.0.1":
         more.append("metrics.host=0.0.0.0")
     return more
 
@@ -249,11 +256,11 @@ def check_image(image: str | None, version: str) -> None:
         )
 
 
-def check_folders(spec: JobSpec, job: EngineJob, engine: str) -> None:
+def check_folders(spec: JobSpec, job: EngineJob, engine: Engine) -> None:
     """Refuse folders of this machine alone for a run on several."""
     from cluster.launch import local_file_system
 
-    if job.nodes[1] == 1 or spec.launch.shared_folders or engine == "kubernetes":
+    if job.nodes[1] == 1 or spec.launch.shared_folders or engine.container_workdir:
         return
     folders = {"run_dir": job.run_dir}
     if job.has_local_checkpoints:

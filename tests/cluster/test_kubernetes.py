@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.launch import ENGINES
-from cluster.launch.kubernetes import node_script, objects
+from cluster.launch import engine_named
+from cluster.launch.kubernetes import endpoint, objects
 from tests.cluster.test_launch import JOB, changed
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ def test_objects_are_those_of_the_published_models(name, kind):
         "TrainJob": models.TrainerV1alpha1TrainJob,
         "JobSet": models.JobsetV1alpha2JobSet,
     }
-    for one in yaml.safe_load_all(ENGINES["kubernetes"].render(job)):
+    for one in yaml.safe_load_all(engine_named("kubernetes").render(job)):
         model = known[one["kind"]].from_dict(one)
         assert lost(one, model.to_dict()) == []
 
@@ -101,7 +101,7 @@ def test_pods_meet_at_the_name_of_the_first_pod():
     found = parts("all", "JobSet")
     name = found["objects"]["JobSet"]["metadata"]["name"]
     host = f"{name}-{found['replicated']['name']}-0-0.{name}:29400"
-    assert f"--rdzv-endpoint={host}" in found["container"]["args"][0]
+    assert endpoint(JOBS["all"]) == host
     assert found["set"]["network"]["enableDNSHostnames"]
 
 
@@ -125,43 +125,6 @@ def test_options_of_the_job_are_in_the_pod():
     assert "annotations" not in few["meta"]
     assert list(few["pod"]["affinity"]) == ["podAffinity"]
     assert "limits" not in few["container"]["resources"]
-
-
-TORCHRUN = """\
-#!/bin/bash
-# In the place of the interpreter: "torchrun" ends as a run's torchrun does.
-case "$*" in
-    *torch.distributed.run*) [ -z "$WRITTEN" ] || echo "{\\"exit_code\\": $WRITTEN}" > "$STATUS"
-                             exit "$CODE" ;;
-    *) echo 0.1.0 ;;
-esac
-"""
-
-
-@pytest.mark.parametrize(
-    ("code", "written", "expected"),
-    [
-        (0, "0", 0), (1, "75", 75), (1, "2", 2), (1, "3", 3),
-        # Rank 0 may be on another node: these wait 5 s for what it writes.
-        pytest.param(1, "", 1, marks=pytest.mark.slow),
-        pytest.param(1, "null", 1, marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
-def test_a_pod_ends_with_the_exit_code_of_the_run(code, written, expected, tmp_path):
-    program = tmp_path / "python"
-    program.write_text(TORCHRUN)
-    program.chmod(0o755)
-    run = tmp_path / "a run"
-    job = changed(JOB, python=str(program), run_dir=str(run), setup=[], burn_in=None)
-    (tmp_path / "a run").mkdir()
-    (run / "status.json").write_text('{"exit_code": 3}')  # of a former start
-    ended = subprocess.run(
-        ["bash", "-c", node_script(job)],
-        env={"PATH": "/usr/bin:/bin", "JOB_COMPLETION_INDEX": "0", "HOSTNAME": "pod-0",
-             "CODE": str(code), "WRITTEN": written, "STATUS": str(run / "status.json")},
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert ended.returncode == expected, ended.stderr
 
 
 def test_the_containerfile_copies_what_the_wheel_ships():
