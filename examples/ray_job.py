@@ -27,7 +27,6 @@ JOB = r"""
   "kubernetes": {
    "namespace": "training",
    "volume_claim": "shared-runs",
-   "mount_path": "/shared",
    "topology_label": "topology.example/rack"
   }
  },
@@ -67,7 +66,7 @@ SPEC = r"""
  "eval": {"interval_steps": 80, "sequences": 128, "final_sequences": 4096},
  "checkpoint": {"path": null, "interval_steps": 80, "interval_minutes": null, "compression": "none", "broadcast_on_load": false, "reshard_on_load": true, "retention": {"keep": 2, "keep_every": 0, "keep_best": 0, "grace_seconds": 0.0}, "tiers": {"memory": false, "memory_path": "/dev/shm", "replicate_to_peer": false, "memory_retention_seconds": 600.0, "local_path": null, "shared_interval": 1}},
  "elastic": {"enabled": true, "warm_restart": false},
- "launch": {"nodes": "2:4", "ranks_per_node": 8, "gpus_per_node": 8, "cpus_per_rank": 8, "walltime_minutes": 240.0, "start_seconds": 120.0, "queue": "batch", "image": null, "workdir": "/shared", "python": "python3", "environment": {"NCCL_DEBUG": "WARN"}, "setup": [], "burn_in": null, "endpoint": null, "rendezvous": {}, "max_restarts": 100, "resize_seconds": 60.0, "shared_folders": false, "switches": null, "segment": null, "options": [], "kubernetes": {"kind": "TrainJob", "namespace": "training", "volume_claim": "shared-runs", "mount_path": "/shared", "secret": null, "topology_label": "topology.example/rack"}},
+ "launch": {"nodes": "2:4", "ranks_per_node": 8, "gpus_per_node": 8, "cpus_per_rank": 8, "walltime_minutes": 240.0, "queue": "batch", "image": null, "workdir": "/shared", "python": "python3", "environment": {"NCCL_DEBUG": "WARN"}, "setup": [], "burn_in": null, "rendezvous": {}, "max_restarts": 100, "options": [], "kubernetes": {"kind": "TrainJob", "namespace": "training", "volume_claim": "shared-runs", "secret": null, "topology_label": "topology.example/rack"}},
  "stragglers": {"rebalance": false, "min_slowdown": 0.1, "min_gain": 0.05, "patience_steps": 50, "replace": false, "false_alarm_rate": 1e-06, "warmup_steps": 2},
  "health": {"escalation_steps": 500, "go_back_checkpoints": 1, "skip_steps": 100, "lr_factor": 0.5, "lr_steps": 500, "not_finite": {"actions": ["stop"]}, "loss_spike": {"actions": ["skip", "skip", "skip", "go_back", "go_back+lower_lr", "stop"], "window_steps": 128, "threshold": 6.0, "min_rise": 0.5}, "grad_norm_spike": {"actions": ["skip", "skip", "skip", "go_back", "go_back+lower_lr", "stop"], "window_steps": 128, "threshold": 10.0, "min_ratio": 10.0}, "slow_divergence": {"actions": ["report"], "window_steps": 1024, "threshold": 5.0, "min_rise": 0.1}, "router_collapse": {"actions": ["report"], "interval_steps": 10, "checks": 10, "min_entropy_ratio": 0.5, "max_dead_share": 0.5}},
  "inject": [],

@@ -23,9 +23,8 @@ class KubernetesConfig(BaseModel):
     namespace: str = "default"
     """The namespace of all objects."""
     volume_claim: str | None = None
-    """A PersistentVolumeClaim that all pods mount for reading and writing (ReadWriteMany)."""
-    mount_path: str = "/data"
-    """Where the pods mount ``volume_claim``; ``run_dir`` and ``checkpoint.path`` are below it."""
+    """A PersistentVolumeClaim that all pods mount at ``launch.workdir`` for reading and writing
+    (ReadWriteMany); ``run_dir`` and ``checkpoint.path`` are below it."""
     secret: str | None = None
     """A Secret whose keys become environment variables, such as those of an object store."""
     topology_label: str | None = None
@@ -50,16 +49,13 @@ class LaunchConfig(BaseModel):
     """CPU cores to ask for each rank."""
     walltime_minutes: float | None = Field(default=None, gt=0)
     """The longest that one start may take; the run stops before it. None: as the queue has it."""
-    start_seconds: float = Field(default=120.0, ge=0)
-    """From the begin of a job to its first step, for ``walltime_minutes``: images, imports, the
-    corpus, the load of a checkpoint."""
     queue: str | None = None
     """The partition of Slurm, or the local queue of Kueue on Kubernetes."""
     image: str | None = None
     """The container image, with Convoy's version in its tag. Slurm needs pyxis for it."""
     workdir: str | None = None
     """The folder on the nodes in which relative paths begin; by default that of ``convoy launch``,
-    and in pods ``kubernetes.mount_path``."""
+    and ``/data`` in pods."""
     python: str | None = None
     """The interpreter on the nodes: by default ``python3`` in an image, and otherwise the one that
     ``convoy launch`` runs in."""
@@ -70,24 +66,14 @@ class LaunchConfig(BaseModel):
     burn_in: str | None = None
     """A line of bash that every node runs before the run. The line may put nodes on RUN_DIR's
     exclude list, and those nodes do not train."""
-    endpoint: str | None = None
-    """HOST:PORT of the rendezvous for torchrun on several machines; the engines have their own."""
     rendezvous: dict[str, str] = Field(default_factory=dict)
-    """More keys of torchrun's ``--rdzv-conf``, such as ``last_call_timeout``."""
+    """``endpoint`` is HOST:PORT for torchrun on several machines; the engines have their own. All
+    else are keys of torchrun's ``--rdzv-conf``, such as ``last_call_timeout``."""
     max_restarts: int = Field(default=100, ge=0)
     """Starts of lost ranks within one job."""
-    resize_seconds: float = Field(default=60.0, gt=0)
-    """Ray with MIN:MAX nodes: how often Ray looks whether more nodes can be had. Then all
-    ranks start again, and the steps since the newest checkpoint are taken again."""
-    shared_folders: bool = False
-    """Say that all nodes share ``run_dir`` and ``checkpoint.path`` where the type of their file
-    system does not show it."""
-    switches: int | None = Field(default=None, ge=1)
-    """Slurm with a tree topology: at most so many leaf switches."""
-    segment: int | None = Field(default=None, ge=1)
-    """Slurm 24.05 and later with a block topology: nodes of a block that stay together."""
     options: list[str] = Field(default_factory=list)
-    """More options of ``sbatch``, such as ``--account=mine``."""
+    """More options of ``sbatch``, such as ``--account=mine``, or ``--switches=1`` for nodes of one
+    leaf switch."""
     kubernetes: KubernetesConfig = KubernetesConfig()
     """What only Kubernetes needs."""
 

@@ -96,12 +96,11 @@ class Kubernetes:
                 f"pod: set launch.kubernetes.volume_claim, or give the URL of an object store"
             )
         if job.launch.kubernetes.volume_claim is not None and job.has_local_checkpoints:
-            mount = Path(job.launch.kubernetes.mount_path)
+            mount = Path(job.workdir)
             for field, path in (("run_dir", job.run_dir), ("checkpoint.path", job.checkpoints)):
                 if not Path(path).is_relative_to(mount):
                     raise ValueError(
-                        f"{field} ({path}) must be below launch.kubernetes.mount_path ({mount}), "
-                        f"which pods share"
+                        f"{field} ({path}) must be below launch.workdir ({mount}), which pods share"
                     )
         if shutil.which("kubectl") is None:
             raise ValueError(
@@ -324,7 +323,7 @@ def _container(job: EngineJob) -> dict[str, Any]:
         {"name": "spec", "mountPath": str(_FILES)},
     ]
     if pods.volume_claim:
-        mounts.append({"name": "data", "mountPath": pods.mount_path})
+        mounts.append({"name": "data", "mountPath": job.workdir})
     asked = {"cpu": str(job.cpus_per_node)}
     resources: dict[str, Any] = {"requests": asked}
     if job.launch.gpus_per_node:
@@ -340,7 +339,7 @@ def _container(job: EngineJob) -> dict[str, Any]:
         "image": job.launch.image,
         "command": ["bash", "-c"],
         "args": [_script(job)],
-        "workingDir": job.workdir or pods.mount_path,
+        "workingDir": job.workdir,
         "env": environment,
         "resources": resources,
         "volumeMounts": mounts,

@@ -75,7 +75,7 @@ def torchrun_words(
     conf["run_dir"] = job.run_dir
     if job.has_local_checkpoints or launch.rendezvous.get("scale_up") == "at_checkpoint":
         conf["checkpoints"] = job.checkpoints
-    conf |= launch.rendezvous
+    conf |= {key: value for key, value in launch.rendezvous.items() if key != "endpoint"}
     return [
         job.python, "-m", "torch.distributed.run", f"--nnodes={least}:{most}",
         f"--nproc-per-node={launch.ranks_per_node}", f"--max-restarts={launch.max_restarts}",

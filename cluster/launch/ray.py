@@ -45,6 +45,9 @@ if __name__ == "__main__":
     sys.exit(fit(JOB, SPEC))
 '''
 
+_RESIZE_SECONDS = 60.0
+"""How often Ray looks for more nodes where a run has MIN:MAX of them. It starts all ranks again."""
+
 
 class Ray:
     """Ray Train; its workers are the ranks."""
@@ -119,7 +122,7 @@ def fit(job_text: str, spec_text: str) -> int:
             | ({"GPU": 1} if launch.gpus_per_node else {}),
             placement_strategy="PACK",
             label_selector={"ray.io/node-id": f"!in({','.join(unfit)})"} if unfit else None,
-            elastic_resize_monitor_interval_s=launch.resize_seconds,
+            elastic_resize_monitor_interval_s=_RESIZE_SECONDS,
         ),
         # The ranks make process groups of their own; this one only starts them.
         torch_config=TorchConfig(backend="gloo"),

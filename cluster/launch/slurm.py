@@ -154,10 +154,6 @@ def _options(job: EngineJob) -> list[str]:
         options.append(f"--time={seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}")
     if launch.queue is not None:
         options.append(f"--partition={launch.queue}")
-    if launch.switches is not None:
-        options.append(f"--switches={launch.switches}")
-    if launch.segment is not None:
-        options.append(f"--segment={launch.segment}")
     if job.excluded:
         options.append("--exclude=" + ",".join(job.excluded))
     return options + list(launch.options)

@@ -44,10 +44,11 @@ class Torchrun:
     def check(self, job: EngineJob) -> None:
         """Refuse what cannot be started here. Raises ValueError."""
         launch = job.launch
-        if job.nodes[1] > 1 and launch.endpoint is None:
+        if job.nodes[1] > 1 and "endpoint" not in launch.rendezvous:
             raise ValueError(
-                f"launch.endpoint (none) must be HOST:PORT with launch.nodes ({launch.nodes}): "
-                f"torchrun on several machines has no engine that names the first one"
+                f"launch.rendezvous.endpoint (none) must be HOST:PORT with launch.nodes "
+                f"({launch.nodes}): torchrun on several machines has no engine that names the "
+                f"first one"
             )
         job.check_cpus(len(os.sched_getaffinity(0)), "this machine")
         if launch.gpus_per_node:
@@ -75,6 +76,7 @@ class Torchrun:
 
     def on_node(self, job: EngineJob, *words: str) -> int:
         """Become torchrun; returns only by an error."""
-        command = torchrun_words(job, job.launch.endpoint or "localhost:0", job.name)
+        endpoint = job.launch.rendezvous.get("endpoint", "localhost:0")
+        command = torchrun_words(job, endpoint, job.name)
         say_start(command)
         os.execvp(command[0], command)

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from cluster.launch import Engine, EngineJob
     from pretrain.spec import JobSpec
 
-_FIRST_SAVE_SECONDS = 60.0
-"""For a checkpoint, before one was measured; as the run itself reserves."""
+_FIRST_START_SECONDS, _FIRST_SAVE_SECONDS = 120.0, 60.0
+"""For a start (images, imports, the corpus) and for a checkpoint, before one was measured; the
+second as the run itself reserves."""
 
 _EPILOG = """\
 examples:
@@ -50,6 +51,11 @@ def main(arguments: Sequence[str]) -> int:
                              "engine of your own")  # fmt: skip
     parser.add_argument("--submit", action="store_true", help="submit the job too")
     parser.add_argument(
+        "--shared-folders", action="store_true",
+        help="say that all nodes share run_dir and checkpoint.path, where the type of their file "
+             "system does not show it",
+    )  # fmt: skip
+    parser.add_argument(
         "--output", type=Path, metavar="FILE", help="write the job to a file, and print nothing"
     )
     args = parser.parse_args(arguments)
@@ -65,7 +71,8 @@ def _launch(args: argparse.Namespace) -> int:
     job = make_job(spec, args.spec, args.overrides, engine)
     text = engine.render(job)
     if args.submit:
-        check_folders(spec, job, engine)
+        if not args.shared_folders:
+            check_folders(job, engine)
         engine.check(job)
     if args.output is not None:
         try:
@@ -220,13 +227,13 @@ def check_same_file(path: Path, workdir: Path) -> None:
 
 def check_walltime(spec: JobSpec, run_dir: Path) -> None:
     """Refuse a walltime in which no checkpoint can be made. Starts and checkpoints in the log of
-    ``run_dir`` are a measure; before there is any, ``launch.start_seconds`` and 60 s are."""
+    ``run_dir`` are a measure; before there is any, 120 s and 60 s are."""
     from pretrain.observe import CheckpointCommitted, RunStarted, read_former
 
     walltime = spec.launch.walltime_minutes
     if walltime is None:
         return
-    start, saves = spec.launch.start_seconds, []
+    start, saves = _FIRST_START_SECONDS, []
     for line in read_former(run_dir / "log.jsonl"):
         match line.event:
             case RunStarted(start_seconds=parts):
@@ -237,8 +244,8 @@ def check_walltime(spec: JobSpec, run_dir: Path) -> None:
     if walltime * 60 < start + save:
         raise InputError(
             f"launch.walltime_minutes ({walltime:g}) must be at least "
-            f"{(start + save) / 60:.1f}: a start takes {start:.0f} s (launch.start_seconds, or as "
-            f"measured) and a checkpoint {save:.0f} s"
+            f"{(start + save) / 60:.1f}: a start takes {start:.0f} s and a checkpoint "
+            f"{save:.0f} s, as measured in this run, or taken for granted before"
         )
 
 
@@ -256,11 +263,11 @@ def check_image(image: str | None, version: str) -> None:
         )
 
 
-def check_folders(spec: JobSpec, job: EngineJob, engine: Engine) -> None:
+def check_folders(job: EngineJob, engine: Engine) -> None:
     """Refuse folders of this machine alone for a run on several."""
     from cluster.launch import local_file_system
 
-    if job.nodes[1] == 1 or spec.launch.shared_folders or engine.container_workdir:
+    if job.nodes[1] == 1 or engine.container_workdir:
         return
     folders = {"run_dir": job.run_dir}
     if job.has_local_checkpoints:
@@ -270,5 +277,5 @@ def check_folders(spec: JobSpec, job: EngineJob, engine: Engine) -> None:
         if kind is not None:
             raise InputError(
                 f"{field} ({folder}) is on {kind}, a file system of this machine alone: give a "
-                f"folder that all nodes share, or launch.shared_folders = true where they do"
+                f"folder that all nodes share, or --shared-folders where they do"
             )

@@ -92,8 +92,10 @@ def test_torchrun_gets_nodes_ranks_and_words_as_they_are():
         "checkpoints=/shared/my runs/run/checkpoints",
         "-m", "convoy", "pretrain", "/shared/spec.toml", "--set", 'data.source="a b"',
     ]  # fmt: skip
-    job = changed(JOB, checkpoints="s3://bucket/ck", rendezvous={"last_call_timeout": "3"})
-    (conf,) = [word for word in torchrun_words(job, "n1:1", "a") if "--rdzv-conf" in word]
+    job = changed(
+        JOB, checkpoints="s3://bucket/ck", rendezvous={"endpoint": "n1:1", "last_call_timeout": "3"}
+    )
+    (conf,) = [word for word in torchrun_words(job, "n1:1", "a") if "conf=" in word]
     assert conf == "--rdzv-conf=run_dir=/shared/my runs/run,last_call_timeout=3"
 
 
@@ -117,7 +119,7 @@ def options(job: EngineJob) -> list[str]:
 
 
 def test_slurm_is_asked_for_what_the_job_says():
-    found = options(changed(JOB, switches=1, options=["--account=mine"]))
+    found = options(changed(JOB, options=["--switches=1", "--account=mine"]))
     for option in (
         "--nodes=2-4", "--cpus-per-task=8", "--gpus-per-node=8", "--time=1:30:30", "--requeue",
         "--partition=batch", "--no-kill", "--exclude=bad-1,bad-2", "--switches=1", "--account=mine",
@@ -220,6 +222,7 @@ def test_a_job_without_places_keeps_torchruns_order():
 
 
 def test_the_head_says_where_the_log_is():
+    assert set(ENGINES) == {"torchrun", "slurm", "ray", "kubernetes"}
     for engine in ENGINES:
         head = engine_named(engine).render(JOB).splitlines()[:8]
         assert any("my runs/run/log.jsonl" in line for line in head), engine

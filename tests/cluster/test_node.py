@@ -126,7 +126,7 @@ def test_a_node_without_convoy_is_refused_by_the_script(job, tmp_path):
 def test_a_script_for_torchrun_becomes_torchrun_after_setup_and_burn_in(job, tmp_path):
     job = changed(
         job, setup=["export FROM_SETUP=yes"], burn_in='echo $FROM_SETUP > "$FOLDER/burned"',
-        environment={"TEXT": "a 'b' $c"}, nodes="1:2", endpoint="n1:29400",
+        environment={"TEXT": "a 'b' $c"}, nodes="1:2", rendezvous={"endpoint": "n1:29400"},
     )  # fmt: skip
     script = engine_named("torchrun").render(job)
     ended = subprocess.run(["bash", "-c", script], env=environment(job, CODE=7), timeout=60)

@@ -60,7 +60,7 @@ def test_a_job_is_printed_and_nothing_is_touched(engine, tmp_path, capsys):
         ({"launch": {"nodes": "1:2"}}, "launch.nodes (1:2) needs elastic.enabled = true"),
         ({"launch": {"ranks_per_node": 8, "gpus_per_node": 4}},
          "launch.ranks_per_node (8) must not be above launch.gpus_per_node (4)"),
-        ({"launch": {"walltime_minutes": 2.5, "start_seconds": 120.0}},
+        ({"launch": {"walltime_minutes": 2.5}},
          "launch.walltime_minutes (2.5) must be at least 3.0: a start takes 120 s"),
         ({"launch": {"image": "registry/convoy:latest"}},
          f"launch.image (registry/convoy:latest) must have the version of Convoy, {CONVOY}, in its "
@@ -89,7 +89,7 @@ def test_a_measured_start_and_save_count_for_the_walltime(tmp_path, capsys):
         "write_seconds": 1.0,
     }  # fmt: skip
     (tmp_path / "run" / "log.jsonl").write_text(f"{json.dumps(start)}\n{json.dumps(save)}\n")
-    spec = write(tmp_path, launch={"walltime_minutes": 8.0, "start_seconds": 10.0})
+    spec = write(tmp_path, launch={"walltime_minutes": 8.0})
     assert "must be at least 9.0: a start takes 300 s" in refused(capsys, spec, "--on", "slurm")
 
 
@@ -129,13 +129,14 @@ def test_pods_need_a_shared_place_for_checkpoints(tmp_path, capsys):
     assert "is a folder of a pod, which is lost with the pod" in message
     spec = write(tmp_path, launch={**image, "kubernetes": {"volume_claim": "data"}})
     message = refused(capsys, spec, "--on", "kubernetes", "--submit")
-    assert "must be below launch.kubernetes.mount_path (/data)" in message
+    assert "must be below launch.workdir (/data)" in message
 
 
 def test_torchrun_on_several_machines_needs_an_endpoint(tmp_path, capsys):
-    spec = write(tmp_path, launch={"nodes": 2, "shared_folders": True})
-    message = refused(capsys, spec, "--on", "torchrun", "--submit")
-    assert "launch.endpoint (none) must be HOST:PORT" in message
+    spec = write(tmp_path, launch={"nodes": 2})
+    words = [spec, "--on", "torchrun", "--submit", "--shared-folders"]
+    message = refused(capsys, *words)
+    assert "launch.rendezvous.endpoint (none) must be HOST:PORT" in message
 
 
 def test_more_ranks_than_this_machine_has_are_refused(tmp_path, capsys):
