@@ -24,6 +24,7 @@ from pydantic_core import PydanticUndefined
 from pretrain.spec.job import JobSpec
 from pretrain.spec.on_resume import on_resume
 from pretrain.spec.read import models_in, tag_of
+from router import OpenKind
 
 _HEAD = """\
 <!-- Made by `make docs/spec.md` from the config models; edit their docstrings, not this page. -->
@@ -64,8 +65,7 @@ def _section(
             tables.append((name, field))
         if not (models_in(field.annotation) and own):
             rows.append(_row(model, name, field))
-    if rows:
-        lines += [*_TABLE, *rows, ""]
+    lines += _table(rows)
     for name, field in tables:
         inner = f"{path}.{name}" if path else name
         variants = models_in(field.annotation)
@@ -85,7 +85,11 @@ def _union(
     for variant in variants:
         lines += [f'### `{tag} = "{variant.model_fields[tag].default}"`', "", _about(variant), ""]
         rows = [_row(variant, n, f) for n, f in variant.model_fields.items() if n != tag]
-        lines += [*_TABLE, *rows, ""]
+        lines += _table(rows)
+
+
+def _table(rows: list[str]) -> list[str]:
+    return [*_TABLE, *rows, ""] if rows else []
 
 
 @cache
@@ -118,6 +122,9 @@ def _row(model: type[BaseModel], name: str, field: FieldInfo) -> str:
 def _type(field: FieldInfo) -> str:
     if models_in(field.annotation):
         return "table"
+    kinds = [rule.names for rule in field.metadata if isinstance(rule, OpenKind)]
+    if kinds:
+        return ", ".join(f"`{name}`" for name in kinds[0])
     return _names(field.annotation) + _bounds(field)
 
 

@@ -32,11 +32,6 @@ class MoEConfig(RouterConfig):
     ``capacity=FixedCapacityConfig(capacity_factor=1.25)``.
     """
 
-    RENAMED: ClassVar[dict[str, str]] = RouterConfig.RENAMED | {
-        "dispatch_chunks": "overlap_chunks",
-        "max_tokens": "max_tokens_per_call",
-    }
-
     on_resume: ClassVar[dict[str, str]] = RouterConfig.on_resume | {
         "backend": "fixed if exact", "dispatcher": "fixed if exact", "gemm": "free",
         "recompute_experts": "free", "dispatch_dtype": "free", "overlap_chunks": "free",
@@ -87,8 +82,7 @@ class MoEConfig(RouterConfig):
     @property
     def independent_tokens(self) -> bool:
         """Whether a token's output depends on no other token that is routed with it."""
-        unbounded = self.capacity.policy == "dropless" and not self.capacity.max_tokens_per_rank
-        return unbounded and self.routing in ("top_k", "sinkhorn")
+        return self.routing_traits.top_k_in_evaluation and not self.capacity.traits.bounded
 
     @model_validator(mode="after")
     def _check_moe(self) -> Self:

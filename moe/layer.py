@@ -42,7 +42,8 @@ class MoEAux(NamedTuple):
     z_loss: Tensor
     """Scalar float32, without its coefficient."""
     aux_loss: Tensor
-    """Scalar float32: the sum of the three losses with their coefficients, for the model's loss."""
+    """Scalar float32, for the model's loss: the sum of the three losses with their coefficients, or
+    what another ``balancing`` has."""
     entropy: Tensor
     """Scalar float32 without a gradient: mean entropy of the tokens' probabilities, in nats."""
     tokens_per_expert_E: Tensor
@@ -214,7 +215,7 @@ class MoELayer(nn.Module):
         if c.dispatcher == "all_gather":
             self.dispatcher = AllGatherDispatcher(group)
         elif c.dispatcher == "padded_all_to_all":
-            room = self.router.capacity.most
+            room = self.router.capacity.max_assignments_per_expert
             self.dispatcher = PaddedAllToAllDispatcher(
                 group, c.max_tokens_per_call, room, c.overlap_chunks, wire
             )
@@ -362,14 +363,11 @@ class MoELayer(nn.Module):
         return y_TD if self.shared_gate is None else y_TD * self.shared_gate(x_TD).sigmoid()
 
     def _aux(self, routed: RouterOutput, stopwatch: Stopwatch | None) -> MoEAux:
-        c = self.config
         return MoEAux(
             load_balance_loss=routed.load_balance_loss,
             sequence_balance_loss=routed.sequence_balance_loss,
             z_loss=routed.z_loss,
-            aux_loss=c.aux_loss_coeff * routed.load_balance_loss
-            + c.seq_aux_loss_coeff * routed.sequence_balance_loss
-            + c.z_loss_coeff * routed.z_loss,
+            aux_loss=routed.aux_loss,
             entropy=routed.entropy,
             tokens_per_expert_E=routed.tokens_per_expert_E,
             topk_indices_TK=routed.topk_indices_TK,

@@ -135,9 +135,13 @@ class JobSpec(Sections):
                 f"parallel.ep ({topology.ep}) must be a multiple or a divisor of the ranks of a "
                 f"node ({ranks_per_node}) with parallel.max_nodes_per_token ({most})"
             )
-        takes = moe.num_experts if moe.routing == "expert_choice" else moe.top_k
         reached = nodes_per_token(
-            moe.num_experts, moe.n_groups, moe.topk_groups, takes, topology.ep, ranks_per_node
+            moe.num_experts,
+            moe.n_groups,
+            moe.topk_groups,
+            moe.max_experts_per_token,
+            topology.ep,
+            ranks_per_node,
         )
         if reached > most:
             raise InputError(

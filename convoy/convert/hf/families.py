@@ -78,6 +78,8 @@ def expressed(name: str, model: ModelConfig, moe: MoEConfig | None) -> Any:
     if section == "model":
         return getattr(model, field_name)
     assert moe is not None, "moe is asked for first"
+    if field_name == "routing" and moe.routing_traits.top_k_in_evaluation:
+        return "top_k"
     if field_name == "norm_topk_prob":  # a softmax over the chosen logits is one over all, normed
         return moe.norm_topk_prob or moe.softmax_after_topk
     if field_name == "topk_per_group" and moe.n_groups == 1:
@@ -97,7 +99,7 @@ _MOE = {
     "moe.activation": ("swiglu",),
     "moe.ffn_bias": (False,),
     "moe.shared_expert_gate": (False,),
-    "moe.routing": ("top_k", "sinkhorn"),  # sinkhorn is the plain choice in evaluation
+    "moe.routing": ("top_k",),  # or another one that is the plain choice in evaluation
 }
 _SOFTMAX = {
     **_MOE,

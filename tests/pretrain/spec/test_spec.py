@@ -51,7 +51,7 @@ RECIPE = "tools/recipes/stdlib-tiny.toml"
         ),
         (
             "moe.capacity.policy=none",
-            "moe.capacity.policy ('none'): Input should be 'dropless', 'f",
+            "moe.capacity.policy (none) must be dropless, fixed, straggler_aware or package",
         ),
         (
             "moe.capacity={policy='fixed', capacity_factor=0}",
