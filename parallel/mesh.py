@@ -123,8 +123,7 @@ class ParallelDims:
     @cached_property
     def dp_rank(self) -> int:
         """This rank's index among the ranks that get different sequences."""
-        inner = self.topology.cp * self.topology.tp
-        return dist.get_rank() % (self.topology.world // self.topology.pp) // inner
+        return self.topology.dp_rank(dist.get_rank())
 
     @property
     def reads_first(self) -> bool:

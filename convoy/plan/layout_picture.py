@@ -8,19 +8,8 @@ from parallel.layout import Topology, count_ranks
 
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """From the outermost to the innermost, as ranks are numbered."""
-_EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep")
 _MOST_NODES = 32
 _SHORT = {"pp": "stage", "dp_replicate": "replica", "dp_shard": "shard", "cp": "cp", "tp": "tp"}
-
-
-def places(topology: Topology, rank: int) -> dict[str, int]:
-    """The place of a rank along each axis, ``ep`` among them."""
-    found: dict[str, int] = {}
-    for axes in (_EXPERT_AXES, _AXES):
-        left = rank
-        for axis in reversed(axes):
-            left, found[axis] = divmod(left, topology.size(axis))
-    return found
 
 
 def draw_layout(topology: Topology, gpus_per_node: int, path: Path) -> None:
@@ -54,14 +43,14 @@ def draw_layout(topology: Topology, gpus_per_node: int, path: Path) -> None:
         axes = figure.subplots()
         for rank in range(min(world, shown * each)):
             node, row = divmod(rank, each)
-            place = places(topology, rank)
-            text = [f"rank {rank}", *(f"{_SHORT[axis]} {place[axis]}" for axis in divided)]
+            place = topology.place(rank)
+            text = [f"rank {rank}", *(f"{_SHORT[axis]} {getattr(place, axis)}" for axis in divided)]
             if topology.ep > 1:
-                text.append(f"experts {place['ep']}")
+                text.append(f"experts {place.ep}")
             axes.add_patch(
                 mpl.patches.Rectangle(
                     (node + 0.04, row + 0.04), 0.92, 0.92,
-                    facecolor=colours(2 * (place["pp"] % 10) + 1), edgecolor="0.3", linewidth=0.6,
+                    facecolor=colours(2 * (place.pp % 10) + 1), edgecolor="0.3", linewidth=0.6,
                 )
             )  # fmt: skip
             axes.text(node + 0.5, row + 0.5, "\n".join(text), ha="center", va="center")

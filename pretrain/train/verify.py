@@ -52,7 +52,7 @@ class Verifier:
     def __init__(self, job: Job, checkpointer: Checkpointer) -> None:
         self.job, self.checkpointer, self.config = job, checkpointer, job.spec.verify
         t = job.topology
-        self.replicas, self.ranks_per_replica = t.dp_replicate, t.dp_shard * t.cp * t.tp
+        self.replicas = t.dp_replicate
         self.rotation = _Rotation.of_job(job)
         """How ranks compute micro-batches of others, where replicas do not."""
         self.judged = t if self.rotation is None else self.rotation.topology
@@ -186,7 +186,7 @@ class Verifier:
         job, device, read = self.job, self.job.runtime.device, self._read
         assert read is not None
         rank, t = job.runtime.rank, job.topology
-        replica = rank // self.ranks_per_replica % self.replicas
+        replica = t.place(rank).dp_replicate
         other = (replica + shift) % self.replicas
         loader = copy.copy(job.loader)
         ahead = (other - replica) * t.dp_shard
@@ -204,7 +204,7 @@ class Verifier:
             if states:
                 set_rng_states(states, device)
             if job.balance is not None:
-                stands_for = rank + (other - replica) * self.ranks_per_replica
+                stands_for = rank + (other - replica) * t.fsdp_tp
                 job.balance.apply(job.routers, stands_for)
             batches, _, planned = read(loader)
             tally = _Tally(job, self.rotation)

@@ -19,7 +19,7 @@ class OddLosses(Part):
     def __init__(self, context: PartContext) -> None:
         self.context, layout = context, context.topology
         ranks = range(layout.world if context.rank == 0 else 0)
-        groups = ([r for r in ranks if r // layout.tp % layout.cp == cp] for cp in range(layout.cp))
+        groups = ([r for r in ranks if layout.place(r).cp == cp] for cp in range(layout.cp))
         self._groups = [LossOutliers(group) for group in groups if group]
 
     def judge(self, facts: StepFacts) -> Wish | None:

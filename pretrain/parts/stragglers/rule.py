@@ -88,7 +88,7 @@ class Stragglers:
 
     def dp_rank(self, rank: int) -> int:
         """The index of a rank among the ranks that get different sequences."""
-        return rank % self.per_stage // (self.topology.cp * self.topology.tp)
+        return self.topology.dp_rank(rank)
 
     @property
     def dp_speeds(self) -> tuple[float, ...]:
@@ -159,8 +159,8 @@ class Stragglers:
     def _slow_ranks(self, step: int, shifts: dict[int, Shift]) -> dict[int, Straggler]:
         slow, levels, n = {}, self._levels, self.per_stage
         for rank, level in enumerate(levels):
-            stage = rank // n * n
-            others = [levels[i] for i in range(stage, stage + n) if i != rank]
+            first = self.topology.place(rank).pp * n
+            others = [levels[i] for i in range(first, first + n) if i != rank]
             speed = level / median(others) if others else 1.0
             if speed * (1 + self.config.min_slowdown) > 1:
                 continue

@@ -9,11 +9,11 @@ Legend: R replicas. Rank r of the run has one row of digests.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from parallel.layout import Topology
+from parallel.layout import Place, Topology
 
 Row = Sequence[int]
 """The digests of one rank."""
@@ -43,13 +43,10 @@ class GradientPass:
 
 def replica_sets(topology: Topology) -> list[list[int]]:
     """The sets of ranks that hold equal shards; the ranks of a set are in the order of replicas."""
-    inner = topology.dp_shard * topology.cp * topology.tp
-    outer = topology.dp_replicate * inner
-    return [
-        [stage * outer + replica * inner + place for replica in range(topology.dp_replicate)]
-        for stage in range(topology.pp)
-        for place in range(inner)
-    ]
+    sets: defaultdict[Place, list[int]] = defaultdict(list)
+    for rank in range(topology.world):
+        sets[topology.place(rank)._replace(dp_replicate=0)].append(rank)
+    return list(sets.values())
 
 
 def judge_states(rows: Sequence[Row], topology: Topology) -> Finding | None:

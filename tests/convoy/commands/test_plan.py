@@ -10,14 +10,11 @@ from xml.etree import ElementTree
 
 import pytest
 import tomli_w
-import torch
 
 from convoy.commands.command_line import main
 from convoy.plan import MEMORY_ERROR, load_cluster, plan_of, search_layouts, validate
-from convoy.plan.layout_picture import places
 from convoy.plan.search import work_of
 from convoy.plan.shape import ModelShape
-from parallel import Topology
 from pretrain.spec import JobSpec, load_spec
 
 ROOT = Path(__file__).parents[3]
@@ -232,17 +229,6 @@ def test_a_layout_is_drawn_over_nodes_and_ranks(capsys, tmp_path):
     assert "--draw (layout.gif) must be a file named *.svg" in refused(
         capsys, recipe, "--cluster", "h100", "--draw", "layout.gif"
     )
-
-
-def test_ranks_of_a_picture_are_where_the_meshes_have_them():
-    topology = Topology(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4)
-    world = torch.arange(topology.world)
-    data = world.view(2, 2, 2, 2, 2)
-    experts = world.view(2, 2, topology.efsdp, 4)
-    for rank in range(topology.world):
-        at = places(topology, rank)
-        assert data[at["pp"], at["dp_replicate"], at["dp_shard"], at["cp"], at["tp"]] == rank
-        assert experts[at["pp"], at["dp_replicate"], at["efsdp"], at["ep"]] == rank
 
 
 def test_the_best_layout_is_the_best_of_all_layouts():
