@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import ClassVar
 
@@ -22,6 +23,23 @@ class OnResume(StrEnum):
     """Another value would make another run: the resume is refused."""
     FIXED_IF_EXACT = "fixed if exact"
     """As FIXED with ``train.exact``, where bits depend on the value; else as FREE."""
+
+
+def check_order(table: str, starts: Iterable[int], after: int = 0, what: str = "") -> None:
+    """The rule of stages: each begins with more tokens than the one before.
+
+    Args:
+        table: the path of the stages.
+        starts: their ``from_tokens``.
+        after: what the first must be above.
+        what: what that is, for people.
+
+    Raises ValueError, one line.
+    """
+    for start in starts:
+        if start <= after:
+            raise ValueError(f"{table}.from_tokens ({start}) must be above {what} ({after})")
+        after, what = start, "that of the stage before"
 
 
 class Section(BaseModel):

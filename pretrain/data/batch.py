@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from pretrain.section import OnResume, Section
+from pretrain.section import OnResume, Section, check_order
 
 
 class BatchSizeRampup(Section):
@@ -59,20 +59,15 @@ class BatchConfig(Section):
                 f"batch.batch_size_rampup.start ({ramp.start}) must be at most "
                 f"batch.global_batch_size ({self.global_batch_size})"
             )
-        start, what = 0, ""
-        if ramp is not None:
-            start, what = ramp.tokens, "batch.batch_size_rampup.tokens"
+        starts = [stage.from_tokens for stage in self.stages]
+        ramp_tokens = 0 if ramp is None else ramp.tokens
+        check_order("batch.stages", starts, ramp_tokens, "batch.batch_size_rampup.tokens")
         for stage in self.stages:
-            if stage.from_tokens <= start:
-                raise ValueError(
-                    f"batch.stages.from_tokens ({stage.from_tokens}) must be above {what} ({start})"
-                )
             if self.micro_batch_size > stage.global_batch_size:
                 raise ValueError(
                     f"batch.micro_batch_size ({self.micro_batch_size}) must be at most "
                     f"batch.stages.global_batch_size ({stage.global_batch_size})"
                 )
-            start, what = stage.from_tokens, "that of the stage before"
         return self
 
     @property

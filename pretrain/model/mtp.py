@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from pretrain.section import OnResume, Section
+from pretrain.section import OnResume, Section, check_order
 
 
 class MTPStage(Section):
@@ -35,13 +35,7 @@ class MTPConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        start, what = 0, ""
-        for stage in self.stages:
-            if stage.from_tokens <= start:
-                raise ValueError(
-                    f"mtp.stages.from_tokens ({stage.from_tokens}) must be above {what} ({start})"
-                )
-            start, what = stage.from_tokens, "that of the stage before"
+        check_order("mtp.stages", [stage.from_tokens for stage in self.stages])
         return self
 
     def weight_at(self, tokens: int) -> float:

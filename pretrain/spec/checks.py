@@ -8,7 +8,6 @@ from __future__ import annotations
 from pretrain.model import MTPConfig
 from pretrain.spec.exact import check_exact
 from pretrain.spec.sections import Sections
-from router import StragglerAwareConfig
 
 
 def check_moe(spec: Sections) -> None:
@@ -41,8 +40,7 @@ def check_moe(spec: Sections) -> None:
             f"moe.recompute_experts (true) must be false with parallel.memory.recompute "
             f"({recompute}): a recomputation within a recomputation loses gradients"
         )
-    straggler_aware = isinstance(moe.capacity, StragglerAwareConfig)
-    if straggler_aware and ep == 1 and not spec.elastic.enabled:
+    if moe.capacity.policy == "straggler_aware" and ep == 1 and not spec.elastic.enabled:
         raise ValueError(
             "parallel.ep (1) must be at least 2 with moe.capacity.policy (straggler_aware): "
             "ranks that hold all experts have no work to pass on"

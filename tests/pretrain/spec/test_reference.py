@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +40,21 @@ def options() -> set[str]:
         for name, field in model.model_fields.items()
         if not models_in(field.annotation)
     }
+
+
+def test_no_module_with_a_section_imports_torch():
+    for module in {sys.modules[model.__module__] for _, model in sections()}:
+        tree = ast.parse(inspect.getsource(module))
+        imported = {
+            alias.name for n in ast.walk(tree) if isinstance(n, ast.Import) for alias in n.names
+        }
+        imported |= {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+        assert not {name for name in imported if name.split(".")[0] == "torch"}, module
+
+
+def test_there_are_no_more_options_than_these():
+    """Each new one needs one to go, or a reason to raise this number."""
+    assert len(options()) <= 242
 
 
 def test_every_field_says_what_it_means():
