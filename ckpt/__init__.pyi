@@ -15,10 +15,10 @@ from .errors import CheckpointError as CheckpointError
 from .format.manifest import Manifest as Manifest
 from .format.manifest import committed_steps as committed_steps
 from .format.manifest import read_manifest as read_manifest
+from .lifecycle.config import Retention as Retention
 from .lifecycle.garbage import find_garbage as find_garbage
 from .lifecycle.garbage import remove_garbage as remove_garbage
 from .lifecycle.lineage import read_lineage as read_lineage
-from .lifecycle.retention import Retention as Retention
 from .lifecycle.retention import retain as retain
 from .local_array import ArraySpec as ArraySpec
 from .local_array import LocalArray as LocalArray

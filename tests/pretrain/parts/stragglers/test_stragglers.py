@@ -25,9 +25,8 @@ from parallel import Topology
 from pretrain.data.division import Division, divide, equal_division, step_seconds
 from pretrain.data.loader import Cursor, micro_batches
 from pretrain.errors import InputError
-from pretrain.health import StragglersConfig
 from pretrain.job import Job
-from pretrain.parts.stragglers import GainMeter, Stragglers
+from pretrain.parts.stragglers import GainMeter, Stragglers, StragglersConfig
 from pretrain.train.trainer import Trainer
 from tests.support.jobs import events, make_spec, prepare_job, write_spec
 from tests.support.ranks import run_ranks
