@@ -28,11 +28,12 @@ import torch
 import torch.distributed as dist
 
 from bench.harness import Row, arguments, finish
-from moe import MoEConfig, MoELayer
-from moe.dispatch.dispatchers import (
+from moe import (
     AllGatherDispatcher,
     AllToAllDispatcher,
     Dispatcher,
+    MoEConfig,
+    MoELayer,
     PaddedAllToAllDispatcher,
 )
 from parallel.comm.collectives import exchange_counts

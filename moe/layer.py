@@ -14,16 +14,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import _register_namedtuple
 
 from moe.config import ActivationName, MoEConfig, check_exact
-from moe.dispatch import (
-    AllGatherDispatcher,
-    AllToAllDispatcher,
-    DeepEPDispatcher,
-    Dispatcher,
-    LocalDispatcher,
-    PaddedAllToAllDispatcher,
-)
+from moe.dispatch import Dispatcher, DispatchSetup, LocalDispatcher, dispatcher_of
 from moe.experts import ACTIVATIONS, GroupedExperts, fork, single_assignments
-from moe.float8 import Float8Rows, round_rows
+from moe.float8 import round_rows
 from moe.rows import RowMap, sum_rows, take_rows
 from moe.stopwatch import Stopwatch
 from moe.transforms import in_vmap
@@ -199,40 +192,21 @@ class MoELayer(nn.Module):
 
         Args:
             group: the ranks that share the experts, in equal blocks.
-            across_nodes: for ``hierarchical``, the ranks of ``group`` at this rank's place in each
-                node.
-            within_node: for ``hierarchical``, the ranks of ``group`` on this rank's node.
+            across_nodes: the ranks of ``group`` at this rank's place in each node.
+            within_node: the ranks of ``group`` on this rank's node.
 
-        Raises ValueError for ``hierarchical`` without both of these groups.
+        Raises ValueError where the dispatcher cannot be made, as ``hierarchical`` without both
+        groups of nodes.
         """
         from moe.uncompiled import uncompiled
 
-        c = self.config
-        wire = Float8Rows() if c.dispatch_dtype == "float8" else None
         self.router.use_expert_group(group)
         # The sizes of an exchange are data of the host: no compiler can trace it.
         self._call = uncompiled
-        if c.dispatcher == "all_gather":
-            self.dispatcher = AllGatherDispatcher(group)
-        elif c.dispatcher == "padded_all_to_all":
-            room = self.router.capacity.max_assignments_per_expert
-            self.dispatcher = PaddedAllToAllDispatcher(
-                group, c.max_tokens_per_call, room, c.overlap_chunks, wire
-            )
-        elif c.dispatcher == "deep_ep":
-            self.dispatcher = DeepEPDispatcher(group, c.max_tokens_per_call, wire)
-        elif c.dispatcher == "all_to_all":
-            self.dispatcher = AllToAllDispatcher(group, chunks=c.overlap_chunks, wire=wire)
-        elif across_nodes is None or within_node is None:
-            raise ValueError(
-                "dispatcher (hierarchical) must have expert ranks on more than one node, and "
-                "more than one on each, in equal numbers, and be given ParallelDims.ep_node_meshes "
-                "of meshes built with ranks_per_node; or use all_to_all"
-            )
-        else:
-            self.dispatcher = AllToAllDispatcher(
-                across_nodes, within_node, c.overlap_chunks, wire=wire
-            )
+        most = self.router.capacity.max_assignments_per_expert
+        self.dispatcher = dispatcher_of(
+            DispatchSetup(self.config, group, across_nodes, within_node, most)
+        )
 
     def use_exact_sums(self, sums: UnitSums) -> None:
         """Compute each micro-batch by itself, and add its experts' gradients to ``sums``;
@@ -243,10 +217,7 @@ class MoELayer(nn.Module):
         """
         check_exact(self.config)
         self.experts.unit_sums = sums
-        if isinstance(self.dispatcher, AllToAllDispatcher):
-            self.dispatcher = AllToAllDispatcher(self.dispatcher.group, by_unit=True)
-        else:
-            self.dispatcher = LocalDispatcher(by_unit=True)
+        self.dispatcher = self.dispatcher.by_unit()
 
     def forward(
         self,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ckpt import LocalArray
-from moe import choose_backend, why_no_deep_ep, why_no_float8
+from moe import DISPATCHER, choose_backend, why_no_float8
 from parallel import Documents, ParallelDims, ShardLayout, Topology
 from pretrain.errors import InputError
 from pretrain.model import Decoder, DecoderOutput, Drafting
@@ -138,9 +138,10 @@ def _check_device(spec: JobSpec, device: torch.device) -> None:
     m = spec.moe
     if m is None:
         return
-    uses_deep_ep = m.dispatcher == "deep_ep" and spec.parallel.ep > 1
-    if uses_deep_ep and (why := why_no_deep_ep(compute_dtype(spec.precision), device_type)):
-        raise InputError(f"moe.dispatcher (deep_ep) {why}")
+    dispatcher = DISPATCHER.load(m.dispatcher)
+    why = dispatcher.unavailable(compute_dtype(spec.precision), device_type)
+    if why and spec.parallel.ep > 1:
+        raise InputError(f"moe.dispatcher ({m.dispatcher}) {why}")
     try:
         choose_backend(m.backend, m.d_model, m.d_ff, compute_dtype(spec.precision), device_type)
     except ValueError as error:

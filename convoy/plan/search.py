@@ -91,7 +91,7 @@ def program_of(spec: JobSpec) -> Program:
         dtype=spec.precision.compute,
         fused_elementwise=spec.train.compile,
         hides_dispatch=0.0 if chunks == 1 else 1 - 1 / chunks,
-        sends_once_per_node=moe is not None and moe.dispatcher in ("hierarchical", "deep_ep"),
+        sends_once_per_node=moe is not None and moe.dispatcher_traits.once_per_node,
         experts_float8=spec.precision.experts == "float8",
         dense_float8=spec.precision.dense == "float8",
         optimizer=spec.optimizer,

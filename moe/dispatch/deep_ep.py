@@ -14,17 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe.dispatch.dispatchers import DispatchedRows, check_room
+from moe.config import DISPATCHERS
+from moe.dispatch.dispatchers import DispatchedRows, Dispatcher, DispatchSetup, check_num_tokens
 from moe.dispatch.transfer import Tokens
 from moe.float8 import Float8Rows
 from moe.rows import rows_of
-from router import HoldsGroups, RouterOutput
+from router import RouterOutput
 
 
 def why_no_deep_ep(dtype: torch.dtype, device_type: str) -> str:
@@ -102,7 +103,7 @@ class _Combine(torch.autograd.Function):
         return rows[0], None, None
 
 
-class DeepEPDispatcher(HoldsGroups):
+class DeepEPDispatcher(Dispatcher):
     """DeepEP's exchange over a group, within a node by NVLink and between nodes by RDMA.
 
     The experts wait for the rows: the exchange does not overlap with shared experts.
@@ -113,12 +114,23 @@ class DeepEPDispatcher(HoldsGroups):
         wire: how rows are written on their way to experts; None for the dtype of compute.
     """
 
+    traits = DISPATCHERS["deep_ep"]
     GROUPS = ("group",)
 
     def __init__(
         self, group: dist.ProcessGroup, max_tokens_per_call: int, wire: Float8Rows | None = None
     ) -> None:
         self.group, self.max_tokens_per_call, self.wire = group, max_tokens_per_call, wire
+
+    @classmethod
+    def of(cls, setup: DispatchSetup) -> Self:
+        """See :class:`moe.dispatch.dispatchers.Dispatcher`."""
+        return cls(setup.group, setup.config.max_tokens_per_call, setup.wire)
+
+    @classmethod
+    def unavailable(cls, dtype: torch.dtype, device_type: str) -> str:
+        """See :class:`moe.dispatch.dispatchers.Dispatcher`."""
+        return why_no_deep_ep(dtype, device_type)
 
     def dispatch(self, x_TD: Tensor, routed: RouterOutput) -> Iterator[DispatchedRows]:
         """See :class:`moe.dispatch.dispatchers.Dispatcher`.
@@ -128,7 +140,7 @@ class DeepEPDispatcher(HoldsGroups):
         """
         if why := why_no_deep_ep(x_TD.dtype, "cuda"):  # a stand-in of DeepEP may be on a CPU
             raise ValueError(f"moe.dispatcher (deep_ep) {why}")
-        check_room(x_TD, self.max_tokens_per_call)
+        check_num_tokens(x_TD, self.max_tokens_per_call)
         E, num_tokens = len(routed.rows_per_expert_E), len(x_TD)
         tokens = Tokens(x_TD, routed.expert_indices_TK, routed.expert_weights_TK)
         # DeepEP does not say that a rank may send nothing.
