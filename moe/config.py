@@ -63,7 +63,7 @@ DISPATCHERS = {
 }
 """The dispatchers of this repository, one line each."""
 
-DISPATCHER = OpenKind("moe.dispatcher", "moe.Dispatcher", DISPATCHERS)
+DISPATCHER = OpenKind("moe.dispatcher", "Dispatcher of package moe", DISPATCHERS)
 
 
 class MoEConfig(RouterConfig):

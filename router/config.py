@@ -52,7 +52,7 @@ ROUTINGS = {
 }  # fmt: skip
 """The routings of this repository, one line each."""
 
-ROUTING = OpenKind("moe.routing", "router.Routing", ROUTINGS)
+ROUTING = OpenKind("moe.routing", "Routing of package router", ROUTINGS)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class BalancingTraits(Traits):
 BALANCINGS = {"standard": BalancingTraits("router.balancing_standard:StandardBalancing")}
 """The balancing rules of this repository, one line each."""
 
-BALANCING = OpenKind("moe.balancing", "router.Balancing", BALANCINGS)
+BALANCING = OpenKind("moe.balancing", "Balancing of package router", BALANCINGS)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ CAPACITIES = {
 }  # fmt: skip
 """The capacity policies of this repository, one line each, and a config model below."""
 
-CAPACITY = OpenKind("moe.capacity.policy", "router.CapacityPolicy", CAPACITIES)
+CAPACITY = OpenKind("moe.capacity.policy", "CapacityPolicy of package router", CAPACITIES)
 
 
 class _Policy(BaseModel, metaclass=OneLineErrors):

@@ -26,9 +26,10 @@ from router import (
     StragglerAwareConfig,
     StragglerBalancer,
 )
-from router.capacity import CapacityPolicy, capacity_policy
+from router.capacity import capacity_policy
 from router.plan import UNITS_PER_RANK, bounded_shares, largest_remainder
-from tests.router.test_capacity import draw_choices, literal_place
+from router.testing import CapacityPolicyContract, draw_choices
+from tests.router.test_capacity import literal_place
 from tests.support.ranks import run_ranks
 
 E, K = 6, 2
@@ -38,47 +39,7 @@ def config(**fields: Any) -> RouterConfig:
     return RouterConfig(**{"num_experts": E, "top_k": K, **fields})
 
 
-class PolicyContract:
-    """Of any policy, whatever is asked of it."""
-
-    fields: dict[str, Any] = {}
-    reroutes = True
-
-    def policy(self) -> CapacityPolicy:
-        return capacity_policy(config(**self.fields).capacity, num_experts=E, top_k=K)
-
-    @pytest.mark.parametrize("T", [0, 1, 5, 14])
-    @pytest.mark.parametrize("seed", range(12))
-    def test_placements_keep_to_the_room_and_to_the_reach(self, T, seed):
-        chosen, choice, scores = draw_choices(T, E, K, seed)
-        policy = self.policy()
-        placed = policy.place(chosen, choice, scores)
-        again = policy.place(chosen, choice, scores)
-        assert torch.equal(placed.expert_indices_TK, again.expert_indices_TK)
-        dropped = placed.dropped_TK
-        if dropped is None:
-            dropped = torch.zeros_like(chosen, dtype=torch.bool)
-        moved = (placed.expert_indices_TK != chosen) & ~dropped
-        assert int(placed.num_rerouted) == int(moved.sum())
-        assert self.reroutes or not moved.any()
-        there = placed.expert_indices_TK.masked_fill(dropped, E)
-        loads = [int((there == e).sum()) for e in range(E)]
-        for row, reach in zip(there.tolist(), choice.tolist(), strict=True):
-            experts = [e for e in row if e < E]
-            assert len(set(experts)) == len(experts), "an expert twice for one token"
-            assert all(reach[e] > -math.inf for e in experts), "an expert out of reach"
-        for most in map(policy.max_assignments_per_expert, (T, T + 5)):
-            assert most is None or all(n <= m for n, m in zip(loads, most, strict=True))
-
-    def test_where_there_is_room_for_all_nothing_changes(self):
-        scores = torch.eye(E).repeat(4, 1) + torch.eye(E).roll(1, 1).repeat(4, 1) / 2
-        chosen = scores.topk(K, dim=1).indices
-        placed = self.policy().place(chosen, scores, scores)
-        assert torch.equal(placed.expert_indices_TK, chosen)
-        assert placed.dropped_TK is None or not placed.dropped_TK.any()
-
-
-class TestDropless(PolicyContract):
+class TestDropless(CapacityPolicyContract):
     reroutes = False
 
     def test_drops_nothing(self):
@@ -86,20 +47,20 @@ class TestDropless(PolicyContract):
         assert self.policy().place(chosen, choice, scores).dropped_TK is None
 
 
-class TestDroplessWithABound(PolicyContract):
+class TestDroplessWithABound(CapacityPolicyContract):
     fields = {"capacity": {"max_tokens_per_rank": 48}}
 
 
-class TestReroute(PolicyContract):
+class TestReroute(CapacityPolicyContract):
     fields = {"capacity": {"policy": "fixed", "capacity_factor": 1.0}}
 
 
-class TestDropByScore(PolicyContract):
+class TestDropByScore(CapacityPolicyContract):
     fields = {"capacity": {"policy": "fixed", "capacity_factor": 1.0, "drop_policy": "probs"}}
     reroutes = False
 
 
-class TestDropByPosition(PolicyContract):
+class TestDropByPosition(CapacityPolicyContract):
     fields = {"capacity": {"policy": "fixed", "capacity_factor": 1.0, "drop_policy": "position"}}
     reroutes = False
 
@@ -114,7 +75,7 @@ class FakeGroup:
         return self.ranks
 
 
-class TestStragglerAware(PolicyContract):
+class TestStragglerAware(CapacityPolicyContract):
     fields = {"capacity": {"policy": "straggler_aware", "capacity_factor": 1.5}}
 
     def policy(self) -> StragglerAwareCapacity:
