@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -34,8 +33,6 @@ class RoutedTokens(NamedTuple):
     """Tokens of each sequence, a divisor of T; None for one sequence."""
     token_group: dist.ProcessGroup | None
     """The ranks that have equal parts of the same sequences."""
-    loss_dtype: torch.dtype
-    """The dtype of losses: float32, or that of a wider input of the layer."""
 
 
 class Losses(NamedTuple):
@@ -63,7 +60,7 @@ class Balancing(ABC):
 
     @abstractmethod
     def losses(self, tokens: RoutedTokens) -> Losses:
-        """The losses of one call, in ``tokens.loss_dtype``; of no tokens they are 0.
+        """The losses of one call, in the dtype of the logits; of no tokens they are 0.
 
         Several ranks that share sequences must all call collectives, or none.
         """

@@ -29,9 +29,9 @@ class StandardBalancing(Balancing):
                 t.probs_TE, t.expert_indices_TK, t.seq_len, t.token_group, t.token_mask_T
             )
         losses = (
-            load_balance_loss(t.probs_TE, t.expert_counts_E, t.token_mask_T).to(t.loss_dtype),
-            sequence.to(t.loss_dtype),
-            z_loss(t.logits_TE, t.token_mask_T).to(t.loss_dtype),
+            load_balance_loss(t.probs_TE, t.expert_counts_E, t.token_mask_T),
+            sequence,
+            z_loss(t.logits_TE, t.token_mask_T),
         )
         coefficients = (c.aux_loss_coeff, c.seq_aux_loss_coeff, c.z_loss_coeff)
         terms = [factor * loss for factor, loss in zip(coefficients, losses, strict=True)]

@@ -254,8 +254,6 @@ class RouterConfig(BaseModel, metaclass=OneLineErrors):
     """Scale the weights of a token's chosen experts to a sum of 1."""
     route_scale: float = Field(default=1.0, gt=0)
     """A factor on the weights, applied after ``norm_topk_prob``."""
-    router_dtype: Literal["float32", "float64"] = "float32"
-    """The dtype of logits, scores and auxiliary losses; a wider input dtype takes precedence."""
     input_jitter: float = Field(default=0.0, ge=0, lt=1)
     """In training, multiply the router's input by uniform random numbers between 1 - input_jitter
     and 1 + input_jitter (Fedus et al., arXiv 2101.03961, section 2.2)."""

@@ -169,7 +169,7 @@ class BalancingContract:
         counts_E = torch.arange(E)
         tokens = RoutedTokens(
             logits_TE, logits_TE.softmax(-1), logits_TE.topk(K).indices, counts_E, counts_E, None,
-            None, None, torch.float32,
+            None, None,
         )  # fmt: skip
         before = copy.deepcopy(tokens)
         first, again = router.balancing.losses(tokens), router.balancing.losses(tokens)

@@ -81,9 +81,9 @@ def no_autocast(device_type: str) -> AbstractContextManager[object]:
 class TopKRouter(HoldsGroups, nn.Module):
     """A linear map to one logit per expert, a score function, and a choice of top_k experts.
 
-    The map, the scores and the losses are in ``router_dtype``, or in the input's dtype if the
-    input's is wider, whatever the model's dtype, and under autocast too. In bfloat16 the logits of
-    similar experts would tie, and the choice among them would be arbitrary.
+    The map, the scores and the losses are in float32, or in the input's dtype if that is wider,
+    whatever the model's dtype, and under autocast too. In bfloat16 the logits of similar experts
+    would tie, and the choice among them would be arbitrary.
     """
 
     GROUPS = ("balance_group", "token_group")
@@ -92,7 +92,6 @@ class TopKRouter(HoldsGroups, nn.Module):
     def __init__(self, d_model: int, config: RouterConfig) -> None:
         super().__init__()
         self.config = config
-        self.dtype = getattr(torch, config.router_dtype)
         self.routing = routing_of(config)
         self.balancing = balancing_of(config)
         self.capacity = capacity_policy(
@@ -119,13 +118,13 @@ class TopKRouter(HoldsGroups, nn.Module):
         self.reset_parameters()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Keep the weight in ``router_dtype`` or wider, and biases in float32, whatever dtype the
+        """Keep the weight in float32 or wider, and biases in float32, whatever dtype the
         model is cast to. In bfloat16 a step of 1e-3 would be lost on a bias of 0.5, and a small
         step of the optimizer on a weight."""
 
         def unless_narrower(t: Tensor) -> Tensor:
             out = fn(t)
-            wide_enough = torch.promote_types(out.dtype, self.dtype) == out.dtype
+            wide_enough = torch.promote_types(out.dtype, torch.float32) == out.dtype
             return out if wide_enough or out.dtype == t.dtype else t.to(out.device)
 
         before = self.expert_bias
@@ -194,9 +193,8 @@ class TopKRouter(HoldsGroups, nn.Module):
                 self._idle.look(self.weight)
             if c.aux_loss_scope == "previous_step" and c.aux_loss_coeff:
                 self._idle_counts.look(self.weight)
-        dtype = torch.promote_types(self.dtype, x_TD.dtype)
+        dtype = torch.promote_types(torch.float32, x_TD.dtype)
         with no_autocast(x_TD.device.type):
-            out_dtype = torch.promote_types(torch.float32, x_TD.dtype)
             x_TD = x_TD.to(dtype)
             if token_mask_T is not None:
                 # Padding may be NaN, which the weight's gradient would multiply by 0.
@@ -211,7 +209,6 @@ class TopKRouter(HoldsGroups, nn.Module):
                 replay_indices_TK,
                 prior_expert_counts_E,
                 token_mask_T,
-                out_dtype,
             )
 
     def _route(
@@ -221,7 +218,6 @@ class TopKRouter(HoldsGroups, nn.Module):
         replay_TK: Tensor | None,
         prior_expert_counts_E: Tensor | None,
         token_mask_T: Tensor | None,
-        dtype: torch.dtype,
     ) -> RouterOutput:
         E, config, mask_T = self.config.num_experts, self.config, token_mask_T
         scores_TE, probs_TE = score(logits_TE, config.score_func)
@@ -263,7 +259,7 @@ class TopKRouter(HoldsGroups, nn.Module):
         losses = self.balancing.losses(
             RoutedTokens(
                 logits_TE, probs_TE, wanted_TK, counts_E, expert_counts_E, mask_T, seq_len,
-                self.token_group, dtype,
+                self.token_group,
             )
         )  # fmt: skip
         entropy_T = -(probs_TE.detach() * probs_TE.detach().clamp_min(TINY).log()).sum(-1)
@@ -271,7 +267,7 @@ class TopKRouter(HoldsGroups, nn.Module):
             logits_TE=logits_TE,
             expert_indices_TK=indices_TK,
             topk_indices_TK=record_TK,
-            expert_weights_TK=weights_TK.to(dtype),
+            expert_weights_TK=weights_TK,
             rows_per_expert_E=rows_E,
             dropped_TK=dropped_TK,
             num_rerouted=placed.num_rerouted,
@@ -283,7 +279,7 @@ class TopKRouter(HoldsGroups, nn.Module):
             sequence_balance_loss=losses.sequence_balance,
             z_loss=losses.z,
             aux_loss=losses.total,
-            entropy=mean_over_tokens(entropy_T, mask_T).to(dtype),
+            entropy=mean_over_tokens(entropy_T, mask_T),
         )
 
     def _choose(
