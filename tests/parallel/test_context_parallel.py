@@ -19,8 +19,9 @@ from parallel import (
 )
 from parallel.apply.context_parallel import ShardedSequence
 from parallel.comm import host_buffers
-from pretrain.model.attention import AttentionConfig, build_attention
-from pretrain.model.decoder import Decoder, ModelConfig
+from pretrain.model.attention import build_attention
+from pretrain.model.config import AttentionConfig, ModelConfig
+from pretrain.model.decoder import Decoder
 from pretrain.parallelize.micro_batches import LocalBatch, forward_backward
 from tests.support.ranks import run_ranks
 

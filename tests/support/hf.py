@@ -14,7 +14,8 @@ import ckpt
 from convoy.commands.command_line import main
 from moe import MoEConfig
 from parallel import Topology
-from pretrain.model.decoder import Decoder, ModelConfig, meta_decoder
+from pretrain.model.config import ModelConfig
+from pretrain.model.decoder import Decoder, meta_decoder
 from pretrain.state.arrays import model_arrays
 from pretrain.state.layouts import parameter_layouts
 

@@ -21,7 +21,8 @@ from parallel import Documents, apply_recompute, parse_topology
 from pretrain.checkpoint.resume import restore
 from pretrain.data.sequences import read_batch
 from pretrain.job import build_job
-from pretrain.model.decoder import Decoder, ModelConfig
+from pretrain.model.config import ModelConfig
+from pretrain.model.decoder import Decoder
 from pretrain.parallelize.micro_batches import LocalBatch, forward_backward, next_token_loss
 from pretrain.runtime.ranks import start
 from pretrain.spec.job import JobSpec

@@ -9,7 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moe import MoEConfig
 from pretrain.model import flops
-from pretrain.model.decoder import Decoder, ModelConfig
+from pretrain.model.config import ModelConfig
+from pretrain.model.decoder import Decoder
 from pretrain.model.flops import forward_flops, peak_flops_per_second
 
 DEEPSEEK_V3 = (

@@ -19,7 +19,8 @@ from convoy.plan.step_time import step_time
 from convoy.plan.work import Program, Work
 from moe import MoEConfig
 from parallel import Topology
-from pretrain.model.decoder import Decoder, ModelConfig, meta_decoder
+from pretrain.model.config import ModelConfig
+from pretrain.model.decoder import Decoder, meta_decoder
 from pretrain.model.init import is_hidden_matrix
 from pretrain.optim import (
     AdamWConfig,

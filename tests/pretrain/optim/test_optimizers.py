@@ -11,7 +11,8 @@ from convoy.plan.shape import ModelShape
 from convoy.plan.work import Program, Work
 from moe import MoEConfig
 from parallel import Topology
-from pretrain.model.decoder import Decoder, ModelConfig
+from pretrain.model.config import ModelConfig
+from pretrain.model.decoder import Decoder
 from pretrain.model.init import is_hidden_matrix
 from pretrain.optim import (
     KINDS,

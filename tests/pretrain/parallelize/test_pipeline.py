@@ -12,7 +12,8 @@ import torch
 
 from moe import MoEConfig
 from parallel import ParallelDims, PipelineSchedule, Topology
-from pretrain.model.decoder import Decoder, ModelConfig
+from pretrain.model.config import ModelConfig
+from pretrain.model.decoder import Decoder
 from pretrain.model.flops import forward_flops
 from pretrain.parallelize.micro_batches import LocalBatch
 from pretrain.parallelize.pipeline import Pipeline, _Step

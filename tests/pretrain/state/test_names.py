@@ -7,7 +7,8 @@ import pytest
 from convoy.convert.weights import weight_arrays
 from moe import MoEConfig
 from parallel import expert_parameter_names
-from pretrain.model.decoder import ModelConfig, meta_decoder
+from pretrain.model.config import ModelConfig
+from pretrain.model.decoder import meta_decoder
 from pretrain.state.layouts import tensors
 from pretrain.state.names import (
     MODEL,
