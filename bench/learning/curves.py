@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pretrain.observe import Evaluated, StepCommitted, Summary, read_log
 
@@ -31,6 +32,14 @@ class Curve:
     """Bits per byte of gzip -9 on the held-out documents, one after the other."""
     xz: float
     """Of xz -9, likewise."""
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of the run, without its losses and what was held out during it."""
+        return {
+            "case": self.case, "subject": self.subject, "seed": self.seed,
+            "tokens": self.tokens[-1], "first_loss": self.losses[0], "last_loss": self.losses[-1],
+            "bits_per_byte": self.bits_per_byte, "worst_load": self.worst_load,
+        }  # fmt: skip
 
 
 def read_curve(run: Path, case: str, subject: str, seed: int) -> Curve:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import matplotlib as mpl
@@ -14,7 +13,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from bench.harness import Row, finish
+from bench.harness import Row, finish, table_text
 from bench.learning.curves import Curve
 from convoy.report.figures import COLORS, STYLE
 
@@ -25,12 +24,12 @@ def write_study(
     name: str, title: str, rows: Sequence[Row], curves: Sequence[Curve], packages: Sequence[str],
     table: Path, picture: Path, *, compressors: bool = False,
 ) -> None:  # fmt: skip
-    """Print the rows; write them with the curves as JSON, and draw the curves, and with
-    ``compressors`` lines for gzip and xz."""
+    """Print the rows; write them with the figures of each run as JSON, and draw the curves, and
+    with ``compressors`` lines for gzip and xz. The losses of steps are in the picture alone."""
     finish(name, rows, packages, table)
-    found = json.loads(table.read_text())
-    found["curves"] = [asdict(curve) for curve in curves]
-    table.write_text(json.dumps(found, indent=1) + "\n")
+    head = json.loads(table.read_text())
+    runs = [curve.summary() for curve in curves]
+    table.write_text(table_text(head, {"rows": head.pop("rows"), "curves": runs}))
     picture.write_text(draw(title, curves, compressors) + "\n")
 
 
