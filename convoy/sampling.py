@@ -29,7 +29,6 @@ def sample(
     tokens: int,
     temperature: float = 0.8,
     top_p: float = 1.0,
-    drafts: int = 0,
     seed: int = 0,
     step: int | None = None,
     tokenizer: Path | None = None,
@@ -47,8 +46,6 @@ def sample(
         tokens: to generate at most, for each prompt.
         temperature: divides the logits; 0 always takes the token with the highest logit.
         top_p: only the likeliest tokens are drawn whose probabilities reach this sum.
-        drafts: tokens that layers of multi-token prediction draft before each forward, at most as
-            many as the model has such layers; the text is the text without drafts.
         seed: of the draws; each prompt begins with it.
         step: of the checkpoint; None for the newest.
         tokenizer: a tokenizer.json; None for that of the prepared corpus, or of ``data.tokenizer``.
@@ -58,11 +55,11 @@ def sample(
     Raises InputError where the settings, the tokenizer or the layout do not fit, and
     CheckpointError where the checkpoint is not whole.
     """
-    settings = SampleConfig(tokens=tokens, temperature=temperature, top_p=top_p, drafts=drafts)
+    settings = SampleConfig(tokens=tokens, temperature=temperature, top_p=top_p)
     runtime = start(timeout_seconds=600.0)
     try:
         root, manifest = runtime.together(lambda: _read(location, step))
-        spec = runtime.together(lambda: _spec_of(manifest, overrides, seed, drafts))
+        spec = runtime.together(lambda: _spec_of(manifest, overrides, seed))
         words = runtime.together(lambda: _tokenizer_of(spec, manifest, tokenizer))
         model = _load(spec, runtime, root, manifest)
         found = []
@@ -83,7 +80,7 @@ def _read(location: Location, step: int | None) -> tuple[Location, Manifest]:
     return root, ckpt.read_manifest(root, named)
 
 
-def _spec_of(manifest: Manifest, overrides: Sequence[str], seed: int, drafts: int) -> JobSpec:
+def _spec_of(manifest: Manifest, overrides: Sequence[str], seed: int) -> JobSpec:
     if not manifest.spec:
         raise InputError(
             f"the checkpoint of step {manifest.step} must hold a job spec: `convoy convert import` "
@@ -91,7 +88,7 @@ def _spec_of(manifest: Manifest, overrides: Sequence[str], seed: int, drafts: in
         )
     saved: dict[str, Any] = saved_spec(manifest)
     saved["train"] |= {"seed": seed, "compile": False, "exact": False}
-    saved["init"], saved["sample"] = {}, {"drafts": drafts}
+    saved["init"], saved["sample"] = {}, {}
     settings = list(overrides)
     experts = (saved.get("moe") or {}).get("num_experts", 1)
     if not any(each.startswith("parallel.") for each in settings):

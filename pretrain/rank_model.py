@@ -11,7 +11,7 @@ from ckpt import LocalArray
 from moe import DISPATCHER, choose_backend, why_no_float8
 from parallel import Documents, ParallelDims, ShardLayout, Topology
 from pretrain.errors import InputError
-from pretrain.model import Decoder, DecoderOutput, Drafting
+from pretrain.model import Decoder, DecoderOutput
 from pretrain.parallelize import (
     LocalBatch,
     ParallelModel,
@@ -57,20 +57,17 @@ class RankModel:
         self,
         inputs_BS: Tensor,
         documents: Documents | None = None,
-        drafting: Drafting | None = None,
         routed: RoutedTokens | None = None,
     ) -> tuple[DecoderOutput | None, RoutingStats | None]:
         """The model's output, where the last stage is, and what this rank's routers did.
 
-        ``routed`` are the tokens that MoE layers route; None where all inputs are tokens. With
-        ``drafting`` one layer of multi-token prediction is computed, see
-        :meth:`pretrain.model.Decoder.forward`.
+        ``routed`` are the tokens that MoE layers route; None where all inputs are tokens.
         """
         pipeline = self.parallel_model.pipeline
         if pipeline is not None:
-            return pipeline.forward(inputs_BS, self.local_batch, documents, drafting, routed)
+            return pipeline.forward(inputs_BS, self.local_batch, documents, routed)
         mask = {} if routed is None else mask_of(routed, inputs_BS.device)
-        out: DecoderOutput = self.model(inputs_BS, None, documents, drafting=drafting, **mask)
+        out: DecoderOutput = self.model(inputs_BS, None, documents, **mask)
         tokens = inputs_BS.numel() // self.local_batch.tp_degree
         if routed is not None:
             tokens = routed.tokens

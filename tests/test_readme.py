@@ -242,7 +242,6 @@ OUTSIDE = {
     "OMP_NUM_THREADS=1 .venv/bin/python -m bench.recovery --samples 9",
     "PYTHONPATH=build/peers OMP_NUM_THREADS=1 .venv/bin/python -m bench.checkpoint --samples 5",
     "OMP_NUM_THREADS=1 .venv/bin/python -m bench.memory",
-    "OMP_NUM_THREADS=1 .venv/bin/python -m bench.drafts",
     "OMP_NUM_THREADS=1 .venv/bin/python -m bench.learning.trainer",
     "OMP_NUM_THREADS=1 .venv/bin/python -m bench.optimizers --json bench/results/optimizers.json",
     "OMP_NUM_THREADS=1 .venv/bin/python -m bench.float8_loss --json bench/results/float8_loss.json",

@@ -8,19 +8,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from convoy.commands.parsing import Parser, ended, is_first_rank
 from pretrain.observe import say
-
-if TYPE_CHECKING:
-    from pretrain.train import Generated
 
 _EPILOG = """\
 examples:
   convoy sample runs/stdlib-tiny/checkpoints --prompt "def main("
   convoy sample runs/stdlib-tiny/checkpoints --prompt "import " --temperature 0 --tokens 200
-  convoy sample runs/with-mtp/checkpoints --prompt "def " --drafts 1
   convoy sample s3://bucket/run --step 2000 --prompt "Once" --top-p 0.9 --seed 7 --json
   convoy sample imported/checkpoints --tokenizer imported/tokenizer.json --prompt "The "
   torchrun --nproc-per-node 4 -m convoy sample CKPT --prompt "def " --set parallel.tp=4
@@ -56,10 +51,6 @@ def main(arguments: Sequence[str]) -> int:
         "--top-p", type=float, default=1.0, metavar="P",
         help="draw from the likeliest tokens whose probabilities reach this sum; 1",
     )  # fmt: skip
-    parser.add_argument(
-        "--drafts", type=int, default=0, metavar="N",
-        help="draft N tokens at a time by multi-token prediction; the text stays what it is; 0",
-    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws; 0")
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="the model's tokenizer.json")
     parser.add_ranks()
@@ -75,7 +66,6 @@ def _check(parser: Parser, args: argparse.Namespace) -> None:
     rules = (
         ("--tokens", args.tokens, args.tokens >= 1, "at least 1"),
         ("--temperature", args.temperature, 0 <= args.temperature < float("inf"), "0 or more"),
-        ("--drafts", args.drafts, args.drafts >= 0, "0 or more"),
         ("--top-p", args.top_p, 0 < args.top_p <= 1, "above 0 and at most 1"),
     )
     for flag, value, holds, rule in rules:
@@ -94,13 +84,12 @@ def _sample(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
     prompts = args.prompt or [""]
     shown = _Shown() if is_first_rank() and not args.json and sys.stdout.isatty() else None
-    found = sample(
+    texts = sample(
         args.checkpoint,
         prompts,
         tokens=args.tokens,
         temperature=args.temperature,
         top_p=args.top_p,
-        drafts=args.drafts,
         seed=args.seed,
         step=args.step,
         tokenizer=args.tokenizer,
@@ -108,35 +97,26 @@ def _sample(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         seen=shown,
     )
     if is_first_rank():
-        for number, (prompt, one) in enumerate(zip(prompts, found, strict=True)):
+        for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
             if shown is not None:
-                shown(number, one.text)
+                shown(number, text.text)
             elif args.json:
-                say(json.dumps({"prompt": prompt, **asdict(one)}, ensure_ascii=False))
+                say(json.dumps({"prompt": prompt, **asdict(text)}, ensure_ascii=False))
             else:
-                say(one.text)
+                say(text.text)
         if shown is not None:
             say("")
-        if args.drafts and not args.json:
-            # Not a part of the text, so not on the standard output.
-            print(_of_drafts(found), file=sys.stderr)
     return 0
-
-
-def _of_drafts(found: Sequence[Generated]) -> str:
-    drafted, accepted = sum(one.drafted for one in found), sum(one.accepted for one in found)
-    tokens, forwards = sum(one.tokens for one in found), sum(one.forwards for one in found)
-    return f"{accepted} of {drafted} drafts accepted: {tokens} tokens in {forwards} forwards"
 
 
 def _of_a_rank(arguments: Sequence[str]) -> list[str]:
     """The command line without ``--ranks``."""
     words = list(arguments)
-    for at, word in enumerate(words):
+    for index, word in enumerate(words):
         if word == "--ranks":
-            return words[:at] + words[at + 2 :]
+            return words[:index] + words[index + 2 :]
         if word.startswith("--ranks="):
-            return words[:at] + words[at + 1 :]
+            return words[:index] + words[index + 1 :]
     return words
 
 

@@ -3,7 +3,6 @@ from .decoder import Block as Block
 from .decoder import Decoder as Decoder
 from .decoder import DecoderLayer as DecoderLayer
 from .decoder import DecoderOutput as DecoderOutput
-from .decoder import Drafting as Drafting
 from .decoder import meta_decoder as meta_decoder
 from .flops import forward_flops as forward_flops
 from .init import first_matrix as first_matrix

@@ -31,7 +31,7 @@ from parallel import (
     set_gradient_sync,
 )
 from parallel.comm import CollectiveWork, monitored
-from pretrain.model import Decoder, DecoderOutput, Drafting
+from pretrain.model import Decoder, DecoderOutput
 from pretrain.parallelize.micro_batches import (
     LocalBatch,
     RoutedTokens,
@@ -160,7 +160,6 @@ class Pipeline:
         inputs_BS: Tensor,
         local_batch: LocalBatch,
         documents: Documents | None = None,
-        drafting: Drafting | None = None,
         routed: RoutedTokens | None = None,
     ) -> tuple[DecoderOutput | None, RoutingStats | None]:
         """A forward without a backward; every rank of the pipeline must call.
@@ -181,7 +180,7 @@ class Pipeline:
             if stage and stage - 1 not in self.stages:
                 x = self._buffer(inputs_BS, local_batch)
                 _wait(self._start(dist.irecv, x, peer=stage - 1, tag=stage))
-            out = self.stages[stage](x, None, documents, drafting=drafting, **mask)
+            out = self.stages[stage](x, None, documents, **mask)
             assert out is not None
             routing = self._add_routing(routing, stage, out, routed)
             x = out.logits

@@ -71,9 +71,6 @@ class SampleConfig(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Only the likeliest tokens are drawn whose probabilities reach this sum (nucleus sampling,
     Holtzman et al., arXiv 1904.09751)."""
-    drafts: int = Field(default=0, ge=0)
-    """Tokens that layers of multi-token prediction draft before each forward, at most
-    ``model.num_mtp_layers``. The text is the text without drafts, in fewer forwards."""
 
 
 class Sections(Section):

@@ -17,7 +17,6 @@ from corpus.tokenizer import load_tokenizer
 from moe import MoEConfig
 from parallel import full_sequences, parse_topology
 from pretrain.checkpoint.resume import restore
-from pretrain.errors import InputError
 from pretrain.job import build_job
 from pretrain.runtime.ranks import start
 from pretrain.spec import JobSpec, SampleConfig
@@ -154,8 +153,6 @@ def test_the_command_prints_what_the_run_would(saved, capsys):
     [
         (["--top-p", "0"], "--top-p (0.0) must be above 0"),
         (["--tokens", "0"], "--tokens (0) must be at least 1"),
-        (["--drafts", "-1"], "--drafts (-1) must be 0 or more"),
-        (["--drafts", "1"], "sample.drafts (1) must be at most model.num_mtp_layers (0)"),
         (["--step", "9"], "step 9"),
         (["--set", "parallel.ep=3"], "parallel.ep (3)"),
         (["--tokenizer", "nowhere.json"], "nowhere.json cannot be read"),
@@ -196,91 +193,4 @@ def test_text_is_that_of_one_process_on_any_layout(saved, layout):
     settings = [f"parallel.{each}" for each in layout.split(",")]
     for texts in run_ranks(partial(_on_rank, root, settings), parse_topology(layout).world,
                            group=False):  # fmt: skip
-        assert texts == one
-
-
-# ------------------------------------------------------------------------------------------------
-# Drafts of multi-token prediction.
-
-
-@pytest.fixture(scope="module")
-def drafting(tmp_path_factory) -> Path:
-    """A job's folder with a checkpoint of two layers of multi-token prediction, of which many
-    drafts are right and many are wrong."""
-    folder = prepare_job(tmp_path_factory.mktemp("drafts"))
-    spec = make_spec(folder, model={"num_mtp_layers": 2})
-    run_ranks(partial(_save_drafting, spec), 1, group=False)
-    return folder
-
-
-def _save_drafting(spec: JobSpec, rank: int) -> None:
-    job = _job(spec)
-    D = spec.model.d_model
-    with torch.no_grad():
-        for name, parameter in job.model.named_parameters():
-            if name == "embed.weight":
-                parameter.normal_()
-            elif name == "head.weight":
-                parameter.mul_(4)
-            elif "norm" not in name:
-                parameter.mul_(0.6)
-        # A layer that knows the last token alone: it predicts what follows it, as a decoder whose
-        # attention and experts add little nearly does.
-        for layer in job.model.mtp_layers:
-            layer.projection.weight.copy_(torch.eye(D, 2 * D))
-            for name, parameter in layer.named_parameters():
-                if name.startswith(("attention.", "moe.")):
-                    parameter.zero_()
-    save_checkpoint(job, Progress(step=3))
-    job.runtime.close()
-
-
-def _drafted(root: str, drafts: int, temperature: float, settings: list[str], rank: int):
-    from convoy.sampling import sample
-
-    return sample(root, PROMPTS, tokens=50, temperature=temperature, top_p=0.95, drafts=drafts,
-                  overrides=settings)  # fmt: skip
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_drafts_change_the_number_of_forwards_and_no_text(drafting, temperature):
-    """Of more tokens than the view has."""
-    root = str(drafting / "run" / "checkpoints")
-    found = {}
-    for drafts in (0, 1, 2):
-        (found[drafts],) = run_ranks(partial(_drafted, root, drafts, temperature, []), 1,
-                                     group=False)  # fmt: skip
-    for drafts, texts in found.items():
-        assert [one.text for one in texts] == [one.text for one in found[0]]
-        assert all(one.tokens == one.forwards + one.accepted for one in texts)
-        if drafts:
-            assert 0 < sum(one.accepted for one in texts) < sum(one.drafted for one in texts)
-
-
-def test_the_command_tells_how_many_drafts_were_accepted(drafting, capsys):
-    root = str(drafting / "run" / "checkpoints")
-    words = [root, "--prompt", "import os", "--tokens", "20", "--drafts", "1"]
-    assert main("sample", [*words, "--json"]) == 0
-    one = json.loads(capsys.readouterr().out)
-    assert main("sample", words) == 0
-    told = capsys.readouterr()
-    assert told.out == one["text"] + "\n"
-    assert told.err == (f"{one['accepted']} of {one['drafted']} drafts accepted: 20 tokens in "
-                        f"{one['forwards']} forwards\n")  # fmt: skip
-
-
-def test_drafts_of_experts_with_a_capacity_are_refused(tmp_path):
-    moe = {"capacity": {"policy": "fixed", "capacity_factor": 1.0}}
-    with pytest.raises(InputError, match=r"sample.drafts \(1\) must be 0 with moe.capacity.policy"):
-        make_spec(tmp_path, model={"num_mtp_layers": 1}, moe=moe, sample={"drafts": 1})
-
-
-@SLOW
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_drafts_are_those_of_one_process_on_any_layout(drafting, layout):
-    root = str(drafting / "run" / "checkpoints")
-    (one,) = run_ranks(partial(_drafted, root, 2, 0.8, []), 1, group=False)
-    settings = [f"parallel.{each}" for each in layout.split(",")]
-    world = parse_topology(layout).world
-    for texts in run_ranks(partial(_drafted, root, 2, 0.8, settings), world, group=False):
         assert texts == one
