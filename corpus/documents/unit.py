@@ -6,7 +6,6 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -49,16 +48,7 @@ class Unit:
         size = sum(file.size for file in self.files)
         return min(self.stop - self.start, size) if self.kind == "lines" and self.stop > 0 else size
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain JSON; names that are not UTF-8 keep their bytes as surrogates."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Unit:
-        """The unit of :meth:`as_json`."""
-        return cls(**{**values, "files": tuple(FileRef(**each) for each in values["files"])})
-
     def key(self, settings: str) -> str:
         """Equal for equal files and settings: a part that was made under this key is used again."""
-        text = json.dumps([self.as_json(), settings], sort_keys=True)
+        text = json.dumps([asdict(self), settings], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -174,7 +174,7 @@ def _prepare(
     (work / "parts").mkdir(exist_ok=True)
     tokenizer_path = work / f"tokenizer-{_key(data, vocab_size, units)}.json"
     if not tokenizer_path.exists():
-        _write(tokenizer_path, _tokenizer(data, vocab_size, units, work).to_str().encode())
+        _write(tokenizer_path, _tokenizer(data, vocab_size, units).to_str().encode())
     text = tokenizer_path.read_bytes()
     tokenizer = Tokenizer.from_str(text.decode())
     settings = PartSettings(
@@ -217,7 +217,7 @@ def _read_bytes(path: str) -> bytes:
         raise InputError(f"data.tokenizer ({path}) cannot be read: {error.strerror}") from None
 
 
-def _tokenizer(data: DataConfig, vocab_size: int, units: Sequence[Unit], work: Path) -> Tokenizer:
+def _tokenizer(data: DataConfig, vocab_size: int, units: Sequence[Unit]) -> Tokenizer:
     if data.tokenizer is not None:
         return read_tokenizer(data.tokenizer, vocab_size, data.end_token)
     settings = TokenizerSettings(
@@ -227,7 +227,7 @@ def _tokenizer(data: DataConfig, vocab_size: int, units: Sequence[Unit], work: P
         tokenizer_bytes=TOKENIZER_BYTES,
         end_token=data.end_token,
     )
-    return make_tokenizer(units, settings, work)
+    return make_tokenizer(units, settings)
 
 
 def _make_all_parts(

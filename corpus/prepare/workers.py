@@ -5,18 +5,18 @@ The tokenizer's library does not return for a signal: a process that waits for o
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import json
+import multiprocessing
 import os
-import queue
-import subprocess
-import sys
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -26,10 +26,6 @@ from corpus.prepare.parts import PartCounts, PartSettings, PartWriter
 from corpus.tokenizer import TokenizerSettings, tokenizer_of_units
 
 Work = Sequence[tuple[int, Unit]]
-_Answer = dict[str, Any]
-_Name = TypeVar("_Name", int, str)
-"""What a request begins with: the number of a part, or the path of a tokenizer."""
-_ROOT = Path(__file__).resolve().parents[2]
 _ALONE_BYTES = 1 << 20
 """A source that may have more text is read and tokenized by other processes."""
 _EXPANSION = {".gz": 200, ".zst": 200, ".parquet": 20}
@@ -42,20 +38,15 @@ def works_alone(units: Sequence[Unit]) -> bool:
     return sum(sizes) <= _ALONE_BYTES
 
 
-def make_tokenizer(units: Sequence[Unit], settings: TokenizerSettings, folder: Path) -> Tokenizer:
-    """Train a tokenizer on the texts of units, with drafts in ``folder``.
+def make_tokenizer(units: Sequence[Unit], settings: TokenizerSettings) -> Tokenizer:
+    """Train a tokenizer on the texts of units.
 
-    Raises InputError where a unit cannot be read, and OSError where a draft cannot be written.
+    Raises InputError where a unit cannot be read or the process is lost.
     """
     if works_alone(units):
         return tokenizer_of_units(units, settings)
-    draft = folder / "tokenizer.draft"
-    work = [(str(draft), [unit.as_json() for unit in units])]
-    with _Pool({"tokenizer": asdict(settings)}, folder, 1) as pool:
-        for _, answer in pool.answers(work):
-            if "error" in answer:
-                raise _as_error(answer)
-    return Tokenizer.from_str(draft.read_text(encoding="utf-8"))
+    with _processes(1, None) as pool:
+        return Tokenizer.from_str(pool.submit(_train_tokenizer, units, settings).result())
 
 
 def make_parts(
@@ -79,94 +70,83 @@ def make_parts(
             assert writer is not None
             done(number, writer.make(number, unit))
         return
-    requests = [(number, unit.as_json()) for number, unit in work]
-    with _Pool({"parts": asdict(settings)}, Path(settings.folder).parent, processes) as pool:
-        for number, answer in pool.answers(requests):
-            if "error" in answer:
-                raise _as_error(answer)
-            done(number, PartCounts(**answer))
+    with _processes(processes, settings) as pool:
+        numbers = {pool.submit(_make_part, number, unit): number for number, unit in work}
+        for future in as_completed(numbers):
+            done(numbers.pop(future), future.result())
 
 
-def _as_error(answer: dict[str, Any]) -> Exception:
-    text, number = str(answer["error"]), answer.get("errno")
-    if isinstance(number, int) and number:
-        return OSError(number, os.strerror(number), text.partition(": ")[2])
-    return InputError(text)
+class _Context(SpawnContext):
+    """Spawned processes, with a list of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.processes: list[SpawnProcess] = []
+
+    def Process(self, *args: Any, **kwargs: Any) -> SpawnProcess:  # type: ignore[override]
+        process = SpawnProcess(*args, **kwargs)
+        self.processes.append(process)
+        return process
 
 
-class _Pool:
-    """Processes of ``corpus.prepare.worker``, each with a thread that gives it requests."""
-
-    def __init__(self, settings: dict[str, Any], folder: Path, processes: int) -> None:
-        path = folder / "settings.json"
-        path.write_text(json.dumps(settings))
-        command = [sys.executable, "-m", "corpus.prepare.worker", str(path)]
-        env = dict(os.environ)
-        env["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [env.get("PYTHONPATH")])])
-        if processes > 1:  # a process for each core needs no threads
-            env["TOKENIZERS_PARALLELISM"] = "false"
-        self.workers = [
-            subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=env,
-            )
-            for _ in range(processes)
-        ]
-
-    def __enter__(self) -> _Pool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for worker in self.workers:
-            worker.kill()
-        for worker in self.workers:
-            worker.wait()
-            for stream in (worker.stdin, worker.stdout):
-                assert stream is not None
-                with contextlib.suppress(OSError):
-                    stream.close()
-
-    def answers(self, requests: Sequence[tuple[_Name, Any]]) -> Iterator[tuple[_Name, _Answer]]:
-        """The first value of each request and the answer, as they come."""
-        waiting: queue.SimpleQueue[tuple[_Name, Any]] = queue.SimpleQueue()
-        answered: queue.SimpleQueue[tuple[_Name, _Answer]] = queue.SimpleQueue()
-        for request in requests:
-            waiting.put(request)
-
-        def feed(worker: subprocess.Popen[str]) -> None:
-            assert worker.stdin is not None
-            assert worker.stdout is not None
-            while True:
-                try:
-                    request = waiting.get_nowait()
-                except queue.Empty:
-                    return
-                line = ""
-                with contextlib.suppress(OSError, ValueError):
-                    worker.stdin.write(json.dumps(request) + "\n")
-                    worker.stdin.flush()
-                    line = worker.stdout.readline()
-                if not line:
-                    answered.put((request[0], {"error": _lost(worker)}))
-                    return
-                answered.put((request[0], json.loads(line)))
-
-        for worker in self.workers:
-            threading.Thread(target=feed, args=(worker,), daemon=True).start()
-        for _ in requests:
-            yield answered.get()
+@contextmanager
+def _processes(count: int, settings: PartSettings | None) -> Iterator[Executor]:
+    """Processes that an exception kills in the middle of a request: an executor alone would wait
+    for what they do. Raises InputError where a process is lost."""
+    context = _Context()
+    try:
+        with ProcessPoolExecutor(count, context, _begin, (count, settings)) as pool:
+            try:
+                yield pool
+            except BrokenProcessPool:
+                raise  # the executor ends the other processes, and waits for all
+            except BaseException:
+                for process in context.processes:
+                    process.kill()
+                raise
+    except BrokenProcessPool:
+        raise InputError(
+            f"a process that prepares the corpus ended with {_exit_code(context.processes)}; the "
+            f"same command goes on with the parts that are done"
+        ) from None
 
 
-def _lost(worker: subprocess.Popen[str]) -> str:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        worker.wait(5)
-    return (
-        f"a process that prepares the corpus ended with {worker.returncode}; the same command goes "
-        f"on with the parts that are done"
-    )
+def _exit_code(processes: Sequence[SpawnProcess]) -> int | None:
+    """That of the process that was lost: the executor sends SIGTERM to the others."""
+    codes = [process.exitcode for process in processes]
+    return next((code for code in codes if code not in (None, 0, -signal.SIGTERM)), codes[0])
+
+
+# ------------------------------------------------------------------------------------------------
+# In the processes.
+
+_writers: list[PartWriter] = []
+"""The writer of this process, where it makes parts."""
+
+
+def _begin(count: int, settings: PartSettings | None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the preparation
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if count > 1:  # a process for each core needs no threads
+        os.environ.update(TOKENIZERS_PARALLELISM="false")
+    if settings is not None:
+        _writers.append(PartWriter(settings))
+
+
+def _end_with_parent() -> None:
+    """A process outlives no preparation, however that ends."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _train_tokenizer(units: Sequence[Unit], settings: TokenizerSettings) -> str:
+    return tokenizer_of_units(units, settings).to_str()
+
+
+def _make_part(number: int, unit: Unit) -> PartCounts:
+    return _writers[0].make(number, unit)
 
 
 def is_full_disk(error: OSError) -> bool:

@@ -497,7 +497,7 @@ def threading_kill(folder: Path) -> None:
             ["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True
         ).stdout
         for line in mine.splitlines():
-            if "corpus.prepare.worker" in line:
+            if "multiprocessing.spawn" in line:
                 os.kill(int(line.split()[0]), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -558,7 +558,7 @@ def workers_of(pid: int) -> list[int]:
         listed = subprocess.run(
             ["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True
         ).stdout
-        found[:] = [int(x.split()[0]) for x in listed.splitlines() if "corpus.prepare.worker" in x]
+        found[:] = [int(x.split()[0]) for x in listed.splitlines() if "multiprocessing.spawn" in x]
         return bool(found)
 
     wait_for(any_worker)
