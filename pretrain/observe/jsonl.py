@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 from pretrain.errors import InputError
 from pretrain.observe.console import say
 from pretrain.observe.event import Event
-from pretrain.observe.events import EVENTS, RunDone, RunStarted, RunStopped, StepCommitted
+from pretrain.observe.events import EVENTS, RunDone, RunStarted, RunStopped
+from pretrain.observe.step_events import StepCommitted
 
 _TAIL_BYTES = 1 << 16
 

@@ -25,19 +25,16 @@ from pretrain.observe.checkpoint_events import (
 from pretrain.observe.console import duration
 from pretrain.observe.event import Event
 from pretrain.observe.events import (
-    Evaluated,
     Launched,
     LedgerSummed,
     RunDone,
     RunFailed,
     RunStarted,
     RunStopped,
-    StepCommitted,
-    StepSkipped,
-    StepTaken,
 )
 from pretrain.observe.jsonl import LoggedEvent
 from pretrain.observe.rank_events import DevicesSampled, RankLost, RankMoves, RankStuck
+from pretrain.observe.step_events import Evaluated, StepCommitted, StepSkipped, StepTaken
 
 PHASES: dict[str, str] = {
     "productive": "steps that moved the run forward, without the two phases that follow",

@@ -21,15 +21,8 @@ from typing import Any, Protocol
 from pretrain.errors import InputError
 from pretrain.observe.console import complain
 from pretrain.observe.event import Event
-from pretrain.observe.events import (
-    Evaluated,
-    IntervalEnded,
-    LedgerSummed,
-    RunDone,
-    RunFailed,
-    RunStarted,
-    RunStopped,
-)
+from pretrain.observe.events import RunDone, RunFailed, RunStarted, RunStopped
+from pretrain.observe.metric import measurements
 from pretrain.spec import TrackingConfig
 
 _QUEUED = 1000
@@ -287,29 +280,9 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Sequence[tuple[str, st
 
 def values_of(event: Event) -> dict[str, float]:
     """The values of an event, by the names that all trackers use."""
-    match event:
-        case IntervalEnded():
-            values: dict[str, float | None] = {
-                "train/loss": event.loss,
-                "train/learning_rate": event.lr,
-                "train/grad_norm": event.grad_norm,
-                "speed/tokens_per_second": event.tokens_per_second,
-                "speed/mfu": event.mfu,
-                "train/aux_loss": event.aux_loss,
-                **{f"train/mtp{k}_loss": x for k, x in enumerate(event.mtp_losses or (), start=1)},
-                "data/padding": event.padding,
-                "memory/peak_bytes": event.peak_memory_bytes,
-                **{f"moe/{name}_loss": each for name, each in event.aux_losses.items()},
-                "moe/load_imbalance": event.load_imbalance,
-                "moe/router_entropy": event.router_entropy,
-                "moe/dropped": event.dropped,
-            }
-            if event.exposed_seconds and event.seconds:
-                share = sum(event.exposed_seconds.values()) / event.seconds
-                values["speed/exposed_communication"] = share
-            return {name: float(value) for name, value in values.items() if value is not None}
-        case Evaluated():
-            return {"eval/loss": event.loss, "eval/bits_per_byte": event.bits_per_byte}
-        case LedgerSummed(goodput=float(goodput)):
-            return {"speed/goodput": goodput}
-    return {}
+    values: dict[str, float] = {}
+    for metric, series in measurements(event):
+        if metric.tracker:
+            named = ((metric.tracker.format(*key), value) for key, value in series.items())
+            values |= {name: float(value) for name, value in named if value is not None}
+    return values

@@ -297,6 +297,7 @@ class Trainer:
                 tokens_seen=self.progress.tokens_seen,
                 consumed_samples=self.progress.consumed_samples,
                 samples=planned // job.spec.data.seq_len,
+                padding_tokens=planned - tokens,
                 data_checksum=decision.data_checksum,
                 seconds=seconds,
                 data_wait_seconds=decision.data_wait_seconds,

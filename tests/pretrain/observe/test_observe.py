@@ -38,16 +38,11 @@ from pretrain.observe.event import (
 from pretrain.observe.events import (
     EVENTS,
     LOG_VERSION,
-    Evaluated,
-    IntervalEnded,
     Launched,
     Notice,
-    RoutingReport,
     RunStarted,
     RunStopped,
     SpecChanged,
-    StepCommitted,
-    StepSkipped,
 )
 from pretrain.observe.rank_events import (
     DeviceProblem,
@@ -55,6 +50,13 @@ from pretrain.observe.rank_events import (
     RankLossOdd,
     RankMoves,
     RankStuck,
+)
+from pretrain.observe.step_events import (
+    Evaluated,
+    IntervalEnded,
+    RoutingReport,
+    StepCommitted,
+    StepSkipped,
 )
 from pretrain.train.interval_stats import is_communication_timed
 from pretrain.train.trainer import Trainer
@@ -291,7 +293,7 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
     taken = {"loss": 2.5, "grad_norm": 0.7, "seconds": 0.5, "data_wait_seconds": 0.1}
     metrics(
         StepCommitted(
-            **taken, step=1, lr=0.01, samples=9, target_tokens=256, tokens_seen=256,
+            **taken, step=1, lr=0.01, padding_tokens=32, target_tokens=256, tokens_seen=256,
             consumed_samples=9, slowest_rank_seconds=0.4, tokens_per_second=512.0, mfu=0.5,
             model_flops=2e9,
             collective_seconds={("all_to_all", "ep"): 0.75},
@@ -455,6 +457,11 @@ def test_every_rank_serves_its_own_metrics_and_rank_0_the_runs(tmp_path, text):
     run, other = first[2]["0"], first[2]["1"]
     assert value(run, "convoy_step") == 5
     assert value(run, "convoy_ranks") == 2
+    taken = events(tmp_path / "run", "step")[:5]
+    targets = sum(step["target_tokens"] for step in taken)
+    padding = 32 * sum(step["samples"] for step in taken) - targets
+    assert value(run, "convoy_tokens_total") == targets > 0
+    assert value(run, "convoy_data_padding_tokens_total") == padding
     assert value(run, 'convoy_rank_compute_seconds{rank="1"}') > 0
     assert value(run, "convoy_cost_dollars_total") > 0
     assert not any(line.startswith("convoy_step ") for line in other)
