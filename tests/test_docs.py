@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from docs.api_page import api_page
 from docs.images.draw import PICTURES
+from docs.metrics_table import PAGE, metrics_page
 from moe import MoEConfig
 from parallel import Topology
 from pretrain.observe import Metrics, RankMetrics
@@ -57,6 +58,12 @@ def test_every_metric_is_on_its_page_and_no_other():
     table = page[page.index("## Prometheus") : page.index("## log.jsonl")]
     cells = re.findall(r"^\| (`convoy_.*?) \|", table, re.MULTILINE)
     assert {name for cell in cells for name in re.findall(r"`(convoy_\w+)", cell)} == there
+
+
+def test_the_tables_of_metrics_are_what_the_events_declare():
+    text = PAGE.read_text()
+    assert text.count("make docs/metrics.md") == 2
+    assert metrics_page(text) == text, "make docs/metrics.md"
 
 
 @pytest.mark.parametrize("name", EVENTS)

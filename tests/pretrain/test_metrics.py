@@ -13,12 +13,14 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
 from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console as Terminal
 
+from docs.metrics_table import table
 from parallel import Topology
 from pretrain.observe import (
     CapacityPlanned,
@@ -61,7 +63,11 @@ from pretrain.observe import (
     Verified,
     ledger_of,
 )
+from pretrain.observe.console import progress_line
+from pretrain.observe.events import EVENTS
 from pretrain.observe.live import View
+from pretrain.observe.metric import Metric, declared, metric
+from pretrain.observe.prometheus import all_metrics
 from pretrain.observe.trackers import values_of
 from tests.support.jobs import make_spec
 
@@ -249,6 +255,40 @@ def recorded(folder: Path) -> str:
 
 def test_metrics_trackers_and_console_are_what_they_have_been(tmp_path):
     assert recorded(tmp_path) == METRICS_RECORDED.read_text()
+
+
+def test_a_metric_of_an_interval_is_one_field(tmp_path, monkeypatch):
+    @dataclass(frozen=True, kw_only=True)
+    class Warmer(IntervalEnded):
+        temperatures: dict[int, float] = metric(
+            "convoy_temperature_kelvin", "gauge", "kelvin", "Temperature of a rank.",
+            labels=("rank",), tracker="machine/temperature_{}", short="rank {key} {:.1f} K",
+            live=("heat", "{:.0f} K"), default_factory=dict,
+        )  # fmt: skip
+
+    monkeypatch.setitem(EVENTS, "interval", Warmer)
+    registry = CollectorRegistry()
+    metrics = Metrics(registry, make_spec(tmp_path), Topology(), "1.0")
+    event = Warmer(**vars(interval(4)), temperatures={0: 300.0, 3: 301.5})
+    metrics(event)
+    assert registry.get_sample_value("convoy_temperature_kelvin", {"rank": "3"}) == 301.5
+    assert values_of(event)["machine/temperature_0"] == 300.0
+    assert progress_line(event, 6).endswith("  rank 0 300.0 K  rank 3 301.5 K")
+    assert "| `convoy_temperature_kelvin{rank}` | gauge | kelvin |" in table(all_metrics())
+    view, out = View(6, lambda: 100.0), io.StringIO()
+    view.take(committed(4))
+    view.take(event)
+    Terminal(file=out, width=110).print(view.drawing())
+    assert re.search(r"heat +300 K   302 K", out.getvalue())
+
+
+def test_declarations_of_one_name_agree():
+    seen: dict[str, Metric] = {}
+    for kind in EVENTS.values():
+        for _, declaration in declared(kind):
+            shared = replace(declaration, value=None, former=False)
+            assert not shared.name or seen.setdefault(shared.name, shared) == shared
+    assert len(seen) > 60
 
 
 if __name__ == "__main__":
