@@ -72,4 +72,4 @@ from .step_events import StepCommitted as StepCommitted
 from .step_events import StepSkipped as StepSkipped
 from .summary import Summary as Summary
 from .summary import show_summary as show_summary
-from .trackers import open_trackers as open_trackers
+from .tracking import open_trackers as open_trackers

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator
 
@@ -51,10 +52,28 @@ class TrackingConfig(Section):
 
     on_resume = OnResume.FREE
 
-    to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(default_factory=list)
-    """Trackers that rank 0 writes to. Each needs the extra of its name."""
+    CLASSES: ClassVar[dict[str, str]] = {
+        "tensorboard": "pretrain.observe.trackers:TensorBoard",
+        "wandb": "pretrain.observe.trackers:WandB",
+        "mlflow": "pretrain.observe.trackers:MLflow",
+        "trackio": "pretrain.observe.trackers:Trackio",
+    }
+    """Where the class of each tracker with a name of its own is."""
+
+    to: list[str] = Field(default_factory=list)
+    """Trackers that rank 0 writes to: ``tensorboard``, ``wandb``, ``mlflow`` and ``trackio``, each
+    with the extra of its name, or a class of your own as ``package.module:Class``."""
     project: str = Field(default="convoy", min_length=1)
     """The project, or MLflow's experiment, that the run is in."""
+
+    @field_validator("to")
+    @classmethod
+    def _check_trackers(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if name not in cls.CLASSES and not re.fullmatch(r"[\w.]+:[\w.]+", name):
+                known = ", ".join(cls.CLASSES)
+                raise ValueError(f"tracking.to ({name}) must be {known}, or package.module:Class")
+        return names
 
 
 class SampleConfig(Section):

@@ -68,7 +68,7 @@ from pretrain.observe.events import EVENTS
 from pretrain.observe.live import View
 from pretrain.observe.metric import Metric, declared, metric
 from pretrain.observe.prometheus import all_metrics
-from pretrain.observe.trackers import values_of
+from pretrain.observe.tracking import values_of
 from tests.support.jobs import make_spec
 
 METRICS_RECORDED = Path(__file__).with_name("metrics_recorded.txt")

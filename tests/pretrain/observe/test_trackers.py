@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,10 +26,12 @@ from pretrain.observe import (
     code_version,
     experiment_record,
 )
-from pretrain.observe.trackers import About, Tracking, about_of, open_trackers
+from pretrain.observe.testing import TrackerContract
+from pretrain.observe.tracking import About, Tracking, about_of, open_trackers
 from pretrain.spec import TrackingConfig, load_spec
-from tests.pretrain.observe.test_observe import REPORTED, STARTED
+from tests.pretrain.observe.test_observe import REPORTED, STARTED, pretrain_on_rank
 from tests.support.jobs import data_of, events, prepare_job, write_spec
+from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[3]
 START = RunStarted(
@@ -165,6 +168,145 @@ def test_wandb_is_called_as_its_interface_is(tmp_path, monkeypatch):
     )
     assert calls[2][1]["step"] == 2
     assert calls[3][1] == 0
+
+
+class JsonLines:
+    """A tracker from outside: values as lines of a file."""
+
+    def __init__(self, config: TrackingConfig, run_dir: Path) -> None:
+        assert config.project
+        self.path = run_dir / "values.jsonl"
+
+    def start(self, about: About) -> None:
+        self.run_id = about.run_id
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = self.path.open("a")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        lines = ({"step": step, "name": name, "value": value} for name, value in values.items())
+        self.file.writelines(json.dumps(line) + "\n" for line in lines)
+
+    def finish(self, *, ok: bool) -> None:
+        self.file.close()
+
+
+def written(run_dir: Path) -> dict[tuple[str, int], float]:
+    lines = map(json.loads, (run_dir / "values.jsonl").read_text().splitlines())
+    return {(line["name"], line["step"]): line["value"] for line in lines}
+
+
+class TestFromOutside(TrackerContract):
+    to = f"{__name__}:JsonLines"
+
+    def kept(self, run_dir: Path) -> Mapping[tuple[str, int], float]:
+        return written(run_dir)
+
+
+class TestWandB(TrackerContract):
+    """On a stand-in with W&B's interface: W&B itself needs an account."""
+
+    to = "wandb"
+
+    @pytest.fixture(autouse=True)
+    def _stand_in(self, monkeypatch):
+        self.runs = runs = {}
+
+        class Run:
+            def __init__(self, values: dict[tuple[str, int], float]) -> None:
+                self.values = values
+
+            def define_metric(self, name: str, *, step_metric: str) -> None:
+                assert (name, step_metric) == ("*", "step")
+
+            def log(self, values: dict[str, float]) -> None:
+                step = values.pop("step")
+                self.values |= {(name, step): value for name, value in values.items()}
+
+            def finish(self, *, exit_code: int) -> None:
+                assert exit_code in (0, 1)
+
+        def init(**words: Any) -> Run:
+            assert words["resume"] == "allow"
+            return Run(runs.setdefault(words["id"], {}))
+
+        monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+
+    def kept(self, run_dir: Path) -> Mapping[tuple[str, int], float]:
+        (values,) = self.runs.values()
+        return values
+
+
+class TestTensorBoard(TrackerContract):
+    to = "tensorboard"
+
+    def kept(self, run_dir: Path) -> Mapping[tuple[str, int], float]:
+        accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+        events = accumulator.EventAccumulator(str(run_dir / "tensorboard")).Reload()
+        names = events.Tags()["scalars"]
+        return {(name, row.step): row.value for name in names for row in events.Scalars(name)}
+
+    @pytest.fixture(autouse=True)
+    def _installed(self):
+        pytest.importorskip("tensorboard")
+
+
+class TestMLflow(TrackerContract):
+    to = "mlflow"
+
+    @pytest.fixture(autouse=True)
+    def _installed(self, monkeypatch):
+        self.mlflow = pytest.importorskip("mlflow")
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+
+    def kept(self, run_dir: Path) -> Mapping[tuple[str, int], float]:
+        client = self.mlflow.MlflowClient((run_dir / "mlflow").as_uri())
+        experiment = client.get_experiment_by_name("convoy")
+        (run,) = client.search_runs([experiment.experiment_id])
+        return {
+            (name, row.step): row.value
+            for name in run.data.metrics
+            for row in client.get_metric_history(run.info.run_id, name)
+        }
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("no.such:Tracker", "No module named 'no'"),
+        (f"{__name__}:NoTracker", "has no attribute 'NoTracker'"),
+        (f"{__name__}:Recorded", "positional argument"),
+        ("types:SimpleNamespace.fromkeys", "has no attribute 'fromkeys'"),
+        (f"{__name__}:interval", "no method start"),
+    ],
+)
+def test_a_tracker_that_cannot_be_is_one_line(name, why, tmp_path):
+    with pytest.raises(InputError, match=rf"tracking.to \({name}\) .*{why}") as error:
+        open_trackers(TrackingConfig(to=[name]), tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_tracker_without_a_name_or_a_class_is_refused_with_the_spec(tmp_path):
+    spec = write_spec(tmp_path, tracking={"to": ["wandbb"]})
+    with pytest.raises(
+        InputError, match=r"tracking\.to \(wandbb\) must be tensorboard, .*module:Class"
+    ):
+        load_spec(spec)
+
+
+def test_a_tracker_from_outside_gets_the_values_of_a_real_run(tmp_path):
+    data, to = data_of(prepare_job(tmp_path)), [TestFromOutside.to]
+    spec = write_spec(
+        tmp_path, data=data, tracking={"to": to}, eval={"sequences": 2}, train={"steps": 4}
+    )
+    ((code, said, _),) = run_ranks(pretrain_on_rank, 1, str(spec), group=False)
+    assert code == 0, said
+    values = written(tmp_path / "run")
+    intervals = events(tmp_path / "run", "interval")
+    losses = {step: value for (name, step), value in values.items() if name == "train/loss"}
+    assert losses == {line["step"]: line["loss"] for line in intervals}
+    assert [line["step"] for line in intervals] == [2, 4]
+    assert ("speed/goodput", 4) in values
+    assert ("eval/bits_per_byte", 4) in values
 
 
 def test_the_experiment_record_names_the_code_and_the_data():
