@@ -3,7 +3,6 @@ from .checkpoint_events import CheckpointFailed as CheckpointFailed
 from .checkpoint_events import Restored as Restored
 from .checkpoint_events import SaveBegun as SaveBegun
 from .checkpoint_events import SaveIntervalChosen as SaveIntervalChosen
-from .console import HEALTH_RULES as HEALTH_RULES
 from .console import Console as Console
 from .console import complain as complain
 from .console import human_bytes as human_bytes
@@ -43,6 +42,7 @@ from .live import on_terminal as on_terminal
 from .live_ledger import LiveLedger as LiveLedger
 from .prometheus import Metrics as Metrics
 from .prometheus import RankMetrics as RankMetrics
+from .rank_events import HEALTH_RULES as HEALTH_RULES
 from .rank_events import CapacityPlanned as CapacityPlanned
 from .rank_events import CorruptionFound as CorruptionFound
 from .rank_events import DeviceProblem as DeviceProblem

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cache
 from typing import Any, Literal, NamedTuple
 
 Kind = Literal["gauge", "counter", "histogram", "info"]
@@ -129,16 +128,23 @@ def inside(kind: type) -> Any:
     return field(default=None, metadata={"log": False, "inside": kind})
 
 
-@cache
+_DECLARED: dict[type, tuple[Declared, ...]] = {}
+"""What :func:`declared` has said before: it is asked at every event."""
+
+
 def declared(kind: type) -> tuple[Declared, ...]:
     """The metrics that a class of events declares, in the order of its fields."""
-    metrics: list[Declared] = []
-    for entry in fields(kind):
-        own = entry.metadata.get("metrics", ())
-        metrics += [Declared((entry.name,), declaration) for declaration in own]
-        if nested := entry.metadata.get("inside"):
-            metrics += [Declared((entry.name, *path), below) for path, below in declared(nested)]
-    return tuple(metrics)
+    if kind not in _DECLARED:
+        metrics: list[Declared] = []
+        for entry in fields(kind):
+            own = entry.metadata.get("metrics", ())
+            metrics += [Declared((entry.name,), declaration) for declaration in own]
+            if nested := entry.metadata.get("inside"):
+                metrics += [
+                    Declared((entry.name, *path), below) for path, below in declared(nested)
+                ]
+        _DECLARED[kind] = tuple(metrics)
+    return _DECLARED[kind]
 
 
 def measurements(event: Any) -> Iterator[tuple[Metric, Series]]:

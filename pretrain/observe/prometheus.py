@@ -213,12 +213,12 @@ class LedgerMetrics(Collector):
 
 
 def _sampled(declaration: Metric, value: object) -> Family:
-    """A family with the samples of a value; a gauge of nothing is 0."""
+    """A family with the samples of a value; what is not known is 0."""
     kind = CounterMetricFamily if declaration.kind == "counter" else GaugeMetricFamily
     name = declaration.name.removesuffix("_total")
     family = kind(name, declaration.help, labels=declaration.labels)
     for labels, number in declaration.series(0.0 if value is None else value).items():
-        family.add_metric(labels, number)
+        family.add_metric(labels, number or 0.0)
     return family
 
 

@@ -6,7 +6,7 @@ fields say of metrics.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -168,7 +168,7 @@ class StepSkipped(StepTaken):
     step is tried again with the samples that it had."""
 
 
-def _by_layer(values: Callable[[RoutingReport], list[float]]) -> Callable[[RoutingReport], Any]:
+def _by_layer(values: Callable[[RoutingReport], Sequence[float]]) -> Callable[[RoutingReport], Any]:
     """A value of a metric with the label ``layer`` out of a list with an entry a layer."""
     return lambda routing: dict(zip(routing.layers, values(routing), strict=True))
 
