@@ -61,6 +61,17 @@ def a_kill() -> None:
     Loader.step = end
 
 
+def a_stop() -> None:
+    step = Loader.step
+
+    def stop(self, cursor, skipped=()):
+        if cursor.sample_index >= 16:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return step(self, cursor, skipped)
+
+    Loader.step = stop
+
+
 def a_stuck_evaluation() -> None:
     # The room has a function of this name too, which an import statement would give.
     room = importlib.import_module("pretrain.train.evaluate")
@@ -94,10 +105,11 @@ def lines_of(spec: Path, last, world: int, ends: int) -> list[str]:
                 _, ok, value = results.get(timeout=0.5)
                 assert ok, value
                 ended.append(pickle.loads(value))
-        processes[-1].join(60)
+        processes[-1].join(60 if last is not a_stop else 0)
         # Stuck or not, no rank outlives the report by long. Gloo aborts a rank that receives more
         # bytes than the rank expects.
-        assert processes[-1].exitcode in (0, 1, -signal.SIGKILL, -signal.SIGABRT)
+        ends_itself = 0, 1, -signal.SIGKILL, -signal.SIGABRT
+        assert processes[-1].exitcode in (ends_itself if last is not a_stop else (None,))
     finally:
         for process in processes:
             process.kill()
@@ -123,6 +135,8 @@ def lines_of(spec: Path, last, world: int, ends: int) -> list[str]:
         ),
         pytest.param(a_micro_batch_less, (2, 2), {"pp": 2}, ": waits in ", marks=pytest.mark.slow),
         (a_kill, (3, 2), {"dp_replicate": 3, "dp_shard": 1}, "rank 2: no answer"),
+        # Each pipeline's ranks wait in a group of their own, and not in that of all ranks.
+        (a_stop, (4, 3), {"pp": 2}, "rank 3: no answer"),
     ],
 )
 def test_who_does_not_come_is_named(text, tmp_path, last, ranks, parallel, said):
