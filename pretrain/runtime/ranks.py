@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
@@ -26,8 +27,12 @@ from pretrain.runtime.start_parts import StartParts
 
 T = TypeVar("T")
 
-# One rank may prepare a corpus or write a checkpoint for a long time while other ranks wait.
+# One rank may prepare a corpus, or read or write a checkpoint, for a long time while others wait.
 _CONTROL_TIMEOUT = timedelta(hours=1)
+
+_BUILD_SECONDS = 600.0
+"""Ranks build the same things at the same time. A rank may be minutes behind the others: it imports
+modules from busy storage, or compiles."""
 
 _TIME_CUDA = "CONVOY_TIME_CUDA_COLLECTIVES"
 """Environment variable; 0 turns off times of collectives on CUDA, see :class:`CommMonitor`."""
@@ -53,6 +58,8 @@ class Runtime:
     """What this process's start is spent on."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     """The place of this process's training thread."""
+    build_seconds: float = _BUILD_SECONDS
+    """As long ranks wait for each other where all build the same, see :meth:`building`."""
 
     @property
     def ranks_per_node(self) -> int:
@@ -69,6 +76,16 @@ class Runtime:
         word = torch.tensor(int(ok))
         dist.all_reduce(word, dist.ReduceOp.MIN, group=self.control_group)
         return bool(word.item())
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Decisions of all ranks fail after ``build_seconds``, and no longer after an hour: no rank
+        works alone meanwhile."""
+        self.control_group.set_timeout(timedelta(seconds=self.build_seconds))
+        try:
+            yield
+        finally:
+            self.control_group.set_timeout(_CONTROL_TIMEOUT)
 
     def together(self, act: Callable[[], T]) -> T:
         """Call ``act`` on every rank; where it fails on one rank, fail on all ranks.
@@ -240,4 +257,5 @@ def start(timeout_seconds: float, world: int | None = None) -> Runtime:
         comm_monitor=monitor,
         hang_report=hang_report,
         start_parts=parts,
+        build_seconds=max(_BUILD_SECONDS, timeout_seconds),
     )

@@ -141,14 +141,16 @@ def _run(
     profile: Window | None,
 ) -> int:
     events = Events(console)
-    job = build_job(spec, runtime, events, layout.topology)
-    runtime.start_parts.mark("build")
-    runtime.first(lambda: _record_manifests(job))
-    secret = launch_secret(runtime)
-    writer = runtime.together(lambda: start_saver(job, secret))
+    with _building(runtime):
+        job = build_job(spec, runtime, events, layout.topology)
+        runtime.start_parts.mark("build")
+        runtime.first(lambda: _record_manifests(job))
+        secret = launch_secret(runtime)
+        writer = runtime.together(lambda: start_saver(job, secret))
     ended = False
     try:
-        join_peers(job, writer, runtime.together(writer.ready), secret)
+        with _building(runtime):
+            join_peers(job, writer, runtime.together(writer.ready), secret)
         runtime.start_parts.mark("writer")
         with ExitStack() as sinks:
             code = _train(job, stop, writer, sinks, layout, profile)
@@ -304,18 +306,42 @@ def _watched(job: Job, trainer: Trainer) -> Iterator[None]:
     except (HealthError, CheckpointError, CorruptionError):
         raise
     except RuntimeError as error:
-        hang_report, monitor = job.runtime.hang_report, job.runtime.comm_monitor
-        if hang_report is None or not hang_report.is_lost(error):
-            raise
-        job.events.publish(
-            RankLost(step=trainer.progress.step, waited_seconds=monitor.waited_seconds)
-        )
-        told = hang_report.report(error)
-        if told is None:
-            raise SystemExit(EXIT_LOST) from None
+        _raise_unless_lost(job.runtime, error)
+        waited = job.runtime.comm_monitor.waited_seconds
+        job.events.publish(RankLost(step=trainer.progress.step, waited_seconds=waited))
+        told = _told(job.runtime, error)
         folder = flight_folder(job.spec.run_path, job.runtime.launch_id)
         hint = f"convoy inspect flight {folder} shows where ranks disagree"
         raise LostRankError(f"after step {trainer.progress.step}, {told}; {hint}") from error
+
+
+@contextmanager
+def _building(runtime: Runtime) -> Iterator[None]:
+    """Where a rank does not build what all ranks build, say which."""
+    try:
+        with runtime.building():
+            yield
+    except CheckpointError:
+        raise
+    except RuntimeError as error:
+        _raise_unless_lost(runtime, error)
+        raise LostRankError(f"before the first step, {_told(runtime, error)}") from error
+
+
+def _raise_unless_lost(runtime: Runtime, error: RuntimeError) -> None:
+    """Raise an error that comes from no collective."""
+    if runtime.hang_report is None or not runtime.hang_report.is_lost(error):
+        raise error
+
+
+def _told(runtime: Runtime, error: RuntimeError) -> str:
+    """What the hang report says of a failed collective; raises SystemExit where another rank says
+    it already."""
+    assert runtime.hang_report is not None
+    told = runtime.hang_report.report(error)
+    if told is None:
+        raise SystemExit(EXIT_LOST) from None
+    return told
 
 
 def _finish(job: Job, progress: Progress, ledger: LiveLedger | None, stop: StopRequest) -> None:

@@ -82,7 +82,14 @@ def a_stuck_start() -> None:
     dist.new_group = lambda *_, **__: time.sleep(60)
 
 
+def a_stuck_build() -> None:
+    room = importlib.import_module("pretrain.train.entry")
+    room.build_job = lambda *_: time.sleep(600)
+
+
 def on_rank(rank: int, spec: str, last, world: int) -> tuple[int, str]:
+    if last is a_stuck_build:
+        importlib.import_module("pretrain.runtime.ranks")._BUILD_SECONDS = 10.0
     if rank == world - 1:
         last()
     err = io.StringIO()
@@ -157,6 +164,18 @@ def test_who_does_not_come_is_named(text, tmp_path, last, ranks, parallel, said)
         mismatch = first_mismatch(read_dumps(Path(folder)))
         assert mismatch is not None
         assert world - 1 in mismatch.missing
+
+
+def test_a_rank_that_does_not_build_is_named(text, tmp_path):
+    """Decisions before the first step have a time-out of minutes, and not that of a preparation."""
+    spec = write_spec(
+        tmp_path, data={"source": str(text / "text"), "path": str(text / "corpus")},
+        parallel={"dp_replicate": 2, "dp_shard": 1}, **TIMEOUT,
+    )  # fmt: skip
+    lines = lines_of(spec, a_stuck_build, 2, 1)
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("error: before the first step, rank 0: ")
+    assert "rank 1: at tests/cluster/test_hang.py:" in lines[0]
 
 
 @pytest.mark.parametrize("last", [a_stuck_evaluation, a_stuck_start])
