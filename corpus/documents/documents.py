@@ -13,12 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 
-from corpus.documents.columns import column_documents, open_zstd
-from corpus.documents.files import cut_into_units, find_files
+from corpus.documents.columns import column_documents
+from corpus.documents.files import cut_into_units, find_files, open_raw
 from corpus.documents.megatron import megatron_documents
 from corpus.documents.unit import FileRef, Unit
 from corpus.errors import InputError
@@ -130,17 +129,11 @@ def _skip_mark(stream: io.BufferedReader) -> int:
     return len(stream.read(len(mark))) if stream.peek(len(mark)).startswith(mark) else 0
 
 
-def _open(path: Path) -> io.BufferedReader:
-    if path.suffix == ".gz":
-        return cast(io.BufferedReader, gzip.open(path))
-    return open_zstd(path) if path.suffix == ".zst" else path.open("rb")
-
-
 @contextmanager
 def _readable(file: FileRef) -> Iterator[io.BufferedReader]:
     path = Path(file.path)
     try:
-        with _open(path) as stream:
+        with open_raw(path) as stream:
             yield stream
     except (EOFError, zlib.error, gzip.BadGzipFile):
         raise InputError(f"data.source: {path} is cut off or damaged") from None

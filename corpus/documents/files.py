@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import codecs
 import glob
+import gzip
+import io
 import sysconfig
+import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from corpus.documents.columns import column_units
+from corpus.documents.columns import column_units, open_zstd
 from corpus.documents.megatron import is_megatron_index, megatron_units
 from corpus.documents.unit import FileRef, Unit
 from corpus.errors import InputError
@@ -18,6 +22,8 @@ from corpus.errors import InputError
 _LINES = {".jsonl", ".ndjson"}
 _COMPRESSED = {".gz", ".zst"}
 _UNREAD = {".xz", ".bz2", ".zip", ".7z", ".tar", ".rar", ".lz4", ".br"}
+_HEAD_BYTES = 8192
+"""Binary files and those in UTF-16 are known by their beginning."""
 _RANGE_BYTES = 32 << 20
 """A longer file of lines is cut into ranges of about this many bytes."""
 _GROUP_BYTES, _GROUP_FILES = 8 << 20, 512
@@ -92,7 +98,7 @@ def _why_not(path: Path, hidden: bool) -> str:
     if hidden:
         return "hidden files"
     with path.open("rb") as file:
-        head = file.read(8192)
+        head = file.read(_HEAD_BYTES)
     if not head:
         return "empty files"
     if path.suffix in _UNREAD:
@@ -103,12 +109,29 @@ def _why_not(path: Path, hidden: bool) -> str:
         return "" if path.with_suffix(".idx").exists() else "binary files"
     if path.name in {"dataset_info.json", "state.json"} and _is_of_dataset(path.parent):
         return "metadata of a Hugging Face dataset"
-    if path.suffix in {".parquet", ".arrow"} or path.suffix in _COMPRESSED:
+    if path.suffix in {".parquet", ".arrow"}:
         return ""
+    if path.suffix in _COMPRESSED:
+        head = _uncompressed_head(path)
     if b"\0" in head:
         utf16 = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         return "files in UTF-16, an encoding that is not read" if utf16 else "binary files"
     return ""
+
+
+def _uncompressed_head(path: Path) -> bytes:
+    """The beginning of a compressed file's text; nothing where it cannot be read, which whoever
+    reads the file says."""
+    with suppress(EOFError, zlib.error, OSError, InputError), open_raw(path) as stream:
+        return stream.read(_HEAD_BYTES)
+    return b""
+
+
+def open_raw(path: Path) -> io.BufferedReader:
+    """The bytes of a file's text, uncompressed."""
+    if path.suffix == ".gz":
+        return cast(io.BufferedReader, gzip.open(path))
+    return open_zstd(path) if path.suffix == ".zst" else path.open("rb")
 
 
 def _is_of_dataset(folder: Path) -> bool:
