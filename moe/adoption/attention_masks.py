@@ -53,9 +53,10 @@ def token_mask(attention_mask: object, x: Tensor) -> Tensor | None:
 def watch_attention(decoder_layer: nn.Module, block: nn.Module, last_mask: LastMask) -> None:
     """Put the masks that the attention beside ``block`` is called with into ``last_mask``."""
     for module in decoder_layer.children():
-        if module is not block and "attention_mask" in inspect.signature(module.forward).parameters:
+        names = list(inspect.signature(module.forward).parameters)
+        if module is not block and "attention_mask" in names:
             # A partial and not a closure: a deep copy of the model must keep its own masks.
-            hook = partial(_keep_mask, last_mask)
+            hook = partial(_keep_mask, last_mask, names.index("attention_mask"))
             module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
@@ -69,6 +70,10 @@ def unwatch_attention(decoder_layer: nn.Module) -> None:
 
 
 def _keep_mask(
-    last_mask: LastMask, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    last_mask: LastMask, place: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    last_mask[:] = [kwargs["attention_mask"]] if "attention_mask" in kwargs else []
+    """Keep the mask that a call gives by its name, or at its place among positional arguments."""
+    if "attention_mask" in kwargs:
+        last_mask[:] = [kwargs["attention_mask"]]
+    else:
+        last_mask[:] = args[place : place + 1]

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from corpus.tokenizer import end_of_document
 from parallel import full_sequences
+from pretrain.parallelize import RoutedTokens
 from pretrain.rank_model import RankModel
 from pretrain.spec import SampleConfig
 from pretrain.train.evaluate import inference
@@ -120,11 +121,11 @@ class _Writer:
 
     def _next_token_id(self, token_ids: list[int]) -> int:
         """The token behind ``token_ids`` and what is kept of earlier tokens, on all ranks."""
-        # Ranks of tensor parallelism have equal parts. What follows a token does not change the
-        # token's output, but where experts have a capacity, or choose their tokens.
+        # Ranks of tensor parallelism have equal parts; padding is no token for MoE layers.
         padding = [self.end_id] * (-len(token_ids) % self.job.topology.tp)
         inputs_BS = torch.tensor([[*token_ids, *padding]], device=self.job.runtime.device)
-        output, _ = self.job.forward(inputs_BS)
+        routed = self._routed(inputs_BS.numel(), len(token_ids)) if padding else None
+        output, _ = self.job.forward(inputs_BS, routed=routed)
         token_id = -1
         if output is not None:
             logits_V = output.logits[0, len(token_ids) - 1]
@@ -132,6 +133,15 @@ class _Writer:
                 logits_V = logits_V.full_tensor()
             token_id = next_token(logits_V.double().cpu(), self.sample, self._noise(len(logits_V)))
         return self.job.runtime.broadcast_all([token_id], self.source)[0]
+
+    def _routed(self, size: int, count: int) -> RoutedTokens:
+        """What this rank's MoE layers route of ``size`` positions, of which the first ``count`` are
+        tokens."""
+        dims, tp = self.job.dims, self.job.topology.tp
+        mask_BS = (torch.arange(size) < count).unsqueeze(0)
+        mask_BS = mask_BS.chunk(tp, 1)[dims.tp_mesh.get_local_rank()]
+        own_tokens = int(mask_BS.sum())
+        return RoutedTokens(mask_BS, own_tokens, own_tokens)
 
     def _noise(self, vocab_size: int) -> Tensor | None:
         """[V] for the next token of the text: a function of the seed and the token's number."""

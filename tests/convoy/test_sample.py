@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -15,13 +16,14 @@ import torch
 from convoy.commands.command_line import main
 from corpus.tokenizer import load_tokenizer
 from moe import MoEConfig
-from parallel import full_sequences, parse_topology
+from parallel import Topology, full_sequences, parse_topology
 from pretrain.checkpoint.resume import restore
 from pretrain.job import build_job
+from pretrain.parallelize import RoutedTokens
 from pretrain.runtime.ranks import start
 from pretrain.spec import JobSpec, SampleConfig
 from pretrain.state import Progress
-from pretrain.train.generation import Generated, generate, next_token
+from pretrain.train.generation import Generated, _Writer, generate, next_token
 from tests.pretrain.model.test_documents import KINDS, decoder
 from tests.support.hf import load_ours, make_model, run, tokens
 from tests.support.jobs import make_spec, prepare_job, save_checkpoint
@@ -194,3 +196,23 @@ def test_text_is_that_of_one_process_on_any_layout(saved, layout):
     for texts in run_ranks(partial(_on_rank, root, settings), parse_topology(layout).world,
                            group=False):  # fmt: skip
         assert texts == one
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_padding_to_the_degree_of_tensor_parallelism_is_no_token(rank):
+    calls: list[tuple[torch.Tensor, RoutedTokens | None]] = []
+    job = SimpleNamespace(
+        runtime=SimpleNamespace(device=torch.device("cpu"), broadcast_all=lambda ids, _: ids),
+        topology=Topology(tp=2),
+        dims=SimpleNamespace(tp_mesh=SimpleNamespace(get_local_rank=lambda: rank)),
+        forward=lambda x, routed=None: calls.append((x, routed)) or (None, None),
+    )
+    writer = _Writer.__new__(_Writer)
+    writer.job, writer.end_id, writer.source = job, 7, 0
+    for token_ids in ([1, 2, 3, 4], [1, 2, 3]):
+        writer._next_token_id(token_ids)
+    (even, nothing), (odd, routed) = calls
+    assert (even.tolist(), nothing) == ([[1, 2, 3, 4]], None)
+    assert odd.tolist() == [[1, 2, 3, 7]]
+    assert routed.token_mask_BS.tolist() == ([[True, True]] if rank == 0 else [[True, False]])
+    assert routed.tokens == 2 - rank
