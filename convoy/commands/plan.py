@@ -220,6 +220,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _overrides(layout: str) -> list[str]:
     """``--layout`` as overrides of the spec, which is checked with the layout only."""
+    from convoy.plan import fields_of_no_axis
     from parallel.layout import parse_topology
 
     if not layout:
@@ -230,8 +231,8 @@ def _overrides(layout: str) -> list[str]:
         raise InputError(f"--layout: {error}") from None
     degrees = dict(part.replace(" ", "").split("=") for part in layout.split(","))
     overrides = [f"parallel.{name}={degree}" for name, degree in degrees.items()]
-    if int(degrees.get("pp", 2)) == 1:
-        overrides.append("parallel.pipeline={}")  # one stage has no schedule
+    reset = fields_of_no_axis({name: int(degree) for name, degree in degrees.items()})
+    overrides += [f"parallel.{name}={json.dumps(value)}" for name, value in reset.items()]
     return ["plan.auto=false", "parallel.dp_shard=-1", *overrides]
 
 

@@ -26,6 +26,7 @@ from .scenario import Scenario as Scenario
 from .scenario import load_scenario as load_scenario
 from .search import Found as Found
 from .search import Plan as Plan
+from .search import fields_of_no_axis as fields_of_no_axis
 from .search import no_layout as no_layout
 from .search import plan_of as plan_of
 from .search import search_layouts as search_layouts

@@ -10,8 +10,9 @@ without data parallelism's communication. The search ends where that time is abo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from convoy.plan.hardware import Cluster
 from convoy.plan.memory import Memory, memory
@@ -137,21 +138,30 @@ def plan_of(spec: JobSpec, world: int, cluster: Cluster, imbalance: float = 1.0)
 
 def parallel_of(spec: JobSpec, work: Work) -> ParallelConfig:
     """The ``[parallel]`` section of ``spec`` with the layout of ``work``, and with the fields that
-    depend on the layout: one stage has no schedule, and one replica compresses no sums.
+    depend on the layout, see :func:`fields_of_no_axis`.
 
     Raises ValueError where a rule between fields of the section refuses the layout.
     """
     data = spec.parallel.model_dump() | work.topology.as_dict()
-    data["pipeline"] = {}
+    data |= fields_of_no_axis(work.topology.as_dict())
     if work.topology.pp > 1:
         data["pipeline"] = {"schedule": work.schedule, "stages_per_rank": work.stages_per_rank}
     data["memory"] |= {
         "zero_stage": work.zero_stage, "recompute": work.recompute,
         "recompute_layer_freq": work.recompute_layer_freq,
     }  # fmt: skip
-    if work.topology.dp_replicate == 1:
-        data["gradient_compression"] = "none"
     return ParallelConfig.model_validate(data)
+
+
+def fields_of_no_axis(degrees: Mapping[str, int]) -> dict[str, Any]:
+    """The fields of ``[parallel]`` that must have their defaults where an axis has one rank: one
+    stage has no schedule, and one replica compresses no sums."""
+    fields: dict[str, Any] = {}
+    if degrees.get("pp") == 1:
+        fields["pipeline"] = {}
+    if degrees.get("dp_replicate") == 1:
+        fields["gradient_compression"] = "none"
+    return fields
 
 
 def search_layouts(spec: JobSpec, world: int, cluster: Cluster, imbalance: float = 1.0) -> Found:

@@ -150,6 +150,10 @@ def test_a_named_layout_is_put_in_before_the_spec_is_checked(capsys, tmp_path):
     out = shown(capsys, str(written), *h100, "--layout", "pp=1")
     assert out.startswith("layout  dp_shard=128 ep=8 ")
     assert load_spec(written).parallel.pipeline.stages_per_rank == 1
+    replicas = ["--set", "parallel.dp_replicate=2", "--set", "parallel.pp=1"]
+    replicas += ["--set", "parallel.gradient_compression=bfloat16"]
+    shown(capsys, MIXTRAL, *h100, *replicas, "--layout", "dp_replicate=1,dp_shard=128,ep=8")
+    assert load_spec(written).parallel.gradient_compression == "none"
 
 
 def test_a_layout_slightly_above_the_memory_is_shown_with_a_warning(capsys, tmp_path):
