@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -187,6 +187,11 @@ class Runtime:
         dist.destroy_process_group()
 
 
+def times_cuda(environment: Mapping[str, str]) -> bool:
+    """Whether collectives on CUDA are timed: unless the environment turns that off."""
+    return environment.get(_TIME_CUDA) != "0"
+
+
 def rank_device() -> torch.device:
     """The device of this rank: with CUDA the current one from now on, of number LOCAL_RANK.
 
@@ -244,7 +249,7 @@ def start(timeout_seconds: float, world: int | None = None) -> Runtime:
     token = torch.tensor(secrets.randbits(62), dtype=torch.int64)
     dist.broadcast(token, 0, group=control)
     control.set_timeout(_CONTROL_TIMEOUT)
-    monitor = CommMonitor(time_cuda=os.environ.get(_TIME_CUDA) != "0")
+    monitor = CommMonitor(time_cuda=times_cuda(os.environ))
     install_monitor(monitor)
     hang_report = HangReport.start(rank, world, monitor=monitor, timeout_seconds=timeout_seconds)
     parts.mark("rendezvous")
