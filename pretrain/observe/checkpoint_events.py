@@ -11,11 +11,9 @@ from typing import ClassVar
 from pretrain.observe.event import Event
 from pretrain.observe.metric import Metric, measured, metric
 
-_DURATION = Metric(
-    "convoy_checkpoint_duration_seconds", "histogram", "seconds",
+_DURATION = Metric("convoy_checkpoint_duration_seconds", "histogram", "seconds",
     "What training waited (stall), until this rank's part was durable (write), and until all was "
-    "(commit).", ("tier", "stage"),
-)  # fmt: skip
+    "(commit).", ("tier", "stage"))  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +25,7 @@ class Restored(Event):
     """``memory``, ``peer``, ``local`` or ``shared``."""
     seconds: float = metric(
         "convoy_restore_duration_seconds", "gauge", "seconds", "Time of this start's restore.",
-        labels=("tier",), value=lambda event: {event.tier: event.seconds},
-    )  # fmt: skip
+        labels=("tier",), value=lambda event: {event.tier: event.seconds})  # fmt: skip
     """From the look for checkpoints until all was loaded."""
 
 
@@ -63,11 +60,9 @@ class CheckpointCommitted(Event):
     """A tier has the whole checkpoint of ``step``."""
 
     name: ClassVar[str] = "checkpoint"
-    tier: str = metric(
-        "convoy_last_checkpoint_timestamp_seconds", "gauge", "seconds",
+    tier: str = metric("convoy_last_checkpoint_timestamp_seconds", "gauge", "seconds",
         "Unix time of the last commit.", labels=("tier",), how="time", former=True,
-        note="also of former starts; absent before the first",
-    )  # fmt: skip
+        note="also of former starts; absent before the first")  # fmt: skip
     seconds: float = measured(replace(_DURATION, value=lambda event: {
         (event.tier, "write"): event.write_seconds,
         (event.tier, "commit"): event.seconds,
@@ -90,8 +85,7 @@ class CheckpointFailed(Event):
     name: ClassVar[str] = "checkpoint_failed"
     tier: str = metric(
         "convoy_checkpoint_failures_total", "counter", "saves", "Saves that rank 0 saw fail.",
-        labels=("tier",), label_values=("memory", "local", "shared"),
-    )  # fmt: skip
+        labels=("tier",), label_values=("memory", "local", "shared"))  # fmt: skip
     error: str
     in_a_row: int = 1
     """Failures of the tier since its last commit."""

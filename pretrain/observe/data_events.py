@@ -36,21 +36,14 @@ class DataFetched(Event):
                "Shards on a node's disk when needed."),
         Metric("convoy_data_cache_hit_ratio", "gauge", "ratio",
                "Share of shards on a node's disk in the last log interval.",
-               value=lambda event: event.hit_ratio, begin=0.0),
-    )  # fmt: skip
-    """Shards that were on the node's disk when a batch needed them."""
+               value=lambda event: event.hit_ratio, begin=0.0))  # fmt: skip
     cache_misses: int = metric(
-        "convoy_data_cache_misses_total", "counter", "shards", "Shards that were not."
-    )
-    """Shards that were not."""
+        "convoy_data_cache_misses_total", "counter", "shards", "Shards that were not.")  # fmt: skip
     fetched_bytes: int = metric(
         "convoy_data_fetched_bytes_total", "counter", "bytes", "Bytes read from object stores."
-    )
-    retries: int = metric(
-        "convoy_data_store_retries_total", "counter", "requests",
-        "Requests to object stores of data that were repeated.",
     )  # fmt: skip
-    """Requests to the store that failed and were repeated."""
+    retries: int = metric("convoy_data_store_retries_total", "counter", "requests",
+        "Requests to object stores of data that were repeated.")  # fmt: skip
 
     @property
     def hit_ratio(self) -> float:

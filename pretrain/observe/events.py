@@ -52,10 +52,8 @@ from pretrain.observe.step_events import (
     StepSkipped,
 )
 
-_EPOCH = Metric(
-    "convoy_topology_epoch", "gauge", "resumes",
-    "Times that the run has resumed with another layout.", begin=0.0, former=True,
-)  # fmt: skip
+_EPOCH = Metric("convoy_topology_epoch", "gauge", "resumes",
+    "Times that the run has resumed with another layout.", begin=0.0, former=True)  # fmt: skip
 LOG_VERSION = 1
 """Of the log; see above for what changes it."""
 
@@ -65,10 +63,8 @@ class Launched(Event):
     """A start of the run has opened the log; its values are not restored yet."""
 
     name: ClassVar[str] = "launch"
-    process_start: float = metric(
-        "convoy_start_timestamp_seconds", "gauge", "seconds",
-        "Unix time at which the process of rank 0 was started.", begin=0.0,
-    )  # fmt: skip
+    process_start: float = metric("convoy_start_timestamp_seconds", "gauge", "seconds",
+        "Unix time at which the process of rank 0 was started.", begin=0.0)  # fmt: skip
     """Unix time at which the process of rank 0 was started."""
     launch_id: str = ""
     world_size: int = 1
@@ -88,7 +84,7 @@ class RunStarted(Event):
     spec_hash: str = ""
     world_size: int = metric(
         "convoy_ranks", "gauge", "ranks", "Ranks that train, by the state of this start.", begin=0.0
-    )
+    )  # fmt: skip
     topology: dict[str, int]
     """Degrees of the parallel axes."""
     layout: str = ""
@@ -183,15 +179,13 @@ class LedgerSummed(Event):
         Metric("convoy_goodput_ratio", "gauge", "ratio",
                "Share of productive time in the wall time that the run was not idle.",
                scope="ledger", note="see the [ledger](#the-goodput-ledger)"),
-        Metric(unit="ratio", tracker="speed/goodput"),
-    )  # fmt: skip
+        Metric(unit="ratio", tracker="speed/goodput"))  # fmt: skip
     """Share of ``productive`` in the wall time without ``idle``."""
     step_share: float | None
     """Share of ``productive``, ``data_wait`` and ``communication_exposed`` together."""
     seconds: dict[str, float] = metric(
         "convoy_phase_seconds_total", "counter", "seconds", "Wall time of the run by phase.",
-        labels=("phase",), scope="ledger", note="over all starts",
-    )  # fmt: skip
+        labels=("phase",), scope="ledger", note="over all starts")  # fmt: skip
     """By phase; phases without time are left out."""
     lost_seconds: dict[str, float] = metric(
         "convoy_lost_seconds_total", "counter", "seconds", "Wall time that was not productive.",
@@ -200,8 +194,7 @@ class LedgerSummed(Event):
     """By cause; causes without time are left out."""
     restarts: dict[str, int] = metric(
         "convoy_restarts_total", "counter", "starts", "Starts after the first.",
-        labels=("cause",), scope="ledger", note="by how the start before ended",
-    )  # fmt: skip
+        labels=("cause",), scope="ledger", note="by how the start before ended")  # fmt: skip
     """By how the start before ended."""
     rank_seconds: float = 0.0
     """Wall time without ``idle`` times the ranks that the run had then, spares counted."""

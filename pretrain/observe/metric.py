@@ -137,12 +137,10 @@ def declared(kind: type) -> tuple[Declared, ...]:
     if kind not in _DECLARED:
         metrics: list[Declared] = []
         for entry in fields(kind):
-            own = entry.metadata.get("metrics", ())
-            metrics += [Declared((entry.name,), declaration) for declaration in own]
+            name = entry.name
+            metrics += [Declared((name,), own) for own in entry.metadata.get("metrics", ())]
             if nested := entry.metadata.get("inside"):
-                metrics += [
-                    Declared((entry.name, *path), below) for path, below in declared(nested)
-                ]
+                metrics += [Declared((name, *path), below) for path, below in declared(nested)]
         _DECLARED[kind] = tuple(metrics)
     return _DECLARED[kind]
 

@@ -29,27 +29,19 @@ BUILD = Metric("convoy_build_info", "info", "", "Versions; always 1.", ("version
 JOB = Metric("convoy_job_info", "info", "", "The job; always 1.", ("name", "spec_hash"))
 PARALLELISM = Metric(
     "convoy_parallelism_info", "info", "", "Degrees of the parallel axes; always 1.",
-    tuple(Topology().as_dict()),
-)  # fmt: skip
+    tuple(Topology().as_dict()))  # fmt: skip
 TARGET_STEPS = Metric("convoy_target_steps", "gauge", "steps", "Steps that the spec asks for.")
-RANK = Metric(
-    "convoy_rank_info", "info", "", "The rank and its machine; always 1.",
-    ("rank", "host", "device"), scope="rank",
-)  # fmt: skip
+RANK = Metric("convoy_rank_info", "info", "", "The rank and its machine; always 1.",
+    ("rank", "host", "device"), scope="rank")  # fmt: skip
 RANK_MEMORY = Metric(
     "convoy_rank_memory_bytes", "gauge", "bytes", "Resident memory of this rank's process.",
-    scope="rank",
-)  # fmt: skip
-COST = Metric(
-    "convoy_cost_dollars_total", "counter", "dollars",
+    scope="rank")  # fmt: skip
+COST = Metric("convoy_cost_dollars_total", "counter", "dollars",
     "Price of the ranks for the run's wall time without idle, over all starts.",
     note="only with `metrics.dollars_per_rank_hour`: that price for all ranks and spares",
-    scope="ledger",
-)  # fmt: skip
-COST_PER_TOKENS = Metric(
-    "convoy_cost_per_billion_tokens_dollars", "gauge", "dollars",
-    "Cost so far over the target tokens of all committed steps.", scope="ledger",
-)  # fmt: skip
+    scope="ledger")  # fmt: skip
+COST_PER_TOKENS = Metric("convoy_cost_per_billion_tokens_dollars", "gauge", "dollars",
+    "Cost so far over the target tokens of all committed steps.", scope="ledger")  # fmt: skip
 WITHOUT_EVENT = (
     BUILD, JOB, PARALLELISM, TARGET_STEPS, RANK, RANK_MEMORY, COST, COST_PER_TOKENS,
 )  # fmt: skip

@@ -18,14 +18,11 @@ HEALTH_RULES = ("loss_spike", "grad_norm_spike", "slow_divergence", "router_coll
 _ACTIONS = (
     "report", "lower_lr", "stop", "skip", "go_back", "skip+lower_lr", "go_back+lower_lr",
 )  # fmt: skip
-_SPEED = Metric(
-    "convoy_straggler_speed_ratio", "gauge", "ratio",
-    "Speed of a slow rank over that of the others.", ("rank",), "absent for other ranks",
-)  # fmt: skip
+_SPEED = Metric("convoy_straggler_speed_ratio", "gauge", "ratio",
+    "Speed of a slow rank over that of the others.", ("rank",), "absent for other ranks")  # fmt: skip
 _STUCK = Metric(
     "convoy_stuck_ranks", "gauge", "ranks", "Ranks that are reported as stuck now.", how="add",
-    begin=0.0,
-)  # fmt: skip
+    begin=0.0)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +33,7 @@ class HealthSignal(Event):
     rule: str = metric(
         "convoy_health_signals_total", "counter", "signals", "Signals of the playbook.",
         labels=("rule",), label_values=("not_finite", *HEALTH_RULES),
-        note="see the [playbook](operations.md#divergence)",
-    )  # fmt: skip
+        note="see the [playbook](operations.md#divergence)")  # fmt: skip
     """``not_finite``, ``loss_spike``, ``grad_norm_spike``, ``slow_divergence`` or
     ``router_collapse``."""
     observed: float
@@ -57,8 +53,7 @@ class HealthAction(Event):
     rule: str
     action: str = metric(
         "convoy_health_actions_total", "counter", "actions", "Actions of the playbook.",
-        labels=("action",), label_values=_ACTIONS,
-    )  # fmt: skip
+        labels=("action",), label_values=_ACTIONS)  # fmt: skip
     """``report``, ``lower_lr``, ``skip``, ``go_back``, ``skip+lower_lr``, ``go_back+lower_lr`` or
     ``stop``."""
     occurrence: int
@@ -81,8 +76,7 @@ class FaultInjected(Event):
     """A fault of ``[[inject]]`` is about to happen in the step after ``step``."""
 
     name: ClassVar[str] = "fault"
-    kind: str = metric(
-        "convoy_injected_faults_total", "counter", "faults", "Faults on purpose.",
+    kind: str = metric("convoy_injected_faults_total", "counter", "faults", "Faults on purpose.",
         labels=("kind",), note="see [faults on purpose](operations.md#faults-on-purpose)",
     )  # fmt: skip
     rank: int
@@ -163,18 +157,14 @@ class Verified(Event):
     """A check of ``[verify]`` found no silent data corruption."""
 
     name: ClassVar[str] = "verified"
-    kind: str = metric(
-        "convoy_verifications_total", "counter", "checks",
+    kind: str = metric("convoy_verifications_total", "counter", "checks",
         "Checks that found no silent data corruption.", labels=("kind",),
-        note="of `[verify]`; `kind` is `parameters` or `gradients`",
-    )  # fmt: skip
+        note="of `[verify]`; `kind` is `parameters` or `gradients`")  # fmt: skip
     """``parameters``: parameters and moments of all replicas are equal. ``gradients``: gradients
     of the step after ``step`` are equal when they are computed again."""
-    seconds: float = metric(
-        "convoy_verify_seconds_total", "counter", "seconds",
+    seconds: float = metric("convoy_verify_seconds_total", "counter", "seconds",
         "Seconds that training waited for these checks.", labels=("kind",),
-        value=lambda event: {event.kind: event.seconds}, note="outside of steps",
-    )  # fmt: skip
+        value=lambda event: {event.kind: event.seconds}, note="outside of steps")  # fmt: skip
     """What training waited for the check, on rank 0."""
 
 
@@ -200,11 +190,9 @@ class CorruptionFound(Event):
     """A check of ``[verify]`` found numbers that must be equal and are not."""
 
     name: ClassVar[str] = "corruption"
-    kind: str = metric(
-        "convoy_corruptions_total", "counter", "checks",
+    kind: str = metric("convoy_corruptions_total", "counter", "checks",
         "Checks that found silent data corruption.", labels=("kind",),
-        label_values=("parameters", "gradients"),
-    )  # fmt: skip
+        label_values=("parameters", "gradients"))  # fmt: skip
     """``parameters`` or ``gradients``."""
     ranks: list[int]
     """Ranks whose numbers may be wrong."""
@@ -308,12 +296,10 @@ class DevicesSampled(Event):
     utilization_of_rank: Mapping[int, float] = metric(
         "convoy_gpu_utilization_ratio", "gauge", "ratio",
         "Share of time in which the GPU of a rank ran kernels.", labels=("rank",),
-        log=False, default_factory=dict, note="by NVML",
-    )  # fmt: skip
+        log=False, default_factory=dict, note="by NVML")  # fmt: skip
     memory_bytes_of_rank: Mapping[int, int] = metric(
         "convoy_gpu_memory_bytes", "gauge", "bytes", "Used memory of the GPU of a rank.",
-        labels=("rank",), log=False, default_factory=dict, note="by NVML",
-    )  # fmt: skip
+        labels=("rank",), log=False, default_factory=dict, note="by NVML")  # fmt: skip
     energy_joules_of_rank: Mapping[int, float] = metric(
         "convoy_gpu_energy_joules_total", "counter", "joules",
         "Energy that the GPU of a rank used in this start.", labels=("rank",), how="total",
