@@ -19,7 +19,8 @@ _ACTIONS = (
     "report", "lower_lr", "stop", "skip", "go_back", "skip+lower_lr", "go_back+lower_lr",
 )  # fmt: skip
 _SPEED = Metric("convoy_straggler_speed_ratio", "gauge", "ratio",
-    "Speed of a slow rank over that of the others.", ("rank",), "absent for other ranks")  # fmt: skip
+    "Speed of a slow rank over that of the others.", ("rank",), "absent for other ranks",
+)  # fmt: skip
 _STUCK = Metric(
     "convoy_stuck_ranks", "gauge", "ranks", "Ranks that are reported as stuck now.", how="add",
     begin=0.0)  # fmt: skip
