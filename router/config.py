@@ -206,7 +206,7 @@ def policy(capacity: Any) -> str:
     if not isinstance(capacity, dict | _Policy):
         return "dropless"  # which says that it is no table
     name = capacity.get("policy") if isinstance(capacity, dict) else vars(capacity)["policy"]
-    return name if name in CAPACITIES else CAPACITY.names[-1]
+    return name if isinstance(name, str) and name in CAPACITIES else CAPACITY.names[-1]
 
 
 CapacityConfig = Annotated[

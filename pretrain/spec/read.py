@@ -111,7 +111,7 @@ def _walk(location: Sequence[int | str]) -> tuple[list[str], type[BaseModel]]:
 def tag_of(field: FieldInfo) -> str:
     """The name of the field that tells the variants of a union apart; empty for no union."""
     if isinstance(field.discriminator, Discriminator):  # a function of the field's name
-        return getattr(field.discriminator.discriminator, "__name__", "")
+        return str(getattr(field.discriminator.discriminator, "__name__", ""))
     return field.discriminator or ""
 
 
