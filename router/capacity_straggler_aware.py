@@ -60,8 +60,10 @@ class StragglerAwareCapacity(CapacityPolicy):
 
     def placed(self, asked: Assignments) -> Placement:
         """See :class:`CapacityPolicy`."""
-        *tensors, training, num_tokens = asked
-        arguments = (*tensors, self.plan.units, *self._factors, training, num_tokens)
+        arguments = (
+            asked.expert_indices_TK, asked.choice_TE, asked.scores_TE, self.plan.units,
+            *self._factors, asked.training, asked.num_tokens,
+        )  # fmt: skip
         if torch.compiler.is_compiling():
             # One operator, as in place(); it computes the capacities too, as the number of tokens
             # may be a symbol.
