@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 from cluster.launch.job import EngineJob
 
@@ -77,7 +77,7 @@ def name_of(engine: Engine) -> str:
     return next((name for name, home in ENGINES.items() if home == path), path)
 
 
-def _checked(engine: object, name: str) -> Engine:
+def _checked(engine: Any, name: str) -> Engine:
     protocol = f"the protocol {Engine.__module__}.{Engine.__name__}"
     if not inspect.isclass(engine):
         raise ValueError(f"--on ({name}) must name a class with {protocol}: it is {engine!r}")
@@ -87,5 +87,4 @@ def _checked(engine: object, name: str) -> Engine:
         raise ValueError(
             f"--on ({name}): the class {engine.__name__} lacks {', '.join(missing)} of {protocol}"
         )
-    made: Engine = engine()
-    return made
+    return cast(Engine, engine())

@@ -81,7 +81,8 @@ class Kubernetes:
     def render(self, job: EngineJob) -> str:
         """The objects as documents of YAML."""
         head = "".join(f"{line}\n" for line in job.head())
-        return head + yaml.dump_all(objects(job), Dumper=_Dumper, sort_keys=False)
+        documents: str = yaml.dump_all(objects(job), Dumper=_Dumper, sort_keys=False)
+        return head + documents
 
     def check(self, job: EngineJob) -> None:
         """Refuse what Kubernetes cannot start. Raises ValueError: one line."""

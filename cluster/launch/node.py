@@ -164,7 +164,7 @@ def complain(text: str) -> None:
 def main(words: Sequence[str]) -> int:
     """Run the program; returns its exit code."""
     engine, text, *more = words
-    if not text.startswith("{"):
+    if not text.lstrip().startswith("{"):
         text = Path(text).read_text()
     version = json.loads(text)["version"]  # before another version's fields are read
     if version != VERSION:

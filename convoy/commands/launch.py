@@ -165,8 +165,9 @@ def _engine_overrides(spec: JobSpec, engine: Engine) -> list[str]:
     tell it, and containers are asked for metrics from outside."""
     more = []
     limit, walltime = spec.train.time_limit_seconds, spec.launch.walltime_minutes
-    own_limit = walltime is not None and not engine.tells_end
-    if own_limit and (limit is None or limit > walltime * 60):
+    if engine.tells_end:
+        walltime = None
+    if walltime is not None and (limit is None or limit > walltime * 60):
         more.append(f"train.time_limit_seconds={walltime * 60}")
     outside = engine.container_workdir is not None
     if outside and spec.metrics.port > 0 and spec.metrics.host == "127.0.0.1":

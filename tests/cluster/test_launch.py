@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from cluster.launch import (
     ENGINES,
+    Engine,
     EngineJob,
     KubernetesConfig,
     LaunchConfig,
@@ -34,6 +35,7 @@ from cluster.launch import (
 from cluster.launch.node import torchrun_words
 from cluster.launch.slurm import _gpus
 from cluster.launch.slurm_job import step_flags
+from cluster.launch.testing import EngineContract
 from cluster.members.rendezvous import MembersHandler, convoy_rendezvous, natural
 from pretrain import errors
 from pretrain.observe import status
@@ -111,6 +113,26 @@ def test_a_script_is_bash_and_sets_the_environment(engine, tmp_path):
     ).stdout.split("\0")
     assert "TEXT=a 'b' $c" in shown
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in shown
+
+
+class TestTorchrun(EngineContract):
+    def make_engine(self) -> Engine:
+        return engine_named("torchrun")
+
+
+class TestSlurm(EngineContract):
+    def make_engine(self) -> Engine:
+        return engine_named("slurm")
+
+
+class TestRay(EngineContract):
+    def make_engine(self) -> Engine:
+        return engine_named("ray")
+
+
+class TestKubernetes(EngineContract):
+    def make_engine(self) -> Engine:
+        return engine_named("kubernetes")
 
 
 def options(job: EngineJob) -> list[str]:

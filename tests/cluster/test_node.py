@@ -113,6 +113,13 @@ def test_another_version_is_refused_in_one_line(engine, job, capsys):
     assert err.count("\n") == 1
 
 
+def test_a_job_is_text_or_a_file(job, tmp_path):
+    """A program for Ray has line breaks around the text."""
+    (tmp_path / "job.json").write_text(job.for_nodes())
+    assert main(["ray", f"\n{job.for_nodes()}\n"]) == 0
+    assert main(["ray", str(tmp_path / "job.json")]) == 0
+
+
 def test_a_node_without_convoy_is_refused_by_the_script(job, tmp_path):
     write_program(tmp_path / "python", "#!/bin/bash\nexit 1\n")
     ended = subprocess.run(
