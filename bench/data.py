@@ -56,7 +56,7 @@ def manifest_of(folder: Path, tokens: int, shard_tokens: int = SHARD_TOKENS) -> 
     return CorpusManifest(
         version=2, source="random", vocab_size=1 << 16, shard_tokens=shard_tokens,
         tokenizer_bytes=1, dtype="uint16", train=shards, val=[], train_documents=1,
-        val_documents=0, train_bytes=1, val_bytes=1, val_gzip_bytes=1, val_xz_bytes=1,
+        val_documents=0, train_bytes=1, val_bytes=1,
         fingerprint="0",
     )  # fmt: skip
 

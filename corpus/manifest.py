@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from corpus.config import END_OF_DOCUMENT, TOKENIZER_BYTES, DataConfig, is_remote
 from corpus.errors import InputError
@@ -57,6 +57,9 @@ class LeftOut(BaseModel):
     bytes: int
 
 
+_FORMER = ("val_gzip_bytes", "val_xz_bytes", "val_compressed_bytes")
+
+
 class CorpusManifest(BaseModel):
     """``manifest.json`` of a prepared corpus: the settings, the shard files, and sizes in bytes."""
 
@@ -82,10 +85,6 @@ class CorpusManifest(BaseModel):
     val_documents: int
     train_bytes: int
     val_bytes: int
-    val_gzip_bytes: int
-    val_xz_bytes: int
-    val_compressed_bytes: int | None = None
-    """Bytes of the held-out text that gzip and xz were given: all, or the first of a long text."""
     files: int | None = None
     """Files that were read."""
     skipped: dict[str, Skipped] = {}
@@ -103,6 +102,17 @@ class CorpusManifest(BaseModel):
     refuses to resume on another corpus."""
     checksum: str = ""
     """SHA-256 of all other fields."""
+    former: dict[str, int | None] = Field(default={}, exclude=True)
+    """Fields that corpora of before have and nothing reads; their checksum covers them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set_former_apart(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        former = {name: values[name] for name in _FORMER if name in values}
+        kept = {name: value for name, value in values.items() if name not in _FORMER}
+        return {**kept, "former": former} if former else kept
 
     @property
     def train_tokens(self) -> int:
@@ -114,16 +124,6 @@ class CorpusManifest(BaseModel):
         """Tokens that are held out."""
         return sum(shard.tokens for shard in self.val)
 
-    @property
-    def gzip_bits_per_byte(self) -> float:
-        """Of ``gzip -9`` on the held-out text."""
-        return 8 * self.val_gzip_bytes / (self.val_compressed_bytes or self.val_bytes)
-
-    @property
-    def xz_bits_per_byte(self) -> float:
-        """Of ``xz -9`` on the held-out text."""
-        return 8 * self.val_xz_bytes / (self.val_compressed_bytes or self.val_bytes)
-
     def sealed(self) -> CorpusManifest:
         """The manifest with its checksum."""
         return self.model_copy(update={"checksum": self._checksum()})
@@ -134,7 +134,7 @@ class CorpusManifest(BaseModel):
         return self.checksum == self._checksum()
 
     def _checksum(self) -> str:
-        values = self.model_dump(exclude={"checksum"})
+        values = {**self.model_dump(exclude={"checksum"}), **self.former}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
@@ -208,7 +208,7 @@ def record_manifest(run: Path, manifest: CorpusManifest) -> None:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(".draft")
-        draft.write_text(json.dumps(manifest.model_dump(), indent=1) + "\n")
+        draft.write_text(json.dumps({**manifest.model_dump(), **manifest.former}, indent=1) + "\n")
         draft.replace(path)
 
 

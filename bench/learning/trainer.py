@@ -164,8 +164,7 @@ def main() -> None:
         (step + 1) * spec.batch.global_batch_size * spec.data.seq_len for step in range(steps)
     ]
     curves = [
-        Curve("tiny Qwen3-MoE", subject, 0, tokens, losses, [], [], summary.val_bits_per_byte, 1.0,
-              summary.gzip_bits_per_byte, summary.xz_bits_per_byte)
+        Curve("tiny Qwen3-MoE", subject, 0, tokens, losses, [], [], summary.val_bits_per_byte, 1.0)
         for subject, losses in (("transformers' Trainer", theirs), ("Convoy, 2 ranks", ours))
     ]  # fmt: skip
     name, packages = "learning-trainer", ["torch", "transformers", "accelerate"]

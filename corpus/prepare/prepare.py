@@ -43,7 +43,6 @@ from corpus.manifest import (
     open_corpus,
     settings_of,
 )
-from corpus.prepare.compressed import compressed_sizes
 from corpus.prepare.parts import PartCounts, PartSettings, part_path, read_part
 from corpus.prepare.progress import progress
 from corpus.prepare.shards import ShardWriter, first_of_equal, read_documents, write_split
@@ -280,7 +279,6 @@ def _assemble(
         writer = ShardWriter(folder, split, data.shard_tokens, digest.update)
         shards[split] = write_split(writer, parts, documents, mask, settings.dtype)
     sizes = {split: int(documents["bytes"][mask].sum()) for split, mask in splits.items()}
-    compressed, gzip_bytes, xz_bytes = compressed_sizes(folder, shards["val"], tokenizer, settings)
     manifest = CorpusManifest(
         version=MANIFEST_VERSION,
         **settings_of(data, settings.vocab_size),
@@ -292,9 +290,6 @@ def _assemble(
         val_documents=int(splits["val"].sum()),
         train_bytes=sizes["train"],
         val_bytes=sizes["val"],
-        val_gzip_bytes=gzip_bytes,
-        val_xz_bytes=xz_bytes,
-        val_compressed_bytes=compressed,
         files=len(found.files),
         skipped=skipped_as_json(found.skipped),
         left_out=left_out,

@@ -69,21 +69,6 @@ class Corpora:
         """Of the tokenizer, which all corpora share."""
         return self.sources[0].manifest.tokenizer_fingerprint
 
-    @property
-    def gzip_bits_per_byte(self) -> float:
-        """Of ``gzip -9`` on the text that the sources hold out."""
-        return self._held_out_mean([one.manifest.gzip_bits_per_byte for one in self.sources])
-
-    @property
-    def xz_bits_per_byte(self) -> float:
-        """Of ``xz -9`` on the text that the sources hold out."""
-        return self._held_out_mean([one.manifest.xz_bits_per_byte for one in self.sources])
-
-    def _held_out_mean(self, values: list[float]) -> float:
-        sizes = [one.manifest.val_bytes for one in self.sources]
-        weighted = sum(v * size for v, size in zip(values, sizes, strict=True))
-        return weighted / max(1, sum(sizes))
-
     def blend(self) -> Blend:
         """The blend that the spec asks for."""
         keys = {one.name: one.manifest.fingerprint for one in self.sources}

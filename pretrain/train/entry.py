@@ -361,7 +361,7 @@ def _finish(job: Job, progress: Progress, ledger: LiveLedger | None, stop: StopR
 
 
 def _summarize(job: Job, progress: Progress, stop: StopRequest) -> Summary:
-    spec, runtime, corpora = job.spec, job.runtime, job.corpora
+    spec, runtime = job.spec, job.runtime
     count = spec.eval.final_sequences
     total = sum(min(len(one), count) for one in job.held_out.values())
     job.events.publish(
@@ -383,8 +383,6 @@ def _summarize(job: Job, progress: Progress, stop: StopRequest) -> Summary:
     return Summary(
         val_bits_per_byte=result.bits_per_byte,
         val_bits_per_byte_by_set=result.bits_per_byte_by_set,
-        gzip_bits_per_byte=corpora.gzip_bits_per_byte,
-        xz_bits_per_byte=corpora.xz_bits_per_byte,
         train_loss_first=progress.train_loss_first,
         train_loss_last=progress.train_loss_last,
         tokens_per_second=progress.tokens_seen / max(progress.train_seconds, 1e-9),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import hashlib
 import json
 import os
 import resource
@@ -23,7 +24,7 @@ from convoy.commands.command_line import main
 from corpus.config import DataConfig
 from corpus.documents.documents import DOCUMENT_BYTES, find_documents
 from corpus.documents.files import cut_into_units, find_files
-from corpus.manifest import read_manifest
+from corpus.manifest import read_manifest, record_manifest, recorded_manifest
 from corpus.prepare.prepare import prepare_corpus
 from corpus.tokenizer import end_of_document, load_tokenizer
 from pretrain.data.verify import verify_corpus
@@ -668,6 +669,26 @@ def test_a_manifest_that_was_edited_or_is_of_another_version_is_one_line(prepare
             prepare_corpus(prepared, VOCAB)
     (Path(prepared.path) / "manifest.json").write_text("{")
     with pytest.raises(InputError, match=r"has a damaged manifest; remove it"):
+        prepare_corpus(prepared, VOCAB)
+
+
+def test_a_manifest_with_sizes_under_gzip_and_xz_is_read_verified_and_recorded(prepared, tmp_path):
+    """Corpora of before have them, under the checksum."""
+    path = Path(prepared.path) / "manifest.json"
+    former = {"val_gzip_bytes": 7, "val_xz_bytes": 6, "val_compressed_bytes": None}
+    now = json.loads(path.read_text())
+    old = {name: value for name, value in now.items() if name != "checksum"} | former
+    old["checksum"] = hashlib.sha256(json.dumps(old, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(old))
+    corpus = prepare_corpus(prepared, VOCAB, lambda _: None)
+    assert corpus.model_dump() == {**now, "checksum": old["checksum"]}
+    verify_corpus(path.parent, corpus)
+    record_manifest(tmp_path / "run", corpus)
+    kept = recorded_manifest(tmp_path / "run", corpus.fingerprint)
+    assert kept is not None
+    assert kept.is_sealed
+    edit(prepared, val_gzip_bytes=8)
+    with pytest.raises(InputError, match=r"has a manifest that was changed after it was written"):
         prepare_corpus(prepared, VOCAB)
 
 
