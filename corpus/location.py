@@ -31,7 +31,7 @@ def store_at(path: str | Path, told: Callable[[OSError], None] | None = None) ->
     if not is_remote(path):
         return LocalStore(Path(path))
     try:
-        return Retrying(open_store(str(path), retries=False), attempts=_ATTEMPTS, told=told)
+        return Retrying(open_store(str(path)), attempts=_ATTEMPTS, told=told)
     except ValueError as error:
         raise InputError(f"data: {str(error).removeprefix('checkpoint ')}") from None
 

@@ -68,7 +68,8 @@ class CheckpointConfig(Section):
     on_resume = OnResume.FREE
 
     path: str | None = None
-    """A folder that all ranks share, or ``s3://BUCKET/PREFIX``; RUN_DIR/checkpoints by default."""
+    """A folder that all ranks share, ``s3://BUCKET/PREFIX``, or ``package.module:Class://...`` of a
+    store of your own; RUN_DIR/checkpoints by default."""
     interval_steps: Literal["auto"] | int | None = None
     """Steps between two saves; 100 where ``interval_minutes`` is left out too. ``auto`` balances
     the cost of a save against the work that a failure loses (Young, 1974; Daly, 2006)."""
