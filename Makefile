@@ -31,14 +31,14 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 setup: $(VENV)/.ready
 
 pretrain: setup
-	$(PY) tools/prepare_data.py $(SPEC) $(ARGS) $(if $(filter 1,$(FRESH)),--reset)
+	$(PY) -m convoy prepare $(SPEC) $(ARGS) $(if $(filter 1,$(FRESH)),--reset)
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 	    tools/pretrain.py $(SPEC) $(ARGS) --report
 
 OUT ?= runs/chaos
 chaos: setup
-	$(PY) tools/prepare_data.py $(SPEC) $(ARGS)
-	$(PY) tools/chaos.py $(SPEC) $(OUT) $(ARGS) --json $(OUT).json
+	$(PY) -m convoy prepare $(SPEC) $(ARGS)
+	$(PY) -m convoy chaos $(SPEC) $(OUT) $(ARGS) --json $(OUT).json
 
 # Many tests are one process that starts torch: two workers share them out.
 test: setup
@@ -75,9 +75,9 @@ docs/metrics.md: setup
 
 # The jobs in examples/, rendered from examples/cluster.toml.
 examples: setup
-	$(PY) tools/launch.py examples/cluster.toml --on slurm --output examples/slurm.sbatch
-	$(PY) tools/launch.py examples/cluster.toml --on ray --output examples/ray_job.py
-	$(PY) tools/launch.py examples/cluster.toml --on kubernetes --output examples/trainjob.yaml \
+	$(PY) -m convoy launch examples/cluster.toml --on slurm --output examples/slurm.sbatch
+	$(PY) -m convoy launch examples/cluster.toml --on ray --output examples/ray_job.py
+	$(PY) -m convoy launch examples/cluster.toml --on kubernetes --output examples/trainjob.yaml \
 	    --set launch.image=registry.example/convoy:0.1.0
 
 # A real Slurm, Ray, Prometheus and Chromium on this machine. They need root for apt, once.

@@ -65,7 +65,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         corpus, calibrated = prepare_corpus(folder), folder / "here.toml"
-        torchrun("tools/plan.py", "--calibrate", str(calibrated))
+        torchrun("-m", "convoy", "plan", "--calibrate", str(calibrated))
         cluster = load_cluster(str(calibrated))
         print(calibrated.read_text())
         taken: dict[tuple[str, ...], list[float]] = {layout: [] for layout in layouts}

@@ -173,10 +173,10 @@ ELSEWHERE = {
         "tests/cluster/test_ray.py"
     ),
     "convoy pretrain tools/recipes/deepseek-v3.toml --shrink": "tests/pretrain/spec/test_shrink.py",
-    "torchrun --standalone --nproc-per-node 4 tools/burnin.py --quick": (
+    "torchrun --standalone --nproc-per-node 4 -m convoy burn-in --quick": (
         "tests/cluster/test_burnin.py"
     ),
-    "torchrun --standalone --nproc-per-node 2 tools/plan.py --calibrate here.toml": (
+    "torchrun --standalone --nproc-per-node 2 -m convoy plan --calibrate here.toml": (
         "tests/convoy/plan/test_calibrate.py"
     ),
     **dict.fromkeys(
@@ -219,10 +219,11 @@ OUTSIDE = {
     "--rdzv-conf=last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3,"
     "run_dir=runs/mine tools/pretrain.py mine.toml --set elastic.enabled=true",
     "torchrun --nnodes 16 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 "
-    "tools/burnin.py spec.toml --exclude-list runs/mine/exclude.json --json burnin.json",
+    "-m convoy burn-in spec.toml --exclude-list runs/mine/exclude.json "
+    "--json burnin.json",
     "pip install -e .[etcd]",
     "torchrun --nnodes 16 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 "
-    "tools/burnin.py spec.toml --expect h100",
+    "-m convoy burn-in spec.toml --expect h100",
     # tests/deploy starts a Prometheus with these rules and targets of its own.
     "prometheus --config.file=deploy/prometheus/prometheus.yml",
     "etcd --enable-v2 --listen-client-urls http://0.0.0.0:2379 "
@@ -269,7 +270,7 @@ def test_commands_that_other_tests_run_are_in_them():
             "--no-python",
             "tools.pretrain",
             "tools/pretrain.py",
-            "tools/burnin.py",
+            "burn-in",
             "--calibrate",
         ):
             if word in command:

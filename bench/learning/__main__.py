@@ -65,7 +65,7 @@ def main() -> None:
     study, name = STUDIES[args.study], f"learning-{args.study}"
     root = (args.runs or ROOT / "runs" / "learning" / args.study).absolute()
     root.mkdir(parents=True, exist_ok=True)
-    prepare = [sys.executable, "tools/prepare_data.py", str(study.recipe)]
+    prepare = [sys.executable, "-m", "convoy", "prepare", str(study.recipe)]
     subprocess.run(prepare, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     curves = []
     for case, subject, seed in each_run(study, args.quick):

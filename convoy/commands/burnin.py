@@ -26,10 +26,10 @@ _QUICK_DIVISOR = 16
 
 _EPILOG = """\
 examples:
-  torchrun --standalone --nproc-per-node 8 tools/burnin.py
+  torchrun --standalone --nproc-per-node 8 -m convoy burn-in
   torchrun --nnodes 16 --nproc-per-node 8 --rdzv-endpoint HOST:29400 --rdzv-backend c10d \\
-      tools/burnin.py spec.toml --exclude-list runs/mine/exclude.json --json burnin.json \\
-      --expect h100
+      -m convoy burn-in spec.toml --exclude-list runs/mine/exclude.json \\
+      --json burnin.json --expect h100
 
 torchrun starts the ranks, one for each GPU; every machine of the run takes part. With SPEC the
 all-to-all has the rows of the spec's MoE layers, and storage is the spec's run_dir. The launch of a

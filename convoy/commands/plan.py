@@ -23,7 +23,7 @@ examples:
   convoy plan tools/recipes/deepseek-v3.toml --cluster h800 --gpus 2048 --json plan.json
   convoy plan mine.toml --cluster my-cluster.toml --layout pp=2,ep=8 --tokens 2e12
   convoy plan mine.toml --cluster h100 --gpus 64 --write planned.toml
-  torchrun --nproc-per-node 2 tools/plan.py --calibrate here.toml
+  torchrun --nproc-per-node 2 -m convoy plan --calibrate here.toml
   convoy plan --validate
 
 Without --layout the best layouts are searched for. --layout takes AXIS=DEGREE pairs, and the spec's

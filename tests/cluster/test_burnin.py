@@ -436,7 +436,8 @@ def test_the_command_under_torchrun(tmp_path):
     verdict = tmp_path / "verdict.json"
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4",
-         "tools/burnin.py", "--quick", "--json", str(verdict), "--slow", "90", "--slow-link", "90"],
+         "-m", "convoy", "burn-in", "--quick", "--json", str(verdict),
+         "--slow", "90", "--slow-link", "90"],
         cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -213,7 +213,7 @@ def test_submit_on_torchrun_trains_on_this_machine(tmp_path):
     spec = write(tmp_path, data=data_of(job), launch={"ranks_per_node": 2, "max_restarts": 0})
     root = Path(__file__).parents[3]
     ended = subprocess.run(
-        [sys.executable, root / "tools/launch.py", spec, "--on", "torchrun", "--submit"],
+        [sys.executable, "-m", "convoy", "launch", spec, "--on", "torchrun", "--submit"],
         env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr

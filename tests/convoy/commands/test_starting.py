@@ -149,9 +149,7 @@ def test_only_rank_0_answers_a_wrong_word(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    "name", ["pretrain", "prepare_data", "reshard", "inspect_ckpt", "simulate", "launch"]
-)
+@pytest.mark.parametrize("name", ["pretrain", "reshard", "inspect_ckpt"])
 def test_a_tool_is_started_as_a_file_from_anywhere_and_as_a_module(name, tmp_path):
     """tools/pretrain.py has the name of the package that each of these scripts imports."""
     by_file = run([sys.executable, ROOT / f"tools/{name}.py", "--help"], tmp_path)
@@ -167,7 +165,7 @@ def test_scripts_leave_pythons_path_alone():
                 line for line in path.read_text().splitlines()
                 if "sys.path" in line and "sys.path_" not in line and path != Path(__file__)
             ]  # fmt: skip
-            expected = 1 if path == ROOT / "tools/pretrain.py" else 0
+            expected = 1 if path.parent == ROOT / "tools" else 0
             assert len(changes) == expected, (path, changes)
 
 

@@ -56,7 +56,7 @@ def test_ranks_measure_together_and_the_file_plans(tmp_path, capsys):
     file = tmp_path / "here.toml"
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         "tools/plan.py", "--calibrate", str(file)],
+         "-m", "convoy", "plan", "--calibrate", str(file)],
         cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
