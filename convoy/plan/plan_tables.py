@@ -26,9 +26,9 @@ def plans_table(plans: Sequence[Plan]) -> str:
     return "\n".join(lines)
 
 
-def _costs(plan: Plan, most: int = 3) -> str:
+def _costs(plan: Plan) -> str:
     parts = {name: s for name, s in plan.step.as_dict().items() if name != "gemms"}
-    ranked = sorted(parts.items(), key=lambda item: -item[1])[:most]
+    ranked = sorted(parts.items(), key=lambda item: -item[1])[:3]
     named = [f"{_words(name)} {s / plan.seconds:.0%}" for name, s in ranked]
     return ", ".join(each for each in named if not each.endswith(" 0%"))
 

@@ -183,10 +183,10 @@ class View:
         return table
 
 
-def sparkline(values: Sequence[float] | deque[float], points: int = _SPARK_POINTS) -> str:
+def sparkline(values: Sequence[float] | deque[float]) -> str:
     """Values as a line of blocks, the mean of equal parts each; a part without numbers is ``x``."""
     some = list(values)
-    parts = min(points, len(some))
+    parts = min(_SPARK_POINTS, len(some))
     means: list[float | None] = []
     for part in range(parts):
         chosen = some[part * len(some) // parts : (part + 1) * len(some) // parts]

@@ -13,7 +13,7 @@ import torch
 
 import ckpt
 from ckpt.format.dtypes import convert
-from ckpt.rewrite import LEAST_MEMORY, write_checkpoint
+from ckpt.rewrite import LEAST_MEMORY, CheckpointTarget, rewrite
 from ckpt.rewrite.edits import Converted
 from ckpt.rewrite.folder_target import Checked
 from ckpt.rewrite.source import CheckpointSource, SourceArray
@@ -225,7 +225,7 @@ def test_an_import_never_reads_a_large_tensor_whole(tmp_path):
     tensors = [HFTensor(f"e.{i}", "model/e", (0, i), (512, 8192), True) for i in range(3)]
     tensors.append(HFTensor("embed", "model/embed", (), (4096, 2048), False))
     source = Converted(from_hf(files, tensors, arrays), arrays, "float32")
-    write_checkpoint(source, tmp_path, Topology(), memory=LEAST_MEMORY)
+    rewrite(CheckpointTarget(source, tmp_path, Topology()), LEAST_MEMORY)
     assert max(files.read_bytes) <= LEAST_MEMORY // 4
     assert sum(files.read_bytes) == 40 << 20, "each number once"
     whole = tuple((0, size) for size in experts.shape)
