@@ -71,6 +71,9 @@ def start_ranks(
     """Start the ranks and return (processes, results queue), for tests that kill them."""
     import torch.distributed as dist
 
+    from tests.support.writers import start_serving
+
+    start_serving()
     results = _context.Queue()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results.store = store  # for as long as somebody waits for what the ranks return
