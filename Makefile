@@ -1,7 +1,8 @@
 # make setup      the environment
 # make pretrain   train the tiny recipe on 2 ranks; again resumes, FRESH=1 starts over;
 #                 SPEC=, RANKS= and ARGS="--set train.steps=480" change it; writes a report at its end
-# make test       the test suite, lint and types apart (make lint, make types)
+# make test       the test suite, lint and types apart (make lint, make types);
+#                 PYTEST="-k name --durations=60" are arguments of pytest
 # make check      all three
 # make test-faults    a short campaign of faults on a run, which CI runs too
 # make test-engines  runs on a real Slurm and Ray of this machine, which it installs, and a real
@@ -40,9 +41,9 @@ chaos: setup
 	$(PY) -m convoy prepare $(SPEC) $(ARGS)
 	$(PY) -m convoy chaos $(SPEC) $(OUT) $(ARGS) --json $(OUT).json
 
-# Many tests are one process that starts torch: two workers share them out.
+# Many tests are one process that starts torch: two workers share them out, beside those that wait.
 test: setup
-	$(PY) -m pytest -n 2 --dist worksteal
+	$(PY) -m tests.lanes $(PYTEST)
 
 test-all: setup
 	$(PY) -m pytest -m ""

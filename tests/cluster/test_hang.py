@@ -21,6 +21,8 @@ from pretrain.data.loader import Loader
 from tests.support.jobs import prepare_job, write_spec
 from tests.support.ranks import start_ranks
 
+pytestmark = pytest.mark.waits
+
 TIMEOUT = {"train": {"timeout_seconds": 4.0, "steps": 6}}
 
 

@@ -23,6 +23,8 @@ from pretrain.data.loader import Loader
 from tests.support.jobs import events, prepare_job, write_spec
 from tests.support.ranks import start_ranks
 
+pytestmark = pytest.mark.waits
+
 MOVES = Pulse(
     published=1, beats=50, collectives=9, phase="barrier", step=7, still_seconds=1.0,
     limit_seconds=30.0,

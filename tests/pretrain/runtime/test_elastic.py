@@ -13,6 +13,8 @@ from pretrain.errors import HealthError, InputError
 from tests.support.jobs import data_of, events, make_spec, prepare_job, write_spec
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.waits
+
 ELASTIC = {"enabled": True}
 TWELVE = {"num_experts": 12, "top_k": 2, "d_ff": 48}
 

@@ -36,6 +36,8 @@ from tests.support.checkpoints import eventually
 from tests.support.jobs import data_of, events, make_spec, prepare_job, write_spec
 from tests.support.ranks import run_ranks
 
+pytestmark = pytest.mark.waits
+
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:

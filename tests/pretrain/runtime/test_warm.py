@@ -25,6 +25,8 @@ from tests.support.processes import (
     rank_process,
 )
 
+pytestmark = pytest.mark.waits
+
 ROOT = Path(__file__).resolve().parents[3]
 
 # What the children of a rank do, in turn, is argv[2:].
