@@ -120,6 +120,8 @@ class Server:
             assert process.stdin is not None
             process.stdin.close()
             process.wait()
+        if self._starts:
+            shutil.rmtree(Path(self.address).parent, ignore_errors=True)
 
     def forks(self, environment: Mapping[str, str]) -> bool:
         """Whether a program that is forked is as one that is started anew."""
@@ -340,7 +342,7 @@ def serve(address: str, modules: str) -> None:
         import_module(module)
     program = _Forks(address).next_program()
     if program is None:
-        shutil.rmtree(Path(address).parent)
+        shutil.rmtree(Path(address).parent, ignore_errors=True)
         return
     request, handles = program
     _place(handles, request["handles"])
