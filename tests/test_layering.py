@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 import tomllib
@@ -40,10 +41,10 @@ FLOORS = {
         "apply",
     ],
     "moe": ["config", "rows stopwatch transforms uncompiled", "float8", "experts dispatch",
-            "layer", "adoption"],
+            "layer", "adoption testing"],
     "ckpt": [
         "errors", "store", "format", "lifecycle local_array", "write read", "background rewrite",
-        "interop state_dict",
+        "interop state_dict testing",
     ],
     "cluster": ["detect members", "launch burnin"],
     "corpus": ["errors weights section", "config", "location", "documents", "tokenizer", "manifest",
@@ -79,11 +80,14 @@ RANK_ROOTS = {
     "pretrain.spec.read": "what makes a rank's JobSpec of a file",
 }
 """The modules that processes of a training run start with."""
-CUDA_ONLY = {
+ONLY_THERE = {
     # Its grouped GEMM has its own name.
     "moe.experts.megablocks_backend": {"megablocks", "grouped_gemm"},
     "moe.dispatch.deep_ep": {"deep_ep"},
+    "cluster.launch.ray": {"ray"},
 }
+KIND = r"[\w.]+:[A-Za-z]\w*"
+"""The class of an open kind, ``package.module:Class``."""
 Modules = Mapping[str, str]
 """Source text by full dotted name; a folder's ``__init__`` has the folder's name."""
 
@@ -220,6 +224,8 @@ def closure(modules: Modules, roots: Iterable[str]) -> set[str]:
         for node in ast.walk(ast.parse(modules[name])):
             if isinstance(node, ast.Import):
                 queue += [alias.name for alias in node.names]
+            elif isinstance(node, ast.Constant) and re.fullmatch(KIND, str(node.value)):
+                queue.append(str(node.value).partition(":")[0])  # the class of an open kind
             elif isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     home = node.module or ""
@@ -395,7 +401,7 @@ def test_the_lower_rooms_need_torch_and_pydantic_alone(package):
         for name, source in modules.items()
         for module in imports(source, package, modules)
         if (top := module.split(".")[0]) not in HOUSE | OUTSIDE[package] | sys.stdlib_module_names
-        and top not in CUDA_ONLY.get(name, ())
+        and top not in ONLY_THERE.get(name, ())
     ]
     assert not wrong
 

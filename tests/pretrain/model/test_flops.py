@@ -8,10 +8,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe import MoEConfig
-from pretrain.model import flops
+from pretrain.model import peak_rate
 from pretrain.model.config import ModelConfig
 from pretrain.model.decoder import Decoder
-from pretrain.model.flops import forward_flops, peak_flops_per_second
+from pretrain.model.flops import forward_flops
+from pretrain.model.peak_rate import peak_flops_per_second
 
 DEEPSEEK_V3 = (
     ModelConfig(
@@ -119,7 +120,7 @@ def test_no_product_larger_than_it_takes_is_measured(monkeypatch, at_once, large
         measured.append(size)
         return at_once * size / 64
 
-    monkeypatch.setattr(flops, "_product_seconds", seconds)
+    monkeypatch.setattr(peak_rate, "_product_seconds", seconds)
     peak = peak_flops_per_second(torch.device("cpu"), torch.float16)
     assert measured[-1] == largest
     assert peak == 2 * largest**3 / (at_once * largest / 64)

@@ -1,7 +1,8 @@
 """What a fixed sequence of events makes of metrics, trackers and console is what it has been.
 
 ``METRICS_RECORDED`` has what Prometheus reads, families in the order of their names; then what a
-tracker gets, the lines of the console, and the live view. ``python -m tests.pretrain.test_metrics``
+tracker gets, the lines of the console, and the live view. ``python -m
+tests.pretrain.observe.test_metrics``
 writes the file anew.
 """
 

@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from convoy.preparation import prepare_corpora
 from moe import MoEConfig
 from parallel import ParallelDims, PipelineSchedule, Topology
 from pretrain.checkpoint.resume import restore
-from pretrain.data import prepare_corpora, read_batch
+from pretrain.data import read_batch
 from pretrain.job import build_job
 from pretrain.model import Decoder, ModelConfig
 from pretrain.parallelize import LocalBatch, forward_backward
