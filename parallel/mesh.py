@@ -161,6 +161,7 @@ def _group_options(device_type: str) -> Any:
     backend = dist.group.WORLD._get_backend(torch.device(device_type))
     if backend.name() not in ("gloo", "nccl"):
         return None
-    options: Any = type(backend.options)()
+    kind: Any = type(backend.options)
+    options = kind()
     options._timeout = backend.options._timeout
     return options
