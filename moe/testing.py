@@ -24,8 +24,8 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 from moe.config import MoEConfig
 from moe.layer import MoELayer
@@ -127,7 +127,7 @@ def run_ranks(function: Callable[..., Any], world: int, *arguments: Any) -> list
     """``function(rank, *arguments)`` in ``world`` processes with a group of gloo, and what each
     returned. The function must be importable."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank_main, (world, folder, function, arguments), nprocs=world)
+        spawn(_rank_main, (world, folder, function, arguments), nprocs=world)
         # The file is this process's own.
         return [torch.load(Path(folder, f"{r}.pt"), weights_only=False) for r in range(world)]
 
@@ -166,6 +166,7 @@ class DispatcherContract:
                 for key, value in actual.items():
                     assert key == "moved" or torch.equal(value, again[key]), f"{case}: {key} moves"
                 for name, parameter in reference.named_parameters():
+                    assert parameter.grad is not None
                     sums[name] += parameter.grad
             for name, expected_grad in sums.items():
                 for result in results:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, get_args
+import pkgutil
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag, field_validator
 
 from pretrain.section import OnResume, Section
 
@@ -87,14 +88,67 @@ class MuonConfig(OptimizerFields):
         return "float32" if compute == "float32" else "bfloat16"
 
 
-OptimizerConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="kind")]
+OUTSIDE = "package.module:Class"
+
+
+def optimizer_class(path: str) -> Any:
+    """The class of an optimizer from outside, by ``package.module:Class``.
+
+    Raises ValueError, one line, where there is no such class, or where the class does not say what
+    it keeps.
+    """
+    try:
+        named = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"optimizer.kind ({path}) must be importable as {OUTSIDE}: {error}"
+        ) from None
+    missing = [m for m in ("matrix_moments", "other_moments") if not hasattr(named, m)]
+    if not isinstance(named, type) or missing:
+        raise ValueError(
+            f"optimizer.kind ({path}) must be a class with {' and '.join(missing) or OUTSIDE}, as "
+            f"pretrain.optim.testing says"
+        )
+    return named
+
+
+class OtherOptimizerConfig(OptimizerFields):
+    """An optimizer from outside this repository: a ``torch.optim.Optimizer`` made as
+    ``Class(model, config, surroundings)``, see ``pretrain.optim.testing.OptimizerContract``."""
+
+    matrix_moments = property(lambda self: optimizer_class(self.kind).matrix_moments)  # type: ignore[assignment]
+    other_moments = property(lambda self: optimizer_class(self.kind).other_moments)  # type: ignore[assignment]
+
+    kind: Annotated[str, OnResume.FIXED] = OUTSIDE
+    """The class."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further settings, of which the class knows the meaning."""
+
+    @field_validator("kind")
+    @classmethod
+    def _check_class(cls, kind: str) -> str:
+        if ":" not in kind:
+            raise ValueError(f"optimizer.kind ({kind}) must be adamw, muon or {OUTSIDE}")
+        optimizer_class(kind)
+        return kind
+
+
+def kind(optimizer: Any) -> str:
+    """Which variant a table or a config is; named as the field that says so."""
+    name = optimizer.get("kind") if isinstance(optimizer, dict) else optimizer.kind
+    return name if isinstance(name, str) and name in KINDS else OUTSIDE
+
+
+OptimizerConfig = Annotated[
+    Annotated[AdamWConfig, Tag("adamw")]
+    | Annotated[MuonConfig, Tag("muon")]
+    | Annotated[OtherOptimizerConfig, Tag(OUTSIDE)],
+    Field(discriminator=Discriminator(kind)),
+]
 """The ``[optimizer]`` section, one variant for each ``kind``; ``adamw`` where it has no kind."""
 
-KINDS: dict[str, type[OptimizerFields]] = {
-    variant.model_fields["kind"].default: variant
-    for variant in get_args(get_args(OptimizerConfig)[0])
-}
-"""The config of each kind."""
+KINDS: dict[str, type[OptimizerFields]] = {"adamw": AdamWConfig, "muon": MuonConfig}
+"""The config of each kind of this repository."""
 
 
 def with_kind(optimizer: Any) -> Any:
@@ -104,13 +158,13 @@ def with_kind(optimizer: Any) -> Any:
     """
     if not isinstance(optimizer, dict):
         return optimizer
-    kind = optimizer.get("kind", "adamw")
-    variant = KINDS.get(kind) if isinstance(kind, str) else None
+    name = optimizer.get("kind", "adamw")
+    variant = KINDS.get(name) if isinstance(name, str) else None
     for field in optimizer if variant else ():
-        have = [name for name, other in KINDS.items() if field in other.model_fields]
-        if have and kind not in have:
+        have = [kind for kind, other in KINDS.items() if field in other.model_fields]
+        if have and name not in have:
             raise ValueError(
                 f"optimizer.{field} ({optimizer[field]}) must be left out with optimizer.kind "
-                f"({kind}); kind {' or '.join(have)} has it"
+                f"({name}); kind {' or '.join(have)} has it"
             )
-    return {"kind": kind, **optimizer}
+    return {"kind": name, **optimizer}

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pretrain.optim.adamw import build_adamw
-from pretrain.optim.config import OptimizerConfig
+from pretrain.optim.config import OptimizerConfig, optimizer_class
 from pretrain.optim.muon import Muon
 from pretrain.optim.surroundings import Surroundings
 
@@ -38,4 +38,8 @@ def build_optimizer(
         config: of any kind.
         around: ranks and dtypes; None for one process in float32.
     """
-    return _BUILDERS[config.kind](model, config, Surroundings() if around is None else around)
+    builder = _BUILDERS.get(config.kind) or optimizer_class(config.kind)
+    built: torch.optim.Optimizer = builder(
+        model, config, Surroundings() if around is None else around
+    )
+    return built
