@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 MACHINE = re.compile(
-    r"seconds|bytes|time|mfu|goodput|memory|path|url|launch_id|run_id|save_id|record|spec|process|"
+    r"seconds|per_second|bytes|time|mfu|goodput|memory|path|url|launch_id|run_id|save_id|record|spec|process|"
     r"relative_speeds|rank_|bubble$|device|version"
 )
 """Names of fields that depend on the clock, the machine, the folder or the spec's spelling."""
@@ -23,13 +23,20 @@ OF_THE_CLOCK = {"devices", "save_interval", "ledger", "data_fetched", "notice"}
 
 
 def comparable(path: Path) -> list[dict[str, Any]]:
-    """The events of a log without what depends on the machine, in their order."""
+    """The events of a log without what depends on the machine, one kind after another.
+
+    Within a kind they are in their order; a save that another process commits is logged when the
+    commit is done, before or after other events.
+    """
     events = [json.loads(line) for line in path.read_text().splitlines()]
-    return [
-        {name: value for name, value in event.items() if not MACHINE.search(name)}
-        for event in events
-        if event["event"] not in OF_THE_CLOCK
-    ]
+    kept = [_without(event) for event in events if event["event"] not in OF_THE_CLOCK]
+    return sorted(kept, key=lambda event: event["event"])
+
+
+def _without(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {name: _without(each) for name, each in value.items() if not MACHINE.search(name)}
 
 
 def differences(first: Path, second: Path) -> list[str]:
@@ -37,12 +44,11 @@ def differences(first: Path, second: Path) -> list[str]:
     a, b = comparable(first), comparable(second)
     lines = [] if len(a) == len(b) else [f"{len(a)} events and {len(b)}"]
     for x, y in zip(a, b, strict=False):
-        names = sorted(x.keys() | y.keys())
-        lines += [
-            f"{x.get('event')} of step {x.get('step')}: {n}: {x.get(n, 'none')} and {y.get(n, 'none')}"
-            for n in names
-            if x.get(n, "none") != y.get(n, "none")
-        ]
+        for name in sorted(x.keys() | y.keys()):
+            values = x.get(name, "none"), y.get(name, "none")
+            if values[0] != values[1]:
+                where = f"{x.get('event')} of step {x.get('step')}: {name}"
+                lines.append(f"{where}: {values[0]} and {values[1]}")
     return lines
 
 
