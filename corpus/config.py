@@ -190,13 +190,13 @@ class DataConfig(Section):
         one's tokenizer is everybody's."""
         if not self.sources:
             return {"corpus": self.alone()}
-        found: dict[str, DataConfig] = Field(default_factory=dict)
+        by_name: dict[str, DataConfig] = {}
         for name, one in self.sources.items():
             tokenizer = self.tokenizer
-            if found and tokenizer is None:
+            if by_name and tokenizer is None:
                 tokenizer = self.first.tokenizer_file
-            found[name] = self._of(one, tokenizer)
-        return found
+            by_name[name] = self._of(one, tokenizer)
+        return by_name
 
     @property
     def each_validation(self) -> dict[str, DataConfig]:

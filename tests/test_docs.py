@@ -89,7 +89,7 @@ def test_every_option_of_the_layer_is_on_its_page():
     named = {name for row in cells for cell in row for name in re.findall(r"`(\w+)`", cell)}
     schema = MoEConfig.model_json_schema()
     variants = [d["properties"] for n, d in schema["$defs"].items() if "policy" in d["properties"]]
-    assert len(variants) == 3
+    assert len(variants) == 4, "three policies, and those from outside"
     wanted = set(schema["properties"]) - {"capacity"}
     for properties in variants:
         wanted |= set(properties) - {"policy"}
@@ -99,7 +99,7 @@ def test_every_option_of_the_layer_is_on_its_page():
 def test_every_environment_variable_is_on_its_page():
     page = (DOCS / "operations.md").read_text()
     table = page[page.index("## Environment variables") :]
-    for top in ("ckpt", "cluster", "parallel", "pretrain", "bench"):
+    for top in ("ckpt", "cluster", "parallel", "corpus", "pretrain", "convoy", "bench"):
         for path in (ROOT / top).rglob("*.py"):
             read = re.findall(r'environ(?:\.get)?[\[(]"([A-Z_]+)"', path.read_text())
             for name in [*read, *re.findall(r'"(CONVOY_[A-Z_]+)"', path.read_text())]:
@@ -114,7 +114,7 @@ def test_every_environment_variable_is_on_its_page():
 def templates() -> list[str]:
     """Every string of the code, the parts of a literal joined, with … for what is filled in."""
     found = []
-    for top in ("moe", "router", "parallel", "ckpt", "cluster", "pretrain"):
+    for top in ("moe", "router", "parallel", "ckpt", "cluster", "corpus", "pretrain", "convoy"):
         for path in (ROOT / top).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.JoinedStr):
@@ -153,7 +153,10 @@ def test_extras_are_installed_from_a_checkout():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    tops = ("moe", "router", "parallel", "ckpt", "cluster", "pretrain", "tools", "bench", "deploy")
+    tops = (
+        "moe", "router", "parallel", "ckpt", "cluster", "corpus", "pretrain", "convoy", "tools",
+        "bench", "deploy",
+    )  # fmt: skip
     files = [p for top in (*tops, "examples") for p in (ROOT / top).rglob("*") if p.is_file()]
     named = set()
     for path in (file for file in (*PAGES, *files) if file.suffix not in (".pyc", ".json")):

@@ -74,6 +74,7 @@ def _launch(args: argparse.Namespace) -> int:
         if not args.shared_folders:
             check_folders(job, engine)
         engine.check(job)
+        check_prepared(spec, args.spec, engine)
     if args.output is not None:
         try:
             args.output.write_text(text)
@@ -103,9 +104,9 @@ def make_job(spec: JobSpec, path: Path, overrides: Sequence[str], engine: Engine
     from parallel.version import VERSION
 
     launch = spec.launch
-    notes = [f"{spec.name}: {line}" for line in _layouts(spec)]
     more = _engine_overrides(spec, engine)
     base = Path(launch.workdir or engine.container_workdir or Path.cwd())
+    notes = [f"{spec.name}: {line}" for line in _layouts(spec)]
     run_dir = base / spec.run_path
     check_walltime(spec, run_dir)
     checkpoints = spec.checkpoint_path
@@ -158,6 +159,25 @@ def _data_folders(spec: JobSpec, base: Path) -> Iterator[Path]:
     for file in filter(None, files):
         if not is_remote(file) and (base / file).exists():
             yield (base / file).parent
+
+
+def check_prepared(spec: JobSpec, path: Path, engine: Engine) -> None:
+    """Refuse a job whose ranks would find no corpus: ranks prepare none.
+
+    Raises InputError. Folders of containers, and object stores, are not looked at.
+    """
+    from corpus.config import is_remote
+    from corpus.manifest import MANIFEST
+
+    if engine.container_workdir is not None or spec.launch.image:
+        return
+    data, base = spec.data, Path(spec.launch.workdir or Path.cwd())
+    for corpus in (*data.each_source.values(), *data.each_validation.values()):
+        if not is_remote(corpus.path) and not (base / corpus.path / MANIFEST).exists():
+            raise InputError(
+                f"data.path ({corpus.path}) has no prepared corpus yet, and ranks prepare none: "
+                f"run convoy prepare {path} first"
+            )
 
 
 def _engine_overrides(spec: JobSpec, engine: Engine) -> list[str]:

@@ -110,7 +110,7 @@ def _pretrain(args: argparse.Namespace) -> int:
         from convoy.preparation import prepare_corpora
         from pretrain.elastic import launched_layout, with_warm_restarts
         from pretrain.observe import outcome_of
-        from pretrain.runtime import end_torchrun, torchrun_process
+        from pretrain.runtime import end_torchrun, launched_world, torchrun_process
         from pretrain.spec import load_spec
         from pretrain.train import read_window, run
 
@@ -121,7 +121,7 @@ def _pretrain(args: argparse.Namespace) -> int:
         spec = load_spec(args.spec, args.overrides, shrunk=args.shrink)
         if spec.plan.auto:
             spec = _planned(spec)
-        if "WORLD_SIZE" not in os.environ:
+        if launched_world() == 1:  # the ranks of a launch find their corpus prepared
             prepare_corpora(spec.data, spec.model.vocab_size, say)
         layout = launched_layout(spec)
         window = read_window(args.profile, spec.train.steps) if args.profile else None

@@ -116,8 +116,8 @@ class OtherOptimizerConfig(OptimizerFields):
     """An optimizer from outside this repository: a ``torch.optim.Optimizer`` made as
     ``Class(model, config, surroundings)``, see ``pretrain.optim.testing.OptimizerContract``."""
 
-    matrix_moments = property(lambda self: optimizer_class(self.kind).matrix_moments)  # type: ignore[assignment]
-    other_moments = property(lambda self: optimizer_class(self.kind).other_moments)  # type: ignore[assignment]
+    matrix_moments = property(lambda self: optimizer_class(self.kind).matrix_moments)
+    other_moments = property(lambda self: optimizer_class(self.kind).other_moments)
 
     kind: Annotated[str, OnResume.FIXED] = OUTSIDE
     """The class."""

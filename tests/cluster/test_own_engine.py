@@ -13,6 +13,7 @@ from cluster.launch.node import job_variable, node_script
 from cluster.launch.testing import EngineContract
 from convoy.commands.command_line import main
 from tests.convoy.commands.test_launch import write
+from tests.support.jobs import prepare_job
 
 NAME = f"{__name__}:Here"
 
@@ -53,6 +54,8 @@ class TestHere(EngineContract):
 def test_an_engine_from_outside_prints_and_starts_a_job(tmp_path, capsys, monkeypatch):
     root = str(Path(__file__).parents[2])
     monkeypatch.setenv("PYTHONPATH", root)
+    prepare_job(tmp_path)
+    capsys.readouterr()
     spec = write(tmp_path, launch={"python": sys.executable})
     assert main(arguments=["launch", spec, "--on", NAME]) == 0
     assert f"-m cluster.launch.node {NAME}" in capsys.readouterr().out

@@ -280,8 +280,8 @@ def test_a_document_that_is_too_long_is_left_out_and_the_rest_goes_on(
 READ = """
 import sys
 from pathlib import Path
-from pretrain.data.documents import read_unit
-from pretrain.data.files import cut_into_units, find_files
+from corpus.documents.documents import read_unit
+from corpus.documents.files import cut_into_units, find_files
 def peak():
     # Of this process alone: getrusage gives the peak of the process that started it, where larger.
     status = Path("/proc/self/status").read_text()
@@ -420,10 +420,10 @@ def test_the_corpus_does_not_depend_on_the_number_of_processes(tmp_path, monkeyp
 
 PREPARE = """
 import os, sys
-import pretrain.data.files, pretrain.data.workers
-from pretrain.data.config import DataConfig
-from pretrain.data.parts import PartWriter
-from pretrain.data.prepare import prepare_corpus
+import corpus.documents.files
+from corpus.config import DataConfig
+from corpus.prepare.parts import PartWriter
+from corpus.prepare.prepare import prepare_corpus
 corpus.documents.files._GROUP_BYTES = 4000
 made, make = 0, PartWriter.make
 def slow(self, number, unit):

@@ -190,13 +190,8 @@ def test_a_kind_that_is_not_there_is_refused_in_one_line(fields, message):
 
 
 def test_configs_and_their_tables_import_no_torch():
-    # The doors import torch, so stand-ins of the doors are put in their place.
     program = """
-import sys, types
-for room in ("router", "moe"):
-    door = types.ModuleType(room)
-    door.__path__ = [room]
-    sys.modules[room] = door
+import sys
 from moe.config import MoEConfig
 config = MoEConfig(d_model=8, d_ff=8, num_experts=8, top_k=2, routing="sinkhorn")
 assert config.routing_traits.top_k_in_evaluation

@@ -209,7 +209,7 @@ def test_a_checkpoint_with_a_scale_or_without(data, tmp_path):
 
 
 def test_float8_is_refused_before_anything_begins(data, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("pretrain.train.entry", lambda spec, status: pytest.fail("it began"))
+    monkeypatch.setattr("pretrain.train.run", lambda spec, status: pytest.fail("it began"))
     float16(tmp_path / "run", data, "")
     assert main([str(tmp_path / "run" / "spec.json"), "--set", "precision.compute=float8"]) == 2
     err = capsys.readouterr().err

@@ -261,3 +261,9 @@ def test_folders_of_the_corpus_are_told_to_the_engine(tmp_path, capsys):
     spec = write(tmp_path, launch={"image": f"convoy:{CONVOY}"}, run_dir="/elsewhere/run")
     out = launch(capsys, spec, "--on", "slurm")[1]
     assert {str(tmp_path), str(tmp_path / "corpus")} & set(mounts(out))
+
+
+def test_a_job_without_a_prepared_corpus_is_not_submitted(tmp_path, capsys):
+    spec = write(tmp_path)
+    message = refused(capsys, spec, "--on", "torchrun", "--submit")
+    assert "has no prepared corpus yet, and ranks prepare none: run convoy prepare" in message

@@ -55,7 +55,7 @@ def test_there_and_back_through_another_format_is_bit_equal(start, tmp_path, for
 KILLED = """
 import os, signal, sys
 from ckpt.rewrite import CheckpointTarget, FolderTarget
-from pretrain.commands.reshard import main
+from convoy.commands.reshard import main
 def killed(commit):
     def commit_and_die(self, receipts):
         commit(self, receipts)

@@ -21,7 +21,7 @@ from pretrain.observe.status import Status, StatusFile, outcome_of, read_status
 from pretrain.runtime.locks import lock_folder
 from tests.runs.test_runs import launch
 from tests.support.checkpoints import save_with_threads
-from tests.support.jobs import data_of, prepare_job, write_spec
+from tests.support.jobs import data_of, prepare_job, write_corpus, write_spec
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +38,7 @@ def found(run: Path) -> Status:
 
 def test_a_run_that_is_stopped_done_and_refused(tmp_path, monkeypatch, capsys):
     """What happens on real ranks under torchrun is in test_tools.py."""
+    write_corpus(tmp_path / "text")
     spec, run = write_spec(tmp_path), tmp_path / "run"
     ends = iter([(2, 75), (4, 0)])
 
@@ -52,12 +53,13 @@ def test_a_run_that_is_stopped_done_and_refused(tmp_path, monkeypatch, capsys):
         status.end(code)
         return code
 
-    monkeypatch.setattr("pretrain.train.entry", train)
+    monkeypatch.setattr("pretrain.train.run", train)
     assert pretrain([str(spec)]) == 75
     status = found(run)
     assert (status.state, status.exit_code, status.world_size) == ("try_again", 75, 1)
     assert status.step == 2
     assert status.checkpoint == str(run / "checkpoints/manifests/step-00000002.json")
+    capsys.readouterr()  # of the preparation
     assert main("status", [str(run)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("try_again, exit code 75: stopped on request; the same command resumes\n")
@@ -68,6 +70,7 @@ def test_a_run_that_is_stopped_done_and_refused(tmp_path, monkeypatch, capsys):
     assert (status.state, status.exit_code, status.step) == ("done", 0, 4)
     assert status.host == socket.gethostname()
     assert status.started <= status.time
+    capsys.readouterr()
     assert main("status", [str(run), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["gone"] is False
@@ -123,7 +126,8 @@ def test_a_crash_is_recorded_and_raised(tmp_path, monkeypatch):
             assert found(tmp_path / "run").state == "running"
             raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr("pretrain.train.entry", crash)
+    write_corpus(tmp_path / "text")
+    monkeypatch.setattr("pretrain.train.run", crash)
     with pytest.raises(ZeroDivisionError):
         pretrain([str(write_spec(tmp_path))])
     status = found(tmp_path / "run")

@@ -149,8 +149,8 @@ def test_bad_input_ends_with_2_and_one_line(tmp_path, capsys):
         assert pretrain(list(map(str, arguments))) == 2
         assert message in one_error_line(capsys.readouterr().err)
     for change, message in [
-        ("run_dir=/proc/nowhere", "run_dir (/proc/nowhere) cannot be written"),
         ("data.source=/no/where", "data.source (/no/where) must be"),
+        ("run_dir=/proc/nowhere", "run_dir (/proc/nowhere) cannot be written"),
     ]:
         assert message in refused(spec, "--set", change)
     result = command("tools/pretrain.py", spec, "--set", "checkpoint.path=/proc/nowhere")

@@ -362,7 +362,7 @@ def test_equal_seeds_give_equal_numbers_and_policies_meet_equal_failures():
 
 
 def test_more_failures_than_expected_are_drawn_when_needed(monkeypatch):
-    import pretrain.plan.simulate as module
+    import convoy.plan.simulate as module
 
     class Small(module._Draws):
         def __init__(self, rates, repetitions, block, seed):
@@ -376,7 +376,7 @@ def test_more_failures_than_expected_are_drawn_when_needed(monkeypatch):
 
 
 def test_many_repairs_at_once_keep_their_order(monkeypatch):
-    import pretrain.plan.simulate as module
+    import convoy.plan.simulate as module
 
     class Small(module._Repairs):
         def __init__(self, lanes, room):

@@ -536,7 +536,7 @@ def test_a_run_whose_ranks_are_killed_and_that_resumes_adds_up(
     # Each start's parts are the time up to its line, and the newest sums are in every place.
     for one, begun in zip(launches, events(run, "start"), strict=True):
         assert list(begun["start_seconds"]) == [
-            "imports", "rendezvous", "corpus", "build", "writer", "load", "staging",
+            "imports", "rendezvous", "build", "writer", "load", "staging",
         ]  # fmt: skip
         spent = begun["time"] - one["process_start"]
         assert spent / 2 < sum(begun["start_seconds"].values()) < spent + 0.2
