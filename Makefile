@@ -1,7 +1,8 @@
 # make setup      the environment
 # make pretrain   train the tiny recipe on 2 ranks; again resumes, FRESH=1 starts over;
 #                 SPEC=, RANKS= and ARGS="--set train.steps=480" change it; writes a report at its end
-# make test       the test suite, lint and types apart (make lint, make types)
+# make test       the test suite, lint and types apart (make lint, make types);
+#                 PYTEST="-k name --durations=60" are arguments of pytest
 # make check      all three
 # make test-faults    a short campaign of faults on a run, which CI runs too
 # make test-engines  runs on a real Slurm and Ray of this machine, which it installs, and a real
@@ -21,7 +22,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE := 1
 # After SIGTERM ranks finish a step and commit a checkpoint before they are killed.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 600
 
-.PHONY: setup pretrain chaos test test-all test-faults test-engines examples lint types check megablocks docs/spec.md docs/api.md clean
+.PHONY: setup pretrain chaos test test-all test-faults test-engines examples lint types check megablocks docs/spec.md docs/metrics.md clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -31,24 +32,24 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 setup: $(VENV)/.ready
 
 pretrain: setup
-	$(PY) tools/prepare_data.py $(SPEC) $(ARGS) $(if $(filter 1,$(FRESH)),--reset)
+	$(PY) -m convoy prepare $(SPEC) $(ARGS) $(if $(filter 1,$(FRESH)),--reset)
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 	    tools/pretrain.py $(SPEC) $(ARGS) --report
 
 OUT ?= runs/chaos
 chaos: setup
-	$(PY) tools/prepare_data.py $(SPEC) $(ARGS)
-	$(PY) tools/chaos.py $(SPEC) $(OUT) $(ARGS) --json $(OUT).json
+	$(PY) -m convoy prepare $(SPEC) $(ARGS)
+	$(PY) -m convoy chaos $(SPEC) $(OUT) $(ARGS) --json $(OUT).json
 
-# Many tests are one process that starts torch: two workers share them out.
+# Many tests are one process that starts torch: two workers share them out, beside those that wait.
 test: setup
-	$(PY) -m pytest -n 2 --dist worksteal
+	$(PY) -m tests.lanes $(PYTEST)
 
 test-all: setup
 	$(PY) -m pytest -m ""
 
 test-faults: setup
-	$(PY) -m pytest -m slow tests/pretrain/test_campaign.py -k short
+	$(PY) -m pytest -m slow tests/convoy/chaos/test_campaign.py -k short
 
 lint: setup
 	$(PY) -m ruff check .
@@ -68,16 +69,16 @@ megablocks: setup
 	$(PY) -m pip install triton
 
 docs/spec.md: setup
-	$(PY) -m pretrain.spec.reference > $@
+	$(PY) -m docs.spec_page > $@
 
-docs/api.md: setup
-	$(PY) -m docs.api_page > $@
+docs/metrics.md: setup
+	$(PY) -m docs.metrics_table
 
 # The jobs in examples/, rendered from examples/cluster.toml.
 examples: setup
-	$(PY) tools/launch.py examples/cluster.toml --on slurm --output examples/slurm.sbatch
-	$(PY) tools/launch.py examples/cluster.toml --on ray --output examples/ray_job.py
-	$(PY) tools/launch.py examples/cluster.toml --on kubernetes --output examples/trainjob.yaml \
+	$(PY) -m convoy launch examples/cluster.toml --on slurm --output examples/slurm.sbatch
+	$(PY) -m convoy launch examples/cluster.toml --on ray --output examples/ray_job.py
+	$(PY) -m convoy launch examples/cluster.toml --on kubernetes --output examples/trainjob.yaml \
 	    --set launch.image=registry.example/convoy:0.1.0
 
 # A real Slurm, Ray, Prometheus and Chromium on this machine. They need root for apt, once.

@@ -36,15 +36,9 @@ import torch
 
 from bench.data_prepare import prepare
 from bench.harness import Row, arguments, finish, interleave
-from pretrain.data import (
-    CorpusManifest,
-    Cursor,
-    DataConfig,
-    GlobalOrder,
-    Loader,
-    PackedSequences,
-)
-from pretrain.data.manifest import Shard
+from corpus.config import DataConfig
+from corpus.manifest import CorpusManifest, Shard
+from pretrain.data import Cursor, GlobalOrder, Loader, PackedSequences
 
 S, BATCH = 2048, 8
 SHARD_TOKENS = 1 << 22
@@ -54,12 +48,15 @@ ROOT = Path(__file__).resolve().parent.parent
 def manifest_of(folder: Path, tokens: int, shard_tokens: int = SHARD_TOKENS) -> CorpusManifest:
     """A manifest of training shards of equal length."""
     shards = [
-        Shard(file=f"train-{i:05d}.bin", tokens=shard_tokens) for i in range(tokens // shard_tokens)
+        Shard(
+            file=f"train-{i:05d}.bin", tokens=shard_tokens, documents=1, sha256="0", ends_sha256="0"
+        )
+        for i in range(tokens // shard_tokens)
     ]
     return CorpusManifest(
-        version=1, source="random", vocab_size=1 << 16, shard_tokens=shard_tokens,
+        version=2, source="random", vocab_size=1 << 16, shard_tokens=shard_tokens,
         tokenizer_bytes=1, dtype="uint16", train=shards, val=[], train_documents=1,
-        val_documents=0, train_bytes=1, val_bytes=1, val_gzip_bytes=1, val_xz_bytes=1,
+        val_documents=0, train_bytes=1, val_bytes=1,
         fingerprint="0",
     )  # fmt: skip
 
@@ -277,7 +274,8 @@ def start_up(folder: Path, sizes: Sequence[int]) -> list[Row]:
 
 def open_and_report(folder: Path) -> None:
     """In a process of its own: what a start of a run does with its data."""
-    from pretrain.data import read_batch, read_manifest
+    from corpus.manifest import read_manifest
+    from pretrain.data import read_batch
 
     torch.zeros(1)
     before = _memory("VmRSS")

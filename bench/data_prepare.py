@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import Row, interleave
-from pretrain.data import DataConfig, prepare_corpus
-from pretrain.data.documents import find_documents
+from corpus.config import DataConfig
+from corpus.documents.documents import find_documents
+from corpus.prepare import prepare_corpus
 
 _FILES = 4
 _END = "<|endoftext|>"

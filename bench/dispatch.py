@@ -28,14 +28,15 @@ import torch
 import torch.distributed as dist
 
 from bench.harness import Row, arguments, finish
-from moe import MoEConfig, MoELayer
-from moe.dispatch import (
+from moe import (
     AllGatherDispatcher,
     AllToAllDispatcher,
     Dispatcher,
+    MoEConfig,
+    MoELayer,
     PaddedAllToAllDispatcher,
 )
-from parallel.collectives import exchange_counts
+from parallel.comm.collectives import exchange_counts
 
 T, D, E, K = 4096, 512, 32, 4
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from bench.harness import Row, arguments, finish, interleave
-from moe import MoEConfig, MoELayer, float8, use_float8, why_no_float8
+from moe import MoEConfig, MoELayer, use_float8, why_no_float8
+from moe.float8 import linear as float8
 
 CUDA_SIZES = {"tokens": 16384, "d_model": 4096, "d_ff": 2048}
 CPU_SIZES = {"tokens": 1024, "d_model": 512, "d_ff": 512}

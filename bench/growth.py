@@ -30,15 +30,16 @@ from bench.harness import Row, arguments, finish
 from bench.recipe_runs import RECIPE, ROOT
 from bench.scaling import on_ranks
 from bench.scrapes import interval
+from convoy.plan import load_cluster, search_layouts
 from moe import MoEConfig, MoELayer
 from parallel import Topology
 from pretrain.model import Decoder, ModelConfig
 from pretrain.observe import Metrics
 from pretrain.parallelize import LocalBatch, forward_backward
-from pretrain.plan import load_cluster, search_layouts
 from pretrain.runtime import keep_freed_memory
 from pretrain.spec import load_spec
-from pretrain.train.barrier import Report, exchange
+from pretrain.step import Report
+from pretrain.train.barrier import exchange
 
 EXPERTS = (8, 32, 128, 512)
 LAYERS = (2, 4, 8, 16)
@@ -162,7 +163,7 @@ def plot(rows: Sequence[Row], file: Path) -> None:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    from pretrain.observe.report.figures import COLORS, STYLE
+    from convoy.report.figures import COLORS, STYLE
 
     cases = list(dict.fromkeys(row.case for row in rows))
     with mpl.rc_context(STYLE):

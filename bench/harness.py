@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,6 +29,14 @@ class Row:
     unit: str
     ratio_to_limit: float
     samples: list[float]
+    """What ``value`` is the median of, as a rule. A written row has their number and ends alone."""
+
+    def summary(self) -> dict[str, Any]:
+        """The row as it is written: ``n``, ``min`` and ``max`` stand for the samples."""
+        fields = asdict(self)
+        samples = fields.pop("samples")
+        spread = {"min": min(samples), "max": max(samples)} if samples else {}
+        return {**fields, "n": len(samples), **spread}
 
 
 def arguments(text: str) -> argparse.Namespace:
@@ -89,19 +98,22 @@ def finish(bench: str, rows: Sequence[Row], packages: Sequence[str], path: Path 
         except PackageNotFoundError:
             continue
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no accelerator"
-    path.write_text(
-        json.dumps(
-            {
-                "bench": bench,
-                "date": datetime.now(UTC).isoformat(timespec="seconds"),
-                "machine": f"{_processor()}, {torch.get_num_threads()} threads, {device}",
-                "versions": versions,
-                "rows": [asdict(row) for row in rows],
-            },
-            indent=1,
-        )
-        + "\n"
-    )
+    head = {
+        "bench": bench,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": f"{_processor()}, {torch.get_num_threads()} threads, {device}",
+        "versions": versions,
+    }
+    path.write_text(table_text(head, {"rows": [row.summary() for row in rows]}))
+
+
+def table_text(head: dict[str, Any], lists: dict[str, list[dict[str, Any]]]) -> str:
+    """JSON of ``head`` and ``lists`` in one object, each entry of a list on a line of its own."""
+    parts = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    for key, entries in lists.items():
+        lines = ",\n".join(f"  {json.dumps(entry)}" for entry in entries)
+        parts.append(f" {json.dumps(key)}: [\n{lines}\n ]")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def _processor() -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from bench.harness import Row, arguments, finish
 from bench.recipe_runs import RANKS, RECIPE, prepare_corpus, torchrun, train
-from pretrain.plan import load_cluster, plan_of
+from convoy.plan import load_cluster, plan_of
 from pretrain.spec import load_spec
 
 _STEPS = 15
@@ -65,7 +65,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         corpus, calibrated = prepare_corpus(folder), folder / "here.toml"
-        torchrun("tools/plan.py", "--calibrate", str(calibrated))
+        torchrun("-m", "convoy", "plan", "--calibrate", str(calibrated))
         cluster = load_cluster(str(calibrated))
         print(calibrated.read_text())
         taken: dict[tuple[str, ...], list[float]] = {layout: [] for layout in layouts}

@@ -26,8 +26,8 @@ from bench.scaling import on_ranks
 from bench.train_step import MODEL, MOE, B, S
 from moe import MoEConfig
 from parallel import ParallelConfig, ParallelDims, Topology, apply_recompute, local_shard
-from parallel.host_buffers import HOST_BUFFERS
-from parallel.recompute import Recompute
+from parallel.comm.host_buffers import HOST_BUFFERS
+from parallel.config import Recompute
 from pretrain.model import Decoder, ModelConfig, init_parameters
 from pretrain.optim import AdamWConfig, build_adamw
 from pretrain.parallelize import LocalBatch, forward_backward, parallelize

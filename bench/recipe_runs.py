@@ -23,9 +23,9 @@ def prepare_corpus(folder: Path) -> Path:
     """The prepared corpus of the recipe, below ``folder``."""
     corpus = folder / "corpus"
     subprocess.run(
-        [sys.executable, str(ROOT / "tools/prepare_data.py"), str(RECIPE),
+        [sys.executable, "-m", "convoy", "prepare", str(RECIPE),
          *words((f"data.path={corpus}", f"run_dir={folder / 'run'}"))],
-        check=True, stdout=subprocess.DEVNULL,
+        cwd=ROOT, check=True, stdout=subprocess.DEVNULL,
     )  # fmt: skip
     return corpus
 

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 import ckpt
 from bench.harness import Row, arguments, finish, interleave
 from bench.peers import titan_experts_in_float32
+from convoy.convert import import_hf
 from moe import MoEConfig
 from parallel import Topology, clip_grad_norm
-from pretrain.convert import import_hf
 from pretrain.model import Decoder, ModelConfig, forward_flops, meta_decoder, peak_flops_per_second
 from pretrain.parallelize import forward_backward
 from pretrain.runtime import keep_freed_memory

@@ -6,490 +6,77 @@
 # metrics      http://NODE-OF-RANK-0:9400/metrics
 """moe-cluster on Ray: run this where the cluster of RAY_ADDRESS is reached, or with ray job submit."""
 
-import ctypes
-import json
-import os
-import signal
-import socket
-import subprocess
 import sys
-import tempfile
 
-JOB = json.loads(r"""
+from cluster.launch.ray import fit
+
+JOB = r"""
 {
+ "launch": {
+  "nodes": "2:4",
+  "ranks_per_node": 8,
+  "gpus_per_node": 8,
+  "cpus_per_rank": 8,
+  "walltime_minutes": 240.0,
+  "queue": "batch",
+  "workdir": "/shared",
+  "python": "python3",
+  "environment": {
+   "NCCL_DEBUG": "WARN"
+  },
+  "kubernetes": {
+   "namespace": "training",
+   "volume_claim": "shared-runs",
+   "topology_label": "topology.example/rack"
+  }
+ },
  "name": "moe-cluster",
  "version": "0.1.0",
- "workers": [
-  16,
-  32
- ],
- "gpu": true,
- "resources": {
-  "CPU": 8,
-  "GPU": 1
- },
- "python": "python3",
  "program": [
   "-m",
-  "pretrain.commands",
+  "convoy",
   "pretrain"
  ],
- "workdir": "/shared",
+ "config": "/shared/examples/cluster.toml",
+ "overrides": [
+  "--set",
+  "train.time_limit_seconds=14400.0"
+ ],
  "run_dir": "/shared/runs/moe-cluster",
- "environment": {
-  "OMP_NUM_THREADS": "1",
-  "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-  "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
-  "NCCL_DEBUG": "WARN"
- },
- "setup": [],
- "burn_in": null,
- "max_restarts": 100,
- "resize_seconds": 60.0,
- "config": {
-  "name": "moe-cluster",
-  "run_dir": "runs/moe-cluster",
-  "model": {
-   "d_model": 192,
-   "num_heads": 6,
-   "num_kv_heads": 2,
-   "head_dim": null,
-   "qk_norm": "head",
-   "kv_lora_rank": 0,
-   "q_lora_rank": 0,
-   "qk_nope_head_dim": 0,
-   "qk_rope_head_dim": 0,
-   "v_head_dim": 0,
-   "rope_theta": 10000.0,
-   "rope_interleaved": false,
-   "yarn": null,
-   "norm_eps": 1e-06,
-   "vocab_size": 4096,
-   "num_layers": 4,
-   "d_ff": 512,
-   "first_k_dense": 1,
-   "num_mtp_layers": 0,
-   "tie_embeddings": false,
-   "max_seq_len": 0
-  },
-  "moe": {
-   "num_experts": 32,
-   "top_k": 2,
-   "score_func": "softmax",
-   "softmax_after_topk": false,
-   "norm_topk_prob": true,
-   "route_scale": 1.0,
-   "router_dtype": "float32",
-   "input_jitter": 0.0,
-   "routing": "top_k",
-   "n_groups": 1,
-   "topk_groups": 1,
-   "topk_per_group": 2,
-   "capacity": {
-    "policy": "dropless",
-    "max_tokens_per_rank": 0
-   },
-   "expert_bias": false,
-   "bias_update_rate": 0.001,
-   "aux_loss_coeff": 0.01,
-   "aux_loss_scope": "micro_batch",
-   "seq_aux_loss_coeff": 0.0,
-   "z_loss_coeff": 0.0,
-   "d_model": 192,
-   "d_ff": 256,
-   "activation": "swiglu",
-   "ffn_bias": false,
-   "num_shared_experts": 0,
-   "shared_expert_gate": false,
-   "backend": "auto",
-   "gemm": "compute",
-   "recompute_experts": false,
-   "dispatcher": "all_to_all",
-   "dispatch_dtype": "compute",
-   "overlap_chunks": 1,
-   "max_tokens_per_call": 0
-  },
-  "mtp": {
-   "loss_weight": 0.3,
-   "stages": []
-  },
-  "parallel": {
-   "pp": 1,
-   "dp_replicate": 1,
-   "dp_shard": -1,
-   "cp": 1,
-   "tp": 1,
-   "ep": 8,
-   "tp_across_nodes": false,
-   "max_nodes_per_token": 0,
-   "gradient_compression": "none",
-   "pipeline": {
-    "schedule": "1f1b",
-    "stages_per_rank": 1
-   },
-   "memory": {
-    "zero_stage": 3,
-    "prefetch": 0,
-    "offload_optimizer": false,
-    "offload_activations": false,
-    "recompute": "none",
-    "recompute_layer_freq": 1
-   }
-  },
-  "plan": {
-   "auto": false,
-   "cluster": null,
-   "imbalance": 1.1
-  },
-  "data": {
-   "source": "stdlib",
-   "path": "runs/corpora/stdlib-4096",
-   "sources": {},
-   "stages": [],
-   "validation": {},
-   "seq_len": 256,
-   "cache_dir": "",
-   "cache_gib": 256.0,
-   "shard_tokens": 67108864,
-   "tokenizer_bytes": 67108864,
-   "tokenizer": null,
-   "end_token": "<|endoftext|>",
-   "document_mask": false,
-   "packing": "concat",
-   "mask_boundary_labels": false,
-   "text_field": "text",
-   "deduplicate": false,
-   "filter": {
-    "min_characters": 0,
-    "max_characters": null,
-    "min_letter_share": 0.0,
-    "max_repeated_line_share": 1.0
-   }
-  },
-  "batch": {
-   "global_batch_size": 256,
-   "micro_batch_size": 4,
-   "batch_size_rampup": null,
-   "stages": []
-  },
-  "train": {
-   "steps": 240,
-   "seed": 0,
-   "compile": false,
-   "exact": false,
-   "log_interval_steps": 10,
-   "max_skipped_steps": 3,
-   "timeout_seconds": 300.0,
-   "time_limit_seconds": 14400.0,
-   "notice_file": null
-  },
-  "precision": {
-   "compute": "float32",
-   "loss_scale": 65536,
-   "loss_scale_growth_steps": 2000,
-   "experts": "compute",
-   "dense": "compute"
-  },
-  "init": {
-   "checkpoint": null,
-   "rename": {},
-   "strict": true
-  },
-  "optimizer": {
-   "kind": "adamw",
-   "lr": 0.006,
-   "beta1": 0.9,
-   "beta2": 0.95,
-   "eps": 1e-08,
-   "weight_decay": 0.1,
-   "clip_norm": 1.0
-  },
-  "schedule": {
-   "kind": "cosine",
-   "warmup_steps": 24,
-   "decay_steps": 0,
-   "min_lr_ratio": 0.1
-  },
-  "eval": {
-   "interval_steps": 80,
-   "sequences": 128,
-   "final_sequences": 4096
-  },
-  "checkpoint": {
-   "path": null,
-   "interval_steps": 80,
-   "interval_minutes": null,
-   "compression": "none",
-   "broadcast_on_load": false,
-   "reshard_on_load": true,
-   "retention": {
-    "keep": 2,
-    "keep_every": 0,
-    "keep_best": 0,
-    "grace_seconds": 0.0
-   },
-   "tiers": {
-    "memory": false,
-    "memory_path": "/dev/shm",
-    "replicate_to_peer": false,
-    "memory_retention_seconds": 600.0,
-    "local_path": null,
-    "shared_interval": 1
-   }
-  },
-  "elastic": {
-   "enabled": true,
-   "warm_restart": false
-  },
-  "launch": {
-   "nodes": "2:4",
-   "ranks_per_node": 8,
-   "gpus_per_node": 8,
-   "cpus_per_rank": 8,
-   "walltime_minutes": 240.0,
-   "start_seconds": 120.0,
-   "queue": "batch",
-   "image": null,
-   "workdir": "/shared",
-   "python": "python3",
-   "environment": {
-    "NCCL_DEBUG": "WARN"
-   },
-   "setup": [],
-   "burn_in": null,
-   "endpoint": null,
-   "rendezvous": {},
-   "max_restarts": 100,
-   "resize_seconds": 60.0,
-   "shared_folders": false,
-   "switches": null,
-   "segment": null,
-   "options": [],
-   "kubernetes": {
-    "kind": "TrainJob",
-    "namespace": "training",
-    "volume_claim": "shared-runs",
-    "mount_path": "/shared",
-    "secret": null,
-    "topology_label": "topology.example/rack"
-   }
-  },
-  "stragglers": {
-   "rebalance": false,
-   "min_slowdown": 0.1,
-   "min_gain": 0.05,
-   "patience_steps": 50,
-   "replace": false,
-   "false_alarm_rate": 1e-06,
-   "warmup_steps": 2
-  },
-  "health": {
-   "escalation_steps": 500,
-   "go_back_checkpoints": 1,
-   "skip_steps": 100,
-   "lr_factor": 0.5,
-   "lr_steps": 500,
-   "not_finite": {
-    "actions": [
-     "stop"
-    ]
-   },
-   "loss_spike": {
-    "actions": [
-     "skip",
-     "skip",
-     "skip",
-     "go_back",
-     "go_back+lower_lr",
-     "stop"
-    ],
-    "window_steps": 128,
-    "threshold": 6.0,
-    "min_rise": 0.5
-   },
-   "grad_norm_spike": {
-    "actions": [
-     "skip",
-     "skip",
-     "skip",
-     "go_back",
-     "go_back+lower_lr",
-     "stop"
-    ],
-    "window_steps": 128,
-    "threshold": 10.0,
-    "min_ratio": 10.0
-   },
-   "slow_divergence": {
-    "actions": [
-     "report"
-    ],
-    "window_steps": 1024,
-    "threshold": 5.0,
-    "min_rise": 0.1
-   },
-   "router_collapse": {
-    "actions": [
-     "report"
-    ],
-    "interval_steps": 10,
-    "checks": 10,
-    "min_entropy_ratio": 0.5,
-    "max_dead_share": 0.5
-   }
-  },
-  "inject": [],
-  "verify": {
-   "parameters_interval_steps": "save",
-   "gradients_interval_steps": 0,
-   "on_mismatch": "stop"
-  },
-  "detection": {
-   "stuck_seconds": 30.0,
-   "end_stuck_run": false
-  },
-  "metrics": {
-   "port": 9400,
-   "host": "127.0.0.1",
-   "all_ranks": false,
-   "targets_dir": null,
-   "dollars_per_rank_hour": null
-  },
-  "tracking": {
-   "to": [],
-   "project": "convoy",
-   "mlflow_uri": null
-  },
-  "sample": {
-   "prompt": "def main(",
-   "tokens": 80,
-   "temperature": 0.8,
-   "top_p": 1.0,
-   "drafts": 0
-  }
- }
+ "checkpoints": "/shared/runs/moe-cluster/checkpoints",
+ "metrics_port": 9400
 }
-""")
-LAUNCH = os.path.join(JOB["run_dir"], "launch")
-REFUSED = os.path.join(LAUNCH, "refused.txt")
-BAD_INPUT, HEALTH = 2, 3  # exit codes that need a person: no other start
-
-
-def rank() -> None:
-    """Start one rank as a process below this worker, and wait for its end."""
-    from ray.train import collective
-
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = collective.broadcast_from_rank_zero(free.getsockname()[1])
-    look = "from importlib.metadata import version; print(version('convoy-moe'))"
-    found = subprocess.run([JOB["python"], "-c", look], capture_output=True, text=True).stdout
-    if found.strip() != JOB["version"]:
-        with open(REFUSED, "w") as file:
-            file.write(
-                f"{socket.gethostname()} has version {found.strip()!r} of convoy-moe, and the "
-                f"launch is of {JOB['version']}"
-            )
-    collective.barrier()
-    if os.path.exists(REFUSED):  # all workers return, and none waits for another one's rank
-        return
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as config:
-        json.dump(JOB["config"], config)
-        config.flush()
-        libc = ctypes.CDLL(None)
-        script = "\n".join([*JOB["setup"], 'exec "$0" "$@"'])
-        process = subprocess.Popen(
-            ["bash", "-c", script, JOB["python"], *JOB["program"], config.name],
-            env=os.environ | JOB["environment"] | {"MASTER_PORT": str(port)},
-            cwd=JOB["workdir"] or None,
-            # PR_SET_PDEATHSIG: a worker that Ray kills takes its rank with it.
-            preexec_fn=lambda: libc.prctl(1, signal.SIGKILL),
-        )
-        code = process.wait()
-    if code not in (0, BAD_INPUT, HEALTH):
-        raise RuntimeError(f"rank {os.environ['RANK']} ended with exit code {code}")
-
-
-def burn_in(node: str) -> None:
-    """Run the burn-in on one node, which may put the node on the exclude list."""
-    script = "\n".join([*JOB["setup"], JOB["burn_in"]])
-    environment = os.environ | JOB["environment"] | {"CONVOY_NODE_NAME": node}
-    subprocess.run(["bash", "-c", script], env=environment, cwd=JOB["workdir"] or None)
-
-
-def excluded_nodes(ray) -> list[str]:
-    """Ray's names of the nodes on the exclude list, after the burn-in."""
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    if JOB["burn_in"]:
-        task = ray.remote(num_cpus=0)(burn_in)
-        ray.get([
-            task.options(
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            ).remote(node["NodeName"])
-            for node in nodes
-        ])
-    try:
-        with open(os.path.join(JOB["run_dir"], "exclude.json")) as file:
-            bad = {one["node"] for one in json.load(file)["excluded"]}
-    except FileNotFoundError:
-        bad = set()
-    return [n["NodeID"] for n in nodes if bad & {n["NodeName"], n["NodeManagerHostname"]}]
-
-
-def main() -> int:
-    """Fit the trainer; returns the exit code of the run."""
-    os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
-    import ray
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
-
-    os.makedirs(LAUNCH, exist_ok=True)
-    mark = os.path.join(LAUNCH, "start-ray")
-    with open(mark, "w"):
-        pass
-    if os.path.exists(REFUSED):  # by a launch that was interrupted
-        os.remove(REFUSED)
-    ray.init(address=os.environ.get("RAY_ADDRESS", "auto"))
-    least, most = JOB["workers"]
-    bad = excluded_nodes(ray)
-    trainer = TorchTrainer(
-        rank,
-        scaling_config=ScalingConfig(
-            num_workers=most if least == most else (least, most),
-            use_gpu=JOB["gpu"],
-            resources_per_worker=JOB["resources"],
-            placement_strategy="PACK",
-            label_selector={"ray.io/node-id": f"!in({','.join(bad)})"} if bad else None,
-            elastic_resize_monitor_interval_s=JOB["resize_seconds"],
-        ),
-        # The ranks make process groups of their own; this one only starts them.
-        torch_config=TorchConfig(backend="gloo"),
-        run_config=RunConfig(
-            name=JOB["name"],
-            storage_path=os.path.join(LAUNCH, "ray"),
-            failure_config=FailureConfig(max_failures=JOB["max_restarts"]),
-        ),
-    )
-    failed = None
-    try:
-        trainer.fit()
-    except Exception as error:
-        failed = str(error).strip().splitlines()[-1]
-    if os.path.exists(REFUSED):
-        with open(REFUSED) as file:
-            print(f"error: {file.read()}", file=sys.stderr)
-        os.remove(REFUSED)
-        return BAD_INPUT
-    if failed is not None:
-        print(f"error: Ray gave up: {failed}", file=sys.stderr)
-    path, code = os.path.join(JOB["run_dir"], "status.json"), None
-    if os.path.exists(path) and os.stat(path).st_mtime >= os.stat(mark).st_mtime:
-        with open(path) as file:
-            code = json.load(file)["exit_code"]
-    return 1 if code is None or (failed is not None and code == 0) else code
-
+"""
+SPEC = r"""
+{
+ "name": "moe-cluster",
+ "run_dir": "runs/moe-cluster",
+ "model": {"d_model": 192, "num_heads": 6, "num_kv_heads": 2, "head_dim": null, "qk_norm": "head", "kv_lora_rank": 0, "q_lora_rank": 0, "qk_nope_head_dim": 0, "qk_rope_head_dim": 0, "v_head_dim": 0, "rope_theta": 10000.0, "rope_interleaved": false, "yarn": null, "norm_eps": 1e-06, "vocab_size": 4096, "num_layers": 4, "d_ff": 512, "first_k_dense": 1, "num_mtp_layers": 0, "tie_embeddings": false, "max_seq_len": 0},
+ "moe": {"num_experts": 32, "top_k": 2, "score_func": "softmax", "softmax_after_topk": false, "norm_topk_prob": true, "route_scale": 1.0, "input_jitter": 0.0, "routing": "top_k", "n_groups": 1, "topk_groups": 1, "topk_per_group": 2, "capacity": {"policy": "dropless", "max_tokens_per_rank": 0}, "balancing": "standard", "expert_bias": false, "bias_update_rate": 0.001, "aux_loss_coeff": 0.01, "aux_loss_scope": "micro_batch", "seq_aux_loss_coeff": 0.0, "z_loss_coeff": 0.0, "d_model": 192, "d_ff": 256, "activation": "swiglu", "ffn_bias": false, "num_shared_experts": 0, "shared_expert_gate": false, "backend": "auto", "gemm": "compute", "recompute_experts": false, "dispatcher": "all_to_all", "dispatch_dtype": "compute", "overlap_chunks": 1, "max_tokens_per_call": 0},
+ "mtp": {"loss_weight": 0.3, "stages": []},
+ "parallel": {"pp": 1, "dp_replicate": 1, "dp_shard": -1, "cp": 1, "tp": 1, "ep": 8, "tp_across_nodes": false, "max_nodes_per_token": 0, "gradient_compression": "none", "pipeline": {"schedule": "1f1b", "stages_per_rank": 1}, "memory": {"zero_stage": 3, "offload_optimizer": false, "offload_activations": false, "recompute": "none", "recompute_layer_freq": 1}},
+ "plan": {"auto": false, "cluster": null},
+ "data": {"source": "stdlib", "path": "runs/corpora/stdlib-4096", "sources": {}, "stages": [], "validation": {}, "seq_len": 256, "cache_dir": "", "cache_gib": 256.0, "shard_tokens": 67108864, "tokenizer": null, "end_token": "<|endoftext|>", "document_mask": false, "packing": "concat", "mask_boundary_labels": false, "text_field": "text", "deduplicate": false, "filter": {"min_characters": 0, "max_characters": null, "min_letter_share": 0.0, "max_repeated_line_share": 1.0}},
+ "batch": {"global_batch_size": 256, "micro_batch_size": 4, "batch_size_rampup": null, "stages": []},
+ "train": {"steps": 240, "seed": 0, "compile": false, "exact": false, "log_interval_steps": 10, "max_skipped_steps": 3, "timeout_seconds": 300.0, "time_limit_seconds": 14400.0, "parts": []},
+ "precision": {"compute": "float32", "loss_scale": 65536, "loss_scale_growth_steps": 2000, "experts": "compute", "dense": "compute"},
+ "init": {"checkpoint": null, "rename": {}, "strict": true},
+ "optimizer": {"kind": "adamw", "lr": 0.006, "beta1": 0.9, "beta2": 0.95, "eps": 1e-08, "weight_decay": 0.1, "clip_norm": 1.0},
+ "schedule": {"kind": "cosine", "warmup_steps": 24, "decay_steps": 0, "min_lr_ratio": 0.1},
+ "eval": {"interval_steps": 80, "sequences": 128, "final_sequences": 4096},
+ "checkpoint": {"path": null, "interval_steps": 80, "interval_minutes": null, "compression": "none", "broadcast_on_load": false, "reshard_on_load": true, "retention": {"keep": 2, "keep_every": 0, "keep_best": 0, "grace_seconds": 0.0}, "tiers": {"memory": false, "memory_path": "/dev/shm", "replicate_to_peer": false, "local_path": null, "shared_interval": 1}},
+ "elastic": {"enabled": true, "warm_restart": false},
+ "launch": {"nodes": "2:4", "ranks_per_node": 8, "gpus_per_node": 8, "cpus_per_rank": 8, "walltime_minutes": 240.0, "queue": "batch", "image": null, "workdir": "/shared", "python": "python3", "environment": {"NCCL_DEBUG": "WARN"}, "setup": [], "burn_in": null, "rendezvous": {}, "max_restarts": 100, "options": [], "kubernetes": {"kind": "TrainJob", "namespace": "training", "volume_claim": "shared-runs", "secret": null, "topology_label": "topology.example/rack"}},
+ "stragglers": {"rebalance": false, "min_slowdown": 0.1, "patience_steps": 50, "replace": false},
+ "health": {"go_back_checkpoints": 1, "skip_steps": 100, "lr_factor": 0.5, "lr_steps": 500, "not_finite": {"actions": ["stop"]}, "loss_spike": {"actions": ["skip", "skip", "skip", "go_back", "go_back+lower_lr", "stop"], "window_steps": 128, "threshold": 6.0}, "grad_norm_spike": {"actions": ["skip", "skip", "skip", "go_back", "go_back+lower_lr", "stop"], "window_steps": 128, "threshold": 10.0}, "slow_divergence": {"actions": ["report"], "window_steps": 1024}, "router_collapse": {"actions": ["report"], "interval_steps": 10, "checks": 10, "min_entropy_ratio": 0.5}},
+ "inject": [],
+ "verify": {"parameters_interval_steps": "save", "gradients_interval_steps": 0, "on_mismatch": "stop"},
+ "detection": {"stuck_seconds": 30.0, "end_stuck_run": false},
+ "metrics": {"port": 9400, "host": "127.0.0.1", "all_ranks": false, "targets_dir": null, "dollars_per_rank_hour": null},
+ "tracking": {"to": [], "project": "convoy"},
+ "sample": {"prompt": "def main(", "tokens": 80, "temperature": 0.8, "top_p": 1.0}
+}
+"""
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(fit(JOB, SPEC))

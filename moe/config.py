@@ -2,19 +2,68 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from moe.activation import ActivationName
-from router import RouterConfig
+from router import CapacityConfig as CapacityConfig
+from router import DroplessConfig as DroplessConfig
+from router import FixedCapacityConfig as FixedCapacityConfig
+from router import OpenKind, RouterConfig, Traits
+from router import StragglerAwareConfig as StragglerAwareConfig
+
+ActivationName = Literal["swiglu", "geglu", "gelu", "relu2"]
+GATED: tuple[ActivationName, ...] = ("swiglu", "geglu")
+"""The activation functions with a third matrix product, the gate's."""
 
 Backend = Literal["auto", "loop", "grouped_mm", "packed", "megablocks"]
 Gemm = Literal["compute", "float8"]
-DispatcherName = Literal["all_to_all", "padded_all_to_all", "all_gather", "hierarchical", "deep_ep"]
 
-_OF_FIXED_SIZE = ("padded_all_to_all", "deep_ep")
-"""The dispatchers that allocate for ``max_tokens_per_call``."""
+
+@dataclass(frozen=True)
+class DispatcherTraits(Traits):
+    """What rules between options, the planner and the trainer ask of a dispatcher."""
+
+    fixed_size: bool = False
+    """Allocates for ``max_tokens_per_call``, which must be given."""
+    packs_rows: bool = False
+    """Can send rows in float8, see ``dispatch_dtype``."""
+    takes_chunks: bool = False
+    """Can cut a call's tokens, see ``overlap_chunks``."""
+    exact: bool = False
+    """Can keep rows apart by micro-batch, for ``train.exact``."""
+    once_per_node: bool = False
+    """A row crosses to a node once, however many of its experts are there."""
+
+
+DISPATCHERS = {
+    "all_to_all": DispatcherTraits(
+        "moe.dispatch.all_to_all:AllToAllDispatcher", packs_rows=True, takes_chunks=True, exact=True
+    ),
+    "padded_all_to_all": DispatcherTraits(
+        "moe.dispatch.padded_all_to_all:PaddedAllToAllDispatcher",
+        fixed_size=True,
+        packs_rows=True,
+        takes_chunks=True,
+    ),
+    "all_gather": DispatcherTraits("moe.dispatch.all_gather:AllGatherDispatcher"),
+    "hierarchical": DispatcherTraits(
+        "moe.dispatch.hierarchical:HierarchicalDispatcher",
+        packs_rows=True,
+        takes_chunks=True,
+        once_per_node=True,
+    ),
+    "deep_ep": DispatcherTraits(
+        "moe.dispatch.deep_ep:DeepEPDispatcher",
+        fixed_size=True,
+        packs_rows=True,
+        once_per_node=True,
+    ),
+}
+"""The dispatchers of this repository, one line each."""
+
+DISPATCHER = OpenKind("moe.dispatcher", "Dispatcher of package moe", DISPATCHERS)
 
 
 class MoEConfig(RouterConfig):
@@ -25,10 +74,11 @@ class MoEConfig(RouterConfig):
     ``capacity=FixedCapacityConfig(capacity_factor=1.25)``.
     """
 
-    RENAMED: ClassVar[dict[str, str]] = RouterConfig.RENAMED | {
-        "dispatch_chunks": "overlap_chunks",
-        "max_tokens": "max_tokens_per_call",
-    }
+    on_resume: ClassVar[dict[str, str]] = RouterConfig.on_resume | {
+        "backend": "fixed if exact", "dispatcher": "fixed if exact", "gemm": "free",
+        "recompute_experts": "free", "dispatch_dtype": "free", "overlap_chunks": "free",
+        "max_tokens_per_call": "free",
+    }  # fmt: skip
 
     d_model: int = Field(ge=1)
     """The size of the layer's input and output; a job spec takes it from ``[model]``."""
@@ -54,12 +104,12 @@ class MoEConfig(RouterConfig):
     layer stays as it is. A job spec takes it from ``precision.experts``."""
     recompute_experts: bool = False
     """Keep only the experts' input for the backward, and compute the experts' GEMMs again."""
-    dispatcher: DispatcherName = "all_to_all"
+    dispatcher: Annotated[str, AfterValidator(DISPATCHER.check), DISPATCHER] = "all_to_all"
     """How routed tokens reach the experts of other ranks. ``all_to_all``: all-to-all with splits of
     the exact size. ``padded_all_to_all``: all-to-all with equal splits, without waiting for an
     accelerator. ``all_gather``: every rank gets all tokens. ``hierarchical``: a token crosses to
     a node once, and is then distributed within that node. ``deep_ep``: DeepEP's kernels, on CUDA in
-    bfloat16, where DeepEP 2 is installed."""
+    bfloat16, where DeepEP 2 is installed. Or a class derived from ``moe.Dispatcher``."""
     dispatch_dtype: Gemm = "compute"
     """What rows travel to experts in: ``compute``, the dtype of the layer's input, or ``float8``,
     with a scale for each 128 numbers of a row (DeepSeek-V3, arXiv 2412.19437, section 3.3.3).
@@ -72,10 +122,14 @@ class MoEConfig(RouterConfig):
     call."""
 
     @property
+    def dispatcher_traits(self) -> DispatcherTraits:
+        """What other rules may ask of the dispatcher."""
+        return DISPATCHER.traits(self.dispatcher)
+
+    @property
     def independent_tokens(self) -> bool:
         """Whether a token's output depends on no other token that is routed with it."""
-        unbounded = self.capacity.policy == "dropless" and not self.capacity.max_tokens_per_rank
-        return unbounded and self.routing in ("top_k", "sinkhorn")
+        return self.routing_traits.top_k_in_evaluation and not self.capacity.traits.bounded
 
     @model_validator(mode="after")
     def _check_moe(self) -> Self:
@@ -88,17 +142,19 @@ class MoEConfig(RouterConfig):
                 f"moe.backend ({self.backend}) must be auto or loop with moe.gemm (float8): the "
                 f"others have no products in float8"
             )
-        if (self.dispatcher in _OF_FIXED_SIZE) != bool(self.max_tokens_per_call):
+        traits = self.dispatcher_traits
+        if traits.fixed_size != bool(self.max_tokens_per_call):
+            fixed_size = [name for name, kind in DISPATCHERS.items() if kind.fixed_size]
             raise ValueError(
                 f"moe.max_tokens_per_call ({self.max_tokens_per_call}) must be above 0 with "
-                f"moe.dispatcher ({' or '.join(_OF_FIXED_SIZE)}), and 0 without ({self.dispatcher})"
+                f"moe.dispatcher ({' or '.join(fixed_size)}), and 0 without ({self.dispatcher})"
             )
-        if self.dispatch_dtype == "float8" and self.dispatcher == "all_gather":
+        if self.dispatch_dtype == "float8" and not traits.packs_rows:
             raise ValueError(
-                "moe.dispatch_dtype (float8) must be compute with moe.dispatcher (all_gather), "
-                "which does not pack rows"
+                f"moe.dispatch_dtype (float8) must be compute with moe.dispatcher "
+                f"({self.dispatcher}), which does not pack rows"
             )
-        if self.overlap_chunks > 1 and self.dispatcher in ("all_gather", "deep_ep"):
+        if self.overlap_chunks > 1 and not traits.takes_chunks:
             raise ValueError(
                 f"moe.overlap_chunks ({self.overlap_chunks}) must be 1 with moe.dispatcher "
                 f"({self.dispatcher})"
@@ -112,16 +168,17 @@ def check_exact(c: MoEConfig) -> None:
     Raises ValueError: one line that names the field, its value and the rule.
     """
     bound = getattr(c.capacity, "max_tokens_per_rank", 0)
+    exact = [name for name, kind in DISPATCHERS.items() if kind.exact]
     scope = c.aux_loss_scope
     for wrong, field, value, must, why in (
         (c.input_jitter, "input_jitter", c.input_jitter, "0", "each rank draws its own noise"),
-        (c.capacity.policy == "straggler_aware", "capacity.policy", c.capacity.policy,
+        (c.capacity.traits.depends_on_ranks and not bound, "capacity.policy", c.capacity.policy,
          "dropless or fixed", "capacities are those of ranks"),
         (bound, "capacity.max_tokens_per_rank", bound, "0",
          "which experts share a rank depends on the layout"),
         (scope == "global_batch" and c.aux_loss_coeff, "aux_loss_scope", scope,
          "previous_step or micro_batch", "the step so far is another on every layout"),
-        (c.dispatcher != "all_to_all", "dispatcher", c.dispatcher, "all_to_all",
+        (not c.dispatcher_traits.exact, "dispatcher", c.dispatcher, " or ".join(exact),
          "only there rows stay apart by micro-batch"),
         (c.overlap_chunks > 1, "overlap_chunks", c.overlap_chunks, "1",
          "chunks cut a micro-batch where ranks exchange rows, and nowhere else"),

@@ -13,24 +13,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import _register_namedtuple
 
-from moe.activation import ACTIVATIONS, ActivationName
-from moe.by_unit import fork, single_assignments
-from moe.config import MoEConfig, check_exact
-from moe.deep_ep import DeepEPDispatcher
-from moe.dispatch import (
-    AllGatherDispatcher,
-    AllToAllDispatcher,
-    Dispatcher,
-    LocalDispatcher,
-    PaddedAllToAllDispatcher,
-)
-from moe.experts import GroupedExperts
-from moe.float8_rows import Float8Rows, round_rows
+from moe.config import ActivationName, MoEConfig, check_exact
+from moe.dispatch import Dispatcher, DispatchSetup, LocalDispatcher, dispatcher_of
+from moe.experts import ACTIVATIONS, GroupedExperts, fork, single_assignments
+from moe.float8 import round_rows
 from moe.rows import RowMap, sum_rows, take_rows
 from moe.stopwatch import Stopwatch
 from moe.transforms import in_vmap
 from parallel.dtensor import whole_parameters
-from parallel.unit_sums import UnitSums
+from parallel.exact import UnitSums
 from router import LostGroup, RouterOutput, TopKRouter
 
 
@@ -44,7 +35,8 @@ class MoEAux(NamedTuple):
     z_loss: Tensor
     """Scalar float32, without its coefficient."""
     aux_loss: Tensor
-    """Scalar float32: the sum of the three losses with their coefficients, for the model's loss."""
+    """Scalar float32, for the model's loss: the sum of the three losses with their coefficients, or
+    what another ``balancing`` has."""
     entropy: Tensor
     """Scalar float32 without a gradient: mean entropy of the tokens' probabilities, in nats."""
     tokens_per_expert_E: Tensor
@@ -102,7 +94,8 @@ _register_namedtuple(MoEOutput, serialized_type_name="moe.MoEOutput")
 
 
 class FeedForward(nn.Module):
-    """A dense feed-forward layer, also for the shared experts; see :mod:`moe.activation`."""
+    """A dense feed-forward layer, also for the shared experts; see
+    :mod:`moe.experts.activation`."""
 
     def __init__(
         self, d_model: int, d_ff: int, activation: ActivationName = "swiglu", bias: bool = False
@@ -199,40 +192,21 @@ class MoELayer(nn.Module):
 
         Args:
             group: the ranks that share the experts, in equal blocks.
-            across_nodes: for ``hierarchical``, the ranks of ``group`` at this rank's place in each
-                node.
-            within_node: for ``hierarchical``, the ranks of ``group`` on this rank's node.
+            across_nodes: the ranks of ``group`` at this rank's place in each node.
+            within_node: the ranks of ``group`` on this rank's node.
 
-        Raises ValueError for ``hierarchical`` without both of these groups.
+        Raises ValueError where the dispatcher cannot be made, as ``hierarchical`` without both
+        groups of nodes.
         """
         from moe.uncompiled import uncompiled
 
-        c = self.config
-        wire = Float8Rows() if c.dispatch_dtype == "float8" else None
         self.router.use_expert_group(group)
         # The sizes of an exchange are data of the host: no compiler can trace it.
         self._call = uncompiled
-        if c.dispatcher == "all_gather":
-            self.dispatcher = AllGatherDispatcher(group)
-        elif c.dispatcher == "padded_all_to_all":
-            room = self.router.capacity.most
-            self.dispatcher = PaddedAllToAllDispatcher(
-                group, c.max_tokens_per_call, room, c.overlap_chunks, wire
-            )
-        elif c.dispatcher == "deep_ep":
-            self.dispatcher = DeepEPDispatcher(group, c.max_tokens_per_call, wire)
-        elif c.dispatcher == "all_to_all":
-            self.dispatcher = AllToAllDispatcher(group, chunks=c.overlap_chunks, wire=wire)
-        elif across_nodes is None or within_node is None:
-            raise ValueError(
-                "dispatcher (hierarchical) must have expert ranks on more than one node, and "
-                "more than one on each, in equal numbers, and be given ParallelDims.ep_node_meshes "
-                "of meshes built with ranks_per_node; or use all_to_all"
-            )
-        else:
-            self.dispatcher = AllToAllDispatcher(
-                across_nodes, within_node, c.overlap_chunks, wire=wire
-            )
+        most = self.router.capacity.max_assignments_per_expert
+        self.dispatcher = dispatcher_of(
+            DispatchSetup(self.config, group, across_nodes, within_node, most)
+        )
 
     def use_exact_sums(self, sums: UnitSums) -> None:
         """Compute each micro-batch by itself, and add its experts' gradients to ``sums``;
@@ -243,10 +217,7 @@ class MoELayer(nn.Module):
         """
         check_exact(self.config)
         self.experts.unit_sums = sums
-        if isinstance(self.dispatcher, AllToAllDispatcher):
-            self.dispatcher = AllToAllDispatcher(self.dispatcher.group, by_unit=True)
-        else:
-            self.dispatcher = LocalDispatcher(by_unit=True)
+        self.dispatcher = self.dispatcher.by_unit()
 
     def forward(
         self,
@@ -363,14 +334,11 @@ class MoELayer(nn.Module):
         return y_TD if self.shared_gate is None else y_TD * self.shared_gate(x_TD).sigmoid()
 
     def _aux(self, routed: RouterOutput, stopwatch: Stopwatch | None) -> MoEAux:
-        c = self.config
         return MoEAux(
             load_balance_loss=routed.load_balance_loss,
             sequence_balance_loss=routed.sequence_balance_loss,
             z_loss=routed.z_loss,
-            aux_loss=c.aux_loss_coeff * routed.load_balance_loss
-            + c.seq_aux_loss_coeff * routed.sequence_balance_loss
-            + c.z_loss_coeff * routed.z_loss,
+            aux_loss=routed.aux_loss,
             entropy=routed.entropy,
             tokens_per_expert_E=routed.tokens_per_expert_E,
             topk_indices_TK=routed.topk_indices_TK,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parallel.host_buffers import new_empty
+from parallel.comm import new_empty
 from router import count_tokens_per_expert
 
 

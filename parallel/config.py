@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from parallel.gradient_compression import GradientCompression
 from parallel.layout import Topology
-from parallel.recompute import Recompute
 
-_MODEL = ConfigDict(frozen=True, extra="forbid", strict=True)
+GradientCompression = Literal["none", "bfloat16", "one_bit"]
+Recompute = Literal["none", "selective", "full"]
+
+
+class Section(BaseModel):
+    """A table of the spec: frozen, without unknown fields, and without NaN and infinities."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    on_resume: ClassVar[Mapping[str, str]] = {"*": "free"}
+    """Whether a resume of a run may change a field, see :class:`pretrain.section.OnResume`."""
 
 
 class PipelineSchedule(StrEnum):
@@ -34,10 +43,8 @@ class PipelineSchedule(StrEnum):
         return self in (PipelineSchedule.ZBV, PipelineSchedule.DUALPIPEV)
 
 
-class PipelineConfig(BaseModel):
+class PipelineConfig(Section):
     """The ``[parallel.pipeline]`` section: for ``parallel.pp`` above 1, stages and their order."""
-
-    model_config = _MODEL
 
     schedule: PipelineSchedule = Field(default=PipelineSchedule.ONE_F_ONE_B, strict=False)
     """``gpipe``: all forwards before all backwards (Huang et al., arXiv 1811.06965). ``1f1b``: each
@@ -59,18 +66,14 @@ class PipelineConfig(BaseModel):
         return self
 
 
-class MemoryConfig(BaseModel):
+class MemoryConfig(Section):
     """The ``[parallel.memory]`` section: what is sharded, offloaded and recomputed."""
-
-    model_config = _MODEL
 
     zero_stage: Literal[1, 2, 3] = 3
     """What each rank keeps only a shard of between uses: 1 the optimizer state; 2 gradients too; 3
     parameters too (ZeRO, Rajbhandari et al., arXiv 1910.02054, section 5). With 1 and 2, parameters
     are gathered once a step, and with 3 each layer's twice a micro-batch. With 1, gradients are
     reduced once a step, and otherwise once a micro-batch."""
-    prefetch: int = Field(default=0, ge=0)
-    """The number of layers ahead whose parameters are all-gathered; 0 leaves the choice to FSDP."""
     offload_optimizer: bool = False
     """Keep the shards of parameters, gradients and moments in host memory, and run the optimizer
     there."""
@@ -99,26 +102,14 @@ class MemoryConfig(BaseModel):
         return self
 
 
-class ParallelConfig(BaseModel):
+class ParallelConfig(Section):
     """The ``[parallel]`` section: the degree of every parallel axis.
 
     Attention and dense layers use ``pp x dp_replicate x dp_shard x cp x tp`` ranks; experts use the
     same ranks folded as ``efsdp x ep`` (parallel folding, arXiv 2504.14960).
     """
 
-    model_config = _MODEL
-
-    RENAMED: ClassVar[dict[str, str]] = {
-        "pp_schedule": "pipeline.schedule",
-        "pp_stages_per_rank": "pipeline.stages_per_rank",
-        "zero": "memory.zero_stage",
-        "prefetch": "memory.prefetch",
-        "offload_optimizer": "memory.offload_optimizer",
-        "offload_activations": "memory.offload_activations",
-        "recompute": "memory.recompute",
-        "recompute_every": "memory.recompute_layer_freq",
-    }
-    """Former names of fields, with the present ones."""
+    on_resume = {"tp": "fixed if exact", "cp": "fixed if exact", "*": "free"}
 
     pp: int = Field(default=1, ge=1)
     """Pipeline-parallel degree."""
@@ -144,14 +135,6 @@ class ParallelConfig(BaseModel):
     """The pipeline's schedule and stages."""
     memory: MemoryConfig = MemoryConfig()
     """Sharding, offloading and recomputation."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_old_names(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            for old in sorted(cls.RENAMED.keys() & data.keys()):
-                raise ValueError(f"parallel.{old} is now parallel.{cls.RENAMED[old]}")
-        return data
 
     @model_validator(mode="after")
     def _check(self) -> Self:

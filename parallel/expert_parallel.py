@@ -31,7 +31,7 @@ class ExpertParallelModule(Protocol):
 
     def use_exact_sums(self, sums: Any) -> None:
         """Compute by micro-batch, and add the experts' gradients to ``sums``
-        (:class:`parallel.unit_sums.UnitSums`)."""
+        (:class:`parallel.exact.unit_sums.UnitSums`)."""
         ...
 
 

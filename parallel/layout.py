@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import product
+from typing import NamedTuple
 
 Box = tuple[tuple[int, int], ...]
 """A half-open range for each dim: ``((start, stop), ...)`` in coordinates of the global array."""
@@ -29,6 +30,22 @@ _BASES: tuple[tuple[str, ...], ...] = (
     ("pp", "dp_replicate", "fsdp_tp"),
     ("world",),
 )
+
+
+class Place(NamedTuple):
+    """Where a rank stands: its index along each axis, from 0.
+
+    ``pp`` to ``tp`` are the dense axes from the outermost to the innermost. ``efsdp`` and ``ep``
+    are the same ranks as experts are laid out over them.
+    """
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    ep: int
+    efsdp: int
 
 
 @dataclass(frozen=True)
@@ -75,6 +92,20 @@ class Topology:
     def efsdp(self) -> int:
         """The number of shards of an expert: dp_shard x cp x tp / ep."""
         return self.fsdp * self.tp // self.ep
+
+    def place(self, rank: int) -> Place:
+        """Where a rank stands along every axis; the inverse of how ranks are numbered."""
+        outer, inner = divmod(rank, self.fsdp_tp)
+        pp, dp_replicate = divmod(outer, self.dp_replicate)
+        shards, tp = divmod(inner, self.tp)
+        dp_shard, cp = divmod(shards, self.cp)
+        efsdp, ep = divmod(inner, self.ep)
+        return Place(pp, dp_replicate, dp_shard, cp, tp, ep, efsdp)
+
+    def dp_rank(self, rank: int) -> int:
+        """The index of a rank among the ranks that get different sequences."""
+        place = self.place(rank)
+        return place.dp_replicate * self.dp_shard + place.dp_shard
 
     def size(self, axis: str) -> int:
         """The degree of ``axis``: a field, or fsdp, fsdp_tp, efsdp or world."""
@@ -181,10 +212,11 @@ class ShardLayout:
         return next(basis for basis in _BASES if self._used <= set(basis))
 
     def _coordinates(self, rank: int) -> dict[str, int]:
-        coordinates = {}
-        for axis in reversed(self._basis):
-            rank, coordinates[axis] = divmod(rank, self.topology.size(axis))
-        return coordinates
+        """The index of a rank along each axis of the basis, also those that join several."""
+        topology, place = self.topology, self.topology.place(rank)
+        fsdp = place.dp_shard * topology.cp + place.cp
+        joined = {"fsdp": fsdp, "fsdp_tp": fsdp * topology.tp + place.tp, "world": rank}
+        return {a: joined[a] if a in joined else getattr(place, a) for a in self._basis}
 
     def boxes(self, rank: int) -> list[Box]:
         """The slices that ``rank`` holds: one, or with ``stages`` any number."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -51,6 +53,8 @@ class ParallelDims:
     ) -> ParallelDims:
         """Make the meshes; every rank of the default process group must call.
 
+        A collective of each group fails after the time-out of the default process group.
+
         Args:
             topology: the degrees; their product must be the world size.
             device_type: ``cpu`` or ``cuda``.
@@ -76,31 +80,29 @@ class ParallelDims:
         # DTensors over ep already, and refuses meshes without a common root. DeviceMesh has no
         # public name for _unflatten; tests/parallel/test_private_torch.py guards the private one.
         root = init_device_mesh(device_type, (world,), mesh_dim_names=("world",))
-        dense = root._unflatten(
-            0, (t.pp, t.dp_replicate, t.fsdp, t.tp), ("pp", "dp_replicate", "fsdp", "tp")
+        dense = _split(
+            root, (t.pp, t.dp_replicate, t.fsdp, t.tp), ("pp", "dp_replicate", "fsdp", "tp")
         )
-        expert = root._unflatten(
-            0, (t.pp, t.dp_replicate, t.efsdp, t.ep), ("pp", "dp_replicate", "efsdp", "ep")
+        expert = _split(
+            root, (t.pp, t.dp_replicate, t.efsdp, t.ep), ("pp", "dp_replicate", "efsdp", "ep")
         )
-        data = root._unflatten(
-            0,
+        data = _split(
+            root,
             (t.pp, t.dp_replicate, t.dp_shard, t.cp, t.tp),
             ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
         )
-        spread = root._unflatten(
-            0, (t.pp, t.dp_replicate, t.fsdp_tp), ("pp", "dp_replicate", "fsdp_tp")
-        )
-        tokens = root._unflatten(
-            0,
+        spread = _split(root, (t.pp, t.dp_replicate, t.fsdp_tp), ("pp", "dp_replicate", "fsdp_tp"))
+        tokens = _split(
+            root,
             (t.pp, t.dp_replicate, t.dp_shard, t.cp * t.tp),
             ("pp", "dp_replicate", "dp_shard", "cp_tp"),
         )
-        stages = root._unflatten(0, (t.pp, world // t.pp), ("pp", "stage"))
+        stages = _split(root, (t.pp, world // t.pp), ("pp", "stage"))
         node_meshes = None
         per_node = ranks_per_node or world
         if 1 < per_node < t.ep and t.ep % per_node == 0:
-            by_node = root._unflatten(
-                0,
+            by_node = _split(
+                root,
                 (t.pp, t.dp_replicate, t.efsdp, t.ep // per_node, per_node),
                 ("pp", "dp_replicate", "efsdp", "ep_across", "ep_within"),
             )
@@ -123,8 +125,7 @@ class ParallelDims:
     @cached_property
     def dp_rank(self) -> int:
         """This rank's index among the ranks that get different sequences."""
-        inner = self.topology.cp * self.topology.tp
-        return dist.get_rank() % (self.topology.world // self.topology.pp) // inner
+        return self.topology.dp_rank(dist.get_rank())
 
     @property
     def reads_first(self) -> bool:
@@ -136,3 +137,31 @@ class ParallelDims:
     def dp_size(self) -> int:
         """The number of ranks that get different sequences: dp_replicate x dp_shard."""
         return self.topology.dp_replicate * self.topology.dp_shard
+
+
+def _split(root: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """The mesh of all ranks as axes of these sizes, with the time-out of the default group.
+
+    Without options torch gives each new group a time-out of its own, 30 minutes on gloo. A time-out
+    that is set later does not hold for gloo's sends and receives. An axis of all ranks has no
+    options: it takes the default group itself.
+    """
+    world = root.size()
+    options = {
+        name: made
+        for size, name in zip(sizes, names, strict=True)
+        if size < world and (made := _group_options(root.device_type)) is not None
+    }
+    return root._unflatten(0, sizes, names, options)
+
+
+def _group_options(device_type: str) -> Any:
+    """New options with the default group's time-out; None for a backend without a time-out."""
+    assert dist.group.WORLD is not None
+    backend = dist.group.WORLD._get_backend(torch.device(device_type))
+    if backend.name() not in ("gloo", "nccl"):
+        return None
+    kind: Any = type(backend.options)
+    options = kind()
+    options._timeout = backend.options._timeout
+    return options

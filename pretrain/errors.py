@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from corpus.errors import InputError as InputError
+
 EXIT_DONE = 0
 EXIT_LOST = 1
 EXIT_BAD_INPUT = 2
@@ -11,10 +13,6 @@ EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 EXIT_CRASHED = 1
 """What Python ends with after a traceback."""
-
-
-class InputError(ValueError):
-    """A spec, a corpus or a folder that cannot be used. Exit code 2."""
 
 
 class HealthError(RuntimeError):

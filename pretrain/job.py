@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ckpt import LocalArray
-from cluster.members import node_name
+from cluster.members import EXCLUDE_LIST, exclude, node_name
+from corpus.tokenizer import end_of_document, load_tokenizer
 from parallel import CompressedSum, Topology
-from pretrain.data import (
-    Blend,
-    Corpora,
-    Division,
-    Loader,
-    Sequences,
-    end_of_document,
-    load_tokenizer,
-    open_corpora,
-)
-from pretrain.errors import InputError
-from pretrain.health import CapacityBalance, Stragglers
-from pretrain.model import forward_flops
-from pretrain.observe import CapacityPlanned, Events, StepCommitted, read_log
+from pretrain.data import Blend, Corpora, Division, Loader, Sequences, open_corpora
+from pretrain.observe import Events, Notice
 from pretrain.optim import Surroundings, build_optimizer
 from pretrain.parallelize import (
     NO_MTP,
@@ -35,11 +23,15 @@ from pretrain.parallelize import (
     StepResult,
     forward_backward,
 )
+from pretrain.parts.capacity import CapacityBalance, CapacityPart
+from pretrain.parts.rank_watch import OddLosses
+from pretrain.parts.stragglers import StragglersPart
 from pretrain.rank_model import RankModel, build_model
-from pretrain.runtime import Runtime
+from pretrain.runtime import Runtime, starts_again_without_machine
 from pretrain.spec import JobSpec
 from pretrain.state import residual_arrays, training_arrays
-from router import StragglerAwareConfig, TopKRouter
+from pretrain.step import Part, PartContext, Wish, named_part
+from router import TopKRouter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +46,14 @@ class Job(RankModel):
     """
     blend: Blend
     """The blend of the spec; the blend of the run, which may have had others, is the loader's."""
-    balance: CapacityBalance | None
-    """Under straggler-aware capacity alone."""
-    stragglers: Stragglers | None
-    """None for one rank, and where the times of collectives are not measured."""
+    parts: tuple[Part, ...]
+    """The capabilities of a step, in the order in which they judge."""
     compressed: CompressedSum | None
     """Under gradient compression alone."""
     machines: tuple[str, ...]
     """The machine of each rank, as the exclude list names machines."""
+    context: PartContext
+    """What parts know of the run."""
     events: Events
     """Where this rank publishes what happens."""
 
@@ -82,11 +74,18 @@ class Job(RankModel):
         here = self.model.blocks
         return [row for row, number in enumerate(self.moe_layers) if number in here]
 
-    def restore_stragglers(self, state: dict[str, Any]) -> None:
-        """Go on with the speeds and the division of micro-batches that a checkpoint has."""
-        assert self.stragglers is not None
-        self.stragglers.load(state)
-        self.divide_micro_batches()
+    @property
+    def balance(self) -> CapacityBalance | None:
+        """Speeds and plans of straggler-aware capacity."""
+        found = (part.balance for part in self.parts if isinstance(part, CapacityPart))
+        return next(found, None)
+
+    def act(self, wish: Wish) -> None:
+        """Do what a part wishes for coming steps: capacity, division of micro-batches."""
+        if wish.division is not None:
+            self.loader.division = wish.division
+        if wish.plans is not None and self.balance is not None:
+            self.balance.apply(self.routers, self.runtime.rank)
 
     def continue_blend(self, blend: Blend, cursor: int) -> None:
         """Draw the samples before ``cursor`` as another blend says, and later ones as the spec
@@ -99,12 +98,6 @@ class Job(RankModel):
         self.loader.blend = blend
         self.loader.order = self.corpora.order(blend, loader.sequences, seed)
 
-    def divide_micro_batches(self) -> None:
-        """Divide the micro-batches of coming steps by the speeds of ``stragglers``."""
-        assert self.stragglers is not None
-        speeds = self.stragglers.division_speeds
-        self.loader.division = replace(self.loader.division, speeds=speeds)
-
     def forward_backward(
         self,
         batches: Sequence[Tensor],
@@ -112,7 +105,7 @@ class Job(RankModel):
         loss_scale: float | None = None,
         mtp: MTPLoss = NO_MTP,
     ) -> StepResult:
-        """Gradients of one step's loss, see :func:`pretrain.parallelize.forward_backward`, times
+        """Gradients of one step's loss, see :func:`pretrain.parallelize.micro_batches`, times
         ``loss_scale``, a power of two: that rounds nothing. ``mtp`` is what :meth:`mtp_loss` says
         of the step."""
         divisor = planned_tokens / (loss_scale or 1.0)
@@ -214,7 +207,9 @@ def build_job(
             exact=spec.train.exact,
         ),
     )
-    balance = runtime.together(lambda: _capacity_balance(spec, topology))
+    machines = tuple(runtime.gather_texts(node_name()))
+    events = Events() if events is None else events
+    context = _context(runtime, topology, events, spec.run_path, machines)
     how, compressed = spec.parallel.gradient_compression, None
     if how != "none":
         compressed = CompressedSum(parallel_model.local_model, dims.replicate_mesh.get_group(), how)
@@ -230,11 +225,11 @@ def build_job(
         loader=loader,
         held_out=held_out,
         blend=corpora.blend(),
-        balance=balance,
-        stragglers=_stragglers(spec, topology, runtime),
+        parts=_parts(spec, runtime, context, loader.division),
         compressed=compressed,
-        machines=tuple(runtime.gather_texts(node_name())),
-        events=Events() if events is None else events,
+        machines=machines,
+        context=context,
+        events=events,
     )
     for router in job.routers:
         router.balance_group = dims.stage_mesh.get_group()
@@ -247,23 +242,6 @@ def _end_token(spec: JobSpec) -> int | None:
     return end_of_document(load_tokenizer(spec.data), spec.data.end_token)
 
 
-def _stragglers(spec: JobSpec, topology: Topology, runtime: Runtime) -> Stragglers | None:
-    timed = runtime.device.type != "cuda" or runtime.comm_monitor.time_cuda
-    if topology.world == 1 or not timed:
-        return None
-    flops, moe = forward_flops(spec.model, spec.moe, spec.data.seq_len), spec.moe
-    layers = 0 if moe is None else len(spec.model.moe_layers)
-    if moe is None or not layers:
-        return Stragglers(spec.stragglers, topology, token_flops=flops.total, row_flops=0.0)
-    routed = flops.experts * moe.top_k / (moe.top_k + moe.num_shared_experts)
-    return Stragglers(
-        spec.stragglers,
-        topology,
-        token_flops=flops.total - routed,
-        row_flops=routed / (layers * moe.top_k),
-    )
-
-
 def _division(spec: JobSpec, topology: Topology) -> Division:
     """Equal parts; ranks that share parameters or exchange tokens wait for each other in every
     micro-batch."""
@@ -271,37 +249,50 @@ def _division(spec: JobSpec, topology: Topology) -> Division:
     return Division(
         topology.dp_replicate * topology.dp_shard,
         lockstep=topology.dp_shard > 1 or counts_all,
-        min_gain=spec.stragglers.min_gain,
     )
 
 
-def _capacity_balance(spec: JobSpec, topology: Topology) -> CapacityBalance | None:
-    if spec.moe is None or not isinstance(spec.moe.capacity, StragglerAwareConfig):
-        return None
-    config = spec.moe.capacity
-    balance, path = CapacityBalance(config, topology), config.replay_log
-    if path:
-        balance.replay(_recorded_plans(Path(path)), Path(path))
-    return balance
+def _parts(
+    spec: JobSpec, runtime: Runtime, context: PartContext, division: Division
+) -> tuple[Part, ...]:
+    """The parts of a run: those of Convoy, then those that ``train.parts`` names."""
+    capacity = runtime.together(lambda: CapacityPart.of_spec(spec, context))
+    stragglers = StragglersPart.of_spec(
+        spec,
+        context,
+        timed=runtime.device.type != "cuda" or runtime.comm_monitor.time_cuda,
+        division=division,
+        capacity_follows_speed=capacity is not None,
+    )
+    own: list[Part] = [OddLosses(context), *([] if capacity is None else [capacity]), stragglers]
+    others = runtime.together(lambda: [named_part(kind)(context) for kind in spec.train.parts])
+    return (*own, *others)
 
 
-def _recorded_plans(path: Path) -> dict[int, list[list[int]]]:
-    """The capacity plans of a run's log, by the step after which they hold. Of a step that was
-    taken more than once, as after a resume, the last time counts."""
-    try:
-        log = read_log(path)
-    except OSError as error:
-        raise InputError(
-            f"moe.capacity.replay_log ({path}) cannot be read: {error.strerror}"
-        ) from None
-    if log.problems:
-        raise InputError(
-            f"moe.capacity.replay_log ({path}) must be the log.jsonl of a run: {log.problems[0]}"
-        )
-    plans: dict[int, list[list[int]]] = {}
-    for event in log.events:
-        if isinstance(event, CapacityPlanned):
-            plans[event.step] = event.plans
-        elif isinstance(event, StepCommitted):
-            plans.pop(event.step, None)
-    return plans
+def _context(
+    runtime: Runtime, topology: Topology, events: Events, run_path: Path, machines: tuple[str, ...]
+) -> PartContext:
+    def exclude_machine(machine: str, why: str) -> bool:
+        def write() -> int:
+            path = run_path / EXCLUDE_LIST
+            try:
+                exclude(path, machine, why)
+            except (OSError, ValueError) as error:
+                text = f"{machine} cannot be put on {path}: {error}"
+                events.publish(Notice(step=0, text=text, problem=True))
+                return 0
+            return 1
+
+        return bool(runtime.from_first(write))
+
+    return PartContext(
+        rank=runtime.rank,
+        topology=topology,
+        device=runtime.device,
+        publish=events.publish,
+        machines=machines,
+        exclude=exclude_machine,
+        goes_on_without=lambda left: bool(
+            runtime.from_first(lambda: int(starts_again_without_machine(left)))
+        ),
+    )

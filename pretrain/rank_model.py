@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ckpt import LocalArray
-from moe import choose_backend, why_no_deep_ep, why_no_float8
+from moe import DISPATCHER, choose_backend, why_no_float8
 from parallel import Documents, ParallelDims, ShardLayout, Topology
 from pretrain.errors import InputError
-from pretrain.model import Decoder, DecoderOutput, Drafting
+from pretrain.model import Decoder, DecoderOutput
 from pretrain.parallelize import (
     LocalBatch,
     ParallelModel,
@@ -22,8 +22,14 @@ from pretrain.parallelize import (
     routing_stats,
 )
 from pretrain.runtime import Runtime
-from pretrain.spec import JobSpec
+from pretrain.spec import JobSpec, PrecisionConfig
 from pretrain.state import model_arrays
+
+
+def compute_dtype(precision: PrecisionConfig) -> torch.dtype:
+    """The dtype of GEMMs, by ``precision.compute``."""
+    dtype: torch.dtype = getattr(torch, precision.compute)
+    return dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,20 +57,17 @@ class RankModel:
         self,
         inputs_BS: Tensor,
         documents: Documents | None = None,
-        drafting: Drafting | None = None,
         routed: RoutedTokens | None = None,
     ) -> tuple[DecoderOutput | None, RoutingStats | None]:
         """The model's output, where the last stage is, and what this rank's routers did.
 
-        ``routed`` are the tokens that MoE layers route; None where all inputs are tokens. With
-        ``drafting`` one layer of multi-token prediction is computed, see
-        :meth:`pretrain.model.Decoder.forward`.
+        ``routed`` are the tokens that MoE layers route; None where all inputs are tokens.
         """
         pipeline = self.parallel_model.pipeline
         if pipeline is not None:
-            return pipeline.forward(inputs_BS, self.local_batch, documents, drafting, routed)
+            return pipeline.forward(inputs_BS, self.local_batch, documents, routed)
         mask = {} if routed is None else mask_of(routed, inputs_BS.device)
-        out: DecoderOutput = self.model(inputs_BS, None, documents, drafting=drafting, **mask)
+        out: DecoderOutput = self.model(inputs_BS, None, documents, **mask)
         tokens = inputs_BS.numel() // self.local_batch.tp_degree
         if routed is not None:
             tokens = routed.tokens
@@ -132,11 +135,12 @@ def _check_device(spec: JobSpec, device: torch.device) -> None:
     m = spec.moe
     if m is None:
         return
-    uses_deep_ep = m.dispatcher == "deep_ep" and spec.parallel.ep > 1
-    if uses_deep_ep and (why := why_no_deep_ep(spec.precision.dtype, device_type)):
-        raise InputError(f"moe.dispatcher (deep_ep) {why}")
+    dispatcher = DISPATCHER.load(m.dispatcher)
+    why = dispatcher.unavailable(compute_dtype(spec.precision), device_type)
+    if why and spec.parallel.ep > 1:
+        raise InputError(f"moe.dispatcher ({m.dispatcher}) {why}")
     try:
-        choose_backend(m.backend, m.d_model, m.d_ff, spec.precision.dtype, device_type)
+        choose_backend(m.backend, m.d_model, m.d_ff, compute_dtype(spec.precision), device_type)
     except ValueError as error:
         raise InputError(str(error)) from None
 
@@ -158,7 +162,7 @@ def _parallelize(spec: JobSpec, dims: ParallelDims) -> ParallelModel:
             parallel=spec.parallel,
             dims=dims,
             seq_len=spec.data.seq_len,
-            dtype=spec.precision.dtype,
+            dtype=compute_dtype(spec.precision),
             compiled=spec.train.compile,
             exact_units=_exact_units(spec),
             dense_float8=spec.precision.dense == "float8",

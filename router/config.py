@@ -2,23 +2,106 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from router.config_errors import OneLineErrors
+from router.kinds import OpenKind, Traits
 
 ScoreFunc = Literal["softmax", "sigmoid"]
-Routing = Literal["top_k", "expert_choice", "sinkhorn", "force_load_balance"]
 DropPolicy = Literal["reroute", "probs", "position"]
 
 _MODEL = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class DroplessConfig(BaseModel, metaclass=OneLineErrors):
-    """No expert has a capacity: every chosen assignment is computed."""
+@dataclass(frozen=True)
+class RoutingTraits(Traits):
+    """What rules between options ask of a routing."""
+
+    experts_choose: bool = False
+    """Experts choose tokens, and take no more than they choose: a token has a place for each
+    expert, most of them empty, and no capacity applies."""
+    takes_biases: bool = False
+    """The choice heeds ``expert_bias``."""
+    takes_groups: bool = False
+    """The choice heeds ``n_groups``."""
+    top_k_in_evaluation: bool = False
+    """In evaluation each token takes its ``top_k`` best experts, whatever other tokens there
+    are."""
+
+
+ROUTINGS = {
+    "top_k": RoutingTraits("router.routing_top_k:TopK", takes_biases=True, takes_groups=True,
+                           top_k_in_evaluation=True),
+    "expert_choice": RoutingTraits("router.routing_expert_choice:ExpertChoice",
+                                   experts_choose=True),
+    "sinkhorn": RoutingTraits("router.routing_sinkhorn:Sinkhorn", top_k_in_evaluation=True),
+    "force_load_balance": RoutingTraits("router.routing_force_load_balance:ForceLoadBalance"),
+}  # fmt: skip
+"""The routings of this repository, one line each."""
+
+ROUTING = OpenKind("moe.routing", "Routing of package router", ROUTINGS)
+
+
+@dataclass(frozen=True)
+class BalancingTraits(Traits):
+    """What rules between options ask of a balancing rule."""
+
+
+BALANCINGS = {"standard": BalancingTraits("router.balancing_standard:StandardBalancing")}
+"""The balancing rules of this repository, one line each."""
+
+BALANCING = OpenKind("moe.balancing", "Balancing of package router", BALANCINGS)
+
+
+@dataclass(frozen=True)
+class CapacityTraits(Traits):
+    """What rules between options ask of a capacity policy."""
+
+    bounded: bool = True
+    """An assignment may be moved to another expert, or dropped."""
+    depends_on_ranks: bool = True
+    """Which assignments these are depends on the number of ranks."""
+
+
+CAPACITIES = {
+    "dropless": CapacityTraits("router.capacity_dropless:Dropless", bounded=False,
+                               depends_on_ranks=False),
+    "fixed": CapacityTraits("router.capacity_fixed:FixedCapacity", depends_on_ranks=False),
+    "straggler_aware": CapacityTraits("router.capacity_straggler_aware:StragglerAwareCapacity"),
+}  # fmt: skip
+"""The capacity policies of this repository, one line each, and a config model below."""
+
+CAPACITY = OpenKind("moe.capacity.policy", "CapacityPolicy of package router", CAPACITIES)
+
+
+class _Policy(BaseModel, metaclass=OneLineErrors):
+    """What the options of all capacity policies have."""
 
     model_config = _MODEL
+    on_resume: ClassVar[dict[str, str]] = {"*": "fixed"}
+
+    @property
+    def traits(self) -> CapacityTraits:
+        """What other rules may ask of the policy."""
+        policy: str = vars(self)["policy"]
+        return CAPACITY.traits(policy)
+
+
+class DroplessConfig(_Policy):
+    """No expert has a capacity: every chosen assignment is computed."""
 
     policy: Literal["dropless"] = "dropless"
     """Names this variant."""
@@ -27,11 +110,15 @@ class DroplessConfig(BaseModel, metaclass=OneLineErrors):
     exceeds the bound goes to next-best experts of other ranks, and is dropped where no rank has
     room."""
 
+    @property
+    def traits(self) -> CapacityTraits:
+        """What other rules may ask of the policy: a bound on ranks is a capacity."""
+        bounded = self.max_tokens_per_rank > 0
+        return replace(super().traits, bounded=bounded, depends_on_ranks=bounded)
 
-class FixedCapacityConfig(BaseModel, metaclass=OneLineErrors):
+
+class FixedCapacityConfig(_Policy):
     """Every expert has the same capacity (GShard, Lepikhin et al., arXiv 2006.16668)."""
-
-    model_config = _MODEL
 
     policy: Literal["fixed"] = "fixed"
     """Names this variant."""
@@ -44,10 +131,13 @@ class FixedCapacityConfig(BaseModel, metaclass=OneLineErrors):
     dropped. ``position``: the assignments of the last tokens are dropped."""
 
 
-class StragglerAwareConfig(BaseModel, metaclass=OneLineErrors):
+class StragglerAwareConfig(_Policy):
     """Each rank has a capacity in proportion to its measured speed; what is over is rerouted."""
 
-    model_config = _MODEL
+    on_resume: ClassVar[dict[str, str]] = {
+        "hysteresis": "free", "false_alarm_rate": "free", "warmup_steps": "free",
+        "replay_log": "free", "*": "fixed",
+    }  # fmt: skip
 
     policy: Literal["straggler_aware"] = "straggler_aware"
     """Names this variant."""
@@ -81,8 +171,50 @@ class StragglerAwareConfig(BaseModel, metaclass=OneLineErrors):
         return self
 
 
+class OtherCapacityConfig(_Policy):
+    """A policy from outside this repository, with the options that its class declares.
+
+    The class derives from ``router.CapacityPolicy``; its ``Options``, a pydantic model, are the
+    other fields of this table.
+    """
+
+    model_config = _MODEL | {"extra": "allow"}
+
+    policy: Annotated[str, AfterValidator(CAPACITY.check)] = CAPACITY.names[-1]
+    """The class."""
+
+    @property
+    def options(self) -> BaseModel:
+        """The other fields of the table, as the class's ``Options``. Raises ValueError, one line,
+        for options that the class refuses."""
+        declared: BaseModel = CAPACITY.load(self.policy).Options(**(self.model_extra or {}))
+        return declared
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        try:
+            _ = self.options
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(["moe.capacity", *map(str, first["loc"])])
+            raise ValueError(f"{field} ({first['input']!r}): {first['msg']}") from None
+        return self
+
+
+def policy(capacity: Any) -> str:
+    """Which variant a table or a config of a capacity is; named as the field that says so."""
+    if not isinstance(capacity, dict | _Policy):
+        return "dropless"  # which says that it is no table
+    name = capacity.get("policy") if isinstance(capacity, dict) else vars(capacity)["policy"]
+    return name if isinstance(name, str) and name in CAPACITIES else CAPACITY.names[-1]
+
+
 CapacityConfig = Annotated[
-    DroplessConfig | FixedCapacityConfig | StragglerAwareConfig, Field(discriminator="policy")
+    Annotated[DroplessConfig, Tag("dropless")]
+    | Annotated[FixedCapacityConfig, Tag("fixed")]
+    | Annotated[StragglerAwareConfig, Tag("straggler_aware")]
+    | Annotated[OtherCapacityConfig, Tag(CAPACITY.names[-1])],
+    Field(discriminator=Discriminator(policy)),
 ]
 """The capacity of experts and ranks, one variant for each ``policy``."""
 
@@ -100,24 +232,12 @@ class RouterConfig(BaseModel, metaclass=OneLineErrors):
     """
 
     model_config = _MODEL
-
-    RENAMED: ClassVar[dict[str, str]] = {
-        "renormalize": "norm_topk_prob",
-        "selection": "routing",
-        "load_balance_weight": "aux_loss_coeff",
-        "load_balance_scope": "aux_loss_scope",
-        "sequence_balance_weight": "seq_aux_loss_coeff",
-        "z_loss_weight": "z_loss_coeff",
-        "capacity_policy": "capacity.policy",
-        "capacity_factor": "capacity.capacity_factor",
-        "overflow": "capacity.drop_policy",
-        "max_received_rows": "capacity.max_tokens_per_rank",
-        "rank_capacity_factor": "capacity.rank_capacity_factor",
-        "capacity_floor": "capacity.floor",
-        "capacity_ceiling": "capacity.ceiling",
-        "capacity_hysteresis": "capacity.hysteresis",
-    }
-    """Former names of fields, with the present ones."""
+    on_resume: ClassVar[dict[str, str]] = {
+        "input_jitter": "free", "bias_update_rate": "free", "aux_loss_coeff": "free",
+        "aux_loss_scope": "free", "seq_aux_loss_coeff": "free", "z_loss_coeff": "free",
+        "*": "fixed",
+    }  # fmt: skip
+    """Whether a resume of a run may change a field: ``free``, ``fixed`` or ``fixed if exact``."""
 
     num_experts: int = Field(ge=1)
     """The number of routed experts of one layer (E)."""
@@ -134,18 +254,16 @@ class RouterConfig(BaseModel, metaclass=OneLineErrors):
     """Scale the weights of a token's chosen experts to a sum of 1."""
     route_scale: float = Field(default=1.0, gt=0)
     """A factor on the weights, applied after ``norm_topk_prob``."""
-    router_dtype: Literal["float32", "float64"] = "float32"
-    """The dtype of logits, scores and auxiliary losses; a wider input dtype takes precedence."""
     input_jitter: float = Field(default=0.0, ge=0, lt=1)
     """In training, multiply the router's input by uniform random numbers between 1 - input_jitter
     and 1 + input_jitter (Fedus et al., arXiv 2101.03961, section 2.2)."""
 
-    routing: Routing = "top_k"
+    routing: Annotated[str, AfterValidator(ROUTING.check), ROUTING] = "top_k"
     """How experts are chosen. ``top_k``: each token takes its highest scores. ``expert_choice``:
     each expert takes the ceil(T·K / E) tokens with the highest scores (Zhou et al.,
     arXiv 2202.09368). ``sinkhorn``: top_k after a balancing normalization within the micro-batch
     (Clark et al., arXiv 2202.01169). ``force_load_balance``: experts in turn, whatever the scores;
-    for benchmarks only."""
+    for benchmarks only. Or a class derived from ``router.Routing``."""
     n_groups: int = Field(default=1, ge=1)
     """Equal blocks of experts, for example the experts of one node each (DeepSeek-V3,
     arXiv 2412.19437, section 2.1.2)."""
@@ -157,6 +275,9 @@ class RouterConfig(BaseModel, metaclass=OneLineErrors):
     capacity: CapacityConfig = DroplessConfig()
     """The capacity of experts and ranks; a table whose ``policy`` names the variant."""
 
+    balancing: Annotated[str, AfterValidator(BALANCING.check), BALANCING] = "standard"
+    """What keeps experts evenly loaded. ``standard``: the options below. Or a class derived from
+    ``router.Balancing``, with losses and bias steps of its own."""
     expert_bias: bool = False
     """Balance experts without a loss: a bias for each expert is added to the scores for the choice
     and not to the weights (Wang et al., arXiv 2408.15664)."""
@@ -176,13 +297,15 @@ class RouterConfig(BaseModel, metaclass=OneLineErrors):
     z_loss_coeff: float = Field(default=0.0, ge=0)
     """The coefficient of the router z-loss (Zoph et al., arXiv 2202.08906, eq. 5)."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_old_names(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            for old in sorted(cls.RENAMED.keys() & data.keys()):
-                raise ValueError(f"moe.{old} is now moe.{cls.RENAMED[old]}")
-        return data
+    @property
+    def routing_traits(self) -> RoutingTraits:
+        """What other rules may ask of the routing."""
+        return ROUTING.traits(self.routing)
+
+    @property
+    def max_experts_per_token(self) -> int:
+        """K, or E where experts choose."""
+        return self.num_experts if self.routing_traits.experts_choose else self.top_k
 
     @field_validator("capacity", mode="before")
     @classmethod
@@ -191,6 +314,8 @@ class RouterConfig(BaseModel, metaclass=OneLineErrors):
         if not isinstance(capacity, dict):
             return capacity
         policy = capacity.get("policy", "dropless")
+        if isinstance(policy, str):
+            CAPACITY.check(policy)
         variant = _VARIANTS.get(policy) if isinstance(policy, str) else None
         for field in capacity if variant else ():
             have = [name for name, other in _VARIANTS.items() if field in other.model_fields]
@@ -222,9 +347,10 @@ class RouterConfig(BaseModel, metaclass=OneLineErrors):
                 f"moe.softmax_after_topk (true) must be false with moe.score_func "
                 f"({self.score_func})"
             )
-        if self.routing == "expert_choice" and self.softmax_after_topk:
+        traits = self.routing_traits
+        if traits.experts_choose and self.softmax_after_topk:
             raise ValueError(
-                "moe.softmax_after_topk (true) must be false with moe.routing (expert_choice)"
+                f"moe.softmax_after_topk (true) must be false with moe.routing ({self.routing})"
             )
         ordinary = (0.0, type(self).model_fields["bias_update_rate"].default)
         if not self.expert_bias and self.bias_update_rate not in ordinary:
@@ -232,17 +358,19 @@ class RouterConfig(BaseModel, metaclass=OneLineErrors):
                 f"moe.expert_bias (false) must be true with moe.bias_update_rate "
                 f"({self.bias_update_rate}): there are no biases to update"
             )
-        if self.routing != "top_k" and (self.expert_bias or self.n_groups > 1):
+        if (self.expert_bias and not traits.takes_biases) or (
+            self.n_groups > 1 and not traits.takes_groups
+        ):
             raise ValueError(
                 f"moe.routing ({self.routing}) must be top_k with moe.expert_bias "
                 f"({str(self.expert_bias).lower()}) or moe.n_groups ({self.n_groups})"
             )
-        if self.routing == "expert_choice" and self.capacity != DroplessConfig():
+        if traits.experts_choose and self.capacity.traits.bounded:
             bound = getattr(self.capacity, "max_tokens_per_rank", 0)
             raise ValueError(
                 f"moe.capacity.policy ({self.capacity.policy}) must be dropless, and "
-                f"moe.capacity.max_tokens_per_rank ({bound}) 0, with moe.routing (expert_choice): "
-                f"experts take no more than they choose"
+                f"moe.capacity.max_tokens_per_rank ({bound}) 0, with moe.routing "
+                f"({self.routing}): experts take no more than they choose"
             )
 
     def _check_groups(self) -> None:

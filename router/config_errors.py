@@ -38,7 +38,7 @@ def _one_line(config: Any, error: ValidationError) -> str:
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     # Of a union's variant the location has the name too; the name is no field of the call.
     where = [str(part) for part in first["loc"]]
-    if len(where) == 3 and where[0] == "capacity":
+    if len(where) > 1 and where[0] == "capacity":
         del where[1]
     field = ".".join(where)
     match first["type"]:

@@ -34,6 +34,13 @@ class Bins(NamedTuple):
     """[B] int64, the most assignments of each bin."""
 
 
+def rank_bins(room_B: Tensor, num_experts: int) -> Bins:
+    """The bins of a level of ranks, which hold equal blocks of experts in their order."""
+    ranks = len(room_B)
+    expert_E = torch.arange(num_experts, device=room_B.device)
+    return Bins(expert_E // (num_experts // ranks), room_B)
+
+
 def keep_within(bins: Tensor, priority: Tensor | None, room_B: Tensor) -> Tensor:
     """Which assignments fit into their bins.
 

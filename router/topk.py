@@ -5,7 +5,6 @@ Legend: T tokens, D d_model, E experts, K top_k.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Self
@@ -15,25 +14,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from router.balancing import RoutedTokens, balancing_of
 from router.capacity import capacity_policy
-from router.config import RouterConfig, ScoreFunc
+from router.config import RouterConfig
 from router.groups import HoldsGroups, LostGroup
-from router.losses import (
-    load_balance_loss,
-    mean_over_tokens,
-    sequence_balance_loss,
-    z_loss,
-)
-from router.select import (
-    count_tokens_per_expert,
-    expert_choice,
-    force_load_balance,
-    limit_to_groups,
-    select_top_k,
-    sinkhorn,
-)
-
-_TINY = 1e-20
+from router.losses import mean_over_tokens
+from router.routing import Scored, routing_of
+from router.scores import TINY, score
+from router.select import count_tokens_per_expert
+from router.unused import UnusedUpdate
 
 
 class RouterOutput(NamedTuple):
@@ -75,29 +64,11 @@ class RouterOutput(NamedTuple):
     """Scalar float32, without its coefficient; 0 where the coefficient is 0."""
     z_loss: Tensor
     """Scalar float32, without its coefficient."""
+    aux_loss: Tensor
+    """Scalar float32: what the model's loss gets of the balancing rule, coefficients included."""
     entropy: Tensor
     """Scalar float32 without a gradient: the mean over tokens of the entropy of their
     probabilities, in nats; from 0 to log(E)."""
-
-
-def score(logits_TE: Tensor, score_func: ScoreFunc) -> tuple[Tensor, Tensor]:
-    """Scores, and probabilities over the experts; both [T, E].
-
-    Softmax scores are their own probabilities. Sigmoid scores are divided by their sum for the
-    balancing losses (DeepSeek-V3, arXiv 2412.19437, eq. 19). The probabilities of a token sum to 1,
-    also where all of its sigmoids underflow.
-    """
-    if score_func == "softmax":
-        probs_TE = logits_TE.softmax(-1)
-        return probs_TE, probs_TE
-    scores_TE = logits_TE.sigmoid()
-    sum_T1 = scores_TE.sum(-1, keepdim=True)
-    # softmax(log sigmoid(z)) is sigmoid(z) / sum without an underflow. Where the quotient is exact
-    # enough it stays: its bits are those of earlier runs. Logits are zeroed before, and not only
-    # the result, where it is not taken: a gradient of 0 times an infinity would be NaN.
-    low_T1 = sum_T1.detach() < _TINY
-    exact_TE = F.logsigmoid(logits_TE.masked_fill(~low_T1, 0)).softmax(-1)
-    return scores_TE, torch.where(low_T1, exact_TE, scores_TE / sum_T1.clamp_min(_TINY))
 
 
 def no_autocast(device_type: str) -> AbstractContextManager[object]:
@@ -107,43 +78,12 @@ def no_autocast(device_type: str) -> AbstractContextManager[object]:
     return torch.autocast(device_type, enabled=False)
 
 
-class _Idle:
-    """Warns once of an update that nobody calls: weights change from step to step without it.
-
-    Under FSDP weights are gathered into memory that autograd does not count changes of: there is no
-    warning then.
-    """
-
-    AFTER = 3
-    """Changes of the weights, so that a weight which is set by hand is not taken for a step."""
-
-    def __init__(self, option: str, update: str, otherwise: str = "") -> None:
-        self.option, self.update, self.otherwise = option, update, otherwise
-        self.steps: int | None = 0
-        """None where the update has been called, or the warning has been given."""
-        self._version: int | None = None
-
-    def look(self, weight: Tensor) -> None:
-        if self.steps is None or torch.compiler.is_compiling():
-            return
-        if self._version not in (None, weight._version):
-            self.steps += 1
-        self._version = weight._version
-        if self.steps >= self.AFTER:
-            steps, self.steps = self.steps, None
-            warnings.warn(
-                f"{self.option} has no effect, after {steps} optimizer steps: call "
-                f"layer.router.{self.update} after each step{self.otherwise}",
-                stacklevel=2,
-            )
-
-
 class TopKRouter(HoldsGroups, nn.Module):
     """A linear map to one logit per expert, a score function, and a choice of top_k experts.
 
-    The map, the scores and the losses are in ``router_dtype``, or in the input's dtype if the
-    input's is wider, whatever the model's dtype, and under autocast too. In bfloat16 the logits of
-    similar experts would tie, and the choice among them would be arbitrary.
+    The map, the scores and the losses are in float32, or in the input's dtype if that is wider,
+    whatever the model's dtype, and under autocast too. In bfloat16 the logits of similar experts
+    would tie, and the choice among them would be arbitrary.
     """
 
     GROUPS = ("balance_group", "token_group")
@@ -152,7 +92,8 @@ class TopKRouter(HoldsGroups, nn.Module):
     def __init__(self, d_model: int, config: RouterConfig) -> None:
         super().__init__()
         self.config = config
-        self.dtype = getattr(torch, config.router_dtype)
+        self.routing = routing_of(config)
+        self.balancing = balancing_of(config)
         self.capacity = capacity_policy(
             config.capacity, num_experts=config.num_experts, top_k=config.top_k
         )
@@ -166,30 +107,24 @@ class TopKRouter(HoldsGroups, nn.Module):
         self.step_counts_E: Tensor | None = None
         """[E] int64: what the load-balancing loss of the scope ``previous_step`` counts; see
         :meth:`set_step_counts`. Not part of the state dict."""
-        self._idle = _Idle(
+        self._idle = UnusedUpdate(
             "expert_bias (true)",
             "update_bias(tokens_per_expert_E)",
             ", or set bias_update_rate (0) to keep the biases as they are",
         )
-        self._idle_counts = _Idle(
+        self._idle_counts = UnusedUpdate(
             "aux_loss_scope (previous_step)", "set_step_counts(tokens_per_expert_E)"
         )
-        if config.routing == "force_load_balance":
-            warnings.warn(
-                "routing is force_load_balance: tokens go to experts in turn, whatever their "
-                "scores; this is for benchmarks and does not train a router",
-                stacklevel=2,
-            )
         self.reset_parameters()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Keep the weight in ``router_dtype`` or wider, and biases in float32, whatever dtype the
+        """Keep the weight in float32 or wider, and biases in float32, whatever dtype the
         model is cast to. In bfloat16 a step of 1e-3 would be lost on a bias of 0.5, and a small
         step of the optimizer on a weight."""
 
         def unless_narrower(t: Tensor) -> Tensor:
             out = fn(t)
-            wide_enough = torch.promote_types(out.dtype, self.dtype) == out.dtype
+            wide_enough = torch.promote_types(out.dtype, torch.float32) == out.dtype
             return out if wide_enough or out.dtype == t.dtype else t.to(out.device)
 
         before = self.expert_bias
@@ -258,9 +193,8 @@ class TopKRouter(HoldsGroups, nn.Module):
                 self._idle.look(self.weight)
             if c.aux_loss_scope == "previous_step" and c.aux_loss_coeff:
                 self._idle_counts.look(self.weight)
-        dtype = torch.promote_types(self.dtype, x_TD.dtype)
+        dtype = torch.promote_types(torch.float32, x_TD.dtype)
         with no_autocast(x_TD.device.type):
-            out_dtype = torch.promote_types(torch.float32, x_TD.dtype)
             x_TD = x_TD.to(dtype)
             if token_mask_T is not None:
                 # Padding may be NaN, which the weight's gradient would multiply by 0.
@@ -275,7 +209,6 @@ class TopKRouter(HoldsGroups, nn.Module):
                 replay_indices_TK,
                 prior_expert_counts_E,
                 token_mask_T,
-                out_dtype,
             )
 
     def _route(
@@ -285,65 +218,56 @@ class TopKRouter(HoldsGroups, nn.Module):
         replay_TK: Tensor | None,
         prior_expert_counts_E: Tensor | None,
         token_mask_T: Tensor | None,
-        dtype: torch.dtype,
     ) -> RouterOutput:
-        config = self.config
-        is_padding_T1 = None if token_mask_T is None else ~token_mask_T.unsqueeze(1)
+        E, config, mask_T = self.config.num_experts, self.config, token_mask_T
+        scores_TE, probs_TE = score(logits_TE, config.score_func)
         # Where logits are not finite scores are NaN, whatever the function: sigmoid(inf) is 1.
         bad_T = ~logits_TE.detach().isfinite().all(-1)
-        scores_TE, probs_TE = score(logits_TE, config.score_func)
-        E = config.num_experts
         sound_TE = logits_TE.detach().masked_fill(bad_T.unsqueeze(1), 0)
-        if token_mask_T is not None:
-            bad_T = bad_T & token_mask_T
-        choice_TE = self._choice(sound_TE, score(sound_TE, config.score_func)[0], token_mask_T)
-        if replay_TK is None:
-            wanted_TK = chosen_TK = self._select(choice_TE, token_mask_T)
-        else:
-            self._check_replay(replay_TK, len(logits_TE))
-            wanted_TK = replay_TK.where(replay_TK >= 0, -1 - replay_TK)
-            # A dropped assignment takes no capacity.
-            chosen_TK = replay_TK.masked_fill(replay_TK < 0, E)
-        if is_padding_T1 is not None:
-            wanted_TK = wanted_TK.masked_fill(is_padding_T1, E)
-            chosen_TK = chosen_TK.masked_fill(is_padding_T1, E)
+        sound_scores_TE = score(sound_TE, config.score_func)[0]
+        preferences_TE = self.routing.preferences(
+            Scored(sound_TE, sound_scores_TE, self.expert_bias, mask_T, self.training)
+        )
+        if mask_T is not None:
+            bad_T = bad_T & mask_T
+        wanted_TK, kept_TK = self._choose(preferences_TE, replay_TK, mask_T)
         counts_E = count_tokens_per_expert(wanted_TK, E + 1)[:E]
         # Tokens whose logits are not finite give way to all others.
         priority_TE = scores_TE.detach().masked_fill(bad_T.unsqueeze(1), -1)
-        num_tokens = None if token_mask_T is None else token_mask_T.sum()
-        placed = self.capacity.place(chosen_TK, choice_TE, priority_TE, self.training, num_tokens)
-        indices_TK, rows_E, dropped_TK = placed.expert_indices_TK, counts_E, placed.dropped_TK
-        gaps = replay_TK is not None or token_mask_T is not None
-        if config.routing == "expert_choice" or gaps:
+        num_tokens = None if mask_T is None else mask_T.sum()
+        placed = self.capacity.place(
+            kept_TK, preferences_TE, priority_TE, self.training, num_tokens
+        )
+        indices_TK, dropped_TK = placed.expert_indices_TK, placed.dropped_TK
+        gaps = replay_TK is not None or mask_T is not None
+        if gaps or self.routing.traits.experts_choose:
             nowhere_TK = indices_TK == E
             dropped_TK = nowhere_TK if dropped_TK is None else dropped_TK | nowhere_TK
         if replay_TK is not None:
             # Dropped assignments keep their part of the sum of weights.
             indices_TK = indices_TK.where(replay_TK >= 0, wanted_TK)
-        topk_indices_TK = indices_TK
-        weights_TK = self._weights(logits_TE, scores_TE, indices_TK, gaps)
-        weights_TK = weights_TK.masked_fill(bad_T.unsqueeze(1), torch.nan)
+        weights_TK = self.routing.weights(logits_TE, scores_TE, indices_TK, gaps)
+        weights_TK = (weights_TK * config.route_scale).masked_fill(bad_T.unsqueeze(1), torch.nan)
+        record_TK, rows_E = indices_TK, counts_E
         if dropped_TK is not None:
             # A token's other assignments keep their weights: a drop makes the output smaller.
             weights_TK = weights_TK.masked_fill(dropped_TK, 0)
-            unchanged_TK = ~dropped_TK | (topk_indices_TK == E)
-            topk_indices_TK = topk_indices_TK.where(unchanged_TK, -1 - topk_indices_TK)
+            record_TK = indices_TK.where(~dropped_TK | (indices_TK == E), -1 - indices_TK)
             indices_TK = indices_TK.masked_fill(dropped_TK, E)
             rows_E = count_tokens_per_expert(indices_TK, E + 1)[:E]
         expert_counts_E = self._batch_counts(counts_E, prior_expert_counts_E)
-        # With a coefficient of 0 the sequence-wise loss is not computed.
-        sequence_loss = logits_TE.new_zeros(())
-        if config.seq_aux_loss_coeff:
-            sequence_loss = sequence_balance_loss(
-                probs_TE, wanted_TK, seq_len, self.token_group, token_mask_T
+        losses = self.balancing.losses(
+            RoutedTokens(
+                logits_TE, probs_TE, wanted_TK, counts_E, expert_counts_E, mask_T, seq_len,
+                self.token_group,
             )
-        balance_loss = load_balance_loss(probs_TE, expert_counts_E, token_mask_T)
-        entropy_T = -(probs_TE.detach() * probs_TE.detach().clamp_min(_TINY).log()).sum(-1)
+        )  # fmt: skip
+        entropy_T = -(probs_TE.detach() * probs_TE.detach().clamp_min(TINY).log()).sum(-1)
         return RouterOutput(
             logits_TE=logits_TE,
             expert_indices_TK=indices_TK,
-            topk_indices_TK=topk_indices_TK,
-            expert_weights_TK=weights_TK.to(dtype),
+            topk_indices_TK=record_TK,
+            expert_weights_TK=weights_TK,
             rows_per_expert_E=rows_E,
             dropped_TK=dropped_TK,
             num_rerouted=placed.num_rerouted,
@@ -351,11 +275,29 @@ class TopKRouter(HoldsGroups, nn.Module):
             expert_counts_E=expert_counts_E,
             nonfinite_T=bad_T,
             num_nonfinite_tokens=bad_T.sum(),
-            load_balance_loss=balance_loss.to(dtype),
-            sequence_balance_loss=sequence_loss.to(dtype),
-            z_loss=z_loss(logits_TE, token_mask_T).to(dtype),
-            entropy=mean_over_tokens(entropy_T, token_mask_T).to(dtype),
+            load_balance_loss=losses.load_balance,
+            sequence_balance_loss=losses.sequence_balance,
+            z_loss=losses.z,
+            aux_loss=losses.total,
+            entropy=mean_over_tokens(entropy_T, mask_T),
         )
+
+    def _choose(
+        self, preferences_TE: Tensor, replay_TK: Tensor | None, token_mask_T: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """[T, K] the chosen experts, E for padding; and the same with E where a replay says that
+        the assignment was dropped: it takes no capacity."""
+        E = self.config.num_experts
+        if replay_TK is None:
+            wanted_TK = kept_TK = self.routing.choose(preferences_TE, token_mask_T)
+        else:
+            self._check_replay(replay_TK, len(preferences_TE))
+            wanted_TK = replay_TK.where(replay_TK >= 0, -1 - replay_TK)
+            kept_TK = replay_TK.masked_fill(replay_TK < 0, E)
+        if token_mask_T is None:
+            return wanted_TK, kept_TK
+        is_padding_T1 = ~token_mask_T.unsqueeze(1)
+        return wanted_TK.masked_fill(is_padding_T1, E), kept_TK.masked_fill(is_padding_T1, E)
 
     def _batch_counts(self, counts_E: Tensor, prior_expert_counts_E: Tensor | None) -> Tensor:
         """[E]: the assignments that the load-balancing loss counts, see ``aux_loss_scope``."""
@@ -376,33 +318,6 @@ class TopKRouter(HoldsGroups, nn.Module):
             else expert_counts_E + prior_expert_counts_E
         )
 
-    def _choice(self, logits_TE: Tensor, scores_TE: Tensor, token_mask_T: Tensor | None) -> Tensor:
-        """[T, E]: the values of the choice; minus infinity for experts outside a token's groups."""
-        config = self.config
-        if config.routing == "sinkhorn":
-            # Evaluation takes the plain choice, as Megatron-core does. So does one token: the only
-            # plan with equal sums over experts is then uniform, whatever the logits.
-            if not self.training or len(logits_TE) <= 1:
-                return logits_TE
-            return sinkhorn(logits_TE, token_mask_T=token_mask_T)
-        # Logits order as softmax scores do, and do not tie where those underflow.
-        choice_TE = logits_TE if config.softmax_after_topk else scores_TE
-        if self.expert_bias is not None:
-            choice_TE = scores_TE + self.expert_bias
-        if config.n_groups > 1:
-            choice_TE = limit_to_groups(
-                choice_TE, config.n_groups, config.topk_groups, config.topk_per_group
-            )
-        return choice_TE
-
-    def _select(self, choice_TE: Tensor, token_mask_T: Tensor | None) -> Tensor:
-        if self.config.routing == "force_load_balance":
-            T, E = choice_TE.shape
-            return force_load_balance(T, self.config.top_k, E, choice_TE.device, token_mask_T)
-        if self.config.routing == "expert_choice":
-            return expert_choice(choice_TE, self.config.top_k, token_mask_T)
-        return select_top_k(choice_TE, self.config.top_k)
-
     def _check_mask(self, token_mask_T: Tensor | None, x_TD: Tensor) -> None:
         if token_mask_T is None:
             return
@@ -414,12 +329,11 @@ class TopKRouter(HoldsGroups, nn.Module):
             )
 
     def _check_replay(self, replay_TK: Tensor, tokens: int) -> None:
-        E, routing = self.config.num_experts, self.config.routing
-        K = E if routing == "expert_choice" else self.config.top_k
+        E, K = self.config.num_experts, self.config.max_experts_per_token
         if replay_TK.shape != (tokens, K) or replay_TK.dtype != torch.int64:
             raise ValueError(
                 f"replay_indices_TK ({list(replay_TK.shape)}, {replay_TK.dtype}) must be "
-                f"[{tokens}, {K}] int64: the tokens, and top_k or, under expert_choice, "
+                f"[{tokens}, {K}] int64: the tokens, and top_k or, where experts choose, "
                 f"num_experts"
             )
         # On an accelerator this check would wait for the device; compiled, it would end the graph.
@@ -432,38 +346,10 @@ class TopKRouter(HoldsGroups, nn.Module):
                     f"num_experts ({E}), {E} for no expert, or -1 - e for a dropped expert e"
                 )
 
-    def _weights(
-        self, logits_TE: Tensor, scores_TE: Tensor, indices_TK: Tensor, gaps: bool
-    ) -> Tensor:
-        """[T, K]; with ``gaps`` some indices may be E, which is no expert and gets a weight of
-        0."""
-        config = self.config
-        if config.routing == "expert_choice":
-            chosen_TE = indices_TK < config.num_experts
-            weights_TK = scores_TE * chosen_TE
-            if config.norm_topk_prob:
-                weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp_min(_TINY)
-        elif config.softmax_after_topk:
-            weights_TK = logits_TE.gather(1, indices_TK.clamp(max=config.num_experts - 1))
-            if gaps:
-                # Not minus infinity: the gradient of a token without experts would be NaN.
-                nothing = torch.finfo(weights_TK.dtype).min
-                weights_TK = weights_TK.masked_fill(indices_TK == config.num_experts, nothing)
-            weights_TK = weights_TK.softmax(-1)
-        else:
-            weights_TK = scores_TE.gather(1, indices_TK.clamp(max=config.num_experts - 1))
-            if gaps:
-                weights_TK = weights_TK.masked_fill(indices_TK == config.num_experts, 0)
-            if config.norm_topk_prob:
-                weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True).clamp_min(_TINY)
-        return weights_TK * config.route_scale
-
     @torch.no_grad()
     def update_bias(self, tokens_per_expert_E: Tensor) -> None:
-        """Raise the bias of experts below the mean load and lower the others', once per step.
-
-        b_i += u · sign(mean(n) - n_i) (Wang et al., arXiv 2408.15664, algorithm 1; DeepSeek-V3,
-        arXiv 2412.19437, section 2.1.2). Biases have no gradient.
+        """Raise the bias of experts below the mean load and lower the others', once per step, as
+        the balancing rule says. Biases have no gradient.
 
         Args:
             tokens_per_expert_E: [E] the assignments of the whole step, all-reduced over all ranks:
@@ -475,10 +361,8 @@ class TopKRouter(HoldsGroups, nn.Module):
             raise ValueError("expert_bias (false) must be true for update_bias")
         self._check_counts("tokens_per_expert_E", tokens_per_expert_E)
         self._idle.steps = None
-        # n_i is compared with the mean in integers, E · n_i with the sum: exact for any counts.
         counts_E = tokens_per_expert_E.to(self.expert_bias.device)
-        direction_E = torch.sign(counts_E.sum() - counts_E * len(counts_E))
-        self.expert_bias += self.config.bias_update_rate * direction_E
+        self.expert_bias += self.balancing.bias_change(counts_E)
 
     def set_step_counts(self, tokens_per_expert_E: Tensor) -> None:
         """Set what the load-balancing loss of the scope ``previous_step`` counts, once per step.

@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from tests.support.ranks import end_ranks
+from tests.support.writers import serve_writers
+
+_writers = serve_writers()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,6 +30,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chooser.shuffle(files)
     chooser.shuffle(items)
     items.sort(key=lambda item: files.index(item.path))  # their fixtures are made once
+
+
+def pytest_unconfigure() -> None:
+    _writers.close()
 
 
 @pytest.fixture(autouse=True)

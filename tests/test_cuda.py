@@ -6,19 +6,12 @@ import pytest
 import torch
 
 import ckpt
-from moe import (
-    GroupedExperts,
-    MoEConfig,
-    MoELayer,
-    choose_backend,
-    float8_linear,
-    megablocks_backend,
-    why_no_float8,
-)
+from moe import GroupedExperts, MoEConfig, MoELayer, choose_backend, float8_linear, why_no_float8
+from moe.experts import megablocks_backend
 from parallel import ParallelDims, Topology, apply_expert_parallel
 from pretrain.model import Decoder, ModelConfig
 from pretrain.optim import MuonConfig, Surroundings, build_optimizer
-from tests.pretrain.test_runs import on_rank
+from tests.runs.test_runs import on_rank
 from tests.support.checkpoints import info
 from tests.support.jobs import events, write_corpus, write_spec
 from tests.support.ranks import run_ranks

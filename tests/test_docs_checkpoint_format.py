@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from parallel.layout import Topology
-from tests.support.checkpoints import SPECS, full_values, save_version_3, save_with_threads
+from tests.support.checkpoints import SPECS, full_values, save_with_threads
 
 PAGE = Path(__file__).parent.parent / "docs" / "checkpoint-format.md"
 
@@ -24,13 +24,9 @@ def read():
     return names["read"]
 
 
-@pytest.mark.parametrize("version", [3, 4])
 @pytest.mark.parametrize("layout", [Topology(), Topology(dp_shard=4, ep=2)])
-def test_the_reader_on_the_page_reads_what_was_saved(tmp_path, read, layout, version, monkeypatch):
-    if version == 3:
-        save_version_3(tmp_path, 3, layout, monkeypatch)
-    else:
-        save_with_threads(tmp_path, 3, layout)
+def test_the_reader_on_the_page_reads_what_was_saved(tmp_path, read, layout):
+    save_with_threads(tmp_path, 3, layout)
     for spec in SPECS:
         values = full_values(spec)
         stored = values.view(torch.uint16) if values.dtype == torch.bfloat16 else values

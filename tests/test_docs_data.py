@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
-from pretrain.commands import main
+from convoy.commands.command_line import main
 from tests.support.jobs import write_corpus
 from tests.support.ranks import run_ranks
 

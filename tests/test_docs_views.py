@@ -17,7 +17,7 @@ import pytest
 
 from pretrain.errors import InputError
 from pretrain.observe import read_log
-from tests.commands.test_report import write_run
+from tests.convoy.report.test_report import write_run
 
 pytest.importorskip("matplotlib")
 

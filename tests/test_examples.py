@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.commands import main
+from convoy.commands.command_line import main
 from tests.support.ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -47,7 +47,6 @@ CONFIGS = {
         lambda: MoEConfig(d_ff=8),
         "MoEConfig: there must be a value of num_experts, top_k, d_model",
     ),
-    "a former name": (lambda: moe(renormalize=False), "renormalize is now norm_topk_prob"),
     "a capacity": (
         lambda: moe(capacity={"policy": "fixed", "factor": 2.0}),
         "MoEConfig: there is no field capacity.factor",

@@ -24,7 +24,7 @@ try:
 except PackageNotFoundError:
     pass
 import torch, ckpt
-from pretrain.commands import main
+from convoy.commands import main
 state = {"w": torch.arange(4.0), "step": 3}
 ckpt.save_state_dict(sys.argv[1], state, step=3)
 into = {"w": torch.zeros(4), "step": 0}
@@ -45,7 +45,17 @@ def python_without_convoy(folder: Path, *arguments: str) -> subprocess.Completed
             (packages / path.name).symlink_to(path)
     env = dict(os.environ)
     # Each by itself: an editable install leaves metadata beside the packages of a checkout.
-    for name in ("router", "parallel", "moe", "ckpt", "cluster", "pretrain", "tools"):
+    for name in (
+        "router",
+        "parallel",
+        "moe",
+        "ckpt",
+        "cluster",
+        "corpus",
+        "pretrain",
+        "convoy",
+        "tools",
+    ):
         (packages / name).symlink_to(ROOT / name)
     env["PYTHONPATH"] = str(packages)
     command = [sys.executable, "-S", *arguments]
@@ -66,5 +76,5 @@ def test_a_save_without_an_installed_convoy(tmp_path):
 @pytest.mark.slow
 def test_a_run_without_an_installed_convoy(tmp_path):
     spec = write_spec(prepare_job(tmp_path / "job"))
-    run = python_without_convoy(tmp_path, "-m", "pretrain.commands", "pretrain", str(spec))
+    run = python_without_convoy(tmp_path, "-m", "convoy", "pretrain", str(spec))
     assert run.returncode == 0, run.stderr

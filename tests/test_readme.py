@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import ckpt
-from pretrain.commands import main
+from convoy.commands.command_line import main
 from pretrain.spec import resolve_spec
 from tests.support.jobs import write_corpus
 from tests.support.ranks import run_ranks
@@ -158,13 +158,13 @@ RUN = {
 # Run by another test, which is named.
 ELSEWHERE = {
     "convoy report runs/stdlib-tiny runs/other --output report.html": (
-        "tests/commands/test_report.py"
+        "tests/convoy/report/test_report.py"
     ),
     f"convoy chaos {RECIPE} runs/chaos --faults 30 --machines 3 --json chaos.json": (
-        "tests/pretrain/test_campaign.py"
+        "tests/convoy/chaos/test_campaign.py"
     ),
     f"convoy launch {RECIPE} --on torchrun --set launch.ranks_per_node=2 --submit": (
-        "tests/commands/test_launch.py"
+        "tests/convoy/commands/test_launch.py"
     ),
     f"convoy launch {RECIPE} --on slurm --set launch.nodes=2 --submit": (
         "tests/cluster/test_slurm.py"
@@ -172,12 +172,12 @@ ELSEWHERE = {
     f"convoy launch {RECIPE} --on ray --set launch.ranks_per_node=2 --submit": (
         "tests/cluster/test_ray.py"
     ),
-    "convoy pretrain tools/recipes/deepseek-v3.toml --shrink": "tests/pretrain/test_shrink.py",
-    "torchrun --standalone --nproc-per-node 4 tools/burnin.py --quick": (
+    "convoy pretrain tools/recipes/deepseek-v3.toml --shrink": "tests/pretrain/spec/test_shrink.py",
+    "torchrun --standalone --nproc-per-node 4 -m convoy burn-in --quick": (
         "tests/cluster/test_burnin.py"
     ),
-    "torchrun --standalone --nproc-per-node 2 tools/plan.py --calibrate here.toml": (
-        "tests/pretrain/test_calibrate.py"
+    "torchrun --standalone --nproc-per-node 2 -m convoy plan --calibrate here.toml": (
+        "tests/convoy/plan/test_calibrate.py"
     ),
     **dict.fromkeys(
         (
@@ -196,27 +196,34 @@ ELSEWHERE = {
         "tests/interop/test_megatron.py"
     ),
     "convoy reshard DCP_DIR moved-checkpoints": "tests/ckpt/test_interop.py",
-    "convoy convert upcycle SRC OUT --num-experts 8 --top-k 2": "tests/commands/test_convert.py",
+    "convoy convert upcycle SRC OUT --num-experts 8 --top-k 2": (
+        "tests/convoy/convert/test_convert.py"
+    ),
     f"torchrun --standalone --nproc-per-node 2 tools/pretrain.py {RECIPE}": "Makefile",
-    "torchrun --nproc-per-node 2 tools/pretrain.py mine.toml": "tests/commands/test_tools.py",
-    "torchrun --nproc-per-node 2 -m tools.pretrain mine.toml": "tests/commands/test_tools.py",
+    "torchrun --nproc-per-node 2 tools/pretrain.py mine.toml": (
+        "tests/convoy/commands/test_tools.py"
+    ),
+    "torchrun --nproc-per-node 2 -m tools.pretrain mine.toml": (
+        "tests/convoy/commands/test_tools.py"
+    ),
     "torchrun --nproc-per-node 2 --no-python convoy pretrain mine.toml": (
-        "tests/commands/test_starting.py"
+        "tests/convoy/commands/test_starting.py"
     ),
 }
 
 # Of a shell, git or a package index; the benchmarks take minutes. What torchrun does on several
-# machines is in tests/pretrain/test_elastic_agents.py, with agents on one machine.
+# machines is in tests/runs/test_elastic_agents.py, with agents on one machine.
 OUTSIDE = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=2:4 --nproc-per-node=8 "
     "--max-restarts=100 --rdzv-backend=convoy --rdzv-endpoint=HOST:29400 --rdzv-id=my-run "
     "--rdzv-conf=last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3,"
     "run_dir=runs/mine tools/pretrain.py mine.toml --set elastic.enabled=true",
     "torchrun --nnodes 16 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 "
-    "tools/burnin.py spec.toml --exclude-list runs/mine/exclude.json --json burnin.json",
+    "-m convoy burn-in spec.toml --exclude-list runs/mine/exclude.json "
+    "--json burnin.json",
     "pip install -e .[etcd]",
     "torchrun --nnodes 16 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 "
-    "tools/burnin.py spec.toml --expect h100",
+    "-m convoy burn-in spec.toml --expect h100",
     # tests/deploy starts a Prometheus with these rules and targets of its own.
     "prometheus --config.file=deploy/prometheus/prometheus.yml",
     "etcd --enable-v2 --listen-client-urls http://0.0.0.0:2379 "
@@ -236,7 +243,6 @@ OUTSIDE = {
     "OMP_NUM_THREADS=1 .venv/bin/python -m bench.recovery --samples 9",
     "PYTHONPATH=build/peers OMP_NUM_THREADS=1 .venv/bin/python -m bench.checkpoint --samples 5",
     "OMP_NUM_THREADS=1 .venv/bin/python -m bench.memory",
-    "OMP_NUM_THREADS=1 .venv/bin/python -m bench.drafts",
     "OMP_NUM_THREADS=1 .venv/bin/python -m bench.learning.trainer",
     "OMP_NUM_THREADS=1 .venv/bin/python -m bench.optimizers --json bench/results/optimizers.json",
     "OMP_NUM_THREADS=1 .venv/bin/python -m bench.float8_loss --json bench/results/float8_loss.json",
@@ -264,7 +270,7 @@ def test_commands_that_other_tests_run_are_in_them():
             "--no-python",
             "tools.pretrain",
             "tools/pretrain.py",
-            "tools/burnin.py",
+            "burn-in",
             "--calibrate",
         ):
             if word in command:

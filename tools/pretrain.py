@@ -1,18 +1,13 @@
 """``convoy pretrain``, from a checkout: ``torchrun --nproc-per-node 8 tools/pretrain.py SPEC``."""
 
 import sys
-from importlib import import_module
 from pathlib import Path
 
-if __name__ == "pretrain":
-    # Python searches a script's own folder first. So every script of this folder that imports the
-    # package `pretrain` gets this file, which leaves its name to the package: nothing else here
-    # has the name of a package.
-    sys.path.remove(str(Path(__file__).parent))
-    del sys.modules[__name__]
-    import_module(__name__)
-
 if __name__ == "__main__":
-    from pretrain.commands import main
+    # Python searches a script's own folder first, where pretrain.py has the name of the package.
+    tools = Path(__file__).resolve().parent
+    sys.path[:] = [str(tools.parent), *(p for p in sys.path if Path(p).resolve() != tools)]
+
+    from convoy.commands import main
 
     raise SystemExit(main("pretrain"))

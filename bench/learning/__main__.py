@@ -41,8 +41,6 @@ def rows_of(curves: Sequence[Curve]) -> list[Row]:
             rows.append(Row(case, name, "bits_per_byte", mean, "bits", best / mean, bits))
             load = statistics.mean(loads)
             rows.append(Row(case, name, "worst_load", load, "max / mean", 1 / load, loads))
-        for name, value in (("gzip -9", here[0].gzip), ("xz", here[0].xz)):
-            rows.append(Row(case, name, "bits_per_byte", value, "bits", best / value, [value]))
     return rows
 
 
@@ -67,7 +65,7 @@ def main() -> None:
     study, name = STUDIES[args.study], f"learning-{args.study}"
     root = (args.runs or ROOT / "runs" / "learning" / args.study).absolute()
     root.mkdir(parents=True, exist_ok=True)
-    prepare = [sys.executable, "tools/prepare_data.py", str(study.recipe)]
+    prepare = [sys.executable, "-m", "convoy", "prepare", str(study.recipe)]
     subprocess.run(prepare, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     curves = []
     for case, subject, seed in each_run(study, args.quick):
@@ -77,14 +75,13 @@ def main() -> None:
         print(f"{case}, {subject.name}, seed {seed}: {curves[-1].bits_per_byte:.4f} bits per byte, "
               f"worst load {curves[-1].worst_load:.2f}", flush=True)  # fmt: skip
     rows = rows_of(curves)
-    if len(study.seeds) == 1 and not study.compressors:
+    if study.compares_losses:
         rows += differences(curves)
     for row in rows:
         print(f"{row.case}  {row.subject:<34} {row.metric:<16} {row.value:.6g}")
     table = root / f"{name}.json" if args.quick else ROOT / "bench" / "results" / f"{name}.json"
     picture = root / f"{name}.svg" if args.quick else ROOT / "docs" / "images" / f"{name}.svg"
-    write_study(name, study.title, rows, curves, ["torch", "numpy"], table, picture,
-                compressors=study.compressors)  # fmt: skip
+    write_study(name, study.title, rows, curves, ["torch", "numpy"], table, picture)
 
 
 if __name__ == "__main__":

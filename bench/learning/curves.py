@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pretrain.observe import Evaluated, StepCommitted, Summary, read_log
 
@@ -27,10 +28,14 @@ class Curve:
     worst_load: float
     """The largest load of an expert over the mean, on held-out text, of the worst layer; 1 for a
     dense model."""
-    gzip: float
-    """Bits per byte of gzip -9 on the held-out documents, one after the other."""
-    xz: float
-    """Of xz -9, likewise."""
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of the run, without its losses and what was held out during it."""
+        return {
+            "case": self.case, "subject": self.subject, "seed": self.seed,
+            "tokens": self.tokens[-1], "first_loss": self.losses[0], "last_loss": self.losses[-1],
+            "bits_per_byte": self.bits_per_byte, "worst_load": self.worst_load,
+        }  # fmt: skip
 
 
 def read_curve(run: Path, case: str, subject: str, seed: int) -> Curve:
@@ -52,6 +57,4 @@ def read_curve(run: Path, case: str, subject: str, seed: int) -> Curve:
         held_out=[scored[step] for step in sorted(scored)],
         bits_per_byte=summary.val_bits_per_byte,
         worst_load=max(loads, default=1.0),
-        gzip=summary.gzip_bits_per_byte,
-        xz=summary.xz_bits_per_byte,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import matplotlib as mpl
@@ -14,27 +13,27 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from bench.harness import Row, finish
+from bench.harness import Row, finish, table_text
 from bench.learning.curves import Curve
-from pretrain.observe.report.figures import COLORS, STYLE
+from convoy.report.figures import COLORS, STYLE
 
 _STYLES = ("-", "--", ":", "-.")
 
 
 def write_study(
     name: str, title: str, rows: Sequence[Row], curves: Sequence[Curve], packages: Sequence[str],
-    table: Path, picture: Path, *, compressors: bool = False,
+    table: Path, picture: Path,
 ) -> None:  # fmt: skip
-    """Print the rows; write them with the curves as JSON, and draw the curves, and with
-    ``compressors`` lines for gzip and xz."""
+    """Print the rows; write them with the figures of each run as JSON, and draw the curves. The
+    losses of steps are in the picture alone."""
     finish(name, rows, packages, table)
-    found = json.loads(table.read_text())
-    found["curves"] = [asdict(curve) for curve in curves]
-    table.write_text(json.dumps(found, indent=1) + "\n")
-    picture.write_text(draw(title, curves, compressors) + "\n")
+    head = json.loads(table.read_text())
+    runs = [curve.summary() for curve in curves]
+    table.write_text(table_text(head, {"rows": head.pop("rows"), "curves": runs}))
+    picture.write_text(draw(title, curves) + "\n")
 
 
-def draw(title: str, curves: Sequence[Curve], compressors: bool = False) -> str:
+def draw(title: str, curves: Sequence[Curve]) -> str:
     """A panel for each case; a line is the mean over seeds, and its band has all seeds."""
     cases = list(dict.fromkeys(curve.case for curve in curves))
     with mpl.rc_context(STYLE):
@@ -43,14 +42,14 @@ def draw(title: str, curves: Sequence[Curve], compressors: bool = False) -> str:
         figure.suptitle(title)
         for axes, case in zip(figure.subplots(1, len(cases), squeeze=False)[0], cases, strict=True):
             axes.set_title(case)
-            _panel(axes, [curve for curve in curves if curve.case == case], compressors)
+            _panel(axes, [curve for curve in curves if curve.case == case])
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
     return text[text.index("<svg") :]
 
 
-def _panel(axes: Axes, curves: Sequence[Curve], compressors: bool) -> None:
+def _panel(axes: Axes, curves: Sequence[Curve]) -> None:
     subjects = list(dict.fromkeys(curve.subject for curve in curves))
     for color, style, subject in zip(COLORS, _STYLES * 2, subjects, strict=False):
         seeds = [curve for curve in curves if curve.subject == subject]
@@ -62,11 +61,6 @@ def _panel(axes: Axes, curves: Sequence[Curve], compressors: bool) -> None:
         if len(seeds) > 1:
             low, high = [min(c) for c in columns], [max(c) for c in columns]
             axes.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
-    if compressors:
-        for name, value in (("gzip -9", curves[0].gzip), ("xz", curves[0].xz)):
-            axes.axhline(value, color="#888888", linewidth=1, linestyle=":")
-            beside_axis = axes.get_yaxis_transform()  # x as a share of the axis
-            axes.text(0.01, value, name, transform=beside_axis, color="#555555", va="bottom")
     held_out = bool(curves[0].held_out)
     axes.set_ylabel("bits per byte, held out" if held_out else "loss, nats per token")
     axes.set_xlabel("step")

@@ -26,8 +26,8 @@ from bench.harness import Row
 from bench.learning.curves import Curve
 from bench.learning.plots import write_study
 from bench.recipe_runs import RECIPE, ROOT, prepare_corpus, train
+from convoy.commands.command_line import main as convoy
 from pretrain.checkpoint import restore
-from pretrain.commands import main as convoy
 from pretrain.data import Cursor
 from pretrain.job import build_job
 from pretrain.observe import Summary
@@ -164,8 +164,7 @@ def main() -> None:
         (step + 1) * spec.batch.global_batch_size * spec.data.seq_len for step in range(steps)
     ]
     curves = [
-        Curve("tiny Qwen3-MoE", subject, 0, tokens, losses, [], [], summary.val_bits_per_byte, 1.0,
-              summary.gzip_bits_per_byte, summary.xz_bits_per_byte)
+        Curve("tiny Qwen3-MoE", subject, 0, tokens, losses, [], [], summary.val_bits_per_byte, 1.0)
         for subject, losses in (("transformers' Trainer", theirs), ("Convoy, 2 ranks", ours))
     ]  # fmt: skip
     name, packages = "learning-trainer", ["torch", "transformers", "accelerate"]

@@ -34,6 +34,7 @@ from ckpt.store import Bytes, open_store
 from ckpt.write import SaveInfo, own_cells, write_failure
 from parallel.layout import Topology
 
+_START_SECONDS = 120.0
 _START = (
     "import sys; sys.path.insert(0, {!r}); from ckpt.background.writer import main; main({}, {})"
 )
@@ -131,14 +132,14 @@ class AsyncCheckpointer:
         """The process that writes this rank's saves."""
         return self._process.pid
 
-    def ready(self, timeout_seconds: float = 120.0) -> int:
+    def ready(self) -> int:
         """Wait until the writer process holds this rank's lock; returns the port at which the
         writer process serves its folder, or 0.
 
         Raises CheckpointError where the writer process does not start.
         """
         try:
-            data = self._channel.receive(timeout_seconds)
+            data = self._channel.receive(_START_SECONDS)
         except EOFError:
             data = None
         event = None if data is None else SaveEvent.model_validate_json(data)

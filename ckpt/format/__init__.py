@@ -9,7 +9,7 @@ from ckpt.format.array import (
     metadata_keys,
     metadata_objects,
 )
-from ckpt.format.chunk_grid import CHUNK_BYTES, storage_grid
+from ckpt.format.chunk_grid import storage_grid
 from ckpt.format.dtypes import FLOATS, STORAGE_DTYPES, convert, to_float32
 from ckpt.format.keys import locate, manifest_key, objects_key, pending_key
 from ckpt.format.manifest import (
@@ -22,7 +22,7 @@ from ckpt.format.manifest import (
 from ckpt.format.names import Extra, Missing, check_names, renamed
 from ckpt.format.object_index import ObjectRecord, gather
 from ckpt.format.pack_plan import Pack, PackPlan, PlacedTensor, plan_packs
-from ckpt.format.packed import PACKS, TREE, PackedTensor, PackPlace, StoredTensor
+from ckpt.format.packed import TREE, PackedTensor, PackPlace, StoredTensor
 from ckpt.format.shard_layout import Array, ObjectLayout, ReadInto
 from ckpt.format.shard_reader import Destination, read_object
 from ckpt.format.shard_writer import Encoder, aligned
@@ -41,9 +41,7 @@ from ckpt.format.state_tree import (
 )
 
 __all__ = [
-    "CHUNK_BYTES",
     "FLOATS",
-    "PACKS",
     "STORAGE_DTYPES",
     "TREE",
     "Array",

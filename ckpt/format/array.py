@@ -108,7 +108,7 @@ class ArrayRecord(Record):
     has ``placements`` on that mesh instead, and no splits: see
     :class:`parallel.placements.MeshLayout`. ``shard_shape`` is the shape of the part in one object,
     ``chunk_shape`` that of a chunk in the object. ``separator`` is between the coordinates in the
-    keys of its objects: a slash in checkpoints of format version 3 and before.
+    keys of its objects.
     """
 
     name: Annotated[str, AfterValidator(check_name)]
@@ -118,7 +118,7 @@ class ArrayRecord(Record):
     shard_shape: tuple[_Size, ...]
     chunk_shape: tuple[_Size, ...]
     compression: Compression = "none"
-    separator: Separator = "/"
+    separator: Separator = "."
     stages: tuple[int, ...] = ()
     mesh: MeshRecord | None = None
     placements: tuple[Placement, ...] = ()

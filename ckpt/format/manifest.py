@@ -66,9 +66,7 @@ class Manifest(Record):
     properties below from it."""
 
     format: Literal["convoy-checkpoint"] = "convoy-checkpoint"
-    format_version: Literal[2, 3, 4] = 4
-    """Version 3 added ``mesh`` and ``placements`` of arrays, and ``packed``; version 4 added
-    ``separator`` of arrays."""
+    format_version: Literal[4] = 4
     save_id: Annotated[str, AfterValidator(_check_save_id)]
     step: Count
     created: str

@@ -17,11 +17,11 @@ _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Checksum = Annotated[int, Field(ge=0, lt=1 << 32)]
 
 
-Separator = Literal["/", "."]
-"""What zarr's default chunk keys have between coordinates. Objects of an array whose keys have dots
-lie in one folder; with slashes each coordinate but the last is a folder of its own, which a file
-system makes and syncs one by one."""
-_KEY = re.compile(r"(.+)/c((?:[/.][0-9]{1,19})*)", re.DOTALL)
+Separator = Literal["."]
+"""What keys have between coordinates. With dots the objects of an array lie in one folder; with
+zarr's other separator, a slash, each coordinate but the last would be a folder of its own, which a
+file system makes and syncs one by one."""
+_KEY = re.compile(r"(.+)/c((?:\.[0-9]{1,19})*)", re.DOTALL)
 
 
 class Gridded(Protocol):
@@ -89,7 +89,7 @@ class Stored(BaseModel):
 
 
 def object_key(array: Gridded, coordinates: tuple[int, ...]) -> str:
-    """zarr's default chunk key: ``NAME/c.0.1``, or ``NAME/c/0/1`` with slashes."""
+    """zarr's default chunk key: ``NAME/c.0.1``."""
     return f"{array.name}/{array.separator.join(('c', *map(str, coordinates)))}"
 
 

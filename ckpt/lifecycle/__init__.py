@@ -1,5 +1,6 @@
 """Which checkpoints a store has, which of them are kept, and how the others are removed."""
 
+from ckpt.lifecycle.config import Retention
 from ckpt.lifecycle.garbage import Garbage, find_garbage, remove_garbage, remove_uncommitted
 from ckpt.lifecycle.lineage import Link, read_lineage, spec_differences
 from ckpt.lifecycle.reachable import fingerprint, prune, reachable
@@ -10,7 +11,7 @@ from ckpt.lifecycle.removal import (
     mark_for_removal,
     remove_objects,
 )
-from ckpt.lifecycle.retention import Removal, Retention, RetentionPlan, plan_retention, retain
+from ckpt.lifecycle.retention import Removal, RetentionPlan, plan_retention, retain
 
 __all__ = [
     "REMOVED",

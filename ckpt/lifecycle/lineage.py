@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -39,12 +38,8 @@ class Link:
     """Why the manifest cannot be read; all other fields but the step are then empty."""
 
 
-def read_lineage(
-    root: Location, upgraded: Callable[[dict[str, Any]], dict[str, Any]] = dict
-) -> list[Link]:
+def read_lineage(root: Location) -> list[Link]:
     """Every checkpoint of a store, oldest first; of a damaged manifest a link with a ``problem``.
-
-    ``upgraded`` gives an earlier version's spec the present names, which are then no changes.
 
     Raises CheckpointError where the store cannot be listed.
     """
@@ -57,7 +52,7 @@ def read_lineage(
         except CheckpointError as error:
             links.append(Link(step, problem=str(error)))
             continue
-        links.append(_link(manifest, before, upgraded))
+        links.append(_link(manifest, before))
         before = manifest
     return links
 
@@ -73,14 +68,10 @@ def spec_differences(before: Any, now: Any, path: str = "") -> list[tuple[str, A
     return [] if before == now else [(path, before, now)]
 
 
-def _link(
-    manifest: Manifest,
-    before: Manifest | None,
-    upgraded: Callable[[dict[str, Any]], dict[str, Any]],
-) -> Link:
+def _link(manifest: Manifest, before: Manifest | None) -> Link:
     changes = []
     if before is not None:
-        changes = spec_differences(upgraded(before.spec), upgraded(manifest.spec))
+        changes = spec_differences(before.spec, manifest.spec)
     return Link(
         step=manifest.step,
         save_id=manifest.save_id,

@@ -20,15 +20,17 @@ from ckpt.lifecycle.removal import mark_for_removal
 from ckpt.store import Location, Store, open_store
 from parallel.layout import Topology
 
+_MOST = 4
+"""Checkpoints of a tier that are told of."""
+
 
 def reachable(
     root: Location,
     topology: Topology,
     rank: int,
     wanted: Callable[[Manifest], bool] = lambda _: True,
-    most: int = 4,
 ) -> list[Manifest]:
-    """The checkpoints in a tier that have all objects that a rank needs, newest first.
+    """The newest four checkpoints in a tier that have all objects that a rank needs, newest first.
 
     Objects are checked for their length; their checksums are verified when they are read. A
     checkpoint whose manifest or objects cannot be read is left out.
@@ -38,7 +40,6 @@ def reachable(
         topology: that of the run.
         rank: the rank that will load.
         wanted: whether a checkpoint is considered.
-        most: the most checkpoints to return.
     """
     store, found = open_store(root), list[Manifest]()
     with contextlib.suppress(CheckpointError):
@@ -47,7 +48,7 @@ def reachable(
                 manifest = read_manifest(store, step)
                 if wanted(manifest) and _holds(store, manifest, topology, rank):
                     found.append(manifest)
-            if len(found) == most:
+            if len(found) == _MOST:
                 break
     return found
 

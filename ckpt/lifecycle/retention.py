@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from ckpt.errors import CheckpointError
 from ckpt.format import (
     Manifest,
@@ -18,24 +16,9 @@ from ckpt.format import (
     manifest_key,
     read_manifest,
 )
+from ckpt.lifecycle.config import Retention
 from ckpt.lifecycle.removal import first_problem, mark_for_removal, remove_objects
 from ckpt.store import Location, Store, open_store
-
-
-class Retention(BaseModel):
-    """The rules of retention; a checkpoint is kept where any of the rules keeps it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    keep: int = Field(default=2, ge=1)
-    """The number of newest checkpoints that are kept."""
-    keep_every: int = Field(default=0, ge=0)
-    """Checkpoints whose step is a multiple of this are kept for ever; 0 keeps none."""
-    keep_best: int = Field(default=0, ge=0)
-    """The number of checkpoints with the lowest ``validation`` in their manifest's ``state`` that
-    are kept."""
-    grace_seconds: float = Field(default=0.0, ge=0)
-    """Seconds that a checkpoint stays after the save that put the checkpoint beyond ``keep``."""
 
 
 @dataclass(frozen=True)

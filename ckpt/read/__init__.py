@@ -1,6 +1,6 @@
 """Reading slices of a checkpoint, verified, onto any number of ranks."""
 
-from ckpt.read.box import PackReader, read_box, read_box_into, read_nowhere, read_tensor
+from ckpt.read.box import PackReader, read_box, read_nowhere, read_tensor
 from ckpt.read.compare import ArrayDifference, compare
 from ckpt.read.load import load
 from ckpt.read.stored_array import OpenCheckpoint, StoredArray, open_checkpoint
@@ -17,7 +17,6 @@ __all__ = [
     "open_checkpoint",
     "open_group",
     "read_box",
-    "read_box_into",
     "read_nowhere",
     "read_tensor",
     "verify",

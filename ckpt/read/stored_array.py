@@ -147,7 +147,7 @@ class OpenCheckpoint(Mapping[str, StoredArray]):
 
 
 def open_checkpoint(root: Location, step: int | None = None) -> OpenCheckpoint:
-    """Open the checkpoint of ``step``, or the newest one; ``ckpt.open`` is this.
+    """Open the checkpoint of ``step``, or the newest one.
 
     ``root`` may also be the path of a manifest, which names its step.
 
@@ -156,3 +156,6 @@ def open_checkpoint(root: Location, step: int | None = None) -> OpenCheckpoint:
     root, step = locate(root, step)
     store = open_store(root)
     return OpenCheckpoint(store, read_manifest(store, step))
+
+
+open = open_checkpoint  # noqa: A001  # ``ckpt.open``, as users write

@@ -17,7 +17,7 @@ from ckpt.rewrite.folder_target import Checked, FolderTarget, split_into_files
 from ckpt.rewrite.reshard import MEMORY, reshard, write_checkpoint
 from ckpt.rewrite.slabs import row_major_boxes
 from ckpt.rewrite.source import CheckpointSource, Source, SourceArray, SourceInfo, changed
-from ckpt.rewrite.target import Part, Receipt, Target, UnfinishedError
+from ckpt.rewrite.target import Part, Receipt, Target
 
 __all__ = [
     "LEAST_MEMORY",
@@ -39,7 +39,6 @@ __all__ = [
     "Stacked",
     "Target",
     "Transposed",
-    "UnfinishedError",
     "Unstacked",
     "changed",
     "described",

@@ -38,14 +38,9 @@ def write_checkpoint(
     target: Location,
     topology: Topology,
     progress: Progress = lambda _: None,
-    memory: int = MEMORY,
-    workers: int = 1,
 ) -> Manifest:
-    """Write a checkpoint from any source, as :func:`reshard` does.
-
-    ``memory`` and ``workers`` are those of :func:`ckpt.rewrite.rewrite`.
-    """
+    """Write a checkpoint from any source, as :func:`reshard` does."""
     made = CheckpointTarget(source, target, topology)
-    rewrite(made, memory, workers, progress)
+    rewrite(made, MEMORY, progress=progress)
     assert made.manifest is not None
     return made.manifest

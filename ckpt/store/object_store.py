@@ -1,8 +1,7 @@
 """Object stores, through obstore: S3 and compatible servers, Google Cloud Storage, Azure.
 
 A server makes an object visible atomically and durably: there is nothing to sync. obstore repeats
-failed requests (5xx, lost connections) with exponential backoff and jitter; ``ckpt.Retrying``
-repeats operations that obstore gave up.
+no request: ``ckpt.Retrying`` repeats operations, and counts and tells what it repeats.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import timedelta
 from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -22,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from ckpt.store.protocol import Reader, Store
+from ckpt.store.protocol import Reader, Store, TakenByAnotherError
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Client
@@ -39,19 +37,9 @@ TAIL_BYTES = 64 << 10
 """The last bytes of an object, fetched when it is opened: the index, or a short object."""
 _SMALL = 4096
 _GAP = 64 << 10  # fetching that many unwanted bytes costs less than a request
-_NO_RETRIES: Any = {"max_retries": 0}
-_RETRIES: Any = {
-    "max_retries": 6,
-    "backoff": {
-        "init_backoff": timedelta(seconds=0.1),
-        "max_backoff": timedelta(seconds=5),
-        "base": 2,
-    },
-    "retry_timeout": timedelta(seconds=60),
-}
 
 
-def open_location(location: str, *, retries: bool = True) -> ObjectStore:
+def open_location(location: str) -> ObjectStore:
     """The store at ``s3://bucket/prefix``, ``gs://`` or ``az://``.
 
     Options are environment variables with obstore's names (AWS_ENDPOINT_URL, AWS_ALLOW_HTTP, ...).
@@ -61,17 +49,18 @@ def open_location(location: str, *, retries: bool = True) -> ObjectStore:
     scheme, _, rest = location.partition("://")
     if scheme not in SCHEMES or not rest.strip("/"):
         wanted = ", ".join(f"{scheme}://BUCKET/PREFIX" for scheme in SCHEMES)
-        raise ValueError(f"checkpoint location {location} must be a folder, or one of {wanted}")
+        raise ValueError(
+            f"checkpoint location {location} must be a folder, or one of {wanted}, "
+            f"or package.module:Class://... of a store"
+        )
     names = ("AWS_", "GOOGLE_", "AZURE_")
     options = tuple(sorted(item for item in os.environ.items() if item[0].startswith(names)))
     location = location.rstrip("/")
-    return ObjectStore(location, _client(location, options, os.getpid(), retries))
+    return ObjectStore(location, _client(location, options, os.getpid()))
 
 
 @lru_cache(maxsize=16)  # a client holds connections
-def _client(
-    location: str, options: tuple[tuple[str, str], ...], process: int, retries: bool
-) -> Client:
+def _client(location: str, options: tuple[tuple[str, str], ...], process: int) -> Client:
     try:
         from obstore.exceptions import BaseError
         from obstore.store import from_url
@@ -84,8 +73,7 @@ def _client(
     if location.startswith("s3:") and "AWS_COPY_IF_NOT_EXISTS" not in dict(options):
         config = {"copy_if_not_exists": "multipart"}
     try:
-        retry_config = _RETRIES if retries else _NO_RETRIES
-        return from_url(location, config=config, retry_config=retry_config)
+        return from_url(location, config=config, retry_config={"max_retries": 0})
     except (BaseError, ValueError) as error:
         raise ValueError(f"checkpoint location {location}: {_first_line(error)}") from None
 
@@ -98,6 +86,7 @@ class ObjectStore(Store):
 
     def __init__(self, location: str, client: Client) -> None:
         self.location, self.client = location, client
+        self._unanswered: dict[str, str] = {}  # the marks of published keys without an answer
 
     @override
     def where(self, key: str = "") -> str:
@@ -131,25 +120,36 @@ class ObjectStore(Store):
     def publish(self, key: str, data: bytes | bytearray) -> None:
         """Put an object if the key is free; see :meth:`Store.publish`.
 
-        The object carries a random mark of this call. Where the server's answer is lost, the
-        repeated request finds the key taken: the mark tells whether by this call.
+        The object carries a random mark. Where the server's answer is lost, a repeated call has
+        the same mark and finds the key taken: the mark tells whether by this store, and
+        :class:`TakenByAnotherError` that it was not.
         """
+        writer = self._unanswered.pop(key, None) or secrets.token_hex(8)
+        try:
+            self._put_new(key, data, writer)
+        except TakenByAnotherError:
+            raise
+        except OSError:
+            self._unanswered[key] = writer
+            raise
+
+    def _put_new(self, key: str, data: bytes | bytearray, writer: str) -> None:
         import obstore
 
-        mark = {"writer": secrets.token_hex(8)}
         try:
             with self._errors(key):
-                obstore.put(self.client, key, data, mode="create", attributes=mark)
+                obstore.put(self.client, key, data, mode="create", attributes={"writer": writer})
         except FileExistsError:
             try:
                 with self._errors(key):
-                    found = obstore.get(self.client, key, options={"head": True}).attributes
+                    there = obstore.get(self.client, key, options={"head": True}).attributes
             except FileNotFoundError:
                 # A server may refuse both of two writers; or the object was removed since.
                 message = "the server refused two writers at a time, and has neither object"
                 raise OSError(errno.EAGAIN, message, self.where(key)) from None
-            if found.get("writer") != mark["writer"]:
-                raise
+            if there.get("writer") != writer:
+                message = os.strerror(errno.EEXIST)
+                raise TakenByAnotherError(errno.EEXIST, message, self.where(key)) from None
 
     @override
     @contextlib.contextmanager
@@ -200,7 +200,8 @@ class ObjectStore(Store):
 
     @override
     def remove_all(self, folder: str) -> None:
-        with contextlib.suppress(OSError), self._errors(folder):
+        """See :meth:`Store.remove_all`; raises OSError, for :class:`Retrying` to try again."""
+        with self._errors(folder):
             keys = [each["path"] for each in self._all(folder)]
             for start in range(0, len(keys), 1000):
                 self._remove(keys[start : start + 1000])

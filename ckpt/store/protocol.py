@@ -19,6 +19,10 @@ THREADS = min(4, os.cpu_count() or 1)
 Bytes: TypeAlias = "NDArray[np.uint8]"
 
 
+class TakenByAnotherError(FileExistsError):
+    """A key is taken, and not by an earlier attempt of this store whose answer was lost."""
+
+
 class Reader(Protocol):
     """An open object."""
 

@@ -8,12 +8,12 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from typing_extensions import override
 
-from ckpt.store.protocol import Bytes, Reader, Store
+from ckpt.store.protocol import Bytes, Reader, Store, TakenByAnotherError
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class Retrying(Store):
     there is compared byte by byte: an equal object is success, any other raises FileExistsError.
 
     Args:
-        store: the store.
+        store: the store; of one that retries already, what it retries: there is one layer.
         attempts: the most attempts at one operation, the first included.
         first_seconds: the longest wait before the second attempt; doubled for each later one.
         longest_seconds: the limit of that doubling.
@@ -48,6 +48,8 @@ class Retrying(Store):
     Attributes:
         retries: the number of repeated attempts so far.
     """
+
+    store: Store
 
     def __init__(
         self,
@@ -60,10 +62,18 @@ class Retrying(Store):
         told: Callable[[OSError], None] | None = None,
     ) -> None:
         assert attempts >= 1
+        if isinstance(store, Retrying):
+            store = store.store
         self.store, self.attempts, self.retries, self.links = store, attempts, 0, store.links
         self._first, self._longest = first_seconds, longest_seconds
         self._sleep, self._jitter, self._told = sleep, jitter, told
         self._lock = threading.Lock()  # objects are written and read by several threads
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
 
     @override
     def where(self, key: str = "") -> str:
@@ -123,7 +133,8 @@ class Retrying(Store):
 
     @override
     def remove_all(self, folder: str) -> None:
-        self._again(lambda: self.store.remove_all(folder))
+        with contextlib.suppress(OSError):  # what cannot be removed stays
+            self._again(lambda: self.store.remove_all(folder))
 
     @override
     def free_bytes(self) -> int | None:
@@ -142,6 +153,8 @@ class Retrying(Store):
             nonlocal failed
             try:
                 act()
+            except TakenByAnotherError:
+                raise
             except FileExistsError:
                 if not (failed and holds(self, key, parts)):
                     raise

@@ -17,11 +17,10 @@ from ckpt.write.commit import (
 )
 from ckpt.write.objects import WRITERS, sync, write_metadata
 from ckpt.write.ownership import own_cells
-from ckpt.write.save import Agree, save
+from ckpt.write.save import save
 
 __all__ = [
     "WRITERS",
-    "Agree",
     "Receipt",
     "SaveAbandonedError",
     "SaveInfo",

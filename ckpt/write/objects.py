@@ -17,7 +17,7 @@ from ckpt.format import (
     metadata_objects,
     objects_key,
 )
-from ckpt.store import Bytes, ReportBytes, Store
+from ckpt.store import Bytes, Store
 from ckpt.write.commit import Receipt, SaveInfo
 
 WRITERS = min(4, 2 * (os.cpu_count() or 1))
@@ -45,9 +45,6 @@ def write_objects(
     store: Store,
     info: SaveInfo,
     objects: Iterable[tuple[ObjectLayout, ReadInto]],
-    progress: ReportBytes = lambda _: None,
-    threads: int = WRITERS,
-    write_bytes: int = WRITE_BYTES,
 ) -> Receipt:
     """Write objects in several threads; their names are durable after :func:`sync`.
 
@@ -55,17 +52,14 @@ def write_objects(
         store: the store.
         info: the save.
         objects: the objects, each with a function that fills in the numbers of a box.
-        progress: called with the bytes of each object that was written, by any thread.
-        threads: how many objects are written at a time.
-        write_bytes: bytes that a thread lays out before each write; at least one chunk.
     """
     folder, todo = objects_key(info.save_id), list(objects)
     sizes = [layout.padded_bytes for layout, _ in todo]
     # To fault in new memory costs about as much as a copy: a small save allocates little.
     least = max((layout.chunk_stride for layout, _ in todo), default=0)
-    size = min(write_bytes, max(sizes, default=0), max(least, sum(sizes) // (4 * threads)))
+    size = min(WRITE_BYTES, max(sizes, default=0), max(least, sum(sizes) // (4 * WRITERS)))
     memories: LifoQueue[Bytes] = LifoQueue()  # last in, first out: that buffer is in the cache
-    for _ in range(min(threads, len(todo))):
+    for _ in range(min(WRITERS, len(todo))):
         memories.put(aligned(size))
 
     def write(one: tuple[ObjectLayout, ReadInto]) -> tuple[str, ObjectRecord]:
@@ -76,10 +70,9 @@ def write_objects(
             store.write(f"{folder}/{layout.key}", parts)
         finally:
             memories.put(memory)
-        progress(parts.encoder.record.bytes)
         return layout.key, parts.encoder.record
 
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(WRITERS) as pool:
         return dict(pool.map(write, todo))
 
 

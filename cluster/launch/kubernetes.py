@@ -13,82 +13,203 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
+import os
 import shutil
 import subprocess
-from dataclasses import replace
+import time
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from cluster.launch.job import (
     EXIT_BAD_INPUT,
     EXIT_HEALTH,
     EXIT_TRY_AGAIN,
-    STATUS_FILE,
-    Job,
+    EngineJob,
     one_line,
 )
-from cluster.launch.torchrun import continued, torchrun_words
-from cluster.launch.yaml_text import as_yaml
-from cluster.members import EXCLUDE_LIST
+from cluster.launch.node import (
+    excluded_nodes,
+    make_mark,
+    node_script,
+    run_launcher,
+    status_since,
+    torchrun_words,
+)
+from cluster.members import node_name
 
 _TIMEOUT = 120.0
 _NO_ANSWER = "kubectl did not answer"
 _GRACE_SECONDS = 600
 _PORT = 29400
-_CONFIG = "/etc/convoy/spec.json"
+_FILES = Path("/etc/convoy")
+"""Where pods have the files of the ConfigMap."""
+_SPEC, _JOB = "spec.json", "job.json"
 _STEP_LABEL = "trainer.kubeflow.org/trainjob-ancestor-step"
 _QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 _HOST_LABEL = "kubernetes.io/hostname"
 
-_SCRIPT = """\
-run_dir=@RUN_DIR@
-export CONVOY_NODE_ORDER=$JOB_COMPLETION_INDEX
-mkdir -p "$run_dir/launch" && mark="$run_dir/launch/start-$HOSTNAME" && : > "$mark" || exit 2
-run_code() {  # what the run has ended with since the mark; nothing while the run goes on
-    [ "$run_dir/@STATUS_FILE@" -nt "$mark" ] && python3 -c 'import json, sys
-found = json.load(open(sys.argv[1]))["exit_code"]; print("" if found is None else found)' \\
-        "$run_dir/@STATUS_FILE@"
-}
-@SETUP@
-@VERSION@
-# A pod keeps to its node: on an excluded one the pod waits for the end, and fails nothing.
-while [ -e "$run_dir/@EXCLUDE_LIST@" ] && python3 -c 'import json, sys
-nodes = [one["node"] for one in json.load(open(sys.argv[1]))["excluded"]]
-sys.exit(sys.argv[2] not in nodes)' "$run_dir/@EXCLUDE_LIST@" "$CONVOY_NODE_NAME"; do
-    [ -n "$waits" ] || echo "node $CONVOY_NODE_NAME is on the exclude list: this pod only waits"
-    waits=1
-    case $(run_code) in 0 | @BAD_INPUT@ | @HEALTH@) exit "$(run_code)" ;; esac
-    sleep 5
-done
-@TORCHRUN@ &
-launcher=$!
-trap 'kill -TERM $launcher' TERM
-wait $launcher; code=$?
-while kill -0 $launcher 2>/dev/null; do wait $launcher; code=$?; done
-# torchrun hides the exit code of the run, which the node of rank 0 writes.
-for try in 1 2 3 4 5; do
-    [ $code = 0 ] && exit 0
-    found=$(run_code)
-    [ -n "$found" ] && exit "$found"
-    sleep 1
-done
-exit 1
-"""
+_WAIT_SECONDS = 5.0
+"""How often a pod on an excluded node looks for the end of the run."""
+_TRIES = 5
+"""Seconds that a pod waits for what the node of rank 0 writes at the end of the run."""
 
 
-def objects(job: Job) -> list[dict[str, Any]]:
+class _Dumper(yaml.SafeDumper):
+    """YAML for people: texts of several lines as blocks, and equal objects written out twice."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _block(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_Dumper.add_representer(str, _block)
+
+
+class Kubernetes:
+    """Kubernetes, with Kubeflow Trainer or with JobSet alone; each node is a pod."""
+
+    brings_spec = True
+    tells_end = False
+    container_workdir = "/data"
+
+    def render(self, job: EngineJob) -> str:
+        """The objects as documents of YAML."""
+        head = "".join(f"{line}\n" for line in job.head())
+        documents: str = yaml.dump_all(objects(job), Dumper=_Dumper, sort_keys=False)
+        return head + documents
+
+    def check(self, job: EngineJob) -> None:
+        """Refuse what Kubernetes cannot start. Raises ValueError: one line."""
+        if job.launch.image is None:
+            raise ValueError(
+                f"launch.image (none) must be an image with convoy-moe {job.version} for --on "
+                f"kubernetes"
+            )
+        if job.launch.kubernetes.volume_claim is None and job.has_local_checkpoints:
+            raise ValueError(
+                f"checkpoint.path ({job.checkpoints}) is a folder of a pod, which is lost with the "
+                f"pod: set launch.kubernetes.volume_claim, or give the URL of an object store"
+            )
+        if job.launch.kubernetes.volume_claim is not None and job.has_local_checkpoints:
+            mount = Path(job.workdir)
+            for field, path in (("run_dir", job.run_dir), ("checkpoint.path", job.checkpoints)):
+                if not Path(path).is_relative_to(mount):
+                    raise ValueError(
+                        f"{field} ({path}) must be below launch.workdir ({mount}), which pods share"
+                    )
+        if shutil.which("kubectl") is None:
+            raise ValueError(
+                "--on kubernetes needs the program kubectl, which is not installed on this machine"
+            )
+
+    def submit(self, job: EngineJob, text: str) -> str:
+        """Create the objects; returns the last one's name. Raises ValueError where the API refuses
+        an object, and removes those that were created before it."""
+        self.check(job)
+        created: list[dict[str, Any]] = []
+        wanted = objects(job)
+        for item in wanted:
+            refusal = _kubectl(["create", "--dry-run=server", "-f", "-"], item)
+            # A TrainJob needs its runtime, which a dry run does not leave behind.
+            if refusal and item["kind"] != "TrainJob":
+                raise ValueError(f"Kubernetes refuses {item['kind']} {_name(job)}: {refusal}")
+        for item in wanted:
+            refusal = _kubectl(["create", "-f", "-"], item)
+            if refusal:
+                # The API may have made an object about which it has not answered in time.
+                unsure = [item] if refusal.startswith(_NO_ANSWER) else []
+                rest = _delete(list(reversed([*created, *unsure])))
+                raise ValueError(f"Kubernetes refuses {item['kind']} {_name(job)}: {refusal}{rest}")
+            created.append(item)
+        return f"{created[-1]['kind'].lower()}/{_name(job)}"
+
+    def submitted(self, job: EngineJob, number: str) -> list[str]:
+        """Lines for people about a job that was created."""
+        space = job.launch.kubernetes.namespace
+        return [
+            f"created {number} in namespace {space}",
+            f"output       kubectl -n {space} logs -f -l convoy/run={_name(job)} --prefix",
+            f"pods         kubectl -n {space} get pods -l convoy/run={_name(job)}",
+            f"stop         kubectl -n {space} delete {number}",
+        ]
+
+    def on_node(self, job: EngineJob, *words: str) -> int:
+        """What a pod's container does; it ends with the exit code of the run."""
+        mark = make_mark(job, os.environ["HOSTNAME"])
+        code = _wait_where_excluded(job, mark)
+        if code is not None:
+            return code
+        # The pods have the spec with its overrides from the ConfigMap.
+        in_pod = job.model_copy(update={"config": str(_FILES / _SPEC), "overrides": ()})
+        command = torchrun_words(
+            in_pod,
+            endpoint(job),
+            _name(job),
+            is_host=os.environ["JOB_COMPLETION_INDEX"] == "0",
+        )
+        # The container's first process alone is told of a stop.
+        if run_launcher(command, forward_stop=True) == 0:
+            return 0
+        for _ in range(_TRIES):
+            code = _run_code(job, mark)
+            if code is not None:
+                return code
+            time.sleep(1)
+        return 1
+
+
+def endpoint(job: EngineJob) -> str:
+    """Where the pods of a job meet: at the first one, by the name that JobSet gives it."""
+    return f"{_name(job)}-node-0-0.{_name(job)}:{_PORT}"
+
+
+def _name(job: EngineJob) -> str:
+    """The name of the objects: names of Kubernetes have no capitals, points or underscores."""
+    return job.name.lower().replace("_", "-").replace(".", "-")
+
+
+def _run_code(job: EngineJob, mark: Path) -> int | None:
+    """What the run has ended with since the mark; None while it goes on."""
+    status = status_since(job, mark)
+    return None if status is None else status["exit_code"]
+
+
+def _wait_where_excluded(job: EngineJob, mark: Path) -> int | None:
+    """On an excluded node, wait for the end of the run, and return its exit code.
+
+    A pod keeps to its node: one that failed there would come back there, until the job has failed
+    too often. None where the node is not, or no longer, on the list.
+    """
+    name, said = node_name(), False
+    while name in excluded_nodes(job):
+        if not said:
+            print(f"node {name} is on the exclude list: this pod only waits", flush=True)
+            said = True
+        code = _run_code(job, mark)
+        if code in (0, EXIT_BAD_INPUT, EXIT_HEALTH):
+            return code
+        time.sleep(_WAIT_SECONDS)
+    return None
+
+
+def objects(job: EngineJob) -> list[dict[str, Any]]:
     """The objects of the API, in the order in which they are created."""
-    name, space = job.name, job.pods.namespace
+    name, space = _name(job), job.launch.kubernetes.namespace
     about = {"name": name, "namespace": space}
     spec_file = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {"name": f"{name}-spec", "namespace": space},
-        "data": {"spec.json": job.config_text},
+        "data": {_SPEC: job.config_text, _JOB: job.for_nodes()},
     }
-    labels = {"labels": {_QUEUE_LABEL: job.queue}} if job.queue else {}
-    if job.pods.kind == "JobSet":
+    labels = {"labels": {_QUEUE_LABEL: job.launch.queue}} if job.launch.queue else {}
+    if job.launch.kubernetes.kind == "JobSet":
         job_set = {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
             "kind": "JobSet",
@@ -116,19 +237,13 @@ def objects(job: Job) -> list[dict[str, Any]]:
     return [spec_file, runtime, train_job]
 
 
-def render(job: Job) -> str:
-    """The objects as documents of YAML."""
-    head = "".join(f"{line}\n" for line in job.head())
-    return head + "---\n".join(as_yaml(one) for one in objects(job))
-
-
-def _job_set(job: Job) -> dict[str, Any]:
+def _job_set(job: EngineJob) -> dict[str, Any]:
     most = job.nodes[1]
     node_job = {
         "parallelism": most,
         "completions": most,
         "completionMode": "Indexed",
-        "backoffLimit": job.max_restarts,
+        "backoffLimit": job.launch.max_restarts,
         "podFailurePolicy": {
             "rules": [
                 {"action": "FailJob", "onExitCodes": _codes(EXIT_BAD_INPUT, EXIT_HEALTH)},
@@ -144,7 +259,7 @@ def _job_set(job: Job) -> dict[str, Any]:
     return {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "failurePolicy": {
-            "maxRestarts": job.max_restarts,
+            "maxRestarts": job.launch.max_restarts,
             "rules": [
                 {
                     "name": "needs-a-person",
@@ -170,8 +285,8 @@ def _codes(*values: int) -> dict[str, Any]:
     return {"containerName": "node", "operator": "In", "values": list(values)}
 
 
-def _pod(job: Job) -> dict[str, Any]:
-    pods = job.pods
+def _pod(job: EngineJob) -> dict[str, Any]:
+    pods = job.launch.kubernetes
     annotations: dict[str, str] = {}
     if job.metrics_port:
         annotations |= {
@@ -179,11 +294,11 @@ def _pod(job: Job) -> dict[str, Any]:
             "prometheus.io/port": str(job.metrics_port),
             "prometheus.io/path": "/metrics",
         }
-    if pods.topology_label and job.queue:
+    if pods.topology_label and job.launch.queue:
         annotations["kueue.x-k8s.io/podset-preferred-topology"] = pods.topology_label
     volumes = [
         {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
-        {"name": "spec", "configMap": {"name": f"{job.name}-spec"}},
+        {"name": "spec", "configMap": {"name": f"{_name(job)}-spec"}},
     ]
     if pods.volume_claim:
         volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": pods.volume_claim}})
@@ -194,26 +309,26 @@ def _pod(job: Job) -> dict[str, Any]:
         "containers": [_container(job)],
         "volumes": volumes,
     }
-    if job.walltime_minutes is not None:
-        spec["activeDeadlineSeconds"] = math.ceil(job.walltime_minutes * 60) + _GRACE_SECONDS
-    metadata: dict[str, Any] = {"labels": {"convoy/run": job.name}}
+    if job.launch.walltime_minutes is not None:
+        spec["activeDeadlineSeconds"] = math.ceil(job.launch.walltime_minutes * 60) + _GRACE_SECONDS
+    metadata: dict[str, Any] = {"labels": {"convoy/run": _name(job)}}
     if annotations:
         metadata["annotations"] = annotations
     return {"metadata": metadata, "spec": spec}
 
 
-def _container(job: Job) -> dict[str, Any]:
-    pods = job.pods
+def _container(job: EngineJob) -> dict[str, Any]:
+    pods = job.launch.kubernetes
     mounts = [
         {"name": "shared-memory", "mountPath": "/dev/shm"},
-        {"name": "spec", "mountPath": str(Path(_CONFIG).parent)},
+        {"name": "spec", "mountPath": str(_FILES)},
     ]
     if pods.volume_claim:
-        mounts.append({"name": "data", "mountPath": pods.mount_path})
+        mounts.append({"name": "data", "mountPath": job.workdir})
     asked = {"cpu": str(job.cpus_per_node)}
     resources: dict[str, Any] = {"requests": asked}
-    if job.gpus_per_node:
-        resources["limits"] = {"nvidia.com/gpu": str(job.gpus_per_node)}
+    if job.launch.gpus_per_node:
+        resources["limits"] = {"nvidia.com/gpu": str(job.launch.gpus_per_node)}
     environment: list[dict[str, Any]] = [
         {"name": key, "value": value} for key, value in job.all_environment.items()
     ]
@@ -222,10 +337,10 @@ def _container(job: Job) -> dict[str, Any]:
     )
     container: dict[str, Any] = {
         "name": "node",
-        "image": job.image,
+        "image": job.launch.image,
         "command": ["bash", "-c"],
-        "args": [node_script(job)],
-        "workingDir": job.workdir or pods.mount_path,
+        "args": [_script(job)],
+        "workingDir": job.workdir,
         "env": environment,
         "resources": resources,
         "volumeMounts": mounts,
@@ -237,32 +352,14 @@ def _container(job: Job) -> dict[str, Any]:
     return container
 
 
-def node_script(job: Job) -> str:
-    """What the container of each pod runs, in bash; it ends with the exit code of the run."""
-    # The pods have the spec with its overrides from the ConfigMap.
-    in_pod = replace(job, config=_CONFIG, overrides=())
-    words = torchrun_words(
-        in_pod,
-        f"{job.name}-node-0-0.{job.name}:{_PORT}",
-        job.name,
-        {"is_host": "$((JOB_COMPLETION_INDEX == 0))"},
-    )
-    text = _SCRIPT
-    for key, value in {
-        "RUN_DIR": shlex.quote(job.run_dir),
-        "SETUP": "\n".join([*job.setup, *([job.burn_in] if job.burn_in else [])]),
-        "VERSION": job.version_check,
-        "TORCHRUN": continued(words),
-        "STATUS_FILE": STATUS_FILE,
-        "EXCLUDE_LIST": EXCLUDE_LIST,
-        "BAD_INPUT": str(EXIT_BAD_INPUT),
-        "HEALTH": str(EXIT_HEALTH),
-    }.items():
-        text = text.replace(f"@{key}@", value)
-    return text
+def _script(job: EngineJob) -> str:
+    """What the container of each pod runs, in bash."""
+    order = "export CONVOY_NODE_ORDER=$JOB_COMPLETION_INDEX"
+    words = ["kubernetes", str(_FILES / _JOB)]
+    return node_script(job, words, before=[order], burn_in=True) + "\n"
 
 
-def _affinity(job: Job) -> dict[str, Any]:
+def _affinity(job: EngineJob) -> dict[str, Any]:
     affinity: dict[str, Any] = {}
     if job.excluded:
         rule = {"key": _HOST_LABEL, "operator": "NotIn", "values": list(job.excluded)}
@@ -271,10 +368,10 @@ def _affinity(job: Job) -> dict[str, Any]:
                 "nodeSelectorTerms": [{"matchExpressions": [rule]}]
             }
         }
-    if job.pods.topology_label and not job.queue:
+    if job.launch.kubernetes.topology_label and not job.launch.queue:
         near = {
-            "labelSelector": {"matchLabels": {"convoy/run": job.name}},
-            "topologyKey": job.pods.topology_label,
+            "labelSelector": {"matchLabels": {"convoy/run": _name(job)}},
+            "topologyKey": job.launch.kubernetes.topology_label,
         }
         affinity["podAffinity"] = {
             "preferredDuringSchedulingIgnoredDuringExecution": [
@@ -284,75 +381,21 @@ def _affinity(job: Job) -> dict[str, Any]:
     return affinity
 
 
-def check(job: Job) -> None:
-    """Refuse what Kubernetes cannot start. Raises ValueError: one line."""
-    if job.image is None:
-        raise ValueError(
-            f"launch.image (none) must be an image with convoy-moe {job.version} for --on "
-            f"kubernetes"
-        )
-    if job.pods.volume_claim is None and job.has_local_checkpoints:
-        raise ValueError(
-            f"checkpoint.path ({job.checkpoints}) is a folder of a pod, which is lost with the "
-            f"pod: set launch.kubernetes.volume_claim, or give the URL of an object store"
-        )
-    if job.pods.volume_claim is not None and job.has_local_checkpoints:
-        mount = Path(job.pods.mount_path)
-        for field, path in (("run_dir", job.run_dir), ("checkpoint.path", job.checkpoints)):
-            if not Path(path).is_relative_to(mount):
-                raise ValueError(
-                    f"{field} ({path}) must be below launch.kubernetes.mount_path ({mount}), which "
-                    f"pods share"
-                )
-    if shutil.which("kubectl") is None:
-        raise ValueError(
-            "--on kubernetes needs the program kubectl, which is not installed on this machine"
-        )
-
-
-def submit(job: Job, text: str) -> str:
-    """Create the objects; returns their names. Raises ValueError where the API refuses one of them,
-    and removes those that were created before it."""
-    check(job)
-    made: list[dict[str, Any]] = []
-    wanted = objects(job)
-    for one in wanted:
-        refused = _kubectl(["create", "--dry-run=server", "-f", "-"], one)
-        # A TrainJob needs its runtime, which a dry run does not leave behind.
-        if refused and one["kind"] != "TrainJob":
-            raise ValueError(f"Kubernetes refuses {one['kind']} {job.name}: {refused}")
-    for one in wanted:
-        refused = _kubectl(["create", "-f", "-"], one)
-        if refused:
-            # The API may have made an object about which it has not answered in time.
-            unsure = [one] if refused.startswith(_NO_ANSWER) else []
-            left = [
-                f"{each['kind']} {each['metadata']['name']}"
-                for each in reversed([*made, *unsure])
-                if _kubectl(["delete", "--ignore-not-found", "-f", "-"], each)
-            ]
-            more = f"; remove by hand: {', '.join(left)}" if left else "; nothing is left running"
-            raise ValueError(f"Kubernetes refuses {one['kind']} {job.name}: {refused}{more}")
-        made.append(one)
-    return f"{made[-1]['kind'].lower()}/{job.name}"
-
-
-def submitted(job: Job, number: str) -> list[str]:
-    """Lines for people about a job that was created."""
-    space = job.pods.namespace
-    return [
-        f"created {number} in namespace {space}",
-        f"output       kubectl -n {space} logs -f -l convoy/run={job.name} --prefix",
-        f"pods         kubectl -n {space} get pods -l convoy/run={job.name}",
-        f"stop         kubectl -n {space} delete {number}",
+def _delete(items: list[dict[str, Any]]) -> str:
+    """Delete objects; returns what to say about it, with those that are still there."""
+    kept = [
+        f"{item['kind']} {item['metadata']['name']}"
+        for item in items
+        if _kubectl(["delete", "--ignore-not-found", "-f", "-"], item)
     ]
+    return f"; remove by hand: {', '.join(kept)}" if kept else "; nothing is left running"
 
 
-def _kubectl(words: list[str], one: dict[str, Any]) -> str:
+def _kubectl(words: list[str], item: dict[str, Any]) -> str:
     """Run kubectl on an object; returns what it refuses, and nothing where it does not."""
     try:
         ended = subprocess.run(
-            ["kubectl", *words], input=json.dumps(one), capture_output=True, text=True,
+            ["kubectl", *words], input=json.dumps(item), capture_output=True, text=True,
             timeout=_TIMEOUT,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

@@ -4,92 +4,79 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
 
-from cluster.launch.job import Job
+from cluster.launch.job import EngineJob
+from cluster.launch.node import job_variable, node_script, say_start, torchrun_words
 from cluster.members import node_name
 
-
-def torchrun_words(job: Job, endpoint: str, run_id: str, conf: dict[str, str]) -> list[str]:
-    """The words of torchrun on one node, each as bash reads it: words may have variables.
-
-    Args:
-        job: what ranks run.
-        endpoint: HOST:PORT of the rendezvous.
-        run_id: equal on all nodes of one start, and of no other start.
-        conf: more keys of ``--rdzv-conf``; those of the job come last.
-    """
-    least, most = job.nodes
-    own = {"run_dir": job.run_dir}
-    if job.has_local_checkpoints or job.rendezvous.get("scale_up") == "at_checkpoint":
-        own["checkpoints"] = job.checkpoints
-    keys = conf | {key: shlex.quote(value) for key, value in (own | dict(job.rendezvous)).items()}
-    return [
-        shlex.quote(job.python), "-m", "torch.distributed.run", f"--nnodes={least}:{most}",
-        f"--nproc-per-node={job.ranks_per_node}", f"--max-restarts={job.max_restarts}",
-        "--rdzv-backend=convoy", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={run_id}",
-        "--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in keys.items()),
-        *(shlex.quote(word) for word in job.rank_words),
-    ]  # fmt: skip
+_COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
+"""A program in Python for the interpreter of the ranks."""
 
 
-def exports(job: Job) -> list[str]:
+def exports(job: EngineJob) -> list[str]:
     """Lines of bash that set the environment of every rank."""
     return [f"export {key}={shlex.quote(value)}" for key, value in job.all_environment.items()]
 
 
-def continued(words: list[str], indent: str = "    ") -> str:
-    """A command over several lines of bash."""
-    lines, line = [], words[0]
-    for word in words[1:]:
-        if len(line) + len(word) > 88:
-            lines.append(line)
-            line = indent + word
-        else:
-            line += " " + word
-    return " \\\n".join([*lines, line])
+class Torchrun:
+    """An engine without a queue: a script that a person runs on each machine."""
 
+    brings_spec = False
+    tells_end = False
+    container_workdir = None
 
-def render(job: Job) -> str:
-    """A script of bash for every machine. ``CONVOY_NODE_ORDER`` orders ranks by machine."""
-    endpoint = job.endpoint or "localhost:0"
-    lines = [
-        "#!/bin/bash",
-        *job.head(),
-        f"# {job.name}: run this on each machine, from {job.nodes[0]} to {job.nodes[1]} of them.",
-        "# Give machines of one rack numbers that follow each other: CONVOY_NODE_ORDER=0, 1, ...",
-        *exports(job),
-        *([f"cd {shlex.quote(job.workdir)} || exit 2"] if job.workdir else []),
-        *job.setup,
-        job.version_check,
-        *([job.burn_in] if job.burn_in else []),
-        continued(["exec", *torchrun_words(job, endpoint, job.name, {})]),
-    ]
-    return "\n".join(lines) + "\n"
+    def render(self, job: EngineJob) -> str:
+        """A script of bash for every machine. ``CONVOY_NODE_ORDER`` orders ranks by machine."""
+        least, most = job.nodes
+        lines = [
+            "#!/bin/bash",
+            *job.head(),
+            f"# {job.name}: run this on each machine, from {least} to {most} of them.",
+            "# Give machines of one rack numbers in sequence: CONVOY_NODE_ORDER=0, 1, ...",
+            *exports(job),
+            *([f"cd {shlex.quote(job.workdir)} || exit 2"] if job.workdir else []),
+            job_variable(job),
+            node_script(job, ["torchrun", '"$job"'], burn_in=True),
+        ]
+        return "\n".join(lines) + "\n"
 
-
-def check(job: Job) -> None:
-    """Refuse what cannot be started here. Raises ValueError."""
-    if job.nodes[1] > 1 and job.endpoint is None:
-        raise ValueError(
-            f"launch.endpoint (none) must be HOST:PORT with launch.nodes ({job.nodes[0]}:"
-            f"{job.nodes[1]}): torchrun on several machines has no engine that names the first one"
-        )
-    job.check_cpus(len(os.sched_getaffinity(0)), "this machine")
-    if job.gpus_per_node:
-        import torch  # here: importing torch takes a second
-
-        found = torch.cuda.device_count()
-        if job.ranks_per_node > found:
+    def check(self, job: EngineJob) -> None:
+        """Refuse what cannot be started here. Raises ValueError."""
+        launch = job.launch
+        if job.nodes[1] > 1 and "endpoint" not in launch.rendezvous:
             raise ValueError(
-                f"launch.ranks_per_node ({job.ranks_per_node}) must not be above the {found} GPUs "
-                f"of this machine"
+                f"launch.rendezvous.endpoint (none) must be HOST:PORT with launch.nodes "
+                f"({launch.nodes}): torchrun on several machines has no engine that names the "
+                f"first one"
             )
-    name = node_name()
-    if name in job.excluded:
-        raise ValueError(f"this machine ({name}) is on the exclude list of {job.run_dir}")
+        job.check_cpus(len(os.sched_getaffinity(0)), "this machine")
+        if launch.gpus_per_node:
+            asked = subprocess.run(
+                [job.python, "-c", _COUNT_GPUS], capture_output=True, text=True, check=False
+            )
+            gpus = int(asked.stdout.strip() or 0)
+            if launch.ranks_per_node > gpus:
+                raise ValueError(
+                    f"launch.ranks_per_node ({launch.ranks_per_node}) must not be above the "
+                    f"{gpus} GPUs of this machine"
+                )
+        name = node_name()
+        if name in job.excluded:
+            raise ValueError(f"this machine ({name}) is on the exclude list of {job.run_dir}")
 
+    def submit(self, job: EngineJob, text: str) -> str:
+        """Become the launcher of this machine; returns only by an error."""
+        self.check(job)
+        os.execvp("bash", ["bash", "-c", text])
 
-def submit(job: Job, text: str) -> str:
-    """Become the launcher of this machine; returns only by an error."""
-    check(job)
-    os.execvp("bash", ["bash", "-c", text])
+    def submitted(self, job: EngineJob, number: str) -> list[str]:
+        """Nothing: the launcher has taken the place of ``convoy launch``."""
+        return []
+
+    def on_node(self, job: EngineJob, *words: str) -> int:
+        """Become torchrun; returns only by an error."""
+        endpoint = job.launch.rendezvous.get("endpoint", "localhost:0")
+        command = torchrun_words(job, endpoint, job.name)
+        say_start(command)
+        os.execvp(command[0], command)

@@ -44,7 +44,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from cluster.members.etcd_outage import OutageBackend, etcd_handler
-from cluster.members.exclude import EXCLUDE_LIST, node_name, read_exclusions
+from cluster.members.exclude_list import EXCLUDE_LIST, node_name, read_exclusions
 
 _OWN_KEYS = ("scale_up", "run_dir", "checkpoints", "store")
 SCALE_UP = ("at_once", "at_checkpoint", "never")

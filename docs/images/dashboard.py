@@ -19,11 +19,11 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from convoy.report.figures import COLORS, STYLE
 from deploy.grafana.build import dashboard
 from pretrain.errors import InputError
 from pretrain.observe import LoggedEvent, RunStarted, human_bytes
 from pretrain.observe.console import duration
-from pretrain.observe.report.figures import COLORS, STYLE
 
 COLUMNS = 24
 """Of Grafana's grid."""

@@ -27,6 +27,7 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console as Terminal
 from rich.text import Text
 
+from convoy.report import write_report
 from docs.images.dashboard import answers_of, draw
 from pretrain.errors import InputError
 from pretrain.observe import (
@@ -39,7 +40,6 @@ from pretrain.observe import (
     read_log,
     say,
 )
-from pretrain.observe.report import write_report
 
 HERE = Path(__file__).resolve().parent
 WIDTH = 120

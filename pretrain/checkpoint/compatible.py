@@ -9,30 +9,14 @@ from pydantic import ValidationError
 
 import ckpt
 from ckpt import Manifest
+from corpus.manifest import recorded_manifest
 from parallel import Topology
-from pretrain.data import BatchConfig, Blend, changed_shard, recorded_manifest
+from pretrain.data import BatchConfig, Blend, changed_shard
 from pretrain.errors import InputError
 from pretrain.job import Job
-from pretrain.spec import JobSpec, upgraded
+from pretrain.section import OnResume
+from pretrain.spec import JobSpec, rule_of, stored_spec
 from pretrain.state import RunState, read_run_state
-
-# A resume under another value of these would not be the same run.
-_FIXED = ("model", "moe", "data.seq_len", "data.shard_tokens", "data.document_mask", "data.packing",
-          "data.mask_boundary_labels",
-          "batch.global_batch_size", "batch.batch_size_rampup",
-          "optimizer.kind", "train.seed")  # fmt: skip
-_FREE = (
-    "moe.backend", "moe.input_jitter", "moe.bias_update_rate", "moe.aux_loss_coeff",
-    "moe.seq_aux_loss_coeff", "moe.z_loss_coeff", "moe.aux_loss_scope",
-    "moe.dispatcher", "moe.overlap_chunks", "moe.max_tokens_per_call", "moe.recompute_experts",
-    "moe.gemm", "moe.dispatch_dtype",
-    "moe.capacity.hysteresis", "moe.capacity.false_alarm_rate", "moe.capacity.warmup_steps",
-    "moe.capacity.replay_log",
-)  # fmt: skip
-_FIXED_WHERE_EXACT = (
-    ("train", "exact"), ("batch", "micro_batch_size"), ("precision", "compute"),
-    ("parallel", "tp"), ("parallel", "cp"), ("moe", "backend"), ("moe", "dispatcher"),
-)  # fmt: skip
 
 
 def check_resumable(job: Job, manifest: Manifest) -> None:
@@ -45,17 +29,11 @@ def check_resumable(job: Job, manifest: Manifest) -> None:
             f"checkpoint.path ({root}) must be the run's own: {where} holds weights alone; name it "
             f"in init.checkpoint"
         )
-    differences = ckpt.lifecycle.spec_differences(resolved(manifest.spec), spec.as_dict())
-    # A union's variant explains the fields that only one of two specs has.
-    for field, before, now in sorted(differences, key=lambda d: not d[0].endswith(".policy")):
-        if field not in _FREE and any(field == f or field.startswith(f"{f}.") for f in _FIXED):
-            raise InputError(
-                f"{field} ({now}) must be as in {where} ({before}); start over elsewhere, or put "
-                f"it back"
-            )
-    _check_batch_stages(spec, resolved(manifest.spec), state.progress.consumed_samples, where)
+    before = resolved(manifest.spec)
+    _check_spec(spec, before, where)
+    _check_batch_stages(spec, before, state.progress.consumed_samples, where)
     if spec.train.exact:
-        _check_exact(spec, state.threads, resolved(manifest.spec), where)
+        _check_threads(state.threads, where)
     _check_sources(job, state, where)
     reshards = spec.checkpoint.reshard_on_load or spec.elastic.enabled
     if manifest.topology != job.topology.as_dict() and not reshards:
@@ -64,6 +42,24 @@ def check_resumable(job: Job, manifest: Manifest) -> None:
             f"({Topology(**manifest.topology).describe()}), or "
             f"checkpoint.reshard_on_load must be true"
         )
+
+
+def _check_spec(spec: JobSpec, before: dict[str, Any], where: str) -> None:
+    """Raise InputError where a field that a resume must not change has another value."""
+    differences = ckpt.lifecycle.spec_differences(before, spec.as_dict())
+    # The changed variant first: the fields of a union that only one of two specs has follow it.
+    for field, was, now in sorted(differences, key=lambda d: not d[0].endswith(".policy")):
+        rule = rule_of(field)
+        if rule is OnResume.FIXED:
+            raise InputError(
+                f"{field} ({now}) must be as in {where} ({was}); start over elsewhere, or put it "
+                f"back"
+            )
+        if rule is OnResume.FIXED_IF_EXACT and spec.train.exact:
+            raise InputError(
+                f"{field} ({_text(now)}) must be as in {where} ({_text(was)}) with train.exact "
+                f"(true): bits depend on it"
+            )
 
 
 def _check_batch_stages(spec: JobSpec, before: dict[str, Any], samples: int, where: str) -> None:
@@ -79,7 +75,7 @@ def _check_batch_stages(spec: JobSpec, before: dict[str, Any], samples: int, whe
 
 def _check_sources(job: Job, state: RunState, where: str) -> None:
     """Raise InputError where a source has other tokens than it had."""
-    before = state.sources or {"corpus": state.corpus}
+    before = state.sources
     for one in job.corpora.sources:
         known, found = before.get(one.name), one.manifest.fingerprint
         if known is None or known == found:
@@ -101,17 +97,8 @@ def _check_sources(job: Job, state: RunState, where: str) -> None:
         )
 
 
-def _check_exact(spec: JobSpec, threads: int | None, before: dict[str, Any], where: str) -> None:
-    """Raise InputError where a resume would give other bits than the run without a stop."""
-    now = spec.as_dict()
-    for section, field in _FIXED_WHERE_EXACT:
-        was = (before.get(section) or {}).get(field)
-        value = (now.get(section) or {}).get(field)
-        if value != was:
-            raise InputError(
-                f"{section}.{field} ({_text(value)}) must be as in {where} ({_text(was)}) with "
-                f"train.exact (true): bits depend on it"
-            )
+def _check_threads(threads: int | None, where: str) -> None:
+    """Raise InputError where threads would give other bits than the run without a stop."""
     if threads != torch.get_num_threads():
         raise InputError(
             f"threads of a process ({torch.get_num_threads()}) must be as in {where} ({threads}) "
@@ -126,16 +113,11 @@ def _text(value: Any) -> str:
 def resolved(saved: dict[str, Any]) -> dict[str, Any]:
     """A spec that a checkpoint holds, in this version's terms.
 
-    Fields that are new get their defaults; fields that were removed are left out.
+    Fields that are new get their defaults; fields that were removed are left out. A spec that this
+    version refuses stays as it is.
     """
-    kept = upgraded(saved)
+    kept = stored_spec(saved)
     try:
         return JobSpec.model_validate(kept).as_dict()
-    except ValidationError as error:
-        gone = [e["loc"] for e in error.errors() if e["type"] == "extra_forbidden"]
-    for *sections, field in gone:
-        section = kept
-        for name in sections:
-            section = section.get(str(name), section)  # a union's variant is no table
-        del section[str(field)]
-    return resolved(kept) if gone else kept
+    except ValidationError:
+        return kept

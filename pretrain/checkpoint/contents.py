@@ -30,8 +30,7 @@ def save_info(job: Job, progress: Progress) -> SaveInfo:
             tokenizer=job.corpora.tokenizer_fingerprint,
             sources={one.name: one.manifest.fingerprint for one in job.corpora.sources},
             blend=None if job.loader.blend is None else job.loader.blend.as_json(),
-            capacity=None if job.balance is None else job.balance.state(),
-            stragglers=None if job.stragglers is None else job.stragglers.state(),
+            parts={p.name: state for p in job.parts if (state := p.state()) is not None},
             machines=list(job.machines),
             threads=torch.get_num_threads() if spec.train.exact else None,
         ).as_dict()

@@ -11,7 +11,7 @@ from pretrain.errors import InputError
 from pretrain.job import Job
 from pretrain.model import init_parameters
 from pretrain.observe import Notice
-from pretrain.spec import upgraded
+from pretrain.spec import stored_spec
 from pretrain.state import Progress, seed_rng
 
 
@@ -43,7 +43,7 @@ def _load_initial(job: Job, checkpoint: str) -> None:
     for name in kept:
         _note(job, f"{name} is not in init.checkpoint and is initialized at random")
     _note(job, f"initial weights are those of step {manifest.step} in {root}")
-    saved = upgraded(manifest.spec)
+    saved = stored_spec(manifest.spec)
     for section in ("model", "moe"):
         before, now = saved.get(section), spec.as_dict()[section]
         for field, was, here in ckpt.lifecycle.spec_differences(before, now, section):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from pretrain.checkpoint.failures import DEVICE_HOURS_PER_FAILURE, optimal_interval
 from pretrain.observe import History
-from pretrain.plan import DEVICE_HOURS_PER_FAILURE, optimal_interval
 from pretrain.spec import CheckpointConfig
 
 _FIRST_STALL_SECONDS = 1.0  # before any save was timed

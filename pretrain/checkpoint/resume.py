@@ -24,7 +24,7 @@ from pretrain.checkpoint.compatible import check_resumable, resolved
 from pretrain.checkpoint.initial_weights import initialize
 from pretrain.checkpoint.node_tiers import forget_others, restore_from_nodes
 from pretrain.checkpoint.progress import newest_shared_step
-from pretrain.checkpoint.roll_back import complete_roll_back, with_memory_of_roll_back
+from pretrain.checkpoint.rolling_back import complete_roll_back, with_memory_of_roll_back
 from pretrain.checkpoint.run_id import run_id, save_id
 from pretrain.data import Blend, Phase
 from pretrain.errors import InputError
@@ -222,12 +222,12 @@ def _load(job: Job, manifest: Manifest, root: Location, once: bool = False) -> P
     else:
         seed_rng(job.spec.train.seed, manifest.step, runtime.rank)
     # Speeds are of machines: on other machines they are measured anew, from equal shares.
-    same_machines = same_ranks and state.machines in ([], list(job.machines))
-    if job.balance is not None and same_machines and state.capacity:
-        job.balance.load(state.capacity)
-        job.balance.apply(job.routers, runtime.rank)
-    if job.stragglers is not None and same_machines and state.stragglers:
-        job.restore_stragglers(state.stragglers)
+    same_machines = same_ranks and state.machines == list(job.machines)
+    for part in job.parts:
+        if part.name in state.parts and (same_machines or not part.of_machines):
+            wish = part.load(state.parts[part.name])
+            if wish is not None:
+                job.act(wish)
     progress, scale = state.progress, job.spec.precision.first_loss_scale
     job.continue_blend(_blend_of(state), progress.consumed_samples)
     progress = _set_step_counts(job, progress)

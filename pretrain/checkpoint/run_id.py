@@ -19,17 +19,21 @@ import hashlib
 import json
 import secrets
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ckpt
 from ckpt import CheckpointError, Location, Store
 from pretrain.errors import InputError
-from pretrain.job import Job
-from pretrain.runtime import Runtime
 from pretrain.spec import JobSpec
 from pretrain.state import run_id_of
 
+if TYPE_CHECKING:  # ``convoy prepare`` changes the folder without torch
+    from pretrain.job import Job
+    from pretrain.runtime import Runtime
+
 RUN = "run.json"
-"""The file with the run id; after a roll-back also what :mod:`pretrain.checkpoint.roll_back` says.
+"""The file with the run id; after a roll-back also what :mod:`pretrain.checkpoint.rolling_back`
+says.
 """
 BEGINNING = -1
 """In the place of a step, for a roll-back: before the first checkpoint."""

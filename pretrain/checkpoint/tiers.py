@@ -82,7 +82,6 @@ def start_saver(job: Job, key: str) -> AsyncCheckpointer:
         compression=spec.checkpoint.compression,
         serves=serves,
         key=key,
-        memory_retention_seconds=spec.checkpoint.tiers.memory_retention_seconds,
     )
 
 

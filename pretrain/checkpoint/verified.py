@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ckpt
 from pretrain.checkpoint.checkpointer import Checkpointer
-from pretrain.checkpoint.roll_back import roll_back
+from pretrain.checkpoint.rolling_back import roll_back
 from pretrain.checkpoint.run_id import BEGINNING
 from pretrain.errors import InputError
 from pretrain.job import Job

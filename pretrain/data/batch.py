@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-_MODEL = ConfigDict(frozen=True, extra="forbid", strict=True)
+from pretrain.section import OnResume, Section, check_order
 
 
-class BatchSizeRampup(BaseModel):
+class BatchSizeRampup(Section):
     """The ``[batch.batch_size_rampup]`` section: a global batch that grows at the start."""
 
-    model_config = _MODEL
+    on_resume = OnResume.FIXED
 
     start: int = Field(ge=1)
     """Sequences of the first step."""
@@ -20,10 +20,10 @@ class BatchSizeRampup(BaseModel):
     """Target tokens over which the batch grows linearly to ``global_batch_size``."""
 
 
-class BatchStage(BaseModel):
+class BatchStage(Section):
     """The ``[[batch.stages]]`` tables: another global batch from some tokens on."""
 
-    model_config = _MODEL
+    on_resume = OnResume.FREE
 
     from_tokens: int = Field(ge=1)
     """The stage begins with the first step after this many target tokens of the run."""
@@ -31,19 +31,19 @@ class BatchStage(BaseModel):
     """Sequences of one step in the stage."""
 
 
-class BatchConfig(BaseModel):
+class BatchConfig(Section):
     """The ``[batch]`` section: sequences of one step, and of one forward and backward."""
 
-    model_config = _MODEL
+    on_resume = OnResume.FREE
 
-    global_batch_size: int = Field(ge=1, le=1 << 31)
+    global_batch_size: Annotated[int, OnResume.FIXED] = Field(ge=1, le=1 << 31)
     """Sequences of one step, over all ranks; the number of ranks does not change this number."""
-    micro_batch_size: int = Field(ge=1)
+    micro_batch_size: Annotated[int, OnResume.FIXED_IF_EXACT] = Field(ge=1)
     """Sequences of one forward and backward on one rank."""
-    batch_size_rampup: BatchSizeRampup | None = None
+    batch_size_rampup: Annotated[BatchSizeRampup | None, OnResume.FIXED] = None
     """Start with a smaller global batch; without this table every step has ``global_batch_size``
     sequences."""
-    stages: list[BatchStage] = []
+    stages: list[BatchStage] = Field(default_factory=list)
     """Changes of the global batch. A resume may add stages that begin later than its checkpoint."""
 
     @model_validator(mode="after")
@@ -59,20 +59,15 @@ class BatchConfig(BaseModel):
                 f"batch.batch_size_rampup.start ({ramp.start}) must be at most "
                 f"batch.global_batch_size ({self.global_batch_size})"
             )
-        start, what = 0, ""
-        if ramp is not None:
-            start, what = ramp.tokens, "batch.batch_size_rampup.tokens"
+        starts = [stage.from_tokens for stage in self.stages]
+        ramp_tokens = 0 if ramp is None else ramp.tokens
+        check_order("batch.stages", starts, ramp_tokens, "batch.batch_size_rampup.tokens")
         for stage in self.stages:
-            if stage.from_tokens <= start:
-                raise ValueError(
-                    f"batch.stages.from_tokens ({stage.from_tokens}) must be above {what} ({start})"
-                )
             if self.micro_batch_size > stage.global_batch_size:
                 raise ValueError(
                     f"batch.micro_batch_size ({self.micro_batch_size}) must be at most "
                     f"batch.stages.global_batch_size ({stage.global_batch_size})"
                 )
-            start, what = stage.from_tokens, "that of the stage before"
         return self
 
     @property

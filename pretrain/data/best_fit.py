@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from corpus.config import DataConfig
+from corpus.location import is_there, new_place, read_file
+from corpus.manifest import CorpusManifest, Shard
 from pretrain.data.cache import ShardCache
-from pretrain.data.config import DataConfig
-from pretrain.data.location import is_there, new_place, read_file
-from pretrain.data.manifest import CorpusManifest, Shard
 from pretrain.data.sequences import Indices, ShardFiles, by_shard
 from pretrain.errors import InputError
 
@@ -54,7 +54,7 @@ class Packing(BaseModel):
     cut_documents: int
     """Documents that are longer than a sequence."""
     checksum: str = ""
-    """SHA-256 of all other fields; packings of before have none."""
+    """SHA-256 of all other fields; empty until it is sealed."""
 
     def sealed(self) -> Packing:
         """The packing with its checksum."""
@@ -63,7 +63,7 @@ class Packing(BaseModel):
     @property
     def is_sealed(self) -> bool:
         """Whether the checksum is that of the other fields."""
-        return self.checksum in ("", self._checksum())
+        return self.checksum == self._checksum()
 
     def _checksum(self) -> str:
         values = self.model_dump(exclude={"checksum"})
@@ -146,16 +146,11 @@ def packing_folder(data: DataConfig) -> str:
 def pack_corpus(data: DataConfig, corpus: CorpusManifest, say: Callable[[str], None]) -> Packing:
     """The packing of a corpus, which is made where there is none.
 
-    Raises InputError where the corpus has no offsets of documents, or the folder cannot be written.
+    Raises InputError where the folder cannot be written.
     """
     folder = packing_folder(data)
     try:
         if not is_there(f"{folder}/{PACKING}"):
-            if corpus.version == 1:
-                raise InputError(
-                    f"data.packing (best_fit) needs the offsets of documents, which {data.path} of "
-                    f"version 1 does not have; remove it to prepare it anew"
-                )
             with new_place(folder, data.cache_dir, last=PACKING) as work:
                 _write(data, corpus, work)
     except FileExistsError:

@@ -31,7 +31,8 @@ from pathlib import Path
 import numpy as np
 
 from ckpt.store import THREADS, Store
-from pretrain.data.location import blocks_of, damaged, is_remote, store_at
+from corpus.config import is_remote
+from corpus.location import blocks_of, damaged, store_at
 from pretrain.errors import InputError, LostRankError
 
 _NAME = re.compile(r"[0-9a-f]{64}(\.part)?")

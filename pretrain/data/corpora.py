@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pretrain.data.best_fit import BestFitSequences, pack_corpus, read_packing
+from corpus.config import DataConfig, is_remote
+from corpus.manifest import CorpusManifest, open_corpus
+from corpus.tokenizer import end_of_document, load_tokenizer
+from corpus.weights import whole_weights
+from pretrain.data.best_fit import BestFitSequences, read_packing
 from pretrain.data.blend import Blend, Phase
 from pretrain.data.cache import ShardCache
-from pretrain.data.config import DataConfig
-from pretrain.data.location import is_remote
-from pretrain.data.manifest import CorpusManifest, open_corpus
 from pretrain.data.order import BlendedOrder, GlobalOrder
-from pretrain.data.prepare import HoldOut, prepare_corpus
 from pretrain.data.sequences import (
     ConcatenatedSequences,
     PackedSequences,
     Sequences,
     WithoutBoundaryTargets,
 )
-from pretrain.data.tokenizer import end_of_document, load_tokenizer
-from pretrain.data.weights import whole_weights
 from pretrain.errors import InputError
 
 
@@ -70,21 +68,6 @@ class Corpora:
     def tokenizer_fingerprint(self) -> str:
         """Of the tokenizer, which all corpora share."""
         return self.sources[0].manifest.tokenizer_fingerprint
-
-    @property
-    def gzip_bits_per_byte(self) -> float:
-        """Of ``gzip -9`` on the text that the sources hold out."""
-        return self._held_out_mean([one.manifest.gzip_bits_per_byte for one in self.sources])
-
-    @property
-    def xz_bits_per_byte(self) -> float:
-        """Of ``xz -9`` on the text that the sources hold out."""
-        return self._held_out_mean([one.manifest.xz_bits_per_byte for one in self.sources])
-
-    def _held_out_mean(self, values: list[float]) -> float:
-        sizes = [one.manifest.val_bytes for one in self.sources]
-        weighted = sum(v * size for v, size in zip(values, sizes, strict=True))
-        return weighted / max(1, sum(sizes))
 
     def blend(self) -> Blend:
         """The blend that the spec asks for."""
@@ -164,37 +147,12 @@ class Corpora:
         }
 
 
-def prepare_corpora(
-    data: DataConfig,
-    vocab_size: int,
-    say: Callable[[str], None] = print,
-    *,
-    processes: int | None = None,
-    count_files: bool = False,
-) -> Corpora:
-    """Prepare what is not there yet; see :func:`pretrain.data.prepare_corpus`."""
-
-    def prepared(name: str, one: DataConfig, hold_out: HoldOut) -> Corpus:
-        manifest = prepare_corpus(
-            one, vocab_size, say, processes=processes, hold_out=hold_out, count_files=count_files
-        )
-        return Corpus(name, one, manifest)
-
-    sources = tuple(prepared(name, one, "some") for name, one in data.each_source.items())
-    validation = tuple(prepared(name, one, "all") for name, one in data.each_validation.items())
-    corpora = _checked(Corpora(data, sources, validation))
-    if data.packing == "best_fit":
-        for one in corpora.sources:
-            pack_corpus(one.data, one.manifest, say)
-    return corpora
-
-
 def open_corpora(data: DataConfig, vocab_size: int) -> Corpora:
-    """The prepared corpora; see :func:`pretrain.data.open_corpus`.
+    """The prepared corpora; see :func:`corpus.manifest.open_corpus`.
 
     Raises InputError also where two sources have other tokenizers, or are the same.
     """
-    return _checked(
+    return checked_corpora(
         Corpora(
             data,
             tuple(Corpus(n, d, open_corpus(d, vocab_size)) for n, d in data.each_source.items()),
@@ -206,7 +164,11 @@ def open_corpora(data: DataConfig, vocab_size: int) -> Corpora:
     )
 
 
-def _checked(corpora: Corpora) -> Corpora:
+def checked_corpora(corpora: Corpora) -> Corpora:
+    """The corpora, if they go together: one tokenizer, and no source twice.
+
+    Raises InputError.
+    """
     seen: dict[str, str] = {}
     for one in (*corpora.sources, *corpora.validation):
         if one.manifest.tokenizer_fingerprint != corpora.tokenizer_fingerprint:

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+MIN_GAIN = 0.05
+"""The least part of a step's time that a new division must save, by its prediction."""
+
 
 def equal_division(total: int, ranks: int) -> tuple[int, ...]:
     """``total`` micro-batches in parts that differ by at most 1; the first ranks have more."""
@@ -99,7 +102,7 @@ class Division:
 
     ranks: int
     lockstep: bool = True
-    min_gain: float = 0.05
+    min_gain: float = MIN_GAIN
     speeds: tuple[float, ...] | None = None
 
     def counts(self, total: int) -> tuple[int, ...]:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 
 from ckpt.store import THREADS
+from corpus.config import DataConfig, is_remote
+from corpus.manifest import CorpusManifest, Shard
 from pretrain.data.cache import CachedFile, ShardCache
-from pretrain.data.config import DataConfig
-from pretrain.data.location import is_remote
-from pretrain.data.manifest import CorpusManifest, Shard
 from pretrain.errors import InputError
 
 if TYPE_CHECKING:  # processes that prepare a corpus start without torch
@@ -138,11 +137,6 @@ class ShardFiles:
         return found
 
     def _cached(self, shard: Shard) -> CachedFile:
-        if not shard.sha256:
-            raise InputError(
-                f"data.path ({self._place}) must have hashes of its shards to be read from an "
-                f"object store; its manifest is of version 1: prepare it anew"
-            )
         return CachedFile(self._place, shard.file, shard.sha256, self._size(shard))
 
     def _size(self, shard: Shard) -> int:

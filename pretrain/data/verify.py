@@ -6,9 +6,9 @@ import hashlib
 from pathlib import Path
 
 from ckpt.store import Store
+from corpus.location import blocks_of, damaged, store_at
+from corpus.manifest import CorpusManifest, Shard
 from pretrain.data.best_fit import PACKING_FOLDER, Packing, read_packing_at
-from pretrain.data.location import blocks_of, damaged, read_file, store_at
-from pretrain.data.manifest import CorpusManifest, Shard
 from pretrain.errors import InputError
 
 
@@ -17,21 +17,10 @@ def verify_corpus(folder: Path | str, manifest: CorpusManifest) -> int:
 
     Returns the bytes read. Raises InputError, naming the first file that is missing or differs.
     """
-    digest = hashlib.sha256()
-    tokenizer = _tokenizer_text(folder, manifest)
-    if tokenizer is not None:
-        digest.update(tokenizer)
     read, store = 0, store_at(folder)
     for shard in (*manifest.train, *manifest.val):
-        read += _check(store, shard.file, shard.sha256, digest)
-        if shard.ends_sha256:
-            read += _check(store, shard.ends_file, shard.ends_sha256)
-    # Corpora of version 1 have one hash, of all tokens.
-    if manifest.version == 1 and digest.hexdigest() != manifest.fingerprint:
-        raise InputError(
-            f"data.path ({folder}) has tokens that are not those of its fingerprint; its manifest "
-            f"is of version 1 and does not say which file: remove the folder to prepare it anew"
-        )
+        read += _check(store, shard.file, shard.sha256)
+        read += _check(store, shard.ends_file, shard.ends_sha256)
     for name, packing in packings_of(folder, manifest).items():
         for packed in packing.shards:
             read += _check(store, f"{name}/{packed.file}", packed.sha256)
@@ -47,26 +36,15 @@ def packings_of(folder: Path | str, manifest: CorpusManifest) -> dict[str, Packi
     return {name: read_packing_at(f"{folder}/{name}", manifest) for name in names}
 
 
-def _tokenizer_text(folder: Path | str, manifest: CorpusManifest) -> bytes | None:
-    if manifest.version != 1:
-        return None
-    from tokenizers import Tokenizer
-
-    # As it was when the fingerprint was taken: a tokenizer that was read.
-    return Tokenizer.from_str(read_file(f"{folder}/tokenizer.json").decode()).to_str().encode()
-
-
-def _check(store: Store, file: str, wanted: str, digest: hashlib._Hash | None = None) -> int:
+def _check(store: Store, file: str, wanted: str) -> int:
     found, read, where = hashlib.sha256(), 0, store.where(file)
     try:
         for block in blocks_of(store, file):
             found.update(block)
             read += len(block)
-            if digest is not None:
-                digest.update(block)
     except OSError as error:
         raise InputError(f"corpus file {where} cannot be read: {error.strerror}") from None
-    if wanted and found.hexdigest() != wanted:
+    if found.hexdigest() != wanted:
         raise InputError(damaged(where, found.hexdigest(), wanted))
     return read
 

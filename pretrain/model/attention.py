@@ -7,135 +7,18 @@ rest, V of a value; R kv_lora_rank.
 
 from __future__ import annotations
 
-import math
-from typing import Literal, Self
-
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from parallel import Documents
-from parallel.context_parallel import FullSequence, SequenceContext, ShardedSequence
+from parallel.apply import FullSequence, SequenceContext, ShardedSequence
+from pretrain.model.config import AttentionConfig
 from pretrain.model.norm import RMSNorm
-from pretrain.model.rope import YarnConfig, rope_frequencies, rotate
-
-QKNorm = Literal["none", "head", "all_heads"]
+from pretrain.model.rope import rope_frequencies, rotate
 
 _LATENT_NORM_EPS = 1e-6
 """The epsilon of the norms of latents, from DeepSeek-V3; ``norm_eps`` is for the other norms."""
-
-
-class AttentionConfig(BaseModel):
-    """The attention fields of the ``[model]`` section."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    d_model: int = Field(ge=1)
-    """The size of the residual stream."""
-    num_heads: int = Field(ge=1)
-    """The number of query heads."""
-    num_kv_heads: int = Field(ge=1)
-    """The number of key-value heads (grouped-query attention, Ainslie et al., arXiv 2305.13245)."""
-    head_dim: int | None = Field(default=None, ge=1)
-    """The size of one head; d_model / num_heads by default."""
-    qk_norm: QKNorm = "head"
-    """RMSNorm of queries and keys: of each head, or of all heads as one vector."""
-    kv_lora_rank: int = Field(default=0, ge=0)
-    """Above 0: multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), whose keys
-    and values come from a latent vector of this size. 0: grouped-query attention."""
-    q_lora_rank: int = Field(default=0, ge=0)
-    """With latent attention: queries come from a latent vector of this size; 0 takes the input."""
-    qk_nope_head_dim: int = Field(default=0, ge=0)
-    """With latent attention: the part of a query and key head without rotary positions."""
-    qk_rope_head_dim: int = Field(default=0, ge=0)
-    """With latent attention: the part of a query and key head with rotary positions."""
-    v_head_dim: int = Field(default=0, ge=0)
-    """With latent attention: the size of a value head."""
-    rope_theta: float = Field(default=10000.0, gt=1)
-    """The base of the rotary frequencies (Su et al., arXiv 2104.09864)."""
-    rope_interleaved: bool = False
-    """Rotary pairs are neighbours (2i, 2i + 1), and not (i, i + half)."""
-    yarn: YarnConfig | None = None
-    """Scaling of the rotary frequencies for long sequences; none without this table."""
-    norm_eps: float = Field(default=1e-6, gt=0)
-    """Added to the mean square in every RMSNorm of the decoder's layers."""
-
-    @model_validator(mode="after")
-    def _check_attention(self) -> Self:
-        if self.latent:
-            self._check_latent()
-        else:
-            self._check_grouped()
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"model.num_heads ({self.num_heads}) must be a multiple of model.num_kv_heads "
-                f"({self.num_kv_heads})"
-            )
-        return self
-
-    def _check_grouped(self) -> None:
-        if self.head_dim is None and (self.d_model % self.num_heads or self.qk_head_dim % 2):
-            raise ValueError(
-                f"model.d_model ({self.d_model}) must be an even multiple of model.num_heads "
-                f"({self.num_heads}): rotary embedding turns pairs within a head"
-            )
-        if self.qk_head_dim % 2:
-            raise ValueError(
-                f"model.head_dim ({self.head_dim}) must be even: rotary embedding turns pairs "
-                f"within a head"
-            )
-        for field in ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-            if getattr(self, field):
-                raise ValueError(
-                    f"model.{field} ({getattr(self, field)}) must be 0 where model.kv_lora_rank "
-                    f"is 0: it is of latent attention"
-                )
-        if self.yarn is not None and self.yarn.mscale:
-            raise ValueError(
-                f"model.yarn.mscale ({self.yarn.mscale}) must be 0 where model.kv_lora_rank is 0: "
-                f"it is of latent attention"
-            )
-
-    def _check_latent(self) -> None:
-        latent = f"with model.kv_lora_rank ({self.kv_lora_rank})"
-        for field in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-            if getattr(self, field) == 0:
-                raise ValueError(f"model.{field} (0) must be at least 1 {latent}")
-        if self.qk_rope_head_dim % 2:
-            raise ValueError(
-                f"model.qk_rope_head_dim ({self.qk_rope_head_dim}) must be even: rotary embedding "
-                f"turns pairs"
-            )
-        if self.num_kv_heads != self.num_heads:
-            raise ValueError(
-                f"model.num_kv_heads ({self.num_kv_heads}) must be model.num_heads "
-                f"({self.num_heads}) {latent}"
-            )
-        if self.head_dim is not None:
-            raise ValueError(f"model.head_dim ({self.head_dim}) must be left out {latent}")
-        if self.qk_norm != "none":
-            raise ValueError(
-                f"model.qk_norm ({self.qk_norm}) must be none {latent}: the latents are normed"
-            )
-
-    @property
-    def latent(self) -> bool:
-        """Whether attention is multi-head latent attention."""
-        return self.kv_lora_rank > 0
-
-    @property
-    def qk_head_dim(self) -> int:
-        """Size of a query's or key's head."""
-        if self.latent:
-            return self.qk_nope_head_dim + self.qk_rope_head_dim
-        return self.d_model // self.num_heads if self.head_dim is None else self.head_dim
-
-    @property
-    def softmax_scale(self) -> float:
-        """The factor of attention logits."""
-        scale = 1 / math.sqrt(self.qk_head_dim)
-        return scale if self.yarn is None else scale * self.yarn.logit_scale
 
 
 def rotate_as(config: AttentionConfig, x_BHSP: Tensor, positions_S: Tensor | None = None) -> Tensor:

@@ -6,53 +6,17 @@ Legend: B batch, S sequence, D d_model, V vocab.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Self, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from moe import FeedForward, MoEAux, MoEConfig, MoELayer
 from parallel import Documents
-from pretrain.model.attention import AttentionConfig, build_attention
+from pretrain.model.attention import build_attention
+from pretrain.model.config import ModelConfig
 from pretrain.model.norm import RMSNorm
-
-
-class ModelConfig(AttentionConfig):
-    """The ``[model]`` section: everything of the decoder but its MoE layers."""
-
-    vocab_size: int = Field(ge=257)
-    """Tokens of the vocabulary; at least every byte and the end of a document."""
-    num_layers: int = Field(ge=1)
-    """Layers of the decoder."""
-    d_ff: int = Field(default=0, ge=0)
-    """The hidden size of a dense feed-forward layer; 0 where no layer is dense."""
-    first_k_dense: int = Field(default=0, ge=0)
-    """The number of first layers that are dense although there is a ``[moe]`` section."""
-    num_mtp_layers: int = Field(default=0, ge=0, le=8)
-    """Layers of multi-token prediction after the last layer: each predicts one token further than
-    the one before (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
-    tie_embeddings: bool = False
-    """Use the embedding matrix as the output matrix too."""
-    max_seq_len: int = Field(default=0, ge=0)
-    """The longest sequence that the model is meant for, an upper bound of ``data.seq_len``; 0 sets
-    no bound."""
-
-    @model_validator(mode="after")
-    def _check_model(self) -> Self:
-        if self.first_k_dense > self.num_layers:
-            raise ValueError(
-                f"model.first_k_dense ({self.first_k_dense}) must be at most model.num_layers "
-                f"({self.num_layers})"
-            )
-        return self
-
-    @property
-    def moe_layers(self) -> list[int]:
-        """The numbers of the layers that are MoE layers where there is a ``[moe]`` section; layers
-        of multi-token prediction come after the last layer."""
-        return list(range(self.first_k_dense, self.num_layers + self.num_mtp_layers))
 
 
 class DecoderOutput(NamedTuple):
@@ -64,18 +28,6 @@ class DecoderOutput(NamedTuple):
     """The report of each MoE layer, in order."""
     mtp_logits: tuple[Tensor, ...] = ()
     """[B, S, V] of each layer of multi-token prediction that was computed."""
-    hidden: Tensor | None = None
-    """[B, S, D] for the next layer of multi-token prediction, of a forward without gradients."""
-
-
-class Drafting(NamedTuple):
-    """A forward of one layer of multi-token prediction and of no other layer."""
-
-    layer: int
-    """The number of the layer, from 0."""
-    hidden: Tensor | None
-    """[B, S, D] of the layer before, from its ``DecoderOutput``; None on ranks without the last
-    stage."""
 
 
 class Block(nn.Module):
@@ -234,7 +186,6 @@ class Decoder(nn.Module):
         counts_before: Sequence[Tensor] | None = None,
         documents: Documents | None = None,
         depth: int = 0,
-        drafting: Drafting | None = None,
         token_mask: Tensor | None = None,
     ) -> DecoderOutput:
         """[B, S] int64 token ids -> logits [B, S, V]; B may be 0.
@@ -251,16 +202,10 @@ class Decoder(nn.Module):
         and so on. A stage passes the embeddings of those on, after its hidden states,
         [(1 + depth) · B, S, D]: the last stage needs them and has no embedding.
 
-        With ``drafting`` one layer of multi-token prediction is computed, for the same positions as
-        the forward that gave its hidden states. The k-th such layer (k = 1, 2, ...) takes, for the
-        position i, token i + k. A stage without the last layer passes the embeddings on.
-
         ``token_mask`` is bool, of the shape of a layer's hidden states without their last dim, and
         false for padding, which MoE layers leave out; None where all inputs are tokens.
         """
         x_BSD = tokens_BS if self.embed is None else self.embed(tokens_BS)
-        if drafting is not None:
-            return self._draft(x_BSD, drafting, documents)
         # tensor_split, because split() and chunk() give one piece of an empty micro-batch.
         x_BSD, *later = x_BSD.tensor_split(1 + depth) if depth else (x_BSD,)
         reports: list[MoEAux] = []
@@ -282,18 +227,7 @@ class Decoder(nn.Module):
             )
             reports += [] if aux is None else [aux]
             mtp_logits.append(self._logits(normed_BSD))
-        hidden = x_BSD if self.mtp is not None and not torch.is_grad_enabled() else None
-        return DecoderOutput(logits, tuple(reports), tuple(mtp_logits), hidden)
-
-    def _draft(
-        self, embedded_BSD: Tensor, drafting: Drafting, documents: Documents | None
-    ) -> DecoderOutput:
-        if self.norm is None:
-            return DecoderOutput(embedded_BSD, ())
-        assert drafting.hidden is not None
-        mtp_layer = self.mtp_layers[drafting.layer]
-        x_BSD, normed_BSD, _ = mtp_layer(drafting.hidden, embedded_BSD, None, documents)
-        return DecoderOutput(self._logits(normed_BSD), (), (), x_BSD)
+        return DecoderOutput(logits, tuple(reports), tuple(mtp_logits))
 
     def _logits(self, x_BSD: Tensor) -> Tensor:
         if self.head is not None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-_MODEL = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+from pretrain.section import OnResume, Section, check_order
 
 
-class MTPStage(BaseModel):
+class MTPStage(Section):
     """The ``[[mtp.stages]]`` tables: another weight from some tokens on."""
 
-    model_config = _MODEL
+    on_resume = OnResume.FREE
 
     from_tokens: int = Field(ge=1)
     """The stage begins with the first step after this many target tokens of the run."""
@@ -20,28 +20,22 @@ class MTPStage(BaseModel):
     """The weight in the stage."""
 
 
-class MTPConfig(BaseModel):
+class MTPConfig(Section):
     """The ``[mtp]`` section: the loss of multi-token prediction, where ``model.num_mtp_layers`` is
     above 0."""
 
-    model_config = _MODEL
+    on_resume = OnResume.FREE
 
     loss_weight: float = Field(default=0.3, ge=0)
     """What the mean of the layers' losses is multiplied by before it is added to the loss
     (lambda in DeepSeek-V3, arXiv 2412.19437, equation 25)."""
-    stages: list[MTPStage] = []
+    stages: list[MTPStage] = Field(default_factory=list)
     """Changes of the weight. DeepSeek-V3 had 0.3, and 0.1 after the first 10 T tokens (section
     4.2)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        start, what = 0, ""
-        for stage in self.stages:
-            if stage.from_tokens <= start:
-                raise ValueError(
-                    f"mtp.stages.from_tokens ({stage.from_tokens}) must be above {what} ({start})"
-                )
-            start, what = stage.from_tokens, "that of the stage before"
+        check_order("mtp.stages", [stage.from_tokens for stage in self.stages])
         return self
 
     def weight_at(self, tokens: int) -> float:

@@ -5,10 +5,15 @@ See :mod:`pretrain.observe.events` for the rules.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from pretrain.observe.event import Event
+from pretrain.observe.metric import Metric, measured, metric
+
+_DURATION = Metric("convoy_checkpoint_duration_seconds", "histogram", "seconds",
+    "What training waited (stall), until this rank's part was durable (write), and until all was "
+    "(commit).", ("tier", "stage"))  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +23,9 @@ class Restored(Event):
     name: ClassVar[str] = "restored"
     tier: str
     """``memory``, ``peer``, ``local`` or ``shared``."""
-    seconds: float
+    seconds: float = metric(
+        "convoy_restore_duration_seconds", "gauge", "seconds", "Time of this start's restore.",
+        labels=("tier",), value=lambda event: {event.tier: event.seconds})  # fmt: skip
     """From the look for checkpoints until all was loaded."""
 
 
@@ -27,7 +34,10 @@ class SaveBegun(Event):
     """A checkpoint was copied for the writer processes, and training goes on."""
 
     name: ClassVar[str] = "save"
-    stall_seconds: float
+    # The copy is one for all tiers: the fastest of them stands for the copy.
+    stall_seconds: float = measured(replace(_DURATION, value=lambda event: {
+        (event.tiers[0] if event.tiers else "none", "stall"): event.stall_seconds,
+    }))  # fmt: skip
     """What training waited for the copy."""
     tiers: list[str]
 
@@ -50,8 +60,13 @@ class CheckpointCommitted(Event):
     """A tier has the whole checkpoint of ``step``."""
 
     name: ClassVar[str] = "checkpoint"
-    tier: str
-    seconds: float
+    tier: str = metric("convoy_last_checkpoint_timestamp_seconds", "gauge", "seconds",
+        "Unix time of the last commit.", labels=("tier",), how="time", former=True,
+        note="also of former starts; absent before the first")  # fmt: skip
+    seconds: float = measured(replace(_DURATION, value=lambda event: {
+        (event.tier, "write"): event.write_seconds,
+        (event.tier, "commit"): event.seconds,
+    }))  # fmt: skip
     """From the copy until the commit."""
     write_seconds: float
     """From the copy until rank 0's objects were durable."""
@@ -68,7 +83,9 @@ class CheckpointFailed(Event):
     """A tier does not have the checkpoint of ``step`` (-1 where the step is not known)."""
 
     name: ClassVar[str] = "checkpoint_failed"
-    tier: str
+    tier: str = metric(
+        "convoy_checkpoint_failures_total", "counter", "saves", "Saves that rank 0 saw fail.",
+        labels=("tier",), label_values=("memory", "local", "shared"))  # fmt: skip
     error: str
     in_a_row: int = 1
     """Failures of the tier since its last commit."""

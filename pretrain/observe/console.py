@@ -15,18 +15,10 @@ from pretrain.observe.checkpoint_events import (
 )
 from pretrain.observe.data_events import DataFetched
 from pretrain.observe.event import Event
-from pretrain.observe.events import (
-    Evaluated,
-    IntervalEnded,
-    Notice,
-    Resized,
-    RunStarted,
-    RunStopped,
-    SpecChanged,
-    StepCommitted,
-    StepSkipped,
-)
+from pretrain.observe.events import Notice, Resized, RunStarted, RunStopped, SpecChanged
+from pretrain.observe.metric import Metric, measurements
 from pretrain.observe.rank_events import (
+    HEALTH_RULES,
     CorruptionFound,
     DeviceProblem,
     FaultInjected,
@@ -39,19 +31,17 @@ from pretrain.observe.rank_events import (
     StragglerFound,
     StragglerGain,
 )
+from pretrain.observe.step_events import Evaluated, IntervalEnded, StepCommitted, StepSkipped
 
 FAILURES_IN_A_ROW = 3
 """From so many failures of a tier on, the console says that the tier is out of order."""
 
-HEALTH_RULES = ("loss_spike", "grad_norm_spike", "slow_divergence", "router_collapse")
 STOP_CAUSES = {
     "notice_file": " on a preemption notice",
     "time_limit": " before the time limit",
     "slow_machine": " to go on without a slow machine",
 }
 """What people are told of a stop, by its cause."""
-
-SHOWN = {"world": "sync"}  # the collectives of all ranks are those of the step barrier
 
 
 def say(text: str) -> None:
@@ -206,32 +196,23 @@ def first_line(step: StepCommitted, steps: int) -> str:
 
 
 def progress_line(report: IntervalEnded, steps: int) -> str:
-    """What the console says of a log interval."""
-    aux = "" if report.aux_loss is None else f"aux {report.aux_loss:.4f}  "
-    for depth, loss in enumerate(report.mtp_losses or (), start=1):
-        aux += f"mtp{depth} {loss:.4f}  "
-    line = (
-        f"step {report.step:>{len(str(steps))}}/{steps}  loss {report.loss:.4f}  {aux}"
-        f"lr {report.lr:.2e}  grad norm {report.grad_norm:.2f}  "
-        f"{report.tokens_seen:,} tokens  "
-        f"{report.tokens_per_second:,.0f} tokens/s  MFU {report.mfu:.0%}"
-    )
-    if report.exposed_seconds:
-        share = {k: v / report.seconds for k, v in report.exposed_seconds.items()}
-        parts = ", ".join(f"{SHOWN.get(k, k)} {each:.0%}" for k, each in share.items())
-        line += f"  exposed comm {sum(share.values()):.0%} ({parts})"
-    if report.bubble is not None and report.bubble_formula is not None:
-        line += f"  bubble {report.bubble:.0%} (formula {report.bubble_formula:.0%})"
-    if report.load_imbalance is not None:
-        line += f"  expert imbalance {report.load_imbalance:.2f}"
-    for name, count in (("dropped", report.dropped), ("rerouted", report.rerouted)):
-        if count:
-            line += f"  {name} {count:,.0f}"
-    if report.padding is not None:
-        line += f"  padding {report.padding:.1%}"
-    if report.peak_memory_bytes is not None:
-        line += f"  memory {human_bytes(report.peak_memory_bytes)}"
-    return line
+    """What the console says of a log interval: the fields that declare ``short``, in order."""
+    head = f"step {report.step:>{len(str(steps))}}/{steps}"
+    return "  ".join([head, *(text for _, text in shown(report, lambda metric: metric.short))])
+
+
+def shown(event: Event, form: Callable[[Metric], str]) -> Iterator[tuple[Metric, str]]:
+    """The values of an event for people.
+
+    Args:
+        event: whose metrics have the values.
+        form: the format that a metric declares for the occasion; empty where there is none.
+    """
+    for metric, series in measurements(event):
+        for key, value in series.items() if form(metric) else ():
+            if value is not None and (value or not metric.hides_zero):
+                what = human_bytes(value) if metric.unit == "bytes" else value
+                yield metric, form(metric).format(what, key="".join(key), event=event)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from pretrain.observe.event import Event
+from pretrain.observe.metric import Metric, measured, metric
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +31,19 @@ class DataFetched(Event):
     store."""
 
     name: ClassVar[str] = "data_cache"
-    cache_hits: int
-    """Shards that were on the node's disk when a batch needed them."""
-    cache_misses: int
-    """Shards that were not."""
-    fetched_bytes: int
-    retries: int
-    """Requests to the store that failed and were repeated."""
+    cache_hits: int = measured(
+        Metric("convoy_data_cache_hits_total", "counter", "shards",
+               "Shards on a node's disk when needed."),
+        Metric("convoy_data_cache_hit_ratio", "gauge", "ratio",
+               "Share of shards on a node's disk in the last log interval.",
+               value=lambda event: event.hit_ratio, begin=0.0))  # fmt: skip
+    cache_misses: int = metric(
+        "convoy_data_cache_misses_total", "counter", "shards", "Shards that were not.")  # fmt: skip
+    fetched_bytes: int = metric(
+        "convoy_data_fetched_bytes_total", "counter", "bytes", "Bytes read from object stores."
+    )  # fmt: skip
+    retries: int = metric("convoy_data_store_retries_total", "counter", "requests",
+        "Requests to object stores of data that were repeated.")  # fmt: skip
 
     @property
     def hit_ratio(self) -> float:

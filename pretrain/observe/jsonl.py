@@ -21,11 +21,10 @@ from typing import Any, TypeVar
 from pretrain.errors import InputError
 from pretrain.observe.console import say
 from pretrain.observe.event import Event
-from pretrain.observe.events import EVENTS, RunDone, RunStarted, RunStopped, StepCommitted
+from pretrain.observe.events import EVENTS, RunDone, RunStarted, RunStopped
+from pretrain.observe.step_events import StepCommitted
 
 _TAIL_BYTES = 1 << 16
-_RENAMED = {"cursor": "consumed_samples"}
-"""Fields of version 0, by the names that they have now."""
 
 
 class JsonlLog:
@@ -100,8 +99,8 @@ class LoggedEvent:
     """One line of a log."""
 
     event: Event
-    time: float | None
-    """Unix time; None in logs of version 0."""
+    time: float
+    """Unix time."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,6 @@ def _parse(text: str) -> LoggedEvent | None:
     kind = EVENTS.get(values["event"])
     if kind is None:
         return None
-    values = {_RENAMED.get(key, key): value for key, value in values.items()}
     known: dict[str, Any] = {}
     for each in fields(kind):
         if each.name in values:
@@ -185,8 +183,10 @@ def _parse(text: str) -> LoggedEvent | None:
             known[each.name] = math.nan if value is None and each.type == "float" else value
         elif each.default is MISSING and each.default_factory is MISSING:
             raise ValueError(f"the event {kind.name} must have the field {each.name}")
-    stamp = values.get("time")
-    return LoggedEvent(kind(**known), float(stamp) if isinstance(stamp, int | float) else None)
+    stamp = values["time"]
+    if not isinstance(stamp, int | float):
+        raise ValueError(f"the time ({stamp}) must be a number")
+    return LoggedEvent(kind(**known), float(stamp))
 
 
 @dataclass(frozen=True)

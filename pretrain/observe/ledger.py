@@ -25,19 +25,16 @@ from pretrain.observe.checkpoint_events import (
 from pretrain.observe.console import duration
 from pretrain.observe.event import Event
 from pretrain.observe.events import (
-    Evaluated,
     Launched,
     LedgerSummed,
     RunDone,
     RunFailed,
     RunStarted,
     RunStopped,
-    StepCommitted,
-    StepSkipped,
-    StepTaken,
 )
 from pretrain.observe.jsonl import LoggedEvent
 from pretrain.observe.rank_events import DevicesSampled, RankLost, RankMoves, RankStuck
+from pretrain.observe.step_events import Evaluated, StepCommitted, StepSkipped, StepTaken
 
 PHASES: dict[str, str] = {
     "productive": "steps that moved the run forward, without the two phases that follow",
@@ -163,8 +160,6 @@ class LedgerAccount:
         self._aside = -1
         """Time of the newest line since ``_end`` whose event is one of ``_ASIDE``."""
         self._ranks, self._rank_microseconds = 1, 0
-        self._launches = False
-        """Whether the log has ``launch`` lines, as logs have since there is a ledger."""
         self._state = "none"
         """``none`` before any line; ``starting``; ``running``; ``ended``, in order; ``failed``."""
         self._end_cause = "killed"
@@ -195,14 +190,14 @@ class LedgerAccount:
             last_start=dict(self._last_start),
         )
 
-    def add(self, event: Event, time: float | None) -> None:
+    def add(self, event: Event, time: float) -> None:
         """Add one line.
 
         Args:
             event: what the line says.
-            time: Unix time of the line; None where the line has no time.
+            time: Unix time of the line.
         """
-        if isinstance(event, _ASIDE) and time is not None and self._begin >= 0:
+        if isinstance(event, _ASIDE) and self._begin >= 0:
             self._aside = max(self._aside, _micro(time))
             return
         before = self._state
@@ -210,10 +205,10 @@ class LedgerAccount:
         if isinstance(event, Launched | RunStarted):
             self._ranks = event.world_size
             self._ranks += event.spares if isinstance(event, RunStarted) else 0
-        rest = self._rest(event, self._is_launch(event))
+        rest = self._rest(event)
         claims = self._claims(event, time)
         wanted = sum(claims.values())
-        now = max(0, self._end, self._aside) + wanted if time is None else _micro(time)
+        now = _micro(time)
         if self._begin < 0:
             self._begin = self._end = max(0, now - wanted)
         left = max(0, now - self._end)
@@ -233,24 +228,16 @@ class LedgerAccount:
         if phase not in _KEPT:
             self._lost[_CAUSE_OF_PHASE.get(phase, self._cause)] += microseconds
 
-    def _is_launch(self, event: Event) -> bool:
-        """Whether the event is the first line of a start."""
-        if isinstance(event, Launched):
-            return True
-        legacy = not self._launches and isinstance(event, Restored | RunStarted)
-        return legacy and self._state != "starting"
-
-    def _rest(self, event: Event, launch: bool) -> str:
+    def _rest(self, event: Event) -> str:
         """The phase of the time before a line that the event itself does not account for.
 
         Begins a new start, or a failure, where the event does: their time has another cause.
         """
-        if launch:
+        if isinstance(event, Launched):
             gap = "idle" if self._state == "ended" else "down"
             if self._state != "none":
                 self._cause = self._end_cause
                 self._restarts[self._cause] += 1
-            self._launches = self._launches or isinstance(event, Launched)
             self._state, self._stepping, self._end_cause = "starting", False, "killed"
             return gap
         match event:
@@ -277,11 +264,11 @@ class LedgerAccount:
         known = {"starting": "restart", "ended": "idle", "failed": "down"}
         return known.get(self._state, "other")
 
-    def _claims(self, event: Event, time: float | None) -> dict[str, int]:
+    def _claims(self, event: Event, time: float) -> dict[str, int]:
         """Microseconds before a line that the event accounts for, by phase."""
         match event:
             case Launched(process_start=began):
-                return {} if time is None else {"restart": max(0, _micro(time) - _micro(began))}
+                return {"restart": max(0, _micro(time) - _micro(began))}
             case Restored(seconds=seconds):
                 return {"restart": _micro(seconds)}
             case StepSkipped(seconds=seconds):
@@ -305,7 +292,7 @@ class LedgerAccount:
                     self._cause = "rollback"  # unless a failure or a start comes first
             case RunStarted(start_seconds=parts):
                 self._state, self._last_start = "running", dict(parts)
-            case Restored() if before == "running" and self._launches:
+            case Restored() if before == "running":
                 self._stepping = False
             case RunStopped() | RunDone():
                 self._state, self._stepping, self._end_cause = "ended", False, event.name

@@ -16,17 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from pretrain.observe.checkpoint_events import CheckpointCommitted
-from pretrain.observe.console import SHOWN, Console, duration, human_bytes
+from pretrain.observe.console import Console, duration, shown
 from pretrain.observe.event import Event
-from pretrain.observe.events import (
-    Evaluated,
-    IntervalEnded,
-    RunDone,
-    RunFailed,
-    RunStarted,
-    RunStopped,
-    StepCommitted,
-)
+from pretrain.observe.events import RunDone, RunFailed, RunStarted, RunStopped
+from pretrain.observe.step_events import SHOWN, Evaluated, IntervalEnded, StepCommitted
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _RECENT_STEPS = 20
@@ -130,12 +123,11 @@ class View:
         rate = sum(step.target_tokens for step in steps) / max(seconds, 1e-9)
         mfu = sum(step.mfu * step.seconds for step in steps) / max(seconds, 1e-9)
         interval = self.interval
-        aux = None if interval is None else interval.aux_loss
+        rows: dict[str, list[str]] = {}
+        for metric, text in shown(interval, lambda metric: metric.live[1]) if interval else ():
+            rows.setdefault(metric.live[0], []).append(text)
         loss = Text(f"{newest.loss:.4f}  ").append(sparkline(self.losses), "cyan")
-        mtp = (interval.mtp_losses if interval is not None else None) or ()
-        for depth, each in enumerate(mtp, start=1):
-            loss.append(f"  mtp{depth} {each:.4f}")
-        table.add_row("loss", loss if aux is None else loss.append(f"  auxiliary {aux:.4f}"))
+        table.add_row("loss", loss.append("".join(f"  {text}" for text in rows.pop("loss", ()))))
         if self.score is not None:
             table.add_row("held-out", f"{self.score.bits_per_byte:.4f} bits per byte")
         table.add_row(
@@ -148,10 +140,9 @@ class View:
             f"{rate:,.0f} tokens/s   MFU {mfu:.0%}   {seconds / len(steps):.3f} s a step",
         )
         table.add_row("seconds", _shares(steps, seconds))
+        for row, texts in rows.items():
+            table.add_row(row, "   ".join(texts))
         if interval is not None:
-            if interval.peak_memory_bytes is not None:
-                peak = human_bytes(interval.peak_memory_bytes)
-                table.add_row("memory", f"{peak} at most on a rank")
             if interval.layer_imbalances:
                 strip = _strip([each - 1 for each in interval.layer_imbalances], 1.0)
                 worst = max(interval.layer_imbalances)
@@ -192,10 +183,10 @@ class View:
         return table
 
 
-def sparkline(values: Sequence[float] | deque[float], points: int = _SPARK_POINTS) -> str:
+def sparkline(values: Sequence[float] | deque[float]) -> str:
     """Values as a line of blocks, the mean of equal parts each; a part without numbers is ``x``."""
     some = list(values)
-    parts = min(points, len(some))
+    parts = min(_SPARK_POINTS, len(some))
     means: list[float | None] = []
     for part in range(parts):
         chosen = some[part * len(some) // parts : (part + 1) * len(some) // parts]
@@ -225,8 +216,8 @@ def _shares(steps: Sequence[StepCommitted], seconds: float) -> str:
     """Where the seconds of the last steps went, as shares."""
     parts = {"data": sum(step.data_wait_seconds for step in steps)}
     for step in steps:
-        for name, each in step.exposed_seconds.items():
-            shown = SHOWN.get(name, name)
-            parts[shown] = parts.get(shown, 0.0) + each
+        for purpose, exposed in step.exposed_seconds.items():
+            word = SHOWN.get(purpose, purpose)
+            parts[word] = parts.get(word, 0.0) + exposed
     parts = {"compute": max(0.0, seconds - sum(parts.values())), **parts}
     return "   ".join(f"{name} {each / max(seconds, 1e-9):.0%}" for name, each in parts.items())

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pretrain.observe.event import Event, Events
-from pretrain.observe.events import IntervalEnded, RunDone, RunFailed, RunStopped
+from pretrain.observe.events import RunDone, RunFailed, RunStopped
 from pretrain.observe.jsonl import JsonlLog, LoggedEvent
 from pretrain.observe.ledger import Ledger, LedgerAccount, summed
+from pretrain.observe.step_events import IntervalEnded
 
 
 class LiveLedger:

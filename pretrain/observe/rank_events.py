@@ -7,10 +7,23 @@ See :mod:`pretrain.observe.events` for the rules.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from pretrain.observe.event import Event
+from pretrain.observe.metric import Metric, measured, metric
+
+HEALTH_RULES = ("loss_spike", "grad_norm_spike", "slow_divergence", "router_collapse")
+"""Rules of ``[health]`` about numbers that are finite."""
+_ACTIONS = (
+    "report", "lower_lr", "stop", "skip", "go_back", "skip+lower_lr", "go_back+lower_lr",
+)  # fmt: skip
+_SPEED = Metric("convoy_straggler_speed_ratio", "gauge", "ratio",
+    "Speed of a slow rank over that of the others.", ("rank",), "absent for other ranks",
+)  # fmt: skip
+_STUCK = Metric(
+    "convoy_stuck_ranks", "gauge", "ranks", "Ranks that are reported as stuck now.", how="add",
+    begin=0.0)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +31,10 @@ class HealthSignal(Event):
     """A rule of ``[health]`` saw something in the step after ``step``."""
 
     name: ClassVar[str] = "health_signal"
-    rule: str
+    rule: str = metric(
+        "convoy_health_signals_total", "counter", "signals", "Signals of the playbook.",
+        labels=("rule",), label_values=("not_finite", *HEALTH_RULES),
+        note="see the [playbook](operations.md#divergence)")  # fmt: skip
     """``not_finite``, ``loss_spike``, ``grad_norm_spike``, ``slow_divergence`` or
     ``router_collapse``."""
     observed: float
@@ -36,11 +52,13 @@ class HealthAction(Event):
 
     name: ClassVar[str] = "health_action"
     rule: str
-    action: str
+    action: str = metric(
+        "convoy_health_actions_total", "counter", "actions", "Actions of the playbook.",
+        labels=("action",), label_values=_ACTIONS)  # fmt: skip
     """``report``, ``lower_lr``, ``skip``, ``go_back``, ``skip+lower_lr``, ``go_back+lower_lr`` or
     ``stop``."""
     occurrence: int
-    """How many times the rule had a signal within ``health.escalation_steps``."""
+    """How many times the rule had a signal within 500 steps."""
     to_step: int | None = None
     """The step that the run goes back to."""
     skipped_samples: tuple[int, int] | None = None
@@ -59,7 +77,9 @@ class FaultInjected(Event):
     """A fault of ``[[inject]]`` is about to happen in the step after ``step``."""
 
     name: ClassVar[str] = "fault"
-    kind: str
+    kind: str = metric("convoy_injected_faults_total", "counter", "faults", "Faults on purpose.",
+        labels=("kind",), note="see [faults on purpose](operations.md#faults-on-purpose)",
+    )  # fmt: skip
     rank: int
     text: str
     """The fault for people."""
@@ -82,7 +102,7 @@ class StragglerFound(Event):
 
     name: ClassVar[str] = "straggler"
     rank: int
-    speed: float
+    speed: float = measured(replace(_SPEED, value=lambda event: {event.rank: event.speed}))
     """Over the median speed of the other ranks of its pipeline stage."""
     z: float
     """How many standard errors the change of speed was."""
@@ -100,7 +120,7 @@ class StragglerEnded(Event):
     """A slow rank is as fast as the others again."""
 
     name: ClassVar[str] = "straggler_ended"
-    rank: int
+    rank: int = measured(replace(_SPEED, value=lambda event: {event.rank: None}))
     speed: float
     """While the rank was slow."""
     since_step: int
@@ -138,10 +158,14 @@ class Verified(Event):
     """A check of ``[verify]`` found no silent data corruption."""
 
     name: ClassVar[str] = "verified"
-    kind: str
+    kind: str = metric("convoy_verifications_total", "counter", "checks",
+        "Checks that found no silent data corruption.", labels=("kind",),
+        note="of `[verify]`; `kind` is `parameters` or `gradients`")  # fmt: skip
     """``parameters``: parameters and moments of all replicas are equal. ``gradients``: gradients
     of the step after ``step`` are equal when they are computed again."""
-    seconds: float
+    seconds: float = metric("convoy_verify_seconds_total", "counter", "seconds",
+        "Seconds that training waited for these checks.", labels=("kind",),
+        value=lambda event: {event.kind: event.seconds}, note="outside of steps")  # fmt: skip
     """What training waited for the check, on rank 0."""
 
 
@@ -167,7 +191,9 @@ class CorruptionFound(Event):
     """A check of ``[verify]`` found numbers that must be equal and are not."""
 
     name: ClassVar[str] = "corruption"
-    kind: str
+    kind: str = metric("convoy_corruptions_total", "counter", "checks",
+        "Checks that found silent data corruption.", labels=("kind",),
+        label_values=("parameters", "gradients"))  # fmt: skip
     """``parameters`` or ``gradients``."""
     ranks: list[int]
     """Ranks whose numbers may be wrong."""
@@ -191,7 +217,7 @@ class RankStuck(Event):
     """Ranks have not moved for longer than their history lets expect, and others wait for them."""
 
     name: ClassVar[str] = "rank_stuck"
-    ranks: list[int]
+    ranks: list[int] = measured(replace(_STUCK, value=lambda event: len(event.ranks)))
     phase: str
     """``data``, ``forward_backward``, ``barrier``, ``optimizer``, ``save``, ``evaluate``,
     ``finish``, or ``start`` before the first step."""
@@ -214,7 +240,7 @@ class RankMoves(Event):
     """Ranks that were reported as stuck move again."""
 
     name: ClassVar[str] = "rank_moves"
-    ranks: list[int]
+    ranks: list[int] = measured(replace(_STUCK, value=lambda event: -len(event.ranks)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,8 +294,15 @@ class DevicesSampled(Event):
     """In degrees Celsius."""
     energy_joules: float | None = None
     """That all GPUs have used since the start of the ranks' processes."""
-    utilization_of_rank: Mapping[int, float] = field(default_factory=dict, metadata={"log": False})
-    memory_bytes_of_rank: Mapping[int, int] = field(default_factory=dict, metadata={"log": False})
-    energy_joules_of_rank: Mapping[int, float] = field(
-        default_factory=dict, metadata={"log": False}
-    )
+    utilization_of_rank: Mapping[int, float] = metric(
+        "convoy_gpu_utilization_ratio", "gauge", "ratio",
+        "Share of time in which the GPU of a rank ran kernels.", labels=("rank",),
+        log=False, default_factory=dict, note="by NVML")  # fmt: skip
+    memory_bytes_of_rank: Mapping[int, int] = metric(
+        "convoy_gpu_memory_bytes", "gauge", "bytes", "Used memory of the GPU of a rank.",
+        labels=("rank",), log=False, default_factory=dict, note="by NVML")  # fmt: skip
+    energy_joules_of_rank: Mapping[int, float] = metric(
+        "convoy_gpu_energy_joules_total", "counter", "joules",
+        "Energy that the GPU of a rank used in this start.", labels=("rank",), how="total",
+        log=False, default_factory=dict, note="by NVML; absent for GPUs that do not count it",
+    )  # fmt: skip

@@ -20,11 +20,9 @@ _SHADES = " .:-=+*#%@"
 class Summary(BaseModel):
     """``RUN_DIR/summary.json``."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="ignore")  # runs of before have more fields
 
     val_bits_per_byte: float
-    gzip_bits_per_byte: float
-    xz_bits_per_byte: float
     train_loss_first: float | None
     train_loss_last: float | None
     tokens_per_second: float
@@ -87,8 +85,7 @@ def show_summary(summary: Summary, spec: JobSpec) -> None:
         + "".join(
             f"\n    {name:<15} {each:.3f}" for name, each in s.val_bits_per_byte_by_set.items()
         )
-        + f"\n  gzip -9, xz -9    {s.gzip_bits_per_byte:.3f}, {s.xz_bits_per_byte:.3f}"
-        f"\n  training loss     {first:.3f} -> {last:.3f} nats per token"
+        + f"\n  training loss     {first:.3f} -> {last:.3f} nats per token"
         f"\n  speed             {s.tokens_per_second:,.0f} tokens/s"
         f"\n  peak memory       {human_bytes(s.peak_memory_bytes)} on one rank"
     )

@@ -1,67 +1,34 @@
 """Experiment trackers: one small adapter each for TensorBoard, W&B, MLflow and trackio.
 
-Training never waits for a tracker: values go through a queue to a thread. An error of a tracker
-ends its tracking, and not the run.
+Each keeps the contract of :class:`pretrain.observe.testing.TrackerContract`, and has a line in
+``TrackingConfig.CLASSES``, which says where it is.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import math
 import os
-import queue
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pretrain.errors import InputError
-from pretrain.observe.console import complain
-from pretrain.observe.event import Event
-from pretrain.observe.events import (
-    Evaluated,
-    IntervalEnded,
-    LedgerSummed,
-    RunDone,
-    RunFailed,
-    RunStarted,
-    RunStopped,
-)
+from pretrain.observe.tracking import About
 from pretrain.spec import TrackingConfig
 
-_QUEUED = 1000
-_LAST_SECONDS = 30.0
 _MLFLOW_PARAMETER = 500
 """Characters of a value that every version of MLflow takes."""
 
 
-@dataclass(frozen=True)
-class About:
-    """What a tracker is told of a run at a start."""
-
-    name: str
-    run_id: str
-    """The same in all starts of a run: a tracker goes on with what it has of the run."""
-    step: int
-    """After which the start goes on."""
-    parameters: dict[str, str]
-    """Fields of the spec by their dotted names, and the experiment record below ``record.``."""
-
-
-class Tracker(Protocol):
-    """What the adapters have in common. All calls come from one thread."""
-
-    def start(self, about: About) -> None:
-        """Begin, or go on with a run that the tracker has."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record some values of a step."""
-
-    def finish(self, *, ok: bool) -> None:
-        """End this start."""
+def _module(extra: str, name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise InputError(
+            f"tracking.to names {extra}, which cannot be imported ({error}): "
+            f"pip install -e '.[{extra}]' in Convoy's checkout"
+        ) from None
 
 
 class TensorBoard:
@@ -113,21 +80,21 @@ class WandB:
 
 
 class MLflow:
-    """MLflow; by default files in ``RUN_DIR/mlflow``."""
+    """MLflow: files in ``RUN_DIR/mlflow``, or the server that ``MLFLOW_TRACKING_URI`` names."""
 
     def __init__(self, config: TrackingConfig, run_dir: Path) -> None:
         # Newer versions want a word before they write files, which need no server.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         module = _module("mlflow", "mlflow")
-        uri = config.mlflow_uri or (run_dir.resolve() / "mlflow").as_uri()
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or (run_dir.resolve() / "mlflow").as_uri()
         self._client, self._entities = module.MlflowClient(uri), module.entities
         self._project = config.project
 
     def start(self, about: About) -> None:
         """Go on with the run that has the tag ``convoy.run_id``, or create it."""
-        found = self._client.get_experiment_by_name(self._project)
+        known = self._client.get_experiment_by_name(self._project)
         experiment = (
-            self._client.create_experiment(self._project) if found is None else found.experiment_id
+            self._client.create_experiment(self._project) if known is None else known.experiment_id
         )
         tag = f"tags.`convoy.run_id` = '{about.run_id}'"
         runs = self._client.search_runs([experiment], tag, max_results=1)
@@ -178,138 +145,3 @@ class Trackio:
     def finish(self, *, ok: bool) -> None:
         """Write the rest."""
         self._module.finish()
-
-
-TRACKERS: dict[str, Callable[[TrackingConfig, Path], Tracker]] = {
-    "tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow, "trackio": Trackio,
-}  # fmt: skip
-
-
-def _module(extra: str, name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise InputError(
-            f"tracking.to names {extra}, which cannot be imported ({error}): "
-            f"pip install -e '.[{extra}]' in Convoy's checkout"
-        ) from None
-
-
-def open_trackers(config: TrackingConfig, run_dir: Path) -> list[Tracking]:
-    """The sinks of ``[tracking]``.
-
-    Raises InputError where a tracker is not installed.
-    """
-    return [Tracking(name, TRACKERS[name](config, run_dir)) for name in config.to]
-
-
-class Tracking:
-    """A sink that gives a run's values to one tracker, from a thread of its own.
-
-    Args:
-        name: of the tracker, for people.
-        tracker: the adapter.
-    """
-
-    def __init__(self, name: str, tracker: Tracker) -> None:
-        self.name, self._tracker = name, tracker
-        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(_QUEUED)
-        self._left_out = 0
-        self._ok = False
-        self._begun = False
-        self._thread = threading.Thread(target=self._work, daemon=True, name=f"tracker-{name}")
-        self._thread.start()
-
-    def __call__(self, event: Event) -> None:
-        """Queue what one event says."""
-        match event:
-            case RunStarted():
-                about = about_of(event)
-                self._begun = True
-                self._put(lambda: self._tracker.start(about))
-            case RunDone() | RunStopped():
-                self._ok = True
-            case RunFailed():
-                self._ok = False
-            case _:
-                values = {k: v for k, v in values_of(event).items() if math.isfinite(v)}
-                if values and self._begun:
-                    self._put(lambda: self._tracker.log(event.step, values))
-
-    def close(self) -> None:
-        """Wait a while for what is queued, and end the tracking."""
-        end = time.monotonic() + _LAST_SECONDS
-        with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=_LAST_SECONDS)
-        self._thread.join(max(0.0, end - time.monotonic()))
-        if self._thread.is_alive():
-            complain(f"tracker {self.name} does not end within {_LAST_SECONDS:.0f} s: left behind")
-        if self._left_out:
-            complain(f"tracker {self.name} was too slow for {self._left_out} values")
-
-    def _put(self, act: Callable[[], None]) -> None:
-        try:
-            self._queue.put_nowait(act)
-        except queue.Full:
-            self._left_out += 1
-
-    def _work(self) -> None:
-        act: Callable[[], None] | None = None
-        try:
-            while (act := self._queue.get()) is not None:
-                act()
-            if self._begun:
-                self._tracker.finish(ok=self._ok)
-        except Exception as error:
-            text = " ".join(str(error).split()) or type(error).__name__
-            complain(f"tracker {self.name} ends; training goes on: {text}")
-            while act is not None and self._queue.get() is not None:
-                pass
-
-
-def about_of(start: RunStarted) -> About:
-    """What a start tells of itself."""
-    record = {f"record.{key}": value for key, value in start.record.items()}
-    parameters = {**dict(_flat(start.spec)), **record, "layout": start.layout}
-    parameters["spec_hash"] = start.spec_hash
-    return About(start.job, start.record.get("run_id", ""), start.step, parameters)
-
-
-def _flat(values: Mapping[str, Any], before: str = "") -> Sequence[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            found += _flat(value, f"{before}{key}.")
-        elif value is not None:
-            found.append((f"{before}{key}", str(value)))
-    return found
-
-
-def values_of(event: Event) -> dict[str, float]:
-    """The values of an event, by the names that all trackers use."""
-    match event:
-        case IntervalEnded():
-            values: dict[str, float | None] = {
-                "train/loss": event.loss,
-                "train/learning_rate": event.lr,
-                "train/grad_norm": event.grad_norm,
-                "speed/tokens_per_second": event.tokens_per_second,
-                "speed/mfu": event.mfu,
-                "train/aux_loss": event.aux_loss,
-                **{f"train/mtp{k}_loss": x for k, x in enumerate(event.mtp_losses or (), start=1)},
-                "data/padding": event.padding,
-                "memory/peak_bytes": event.peak_memory_bytes,
-                **{f"moe/{name}_loss": each for name, each in event.aux_losses.items()},
-                "moe/load_imbalance": event.load_imbalance,
-                "moe/router_entropy": event.router_entropy,
-                "moe/dropped": event.dropped,
-            }
-            if event.exposed_seconds and event.seconds:
-                share = sum(event.exposed_seconds.values()) / event.seconds
-                values["speed/exposed_communication"] = share
-            return {name: float(value) for name, value in values.items() if value is not None}
-        case Evaluated():
-            return {"eval/loss": event.loss, "eval/bits_per_byte": event.bits_per_byte}
-        case LedgerSummed(goodput=float(goodput)):
-            return {"speed/goodput": goodput}
-    return {}

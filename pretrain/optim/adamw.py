@@ -4,30 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from parallel import local_shard
 from pretrain.model import is_bias
-from pretrain.optim.config import OptimizerFields, Surroundings
-
-ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-class AdamWConfig(OptimizerFields):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
-
-    matrix_moments: ClassVar[tuple[str, ...]] = ADAMW_MOMENTS
-    other_moments: ClassVar[tuple[str, ...]] = ADAMW_MOMENTS
-
-    kind: Literal["adamw"] = "adamw"
-    """Names this variant."""
-
-    def build(self, model: nn.Module, around: Surroundings) -> torch.optim.AdamW:
-        """AdamW over all parameters, see :func:`build_adamw`."""
-        return build_adamw(model, self, around.exact)
+from pretrain.optim.config import OptimizerFields
 
 
 class ElementwiseAdamW(torch.optim.AdamW):

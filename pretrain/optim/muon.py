@@ -12,62 +12,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from parallel import ShardLayout, Topology, WholeMatrices, local_shard
 from pretrain.model import is_hidden_matrix
-from pretrain.optim.adamw import ADAMW_MOMENTS, build_adamw
-from pretrain.optim.config import OptimizerFields, Product, Surroundings
+from pretrain.optim.adamw import build_adamw
+from pretrain.optim.config import MOMENTUM, NEWTON_SCHULZ_STEPS, MuonConfig
+from pretrain.optim.surroundings import Surroundings
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic polynomial of a Newton-Schulz step; from Jordan's post."""
+UPDATE_RMS = 0.2
+"""The root mean square of the update of a matrix of full rank, as a ratio to the learning rate: an
+update is scaled by 0.2 · sqrt(max(rows, columns)) (Moonlight, section 2.2), about as AdamW's."""
 _LEAST_NORM = 1e-7
 """Of a matrix before the first step, which is divided by its norm; a matrix of zeros stays so."""
-MOMENTUM = "momentum_buffer"
-
-
-class MuonConfig(OptimizerFields):
-    """Muon for matrices inside the network (Jordan et al., 2024), with the weight decay and the
-    scale of Moonlight (Liu et al., arXiv 2502.16982); AdamW for embedding, head, norms and biases,
-    with the same ``lr`` and ``weight_decay``."""
-
-    matrix_moments: ClassVar[tuple[str, ...]] = (MOMENTUM,)
-    other_moments: ClassVar[tuple[str, ...]] = ADAMW_MOMENTS
-
-    kind: Literal["muon"] = "muon"
-    """Names this variant."""
-    momentum: float = Field(default=0.95, ge=0, lt=1)
-    """The decay of the mean of gradients of a matrix; the update looks one step ahead
-    (Nesterov)."""
-    update_rms: float = Field(default=0.2, gt=0)
-    """The root mean square of the update of a matrix of full rank, as a ratio to ``lr``: an update
-    is scaled by update_rms · sqrt(max(rows, columns)) (Moonlight, section 2.2). 0.2 is
-    about AdamW's."""
-    newton_schulz_steps: int = Field(default=5, ge=1, le=20)
-    """Steps of the iteration that orthogonalizes a matrix."""
-    newton_schulz_dtype: Literal["float32", "bfloat16"] | None = None
-    """The dtype of that iteration and of its communication. None: float32 with
-    ``precision.compute`` float32, and bfloat16 otherwise."""
-
-    def build(self, model: nn.Module, around: Surroundings) -> Muon:
-        """Muon over the matrices of a model, and AdamW over its other parameters."""
-        assert not around.exact, "check_exact refuses it"
-        return Muon(model, self, around)
-
-    def matrix_products(self, rows: float, columns: float) -> list[Product]:
-        """Three products a step; of the two sides the longer one is in two of them."""
-        short, long = min(rows, columns), max(rows, columns)
-        step = [(short, short, long), (short, short, short), (short, long, short)]
-        return step * self.newton_schulz_steps
-
-    def products_dtype(self, compute: str) -> str:
-        """``newton_schulz_dtype``, or what it is by default."""
-        narrow = "float32" if compute == "float32" else "bfloat16"
-        return self.newton_schulz_dtype or narrow
 
 
 def orthogonalized(x_BMN: Tensor, steps: int) -> Tensor:
@@ -102,6 +63,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, model: nn.Module, config: MuonConfig, around: Surroundings) -> None:
+        assert not around.exact, "check_exact refuses it"
         self.config = config
         self.matrices = {
             name: parameter
@@ -132,7 +94,7 @@ class Muon(torch.optim.Optimizer):
         if not self.matrices:
             return
         lr, decay = self.param_groups[0]["lr"], self.param_groups[0]["weight_decay"]
-        momentum, steps = self.config.momentum, self.config.newton_schulz_steps
+        momentum = self.config.momentum
         weights = {name: _stacked(p) for name, p in self.matrices.items()}
         means = {name: _stacked(self.state[p][MOMENTUM]) for name, p in self.matrices.items()}
         gradients = {
@@ -146,11 +108,11 @@ class Muon(torch.optim.Optimizer):
             return gradients[name][experts].lerp(means[name][experts], momentum)
 
         def update(name: str, experts: slice, direction: Tensor) -> None:
-            scale = self.config.update_rms * math.sqrt(max(self.matrices[name].shape[-2:]))
+            scale = UPDATE_RMS * math.sqrt(max(self.matrices[name].shape[-2:]))
             weight = weights[name][experts]
             weight.add_(direction.to(weight), alpha=-lr * scale)
 
-        self._whole.apply(lambda x: orthogonalized(x, steps), ahead, update)
+        self._whole.apply(lambda x: orthogonalized(x, NEWTON_SCHULZ_STEPS), ahead, update)
 
 
 def _stacked(x: Tensor) -> Tensor:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from pretrain.section import OnResume, Section
 
 
-class ScheduleConfig(BaseModel):
+class ScheduleConfig(Section):
     """The ``[schedule]`` section: the learning rate over the steps."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    on_resume = OnResume.FREE
 
     kind: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """How the learning rate falls after the warm-up. ``cosine``: along half a cosine (Loshchilov

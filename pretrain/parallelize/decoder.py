@@ -139,7 +139,6 @@ def parallelize(
             reshard_after_forward=memory.zero_stage == 3,
             compute_dtype=compute_dtype,
             sum_replicas=parallel.gradient_compression == "none",
-            prefetch=memory.prefetch,
             offload=memory.offload_optimizer,
             exact=exact,
         )

@@ -30,9 +30,9 @@ from parallel import (
     on_loss_grid,
     set_gradient_sync,
 )
-from parallel.comm_watch import CollectiveWork, monitored
-from pretrain.model import Decoder, DecoderOutput, Drafting
-from pretrain.parallelize.forward_backward import (
+from parallel.comm import CollectiveWork, monitored
+from pretrain.model import Decoder, DecoderOutput
+from pretrain.parallelize.micro_batches import (
     LocalBatch,
     RoutedTokens,
     depth_of,
@@ -160,7 +160,6 @@ class Pipeline:
         inputs_BS: Tensor,
         local_batch: LocalBatch,
         documents: Documents | None = None,
-        drafting: Drafting | None = None,
         routed: RoutedTokens | None = None,
     ) -> tuple[DecoderOutput | None, RoutingStats | None]:
         """A forward without a backward; every rank of the pipeline must call.
@@ -181,7 +180,7 @@ class Pipeline:
             if stage and stage - 1 not in self.stages:
                 x = self._buffer(inputs_BS, local_batch)
                 _wait(self._start(dist.irecv, x, peer=stage - 1, tag=stage))
-            out = self.stages[stage](x, None, documents, drafting=drafting, **mask)
+            out = self.stages[stage](x, None, documents, **mask)
             assert out is not None
             routing = self._add_routing(routing, stage, out, routed)
             x = out.logits
@@ -199,7 +198,7 @@ class Pipeline:
         reduce_once: bool,
         mtp: MTPLoss = NO_MTP,
     ) -> StepResult:
-        """As :func:`pretrain.parallelize.forward_backward`, through all stages; every rank of the
+        """As :func:`pretrain.parallelize.micro_batches`, through all stages; every rank of the
         pipeline must call.
 
         Raises RuntimeError for an action of PyTorch's schedule that Convoy does not know.

@@ -68,12 +68,12 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def end_with_torchrun(grace_seconds: float = _GRACE_SECONDS) -> int | None:
+def end_with_torchrun() -> int | None:
     """End this process where its parent, torchrun, is gone; does nothing without torchrun.
 
     torchrun ends its ranks unless it is killed itself; the ranks would then train on, without
     anybody to watch them. A thread does what torchrun does: it sends SIGTERM, which lets a run
-    finish its step and commit a checkpoint, and SIGKILL ``grace_seconds`` later.
+    finish its step and commit a checkpoint, and SIGKILL after the time that torchrun gives.
 
     Returns the process id of torchrun; None without torchrun.
     """
@@ -86,7 +86,7 @@ def end_with_torchrun(grace_seconds: float = _GRACE_SECONDS) -> int | None:
         while os.getppid() == parent:
             time.sleep(_POLL_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(grace_seconds)
+        time.sleep(_GRACE_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="launcher", daemon=True).start()
@@ -125,3 +125,13 @@ def _end_restarts(parent: int | None) -> None:
     is_there = os.getppid() == parent or TORCHRUN_PID in os.environ
     if parent is not None and is_there and left > 0:
         os.kill(parent, signal.SIGTERM)
+
+
+def launched_rank() -> int:
+    """The rank that a launcher gave this process; 0 without one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def launched_world() -> int:
+    """The number of ranks that a launcher started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
@@ -18,15 +19,20 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from ckpt.errors import CheckpointError
 from cluster.detect import HangReport, Heartbeat, turn_on_flight_recorder
 from parallel import CommMonitor
-from parallel.comm_watch import install_monitor
+from parallel.comm import install_monitor
 from pretrain.errors import EXIT_BAD_INPUT, EXIT_LOST, InputError
+from pretrain.runtime.launcher import launched_rank, launched_world
 from pretrain.runtime.memory import keep_freed_memory
 from pretrain.runtime.start_parts import StartParts
 
 T = TypeVar("T")
 
-# One rank may prepare a corpus or write a checkpoint for a long time while other ranks wait.
+# One rank may prepare a corpus, or read or write a checkpoint, for a long time while others wait.
 _CONTROL_TIMEOUT = timedelta(hours=1)
+
+_BUILD_SECONDS = 600.0
+"""Ranks build the same things at the same time. A rank may be minutes behind the others: it imports
+modules from busy storage, or compiles."""
 
 _TIME_CUDA = "CONVOY_TIME_CUDA_COLLECTIVES"
 """Environment variable; 0 turns off times of collectives on CUDA, see :class:`CommMonitor`."""
@@ -52,6 +58,8 @@ class Runtime:
     """What this process's start is spent on."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     """The place of this process's training thread."""
+    build_seconds: float = _BUILD_SECONDS
+    """As long ranks wait for each other where all build the same, see :meth:`building`."""
 
     @property
     def ranks_per_node(self) -> int:
@@ -68,6 +76,16 @@ class Runtime:
         word = torch.tensor(int(ok))
         dist.all_reduce(word, dist.ReduceOp.MIN, group=self.control_group)
         return bool(word.item())
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Decisions of all ranks fail after ``build_seconds``, and no longer after an hour: no rank
+        works alone meanwhile."""
+        self.control_group.set_timeout(timedelta(seconds=self.build_seconds))
+        try:
+            yield
+        finally:
+            self.control_group.set_timeout(_CONTROL_TIMEOUT)
 
     def together(self, act: Callable[[], T]) -> T:
         """Call ``act`` on every rank; where it fails on one rank, fail on all ranks.
@@ -169,14 +187,9 @@ class Runtime:
         dist.destroy_process_group()
 
 
-def launched_rank() -> int:
-    """The rank that a launcher gave this process; 0 without one."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def launched_world() -> int:
-    """The number of ranks that a launcher started; 1 without one."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+def times_cuda(environment: Mapping[str, str]) -> bool:
+    """Whether collectives on CUDA are timed: unless the environment turns that off."""
+    return environment.get(_TIME_CUDA) != "0"
 
 
 def rank_device() -> torch.device:
@@ -236,7 +249,7 @@ def start(timeout_seconds: float, world: int | None = None) -> Runtime:
     token = torch.tensor(secrets.randbits(62), dtype=torch.int64)
     dist.broadcast(token, 0, group=control)
     control.set_timeout(_CONTROL_TIMEOUT)
-    monitor = CommMonitor(time_cuda=os.environ.get(_TIME_CUDA) != "0")
+    monitor = CommMonitor(time_cuda=times_cuda(os.environ))
     install_monitor(monitor)
     hang_report = HangReport.start(rank, world, monitor=monitor, timeout_seconds=timeout_seconds)
     parts.mark("rendezvous")
@@ -249,4 +262,5 @@ def start(timeout_seconds: float, world: int | None = None) -> Runtime:
         comm_monitor=monitor,
         hang_report=hang_report,
         start_parts=parts,
+        build_seconds=max(_BUILD_SECONDS, timeout_seconds),
     )

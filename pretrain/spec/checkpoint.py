@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from ckpt.lifecycle import Retention
+from pretrain.section import OnResume, Section
 
-_MODEL = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-
-class InitConfig(BaseModel):
+class InitConfig(Section):
     """The ``[init]`` section: initial weights from another checkpoint."""
 
-    model_config = _MODEL
+    on_resume = OnResume.FREE
 
     checkpoint: str | None = None
     """A checkpoint folder, ``s3://BUCKET/PREFIX``, or a manifest in one, which names its step. The
@@ -28,14 +27,14 @@ class InitConfig(BaseModel):
     initialized at random."""
 
 
-class TiersConfig(BaseModel):
+class TiersConfig(Section):
     """The ``[checkpoint.tiers]`` section: copies of checkpoints on the nodes themselves.
 
     The tiers are the memory of the own node, the memory of a peer node, a local disk, and the
     shared store of ``checkpoint.path``.
     """
 
-    model_config = _MODEL
+    on_resume = OnResume.FREE
 
     memory: bool = False
     """Keep the newest checkpoint in the memory of each node too, where a restarted rank finds the
@@ -45,8 +44,6 @@ class TiersConfig(BaseModel):
     replicate_to_peer: bool = False
     """Keep the two newest checkpoints of each node in the memory of the next node too, for the loss
     of a whole node; ``memory`` then keeps two as well."""
-    memory_retention_seconds: float = Field(default=600.0, ge=0)
-    """Seconds that checkpoints in memory wait for a restart after a run has failed."""
     local_path: str | None = None
     """A folder on a local disk of each node, where checkpoints are kept too."""
     shared_interval: int = Field(default=1, ge=1)
@@ -65,13 +62,14 @@ class TiersConfig(BaseModel):
         return self
 
 
-class CheckpointConfig(BaseModel):
+class CheckpointConfig(Section):
     """The ``[checkpoint]`` section: where and when a run saves, and how a run resumes."""
 
-    model_config = _MODEL
+    on_resume = OnResume.FREE
 
     path: str | None = None
-    """A folder that all ranks share, or ``s3://BUCKET/PREFIX``; RUN_DIR/checkpoints by default."""
+    """A folder that all ranks share, ``s3://BUCKET/PREFIX``, or ``package.module:Class://...`` of a
+    store of your own; RUN_DIR/checkpoints by default."""
     interval_steps: Literal["auto"] | int | None = None
     """Steps between two saves; 100 where ``interval_minutes`` is left out too. ``auto`` balances
     the cost of a save against the work that a failure loses (Young, 1974; Daly, 2006)."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pretrain.model import MTPConfig
 from pretrain.spec.exact import check_exact
 from pretrain.spec.sections import Sections
-from router import StragglerAwareConfig
 
 
 def check_moe(spec: Sections) -> None:
@@ -41,8 +40,7 @@ def check_moe(spec: Sections) -> None:
             f"moe.recompute_experts (true) must be false with parallel.memory.recompute "
             f"({recompute}): a recomputation within a recomputation loses gradients"
         )
-    straggler_aware = isinstance(moe.capacity, StragglerAwareConfig)
-    if straggler_aware and ep == 1 and not spec.elastic.enabled:
+    if moe.capacity.policy == "straggler_aware" and ep == 1 and not spec.elastic.enabled:
         raise ValueError(
             "parallel.ep (1) must be at least 2 with moe.capacity.policy (straggler_aware): "
             "ranks that hold all experts have no work to pass on"
@@ -246,22 +244,6 @@ def check_verify(spec: Sections) -> None:
         )
 
 
-def check_sample(spec: Sections) -> None:
-    """Drafts of generated text against the layers that draft."""
-    drafts, layers, moe = spec.sample.drafts, spec.model.num_mtp_layers, spec.moe
-    if drafts > layers:
-        raise ValueError(
-            f"sample.drafts ({drafts}) must be at most model.num_mtp_layers ({layers}): each layer "
-            f"of multi-token prediction drafts one token"
-        )
-    if drafts and moe is not None and not moe.independent_tokens:
-        raise ValueError(
-            f"sample.drafts ({drafts}) must be 0 with moe.capacity.policy "
-            f"({moe.capacity.policy}) and moe.routing ({moe.routing}): a wrong draft would change "
-            f"how other tokens are routed"
-        )
-
-
 def check_plan(spec: Sections) -> None:
     """A planned layout against layouts that a person or an elastic run chooses."""
     if not spec.plan.auto:
@@ -294,7 +276,6 @@ ALL_CHECKS = (
     check_stragglers,
     check_verify,
     check_exact,
-    check_sample,
     check_plan,
 )
 """In the order in which a spec is checked."""

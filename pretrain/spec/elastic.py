@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
-
-_MODEL = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+from pretrain.section import OnResume, Section
 
 
-class ElasticConfig(BaseModel):
+class ElasticConfig(Section):
     """The ``[elastic]`` section: a run that goes on with other ranks."""
 
-    model_config = _MODEL
+    on_resume = OnResume.FREE
 
     enabled: bool = False
     """Choose a layout for the ranks that a start has, where the layout of ``[parallel]`` needs

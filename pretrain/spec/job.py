@@ -14,7 +14,6 @@ from parallel.layout import count_ranks, nodes_per_token
 from pretrain.errors import InputError
 from pretrain.spec.checks import ALL_CHECKS
 from pretrain.spec.nearest import nearest_layouts
-from pretrain.spec.renamed import former_names
 from pretrain.spec.sections import Sections
 
 
@@ -23,13 +22,6 @@ class JobSpec(Sections):
 
     Raises ValidationError (a ValueError) for fields that do not fit together.
     """
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_former_names(cls, data: Any) -> Any:
-        if isinstance(data, dict) and (lines := list(former_names(data))):
-            raise ValueError("; ".join(lines))
-        return data
 
     @model_validator(mode="before")
     @classmethod
@@ -143,9 +135,13 @@ class JobSpec(Sections):
                 f"parallel.ep ({topology.ep}) must be a multiple or a divisor of the ranks of a "
                 f"node ({ranks_per_node}) with parallel.max_nodes_per_token ({most})"
             )
-        takes = moe.num_experts if moe.routing == "expert_choice" else moe.top_k
         reached = nodes_per_token(
-            moe.num_experts, moe.n_groups, moe.topk_groups, takes, topology.ep, ranks_per_node
+            moe.num_experts,
+            moe.n_groups,
+            moe.topk_groups,
+            moe.max_experts_per_token,
+            topology.ep,
+            ranks_per_node,
         )
         if reached > most:
             raise InputError(

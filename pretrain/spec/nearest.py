@@ -9,13 +9,14 @@ from parallel import ParallelConfig, Topology
 from parallel.layout import divisors
 
 _TRIED = 10_000
+_MOST = 3
 _AXES = ("pp", "dp_replicate", "cp", "tp", "ep", "dp_shard")
 
 
 def nearest_layouts(
-    asked: ParallelConfig, world: int, fits: Callable[[Topology], bool], most: int = 3
+    asked: ParallelConfig, world: int, fits: Callable[[Topology], bool]
 ) -> list[Topology]:
-    """The layouts of ``world`` ranks that are nearest to the requested layout, the nearest first.
+    """The three layouts of ``world`` ranks nearest to the requested layout, the nearest first.
 
     The distance is the sum over axes of doublings or halvings of a degree. ``dp_shard`` has a
     small weight: this axis takes the ranks that the other axes leave over.
@@ -24,7 +25,6 @@ def nearest_layouts(
         asked: the requested degrees, which need not fit together.
         world: the number of ranks.
         fits: whether a layout works for the model and the data.
-        most: the most layouts to return.
     """
 
     def distance(t: Topology) -> float:
@@ -38,7 +38,7 @@ def nearest_layouts(
     for topology in sorted(_layouts(world), key=distance)[:_TRIED]:
         if fits(topology):
             found.append(topology)
-        if len(found) == most:
+        if len(found) == _MOST:
             break
     return found
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import model_validator
+
+from pretrain.section import OnResume, Section
 
 
-class PlanConfig(BaseModel):
+class PlanConfig(Section):
     """The ``[plan]`` section: the layout that ``convoy plan`` finds, in the place of one that a
     person chooses."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    on_resume = OnResume.FREE
 
     auto: bool = False
     """Each start plans the layout for its ranks, prints it, and trains with it. The degrees of
@@ -19,8 +21,6 @@ class PlanConfig(BaseModel):
     then the planner's; checkpoints have the spec with the layout that was taken."""
     cluster: str | None = None
     """A cluster file, or the name of a shipped one, as in ``convoy plan --cluster``."""
-    imbalance: float = Field(default=1.1, ge=1)
-    """Rows of the busiest rank's experts as a multiple of the mean."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

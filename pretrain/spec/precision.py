@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
+from pretrain.section import OnResume, Section
+
+DtypeName = Literal["float32", "bfloat16", "float16"]
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-class PrecisionConfig(BaseModel):
+class PrecisionConfig(Section):
     """The ``[precision]`` section: mixed precision (Micikevicius et al., arXiv 1710.03740)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    on_resume = OnResume.FREE
 
-    compute: Literal["float32", "bfloat16", "float16"] = "float32"
+    compute: Annotated[DtypeName, OnResume.FIXED_IF_EXACT] = "float32"
     """The dtype of GEMMs and of what ranks exchange; ``fp32``, ``bf16`` and ``fp16`` are accepted
     too. Parameters, gradient sums, moments, routers and the loss are in float32 in any case."""
     loss_scale: int = 1 << 16
@@ -57,12 +59,6 @@ class PrecisionConfig(BaseModel):
                 f"is: a division of gradients by a power of two rounds nothing"
             )
         return value
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of GEMMs."""
-        dtype: torch.dtype = getattr(torch, self.compute)
-        return dtype
 
     @property
     def first_loss_scale(self) -> float | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Discriminator, ValidationError
 from pydantic.fields import FieldInfo
 
 from pretrain.errors import InputError
@@ -110,7 +110,9 @@ def _walk(location: Sequence[int | str]) -> tuple[list[str], type[BaseModel]]:
 
 def tag_of(field: FieldInfo) -> str:
     """The name of the field that tells the variants of a union apart; empty for no union."""
-    return field.discriminator if isinstance(field.discriminator, str) else ""
+    if isinstance(field.discriminator, Discriminator):  # a function of the field's name
+        return str(getattr(field.discriminator.discriminator, "__name__", ""))
+    return field.discriminator or ""
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:

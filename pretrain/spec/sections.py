@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import re
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
+from cluster.launch import LaunchConfig
+from corpus.config import DataConfig
 from moe import MoEConfig
 from parallel import ParallelConfig
-from pretrain.data import BatchConfig, DataConfig
-from pretrain.health import HealthConfig, StragglersConfig, VerifyConfig
+from pretrain.data import BatchConfig
 from pretrain.model import ModelConfig, MTPConfig
 from pretrain.optim import OptimizerConfig, ScheduleConfig, with_kind
+from pretrain.parts.faults.config import FaultConfig
+from pretrain.parts.playbook.config import HealthConfig
+from pretrain.parts.rank_watch.config import DetectionConfig
+from pretrain.parts.stragglers.config import StragglersConfig
+from pretrain.parts.verify.config import VerifyConfig
+from pretrain.section import OnResume, Section
 from pretrain.spec.checkpoint import CheckpointConfig, InitConfig
-from pretrain.spec.detection import DetectionConfig
 from pretrain.spec.elastic import ElasticConfig
-from pretrain.spec.faults import FaultConfig
-from pretrain.spec.launch import LaunchConfig
 from pretrain.spec.plan import PlanConfig
 from pretrain.spec.precision import PrecisionConfig
 from pretrain.spec.train import EvalConfig, TrainConfig
 
-_MODEL = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-
-class MetricsConfig(BaseModel):
+class MetricsConfig(Section):
     """The ``[metrics]`` section: the Prometheus endpoint."""
 
-    model_config = _MODEL
+    on_resume = OnResume.FREE
 
     port: int = Field(default=-1, ge=-1, le=65535)
     """The port of the Prometheus endpoint on rank 0; 0 takes a free port, -1 makes no endpoint."""
@@ -44,23 +47,39 @@ class MetricsConfig(BaseModel):
     no cost."""
 
 
-class TrackingConfig(BaseModel):
+class TrackingConfig(Section):
     """The ``[tracking]`` section: experiment trackers, which get the values of log intervals."""
 
-    model_config = _MODEL
+    on_resume = OnResume.FREE
 
-    to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(default_factory=list)
-    """Trackers that rank 0 writes to. Each needs the extra of its name."""
+    CLASSES: ClassVar[dict[str, str]] = {
+        "tensorboard": "pretrain.observe.trackers:TensorBoard",
+        "wandb": "pretrain.observe.trackers:WandB",
+        "mlflow": "pretrain.observe.trackers:MLflow",
+        "trackio": "pretrain.observe.trackers:Trackio",
+    }
+    """Where the class of each tracker with a name of its own is."""
+
+    to: list[str] = Field(default_factory=list)
+    """Trackers that rank 0 writes to: ``tensorboard``, ``wandb``, ``mlflow`` and ``trackio``, each
+    with the extra of its name, or a class of your own as ``package.module:Class``."""
     project: str = Field(default="convoy", min_length=1)
     """The project, or MLflow's experiment, that the run is in."""
-    mlflow_uri: str | None = None
-    """MLflow's tracking server; files in RUN_DIR/mlflow by default."""
+
+    @field_validator("to")
+    @classmethod
+    def _check_trackers(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if name not in cls.CLASSES and not re.fullmatch(r"[\w.]+:[\w.]+", name):
+                known = ", ".join(cls.CLASSES)
+                raise ValueError(f"tracking.to ({name}) must be {known}, or package.module:Class")
+        return names
 
 
-class SampleConfig(BaseModel):
+class SampleConfig(Section):
     """The ``[sample]`` section: text that the model generates for the summary."""
 
-    model_config = _MODEL
+    on_resume = OnResume.FREE
 
     prompt: str = ""
     """The text that the model continues."""
@@ -71,24 +90,21 @@ class SampleConfig(BaseModel):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Only the likeliest tokens are drawn whose probabilities reach this sum (nucleus sampling,
     Holtzman et al., arXiv 1904.09751)."""
-    drafts: int = Field(default=0, ge=0)
-    """Tokens that layers of multi-token prediction draft before each forward, at most
-    ``model.num_mtp_layers``. The text is the text without drafts, in fewer forwards."""
 
 
-class Sections(BaseModel):
+class Sections(Section):
     """Everything that a run depends on; :class:`pretrain.spec.JobSpec` adds the rules between
     tables."""
 
-    model_config = _MODEL
+    on_resume = OnResume.FREE
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """The name of the run: letters, digits, dots, hyphens and underscores."""
     run_dir: str | None = None
     """The folder of log, summary and checkpoints; runs/NAME by default."""
-    model: ModelConfig
+    model: Annotated[ModelConfig, OnResume.FIXED]
     """The decoder without its MoE layers."""
-    moe: MoEConfig | None = None
+    moe: Annotated[MoEConfig | None, OnResume.FIXED] = None
     """The MoE layers; without this table the model is dense."""
     mtp: MTPConfig = MTPConfig()
     """The loss of multi-token prediction."""

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Annotated
 
-_MODEL = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+from pydantic import Field
+
+from pretrain.section import OnResume, Section
 
 
-class TrainConfig(BaseModel):
+class TrainConfig(Section):
     """The ``[train]`` section: the length of the run and its loop."""
 
-    model_config = _MODEL
+    on_resume = OnResume.FREE
 
     steps: int = Field(ge=1)
     """Optimizer steps of the whole run."""
-    seed: int = Field(default=0, ge=0, lt=1 << 63)
+    seed: Annotated[int, OnResume.FIXED] = Field(default=0, ge=0, lt=1 << 63)
     """The seed of initial weights, of the order of samples and of all random numbers."""
     compile: bool = False
     """Compile attention and dense layers with torch.compile, where no collective is inside them."""
-    exact: bool = False
+    exact: Annotated[bool, OnResume.FIXED_IF_EXACT] = False
     """Compute the same numbers, bit for bit, whatever ``parallel.dp_shard``, ``dp_replicate``,
     ``ep`` and ``pp`` are, and whatever resizes the run went through; see docs/exact.md."""
     log_interval_steps: int = Field(default=10, ge=1)
@@ -32,15 +34,15 @@ class TrainConfig(BaseModel):
     """Wall time of one start, in seconds since the process of rank 0 was started. The run commits a
     checkpoint and ends with exit code 75 before the limit. Under Slurm the end of the job, of which
     ``SLURM_JOB_END_TIME`` tells, is a limit too."""
-    notice_file: str | None = Field(default=None, min_length=1)
-    """A file that announces a preemption. When the file appears, the run commits a checkpoint and
-    ends with exit code 75. The environment variable ``CONVOY_NOTICE_FILE`` has precedence."""
+    parts: list[str] = Field(default_factory=list)
+    """Parts of a step that are no parts of Convoy, as ``package.module:Class``; see
+    :class:`pretrain.step.Part`."""
 
 
-class EvalConfig(BaseModel):
+class EvalConfig(Section):
     """The ``[eval]`` section: evaluation on held-out sequences."""
 
-    model_config = _MODEL
+    on_resume = OnResume.FREE
 
     interval_steps: int = Field(default=0, ge=0)
     """Steps between two evaluations, and the last step is evaluated too, before its checkpoint; 0

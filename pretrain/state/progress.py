@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from pretrain.health import HealthMemory
+from pretrain.parts.playbook import HealthMemory
 
 
 @dataclass(frozen=True)

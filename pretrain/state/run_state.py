@@ -15,9 +15,6 @@ from pydantic import TypeAdapter, ValidationError
 from ckpt import CheckpointError, Manifest
 from pretrain.state.progress import Progress
 
-_RENAMED = {"cursor": "consumed_samples"}
-"""Fields of checkpoints of before, by the names that they have now."""
-
 
 @dataclass(frozen=True)
 class RunState:
@@ -26,23 +23,20 @@ class RunState:
     progress: Progress
     corpus: str
     """Fingerprint of the tokenized corpus."""
-    capacity: dict[str, Any] | None
-    """Speeds and plans of straggler-aware capacity, see ``CapacityBalance.state``."""
+    parts: dict[str, dict[str, Any]]
+    """The state of each part by its name, see :class:`pretrain.step.Part`."""
     tokenizer: str = ""
-    """Fingerprint of the tokenizer, see :func:`pretrain.data.tokenizer_fingerprint`."""
-    stragglers: dict[str, Any] | None = None
-    """Speeds of whole ranks and the division of micro-batches, see ``Stragglers.state``."""
+    """Fingerprint of the tokenizer, see :func:`corpus.tokenizer.tokenizer_fingerprint`."""
     machines: list[str] = field(default_factory=list)
-    """The machine of each rank, whose speeds ``capacity`` and ``stragglers`` are; none in
-    checkpoints of before."""
+    """The machine of each rank, whose speeds parts have measured."""
     threads: int | None = None
     """Threads of a process, where the numbers of a run depend on nothing but units and threads;
     otherwise None."""
     sources: dict[str, str] = field(default_factory=dict)
-    """The fingerprint of each source by its name; none in checkpoints of before."""
+    """The fingerprint of each source by its name."""
     blend: list[dict[str, Any]] | None = None
-    """What the run has drawn its samples from, see ``Blend.as_json``; None in checkpoints of
-    before, which have one source."""
+    """What the run has drawn its samples from, see ``Blend.as_json``; None where the loader has
+    none."""
     kind: Literal["training"] = "training"
 
     def as_dict(self) -> dict[str, Any]:
@@ -54,8 +48,7 @@ class RunState:
             "sources": self.sources,
             "blend": self.blend,
             "tokenizer": self.tokenizer,
-            "capacity": self.capacity,
-            "stragglers": self.stragglers,
+            "parts": self.parts,
             "machines": self.machines,
             "threads": self.threads,
         }
@@ -66,17 +59,20 @@ def read_run_state(manifest: Manifest) -> RunState | None:
 
     Raises CheckpointError where the state is of neither form, or of another step than the manifest.
     """
-    state = {_RENAMED.get(key, key): value for key, value in manifest.state.items()}
-    # Checkpoints of before name no kind; those of a run have a corpus.
-    kind = state.get("kind", "training" if "corpus" in state else "weights")
-    if kind != "training":
+    state = manifest.state
+    if state.get("kind") != "training":
         return None
     names = {each.name for each in fields(Progress)}
     try:
         progress = _PROGRESS.validate_python({k: v for k, v in state.items() if k in names})
         corpus = state["corpus"]
-        capacity, stragglers = state.get("capacity"), state.get("stragglers")
-        tables = isinstance(capacity, Mapping | None) and isinstance(stragglers, Mapping | None)
+        # Checkpoints of before have the states of these two parts side by side with the others.
+        before = {name: state[name] for name in ("capacity", "stragglers") if state.get(name)}
+        parts = state.get("parts", before)
+        if not isinstance(parts, Mapping) or not all(
+            isinstance(p, Mapping) for p in parts.values()
+        ):
+            raise TypeError("parts must be an object of objects")
         threads = state.get("threads")
         sources, blend = state.get("sources", {}), state.get("blend")
         machines = state.get("machines", [])
@@ -84,11 +80,8 @@ def read_run_state(manifest: Manifest) -> RunState | None:
             raise TypeError("sources must be an object, and blend a list or null")
         if not isinstance(machines, list) or not all(isinstance(one, str) for one in machines):
             raise TypeError("machines must be a list of texts")
-        if not isinstance(corpus, str) or not tables or not isinstance(threads, int | None):
-            raise TypeError(
-                "corpus must be text, capacity and stragglers objects or null, threads a number or "
-                "null"
-            )
+        if not isinstance(corpus, str) or not isinstance(threads, int | None):
+            raise TypeError("corpus must be text, and threads a number or null")
     except (ValidationError, KeyError, TypeError) as error:
         first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise CheckpointError(
@@ -101,8 +94,7 @@ def read_run_state(manifest: Manifest) -> RunState | None:
     return RunState(
         progress,
         corpus,
-        None if capacity is None else dict(capacity),
-        stragglers=None if stragglers is None else dict(stragglers),
+        {name: dict(part) for name, part in parts.items()},
         machines=machines,
         threads=threads,
         sources=dict(sources),

@@ -88,10 +88,9 @@ class StepDigests:
         return table
 
     def _event(self, step: int, rows: Sequence[Sequence[int]]) -> Digested:
-        t = self.job.topology
-        inner = t.dp_shard * t.cp * t.tp
-        first = [row for rank, row in enumerate(rows) if rank // inner % t.dp_replicate == 0]
-        sums = [f"{sum(column) % (1 << 64):016x}" for column in zip(*first, strict=True)]
+        place = self.job.topology.place
+        replica_0 = [row for rank, row in enumerate(rows) if place(rank).dp_replicate == 0]
+        sums = [f"{sum(column) % (1 << 64):016x}" for column in zip(*replica_0, strict=True)]
         L, both = len(self.layers), len(self.layers) + len(self.kinds)
         gradients, parameters = sums[:both], sums[both:]
         return Digested(

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from corpus.tokenizer import bytes_per_token, load_tokenizer
 from parallel import free_gathered, on_loss_grid
-from pretrain.data import Sequences, bytes_per_token, load_tokenizer, read_batch
+from pretrain.data import Sequences, read_batch
 from pretrain.job import Job
 from pretrain.parallelize import ParallelModel, RoutingStats, next_token_loss
 from pretrain.runtime import StopCause, StopRequest

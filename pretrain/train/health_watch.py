@@ -13,7 +13,10 @@ import ckpt
 from pretrain.checkpoint import Checkpointer, go_back
 from pretrain.data import Cursor
 from pretrain.errors import HealthError
-from pretrain.health import (
+from pretrain.job import Job
+from pretrain.observe import HealthAction, HealthSignal
+from pretrain.parallelize import RoutingStats
+from pretrain.parts.playbook import (
     HealthMemory,
     Seen,
     Verdict,
@@ -23,11 +26,8 @@ from pretrain.health import (
     judge,
     routers_are_checked,
 )
-from pretrain.job import Job
-from pretrain.observe import HealthAction, HealthSignal
-from pretrain.parallelize import RoutingStats
 from pretrain.state import Progress
-from pretrain.train.barrier import Action, Decision
+from pretrain.step import Action, Decision, SkipReason
 
 _REPORT = "health.json"
 
@@ -42,6 +42,8 @@ class HealthWatch:
     def __init__(self, job: Job) -> None:
         self.job, self.config = job, job.spec.health
         self._seen: Seen | None = None
+        self.verdict: Verdict | None = None
+        """Of the step that is being taken; None after an overflow of float16."""
 
     def judged(
         self, decision: Decision, progress: Progress, skipped: int, routing: RoutingStats | None
@@ -54,6 +56,7 @@ class HealthWatch:
             skipped: how many times in a row the step before this try was not finite.
             routing: what this rank's routers did in the step.
         """
+        self.verdict = None
         if decision.overflow:
             return decision
         step = progress.step + 1
@@ -82,8 +85,12 @@ class HealthWatch:
             )
         if verdict.action in ("report", "lower_lr"):
             self._publish_action(verdict, progress)
-        action = decision.action if verdict.keeps_update else Action.SKIP
-        return replace(decision, action=action, verdict=verdict)
+        self.verdict = verdict
+        if verdict.keeps_update:
+            return decision
+        cause = verdict.cause
+        of_finite = None if cause.rule == "not_finite" else SkipReason(cause.rule, cause.text)
+        return replace(decision, action=Action.SKIP, skipped_for=of_finite)
 
     def _loads(self, step: int, routing: RoutingStats | None) -> Sequence[Sequence[int]] | None:
         """Assignments of the step by layer and expert, over all ranks, where they are checked."""
@@ -92,11 +99,11 @@ class HealthWatch:
         loads: list[list[int]] = routing.everywhere_LE.tolist()
         return loads
 
-    def after_commit(self, decision: Decision) -> HealthMemory:
-        """The memory after a step of this decision was committed."""
-        assert decision.verdict is not None
+    def after_commit(self) -> HealthMemory:
+        """The memory after the step was committed."""
+        assert self.verdict is not None
         assert self._seen is not None
-        return after_commit(self.config, decision.verdict, self._seen)
+        return after_commit(self.config, self.verdict, self._seen)
 
     def act(
         self, verdict: Verdict, progress: Progress, cursor: Cursor, checkpointer: Checkpointer

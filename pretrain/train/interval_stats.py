@@ -16,7 +16,7 @@ from pretrain.observe import IntervalEnded, RoutingReport
 from pretrain.parallelize import AUX_LOSSES, MTPLoss, RoutingStats, bubble
 from pretrain.runtime import Runtime, peak_memory_bytes
 from pretrain.state import Progress
-from pretrain.train.barrier import Report
+from pretrain.step import Report
 
 _MOST_LOGGED_RANKS = 256
 

@@ -40,8 +40,8 @@ def watch_notices(
         former: the log of former starts, whose saves are a measure for the first save of this one.
         held: closed when the run ends.
     """
-    path = os.environ.get("CONVOY_NOTICE_FILE") or job.spec.train.notice_file
-    if path is not None and job.runtime.rank % job.runtime.ranks_per_node == 0:
+    path = os.environ.get("CONVOY_NOTICE_FILE")
+    if path and job.runtime.rank % job.runtime.ranks_per_node == 0:
         _watch_file(job, stop, Path(path), held)
     if job.runtime.is_first and (deadline := _deadline(job)) is not None:
         _watch_time(job, stop, deadline, former)
@@ -53,7 +53,7 @@ def _watch_file(job: Job, stop: StopRequest, path: Path, held: ExitStack) -> Non
     if file.is_old:
         _tell(
             job,
-            f"train.notice_file ({path}) is older than this start, and is no notice to it; remove "
+            f"CONVOY_NOTICE_FILE ({path}) is older than this start, and is no notice to it; remove "
             f"the file, or touch it to announce a preemption",
         )
     stop.watch(lambda: StopCause.NOTICE_FILE if file.seen else StopCause.NONE, urgent=True)

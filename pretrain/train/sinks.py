@@ -47,14 +47,7 @@ def open_sinks(
     ledger = LiveLedger(former, log, job.events)
     registry = CollectorRegistry()
     job.events.subscribe(
-        Metrics(
-            registry,
-            spec,
-            job.topology,
-            VERSION,
-            ledger=ledger.ledger,
-            former=former,
-        )
+        Metrics(registry, spec, job.topology, VERSION, ledger=ledger.ledger, former=former)
     )
     job.events.subscribe(ledger)
     for tracking in open_trackers(spec.tracking, spec.run_path):

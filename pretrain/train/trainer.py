@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
-from parallel import CollectiveKind, CommStats, scale_gradients
+from parallel import scale_gradients
 from pretrain.checkpoint import Checkpointer
 from pretrain.data import Cursor, Loader, data_checksum
-from pretrain.faults import Faults
 from pretrain.job import Job
 from pretrain.model import forward_flops, peak_flops_per_second
-from pretrain.observe import CapacityPlanned, Evaluated, StepCommitted, StepSkipped
+from pretrain.observe import Evaluated, StepCommitted, StepSkipped
 from pretrain.optim import set_lr
-from pretrain.parallelize import RoutingStats, StepResult
+from pretrain.parallelize import RoutingStats
+from pretrain.parts.faults import Faults
+from pretrain.parts.playbook import after_skip
+from pretrain.rank_model import compute_dtype
 from pretrain.runtime import StopCause, StopRequest
 from pretrain.spec import learning_rate
 from pretrain.state import Progress, rng_states, set_rng_states
-from pretrain.train.barrier import (
-    Action,
-    Decision,
-    Report,
-    bad_layer,
-    decide,
-    exchange,
-    square_sum_of,
-)
+from pretrain.step import Action, Decision, Report, StepFacts, with_wish
+from pretrain.train.attempt import Attempt
+from pretrain.train.barrier import bad_layer, decide, exchange, square_sum_of
 from pretrain.train.data_fetches import publish_fetches
-from pretrain.train.detection import LossWatch
 from pretrain.train.digests import StepDigests
 from pretrain.train.evaluate import StoppedEvaluationError, evaluate
 from pretrain.train.health_watch import HealthWatch
@@ -41,7 +36,6 @@ from pretrain.train.interval_stats import (
     seconds_and_bytes,
 )
 from pretrain.train.profile import StepProfiler
-from pretrain.train.straggler_stages import StragglerStages
 from pretrain.train.verify import Verifier
 
 
@@ -72,15 +66,16 @@ class Trainer:
         self.progress = self.verifier.begin(progress)
         spec, runtime = job.spec, job.runtime
         self.flops_per_token = forward_flops(spec.model, spec.moe, spec.data.seq_len).training
-        self.peak_flops = runtime.total(peak_flops_per_second(runtime.device, spec.precision.dtype))
+        peak_flops = peak_flops_per_second(runtime.device, compute_dtype(spec.precision))
+        self.peak_flops = runtime.total(peak_flops)
         """Of all ranks, in a second."""
         self.skipped = 0
         """Tries in a row that were not finite, overflows of float16 not counted."""
         self.interval = IntervalStats(self.progress.consumed_samples)
-        self.straggler_stages = StragglerStages(job)
+        self.starts_again = False
+        """Whether the run must end after this step, for a start without a slow machine."""
         self.stop_cause = StopCause.NONE
         """Why the last step was the last one, where a rank asked to stop."""
-        self.loss_watch = LossWatch.of_job(job)
 
     def train(self, stop: StopRequest) -> bool:
         """Step until the spec's last step, or until some rank is asked to stop.
@@ -94,10 +89,10 @@ class Trainer:
             decision = self.step(stop.cause)
             self.profiler.end_step()
             checkpointer.poll()
-            stopped = decision.stop or self.straggler_stages.starts_again
+            stopped = decision.stop or self.starts_again
             self.stop_cause = StopCause(decision.stop_cause)
             stop.is_final = self.stop_cause > StopCause.SIGNAL
-            if self.straggler_stages.starts_again and not stop.is_final:
+            if self.starts_again and not stop.is_final:
                 self.stop_cause = StopCause.SLOW_MACHINE
             if decision.action is Action.SKIP and not stopped:
                 continue
@@ -122,82 +117,94 @@ class Trainer:
         return stopped and self.progress.step < spec.train.steps
 
     def step(self, stop_requested: int) -> Decision:
-        """One step: forward, backward, barrier, and the update where all ranks commit.
+        """One step: data, backward, barrier, and the acts that all ranks decide alike.
 
         After a float16 overflow the next step takes the same samples with half the loss scale.
 
         Raises HealthError on every rank where a rule of ``[health]`` stops the run, and
         CorruptionError where a check of ``[verify]`` fails.
         """
-        job, before = self.job, self.progress
+        before = self.progress
+        attempt = self._read(before)
+        self._backward(attempt, before)
+        facts = self._barrier(attempt, before, stop_requested)
+        decision = facts.decision
+        self._beat("optimizer")
+        if decision.action is Action.COMMIT:
+            self._commit(facts, attempt)
+            self._count(facts, attempt)
+        if decision.overflow:
+            self.progress = self.progress.after_overflow()
+            set_rng_states(attempt.random, self.job.runtime.device)
+        self.job.optimizer.zero_grad()
+        attempt.end(self.job.runtime.comm_monitor.take())
+        if decision.action is Action.SKIP:
+            self._skip(decision, attempt)
+            return decision
+        self._publish_commit(decision, attempt)
+        self.verifier.compare_digests(self.digests.publish(self.progress.step), self.progress)
+        self._after(facts, attempt)
+        return decision
+
+    def _read(self, before: Progress) -> Attempt:
+        """The data of the step, after what happens between steps."""
         self._beat("data")
         self.faults.before_step(before.step + 1)
         self.verifier.before_step(before, self._read_step)
-        job.runtime.comm_monitor.take()  # what came between steps is not of this one
+        self.job.runtime.comm_monitor.take()  # what came between steps is not of this one
         began = time.perf_counter()
-        batches, cursor, planned = self._read_step(job.loader)
+        batches, cursor, planned = self._read_step(self.job.loader)
         waited = time.perf_counter() - began
-        batches = self.faults.batches(batches)
-        scale, device = before.loss_scale, job.runtime.device
+        return Attempt(
+            batches=self.faults.batches(batches),
+            cursor=cursor,
+            planned=planned,
+            began=began,
+            waited=waited,
+        )
+
+    def _backward(self, attempt: Attempt, before: Progress) -> None:
+        """Forward and backward, and the sums of gradients over ranks."""
+        job, scale = self.job, before.loss_scale
         for tally in job.parallel_model.float8.values():
             # One step of each log interval: the count reads every operand once more.
             tally.counts_underflow = self._ends_interval(before.step + 1)
-        random = {} if scale is None else rng_states(device)
-        mtp = job.mtp_loss(batches, planned, before.consumed_samples)
+        attempt.random = {} if scale is None else rng_states(job.runtime.device)
+        attempt.mtp = job.mtp_loss(attempt.batches, attempt.planned, before.consumed_samples)
         self._beat("forward_backward")
         with self.verifier.seeing_gradients():
-            result = job.forward_backward(batches, planned, scale, mtp)
+            attempt.result = job.forward_backward(
+                attempt.batches, attempt.planned, scale, attempt.mtp
+            )
         self.progress = self.verifier.after_backward(before)
         if job.compressed is not None:
             job.compressed.reduce(scale or 1.0)
         self.faults.gradients(job.model)
         self.digests.see_gradients()
+
+    def _barrier(self, attempt: Attempt, before: Progress, stop_requested: int) -> StepFacts:
+        """What all ranks bring, and the one decision; rules of health come before other parts."""
         self._beat("barrier")
-        report = self._report(
-            result, batches, began=began, waited=waited, stop_requested=stop_requested
-        )
-        reports = exchange(report, device)
-        decision = decide(reports, planned, scale)
-        decision = self.watch.judged(decision, before, self.skipped, result.routing)
-        self._beat("optimizer")
-        self.loss_watch.after(before.step, reports)
-        replanned = False
-        if decision.action is Action.COMMIT:
-            self._commit(decision, cursor, planned)
-            self.digests.see_parameters()
-            self.interval.add_reports(reports)
-            self.interval.add_mtp(result.mtp_loss_sums_K, mtp)
-            if result.routing is not None:
-                replanned = self._balance(result.routing, reports)
-        if decision.overflow:
-            self.progress = self.progress.after_overflow()
-            set_rng_states(random, device)
-        job.optimizer.zero_grad()
-        traffic = job.runtime.comm_monitor.take()
-        seconds = time.perf_counter() - began
-        if decision.action is Action.SKIP:
-            self._skip(decision, cursor, seconds, waited, traffic)
-            return decision
-        self.interval.micro_batches = len(batches)
-        self._publish_commit(decision, planned, seconds, waited, traffic)
-        self.verifier.compare_digests(self.digests.publish(self.progress.step), self.progress)
-        if replanned and job.balance is not None:
-            # After its step's event: a plan holds from the next step on, and a replay reads it so.
-            job.events.publish(
-                CapacityPlanned(
-                    step=self.progress.step,
-                    plans=job.balance.plans,
-                    relative_speeds=job.balance.relative_speeds,
-                )
-            )
-        self.straggler_stages.after(
-            self.progress.step,
-            reports,
-            cursor=cursor,
-            seconds=decision.step_seconds,
-            replanned=replanned,
-        )
-        return decision
+        report, parts = self._report(attempt, stop_requested), self.job.parts
+        own = {f"{p.name}.{k}": float(v) for p in parts for k, v in p.report(report).items()}
+        reports, columns = exchange(report, self.job.runtime.device, own)
+        decision = decide(reports, attempt.planned, before.loss_scale)
+        decision = self.watch.judged(decision, before, self.skipped, attempt.result.routing)
+        facts = StepFacts(before.step + 1, reports, decision, columns)
+        for part in parts:
+            decision = with_wish(decision, part.judge(facts))
+        return replace(facts, decision=decision)
+
+    def _after(self, facts: StepFacts, attempt: Attempt) -> None:
+        """Tell the parts of a committed step, and do what they wish for coming steps."""
+        facts = replace(facts, next_micro_batches=self.job.loader.num_micro_batches(attempt.cursor))
+        for part in self.job.parts:
+            wish = part.after(facts)
+            if wish is None:
+                continue
+            self.job.act(wish)
+            self.starts_again |= wish.starts_again
+            facts = replace(facts, capacity_changed=facts.capacity_changed or bool(wish.plans))
 
     def _ends_interval(self, step: int) -> bool:
         train = self.job.spec.train
@@ -216,39 +223,33 @@ class Trainer:
         self.job.runtime.heartbeat.beat(phase, self.progress.step)
         self.profiler.phase(phase, self.progress.step)
 
-    def _report(
-        self,
-        result: StepResult,
-        batches: Sequence[Tensor],
-        *,
-        began: float,
-        waited: float,
-        stop_requested: int,
-    ) -> Report:
+    def _report(self, attempt: Attempt, stop_requested: int) -> Report:
         """What this rank brings to the barrier."""
-        scale = self.progress.loss_scale or 1.0
+        scale, result = self.progress.loss_scale or 1.0, attempt.result
         return Report(
             loss_sum=float(result.loss_sum),
             target_tokens=result.target_tokens,
             grad_square_sum=square_sum_of(self.job) / scale**2,
             stop_requested=stop_requested,
             save_requested=self.checkpointer.requested,
-            step_seconds=time.perf_counter() - began,
-            data_wait_seconds=waited,
+            step_seconds=time.perf_counter() - attempt.began,
+            data_wait_seconds=attempt.waited,
             exposed_seconds=self.job.runtime.comm_monitor.exposed_seconds,
             expert_rows=result.expert_rows,
             expert_seconds=result.expert_seconds,
             bad_layer=bad_layer(self.job.moe_layers, result.routing),
-            data_checksum=data_checksum(batches) if self.job.dims.reads_first else 0.0,
+            data_checksum=data_checksum(attempt.batches) if self.job.dims.reads_first else 0.0,
         )
 
-    def _commit(self, decision: Decision, cursor: Cursor, planned: int) -> None:
+    def _commit(self, facts: StepFacts, attempt: Attempt) -> None:
+        """Update parameters and counters."""
+        decision = facts.decision
         job, clip = self.job, self.job.spec.optimizer.clip_norm
-        factor = planned / decision.target_tokens
+        factor = attempt.planned / decision.target_tokens
         if clip and decision.grad_norm > clip:
             factor *= clip / decision.grad_norm
         scale_gradients(job.model, factor / (decision.loss_scale or 1.0))
-        before, health = self.progress, self.watch.after_commit(decision)
+        before, health = self.progress, self.watch.after_commit()
         factor_of_rate = health.lr_factor_at(before.step + 1)
         set_lr(job.optimizer, learning_rate(job.spec, before.step) * factor_of_rate)
         job.optimizer.step()
@@ -259,7 +260,7 @@ class Trainer:
             before,
             step=before.step + 1,
             tokens_seen=before.tokens_seen + decision.target_tokens,
-            consumed_samples=cursor.sample_index,
+            consumed_samples=attempt.cursor.sample_index,
             train_loss_first=decision.loss if first is None else first,
             train_loss_last=decision.loss,
             validation=None,
@@ -268,16 +269,19 @@ class Trainer:
         self.progress = progress.after_commit(job.spec.precision.loss_scale_growth_steps)
         self.skipped = 0
 
-    def _publish_commit(
-        self,
-        decision: Decision,
-        planned: int,
-        seconds: float,
-        waited: float,
-        traffic: Mapping[CollectiveKind, CommStats],
-    ) -> None:
+    def _count(self, facts: StepFacts, attempt: Attempt) -> None:
+        """Add a committed step to the interval, and move biases by the step's loads."""
+        self.digests.see_parameters()
+        self.interval.add_reports(facts.reports)
+        self.interval.add_mtp(attempt.result.mtp_loss_sums_K, attempt.mtp)
+        if attempt.result.routing is not None:
+            self._balance(attempt.result.routing, facts.reports)
+
+    def _publish_commit(self, decision: Decision, attempt: Attempt) -> None:
         """Publish a committed step, and add the step to the interval."""
-        job, tokens = self.job, decision.target_tokens
+        job, tokens, seconds = self.job, decision.target_tokens, attempt.seconds
+        planned, traffic = attempt.planned, attempt.traffic
+        self.interval.micro_batches = len(attempt.batches)
         self.progress = replace(self.progress, train_seconds=self.progress.train_seconds + seconds)
         groups = self.interval.add(tokens, planned, seconds=seconds, traffic=traffic)
         shown = {name: one for name, one in groups.items() if one.count}
@@ -293,10 +297,11 @@ class Trainer:
                 tokens_seen=self.progress.tokens_seen,
                 consumed_samples=self.progress.consumed_samples,
                 samples=planned // job.spec.data.seq_len,
+                padding_tokens=planned - tokens,
                 data_checksum=decision.data_checksum,
                 seconds=seconds,
                 data_wait_seconds=decision.data_wait_seconds,
-                rank_0_data_wait_seconds=waited,
+                rank_0_data_wait_seconds=attempt.waited,
                 slowest_rank_seconds=decision.step_seconds,
                 tokens_per_second=tokens / seconds,
                 mfu=self.mfu(tokens, seconds),
@@ -310,20 +315,12 @@ class Trainer:
             )
         )
 
-    def _balance(self, routing: RoutingStats, reports: Sequence[Report]) -> bool:
-        """Move biases and capacity by the whole step's loads; whether plans of capacity changed."""
-        rows = [report.expert_rows for report in reports]
-        self.interval.add_routing(routing, rows)
-        balance = self.job.balance
-        replanned = False
-        if balance is not None:
-            seconds = [report.expert_seconds for report in reports]
-            replanned = balance.after(self.progress.step, rows, seconds)
-        if balance is not None and replanned:
-            balance.apply(self.job.routers, self.job.runtime.rank)
+    def _balance(self, routing: RoutingStats, reports: Sequence[Report]) -> None:
+        """Move biases by the whole step's loads."""
+        self.interval.add_routing(routing, [report.expert_rows for report in reports])
         moe = self.job.spec.moe
         if moe is None:
-            return replanned
+            return
         moves = bool(moe.expert_bias and moe.bias_update_rate)
         counts = moe.aux_loss_scope == "previous_step"
         if moves or counts:
@@ -335,30 +332,23 @@ class Trainer:
                     router.set_step_counts(everywhere_LE[row])
             if counts:
                 self.progress = replace(self.progress, expert_counts=everywhere_LE.tolist())
-        return replanned
 
-    def _skip(
-        self,
-        decision: Decision,
-        cursor: Cursor,
-        seconds: float,
-        waited: float,
-        traffic: Mapping[CollectiveKind, CommStats],
-    ) -> None:
-        """Publish a step that changed nothing, and do what the playbook says about it."""
-        verdict, before = decision.verdict, self.progress
+    def _skip(self, decision: Decision, attempt: Attempt) -> None:
+        """Publish a step that changed nothing, and do what the playbook or a part says about it."""
+        verdict, before, cursor = self.watch.verdict, self.progress, attempt.cursor
         acts = verdict is not None and not verdict.keeps_update
-        self.skipped = 0 if acts else self.skipped + (not decision.overflow)
-        leaves_out = verdict is not None and verdict.leaves_out_step
-        collective_seconds, collective_bytes = seconds_and_bytes(traffic)
+        wished = not acts and decision.skipped_for is not None
+        self.skipped = 0 if acts or wished else self.skipped + (not decision.overflow)
+        leaves_out = wished or (verdict is not None and acts and verdict.leaves_out_step)
+        collective_seconds, collective_bytes = seconds_and_bytes(attempt.traffic)
         self.job.events.publish(
             StepSkipped(
                 step=before.step + 1,
                 loss=decision.loss,
                 grad_norm=decision.grad_norm,
-                seconds=seconds,
+                seconds=attempt.seconds,
                 data_wait_seconds=decision.data_wait_seconds,
-                rank_0_data_wait_seconds=waited,
+                rank_0_data_wait_seconds=attempt.waited,
                 reason=decision.reason,
                 why=decision.why,
                 overflow=decision.overflow,
@@ -377,6 +367,9 @@ class Trainer:
             self.progress = self.watch.act(verdict, before, cursor, self.checkpointer)
             if verdict.goes_back:
                 self.interval = IntervalStats(self.progress.consumed_samples)
+        elif wished:
+            health = after_skip(before.health, before.consumed_samples, cursor.sample_index)
+            self.progress = replace(before, health=health, consumed_samples=cursor.sample_index)
 
     def mfu(self, tokens: int, seconds: float) -> float:
         """Model FLOPs utilization (Chowdhery et al., arXiv 2204.02311, appendix B)."""

@@ -21,7 +21,11 @@ from parallel.layout import count_ranks, name_ranks
 from pretrain.checkpoint import Checkpointer, leave_verified
 from pretrain.data import Cursor, Loader
 from pretrain.errors import CorruptionError, HealthError
-from pretrain.health import (
+from pretrain.job import Job
+from pretrain.observe import CorruptionFound, Verified
+from pretrain.optim import moments
+from pretrain.parallelize import MTPLoss
+from pretrain.parts.verify import (
     Finding,
     GradientPass,
     gradients_agree,
@@ -30,12 +34,7 @@ from pretrain.health import (
     machine_to_exclude,
     next_shifts,
 )
-from pretrain.job import Job
-from pretrain.observe import CorruptionFound, Verified
-from pretrain.optim import moments
-from pretrain.parallelize import MTPLoss
 from pretrain.state import Progress, rng_states, set_rng_states
-from pretrain.train.exclusion import exclude_machine
 
 ReadStep = Callable[[Loader], tuple[list[Tensor], Cursor, int]]
 """Gives the micro-batches of the present step, the cursor after the step, and the target tokens
@@ -53,7 +52,7 @@ class Verifier:
     def __init__(self, job: Job, checkpointer: Checkpointer) -> None:
         self.job, self.checkpointer, self.config = job, checkpointer, job.spec.verify
         t = job.topology
-        self.replicas, self.ranks_per_replica = t.dp_replicate, t.dp_shard * t.cp * t.tp
+        self.replicas = t.dp_replicate
         self.rotation = _Rotation.of_job(job)
         """How ranks compute micro-batches of others, where replicas do not."""
         self.judged = t if self.rotation is None else self.rotation.topology
@@ -187,7 +186,7 @@ class Verifier:
         job, device, read = self.job, self.job.runtime.device, self._read
         assert read is not None
         rank, t = job.runtime.rank, job.topology
-        replica = rank // self.ranks_per_replica % self.replicas
+        replica = t.place(rank).dp_replicate
         other = (replica + shift) % self.replicas
         loader = copy.copy(job.loader)
         ahead = (other - replica) * t.dp_shard
@@ -205,7 +204,7 @@ class Verifier:
             if states:
                 set_rng_states(states, device)
             if job.balance is not None:
-                stands_for = rank + (other - replica) * self.ranks_per_replica
+                stands_for = rank + (other - replica) * t.fsdp_tp
                 job.balance.apply(job.routers, stands_for)
             batches, _, planned = read(loader)
             tally = _Tally(job, self.rotation)
@@ -237,7 +236,7 @@ class Verifier:
         to_step = leave_verified(job, self.checkpointer, verified)
         machine = machine_to_exclude(finding, self.machines)
         path = job.spec.run_path / EXCLUDE_LIST
-        if machine is not None and not exclude_machine(job, machine, what):
+        if machine is not None and not job.context.exclude(machine, what):
             machine = None
         fate = f"{machine} is put on {path}" if machine else "no machine is excluded"
         if to_step is None:

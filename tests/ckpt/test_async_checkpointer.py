@@ -175,6 +175,7 @@ def test_compressed_in_the_background(tmp_path):
     assert_holds(tmp_path, 1)
 
 
+@pytest.mark.usefixtures("real_writers")
 def test_a_failure_is_told_leaves_nothing_and_the_next_save_works(saver, tmp_path):
     saver.save(info(1, Topology()), arrays_of(1))
     saver.wait()
@@ -192,6 +193,7 @@ def test_a_failure_is_told_leaves_nothing_and_the_next_save_works(saver, tmp_pat
     assert_holds(tmp_path, 3)
 
 
+@pytest.mark.usefixtures("real_writers")
 def test_a_writer_process_that_is_killed_is_told_and_replaced(saver, tmp_path):
     saver.save(info(1, Topology()), arrays_of(1))
     saver.wait()
@@ -373,6 +375,7 @@ def test_a_first_rank_that_cannot_begin_clears_up_after_the_others(tmp_path, mon
     assert list((tmp_path / "objects").iterdir()) == []
 
 
+@pytest.mark.usefixtures("real_writers")
 def test_peers_find_a_writer_process_that_took_anothers_place(tmp_path):
     served = tmp_path / "served"
     with ended(
@@ -573,6 +576,7 @@ def test_tiers_of_nodes_hold_what_their_ranks_need(tmp_path):
             assert torch.equal(bits(pieces(array)), bits(pieces(expected)))
 
 
+@pytest.mark.usefixtures("real_writers")
 def test_a_writer_process_that_cannot_start_is_told_once(tmp_path):
     (tmp_path / "file").touch()
     tiers = [ckpt.Tier(name="shared", location=str(tmp_path / "root"))]
@@ -619,6 +623,7 @@ def test_a_server_that_does_not_know_the_key_is_refused(tmp_path):
         other.join()
 
 
+@pytest.mark.usefixtures("real_writers")
 def test_a_checkpointer_closes_once(root):
     tier = ckpt.Tier(name="shared", location=str(root))
     checkpointer = ckpt.AsyncCheckpointer([tier], rank=0, lock=root / "lock")

@@ -17,7 +17,7 @@ from ckpt.format.shard_layout import ObjectLayout
 from ckpt.format.shard_writer import aligned
 from ckpt.interop.safetensors_reader import SafetensorsSource
 from ckpt.interop.safetensors_writer import SafetensorsTarget
-from ckpt.rewrite import CheckpointSource, SourceArray, rewrite, write_checkpoint
+from ckpt.rewrite import CheckpointSource, CheckpointTarget, SourceArray, rewrite, write_checkpoint
 from ckpt.write.commit import begin, commit, read_receipts, write_receipt
 from ckpt.write.objects import sync, write_metadata
 from parallel.layout import Topology
@@ -325,7 +325,7 @@ def converted_source() -> MemorySource:
 
 def convert_into_new_folders(room: Path) -> None:
     source, base = converted_source(), room / "disk"
-    write_checkpoint(source, base / "new" / "checkpoints", TWO, memory=64 << 20, workers=2)
+    rewrite(CheckpointTarget(source, base / "new" / "checkpoints", TWO), 64 << 20, workers=2)
     note(room, "saved", 1)
     target = SafetensorsTarget(source, base / "other" / "new" / "folder", TWO, file_bytes=8000)
     rewrite(target, 64 << 20)

@@ -13,7 +13,7 @@ from obstore.store import MemoryStore
 
 import ckpt
 from ckpt.format.keys import objects_key, pending_key
-from ckpt.store import object_store
+from ckpt.store import location, object_store
 from ckpt.store.location import Location
 from ckpt.store.object_store import ObjectStore
 from parallel.layout import Topology
@@ -161,7 +161,7 @@ def one_save(root: Location, step: int) -> None:
 
 
 def test_a_server_that_dies_in_a_save_never_has_half_a_checkpoint(server, monkeypatch):
-    monkeypatch.setitem(object_store._RETRIES, "max_retries", 0)
+    monkeypatch.setattr(location, "_ATTEMPTS", 1)
     seen = []
     with proxy(server.port, lambda *request: seen.append(request)) as port, use(port):
         one_save(f"s3://{BUCKET}/lives", 2)
@@ -206,8 +206,7 @@ def dies_at(server: Server, moment: int, lost: bool) -> None:
             assert_loads(root, 2, Topology(), seed=2)
 
 
-def test_a_killed_server_is_one_line_and_a_failed_save(monkeypatch):
-    monkeypatch.setitem(object_store._RETRIES, "max_retries", 1)
+def test_a_killed_server_is_one_line_and_a_failed_save():
     server = Server()
     root = f"s3://{BUCKET}/killed"
     killer = [0]
@@ -274,7 +273,6 @@ def test_a_part_is_read_in_few_requests(server):
 
 
 def test_a_writer_process_retries_a_store(server, tmp_path):
-    # 400 is none of those that obstore tries again by itself.
     root, failed = f"s3://{BUCKET}/by-a-writer-process", []
 
     def fault(method: str, path: str) -> int | str | None:

@@ -118,7 +118,7 @@ def test_slabs_give_every_chunk_and_read_nothing_twice(dims, slab_bytes):
 SCRIPT = """
 import json, os, sys, threading, time
 from pathlib import Path
-from pretrain.commands.reshard import main
+from convoy.commands.reshard import main
 def peak(pid):
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
@@ -197,7 +197,7 @@ def many_objects(count: int = 30) -> MemorySource:
 EAGER = """
 import multiprocessing, os, signal, sys
 from ckpt.rewrite import engine
-from pretrain.commands.reshard import main
+from convoy.commands.reshard import main
 victim, at, count = sys.argv[1], int(sys.argv[2]), 0
 add, engine._JOURNAL_SECONDS = engine._Journal.add, 0.0
 def add_and_kill(self, key, receipt):

@@ -29,7 +29,6 @@ from tests.support.checkpoints import (
     manifest_file,
     memory_folder,
     objects_folder,
-    save_version_3,
     save_with_threads,
 )
 
@@ -166,21 +165,6 @@ def test_other_readers_see_the_same_numbers(tmp_path, reader):
             expected = expected.view(torch.uint16)
         assert np.asarray(seen).tobytes() == expected.numpy().tobytes(), spec.name
         assert np.asarray(seen).shape == spec.shape
-
-
-def test_a_checkpoint_of_format_version_3_is_read_and_rewritten(tmp_path, monkeypatch):
-    old, new, before = tmp_path / "old", tmp_path / "new", Topology(dp_shard=2, ep=2)
-    save_version_3(old, 7, before, monkeypatch)
-    manifest = ckpt.read_manifest(old)
-    folder = objects_folder(old, manifest.save_id)
-    assert (folder / "model/embed/weight/c/0/0").is_file()
-    assert ckpt.verify(old, manifest) == manifest.total_bytes
-    assert_loads(old, manifest, Topology(), SPECS)
-    seen = zarr.open_group(folder, mode="r")["model/embed/weight"][...]
-    assert seen.tobytes() == ckpt.open(old)["model/embed/weight"][...].tobytes()
-    rewritten = ckpt.reshard(old, manifest, new, Topology())
-    assert (objects_folder(new, rewritten.save_id) / "model/embed/weight/c.0.0").is_file()
-    assert_loads(new, rewritten, before, SPECS)
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])

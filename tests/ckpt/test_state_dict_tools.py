@@ -17,8 +17,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import ckpt
 from ckpt.read import read_box
 from ckpt.rewrite import CheckpointSource, CheckpointTarget, Selected
+from convoy.commands.command_line import main
 from parallel import Topology
-from pretrain.commands import main
 from tests.ckpt.test_state_dict import same
 from tests.support.ranks import run_ranks
 

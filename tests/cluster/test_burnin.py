@@ -34,9 +34,9 @@ from cluster.burnin.storage import storage_rates
 from cluster.burnin.verdict import describe_links, slow_ranks
 from cluster.detect import open_store
 from cluster.members import read_exclusions
-from pretrain.commands import main
-from pretrain.faults.process import Pacer
-from pretrain.model import small_steps
+from convoy.commands import main
+from convoy.commands.burnin_model import small_steps
+from pretrain.parts.faults.process import Pacer
 from tests.support.ranks import run_ranks, start_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -170,7 +170,7 @@ def test_storage_that_returns_other_bytes_is_found(tmp_path, monkeypatch):
 
 def cluster_file(folder: Path, teraflops: float) -> Path:
     """The shipped cluster ``cpu`` with another peak."""
-    text = (ROOT / "pretrain/plan/clusters/cpu.toml").read_text()
+    text = (ROOT / "convoy/plan/clusters/cpu.toml").read_text()
     assert text.count("float32 = 0.055") == 1
     file = folder / "cluster.toml"
     file.write_text(text.replace("float32 = 0.055", f"float32 = {teraflops}"))
@@ -436,7 +436,8 @@ def test_the_command_under_torchrun(tmp_path):
     verdict = tmp_path / "verdict.json"
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4",
-         "tools/burnin.py", "--quick", "--json", str(verdict), "--slow", "90", "--slow-link", "90"],
+         "-m", "convoy", "burn-in", "--quick", "--json", str(verdict),
+         "--slow", "90", "--slow-link", "90"],
         cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ from cluster.detect import DeviceMonitor, DeviceReport, Heartbeat, HeartbeatPubl
 from cluster.detect.heartbeat import Pulse
 from parallel import CommMonitor
 from pretrain.observe import DeviceProblem, DevicesSampled
-from pretrain.train.detection import DeviceReports
+from pretrain.parts.rank_watch.watch import DeviceReports
 
 
 class NVMLError(Exception):

@@ -24,8 +24,10 @@ from cluster.detect.flight_recorder import (
     read_dumps,
     turn_on_flight_recorder,
 )
-from pretrain.commands.main import main
+from convoy.commands.command_line import main
 from tests.support.ranks import start_ranks
+
+pytestmark = pytest.mark.waits
 
 SUM = Collective("1", 1, "all_reduce", ((4,),), ("Float",), p2p=False, ended=True, created_ns=1)
 GROUPS = {"1": (0, 1), "2": (1, 2)}

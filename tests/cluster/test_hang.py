@@ -16,10 +16,12 @@ import pytest
 import torch.distributed as dist
 
 from cluster.detect import first_mismatch, read_dumps
-from pretrain.commands.pretrain import main
+from convoy.commands.pretrain import main
 from pretrain.data.loader import Loader
 from tests.support.jobs import prepare_job, write_spec
 from tests.support.ranks import start_ranks
+
+pytestmark = pytest.mark.waits
 
 TIMEOUT = {"train": {"timeout_seconds": 4.0, "steps": 6}}
 
@@ -61,6 +63,17 @@ def a_kill() -> None:
     Loader.step = end
 
 
+def a_stop() -> None:
+    step = Loader.step
+
+    def stop(self, cursor, skipped=()):
+        if cursor.sample_index >= 16:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return step(self, cursor, skipped)
+
+    Loader.step = stop
+
+
 def a_stuck_evaluation() -> None:
     # The room has a function of this name too, which an import statement would give.
     room = importlib.import_module("pretrain.train.evaluate")
@@ -71,7 +84,14 @@ def a_stuck_start() -> None:
     dist.new_group = lambda *_, **__: time.sleep(60)
 
 
+def a_stuck_build() -> None:
+    room = importlib.import_module("pretrain.train.entry")
+    room.build_job = lambda *_: time.sleep(600)
+
+
 def on_rank(rank: int, spec: str, last, world: int) -> tuple[int, str]:
+    if last is a_stuck_build:
+        importlib.import_module("pretrain.runtime.ranks")._BUILD_SECONDS = 10.0
     if rank == world - 1:
         last()
     err = io.StringIO()
@@ -94,10 +114,11 @@ def lines_of(spec: Path, last, world: int, ends: int) -> list[str]:
                 _, ok, value = results.get(timeout=0.5)
                 assert ok, value
                 ended.append(pickle.loads(value))
-        processes[-1].join(60)
+        processes[-1].join(60 if last is not a_stop else 0)
         # Stuck or not, no rank outlives the report by long. Gloo aborts a rank that receives more
         # bytes than the rank expects.
-        assert processes[-1].exitcode in (0, 1, -signal.SIGKILL, -signal.SIGABRT)
+        ends_itself = 0, 1, -signal.SIGKILL, -signal.SIGABRT
+        assert processes[-1].exitcode in (ends_itself if last is not a_stop else (None,))
     finally:
         for process in processes:
             process.kill()
@@ -123,6 +144,8 @@ def lines_of(spec: Path, last, world: int, ends: int) -> list[str]:
         ),
         pytest.param(a_micro_batch_less, (2, 2), {"pp": 2}, ": waits in ", marks=pytest.mark.slow),
         (a_kill, (3, 2), {"dp_replicate": 3, "dp_shard": 1}, "rank 2: no answer"),
+        # Each pipeline's ranks wait in a group of their own, and not in that of all ranks.
+        (a_stop, (4, 3), {"pp": 2}, "rank 3: no answer"),
     ],
 )
 def test_who_does_not_come_is_named(text, tmp_path, last, ranks, parallel, said):
@@ -143,6 +166,18 @@ def test_who_does_not_come_is_named(text, tmp_path, last, ranks, parallel, said)
         mismatch = first_mismatch(read_dumps(Path(folder)))
         assert mismatch is not None
         assert world - 1 in mismatch.missing
+
+
+def test_a_rank_that_does_not_build_is_named(text, tmp_path):
+    """Decisions before the first step have a time-out of minutes, and not that of a preparation."""
+    spec = write_spec(
+        tmp_path, data={"source": str(text / "text"), "path": str(text / "corpus")},
+        parallel={"dp_replicate": 2, "dp_shard": 1}, **TIMEOUT,
+    )  # fmt: skip
+    lines = lines_of(spec, a_stuck_build, 2, 1)
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("error: before the first step, rank 0: ")
+    assert "rank 1: at tests/cluster/test_hang.py:" in lines[0]
 
 
 @pytest.mark.parametrize("last", [a_stuck_evaluation, a_stuck_start])

@@ -17,11 +17,13 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from cluster.detect import Heartbeat, HeartbeatPublisher, PhaseLimits, StuckWatch, open_store
 from cluster.detect.heartbeat import Pulse, publish_seconds
 from cluster.detect.stuck import find_stuck
+from convoy.commands.pretrain import main
 from parallel import CommMonitor
-from pretrain.commands.pretrain import main
 from pretrain.data.loader import Loader
 from tests.support.jobs import events, prepare_job, write_spec
 from tests.support.ranks import start_ranks
+
+pytestmark = pytest.mark.waits
 
 MOVES = Pulse(
     published=1, beats=50, collectives=9, phase="barrier", step=7, still_seconds=1.0,

@@ -8,26 +8,23 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from cluster.launch import ENGINES, PodOptions
-from cluster.launch.kubernetes import node_script, objects
-from tests.cluster.test_launch import JOB
+from cluster.launch import engine_named
+from cluster.launch.kubernetes import endpoint, objects
+from tests.cluster.test_launch import JOB, changed
 
 ROOT = Path(__file__).parents[2]
 HADOLINT = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 JOBS = {
-    "all": replace(
-        JOB, pods=PodOptions(volume_claim="data", secret="keys", topology_label="rack")
-    ),
-    "few": replace(
+    "all": changed(JOB, volume_claim="data", secret="keys", topology_label="rack"),
+    "few": changed(
         JOB, queue=None, excluded=(), metrics_port=None, walltime_minutes=None, gpus_per_node=0,
-        checkpoints="s3://bucket/run", pods=PodOptions(topology_label="rack"),
+        checkpoints="s3://bucket/run", topology_label="rack",
     ),
 }  # fmt: skip
 CASES = [(name, kind) for name in JOBS for kind in ("TrainJob", "JobSet")]
@@ -55,20 +52,20 @@ def test_objects_are_those_of_the_published_models(name, kind):
     models = pytest.importorskip(
         "kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed"
     )
-    job = replace(JOBS[name], pods=replace(JOBS[name].pods, kind=kind))
+    job = changed(JOBS[name], kind=kind)
     known = {
         "ConfigMap": models.IoK8sApiCoreV1ConfigMap,
         "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
         "TrainJob": models.TrainerV1alpha1TrainJob,
         "JobSet": models.JobsetV1alpha2JobSet,
     }
-    for one in yaml.safe_load_all(ENGINES["kubernetes"].render(job)):
+    for one in yaml.safe_load_all(engine_named("kubernetes").render(job)):
         model = known[one["kind"]].from_dict(one)
         assert lost(one, model.to_dict()) == []
 
 
 def parts(name: str, kind: str) -> dict[str, Any]:
-    job = replace(JOBS[name], pods=replace(JOBS[name].pods, kind=kind))
+    job = changed(JOBS[name], kind=kind)
     found = {one["kind"]: one for one in objects(job)}
     spec = (
         found["JobSet"]["spec"]
@@ -104,7 +101,7 @@ def test_pods_meet_at_the_name_of_the_first_pod():
     found = parts("all", "JobSet")
     name = found["objects"]["JobSet"]["metadata"]["name"]
     host = f"{name}-{found['replicated']['name']}-0-0.{name}:29400"
-    assert f"--rdzv-endpoint={host}" in found["container"]["args"][0]
+    assert endpoint(JOBS["all"]) == host
     assert found["set"]["network"]["enableDNSHostnames"]
 
 
@@ -128,43 +125,6 @@ def test_options_of_the_job_are_in_the_pod():
     assert "annotations" not in few["meta"]
     assert list(few["pod"]["affinity"]) == ["podAffinity"]
     assert "limits" not in few["container"]["resources"]
-
-
-TORCHRUN = """\
-#!/bin/bash
-# In the place of the interpreter: "torchrun" ends as a run's torchrun does.
-case "$*" in
-    *torch.distributed.run*) [ -z "$WRITTEN" ] || echo "{\\"exit_code\\": $WRITTEN}" > "$STATUS"
-                             exit "$CODE" ;;
-    *) echo 0.1.0 ;;
-esac
-"""
-
-
-@pytest.mark.parametrize(
-    ("code", "written", "expected"),
-    [
-        (0, "0", 0), (1, "75", 75), (1, "2", 2), (1, "3", 3),
-        # Rank 0 may be on another node: these wait 5 s for what it writes.
-        pytest.param(1, "", 1, marks=pytest.mark.slow),
-        pytest.param(1, "null", 1, marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
-def test_a_pod_ends_with_the_exit_code_of_the_run(code, written, expected, tmp_path):
-    program = tmp_path / "python"
-    program.write_text(TORCHRUN)
-    program.chmod(0o755)
-    run = tmp_path / "a run"
-    job = replace(JOB, python=str(program), run_dir=str(run), setup=(), burn_in=None)
-    (tmp_path / "a run").mkdir()
-    (run / "status.json").write_text('{"exit_code": 3}')  # of a former start
-    ended = subprocess.run(
-        ["bash", "-c", node_script(job)],
-        env={"PATH": "/usr/bin:/bin", "JOB_COMPLETION_INDEX": "0", "HOSTNAME": "pod-0",
-             "CODE": str(code), "WRITTEN": written, "STATUS": str(run / "status.json")},
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert ended.returncode == expected, ended.stderr
 
 
 def test_the_containerfile_copies_what_the_wheel_ships():

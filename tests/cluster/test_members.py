@@ -25,6 +25,8 @@ from cluster.members import etcd_outage, exclude, node_name, read_exclusions, re
 from cluster.members.etcd_outage import OutageBackend
 from cluster.members.rendezvous import MembersHandler, convoy_rendezvous
 
+pytestmark = pytest.mark.waits
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.commands import main
+from convoy.commands.command_line import main
 from tests.support.jobs import data_of, events, prepare_job, write_spec
 
 pytestmark = [
@@ -63,7 +63,8 @@ def submitted(spec: Path, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes
         "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "600", "RAY_TRAIN_COLLECTIVE_TIMEOUT_S": "600",
         "RAY_AUTH_MODE": "disabled", "RAY_gcs_server_request_timeout_seconds": "600",
     }  # fmt: skip
-    words = [sys.executable, str(ROOT / "tools/launch.py"), str(spec), "--on", "ray", "--submit"]
+    launch = [sys.executable, "-m", "convoy", "launch"]
+    words = [*launch, str(spec), "--on", "ray", "--submit"]
     with (folder / "ray.txt").open("wb") as out:
         process = subprocess.Popen(
             words, stdout=out, stderr=out, env=environment, start_new_session=True
@@ -97,7 +98,7 @@ def ranks_of(mark: str) -> list[int]:
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_bytes()
             above = Path(f"/proc/{parent(pid)}/cmdline").read_bytes()
-            if b"pretrain.commands" in words and b"ray::" in above:
+            if b"convoy" in words and b"ray::" in above:
                 found.append(pid)
     return found
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.commands import main
+from convoy.commands.command_line import main
 from tests.support.jobs import data_of, events, prepare_job, write_spec
 from tests.support.slurm import MISSING, Slurm, slurm
 
@@ -45,7 +45,7 @@ def cluster(tmp_path, monkeypatch):
 
 def make_spec(folder: Path, job: Path, nodes: int | str, *, steps: int = 30, **sections) -> Path:
     launch = {
-        "nodes": nodes, "shared_folders": True, "rendezvous": RENDEZVOUS, "walltime_minutes": 10.0,
+        "nodes": nodes, "rendezvous": RENDEZVOUS, "walltime_minutes": 10.0,
         "cpus_per_rank": 2,  # a job has its nodes for itself
     } | sections.pop("launch", {})  # fmt: skip
     return write_spec(
@@ -66,7 +66,8 @@ def make_spec(folder: Path, job: Path, nodes: int | str, *, steps: int = 30, **s
 
 def submit(capsys: Any, spec: Path) -> str:
     """Submit as a person does; returns the number of the job."""
-    assert main(arguments=["launch", str(spec), "--on", "slurm", "--submit"]) == 0
+    words = ["launch", str(spec), "--on", "slurm", "--submit", "--shared-folders"]
+    assert main(arguments=words) == 0
     (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("submitted job ")]
     return line.removeprefix("submitted job ")
 
@@ -145,7 +146,12 @@ def test_a_job_starts_again_where_the_node_of_its_batch_script_is_lost(
 def test_75_starts_the_job_again_on_the_nodes_that_there_are_then(cluster, tmp_path, job, capsys):
     run, notice = tmp_path / "run", tmp_path / "notice"
     cluster.run("scontrol", "update", "NodeName=n1,n2", "State=DRAIN", "Reason=test")
-    number = submit(capsys, make_spec(tmp_path, job, "1:3", train={"notice_file": str(notice)}))
+    number = submit(
+        capsys,
+        make_spec(
+            tmp_path, job, "1:3", launch={"environment": {"CONVOY_NOTICE_FILE": str(notice)}}
+        ),
+    )
     wait_for_step(cluster, run, 4)
     cluster.run("scontrol", "update", "NodeName=n1,n2", "State=RESUME")
     notice.touch()
@@ -210,7 +216,8 @@ REFUSED = [
 def test_what_slurm_refuses_is_told_in_one_line(cluster, tmp_path, job, capsys):
     for launch, message in REFUSED:
         spec = make_spec(tmp_path, job, launch.get("nodes", 1), launch=launch)
-        assert main(arguments=["launch", str(spec), "--on", "slurm", "--submit"]) == 2, launch
+        words = ["launch", str(spec), "--on", "slurm", "--submit", "--shared-folders"]
+        assert main(arguments=words) == 2, launch
         err = capsys.readouterr().err
         print(err)
         assert err.startswith(f"error: {message}")

@@ -40,7 +40,8 @@ def base(name: str) -> str:
 
 
 def test_the_dashboard_is_what_the_script_writes():
-    assert json.loads(FILE.read_text()) == dashboard(), "python -m deploy.grafana.build"
+    text = json.dumps(dashboard(), indent=1) + "\n"
+    assert FILE.read_text() == text, "python -m deploy.grafana.build"
 
 
 def test_panels_do_not_overlap_and_have_numbers_of_their_own():

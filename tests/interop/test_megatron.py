@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from ckpt.rewrite import SourceArray
-from pretrain.commands import main
-from pretrain.commands.pretrain import main as pretrain
-from pretrain.convert import from_megatron
+from convoy.commands.command_line import main
+from convoy.commands.pretrain import main as pretrain
+from convoy.convert import from_megatron
 from pretrain.errors import InputError
 from tests.support.jobs import data_of, events, make_spec, prepare_job, write_spec
 from tests.support.peers import documented, run_script

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.commands import main
-from pretrain.commands.pretrain import main as pretrain
+from convoy.commands.command_line import main
+from convoy.commands.pretrain import main as pretrain
 from tests.support.jobs import data_of, events, make_spec, prepare_job, write_spec
 from tests.support.peers import documented, run_script
 from tests.support.peers.compare import assert_same_logits, assert_same_training, model_of

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe import GroupedExperts, Rows, choose_backend, megablocks_backend
-from moe.packed import _ROWS_OF_AN_EXPERT, BLOCK_ROWS, _shares
-from moe.weights import ExpertWeights
+from moe import GroupedExperts, Rows, choose_backend
+from moe.experts import megablocks_backend
+from moe.experts.packed import _ROWS_OF_AN_EXPERT, BLOCK_ROWS, _shares
+from moe.experts.weights import ExpertWeights
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe import packed, packed_by_unit
-from moe.by_unit import experts_by_unit, fork, single_assignments
-from moe.experts import GroupedExperts
+from moe.experts import packed, packed_by_unit
+from moe.experts.by_unit import experts_by_unit, fork, single_assignments
+from moe.experts.grouped import GroupedExperts
 from moe.rows import rows_of, sum_rows, take_rows
-from parallel.exact import UnitLimit
-from parallel.unit_sums import UnitSums
+from parallel.exact.arithmetic import UnitLimit
+from parallel.exact.unit_sums import UnitSums
 from router import RouterConfig, TopKRouter
 
 E, K, D, F = 4, 2, 51, 45  # an expert's matrices do not begin at a cache line's start

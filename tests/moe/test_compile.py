@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from moe import MoELayer, MoEOutput
-from moe.operator import experts_operator
+from moe.experts.operator import experts_operator
+from moe.experts.weights import ExpertWeights
 from moe.rows import Rows
-from moe.weights import ExpertWeights
 from tests.moe.test_layer import D, make_layer
 
 # torch's own: its tracer makes an instance of autograd.Function.

@@ -10,53 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from moe import MoEConfig, MoELayer, deep_ep
-from parallel import ParallelDims, Topology, apply_expert_parallel, collectives, host_buffers
+import moe.testing
+from moe import MoEConfig, MoELayer
+from moe.dispatch import deep_ep
+from moe.testing import MAX_TOKENS, D, E, K, make_layer
+from parallel import ParallelDims, Topology, apply_expert_parallel
+from parallel.comm import collectives, host_buffers
 from pretrain import rank_model
 from pretrain.errors import InputError
 from tests.support.jobs import make_spec
 from tests.support.ranks import run_ranks
-
-D, F, E, K = 16, 24, 8, 3
-MAX_TOKENS = 24
-CASES = ("even", "one rank has none", "none at all", "one token", "all to one rank", "replayed")
-
-
-def make_layer(**fields: Any) -> MoELayer:
-    torch.manual_seed(7)
-    layer = MoELayer(
-        MoEConfig(d_model=D, d_ff=F, num_experts=E, top_k=K, num_shared_experts=1, **fields)
-    )
-    with torch.no_grad():
-        layer.router.weight.mul_(20)
-    return layer
-
-
-def tokens_of(case: str, world: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(11)
-    sizes = {
-        "one rank has none": [0, 13, 24, 9][:world],
-        "none at all": [0] * world,
-        "one token": [0] * (world - 1) + [1],
-    }.get(case, [17] * world)
-    return [torch.randn(n, D, generator=generator) for n in sizes]
-
-
-def one_pass(layer: MoELayer, x: torch.Tensor, case: str) -> dict[str, Any]:
-    """Output and gradients of one rank's tokens."""
-    x = x.clone().requires_grad_()
-    recorded = None
-    if case == "all to one rank":
-        recorded = torch.tensor([[4, 5, 6]]).expand(len(x), K).clone()
-    elif case == "replayed":
-        recorded = (torch.arange(len(x)).unsqueeze(1) + torch.tensor([0, 3, 5])) % E
-    layer.zero_grad()
-    out = layer(x, recorded)
-    (out.hidden.square().sum() + out.aux.aux_loss).backward()
-    moved = int(out.aux.num_dropped), int(out.aux.num_rerouted)
-    return {"hidden": out.hidden.detach(), "x": x.grad, "moved": moved}
 
 
 def use_stand_in(also_float32: bool = False) -> None:
@@ -71,64 +35,24 @@ def use_stand_in(also_float32: bool = False) -> None:
         deep_ep.why_no_deep_ep = lambda dtype, device_type: ""
 
 
-def on_rank(rank: int, world: int, fields: dict[str, Any], nodes: int) -> list[dict[str, Any]]:
-    dims = ParallelDims.build(
-        Topology(dp_shard=world, ep=world), "cpu", ranks_per_node=world // nodes
-    )
-    if fields.get("dispatcher") == "deep_ep":
-        use_stand_in(also_float32=True)
+def as_if_large(world: int) -> None:
+    """On two ranks tensors take the way of large ones."""
     if world == 2:
-        host_buffers.LEAST_BYTES = 1  # as if the tensors were large
-    layer = make_layer(**fields)
-    apply_expert_parallel(layer, dims.ep_mesh, dims.ep_node_meshes)
-    results = []
-    for case in CASES:
-        for _ in range(2):
-            result = one_pass(layer, tokens_of(case, world)[rank], case)
-            for name, p in layer.named_parameters():
-                grad = p.grad
-                if "experts." in name and "shared" not in name:
-                    grad = grad.full_tensor()
-                else:
-                    dist.all_reduce(grad)
-                result[name] = grad.clone()
-            results.append(result)
-    return results
+        host_buffers.LEAST_BYTES = 1
 
 
-class DispatcherContract:
-    """Outputs, gradients and counts are those of one process, whatever the routing."""
+def with_stand_in(world: int) -> None:
+    as_if_large(world)
+    use_stand_in(also_float32=True)
 
-    fields: dict[str, Any] = {}
-    world = 2
-    nodes = 1
 
-    def test_one_process_and_ranks_agree(self):
-        results = run_ranks(on_rank, self.world, self.world, self.fields, self.nodes)
-        plain = {
-            k: v
-            for k, v in self.fields.items()
-            if k.startswith(("cap", "over", "activ", "dispatch_"))
-        }
-        plain |= {k: v for k, v in self.fields.items() if k in ("ffn_bias", "shared_expert_gate")}
-        reference = make_layer(**plain)
-        for number, case in enumerate(CASES):
-            sums = {name: torch.zeros_like(p) for name, p in reference.named_parameters()}
-            for rank, x in enumerate(tokens_of(case, self.world)):
-                expected = one_pass(reference, x, case)
-                actual, again = results[rank][2 * number : 2 * number + 2]
-                assert actual["moved"] == expected["moved"], case
-                for key in ("hidden", "x"):
-                    error = (actual[key] - expected[key]).abs()
-                    assert (error <= 1e-6 + 1e-5 * expected[key].abs()).all(), f"{case}: {key}"
-                for key, value in actual.items():
-                    assert key == "moved" or torch.equal(value, again[key]), f"{case}: {key} moves"
-                for name, p in reference.named_parameters():
-                    sums[name] += p.grad
-            for name, expected_grad in sums.items():
-                for result in results:
-                    error = (result[2 * number][name] - expected_grad).norm()
-                    assert error <= 1e-5 * expected_grad.norm() + 1e-7, f"{case}: {name}"
+class DispatcherContract(moe.testing.DispatcherContract):
+    """The shipped contract, with ranks that start quickly."""
+
+    prepare = staticmethod(as_if_large)
+
+    def run_ranks(self, function, world, *arguments):
+        return run_ranks(function, world, *arguments)
 
 
 class TestAllToAll(DispatcherContract):
@@ -203,11 +127,13 @@ class TestFixedSplitGrouped(DispatcherContract):
 class TestDeepEP(DispatcherContract):
     """Over a stand-in of DeepEP, which needs a GPU."""
 
+    prepare = staticmethod(with_stand_in)
     fields = {"dispatcher": "deep_ep", "max_tokens_per_call": MAX_TOKENS}
     world = 4
 
 
 class TestDeepEPInFloat8WithDrops(DispatcherContract):
+    prepare = staticmethod(with_stand_in)
     fields = {
         "dispatcher": "deep_ep",
         "max_tokens_per_call": MAX_TOKENS,

@@ -19,21 +19,21 @@ from moe import (
     Float8Tally,
     MoEConfig,
     MoELayer,
-    float8,
     float8_linear,
     use_float8,
     why_no_float8,
 )
-from moe.float8 import quantize_blocks, quantize_tiles, scaled_product, scaled_product_cuda
-from moe.float8_rows import Float8Rows
+from moe.float8 import linear as float8
+from moe.float8.linear import quantize_blocks, quantize_tiles, scaled_product, scaled_product_cuda
+from moe.float8.rows import Float8Rows
 from parallel import (
     ParallelDims,
     Topology,
     apply_delayed_weight_grad,
     apply_expert_parallel,
     apply_recompute,
-    collectives,
 )
+from parallel.comm import collectives
 from tests.support import float8 as oracle
 from tests.support.ranks import run_ranks
 

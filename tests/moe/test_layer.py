@@ -7,7 +7,8 @@ import copy
 import pytest
 import torch
 
-from moe import GroupedExperts, MoEConfig, MoELayer, packed, workers
+from moe import GroupedExperts, MoEConfig, MoELayer
+from moe.experts import packed, workers
 from tests.support import oracle
 
 D, F, E, K = 16, 24, 6, 2

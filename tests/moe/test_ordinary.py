@@ -51,7 +51,7 @@ def test_the_import_and_a_forward_load_no_part_of_torch_and_no_sympy():
     out = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
     loaded = out.stdout.split()
     assert "moe.layer" in loaded
-    heavy = ("torch.", "sympy", "parallel.api", "parallel.fsdp", "moe.uncompiled")
+    heavy = ("torch.", "sympy", "parallel.apply.fsdp", "moe.uncompiled")
     assert [name for name in loaded if name.startswith(heavy)] == []
 
 
@@ -122,8 +122,6 @@ def test_a_cast_keeps_the_routers_weight_and_bias_in_float32(dtype):
         assert {p.dtype for p in others} == {dtype}
     assert layer.double().router.weight.dtype == torch.float64
     assert layer.float().router.weight.dtype == torch.float32
-    narrow = make_layer(router_dtype="float64").double()
-    assert narrow.float().router.weight.dtype == torch.float64
 
 
 @pytest.mark.parametrize("backend", ["auto", "loop", "grouped_mm"])

@@ -105,7 +105,7 @@ def test_adopted_experts_run_on_megablocks_without_copies(monkeypatch, recompute
     theirs, model = (moe.adopt(make_model("mixtral"), backend=b) for b in ("loop", "auto"))
     for each in (theirs, model):
         each.bfloat16()
-    monkeypatch.setattr("moe.experts.choose_backend", lambda name, *_: (
+    monkeypatch.setattr("moe.experts.grouped.choose_backend", lambda name, *_: (
         "loop" if name == "loop" else "megablocks"
     ))  # fmt: skip
     for layer in layers_of(model):
@@ -193,7 +193,13 @@ def test_router_logits_and_the_loss_of_transformers_are_what_they_were(case, rec
         close(model.get_parameter(name).grad, theirs.get_parameter(name).grad)
 
 
-ATTENTION = ["eager", "sdpa", "recomputed"]
+ATTENTION = ["eager", "sdpa", "recomputed", "positional"]
+
+
+def by_place(_: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The arguments of an attention, the mask by its place and not by its name."""
+    names = ["hidden_states", "position_embeddings", "attention_mask"][len(args) :]
+    return (*args, *(kwargs.pop(name) for name in names)), kwargs
 
 
 @pytest.mark.parametrize("how", ATTENTION)
@@ -204,6 +210,9 @@ def test_padding_of_the_attention_mask_is_no_token(case, side, how):
     themselves."""
     model = make_model(case, attn_implementation="eager" if how == "eager" else "sdpa")
     fields = {"capacity": {"policy": "fixed", "capacity_factor": 1.0, "drop_policy": "position"}}
+    if how == "positional":
+        for decoder_layer in model.model.layers:
+            decoder_layer.self_attn.register_forward_pre_hook(by_place, with_kwargs=True)
     moe.adopt(model.train(), **fields)
     twin = copy.deepcopy(model)
     if how == "recomputed":

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from moe import workers
-from moe.workers import run_workers
+from moe.experts import workers
+from moe.experts.workers import run_workers
 
 
 @pytest.fixture(params=["openmp", "python"])

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.collectives import reduce_scatter
-from parallel.comm_watch import monitor_collectives
+from parallel.comm.collectives import reduce_scatter
+from parallel.comm.comm_watch import monitor_collectives
 from tests.support.ranks import run_ranks
 
 RANKS = 3

@@ -19,11 +19,11 @@ from parallel import (
     Topology,
     apply_fsdp,
     by_parallelism,
-    comm_watch,
     monitor_collectives,
 )
-from parallel.collectives import all_to_all, start_all_to_all
-from parallel.comm_watch import CommMonitor
+from parallel.comm import comm_watch
+from parallel.comm.collectives import all_to_all, start_all_to_all
+from parallel.comm.comm_watch import CommMonitor
 from tests.support.ranks import run_ranks
 
 EP = CollectiveKind("all_to_all", "ep")

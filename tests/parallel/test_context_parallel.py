@@ -15,13 +15,14 @@ from parallel import (
     apply_context_parallel,
     apply_expert_parallel,
     full_sequences,
-    host_buffers,
     local_sequence,
 )
-from parallel.context_parallel import ShardedSequence
-from pretrain.model.attention import AttentionConfig, build_attention
-from pretrain.model.decoder import Decoder, ModelConfig
-from pretrain.parallelize.forward_backward import LocalBatch, forward_backward
+from parallel.apply.context_parallel import ShardedSequence
+from parallel.comm import host_buffers
+from pretrain.model.attention import build_attention
+from pretrain.model.config import AttentionConfig, ModelConfig
+from pretrain.model.decoder import Decoder
+from pretrain.parallelize.micro_batches import LocalBatch, forward_backward
 from tests.support.ranks import run_ranks
 
 B, W, D = 2, 24, 32

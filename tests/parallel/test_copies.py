@@ -22,8 +22,9 @@ from parallel import (
     local_sequence,
     local_shard,
 )
-from parallel.document_mask import Documents
-from pretrain.model.decoder import Decoder, ModelConfig
+from parallel.apply.document_mask import Documents
+from pretrain.model.config import ModelConfig
+from pretrain.model.decoder import Decoder
 from pretrain.parallelize.decoder import tensor_parallel_plan
 from tests.support.ranks import run_ranks
 

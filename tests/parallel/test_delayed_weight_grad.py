@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from moe import MoEConfig
 from parallel import apply_delayed_weight_grad, apply_recompute
-from pretrain.model.decoder import Decoder, DecoderOutput, ModelConfig
+from pretrain.model.config import ModelConfig
+from pretrain.model.decoder import Decoder, DecoderOutput
 
 MODEL = ModelConfig(vocab_size=300, d_model=32, num_layers=3, num_heads=4, num_kv_heads=2,
                     d_ff=40, first_k_dense=1)  # fmt: skip

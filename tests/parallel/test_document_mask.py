@@ -10,7 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel import Documents, ParallelDims, Topology, apply_context_parallel, local_sequence
-from parallel.document_mask import _GROUP_TOKENS, attend_by_document, attend_masked, attend_within
+from parallel.apply.document_mask import (
+    _GROUP_TOKENS,
+    attend_by_document,
+    attend_masked,
+    attend_within,
+)
 from pretrain.model.attention import build_attention
 from tests.parallel.test_context_parallel import CONFIGS
 from tests.support.ranks import run_ranks

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parallel.exact import (
+from parallel.exact.arithmetic import (
     FRACTION_BITS,
     UnitLimit,
     add_unit,
@@ -19,7 +19,7 @@ from parallel.exact import (
     square_parts,
     to_fixed_,
 )
-from parallel.tensor_digest import placed_digest
+from parallel.exact.tensor_digest import placed_digest
 
 QUANTUM = 2.0**-FRACTION_BITS
 

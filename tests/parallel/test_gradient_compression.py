@@ -14,11 +14,11 @@ from parallel import (
     Topology,
     apply_fsdp,
     free_gathered,
-    gradient_compression,
     local_shard,
     monitor_collectives,
     set_gradient_sync,
 )
+from parallel.comm import gradient_compression
 from tests.support.ranks import run_ranks
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from moe import MoEConfig, MoELayer
-from parallel import host_buffers
-from parallel.host_buffers import HOST_BUFFERS, HostBuffers, empty_like, new_empty, zeros_like
+from parallel.comm import host_buffers
+from parallel.comm.host_buffers import HOST_BUFFERS, HostBuffers, empty_like, new_empty, zeros_like
 
 MANY = 1 << 20  # numbers of a tensor: 4 MiB
 

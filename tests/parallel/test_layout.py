@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,6 +76,23 @@ def test_folding_keeps_exchanging_ranks_together():
         ((6, 8), (0, 2)),
         ((0, 2), (2, 4)),
     ]
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [Topology(), Topology(2, 2, 3, 2, 2, ep=4), Topology(dp_shard=4, cp=2, tp=2, ep=16),
+     Topology(pp=3, dp_replicate=2, dp_shard=2, ep=2)],
+)  # fmt: skip
+def test_the_place_of_a_rank_is_its_cell_in_the_grid_of_ranks(topology):
+    t = topology
+    dense = np.arange(t.world).reshape(t.pp, t.dp_replicate, t.dp_shard, t.cp, t.tp)
+    experts = dense.reshape(t.pp, t.dp_replicate, t.efsdp, t.ep)
+    for rank in range(t.world):
+        p = t.place(rank)
+        assert dense[p.pp, p.dp_replicate, p.dp_shard, p.cp, p.tp] == rank
+        assert experts[p.pp, p.dp_replicate, p.efsdp, p.ep] == rank
+        alike = dense.reshape(t.pp, -1, t.cp * t.tp)[p.pp, t.dp_rank(rank)]
+        assert rank in alike, "ranks that read the same sequences"
 
 
 def test_dp_shard_takes_the_ranks_left_over():

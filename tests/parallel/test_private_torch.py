@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 import parallel
 from parallel import ParallelDims, Topology, apply_fsdp
 from pretrain.parallelize.pipeline import FSDP_ACTIONS
-from tests.support.ranks import run_ranks
+from tests.support.ranks import COLLECTIVE_TIMEOUT, run_ranks
 
 
 def meshes_on_rank(rank: int) -> tuple[list[int], list[int]]:
@@ -35,6 +35,20 @@ def meshes_on_rank(rank: int) -> tuple[list[int], list[int]]:
 def test_device_mesh_unflatten_makes_sub_meshes_of_one_root():
     """Without DeviceMesh._unflatten, ParallelDims.build has no meshes that FSDP can compose."""
     assert run_ranks(meshes_on_rank, 2) == [([0, 1], [0]), ([0, 1], [1])]
+
+
+def time_outs_on_rank(rank: int) -> set[float]:
+    dims = ParallelDims.build(Topology(pp=2, dp_shard=2, ep=2), "cpu")
+    meshes = [value for value in vars(dims).values() if isinstance(value, DeviceMesh)]
+    groups = [mesh.get_group() for mesh in meshes]
+    assert len(groups) == 10
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    return {backend.options._timeout.total_seconds() for backend in backends}
+
+
+def test_the_groups_of_meshes_have_the_time_out_of_the_default_group():
+    """Without backend_override a stuck rank of a sub-group is noticed after half an hour."""
+    assert run_ranks(time_outs_on_rank, 4) == [{COLLECTIVE_TIMEOUT.total_seconds()}] * 4
 
 
 def late_gradient_on_rank(rank: int) -> tuple[bool, list[float]]:

@@ -9,7 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moe import MoEConfig
 from parallel import apply_activation_offload, apply_recompute
-from pretrain.model.decoder import Decoder, ModelConfig
+from pretrain.model.config import ModelConfig
+from pretrain.model.decoder import Decoder
 from pretrain.model.flops import forward_flops
 
 B, S = 2, 24

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel import ShardLayout, Topology, parse_topology
+from parallel.comm.whole_matrices import WholeMatrices, share_out
 from parallel.layout import dense_splits, expert_splits, spread_splits
-from parallel.whole_matrices import WholeMatrices, share_out
 from tests.support.ranks import run_ranks
 
 E = 8

@@ -17,6 +17,7 @@ from moe import MoEConfig, MoELayer
 from router import Dropless, DroplessConfig, FixedCapacity, FixedCapacityConfig
 from router.capacity import expert_capacity
 from router.config import DropPolicy
+from router.testing import draw_choices
 
 DROP_POLICIES = ["reroute", "probs", "position"]
 
@@ -79,18 +80,6 @@ def literal_place(chosen, choice, scores, levels, drop_policy):
                 placed[t][k] = expert
                 waiting[t].remove(k)
     return placed
-
-
-def draw_choices(T: int, E: int, K: int, seed: int) -> tuple[torch.Tensor, ...]:
-    """Few distinct scores, so that ties are common; and some experts out of reach."""
-    generator = torch.Generator().manual_seed(seed)
-    scores = torch.randint(1, 4, (T, E), generator=generator).float() / 4
-    choice = scores + torch.rand(T, E, generator=generator)
-    order = choice.argsort(1, descending=True)
-    out = torch.rand(T, E, generator=generator) < 0.3
-    out.scatter_(1, order[:, :K], False)
-    choice = choice.masked_fill(out, -math.inf)
-    return choice.topk(K, dim=1).indices, choice, scores
 
 
 @settings(max_examples=150, deadline=None)

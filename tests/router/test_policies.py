@@ -26,9 +26,10 @@ from router import (
     StragglerAwareConfig,
     StragglerBalancer,
 )
-from router.capacity import CapacityPolicy, capacity_policy
+from router.capacity import capacity_policy
 from router.plan import UNITS_PER_RANK, bounded_shares, largest_remainder
-from tests.router.test_capacity import draw_choices, literal_place
+from router.testing import CapacityPolicyContract, draw_choices
+from tests.router.test_capacity import literal_place
 from tests.support.ranks import run_ranks
 
 E, K = 6, 2
@@ -38,47 +39,7 @@ def config(**fields: Any) -> RouterConfig:
     return RouterConfig(**{"num_experts": E, "top_k": K, **fields})
 
 
-class PolicyContract:
-    """Of any policy, whatever is asked of it."""
-
-    fields: dict[str, Any] = {}
-    reroutes = True
-
-    def policy(self) -> CapacityPolicy:
-        return capacity_policy(config(**self.fields).capacity, num_experts=E, top_k=K)
-
-    @pytest.mark.parametrize("T", [0, 1, 5, 14])
-    @pytest.mark.parametrize("seed", range(12))
-    def test_placements_keep_to_the_room_and_to_the_reach(self, T, seed):
-        chosen, choice, scores = draw_choices(T, E, K, seed)
-        policy = self.policy()
-        placed = policy.place(chosen, choice, scores)
-        again = policy.place(chosen, choice, scores)
-        assert torch.equal(placed.expert_indices_TK, again.expert_indices_TK)
-        dropped = placed.dropped_TK
-        if dropped is None:
-            dropped = torch.zeros_like(chosen, dtype=torch.bool)
-        moved = (placed.expert_indices_TK != chosen) & ~dropped
-        assert int(placed.num_rerouted) == int(moved.sum())
-        assert self.reroutes or not moved.any()
-        there = placed.expert_indices_TK.masked_fill(dropped, E)
-        loads = [int((there == e).sum()) for e in range(E)]
-        for row, reach in zip(there.tolist(), choice.tolist(), strict=True):
-            experts = [e for e in row if e < E]
-            assert len(set(experts)) == len(experts), "an expert twice for one token"
-            assert all(reach[e] > -math.inf for e in experts), "an expert out of reach"
-        for most in (policy.most(T), policy.most(T + 5)):
-            assert most is None or all(n <= m for n, m in zip(loads, most, strict=True))
-
-    def test_where_there_is_room_for_all_nothing_changes(self):
-        scores = torch.eye(E).repeat(4, 1) + torch.eye(E).roll(1, 1).repeat(4, 1) / 2
-        chosen = scores.topk(K, dim=1).indices
-        placed = self.policy().place(chosen, scores, scores)
-        assert torch.equal(placed.expert_indices_TK, chosen)
-        assert placed.dropped_TK is None or not placed.dropped_TK.any()
-
-
-class TestDropless(PolicyContract):
+class TestDropless(CapacityPolicyContract):
     reroutes = False
 
     def test_drops_nothing(self):
@@ -86,20 +47,20 @@ class TestDropless(PolicyContract):
         assert self.policy().place(chosen, choice, scores).dropped_TK is None
 
 
-class TestDroplessWithABound(PolicyContract):
+class TestDroplessWithABound(CapacityPolicyContract):
     fields = {"capacity": {"max_tokens_per_rank": 48}}
 
 
-class TestReroute(PolicyContract):
+class TestReroute(CapacityPolicyContract):
     fields = {"capacity": {"policy": "fixed", "capacity_factor": 1.0}}
 
 
-class TestDropByScore(PolicyContract):
+class TestDropByScore(CapacityPolicyContract):
     fields = {"capacity": {"policy": "fixed", "capacity_factor": 1.0, "drop_policy": "probs"}}
     reroutes = False
 
 
-class TestDropByPosition(PolicyContract):
+class TestDropByPosition(CapacityPolicyContract):
     fields = {"capacity": {"policy": "fixed", "capacity_factor": 1.0, "drop_policy": "position"}}
     reroutes = False
 
@@ -114,7 +75,7 @@ class FakeGroup:
         return self.ranks
 
 
-class TestStragglerAware(PolicyContract):
+class TestStragglerAware(CapacityPolicyContract):
     fields = {"capacity": {"policy": "straggler_aware", "capacity_factor": 1.5}}
 
     def policy(self) -> StragglerAwareCapacity:
@@ -138,7 +99,7 @@ class TestStragglerAware(PolicyContract):
         chosen, choice, scores = draw_choices(T, E, K, seed)
         policy = self.policy()
         policy.plan = CapacityPlan((units, 2 * UNITS_PER_RANK - units))
-        experts, ranks = policy.rooms(T)
+        experts, ranks = policy.capacities(T)
         assert sum(ranks) == T * K
         for expert, room in enumerate(experts):
             share = units if expert < 3 else 2 * UNITS_PER_RANK - units
@@ -254,7 +215,8 @@ def test_until_a_rank_is_measured_it_counts_as_the_median():
          r"drop_policy \(probs\) must be left out .* policy fixed has it"),
         ({"capacity": {"capacity_factor": 2.0}},
          r"policy \(dropless\); policy fixed or straggler_aware has it"),
-        ({"capacity": {"policy": "none"}}, "does not match any of the expected tags"),
+        ({"capacity": {"policy": "none"}},
+         r"policy \(none\) must be dropless, fixed, straggler_aware or package.module:Class"),
         ({"capacity": {"policy": "fixed", "factor": 2.0}}, "factor"),
         ({"capacity": {"policy": "straggler_aware", "rank_capacity_factor": 1.5}},
          r"capacity_factor \(1.25\) must be at least capacity.rank_capacity_factor \(1.5\)"),
@@ -358,9 +320,3 @@ def test_a_capacity_is_a_table_or_a_config():
     assert config(capacity=FixedCapacityConfig(capacity_factor=1.5)) == table
     assert config(capacity={"max_tokens_per_rank": 5}).capacity.policy == "dropless"
     assert config().capacity == config(capacity={}).capacity
-
-
-@pytest.mark.parametrize(("old", "new"), MoEConfig.RENAMED.items())
-def test_former_names_are_refused_with_the_present_one(old, new):
-    with pytest.raises(ValueError, match=rf"{old} is now {new}\b"):
-        MoEConfig(d_model=8, d_ff=8, num_experts=E, top_k=K, **{old: 1})

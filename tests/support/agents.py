@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pretrain.faults import Machines, closing
+from convoy.chaos import Machines, closing
 from tests.support.jobs import events_so_far
 
 ROOT = Path(__file__).resolve().parents[2]

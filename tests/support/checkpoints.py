@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import tempfile
 import threading
@@ -13,9 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from crc32c import crc32c
 
 from ckpt import (
     ArraySpec,
@@ -32,7 +29,6 @@ from ckpt import (
     verify,
 )
 from ckpt.format import manifest_key, objects_key
-from ckpt.format.array import dump
 from parallel.layout import Topology
 
 SPECS = [
@@ -186,22 +182,3 @@ def eventually(true: Callable[[], object], what: str) -> None:
     while not true():
         assert time.monotonic() < deadline, what
         time.sleep(0.01)
-
-
-def save_version_3(root: Path, step: int, topology: Topology, patch: pytest.MonkeyPatch) -> None:
-    """:func:`save_with_threads` in the format's version 3, with a folder for each coordinate of
-    an object's key, and no field for the separator."""
-    record = ArraySpec.record
-    with patch.context() as within:
-        within.setattr(
-            ArraySpec,
-            "record",
-            lambda *given: record(*given).model_copy(update={"separator": "/"}),
-        )
-        save_with_threads(root, step, topology)
-    path = manifest_file(root, step)
-    content = json.loads(path.read_bytes())["manifest"] | {"format_version": 3}
-    for array in content["arrays"]:
-        assert array.pop("separator") == "/"
-    body = dump(content)
-    path.write_bytes(b'{"crc32c":%d,"manifest":%s}\n' % (crc32c(body), body))

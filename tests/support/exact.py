@@ -41,7 +41,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recomputed layers": {"parallel": {"memory": {"recompute": "full"}}},
     "recomputed products": {"parallel": {"memory": {"recompute": "selective"}}},
     "recomputed experts": {"moe": {"recompute_experts": True}},
-    "gathered parameters kept": {"parallel": {"memory": {"zero_stage": 2, "prefetch": 1}}},
+    "gathered parameters kept": {"parallel": {"memory": {"zero_stage": 2}}},
     "loop": {"moe": {"backend": "loop", "top_k": 3, "ffn_bias": True}},
     "multi-token prediction": {
         "model": {"num_mtp_layers": 2}, "data": {"document_mask": True},

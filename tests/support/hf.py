@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 import ckpt
+from convoy.commands.command_line import main
 from moe import MoEConfig
 from parallel import Topology
-from pretrain.commands import main
-from pretrain.model.decoder import Decoder, ModelConfig, meta_decoder
+from pretrain.model.config import ModelConfig
+from pretrain.model.decoder import Decoder, meta_decoder
 from pretrain.state.arrays import model_arrays
 from pretrain.state.layouts import parameter_layouts
 

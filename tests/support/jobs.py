@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import ckpt
+from corpus.documents.documents import Document, is_held_out
+from corpus.prepare.prepare import prepare_corpus
 from pretrain.checkpoint.contents import checkpoint_arrays, save_info
-from pretrain.data.documents import Document, is_held_out
-from pretrain.data.prepare import prepare_corpus
 from pretrain.job import Job
 from pretrain.spec.job import JobSpec
 from pretrain.spec.read import load_spec

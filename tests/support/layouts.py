@@ -26,8 +26,8 @@ from pretrain.runtime.ranks import start
 from pretrain.spec.job import JobSpec
 from pretrain.state.arrays import _stack
 from pretrain.state.progress import Progress
+from pretrain.step import Action
 from pretrain.train import trainer
-from pretrain.train.barrier import Action
 from tests.support.jobs import make_spec, save_checkpoint
 from tests.support.ranks import run_ranks
 

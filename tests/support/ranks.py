@@ -24,7 +24,7 @@ _context.set_forkserver_preload(["tests.support.preload"])
 _started: list[Any] = []
 
 # Within pytest's limit, and long: on a busy machine a rank may wait a minute for its turn.
-_COLLECTIVE_TIMEOUT = timedelta(seconds=150)
+COLLECTIVE_TIMEOUT = timedelta(seconds=150)
 _RANKS_SECONDS = 200.0
 
 
@@ -55,7 +55,7 @@ def _rank_main(
     set_rank_environment(rank, world, port)
     try:
         if backend is not None:
-            dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)
+            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
         # Plain bytes: torch's own way shares memory with a process that is about to end.
         results.put((rank, True, pickle.dumps(fn(rank, *args))))
         if dist.is_initialized():
@@ -71,6 +71,9 @@ def start_ranks(
     """Start the ranks and return (processes, results queue), for tests that kill them."""
     import torch.distributed as dist
 
+    from tests.support.writers import start_serving
+
+    start_serving()
     results = _context.Queue()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results.store = store  # for as long as somebody waits for what the ranks return

@@ -1,0 +1,9 @@
+from .dcp_reader import DcpSource as DcpSource
+from .dcp_reader import is_dcp as is_dcp
+from .dcp_writer import DcpTarget as DcpTarget
+from .safetensors_reader import SAFETENSORS_DTYPES as SAFETENSORS_DTYPES
+from .safetensors_reader import SAFETENSORS_INDEX as SAFETENSORS_INDEX
+from .safetensors_reader import SAFETENSORS_SINGLE as SAFETENSORS_SINGLE
+from .safetensors_reader import SafetensorsSource as SafetensorsSource
+from .safetensors_reader import is_safetensors as is_safetensors
+from .safetensors_writer import SafetensorsTarget as SafetensorsTarget

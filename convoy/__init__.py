@@ -1,0 +1,2 @@
+"""What a person runs: commands, plans, conversions, reports, fault campaigns and audits. No rank
+imports this package."""

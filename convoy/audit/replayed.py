@@ -1,0 +1,215 @@
+"""Steps of a recorded run once more, on any ranks, compared with the run's log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import ckpt
+from pretrain.checkpoint import Checkpointer, load_step, saved_spec
+from pretrain.errors import InputError
+from pretrain.job import build_job
+from pretrain.observe import (
+    Digested,
+    Event,
+    Events,
+    RunStarted,
+    StepCommitted,
+    read_log,
+    read_status,
+)
+from pretrain.runtime import start
+from pretrain.spec import JobSpec, resolve_spec
+from pretrain.step import Action
+from pretrain.train import Trainer
+
+_FEW = 3
+"""Names that fit into a line."""
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """What a log has of a committed step."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    next_sample: int
+    data_checksum: int | None = None
+    """Of the samples; None in older logs."""
+    digest: Digested | None = None
+    """Of an exact run."""
+
+    def difference(self, other: RecordedStep) -> str:
+        """What differs first, for people; empty where all bits are equal."""
+        sums = {self.data_checksum, other.data_checksum} - {None}
+        if self.next_sample != other.next_sample or len(sums) > 1:
+            return "the samples differ"
+        layers, tensors = _differing(self.digest, other.digest, "gradient")
+        if self.loss != other.loss:
+            return "the loss differs: the forward has computed other numbers"
+        if layers:
+            # The backward goes from the last layer to the first one.
+            return f"the gradient of {_names(layers[::-1], tensors)} differs"
+        if self.grad_norm != other.grad_norm:
+            return "the gradient norm differs"
+        layers, tensors = _differing(self.digest, other.digest, "parameter")
+        if layers:
+            return f"the updated parameter {_names(layers, tensors)} differs"
+        return ""
+
+
+def _differing(a: Digested | None, b: Digested | None, what: str) -> tuple[list[str], list[str]]:
+    """The layers, and the names within layers, in the order of the model."""
+    if a is None or b is None:
+        return [], []
+    one, two = asdict(a), asdict(b)
+    fields = one[f"{what}_layers"], one[f"{what}_tensors"]
+    others = two[f"{what}_layers"], two[f"{what}_tensors"]
+    layers, tensors = (
+        [name for name, value in each.items() if value != of.get(name)]
+        for each, of in zip(fields, others, strict=True)
+    )
+    return layers, tensors
+
+
+def _names(layers: list[str], tensors: list[str]) -> str:
+    """The first of the layers with the tensors, and how many more layers there are."""
+    first = layers[0]
+    if first in tensors:
+        named = first
+    else:
+        within = [name for name in tensors if name not in layers]
+        rest = f" and {len(within) - _FEW} more" if len(within) > _FEW else ""
+        named = f"layer {first} ({', '.join(within[:_FEW])}{rest})"
+    more = len(layers) - 1
+    return f"{named}, and of {more} other layers," if more else named
+
+
+@dataclass(frozen=True)
+class ReplayedStep:
+    """One step, as it is now and as the log has it."""
+
+    now: RecordedStep
+    logged: RecordedStep
+    difference: str = field(init=False)
+    """What differs first, for people; empty where all bits are equal."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "difference", self.now.difference(self.logged))
+
+
+class _NoCheckpoints:
+    """In the place of a checkpointer: a replay saves nothing."""
+
+    requested = False
+
+
+def replay(
+    run_dir: Path,
+    step: int,
+    overrides: list[str],
+    seen: Callable[[ReplayedStep], None],
+) -> list[ReplayedStep]:
+    """Take a run's steps again from its newest checkpoint before ``step``, up to ``step``.
+
+    Nothing of the run is changed. The layout is one replica that all ranks shard, unless
+    ``overrides`` say otherwise.
+
+    Args:
+        run_dir: the run's folder.
+        step: the last step to take, from 1.
+        overrides: ``section.field=value``, over the spec of the checkpoint.
+        seen: called after each step, on every rank.
+
+    Raises InputError where the run has no such step in its log, no checkpoint before the step, or
+    was not the same on these ranks.
+    """
+    logged = recorded_steps(run_dir)
+    if step not in logged:
+        raise InputError(
+            f"step ({step}) must be in {run_dir / 'log.jsonl'}, which has {_known(logged)}"
+        )
+    root = checkpoints_of(run_dir)
+    before = [each for each in ckpt.committed_steps(root) if each < step]
+    if not before:
+        raise InputError(f"{root} must have a checkpoint of before step {step} to begin from")
+    manifest = ckpt.read_manifest(root, before[-1])
+    spec = spec_on_ranks(saved_spec(manifest), "the spec of the run, for a replay", overrides)
+    runtime = start(spec.train.timeout_seconds)
+    try:
+        events: list[Event] = []
+        job = build_job(spec, runtime, Events(events.append))
+        progress = load_step(job, root, manifest)
+        trainer = Trainer(job, progress, cast(Checkpointer, _NoCheckpoints()))
+        found = []
+        while trainer.progress.step < step:
+            decision = trainer.step(0)
+            if decision.action is not Action.COMMIT:
+                at = trainer.progress.step + 1
+                raise InputError(f"step {at} is not committed in the replay: {decision.why}")
+            now = _recorded(events)[trainer.progress.step]
+            events.clear()
+            found.append(ReplayedStep(now, logged[now.step]))
+            seen(found[-1])
+        return found
+    finally:
+        runtime.close()
+
+
+def checkpoints_of(run_dir: Path) -> str:
+    """Where the checkpoints of a run are. Raises InputError where none are known."""
+    root = read_status(run_dir).checkpoint_path
+    if root is None:
+        raise InputError(f"RUN_DIR ({run_dir}) has no checkpoints to begin from")
+    return root
+
+
+def recorded_steps(run_dir: Path, *, exact: bool = False) -> dict[int, RecordedStep]:
+    """Each step of a run's log as it was taken last.
+
+    Raises InputError where there is no log, and with ``exact`` where the run is not exact.
+    """
+    path = run_dir / "log.jsonl"
+    try:
+        events = read_log(path).events
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    starts = [event for event in events if isinstance(event, RunStarted)]
+    if exact and not (starts and all(e.spec.get("train", {}).get("exact") for e in starts)):
+        raise InputError(
+            f"train.exact (false) in {run_dir} must be true to compare runs: other runs have equal "
+            f"bits on one layout alone"
+        )
+    return _recorded(events)
+
+
+def _recorded(events: Sequence[Event]) -> dict[int, RecordedStep]:
+    digests = {event.step: event for event in events if isinstance(event, Digested)}
+    return {
+        e.step: RecordedStep(
+            e.step, e.loss, e.grad_norm, e.consumed_samples, e.data_checksum, digests.get(e.step)
+        )
+        for e in events
+        if isinstance(e, StepCommitted)
+    }
+
+
+def _known(logged: dict[int, RecordedStep]) -> str:
+    return f"steps {min(logged)} to {max(logged)}" if logged else "no steps"
+
+
+def spec_on_ranks(saved: dict[str, Any], what: str, overrides: Sequence[str]) -> JobSpec:
+    """A saved spec for other ranks than the run's: one replica that all ranks shard, unless
+    ``overrides`` say otherwise, without injected faults and checks.
+
+    Raises InputError, which calls the spec ``what``, where it does not fit.
+    """
+    degrees = {"pp": 1, "dp_replicate": 1, "dp_shard": -1, "cp": 1, "tp": 1, "ep": 1}
+    saved["parallel"] |= degrees | {"pipeline": {}, "gradient_compression": "none"}
+    saved["checkpoint"]["reshard_on_load"] = True
+    saved["inject"] = []
+    saved["verify"] = {}
+    return resolve_spec(saved, what, overrides)

@@ -1,0 +1,226 @@
+"""``convoy burn-in``: which machines of a launch are sound, before a run trusts them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from convoy.commands.parsing import Parser, check_writable, ended, is_first_rank
+from convoy.commands.provenance import provenance
+from pretrain.errors import EXIT_LOST, InputError
+from pretrain.observe import complain, say
+
+if TYPE_CHECKING:
+    import torch
+
+    from cluster.burnin import Board, BurnInOptions, ExpectedRates, Verdict
+
+_SLOW_DEVICE, _SLOW_CPU = 10.0, 25.0
+"""Percent; a CPU's cores are shared with other processes."""
+_QUICK_DIVISOR = 16
+
+_EPILOG = """\
+examples:
+  torchrun --standalone --nproc-per-node 8 -m convoy burn-in
+  torchrun --nnodes 16 --nproc-per-node 8 --rdzv-endpoint HOST:29400 --rdzv-backend c10d \\
+      -m convoy burn-in spec.toml --exclude-list runs/mine/exclude.json \\
+      --json burnin.json --expect h100
+
+torchrun starts the ranks, one for each GPU; every machine of the run takes part. With SPEC the
+all-to-all has the rows of the spec's MoE layers, and storage is the spec's run_dir. The launch of a
+run leaves out the machines on RUN_DIR/exclude.json. docs/burnin.md has each check.
+
+exit codes:
+  0  every machine is sound
+  1  a machine is not, or did not answer
+  2  an argument or the spec cannot be used
+  75 stopped
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run ``convoy burn-in``; returns its exit code."""
+    parser = Parser(
+        "convoy burn-in",
+        "Find slow, broken and wrong machines among those that torchrun has started.",
+        _EPILOG,
+    )
+    parser.add_argument("spec", nargs="?", type=Path, metavar="SPEC", help="a job spec")
+    parser.add_overrides()
+    parser.add_argument(
+        "--exclude-list", type=Path, metavar="FILE", help="put bad machines on this list"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict as JSON too")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help="to write and read; made if missing; by default the run_dir of SPEC",
+    )
+    parser.add_argument("--slow", type=float, metavar="PERCENT",
+                        help=f"a rank is slow so far below the median, or more: {_SLOW_DEVICE:g} "
+                        f"on GPUs, {_SLOW_CPU:g} on CPUs")  # fmt: skip
+    parser.add_argument("--slow-link", type=float, default=50.0, metavar="PERCENT",
+                        help="a link is slow so far below the median, or more: 50")  # fmt: skip
+    parser.add_argument("--expect", metavar="NAME|FILE",
+                        help="a cluster file of `convoy plan`: ranks and links so far below its "
+                        "rates are slow too")  # fmt: skip
+    parser.add_argument("--memory-gib", type=float, default=1.0, metavar="N",
+                        help="to test on a CPU: 1; on a GPU 90 %% of what is free")  # fmt: skip
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="S",
+                        help="seconds that one operation may take: 60")  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="smaller transfers")
+    parser.add_debug()
+    args = parser.parse_args(arguments)
+    return ended(lambda: _burn_in(args), debug=args.debug, stopped="no machine was judged")
+
+
+def _burn_in(args: argparse.Namespace) -> int:
+    for flag in ("slow", "slow_link"):
+        value = getattr(args, flag)
+        if value is not None and not 0 < value < 100:
+            raise InputError(f"--{flag.replace('_', '-')} ({value:g}) must be between 0 and 100")
+    for flag in ("memory_gib", "timeout"):
+        if not 0 < getattr(args, flag) < 1e6:
+            raise InputError(
+                f"--{flag.replace('_', '-')} ({getattr(args, flag):g}) must be above 0"
+            )
+    if is_first_rank():  # the rank that writes the file, maybe on a disk of its own
+        check_writable("--json", args.json)
+    shape = _shape(args)
+
+    from cluster.burnin import BurnIn, MissingRanksError
+
+    options = _options(args, shape)
+    board = _join(options.device, args.timeout)
+    try:
+        verdict = BurnIn(board, options).run(_told)
+    except MissingRanksError as error:
+        if board.rank == 0:
+            complain(str(error))
+        _leave(EXIT_LOST)
+    if board.rank == 0:
+        _show(verdict, args)
+    # Rank 0 speaks for all: torchrun prints a report of every rank that fails.
+    code = 0 if verdict.is_sound or board.rank else EXIT_LOST
+    if verdict.ended_in is not None:
+        _leave(code)  # a process group in which something hangs does not end in order
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    return code
+
+
+def _shape(args: argparse.Namespace) -> dict[str, Any]:
+    """What a spec decides: the all-to-all's rows, and the folder."""
+    if args.spec is None:
+        return {"folder": args.folder}
+    from pretrain.spec import load_spec
+
+    spec = load_spec(args.spec, args.overrides)
+    found: dict[str, Any] = {"folder": args.folder or spec.run_path}
+    if spec.moe is not None:
+        width = 4 if spec.precision.compute == "float32" else 2
+        found["rows"] = spec.batch.micro_batch_size * spec.data.seq_len * spec.moe.top_k
+        found["row_bytes"] = spec.model.d_model * width
+    return found
+
+
+def _options(args: argparse.Namespace, shape: dict[str, Any]) -> BurnInOptions:
+    from datetime import timedelta
+
+    from cluster.burnin import BurnInOptions
+    from convoy.commands.burnin_model import small_steps
+    from pretrain.runtime import rank_device
+
+    device = rank_device()
+    expected = None if args.expect is None else _expected_rates(args.expect, device)
+    slow = args.slow or (_SLOW_CPU if device.type == "cpu" else _SLOW_DEVICE)
+    options = BurnInOptions(
+        device=device,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        local_world=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        timeout=timedelta(seconds=args.timeout),
+        slow=slow / 100,
+        slow_link=1 - args.slow_link / 100,
+        memory_bytes=int(args.memory_gib * 2**30),
+        training_step=small_steps,
+        expected=expected,
+        **shape,
+    )
+    if not args.quick:
+        return options
+    from dataclasses import replace
+
+    sizes = ("link_bytes", "reduce_bytes", "memory_bytes", "storage_bytes")
+    return replace(options, **{k: getattr(options, k) // _QUICK_DIVISOR for k in sizes})
+
+
+def _expected_rates(name_or_file: str, device: torch.device) -> ExpectedRates:
+    """What a cluster file says that a rank and a link reach, with its shares of the peaks.
+
+    Raises InputError where the file cannot be used, or has no peak for the dtype of the products.
+    """
+    from cluster.burnin import ExpectedRates, product_shape
+    from convoy.plan import load_cluster
+
+    cluster = load_cluster(name_or_file, "--expect")
+    size, torch_dtype = product_shape(device)
+    peaks = cluster.chip.peak_teraflops
+    dtype = next((dtype for dtype in peaks if f"torch.{dtype}" == str(torch_dtype)), None)
+    if dtype is None:
+        raise InputError(
+            f"--expect ({name_or_file}): chip.peak_teraflops has {', '.join(peaks)}, and must have "
+            f"{str(torch_dtype).removeprefix('torch.')}, in which this device computes the products"
+        )
+    seconds = cluster.chip.gemm_seconds(size, size, size, dtype)
+    links = {True: cluster.intra_node, False: cluster.inter_node}
+    return ExpectedRates(
+        products=2 * size**3 / seconds,
+        links={
+            within: link.gigabytes_per_second * 1e9 * link.efficiency
+            for within, link in links.items()
+        },
+    )
+
+
+def _join(device: torch.device, timeout: float) -> Board:
+    """The board of the ranks that torchrun has started; without torchrun, of one rank."""
+    import torch.distributed as dist
+
+    from cluster.burnin import Board
+    from cluster.detect import open_store
+    from pretrain.runtime import join_ranks
+
+    # An operation of NCCL that times out then fails in this thread, and does not end the process.
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+    join_ranks(device, timeout)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    # Ranks that wait for a lost one answer after one or two time-outs of the process group.
+    return Board(open_store("burn-in"), rank, world=world, seconds=3 * timeout)
+
+
+def _told(check: str) -> None:
+    if is_first_rank():
+        say(f"{check} ...")
+
+
+def _show(verdict: Verdict, args: argparse.Namespace) -> None:
+    for line in verdict.lines():
+        say(line)
+    if args.json is not None:
+        document = provenance("torch") | verdict.as_dict()
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    if args.exclude_list is not None:
+        verdict.write_exclusions(args.exclude_list)
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

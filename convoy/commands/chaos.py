@@ -1,0 +1,149 @@
+"""``convoy chaos``: random faults against a live run, and what became of the run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from convoy.commands.parsing import Parser, check_writable, ended
+from convoy.commands.provenance import provenance
+from pretrain.errors import EXIT_LOST
+from pretrain.observe import say
+
+if TYPE_CHECKING:
+    from convoy.audit import Audit
+
+_EPILOG = """\
+examples:
+  convoy prepare spec.toml && convoy chaos spec.toml OUT
+  convoy chaos spec.toml OUT --quick
+  convoy chaos spec.toml OUT --faults 100 --machines 4 --seed 7 --json chaos.json
+
+The machines are torchrun processes of this computer with one rank each. The spec runs twice: first
+undisturbed, then under faults that the seed decides: ranks and machines are killed, hang, lose
+their network, are slow, have a full disk, or compute a gradient that is not finite.
+
+exit codes:
+  0  the run went on after every fault, took the samples of the undisturbed run, each once, and its
+     losses are those of the undisturbed run: within 1e-5, or within 1e-2 in at most a tenth of the
+     steps, where a token's experts have nearly equal scores and another layout has rounded them
+     otherwise; with train.exact they have the same bits, and so have gradient norms, and the
+     parameters and moments at the end
+  1  not so; the table says what differs
+  2  the spec or OUT cannot be used, or a run did not end
+  75 stopped
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run ``convoy chaos``; returns its exit code."""
+    parser = Parser("convoy chaos", "Run a spec under random faults.", _EPILOG)
+    parser.add_argument("spec", type=Path, metavar="SPEC", help="a job spec, in TOML or JSON")
+    parser.add_argument("out", type=Path, metavar="OUT", help="a folder for both runs, made new")
+    parser.add_overrides()
+    parser.add_argument("--faults", type=int, default=30, metavar="N", help="how many; 30")
+    parser.add_argument("--machines", type=int, default=3, metavar="N", help="how many; 3")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the faults; 0")
+    parser.add_argument("--quick", action="store_true", help="4 faults on 2 machines")
+    parser.add_argument(
+        "--limit", type=float, default=3600.0, metavar="S", help="seconds a run may take; 3600"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON too")
+    parser.add_debug()
+    args = parser.parse_args(arguments)
+    if args.quick:
+        args.faults, args.machines = 4, 2
+    for name, least in (("faults", 1), ("machines", 2)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name} ({getattr(args, name)}) must be at least {least}")
+    return ended(lambda: _chaos(args), debug=args.debug, stopped="the run under faults is cut off")
+
+
+def _chaos(args: argparse.Namespace) -> int:
+    from convoy.chaos import draw_faults, run_campaign
+    from pretrain.elastic import choose_layout
+    from pretrain.spec import load_spec
+
+    check_writable("--json", args.json)
+    spec = load_spec(args.spec, args.overrides)
+    layout = choose_layout(spec, args.machines, ranks_per_node=1)
+    faults = draw_faults(args.seed, args.faults, spec.train.steps, layout.topology.world)
+    found = run_campaign(
+        spec,
+        faults,
+        args.out.resolve(),
+        machines=args.machines,
+        limit_seconds=args.limit,
+        say=say,
+    )
+    say(chaos_table(found))
+    if len(found.faults) < len(faults):
+        say(f"{len(faults) - len(found.faults)} faults found no rank: fewer ranks trained then")
+    if args.json is not None:
+        args.json.write_text(json.dumps(_as_json(args, found), indent=1) + "\n")
+    return 0 if found.is_one_run else EXIT_LOST
+
+
+def chaos_table(found: Audit) -> str:
+    """The results for people."""
+    lines = [f"{'fault':<16}{'step':>6}{'rank':>6}{'seconds until the step was committed':>39}"]
+    for one in found.faults:
+        seconds = "never" if one.seconds is None else f"{one.seconds:.1f}"
+        lines.append(f"{one.kind:<16}{one.step:>6}{one.rank:>6}{seconds:>39}")
+    known = [one.seconds for one in found.faults if one.seconds is not None]
+    lines += [
+        "",
+        f"recovered      {found.recovered} of {len(found.faults)} faults, in "
+        f"{statistics.median(known) if known else 0:.1f} s (median); {found.starts} starts",
+        f"samples        {found.samples_problem or 'those of the undisturbed run, each once'}",
+    ]
+    if found.losses_exact:
+        how = "bit for bit, as are gradient norms" if found.is_exact else "within 1e-5"
+        lines.append(f"losses         those of the undisturbed run, {how}")
+    else:
+        far = max(found.losses, key=lambda loss: abs(loss[1]))
+        by = "" if found.is_exact else " by more than 1e-5"
+        lines.append(
+            f"losses         {len(found.losses)} differ{by}, that of step {far[0]} by {far[1]:.1e}"
+        )
+    if found.is_exact:
+        differ = ", ".join(found.arrays[:3]) + (" ..." if len(found.arrays) > 3 else "")
+        same = "parameters and moments of the undisturbed run, bit for bit"
+        lines.append(f"last state     {f'differs in {differ}' if differ else same}")
+    goodput = "unknown" if found.goodput is None else f"{found.goodput:.0%}"
+    lines.append(
+        f"ledger         goodput {goodput}; its phases differ by {found.ledger_error:.2%} from "
+        f"the wall time"
+    )
+    return "\n".join(lines)
+
+
+def _as_json(args: argparse.Namespace, found: Audit) -> dict[str, Any]:
+    return {
+        **provenance("torch"),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "seed": args.seed,
+        "machines": args.machines,
+        "drawn": args.faults,
+        "faults": len(found.faults),
+        "recovered": found.recovered,
+        "samples_exact": found.samples_exact,
+        "exact": found.is_exact,
+        "losses_exact": found.losses_exact,
+        "arrays_that_differ": list(found.arrays),
+        "ledger_error": found.ledger_error,
+        "goodput": found.goodput,
+        "starts": found.starts,
+        "samples_problem": found.samples_problem,
+        "losses": [{"step": step, "difference": far} for step, far in found.losses],
+        "recoveries": [
+            {"kind": one.kind, "step": one.step, "rank": one.rank, "seconds": one.seconds}
+            for one in found.faults
+        ],
+    }

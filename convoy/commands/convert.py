@@ -1,0 +1,187 @@
+"""``convoy convert``: weights from and to Hugging Face, and dense models made sparse."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from convoy.commands.parsing import Parser, ended, subcommands
+from pretrain.observe import human_bytes, say
+
+if TYPE_CHECKING:
+    from pretrain.spec import JobSpec
+
+FAMILIES = (
+    "qwen3_moe", "olmoe", "mixtral", "deepseek_v3", "deepseek_v2", "dots1", "llama", "mistral",
+    "qwen3",
+)  # fmt: skip
+
+_CODES = """\
+exit codes:
+  0   done
+  2   the source cannot be used or expressed, or the target cannot be written
+  75  stopped: nothing is left of the target, and the same command starts over
+"""
+_EPILOG = f"""\
+examples:
+  convoy convert import HF_DIR imported
+  convoy convert export runs/stdlib-tiny/checkpoints exported --family qwen3_moe
+  convoy convert upcycle HF_DIR_OF_A_DENSE_MODEL grown --num-experts 8 --top-k 2
+
+import and upcycle make a folder with checkpoints/, weights without optimizer state, and spec.toml
+to train on with. An existing target is never written to.
+
+{_CODES}"""
+_DENSE = "a dense checkpoint (its folder or manifest), or a dense Hugging Face folder"
+_CHECKPOINT = "a checkpoint folder, or a manifest in one"
+_STEP = "the checkpoint of step N; the newest one by default"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run ``convoy convert``; returns its exit code."""
+    prog = "convoy convert"
+    parsers = {
+        "import": (_import_parser(), "a Hugging Face folder to a checkpoint and a spec"),
+        "export": (_export_parser(), "the weights of a checkpoint to a Hugging Face folder"),
+        "upcycle": (_upcycle_parser(), "a dense model to a MoE whose experts are copies"),
+    }
+    description = "Import from and export to Hugging Face; make a MoE of a dense model."
+    for parser, _ in parsers.values():
+        parser.add_debug()
+    name, args = subcommands(prog, description, parsers, arguments, epilog=_EPILOG)
+    act = {"import": _import, "export": _export, "upcycle": _upcycle}[name]
+    return ended(
+        lambda: act(args), debug=args.debug, stopped=f"nothing of {args.target} has been made"
+    )
+
+
+def _parser(name: str, description: str, example: str, *, source: str) -> Parser:
+    prog = f"convoy convert {name}"
+    parser = Parser(prog, description, f"example:\n  {prog} {example}\n\n{_CODES}")
+    parser.add_argument("source", type=Path, metavar="SRC", help=source)
+    parser.add_argument("target", type=Path, metavar="DST", help="a folder that does not exist")
+    return parser
+
+
+def _import_parser() -> Parser:
+    return _parser(
+        "import",
+        "Make a checkpoint and a spec of a Hugging Face folder.",
+        "HF_DIR imported",
+        source="a folder with config.json and safetensors files",
+    )
+
+
+def _export_parser() -> Parser:
+    parser = _parser(
+        "export",
+        "Write the weights of a checkpoint as a Hugging Face folder.",
+        "runs/stdlib-tiny/checkpoints exported --dtype bfloat16",
+        source=_CHECKPOINT,
+    )
+    parser.add_argument("--step", type=int, metavar="N", help=_STEP)
+    parser.add_argument(
+        "--family",
+        choices=FAMILIES,
+        metavar="FAMILY",
+        help=f"{', '.join(FAMILIES)}; by default the first that fits",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="of the weights; float32 by default",
+    )
+    parser.add_argument(
+        "--max-file-bytes",
+        type=_at_least_one,
+        default=5 * 10**9,
+        metavar="N",
+        help="the most bytes of one safetensors file; 5,000,000,000 by default",
+    )
+    return parser
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"({text}) must be a whole number of at least 1")
+    return int(text)
+
+
+def _upcycle_parser() -> Parser:
+    parser = _parser(
+        "upcycle",
+        "Make a MoE of a dense model: each expert is a copy of the layer's MLP.",
+        "runs/dense/checkpoints grown --num-experts 8 --top-k 2",
+        source=_DENSE,
+    )
+    parser.add_argument("--num-experts", type=int, required=True, metavar="N")
+    parser.add_argument("--top-k", type=int, required=True, metavar="N")
+    parser.add_argument(
+        "--first-k-dense", type=int, default=0, metavar="N", help="layers that stay dense; 0"
+    )
+    parser.add_argument("--step", type=int, metavar="N", help=_STEP)
+    parser.add_overrides("a field of the new spec")
+    return parser
+
+
+def _import(args: argparse.Namespace) -> int:
+    from convoy.convert import import_hf
+
+    _tell(args.source, args.target, *import_hf(args.source, args.target))
+    return 0
+
+
+def _upcycle(args: argparse.Namespace) -> int:
+    from convoy.convert import upcycle
+
+    sizes = args.num_experts, args.top_k, args.first_k_dense
+    source, step = _located(args.source, args.step)
+    _tell(source, args.target, *upcycle(source, args.target, *sizes, args.overrides, step))
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    import torch
+
+    from convoy.convert import export_hf
+
+    source, step = _located(args.source, args.step)
+    dtype = getattr(torch, args.dtype)
+    family, manifest, written, tokenizer = export_hf(
+        source, args.target, step, args.family, dtype, args.max_file_bytes
+    )
+    say(
+        f"step {manifest.step} -> {args.target}: {family.model_type}, {args.dtype}, "
+        f"{human_bytes(written)} of weights"
+    )
+    if tokenizer is None:
+        say("no tokenizer is in it: that of the weights was not found where the spec has it")
+    else:
+        say(f"its tokenizer is that of {tokenizer}")
+    return 0
+
+
+def _located(source: Path, step: int | None) -> tuple[Path, int | None]:
+    """The checkpoint folder and the step of a path that may be a manifest's."""
+    from ckpt.format import locate
+
+    folder, step = locate(source, step)
+    assert isinstance(folder, Path)
+    return folder, step
+
+
+def _tell(source: Path, target: Path, spec: JobSpec, verified: int) -> None:
+    kind = "dense" if spec.moe is None else f"{spec.moe.num_experts} experts"
+    say(
+        f"{target / 'checkpoints'}: {spec.model.num_layers} layers, {kind}, "
+        f"{human_bytes(verified)} written and verified"
+    )
+    path = (target / "spec.toml").absolute()
+    if (source / "config.json").exists():
+        needed = "data.source" if spec.data.tokenizer else "data.source and data.tokenizer"
+        say(f"set {needed} in {path}")
+    say(f"train on: convoy pretrain {shlex.quote(str(path))}")

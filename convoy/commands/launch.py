@@ -1,0 +1,302 @@
+"""``convoy launch``: a run on the engine of a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from convoy.commands.parsing import Parser, ended
+from convoy.commands.pretrain import add_spec_arguments
+from pretrain.errors import InputError
+from pretrain.observe import say
+
+if TYPE_CHECKING:
+    from cluster.launch import Engine, EngineJob
+    from pretrain.spec import JobSpec
+
+_FIRST_START_SECONDS, _FIRST_SAVE_SECONDS = 120.0, 60.0
+"""For a start (images, imports, the corpus) and for a checkpoint, before one was measured; the
+second as the run itself reserves."""
+
+_EPILOG = """\
+examples:
+  convoy launch spec.toml --on slurm                        # print the job
+  convoy launch spec.toml --on slurm --submit               # print and submit it
+  convoy launch spec.toml --on slurm --set launch.nodes=2:4 --set elastic.enabled=true
+  convoy launch spec.toml --on kubernetes --output job.yaml
+  convoy launch spec.toml --on torchrun --submit            # train on this machine
+
+The section [launch] of the spec says what the engine is asked for. docs/cluster.md has each engine
+from one machine to many. Nothing is submitted without --submit.
+
+exit codes:
+  0  the job was printed, or submitted. On torchrun and on Ray --submit becomes the launcher, which
+     ends with its own exit code
+  2  the spec cannot be used, the engine is not there, or the engine refuses; nothing runs
+  75 stopped
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run ``convoy launch``; returns its exit code."""
+    parser = Parser("convoy launch", "Render a run for an engine, and submit it.", _EPILOG)
+    add_spec_arguments(parser)
+    parser.add_argument("--on", required=True, metavar="ENGINE", dest="engine",
+                        help="torchrun, slurm, ray, kubernetes, or package.module:Class for an "
+                             "engine of your own")  # fmt: skip
+    parser.add_argument("--submit", action="store_true", help="submit the job too")
+    parser.add_argument(
+        "--shared-folders", action="store_true",
+        help="say that all nodes share run_dir and checkpoint.path, where the type of their file "
+             "system does not show it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the job to a file, and print nothing"
+    )
+    args = parser.parse_args(arguments)
+    return ended(lambda: _launch(args), debug=args.debug, stopped="look whether the job was taken")
+
+
+def _launch(args: argparse.Namespace) -> int:
+    from cluster.launch import engine_named
+    from pretrain.spec import load_spec
+
+    engine = engine_named(args.engine)
+    spec = load_spec(args.spec, args.overrides)
+    job = make_job(spec, args.spec, args.overrides, engine)
+    text = engine.render(job)
+    if args.submit:
+        if not args.shared_folders:
+            check_folders(job, engine)
+        engine.check(job)
+        check_prepared(spec, args.spec, engine)
+    if args.output is not None:
+        try:
+            args.output.write_text(text)
+        except OSError as error:
+            raise InputError(f"--output ({args.output}): {error.strerror}") from None
+    else:
+        say(text.removesuffix("\n"))
+    if args.submit:
+        sys.stdout.flush()
+        number = engine.submit(job, text)
+        for line in engine.submitted(job, number):
+            say(line)
+    return 0
+
+
+def make_job(spec: JobSpec, path: Path, overrides: Sequence[str], engine: Engine) -> EngineJob:
+    """The job of a spec for an engine. Raises InputError where the spec does not allow it.
+
+    Args:
+        spec: read from ``path`` with ``overrides``.
+        path: the file of the spec.
+        overrides: ``SECTION.FIELD=VALUE``.
+        engine: which starts it.
+    """
+    from cluster.launch import EngineJob
+    from cluster.members import EXCLUDE_LIST, read_exclusions
+    from parallel.version import VERSION
+
+    launch = spec.launch
+    more = _engine_overrides(spec, engine)
+    base = Path(launch.workdir or engine.container_workdir or Path.cwd())
+    notes = [f"{spec.name}: {line}" for line in _layouts(spec)]
+    run_dir = base / spec.run_path
+    check_walltime(spec, run_dir)
+    checkpoints = spec.checkpoint_path
+    if isinstance(checkpoints, Path):
+        checkpoints = base / checkpoints
+    check_image(launch.image, VERSION)
+    if not engine.brings_spec:
+        check_same_file(path, base)
+    return EngineJob(
+        launch=launch.model_copy(
+            update={
+                "workdir": str(base),
+                "python": launch.python or ("python3" if launch.image else sys.executable),
+            }
+        ),
+        name=spec.name,
+        version=VERSION,
+        program=("-m", "convoy", "pretrain"),
+        config=str(base / path),
+        overrides=tuple(word for each in [*overrides, *more] for word in ("--set", each)),
+        config_text=_table_lines(_with(spec, more).as_dict()),
+        run_dir=str(run_dir),
+        checkpoints=str(checkpoints),
+        folders=tuple(sorted({str(folder) for folder in _data_folders(spec, base)})),
+        excluded=tuple(one.node for one in read_exclusions(run_dir / EXCLUDE_LIST)),
+        metrics_port=spec.metrics.port if spec.metrics.port > 0 else None,
+        notes=tuple(notes),
+    )
+
+
+def _table_lines(tables: dict[str, Any]) -> str:
+    """A spec as JSON with a line for each table."""
+    lines = (f" {json.dumps(name)}: {json.dumps(table)}" for name, table in tables.items())
+    return "{\n" + ",\n".join(lines) + "\n}"
+
+
+def _data_folders(spec: JobSpec, base: Path) -> Iterator[Path]:
+    """The folders of corpora, of the tokenizer and of initial weights, where they are folders."""
+    from corpus.config import is_remote
+
+    data = spec.data
+    sources, sets = data.sources.values(), data.validation.values()
+    paths = [data.path, data.source]
+    paths += [path for one in sources for path in (one.path, one.source)]
+    paths += [path for one in sets for path in (one.path, one.source)]
+    files = [data.tokenizer, spec.init.checkpoint]
+    for path in filter(None, paths):
+        if not is_remote(path) and (base / path).is_dir():
+            yield base / path
+    for file in filter(None, files):
+        if not is_remote(file) and (base / file).exists():
+            yield (base / file).parent
+
+
+def check_prepared(spec: JobSpec, path: Path, engine: Engine) -> None:
+    """Refuse a job whose ranks would find no corpus: ranks prepare none.
+
+    Raises InputError. Folders of containers, and object stores, are not looked at.
+    """
+    from corpus.config import is_remote
+    from corpus.manifest import MANIFEST
+
+    if engine.container_workdir is not None or spec.launch.image:
+        return
+    data, base = spec.data, Path(spec.launch.workdir or Path.cwd())
+    for corpus in (*data.each_source.values(), *data.each_validation.values()):
+        if not is_remote(corpus.path) and not (base / corpus.path / MANIFEST).exists():
+            raise InputError(
+                f"data.path ({corpus.path}) has no prepared corpus yet, and ranks prepare none: "
+                f"run convoy prepare {path} first"
+            )
+
+
+def _engine_overrides(spec: JobSpec, engine: Engine) -> list[str]:
+    """What the engine makes necessary: the run itself keeps to a walltime that the engine does not
+    tell it, and containers are asked for metrics from outside."""
+    more = []
+    limit, walltime = spec.train.time_limit_seconds, spec.launch.walltime_minutes
+    if engine.tells_end:
+        walltime = None
+    if walltime is not None and (limit is None or limit > walltime * 60):
+        more.append(f"train.time_limit_seconds={walltime * 60}")
+    outside = engine.container_workdir is not None
+    if outside and spec.metrics.port > 0 and spec.metrics.host == "127.0.0.1":
+        more.append("metrics.host=0.0.0.0")
+    return more
+
+
+def _with(spec: JobSpec, overrides: Sequence[str]) -> JobSpec:
+    from pretrain.spec import resolve_spec
+
+    return resolve_spec(spec.as_dict(), "[launch]", overrides)
+
+
+def _layouts(spec: JobSpec) -> list[str]:
+    """The layouts on the fewest and the most nodes, for people. Raises InputError where there is
+    none, or where the number of nodes may change and the layout may not."""
+    from parallel.layout import count_ranks
+    from pretrain.elastic import choose_layout
+
+    launch = spec.launch
+    least, most = launch.min_nodes, launch.max_nodes
+    if least < most and not spec.elastic.enabled:
+        raise InputError(
+            f"launch.nodes ({launch.nodes}) needs elastic.enabled = true: other nodes have another "
+            f"layout"
+        )
+    lines = []
+    if spec.plan.auto:
+        from convoy.plan import automatic
+
+        world = most * launch.ranks_per_node
+        plan = automatic(spec, world, launch.ranks_per_node)[1]
+        return [f"{count_ranks(world)}: {plan.describe()}, by plan.auto"]
+    for nodes in dict.fromkeys((least, most)):
+        world = nodes * launch.ranks_per_node
+        where = f"{nodes} node{'s' if nodes > 1 else ''}, {count_ranks(world)}"
+        if spec.elastic.enabled:
+            found = choose_layout(spec, world, launch.ranks_per_node)
+            spares = f", {found.spares} spare" if found.spares else ""
+            lines.append(f"{where}: {found.topology.describe()}{spares}")
+            continue
+        topology = spec.topology(world)
+        spec.check_nodes(topology, min(launch.ranks_per_node, world))
+        lines.append(f"{where}: {topology.describe()}")
+    return lines
+
+
+def check_same_file(path: Path, workdir: Path) -> None:
+    """Refuse a spec that ranks would not read, because they look for it below ``launch.workdir``.
+    Nothing is refused where this machine does not see that folder."""
+    there = workdir / path
+    if not workdir.is_dir() or (there.is_file() and there.read_bytes() == path.read_bytes()):
+        return
+    raise InputError(
+        f"launch.workdir ({workdir}): ranks read {there}, which must be the spec {path.absolute()}"
+    )
+
+
+def check_walltime(spec: JobSpec, run_dir: Path) -> None:
+    """Refuse a walltime in which no checkpoint can be made. Starts and checkpoints in the log of
+    ``run_dir`` are a measure; before there is any, 120 s and 60 s are."""
+    from pretrain.observe import CheckpointCommitted, RunStarted, read_former
+
+    walltime = spec.launch.walltime_minutes
+    if walltime is None:
+        return
+    start, saves = _FIRST_START_SECONDS, []
+    for line in read_former(run_dir / "log.jsonl"):
+        match line.event:
+            case RunStarted(start_seconds=parts):
+                start = max(start, sum(parts.values()))
+            case CheckpointCommitted(tier="shared", seconds=seconds):
+                saves.append(seconds)
+    save = max(saves, default=_FIRST_SAVE_SECONDS)
+    if walltime * 60 < start + save:
+        raise InputError(
+            f"launch.walltime_minutes ({walltime:g}) must be at least "
+            f"{(start + save) / 60:.1f}: a start takes {start:.0f} s and a checkpoint "
+            f"{save:.0f} s, as measured in this run, or taken for granted before"
+        )
+
+
+def check_image(image: str | None, version: str) -> None:
+    """Refuse an image whose tag does not have Convoy's version: ``latest`` changes between two
+    starts of a run."""
+    if image is None:
+        return
+    folder, slash, last = image.rpartition("/")
+    name, _, tag = last.partition(":")
+    if version not in re.split("[-_@+]", tag.removeprefix("v")):
+        raise InputError(
+            f"launch.image ({image}) must have the version of Convoy, {version}, in its tag: "
+            f"{folder}{slash}{name}:{version}"
+        )
+
+
+def check_folders(job: EngineJob, engine: Engine) -> None:
+    """Refuse folders of this machine alone for a run on several."""
+    from cluster.launch import local_file_system
+
+    if job.nodes[1] == 1 or engine.container_workdir:
+        return
+    folders = {"run_dir": job.run_dir}
+    if job.has_local_checkpoints:
+        folders["checkpoint.path"] = job.checkpoints
+    for field, folder in folders.items():
+        kind = local_file_system(Path(folder))
+        if kind is not None:
+            raise InputError(
+                f"{field} ({folder}) is on {kind}, a file system of this machine alone: give a "
+                f"folder that all nodes share, or --shared-folders where they do"
+            )

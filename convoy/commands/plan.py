@@ -1,0 +1,279 @@
+"""``convoy plan``: layout, memory, days and dollars of a run, before it starts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from convoy.commands.parsing import Parser, check_writable, ended, is_first_rank
+from convoy.commands.provenance import provenance
+from pretrain.errors import EXIT_LOST, InputError
+from pretrain.observe import complain, say
+
+if TYPE_CHECKING:
+    from convoy.plan import Cluster, Plan
+
+_CALIBRATION_TIMEOUT_SECONDS = 600.0
+_EPILOG = """\
+examples:
+  convoy plan tools/recipes/mixtral-8x7b.toml --cluster h100 --gpus 128
+  convoy plan tools/recipes/deepseek-v3.toml --cluster h800 --gpus 2048 --json plan.json
+  convoy plan mine.toml --cluster my-cluster.toml --layout pp=2,ep=8 --tokens 2e12
+  convoy plan mine.toml --cluster h100 --gpus 64 --write planned.toml
+  torchrun --nproc-per-node 2 -m convoy plan --calibrate here.toml
+  convoy plan --validate
+
+Without --layout the best layouts are searched for. --layout takes AXIS=DEGREE pairs, and the spec's
+own layout with an empty string; dp_shard takes the GPUs that are left over. Micro-batch, schedule,
+ZeRO stage and recomputation are then those of the spec. A layout above the memory is shown; nothing
+is written for it where it is above by more than the planner's error.
+
+exit codes:
+  0  the plan was shown
+  1  with --validate: a bound is missed
+  2  the spec, the cluster or the layout cannot be used, or nothing fits
+  75 stopped
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run ``convoy plan``; returns its exit code."""
+    parser = Parser(
+        "convoy plan",
+        "Plan a run: the best layouts, memory and time by part, days, dollars and energy.",
+        _EPILOG,
+    )
+    parser.add_argument("spec", nargs="?", type=Path, metavar="SPEC", help="a job spec")
+    parser.add_argument(
+        "--cluster", metavar="NAME_OR_FILE", help="a cluster file, or the name of a shipped one"
+    )
+    parser.add_argument("--gpus", metavar="N", help="GPUs; by default all of the cluster's")
+    parser.add_argument(
+        "--tokens", metavar="N", help="tokens to train on; by default the steps of the spec"
+    )
+    parser.add_argument(
+        "--layout", metavar="AXIS=N,...", help="plan this layout in place of a search"
+    )
+    parser.add_argument(
+        "--imbalance",
+        default="1.1",
+        metavar="X",
+        help="rows of the busiest rank's experts as a multiple of the mean (1.1)",
+    )
+    parser.add_overrides()
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plans as JSON too")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="write the spec with the best layout, as TOML"
+    )
+    parser.add_argument(
+        "--draw", type=Path, metavar="FILE",
+        help="draw the best layout over nodes and ranks: *.svg, *.png or *.pdf; needs matplotlib",
+    )  # fmt: skip
+    parser.add_argument(
+        "--calibrate", type=Path, metavar="FILE",
+        help="measure this machine, write --cluster with its rates to FILE, and end",
+    )  # fmt: skip
+    parser.add_argument(
+        "--validate", action="store_true", help="compare the planner with published runs, and end"
+    )
+    parser.add_debug()
+    args = parser.parse_args(arguments)
+    if args.calibrate is not None:
+        act = _calibrate
+    elif args.validate:
+        act = _validate
+    else:
+        act = _plan
+        if args.spec is None or args.cluster is None:
+            raise parser.refusal("convoy plan needs SPEC and --cluster; see convoy plan --help")
+    return ended(lambda: act(args), debug=args.debug, stopped="nothing was written")
+
+
+def _validate(args: argparse.Namespace) -> int:
+    from convoy.plan import compare, missed_bounds, validation_table
+
+    rows = compare()
+    say(validation_table(rows))
+    if args.json is not None:
+        published = [
+            {"group": r.group, "run": r.run, "kind": r.kind, "published_teraflops": r.published,
+             "planned_teraflops": r.planned, "error": r.error, "tuned": r.tuned,
+             "seconds": r.step.as_dict()}
+            for r in rows
+        ]  # fmt: skip
+        document = {"bench": "planning", **provenance(), "rows": published}
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    missed = missed_bounds(rows)
+    for line in missed:
+        complain(line)
+    return EXIT_LOST if missed else 0
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    """Measure on all ranks that torchrun has started, or in this process; rank 0 writes."""
+    check_writable("--calibrate", args.calibrate)
+    if args.spec is not None:
+        raise InputError(f"SPEC ({args.spec}) must be left out with --calibrate: no run is planned")
+    import tomli_w
+    import torch.distributed as dist
+
+    from convoy.plan import calibrate, load_cluster
+    from pretrain.runtime import join_ranks, rank_device
+
+    device = rank_device()
+    if device.type == "cuda" and args.cluster is None:
+        raise InputError("--calibrate needs --cluster on GPUs: peaks and prices are not measured")
+    base = load_cluster(args.cluster or "cpu")
+    join_ranks(device, _CALIBRATION_TIMEOUT_SECONDS)
+    try:
+        found = calibrate(base, device)
+    finally:
+        dist.destroy_process_group()
+    if is_first_rank():
+        about = provenance("torch")
+        heading = (
+            f"# {base.name}, measured {about['date']} with torch {about['versions']['torch']}.\n"
+        )
+        args.calibrate.write_text(heading + tomli_w.dumps(found.model_dump(mode="json")))
+        peaks = ", ".join(f"{k} {v:.3g} TFLOP/s" for k, v in found.chip.peak_teraflops.items())
+        say(f"{peaks}; written to {args.calibrate}: convoy plan SPEC --cluster {args.calibrate}")
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from convoy.plan import (
+        MEMORY_ERROR,
+        accuracy_lines,
+        accuracy_of,
+        check_plot,
+        cost_of,
+        draw_layout,
+        load_cluster,
+        no_layout,
+        plan_lines,
+        plan_of,
+        plans_table,
+        reasons,
+        search_layouts,
+        spec_with_plan,
+        why_others_lose,
+        without_auto,
+    )
+    from pretrain.spec import load_spec
+
+    cluster = load_cluster(args.cluster)
+    gpus = cluster.gpus if args.gpus is None else int(_number("--gpus", args.gpus, 1, whole=True))
+    named = [] if args.layout is None else _overrides(args.layout)
+    spec = without_auto(load_spec(args.spec, [*args.overrides, *named]))
+    imbalance = _number("--imbalance", args.imbalance, 1)
+    S = spec.data.seq_len
+    tokens: float = spec.batch.samples_of(spec.train.steps, S) * S
+    if args.tokens is not None:
+        tokens = _number("--tokens", args.tokens, 1)
+    check_writable("--json", args.json)
+    check_writable("--write", args.write)
+    if args.draw is not None:
+        check_plot(args.draw, "--draw")
+    cluster.chip.peak(spec.precision.compute)  # a cluster without this dtype is told at once
+    known = accuracy_of(spec.moe is not None, cluster)
+    if args.layout is not None:
+        plans = [plan_of(spec, gpus, cluster, imbalance)]
+        _check_memory(plans[0], cluster)
+    else:
+        found = search_layouts(spec, gpus, cluster, imbalance)
+        if not found.best:
+            raise no_layout(found, gpus, cluster)
+        plans = found.best
+        say(plans_table(plans))
+        say("")
+        for line in reasons(plans[0], plans[1:]):
+            say(line)
+        say(why_others_lose(found))
+        say(accuracy_lines(plans, known, cluster))
+        say("")
+    costs = [cost_of(plan, cluster, tokens) for plan in plans]
+    say(plan_lines(plans[0], costs[0], cluster))
+    if args.layout is not None:
+        say(accuracy_lines(plans, known, cluster))
+        if plans[0].memory.total > cluster.chip.memory_bytes:
+            said = f"planned memory may be off by {MEMORY_ERROR:.0%}"
+            say(f"warning: {_above_memory(plans[0], cluster)}; {said}")
+    if args.write is not None:
+        import tomli_w
+
+        data = spec_with_plan(spec, plans[0]).model_dump(mode="json", exclude_none=True)
+        args.write.write_text(tomli_w.dumps(data))
+    if args.draw is not None:
+        draw_layout(plans[0].work.topology, cluster.gpus_per_node, args.draw)
+    if args.json is not None:
+        rows = [_document(plan, each.as_dict()) for plan, each in zip(plans, costs, strict=True)]
+        document = {
+            **provenance(), "cluster": cluster.model_dump(), "gpus": gpus, "spec": spec.as_dict(),
+            "accuracy": known.as_dict(), "plans": rows,
+        }  # fmt: skip
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+def _overrides(layout: str) -> list[str]:
+    """``--layout`` as overrides of the spec, which is checked with the layout only."""
+    from convoy.plan import fields_of_no_axis
+    from parallel.layout import parse_topology
+
+    if not layout:
+        return ["plan.auto=false"]
+    try:
+        parse_topology(layout)
+    except ValueError as error:
+        raise InputError(f"--layout: {error}") from None
+    degrees = dict(part.replace(" ", "").split("=") for part in layout.split(","))
+    overrides = [f"parallel.{name}={degree}" for name, degree in degrees.items()]
+    reset = fields_of_no_axis({name: int(degree) for name, degree in degrees.items()})
+    overrides += [f"parallel.{name}={json.dumps(value)}" for name, value in reset.items()]
+    return ["plan.auto=false", "parallel.dp_shard=-1", *overrides]
+
+
+def _check_memory(plan: Plan, cluster: Cluster) -> None:
+    """Show a layout that a person named, and raise InputError, where the layout is above the memory
+    by more than the planner's error."""
+    from convoy.plan import MEMORY_ERROR, plan_lines
+
+    if plan.memory.total > cluster.chip.memory_bytes * (1 + MEMORY_ERROR):
+        say(plan_lines(plan, None, cluster))
+        raise InputError(_above_memory(plan, cluster))
+
+
+def _above_memory(plan: Plan, cluster: Cluster) -> str:
+    needed, room = plan.memory.total, cluster.chip.memory_bytes
+    part = plan.memory.largest()
+    return (
+        f"{plan.describe()} needs {needed / 2**30:.1f} GiB of {room / 2**30:.1f} GiB on a GPU of "
+        f"{cluster.name}; the largest part is {part} "
+        f"({plan.memory.as_dict()[part] / 2**30:.1f} GiB); without --layout a layout that fits is "
+        f"searched for"
+    )
+
+
+def _number(flag: str, text: str, least: float, *, whole: bool = False) -> float:
+    try:
+        value = float(text.replace("_", ""))
+    except ValueError:
+        value = float("nan")
+    if not least <= value < 1e18 or (whole and value != int(value)):
+        kind = "a whole number" if whole else "a number"
+        raise InputError(f"{flag} ({text}) must be {kind} of at least {least:g}")
+    return value
+
+
+def _document(plan: Plan, cost: dict[str, float]) -> dict[str, Any]:
+    return {
+        "parallel": plan.parallel.model_dump(mode="json"),
+        "micro_batch_size": plan.work.micro_batch_size,
+        "memory_bytes": plan.memory.as_dict(),
+        "step_seconds": plan.seconds,
+        "seconds": plan.step.as_dict(),
+        "cost": cost,
+    }

@@ -1,0 +1,5 @@
+"""Weights from and to other projects, and changes of a model's shape."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,5 @@
+"""Hugging Face checkpoints: configs, families, tensor names and files."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

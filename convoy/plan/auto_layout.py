@@ -1,0 +1,48 @@
+"""A spec with the layout of a plan in it."""
+
+from __future__ import annotations
+
+from convoy.plan.hardware import load_cluster
+from convoy.plan.search import IMBALANCE, Plan, no_layout, search_layouts
+from pretrain.spec import JobSpec, resolve_spec
+
+
+def without_auto(spec: JobSpec) -> JobSpec:
+    """``spec`` with ``plan.auto`` off: layouts can be tried on this spec."""
+    return spec.model_copy(update={"plan": spec.plan.model_copy(update={"auto": False})})
+
+
+def spec_with_plan(spec: JobSpec, plan: Plan) -> JobSpec:
+    """``spec`` with the layout of ``plan``, fixed: every degree is a number, and ``plan.auto`` is
+    off.
+
+    Raises InputError where a rule of the spec refuses the plan.
+    """
+    data = spec.as_dict()
+    data["parallel"] = plan.parallel.model_dump(mode="json")
+    data["batch"]["micro_batch_size"] = plan.work.micro_batch_size
+    data["plan"]["auto"] = False
+    return resolve_spec(data, f"the plan {plan.describe()}")
+
+
+def automatic(spec: JobSpec, world: int, ranks_per_node: int) -> tuple[JobSpec, Plan]:
+    """The spec with the best layout on ``world`` ranks, and the plan.
+
+    A pure function: every rank finds the same layout.
+
+    Args:
+        spec: with ``plan.auto`` and a cluster.
+        world: the number of ranks.
+        ranks_per_node: in the place of the cluster's ``gpus_per_node``.
+
+    Raises InputError where the cluster cannot be read, or no layout fits.
+    """
+    assert spec.plan.cluster is not None
+    cluster = load_cluster(spec.plan.cluster, "plan.cluster")
+    cluster = cluster.model_copy(update={"gpus_per_node": ranks_per_node})
+    cluster.chip.peak(spec.precision.compute)  # a cluster without this dtype is told at once
+    spec = without_auto(spec)
+    found = search_layouts(spec, world, cluster, IMBALANCE)
+    if not found.best:
+        raise no_layout(found, world, cluster)
+    return spec_with_plan(spec, found.best[0]), found.best[0]

@@ -1,0 +1,336 @@
+"""A search over layouts: the best ones, and why others lose.
+
+The rules are those of the spec: every plan has the whole ``[parallel]`` section that
+:func:`convoy.plan.spec_with_plan` writes, and :meth:`pretrain.spec.JobSpec.with_layout` has taken
+that section with the plan's micro-batch. Of the layouts that keep the rules, those whose
+memory fits are timed, in the order of a time that they cannot beat: without recomputation and
+without data parallelism's communication. The search ends where that time is above the best five.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from convoy.plan.hardware import Cluster
+from convoy.plan.memory import Memory, memory
+from convoy.plan.shape import ModelShape
+from convoy.plan.step_time import StepTime, least_seconds, step_time
+from convoy.plan.work import Program, Recompute, Work
+from parallel import ParallelConfig
+from parallel.layout import Topology, divisors
+from pretrain.errors import InputError
+from pretrain.spec import JobSpec
+
+IMBALANCE = 1.1
+"""Rows of the busiest rank's experts as a multiple of the mean, where nothing else is said."""
+_MOST_TIMED = 6000
+"""Layouts that a search times: 5 to 10 seconds on one CPU core."""
+_SCHEDULES = (("1f1b", 1), ("1f1b", 2), ("1f1b", 4), ("1f1b", 8), ("zbv", 2), ("dualpipev", 2))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One layout with what it takes."""
+
+    work: Work
+    parallel: ParallelConfig
+    """The ``[parallel]`` section that trains the plan."""
+    memory: Memory
+    step: StepTime
+
+    @property
+    def seconds(self) -> float:
+        """Of one step."""
+        return self.step.total
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """What tells one plan from another among the best: pp, cp, tp and ep."""
+        t = self.work.topology
+        return t.pp, t.cp, t.tp, t.ep
+
+    def describe(self) -> str:
+        """The layout for people."""
+        w, parts = self.work, [self.work.topology.describe()]
+        parts.append(f"micro_batch_size={w.micro_batch_size}")
+        if w.topology.pp > 1:
+            parts.append(f"schedule={w.schedule} stages_per_rank={w.stages_per_rank}")
+        parts.append(f"zero_stage={w.zero_stage} recompute={w.recompute}")
+        return " ".join(parts)
+
+
+@dataclass
+class Found:
+    """What a search found."""
+
+    best: list[Plan] = field(default_factory=list)
+    layouts: int = 0
+    """Layouts that keep the rules."""
+    timed: int = 0
+    too_large: int = 0
+    """Layouts of which no micro-batch, recomputation and ZeRO stage fits the memory."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """By rule: how many layouts it refuses."""
+    refused_variants: Counter[str] = field(default_factory=Counter)
+    """The same of micro-batches, schedules, ZeRO stages and recomputations of the other layouts."""
+    slower: int = 0
+    """Layouts whose bound is above the best."""
+    nearest: Plan | None = None
+    """Of the layouts that do not fit: the one that needs the least memory."""
+    complete: bool = True
+    """Whether the search ended by itself."""
+
+
+def program_of(spec: JobSpec) -> Program:
+    """How Convoy trains a spec."""
+    moe = spec.moe
+    chunks = 1 if moe is None else moe.overlap_chunks
+    return Program(
+        dtype=spec.precision.compute,
+        fused_elementwise=spec.train.compile,
+        hides_dispatch=0.0 if chunks == 1 else 1 - 1 / chunks,
+        sends_once_per_node=moe is not None and moe.dispatcher_traits.once_per_node,
+        experts_float8=spec.precision.experts == "float8",
+        dense_float8=spec.precision.dense == "float8",
+        optimizer=spec.optimizer,
+    )
+
+
+def work_of(spec: JobSpec, world: int, imbalance: float = 1.0) -> Work:
+    """A spec's own layout on ``world`` ranks. Raises InputError where the layout cannot be."""
+    return _work(spec, spec.topology(world), ModelShape.of(spec.model, spec.moe), imbalance)
+
+
+def _work(spec: JobSpec, topology: Topology, shape: ModelShape, imbalance: float) -> Work:
+    parallel, factor = spec.parallel, 0.0
+    if spec.moe is not None:
+        factor = getattr(spec.moe.capacity, "capacity_factor", 0.0)
+    return Work(
+        shape=shape,
+        topology=topology,
+        seq_len=spec.data.seq_len,
+        global_batch_size=spec.batch.global_batch_size,
+        micro_batch_size=spec.batch.micro_batch_size,
+        schedule=parallel.pipeline.schedule.value,
+        stages_per_rank=parallel.pipeline.stages_per_rank,
+        zero_stage=parallel.memory.zero_stage,
+        recompute=parallel.memory.recompute,
+        recompute_layer_freq=parallel.memory.recompute_layer_freq,
+        imbalance=imbalance if spec.moe is not None else 1.0,
+        capacity_factor=factor,
+        program=program_of(spec),
+    )
+
+
+def plan_of(spec: JobSpec, world: int, cluster: Cluster, imbalance: float = 1.0) -> Plan:
+    """The plan of a spec's own layout, whether it fits the memory or not.
+
+    Raises InputError where the layout cannot be.
+    """
+    work = work_of(spec, world, imbalance)
+    spec.check_nodes(work.topology, min(cluster.gpus_per_node, world))
+    used = memory(work, cluster.chip)
+    return Plan(work, parallel_of(spec, work), used, step_time(work, cluster))
+
+
+def parallel_of(spec: JobSpec, work: Work) -> ParallelConfig:
+    """The ``[parallel]`` section of ``spec`` with the layout of ``work``, and with the fields that
+    depend on the layout, see :func:`fields_of_no_axis`.
+
+    Raises ValueError where a rule between fields of the section refuses the layout.
+    """
+    data = spec.parallel.model_dump() | work.topology.as_dict()
+    data |= fields_of_no_axis(work.topology.as_dict())
+    if work.topology.pp > 1:
+        data["pipeline"] = {"schedule": work.schedule, "stages_per_rank": work.stages_per_rank}
+    data["memory"] |= {
+        "zero_stage": work.zero_stage, "recompute": work.recompute,
+        "recompute_layer_freq": work.recompute_layer_freq,
+    }  # fmt: skip
+    return ParallelConfig.model_validate(data)
+
+
+def fields_of_no_axis(degrees: Mapping[str, int]) -> dict[str, Any]:
+    """The fields of ``[parallel]`` that must have their defaults where an axis has one rank: one
+    stage has no schedule, and one replica compresses no sums."""
+    fields: dict[str, Any] = {}
+    if degrees.get("pp") == 1:
+        fields["pipeline"] = {}
+    if degrees.get("dp_replicate") == 1:
+        fields["gradient_compression"] = "none"
+    return fields
+
+
+def search_layouts(spec: JobSpec, world: int, cluster: Cluster, imbalance: float = 1.0) -> Found:
+    """The best five layouts on ``world`` ranks, of different pp, cp, tp or ep."""
+    found = Found()
+    candidates = sorted(
+        _candidates(spec, world, cluster, imbalance, found), key=lambda each: each[0]
+    )
+    best: dict[tuple[int, ...], Plan] = {}
+    fits: set[Topology] = set()
+    seen: set[Topology] = set()
+    for number, (bound, work) in enumerate(candidates):
+        ranking = sorted(plan.seconds for plan in best.values())
+        if len(ranking) >= 5 and bound >= ranking[4]:
+            found.slower = len(candidates) - number
+            break
+        if found.timed >= _MOST_TIMED:
+            found.complete = False
+            break
+        seen.add(work.topology)
+        for sized, parallel, used in _fitting(spec, work, cluster, found):
+            fits.add(work.topology)
+            found.timed += 1
+            plan = Plan(sized, parallel, used, step_time(sized, cluster))
+            key = plan.degrees
+            if key not in best or plan.seconds < best[key].seconds:
+                best[key] = plan
+    found.too_large = len(seen - fits)
+    found.best = sorted(best.values(), key=lambda plan: plan.seconds)[:5]
+    return found
+
+
+def _fitting(
+    spec: JobSpec, work: Work, cluster: Cluster, found: Found
+) -> Iterator[tuple[Work, ParallelConfig, Memory]]:
+    """For each ZeRO stage the least recomputation that the spec takes and that fits: more of it
+    only costs time."""
+    chip = cluster.chip
+    shards = work.topology.fsdp > 1 or work.topology.efsdp > 1
+    for zero in (1, 2, 3) if shards else (3,):
+        for how, freq in _recomputations(spec):
+            sized = work.with_(zero_stage=zero, recompute=how, recompute_layer_freq=freq)
+            used = memory(sized, chip)
+            fits = used.total <= chip.memory_bytes
+            nearer = found.nearest is None or used.total < found.nearest.memory.total
+            if not fits and not nearer:
+                continue
+            parallel = _taken(spec, sized, cluster, found)
+            if parallel is None:
+                continue
+            if fits:
+                yield sized, parallel, used
+                break
+            found.nearest = Plan(sized, parallel, used, _NOTHING)
+
+
+def _recomputations(spec: JobSpec) -> list[tuple[Recompute, int]]:
+    """What is recomputed, and of which layers: in the order of what it costs."""
+    freq = spec.parallel.memory.recompute_layer_freq
+    some: tuple[int, ...] = (freq, 1) if freq > 1 else (1,)
+    return [
+        ("none", 1),
+        *(("selective", each) for each in some),
+        *(("full", each) for each in some),
+    ]
+
+
+def _taken(spec: JobSpec, work: Work, cluster: Cluster, found: Found) -> ParallelConfig | None:
+    """The ``[parallel]`` section of ``work``; None where a rule of the spec refuses it."""
+    try:
+        parallel = parallel_of(spec, work)
+        spec.with_layout(
+            parallel, work.micro_batch_size, work.topology.world, cluster.gpus_per_node
+        )
+    except ValueError as error:
+        found.refused_variants[_rule(str(error))] += 1
+        return None
+    return parallel
+
+
+_NOTHING = StepTime(*(0.0,) * 12)
+
+
+def _candidates(
+    spec: JobSpec, world: int, cluster: Cluster, imbalance: float, found: Found
+) -> Iterator[tuple[float, Work]]:
+    """Layouts whose degrees keep the rules, each with a time that it cannot beat."""
+    shape = ModelShape.of(spec.model, spec.moe)
+    across, most = spec.parallel.tp_across_nodes, spec.parallel.max_nodes_per_token
+    for degrees in _degree_choices(spec, world, cluster):
+        options = {"tp_across_nodes": across, "max_nodes_per_token": most}
+        parallel = ParallelConfig.model_validate(degrees | options)
+        try:
+            spec.with_layout(parallel, 1, world, cluster.gpus_per_node)
+        except ValueError as error:
+            found.refused[_rule(str(error))] += 1
+            continue
+        found.layouts += 1
+        topology = Topology(**degrees)
+        for mb in _micro_batches(spec, topology):
+            for schedule, stages in _SCHEDULES if topology.pp > 1 else (("1f1b", 1),):
+                if topology.pp * stages > shape.num_layers:
+                    continue
+                work = _work(spec, topology, shape, imbalance).with_(
+                    micro_batch_size=mb, schedule=schedule, stages_per_rank=stages
+                )
+                yield least_seconds(work, cluster), work
+
+
+def _rule(message: str) -> str:
+    """The field that a message begins with, without its value."""
+    return message.partition(" (")[0]
+
+
+def _degree_choices(spec: JobSpec, world: int, cluster: Cluster) -> Iterator[dict[str, int]]:
+    """Degrees that multiply to ``world``.
+
+    Only what cannot be best is left out: tensor parallelism over nodes (``tp_across_nodes`` aside),
+    context parallelism of sequences that a micro-batch of one fits without (below 4,096 tokens on
+    a rank), and more ranks of data parallelism than sequences.
+    """
+    node = world if spec.parallel.tp_across_nodes else cluster.gpus_per_node
+    longest = max(1, spec.data.seq_len // 4096)
+    for pp in divisors(world):
+        if pp > spec.model.num_layers:
+            break
+        for tp in (d for d in divisors(world // pp) if d <= node):
+            for cp in (d for d in divisors(world // pp // tp) if d <= longest):
+                data = world // pp // tp // cp
+                if data > spec.batch.global_batch_size:
+                    continue
+                for dp_replicate in divisors(data):
+                    inner = world // pp // dp_replicate
+                    experts = 1 if spec.moe is None else spec.moe.num_experts
+                    for ep in (d for d in divisors(inner) if d <= experts):
+                        yield {
+                            "pp": pp, "dp_replicate": dp_replicate, "cp": cp, "tp": tp, "ep": ep,
+                            "dp_shard": data // dp_replicate,
+                        }  # fmt: skip
+
+
+def _micro_batches(spec: JobSpec, topology: Topology) -> Iterator[int]:
+    each = spec.batch.global_batch_size // (topology.dp_replicate * topology.dp_shard)
+    size = 1
+    while size <= min(each, 16):
+        yield size
+        size *= 2
+
+
+def no_layout(found: Found, world: int, cluster: Cluster) -> InputError:
+    """Why nothing fits, in one line: the rule, or the part of memory that is too large."""
+    if found.nearest is None:
+        refused = found.refused + found.refused_variants
+        rules = ", ".join(f"{rule} ({count:,})" for rule, count in refused.most_common(3))
+        return InputError(
+            f"no layout of {world:,} GPUs keeps the rules of the spec; refused by {rules or 'all'}"
+        )
+    plan, chip = found.nearest, cluster.chip
+    part = plan.memory.largest()
+    size = plan.memory.as_dict()[part]
+    state = plan.memory.weights + plan.memory.gradients + plan.memory.optimizer
+    times = state / chip.memory_bytes
+    hint = (
+        f"about {world * -(-plan.memory.total // chip.memory_bytes):,.0f} GPUs would fit the state"
+        if times > 0.5
+        else "a shorter data.seq_len or a smaller batch.micro_batch_size would fit"
+    )
+    return InputError(
+        f"the model fits on no layout of {world:,} GPUs of {cluster.name}: the smallest needs "
+        f"{plan.memory.total / 2**30:.1f} GiB of {chip.memory_bytes / 2**30:.1f} GiB on a GPU, and "
+        f"its largest part is {part} ({size / 2**30:.1f} GiB) with {plan.describe()}; {hint}"
+    )

@@ -1,0 +1,182 @@
+"""The planner against published runs: a table of signed errors, and the bounds that must hold."""
+
+from __future__ import annotations
+
+import statistics
+import tomllib
+from dataclasses import dataclass, replace
+from importlib import resources
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, Field, model_validator
+
+from convoy.plan.causes import CONFIG
+from convoy.plan.hardware import load_cluster
+from convoy.plan.memory import Memory, memory
+from convoy.plan.shape import ModelShape
+from convoy.plan.step_time import StepTime, step_time
+from convoy.plan.work import Program, Work
+from parallel.layout import Topology
+
+Kind = Literal["dense", "moe"]
+BOUNDS: dict[Kind, dict[str, float]] = {
+    "dense": {"median": 0.10, "worst": 0.20},
+    "moe": {"median": 0.20},
+}
+"""The largest error of each kind of rows: the median of absolute values, and the worst one."""
+
+
+class PublishedRun(BaseModel):
+    """One row: what was published of one run."""
+
+    model_config = CONFIG
+
+    name: str
+    teraflops: float = Field(gt=0)
+    """Of one GPU, by the group's convention."""
+    tuned: bool = False
+    """Whether constants of the cluster file were chosen with this row."""
+    exceeds_memory: str = ""
+    """Why the planned memory is more than the chip's, although the run took place."""
+    seq_len: int = 0
+    vocab_size: int = 0
+    model: dict[str, Any]
+    layout: dict[str, int]
+    batch: dict[str, int]
+    work: dict[str, Any] = Field(default_factory=dict)
+    """What differs from the group's ``work``."""
+
+
+class PublishedGroup(BaseModel):
+    """Rows of one publication."""
+
+    model_config = CONFIG
+
+    name: str
+    source: str
+    kind: Kind
+    cluster: str
+    peak_teraflops: float = Field(gt=0)
+    convention: Literal["hardware", "causal", "full"]
+    assumed: str = ""
+    seq_len: int = 0
+    vocab_size: int = 0
+    products: int = 3
+    program: dict[str, Any] = Field(default_factory=dict)
+    work: dict[str, Any] = Field(default_factory=dict)
+    run: list[PublishedRun]
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for run in self.run:
+            if not (run.seq_len or self.seq_len) or not (run.vocab_size or self.vocab_size):
+                raise ValueError(f"{self.name}, {run.name}: seq_len and vocab_size are required")
+        return self
+
+    def work_of(self, run: PublishedRun) -> Work:
+        """A row as the planner takes it."""
+        sizes = {"num_kv_heads": run.model["num_heads"], "d_ff": 4 * run.model["d_model"]}
+        sizes |= {"products": self.products, "vocab_size": run.vocab_size or self.vocab_size}
+        sizes |= run.model
+        sizes.setdefault("head_dim", sizes["d_model"] // sizes["num_heads"])
+        sizes.setdefault("v_head_dim", sizes["head_dim"])
+        return Work(
+            shape=ModelShape(**sizes),
+            topology=Topology(**run.layout),
+            seq_len=run.seq_len or self.seq_len,
+            program=Program(**self.program),
+            **(self.work | run.work | run.batch),
+        )
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One row of the table."""
+
+    group: str
+    run: str
+    kind: Kind
+    published: float
+    """TFLOP/s of one GPU."""
+    planned: float
+    """By the same convention."""
+    tuned: bool
+    step: StepTime
+    memory: Memory
+    available: float
+    """Bytes that a rank can use."""
+    exceeds_memory: str
+    """Why ``memory`` is more than ``available``, although the run took place."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the plan fits the chip."""
+        return self.memory.total <= self.available
+
+    @property
+    def error(self) -> float:
+        """Signed and relative: above 0 where the plan is faster than the run was."""
+        return self.planned / self.published - 1
+
+
+def published_groups() -> list[PublishedGroup]:
+    """The published runs that come with Convoy."""
+    text = (resources.files("convoy.plan") / "published_runs.toml").read_text()
+    return [PublishedGroup.model_validate(each) for each in tomllib.loads(text)["group"]]
+
+
+def step_flops(work: Work, convention: str) -> float:
+    """Operations of a step, as a publication counts them.
+
+    ``hardware``: 96 B s l h^2 (1 + s / 6h + V / 16lh), with recomputation (arXiv 2104.04473,
+    equation 3). ``causal``: model FLOPs of the causal mask's pairs. ``full``: those of all pairs.
+    No publication counts multi-token prediction.
+    """
+    shape = replace(work.shape, num_mtp_layers=0)
+    s, B = work.seq_len, work.global_batch_size
+    if convention == "hardware":
+        L, h, V = shape.num_layers, shape.d_model, shape.vocab_size
+        return 96 * B * s * L * h**2 * (1 + s / (6 * h) + V / (16 * L * h))
+    return B * s * shape.token_flops(s, causal=convention == "causal")
+
+
+def compare() -> list[Compared]:
+    """Every published row with its plan."""
+    rows = []
+    for group in published_groups():
+        cluster = load_cluster(group.cluster)
+        for run in group.run:
+            work = group.work_of(run)
+            step = step_time(work, cluster)
+            flops = step_flops(work, group.convention)
+            planned = flops / (step.total * work.topology.world) / 1e12
+            rows.append(
+                Compared(
+                    group=group.name,
+                    run=run.name,
+                    kind=group.kind,
+                    published=run.teraflops,
+                    planned=planned,
+                    tuned=run.tuned,
+                    step=step,
+                    memory=memory(work, cluster.chip),
+                    available=cluster.chip.memory_bytes,
+                    exceeds_memory=run.exceeds_memory,
+                )
+            )
+    return rows
+
+
+def missed_bounds(rows: list[Compared]) -> list[str]:
+    """One line for every bound that the rows miss."""
+    missed = []
+    for kind, bounds in BOUNDS.items():
+        errors = [abs(row.error) for row in rows if row.kind == kind]
+        found = {"median": statistics.median(errors), "worst": max(errors)}
+        for what, bound in bounds.items():
+            if found[what] > bound:
+                missed.append(
+                    f"{kind} rows: the {what} error is {found[what]:.1%}, and must be at most "
+                    f"{bound:.0%}"
+                )
+    return missed

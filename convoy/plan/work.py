@@ -1,0 +1,285 @@
+"""What a plan is made for: a model, a layout, a batch, and how the training program works."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Literal, NamedTuple
+
+from convoy.plan.hardware import BYTES, DtypeName
+from convoy.plan.shape import Gemm, ModelShape
+from parallel import PipelineSchedule
+from parallel.layout import Topology
+from pretrain.optim import AdamWConfig, OptimizerFields
+from pretrain.parallelize import FLOAT8_COST, LayerCosts, divide_layers, place_of
+
+Recompute = Literal["none", "selective", "full"]
+ScheduleName = Literal["gpipe", "1f1b", "zbv", "dualpipev"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """How the program that trains works, where programs differ. The defaults are Convoy's."""
+
+    dtype: DtypeName = "bfloat16"
+    """Of GEMMs and of activations; of GEMMs alone where it is float8."""
+    router_dtype: DtypeName = "float32"
+    parameter_bytes: int = 4
+    """Of a stored weight."""
+    gradient_bytes: int = 4
+    """Of a gradient, stored and on its way to other ranks."""
+    moment_bytes: int = 4
+    """Of each moment that the optimizer keeps of a parameter."""
+    loss_dtype: DtypeName = "float32"
+    """Of the logits as the loss takes them."""
+    fused_attention: bool = True
+    """Scores never reach the memory (FlashAttention)."""
+    fused_elementwise: bool = False
+    """Chains of element-wise operations are one kernel each, as a compiler makes them."""
+    hides_data_parallel: bool = True
+    """FSDP's gathers and reductions run during computation."""
+    hides_dispatch: float = 0.0
+    """The share of the all-to-all that can run during computation: 1 where forwards and backwards
+    of two micro-batches are computed at once (DualPipe)."""
+    hides_stages: bool = False
+    """Activations travel between stages during computation."""
+    sends_once_per_node: bool = False
+    """A token crosses to a node once, however many of its experts are there (``hierarchical``)."""
+    communication_units: int = 0
+    """Tiles of a GEMM that are not computed, because their units move tokens instead."""
+    dispatch_bytes: float = 0.0
+    """Bytes of an element that travels to an expert in the forward; 0 takes the activations'."""
+    experts_float8: bool = False
+    """Routed experts are in float8, whatever ``dtype`` is: decides how layers are divided."""
+    dense_float8: bool = False
+    """The same of attention's projections, dense layers and shared experts."""
+    optimizer: OptimizerFields = field(default_factory=lambda: AdamWConfig(lr=1.0))
+    """Says what is kept of a parameter, and the products of its update."""
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of an element of an activation."""
+        return max(BYTES[self.dtype], 2)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step's work, laid out over ranks."""
+
+    shape: ModelShape
+    topology: Topology
+    seq_len: int
+    global_batch_size: int
+    """Sequences of a step."""
+    micro_batch_size: int
+    schedule: ScheduleName = "1f1b"
+    stages_per_rank: int = 1
+    zero_stage: int = 3
+    recompute: Recompute = "none"
+    recompute_layer_freq: int = 1
+    imbalance: float = 1.0
+    """Rows of the busiest rank's experts as a multiple of the mean."""
+    capacity_factor: float = 0.0
+    """Rows of an expert as a multiple of the mean, at most; 0 drops no token."""
+    program: Program = field(default_factory=Program)
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that work on different sequences."""
+        return self.topology.dp_replicate * self.topology.dp_shard
+
+    @cached_property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step on the rank with the most, as the schedule needs them."""
+        each = -(-self.global_batch_size // (self.replicas * self.micro_batch_size))
+        if self.topology.pp > 1:
+            if self.schedule == "dualpipev":
+                each = max(each, self.topology.pp * self.stages_per_rank)
+            elif self.schedule == "1f1b" and self.stages_per_rank > 1:
+                each = -(-each // self.topology.pp) * self.topology.pp
+        return each
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a micro-batch that a group of tensor-parallel ranks has."""
+        return self.micro_batch_size * self.seq_len / self.topology.cp
+
+    @property
+    def local_tokens(self) -> float:
+        """Tokens of a micro-batch that one rank has between GEMMs."""
+        return self.tokens / self.topology.tp
+
+    @property
+    def busiest(self) -> float:
+        """Rows of the busiest rank's experts as a multiple of the mean, capacity applied."""
+        if self.topology.ep == 1:
+            return 1.0  # every rank has all experts, and computes its own tokens
+        if self.capacity_factor:
+            return min(self.imbalance, self.capacity_factor)
+        return self.imbalance
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.topology.pp * (self.stages_per_rank if self.topology.pp > 1 else 1)
+
+    @cached_property
+    def stages(self) -> list[range]:
+        """The layers of every stage."""
+        return _stages(*self._division)
+
+    @property
+    def _division(self) -> _Division:
+        """What the layers of stages depend on."""
+        pp, program = self.topology.pp, self.program
+        whole = program.dtype == "float8"
+        return _Division(
+            shape=self.shape,
+            seq_len=self.seq_len,
+            pp=pp,
+            stages_per_rank=self.num_stages // pp,
+            schedule=self.schedule if pp > 1 else "1f1b",
+            dense_float8=whole or program.dense_float8,
+            experts_float8=whole or program.experts_float8,
+        )
+
+    def stages_of(self, place: int) -> list[int]:
+        """The stages of a place along pp."""
+        return _stages_of(place, self._division)
+
+    def layers_of(self, place: int) -> tuple[int, ...]:
+        """The layers of a place along pp; those of multi-token prediction are on the last stage."""
+        return _layers(self._division, tuple(self.stages_of(place)))
+
+    def kinds_of(self, place: int) -> dict[tuple[int, Recompute], int]:
+        """How many layers of a place are alike: by one layer of the kind, and how a layer is
+        recomputed."""
+        layers = self.layers_of(place)
+        return _kinds(self.shape, layers, self.recompute, self.recompute_layer_freq)
+
+    def kinds_by_stage(self, place: int) -> list[dict[tuple[int, Recompute], int]]:
+        """The same for each stage of a place, in the order of :meth:`stages_of`."""
+        found, position = [], 0
+        for stage in self.stages_of(place):
+            layers = _layers(self._division, (stage,))
+            how = self.recompute, self.recompute_layer_freq
+            found.append(_kinds(self.shape, layers, *how, position))
+            position += len(layers)
+        return found
+
+    @property
+    def places(self) -> frozenset[int]:
+        """The places along pp that can have the most to do or to hold: the first two, the last, and
+        of those whose stages have equal layers the first and the last. What a place holds between
+        those two lies between what they hold: see :func:`convoy.plan.memory.in_flight`."""
+        return _places(self._division)
+
+    def recomputes(self, position: int) -> Recompute:
+        """How the layer at a position among a rank's layers is recomputed."""
+        return _recomputed(position, self.recompute, self.recompute_layer_freq)
+
+    def with_(self, **changes: object) -> Work:
+        """A copy with other fields."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+class _Division(NamedTuple):
+    shape: ModelShape
+    seq_len: int
+    pp: int
+    stages_per_rank: int
+    schedule: ScheduleName
+    dense_float8: bool
+    experts_float8: bool
+
+
+def _stages_of(place: int, division: _Division) -> list[int]:
+    schedule, stages = PipelineSchedule(division.schedule), division.pp * division.stages_per_rank
+    return [s for s in range(stages) if place_of(s, division.pp, schedule) == place]
+
+
+@lru_cache(1024)
+def _places(division: _Division) -> frozenset[int]:
+    alike: dict[tuple[tuple[bool, ...], ...], list[int]] = {}
+    for place in range(division.pp):
+        layers = [_layers(division, (stage,)) for stage in _stages_of(place, division)]
+        kinds = tuple(tuple(division.shape.is_moe(layer) for layer in each) for each in layers)
+        alike.setdefault(kinds, []).append(place)
+    ends = {place for places in alike.values() for place in (places[0], places[-1])}
+    return frozenset({0, min(1, division.pp - 1), division.pp - 1} | ends)
+
+
+@lru_cache(16_384)
+def _layers(division: _Division, stages: tuple[int, ...]) -> tuple[int, ...]:
+    split, shape = _stages(*division), division.shape
+    after = shape.all_layers[shape.num_layers :] if len(split) - 1 in stages else ()
+    return (*(layer for stage in stages for layer in split[stage]), *after)
+
+
+def _recomputed(position: int, recompute: Recompute, freq: int) -> Recompute:
+    return "none" if position % freq else recompute
+
+
+@lru_cache(16_384)
+def _kinds(
+    shape: ModelShape, layers: tuple[int, ...], recompute: Recompute, freq: int, start: int = 0
+) -> dict[tuple[int, Recompute], int]:
+    def kind(layer: int) -> int:
+        if layer >= shape.num_layers:
+            return layer
+        return shape.num_layers - 1 if shape.is_moe(layer) else 0
+
+    return dict(
+        Counter(
+            (kind(layer), _recomputed(i, recompute, freq)) for i, layer in enumerate(layers, start)
+        )
+    )
+
+
+@lru_cache(1024)
+def _stages(
+    shape: ModelShape,
+    seq_len: int,
+    pp: int,
+    stages_per_rank: int,
+    schedule: ScheduleName,
+    dense_float8: bool,
+    experts_float8: bool,
+) -> list[range]:
+    costs = _layer_costs(shape, seq_len, dense_float8=dense_float8, experts_float8=experts_float8)
+    return divide_layers(
+        costs, pp=pp, stages_per_rank=stages_per_rank, schedule=PipelineSchedule(schedule)
+    )
+
+
+def _layer_costs(
+    shape: ModelShape, seq_len: int, *, dense_float8: bool, experts_float8: bool
+) -> LayerCosts:
+    """As :func:`pretrain.parallelize.layer_costs`, of a shape."""
+    narrow = FLOAT8_COST if dense_float8 else 1.0
+    routed = FLOAT8_COST if experts_float8 else 1.0
+
+    def flops(gemms: Iterable[Gemm]) -> float:
+        return sum(2 * g.m * g.n * g.k * g.copies for g in gemms)
+
+    def cost(layer: int) -> float:
+        around = narrow * flops(shape.attention_gemms(1, 1)) + shape.scores_flops(seq_len, True)
+        gemms = shape.ffn_gemms(layer, 1, 1, 1)
+        if not shape.is_moe(layer):
+            return around + narrow * flops(gemms)
+        router, *others = gemms  # then one product of each matrix of the routed experts
+        experts = flops(others[: shape.expert_products])
+        shared = flops(others[shape.expert_products :])
+        return around + flops([router]) + routed * experts + narrow * shared
+
+    num_dense = shape.first_k_dense if shape.num_experts else 0
+    last = shape.num_layers - 1
+    return LayerCosts(
+        num_dense=num_dense,
+        num_sparse=shape.num_layers - num_dense,
+        dense=cost(0),
+        sparse=cost(last),
+        end=shape.num_mtp_layers * cost(shape.num_layers) + flops(shape.head_gemms(1, 1)),
+    )

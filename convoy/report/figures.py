@@ -1,0 +1,284 @@
+"""The pictures of a report, as SVG by matplotlib.
+
+Each line of a picture has the id ``SERIES:RUN``, so that a reader of the file finds its points.
+Points that are not numbers leave a gap.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+
+from convoy.report.record import RunRecord
+from pretrain.observe import PHASES
+
+COLORS = ("#0b62a4", "#d1495b", "#3a8f5c", "#edae49", "#7b52ab", "#5b5b5b", "#00a6a6", "#b5651d")
+"""Of runs, in order."""
+_PHASE_COLORS = {
+    "productive": "#3a8f5c", "data_wait": "#edae49", "communication_exposed": "#7cc4f0",
+    "checkpoint_stall": "#0b62a4", "evaluation": "#7b52ab", "skipped": "#e9967a",
+    "rework": "#d1495b", "restart": "#b5651d", "hang": "#8b0000", "down": "#5b5b5b",
+    "idle": "#e5e5e5", "other": "#b0b0b0",
+}  # fmt: skip
+_MOMENTS = {
+    "start": ("^", "#3a8f5c"), "resize": ("D", "#0b62a4"), "fault": ("X", "#d1495b"),
+    "failure": ("x", "#8b0000"), "health": ("s", "#edae49"), "straggler": ("v", "#7b52ab"),
+    "checkpoint": ("|", "#888888"), "end": ("o", "#222222"),
+}  # fmt: skip
+MOST_POINTS = 2000
+"""Points of a line in a picture; of more, the lowest and the highest of each part are kept."""
+STYLE: Any = {
+    "svg.fonttype": "none", "svg.hashsalt": "convoy", "path.simplify": False, "font.size": 9,
+    "font.family": "sans-serif", "font.sans-serif": ["Helvetica", "Arial", "DejaVu Sans"],
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+    "grid.color": "#e8e8e8", "axes.edgecolor": "#999999", "axes.titlelocation": "left",
+    "axes.titlesize": 10, "axes.titleweight": "bold", "legend.frameon": False,
+    "axes.axisbelow": True,
+}  # fmt: skip
+
+Points = Sequence[tuple[float, float]]
+
+
+def picture(
+    draw: Callable[[Axes], None], title: str, *, size: tuple[float, float] = (5.4, 2.7)
+) -> str:
+    """A picture with one pair of axes, as an SVG element whose name is its title."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.subplots()
+        axes.set_title(title)
+        draw(axes)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None}, dpi=150)
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    # Ids are unique within one picture only, and a page has many.
+    prefix = re.sub(r"\W+", "-", title.lower())
+    text = re.sub(r'id="([\w.]+)"', rf'id="{prefix}-\1"', text)
+    text = re.sub(r"(xlink:href=\"#|url\(#)(\w+)", rf"\1{prefix}-\2", text)
+    return text.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
+
+
+def thinned(points: Points) -> Points:
+    """At most :data:`MOST_POINTS` points, the extremes of each part among them, in order."""
+    if len(points) <= MOST_POINTS:
+        return points
+    kept: list[tuple[float, float]] = []
+    parts = MOST_POINTS // 2
+    for part in range(parts):
+        some = points[part * len(points) // parts : (part + 1) * len(points) // parts]
+        finite = [point for point in some if math.isfinite(point[1])]
+        ends = (min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])) if finite else ()
+        kept += sorted(ends or some[:1])
+    return kept
+
+
+def _line(axes: Axes, points: Points, gid: str, **style: Any) -> None:
+    shown = thinned(points)
+    if shown:
+        (line,) = axes.plot(*zip(*shown, strict=True), **style)
+        line.set_gid(gid)
+
+
+def _steps(axes: Axes) -> None:
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def loss(runs: Sequence[RunRecord]) -> str:
+    """Training loss of each step, and loss of held-out text."""
+
+    def draw(axes: Axes) -> None:
+        for color, run in zip(_colors(runs), runs, strict=True):
+            points = [(s, event.loss) for s, event in run.steps.items()]
+            _line(axes, points, f"loss:{run.label}", color=color, linewidth=1, label=run.label)
+            held_out = [(s, event.loss) for s, event in run.evaluations.items()]
+            _line(axes, held_out, f"validation:{run.label}", color=color, marker="o",
+                  markersize=4, linestyle="--", linewidth=1,
+                  label=f"{run.label}, held-out text")  # fmt: skip
+        axes.set_ylabel("nats per token")
+        _steps(axes)
+        _legend(axes)
+
+    return picture(draw, "Loss", size=(11, 3.6))
+
+
+def by_step(
+    runs: Sequence[RunRecord], title: str, unit: str, field: str, *, log: bool = False
+) -> str:
+    """One field of each committed step."""
+
+    def draw(axes: Axes) -> None:
+        for color, run in zip(_colors(runs), runs, strict=True):
+            points = [(s, float(getattr(event, field))) for s, event in run.steps.items()]
+            if log:
+                points = [(s, v if v > 0 else math.nan) for s, v in points]
+            _line(axes, points, f"{field}:{run.label}", color=color, linewidth=1)
+        if log and any(line.get_gid() for line in axes.lines):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+            axes.yaxis.set_minor_formatter(FuncFormatter(_two_and_five))
+        axes.set_ylabel(unit)
+        _steps(axes)
+        if field == "tokens_per_second":
+            axes.set_ylim(bottom=0)
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
+
+    return picture(draw, title)
+
+
+def phases(runs: Sequence[RunRecord]) -> str:
+    """The share of each phase of the ledger in the wall time without ``idle``."""
+
+    def draw(axes: Axes) -> None:
+        left = [0.0] * len(runs)
+        for phase in PHASES:
+            shares = [_share(run, phase) for run in runs]
+            if phase != "idle" and any(shares):
+                axes.barh(
+                    [run.label for run in runs], shares, left=left, height=0.6,
+                    color=_PHASE_COLORS[phase], label=phase,
+                )  # fmt: skip
+                left = [a + b for a, b in zip(left, shares, strict=True)]
+        axes.set_xlim(0, 1)
+        axes.invert_yaxis()
+        axes.xaxis.set_major_formatter(PercentFormatter(1))
+        axes.set_xlabel("share of the wall time without idle")
+        _legend(axes, loc="upper center", bbox_to_anchor=(0.5, -0.35), ncols=6)
+
+    return picture(draw, "Where the time went", size=(11, 1.7 + 0.4 * len(runs)))
+
+
+def _two_and_five(value: float, at: int | None = None) -> str:
+    """The label of a minor tick on a logarithmic axis: 2 and 5 of each decade have one."""
+    first = round(value / 10 ** math.floor(math.log10(value)), 6)
+    return f"{value:g}" if first in (2, 5) else ""
+
+
+def _share(run: RunRecord, phase: str) -> float:
+    ran = sum(run.ledger.microseconds.values()) - run.ledger.microseconds["idle"]
+    return run.ledger.microseconds[phase] / ran if ran else 0.0
+
+
+def goodput(runs: Sequence[RunRecord]) -> str:
+    """Goodput from the run's begin up to each log interval; empty for logs without it."""
+    if not any(run.goodput for run in runs):
+        return ""
+
+    def draw(axes: Axes) -> None:
+        for color, run in zip(_colors(runs), runs, strict=True):
+            _line(axes, run.goodput, f"goodput:{run.label}", color=color)
+        axes.set_ylim(0, 1)
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+        axes.set_xlabel("hours since the run began")
+
+    return picture(draw, "Goodput so far")
+
+
+def timeline(run: RunRecord) -> str:
+    """Steps over hours, with what happened on the way."""
+
+    def draw(axes: Axes) -> None:
+        points = [(hour, float(step)) for hour, step in run.hours]
+        _line(axes, points, f"timeline:{run.label}", color="#444444", linewidth=1)
+        for kind, (marker, color) in _MOMENTS.items():
+            places = [(hour, _step_at(run, hour)) for hour, what, _ in run.moments if what == kind]
+            if places:
+                axes.plot(*zip(*places, strict=True), marker, color=color, markersize=6,
+                          label=kind, linestyle="none")  # fmt: skip
+        axes.set_xlabel("hours since the run began")
+        axes.set_ylabel("step")
+        _legend(axes, loc="upper left", bbox_to_anchor=(1, 1))
+
+    return picture(draw, f"Time line of {run.label}", size=(11, 3))
+
+
+def _step_at(run: RunRecord, hour: float) -> int:
+    return max((point for point in run.hours if point[0] <= hour), default=(0.0, 0))[1]
+
+
+def experts(run: RunRecord) -> str | None:
+    """Largest over mean load of an expert, of each MoE layer over steps; None without layers."""
+    columns = {s: i.layer_imbalances for s, i in run.intervals.items() if i.layer_imbalances}
+    layers = run.summary.moe_layers if run.summary is not None else []
+    return _heat(
+        columns, f"Load of the busiest expert of {run.label}", "over the layer's mean", "MoE layer",
+        names=layers, least=1.0,
+    )  # fmt: skip
+
+
+def rank_speeds(run: RunRecord) -> str | None:
+    """Speed of each rank over the mean of ranks, from its time without waits; None for one rank."""
+    columns = {}
+    for step, interval in run.intervals.items():
+        seconds = interval.rank_seconds or []
+        if len(seconds) > 1 and min(seconds) > 0:
+            mean = sum(seconds) / len(seconds)
+            columns[step] = [mean / each for each in seconds]
+    return _heat(columns, f"Speed of ranks of {run.label}", "over the mean", "rank")
+
+
+def capacity_shares(run: RunRecord) -> str | None:
+    """Planned expert work of each rank over its group's mean; None without such plans."""
+    return _heat(run.shares, f"Capacity shares of {run.label}", "over the mean", "rank")
+
+
+def _heat(
+    columns: dict[int, list[float]],
+    title: str,
+    unit: str,
+    rows: str,
+    *,
+    names: Sequence[int] = (),
+    least: float | None = None,
+) -> str | None:
+    if not columns:
+        return None
+    height = max(map(len, columns.values()))  # a resize changes the number of ranks
+
+    def draw(axes: Axes) -> None:
+        steps = sorted(columns)
+        kept = steps[:: math.ceil(len(steps) / 500)]
+        cells = [
+            [columns[s][row] if row < len(columns[s]) else math.nan for s in kept]
+            for row in range(height)
+        ]
+        edges = [kept[0] - (kept[1] - kept[0] if len(kept) > 1 else 1), *kept]
+        values = [v for row in cells for v in row if math.isfinite(v)]
+        spread = max([0.1, *(abs(v - 1) for v in values)])
+        low, high, colors = (
+            (1 - spread, 1 + spread, "RdYlGn") if least is None
+            else (least, max(1.5, *values), "YlOrRd")
+        )  # fmt: skip
+        mesh = axes.pcolormesh(
+            edges, range(height + 1), cells, cmap=colors, vmin=low, vmax=high, rasterized=True
+        )
+        mesh.set_gid(re.sub(r"\W+", "-", title.lower()))
+        axes.grid(visible=False)
+        _steps(axes)
+        axes.set_ylabel(rows)
+        labels = names if len(names) == height else range(height)
+        ticks = range(0, height, max(1, math.ceil(height / 12)))
+        axes.set_yticks([tick + 0.5 for tick in ticks], [str(labels[tick]) for tick in ticks])
+        axes.figure.colorbar(mesh, ax=axes, label=unit)
+
+    return picture(draw, title)
+
+
+def _colors(runs: Sequence[RunRecord]) -> list[str]:
+    return [COLORS[at % len(COLORS)] for at in range(len(runs))]
+
+
+def _legend(axes: Axes, **where: Any) -> None:
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(**where)

@@ -1,0 +1,230 @@
+"""The ``[data]`` section of the spec."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from corpus.section import Section
+from corpus.weights import whole_weights
+
+END_OF_DOCUMENT = "<|endoftext|>"
+TOKENIZER_BYTES = 64 << 20
+"""A tokenizer is trained on at most this many bytes of the training text."""
+
+
+def is_remote(path: str | Path) -> bool:
+    """Whether a path is the URL of an object store."""
+    return "://" in str(path)
+
+
+class SourceConfig(Section):
+    """The ``[data.sources.NAME]`` section: one of several sources that a run blends. A run with one
+    source needs no such table; it has ``data.source`` and ``data.path``."""
+
+    source: str = Field(min_length=1)
+    """Where the documents come from, as ``data.source``."""
+    path: str = Field(min_length=1)
+    """The folder of the prepared corpus."""
+    weight: float = Field(default=1.0, gt=0)
+    """The share of the samples that come from this source, relative to the other weights. The
+    proportions are exact: each period of samples has each source as often as its weight says."""
+    text_field: str | None = None
+    """As ``data.text_field``, which holds where this is left out."""
+
+
+class ValidationConfig(Section):
+    """The ``[data.validation.NAME]`` section: documents that are scored by themselves at every
+    evaluation, besides those that each source holds out."""
+
+    source: str = Field(min_length=1)
+    """Where the documents come from, as ``data.source``; all of them are scored."""
+    path: str = Field(min_length=1)
+    """The folder of the prepared documents."""
+    text_field: str | None = None
+    """As ``data.text_field``, which holds where this is left out."""
+
+
+class StageConfig(Section):
+    """The ``[[data.stages]]`` tables: other weights from some tokens on, as in a curriculum."""
+
+    from_tokens: int = Field(ge=1)
+    """The stage begins with the first sequence after this many target tokens of the run."""
+    weights: dict[str, float]
+    """The weight of each source by name; sources that are not named are not drawn in the stage."""
+
+
+class FilterConfig(Section):
+    """The ``[data.filter]`` section: which texts are left out of a corpus; all are kept by
+    default. The rules are those of Rae et al. (arXiv 2112.11446, appendix A.1.1), with thresholds
+    by choice."""
+
+    min_characters: int = Field(default=0, ge=0)
+    """Shorter texts are left out."""
+    max_characters: int | None = Field(default=None, ge=1)
+    """Longer texts are left out."""
+    min_letter_share: float = Field(default=0.0, ge=0, le=1)
+    """Texts with a smaller share of letters among their characters, spaces not counted, are left
+    out."""
+    max_repeated_line_share: float = Field(default=1.0, ge=0, le=1)
+    """Texts in which a larger share of the lines repeats an earlier line are left out."""
+
+    def reason(self, text: str) -> str:
+        """Why a text is left out; empty where it is kept."""
+        if len(text) < self.min_characters:
+            return f"fewer than {self.min_characters} characters"
+        if self.max_characters is not None and len(text) > self.max_characters:
+            return f"more than {self.max_characters} characters"
+        if self.min_letter_share > 0:
+            letters = sum(map(str.isalpha, text))
+            spaces = sum(map(str.isspace, text))
+            if letters < self.min_letter_share * max(1, len(text) - spaces):
+                return f"a share of letters below {self.min_letter_share:g}"
+        if self.max_repeated_line_share < 1:
+            lines = [line for line in text.splitlines() if line.strip()]
+            if len(lines) - len(set(lines)) > self.max_repeated_line_share * len(lines):
+                return f"a share of repeated lines above {self.max_repeated_line_share:g}"
+        return ""
+
+
+class DataConfig(Section):
+    """The ``[data]`` section: the corpus, its tokenizer and its sequences."""
+
+    on_resume: ClassVar[Mapping[str, str]] = {
+        "seq_len": "fixed", "shard_tokens": "fixed", "document_mask": "fixed",
+        "packing": "fixed", "mask_boundary_labels": "fixed", "*": "free",
+    }  # fmt: skip
+
+    source: str = ""
+    """Where the documents come from: ``stdlib`` (this Python's standard library), a folder, a file,
+    a glob, or a prefix of an object store. docs/data.md has the formats."""
+    path: str = ""
+    """The folder of the prepared corpus, or its place in an object store (``s3://BUCKET/PREFIX``,
+    ``gs://``, ``az://``); it is made where there is none."""
+    sources: dict[str, SourceConfig] = Field(default_factory=dict)
+    """Several sources in the place of ``source`` and ``path``."""
+    stages: list[StageConfig] = Field(default_factory=list)
+    """Changes of the weights of the sources."""
+    validation: dict[str, ValidationConfig] = Field(default_factory=dict)
+    """More documents to score."""
+    seq_len: int = Field(ge=1)
+    """Tokens of one sequence."""
+    cache_dir: str = ""
+    """A folder on each node's own disk for the shards of corpora in an object store, which all
+    ranks and runs of the node share."""
+    cache_gib: float = Field(default=256.0, gt=0)
+    """The most that ``cache_dir`` holds; shards that were not read for the longest time go first.
+    It must hold at least two shards for each rank of the node."""
+    shard_tokens: int = Field(default=1 << 26, ge=2)
+    """Tokens of one shard file; no sequence crosses from one shard into the next."""
+    tokenizer: str | None = None
+    """A tokenizer.json to use, byte-level or of SentencePiece with byte fallback; by default a
+    byte-level tokenizer is trained, on the first of several sources."""
+    end_token: str = Field(default=END_OF_DOCUMENT, min_length=1)
+    """The token that ends a document."""
+    document_mask: bool = False
+    """Tokens attend only to tokens of their own document; without the mask, to all earlier tokens
+    of their sequence. The end token is the last token of its document."""
+    packing: Literal["concat", "best_fit"] = "concat"
+    """How documents become sequences: one after another, or each cut as little as can be, with
+    padding; docs/data.md has more."""
+    mask_boundary_labels: bool = False
+    """The first token of a document is no target of the document before it in its sequence."""
+    text_field: str = Field(default="text", min_length=1)
+    """The field of a line of JSON, or the column of a Parquet or Arrow file, that has the text. A
+    column of lists of integers has token ids of ``tokenizer``."""
+    deduplicate: bool = False
+    """Leave out documents whose text is equal to that of an earlier document of the source."""
+    filter: FilterConfig = FilterConfig()
+    """Which texts are left out."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if bool(self.source) != bool(self.path) or bool(self.source) == bool(self.sources):
+            raise ValueError(
+                "data.source and data.path must both be given, or tables [data.sources.NAME] in "
+                "their place"
+            )
+        if self.sources:
+            whole_weights("data.sources", {n: s.weight for n, s in self.sources.items()})
+        start = 0
+        for stage in self.stages:
+            strange = sorted(set(stage.weights) - set(self.sources))
+            if strange or not stage.weights:
+                known = ", ".join(self.sources) or "none: the run has one source"
+                raise ValueError(
+                    f"data.stages.weights ({', '.join(strange) or 'none'}) must name sources of "
+                    f"[data.sources]; there are {known}"
+                )
+            if stage.from_tokens <= start:
+                raise ValueError(
+                    f"data.stages.from_tokens ({stage.from_tokens}) must be above that of the "
+                    f"stage before ({start})"
+                )
+            whole_weights("data.stages.weights", stage.weights)
+            start = stage.from_tokens
+        paths = [s.path for s in self.sources.values()]
+        paths += [s.path for s in self.validation.values()]
+        remote = next((path for path in [*paths, self.path] if is_remote(path)), None)
+        if remote is not None and (not self.cache_dir or is_remote(self.cache_dir)):
+            raise ValueError(
+                f"data.cache_dir ({self.cache_dir}) must name a folder on each node's own disk, "
+                f"where the shards of {remote} are kept"
+            )
+        twice = next((path for path in paths if [*paths, self.path].count(path) > 1), None)
+        if twice is not None:
+            raise ValueError(f"data: the path {twice} must be of one source only")
+        return self
+
+    @property
+    def has_masked_targets(self) -> bool:
+        """Whether some tokens of training sequences are no targets."""
+        return self.packing == "best_fit" or self.mask_boundary_labels
+
+    @property
+    def each_source(self) -> dict[str, DataConfig]:
+        """The sources by name, each as the section of a run with that source alone. The first
+        one's tokenizer is everybody's."""
+        if not self.sources:
+            return {"corpus": self.alone()}
+        by_name: dict[str, DataConfig] = {}
+        for name, one in self.sources.items():
+            tokenizer = self.tokenizer
+            if by_name and tokenizer is None:
+                tokenizer = self.first.tokenizer_file
+            by_name[name] = self._of(one, tokenizer)
+        return by_name
+
+    @property
+    def each_validation(self) -> dict[str, DataConfig]:
+        """The further sets of validation documents, likewise."""
+        tokenizer = self.tokenizer or self.first.tokenizer_file
+        return {name: self._of(one, tokenizer) for name, one in self.validation.items()}
+
+    @property
+    def first(self) -> DataConfig:
+        """The section of the first source alone; its folder has the tokenizer."""
+        if not self.sources:
+            return self.alone()
+        return self._of(next(iter(self.sources.values())), self.tokenizer)
+
+    @property
+    def tokenizer_file(self) -> str:
+        """The tokenizer of the prepared corpus."""
+        return f"{self.first.path if self.sources else self.path}/tokenizer.json"
+
+    def alone(self) -> DataConfig:
+        """Without what concerns several sources."""
+        return self.model_copy(update={"sources": {}, "stages": [], "validation": {}})
+
+    def _of(self, one: SourceConfig | ValidationConfig, tokenizer: str | None) -> DataConfig:
+        changes = {
+            "source": one.source,
+            "path": one.path,
+            "tokenizer": tokenizer,
+            "text_field": one.text_field or self.text_field,
+        }
+        return self.alone().model_copy(update=changes)

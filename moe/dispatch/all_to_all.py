@@ -1,0 +1,177 @@
+"""The dispatcher ``all_to_all``: all-to-all with splits of the exact size, in one group or two.
+
+Legend: T tokens, D d_model, K top_k, S rows on this rank, R rows that are sent, G ranks of the
+group, C chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moe.config import DISPATCHERS
+from moe.dispatch.dispatchers import (
+    DispatchedRows,
+    Dispatcher,
+    DispatchSetup,
+    block_of,
+    chunks_of,
+    destinations,
+)
+from moe.dispatch.transfer import Tokens, Transfer, start_transfer
+from moe.rows import row_map, rows_of, sort_by_expert
+from parallel.comm import Wire, exchange_counts
+from router import RouterOutput, count_tokens_per_expert
+
+
+@dataclass(frozen=True)
+class PlannedTransfer:
+    """The transfer of a chunk, whose sizes all ranks know, not yet begun."""
+
+    tokens: Tokens
+    source_R: Tensor
+    """[R] int64: the token of each row to send, the rows for rank 0 first."""
+    sent_rows_G: list[int]
+    received_rows_G: list[int]
+    received_assignments: int
+    """The assignments of the rows that arrive to this rank's experts."""
+    group: dist.ProcessGroup
+    wire: Wire | None
+
+    def start(self) -> Transfer:
+        """Begin the transfer."""
+        index = row_map(self.source_R, len(self.tokens.x_TD))
+        splits = (self.sent_rows_G, self.received_rows_G)
+        return start_transfer(
+            self.tokens, index, splits, self.group, self.received_assignments, wire=self.wire
+        )
+
+
+def plan_transfers(
+    chunks: list[Tokens], experts: range, group: dist.ProcessGroup, wire: Wire | None = None
+) -> list[PlannedTransfer]:
+    """A transfer for each chunk; counts are exchanged once for all chunks.
+
+    Args:
+        chunks: the tokens, of an equal number of chunks on every rank.
+        experts: the experts of the group, in equal blocks for its ranks.
+        group: the ranks; every rank of the group must call.
+        wire: how rows are written on their way.
+    """
+    ranks = group.size()
+    destinations_TK = [destinations(c.expert_indices_TK, experts, ranks) for c in chunks]
+    rows_GC = [count_tokens_per_expert(to_TK, ranks + 1)[:ranks] for to_TK in destinations_TK]
+    assignments_GC = [_assignments_of_ranks(c, experts, ranks) for c in chunks]
+    sent_GC2 = torch.stack([torch.stack(rows_GC, 1), torch.stack(assignments_GC, 1)], 2)
+    # One copy to the host for both tensors: the copy waits for the CUDA stream.
+    both = torch.stack([sent_GC2, exchange_counts(sent_GC2, group)]).cpu()
+    (sent_rows_GC, _), (received_rows_GC, received_assignments_GC) = (
+        (counts_GC2[..., 0], counts_GC2[..., 1]) for counts_GC2 in both
+    )
+    planned = []
+    for i, (chunk, to_TK) in enumerate(zip(chunks, destinations_TK, strict=True)):
+        sent_rows_G = sent_rows_GC[:, i].tolist()
+        source_R = sort_by_expert(to_TK)[: sum(sent_rows_G)] // max(to_TK.shape[1], 1)
+        planned.append(
+            PlannedTransfer(
+                chunk,
+                source_R,
+                sent_rows_G,
+                received_rows_GC[:, i].tolist(),
+                int(received_assignments_GC[:, i].sum()),
+                group,
+                wire,
+            )
+        )
+    return planned
+
+
+def _assignments_of_ranks(chunk: Tokens, experts: range, ranks: int) -> Tensor:
+    """[G] int64: the assignments of a chunk to the experts of each rank."""
+    local_TK = chunk.expert_indices_TK - experts.start
+    outside_TK = (local_TK < 0) | (local_TK >= len(experts))
+    local_TK = local_TK.masked_fill(outside_TK, len(experts))
+    return count_tokens_per_expert(local_TK, len(experts) + 1)[:-1].view(ranks, -1).sum(1)
+
+
+class AllToAllDispatcher(Dispatcher):
+    """All-to-all with splits of the exact size; the ranks of a group hold equal blocks of experts.
+
+    Counts are exchanged once per layer, and within a node once per chunk. A rank may send or
+    receive no rows. In the worst case every token of every rank is sent to one rank, which receives
+    as many rows as all ranks have tokens.
+
+    With a second group the dispatch is hierarchical: a row is sent to a node once, over ``group``
+    (the ranks at this rank's place in each node), and is then sent to the ranks within the node.
+
+    Args:
+        group: the ranks that share the experts; for a hierarchical dispatch only the ranks at this
+            rank's place in each node.
+        within: for a hierarchical dispatch the ranks of this node; the ranks of a node hold
+            consecutive blocks of experts.
+        chunks: parts of a call; one part is in transfer while experts compute the part before.
+        counts_units: count rows by unit, each rank's call, for exact sums; one group and one chunk.
+        wire: how rows are written on their way to experts.
+    """
+
+    traits = DISPATCHERS["all_to_all"]
+    GROUPS = ("group", "within")
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        within: dist.ProcessGroup | None = None,
+        chunks: int = 1,
+        counts_units: bool = False,
+        wire: Wire | None = None,
+    ) -> None:
+        assert not counts_units or (within is None and chunks == 1), "units would be cut"
+        self.group, self.within, self.chunks = group, within, chunks
+        self.counts_units, self.wire = counts_units, wire
+
+    @classmethod
+    def of(cls, setup: DispatchSetup) -> Self:
+        """See :class:`Dispatcher`."""
+        return cls(setup.group, chunks=setup.config.overlap_chunks, wire=setup.wire)
+
+    def by_unit(self) -> AllToAllDispatcher:
+        """See :class:`Dispatcher`."""
+        assert self.within is None, "two groups do not keep rows apart by unit"
+        return AllToAllDispatcher(self.group, counts_units=True)
+
+    def dispatch(self, x_TD: Tensor, routed: RouterOutput) -> Iterator[DispatchedRows]:
+        """See :class:`Dispatcher`."""
+        experts = range(len(routed.rows_per_expert_E))
+        chunks = chunks_of(x_TD, routed, self.chunks)
+        planned = plan_transfers(chunks, experts, self.group, self.wire)
+        return self._dispatched(planned, planned[0].start(), experts)
+
+    def _dispatched(
+        self, planned: list[PlannedTransfer], transfer: Transfer, experts: range
+    ) -> Iterator[DispatchedRows]:
+        mine = block_of(experts, self.group.size(), self.group.rank())
+        for next_planned in [*planned[1:], None]:
+            following = None if next_planned is None else next_planned.start()
+            tokens, transfers = transfer.wait(), [transfer]
+            block = mine
+            if self.within is not None:
+                transfers.append(plan_transfers([tokens], mine, self.within, self.wire)[0].start())
+                tokens = transfers[-1].wait()
+                block = block_of(mine, self.within.size(), self.within.rank())
+            units = transfer.output_splits if self.counts_units else None
+            rows = rows_of(*tokens, block, transfers[-1].num_assignments, units)
+            yield DispatchedRows(rows, transfers)
+            if following is not None:
+                transfer = following
+
+    def combine(self, y_SD: Tensor, dispatched: DispatchedRows) -> Callable[[], Tensor]:
+        """See :class:`Dispatcher`."""
+        transfers: list[Transfer] = dispatched.handle
+        for transfer in reversed(transfers[1:]):
+            y_SD = transfer.start_return(y_SD)()
+        return transfers[0].start_return(y_SD)

@@ -1,0 +1,149 @@
+"""Experts whose products and weight gradients depend on units alone, for exact sums.
+
+A rank computes rows of several units (micro-batches) together where other ranks send it theirs. How
+a product rounds depends on its number of rows. So here each product has the rows of one expert and
+one unit, and each unit's weight gradients are added to exact sums, which autograd never sees.
+
+Legend: T tokens, S rows, R assignments of rows to experts, D d_model, E experts, K top_k, U units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe.config import ActivationName
+from moe.experts.activation import ACTIVATIONS
+from moe.experts.packed_by_unit import packed_backward_by_unit, packed_forward_by_unit
+from moe.experts.paths import one_expert, one_expert_backward
+from moe.experts.weights import ExpertWeights
+from moe.rows import RowMap, Rows, row_map
+from parallel.exact import UnitSums
+from router import RouterOutput
+
+
+class _ByUnit(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, name: ActivationName, packed: bool, sums: UnitSums, *inputs: Any
+    ) -> Tensor:
+        rows, weights = Rows(*inputs[:4]), ExpertWeights(*inputs[4:])
+        products: list[Tensor] = []
+        if packed:
+            out, products = packed_forward_by_unit(rows, weights, name)
+        else:
+            out = _loop_forward(rows, weights, name)
+        ctx.name, ctx.packed, ctx.sums = name, packed, sums
+        ctx.save_for_backward(*inputs, *products)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        saved, dy_SD = ctx.saved_tensors, grads[0].contiguous()
+        rows, weights = Rows(*saved[:4]), ExpertWeights(*saved[4:10])
+        if ctx.packed:
+            dx_SD, dweights_R = packed_backward_by_unit(
+                rows, weights, ctx.name, dy_SD, saved[10:], ctx.sums
+            )
+        else:
+            dx_SD, dweights_R = _loop_backward(rows, weights, ctx.name, dy_SD, ctx.sums)
+        zeros = weights.map(ctx.sums.stand_in)
+        return None, None, None, dx_SD, None, dweights_R, None, *zeros
+
+
+def experts_by_unit(
+    rows: Rows, weights: ExpertWeights, activation: ActivationName, backend: str, sums: UnitSums
+) -> Tensor:
+    """See :data:`moe.experts.paths.ExpertsFn`, for rows that are counted by unit.
+
+    The parameters' gradients are added to ``sums``. ``backend`` is ``packed`` or ``loop``; no
+    second derivatives.
+    """
+    assert rows.rows_per_expert_E.ndim == 2, "rows must be counted by unit"
+    out: Tensor = _ByUnit.apply(activation, backend == "packed", sums, *rows, *weights)
+    return out
+
+
+def _blocks(rows: Rows) -> Iterator[tuple[int, slice]]:
+    """Each expert and its rows of one unit."""
+    end = 0
+    for expert, counts in enumerate(rows.rows_per_expert_E.tolist()):
+        for count in counts:
+            start, end = end, end + count
+            if count:
+                yield expert, slice(start, end)
+
+
+def _loop_forward(rows: Rows, weights: ExpertWeights, activation: ActivationName) -> Tensor:
+    out_SD = torch.zeros_like(rows.x_SD)
+    for expert, at in _blocks(rows):
+        source, weight = rows.source_R[at], rows.weights_R[at].unsqueeze(1)
+        y = one_expert(ACTIVATIONS[activation], rows.x_SD[source], weight, weights.aligned(expert))
+        out_SD.index_add_(0, source, y)
+    return out_SD
+
+
+def _loop_backward(
+    rows: Rows, weights: ExpertWeights, activation: ActivationName, dy_SD: Tensor, sums: UnitSums
+) -> tuple[Tensor, Tensor]:
+    dx_SD, dweights_R = torch.zeros_like(rows.x_SD), torch.zeros_like(rows.weights_R)
+    for expert, at in _blocks(rows):
+        source, weight = rows.source_R[at], rows.weights_R[at].unsqueeze(1)
+        dx, dweights_R[at], grads = one_expert_backward(
+            ACTIVATIONS[activation],
+            rows.x_SD[source],
+            weight,
+            weights.aligned(expert),
+            dy_SD[source],
+        )
+        dx_SD.index_add_(0, source, dx)
+        sums.add(expert, grads)
+    return dx_SD, dweights_R
+
+
+class _Fork(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for _ in range(count))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None]:
+        total: Tensor | None = None
+        for grad in grads:
+            if grad is not None:
+                total = grad if total is None else total + grad
+        return total, None
+
+
+def fork(x: Tensor, count: int) -> tuple[Tensor, ...]:
+    """``x`` for several users, whose gradients are added in the order of the result.
+
+    Autograd adds gradients in the order of its graph, and expert parallelism changes the graph.
+    """
+    out: tuple[Tensor, ...] = _Fork.apply(x, count)
+    return out
+
+
+def single_assignments(routed: RouterOutput) -> tuple[RouterOutput, RowMap]:
+    """The routing of rows of one expert each, and the map from these rows to their tokens.
+
+    A sum of more than two outputs depends on its order. With a row for each assignment, a token's
+    outputs come back to its rank one by one, and are added there in the order of its choices.
+    """
+    indices_TK = routed.expert_indices_TK
+    T, K = indices_TK.shape
+    real_R = (indices_TK.flatten() < len(routed.rows_per_expert_E)).nonzero().squeeze(1)
+    weights_R = routed.expert_weights_TK.flatten().index_select(0, real_R)
+    single = routed._replace(
+        expert_indices_TK=indices_TK.flatten()[real_R].unsqueeze(1),
+        expert_weights_TK=weights_R.unsqueeze(1),
+        dropped_TK=None,
+    )
+    return single, row_map(real_R // max(K, 1), T)

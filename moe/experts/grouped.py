@@ -1,0 +1,154 @@
+"""The experts of one layer: many small feed-forward networks over one set of rows.
+
+Legend: S rows, R assignments of rows to experts, D d_model, F d_ff, E experts of this rank.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from moe.config import ActivationName, Backend, Gemm
+from moe.experts.activation import ACTIVATIONS
+from moe.experts.by_unit import experts_by_unit
+from moe.experts.megablocks_backend import experts_megablocks
+from moe.experts.operator import experts_operator
+from moe.experts.paths import PATHS, ExpertsFn, choose_backend, experts_float8, experts_grouped_mm
+from moe.experts.weights import ExpertWeights
+from moe.float8 import Float8Tally
+from moe.rows import Rows
+from moe.stopwatch import Stopwatch
+from moe.transforms import in_func_transform
+from parallel.apply import WeightGradStore
+from parallel.dtensor import local_shard
+from parallel.exact import UnitSums
+from router import no_autocast
+
+
+class GroupedExperts(nn.Module):
+    """Feed-forward experts of one shape, stacked along their first dim."""
+
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        d_model: int,
+        d_ff: int,
+        backend: Backend = "auto",
+        activation: ActivationName = "swiglu",
+        bias: bool = False,
+        recompute: bool = False,
+        gemm: Gemm = "compute",
+    ) -> None:
+        super().__init__()
+        self.backend, self.activation, self.recompute = backend, activation, recompute
+        self.gemm = gemm
+        self.float8_tally: Float8Tally | None = None
+        """With products in float8: what backwards add their counts to."""
+        self.weight_grad_store: WeightGradStore | None = None
+        self.unit_sums: UnitSums | None = None
+        """Under exact sums: where each unit's weight gradients go."""
+        self.make_parameters(num_experts, d_model, d_ff, bias)
+        self.reset_parameters()
+
+    def make_parameters(self, E: int, D: int, F: int, bias: bool) -> None:
+        """Register the parameters, without values; the first dim of each is the expert."""
+        gated = ACTIVATIONS[self.activation].gated
+
+        def parameter(present: bool, *shape: int) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(shape)) if present else None
+
+        self.w_gate = parameter(gated, E, D, F)
+        self.w_up = nn.Parameter(torch.empty(E, D, F))
+        self.w_down = nn.Parameter(torch.empty(E, F, D))
+        self.b_gate = parameter(bias and gated, E, F)
+        self.b_up = parameter(bias, E, F)
+        self.b_down = parameter(bias, E, D)
+
+    def local_weights(self) -> ExpertWeights:
+        """The parameters of this rank's experts; FSDP has gathered them when ``forward`` runs."""
+        parameters = (self.w_gate, self.w_up, self.w_down, self.b_gate, self.b_up, self.b_down)
+        return ExpertWeights._make(None if p is None else local_shard(p) for p in parameters)
+
+    def stored_gate_up(self) -> Tensor | None:
+        """[E, 2 F, D] of which the gate and up weights are views; None where they are not."""
+        return None
+
+    def extra_repr(self) -> str:
+        """The fields that ``print`` shows, with the backend that ``auto`` takes."""
+        E, D, F = self.w_up.shape
+        text = f"num_experts={E}, d_model={D}, d_ff={F}, {self.activation}, backend={self.backend}"
+        if self.gemm == "float8":
+            return f"{text}, gemm=float8"
+        if self.backend == "auto":
+            picked = choose_backend("auto", D, F, self.w_up.dtype, self.w_up.device.type)
+            text += f" ({picked} for {self.w_up.dtype} on {self.w_up.device.type})"
+        return text
+
+    def reset_parameters(self) -> None:
+        """Normal, with standard deviation fan_in ** -0.5; biases are zeros."""
+        for weight in (self.w_gate, self.w_up, self.w_down):
+            if weight is not None:
+                nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+        for bias in (self.b_gate, self.b_up, self.b_down):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+    def forward(
+        self,
+        x_SD: Tensor,
+        source_R: Tensor,
+        weights_R: Tensor,
+        rows_per_expert_E: Tensor,
+        stopwatch: Stopwatch | None = None,
+    ) -> Tensor:
+        """The fields of :class:`moe.rows.Rows` -> [S, D], see :data:`ExpertsFn`. S may be 0.
+
+        ``stopwatch`` runs in this method, after FSDP has gathered the parameters.
+        """
+        weights = self.local_weights()
+        # The dtype of compute is the weights' dtype, which FSDP has cast under mixed precision, or
+        # autocast's dtype: autocast does not cast grouped GEMMs by itself.
+        device, dtype = x_SD.device.type, weights.w_up.dtype
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        _, d_model, d_ff = weights.w_up.shape
+        backend = choose_backend(self.backend, d_model, d_ff, dtype, device)
+        run: ExpertsFn = PATHS[backend]
+        if self.gemm == "float8":
+            run = partial(experts_float8, tally=self.float8_tally)
+        elif self.unit_sums is not None:
+            backend = "packed" if backend == "packed" else "loop"
+            run = partial(experts_by_unit, backend=backend, sums=self.unit_sums)
+        elif run is experts_grouped_mm:
+            run = partial(experts_grouped_mm, weight_grad_store=self.weight_grad_store)
+        elif backend == "megablocks" and (gate_up := self.stored_gate_up()) is not None:
+            run = partial(experts_megablocks, gate_up_EGD=gate_up)
+        with no_autocast(device), nullcontext() if stopwatch is None else stopwatch:
+            rows = Rows(x_SD.to(dtype), source_R, weights_R.to(dtype), rows_per_expert_E)
+            weights = weights.map(lambda p: p.to(dtype))
+            if torch.compiler.is_compiling() and self.gemm == "float8":
+                from moe.uncompiled import uncompiled
+
+                return cast(Tensor, uncompiled(run, rows, weights, self.activation))
+            if torch.compiler.is_compiling() and not self._is_traced(backend, dtype):
+                return experts_operator(
+                    rows, weights, self.activation, backend, keep=not self.recompute
+                )
+            # torch.func refuses what checkpoint does; without it the numbers are equal.
+            if not (self.recompute and torch.is_grad_enabled()) or in_func_transform():
+                return run(rows, weights, self.activation)
+            # Experts use no random numbers: no random state need be restored.
+            out: Tensor = checkpoint(
+                run, rows, weights, self.activation, use_reentrant=False, preserve_rng_state=False
+            )
+            return out
+
+    def _is_traced(self, backend: str, dtype: torch.dtype) -> bool:
+        """Whether a compiler sees the single products: torch.compile has grouped_mm in bfloat16."""
+        return backend == "grouped_mm" and dtype == torch.bfloat16

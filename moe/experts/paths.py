@@ -1,0 +1,294 @@
+"""The backends: how experts are computed, and which backend runs.
+
+Legend: S rows, R assignments of rows to experts, D d_model, F d_ff, E experts of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moe.config import ActivationName, Backend
+from moe.experts.activation import ACTIVATIONS, Activation
+from moe.experts.megablocks_backend import experts_megablocks, why_no_megablocks
+from moe.experts.packed import experts_packed
+from moe.experts.weights import ExpertWeights
+from moe.float8 import Float8Tally, Product, float8_matmul
+from moe.rows import RowMap, Rows, row_map, sum_rows, take_rows
+from parallel.apply import PutGrad, WeightGradStore
+
+ExpertsFn = Callable[[Rows, ExpertWeights, ActivationName], Tensor]
+"""(rows, weights, activation) -> [S, D]: for each row the sum over its assignments of weight ·
+(h w_down + b_down), h as :mod:`moe.experts.activation` has it; zeros for a row that no expert
+takes.
+The weight is applied before w_down: the result is equal, and the output of w_down need not be kept
+for the backward."""
+
+
+def experts_loop(
+    rows: Rows,
+    weights: ExpertWeights,
+    activation: ActivationName,
+    product: Product = torch.matmul,
+) -> Tensor:
+    """The backend ``loop``: three GEMMs per expert, in any dtype and shape, and on any device.
+
+    ``product`` computes each of them, and with autograd their gradients.
+    """
+    act = ACTIVATIONS[activation]
+    counts = rows.rows_per_expert_E.tolist()
+    index = row_map(rows.source_R[: sum(counts)], len(rows.x_SD))
+    # unbind, not w[e]: the backward of an index makes a full-size gradient for every expert.
+    split = [[None] * len(counts) if p is None else p.unbind(0) for p in weights]
+    x_by_expert = take_rows(rows.x_SD, index).split(counts)
+    weights_by_expert = rows.weights_R[: sum(counts)].unsqueeze(1).split(counts)
+    outputs = []
+    for x, weight, *one in zip(x_by_expert, weights_by_expert, *split, strict=True):
+        outputs.append(one_expert(act, x, weight, ExpertWeights._make(one), product))
+    return sum_rows(torch.cat(outputs), index)
+
+
+def one_expert(
+    act: Activation,
+    x_nD: Tensor,
+    weight_n1: Tensor,
+    w: ExpertWeights,
+    product: Product = torch.matmul,
+) -> Tensor:
+    """The output of some rows of one expert, [n, D]."""
+    gate = None if w.w_gate is None else _plus(product(x_nD, w.w_gate), w.b_gate)
+    h = act.hidden(gate, _plus(product(x_nD, w.w_up), w.b_up)) * weight_n1
+    y = product(h, w.w_down)
+    return y if w.b_down is None else y + weight_n1 * w.b_down
+
+
+def loop_backward(
+    rows: Rows, weights: ExpertWeights, activation: ActivationName, dy_SD: Tensor
+) -> tuple[Tensor, Tensor, ExpertWeights]:
+    """The gradients of x_SD, weights_R and the parameters without autograd, from the inputs alone:
+    of :func:`experts_loop`, and so of every backend."""
+    act = ACTIVATIONS[activation]
+    counts = rows.rows_per_expert_E.tolist()
+    R = sum(counts)
+    index = row_map(rows.source_R[:R], len(rows.x_SD))
+    grads, dweights_R = weights.map(torch.zeros_like), torch.zeros_like(rows.weights_R)
+    dx_RD = rows.x_SD.new_empty(R, rows.x_SD.shape[1])
+    ends = list(accumulate(counts))
+    for e, (count, end) in enumerate(zip(counts, ends, strict=True)):
+        here = slice(end - count, end)
+        source, weight = rows.source_R[here], rows.weights_R[here].unsqueeze(1)
+        dx_RD[here], dweights_R[here], one = one_expert_backward(
+            act, rows.x_SD[source], weight, weights.of(e), dy_SD[source]
+        )
+        for to, grad in zip(grads.of(e), one, strict=True):
+            if to is not None and grad is not None:
+                to.copy_(grad)
+    return sum_rows(dx_RD, index), dweights_R, grads
+
+
+def one_expert_backward(
+    act: Activation, x: Tensor, weight: Tensor, w: ExpertWeights, dy: Tensor
+) -> tuple[Tensor, Tensor, ExpertWeights]:
+    """The gradients of :func:`one_expert`: [n, D] of x, [n] of weight, and the parameters'."""
+    up = _plus(x @ w.w_up, w.b_up)
+    gate = None if w.w_gate is None else _plus(x @ w.w_gate, w.b_gate)
+    z = up if gate is None else gate
+    acted = act.plain(z)
+    h = acted if gate is None else acted * up
+    dh = dy @ w.w_down.t()
+    dweight = (dh * h).sum(1)
+    dh = dh * weight
+    dz = act.backward(dh if gate is None else dh * up, z)
+    dup = dz if gate is None else dh * acted
+    dx = dup @ w.w_up.t()
+    dw_gate = db_gate = db_up = db_down = None
+    if w.w_gate is not None:
+        dx += dz @ w.w_gate.t()
+        dw_gate = x.t() @ dz
+    if w.b_down is not None:
+        dweight += dy @ w.b_down
+        db_down, db_up = (dy * weight).sum(0), dup.sum(0)
+        db_gate = None if w.b_gate is None else dz.sum(0)
+    dw_up, dw_down = x.t() @ dup, (h * weight).t() @ dy
+    return dx, dweight, ExpertWeights(dw_gate, dw_up, dw_down, db_gate, db_up, db_down)
+
+
+def _plus(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x + bias
+
+
+class _PutAside(torch.autograd.Function):
+    """A grouped GEMM with a delayed weight gradient, see
+    :mod:`parallel.apply.delayed_weight_grad`."""
+
+    @staticmethod
+    def forward(x_RD: Tensor, w_EDF: Tensor, ends_E: Tensor, put: PutGrad) -> Tensor:
+        return F.grouped_mm(x_RD, w_EDF, offs=ends_E)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, ctx.put = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        x_RD, w_EDF, ends_E = ctx.saved_tensors
+        dy_RF, x_DR = grads[0].contiguous(), x_RD.detach().t()
+        ctx.put(lambda: F.grouped_mm(x_DR, dy_RF, offs=ends_E))
+        return F.grouped_mm(dy_RF, w_EDF.transpose(1, 2), offs=ends_E), None, None, None
+
+
+class _ActivateDown(torch.autograd.Function):
+    """h = weight · act(gate) * up, then h w_down; h is recomputed in the backward."""
+
+    @staticmethod
+    def forward(
+        name: ActivationName,
+        put: PutGrad | None,
+        weights_R1: Tensor,
+        ends_E: Tensor,
+        w_down_EFD: Tensor,
+        up_RF: Tensor,
+        gate_RF: Tensor | None,
+    ) -> Tensor:
+        h_RF = ACTIVATIONS[name].hidden(gate_RF, up_RF) * weights_R1
+        return F.grouped_mm(h_RF, w_down_EFD, offs=ends_E)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.name, ctx.put, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        # Written out: torch.compile does not trace autograd.grad within a backward.
+        weights_R1, ends_E, w_down_EFD, up_RF, gate_RF = ctx.saved_tensors
+        act, dy_RD = ACTIVATIONS[ctx.name], grads[0].contiguous()
+        acted_RF = act.plain(up_RF if gate_RF is None else gate_RF)
+        h_RF = acted_RF if gate_RF is None else acted_RF * up_RF
+        h_FR, dw_down = (h_RF * weights_R1).t(), None
+        if ctx.put is None:
+            dw_down = F.grouped_mm(h_FR, dy_RD, offs=ends_E)
+        else:
+            ctx.put(lambda: F.grouped_mm(h_FR, dy_RD, offs=ends_E))
+        dh_RF = F.grouped_mm(dy_RD, w_down_EFD.transpose(1, 2), offs=ends_E)
+        dweights_R1 = (dh_RF * h_RF).sum(1, keepdim=True)
+        dh_RF = dh_RF * weights_R1
+        if gate_RF is None:
+            return None, None, dweights_R1, None, dw_down, act.backward(dh_RF, up_RF), None
+        dgate_RF = act.backward(dh_RF * up_RF, gate_RF)
+        return None, None, dweights_R1, None, dw_down, dh_RF * acted_RF, dgate_RF
+
+
+def experts_grouped_mm(
+    rows: Rows,
+    weights: ExpertWeights,
+    activation: ActivationName,
+    weight_grad_store: WeightGradStore | None = None,
+) -> Tensor:
+    """The backend ``grouped_mm``: three grouped GEMMs, each for all experts.
+
+    No step waits for an accelerator. Of the [R, F] tensors only the results of GEMMs are kept for
+    the backward; with ``weight_grad_store`` also h, until the weight gradients are computed.
+    """
+    counts_E, R = rows.rows_per_expert_E, len(rows.source_R)
+    index = row_map(rows.source_R, len(rows.x_SD))
+    ends_E = counts_E.cumsum(0).to(torch.int32)
+    # A grouped GEMM does not write rows past its last group, in the forward and in the backward.
+    real_R1 = (torch.arange(R, device=counts_E.device) < ends_E[-1]).unsqueeze(1)
+    x_RD = torch.where(real_R1, take_rows(rows.x_SD, index), 0)
+    weights_R1 = torch.where(real_R1, rows.weights_R.unsqueeze(1), 0)
+    w = weights
+    expert_R = None if w.b_up is None else _expert_of_row(ends_E, R)
+
+    def product(w_EDF: Tensor, bias_EF: Tensor | None) -> Tensor:
+        put = None if weight_grad_store is None else weight_grad_store.put_for(w_EDF)
+        if put is None:
+            y_RF = F.grouped_mm(x_RD, w_EDF, offs=ends_E)
+        else:
+            y_RF = _PutAside.apply(x_RD, w_EDF.detach(), ends_E, put)
+        if bias_EF is None or expert_R is None:
+            return y_RF
+        return torch.where(real_R1, y_RF + take_rows(bias_EF, expert_R), 0)
+
+    up_RF = product(w.w_up, w.b_up)
+    gate_RF = None if w.w_gate is None else product(w.w_gate, w.b_gate)
+    put = None if weight_grad_store is None else weight_grad_store.put_for(w.w_down)
+    w_down = w.w_down if put is None else w.w_down.detach()
+    y_RD: Tensor = _ActivateDown.apply(activation, put, weights_R1, ends_E, w_down, up_RF, gate_RF)
+    if w.b_down is not None and expert_R is not None:
+        y_RD = y_RD + weights_R1 * take_rows(w.b_down, expert_R)
+    return sum_rows(torch.where(real_R1, y_RD, 0), index)
+
+
+def _expert_of_row(ends_E: Tensor, num_rows: int) -> RowMap:
+    places_R = torch.arange(num_rows, device=ends_E.device, dtype=ends_E.dtype)
+    expert_R = torch.searchsorted(ends_E, places_R, right=True)
+    return row_map(expert_R.clamp(max=len(ends_E) - 1), len(ends_E))
+
+
+def experts_float8(
+    rows: Rows,
+    weights: ExpertWeights,
+    activation: ActivationName,
+    tally: Float8Tally | None = None,
+) -> Tensor:
+    """The backend ``loop`` with products in float8: no grouped product of torch 2.13 has their
+    scales. On CUDA the host waits for the number of rows of each expert."""
+    return experts_loop(rows, weights, activation, partial(float8_matmul, tally=tally))
+
+
+PATHS: dict[str, ExpertsFn] = {
+    "loop": experts_loop,
+    "grouped_mm": experts_grouped_mm,
+    "megablocks": experts_megablocks,
+    "packed": experts_packed,
+}
+
+
+def choose_backend(
+    backend: Backend, d_model: int, d_ff: int, dtype: torch.dtype, device_type: str
+) -> str:
+    """The backend that runs: ``loop``, ``grouped_mm``, ``megablocks`` or ``packed``.
+
+    ``auto`` takes ``packed`` on a CPU and ``grouped_mm`` elsewhere, and ``loop`` where the sizes or
+    the dtype do not allow these.
+
+    Raises ValueError where the requested backend cannot run: ``grouped_mm`` takes rows that
+    are multiples of 16 bytes, in bfloat16, or on a CPU in float32 or float16; ``packed`` takes
+    float32 or float64 on a CPU; ``megablocks`` takes bfloat16 on CUDA, and must be installed.
+    """
+    row = 16 // dtype.itemsize
+    dtypes = [torch.bfloat16] if device_type in ("cpu", "cuda") else []
+    if device_type == "cpu":
+        dtypes += [torch.float32, torch.float16]
+    can_group = dtype in dtypes and d_model % row == 0 and d_ff % row == 0
+    can_pack = device_type == "cpu" and dtype in (torch.float32, torch.float64)
+    if backend == "grouped_mm" and not can_group:
+        raise ValueError(
+            f"backend (grouped_mm) must have d_model ({d_model}) and d_ff ({d_ff}) "
+            f"multiples of {row} for {dtype}, and a dtype that it takes on {device_type} "
+            f"({', '.join(map(str, dtypes))}); use loop or auto"
+        )
+    if backend == "packed" and not can_pack:
+        raise ValueError(
+            f"backend (packed) must have float32 or float64 on a CPU, not {dtype} "
+            f"on {device_type}; use auto"
+        )
+    if backend == "megablocks":
+        why = why_no_megablocks(dtype, device_type)
+        if why:
+            raise ValueError(f"backend (megablocks) {why}")
+    if backend != "auto":
+        return backend
+    if can_pack:
+        return "packed"
+    return "grouped_mm" if can_group else "loop"

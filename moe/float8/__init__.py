@@ -1,0 +1,5 @@
+"""Products in float8, and rows that travel in float8."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

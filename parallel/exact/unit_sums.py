@@ -1,0 +1,62 @@
+"""Exact sums of the gradients of one layer's experts, which see rows of several units in one call.
+
+A unit is a micro-batch; see :mod:`parallel.exact.sums`. This file loads neither DTensor nor FSDP.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parallel.dtensor import local_shard
+from parallel.exact.arithmetic import UnitLimit, add_unit
+
+
+class UnitSums:
+    """Exact sums of the gradients of one layer's experts, of the experts that are here.
+
+    Args:
+        experts: the module whose parameters have the expert as their first dim.
+        limit: gets to see every gradient.
+        by_fsdp: FSDP sums the gradients over ranks.
+    """
+
+    def __init__(self, experts: nn.Module, limit: UnitLimit, by_fsdp: bool) -> None:
+        self.experts, self.limit, self.by_fsdp = experts, limit, by_fsdp
+        self._shapes = [local_shard(p).shape for p in experts.parameters()]
+        self._totals: list[Tensor] | None = None
+        self._lock = threading.Lock()  # several threads compute experts
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_lock": None, "_totals": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
+
+    def add(self, expert: int, grads: Iterable[Tensor | None]) -> None:
+        """Add a unit's gradients of one expert, in the order of the module's parameters; None for
+        parameters that the module lacks. Threads may call, each for other experts."""
+        found = [grad for grad in grads if grad is not None]
+        with self._lock:
+            if self._totals is None:
+                self._totals = [
+                    torch.zeros(shape, dtype=torch.int64, device=grad.device)
+                    for shape, grad in zip(self._shapes, found, strict=True)
+                ]
+        for total, grad in zip(self._totals, found, strict=True):
+            add_unit(total[expert], grad, self.limit)
+
+    def stand_in(self, parameter: Tensor) -> Tensor | None:
+        """What autograd gets in the place of a gradient."""
+        # FSDP reduces parameters that have a gradient.
+        return parameter.new_zeros(()).expand_as(parameter) if self.by_fsdp else None
+
+    def take(self) -> list[Tensor] | None:
+        """The sums, of the local shapes of the parameters, which begin anew; None where nothing was
+        added."""
+        totals, self._totals = self._totals, None
+        return totals

@@ -1,0 +1,13 @@
+from .config import ModelConfig as ModelConfig
+from .decoder import Block as Block
+from .decoder import Decoder as Decoder
+from .decoder import DecoderLayer as DecoderLayer
+from .decoder import DecoderOutput as DecoderOutput
+from .decoder import meta_decoder as meta_decoder
+from .flops import forward_flops as forward_flops
+from .init import first_matrix as first_matrix
+from .init import init_parameters as init_parameters
+from .init import is_bias as is_bias
+from .init import is_hidden_matrix as is_hidden_matrix
+from .mtp import MTPConfig as MTPConfig
+from .peak_rate import peak_flops_per_second as peak_flops_per_second

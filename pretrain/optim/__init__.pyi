@@ -1,0 +1,17 @@
+from .adamw import ElementwiseAdamW as ElementwiseAdamW
+from .adamw import build_adamw as build_adamw
+from .config import KINDS as KINDS
+from .config import AdamWConfig as AdamWConfig
+from .config import MuonConfig as MuonConfig
+from .config import OptimizerConfig as OptimizerConfig
+from .config import OptimizerFields as OptimizerFields
+from .config import with_kind as with_kind
+from .muon import Muon as Muon
+from .muon import orthogonalized as orthogonalized
+from .registry import build_optimizer as build_optimizer
+from .schedule import ScheduleConfig as ScheduleConfig
+from .state import moment_names as moment_names
+from .state import moments as moments
+from .state import set_lr as set_lr
+from .state import set_update_count as set_update_count
+from .surroundings import Surroundings as Surroundings

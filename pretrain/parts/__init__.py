@@ -1,0 +1,2 @@
+"""Capabilities of a step, a folder each. A part knows neither the job nor the trainer nor another
+part."""

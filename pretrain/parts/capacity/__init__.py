@@ -1,0 +1,5 @@
+"""Straggler-aware capacity of experts, planned from the speeds that ranks measure."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,2 @@
+from .part import CapacityPart as CapacityPart
+from .rule import CapacityBalance as CapacityBalance

@@ -1,0 +1,5 @@
+"""Faults on purpose, which show that a run is proof against them."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,14 @@
+from .config import ActionName as ActionName
+from .config import HealthConfig as HealthConfig
+from .memory import HealthMemory as HealthMemory
+from .memory import Occurrence as Occurrence
+from .memory import SampleRange as SampleRange
+from .memory import merged as merged
+from .rule import Verdict as Verdict
+from .rule import after_commit as after_commit
+from .rule import after_going_back as after_going_back
+from .rule import after_skip as after_skip
+from .rule import judge as judge
+from .rule import routers_are_checked as routers_are_checked
+from .signals import Seen as Seen
+from .signals import Signal as Signal

@@ -1,0 +1,5 @@
+"""The watch over ranks: heartbeats, stuck ranks, and ranks with odd losses."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

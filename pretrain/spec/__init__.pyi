@@ -1,0 +1,17 @@
+from .checkpoint import CheckpointConfig as CheckpointConfig
+from .checkpoint import InitConfig as InitConfig
+from .checkpoint import TiersConfig as TiersConfig
+from .job import JobSpec as JobSpec
+from .learning_rates import is_learning_rate_jump as is_learning_rate_jump
+from .learning_rates import learning_rate as learning_rate
+from .on_resume import rule_of as rule_of
+from .precision import PrecisionConfig as PrecisionConfig
+from .read import load_spec as load_spec
+from .read import resolve_spec as resolve_spec
+from .sections import SampleConfig as SampleConfig
+from .sections import TrackingConfig as TrackingConfig
+from .stored import stored_spec as stored_spec
+from .table import apply_override as apply_override
+from .table import read_table as read_table
+from .train import EvalConfig as EvalConfig
+from .train import TrainConfig as TrainConfig

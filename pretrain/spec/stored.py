@@ -1,0 +1,53 @@
+"""The spec that a checkpoint holds, without fields that this version does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_origin
+
+from pydantic import BaseModel
+
+from pretrain.spec.job import JobSpec
+from pretrain.spec.read import models_in, tag_of
+
+
+def stored_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A spec that a checkpoint holds, as this version reads it; the argument is unchanged.
+
+    Options that were dropped since the save are left out. Nothing is checked, and nothing is
+    filled in.
+
+    Args:
+        spec: sections as plain JSON; sections may be missing.
+    """
+    return _known(JobSpec, spec)
+
+
+def _known(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of fields that a model has, and so on in its tables."""
+    kept: dict[str, Any] = {}
+    for name, value in values.items():
+        field = model.model_fields.get(name)
+        if field is None:
+            continue
+        variants, tag = models_in(field.annotation), tag_of(field)
+        if len(variants) > 1 and isinstance(value, Mapping):
+            kind = value.get(tag)
+            variants = [v for v in variants if v.model_fields[tag].default == kind]
+        if len(variants) != 1:
+            kept[name] = value
+            continue
+        (table,) = variants
+        # A union of a table and None, a list of tables, or tables by name.
+        origin = get_origin(field.annotation)
+        if origin is dict and isinstance(value, Mapping):
+            kept[name] = {key: _table(table, inner) for key, inner in value.items()}
+        elif isinstance(value, list):
+            kept[name] = [_table(table, inner) for inner in value]
+        else:
+            kept[name] = _table(table, value)
+    return kept
+
+
+def _table(model: type[BaseModel], value: Any) -> Any:
+    return _known(model, value) if isinstance(value, Mapping) else value

@@ -1,0 +1,174 @@
+"""Text from the model while it is spread over ranks.
+
+Legend: V vocabulary, B batch, S tokens of a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from numpy.random import Generator, Philox
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from corpus.tokenizer import end_of_document
+from parallel import full_sequences
+from pretrain.parallelize import RoutedTokens
+from pretrain.rank_model import RankModel
+from pretrain.spec import SampleConfig
+from pretrain.train.evaluate import inference
+
+_UNFINISHED = "\ufffd"
+"""What a decoder writes for the first bytes of a letter."""
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A text, and what the model computed for it."""
+
+    text: str
+    """The prompt and what the model makes of it."""
+    tokens: int
+    """Tokens that were generated, the end of a document among them."""
+
+
+def generate(
+    job: RankModel,
+    tokenizer: Tokenizer,
+    sample: SampleConfig,
+    seen: Callable[[str], None] | None = None,
+) -> Generated:
+    """The prompt of ``sample`` and what the model makes of it; every rank must call.
+
+    All ranks compute the same text, each what it holds of the model. Deterministic: the generator
+    is seeded with ``train.seed``. At most ``data.seq_len`` tokens are in the model's view; when
+    there are more, the view goes on from the newer half. The text ends where the model ends a
+    document.
+
+    Keys and values of earlier tokens are kept, unless a token's output depends on the tokens that
+    are routed with it: then every token is computed again for each new one.
+
+    Args:
+        job: the model, with values.
+        tokenizer: of the model.
+        sample: the prompt, and how tokens are drawn.
+        seen: called with the text so far, where it has grown.
+    """
+    writer = _Writer(job, tokenizer, sample)
+    cache_length = job.spec.data.seq_len if writer.uses_cache else 0
+    with inference(job.parallel_model), full_sequences(job.model, cache_length) as cache:
+        while not writer.ended:
+            cache.keep(writer.write(cache.length))
+            if seen is not None and not (text := writer.text).endswith(_UNFINISHED):
+                seen(text)
+    return Generated(writer.text, writer.generated)
+
+
+class _Writer:
+    """A text that grows, equal on all ranks."""
+
+    def __init__(self, job: RankModel, tokenizer: Tokenizer, sample: SampleConfig) -> None:
+        spec = job.spec
+        self.job, self.tokenizer, self.sample = job, tokenizer, sample
+        self.view_length = spec.data.seq_len
+        self.end_id = end_of_document(tokenizer, spec.data.end_token)
+        self.token_ids: list[int] = tokenizer.encode(sample.prompt, add_special_tokens=False).ids
+        # A text without a prompt follows another document's end. The end token is of the document
+        # before, and so not in view where documents do not see each other.
+        self.begins = not self.token_ids
+        self.token_ids = self.token_ids or [self.end_id]
+        self.view_start = max(0, len(self.token_ids) - self.view_length)
+        self.uses_cache = spec.moe is None or spec.moe.independent_tokens
+        self.ended = sample.tokens == 0
+        self.generated = 0
+        # The first rank of those that have logits.
+        pipeline = job.parallel_model.pipeline
+        stage_place = 0 if pipeline is None else pipeline.last_place
+        self.source = stage_place * (job.runtime.world // job.topology.pp)
+
+    @property
+    def text(self) -> str:
+        return str(self.tokenizer.decode(self.token_ids))
+
+    def write(self, num_cached: int) -> int:
+        """Add the model's next token.
+
+        Args:
+            num_cached: of so many tokens in view keys and values are kept.
+
+        Returns:
+            Of how many tokens they are to be kept.
+        """
+        self.job.runtime.heartbeat.beat("evaluate", self.job.spec.train.steps)
+        token_id = self._next_token_id(self.token_ids[self.view_start + num_cached :])
+        self.generated += 1
+        self.ended = token_id == self.end_id or self.generated >= self.sample.tokens
+        if token_id != self.end_id:
+            self.token_ids.append(token_id)
+        begins, self.begins = self.begins, False
+        if begins and self.job.spec.data.document_mask:
+            self.token_ids = self.token_ids[1:]
+            return 0
+        if len(self.token_ids) - self.view_start > self.view_length:
+            self.view_start = len(self.token_ids) - (self.view_length + 1) // 2
+            return 0
+        if self.ended or not self.uses_cache:
+            return 0
+        return len(self.token_ids) - self.view_start - 1  # the last token is not computed yet
+
+    def _next_token_id(self, token_ids: list[int]) -> int:
+        """The token behind ``token_ids`` and what is kept of earlier tokens, on all ranks."""
+        # Ranks of tensor parallelism have equal parts; padding is no token for MoE layers.
+        padding = [self.end_id] * (-len(token_ids) % self.job.topology.tp)
+        inputs_BS = torch.tensor([[*token_ids, *padding]], device=self.job.runtime.device)
+        routed = self._routed(inputs_BS.numel(), len(token_ids)) if padding else None
+        output, _ = self.job.forward(inputs_BS, routed=routed)
+        token_id = -1
+        if output is not None:
+            logits_V = output.logits[0, len(token_ids) - 1]
+            if isinstance(logits_V, DTensor):
+                logits_V = logits_V.full_tensor()
+            token_id = next_token(logits_V.double().cpu(), self.sample, self._noise(len(logits_V)))
+        return self.job.runtime.broadcast_all([token_id], self.source)[0]
+
+    def _routed(self, size: int, count: int) -> RoutedTokens:
+        """What this rank's MoE layers route of ``size`` positions, of which the first ``count`` are
+        tokens."""
+        dims, tp = self.job.dims, self.job.topology.tp
+        mask_BS = (torch.arange(size) < count).unsqueeze(0)
+        mask_BS = mask_BS.chunk(tp, 1)[dims.tp_mesh.get_local_rank()]
+        own_tokens = int(mask_BS.sum())
+        return RoutedTokens(mask_BS, own_tokens, own_tokens)
+
+    def _noise(self, vocab_size: int) -> Tensor | None:
+        """[V] for the next token of the text: a function of the seed and the token's number."""
+        if not self.sample.temperature:
+            return None
+        noise = Generator(Philox(key=[self.job.spec.train.seed, self.generated]))
+        return torch.from_numpy(noise.gumbel(size=vocab_size))
+
+
+def next_token(logits_V: Tensor, sample: SampleConfig, noise_V: Tensor | None) -> int:
+    """The token with the highest score: logit / temperature + noise, among the nucleus.
+
+    With noise of the standard Gumbel distribution the token is drawn from the softmax of the
+    scaled logits.
+
+    Args:
+        logits_V: [V] float64.
+        sample: temperature and top_p.
+        noise_V: [V] float64; None with a temperature of 0.
+    """
+    if noise_V is None:
+        return int(logits_V.argmax())
+    scaled_V = logits_V / max(sample.temperature, 1e-3)
+    if sample.top_p < 1:
+        # The nucleus: the likeliest tokens until their probabilities reach top_p (Holtzman et al.,
+        # arXiv 1904.09751).
+        sorted_V, order_V = scaled_V.softmax(-1).sort(descending=True, stable=True)
+        others = order_V[sorted_V.cumsum(-1) - sorted_V >= sample.top_p]
+        scaled_V[others] = -torch.inf
+    return int((scaled_V + noise_V).argmax())

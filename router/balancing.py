@@ -1,0 +1,81 @@
+"""What keeps experts evenly loaded: a loss, or a step of a bias for each expert.
+
+Legend: T tokens, E experts, K top_k.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from router.config import BALANCING, BalancingTraits, RouterConfig
+
+
+class RoutedTokens(NamedTuple):
+    """What a loss may depend on, of one call."""
+
+    logits_TE: Tensor
+    """With gradients, as ``probs_TE``."""
+    probs_TE: Tensor
+    """The scores of a token, scaled to a sum of 1."""
+    expert_indices_TK: Tensor
+    """The chosen experts before capacity; E, which is no expert, for padding."""
+    tokens_per_expert_E: Tensor
+    """[E] int64: how many tokens of this call chose each expert."""
+    expert_counts_E: Tensor
+    """[E] int64: the same of the tokens that ``aux_loss_scope`` names."""
+    token_mask_T: Tensor | None
+    """[T] bool, false for padding, whose logits may be anything; None where all are tokens."""
+    seq_len: int | None
+    """Tokens of each sequence, a divisor of T; None for one sequence."""
+    token_group: dist.ProcessGroup | None
+    """The ranks that have equal parts of the same sequences."""
+
+
+class Losses(NamedTuple):
+    """Scalar losses of a call; the first three without coefficients, for metrics."""
+
+    load_balance: Tensor
+    sequence_balance: Tensor
+    z: Tensor
+    total: Tensor
+    """What the model's loss gets."""
+
+
+class Balancing(ABC):
+    """A rule that balances experts.
+
+    ``moe.balancing`` names a rule: by its line in :data:`router.config.BALANCINGS`, or as
+    ``package.module:Class``. Each passes :class:`router.testing.BalancingContract`. A rule that
+    replaces one of the two steps derives from :class:`router.balancing_standard.StandardBalancing`.
+    """
+
+    traits: ClassVar[BalancingTraits] = BalancingTraits()
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def losses(self, tokens: RoutedTokens) -> Losses:
+        """The losses of one call, in the dtype of the logits; of no tokens they are 0.
+
+        Several ranks that share sequences must all call collectives, or none.
+        """
+
+    @abstractmethod
+    def bias_change(self, tokens_per_expert_E: Tensor) -> Tensor:
+        """[E] what is added to each expert's bias after a step, without a gradient.
+
+        Args:
+            tokens_per_expert_E: [E] the assignments of the step on all ranks. The result must
+                depend on them alone: biases stay equal on all ranks.
+        """
+
+
+def balancing_of(config: RouterConfig) -> Balancing:
+    """The rule that ``config.balancing`` names."""
+    balancing: Balancing = BALANCING.load(config.balancing)(config)
+    return balancing

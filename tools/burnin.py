@@ -1,6 +1,0 @@
-"""``convoy burn-in``, from a checkout."""
-
-from pretrain.commands import main
-
-if __name__ == "__main__":
-    raise SystemExit(main("burn-in"))

@@ -1,6 +1,0 @@
-"""``convoy launch``, from a checkout."""
-
-from pretrain.commands import main
-
-if __name__ == "__main__":
-    raise SystemExit(main("launch"))
