@@ -146,7 +146,8 @@ def read_manifest(folder: Path | str) -> CorpusManifest:
     try:
         raw = read_file(f"{folder}/{MANIFEST}")
     except OSError as error:
-        if not is_remote(folder) and not Path(folder).exists():
+        missing = isinstance(error, FileNotFoundError)
+        if missing and (is_remote(folder) or not Path(folder).exists()):
             raise InputError(
                 f"data.path ({folder}) has no prepared corpus yet: convoy prepare SPEC makes one"
             ) from None

@@ -15,6 +15,7 @@ from cluster.members import EXCLUDE_LIST, exclude, node_name
 from corpus.tokenizer import end_of_document, load_tokenizer
 from parallel import CompressedSum, Topology
 from pretrain.data import Blend, Corpora, Division, Loader, Sequences, open_corpora
+from pretrain.errors import InputError
 from pretrain.observe import Events, Notice
 from pretrain.optim import Surroundings, build_optimizer
 from pretrain.parallelize import (
@@ -84,7 +85,13 @@ class Job(RankModel):
         """Do what a part wishes for coming steps: capacity, division of micro-batches."""
         if wish.division is not None:
             self.loader.division = wish.division
-        if wish.plans is not None and self.balance is not None:
+        if wish.plans is not None:
+            if self.balance is None:
+                raise InputError(
+                    "a part wishes for a plan of capacity, which needs moe.capacity.policy "
+                    "straggler_aware"
+                )
+            self.balance.set_plans(wish.plans)
             self.balance.apply(self.routers, self.runtime.rank)
 
     def continue_blend(self, blend: Blend, cursor: int) -> None:
@@ -266,7 +273,11 @@ def _parts(
     )
     own: list[Part] = [OddLosses(context), *([] if capacity is None else [capacity]), stragglers]
     others = runtime.together(lambda: [named_part(kind)(context) for kind in spec.train.parts])
-    return (*own, *others)
+    parts = (*own, *others)
+    names = [part.name for part in parts]
+    if len(set(names)) < len(names):
+        raise InputError(f"train.parts must have a name each, and these are {', '.join(names)}")
+    return parts
 
 
 def _context(

@@ -152,7 +152,7 @@ class Wish:
     skip: SkipReason | None = None
     """Do not commit the step, and leave its samples out: the step is taken with the next ones."""
     save: bool = False
-    """Save a checkpoint after the step."""
+    """Save a checkpoint after the step, where the step is committed."""
     stop: bool = False
     """Commit a checkpoint after the step and end, so that the same command goes on."""
     plans: Plans | None = None
@@ -206,7 +206,8 @@ class Part:
     name: ClassVar[str]
     """The key of the state in checkpoints, and the first word of the columns."""
     of_machines: ClassVar[bool] = False
-    """Whether the state is of these machines, and is dropped where ranks are on other ones."""
+    """Whether the state is of these machines, and is dropped where ranks are on other ones. Where
+    the checkpoint is of another layout, any state is dropped."""
 
     def report(self, mine: Report) -> Mapping[str, float]:
         """This rank's columns of the barrier's vector; the same names in every step."""
@@ -218,7 +219,8 @@ class Part:
         return None
 
     def after(self, facts: StepFacts) -> Wish | None:
-        """Take in a step that was committed; wishes hold from the next step on."""
+        """Take in a step that was committed. Wishes for capacity and division hold from the next
+        step on; a wish to save or to stop is of this step; a wish to skip comes too late."""
         return None
 
     def state(self) -> dict[str, Any] | None:
@@ -244,4 +246,6 @@ def named_part(kind: str) -> Callable[[PartContext], Part]:
         ) from None
     if not (isinstance(found, type) and issubclass(found, Part)):
         raise InputError(f"train.parts ({kind}) must be a subclass of pretrain.step.Part")
+    if not str(getattr(found, "name", "")).isidentifier():
+        raise InputError(f'train.parts ({kind}) must have a name, which is a word: name = "mine"')
     return found

@@ -102,4 +102,9 @@ def _made(location: str, kind: Callable[[str], Any]) -> Store:
         raise ValueError(
             f"checkpoint location {location}: {name} must take the URL alone: {why}"
         ) from None
+    if not hasattr(store, "links"):
+        raise ValueError(
+            f"checkpoint location {location}: {name} must have links: whether a file can have two "
+            f"names"
+        )
     return store

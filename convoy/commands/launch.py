@@ -164,20 +164,32 @@ def _data_folders(spec: JobSpec, base: Path) -> Iterator[Path]:
 def check_prepared(spec: JobSpec, path: Path, engine: Engine) -> None:
     """Refuse a job whose ranks would find no corpus: ranks prepare none.
 
-    Raises InputError. Folders of containers, and object stores, are not looked at.
+    Raises InputError. Folders of containers, object stores, and folders that this machine does not
+    see are not looked at. A launch of one process prepares the corpus itself.
     """
     from corpus.config import is_remote
     from corpus.manifest import MANIFEST
 
-    if engine.container_workdir is not None or spec.launch.image:
+    launch = spec.launch
+    if engine.container_workdir is not None or launch.image:
+        return
+    if launch.max_nodes * launch.ranks_per_node == 1:
         return
     data, base = spec.data, Path(spec.launch.workdir or Path.cwd())
     for corpus in (*data.each_source.values(), *data.each_validation.values()):
-        if not is_remote(corpus.path) and not (base / corpus.path / MANIFEST).exists():
+        if is_remote(corpus.path):
+            continue
+        folder = base / corpus.path
+        if _is_seen(folder, base) and not (folder / MANIFEST).exists():
             raise InputError(
                 f"data.path ({corpus.path}) has no prepared corpus yet, and ranks prepare none: "
                 f"run convoy prepare {path} first"
             )
+
+
+def _is_seen(folder: Path, base: Path) -> bool:
+    """Whether this machine sees where a folder would be: its parent, or the launch's folder."""
+    return folder.parent.is_dir() or (folder.is_relative_to(base) and base.is_dir())
 
 
 def _engine_overrides(spec: JobSpec, engine: Engine) -> list[str]:

@@ -15,7 +15,7 @@ from pretrain.data import BatchConfig, Blend, changed_shard
 from pretrain.errors import InputError
 from pretrain.job import Job
 from pretrain.section import OnResume
-from pretrain.spec import JobSpec, rule_of, stored_spec
+from pretrain.spec import CONSTANTS, JobSpec, other_constants, rule_of, stored_spec
 from pretrain.state import RunState, read_run_state
 
 
@@ -28,6 +28,11 @@ def check_resumable(job: Job, manifest: Manifest) -> None:
         raise InputError(
             f"checkpoint.path ({root}) must be the run's own: {where} holds weights alone; name it "
             f"in init.checkpoint"
+        )
+    for field, value in other_constants(manifest.spec).items():
+        raise InputError(
+            f"{field} ({value}) of {where} is an option that was dropped: this version computes "
+            f"with {CONSTANTS[field]}; end the run with the version that began it"
         )
     before = resolved(manifest.spec)
     _check_spec(spec, before, where)

@@ -223,8 +223,9 @@ def _load(job: Job, manifest: Manifest, root: Location, once: bool = False) -> P
         seed_rng(job.spec.train.seed, manifest.step, runtime.rank)
     # Speeds are of machines: on other machines they are measured anew, from equal shares.
     same_machines = same_ranks and state.machines == list(job.machines)
+    same_topology = manifest.topology == job.topology.as_dict()
     for part in job.parts:
-        if part.name in state.parts and (same_machines or not part.of_machines):
+        if part.name in state.parts and (same_machines if part.of_machines else same_topology):
             wish = part.load(state.parts[part.name])
             if wish is not None:
                 job.act(wish)

@@ -40,6 +40,7 @@ STOP_CAUSES = {
     "notice_file": " on a preemption notice",
     "time_limit": " before the time limit",
     "slow_machine": " to go on without a slow machine",
+    "part": " as a part of the step wished",
 }
 """What people are told of a stop, by its cause."""
 

@@ -20,6 +20,8 @@ class StopCause(IntEnum):
     """The time limit comes before one more step and its save."""
     SLOW_MACHINE = 4
     """A slow machine was excluded, and the run is to start again without the machine."""
+    PART = 5
+    """A part of a step wished for a stop; nothing starts the run again by itself."""
 
     @property
     def label(self) -> str:
@@ -39,6 +41,8 @@ class StopRequest:
         self.is_final = False
         """Whether the ranks have stopped for a notice or a limit, and must not be started again.
         After a signal they may be: torchrun sends SIGTERM too when it forms the ranks anew."""
+        self.ends_launch = False
+        """Whether a part of the step wished for the stop: no start of ranks would change that."""
         self._watched: list[Callable[[], StopCause]] = []
         self._urgent: list[Callable[[], StopCause]] = []
         self._previous = {

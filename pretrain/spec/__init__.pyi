@@ -10,6 +10,8 @@ from .read import load_spec as load_spec
 from .read import resolve_spec as resolve_spec
 from .sections import SampleConfig as SampleConfig
 from .sections import TrackingConfig as TrackingConfig
+from .stored import CONSTANTS as CONSTANTS
+from .stored import other_constants as other_constants
 from .stored import stored_spec as stored_spec
 from .table import apply_override as apply_override
 from .table import read_table as read_table

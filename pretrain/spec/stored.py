@@ -23,6 +23,27 @@ def stored_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
     return _known(JobSpec, spec)
 
 
+CONSTANTS: dict[str, Any] = {
+    "moe.router_dtype": "float32",
+    "optimizer.update_rms": 0.2,
+    "optimizer.newton_schulz_steps": 5,
+    "optimizer.newton_schulz_dtype": None,
+}
+"""Dropped options on which every number of a run depends, with what holds now."""
+
+
+def other_constants(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The dropped options of :data:`CONSTANTS` that a stored spec has at another value."""
+    others = {}
+    for path, constant in CONSTANTS.items():
+        section, _, field = path.partition(".")
+        table = spec.get(section)
+        value = table.get(field, constant) if isinstance(table, Mapping) else constant
+        if value != constant:
+            others[path] = value
+    return others
+
+
 def _known(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of fields that a model has, and so on in its tables."""
     kept: dict[str, Any] = {}

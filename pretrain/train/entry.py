@@ -126,7 +126,8 @@ def run(
             status.end(code)
         tell_spares(code)
         # A notice is of one machine: the others of an elastic run go on without that machine.
-        leaves = stop.is_final and (not spec.elastic.enabled or stop.cause > StopCause.SIGNAL)
+        of_machine = spec.elastic.enabled and stop.cause <= StopCause.SIGNAL
+        leaves = stop.is_final and (stop.ends_launch or not of_machine)
     if code == EXIT_TRY_AGAIN and leaves:
         stop_torchrun(torchrun)
     return code

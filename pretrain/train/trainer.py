@@ -91,6 +91,9 @@ class Trainer:
             checkpointer.poll()
             stopped = decision.stop or self.starts_again
             self.stop_cause = StopCause(decision.stop_cause)
+            if decision.stop and self.stop_cause is StopCause.NONE:
+                self.stop_cause = StopCause.PART
+                stop.ends_launch = True
             stop.is_final = self.stop_cause > StopCause.SIGNAL
             if self.starts_again and not stop.is_final:
                 self.stop_cause = StopCause.SLOW_MACHINE
@@ -143,8 +146,7 @@ class Trainer:
             return decision
         self._publish_commit(decision, attempt)
         self.verifier.compare_digests(self.digests.publish(self.progress.step), self.progress)
-        self._after(facts, attempt)
-        return decision
+        return self._after(facts, attempt)
 
     def _read(self, before: Progress) -> Attempt:
         """The data of the step, after what happens between steps."""
@@ -195,8 +197,11 @@ class Trainer:
             decision = with_wish(decision, part.judge(facts))
         return replace(facts, decision=decision)
 
-    def _after(self, facts: StepFacts, attempt: Attempt) -> None:
-        """Tell the parts of a committed step, and do what they wish for coming steps."""
+    def _after(self, facts: StepFacts, attempt: Attempt) -> Decision:
+        """Tell the parts of a committed step, and do what they wish for coming steps.
+
+        Returns the decision, with the wishes to save and to stop.
+        """
         facts = replace(facts, next_micro_batches=self.job.loader.num_micro_batches(attempt.cursor))
         for part in self.job.parts:
             wish = part.after(facts)
@@ -204,7 +209,10 @@ class Trainer:
                 continue
             self.job.act(wish)
             self.starts_again |= wish.starts_again
-            facts = replace(facts, capacity_changed=facts.capacity_changed or bool(wish.plans))
+            decision = with_wish(facts.decision, replace(wish, skip=None))
+            changed = facts.capacity_changed or bool(wish.plans)
+            facts = replace(facts, decision=decision, capacity_changed=changed)
+        return facts.decision
 
     def _ends_interval(self, step: int) -> bool:
         train = self.job.spec.train
@@ -368,7 +376,8 @@ class Trainer:
             if verdict.goes_back:
                 self.interval = IntervalStats(self.progress.consumed_samples)
         elif wished:
-            health = after_skip(before.health, before.consumed_samples, cursor.sample_index)
+            memory = before.health if verdict is None else verdict.memory
+            health = after_skip(memory, before.consumed_samples, cursor.sample_index)
             self.progress = replace(before, health=health, consumed_samples=cursor.sample_index)
 
     def mfu(self, tokens: int, seconds: float) -> float:

@@ -102,10 +102,11 @@ class CapacityBalance:
             for i, group in enumerate(self.groups)
         ]
         if self.recorded is not None:
-            self._set_plans(self.recorded.get(step, before))
+            self.set_plans(self.recorded.get(step, before))
         return self.plans != before
 
-    def _set_plans(self, plans: Plans) -> None:
+    def set_plans(self, plans: Plans) -> None:
+        """Let these plans hold from the next step on."""
         self.groups = [
             StragglerBalancer(group.measured, CapacityPlan(tuple(units)))
             for group, units in zip(self.groups, plans, strict=True)
@@ -128,7 +129,7 @@ class CapacityBalance:
         A checkpoint of an earlier version has plans and no measurements that this version can use.
         Its plans hold until new measurements say otherwise.
         """
-        self._set_plans(state["plans"])
+        self.set_plans(state["plans"])
         if "measured" in state:
             measured = [RelativeSpeeds.load(group) for group in state["measured"]]
         else:

@@ -264,6 +264,6 @@ def test_folders_of_the_corpus_are_told_to_the_engine(tmp_path, capsys):
 
 
 def test_a_job_without_a_prepared_corpus_is_not_submitted(tmp_path, capsys):
-    spec = write(tmp_path)
+    spec = write(tmp_path, launch={"ranks_per_node": 2})
     message = refused(capsys, spec, "--on", "torchrun", "--submit")
     assert "has no prepared corpus yet, and ranks prepare none: run convoy prepare" in message

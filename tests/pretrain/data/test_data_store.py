@@ -420,5 +420,7 @@ def test_what_cannot_be_is_one_line(folder, server, tmp_path):
         with pytest.raises(InputError, match=r"data.cache_dir \(.*file\) cannot take train-00000"):
             read_batch(PackedSequences(data, corpus, "train", cache=cache), [0])
         none = data.model_copy(update={"path": f"s3://{BUCKET}/nothing"})
-        with pytest.raises(InputError, match=r"must be a prepared corpus or not exist"):
+        with pytest.raises(
+            InputError, match=r"has no prepared corpus yet: convoy prepare SPEC makes one"
+        ):
             read_manifest(none.path)

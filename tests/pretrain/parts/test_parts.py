@@ -138,14 +138,73 @@ def test_a_part_from_outside_judges_acts_and_is_resumed(tmp_path):
     assert state["parts"]["countdown"] == {"tokens": 1280, "left_out": True}
 
 
+class Enough(Part):
+    """A part from outside that wishes for the end of the run after its second step."""
+
+    name: ClassVar[str] = "enough"
+
+    def __init__(self, context: PartContext) -> None:
+        self.context = context
+
+    def after(self, facts: StepFacts) -> Wish | None:
+        return Wish(save=True, stop=facts.step == 2)
+
+
+class Twice(Enough):
+    """A part with the name of another part."""
+
+    name: ClassVar[str] = "stragglers"
+
+
+class Nameless(Part):
+    """A part that forgot its name."""
+
+    def __init__(self, context: PartContext) -> None:
+        self.context = context
+
+
+def test_a_part_saves_and_stops_the_run_for_good(tmp_path):
+    job = prepare_job(tmp_path / "job")
+    train = {"steps": 6, "log_interval_steps": 1, "parts": [f"{__name__}:Enough"]}
+    spec = write_spec(tmp_path, data=data_of(job), train=train, checkpoint={"interval_steps": 100})
+    code, _ = pretrain(0, [str(spec)])
+    assert code == 75
+    run = tmp_path / "run"
+    assert [event["step"] for event in events(run, "save")] == [1, 2]
+    (stopped,) = events(run, "stopped")
+    assert (stopped["step"], stopped["cause"]) == (2, "part")
+
+
+def test_a_state_of_another_layout_is_not_loaded(tmp_path):
+    job = prepare_job(tmp_path / "job")
+    train = {"log_interval_steps": 1, "timeout_seconds": 60.0, "parts": [OUTSIDE]}
+    spec = write_spec(
+        tmp_path, data=data_of(job), train=train, checkpoint={"reshard_on_load": True},
+    )  # fmt: skip
+    counted = []
+    for ranks, steps in ((2, 3), (1, 4)):
+        changes = [f"train.steps={steps}", f"parallel.dp_replicate={ranks}"]
+        words = [word for change in changes for word in ("--set", change)]
+        results = run_ranks(pretrain, ranks, [str(spec), *words], group=False)
+        assert {code for code, _ in results} == {0}, results
+        texts = [notice["text"] for notice in events(tmp_path / "run", "notice")]
+        counted = [text for text in texts if text.startswith("counted")]
+    assert counted[-1] == "counted 256", "of one step, as in a run that begins"
+
+
 def test_a_part_that_cannot_be_named_is_one_line(tmp_path):
     job = prepare_job(tmp_path / "job")
     for kind, why in (
         ("nowhere.at_all:Part", "must be package.module:Class, importable on every rank"),
         ("collections:OrderedDict", "must be a subclass of pretrain.step.Part"),
+        (f"{__name__}:Nameless", "must have a name, which is a word"),
     ):
         train = {"steps": 6, "parts": [kind]}
         spec = write_spec(tmp_path, data=data_of(job), train=train)
         code, text = pretrain(0, [str(spec)])
         assert code == 2
         assert f"error: train.parts ({kind}) {why}" in text
+    train = {"steps": 6, "parts": [f"{__name__}:Twice"]}
+    code, text = pretrain(0, [str(write_spec(tmp_path, data=data_of(job), train=train))])
+    assert code == 2
+    assert "error: train.parts must have a name each, and these are " in text

@@ -13,7 +13,7 @@ from pretrain.errors import InputError
 from pretrain.rank_model import compute_dtype
 from pretrain.spec.job import JobSpec
 from pretrain.spec.read import load_spec
-from pretrain.spec.stored import stored_spec
+from pretrain.spec.stored import other_constants, stored_spec
 from tests.support.jobs import make_spec, tiny, write_spec
 
 RECIPE = "tools/recipes/stdlib-tiny.toml"
@@ -331,3 +331,11 @@ def test_a_stored_spec_is_read_without_options_that_were_dropped(tmp_path):
     assert saved == before, "the argument is not changed"
     saved["train"] = 3
     assert resolved(saved)["train"] == 3, "what this version refuses stays, and is compared"
+
+
+def test_a_dropped_option_on_which_numbers_depend_is_told_by_its_former_value():
+    now = {"moe": {"router_dtype": "float32"}, "optimizer": {"update_rms": 0.2}}
+    assert other_constants(now) == {}
+    assert other_constants({"moe": None, "optimizer": {}}) == {}
+    was = {"moe": {"router_dtype": "float64"}, "optimizer": {"update_rms": 0.4}}
+    assert other_constants(was) == {"moe.router_dtype": "float64", "optimizer.update_rms": 0.4}
