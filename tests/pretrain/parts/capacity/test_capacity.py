@@ -7,6 +7,7 @@ import importlib
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,14 @@ import torch
 
 import ckpt
 from convoy.commands.pretrain import main
-from moe import Stopwatch
+from moe import MoEConfig, MoELayer, Stopwatch
 from parallel import Topology
-from pretrain.parts.capacity import CapacityBalance
+from pretrain.job import Job
+from pretrain.parts.capacity import CapacityBalance, CapacityPart
+from pretrain.parts.testing import context_of
+from pretrain.step import Wish
 from pretrain.train.trainer import Trainer
-from router import StragglerAwareConfig
+from router import UNITS_PER_RANK, StragglerAwareConfig
 from tests.support.jobs import events, prepare_job, write_spec
 from tests.support.ranks import run_ranks
 
@@ -202,3 +206,23 @@ def test_a_global_batch_is_counted_over_ranks_and_micro_batches(tmp_path, text):
     results = run_ranks(counted_on_rank, 2, [str(spec), "--set", "train.steps=2"], group=False)
     # 2 ranks x 2 sequences x 32 tokens x 2 experts, then as many again, in each of two steps.
     assert results == [[[256, 256], [512, 512]] * 2] * 2
+
+
+def test_a_plan_that_is_wished_for_reaches_this_ranks_routers():
+    config = MoEConfig(
+        d_model=8, d_ff=8, num_experts=4, top_k=2, capacity={"policy": "straggler_aware"}
+    )
+    layer = MoELayer(config)
+    topology = Topology(dp_shard=2, ep=2)
+    part = CapacityPart(CapacityBalance(config.capacity, topology), context_of(0, []))
+    job = Job.__new__(Job)
+    block = SimpleNamespace(moe=layer)
+    model = SimpleNamespace(local_model=SimpleNamespace(blocks={"0": block}))
+    for name, value in {
+        "parts": (part,), "parallel_model": model, "runtime": SimpleNamespace(rank=1),
+    }.items():  # fmt: skip
+        object.__setattr__(job, name, value)
+    plans = [[UNITS_PER_RANK + 100, UNITS_PER_RANK - 100]]
+    job.act(Wish(plans=plans))
+    assert part.balance.plans == plans
+    assert list(layer.router.capacity.plan.units) == plans[0]
