@@ -36,9 +36,9 @@ from parallel import Topology
 from pretrain.model import Decoder, ModelConfig
 from pretrain.observe import Metrics
 from pretrain.parallelize import LocalBatch, forward_backward
+from pretrain.parts.step import Report
 from pretrain.runtime import keep_freed_memory
 from pretrain.spec import load_spec
-from pretrain.step import Report
 from pretrain.train.barrier import exchange
 
 EXPERTS = (8, 32, 128, 512)

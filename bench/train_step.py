@@ -35,9 +35,9 @@ from convoy.convert import import_hf
 from moe import MoEConfig
 from parallel import Topology, clip_grad_norm
 from pretrain.model import Decoder, ModelConfig, forward_flops, meta_decoder, peak_flops_per_second
-from pretrain.parallelize import forward_backward
+from pretrain.parallelize import forward_backward, parameter_layouts
 from pretrain.runtime import keep_freed_memory
-from pretrain.state import model_arrays, parameter_layouts
+from pretrain.state import model_arrays
 
 NAMES = ["convoy", "transformers grouped_mm", "transformers eager", "torchtitan", "limit"]
 PACKAGES = ["torch", "numpy", "transformers", "torchtitan"]

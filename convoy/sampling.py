@@ -16,7 +16,7 @@ from corpus.location import is_there
 from corpus.tokenizer import load_tokenizer, tokenizer_at, tokenizer_fingerprint
 from pretrain.checkpoint import saved_spec
 from pretrain.errors import InputError
-from pretrain.rank_model import RankModel, build_model
+from pretrain.job import RankModel, build_model
 from pretrain.runtime import Runtime, launched_world, start
 from pretrain.spec import JobSpec, SampleConfig
 from pretrain.train import Generated, generate

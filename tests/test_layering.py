@@ -51,7 +51,7 @@ FLOORS = {
                "prepare"],
     "pretrain": [
         "errors section", "model data parts.playbook parts.verify", "optim", "state spec",
-        "parallelize runtime observe", "elastic rank_model parts.faults", "step",
+        "parallelize runtime observe", "elastic parts.step parts.faults",
         "parts.capacity parts.stragglers parts.rank_watch parts.testing",
         "job", "checkpoint", "train",
     ],
@@ -492,6 +492,29 @@ def test_spec_plan_launch_and_prepare_load_no_torch(tmp_path):
 def test_the_command_starts_without_torchs_compiler():
     code = "import sys, pretrain.train; sys.exit('torch._dynamo.convert_frame' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+def takers_of_a_job(modules: Modules) -> list[str]:
+    """The functions that take a whole Job, by module and name."""
+    return [
+        f"{name}.{node.name}"
+        for name, source in modules.items()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef)
+        for argument in (*node.args.args, *node.args.kwonlyargs)
+        if argument.annotation is not None and ast.unparse(argument.annotation) == "Job"
+    ]
+
+
+def test_few_functions_take_a_whole_job():
+    """A function takes the values that it reads: what takes the Job depends on all of a run."""
+    modules = {
+        name: source for name, source in HOUSE_MODULES.items() if name.startswith("pretrain.")
+    }
+    assert len(takers_of_a_job(modules)) <= 24
+    assert takers_of_a_job(
+        {"a": "def f(job: Job, *, other: int): ...\ndef g(job: RankModel): ..."}
+    ) == ["a.f"]
 
 
 def test_there_is_no_drawer_for_odds_and_ends():

@@ -20,9 +20,9 @@ from pretrain.observe import (
     read_log,
     read_status,
 )
+from pretrain.parts.step import Action
 from pretrain.runtime import start
 from pretrain.spec import JobSpec, resolve_spec
-from pretrain.step import Action
 from pretrain.train import Trainer
 
 _FEW = 3

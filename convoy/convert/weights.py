@@ -8,7 +8,8 @@ from ckpt.rewrite import Source, SourceArray
 from moe import MoEConfig
 from parallel import Topology
 from pretrain.model import ModelConfig, meta_decoder
-from pretrain.state import MODEL, model_arrays, parameter_layouts
+from pretrain.parallelize import parameter_layouts
+from pretrain.state import MODEL, model_arrays
 
 
 def weight_arrays(model: ModelConfig, moe: MoEConfig | None) -> dict[str, SourceArray]:

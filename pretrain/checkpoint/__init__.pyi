@@ -1,5 +1,4 @@
 from .checkpointer import Checkpointer as Checkpointer
-from .contents import checkpoint_arrays as checkpoint_arrays
 from .failures import DEVICE_HOURS_PER_FAILURE as DEVICE_HOURS_PER_FAILURE
 from .failures import erlang_b as erlang_b
 from .failures import expected_run_seconds as expected_run_seconds
@@ -16,4 +15,3 @@ from .run_id import launch_secret as launch_secret
 from .run_id import remove_run as remove_run
 from .tiers import join_peers as join_peers
 from .tiers import start_saver as start_saver
-from .verified import leave_verified as leave_verified

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import ckpt
 from ckpt import AsyncCheckpointer, CheckpointError, SaveEvent
 from ckpt.errors import OtherRankError
-from pretrain.checkpoint.contents import checkpoint_arrays, save_info
+from pretrain.checkpoint.contents import save_info
 from pretrain.checkpoint.interval import SaveClock
 from pretrain.checkpoint.progress import CheckpointProgress, way_back
+from pretrain.checkpoint.rolling_back import roll_back
+from pretrain.checkpoint.run_id import BEGINNING
+from pretrain.errors import InputError
 from pretrain.job import Job
 from pretrain.observe import (
     CheckpointCommitted,
@@ -16,6 +21,7 @@ from pretrain.observe import (
     SaveBegun,
     SaveIntervalChosen,
 )
+from pretrain.parts.playbook import HealthMemory
 from pretrain.runtime import StopRequest
 from pretrain.state import Progress
 
@@ -41,6 +47,7 @@ class Checkpointer:
         progress: CheckpointProgress,
     ) -> None:
         self.job, self.writer, self.stop, self.progress = job, writer, stop, progress
+        self.root = job.spec.checkpoint_path
         self.clock = SaveClock(job.spec.checkpoint, job.runtime.world, history)
         self._saves = 0
         self._failures: dict[str, int] = {}
@@ -81,7 +88,7 @@ class Checkpointer:
             known.shared_begun = step
         try:
             stall = self.writer.save(
-                save_info(self.job, progress), checkpoint_arrays(self.job), names
+                save_info(self.job, progress), self.job.checkpoint_arrays(), names
             )
         except CheckpointError as error:
             stall = self.clock.stall_seconds  # a failed save does not say what a save costs
@@ -121,7 +128,51 @@ class Checkpointer:
     def way_back(self) -> str:
         """What to do after a run that cannot go on; every rank must call, and waits for saves."""
         self.wait()
-        return way_back(self.job)
+        return way_back(self.job.runtime, self.root)
+
+    def leave_verified(self, verified_step: int | None) -> int | None:
+        """Leave only checkpoints of ``verified_step`` and before; every rank must call.
+
+        Saves that were begun are waited for. Newer checkpoints are moved to ``away/``, and those in
+        nodes' memory and on their disks are not taken, as after ``convoy prepare --load-step``.
+        This run cannot go on afterwards. Where ``verified_step`` is None, every checkpoint is
+        verified, and nothing is moved.
+
+        Returns:
+            The step after which the next start begins, 0 for the beginning; None where the folder
+            has checkpoints, and none of them is of ``verified_step`` or before: nothing is moved
+            then.
+
+        Raises InputError where the folder cannot be changed.
+        """
+        runtime, root = self.job.runtime, self.root
+        self.wait()
+        runtime.agree(True)  # from here on no writer process has anything to write
+
+        def leave() -> int:
+            steps = ckpt.committed_steps(root)
+            if verified_step is None:
+                return max(steps, default=0)
+            step = max((s for s in steps if s <= verified_step), default=BEGINNING)
+            if step == BEGINNING and verified_step > 0:
+                return BEGINNING
+            self.roll_back(step)
+            return max(step, 0)
+
+        step = runtime.from_first(leave)
+        return None if step == BEGINNING else step
+
+    def roll_back(self, step: int, health: HealthMemory | None = None) -> None:
+        """See :func:`pretrain.checkpoint.rolling_back.roll_back`; for rank 0.
+
+        Raises InputError where the folder cannot be changed.
+        """
+        try:
+            roll_back(self.root, step, partial(self.job.events.note, step=step), health)
+        except OSError as error:
+            raise InputError(
+                f"checkpoint.path ({self.root}) cannot be changed: {error.strerror}"
+            ) from None
 
     def finish(self, progress: Progress) -> None:
         """Wait for what was begun; every rank must call. A last step that only nodes' tiers have is

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ import ckpt
 from ckpt import Manifest
 from corpus.manifest import recorded_manifest
 from parallel import Topology
-from pretrain.data import BatchConfig, Blend, changed_shard
+from pretrain.data import BatchConfig, Blend, Corpus, changed_shard
 from pretrain.errors import InputError
 from pretrain.job import Job
 from pretrain.section import OnResume
@@ -39,7 +41,7 @@ def check_resumable(job: Job, manifest: Manifest) -> None:
     _check_batch_stages(spec, before, state.progress.consumed_samples, where)
     if spec.train.exact:
         _check_threads(state.threads, where)
-    _check_sources(job, state, where)
+    _check_sources(job.corpora.sources, spec.run_path, state, where)
     reshards = spec.checkpoint.reshard_on_load or spec.elastic.enabled
     if manifest.topology != job.topology.as_dict() and not reshards:
         raise InputError(
@@ -78,24 +80,23 @@ def _check_batch_stages(spec: JobSpec, before: dict[str, Any], samples: int, whe
         )
 
 
-def _check_sources(job: Job, state: RunState, where: str) -> None:
+def _check_sources(sources: Sequence[Corpus], run_path: Path, state: RunState, where: str) -> None:
     """Raise InputError where a source has other tokens than it had."""
-    before = state.sources
-    for one in job.corpora.sources:
-        known, found = before.get(one.name), one.manifest.fingerprint
-        if known is None or known == found:
+    for source in sources:
+        before = state.sources.get(source.name)
+        if before is None or before == source.manifest.fingerprint:
             continue
-        recorded = recorded_manifest(job.spec.run_path, known)
+        recorded = recorded_manifest(run_path, before)
         what = "its tokens are others"
         if recorded is not None:
-            what = changed_shard(recorded, one.manifest)
-        raise InputError(f"data.path ({one.data.path}) must hold the corpus of {where}; {what}")
+            what = changed_shard(recorded, source.manifest)
+        raise InputError(f"data.path ({source.data.path}) must hold the corpus of {where}; {what}")
     if state.blend is not None:
         try:
             Blend.from_json(state.blend)
         except ValueError as error:
             raise InputError(f"{where} cannot be resumed: {error}") from None
-    elif state.corpus not in {one.manifest.fingerprint for one in job.corpora.sources}:
+    elif state.corpus not in {source.manifest.fingerprint for source in sources}:
         raise InputError(
             f"data.sources must have the corpus of {where} ({state.corpus[:12]}), which names no "
             f"sources"

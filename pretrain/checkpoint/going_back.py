@@ -8,10 +8,7 @@ import ckpt
 from pretrain.checkpoint.checkpointer import Checkpointer
 from pretrain.checkpoint.progress import CheckpointProgress
 from pretrain.checkpoint.resume import restore
-from pretrain.checkpoint.rolling_back import roll_back
-from pretrain.errors import InputError
 from pretrain.job import Job
-from pretrain.observe import Notice
 from pretrain.parts.playbook import HealthMemory
 from pretrain.state import Progress, read_run_state
 
@@ -40,7 +37,7 @@ def go_back(
     Raises InputError or CheckpointError where the folder cannot be changed, or the checkpoint
     cannot be read.
     """
-    runtime, root = job.runtime, job.spec.checkpoint_path
+    runtime, root = job.runtime, checkpointer.root
     checkpointer.wait()
     runtime.agree(True)  # from here on no writer process has anything to write
     step = runtime.from_first(lambda: (ckpt.committed_steps(root)[-count:] or [-1])[0])
@@ -50,19 +47,7 @@ def go_back(
     state = read_run_state(manifest)
     assert state is not None, "a run does not begin from weights in its own folder"
     memory = remember(state.progress)
-    runtime.first(lambda: _roll_back(job, step, memory))
+    runtime.first(lambda: checkpointer.roll_back(step, memory))
     progress = restore(job, checkpointer.writer.tiers)
     checkpointer.progress = CheckpointProgress.after(progress.step, progress.step)
     return progress
-
-
-def _roll_back(job: Job, step: int, memory: HealthMemory) -> None:
-    root = job.spec.checkpoint_path
-
-    def note(text: str) -> None:
-        job.events.publish(Notice(step=step, text=text))
-
-    try:
-        roll_back(root, step, note, memory)
-    except OSError as error:
-        raise InputError(f"checkpoint.path ({root}) cannot be changed: {error.strerror}") from None

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 import ckpt
 from ckpt import CheckpointError, LocalArray, Location, Manifest
 from ckpt.format import Missing, renamed
+from corpus.config import DataConfig
 from pretrain.errors import InputError
 from pretrain.job import Job
-from pretrain.model import init_parameters
-from pretrain.observe import Notice
 from pretrain.spec import stored_spec
 from pretrain.state import Progress, seed_rng
 
@@ -22,7 +21,7 @@ def initialize(job: Job) -> Progress:
     """
     spec, runtime = job.spec, job.runtime
     if spec.init.checkpoint is None:
-        _initialize_parameters(job)
+        job.initialize()
     else:
         _load_initial(job, spec.init.checkpoint)
     seed_rng(spec.train.seed, 0, runtime.rank)
@@ -33,45 +32,41 @@ def _load_initial(job: Job, checkpoint: str) -> None:
     spec, runtime = job.spec, job.runtime
     root, step = runtime.together(lambda: _located(checkpoint))
     manifest = runtime.together(lambda: ckpt.read_manifest(root, step))
-    runtime.together(lambda: _check_tokenizer(job, root, manifest))
+    tokenizer = job.corpora.tokenizer_fingerprint
+    runtime.together(lambda: _check_tokenizer(spec.data, tokenizer, root, manifest))
     arrays = job.weights()
     missing: Missing = "refuse" if spec.init.strict else "keep"
     if missing == "keep":
-        _initialize_parameters(job)
+        job.initialize()
     rename = spec.init.rename
     kept = runtime.together(lambda: _load_weights(root, manifest, arrays, rename, missing))
     for name in kept:
-        _note(job, f"{name} is not in init.checkpoint and is initialized at random")
-    _note(job, f"initial weights are those of step {manifest.step} in {root}")
+        job.events.note(f"{name} is not in init.checkpoint and is initialized at random")
+    job.events.note(f"initial weights are those of step {manifest.step} in {root}")
     saved = stored_spec(manifest.spec)
     for section in ("model", "moe"):
         before, now = saved.get(section), spec.as_dict()[section]
         for field, was, here in ckpt.lifecycle.spec_differences(before, now, section):
-            _note(job, f"spec differs from that of init.checkpoint: {field} was {was}, is {here}")
+            job.events.note(
+                f"spec differs from that of init.checkpoint: {field} was {was}, is {here}"
+            )
 
 
-def _check_tokenizer(job: Job, root: Location, manifest: Manifest) -> None:
+def _check_tokenizer(
+    data: DataConfig, fingerprint: str, root: Location, manifest: Manifest
+) -> None:
     """Token ids mean nothing to weights that were trained with another tokenizer."""
-    known, data = manifest.state.get("tokenizer"), job.spec.data
-    if known == "" and data.tokenizer is None:
+    saved = manifest.state.get("tokenizer")
+    if saved == "" and data.tokenizer is None:
         raise InputError(
             f"init.checkpoint ({root}) does not know the tokenizer of its weights: name its "
             f"tokenizer.json in data.tokenizer"
         )
-    if known and known != job.corpora.tokenizer_fingerprint:
+    if saved and saved != fingerprint:
         raise InputError(
             f"init.checkpoint ({root}) has weights of another tokenizer than that of data.path "
             f"({data.first.path}): name their tokenizer.json in data.tokenizer, and a new data.path"
         )
-
-
-def _note(job: Job, text: str) -> None:
-    job.events.publish(Notice(step=0, text=text))
-
-
-def _initialize_parameters(job: Job) -> None:
-    seed, layers = job.spec.train.seed, job.spec.model.num_layers
-    init_parameters(job.model, job.layouts, job.runtime.rank, seed, layers)
 
 
 def _located(checkpoint: str) -> tuple[Location, int | None]:

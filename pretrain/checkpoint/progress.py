@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import ckpt
-from pretrain.job import Job
+from ckpt import Location
+from pretrain.runtime import Runtime
 
 
 @dataclass
@@ -25,17 +26,15 @@ class CheckpointProgress:
         return CheckpointProgress(restored, restored, shared_step)
 
 
-def newest_shared_step(job: Job) -> int:
+def newest_shared_step(runtime: Runtime, root: Location) -> int:
     """The newest committed step in the shared folder, or -1; every rank must call."""
-    path = job.spec.checkpoint_path
-    return job.runtime.from_first(lambda: max(ckpt.committed_steps(path), default=-1))
+    return runtime.from_first(lambda: max(ckpt.committed_steps(root), default=-1))
 
 
-def way_back(job: Job) -> str:
+def way_back(runtime: Runtime, root: Location) -> str:
     """What to do after a run that cannot go on, of committed checkpoints only; every rank must
     call."""
-    root = job.spec.checkpoint_path
-    newest = newest_shared_step(job)
+    newest = newest_shared_step(runtime, root)
     if newest < 0:
         return (
             f"no checkpoint is committed in {root}; lower optimizer.lr, and start over with "

@@ -12,24 +12,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 
 import ckpt
-from ckpt import CheckpointError, LocalArray, Location, Manifest, Tier
+from ckpt import ArraySpec, CheckpointError, LocalArray, Location, Manifest, Tier
 from ckpt.format import objects_key
 from parallel import Topology
 from pretrain.checkpoint.compatible import check_resumable, resolved
 from pretrain.checkpoint.initial_weights import initialize
-from pretrain.checkpoint.node_tiers import forget_others, restore_from_nodes
+from pretrain.checkpoint.node_tiers import NodeTiers
 from pretrain.checkpoint.progress import newest_shared_step
 from pretrain.checkpoint.rolling_back import complete_roll_back, with_memory_of_roll_back
 from pretrain.checkpoint.run_id import run_id, save_id
 from pretrain.data import Blend, Phase
 from pretrain.errors import InputError
 from pretrain.job import Job
-from pretrain.observe import Notice, Resized, Restored, SpecChanged, human_bytes
+from pretrain.observe import Events, Resized, Restored, SpecChanged, human_bytes
 from pretrain.optim import set_update_count
 from pretrain.spec import JobSpec, is_learning_rate_jump, learning_rate
 from pretrain.state import (
@@ -64,27 +63,31 @@ def restore(job: Job, tiers: Sequence[Tier] = ()) -> Progress:
             topology and ``checkpoint.reshard_on_load`` is false.
         CheckpointError: where it is not whole.
     """
-    runtime, began = job.runtime, time.perf_counter()
-    runtime.together(lambda: _check_paths(job, tiers))
-    runtime.first(lambda: _ready_folder(job))
-    runtime.first(lambda: complete_roll_back(job.spec.checkpoint_path, partial(_note, job)))
-    run = run_id(job)
-    step = newest_shared_step(job)
+    spec, runtime, began = job.spec, job.runtime, time.perf_counter()
+    root, events = spec.checkpoint_path, job.events
+    longest_id = save_id(runtime.launch_id, spec.train.steps, go_backs=1000)
+    arrays = [array.spec for array in (*job.arrays(), *job.residuals())]
+    runtime.together(lambda: _check_paths(tiers, longest_id, arrays))
+    runtime.first(lambda: _ready_folder(root, arrays))
+    runtime.first(lambda: complete_roll_back(root, events.note))
+    run = run_id(runtime, root)
+    step = newest_shared_step(runtime, root)
     own = [tier for tier in tiers if tier.ranks is not None]
+    nodes = NodeTiers(own, run, topology=job.topology, runtime=runtime, events=events)
     loaded = None
     if own:
-        loaded = restore_from_nodes(job, own, step, run, partial(_load_resumable, job), began)
+        load = partial(_load_resumable, job)
+        loaded = nodes.restore(load, step, root=root, began=began)
     if loaded is None and step >= 0:
         loaded = _restore_shared(job, step, began)
     if loaded is None:
         progress = initialize(job)
     else:
         progress, manifest = loaded
-        _publish_changes(job, manifest)
-        progress = _count_resize(job, progress, manifest)
-    forget_others(job, own, run, progress.step)
+        _publish_changes(events, spec, manifest)
+        progress = _count_resize(events, job.topology, progress, manifest)
+    nodes.forget_others(progress.step)
     progress = replace(progress, run_id=run)
-    root = job.spec.checkpoint_path
     return runtime.together(lambda: with_memory_of_roll_back(root, progress))
 
 
@@ -102,10 +105,6 @@ def saved_spec(manifest: Manifest) -> dict[str, Any]:
     return resolved(manifest.spec)
 
 
-def _note(job: Job, text: str) -> None:
-    job.events.publish(Notice(step=0, text=text))
-
-
 def _load_resumable(job: Job, manifest: Manifest, root: Location) -> Progress:
     check_resumable(job, manifest)
     return _load(job, manifest, root)
@@ -120,18 +119,18 @@ def _restore_shared(job: Job, step: int, began: float) -> tuple[Progress, Manife
     load = partial(_load, job, manifest, root, once)
     progress = runtime.together(lambda: _or_way_back(root, step, load))
     if once:
-        _spread(job)
+        _spread(job.arrays(), job.dims.replicate_mesh.get_group())
     seconds = time.perf_counter() - began
     job.events.publish(Restored(step=step, tier="shared", seconds=seconds))
     return progress, manifest
 
 
-def _publish_changes(job: Job, manifest: Manifest) -> None:
+def _publish_changes(events: Events, spec: JobSpec, manifest: Manifest) -> None:
     """Publish in what the spec differs from that of a checkpoint, and a jump of the learning rate
     that follows from the differences."""
-    spec, saved, step = job.spec, resolved(manifest.spec), manifest.step
+    saved, step = resolved(manifest.spec), manifest.step
     for field, before, now in ckpt.lifecycle.spec_differences(saved, spec.as_dict()):
-        job.events.publish(SpecChanged(step=step, field=field, before=before, now=now))
+        events.publish(SpecChanged(step=step, field=field, before=before, now=now))
     if step >= spec.train.steps:
         return
     try:
@@ -144,21 +143,23 @@ def _publish_changes(job: Job, manifest: Manifest) -> None:
             f"learning rate jumps: step {step + 1} has {now:.2e}, and would have {before:.2e} with "
             f"the spec of the checkpoint"
         )
-        job.events.publish(Notice(step=step, text=text))
+        events.note(text, step=step)
 
 
-def _count_resize(job: Job, progress: Progress, manifest: Manifest) -> Progress:
+def _count_resize(
+    events: Events, topology: Topology, progress: Progress, manifest: Manifest
+) -> Progress:
     """The progress in the next topology epoch, where the checkpoint is of another layout."""
     before = Topology(**manifest.topology)
-    if before == job.topology:
+    if before == topology:
         return progress
     epoch = progress.topology_epoch + 1
-    job.events.publish(
+    events.publish(
         Resized(
             step=manifest.step,
             epoch=epoch,
             before=before.as_dict(),
-            after=job.topology.as_dict(),
+            after=topology.as_dict(),
             save_id=manifest.save_id,
         )
     )
@@ -179,11 +180,10 @@ def _or_way_back(root: Location, step: int, act: Callable[[], T]) -> T:
         ) from None
 
 
-def _spread(job: Job) -> None:
+def _spread(arrays: Sequence[LocalArray], group: dist.ProcessGroup) -> None:
     """Let the first replica of the model broadcast what it has read to the other replicas."""
-    group = job.dims.replicate_mesh.get_group()
     source = dist.get_global_rank(group, 0)
-    for array in job.arrays():
+    for array in arrays:
         for piece in array.pieces:
             sent = piece.detach().contiguous()
             dist.broadcast(sent, source, group=group)
@@ -207,7 +207,7 @@ def _load(job: Job, manifest: Manifest, root: Location, once: bool = False) -> P
     elif _saved(manifest, "residual/"):
         why = "the spec asks for no compression" if same_ranks else "they are of another layout"
         text = f"the error-feedback buffers of compressed gradients are dropped: {why}"
-        job.events.publish(Notice(step=manifest.step, text=text))
+        job.events.note(text, step=manifest.step)
     of_ranks = _saved(manifest, "rng/") | _saved(manifest, "residual/")
     names = {array.spec.name for array in arrays} | set(of_ranks)
     stray = sorted(a.name for a in manifest.arrays if a.name not in names)
@@ -231,7 +231,10 @@ def _load(job: Job, manifest: Manifest, root: Location, once: bool = False) -> P
                 job.act(wish)
     progress, scale = state.progress, job.spec.precision.first_loss_scale
     job.continue_blend(_blend_of(state), progress.consumed_samples)
-    progress = _set_step_counts(job, progress)
+    if job.spec.moe is None or job.spec.moe.aux_loss_scope != "previous_step":
+        progress = replace(progress, expert_counts=None)
+    elif progress.expert_counts is not None:
+        job.set_step_counts(progress.expert_counts)
     if scale is None or progress.loss_scale is None:
         # One of the two runs is not in float16: the loss scale begins anew.
         progress = replace(progress, loss_scale=scale, steps_at_loss_scale=0)
@@ -246,16 +249,6 @@ def _blend_of(state: RunState) -> Blend:
     return Blend.from_json(state.blend)
 
 
-def _set_step_counts(job: Job, progress: Progress) -> Progress:
-    """Give routers the loads of the step before, or drop loads that this spec does not count."""
-    moe, counts = job.spec.moe, progress.expert_counts
-    if counts is None or moe is None or moe.aux_loss_scope != "previous_step":
-        return replace(progress, expert_counts=None)
-    for row, router in zip(job.router_rows, job.routers, strict=True):
-        router.set_step_counts(torch.tensor(counts[row], device=job.runtime.device))
-    return progress
-
-
 def _saved(manifest: Manifest, prefix: str) -> dict[str, tuple[int, ...]]:
     return {a.name: a.shape for a in manifest.arrays if a.name.startswith(prefix)}
 
@@ -266,13 +259,12 @@ def _alike(manifest: Manifest, prefix: str, arrays: list[LocalArray]) -> bool:
     return _saved(manifest, prefix) == {a.spec.name: a.spec.shape for a in arrays}
 
 
-def _check_paths(job: Job, tiers: Sequence[Tier]) -> None:
+def _check_paths(tiers: Sequence[Tier], save_id: str, arrays: Sequence[ArraySpec]) -> None:
     """Refuse a folder that is so deep that the system takes no paths of objects in it."""
     longest = max(
         (
-            f"{objects_key(save_id(job, job.spec.train.steps, go_backs=1000))}/{array.spec.name}/c."
-            + ".".join(map(str, array.spec.shape))
-            for array in (*job.arrays(), *job.residuals())
+            f"{objects_key(save_id)}/{array.name}/c." + ".".join(map(str, array.shape))
+            for array in arrays
         ),
         key=lambda key: len(os.fsencode(key)),
     )
@@ -292,9 +284,8 @@ def _check_paths(job: Job, tiers: Sequence[Tier]) -> None:
                 ) from None
 
 
-def _ready_folder(job: Job) -> None:
+def _ready_folder(root: Location, arrays: Sequence[ArraySpec]) -> None:
     """Remove uncommitted saves, and check that a commit works and that a save will fit."""
-    root = job.spec.checkpoint_path
     store = ckpt.open_store(root)
     try:
         ckpt.lifecycle.remove_uncommitted(store)
@@ -304,8 +295,7 @@ def _ready_folder(job: Job) -> None:
         store.remove(".probe")
     except OSError as error:
         raise InputError(f"checkpoint.path ({root}) cannot be written: {error.strerror}") from None
-    specs = [array.spec for array in (*job.arrays(), *job.residuals())]
-    needed = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
+    needed = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
     free = store.free_bytes()
     if free is not None and needed > free:
         raise InputError(

@@ -28,7 +28,6 @@ from pretrain.spec import JobSpec
 from pretrain.state import run_id_of
 
 if TYPE_CHECKING:  # ``convoy prepare`` changes the folder without torch
-    from pretrain.job import Job
     from pretrain.runtime import Runtime
 
 RUN = "run.json"
@@ -40,14 +39,14 @@ BEGINNING = -1
 _BITS = 62  # of a random id, so that a rank can broadcast the id as a signed number
 
 
-def run_id(job: Job) -> str:
-    """The id of the run that the checkpoint folder is of; every rank must call.
+def run_id(runtime: Runtime, root: Location) -> str:
+    """The id of the run that the checkpoint folder ``root`` is of; every rank must call.
 
     A folder without ``run.json`` gets one: with the id of its newest checkpoint, or a new id.
 
     Raises InputError on every rank where ``run.json`` cannot be read or written.
     """
-    return f"{job.runtime.from_first(lambda: _read_or_make(job.spec.checkpoint_path)):016x}"
+    return f"{runtime.from_first(lambda: _read_or_make(root)):016x}"
 
 
 def _read_or_make(root: Location) -> int:
@@ -81,14 +80,14 @@ def launch_secret(runtime: Runtime) -> str:
     return f"{runtime.from_first(lambda: secrets.randbits(_BITS)):016x}"
 
 
-def save_id(job: Job, step: int, go_backs: int = 0) -> str:
-    """The name of this launch's save of a step.
+def save_id(launch_id: str, step: int, go_backs: int = 0) -> str:
+    """The name of a launch's save of a step.
 
     A launch that has gone back to a checkpoint saves some steps again: ``go_backs`` says how many
     times the run went back, and makes another name.
     """
     again = f"-{go_backs}" if go_backs else ""
-    return f"{step:08d}-{job.runtime.launch_id}{again}"
+    return f"{step:08d}-{launch_id}{again}"
 
 
 def place_name(spec: JobSpec) -> str:

@@ -11,7 +11,6 @@ from ckpt import AsyncCheckpointer, Tier
 from ckpt.store import address_towards
 from pretrain.checkpoint.run_id import place_name
 from pretrain.errors import InputError
-from pretrain.job import Job
 from pretrain.runtime import Runtime
 from pretrain.spec import JobSpec
 
@@ -55,12 +54,11 @@ def _node_of(runtime: Runtime) -> tuple[int, tuple[int, ...]]:
     return node, tuple(range(node * size, min((node + 1) * size, runtime.world)))
 
 
-def start_saver(job: Job, key: str) -> AsyncCheckpointer:
+def start_saver(spec: JobSpec, runtime: Runtime, key: str) -> AsyncCheckpointer:
     """Start this rank's writer process, after the end of those that an earlier start has left.
 
     ``key`` is the launch secret, see :func:`launch_secret`.
     """
-    spec, runtime = job.spec, job.runtime
     node, ranks = _node_of(runtime)
     serves = None
     if spec.checkpoint.tiers.replicate_to_peer:
@@ -85,19 +83,21 @@ def start_saver(job: Job, key: str) -> AsyncCheckpointer:
     )
 
 
-def join_peers(job: Job, saver: AsyncCheckpointer, port: int, key: str) -> None:
+def join_peers(
+    spec: JobSpec, runtime: Runtime, saver: AsyncCheckpointer, *, port: int, key: str
+) -> None:
     """Add the next node's memory to the tiers, where the spec says so; every rank must call.
 
     ``port`` is what this rank's writer process serves, or 0.
     """
-    runtime, size = job.runtime, job.runtime.ranks_per_node
-    if not job.spec.checkpoint.tiers.replicate_to_peer:
+    if not spec.checkpoint.tiers.replicate_to_peer:
         return
+    size = runtime.ranks_per_node
     served = runtime.gather_pairs([(int(_address(runtime)), port)])
     (node, ranks), nodes = _node_of(runtime), -(-runtime.world // size)
     ((address, port),) = served[(node + 1) % nodes * size]
     location = f"peer://{key}@{IPv4Address(address)}:{port}/node{node}"
-    peer = Tier(name="peer", location=location, ranks=ranks, keep=_kept(job.spec))
+    peer = Tier(name="peer", location=location, ranks=ranks, keep=_kept(spec))
     runtime.together(lambda: saver.add(peer))
 
 

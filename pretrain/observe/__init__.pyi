@@ -16,9 +16,9 @@ from .environment import code_version as code_version
 from .environment import experiment_record as experiment_record
 from .event import Event as Event
 from .event import Events as Events
+from .event import Notice as Notice
 from .events import Launched as Launched
 from .events import LedgerSummed as LedgerSummed
-from .events import Notice as Notice
 from .events import Resized as Resized
 from .events import RunDone as RunDone
 from .events import RunFailed as RunFailed

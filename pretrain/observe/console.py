@@ -14,8 +14,8 @@ from pretrain.observe.checkpoint_events import (
     Restored,
 )
 from pretrain.observe.data_events import DataFetched
-from pretrain.observe.event import Event
-from pretrain.observe.events import Notice, Resized, RunStarted, RunStopped, SpecChanged
+from pretrain.observe.event import Event, Notice
+from pretrain.observe.events import Resized, RunStarted, RunStopped, SpecChanged
 from pretrain.observe.metric import Metric, measurements
 from pretrain.observe.rank_events import (
     HEALTH_RULES,

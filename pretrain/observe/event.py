@@ -17,6 +17,16 @@ class Event:
     step: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Notice(Event):
+    """One line for people, of something that has no event of its own."""
+
+    name: ClassVar[str] = "notice"
+    text: str
+    problem: bool = False
+    """Whether somebody should look at the matter."""
+
+
 Sink = Callable[[Event], None]
 
 _SINK_SECONDS = 5.0
@@ -32,6 +42,10 @@ class Events:
     def subscribe(self, sink: Sink) -> None:
         """Let ``sink`` have every event from now on, after the sinks that are there."""
         self._sinks.append(sink)
+
+    def note(self, text: str, *, step: int = 0, problem: bool = False) -> None:
+        """Publish one line for people."""
+        self.publish(Notice(step=step, text=text, problem=problem))
 
     def publish(self, event: Event) -> None:
         """Give an event to every sink, in the order of their subscription."""

@@ -23,7 +23,7 @@ from pretrain.observe.checkpoint_events import (
     SaveIntervalChosen,
 )
 from pretrain.observe.data_events import DataFetched, DataOpened
-from pretrain.observe.event import Event
+from pretrain.observe.event import Event, Notice
 from pretrain.observe.metric import Metric, measured, metric
 from pretrain.observe.rank_events import (
     CapacityPlanned,
@@ -136,16 +136,6 @@ class SpecChanged(Event):
     field: str
     before: Any
     now: Any
-
-
-@dataclass(frozen=True, kw_only=True)
-class Notice(Event):
-    """One line for people, of something that has no event of its own."""
-
-    name: ClassVar[str] = "notice"
-    text: str
-    problem: bool = False
-    """Whether somebody should look at the matter."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 from .decoder import ParallelModel as ParallelModel
 from .decoder import parallelize as parallelize
+from .layouts import parameter_layouts as parameter_layouts
 from .micro_batches import LocalBatch as LocalBatch
 from .micro_batches import RoutedTokens as RoutedTokens
 from .micro_batches import forward_backward as forward_backward

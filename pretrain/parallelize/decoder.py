@@ -32,10 +32,10 @@ from parallel import (
     apply_tensor_parallel,
 )
 from pretrain.model import Block, Decoder, ModelConfig, meta_decoder
+from pretrain.parallelize.layouts import parameter_layouts
 from pretrain.parallelize.pipeline import Pipeline
 from pretrain.parallelize.schedule import place_of
 from pretrain.parallelize.stages import stage_layers
-from pretrain.state import parameter_layouts
 
 
 @dataclass(frozen=True)

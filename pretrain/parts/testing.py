@@ -17,7 +17,7 @@ import torch
 
 from parallel import Topology
 from pretrain.observe import Event
-from pretrain.step import Action, Decision, Part, PartContext, Report, StepFacts, Wish
+from pretrain.parts.step import Action, Decision, Part, PartContext, Report, StepFacts, Wish
 
 WORLD = 4
 

@@ -36,7 +36,7 @@ class TrainConfig(Section):
     ``SLURM_JOB_END_TIME`` tells, is a limit too."""
     parts: list[str] = Field(default_factory=list)
     """Parts of a step that are no parts of Convoy, as ``package.module:Class``; see
-    :class:`pretrain.step.Part`."""
+    :class:`pretrain.parts.step.Part`."""
 
 
 class EvalConfig(Section):

@@ -1,7 +1,6 @@
 from .arrays import model_arrays as model_arrays
 from .arrays import residual_arrays as residual_arrays
 from .arrays import training_arrays as training_arrays
-from .layouts import parameter_layouts as parameter_layouts
 from .names import EXPERT_BIAS as EXPERT_BIAS
 from .names import MODEL as MODEL
 from .names import MTP as MTP

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,6 @@ from parallel import (
     local_shard,
 )
 from pretrain.optim import moment_names, moments
-from pretrain.state.layouts import tensors
 from pretrain.state.names import array_path, split_layer
 
 
@@ -112,3 +112,8 @@ def _stack(
 
 def _pieces(names: Iterable[str], here: Mapping[str, Tensor]) -> list[Tensor]:
     return [local_shard(here[name]).detach() for name in names if name in here]
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of a module by name."""
+    return dict(chain(model.named_parameters(), model.named_buffers()))

@@ -24,7 +24,7 @@ class RunState:
     corpus: str
     """Fingerprint of the tokenized corpus."""
     parts: dict[str, dict[str, Any]]
-    """The state of each part by its name, see :class:`pretrain.step.Part`."""
+    """The state of each part by its name, see :class:`pretrain.parts.step.Part`."""
     tokenizer: str = ""
     """Fingerprint of the tokenizer, see :func:`corpus.tokenizer.tokenizer_fingerprint`."""
     machines: list[str] = field(default_factory=list)

@@ -13,18 +13,9 @@ from dataclasses import astuple
 
 import torch
 
-from parallel import all_gather_rows, grad_square_sum
-from pretrain.job import Job
+from parallel import all_gather_rows
 from pretrain.parallelize import RoutingStats
-from pretrain.step import Action, Decision, Report
-
-
-def square_sum_of(job: Job) -> float:
-    """This rank's share of the squared gradient norm: of an exact sum rank 0 has all."""
-    if job.parallel_model.exact is None:
-        return float(grad_square_sum(job.model, job.dims))
-    square = float(job.parallel_model.exact.square_sum(job.model, job.dims))
-    return square if job.runtime.rank == 0 else 0.0
+from pretrain.parts.step import Action, Decision, Report
 
 
 def bad_layer(layers: Sequence[int], routing: RoutingStats | None) -> int:

@@ -7,28 +7,26 @@ from dataclasses import astuple
 
 import torch
 
-from pretrain.data import CacheCounts
-from pretrain.job import Job
-from pretrain.observe import DataFetched, Notice
+from pretrain.data import CacheCounts, ShardCache
+from pretrain.observe import DataFetched, Events
+from pretrain.runtime import Runtime
 
 
-def tell_of_failing_stores(job: Job, step: Callable[[], int]) -> None:
-    """Let this rank's cache publish a notice when a store fails, and when it answers again."""
-    cache = job.corpora.cache
+def tell_of_failing_stores(
+    cache: ShardCache | None, events: Events, step: Callable[[], int]
+) -> None:
+    """Let this rank's cache publish when a store fails, and when the store answers again."""
     if cache is not None:
-        cache.tell = lambda text, problem: job.events.publish(
-            Notice(step=step(), text=text, problem=problem)
-        )
+        cache.tell = lambda text, problem: events.note(text, step=step(), problem=problem)
 
 
-def publish_fetches(job: Job, step: int) -> None:
+def publish_fetches(cache: ShardCache | None, runtime: Runtime, events: Events, step: int) -> None:
     """Publish what the caches of all ranks did since the last call; every rank must call."""
-    cache = job.corpora.cache
     if cache is None:
         return
-    mine = torch.tensor(astuple(cache.take_counts()), dtype=torch.int64)
-    counts = CacheCounts(*job.runtime.sum_in_training(mine).tolist())
-    job.events.publish(
+    own = torch.tensor(astuple(cache.take_counts()), dtype=torch.int64)
+    counts = CacheCounts(*runtime.sum_in_training(own).tolist())
+    events.publish(
         DataFetched(
             step=step,
             cache_hits=counts.hits,

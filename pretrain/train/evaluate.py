@@ -17,7 +17,7 @@ from parallel import free_gathered, on_loss_grid
 from pretrain.data import Sequences, read_batch
 from pretrain.job import Job
 from pretrain.parallelize import ParallelModel, RoutingStats, next_token_loss
-from pretrain.runtime import StopCause, StopRequest
+from pretrain.runtime import Runtime, StopCause, StopRequest
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def _score(
         for start in range(0, count, size * ranks):
             job.runtime.heartbeat.beat("evaluate", step)
             if stop is not None:
-                _check_stop(job, stop)
+                _check_stop(job.runtime, stop)
             # A micro-batch has the same sequences on any number of ranks, as in training.
             first = start + size * job.dims.dp_rank
             mine = indices[first : first + size]
@@ -143,7 +143,7 @@ def _score(
         loads = job.runtime.sum_in_training(routing.tokens_per_expert_LE).tolist()
     # An evaluation has no multi-token prediction, and a pipeline has rows of its layers, which are
     # the last ones.
-    loads = loads[: len(evaluated_moe_layers(job))]
+    loads = loads[: len(job.evaluated_moe_layers)]
     return Evaluation(
         loss=nats / tokens,
         bits_per_byte=nats / math.log(2) / max(text_bytes, 1),
@@ -153,13 +153,8 @@ def _score(
     )
 
 
-def _check_stop(job: Job, stop: StopRequest) -> None:
+def _check_stop(runtime: Runtime, stop: StopRequest) -> None:
     """Raise StoppedEvaluationError on every rank where some rank was asked to stop."""
-    cause = StopCause(int(job.runtime.maximum_in_training(stop.urgent_cause)))
+    cause = StopCause(int(runtime.maximum_in_training(stop.urgent_cause)))
     if cause:
         raise StoppedEvaluationError(cause)
-
-
-def evaluated_moe_layers(job: Job) -> list[int]:
-    """The numbers of the MoE layers that an evaluation computes: without multi-token prediction."""
-    return [layer for layer in job.moe_layers if layer < job.spec.model.num_layers]

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from corpus.tokenizer import end_of_document
 from parallel import full_sequences
+from pretrain.job import RankModel
 from pretrain.parallelize import RoutedTokens
-from pretrain.rank_model import RankModel
 from pretrain.spec import SampleConfig
 from pretrain.train.evaluate import inference
 

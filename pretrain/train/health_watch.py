@@ -26,8 +26,8 @@ from pretrain.parts.playbook import (
     judge,
     routers_are_checked,
 )
+from pretrain.parts.step import Action, Decision, SkipReason
 from pretrain.state import Progress
-from pretrain.step import Action, Decision, SkipReason
 
 _REPORT = "health.json"
 

@@ -9,14 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe import FLOAT8_OPERANDS
+from moe import FLOAT8_OPERANDS, Float8Tally, MoEConfig
 from parallel import CollectiveKind, CommStats, by_parallelism
+from pretrain.data import Blend, Corpora
 from pretrain.job import Job
 from pretrain.observe import IntervalEnded, RoutingReport
 from pretrain.parallelize import AUX_LOSSES, MTPLoss, RoutingStats, bubble
+from pretrain.parts.step import Report
 from pretrain.runtime import Runtime, peak_memory_bytes
 from pretrain.state import Progress
-from pretrain.step import Report
 
 _MOST_LOGGED_RANKS = 256
 
@@ -60,8 +61,8 @@ class IntervalStats:
         self.positions += positions
         self.seconds += seconds
         groups = by_parallelism(traffic)
-        for name, one in groups.items():
-            self.traffic[name] = one.plus(self.traffic.get(name, CommStats()))
+        for name, stats in groups.items():
+            self.traffic[name] = stats.plus(self.traffic.get(name, CommStats()))
         return groups
 
     def add_reports(self, reports: Sequence[Report]) -> None:
@@ -90,11 +91,12 @@ class IntervalStats:
         self, job: Job, progress: Progress, *, loss: float, grad_norm: float, mfu: float
     ) -> IntervalEnded:
         """The interval over all ranks up to ``progress``; every rank must call."""
-        timed = is_communication_timed(job.runtime)
-        seconds, exposed = self._communication(job) if timed else ({}, {})
+        runtime, balance = job.runtime, job.balance
+        timed = is_communication_timed(runtime)
+        seconds, exposed = self._communication(runtime) if timed else ({}, {})
         stages, routing = timed and job.parallel_model.pipeline is not None, self._routing(job)
         p, pp = job.spec.parallel.pipeline, job.topology.pp
-        underflow, overflow = self._float8(job)
+        underflow, overflow = _float8(job.parallel_model.float8, runtime)
         return IntervalEnded(
             step=progress.step,
             loss=loss,
@@ -105,11 +107,11 @@ class IntervalStats:
             seconds=self.seconds,
             tokens_seen=progress.tokens_seen,
             aux_loss=None if routing is None else routing.aux_loss,
-            aux_losses=_mean_losses(job, routing),
-            mtp_losses=self.mtp_losses(job),
+            aux_losses=_mean_losses(job.spec.moe, routing),
+            mtp_losses=self.mtp_losses(runtime),
             padding=1 - self.tokens / self.positions if self.tokens < self.positions else None,
-            source_tokens=self._source_tokens(job, progress),
-            peak_memory_bytes=int(job.runtime.maximum_in_training(peak_memory_bytes())),
+            source_tokens=self._source_tokens(job.corpora, job.loader.blend, progress),
+            peak_memory_bytes=int(runtime.maximum_in_training(peak_memory_bytes())),
             communication_seconds=seconds,
             exposed_seconds=exposed,
             bubble=exposed.get("pp", 0.0) / self.seconds if stages else None,
@@ -129,68 +131,55 @@ class IntervalStats:
             routing=routing,
             float8_underflow=underflow,
             float8_overflow=overflow,
-            capacity_shares=None if job.balance is None else job.balance.shares,
-            relative_speeds=None if job.balance is None else job.balance.relative_speeds,
+            capacity_shares=None if balance is None else balance.shares,
+            relative_speeds=None if balance is None else balance.relative_speeds,
         )
 
-    def _communication(self, job: Job) -> tuple[dict[str, float], dict[str, float]]:
+    def _communication(self, runtime: Runtime) -> tuple[dict[str, float], dict[str, float]]:
         """Seconds of the interval's collectives and the exposed part, means over ranks."""
         mine = [(t.seconds, t.exposed_seconds) for t in self.traffic.values()]
-        means = (
-            job.runtime.sum_in_training(torch.tensor(mine, dtype=torch.float64)) / job.runtime.world
-        )
+        means = runtime.sum_in_training(torch.tensor(mine, dtype=torch.float64)) / runtime.world
         seconds, exposed = (
             {k: s for k, s in zip(self.traffic, column, strict=True) if s}
             for column in means.T.tolist()
         )
         return seconds, exposed
 
-    def _float8(self, job: Job) -> tuple[dict[str, float], dict[str, int]]:
-        """The event's ``float8_underflow`` and ``float8_overflow``."""
-        shares, bad = {}, {}
-        for part, tally in sorted(job.parallel_model.float8.items()):
-            counts = job.runtime.sum_in_training(tally.take()).tolist()
-            for operand, (nonzero, flushed, tiles) in zip(FLOAT8_OPERANDS, counts, strict=True):
-                bad[f"{part}.{operand}"] = tiles
-                if nonzero:
-                    shares[f"{part}.{operand}"] = flushed / nonzero
-        return shares, bad
-
-    def _source_tokens(self, job: Job, progress: Progress) -> dict[str, int]:
+    def _source_tokens(
+        self, corpora: Corpora, blend: Blend | None, progress: Progress
+    ) -> dict[str, int]:
         """Positions of the interval's sequences by the name of their source."""
-        names = {one.manifest.fingerprint: one.name for one in job.corpora.sources}
-        blend = job.loader.blend
+        names = {source.manifest.fingerprint: source.name for source in corpora.sources}
         if len(names) < 2 or blend is None:
             return {}
         samples = np.arange(self.first_sample, progress.consumed_samples)
         for first, stop in progress.health.skipped_samples:
             samples = samples[(samples < first) | (samples >= stop)]
-        found = dict.fromkeys(names.values(), 0)
-        for source, places, _ in blend.draw(samples):
+        positions = dict.fromkeys(names.values(), 0)
+        for source, indices, _ in blend.draw(samples):
             name = names.get(source, source[:12])  # of the spec before, until the blend changes
-            found[name] = found.get(name, 0) + len(places) * job.spec.data.seq_len
-        return found
+            positions[name] = positions.get(name, 0) + len(indices) * corpora.data.seq_len
+        return positions
 
-    def mtp_losses(self, job: Job) -> list[float] | None:
+    def mtp_losses(self, runtime: Runtime) -> list[float] | None:
         """The mean loss of each layer of multi-token prediction over all ranks; every rank must
         call."""
         if self.mtp_loss_sums_K is None or not self.mtp_targets:
             return None
-        sums = job.runtime.sum_in_training(self.mtp_loss_sums_K).tolist()
+        sums = runtime.sum_in_training(self.mtp_loss_sums_K).tolist()
         return [nats / max(count, 1) for nats, count in zip(sums, self.mtp_targets, strict=True)]
 
     def _routing(self, job: Job) -> RoutingReport | None:
         if self.routing is None:
             return None
-        rows = job.runtime.sum_in_training(self.routing.tokens_per_expert_LE).tolist()
-        tokens_L = job.runtime.sum_in_training(self.routing.tokens_L).clamp(min=1)
-        entropies = job.runtime.sum_in_training(self.routing.entropy_sum_L) / tokens_L
+        runtime = job.runtime
+        rows = runtime.sum_in_training(self.routing.tokens_per_expert_LE).tolist()
+        tokens_L = runtime.sum_in_training(self.routing.tokens_L).clamp(min=1)
+        entropies = runtime.sum_in_training(self.routing.entropy_sum_L) / tokens_L
         biases = [r.expert_bias for r in job.routers if r.expert_bias is not None]
-        bias = job.runtime.maximum_in_training(
-            max((float(b.abs().max()) for b in biases), default=-1.0)
-        )
-        moved = job.runtime.sum_in_training(self.routing.moved_L2).tolist()
-        sums = job.runtime.sum_in_training(self.routing.aux_loss_sum_LA).T.tolist()
+        bias = runtime.maximum_in_training(max((float(b.abs().max()) for b in biases), default=-1))
+        moved = runtime.sum_in_training(self.routing.moved_L2).tolist()
+        sums = runtime.sum_in_training(self.routing.aux_loss_sum_LA).T.tolist()
         losses = {
             name: [total / tokens for total, tokens in zip(column, tokens_L.tolist(), strict=True)]
             for name, column in zip(AUX_LOSSES, sums, strict=True)
@@ -218,13 +207,29 @@ def seconds_and_bytes(
     traffic: Mapping[CollectiveKind, CommStats],
 ) -> tuple[dict[tuple[str, str], float], dict[tuple[str, str], int]]:
     """Seconds and bytes of a step's collectives by (operation, parallelism)."""
-    rows = [((str(op), str(group)), one) for (op, group), one in traffic.items()]
-    return {key: one.seconds for key, one in rows}, {key: one.bytes for key, one in rows}
+    by_key = {(str(op), str(group)): stats for (op, group), stats in traffic.items()}
+    return (
+        {key: stats.seconds for key, stats in by_key.items()},
+        {key: stats.bytes for key, stats in by_key.items()},
+    )
 
 
-def _mean_losses(job: Job, routing: RoutingReport | None) -> dict[str, float]:
+def _float8(
+    tallies: Mapping[str, Float8Tally], runtime: Runtime
+) -> tuple[dict[str, float], dict[str, int]]:
+    """The event's ``float8_underflow`` and ``float8_overflow``."""
+    shares, bad = {}, {}
+    for layers, tally in sorted(tallies.items()):
+        counts = runtime.sum_in_training(tally.take()).tolist()
+        for operand, (nonzero, flushed, tiles) in zip(FLOAT8_OPERANDS, counts, strict=True):
+            bad[f"{layers}.{operand}"] = tiles
+            if nonzero:
+                shares[f"{layers}.{operand}"] = flushed / nonzero
+    return shares, bad
+
+
+def _mean_losses(moe: MoEConfig | None, routing: RoutingReport | None) -> dict[str, float]:
     """The mean over layers of each auxiliary loss that the layers have."""
-    moe = job.spec.moe
     if routing is None or moe is None:
         return {}
     coefficients = {
@@ -233,8 +238,8 @@ def _mean_losses(job: Job, routing: RoutingReport | None) -> dict[str, float]:
         "z": moe.z_loss_coeff,
     }
     return {
-        name: sum(each) / len(each)
-        for name, each in routing.aux_losses.items()
+        name: sum(losses) / len(losses)
+        for name, losses in routing.aux_losses.items()
         if coefficients[name]
     }
 

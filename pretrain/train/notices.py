@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from pretrain.job import Job
 from pretrain.observe import (
     CheckpointCommitted,
     Event,
+    Events,
     LoggedEvent,
-    Notice,
     SaveBegun,
 )
 from pretrain.runtime import (
     NoticeFile,
+    Runtime,
     StopCause,
     StopRequest,
     TimeLimit,
@@ -26,7 +26,13 @@ from pretrain.runtime import (
 
 
 def watch_notices(
-    job: Job, stop: StopRequest, *, former: Sequence[LoggedEvent], held: ExitStack
+    runtime: Runtime,
+    events: Events,
+    stop: StopRequest,
+    *,
+    limit_seconds: float | None,
+    former: Sequence[LoggedEvent],
+    until: ExitStack,
 ) -> None:
     """Let ``stop`` watch for the notice file and the time limit of a run.
 
@@ -35,57 +41,63 @@ def watch_notices(
     time: its events tell what saves take.
 
     Args:
-        job: the run.
+        runtime: this rank.
+        events: where a notice is published, and where saves tell what they take.
         stop: the requests of this rank.
+        limit_seconds: ``train.time_limit_seconds``.
         former: the log of former starts, whose saves are a measure for the first save of this one.
-        held: closed when the run ends.
+        until: closed when the run ends.
     """
     path = os.environ.get("CONVOY_NOTICE_FILE")
-    if path and job.runtime.rank % job.runtime.ranks_per_node == 0:
-        _watch_file(job, stop, Path(path), held)
-    if job.runtime.is_first and (deadline := _deadline(job)) is not None:
-        _watch_time(job, stop, deadline, former)
+    began = runtime.start_parts.began
+    if path and runtime.rank % runtime.ranks_per_node == 0:
+        _watch_file(NoticeFile(Path(path), since=began), path, events, stop, until)
+    if runtime.is_first:
+        deadline = _deadline(limit_seconds, began, events)
+        if deadline is not None:
+            _watch_time(TimeLimit(deadline, began=began), deadline, events, stop, former)
 
 
-def _watch_file(job: Job, stop: StopRequest, path: Path, held: ExitStack) -> None:
-    file = NoticeFile(path, since=job.runtime.start_parts.began)
-    held.callback(file.close)
+def _watch_file(
+    file: NoticeFile, path: str, events: Events, stop: StopRequest, until: ExitStack
+) -> None:
+    until.callback(file.close)
     if file.is_old:
-        _tell(
-            job,
+        events.note(
             f"CONVOY_NOTICE_FILE ({path}) is older than this start, and is no notice to it; remove "
             f"the file, or touch it to announce a preemption",
         )
     stop.watch(lambda: StopCause.NOTICE_FILE if file.seen else StopCause.NONE, urgent=True)
 
 
-def _deadline(job: Job) -> float | None:
+def _deadline(seconds: float | None, began: float, events: Events) -> float | None:
     """The earlier of the spec's limit and the end of the Slurm job; None without any."""
-    began, seconds = job.runtime.start_parts.began, job.spec.train.time_limit_seconds
     ends = [] if seconds is None else [began + seconds]
     slurm = slurm_end(os.environ)
     if slurm is not None and slurm <= time.time():
-        _tell(job, f"SLURM_JOB_END_TIME ({slurm:.0f}) has passed: the run takes it for no limit")
+        events.note(f"SLURM_JOB_END_TIME ({slurm:.0f}) has passed: the run takes it for no limit")
     elif slurm is not None:
         ends.append(slurm)
     return min(ends, default=None)
 
 
 def _watch_time(
-    job: Job, stop: StopRequest, deadline: float, former: Sequence[LoggedEvent]
+    limit: TimeLimit,
+    deadline: float,
+    events: Events,
+    stop: StopRequest,
+    former: Sequence[LoggedEvent],
 ) -> None:
-    limit = TimeLimit(deadline, began=job.runtime.start_parts.began)
     for line in former:
         note_save(limit, line.event)
-    job.events.subscribe(lambda event: note_save(limit, event))
+    events.subscribe(lambda event: note_save(limit, event))
     first = [True]
 
     def cause() -> StopCause:
         due = limit.begin_step()
         if due and first[0]:
             left = deadline - time.time()
-            _tell(
-                job,
+            events.note(
                 f"the time limit is {left:.0f} s away at the first step of this start, which is "
                 f"not enough for more steps and a checkpoint: one step is taken and saved; raise "
                 f"train.time_limit_seconds, or the time limit of the job",
@@ -103,7 +115,3 @@ def note_save(limit: TimeLimit, event: Event) -> None:
             limit.note_stall(seconds)
         case CheckpointCommitted(tier="shared", seconds=seconds):
             limit.note_commit(seconds)
-
-
-def _tell(job: Job, text: str) -> None:
-    job.events.publish(Notice(step=0, text=text))

@@ -11,8 +11,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from pretrain.errors import InputError
-from pretrain.job import Job
-from pretrain.observe import Notice
+from pretrain.observe import Events
+from pretrain.runtime import Runtime
 
 Window = tuple[int, int]
 """The first and the last step."""
@@ -25,8 +25,8 @@ def read_window(text: str, steps: int) -> Window:
 
     Raises InputError where it is not FIRST:LAST with 1 <= FIRST <= LAST <= ``steps``.
     """
-    found = re.fullmatch(r"([0-9]+):([0-9]+)", text)
-    first, last = (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.fullmatch(r"([0-9]+):([0-9]+)", text)
+    first, last = (int(match[1]), int(match[2])) if match else (0, 0)
     if not 1 <= first <= last <= steps:
         raise InputError(
             f"--profile ({text}) must be FIRST:LAST with 1 <= FIRST <= LAST <= train.steps "
@@ -54,15 +54,16 @@ class StepProfiler:
         self._phase = ExitStack()
 
     @staticmethod
-    def of_job(job: Job, window: Window | None) -> StepProfiler:
+    def of_rank(
+        window: Window | None, runtime: Runtime, events: Events, run_path: Path
+    ) -> StepProfiler:
         """The profiler of this rank; the file is ``RUN_DIR/profile/steps-F-L-rank-N.json``."""
         first, last = window or (0, 0)
-        rank = job.runtime.rank
-        path = job.spec.run_path / "profile" / f"steps-{first}-{last}-rank-{rank}.json"
+        path = run_path / "profile" / f"steps-{first}-{last}-rank-{runtime.rank}.json"
 
         def tell(text: str) -> None:
-            if job.runtime.is_first:
-                job.events.publish(Notice(step=job.runtime.heartbeat.place.step, text=text))
+            if runtime.is_first:
+                events.note(text, step=runtime.heartbeat.place.step)
 
         return StepProfiler(window, path, tell)
 
@@ -97,14 +98,14 @@ class StepProfiler:
     def close(self) -> None:
         """Write the trace of what was taken of the window."""
         self.end_step()
-        found, self._profile = self._profile, None
-        if found is None:
+        trace, self._profile = self._profile, None
+        if trace is None:
             return
         self._window = None
-        found.stop()
+        trace.stop()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            found.export_chrome_trace(str(self._path))
+            trace.export_chrome_trace(str(self._path))
         except (OSError, RuntimeError) as error:
             self._tell(f"the profile cannot be written: {error}")
             return

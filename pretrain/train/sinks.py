@@ -9,11 +9,12 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from parallel import Topology
 from parallel.version import VERSION
-from pretrain.job import Job
 from pretrain.observe import (
     Console,
     Endpoint,
+    Events,
     JsonlLog,
     LiveConsole,
     LiveLedger,
@@ -25,6 +26,12 @@ from pretrain.observe import (
     open_trackers,
 )
 from pretrain.runtime import Runtime
+from pretrain.spec import JobSpec
+
+
+def log_path(spec: JobSpec) -> Path:
+    """The log of a run's events."""
+    return spec.run_path / "log.jsonl"
 
 
 def open_console(steps: int, runtime: Runtime, *, plain: bool) -> Console:
@@ -34,38 +41,48 @@ def open_console(steps: int, runtime: Runtime, *, plain: bool) -> Console:
 
 
 def open_sinks(
-    job: Job, path: Path, former: Sequence[LoggedEvent], sinks: ExitStack
+    spec: JobSpec,
+    topology: Topology,
+    events: Events,
+    *,
+    former: Sequence[LoggedEvent],
+    sinks: ExitStack,
 ) -> tuple[CollectorRegistry, LiveLedger]:
     """Let the log, the metrics and the ledger have the run's events.
 
     Returns the registry of the metrics, and the ledger.
     """
-    spec = job.spec
-    log = JsonlLog(path)
+    log = JsonlLog(log_path(spec))
     sinks.callback(log.close)
-    job.events.subscribe(log)
-    ledger = LiveLedger(former, log, job.events)
+    events.subscribe(log)
+    ledger = LiveLedger(former, log, events)
     registry = CollectorRegistry()
-    job.events.subscribe(
-        Metrics(registry, spec, job.topology, VERSION, ledger=ledger.ledger, former=former)
+    events.subscribe(
+        Metrics(registry, spec, topology, VERSION, ledger=ledger.ledger, former=former)
     )
-    job.events.subscribe(ledger)
+    events.subscribe(ledger)
     for tracking in open_trackers(spec.tracking, spec.run_path):
         sinks.callback(tracking.close)
-        job.events.subscribe(tracking)
+        events.subscribe(tracking)
     return registry, ledger
 
 
-def serve_metrics(job: Job, registry: CollectorRegistry, sinks: ExitStack) -> str | None:
+def serve_metrics(
+    spec: JobSpec,
+    runtime: Runtime,
+    events: Events,
+    *,
+    registry: CollectorRegistry,
+    sinks: ExitStack,
+) -> str | None:
     """Serve the registry of rank 0, and of every rank where the spec says so; returns where."""
-    spec, runtime = job.spec, job.runtime
     config = spec.metrics
     if config.port < 0 or not (runtime.is_first or config.all_ranks):
         return None
     rank, host = runtime.rank, socket.gethostname()
     if config.all_ranks:
         device = str(runtime.device)
-        job.events.subscribe(RankMetrics(registry, rank=rank, host=host, device=device))
+        events.subscribe(RankMetrics(registry, rank=rank, host=host, device=device))
     port = local_port(config.port) if config.all_ranks else config.port
     endpoint = Endpoint(registry, config.host, port)
     sinks.callback(endpoint.close)

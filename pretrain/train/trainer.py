@@ -12,20 +12,19 @@ from torch import Tensor
 from parallel import scale_gradients
 from pretrain.checkpoint import Checkpointer
 from pretrain.data import Cursor, Loader, data_checksum
-from pretrain.job import Job
+from pretrain.job import Job, compute_dtype
 from pretrain.model import forward_flops, peak_flops_per_second
 from pretrain.observe import Evaluated, StepCommitted, StepSkipped
 from pretrain.optim import set_lr
 from pretrain.parallelize import RoutingStats
 from pretrain.parts.faults import Faults
 from pretrain.parts.playbook import after_skip
-from pretrain.rank_model import compute_dtype
+from pretrain.parts.step import Action, Decision, Report, StepFacts, with_wish
 from pretrain.runtime import StopCause, StopRequest
 from pretrain.spec import learning_rate
 from pretrain.state import Progress, rng_states, set_rng_states
-from pretrain.step import Action, Decision, Report, StepFacts, with_wish
 from pretrain.train.attempt import Attempt
-from pretrain.train.barrier import bad_layer, decide, exchange, square_sum_of
+from pretrain.train.barrier import bad_layer, decide, exchange
 from pretrain.train.data_fetches import publish_fetches
 from pretrain.train.digests import StepDigests
 from pretrain.train.evaluate import StoppedEvaluationError, evaluate
@@ -59,12 +58,12 @@ class Trainer:
         profiler: StepProfiler | None = None,
     ) -> None:
         self.job, self.checkpointer = job, checkpointer
-        self.profiler = profiler or StepProfiler.of_job(job, None)
+        spec, runtime = job.spec, job.runtime
+        self.profiler = profiler or StepProfiler.of_rank(None, runtime, job.events, spec.run_path)
         self.faults, self.watch = faults or Faults(), HealthWatch(job)
         self.verifier = Verifier(job, checkpointer)
         self.digests = StepDigests(job)
         self.progress = self.verifier.begin(progress)
-        spec, runtime = job.spec, job.runtime
         self.flops_per_token = forward_flops(spec.model, spec.moe, spec.data.seq_len).training
         peak_flops = peak_flops_per_second(runtime.device, compute_dtype(spec.precision))
         self.peak_flops = runtime.total(peak_flops)
@@ -237,7 +236,7 @@ class Trainer:
         return Report(
             loss_sum=float(result.loss_sum),
             target_tokens=result.target_tokens,
-            grad_square_sum=square_sum_of(self.job) / scale**2,
+            grad_square_sum=self.job.grad_square_sum() / scale**2,
             stop_requested=stop_requested,
             save_requested=self.checkpointer.requested,
             step_seconds=time.perf_counter() - attempt.began,
@@ -333,12 +332,11 @@ class Trainer:
         counts = moe.aux_loss_scope == "previous_step"
         if moves or counts:
             everywhere_LE = routing.everywhere_LE
-            for row, router in zip(self.job.router_rows, self.job.routers, strict=True):
-                if moves:
+            if moves:
+                for row, router in zip(self.job.router_rows, self.job.routers, strict=True):
                     router.update_bias(everywhere_LE[row])
-                if counts:
-                    router.set_step_counts(everywhere_LE[row])
             if counts:
+                self.job.set_step_counts(everywhere_LE)
                 self.progress = replace(self.progress, expert_counts=everywhere_LE.tolist())
 
     def _skip(self, decision: Decision, attempt: Attempt) -> None:
@@ -396,7 +394,9 @@ class Trainer:
                 mfu=self.mfu(interval.tokens, interval.seconds),
             )
         )
-        publish_fetches(self.job, self.progress.step)
+        publish_fetches(
+            self.job.corpora.cache, self.job.runtime, self.job.events, self.progress.step
+        )
 
     def validate(self, stop: StopRequest | None = None) -> None:
         """Score some held-out sequences; every rank must call. Where a rank is asked to stop

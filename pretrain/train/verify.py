@@ -18,7 +18,7 @@ from torch import Tensor
 from cluster.members import EXCLUDE_LIST
 from parallel import Topology, all_gather_rows, digest, gradients_seen, local_shard
 from parallel.layout import count_ranks, name_ranks
-from pretrain.checkpoint import Checkpointer, leave_verified
+from pretrain.checkpoint import Checkpointer
 from pretrain.data import Cursor, Loader
 from pretrain.errors import CorruptionError, HealthError
 from pretrain.job import Job
@@ -53,7 +53,7 @@ class Verifier:
         self.job, self.checkpointer, self.config = job, checkpointer, job.spec.verify
         t = job.topology
         self.replicas = t.dp_replicate
-        self.rotation = _Rotation.of_job(job)
+        self.rotation = _Rotation.of(job.topology, exact=job.parallel_model.exact is not None)
         """How ranks compute micro-batches of others, where replicas do not."""
         self.judged = t if self.rotation is None else self.rotation.topology
         self.machines = job.machines
@@ -233,7 +233,7 @@ class Verifier:
             return
         # A state is compared before it is saved, so that every checkpoint is verified.
         verified = progress.verified_step if kind == "gradients" else None
-        to_step = leave_verified(job, self.checkpointer, verified)
+        to_step = self.checkpointer.leave_verified(verified)
         machine = machine_to_exclude(finding, self.machines)
         path = job.spec.run_path / EXCLUDE_LIST
         if machine is not None and not job.context.exclude(machine, what):
@@ -293,9 +293,8 @@ class _Rotation:
     experts: bool
 
     @classmethod
-    def of_job(cls, job: Job) -> _Rotation | None:
-        t = job.topology
-        if job.parallel_model.exact is None or t.dp_shard == 1 or t.pp > 1:
+    def of(cls, t: Topology, *, exact: bool) -> _Rotation | None:
+        if not exact or t.dp_shard == 1 or t.pp > 1:
             return None
         dp = t.dp_replicate * t.dp_shard
         stride = t.ep if dp > t.ep else 1

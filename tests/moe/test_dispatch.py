@@ -17,8 +17,8 @@ from moe.dispatch import deep_ep
 from moe.testing import MAX_TOKENS, D, E, K, make_layer
 from parallel import ParallelDims, Topology, apply_expert_parallel
 from parallel.comm import collectives, host_buffers
-from pretrain import rank_model
 from pretrain.errors import InputError
+from pretrain.job import rank_model
 from tests.support.jobs import make_spec
 from tests.support.ranks import run_ranks
 

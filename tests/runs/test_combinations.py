@@ -19,7 +19,7 @@ from pretrain.job import build_job
 from pretrain.runtime import Runtime
 from pretrain.runtime.ranks import start
 from pretrain.spec.job import JobSpec
-from pretrain.step import Action
+from pretrain.parts.step import Action
 from pretrain.train.trainer import Trainer
 from tests.support.jobs import data_of, prepare_job
 from tests.support.layouts import NoCheckpoints, spec_for

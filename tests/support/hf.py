@@ -16,8 +16,8 @@ from moe import MoEConfig
 from parallel import Topology
 from pretrain.model.config import ModelConfig
 from pretrain.model.decoder import Decoder, meta_decoder
+from pretrain.parallelize.layouts import parameter_layouts
 from pretrain.state.arrays import model_arrays
-from pretrain.state.layouts import parameter_layouts
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()

@@ -11,7 +11,7 @@ from typing import Any
 import ckpt
 from corpus.documents.documents import Document, is_held_out
 from corpus.prepare.prepare import prepare_corpus
-from pretrain.checkpoint.contents import checkpoint_arrays, save_info
+from pretrain.checkpoint.contents import save_info
 from pretrain.job import Job
 from pretrain.spec.job import JobSpec
 from pretrain.spec.read import load_spec
@@ -83,7 +83,7 @@ def make_spec(folder: Path, **sections: Any) -> JobSpec:
 
 def save_checkpoint(job: Job, progress: Progress) -> None:
     """Commit the state as it is after ``progress.step`` steps, while every rank waits."""
-    root, arrays = job.spec.checkpoint_path, checkpoint_arrays(job)
+    root, arrays = job.spec.checkpoint_path, job.checkpoint_arrays()
     ckpt.save(root, save_info(job, progress), arrays, job.runtime.rank, job.runtime.agree)
 
 

@@ -22,11 +22,11 @@ from pretrain.model.decoder import meta_decoder
 from pretrain.observe import Digested, Events
 from pretrain.parallelize.decoder import decoder_layouts
 from pretrain.parallelize.stages import stage_layers
+from pretrain.parts.step import Action
 from pretrain.runtime.ranks import start
 from pretrain.spec.job import JobSpec
 from pretrain.state.arrays import _stack
 from pretrain.state.progress import Progress
-from pretrain.step import Action
 from pretrain.train import trainer
 from tests.support.jobs import make_spec, save_checkpoint
 from tests.support.ranks import run_ranks
@@ -151,7 +151,7 @@ def _on_rank(
             save_checkpoint(job, training.progress)
             saved = _state(job)
     state = _state(job)
-    mtp_losses = training.interval.mtp_losses(job)
+    mtp_losses = training.interval.mtp_losses(runtime)
     runtime.close()
     digests = [event for event in published if isinstance(event, Digested)]
     return figures, gradients, state, saved, attempts, training.progress, digests, mtp_losses

@@ -8,8 +8,8 @@ from typing import Any
 from pretrain.errors import InputError
 from pretrain.observe import CapacityPlanned, StepCommitted, read_log
 from pretrain.parts.capacity.rule import CapacityBalance
+from pretrain.parts.step import Part, PartContext, Plans, StepFacts, Wish
 from pretrain.spec import JobSpec
-from pretrain.step import Part, PartContext, Plans, StepFacts, Wish
 from router import StragglerAwareConfig
 
 

@@ -12,7 +12,7 @@ import time
 
 from torch import Tensor, nn
 
-from pretrain.observe import Events, FaultInjected, Notice
+from pretrain.observe import Events, FaultInjected
 from pretrain.parts.faults import process, tensors
 from pretrain.parts.faults.config import FaultConfig
 from pretrain.parts.faults.happened import INJECTED
@@ -63,8 +63,9 @@ class InjectedFaults(Faults):
         """The last step of what lasts, by kind."""
         for fault in self.waiting:
             if fault.rank >= runtime.world:
-                text = f"inject: {fault.name} does not happen: there are {runtime.world} ranks"
-                events.publish(Notice(step=0, text=text))
+                events.note(
+                    f"inject: {fault.name} does not happen: there are {runtime.world} ranks"
+                )
 
     def _waiting(self) -> list[FaultConfig]:
         """The faults that have not happened yet, equal on all ranks."""

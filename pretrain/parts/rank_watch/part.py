@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pretrain.observe import RankLossOdd
 from pretrain.parts.rank_watch.rule import LossOutliers
-from pretrain.step import Part, PartContext, StepFacts, Wish
+from pretrain.parts.step import Part, PartContext, StepFacts, Wish
 
 
 class OddLosses(Part):

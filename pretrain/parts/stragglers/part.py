@@ -15,10 +15,10 @@ from typing import Any
 from pretrain.data import Division
 from pretrain.model import forward_flops
 from pretrain.observe import MicroBatchesPlanned, StragglerEnded, StragglerFound, StragglerGain
+from pretrain.parts.step import Part, PartContext, StepFacts, Wish
 from pretrain.parts.stragglers.config import StragglersConfig
 from pretrain.parts.stragglers.rule import GainMeter, Straggler, Stragglers
 from pretrain.spec import JobSpec
-from pretrain.step import Part, PartContext, StepFacts, Wish
 
 CAPACITY, MICRO_BATCHES, REPLACEMENT = 1, 2, 3
 """The stages; 0 stands for a slow rank about which nothing can be done."""

@@ -21,9 +21,9 @@ from convoy.convert.surgery import operate, parse_surgery
 from corpus.prepare.prepare import prepare_corpus
 from parallel.layout import Topology
 from pretrain.model.decoder import Decoder, meta_decoder
+from pretrain.parallelize.layouts import parameter_layouts
 from pretrain.spec.read import resolve_spec
 from pretrain.state.arrays import model_arrays
-from pretrain.state.layouts import parameter_layouts
 from tests.convoy.commands.test_tools import one_error_line
 from tests.support.hf import logits_of, make_model, our_logits, run, tokens, weights_of
 from tests.support.jobs import make_spec, write_corpus

@@ -23,6 +23,7 @@ from pretrain.model.init import init_parameters
 from pretrain.model.rope import rope_frequencies, rotate
 from pretrain.observe.summary import heat_map
 from pretrain.optim import AdamWConfig, ScheduleConfig, build_adamw
+from pretrain.parallelize.layouts import parameter_layouts
 from pretrain.parallelize.micro_batches import (
     LocalBatch,
     forward_backward,
@@ -30,10 +31,9 @@ from pretrain.parallelize.micro_batches import (
     next_token_loss,
 )
 from pretrain.parallelize.results import RoutingStats, StepResult
+from pretrain.parts.step import Action, Report
 from pretrain.state.arrays import training_arrays
-from pretrain.state.layouts import parameter_layouts
 from pretrain.state.progress import Progress
-from pretrain.step import Action, Report
 from pretrain.train.barrier import decide
 from tests.parallel.test_apply import full
 from tests.support.jobs import make_spec

@@ -30,9 +30,9 @@ from pretrain.optim import (
     build_optimizer,
     orthogonalized,
 )
+from pretrain.parallelize.layouts import parameter_layouts
 from pretrain.spec.job import JobSpec
 from pretrain.state.arrays import training_arrays
-from pretrain.state.layouts import parameter_layouts
 from tests.support.jobs import make_spec, tiny
 
 MODEL = ModelConfig(

@@ -14,9 +14,9 @@ from pretrain.data import Division
 from pretrain.observe import Notice
 from pretrain.parts.capacity import CapacityBalance, CapacityPart
 from pretrain.parts.rank_watch import OddLosses
+from pretrain.parts.step import Part, PartContext, Report, SkipReason, StepFacts, Wish
 from pretrain.parts.stragglers import Stragglers, StragglersConfig, StragglersPart
 from pretrain.parts.testing import WORLD, PartContract
-from pretrain.step import Part, PartContext, Report, SkipReason, StepFacts, Wish
 from router import StragglerAwareConfig
 from tests.support.jobs import data_of, events, prepare_job, write_spec
 from tests.support.ranks import run_ranks
@@ -196,7 +196,7 @@ def test_a_part_that_cannot_be_named_is_one_line(tmp_path):
     job = prepare_job(tmp_path / "job")
     for kind, why in (
         ("nowhere.at_all:Part", "must be package.module:Class, importable on every rank"),
-        ("collections:OrderedDict", "must be a subclass of pretrain.step.Part"),
+        ("collections:OrderedDict", "must be a subclass of pretrain.parts.step.Part"),
         (f"{__name__}:Nameless", "must have a name, which is a word"),
     ):
         train = {"steps": 6, "parts": [kind]}

@@ -33,7 +33,7 @@ from pretrain.runtime.start_parts import StartParts, process_start
 from pretrain.train.notices import note_save, watch_notices
 from pretrain.train.trainer import Trainer
 from tests.support.checkpoints import eventually
-from tests.support.jobs import data_of, events, make_spec, prepare_job, write_spec
+from tests.support.jobs import data_of, events, prepare_job, write_spec
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.waits
@@ -177,7 +177,7 @@ def test_saves_are_measured_where_the_run_is_resumed_from():
     assert limit.save_seconds == 8.0, "what is long ago is forgotten"
 
 
-def watched(tmp_path, monkeypatch, *, slurm: str | None, limit: float | None, began: float):
+def watched(monkeypatch, *, slurm: str | None, limit: float | None, began: float):
     """What rank 0 is told, and the cause at its first two steps."""
     if slurm is None:
         monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
@@ -188,39 +188,39 @@ def watched(tmp_path, monkeypatch, *, slurm: str | None, limit: float | None, be
     runtime = SimpleNamespace(
         rank=0, is_first=True, ranks_per_node=1, start_parts=SimpleNamespace(began=began)
     )
-    spec = make_spec(tmp_path, train={"time_limit_seconds": limit})
-    job = SimpleNamespace(
-        spec=spec, runtime=runtime, events=Events(lambda event: told.append(event.text))
-    )
+    events = Events(lambda event: told.append(event.text))
     stop = StopRequest()
     try:
         save = CheckpointCommitted(step=1, tier="shared", seconds=1000.0, write_seconds=1.0)
-        with contextlib.ExitStack() as held:
-            watch_notices(job, stop, former=[LoggedEvent(save, 1.0)], held=held)
+        with contextlib.ExitStack() as until:
+            watch_notices(
+                runtime, events, stop, limit_seconds=limit, former=[LoggedEvent(save, 1.0)],
+                until=until,
+            )  # fmt: skip
         return told, [stop.cause, stop.cause]
     finally:
         stop.restore()
 
 
-def test_the_earlier_limit_counts_and_a_limit_that_has_passed_is_told(tmp_path, monkeypatch):
+def test_the_earlier_limit_counts_and_a_limit_that_has_passed_is_told(monkeypatch):
     now = time.time()
     far, near = str(int(now) + 10_000), str(int(now) + 1_000)
     never, always = [StopCause.NONE] * 2, [StopCause.TIME_LIMIT] * 2
-    told, causes = watched(tmp_path, monkeypatch, slurm=None, limit=None, began=now)
+    told, causes = watched(monkeypatch, slurm=None, limit=None, began=now)
     assert (told, causes) == ([], never)
-    told, causes = watched(tmp_path, monkeypatch, slurm=far, limit=20_000.0, began=now)
+    told, causes = watched(monkeypatch, slurm=far, limit=20_000.0, began=now)
     assert (told, causes) == ([], never)
-    told, causes = watched(tmp_path, monkeypatch, slurm=near, limit=20_000.0, began=now)
+    told, causes = watched(monkeypatch, slurm=near, limit=20_000.0, began=now)
     assert causes == always
-    told, causes = watched(tmp_path, monkeypatch, slurm=far, limit=20.0, began=now - 3600)
+    told, causes = watched(monkeypatch, slurm=far, limit=20.0, began=now - 3600)
     assert causes == always
     (line,) = told
     assert line.startswith("the time limit is -35")
     assert "one step is taken and saved; raise train.time_limit_seconds" in line
-    told, causes = watched(tmp_path, monkeypatch, slurm="1700000000", limit=None, began=now)
+    told, causes = watched(monkeypatch, slurm="1700000000", limit=None, began=now)
     assert causes == never
     assert told == ["SLURM_JOB_END_TIME (1700000000) has passed: the run takes it for no limit"]
-    told, causes = watched(tmp_path, monkeypatch, slurm="soon", limit=None, began=now)
+    told, causes = watched(monkeypatch, slurm="soon", limit=None, began=now)
     assert (told, causes) == ([], never)
 
 

@@ -10,7 +10,7 @@ import torch
 from convoy.convert.commands import spec_toml
 from pretrain.checkpoint.compatible import resolved
 from pretrain.errors import InputError
-from pretrain.rank_model import compute_dtype
+from pretrain.job import compute_dtype
 from pretrain.spec.job import JobSpec
 from pretrain.spec.read import load_spec
 from pretrain.spec.stored import other_constants, stored_spec

@@ -9,7 +9,7 @@ from moe import MoEConfig
 from parallel import expert_parameter_names
 from pretrain.model.config import ModelConfig
 from pretrain.model.decoder import meta_decoder
-from pretrain.state.layouts import tensors
+from pretrain.state.arrays import tensors
 from pretrain.state.names import (
     MODEL,
     array_path,

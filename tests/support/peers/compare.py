@@ -11,8 +11,9 @@ import ckpt
 from parallel import Topology
 from pretrain.model import meta_decoder
 from pretrain.model.decoder import Decoder
+from pretrain.parallelize import parameter_layouts
 from pretrain.spec import JobSpec
-from pretrain.state import model_arrays, parameter_layouts
+from pretrain.state import model_arrays
 
 
 def model_of(spec: JobSpec, root: Path) -> Decoder:

@@ -19,8 +19,8 @@ from moe import MoEConfig, MoELayer, Stopwatch
 from parallel import Topology
 from pretrain.job import Job
 from pretrain.parts.capacity import CapacityBalance, CapacityPart
+from pretrain.parts.step import Wish
 from pretrain.parts.testing import context_of
-from pretrain.step import Wish
 from pretrain.train.trainer import Trainer
 from router import UNITS_PER_RANK, StragglerAwareConfig
 from tests.support.jobs import events, prepare_job, write_spec

@@ -12,8 +12,8 @@ from parallel import Topology
 from pretrain.observe import RankLossOdd
 from pretrain.parts.rank_watch import LossOutliers
 from pretrain.parts.rank_watch.part import OddLosses
+from pretrain.parts.step import Action, Decision, Report, StepFacts
 from pretrain.parts.testing import context_of
-from pretrain.step import Action, Decision, Report, StepFacts
 
 TOKENS = 1000.0
 DECISION = Decision(

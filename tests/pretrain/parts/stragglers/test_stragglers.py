@@ -211,7 +211,7 @@ def on_rank(
     with ``sleep`` rank 1 really sleeps that long for each sequence. Machines are named after
     ``machines``; the launch can go on without one where they are ``spared``."""
     os.environ["CONVOY_NODE_NAME"] = f"{machines}-{rank}"
-    stages = import_module("pretrain.job")
+    stages = import_module("pretrain.job.build")
     stages.starts_again_without_machine = lambda left: machines == "spared"
     if slowness:
         report = Trainer._report

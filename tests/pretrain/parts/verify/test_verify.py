@@ -17,9 +17,9 @@ import ckpt
 from cluster.members import read_exclusions
 from convoy.commands.pretrain import main
 from parallel import Topology, digest, local_shard
-from pretrain.checkpoint import leave_verified
+from pretrain.checkpoint import Checkpointer, CheckpointProgress
 from pretrain.errors import InputError
-from pretrain.observe import Console, CorruptionFound, Events
+from pretrain.observe import Console, CorruptionFound, Events, History
 from pretrain.parts.verify import (
     Finding,
     GradientPass,
@@ -29,6 +29,7 @@ from pretrain.parts.verify import (
     machine_to_exclude,
     next_shifts,
 )
+from pretrain.spec import CheckpointConfig
 from pretrain.train.trainer import Trainer
 from tests.support.jobs import data_of, events, make_spec, prepare_job, write_spec
 from tests.support.ranks import run_ranks
@@ -182,12 +183,16 @@ def test_only_verified_checkpoints_are_left(tmp_path, verified, goes_on_after, l
         (tmp_path / ckpt.format.manifest_key(step)).write_text("{}")
     (tmp_path / "run.json").write_text(json.dumps({"run_id": "0"}))
     job = SimpleNamespace(
-        runtime=SimpleNamespace(from_first=lambda act: act(), agree=lambda ok: ok),
-        spec=SimpleNamespace(checkpoint_path=tmp_path),
+        runtime=SimpleNamespace(from_first=lambda act: act(), agree=lambda ok: ok, world=1),
+        spec=SimpleNamespace(checkpoint_path=tmp_path, checkpoint=CheckpointConfig()),
         events=Events(),
     )
-    checkpointer = SimpleNamespace(wait=lambda: None)
-    assert leave_verified(job, checkpointer, verified) == goes_on_after
+    writer = SimpleNamespace(wait=list)
+    checkpointer = Checkpointer(
+        job, writer, stop=SimpleNamespace(), history=History(),
+        progress=CheckpointProgress.after(8, 8),
+    )  # fmt: skip
+    assert checkpointer.leave_verified(verified) == goes_on_after
     assert ckpt.committed_steps(tmp_path) == left
     same_run = json.loads((tmp_path / "run.json").read_text())["run_id"] == "0"
     assert same_run == (verified is None or goes_on_after is None)

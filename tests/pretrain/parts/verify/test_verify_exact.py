@@ -92,20 +92,16 @@ def test_replicas_are_compared_at_every_step(text: Path, tmp_path: Path) -> None
 
 
 def test_only_exact_runs_that_shard_rotate() -> None:
-    from types import SimpleNamespace
-
     from parallel import Topology
 
-    def rotation(exact: object, **degrees: int) -> _Rotation | None:
-        job = SimpleNamespace(topology=Topology(**degrees),
-                              parallel_model=SimpleNamespace(exact=exact))  # fmt: skip
-        return _Rotation.of_job(job)  # type: ignore[arg-type]
+    def rotation(exact: bool, **degrees: int) -> _Rotation | None:
+        return _Rotation.of(Topology(**degrees), exact=exact)
 
-    assert rotation(None, dp_shard=4) is None
-    assert rotation(1, dp_replicate=4) is None
-    assert rotation(1, dp_shard=4, pp=2) is None
-    assert rotation(1, dp_shard=4) == _Rotation(1, Topology(dp_replicate=4), experts=True)
-    assert rotation(1, dp_shard=4, ep=2) == _Rotation(
+    assert rotation(False, dp_shard=4) is None
+    assert rotation(True, dp_replicate=4) is None
+    assert rotation(True, dp_shard=4, pp=2) is None
+    assert rotation(True, dp_shard=4) == _Rotation(1, Topology(dp_replicate=4), experts=True)
+    assert rotation(True, dp_shard=4, ep=2) == _Rotation(
         2, Topology(dp_replicate=2, dp_shard=2), experts=True
     )
-    assert rotation(1, dp_shard=4, ep=4) == _Rotation(1, Topology(dp_replicate=4), experts=False)
+    assert rotation(True, dp_shard=4, ep=4) == _Rotation(1, Topology(dp_replicate=4), experts=False)

@@ -17,7 +17,7 @@ from parallel.layout import dense_splits, expert_splits, spread_splits
 
 
 def parameter_layouts(
-    whole: nn.Module,
+    model: nn.Module,
     topology: Topology,
     tp_dim: Callable[[str], int | None] = lambda _: None,
     stage: Callable[[str], int] = lambda _: 0,
@@ -25,12 +25,12 @@ def parameter_layouts(
     """The placement of every parameter and buffer, by name; buffers are whole on every rank.
 
     Args:
-        whole: the model as one process would have it, on any device.
+        model: as one process would have the model, on any device.
         topology: the degrees.
         tp_dim: by name, the dim of a dense parameter that tensor parallelism cuts.
         stage: by name, the place along pp that has a parameter or buffer.
     """
-    experts, of_moe = expert_parameter_names(whole), moe_parameter_names(whole)
+    experts, of_moe = expert_parameter_names(model), moe_parameter_names(model)
 
     def splits(name: str, parameter: Tensor) -> tuple[tuple[str, ...], ...]:
         if not isinstance(parameter, nn.Parameter):
@@ -48,10 +48,5 @@ def parameter_layouts(
             topology,
             (stage(name),) if topology.pp > 1 else (),
         )
-        for name, tensor in tensors(whole).items()
+        for name, tensor in chain(model.named_parameters(), model.named_buffers())
     }
-
-
-def tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of a module by name."""
-    return dict(chain(model.named_parameters(), model.named_buffers()))

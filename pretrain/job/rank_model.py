@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ckpt import LocalArray
 from moe import DISPATCHER, choose_backend, why_no_float8
-from parallel import Documents, ParallelDims, ShardLayout, Topology
+from parallel import Documents, ParallelDims, ShardLayout, Topology, grad_square_sum
 from pretrain.errors import InputError
-from pretrain.model import Decoder, DecoderOutput
+from pretrain.model import Decoder, DecoderOutput, init_parameters
 from pretrain.parallelize import (
     LocalBatch,
     ParallelModel,
@@ -75,8 +75,21 @@ class RankModel:
 
     def weights(self) -> list[LocalArray]:
         """Parameters and buffers, as a checkpoint has them."""
-        whole = self.parallel_model.meta_model
-        return model_arrays(whole, self.model, self.layouts, self.runtime.rank)
+        meta_model = self.parallel_model.meta_model
+        return model_arrays(meta_model, self.model, self.layouts, self.runtime.rank)
+
+    def initialize(self) -> None:
+        """Give parameters and buffers the random values that ``train.seed`` says."""
+        seed, layers = self.spec.train.seed, self.spec.model.num_layers
+        init_parameters(self.model, self.layouts, self.runtime.rank, seed, layers)
+
+    def grad_square_sum(self) -> float:
+        """This rank's share of the squared gradient norm: of an exact sum rank 0 has all."""
+        exact = self.parallel_model.exact
+        if exact is None:
+            return float(grad_square_sum(self.model, self.dims))
+        square = float(exact.square_sum(self.model, self.dims))
+        return square if self.runtime.is_first else 0.0
 
 
 def build_model(

@@ -239,13 +239,13 @@ def named_part(kind: str) -> Callable[[PartContext], Part]:
     Raises InputError, one line, where there is no such class, or the class is no part.
     """
     try:
-        found = pkgutil.resolve_name(kind)
+        part_class = pkgutil.resolve_name(kind)
     except (ImportError, AttributeError, ValueError) as error:
         raise InputError(
             f"train.parts ({kind}) must be package.module:Class, importable on every rank: {error}"
         ) from None
-    if not (isinstance(found, type) and issubclass(found, Part)):
-        raise InputError(f"train.parts ({kind}) must be a subclass of pretrain.step.Part")
-    if not str(getattr(found, "name", "")).isidentifier():
+    if not (isinstance(part_class, type) and issubclass(part_class, Part)):
+        raise InputError(f"train.parts ({kind}) must be a subclass of pretrain.parts.step.Part")
+    if not str(getattr(part_class, "name", "")).isidentifier():
         raise InputError(f'train.parts ({kind}) must have a name, which is a word: name = "mine"')
-    return found
+    return part_class

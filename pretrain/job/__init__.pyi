@@ -1,0 +1,5 @@
+from .build import build_job as build_job
+from .job import Job as Job
+from .rank_model import RankModel as RankModel
+from .rank_model import build_model as build_model
+from .rank_model import compute_dtype as compute_dtype
