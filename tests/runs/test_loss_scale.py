@@ -19,7 +19,7 @@ from pretrain.observe import JsonlLog
 from pretrain.runtime.ranks import start
 from pretrain.spec.job import JobSpec
 from pretrain.state.progress import Progress
-from pretrain.train import barrier
+from pretrain.job import rank_model
 from pretrain.train.trainer import Trainer
 from tests.support.jobs import data_of, events, prepare_job, save_checkpoint
 from tests.support.layouts import Attempt, NoCheckpoints, Trained, spec_for, train
@@ -137,7 +137,7 @@ def poisoned_on_rank(spec: JobSpec, poison: str, rank: int) -> str:
     training = Trainer(job, restore(job), NoCheckpoints())
     training.step(False)
     if poison == "gradients":
-        barrier.grad_square_sum = lambda *_: torch.tensor(torch.nan)
+        rank_model.grad_square_sum = lambda *_: torch.tensor(torch.nan)
     else:
         local_shard(job.model.head.weight).detach().fill_(torch.nan)
     try:
