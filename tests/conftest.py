@@ -9,10 +9,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
+from tests import lanes
+from tests.support import writers
 from tests.support.ranks import end_ranks
-from tests.support.writers import serve_writers
 
-_writers = serve_writers()
+writers.serve_writers()
+lanes.BEFORE_WORK.append(writers.serve_writers)
+lanes.AFTER_WORK.append(writers.end_serving)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,7 +36,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_unconfigure() -> None:
-    _writers.close()
+    writers.end_serving()
 
 
 @pytest.fixture(autouse=True)

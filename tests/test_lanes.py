@@ -1,39 +1,109 @@
-"""``make test`` fails where either of its lanes does, and says what each has said."""
+"""``make test`` runs every test in forked workers, and fails where one of them fails or dies."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
+from tests.lanes import Lane
+
+ROOT = Path(__file__).parents[1]
+MAIN = """
+import sys, pytest
+from tests.lanes import Lanes
+sys.exit(pytest.main(sys.argv[1:], plugins=[Lanes()]))
+"""
+CONFIG = "[pytest]\nmarkers =\n    waits: x\n"
+
+
+def run(folder: Path, files: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    for name, text in {"pytest.ini": CONFIG, **files}.items():
+        (folder / name).write_text(text)
+    return subprocess.run(
+        [sys.executable, "-c", MAIN, "-q", "-p", "no:cacheprovider", *words], cwd=folder, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=120,
+    )  # fmt: skip
+
+
+def test_tests_of_both_lanes_run_in_other_processes(tmp_path):
+    text = """
+import os, pathlib, time, pytest
+@pytest.fixture(scope="module")
+def made(): open("made", "a").write("x")
+@pytest.mark.waits
+def test_slow(): time.sleep(0.2)
+@pytest.mark.parametrize("i", range(5))
+def test_it(i, made, tmp_path, capfd):
+    pathlib.Path(f"pid-{os.getpid()}").touch()
+    print(i)
+    assert capfd.readouterr().out == f"{i}\\n"
+"""
+    result = run(tmp_path, {"test_a.py": text})
+    assert result.returncode == 0, result.stdout
+    assert "6 passed" in result.stdout
+    pids = {int(path.name[4:]) for path in tmp_path.glob("pid-*")}
+    assert len((tmp_path / "made").read_text()) == len(pids) <= 2
+    for pid in pids:
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_failure_and_an_error_of_a_fixture_count(tmp_path):
+    text = """
 import pytest
-
-from tests import lanes
-
-
-@pytest.mark.parametrize(
-    ("works", "waits", "expected"),
-    [(0, 0, 0), (1, 0, 1), (0, 1, 1), (5, 0, 0), (0, 5, 0), (0, 2, 1)],
-)
-def test_both_exit_codes_count(works, waits, expected, monkeypatch, capfd):
-    starts = {"not waits and not slow": (works, 2), "waits and not slow": (waits, 6)}
-
-    def lane(marks, workers, arguments, out):
-        code, expected_workers = starts.pop(marks)
-        assert workers == expected_workers
-        assert arguments[-1] == "-x"
-        program = f"print('FAILED a test of', {marks!r}); raise SystemExit({code})"
-        return subprocess.Popen([sys.executable, "-c", program], stdout=out, text=True)
-
-    monkeypatch.setattr(lanes, "lane", lane)
-    assert lanes.main(["-x"]) == expected
-    said = capfd.readouterr().out
-    assert "FAILED a test of not waits" in said
-    assert said.count("FAILED a test of waits") == 2, "in the lane's output, and at the end"
-    assert said.splitlines()[-1].startswith("passed" if expected == 0 else "FAILED")
-    assert not starts
+@pytest.fixture
+def broken(): raise ValueError("no fixture")
+def test_it(broken): pass
+@pytest.mark.waits
+def test_fails(): assert 1 + 1 == 3
+def test_passes(): pass
+"""
+    result = run(tmp_path, {"test_a.py": text})
+    assert result.returncode == 1
+    assert "1 failed, 1 passed, 1 error" in result.stdout
+    assert "assert (1 + 1) == 3" in result.stdout
+    assert "no fixture" in result.stdout
 
 
-def test_the_files_of_the_lane_that_waits_have_its_mark():
-    files = lanes.files_that_wait()
-    assert "tests/cluster/test_hang.py" in files
-    assert "tests/test_lanes.py" not in files
+def test_a_test_that_kills_its_worker_fails_and_others_run(tmp_path):
+    text = """
+import os, signal
+def test_dies(): os.kill(os.getpid(), signal.SIGKILL)
+"""
+    others = "def test_a(): pass\ndef test_b(): pass\n"
+    result = run(tmp_path, {"test_dies.py": text, "test_others.py": others})
+    assert result.returncode == 1
+    assert "the worker process of this test died" in result.stdout
+    assert "test_dies.py::test_dies" in result.stdout
+    assert "2 passed" in result.stdout or "1 passed" in result.stdout
+
+
+def test_no_test_runs_after_the_first_failure_that_ends_a_run(tmp_path):
+    tests = "".join(f"def test_{i}():\n    time.sleep(0.05)\n    assert {i}\n" for i in range(40))
+    result = run(tmp_path, {"test_a.py": f"import time\n{tests}"}, "-x")
+    assert result.returncode == 1
+    passed = (
+        int(result.stdout.split(" passed")[0].rpartition(" ")[2])
+        if "passed" in result.stdout
+        else 0
+    )
+    assert passed < 30
+
+
+def test_a_file_that_cannot_be_imported_ends_the_run(tmp_path):
+    result = run(
+        tmp_path, {"test_a.py": "import nowhere_to_be_found", "test_b.py": "def test(): pass"}
+    )
+    assert result.returncode == 2
+    assert "nowhere_to_be_found" in result.stdout
+
+
+def test_a_worker_takes_a_files_tests_in_order_and_helps_others_at_the_end():
+    lane = Lane([(0, "a"), (1, "a"), (2, "a"), (3, "b"), (4, "tests/router/c")])
+    assert lane.take(None) == (0, "a")
+    assert lane.take(None) == (3, "b")
+    assert lane.take("a") == (1, "a")
+    assert lane.take("b") == (4, "tests/router/c")
+    assert lane.take("tests/router/c") == (2, "a")
+    assert lane.take("a") is None

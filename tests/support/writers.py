@@ -33,6 +33,12 @@ def serve_writers() -> Server:
     return _server
 
 
+def end_serving() -> None:
+    """In the process of the tests: end its server."""
+    if _server is not None:
+        _server.close()
+
+
 def start_serving() -> None:
     """Before ranks start: start the server of the tests' process, if it has one."""
     if _server is not None:
