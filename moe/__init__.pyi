@@ -1,10 +1,7 @@
-from .adoption.blocks import FusedExperts as FusedExperts
-from .adoption.blocks import TransformersMoE as TransformersMoE
 from .adoption.blocks import adopt as adopt
 from .adoption.blocks import collect_aux as collect_aux
 from .adoption.blocks import restore as restore
 from .config import DISPATCHER as DISPATCHER
-from .config import CapacityConfig as CapacityConfig
 from .config import DispatcherTraits as DispatcherTraits
 from .config import DroplessConfig as DroplessConfig
 from .config import FixedCapacityConfig as FixedCapacityConfig
@@ -13,15 +10,10 @@ from .config import StragglerAwareConfig as StragglerAwareConfig
 from .config import check_exact as check_exact
 from .dispatch.all_gather import AllGatherDispatcher as AllGatherDispatcher
 from .dispatch.all_to_all import AllToAllDispatcher as AllToAllDispatcher
-from .dispatch.deep_ep import DeepEPDispatcher as DeepEPDispatcher
-from .dispatch.deep_ep import why_no_deep_ep as why_no_deep_ep
 from .dispatch.dispatchers import DispatchedRows as DispatchedRows
 from .dispatch.dispatchers import Dispatcher as Dispatcher
 from .dispatch.dispatchers import DispatchSetup as DispatchSetup
-from .dispatch.dispatchers import LocalDispatcher as LocalDispatcher
-from .dispatch.hierarchical import HierarchicalDispatcher as HierarchicalDispatcher
 from .dispatch.padded_all_to_all import PaddedAllToAllDispatcher as PaddedAllToAllDispatcher
-from .experts.activation import ACTIVATIONS as ACTIVATIONS
 from .experts.grouped import GroupedExperts as GroupedExperts
 from .experts.paths import choose_backend as choose_backend
 from .float8.linear import FLOAT8_OPERANDS as FLOAT8_OPERANDS

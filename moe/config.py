@@ -7,7 +7,6 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from router import CapacityConfig as CapacityConfig
 from router import DroplessConfig as DroplessConfig
 from router import FixedCapacityConfig as FixedCapacityConfig
 from router import OpenKind, RouterConfig, Traits

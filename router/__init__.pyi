@@ -12,7 +12,6 @@ from .config import CapacityConfig as CapacityConfig
 from .config import CapacityTraits as CapacityTraits
 from .config import DroplessConfig as DroplessConfig
 from .config import FixedCapacityConfig as FixedCapacityConfig
-from .config import OtherCapacityConfig as OtherCapacityConfig
 from .config import RouterConfig as RouterConfig
 from .config import RoutingTraits as RoutingTraits
 from .config import StragglerAwareConfig as StragglerAwareConfig
@@ -20,9 +19,6 @@ from .groups import HoldsGroups as HoldsGroups
 from .groups import LostGroup as LostGroup
 from .kinds import OpenKind as OpenKind
 from .kinds import Traits as Traits
-from .losses import load_balance_loss as load_balance_loss
-from .losses import sequence_balance_loss as sequence_balance_loss
-from .losses import z_loss as z_loss
 from .placement import Placement as Placement
 from .plan import UNITS_PER_RANK as UNITS_PER_RANK
 from .plan import CapacityPlan as CapacityPlan

@@ -1,97 +1,55 @@
 """The bytes of a checkpoint: the manifest, arrays, objects and chunks."""
 
-from ckpt.format.array import (
-    ArrayRecord,
-    Compression,
-    MeshRecord,
-    check_compression,
-    keys_of_ranks,
-    metadata_keys,
-    metadata_objects,
-)
-from ckpt.format.chunk_grid import storage_grid
-from ckpt.format.dtypes import FLOATS, STORAGE_DTYPES, convert, to_float32
-from ckpt.format.keys import locate, manifest_key, objects_key, pending_key
-from ckpt.format.manifest import (
-    Manifest,
-    committed_steps,
-    decode_manifest,
-    encode_manifest,
-    read_manifest,
-)
-from ckpt.format.names import Extra, Missing, check_names, renamed
-from ckpt.format.object_index import ObjectRecord, gather
-from ckpt.format.pack_plan import Pack, PackPlan, PlacedTensor, plan_packs
-from ckpt.format.packed import TREE, PackedTensor, PackPlace, StoredTensor
-from ckpt.format.shard_layout import Array, ObjectLayout, ReadInto
-from ckpt.format.shard_reader import Destination, read_object
-from ckpt.format.shard_writer import Encoder, aligned
-from ckpt.format.state_tree import (
-    Node,
-    Path,
-    children,
-    dotted_names,
-    is_leaf,
-    leaf_value,
-    name_of,
-    renamed_tree,
-    shown,
-    tensor_names,
-    where,
-)
-
-__all__ = [
-    "FLOATS",
-    "STORAGE_DTYPES",
-    "TREE",
-    "Array",
-    "ArrayRecord",
-    "Compression",
-    "Destination",
-    "Encoder",
-    "Extra",
-    "Manifest",
-    "MeshRecord",
-    "Missing",
-    "Node",
-    "ObjectLayout",
-    "ObjectRecord",
-    "Pack",
-    "PackPlace",
-    "PackPlan",
-    "PackedTensor",
-    "Path",
-    "PlacedTensor",
-    "ReadInto",
-    "StoredTensor",
-    "aligned",
-    "check_compression",
-    "check_names",
-    "children",
-    "committed_steps",
-    "convert",
-    "decode_manifest",
-    "dotted_names",
-    "encode_manifest",
-    "gather",
-    "is_leaf",
-    "keys_of_ranks",
-    "leaf_value",
-    "locate",
-    "manifest_key",
-    "metadata_keys",
-    "metadata_objects",
-    "name_of",
-    "objects_key",
-    "pending_key",
-    "plan_packs",
-    "read_manifest",
-    "read_object",
-    "renamed",
-    "renamed_tree",
-    "shown",
-    "storage_grid",
-    "tensor_names",
-    "to_float32",
-    "where",
-]
+from ckpt.format.array import ArrayRecord as ArrayRecord
+from ckpt.format.array import Compression as Compression
+from ckpt.format.array import MeshRecord as MeshRecord
+from ckpt.format.array import check_compression as check_compression
+from ckpt.format.array import keys_of_ranks as keys_of_ranks
+from ckpt.format.array import metadata_keys as metadata_keys
+from ckpt.format.array import metadata_objects as metadata_objects
+from ckpt.format.chunk_grid import storage_grid as storage_grid
+from ckpt.format.dtypes import FLOATS as FLOATS
+from ckpt.format.dtypes import STORAGE_DTYPES as STORAGE_DTYPES
+from ckpt.format.dtypes import convert as convert
+from ckpt.format.dtypes import to_float32 as to_float32
+from ckpt.format.keys import locate as locate
+from ckpt.format.keys import manifest_key as manifest_key
+from ckpt.format.keys import objects_key as objects_key
+from ckpt.format.keys import pending_key as pending_key
+from ckpt.format.manifest import Manifest as Manifest
+from ckpt.format.manifest import committed_steps as committed_steps
+from ckpt.format.manifest import decode_manifest as decode_manifest
+from ckpt.format.manifest import encode_manifest as encode_manifest
+from ckpt.format.manifest import read_manifest as read_manifest
+from ckpt.format.names import Extra as Extra
+from ckpt.format.names import Missing as Missing
+from ckpt.format.names import check_names as check_names
+from ckpt.format.names import renamed as renamed
+from ckpt.format.object_index import ObjectRecord as ObjectRecord
+from ckpt.format.object_index import gather as gather
+from ckpt.format.pack_plan import Pack as Pack
+from ckpt.format.pack_plan import PackPlan as PackPlan
+from ckpt.format.pack_plan import PlacedTensor as PlacedTensor
+from ckpt.format.pack_plan import plan_packs as plan_packs
+from ckpt.format.packed import TREE as TREE
+from ckpt.format.packed import PackedTensor as PackedTensor
+from ckpt.format.packed import PackPlace as PackPlace
+from ckpt.format.packed import StoredTensor as StoredTensor
+from ckpt.format.shard_layout import Array as Array
+from ckpt.format.shard_layout import ObjectLayout as ObjectLayout
+from ckpt.format.shard_layout import ReadInto as ReadInto
+from ckpt.format.shard_reader import Destination as Destination
+from ckpt.format.shard_reader import read_object as read_object
+from ckpt.format.shard_writer import Encoder as Encoder
+from ckpt.format.shard_writer import aligned as aligned
+from ckpt.format.state_tree import Node as Node
+from ckpt.format.state_tree import Path as Path
+from ckpt.format.state_tree import children as children
+from ckpt.format.state_tree import dotted_names as dotted_names
+from ckpt.format.state_tree import is_leaf as is_leaf
+from ckpt.format.state_tree import leaf_value as leaf_value
+from ckpt.format.state_tree import name_of as name_of
+from ckpt.format.state_tree import renamed_tree as renamed_tree
+from ckpt.format.state_tree import shown as shown
+from ckpt.format.state_tree import tensor_names as tensor_names
+from ckpt.format.state_tree import where as where

@@ -1,37 +1,16 @@
 """Which checkpoints a store has, which of them are kept, and how the others are removed."""
 
-from ckpt.lifecycle.config import Retention
-from ckpt.lifecycle.garbage import Garbage, find_garbage, remove_garbage, remove_uncommitted
-from ckpt.lifecycle.lineage import Link, read_lineage, spec_differences
-from ckpt.lifecycle.reachable import fingerprint, prune, reachable
-from ckpt.lifecycle.removal import (
-    REMOVED,
-    committed_save_ids,
-    first_problem,
-    mark_for_removal,
-    remove_objects,
-)
-from ckpt.lifecycle.retention import Removal, RetentionPlan, plan_retention, retain
-
-__all__ = [
-    "REMOVED",
-    "Garbage",
-    "Link",
-    "Removal",
-    "Retention",
-    "RetentionPlan",
-    "committed_save_ids",
-    "find_garbage",
-    "fingerprint",
-    "first_problem",
-    "mark_for_removal",
-    "plan_retention",
-    "prune",
-    "reachable",
-    "read_lineage",
-    "remove_garbage",
-    "remove_objects",
-    "remove_uncommitted",
-    "retain",
-    "spec_differences",
-]
+from ckpt.lifecycle.config import Retention as Retention
+from ckpt.lifecycle.garbage import remove_uncommitted as remove_uncommitted
+from ckpt.lifecycle.lineage import Link as Link
+from ckpt.lifecycle.lineage import spec_differences as spec_differences
+from ckpt.lifecycle.reachable import fingerprint as fingerprint
+from ckpt.lifecycle.reachable import prune as prune
+from ckpt.lifecycle.reachable import reachable as reachable
+from ckpt.lifecycle.removal import REMOVED as REMOVED
+from ckpt.lifecycle.removal import committed_save_ids as committed_save_ids
+from ckpt.lifecycle.removal import first_problem as first_problem
+from ckpt.lifecycle.removal import mark_for_removal as mark_for_removal
+from ckpt.lifecycle.removal import remove_objects as remove_objects
+from ckpt.lifecycle.retention import plan_retention as plan_retention
+from ckpt.lifecycle.retention import retain as retain

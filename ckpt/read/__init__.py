@@ -1,23 +1,12 @@
 """Reading slices of a checkpoint, verified, onto any number of ranks."""
 
-from ckpt.read.box import PackReader, read_box, read_nowhere, read_tensor
-from ckpt.read.compare import ArrayDifference, compare
-from ckpt.read.load import load
-from ckpt.read.stored_array import OpenCheckpoint, StoredArray, open_checkpoint
-from ckpt.read.verify import find_damage, open_group, verify
-
-__all__ = [
-    "ArrayDifference",
-    "OpenCheckpoint",
-    "PackReader",
-    "StoredArray",
-    "compare",
-    "find_damage",
-    "load",
-    "open_checkpoint",
-    "open_group",
-    "read_box",
-    "read_nowhere",
-    "read_tensor",
-    "verify",
-]
+from ckpt.read.box import PackReader as PackReader
+from ckpt.read.box import read_box as read_box
+from ckpt.read.box import read_nowhere as read_nowhere
+from ckpt.read.box import read_tensor as read_tensor
+from ckpt.read.compare import ArrayDifference as ArrayDifference
+from ckpt.read.compare import compare as compare
+from ckpt.read.load import load as load
+from ckpt.read.stored_array import open_checkpoint as open_checkpoint
+from ckpt.read.verify import open_group as open_group
+from ckpt.read.verify import verify as verify

@@ -1,51 +1,30 @@
 """Making one checkpoint from another in bounded memory; an interrupted rewrite resumes."""
 
-from ckpt.rewrite.checkpoint_target import CheckpointTarget
-from ckpt.rewrite.description import described, is_described
-from ckpt.rewrite.edits import (
-    Converted,
-    Described,
-    Extent,
-    Rows,
-    Selected,
-    Stacked,
-    Transposed,
-    Unstacked,
-)
-from ckpt.rewrite.engine import LEAST_MEMORY, rewrite
-from ckpt.rewrite.folder_target import Checked, FolderTarget, split_into_files
-from ckpt.rewrite.reshard import MEMORY, reshard, write_checkpoint
-from ckpt.rewrite.slabs import row_major_boxes
-from ckpt.rewrite.source import CheckpointSource, Source, SourceArray, SourceInfo, changed
-from ckpt.rewrite.target import Part, Receipt, Target
-
-__all__ = [
-    "LEAST_MEMORY",
-    "MEMORY",
-    "Checked",
-    "CheckpointSource",
-    "CheckpointTarget",
-    "Converted",
-    "Described",
-    "Extent",
-    "FolderTarget",
-    "Part",
-    "Receipt",
-    "Rows",
-    "Selected",
-    "Source",
-    "SourceArray",
-    "SourceInfo",
-    "Stacked",
-    "Target",
-    "Transposed",
-    "Unstacked",
-    "changed",
-    "described",
-    "is_described",
-    "reshard",
-    "rewrite",
-    "row_major_boxes",
-    "split_into_files",
-    "write_checkpoint",
-]
+from ckpt.rewrite.checkpoint_target import CheckpointTarget as CheckpointTarget
+from ckpt.rewrite.description import described as described
+from ckpt.rewrite.description import is_described as is_described
+from ckpt.rewrite.edits import Converted as Converted
+from ckpt.rewrite.edits import Described as Described
+from ckpt.rewrite.edits import Extent as Extent
+from ckpt.rewrite.edits import Rows as Rows
+from ckpt.rewrite.edits import Selected as Selected
+from ckpt.rewrite.edits import Stacked as Stacked
+from ckpt.rewrite.edits import Transposed as Transposed
+from ckpt.rewrite.edits import Unstacked as Unstacked
+from ckpt.rewrite.engine import LEAST_MEMORY as LEAST_MEMORY
+from ckpt.rewrite.engine import rewrite as rewrite
+from ckpt.rewrite.folder_target import Checked as Checked
+from ckpt.rewrite.folder_target import FolderTarget as FolderTarget
+from ckpt.rewrite.folder_target import split_into_files as split_into_files
+from ckpt.rewrite.reshard import MEMORY as MEMORY
+from ckpt.rewrite.reshard import reshard as reshard
+from ckpt.rewrite.reshard import write_checkpoint as write_checkpoint
+from ckpt.rewrite.slabs import row_major_boxes as row_major_boxes
+from ckpt.rewrite.source import CheckpointSource as CheckpointSource
+from ckpt.rewrite.source import Source as Source
+from ckpt.rewrite.source import SourceArray as SourceArray
+from ckpt.rewrite.source import SourceInfo as SourceInfo
+from ckpt.rewrite.source import changed as changed
+from ckpt.rewrite.target import Part as Part
+from ckpt.rewrite.target import Receipt as Receipt
+from ckpt.rewrite.target import Target as Target

@@ -1,7 +1,6 @@
 from .config import ModelConfig as ModelConfig
 from .decoder import Block as Block
 from .decoder import Decoder as Decoder
-from .decoder import DecoderLayer as DecoderLayer
 from .decoder import DecoderOutput as DecoderOutput
 from .decoder import meta_decoder as meta_decoder
 from .flops import forward_flops as forward_flops

@@ -1,4 +1,3 @@
-from .adamw import ElementwiseAdamW as ElementwiseAdamW
 from .adamw import build_adamw as build_adamw
 from .config import KINDS as KINDS
 from .config import AdamWConfig as AdamWConfig
@@ -6,7 +5,6 @@ from .config import MuonConfig as MuonConfig
 from .config import OptimizerConfig as OptimizerConfig
 from .config import OptimizerFields as OptimizerFields
 from .config import with_kind as with_kind
-from .muon import Muon as Muon
 from .muon import orthogonalized as orthogonalized
 from .registry import build_optimizer as build_optimizer
 from .schedule import ScheduleConfig as ScheduleConfig
