@@ -4,9 +4,8 @@ Legend: B batch, S tokens of this forward, W tokens so far with these, H heads, 
 size of a head's key, V size of a head's value.
 
 A cache is one more kind of :class:`parallel.apply.context_parallel.SequenceContext`: attention
-gathers
-keys and values (with latent attention: latents) from the tokens before, as it gathers them from
-other ranks in context parallelism.
+gathers keys and values (with latent attention: latents) from the tokens before, as it gathers them
+from other ranks in context parallelism.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel.apply.context_parallel import FullSequence, sequence_contexts
-from parallel.apply.document_mask import Documents
+from parallel.apply.document_mask import AttentionCall
 
 
 class SequenceCache:
@@ -74,23 +72,13 @@ class CachedSequence:
             kept[:, start : start + count] = x
         return tuple(kept[:, : start + count] for kept in self._kept)
 
-    def attend(
-        self,
-        q_BHSC: Tensor,
-        k_BGWC: Tensor,
-        v_BGWV: Tensor,
-        scale: float,
-        documents: Documents | None = None,
-    ) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         """Causal attention of this forward's queries to all tokens so far: [B, H, S, V]. All tokens
         are of one document."""
-        assert documents is None
-        S, W = q_BHSC.shape[2], k_BGWC.shape[2]
-        seen_SW = torch.ones(S, W, dtype=torch.bool, device=q_BHSC.device).tril(W - S)
-        gqa = q_BHSC.shape[1] != k_BGWC.shape[1]
-        return F.scaled_dot_product_attention(
-            q_BHSC, k_BGWC, v_BGWV, attn_mask=seen_SW, scale=scale, enable_gqa=gqa
-        )
+        assert call.documents is None
+        S, W = call.q_BHSC.shape[2], call.k_BGWC.shape[2]
+        seen_SW = torch.ones(S, W, dtype=torch.bool, device=call.q_BHSC.device).tril(W - S)
+        return call.computed(seen_SW)
 
 
 @contextmanager

@@ -19,11 +19,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallel.apply.document_mask import Documents, attend_within
+from parallel.apply.document_mask import AttentionCall, attend_within
 from parallel.comm import start_gather_rows
 
 
@@ -39,17 +38,10 @@ class SequenceContext(Protocol):
         tensor."""
         ...
 
-    def attend(
-        self,
-        q_BHSC: Tensor,
-        k_BGWC: Tensor,
-        v_BGWV: Tensor,
-        scale: float,
-        documents: Documents | None = None,
-    ) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         """Causal attention of this rank's queries to the full sequence's keys: [B, H, S, V].
 
-        With ``documents``, a query sees the keys of its own document only.
+        With documents, a query sees the keys of its own document only.
         """
         ...
 
@@ -65,21 +57,9 @@ class FullSequence:
         """As in :class:`SequenceContext`."""
         return tensors_BSX
 
-    def attend(
-        self,
-        q_BHSC: Tensor,
-        k_BGWC: Tensor,
-        v_BGWV: Tensor,
-        scale: float,
-        documents: Documents | None = None,
-    ) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         """As in :class:`SequenceContext`."""
-        if documents is not None:
-            return attend_within(q_BHSC, k_BGWC, v_BGWV, scale, documents)
-        gqa = q_BHSC.shape[1] != k_BGWC.shape[1]
-        return F.scaled_dot_product_attention(
-            q_BHSC, k_BGWC, v_BGWV, is_causal=True, scale=scale, enable_gqa=gqa
-        )
+        return call.computed() if call.documents is None else attend_within(call)
 
 
 class ShardedSequence:
@@ -115,31 +95,19 @@ class ShardedSequence:
         first, second = pieces[:, 0], pieces[:, 1].flip(0)
         return torch.cat((first, second)).flatten(0, 1).transpose(0, 1)
 
-    def attend(
-        self,
-        q_BHSC: Tensor,
-        k_BGWC: Tensor,
-        v_BGWV: Tensor,
-        scale: float,
-        documents: Documents | None = None,
-    ) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         """As in :class:`SequenceContext`."""
-        piece = q_BHSC.shape[2] // 2
-        gqa = q_BHSC.shape[1] != k_BGWC.shape[1]
+        piece = call.q_BHSC.shape[2] // 2
         parts = []
-        for number, q in zip(self._pieces(), q_BHSC.split(piece, 2), strict=True):
-            if documents is not None:
-                first = number * piece
-                parts.append(attend_within(q, k_BGWC, v_BGWV, scale, documents, first))
+        for number, q in zip(self._pieces(), call.q_BHSC.split(piece, 2), strict=True):
+            own = call._replace(q_BHSC=q, first=number * piece)
+            if call.documents is not None:
+                parts.append(attend_within(own))
                 continue
             seen = (number + 1) * piece
             self._causal.seq_len_q, self._causal.seq_len_kv = piece, seen
-            parts.append(
-                F.scaled_dot_product_attention(
-                    q, k_BGWC[:, :, :seen], v_BGWV[:, :, :seen],
-                    attn_mask=self._causal, scale=scale, enable_gqa=gqa,
-                )
-            )  # fmt: skip
+            k, v = call.k_BGWC[:, :, :seen], call.v_BGWV[:, :, :seen]
+            parts.append(own._replace(k_BGWC=k, v_BGWV=v).computed(self._causal))
         return torch.cat(parts, 2)
 
     def _pieces(self) -> tuple[int, int]:

@@ -111,75 +111,63 @@ def _calls(numbers_W: Tensor, first: int) -> Calls:
     )
 
 
-def attend_within(
-    q_BHSC: Tensor,
-    k_BGWC: Tensor,
-    v_BGWV: Tensor,
-    scale: float,
-    documents: Documents,
-    first: int = 0,
-) -> Tensor:
-    """Causal attention within documents: [B, H, S, V].
+class AttentionCall(NamedTuple):
+    """What one call of attention computes with: queries of some tokens, keys and values of all."""
 
-    Args:
-        q_BHSC: queries of the positions from ``first`` on.
-        k_BGWC: keys of the full sequence.
-        v_BGWV: values of the full sequence.
-        scale: factor of the logits.
-        documents: the documents of the full sequences.
-        first: the position of the first query.
-    """
+    q_BHSC: Tensor
+    k_BGWC: Tensor
+    v_BGWV: Tensor
+    scale: float
+    """The factor of the logits."""
+    documents: Documents | None = None
+    """The documents of the full sequences; None where a sequence is one."""
+    first: int = 0
+    """The position of the first query; the others follow."""
+
+    def computed(self, mask: Tensor | None = None) -> Tensor:
+        """[B, H, S, V] by PyTorch's attention under ``mask``, or under a causal mask where None, of
+        as many keys as queries. The documents are not looked at."""
+        q, k, v = self.q_BHSC, self.k_BGWC, self.v_BGWV
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip
+
+
+def attend_within(call: AttentionCall) -> Tensor:
+    """Causal attention within documents: [B, H, S, V]."""
     # The fast path needs the documents' lengths on the host, which would wait for an accelerator.
-    on_host = q_BHSC.device.type == "cpu" and len(q_BHSC) > 0
-    how = attend_by_document if on_host else attend_masked
-    return how(q_BHSC, k_BGWC, v_BGWV, scale, documents, first)
+    on_host = call.q_BHSC.device.type == "cpu" and len(call.q_BHSC) > 0
+    return attend_by_document(call) if on_host else attend_masked(call)
 
 
-def attend_masked(
-    q_BHSC: Tensor,
-    k_BGWC: Tensor,
-    v_BGWV: Tensor,
-    scale: float,
-    documents: Documents,
-    first: int = 0,
-) -> Tensor:
+def attend_masked(call: AttentionCall) -> Tensor:
     """The plain path of :func:`attend_within`, on any device."""
-    H, S = q_BHSC.shape[1:3]
-    k, v = k_BGWC[:, :, : first + S], v_BGWV[:, :, : first + S]
+    assert call.documents is not None
+    H, S = call.q_BHSC.shape[1:3]
+    k, v = (x[:, :, : call.first + S] for x in (call.k_BGWC, call.v_BGWV))
     # CUDA's memory-efficient kernel takes a mask, but not fewer key-value heads than heads.
     if k.shape[1] != H:
         k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
-    return F.scaled_dot_product_attention(
-        q_BHSC, k, v, attn_mask=documents.mask(first, S), scale=scale
-    )
+    mask = call.documents.mask(call.first, S)
+    return call._replace(k_BGWC=k, v_BGWV=v).computed(mask)
 
 
-def attend_by_document(
-    q_BHSC: Tensor,
-    k_BGWC: Tensor,
-    v_BGWV: Tensor,
-    scale: float,
-    documents: Documents,
-    first: int = 0,
-) -> Tensor:
+def attend_by_document(call: AttentionCall) -> Tensor:
     """The fast path of :func:`attend_within`, for a CPU and at least one sequence."""
-    S, W = q_BHSC.shape[2], k_BGWC.shape[2]
-    gqa = q_BHSC.shape[1] != k_BGWC.shape[1]
+    assert call.documents is not None
+    S, W = call.q_BHSC.shape[2], call.k_BGWC.shape[2]
     rows = []
     # split() and not slices: the backward of a slice fills a tensor of the full size.
-    for q, k, v, calls in zip(
-        q_BHSC.split(1), k_BGWC.split(1), v_BGWV.split(1), documents.calls(first, S), strict=True
-    ):
-        cuts = [calls.before, *calls.keys, W - first - S]
+    sequences = (x.split(1) for x in call[:3])
+    for q, k, v, runs in zip(*sequences, call.documents.calls(call.first, S), strict=True):
+        cuts = [runs.before, *runs.keys, W - call.first - S]
         pieces = zip(
-            q.split(calls.queries, 2), k.split(cuts, 2)[1:-1], v.split(cuts, 2)[1:-1], calls.masks,
+            q.split(runs.queries, 2), k.split(cuts, 2)[1:-1], v.split(cuts, 2)[1:-1], runs.masks,
             strict=True,
         )  # fmt: skip
         parts = [
-            F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
-            )
-            for q, k, v, mask in pieces
+            call._replace(q_BHSC=q, k_BGWC=k, v_BGWV=v).computed(mask) for q, k, v, mask in pieces
         ]
         rows.append(torch.cat(parts, 2))
     return torch.cat(rows)

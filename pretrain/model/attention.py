@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel import Documents
-from parallel.apply import FullSequence, SequenceContext, ShardedSequence
+from parallel.apply import AttentionCall, FullSequence, SequenceContext, ShardedSequence
 from pretrain.model.config import AttentionConfig
 from pretrain.model.norm import RMSNorm
 from pretrain.model.rope import rope_frequencies, rotate
@@ -72,8 +72,9 @@ class GroupedQueryAttention(_CausalAttention):
         k_BGSC = rotate_as(c, self._normed(self.wk(x_BSD), self.k_norm), at)
         v_BSGC = self._normed(self.wv(x_BSD), None).transpose(1, 2)
         k_BWGC, v_BWGC = self.context.gather(k_BGSC.transpose(1, 2), v_BSGC)
+        k_BGWC, v_BGWC = k_BWGC.transpose(1, 2), v_BWGC.transpose(1, 2)
         y_BHSC = self.context.attend(
-            q_BHSC, k_BWGC.transpose(1, 2), v_BWGC.transpose(1, 2), c.softmax_scale, documents
+            AttentionCall(q_BHSC, k_BGWC, v_BGWC, c.softmax_scale, documents)
         )
         # y has the heads of this rank: tensor parallelism may have cut the projections.
         out: Tensor = self.wo(y_BHSC.transpose(1, 2).flatten(2))
@@ -123,8 +124,7 @@ class LatentAttention(_CausalAttention):
         q = self._queries(x_BSD)
         # H counts the heads of this rank: tensor parallelism may have cut the projections.
         H = q.shape[-1] // (N + P)
-        q_BHSC = q.view(B, S, H, N + P).transpose(1, 2)
-        q_BHSN, q_BHSP = q_BHSC.split((N, P), dim=-1)
+        q_BHSN, q_BHSP = q.view(B, S, H, N + P).transpose(1, 2).split((N, P), dim=-1)
         # Ranks exchange latents, which have about a hundredth of the bytes of keys and values.
         (gathered,) = self.context.gather(self.wkv_a(x_BSD))
         latent_BWR, k_BWP = gathered.split((c.kv_lora_rank, P), -1)
@@ -132,12 +132,10 @@ class LatentAttention(_CausalAttention):
         kv = self.wkv_b(self.kv_a_norm(latent_BWR)).view(B, W, H, N + V).transpose(1, 2)
         k_BHWN, v_BHWV = kv.split((N, V), dim=-1)
         k_BHWP = rotate_as(c, k_BWP.unsqueeze(1)).expand(B, H, W, P)
+        q_BHSP = rotate_as(c, q_BHSP, self.context.positions(S, x_BSD.device))
+        q_BHSC, k_BHWC = torch.cat((q_BHSN, q_BHSP), -1), torch.cat((k_BHWN, k_BHWP), -1)
         y_BHSV = self.context.attend(
-            torch.cat((q_BHSN, rotate_as(c, q_BHSP, self.context.positions(S, x_BSD.device))), -1),
-            torch.cat((k_BHWN, k_BHWP), dim=-1),
-            v_BHWV,
-            c.softmax_scale,
-            documents,
+            AttentionCall(q_BHSC, k_BHWC, v_BHWV, c.softmax_scale, documents)
         )
         out: Tensor = self.wo(y_BHSV.transpose(1, 2).reshape(B, S, H * V))
         return out

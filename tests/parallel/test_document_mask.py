@@ -12,6 +12,7 @@ from torch import Tensor
 from parallel import Documents, ParallelDims, Topology, apply_context_parallel, local_sequence
 from parallel.apply.document_mask import (
     _GROUP_TOKENS,
+    AttentionCall,
     attend_by_document,
     attend_masked,
     attend_within,
@@ -72,7 +73,7 @@ def test_both_paths_are_each_document_by_itself(name, how, value):
     grad = torch.randn(*q.shape[:3], value)
     expected = alone(q, k, v, lengths)
     wanted = torch.autograd.grad(expected, (q, k, v), grad)
-    y = how(q, k, v, SCALE, Documents.ended_by(END, tokens_of(lengths)))
+    y = how(AttentionCall(q, k, v, SCALE, Documents.ended_by(END, tokens_of(lengths))))
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
     for a, b in zip(torch.autograd.grad(y, (q, k, v), grad), wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
@@ -91,7 +92,7 @@ def test_a_piece_of_the_queries_is_that_piece_of_the_whole(name, how):
         for first in (0, 1, 34, 40, 43, 68, 102, W - 1):
             for length in (1, 34, W - first):
                 stop = min(first + length, W)
-                y = how(q[:, :, first:stop], k, v, SCALE, documents, first)
+                y = how(AttentionCall(q[:, :, first:stop], k, v, SCALE, documents, first))
                 torch.testing.assert_close(y, whole[:, :, first:stop], rtol=1e-5, atol=1e-5)
 
 
@@ -107,7 +108,7 @@ def test_one_document_is_plain_causal_attention_bit_by_bit():
     plain = F.scaled_dot_product_attention(
         q, k, v, is_causal=True, scale=SCALE, enable_gqa=True
     )  # fmt: skip
-    assert torch.equal(attend_within(q, k, v, SCALE, documents), plain)
+    assert torch.equal(attend_within(AttentionCall(q, k, v, SCALE, documents)), plain)
 
 
 def test_few_calls_however_small_documents_are():
@@ -125,7 +126,7 @@ def test_few_calls_however_small_documents_are():
 def test_no_sequences():
     q, k, v = inputs(0, 136)
     documents = Documents.ended_by(END, torch.zeros(0, 136, dtype=torch.int64))
-    y = attend_within(q, k, v, SCALE, documents)
+    y = attend_within(AttentionCall(q, k, v, SCALE, documents))
     assert y.shape == (0, 4, 136, 6)
     y.sum().backward()
     assert q.grad is not None
