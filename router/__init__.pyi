@@ -1,7 +1,7 @@
 from .balancing import Balancing as Balancing
 from .balancing import Losses as Losses
 from .balancing import RoutedTokens as RoutedTokens
-from .balancing_standard import StandardBalancing as StandardBalancing
+from .balancing import StandardBalancing as StandardBalancing
 from .capacity import Assignments as Assignments
 from .capacity import CapacityPolicy as CapacityPolicy
 from .capacity_dropless import Dropless as Dropless

@@ -26,9 +26,9 @@ class Assignments(NamedTuple):
     """[T, E] the values of the choice; minus infinity for experts that a token must not take."""
     scores_TE: Tensor
     """[T, E] the scores; the lowest scores give way."""
-    training: bool
+    training: bool = True
     """Whether the bounds on ranks apply; evaluation has no step to keep short."""
-    num_tokens: Tensor | None
+    num_tokens: Tensor | None = None
     """Scalar int64, the tokens that a capacity is computed from, where some of the T rows are no
     tokens; None where all are."""
 
@@ -67,19 +67,6 @@ class CapacityPolicy(ABC):
         for no bound."""
         del num_tokens
         return None
-
-    def place(
-        self,
-        expert_indices_TK: Tensor,
-        choice_TE: Tensor,
-        scores_TE: Tensor,
-        training: bool = True,
-        num_tokens: Tensor | None = None,
-    ) -> Placement:
-        """Place every assignment or drop it; for the arguments see :class:`Assignments`."""
-        return self.placed(
-            Assignments(expert_indices_TK, choice_TE, scores_TE, training, num_tokens)
-        )
 
     @abstractmethod
     def placed(self, asked: Assignments) -> Placement:

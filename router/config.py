@@ -60,7 +60,7 @@ class BalancingTraits(Traits):
     """What rules between options ask of a balancing rule."""
 
 
-BALANCINGS = {"standard": BalancingTraits("router.balancing_standard:StandardBalancing")}
+BALANCINGS = {"standard": BalancingTraits("router.balancing:StandardBalancing")}
 """The balancing rules of this repository, one line each."""
 
 BALANCING = OpenKind("moe.balancing", "Balancing of package router", BALANCINGS)

@@ -18,40 +18,33 @@ class ExpertChoice(Routing):
     traits = ROUTINGS["expert_choice"]
 
     def choose(self, preferences_TE: Tensor, token_mask_T: Tensor | None) -> Tensor:
-        """See :class:`router.routing.Routing`: [T, E]."""
-        return expert_choice(preferences_TE, self.config.top_k, token_mask_T)
+        """[T, E]: each expert takes the ceil(T·K / E) tokens that score highest for it, earlier
+        ones on a tie; see :class:`router.routing.Routing`.
+
+        Zhou et al., arXiv 2202.09368, section 3.2, with their capacity factor c = K. The choice
+        looks at all T tokens: in a causal model it lets a token depend on later ones. With a mask T
+        counts the tokens where ``token_mask_T`` is true, and no expert takes another.
+        """
+        T, E = preferences_TE.shape
+        K, device = self.config.top_k, preferences_TE.device
+        taken_TE = torch.zeros_like(preferences_TE, dtype=torch.bool)
+        if token_mask_T is None:
+            takes = min(-(-T * K // E), T)
+            best = preferences_TE.argsort(dim=0, descending=True, stable=True)[:takes]
+            taken_TE = taken_TE.scatter_(0, best, True)
+        else:
+            masked_TE = preferences_TE.masked_fill(~token_mask_T.unsqueeze(1), -torch.inf)
+            order_TE = masked_TE.argsort(dim=0, descending=True, stable=True)
+            # The number of tokens stays on the device: a copy to the host would wait.
+            num_tokens = token_mask_T.sum()
+            takes_1 = torch.minimum(-(-num_tokens * K // E), num_tokens)
+            rank_T1 = torch.arange(T, device=device).unsqueeze(1)
+            taken_TE = taken_TE.scatter_(0, order_TE, (rank_T1 < takes_1).expand(T, E))
+            taken_TE = taken_TE & token_mask_T.unsqueeze(1)
+        return torch.where(taken_TE, torch.arange(E, device=device), E)
 
     def weights(
         self, logits_TE: Tensor, scores_TE: Tensor, expert_indices_TK: Tensor, gaps: bool
     ) -> Tensor:
         """See :class:`router.routing.Routing`: [T, E], 0 where an expert did not choose."""
         return self.normalized(scores_TE * (expert_indices_TK < self.config.num_experts))
-
-
-def expert_choice(scores_TE: Tensor, top_k: int, token_mask_T: Tensor | None = None) -> Tensor:
-    """Each expert takes the ceil(T·K / E) tokens that score highest for it, earlier ones on a tie.
-
-    Zhou et al., arXiv 2202.09368, section 3.2, with their capacity factor c = K. A token may get
-    no expert, or all. The choice looks at all T tokens: in a causal model it lets a token depend on
-    later ones. With a mask T counts the tokens where ``token_mask_T`` is true, and no expert takes
-    another.
-
-    Returns:
-        [T, E] int64: column e is e where expert e takes the token, and E, no expert, elsewhere.
-    """
-    T, E = scores_TE.shape
-    taken_TE = torch.zeros_like(scores_TE, dtype=torch.bool)
-    if token_mask_T is None:
-        takes = min(-(-T * top_k // E), T)
-        best = scores_TE.argsort(dim=0, descending=True, stable=True)[:takes]
-        taken_TE = taken_TE.scatter_(0, best, True)
-    else:
-        masked_TE = scores_TE.masked_fill(~token_mask_T.unsqueeze(1), -torch.inf)
-        order_TE = masked_TE.argsort(dim=0, descending=True, stable=True)
-        # The number of tokens stays on the device: a copy to the host would wait.
-        num_tokens = token_mask_T.sum()
-        takes_1 = torch.minimum(-(-num_tokens * top_k // E), num_tokens)
-        rank_T1 = torch.arange(T, device=scores_TE.device).unsqueeze(1)
-        taken_TE = taken_TE.scatter_(0, order_TE, (rank_T1 < takes_1).expand(T, E))
-        taken_TE = taken_TE & token_mask_T.unsqueeze(1)
-    return torch.where(taken_TE, torch.arange(E, device=scores_TE.device), E)

@@ -28,23 +28,10 @@ class ForceLoadBalance(Routing):
         )
 
     def choose(self, preferences_TE: Tensor, token_mask_T: Tensor | None) -> Tensor:
-        """See :class:`router.routing.Routing`."""
-        T, E = preferences_TE.shape
-        return force_load_balance(T, self.config.top_k, E, preferences_TE.device, token_mask_T)
-
-
-def force_load_balance(
-    num_tokens: int,
-    top_k: int,
-    num_experts: int,
-    device: torch.device,
-    token_mask_T: Tensor | None = None,
-) -> Tensor:
-    """[T, K]: experts in turn, whatever the scores; the counts of experts differ by at most one.
-
-    Tokens where ``token_mask_T`` is false have no turn, and any experts.
-    """
-    turn_T = torch.arange(num_tokens, device=device)
-    if token_mask_T is not None:
-        turn_T = (token_mask_T.cumsum(0) - 1).clamp(min=0)
-    return (turn_T.unsqueeze(1) * top_k + torch.arange(top_k, device=device)) % num_experts
+        """[T, K]: experts in turn; the counts of experts differ by at most one. Padding has no
+        turn, and any experts."""
+        (T, E), K, device = preferences_TE.shape, self.config.top_k, preferences_TE.device
+        turn_T = torch.arange(T, device=device)
+        if token_mask_T is not None:
+            turn_T = (token_mask_T.cumsum(0) - 1).clamp(min=0)
+        return (turn_T.unsqueeze(1) * K + torch.arange(K, device=device)) % E

@@ -1,4 +1,4 @@
-"""The best experts of each token, and how many tokens an expert has. Neither has a gradient.
+"""How many tokens an expert has.
 
 Legend: T tokens, E experts, K top_k.
 """
@@ -7,11 +7,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-
-def select_top_k(scores_TE: Tensor, top_k: int) -> Tensor:
-    """The top_k best experts of each token, best first: [T, E] -> [T, K] int64."""
-    return scores_TE.topk(top_k, dim=-1).indices
 
 
 def count_tokens_per_expert(expert_indices_TK: Tensor, num_experts: int) -> Tensor:

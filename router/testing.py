@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from router.balancing import RoutedTokens
-from router.capacity import CapacityPolicy, capacity_policy
+from router.capacity import Assignments, CapacityPolicy, capacity_policy
 from router.config import RouterConfig
 from router.topk import RouterOutput, TopKRouter
 
@@ -232,8 +232,8 @@ class CapacityPolicyContract:
     def _check(self, tokens: int, seed: int) -> None:
         chosen_TK, choice_TE, scores_TE = draw_choices(tokens, E, K, seed)
         policy = self.policy()
-        placed = policy.place(chosen_TK, choice_TE, scores_TE)
-        again = policy.place(chosen_TK, choice_TE, scores_TE)
+        placed = policy.placed(Assignments(chosen_TK, choice_TE, scores_TE))
+        again = policy.placed(Assignments(chosen_TK, choice_TE, scores_TE))
         assert torch.equal(placed.expert_indices_TK, again.expert_indices_TK)
         dropped_TK = placed.dropped_TK
         if dropped_TK is None:
@@ -254,7 +254,7 @@ class CapacityPolicyContract:
         """Every expert is chosen by as many tokens as any other."""
         scores_TE = torch.eye(E).repeat(4, 1) + torch.eye(E).roll(1, 1).repeat(4, 1) / 2
         chosen_TK = scores_TE.topk(K, dim=1).indices
-        placed = self.policy().place(chosen_TK, scores_TE, scores_TE)
+        placed = self.policy().placed(Assignments(chosen_TK, scores_TE, scores_TE))
         assert torch.equal(placed.expert_indices_TK, chosen_TK)
         assert placed.dropped_TK is None or not placed.dropped_TK.any()
 
@@ -263,10 +263,14 @@ class CapacityPolicyContract:
         chosen_TK, choice_TE, scores_TE = draw_choices(12, E, K, 1)
         is_padding_T1 = (torch.arange(12) % 3 == 1).unsqueeze(1)
         tokens_T = ~is_padding_T1.squeeze(1)
-        padded = self.policy().place(
-            chosen_TK.masked_fill(is_padding_T1, E), choice_TE, scores_TE, True, tokens_T.sum()
+        padded = self.policy().placed(
+            Assignments(
+                chosen_TK.masked_fill(is_padding_T1, E), choice_TE, scores_TE, True, tokens_T.sum()
+            )
         )
-        plain = self.policy().place(chosen_TK[tokens_T], choice_TE[tokens_T], scores_TE[tokens_T])
+        plain = self.policy().placed(
+            Assignments(chosen_TK[tokens_T], choice_TE[tokens_T], scores_TE[tokens_T])
+        )
         assert torch.equal(padded.expert_indices_TK[tokens_T], plain.expert_indices_TK)
         if padded.dropped_TK is not None and plain.dropped_TK is not None:
             assert torch.equal(padded.dropped_TK[tokens_T], plain.dropped_TK)
@@ -277,7 +281,7 @@ class CapacityPolicyContract:
         if config.capacity.traits.bounded:
             return
         chosen_TK, choice_TE, scores_TE = draw_choices(14, E, K, 0)
-        placed = self.policy().place(chosen_TK, choice_TE, scores_TE)
+        placed = self.policy().placed(Assignments(chosen_TK, choice_TE, scores_TE))
         assert torch.equal(placed.expert_indices_TK, chosen_TK)
         assert placed.dropped_TK is None
         assert self.policy().max_assignments_per_expert(14) is None

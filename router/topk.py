@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from router.balancing import RoutedTokens, balancing_of
-from router.capacity import capacity_policy
+from router.capacity import Assignments, capacity_policy
 from router.config import RouterConfig
 from router.groups import HoldsGroups, LostGroup
 from router.losses import mean_over_tokens
@@ -235,8 +235,8 @@ class TopKRouter(HoldsGroups, nn.Module):
         # Tokens whose logits are not finite give way to all others.
         priority_TE = scores_TE.detach().masked_fill(bad_T.unsqueeze(1), -1)
         num_tokens = None if mask_T is None else mask_T.sum()
-        placed = self.capacity.place(
-            kept_TK, preferences_TE, priority_TE, self.training, num_tokens
+        placed = self.capacity.placed(
+            Assignments(kept_TK, preferences_TE, priority_TE, self.training, num_tokens)
         )
         indices_TK, dropped_TK = placed.expert_indices_TK, placed.dropped_TK
         gaps = replay_TK is not None or mask_T is not None

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from moe import MoEConfig, MoELayer
 from router import Dropless, DroplessConfig, FixedCapacity, FixedCapacityConfig
-from router.capacity import expert_capacity
+from router.capacity import Assignments, expert_capacity
 from router.config import DropPolicy
 from router.testing import draw_choices
 
@@ -91,7 +91,7 @@ def test_placement_is_the_literal_one(T, E, data, drop_policy, factor):
     K = data.draw(st.integers(1, E))
     chosen, choice, scores = draw_choices(T, E, K, data.draw(st.integers(0, 10**6)))
 
-    placed = fixed(E, K, factor, drop_policy).place(chosen, choice, scores)
+    placed = fixed(E, K, factor, drop_policy).placed(Assignments(chosen, choice, scores))
 
     capacity = expert_capacity(T, K, E, factor)
     expected = []
@@ -131,11 +131,11 @@ def test_a_factor_that_binary_cannot_hold_is_not_rounded_up():
 def test_with_room_for_all_nothing_changes(drop_policy):
     scores = torch.rand(20, 4)
     chosen = scores.topk(2, dim=1).indices
-    placed = fixed(4, 2, 4.0, drop_policy).place(chosen, scores, scores)
+    placed = fixed(4, 2, 4.0, drop_policy).placed(Assignments(chosen, scores, scores))
     assert torch.equal(placed.expert_indices_TK, chosen)
     assert not placed.dropped_TK.any()
     assert placed.num_rerouted == 0
-    plain = Dropless(DroplessConfig()).place(chosen, scores, scores)
+    plain = Dropless(DroplessConfig()).placed(Assignments(chosen, scores, scores))
     assert plain.expert_indices_TK is chosen
     assert plain.dropped_TK is None
 
@@ -143,7 +143,7 @@ def test_with_room_for_all_nothing_changes(drop_policy):
 def test_with_room_for_just_all_rerouting_drops_none_of_a_top_1_choice():
     scores = torch.rand(40, 4) + torch.tensor([3.0, 0.0, 0.0, 0.0])
     chosen = scores.topk(1, dim=1).indices
-    placed = fixed(4, 1, 1.0).place(chosen, scores, scores)
+    placed = fixed(4, 1, 1.0).placed(Assignments(chosen, scores, scores))
     assert not placed.dropped_TK.any()
     assert torch.bincount(placed.expert_indices_TK.flatten()).tolist() == [10] * 4
     assert placed.num_rerouted == 30

@@ -26,7 +26,7 @@ from router import (
     StragglerAwareConfig,
     StragglerBalancer,
 )
-from router.capacity import capacity_policy
+from router.capacity import Assignments, capacity_policy
 from router.plan import UNITS_PER_RANK, bounded_shares, largest_remainder
 from router.testing import CapacityPolicyContract, draw_choices
 from tests.router.test_capacity import literal_place
@@ -44,7 +44,7 @@ class TestDropless(CapacityPolicyContract):
 
     def test_drops_nothing(self):
         chosen, choice, scores = draw_choices(9, E, K, 0)
-        assert self.policy().place(chosen, choice, scores).dropped_TK is None
+        assert self.policy().placed(Assignments(chosen, choice, scores)).dropped_TK is None
 
 
 class TestDroplessWithABound(CapacityPolicyContract):
@@ -108,7 +108,7 @@ class TestStragglerAware(CapacityPolicyContract):
         expected = literal_place(
             chosen.tolist(), choice.tolist(), scores.tolist(), levels, "reroute"
         )
-        placed = policy.place(chosen, choice, scores)
+        placed = policy.placed(Assignments(chosen, choice, scores))
         actual = placed.expert_indices_TK.masked_fill(placed.dropped_TK, -1).tolist()
         assert actual == [[-1 if e is None else e for e in row] for row in expected]
         for rank, room in enumerate(ranks):
@@ -119,10 +119,12 @@ class TestStragglerAware(CapacityPolicyContract):
         policy.plan = CapacityPlan((1792, 256))
         scores = torch.tensor([[0.0, 0.1, 0.0, 0.2, 0.6, 0.5]])
         chosen = scores.topk(K, dim=1).indices
-        placed = policy.place(chosen, scores, scores, training=False)
+        placed = policy.placed(Assignments(chosen, scores, scores, training=False))
         assert torch.equal(placed.expert_indices_TK, chosen)
         assert not placed.dropped_TK.any()
-        assert policy.place(chosen, scores, scores).num_rerouted > 0, "ranks are held to theirs"
+        assert policy.placed(Assignments(chosen, scores, scores)).num_rerouted > 0, (
+            "ranks are held to theirs"
+        )
 
 
 @settings(deadline=None)

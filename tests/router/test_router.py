@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from moe import MoEConfig, MoELayer
 from router import RouterConfig, TopKRouter
-from router.group_limit import limit_to_groups
 from router.losses import sequence_balance_loss
 from router.routing_sinkhorn import sinkhorn
+from router.routing_top_k import limit_to_groups
 from router.scores import score
 
 T, D, E = 24, 12, 8
