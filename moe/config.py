@@ -48,7 +48,7 @@ DISPATCHERS = {
     ),
     "all_gather": DispatcherTraits("moe.dispatch.all_gather:AllGatherDispatcher"),
     "hierarchical": DispatcherTraits(
-        "moe.dispatch.hierarchical:HierarchicalDispatcher",
+        "moe.dispatch.all_to_all:HierarchicalDispatcher",
         packs_rows=True,
         takes_chunks=True,
         once_per_node=True,

@@ -101,15 +101,16 @@ class FeedForward(nn.Module):
         self, d_model: int, d_ff: int, activation: ActivationName = "swiglu", bias: bool = False
     ) -> None:
         super().__init__()
-        self.act = ACTIVATIONS[activation]
-        self.w_gate = nn.Linear(d_model, d_ff, bias=bias) if self.act.gated else None
+        self.activation = activation
+        gated = ACTIVATIONS[activation].gated
+        self.w_gate = nn.Linear(d_model, d_ff, bias=bias) if gated else None
         self.w_up = nn.Linear(d_model, d_ff, bias=bias)
         self.w_down = nn.Linear(d_ff, d_model, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
         gate = None if self.w_gate is None else self.w_gate(x)
-        out: Tensor = self.w_down(self.act.hidden(gate, self.w_up(x)))
+        out: Tensor = self.w_down(ACTIVATIONS[self.activation].hidden(gate, self.w_up(x)))
         return out
 
 
@@ -144,16 +145,7 @@ class MoELayer(nn.Module):
             raise TypeError(f"config ({type(config).__name__}) must be a MoEConfig")
         self.config = c = config
         self.router = TopKRouter(c.d_model, c)
-        self.experts = self.EXPERTS(
-            num_experts=c.num_experts,
-            d_model=c.d_model,
-            d_ff=c.d_ff,
-            backend=c.backend,
-            activation=c.activation,
-            bias=c.ffn_bias,
-            recompute=c.recompute_experts,
-            gemm=c.gemm,
-        )
+        self.experts = self.EXPERTS(c)
         self.shared_experts: FeedForward | None = None
         self.shared_gate: nn.Linear | None = None
         if c.num_shared_experts:

@@ -41,9 +41,9 @@ def test_the_layer_on_the_device_is_the_layer_on_the_host(tokens):
 
 def experts_and_rows() -> tuple[GroupedExperts, tuple[torch.Tensor, ...]]:
     torch.manual_seed(0)
-    experts = GroupedExperts(num_experts=4, d_model=64, d_ff=96, bias=True).to(
-        "cuda", torch.bfloat16
-    )
+    experts = GroupedExperts(
+        MoEConfig(num_experts=4, top_k=2, d_model=64, d_ff=96, ffn_bias=True)
+    ).to("cuda", torch.bfloat16)
     counts = torch.tensor([5, 0, 40, 1], device="cuda")
     source = torch.randint(30, (50,), device="cuda")  # the last four are padding
     x = torch.randn(30, 64, device="cuda", dtype=torch.bfloat16)

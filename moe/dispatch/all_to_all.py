@@ -1,4 +1,4 @@
-"""The dispatcher ``all_to_all``: all-to-all with splits of the exact size, in one group or two.
+"""All-to-all with splits of the exact size: in one group, ``all_to_all``, or ``hierarchical``.
 
 Legend: T tokens, D d_model, K top_k, S rows on this rank, R rows that are sent, G ranks of the
 group, C chunks.
@@ -175,3 +175,22 @@ class AllToAllDispatcher(Dispatcher):
         for transfer in reversed(transfers[1:]):
             y_SD = transfer.start_return(y_SD)()
         return transfers[0].start_return(y_SD)
+
+
+class HierarchicalDispatcher(AllToAllDispatcher):
+    """The dispatcher ``hierarchical``: an all-to-all over the ranks at this rank's place in each
+    node, and one within the node."""
+
+    traits = DISPATCHERS["hierarchical"]
+
+    @classmethod
+    def of(cls, setup: DispatchSetup) -> Self:
+        """See :class:`Dispatcher`. Raises ValueError without groups of nodes."""
+        if setup.across_nodes is None or setup.within_node is None:
+            raise ValueError(
+                "dispatcher (hierarchical) must have expert ranks on more than one node, and "
+                "more than one on each, in equal numbers, and be given ParallelDims.ep_node_meshes "
+                "of meshes built with ranks_per_node; or use all_to_all"
+            )
+        chunks = setup.config.overlap_chunks
+        return cls(setup.across_nodes, setup.within_node, chunks, wire=setup.wire)

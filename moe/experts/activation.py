@@ -26,10 +26,10 @@ class Activation(NamedTuple):
 
     gated: bool
     plain: Callable[[Tensor], Tensor]
-    forward_out: Callable[[Tensor, Tensor], object]
-    """(z, out): out = act(z)."""
-    backward_out: Callable[[Tensor, Tensor, Tensor], object]
-    """(grad, z, out): out = grad · act'(z); out must not be grad or z."""
+    forward_out: Callable[..., object]
+    """(z, out=h): h = act(z)."""
+    backward_out: Callable[..., object]
+    """(grad, z, grad_input=dz): dz = grad · act'(z); dz must not be grad or z."""
     backward: Callable[[Tensor, Tensor], Tensor]
     """(grad, z) -> grad · act'(z), by the operations of autograd."""
 
@@ -38,32 +38,16 @@ class Activation(NamedTuple):
         return self.plain(up) if gate is None else self.plain(gate) * up
 
 
+def _relu2(z: Tensor) -> Tensor:
+    return F.relu(z).square()
+
+
 def _relu2_out(z: Tensor, out: Tensor) -> object:
     return torch.clamp_min(z, 0, out=out).square_()
 
 
-def _relu2_backward_out(grad: Tensor, z: Tensor, out: Tensor) -> object:
-    return torch.clamp_min(z, 0, out=out).mul_(grad).mul_(2)
-
-
-def _silu_out(z: Tensor, out: Tensor) -> object:
-    return _aten.silu.out(z, out=out)
-
-
-def _silu_backward_out(grad: Tensor, z: Tensor, out: Tensor) -> object:
-    return _aten.silu_backward.grad_input(grad, z, grad_input=out)
-
-
-def _gelu_out(z: Tensor, out: Tensor) -> object:
-    return _aten.gelu.out(z, out=out)
-
-
-def _gelu_backward_out(grad: Tensor, z: Tensor, out: Tensor) -> object:
-    return _aten.gelu_backward.grad_input(grad, z, grad_input=out)
-
-
-def _relu2(z: Tensor) -> Tensor:
-    return F.relu(z).square()
+def _relu2_backward_out(grad: Tensor, z: Tensor, grad_input: Tensor) -> object:
+    return torch.clamp_min(z, 0, out=grad_input).mul_(grad).mul_(2)
 
 
 def _relu2_backward(grad: Tensor, z: Tensor) -> Tensor:
@@ -71,19 +55,12 @@ def _relu2_backward(grad: Tensor, z: Tensor) -> Tensor:
     return dz
 
 
-def _silu_backward(grad: Tensor, z: Tensor) -> Tensor:
-    dz: Tensor = _aten.silu_backward(grad, z)
-    return dz
-
-
-def _gelu_backward(grad: Tensor, z: Tensor) -> Tensor:
-    dz: Tensor = _aten.gelu_backward(grad, z)
-    return dz
-
-
+_SILU = (F.silu, _aten.silu.out, _aten.silu_backward.grad_input, _aten.silu_backward)
+_GELU = (F.gelu, _aten.gelu.out, _aten.gelu_backward.grad_input, _aten.gelu_backward)
+_RELU2 = (_relu2, _relu2_out, _relu2_backward_out, _relu2_backward)
 ACTIVATIONS: dict[ActivationName, Activation] = {
-    "swiglu": Activation("swiglu" in GATED, F.silu, _silu_out, _silu_backward_out, _silu_backward),
-    "geglu": Activation("geglu" in GATED, F.gelu, _gelu_out, _gelu_backward_out, _gelu_backward),
-    "gelu": Activation("gelu" in GATED, F.gelu, _gelu_out, _gelu_backward_out, _gelu_backward),
-    "relu2": Activation("relu2" in GATED, _relu2, _relu2_out, _relu2_backward_out, _relu2_backward),
+    "swiglu": Activation("swiglu" in GATED, *_SILU),
+    "geglu": Activation("geglu" in GATED, *_GELU),
+    "gelu": Activation("gelu" in GATED, *_GELU),
+    "relu2": Activation("relu2" in GATED, *_RELU2),
 }

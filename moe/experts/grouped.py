@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from moe.config import ActivationName, Backend, Gemm
+from moe.config import MoEConfig
 from moe.experts.activation import ACTIVATIONS
 from moe.experts.by_unit import experts_by_unit
 from moe.experts.megablocks_backend import experts_megablocks
@@ -33,27 +33,16 @@ from router import no_autocast
 class GroupedExperts(nn.Module):
     """Feed-forward experts of one shape, stacked along their first dim."""
 
-    def __init__(
-        self,
-        *,
-        num_experts: int,
-        d_model: int,
-        d_ff: int,
-        backend: Backend = "auto",
-        activation: ActivationName = "swiglu",
-        bias: bool = False,
-        recompute: bool = False,
-        gemm: Gemm = "compute",
-    ) -> None:
+    def __init__(self, config: MoEConfig) -> None:
         super().__init__()
-        self.backend, self.activation, self.recompute = backend, activation, recompute
-        self.gemm = gemm
+        self.backend, self.activation, self.gemm = config.backend, config.activation, config.gemm
+        self.recompute = config.recompute_experts
         self.float8_tally: Float8Tally | None = None
         """With products in float8: what backwards add their counts to."""
         self.weight_grad_store: WeightGradStore | None = None
         self.unit_sums: UnitSums | None = None
         """Under exact sums: where each unit's weight gradients go."""
-        self.make_parameters(num_experts, d_model, d_ff, bias)
+        self.make_parameters(config.num_experts, config.d_model, config.d_ff, config.ffn_bias)
         self.reset_parameters()
 
     def make_parameters(self, E: int, D: int, F: int, bias: bool) -> None:

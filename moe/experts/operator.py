@@ -59,12 +59,11 @@ def _backward(*args: Any) -> list[Tensor]:
     dy_SD, *inputs, kept, activation, backend = args
     rows, weights = _split(inputs)
     if kept.numel() or (backend == "packed" and not len(rows.source_R)):
-        dx, dweights, dparameters = packed_backward(
-            rows, weights, activation, dy_SD.contiguous(), kept
-        )
-        return [dx, dweights, *(p for p in dparameters if p is not None)]
-    # Nothing was kept: the products are computed again.
-    dx, dweights, dparameters = loop_backward(rows, weights, activation, dy_SD)
+        grads = packed_backward(rows, weights, activation, dy_SD.contiguous(), kept)
+    else:
+        # Nothing was kept: the products are computed again.
+        grads = loop_backward(rows, weights, activation, dy_SD)
+    dx, dweights, dparameters = grads
     return [dx, dweights, *(p for p in dparameters if p is not None)]
 
 

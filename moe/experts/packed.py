@@ -108,10 +108,10 @@ def run_forward(
             torch.index_select(rows.x_SD, 0, source, out=x)
             _product(x, w.w_up, w.b_up, up)
             if w.w_gate is None:
-                act.forward_out(up, h)
+                act.forward_out(up, out=h)
             else:
                 _product(x, w.w_gate, w.b_gate, products[1])
-                act.forward_out(products[1], h)
+                act.forward_out(products[1], out=h)
                 h.mul_(up)
             # Weighted here, which is the same and spares keeping y for the weights' gradient.
             torch.mm(h.mul_(weight.unsqueeze(1)), w.w_down, out=y)
@@ -155,10 +155,10 @@ def run_backward(
             torch.mm(dy, w.w_down.t(), out=dh)
             # b becomes h, first without its weights, whose gradient is h's product with dh.
             if act.gated:
-                act.forward_out(gate, a)
+                act.forward_out(gate, out=a)
                 torch.mul(a, up, out=b)
             else:
-                act.forward_out(up, b)
+                act.forward_out(up, out=b)
             dweight = dweights_R[block.rows]
             torch.linalg.vecdot(dh, b, out=dweight)
             if w.b_down is not None:
@@ -170,9 +170,9 @@ def run_backward(
             dh.mul_(weight)
             if act.gated:
                 torch.mul(dh, a, out=b)
-                act.backward_out(dh.mul_(up), gate, a)
+                act.backward_out(dh.mul_(up), gate, grad_input=a)
             else:
-                act.backward_out(dh, up, b)
+                act.backward_out(dh, up, grad_input=b)
             _accumulate(x, b, to.w_up, more)
             torch.mm(b, w.w_up.t(), out=dy)  # no longer needed: it becomes the gradient of x
             if to.b_up is not None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe import GroupedExperts, Rows, choose_backend
+from moe import GroupedExperts, MoEConfig, Rows, choose_backend
 from moe.experts import megablocks_backend
 from moe.experts.packed import _ROWS_OF_AN_EXPERT, BLOCK_ROWS, _shares
 from moe.experts.weights import ExpertWeights
@@ -69,7 +69,9 @@ def test_the_megablocks_path_around_its_product_is_the_plain_one(monkeypatch, ac
     ops = types.SimpleNamespace(gmm=gmm)
     monkeypatch.setitem(sys.modules, "grouped_gemm", types.SimpleNamespace(ops=ops))
     torch.manual_seed(0)
-    experts = GroupedExperts(num_experts=4, d_model=8, d_ff=12, activation=activation, bias=True)
+    experts = GroupedExperts(
+        MoEConfig(num_experts=4, top_k=2, d_model=8, d_ff=12, activation=activation, ffn_bias=True)
+    )
     for bias in (experts.b_up, experts.b_down):
         torch.nn.init.normal_(bias)
     x, source = torch.randn(5, 8), torch.tensor([0, 3, 1, 1, 4, 2])

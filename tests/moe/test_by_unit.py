@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe import MoEConfig
 from moe.experts import packed, packed_by_unit
 from moe.experts.by_unit import experts_by_unit, fork, single_assignments
 from moe.experts.grouped import GroupedExperts
@@ -50,7 +51,7 @@ def make_units(sizes: list[int]) -> list[Unit]:
 
 def make_experts(bias: bool) -> GroupedExperts:
     torch.manual_seed(5)
-    experts = GroupedExperts(num_experts=E, d_model=D, d_ff=F, bias=bias)
+    experts = GroupedExperts(MoEConfig(num_experts=E, top_k=2, d_model=D, d_ff=F, ffn_bias=bias))
     with torch.no_grad():
         for parameter in experts.parameters():
             parameter.normal_(std=0.3)

@@ -117,7 +117,9 @@ def test_a_summed_output_has_a_gradient():
 
 def some_experts(activation: str, bias: bool, dtype=torch.float32) -> GroupedExperts:
     torch.manual_seed(1)
-    experts = GroupedExperts(num_experts=E, d_model=D, d_ff=F, activation=activation, bias=bias)
+    experts = GroupedExperts(
+        MoEConfig(num_experts=E, top_k=2, d_model=D, d_ff=F, activation=activation, ffn_bias=bias)
+    )
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return experts.to(dtype)
