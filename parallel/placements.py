@@ -89,7 +89,9 @@ class MeshLayout:
         at = self.mesh.coordinate(rank)
         if at is None:
             return None
-        return _ravel([at[i] for i in self._cutting], [self.mesh.shape[i] for i in self._cutting])
+        return flat_index(
+            [at[i] for i in self._cutting], [self.mesh.shape[i] for i in self._cutting]
+        )
 
     def slot_boxes(self, slot: int) -> list[Box]:
         """The boxes of a slot in row-major order; none where the slot is empty."""
@@ -127,7 +129,7 @@ class MeshLayout:
         at = self.mesh.coordinate(rank)
         assert at is not None, f"rank {rank} is not in the mesh"
         rest = [i for i in range(len(at)) if i not in self._cutting]
-        return _ravel([at[i] for i in rest], [self.mesh.shape[i] for i in rest])
+        return flat_index([at[i] for i in rest], [self.mesh.shape[i] for i in rest])
 
     def grain(self) -> tuple[int, ...]:
         """The largest cell of a regular grid in which each cell belongs to one slot's box."""
@@ -194,11 +196,12 @@ def _grain(size: int, cuts: tuple[tuple[int, int], ...]) -> int:
     return math.gcd(*ends) if ends else max(size, 1)
 
 
-def _ravel(at: Sequence[int], shape: Sequence[int]) -> int:
-    place = 0
+def flat_index(at: Sequence[int], shape: Sequence[int]) -> int:
+    """The row-major number of an index of a grid."""
+    flat = 0
     for index, size in zip(at, shape, strict=True):
-        place = place * size + index
-    return place
+        flat = flat * size + index
+    return flat
 
 
 def _unravel(place: int, shape: Sequence[int]) -> tuple[int, ...]:

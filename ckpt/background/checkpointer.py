@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import socketpair
@@ -212,18 +212,11 @@ class AsyncCheckpointer:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         request = SaveRequest(
-            save_id=info.save_id,
-            step=info.step,
-            topology=info.topology.as_dict(),
-            state=info.state,
-            spec=info.spec,
-            spec_hash=info.spec_hash,
-            compression=self.compression,
+            info=replace(info, compression=self.compression),
             tiers=names,
             arrays=plan.records,
             objects=plan.objects,
             staged_bytes=plan.bytes,
-            packed=info.packed,
         )
         # Before the request leaves: after an interrupt the writer process may read the memory.
         self._busy = True

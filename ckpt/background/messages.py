@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 from pydantic import BaseModel
 
 from ckpt.background.tier import Message, Tier, TierName
-from ckpt.format import ArrayRecord, Compression, PackedTensor
+from ckpt.format import ArrayRecord
 from ckpt.write import SaveInfo
-from parallel.layout import Topology
 
 
 class Hello(Message):
@@ -48,34 +47,18 @@ class StagedObject(Message):
 
 
 class SaveRequest(Message):
-    """Write what is staged to some tiers; fields of a name in SaveInfo are as there."""
+    """Write what is staged to some tiers."""
 
-    save_id: str
-    step: int
-    topology: dict[str, int]
-    state: dict[str, Any]
-    spec: dict[str, Any]
-    spec_hash: str
-    compression: Compression
+    info: SaveInfo
+    """What the manifest says besides the arrays, but for its ranks: a tier has its own."""
     tiers: list[TierName]
     arrays: list[ArrayRecord]
     objects: list[StagedObject]
     staged_bytes: int
-    packed: tuple[PackedTensor, ...] = ()
 
-    def info(self, tier: Tier) -> SaveInfo:
+    def info_in(self, tier: Tier) -> SaveInfo:
         """What the manifest in a tier says besides the arrays."""
-        return SaveInfo(
-            save_id=self.save_id,
-            step=self.step,
-            topology=Topology(**self.topology),
-            state=self.state,
-            spec=self.spec,
-            spec_hash=self.spec_hash,
-            ranks=tier.ranks,
-            compression=self.compression,
-            packed=self.packed,
-        )
+        return replace(self.info, ranks=tier.ranks)
 
 
 class Shutdown(Message):

@@ -182,13 +182,13 @@ class TierWriter:
                     traceback.print_exc()
                 event = SaveEvent(what="failed", error=_one_line(error), told=self._told)
             seconds = time.monotonic() - began
-            about = {"tier": self.tier.name, "step": one[0].step, "seconds": seconds}
+            about = {"tier": self.tier.name, "step": one[0].info.step, "seconds": seconds}
             self.process.publish(event.model_copy(update=about))
 
     def _save(
         self, request: SaveRequest, parts: list[StagedPart], done: threading.Semaphore
     ) -> SaveEvent:
-        info, rank, began = request.info(self.tier), self.process.hello.rank, time.monotonic()
+        info, rank, began = request.info_in(self.tier), self.process.hello.rank, time.monotonic()
         commits, retries = rank == info.writers[0], self.store.retries
         try:
             begin(self.store, info, rank)
@@ -246,7 +246,7 @@ class TierWriter:
         then stay until the next start: that rank may still be writing. With ``check``, raises
         SaveAbandonedError where the save is abandoned meanwhile.
         """
-        info, began = request.info(self.tier), time.monotonic()
+        info, began = request.info_in(self.tier), time.monotonic()
         pause, longest = _POLL_SECONDS
         while True:
             if check:

@@ -7,11 +7,14 @@ import re
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, groupby, product
+from operator import ge
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from crc32c import crc32c
 from pydantic import BaseModel, ConfigDict, Field
+
+from parallel.placements import flat_index
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 _Checksum = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -233,14 +236,9 @@ class _Column:
         """The index of the object at some coordinates; None where the store lacks that object."""
         if self._places is not None:
             return self._places.get(at)
-        if len(at) != len(self.grid):
+        if len(at) != len(self.grid) or any(map(ge, at, self.grid)):
             return None
-        flat = 0
-        for coordinate, size in zip(at, self.grid, strict=True):
-            if coordinate >= size:
-                return None
-            flat = flat * size + coordinate
-        return flat
+        return flat_index(at, self.grid)
 
     def records(self) -> Iterator[ObjectRecord]:
         """The records in order."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -28,11 +27,11 @@ from ckpt.format import (
     storage_grid,
 )
 from ckpt.read import read_nowhere
-from ckpt.rewrite.journal import lock
+from ckpt.rewrite.journal import Locked, unwritable
 from ckpt.rewrite.packed import Packed
 from ckpt.rewrite.slabs import Slabs
 from ckpt.rewrite.source import Source, SourceArray
-from ckpt.rewrite.target import Part, Progress, Receipt, UnfinishedError
+from ckpt.rewrite.target import Part, Progress, Receipt
 from ckpt.store import LocalStore, Location, open_store
 from ckpt.write import SaveInfo, begin, commit, discard
 from parallel.layout import Box, Topology, cells, whole_box
@@ -60,7 +59,7 @@ def record_under(name: str, array: SourceArray, topology: Topology) -> ArrayReco
     )
 
 
-class CheckpointTarget:
+class CheckpointTarget(Locked):
     """A :class:`ckpt.rewrite.Target`: a checkpoint for ``topology``; each object is a part.
 
     The save id follows from the source, the topology and the format's version: after a kill the
@@ -97,11 +96,10 @@ class CheckpointTarget:
         )
         self.manifest: Manifest | None = None
         """The manifest, once the target is committed; by an earlier call too."""
-        self._lock: int | None = None
         self._resumed = False
 
     def __getstate__(self) -> dict[str, object]:
-        state = {**self.__dict__, "_lock": None}
+        state = super().__getstate__()
         state.pop("_layouts", None)
         return state
 
@@ -131,13 +129,13 @@ class CheckpointTarget:
             except FileExistsError:
                 self._resumed = True
             if isinstance(store, LocalStore):
-                self._lock = lock(Path(store.where(f"{pending}/lock")), Path(store.where()))
+                self.lock(Path(store.where(f"{pending}/lock")), Path(store.where()))
             found: dict[str, Receipt] = {}
             for name in store.names(pending):
                 if name.startswith("journal-"):
                     found |= json.loads(store.read(f"{pending}/{name}"))
         except OSError as error:
-            raise self._unwritable(error) from None
+            raise unwritable(self.store.where(), error) from None
         return found
 
     def _committed(self) -> Manifest:
@@ -205,7 +203,7 @@ class CheckpointTarget:
             count = sum(name.startswith("journal-") for name in self.store.names(pending))
             self.store.publish(f"{pending}/journal-{count:06d}", json.dumps(receipts).encode())
         except OSError as error:
-            raise self._unwritable(error) from None
+            raise unwritable(self.store.where(), error) from None
 
     def commit(self, receipts: dict[str, Receipt]) -> None:
         """See :class:`ckpt.rewrite.Target`."""
@@ -219,20 +217,8 @@ class CheckpointTarget:
             self.store.sync(self._key(key) for key in objects)
             self.manifest = commit(self.store, self.info, self.records, objects)
         except OSError as error:
-            raise self._unwritable(error) from None
+            raise unwritable(self.store.where(), error) from None
 
     def discard(self) -> None:
         """See :class:`ckpt.rewrite.Target`."""
         discard(self.store, self.info)
-
-    def end(self) -> None:
-        """See :class:`ckpt.rewrite.Target`."""
-        if self._lock is not None:
-            os.close(self._lock)
-        self._lock = None
-
-    def _unwritable(self, error: OSError) -> UnfinishedError:
-        where = self.store.where()
-        return UnfinishedError(
-            f"{where} cannot be written: {error.strerror}: {error.filename or where}"
-        )

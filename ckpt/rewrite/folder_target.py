@@ -15,9 +15,9 @@ from crc32c import crc32c
 
 from ckpt.errors import CheckpointError
 from ckpt.rewrite.description import DESCRIPTION, Description
-from ckpt.rewrite.journal import FILES, append_journal, lock, read_journal
+from ckpt.rewrite.journal import FILES, Locked, append_journal, read_journal, unwritable
 from ckpt.rewrite.source import Source
-from ckpt.rewrite.target import Part, Progress, Receipt, UnfinishedError
+from ckpt.rewrite.target import Part, Progress, Receipt
 from ckpt.store import publish_folder
 from parallel.layout import Topology
 
@@ -28,7 +28,7 @@ _RECORD = ".rewrite.json"
 _BLOCK = 4 << 20
 
 
-class FolderTarget:
+class FolderTarget(Locked):
     """A :class:`ckpt.rewrite.Target` that is a folder of files; each format is a subclass.
 
     Args:
@@ -55,10 +55,6 @@ class FolderTarget:
         text = f"{source.info.identity} {topology} {options} {sorted(self.beside.items())}"
         self._made = hashlib.sha256(text.encode()).hexdigest()
         self.work = self.folder.with_name(f".{self.folder.name}.{self._made[:12]}")
-        self._lock: int | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None}
 
     def begin(self) -> dict[str, Receipt] | None:
         """See :class:`ckpt.rewrite.Target`; every file of an earlier call is read."""
@@ -67,10 +63,10 @@ class FolderTarget:
                 self._check_committed()
                 return None
             self.work.mkdir(parents=True, exist_ok=True)
-            self._lock = lock(self.work / ".lock", self.folder)
+            self.lock(self.work / ".lock", self.folder)
             return read_journal(self.work / _JOURNAL)
         except OSError as error:
-            raise self._unwritable(error) from None
+            raise unwritable(self.folder, error) from None
 
     def _check_committed(self) -> None:
         """Raises CheckpointError where the folder is not this rewrite's, or not as written."""
@@ -140,7 +136,7 @@ class FolderTarget:
         except FileExistsError:
             raise CheckpointError(f"{self.folder} must not exist: somebody has made it") from None
         except OSError as error:
-            raise self._unwritable(error) from None
+            raise unwritable(self.folder, error) from None
 
     def _record(self, receipts: dict[str, Receipt]) -> bytes:
         files: dict[str, object] = {key: [r["bytes"], r["crc32c"]] for key, r in receipts.items()}
@@ -153,23 +149,12 @@ class FolderTarget:
         """See :class:`ckpt.rewrite.Target`."""
         shutil.rmtree(self.work, ignore_errors=True)
 
-    def end(self) -> None:
-        """See :class:`ckpt.rewrite.Target`."""
-        if self._lock is not None:
-            os.close(self._lock)
-        self._lock = None
-
     def put(self, name: str, data: bytes) -> None:
         """Write a small file durably, in the place of one that an earlier call left."""
         with (self.work / name).open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-
-    def _unwritable(self, error: OSError) -> CheckpointError:
-        return UnfinishedError(
-            f"{self.folder} cannot be written: {error.strerror}: {error.filename or self.folder}"
-        )
 
 
 class Checked:

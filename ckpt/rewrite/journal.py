@@ -5,25 +5,45 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from crc32c import crc32c
 
 from ckpt.errors import CheckpointError
-from ckpt.rewrite.target import Receipt
+from ckpt.rewrite.target import Receipt, UnfinishedError
 from ckpt.store import Files, lock_file
 
 FILES = Files()
 
 
-def lock(path: Path, what: Path) -> int:
-    """Take the lock of ``what``, which is at ``path``: the handle of :func:`ckpt.store.lock_file`.
+class Locked:
+    """A target with the lock of its folder, which the first process holds; pickled without it."""
 
-    Raises CheckpointError where another process holds the lock.
-    """
-    try:
-        return lock_file(path)
-    except BlockingIOError:
-        raise CheckpointError(f"{what} is being written by another process") from None
+    _lock: int | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_lock": None}
+
+    def lock(self, path: Path, what: Path) -> None:
+        """Take the lock of ``what``, which is at ``path``. Raises CheckpointError where another
+        process holds the lock."""
+        try:
+            self._lock = lock_file(path)
+        except BlockingIOError:
+            raise CheckpointError(f"{what} is being written by another process") from None
+
+    def end(self) -> None:
+        """See :class:`ckpt.rewrite.Target`."""
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = None
+
+
+def unwritable(where: object, error: OSError) -> UnfinishedError:
+    """The error for a target that cannot be written."""
+    return UnfinishedError(
+        f"{where} cannot be written: {error.strerror}: {error.filename or where}"
+    )
 
 
 def read_journal(path: Path) -> dict[str, Receipt]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,8 +89,15 @@ class Ranks:
         """Whether all ranks passed True."""
         return all(self.gather(ok))
 
-    def raise_on_all(self, failure: Exception | None, what: str) -> None:
-        """Raise on every rank where any rank has a failure."""
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """A block that every rank runs. An error of any rank, of any kind, is raised on all of
+        them, once all have come to the end of the block: the others wait for this one there."""
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
         said = None if failure is None else str(failure) or type(failure).__name__
         for rank, other in enumerate(self.gather(said)):
             if other is None:
@@ -225,14 +233,8 @@ def agree(state: Any, ranks: Ranks) -> tuple[Local, Agreed]:
     Raises CheckpointError on every rank where any rank has a value that is not stored, or where two
     ranks differ.
     """
-    mine: Local | None = None
-    failure: Exception | None = None
-    try:
+    with ranks.together("the state cannot be saved"):
         mine = local(state, ranks)
-    except Exception as error:  # of any kind: the other ranks wait for this one
-        failure = error
-    ranks.raise_on_all(failure, "the state cannot be saved")
-    assert mine is not None
     digests = ranks.gather((_digest(mine), secrets.token_hex(4)))
     by_digest: dict[bytes, list[int]] = {}
     for rank, (digest, _) in enumerate(digests):

@@ -85,34 +85,24 @@ def load_state_dict(
     if step is not None and type(step) is not int:
         raise CheckpointError(f"step ({step!r}) must be a whole number, or None for the newest")
     ranks, what = Ranks(process_group), "the state cannot be loaded"
-    failure: Exception | None = None
-    wanted: Wanted | None = None
     try:
         root, step = locate(root, step)
     except ValueError as error:
         raise CheckpointError(str(error)) from None
     store = open_store(root)
     step = _newest(store, ranks) if step is None else step
-    try:
+    with ranks.together(what):
         manifest = read_manifest(store, step)
         wanted = Wanted(ranks, manifest, device or torch.get_default_device(), ignore)
         wanted.match(state, _tree(store, manifest))
-        failure = _stray(wanted.lacking, "the checkpoint lacks") if strict else None
-    except CheckpointError as error:
-        failure = error
-    ranks.raise_on_all(failure, what)
-    assert wanted is not None
+        if strict:
+            _refuse_stray(wanted.lacking, "the checkpoint lacks")
     if strict:
         # A pipeline stage asks for a part: what no rank asks for is an error.
         nobody = set.intersection(*ranks.gather(set(wanted.unused)))
-        failure = _stray(sorted(nobody), "the state lacks")
-        if failure is not None:
-            raise failure
-    try:
+        _refuse_stray(sorted(nobody), "the state lacks")
+    with ranks.together(what):
         _read(store, manifest, wanted.tensors, ranks)
-    except CheckpointError as error:
-        failure = error
-    ranks.raise_on_all(failure, what)
     wanted.assign()
     return manifest.step
 
@@ -145,14 +135,13 @@ def _tree(store: Store, manifest: Manifest) -> Node:
     return tree
 
 
-def _stray(names: list[str], what: str) -> CheckpointError | None:
-    if not names:
-        return None
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return CheckpointError(
-        f"{what} {names[0]}{more}; ignore=[...] names what may differ, "
-        f"and strict=False loads what both have"
-    )
+def _refuse_stray(names: list[str], what: str) -> None:
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise CheckpointError(
+            f"{what} {names[0]}{more}; ignore=[...] names what may differ, "
+            f"and strict=False loads what both have"
+        )
 
 
 @dataclass(frozen=True)

@@ -70,16 +70,11 @@ def prepared(
     check_compression(compression)
     mine, agreed = agree(state, ranks)
     made = plan_packs(agreed.tensors)
-    failure: Exception | None = None
-    arrays: list[LocalArray] = []
-    try:
+    with ranks.together("the state cannot be saved"):
         said: dict[str, Any] = {TREE: agreed.tree}
         if validation is not None:
             said["validation"] = float(validation)
         arrays = local_arrays(made, agreed.tensors, mine.tensors, ranks.rank)
-    except Exception as error:  # of any kind: the other ranks wait for this one
-        failure = error
-    ranks.raise_on_all(failure, "the state cannot be saved")
     info = SaveInfo(
         save_id=f"{step:08d}-{agreed.token}",
         step=step,

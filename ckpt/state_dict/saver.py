@@ -64,24 +64,20 @@ class AsyncSaver:
         self._told: set[int] = set()  # steps whose save() has raised an error already
         self._saver: AsyncCheckpointer | None = None
         self._held = contextlib.ExitStack()
-        failure: Exception | None = None
         try:
-            where = open_store(root).where()
-            lock = _lock(where, self._ranks.rank)
-            what = f"an AsyncSaver for rank {self._ranks.rank} of {where}"
-            self._held.enter_context(owned(lock.with_suffix(".trainer"), what))
-            self._saver = AsyncCheckpointer(
-                [*tiers, Tier(name="shared", location=where, keep=keep)],
-                self._ranks.rank,
-                lock,
-                compression=compression,
-                commit_timeout_seconds=commit_timeout_seconds,
-            )
-            self._saver.ready()
-        except Exception as error:  # of any kind: the other ranks wait for this one
-            failure = error
-        try:
-            self._ranks.raise_on_all(failure, "saves in the background cannot start")
+            with self._ranks.together("saves in the background cannot start"):
+                where = open_store(root).where()
+                lock = _lock(where, self._ranks.rank)
+                what = f"an AsyncSaver for rank {self._ranks.rank} of {where}"
+                self._held.enter_context(owned(lock.with_suffix(".trainer"), what))
+                self._saver = AsyncCheckpointer(
+                    [*tiers, Tier(name="shared", location=where, keep=keep)],
+                    self._ranks.rank,
+                    lock,
+                    compression=compression,
+                    commit_timeout_seconds=commit_timeout_seconds,
+                )
+                self._saver.ready()
         except Exception:
             self._end()
             raise
@@ -111,14 +107,9 @@ class AsyncSaver:
         self._note(saver.poll())
         self._report()
         info, arrays = prepared(self._ranks, state, step, self._compression, validation)
-        failure: Exception | None = None
-        seconds = 0.0
         try:
-            seconds = saver.save(info, arrays)
-        except Exception as error:  # of any kind: the other ranks wait for this one
-            failure = error
-        try:
-            self._ranks.raise_on_all(failure, f"checkpoint of step {step} is not saved")
+            with self._ranks.together(f"checkpoint of step {step} is not saved"):
+                seconds = saver.save(info, arrays)
         except Exception:
             self._told.add(step)
             raise

@@ -175,9 +175,6 @@ class _LocalReader(Reader):
                 raise OSError(0, f"it ends at byte {start + found}")
             found += more
 
-    def expect(self, spans: Sequence[tuple[int, int]]) -> None:
-        pass
-
 
 def _after(parts: Sequence[Bytes], count: int) -> list[memoryview]:
     rest = []

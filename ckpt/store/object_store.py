@@ -113,10 +113,6 @@ class ObjectStore(Store):
             whole = chain((first, second), blocks)
             obstore.put(self.client, key, whole, chunk_size=PART_BYTES, max_concurrency=UPLOADS)
 
-    @override
-    def sync(self, keys: Iterable[str]) -> None:
-        pass  # an object that a server has accepted is durable, its name included
-
     def publish(self, key: str, data: bytes | bytearray) -> None:
         """Put an object if the key is free; see :meth:`Store.publish`.
 
@@ -205,10 +201,6 @@ class ObjectStore(Store):
             keys = [each["path"] for each in self._all(folder)]
             for start in range(0, len(keys), 1000):
                 self._remove(keys[start : start + 1000])
-
-    @override
-    def free_bytes(self) -> int | None:
-        return None
 
     def _remove(self, keys: list[str]) -> None:
         import obstore

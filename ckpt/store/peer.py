@@ -177,7 +177,8 @@ def _send(connection: Connection[Any, Any], message: dict[str, Any]) -> None:
 
 
 class PeerStore(Store):
-    """A store in another node's memory, at ``peer://KEY@HOST:PORT/NAME``."""
+    """A store in another node's memory, at ``peer://KEY@HOST:PORT/NAME``; memory is never
+    durable."""
 
     links = False
 
@@ -205,10 +206,6 @@ class PeerStore(Store):
             except BrokenPipeError:
                 pass  # the server sends the reason before it closes the connection
             self._receive(connection, key)
-
-    @override
-    def sync(self, keys: Iterable[str]) -> None:
-        pass  # memory is never durable
 
     @override
     def publish(self, key: str, data: bytes) -> None:
@@ -245,10 +242,6 @@ class PeerStore(Store):
         return {key: (size, modified) for key, (size, modified) in found.items()}
 
     @override
-    def link(self, old: str, new: str) -> bool:
-        return False
-
-    @override
     def remove(self, key: str) -> None:
         with self._asking("remove", key) as connection:
             self._receive(connection, key)
@@ -257,10 +250,6 @@ class PeerStore(Store):
     def remove_all(self, folder: str) -> None:
         with self._asking("remove_all", folder) as connection:
             self._receive(connection, folder)
-
-    @override
-    def free_bytes(self) -> int | None:
-        return None
 
     @contextlib.contextmanager
     def _asking(self, op: str, key: str, **more: int) -> Iterator[Connection[Any, Any]]:
@@ -327,6 +316,3 @@ class _PeerReader(Reader):
         for part in parts:
             part[:] = data[: part.nbytes]
             data = data[part.nbytes :]
-
-    def expect(self, spans: Sequence[tuple[int, int]]) -> None:
-        pass

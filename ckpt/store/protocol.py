@@ -38,16 +38,18 @@ class Reader(Protocol):
     def expect(self, spans: Sequence[tuple[int, int]]) -> None:
         """Announce the reads to come: pairs of start and stop, in about the order of the reads.
 
-        A remote store then fetches the bytes in few requests. Raises OSError where the object
-        cannot be read.
+        A remote store then fetches the bytes in few requests; another one does nothing. Raises
+        OSError where the object cannot be read.
         """
+        del spans
 
 
 @runtime_checkable
 class Store(Protocol):
     """Immutable objects under keys such as ``objects/SAVE_ID/zarr.json``.
 
-    All errors are OSErrors.
+    All errors are OSErrors. A class that derives from this one may leave out what it cannot do:
+    ``sync``, ``link`` and ``free_bytes``.
     """
 
     links: bool
@@ -64,7 +66,8 @@ class Store(Protocol):
         """
 
     def sync(self, keys: Iterable[str]) -> None:
-        """Make the names of written objects durable."""
+        """Make the names of written objects durable; nothing to do where :meth:`write` does."""
+        del keys
 
     def publish(self, key: str, data: bytes) -> None:
         """Write a small object atomically and durably: readers see all of it or no object.
@@ -91,6 +94,8 @@ class Store(Protocol):
 
         Raises FileExistsError where the new key is taken.
         """
+        del old, new
+        return False
 
     def remove(self, key: str) -> None:
         """Remove an object, durably; no error where there is none."""
@@ -100,3 +105,4 @@ class Store(Protocol):
 
     def free_bytes(self) -> int | None:
         """The free bytes of the store; None where unknown."""
+        return None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from ckpt.format import ArrayRecord
+from ckpt.format import ArrayRecord, grid_of
 from parallel.layout import ShardLayout, cells
-from parallel.placements import MeshLayout
+from parallel.placements import MeshLayout, flat_index
 
 
 def own_cells(
@@ -32,12 +32,9 @@ def own_cells(
     if not boxes:
         return  # perhaps no rank of the array's mesh
     index, count = _turn(layout, rank, ranks)
-    grid = [-(-size // step) for size, step in zip(record.shape, record.shard_shape, strict=True)]
+    grid = grid_of(record)
     for coordinates in chain.from_iterable(cells(box, record.shard_shape) for box in boxes):
-        flat = 0
-        for coordinate, size in zip(coordinates, grid, strict=True):
-            flat = flat * size + coordinate
-        if flat % count == index:
+        if flat_index(coordinates, grid) % count == index:
             yield coordinates
 
 

@@ -227,10 +227,7 @@ def save_in_tier(root: Path, rank: int) -> None:
     ours, theirs = Pipe()
     process = writer.WriterProcess(Channel(ours), Staging(), hello)
     about = info(7, PAIR)
-    request = SaveRequest(
-        save_id=about.save_id, step=7, topology=PAIR.as_dict(), state={}, spec={}, spec_hash="",
-        compression="none", tiers=["shared"], arrays=[], objects=[], staged_bytes=0,
-    )  # fmt: skip
+    request = SaveRequest(info=about, tiers=["shared"], arrays=[], objects=[], staged_bytes=0)
     try:
         process.writers["shared"]._save(request, [], threading.Semaphore(0))
     finally:
@@ -647,9 +644,8 @@ def test_a_failing_retention_leaves_a_commit_a_commit(root, capfd):
     process.publish = events.append  # type: ignore[method-assign]
     of_tier = writer.TierWriter(process, tier)
     request = SaveRequest(
-        save_id="00000001-a", step=1, topology={}, state={}, spec={}, spec_hash="",
-        compression="none", tiers=["shared"], arrays=[], objects=[], staged_bytes=0,
-    )  # fmt: skip
+        info=info(1, ALONE), tiers=["shared"], arrays=[], objects=[], staged_bytes=0
+    )
     of_tier.accept(request, [], threading.Semaphore(0))
     of_tier.finish()
     assert [(event.what, event.step) for event in events] == [("committed", 1)]
