@@ -7,8 +7,8 @@ from .apply.document_mask import Documents as Documents
 from .apply.fsdp import apply_fsdp as apply_fsdp
 from .apply.fsdp import finish_backward as finish_backward
 from .apply.fsdp import free_gathered as free_gathered
-from .apply.fsdp import gradients_seen as gradients_seen
 from .apply.fsdp import set_gradient_sync as set_gradient_sync
+from .apply.gradient_sums import gradients_seen as gradients_seen
 from .apply.recompute import apply_activation_offload as apply_activation_offload
 from .apply.recompute import apply_recompute as apply_recompute
 from .apply.tensor_parallel import TensorParallelStyle as TensorParallelStyle

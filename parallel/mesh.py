@@ -80,32 +80,18 @@ class ParallelDims:
         # DTensors over ep already, and refuses meshes without a common root. DeviceMesh has no
         # public name for _unflatten; tests/parallel/test_private_torch.py guards the private one.
         root = init_device_mesh(device_type, (world,), mesh_dim_names=("world",))
-        dense = _split(
-            root, (t.pp, t.dp_replicate, t.fsdp, t.tp), ("pp", "dp_replicate", "fsdp", "tp")
-        )
-        expert = _split(
-            root, (t.pp, t.dp_replicate, t.efsdp, t.ep), ("pp", "dp_replicate", "efsdp", "ep")
-        )
-        data = _split(
-            root,
-            (t.pp, t.dp_replicate, t.dp_shard, t.cp, t.tp),
-            ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
-        )
-        spread = _split(root, (t.pp, t.dp_replicate, t.fsdp_tp), ("pp", "dp_replicate", "fsdp_tp"))
-        tokens = _split(
-            root,
-            (t.pp, t.dp_replicate, t.dp_shard, t.cp * t.tp),
-            ("pp", "dp_replicate", "dp_shard", "cp_tp"),
-        )
-        stages = _split(root, (t.pp, world // t.pp), ("pp", "stage"))
+        replica = {"pp": t.pp, "dp_replicate": t.dp_replicate}
+        dense = _split(root, replica | {"fsdp": t.fsdp, "tp": t.tp})
+        expert = _split(root, replica | {"efsdp": t.efsdp, "ep": t.ep})
+        data = _split(root, replica | {"dp_shard": t.dp_shard, "cp": t.cp, "tp": t.tp})
+        spread = _split(root, replica | {"fsdp_tp": t.fsdp_tp})
+        tokens = _split(root, replica | {"dp_shard": t.dp_shard, "cp_tp": t.cp * t.tp})
+        stages = _split(root, {"pp": t.pp, "stage": world // t.pp})
         node_meshes = None
         per_node = ranks_per_node or world
         if 1 < per_node < t.ep and t.ep % per_node == 0:
-            by_node = _split(
-                root,
-                (t.pp, t.dp_replicate, t.efsdp, t.ep // per_node, per_node),
-                ("pp", "dp_replicate", "efsdp", "ep_across", "ep_within"),
-            )
+            nodes = {"efsdp": t.efsdp, "ep_across": t.ep // per_node, "ep_within": per_node}
+            by_node = _split(root, replica | nodes)
             node_meshes = by_node["ep_across"], by_node["ep_within"]
         return ParallelDims(
             topology=topology,
@@ -139,7 +125,7 @@ class ParallelDims:
         return self.topology.dp_replicate * self.topology.dp_shard
 
 
-def _split(root: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+def _split(root: DeviceMesh, sizes: dict[str, int]) -> DeviceMesh:
     """The mesh of all ranks as axes of these sizes, with the time-out of the default group.
 
     Without options torch gives each new group a time-out of its own, 30 minutes on gloo. A time-out
@@ -149,10 +135,10 @@ def _split(root: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> 
     world = root.size()
     options = {
         name: made
-        for size, name in zip(sizes, names, strict=True)
+        for name, size in sizes.items()
         if size < world and (made := _group_options(root.device_type)) is not None
     }
-    return root._unflatten(0, sizes, names, options)
+    return root._unflatten(0, tuple(sizes.values()), tuple(sizes), options)
 
 
 def _group_options(device_type: str) -> Any:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -21,8 +18,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from parallel.apply.equal_weights import check_equal_weights
-from parallel.comm import all_gather, all_reduce, reduce_scatter
-from parallel.exact import ExactSums, FixedPointBuffer, from_fixed
+from parallel.apply.gradient_sums import set_sums, sums_of
+from parallel.exact import ExactSums
 from parallel.expert_parallel import expert_modules
 from parallel.layout import FSDP_DENSE_DIM, FSDP_EXPERT_DIM
 from parallel.mesh import ParallelDims
@@ -93,39 +90,20 @@ def apply_fsdp(
     check_equal_weights(model, dims)
     policy, own_policy = _policies(compute_dtype, exact is not None)
     host = CPUOffloadPolicy(torch.cuda.is_available()) if offload else OffloadPolicy()
-    sharded: list[nn.Module] = []
-    meshes: list[DeviceMesh] = []
-    alone: set[nn.Parameter] = set()
+    defaults: dict[str, Any] = {
+        "reshard_after_forward": reshard_after_forward,
+        "mp_policy": policy,
+        "offload_policy": host,
+    }
+    sharded: list[tuple[FSDPModule, DeviceMesh]] = []
 
     def shard(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
-        defaults: dict[str, Any] = {
-            "reshard_after_forward": reshard_after_forward,
-            "mp_policy": policy,
-            "offload_policy": host,
-        }
         fully_shard(module, mesh=mesh, **defaults | options)
-        sharded.append(module)
-        meshes.append(mesh)
+        sharded.append((cast(FSDPModule, module), mesh))
 
-    for module in expert_modules(model):
-        if alone_here:
-            # One rank holds each expert: no gather and no reduction are needed, and FSDP over a
-            # mesh of one rank would copy every expert twice a step.
-            alone.update(module.experts.parameters())
-        else:
-            shard(
-                module.experts,
-                dims.efsdp_mesh,
-                shard_placement_fn=lambda _: Shard(FSDP_EXPERT_DIM),
-            )
-        beside = dims.fsdp_tp_mesh if t.tp > 1 else dims.fsdp_mesh
-        router = getattr(module, "router", None)
-        if isinstance(router, nn.Module) and (casts or _differs(router, cast(nn.Module, module))):
-            shard(router, beside, mp_policy=own_policy)
-        if t.tp > 1:
-            # A MoE layer's other parameters are replicated over tp, and each tp rank computes on
-            # other tokens: FSDP over the mesh of both axes sums the gradients over tp as well.
-            shard(cast(nn.Module, module), beside, ignored_params=alone)
+    alone = _shard_moe_layers(
+        model, dims, shard=shard, alone_here=alone_here, policy=own_policy, casts=casts
+    )
     for block in (*blocks, model):
         shard(
             block,
@@ -134,20 +112,61 @@ def apply_fsdp(
             shard_placement_fn=lambda _: Shard(FSDP_DENSE_DIM),
             ignored_params=alone,
         )
-    group = dims.replicate_mesh.get_group() if sum_replicas and t.dp_replicate > 1 else None
-    replicas = _ReplicaSum(group) if group is not None or exact is not None else None
-    sums = _set_sums(cast(list[FSDPModule], sharded), replicas)
-    if exact is not None and replicas is not None:
-        for number, (each, mesh) in enumerate(zip(sharded, meshes, strict=True)):
-            buffer = exact.buffer_of(each, mesh.size())
-            sums[number].buffer = replicas.buffers[number] = buffer
-    # nn.Module.__setattr__ is passed by: the attributes are neither modules nor parameters.
-    model.__dict__[_REPLICAS] = replicas
-    model.__dict__[_SUMS] = sums
-    model.__dict__[_KEEPS_GATHERED] = not reshard_after_forward
+    sums_replicas = sum_replicas and t.dp_replicate > 1
+    set_sums(
+        model,
+        sharded,
+        replicas=dims.replicate_mesh.get_group() if sums_replicas else None,
+        exact=exact,
+        keeps_gathered=not reshard_after_forward,
+    )
     if prefetch:
         _set_prefetch(blocks, prefetch)
     return model
+
+
+def _shard_moe_layers(
+    model: nn.Module,
+    dims: ParallelDims,
+    *,
+    shard: Callable[..., None],
+    alone_here: bool,
+    policy: MixedPrecisionPolicy,
+    casts: bool,
+) -> set[nn.Parameter]:
+    """Shard experts over their own mesh, and what of their layers must be sharded by itself.
+
+    Args:
+        model: the model.
+        dims: the meshes.
+        shard: shards a module over a mesh.
+        alone_here: whether one rank holds each expert whole.
+        policy: of routers.
+        casts: whether other parameters are cast to a dtype of compute.
+
+    Returns:
+        The parameters of experts that are not sharded.
+    """
+    alone: set[nn.Parameter] = set()
+    tp = dims.topology.tp > 1
+    beside = dims.fsdp_tp_mesh if tp else dims.fsdp_mesh
+    for layer in expert_modules(model):
+        module = cast(nn.Module, layer)
+        if alone_here:
+            # One rank holds each expert: no gather and no reduction are needed, and FSDP over a
+            # mesh of one rank would copy every expert twice a step.
+            alone.update(layer.experts.parameters())
+        else:
+            cut = {"shard_placement_fn": lambda _: Shard(FSDP_EXPERT_DIM)}
+            shard(layer.experts, dims.efsdp_mesh, **cut)
+        router = getattr(module, "router", None)
+        if isinstance(router, nn.Module) and (casts or _differs(router, module)):
+            shard(router, beside, mp_policy=policy)
+        if tp:
+            # A MoE layer's other parameters are replicated over tp, and each tp rank computes on
+            # other tokens: FSDP over the mesh of both axes sums the gradients over tp as well.
+            shard(module, beside, ignored_params=alone)
+    return alone
 
 
 def _policies(
@@ -170,27 +189,6 @@ def _differs(part: nn.Module, whole: nn.Module) -> bool:
     return any(parameter.dtype not in dtypes for parameter in whole.parameters())
 
 
-def _set_sums(modules: Sequence[FSDPModule], replicas: _ReplicaSum | None) -> list[_ReduceScatter]:
-    """Let FSDP sum instead of average, over replicas too, by monitored collectives.
-
-    Returns each module's sum over the ranks of a replica.
-    """
-    sums = []
-    for number, fsdp in enumerate(modules):
-        if replicas is not None:
-            fsdp.set_all_reduce_hook(partial(replicas, number))
-            # The hook must run for every module in the step's last backward, also for a module
-            # that this backward did not use. The setting exists since torch 2.12.
-            getattr(fsdp, "set_reduce_scatter_unused_params", lambda _: None)(True)
-        fsdp.set_gradient_divide_factor(1.0)
-        # Otherwise FSDP asks gloo for a reduction with a divide factor, which gloo lacks.
-        fsdp.set_force_sum_reduction_for_comms(True)
-        fsdp.set_custom_all_gather(cast(Any, _AllGather()))
-        sums.append(_ReduceScatter())
-        fsdp.set_custom_reduce_scatter(cast(Any, sums[-1]))
-    return sums
-
-
 def _set_prefetch(blocks: Sequence[nn.Module], ahead: int) -> None:
     """Gather the parameters of the next ``ahead`` blocks during a block's computation."""
 
@@ -201,162 +199,6 @@ def _set_prefetch(blocks: Sequence[nn.Module], ahead: int) -> None:
         fsdp = cast(FSDPModule, block)
         fsdp.set_modules_to_forward_prefetch(fsdp_modules(blocks[i + 1 : i + 1 + ahead]))
         fsdp.set_modules_to_backward_prefetch(fsdp_modules(blocks[max(i - ahead, 0) : i][::-1]))
-
-
-_REPLICAS = "_convoy_replica_sum"
-_SUMS = "_convoy_shard_sums"
-_KEEPS_GATHERED = "_convoy_keeps_gathered"
-
-Seen = Callable[[Tensor], None]
-"""Gets gradients that are about to be summed, and must not change or keep them."""
-
-
-@contextmanager
-def gradients_seen(
-    model: nn.Module,
-    *,
-    within: Seen,
-    over: Seen,
-    sum_replicas: bool,
-    first_unit: bool = False,
-    experts: bool = True,
-) -> Iterator[None]:
-    """Inside the ``with`` block, see gradients before they are summed over other ranks.
-
-    Calls come in the order of the backward, on the stream that reduces. Of a model without FSDP
-    nothing is seen.
-
-    Args:
-        model: the model, after :func:`apply_fsdp`.
-        within: gets what this rank adds to each sum within its replica.
-        over: gets what this rank's replica adds to each sum over replicas, where FSDP does that
-            sum.
-        sum_replicas: with False gradients are not summed over replicas. Every replica must choose
-            alike.
-        first_unit: of each sum within a replica ``within`` gets the first micro-batch alone.
-        experts: whether ``within`` gets exact sums of experts' gradients, which have rows of other
-            ranks.
-    """
-    sums: Sequence[_ReduceScatter] = model.__dict__.get(_SUMS, ())
-    replicas: _ReplicaSum | None = model.__dict__.get(_REPLICAS)
-    try:
-        for one in sums:
-            if experts or one.buffer is None or one.buffer.experts is None:
-                one.seen = partial(_first_alone, one, within) if first_unit else within
-        if replicas is not None:
-            replicas.seen, replicas.sums = over, sum_replicas
-        yield
-    finally:
-        for one in sums:
-            one.seen = None
-        if replicas is not None:
-            replicas.seen, replicas.sums = None, True
-
-
-def _first_alone(reduction: _ReduceScatter, seen: Seen, gradients: Tensor) -> None:
-    reduction.seen = None
-    seen(gradients)
-
-
-class _ReplicaSum:
-    """Sums gradients over replicas, after FSDP's reduce-scatter within a replica.
-
-    FSDP2 can do this all-reduce itself, given a two-dimensional mesh (HSDP). Convoy keeps its own
-    for two reasons. First, the all-reduce goes through the comm monitor: FSDP2 lets a caller
-    replace the all-gather and the reduce-scatter, but not the all-reduce, which would then be
-    missing from exposed communication and from hang reports. Second, parameters stay sharded over
-    one mesh dim, whether this class or :class:`parallel.CompressedSum`, which FSDP cannot replace,
-    sums over replicas; a run can change ``gradient_compression`` without another layout.
-
-    Exact sums use this class for one replica too, to hold the sums of micro-batches in 64 bits.
-
-    Args:
-        group: the ranks that hold replicas of this rank's shards; None for one replica.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self.buffers: dict[int, FixedPointBuffer] = {}
-        """Under exact sums, by number of the module."""
-        self.last = True
-        """Whether the next backward is the step's last."""
-        self._unsummed: dict[int, Tensor] = {}
-        self.seen: Seen | None = None
-        self.sums = True
-        """Whether the step's last backward sums over replicas."""
-
-    def expect(self, last: bool) -> None:
-        """Set whether the next backward is the step's last."""
-        if self.last:
-            self._unsummed.clear()  # a new step; an abandoned step must leave no gradients
-        self.last = last
-
-    def __call__(self, module: int, reduced: Tensor) -> None:
-        if reduced.is_cuda:
-            # FSDP allocated the tensor on another stream, and may free it before the current
-            # stream has read it.
-            reduced.record_stream(torch.cuda.current_stream())
-        gradients, buffer = reduced, self.buffers.get(module)
-        if buffer is not None:
-            # Without other ranks FSDP does no reduce-scatter, which would have converted.
-            reduced = reduced.view(torch.int64) if buffer.ranks > 1 else buffer.fixed(reduced)
-        before = self._unsummed.pop(module, None)
-        if before is not None:
-            assert before.shape == reduced.shape, "some of its parameters had no gradient"
-            reduced += before
-        if self.last:
-            if self.seen is not None:
-                self.seen(reduced)
-            if self.sums and self.group is not None:
-                all_reduce(reduced, self.group, "dp").wait()
-            if buffer is not None:
-                from_fixed(reduced, gradients)
-        else:
-            # FSDP adds `reduced` to the gradient: zeros until the step's last backward.
-            self._unsummed[module] = reduced.clone()
-            reduced.zero_()
-
-
-class _Allocate:
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _AllGather(_Allocate):
-    """FSDP's all-gather, monitored. FSDP never passes ``async_op=True``."""
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> None:
-        all_gather(output_tensor, input_tensor, group, "dp").wait()
-
-
-class _ReduceScatter(_Allocate):
-    """FSDP's reduce-scatter, monitored. FSDP never passes ``async_op=True``."""
-
-    def __init__(self) -> None:
-        self.seen: Seen | None = None
-        self.buffer: FixedPointBuffer | None = None
-        """Under exact sums."""
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        if self.buffer is not None:
-            input_tensor = self.buffer.fixed(input_tensor)
-            output_tensor = output_tensor.view(torch.int64)
-        if self.seen is not None:
-            self.seen(input_tensor)
-        reduce_scatter(output_tensor, input_tensor, group, "dp", op).wait()
 
 
 def set_gradient_sync(model: nn.Module, *, sync: bool, last: bool) -> None:
@@ -370,11 +212,11 @@ def set_gradient_sync(model: nn.Module, *, sync: bool, last: bool) -> None:
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(sync or last)
-        if model.__dict__.get(_KEEPS_GATHERED):
+        sums = sums_of(model)
+        if sums is not None and sums.keeps_gathered:
             model.set_reshard_after_backward(last)
-        replicas = model.__dict__.get(_REPLICAS)
-        if replicas is not None:
-            replicas.expect(last)
+        if sums is not None and sums.over_replicas is not None:
+            sums.over_replicas.expect(last)
 
 
 def finish_backward(model: nn.Module, *, sync: bool, last: bool) -> None:

@@ -153,9 +153,21 @@ def start_all_to_all(
     group: dist.ProcessGroup,
     wire: Wire | None = None,
 ) -> PendingRows:
-    """Start :func:`all_to_all`. In the backward, the gradient's collective overlaps the backward of
-    what the forward computed between this call and :meth:`PendingRows.wait`. With a ``wire`` the
-    rows are packed for the transfer; their gradients are not."""
+    """Start to send ``input_splits[r]`` rows to each rank r, and to receive ``output_splits[r]``
+    from it: [sum(input_splits), ...], those for rank 0 first -> [sum(output_splits), ...], those
+    from rank 0 first. Zero rows are allowed.
+
+    Differentiable once: the backward sends each row's gradient to the rank that sent the row. That
+    collective overlaps the backward of what the forward computed between this call and
+    :meth:`PendingRows.wait`.
+
+    Args:
+        x_ND: the rows.
+        input_splits: number of rows for each rank of ``group``; None: the same number for each.
+        output_splits: number of rows from each rank, as in that rank's ``input_splits``.
+        group: the ranks; every rank of the group must call.
+        wire: packs the rows for the transfer, and not their gradients.
+    """
     # The gradient of a sent row is the gradient of the received row, sent back.
     return _start(
         x_ND,
@@ -163,27 +175,6 @@ def start_all_to_all(
         _all_to_all(output_splits, input_splits, group),
         wire,
     )
-
-
-def all_to_all(
-    x_ND: Tensor,
-    input_splits: list[int] | None,
-    output_splits: list[int] | None,
-    group: dist.ProcessGroup,
-) -> Tensor:
-    """Send ``input_splits[r]`` rows to each rank r, and receive ``output_splits[r]`` rows from it.
-
-    Args:
-        x_ND: [sum(input_splits), ...] rows, those for rank 0 first; zero rows are allowed.
-        input_splits: number of rows for each rank of ``group``; None: the same number for each.
-        output_splits: number of rows from each rank, as in that rank's ``input_splits``.
-        group: the ranks; every rank of the group must call.
-
-    Returns:
-        [sum(output_splits), ...] rows, those from rank 0 first. Differentiable once: the backward
-        sends each row's gradient to the rank that sent the row.
-    """
-    return start_all_to_all(x_ND, input_splits, output_splits, group).wait()
 
 
 def start_gather_rows(x_ND: Tensor, group: dist.ProcessGroup, of: Parallelism) -> PendingRows:

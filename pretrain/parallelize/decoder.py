@@ -23,6 +23,7 @@ from parallel import (
     ShardLayout,
     TensorParallelStyle,
     Topology,
+    WeightGradStore,
     apply_activation_offload,
     apply_context_parallel,
     apply_delayed_weight_grad,
@@ -91,10 +92,6 @@ def parallelize(
     Raises ValueError where the model has fewer layers than stages, or where the number of experts
     is not a multiple of the ranks.
     """
-    # Expert and tensor parallelism come before FSDP, which shards local shards further. Activation
-    # recomputation comes before FSDP as well: then FSDP gathers a layer's parameters once for the
-    # recomputed forward and the backward.
-    memory = parallel.memory
     pp, schedule = dims.topology.pp, parallel.pipeline.schedule
     num_stages = pp * parallel.pipeline.stages_per_rank if pp > 1 else 1
     layers = stage_layers(
@@ -118,30 +115,7 @@ def parallelize(
     if num_stages > 1:
         stages = {s: model.part(layers[s], first=s == 0, last=s == final) for s in local}
     exact = None if exact_units is None else ExactSums(exact_units)
-    # Exact sums take each micro-batch's gradients at the end of its backward.
-    delays = schedule.folds_into_v and exact is None
-    weight_grads = apply_delayed_weight_grad(model) if delays else None
-    apply_expert_parallel(model, dims.ep_mesh, dims.ep_node_meshes, allow_no_experts=True)
-    apply_tensor_parallel(model, dims.tp_mesh, tensor_parallel_plan(model))
-    apply_context_parallel(model, dims.cp_mesh, dims.token_mesh)
-    blocks = list(model.blocks.values())
-    if compiled:
-        compile_regions(blocks, dims.topology)
-    apply_recompute(blocks, memory.recompute, memory.recompute_layer_freq)
-    if memory.offload_activations:
-        apply_activation_offload(blocks)
-    compute_dtype = None if dtype == torch.float32 else dtype
-    for stage in stages.values():
-        apply_fsdp(
-            stage,
-            dims,
-            blocks=list(stage.blocks.values()),
-            reshard_after_forward=memory.zero_stage == 3,
-            compute_dtype=compute_dtype,
-            sum_replicas=parallel.gradient_compression == "none",
-            offload=memory.offload_optimizer,
-            exact=exact,
-        )
+    weight_grads = _apply_layouts(model, stages, parallel, dims, dtype, compiled, exact)
     pipeline = None
     if num_stages > 1:
         pipeline = Pipeline(
@@ -162,6 +136,49 @@ def parallelize(
         exact=exact,
         float8=float8,
     )
+
+
+def _apply_layouts(
+    model: Decoder,
+    stages: dict[int, Decoder],
+    parallel: ParallelConfig,
+    dims: ParallelDims,
+    dtype: torch.dtype,
+    compiled: bool,
+    exact: ExactSums | None,
+) -> WeightGradStore | None:
+    """Apply the layouts to this rank's layers, ``model``, and FSDP to each of their ``stages``.
+
+    Returns what delays the weights' gradients; None where nothing does.
+    """
+    # Expert and tensor parallelism come before FSDP, which shards local shards further. Activation
+    # recomputation comes before FSDP as well: then FSDP gathers a layer's parameters once for the
+    # recomputed forward and the backward.
+    memory = parallel.memory
+    # Exact sums take each micro-batch's gradients at the end of its backward.
+    delays = parallel.pipeline.schedule.folds_into_v and exact is None
+    weight_grads = apply_delayed_weight_grad(model) if delays else None
+    apply_expert_parallel(model, dims.ep_mesh, dims.ep_node_meshes, allow_no_experts=True)
+    apply_tensor_parallel(model, dims.tp_mesh, tensor_parallel_plan(model))
+    apply_context_parallel(model, dims.cp_mesh, dims.token_mesh)
+    blocks = list(model.blocks.values())
+    if compiled:
+        compile_regions(blocks, dims.topology)
+    apply_recompute(blocks, memory.recompute, memory.recompute_layer_freq)
+    if memory.offload_activations:
+        apply_activation_offload(blocks)
+    for stage in stages.values():
+        apply_fsdp(
+            stage,
+            dims,
+            blocks=list(stage.blocks.values()),
+            reshard_after_forward=memory.zero_stage == 3,
+            compute_dtype=None if dtype == torch.float32 else dtype,
+            sum_replicas=parallel.gradient_compression == "none",
+            offload=memory.offload_optimizer,
+            exact=exact,
+        )
+    return weight_grads
 
 
 def _use_float8(model: Decoder, moe: MoEConfig | None, dense: bool) -> dict[str, Float8Tally]:

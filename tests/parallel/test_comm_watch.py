@@ -22,7 +22,7 @@ from parallel import (
     monitor_collectives,
 )
 from parallel.comm import comm_watch
-from parallel.comm.collectives import all_to_all, start_all_to_all
+from parallel.comm.collectives import start_all_to_all
 from parallel.comm.comm_watch import CommMonitor
 from tests.support.ranks import run_ranks
 
@@ -113,14 +113,14 @@ def wait_long(monitor: CommMonitor, waited: Path) -> None:
 def a_rank_that_waits(rank: int, waited: Path) -> tuple[CommStats, CommStats, dict, str, dict]:
     group = dist.group.WORLD
     x = torch.ones(4, 2, requires_grad=True)
-    all_to_all(x, None, None, group)  # without a monitor
+    start_all_to_all(x, None, None, group).wait()  # without a monitor
     with monitor_collectives() as monitor:
         dist.barrier()
         if rank == 0:
             threading.Thread(target=wait_long, args=(monitor, waited)).start()
         while rank == 1 and not waited.exists():
             time.sleep(0.001)
-        all_to_all(x, None, None, group).sum().backward()
+        start_all_to_all(x, None, None, group).wait().sum().backward()
         late = monitor.take()[EP]
         dist.barrier()
         pending = start_all_to_all(x, None, None, group)
