@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from router.config_errors import OneLineErrors
-from router.kinds import OpenKind, Traits
+from router.kinds import OpenKind, Traits, with_variant
 
 ScoreFunc = Literal["softmax", "sigmoid"]
 DropPolicy = Literal["reroute", "probs", "position"]
@@ -311,20 +311,10 @@ class RouterConfig(BaseModel, metaclass=OneLineErrors):
     @classmethod
     def _check_capacity_fields(cls, capacity: Any) -> Any:
         """Add the default policy, and name the policies of a field that the policy lacks."""
-        if not isinstance(capacity, dict):
-            return capacity
-        policy = capacity.get("policy", "dropless")
-        if isinstance(policy, str):
-            CAPACITY.check(policy)
-        variant = _VARIANTS.get(policy) if isinstance(policy, str) else None
-        for field in capacity if variant else ():
-            have = [name for name, other in _VARIANTS.items() if field in other.model_fields]
-            if have and policy not in have:
-                raise ValueError(
-                    f"moe.capacity.{field} ({capacity[field]}) must be left out with "
-                    f"moe.capacity.policy ({policy}); policy {' or '.join(have)} has it"
-                )
-        return {"policy": policy, **capacity}
+        capacity = with_variant(capacity, "moe.capacity", "policy", "dropless", _VARIANTS)
+        if isinstance(capacity, dict) and isinstance(capacity["policy"], str):
+            CAPACITY.check(capacity["policy"])
+        return capacity
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from pydantic import BaseModel
+
 
 @dataclass(frozen=True)
 class Traits:
@@ -20,6 +22,27 @@ class Traits:
 
     path: str = ""
     """``package.module:Class``, in a table; empty in the traits of a class from outside."""
+
+
+def with_variant(
+    table: Any, section: str, key: str, default: str, variants: Mapping[str, type[BaseModel]]
+) -> Any:
+    """A table of a spec with its variant, which is ``default`` where the table has no ``key``.
+
+    Raises ValueError, one line, for a field that only other variants have.
+    """
+    if not isinstance(table, dict):
+        return table
+    name = table.get(key, default)
+    known = isinstance(name, str) and name in variants
+    for field in table if known else ():
+        have = [other for other, config in variants.items() if field in config.model_fields]
+        if have and name not in have:
+            raise ValueError(
+                f"{section}.{field} ({table[field]}) must be left out with {section}.{key} "
+                f"({name}); {key} {' or '.join(have)} has it"
+            )
+    return {key: name, **table}
 
 
 AnyTraits = TypeVar("AnyTraits", bound=Traits)

@@ -1,4 +1,5 @@
 from .config import ModelConfig as ModelConfig
+from .config import MTPConfig as MTPConfig
 from .decoder import Block as Block
 from .decoder import Decoder as Decoder
 from .decoder import DecoderOutput as DecoderOutput
@@ -8,5 +9,4 @@ from .init import first_matrix as first_matrix
 from .init import init_parameters as init_parameters
 from .init import is_bias as is_bias
 from .init import is_hidden_matrix as is_hidden_matrix
-from .mtp import MTPConfig as MTPConfig
 from .peak_rate import peak_flops_per_second as peak_flops_per_second

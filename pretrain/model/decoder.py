@@ -31,7 +31,8 @@ class DecoderOutput(NamedTuple):
 
 
 class Block(nn.Module):
-    """y = x + attention(norm(x)), then y + ffn(norm(y)), where ffn is a MoE or a dense MLP."""
+    """One layer: y = x + attention(norm(x)), then y + ffn(norm(y)), where ffn is a MoE or a dense
+    MLP."""
 
     def __init__(self, config: ModelConfig, moe: MoEConfig | None) -> None:
         super().__init__()
@@ -41,7 +42,7 @@ class Block(nn.Module):
         self.moe = MoELayer(moe) if moe is not None else None
         self.ffn = FeedForward(config.d_model, config.d_ff) if moe is None else None
 
-    def transform(
+    def forward(
         self,
         x_BSD: Tensor,
         prior_expert_counts_E: Tensor | None = None,
@@ -61,20 +62,6 @@ class Block(nn.Module):
         return x_BSD + self.ffn(h_BSD), None
 
 
-class DecoderLayer(Block):
-    """One layer of the decoder."""
-
-    def forward(
-        self,
-        x_BSD: Tensor,
-        prior_expert_counts_E: Tensor | None = None,
-        documents: Documents | None = None,
-        token_mask: Tensor | None = None,
-    ) -> tuple[Tensor, MoEAux | None]:
-        """As :meth:`Block.transform`."""
-        return self.transform(x_BSD, prior_expert_counts_E, documents, token_mask)
-
-
 class MTPLayer(Block):
     """One layer of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
@@ -91,7 +78,7 @@ class MTPLayer(Block):
         self.projection = nn.Linear(2 * config.d_model, config.d_model, bias=False)
         self.norm = RMSNorm(config.d_model, config.norm_eps)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         hidden_BSD: Tensor,
         embedded_BSD: Tensor,
@@ -104,7 +91,7 @@ class MTPLayer(Block):
         layer's report where there is one."""
         both = self.embed_norm(embedded_BSD), self.hidden_norm(hidden_BSD)
         x_BSD = self.projection(torch.cat(both, dim=-1))
-        x_BSD, aux = self.transform(x_BSD, prior_expert_counts_E, documents, token_mask)
+        x_BSD, aux = super().forward(x_BSD, prior_expert_counts_E, documents, token_mask)
         return x_BSD, self.norm(x_BSD), aux
 
 
@@ -141,7 +128,7 @@ class Decoder(nn.Module):
         last = config.num_layers - 1 in here if last is None else last
         self.embed = nn.Embedding(config.vocab_size, config.d_model) if first else None
         self.layers = nn.ModuleDict(
-            {str(i): DecoderLayer(config, moe if i >= config.first_k_dense else None) for i in here}
+            {str(i): Block(config, moe if i >= config.first_k_dense else None) for i in here}
         )
         self.norm = RMSNorm(config.d_model, config.norm_eps) if last else None
         tied = config.tie_embeddings or not last
@@ -214,7 +201,7 @@ class Decoder(nn.Module):
             return counts_before[len(reports)] if counts_before and block.moe is not None else None
 
         for layer in self.layers.values():
-            block = cast(DecoderLayer, layer)
+            block = cast(Block, layer)
             x_BSD, aux = block(x_BSD, before(block), documents, token_mask)
             reports += [] if aux is None else [aux]
         if self.norm is None:

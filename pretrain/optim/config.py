@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, field_validator
 
 from pretrain.section import OnResume, Section
+from router import with_variant
 
 Product = tuple[float, float, float]
 """m, n and k of a product [m, k] x [k, n]."""
@@ -156,15 +157,4 @@ def with_kind(optimizer: Any) -> Any:
 
     Raises ValueError, one line, for a field that only other kinds have.
     """
-    if not isinstance(optimizer, dict):
-        return optimizer
-    name = optimizer.get("kind", "adamw")
-    variant = KINDS.get(name) if isinstance(name, str) else None
-    for field in optimizer if variant else ():
-        have = [kind for kind, other in KINDS.items() if field in other.model_fields]
-        if have and name not in have:
-            raise ValueError(
-                f"optimizer.{field} ({optimizer[field]}) must be left out with optimizer.kind "
-                f"({name}); kind {' or '.join(have)} has it"
-            )
-    return {"kind": name, **optimizer}
+    return with_variant(optimizer, "optimizer", "kind", "adamw", KINDS)

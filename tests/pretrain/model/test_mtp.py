@@ -21,7 +21,7 @@ from pretrain.checkpoint.resume import restore
 from pretrain.errors import InputError
 from pretrain.job import build_job
 from pretrain.model.decoder import Decoder
-from pretrain.model.mtp import MTPConfig, MTPStage
+from pretrain.model.config import MTPConfig, MTPStage
 from pretrain.observe import IntervalEnded
 from pretrain.observe.prometheus import Metrics
 from pretrain.parallelize.micro_batches import LocalBatch, forward_backward
