@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from ckpt.background.tier import Message, Tier, TierName
-from ckpt.format import ArrayRecord
+from ckpt.background.tier import Tier, TierName
+from ckpt.format import ArrayRecord, Record
 from ckpt.write import SaveInfo
 
 
-class Hello(Message):
+class Hello(Record):
     """The first message to a writer process: its rank, its tiers and its limits."""
 
     rank: int
@@ -33,7 +33,7 @@ class Hello(Message):
     """How long a commit waits for the writer processes of other ranks."""
 
 
-class StagedObject(Message):
+class StagedObject(Record):
     """One object of a save, laid out in the staging memory."""
 
     array: int
@@ -46,7 +46,7 @@ class StagedObject(Message):
     """The tiers that this rank writes it to."""
 
 
-class SaveRequest(Message):
+class SaveRequest(Record):
     """Write what is staged to some tiers."""
 
     info: SaveInfo
@@ -61,14 +61,14 @@ class SaveRequest(Message):
         return replace(self.info, ranks=tier.ranks)
 
 
-class Shutdown(Message):
+class Shutdown(Record):
     """Finish the saves that were requested, and end."""
 
     remove_volatile: bool
     """Remove the volatile tiers now."""
 
 
-class Request(Message):
+class Request(Record):
     """A message of the trainer; one of the fields is set."""
 
     hello: Hello | None = None
@@ -77,7 +77,7 @@ class Request(Message):
     shutdown: Shutdown | None = None
 
 
-class SaveEvent(Message):
+class SaveEvent(Record):
     """A message of the writer process, about one save in one tier.
 
     ``ready`` and ``free`` are about no tier. ``ready``: the writer process has started. ``free``:

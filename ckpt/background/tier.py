@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from ckpt.format import Record
 from ckpt.lifecycle import Retention
 
 TierName = Literal["memory", "peer", "local", "shared"]
-TIERS: tuple[TierName, ...] = ("memory", "peer", "local", "shared")
 """The tiers from the fastest to the safest."""
 
 
-class Message(BaseModel):
-    """A message between the trainer and its writer process: frozen, without unknown fields."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Tier(Message):
+class Tier(Record):
     """One place that checkpoints are written to."""
 
     name: TierName

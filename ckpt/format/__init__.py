@@ -26,6 +26,7 @@ from ckpt.format.names import Missing as Missing
 from ckpt.format.names import check_names as check_names
 from ckpt.format.names import renamed as renamed
 from ckpt.format.object_index import ObjectRecord as ObjectRecord
+from ckpt.format.object_index import Record as Record
 from ckpt.format.object_index import gather as gather
 from ckpt.format.object_index import grid_of as grid_of
 from ckpt.format.pack_plan import Pack as Pack

@@ -10,16 +10,10 @@ from functools import cached_property, lru_cache
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, model_validator
 
 from ckpt.format.dtypes import STORAGE_DTYPES
-from ckpt.format.object_index import Separator, object_key
+from ckpt.format.object_index import Record, Separator, object_key
 from parallel.layout import MOST_RANKS, ShardLayout, Topology, cells, whole_box
 from parallel.placements import MeshLayout, Placement, RankMesh
 
@@ -29,12 +23,6 @@ COMPRESSIONS: tuple[Compression, ...] = ("none", "zstd")
 ZSTD_LEVEL = 1
 MOST_CHUNK_BYTES = 1 << 32
 """The limit on the length of a chunk. A reader of any part of a chunk needs that much memory."""
-
-
-class Record(BaseModel):
-    """A part of the manifest: frozen, without unknown fields."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 ONE_RANK = Topology()
@@ -122,7 +110,7 @@ class ArrayRecord(Record):
     stages: tuple[int, ...] = ()
     mesh: MeshRecord | None = None
     placements: tuple[Placement, ...] = ()
-    attributes: dict[str, Any] = {}
+    attributes: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

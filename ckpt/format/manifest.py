@@ -24,24 +24,12 @@ from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from crc32c import crc32c
-from pydantic import (
-    AfterValidator,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, ValidationError, model_validator
 
-from ckpt.errors import CheckpointError
-from ckpt.format.array import (
-    ONE_RANK,
-    ArrayRecord,
-    Count,
-    Record,
-    check_name,
-    dump,
-    metadata_keys,
-)
+from ckpt.errors import CheckpointError, readable
+from ckpt.format.array import ONE_RANK, ArrayRecord, Count, check_name, dump, metadata_keys
 from ckpt.format.keys import manifest_key
-from ckpt.format.object_index import ObjectRecord, Objects, Stored
+from ckpt.format.object_index import ObjectRecord, Objects, Record, Stored
 from ckpt.format.packed import PackedTensor, PackPlace, StoredTensor, place
 from ckpt.store import LocalStore, Location, open_store
 from parallel.layout import Box, Topology, cells, count_cells, whole_box
@@ -256,10 +244,8 @@ def read_manifest(root: Location, step: int | None = None) -> Manifest:
     elif step not in steps:
         raise CheckpointError(f"no checkpoint of step {step} in {store.where()}; there are {steps}")
     where = store.where(manifest_key(step))
-    try:
+    with readable(f"manifest {where}"):
         data = store.read(manifest_key(step))
-    except OSError as error:
-        raise CheckpointError(f"manifest {where} cannot be read: {error.strerror}") from None
     try:
         manifest = decode_manifest(data, where)
     except CheckpointError as error:
@@ -275,11 +261,8 @@ def committed_steps(root: Location) -> list[int]:
     """The steps that have a manifest, ascending. Raises CheckpointError where the store cannot be
     listed."""
     store = open_store(root)
-    try:
+    with readable(store.where("manifests")):
         names = store.names("manifests")
-    except OSError as error:
-        where = store.where("manifests")
-        raise CheckpointError(f"{where} cannot be read: {error.strerror}") from None
     found = (re.fullmatch(r"step-([0-9]{8,18})\.json", name) for name in names)
     steps = {int(match[1]): match[0] for match in found if match}
     return sorted(step for step, name in steps.items() if manifest_key(step).endswith(name))

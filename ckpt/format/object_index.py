@@ -27,6 +27,12 @@ file system makes and syncs one by one."""
 _KEY = re.compile(r"(.+)/c((?:\.[0-9]{1,19})*)", re.DOTALL)
 
 
+class Record(BaseModel):
+    """JSON of a manifest, of a description, or of a message: frozen, without unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
 class Gridded(Protocol):
     """An array's fields that determine the keys of its objects."""
 
@@ -64,10 +70,8 @@ class ObjectRecord(NamedTuple):
         return cls(bytes=len(data), checksum=crc32c(data))
 
 
-class Stored(BaseModel):
+class Stored(Record):
     """The objects of one array in a store, in row-major order of the grid."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     lengths: list[tuple[_Count, _Count]]
     """Run-length encoded: pairs of a number of objects, and the bytes of each of them."""

@@ -15,7 +15,8 @@ from typing import Annotated, Any, TypeAlias
 import numpy as np
 from pydantic import AfterValidator
 
-from ckpt.format.array import ArrayRecord, Compression, Count, Record, check_name
+from ckpt.format.array import ArrayRecord, Compression, Count, check_name
+from ckpt.format.object_index import Record
 from parallel.layout import Box, box_shape
 from parallel.placements import MeshLayout, Placement
 

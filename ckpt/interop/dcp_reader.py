@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, readable
 from ckpt.format import STORAGE_DTYPES
 from ckpt.interop.plain_array import read_plain
 from ckpt.interop.safe_pickle import Inert, admitted, read_pickle
@@ -106,10 +106,8 @@ class DcpSource:
 
     def __init__(self, folder: Path) -> None:
         path = folder / METADATA
-        try:
+        with readable(path):
             data = path.read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
         try:
             tensors, places, self.left_out = _entries(read_pickle(
                 data, str(path), _METADATA_CLASSES, _plain
@@ -130,10 +128,8 @@ class DcpSource:
             _check_tiling(path, name, array.shape, [chunk.box for chunk in self.chunks[name]])
         stamp = hashlib.sha256(data)
         for file in sorted({chunk.path for chunks in self.chunks.values() for chunk in chunks}):
-            try:
+            with readable(file):
                 status = file.stat()
-            except OSError as error:
-                raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
             stamp.update(f"{file.name} {status.st_size} {status.st_mtime_ns} ".encode())
         self.info, self.arrays = described(folder, f"dcp-{stamp.hexdigest()[:16]}", found)
         self.described = is_described(folder)
@@ -256,10 +252,8 @@ def _find_numbers(
 ) -> _Plain:
     """Where in ``path`` the numbers of a chunk are: what its archive says of itself, checked."""
     where = f"{path}: the chunk of {name} at byte {offset}"
-    try:
+    with readable(path):
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     try:
         part = _Part(handle, offset, length)
         with zipfile.ZipFile(io.BufferedReader(part, 4096)) as archive:

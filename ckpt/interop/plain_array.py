@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, readable
 from parallel.layout import Box, box_shape
 
 _FEW_BYTES = 64 << 10
@@ -34,10 +34,8 @@ def read_plain(
         return out
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]  # in elements
     cut = _first_dim_of_run(shape, sizes, strides, dtype.itemsize)
-    try:
+    with readable(path):
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     try:
         for index in product(*(range(start, stop) for start, stop in box[:cut])):
             start = sum(i * s for i, s in zip(index, strides, strict=False))
@@ -75,10 +73,8 @@ def _first_dim_of_run(
 def _read_into(handle: int, path: Path, at: int, target: np.ndarray[Any, Any]) -> None:
     view = target.reshape(-1).view(np.uint8).data
     while view:
-        try:
+        with readable(path):
             count = os.preadv(handle, [view], at)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
         if not count:
             raise CheckpointError(f"{path} ends too soon")
         view, at = view[count:], at + count

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, readable
 from ckpt.format import STORAGE_DTYPES
 from ckpt.interop.plain_array import read_plain
 from ckpt.rewrite import SourceArray, described, is_described
@@ -105,11 +105,11 @@ def _files(path: Path) -> list[Path]:
 
 def _weight_map(folder: Path) -> dict[str, str]:
     path = folder / SAFETENSORS_INDEX
+    with readable(path):
+        data = path.read_bytes()
     try:
-        found = json.loads(path.read_bytes())["weight_map"]
+        found = json.loads(data)["weight_map"]
         names = {str(name): str(file) for name, file in found.items()}
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path} must be JSON with a weight_map") from None
     for file in names.values():
@@ -132,17 +132,12 @@ def _check_index(folder: Path, places: dict[str, _Place]) -> None:
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int, bytes]:
     """The header without ``__metadata__``, where its data begin, and what tells its contents."""
-    try:
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            length = int.from_bytes(file.read(8), "little")
-            if status.st_size < 8 or length > min(_LONGEST_HEADER, status.st_size - 8):
-                raise CheckpointError(
-                    f"{path} is no whole safetensors file: its header is too long"
-                )
-            text = file.read(length)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    with readable(path), path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        length = int.from_bytes(file.read(8), "little")
+        if status.st_size < 8 or length > min(_LONGEST_HEADER, status.st_size - 8):
+            raise CheckpointError(f"{path} is no whole safetensors file: its header is too long")
+        text = file.read(length)
     try:
         header = json.loads(text, object_pairs_hook=_no_twins)
     except (ValueError, RecursionError) as error:

@@ -157,19 +157,15 @@ def read_one(
     try:
         with store.open(key) as reader:
             return read_object(reader, layout, manifest.objects[layout.key], box, destination)
-    except CheckpointError as error:
-        raise CheckpointError(f"object {store.where(key)} {error}") from None
-    except FileNotFoundError:
-        raise missing(store, key) from None
-    except OSError as error:
-        raise unreadable(store, key, error) from None
+    except (CheckpointError, OSError) as error:
+        raise named(error, store, key) from None
 
 
-def missing(store: Store, key: str) -> CheckpointError:
-    """The error for an object that the manifest lists and the store lacks."""
-    return CheckpointError(f"object {store.where(key)} is missing, the manifest lists it")
-
-
-def unreadable(store: Store, key: str, error: OSError) -> CheckpointError:
-    """The error for an object that the store cannot read."""
-    return CheckpointError(f"object {store.where(key)} cannot be read: {error.strerror}")
+def named(error: CheckpointError | OSError, store: Store, key: str) -> CheckpointError:
+    """An error about an object that the manifest lists, with the object's name."""
+    name = f"object {store.where(key)}"
+    if isinstance(error, CheckpointError):
+        return CheckpointError(f"{name} {error}")
+    if isinstance(error, FileNotFoundError):
+        return CheckpointError(f"{name} is missing, the manifest lists it")
+    return CheckpointError(f"{name} cannot be read: {error.strerror}")

@@ -16,7 +16,7 @@ from ckpt.format import (
     objects_key,
     read_manifest,
 )
-from ckpt.read.box import Nowhere, missing, read_one, unreadable
+from ckpt.read.box import Nowhere, named, read_one
 from ckpt.store import THREADS, Location, ReportBytes, Store, open_store
 
 if TYPE_CHECKING:
@@ -72,10 +72,8 @@ def _check_metadata(store: Store, manifest: Manifest, key: str, data: bytes) -> 
     full = f"{objects_key(manifest.save_id)}/{key}"
     try:
         found = store.read(full)
-    except FileNotFoundError:
-        raise missing(store, full) from None
     except OSError as error:
-        raise unreadable(store, full, error) from None
+        raise named(error, store, full) from None
     if found != data or ObjectRecord.of(found) != manifest.objects[key]:
         raise CheckpointError(
             f"object {store.where(full)} is damaged: it is not what the manifest says"

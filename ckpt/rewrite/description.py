@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, readable
+from ckpt.format import Record
 from ckpt.rewrite.source import Source, SourceArray, SourceInfo
 from parallel.layout import Topology
 
@@ -18,17 +19,13 @@ DESCRIPTION = "convoy.json"
 """The file beside arrays of another format, with what that format cannot hold."""
 
 
-class _ArrayNote(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+class _ArrayNote(Record):
     splits: tuple[tuple[str, ...], ...]
     attributes: dict[str, Any]
 
 
-class Description(BaseModel):
+class Description(Record):
     """What ``convoy.json`` says of the arrays beside it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal["convoy-arrays"] = "convoy-arrays"
     format_version: Literal[1] = 1
@@ -75,11 +72,11 @@ def described(
     path = folder / DESCRIPTION
     if not is_described(folder):
         return SourceInfo(identity), dict(arrays)
+    with readable(path):
+        data = path.read_bytes()
     try:
-        found = Description.model_validate_json(path.read_bytes())
+        found = Description.model_validate_json(data)
         topology = Topology(**found.topology)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except (ValidationError, TypeError, ValueError) as error:
         first = str(error).splitlines()[0]
         raise CheckpointError(f"{path} is not of this format: {first}; move it away") from None
