@@ -23,7 +23,7 @@ from pydantic_core import PydanticUndefined
 
 from pretrain.spec.job import JobSpec
 from pretrain.spec.on_resume import on_resume
-from pretrain.spec.read import models_in, tag_of
+from pretrain.spec.read import models_in, options_of, tag_of
 from router import OpenKind
 
 _HEAD = """\
@@ -60,7 +60,7 @@ def _section(
         lines += [f"## `{head}`", "", _about(model), ""]
     tables: list[tuple[str, FieldInfo]] = []
     rows = []
-    for name, field in model.model_fields.items():
+    for name, field in options_of(model).items():
         if models_in(field.annotation):
             tables.append((name, field))
         if not (models_in(field.annotation) and own):
@@ -84,7 +84,7 @@ def _union(
     tag = tag_of(field)
     for variant in variants:
         lines += [f'### `{tag} = "{variant.model_fields[tag].default}"`', "", _about(variant), ""]
-        rows = [_row(variant, n, f) for n, f in variant.model_fields.items() if n != tag]
+        rows = [_row(variant, n, f) for n, f in options_of(variant).items() if n != tag]
         lines += _table(rows)
 
 

@@ -79,8 +79,15 @@ class MoEConfig(RouterConfig):
         "max_tokens_per_call": "free",
     }  # fmt: skip
 
+    OF_OTHER_SECTIONS: ClassVar[dict[str, str]] = {
+        "d_model": "model.d_model",
+        "gemm": "precision.experts",
+        "max_tokens_per_call": "batch.micro_batch_size x data.seq_len",
+    }
+    """Fields that a job spec does not have in ``[moe]``, with what they follow from there."""
+
     d_model: int = Field(ge=1)
-    """The size of the layer's input and output; a job spec takes it from ``[model]``."""
+    """The size of the layer's input and output."""
     d_ff: int = Field(ge=1)
     """The hidden size of one expert."""
     activation: ActivationName = "swiglu"
@@ -100,7 +107,7 @@ class MoEConfig(RouterConfig):
     gemm: Gemm = "compute"
     """What the routed experts' GEMMs compute in. ``compute``: the dtype of the experts' parameters,
     or autocast's. ``float8``: e4m3 with scales of tiles, see docs/layer.md; the rest of the
-    layer stays as it is. A job spec takes it from ``precision.experts``."""
+    layer stays as it is."""
     recompute_experts: bool = False
     """Keep only the experts' input for the backward, and compute the experts' GEMMs again."""
     dispatcher: Annotated[str, AfterValidator(DISPATCHER.check), DISPATCHER] = "all_to_all"

@@ -57,7 +57,7 @@ from moe import MoEConfig
 from parallel import Topology
 from pretrain.errors import InputError
 from pretrain.model import ModelConfig
-from pretrain.spec import JobSpec, resolve_spec, stored_spec
+from pretrain.spec import JobSpec, moe_fields, resolve_spec, stored_spec
 from pretrain.state import tokenizer_of
 
 _SEQ_LEN = 1024
@@ -168,10 +168,9 @@ def _write(
 def spec_toml(spec: JobSpec) -> str:
     """A spec as the TOML of what differs from the defaults."""
     values = spec.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
-    if spec.moe is not None:
-        del values["moe"]["d_model"]
-        if "capacity" in values["moe"]:  # the policy is a default of its own variant
-            values["moe"]["capacity"]["policy"] = spec.moe.capacity.policy
+    if spec.moe is not None and "capacity" in values["moe"]:
+        # The policy is a default of its own variant.
+        values["moe"]["capacity"]["policy"] = spec.moe.capacity.policy
     heading = (
         "# Set data.source to the text to train on. batch, train, optimizer and schedule are a\n"
         "# start.\n"
@@ -242,7 +241,7 @@ def _sections_of(root: Path, manifest: Manifest) -> tuple[ModelConfig, MoEConfig
     _check_has_spec(root, manifest)
     try:
         spec = stored_spec(manifest.spec)
-        moe = spec.get("moe")
+        moe = moe_fields(spec)
         return (
             ModelConfig.model_validate(spec.get("model")),
             None if moe is None else MoEConfig.model_validate(moe),

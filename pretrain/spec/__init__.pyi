@@ -2,6 +2,7 @@ from .checkpoint import CheckpointConfig as CheckpointConfig
 from .checkpoint import InitConfig as InitConfig
 from .checkpoint import TiersConfig as TiersConfig
 from .job import JobSpec as JobSpec
+from .layer import moe_fields as moe_fields
 from .learning_rates import is_learning_rate_jump as is_learning_rate_jump
 from .learning_rates import learning_rate as learning_rate
 from .on_resume import rule_of as rule_of

@@ -22,11 +22,6 @@ def check_moe(spec: Sections) -> None:
         if ep > 1:
             raise ValueError(f"parallel.ep ({ep}) must be 1 where there is no [moe] section")
         return
-    if moe.d_model != model.d_model:
-        raise ValueError(
-            f"moe.d_model ({moe.d_model}) must be model.d_model ({model.d_model}); leave "
-            f"moe.d_model out"
-        )
     if moe.num_experts < ep:
         raise ValueError(f"moe.num_experts ({moe.num_experts}) must be at least parallel.ep ({ep})")
     if moe.num_experts % ep:
@@ -44,13 +39,6 @@ def check_moe(spec: Sections) -> None:
         raise ValueError(
             "parallel.ep (1) must be at least 2 with moe.capacity.policy (straggler_aware): "
             "ranks that hold all experts have no work to pass on"
-        )
-    micro_batch, seq_len = spec.batch.micro_batch_size, spec.data.seq_len
-    if 0 < moe.max_tokens_per_call < micro_batch * seq_len:
-        raise ValueError(
-            f"moe.max_tokens_per_call ({moe.max_tokens_per_call}) must be at least "
-            f"batch.micro_batch_size x data.seq_len ({micro_batch} x {seq_len} = "
-            f"{micro_batch * seq_len})"
         )
 
 
@@ -145,11 +133,6 @@ def check_float8(spec: Sections) -> None:
     if moe is None and precision.experts == "float8":
         raise ValueError(
             "precision.experts (float8) must be compute where there is no [moe] section"
-        )
-    if moe is not None and moe.gemm != precision.experts:
-        raise ValueError(
-            f"moe.gemm ({moe.gemm}) must be precision.experts ({precision.experts}); leave "
-            f"moe.gemm out"
         )
     if moe is not None and moe.dispatch_dtype == "float8" and precision.compute == "float16":
         raise ValueError(

@@ -7,12 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pydantic import model_validator
+from pydantic import SerializerFunctionWrapHandler, field_serializer, model_validator
 
+from moe import MoEConfig
 from parallel import ParallelConfig, Topology
 from parallel.layout import count_ranks, nodes_per_token
 from pretrain.errors import InputError
 from pretrain.spec.checks import ALL_CHECKS
+from pretrain.spec.layer import moe_fields
 from pretrain.spec.nearest import nearest_layouts
 from pretrain.spec.sections import Sections
 
@@ -25,20 +27,20 @@ class JobSpec(Sections):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_d_model(cls, data: Any) -> Any:
-        model, moe = data.get("model"), data.get("moe")
-        if isinstance(model, dict) and isinstance(moe, dict) and "d_model" not in moe:
-            return {**data, "moe": {**moe, "d_model": model.get("d_model")}}
-        return data
+    def _fill_moe(cls, data: Any) -> Any:
+        for field, origin in MoEConfig.OF_OTHER_SECTIONS.items():
+            if isinstance(data.get("moe"), dict) and field in data["moe"]:
+                raise ValueError(f"moe.{field}: no such field; it follows from {origin}")
+        return {**data, "moe": moe_fields(data)} if "moe" in data else data
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_gemm(cls, data: Any) -> Any:
-        moe, precision = data.get("moe"), data.get("precision")
-        if isinstance(moe, dict) and isinstance(precision, dict) and "gemm" not in moe:
-            gemm = precision.get("experts", "compute")
-            return {**data, "moe": {**moe, "gemm": "float8" if gemm == "fp8" else gemm}}
-        return data
+    @field_serializer("moe", mode="wrap")
+    def _options_of_moe(
+        self, moe: MoEConfig | None, dump: SerializerFunctionWrapHandler
+    ) -> dict[str, Any] | None:
+        values: dict[str, Any] | None = dump(moe)
+        if values is None:
+            return None
+        return {k: v for k, v in values.items() if k not in MoEConfig.OF_OTHER_SECTIONS}
 
     @model_validator(mode="after")
     def _check(self) -> JobSpec:
@@ -105,11 +107,11 @@ class JobSpec(Sections):
         if self.moe is None or topology.efsdp == 1:
             return
         # fully_shard cuts a dim other than the first only evenly.
-        for field in ("d_model", "d_ff"):
-            size = getattr(self.moe, field)
+        sizes = {"model.d_model": self.moe.d_model, "moe.d_ff": self.moe.d_ff}
+        for field, size in sizes.items():
             if size % topology.efsdp:
                 raise ValueError(
-                    f"moe.{field} ({size}) must be a multiple of dp_shard x cp x tp / ep "
+                    f"{field} ({size}) must be a multiple of dp_shard x cp x tp / ep "
                     f"({topology.dp_shard} x {topology.cp} x {topology.tp} / {topology.ep} = "
                     f"{topology.efsdp}), the ranks that share an expert"
                 )
@@ -160,7 +162,11 @@ class JobSpec(Sections):
         Raises ValueError where a rule between the spec and the layout is broken.
         """
         batch = self.batch.model_copy(update={"micro_batch_size": micro_batch_size})
-        spec = self.model_copy(update={"parallel": parallel, "batch": batch})
+        moe = self.moe
+        if moe is not None and moe.dispatcher_traits.fixed_size:
+            tokens = micro_batch_size * self.data.seq_len
+            moe = moe.model_copy(update={"max_tokens_per_call": tokens})
+        spec = self.model_copy(update={"parallel": parallel, "batch": batch, "moe": moe})
         for check in ALL_CHECKS:
             check(spec)
         spec.check_nodes(spec._topology(world), min(ranks_per_node, world))

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from pretrain.section import OnResume
 from pretrain.spec.job import JobSpec
-from pretrain.spec.read import models_in
+from pretrain.spec.read import models_in, options_of
 
 
 def on_resume(model: type[BaseModel], name: str) -> OnResume:
@@ -41,7 +41,7 @@ def _rules() -> dict[str, OnResume]:
     rules: dict[str, OnResume] = {}
 
     def add(model: type[BaseModel], prefix: str) -> None:
-        for name, field in model.model_fields.items():
+        for name, field in options_of(model).items():
             rules[f"{prefix}{name}"] = on_resume(model, name)
             for inner in models_in(field.annotation):
                 add(inner, f"{prefix}{name}.")

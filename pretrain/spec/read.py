@@ -74,7 +74,7 @@ def _one_line(error: ValidationError) -> str:
 def _suggestion(parts: Sequence[str], model: type[BaseModel]) -> str:
     """A field of the section with a similar name, and where a field of this name is; otherwise
     which fields the section has."""
-    field, known = parts[-1], list(model.model_fields)
+    field, known = parts[-1], list(options_of(model))
     elsewhere = [path for path in _paths(JobSpec) if path.rpartition(".")[2] == field]
     close = [".".join([*parts[:-1], name]) for name in difflib.get_close_matches(field, known, 1)]
     if elsewhere or close:
@@ -108,6 +108,12 @@ def _walk(location: Sequence[int | str]) -> tuple[list[str], type[BaseModel]]:
     return parts, model
 
 
+def options_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields of a model that a spec may have, by name: all but those of other sections."""
+    elsewhere = getattr(model, "OF_OTHER_SECTIONS", {})
+    return {name: field for name, field in model.model_fields.items() if name not in elsewhere}
+
+
 def tag_of(field: FieldInfo) -> str:
     """The name of the field that tells the variants of a union apart; empty for no union."""
     if isinstance(field.discriminator, Discriminator):  # a function of the field's name
@@ -124,7 +130,7 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
 
 def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every field of a model by its dotted path, once for all variants of a union."""
-    for name, field in model.model_fields.items():
+    for name, field in options_of(model).items():
         yield f"{prefix}{name}"
         inner = (
             path for m in models_in(field.annotation) for path in _paths(m, f"{prefix}{name}.")

@@ -8,7 +8,7 @@ from typing import Any, get_origin
 from pydantic import BaseModel
 
 from pretrain.spec.job import JobSpec
-from pretrain.spec.read import models_in, tag_of
+from pretrain.spec.read import models_in, options_of, tag_of
 
 
 def stored_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,8 +47,9 @@ def other_constants(spec: Mapping[str, Any]) -> dict[str, Any]:
 def _known(model: type[BaseModel], values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of fields that a model has, and so on in its tables."""
     kept: dict[str, Any] = {}
+    options = options_of(model)
     for name, value in values.items():
-        field = model.model_fields.get(name)
+        field = options.get(name)
         if field is None:
             continue
         variants, tag = models_in(field.annotation), tag_of(field)

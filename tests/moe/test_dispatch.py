@@ -261,7 +261,7 @@ def test_without_deep_ep_a_layer_says_so():
 
 
 def test_a_run_on_a_cpu_refuses_deep_ep(tmp_path):
-    moe = {"dispatcher": "deep_ep", "max_tokens_per_call": 64}
+    moe = {"dispatcher": "deep_ep"}
     spec = make_spec(tmp_path, moe=moe, parallel={"ep": 2}, precision={"compute": "bfloat16"})
     with pytest.raises(InputError, match=r"moe.dispatcher \(deep_ep\) must have bfloat16 on cuda"):
         rank_model._check_device(spec, torch.device("cpu"))

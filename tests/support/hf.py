@@ -17,6 +17,7 @@ from parallel import Topology
 from pretrain.model.config import ModelConfig
 from pretrain.model.decoder import Decoder, meta_decoder
 from pretrain.parallelize.layouts import parameter_layouts
+from pretrain.spec import moe_fields
 from pretrain.state.arrays import model_arrays
 
 transformers.utils.logging.disable_progress_bar()
@@ -129,7 +130,7 @@ def load_theirs(folder: Path) -> PreTrainedModel:
 
 def load_ours(root: Path) -> Decoder:
     manifest = ckpt.read_manifest(root)
-    moe = manifest.spec["moe"]
+    moe = moe_fields(manifest.spec)
     model = meta_decoder(
         ModelConfig.model_validate(manifest.spec["model"]),
         None if moe is None else MoEConfig.model_validate(moe),

@@ -163,7 +163,8 @@ def test_the_resolved_spec_is_shown(tmp_path, capsys):
     assert pretrain([str(spec), "--print-spec", "--set", "train.steps=7"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["train"]["steps"] == 7
-    assert shown["moe"]["d_model"] == 32
+    assert shown["model"]["d_model"] == 32
+    assert "d_model" not in shown["moe"]
     assert shown["checkpoint"]["retention"]["keep"] == 2
 
 

@@ -15,7 +15,7 @@ from docs.spec_page import docstrings_of_fields, spec_reference
 from pretrain.section import OnResume, Section
 from pretrain.spec.job import JobSpec
 from pretrain.spec.on_resume import on_resume, rule_of
-from pretrain.spec.read import models_in
+from pretrain.spec.read import models_in, options_of
 
 DOC = Path(__file__).parents[3] / "docs/spec.md"
 
@@ -27,7 +27,7 @@ def test_the_reference_is_current():
 def sections(model: type[BaseModel] = JobSpec, path: str = "") -> Iterator[tuple[str, type]]:
     """The class of each table by its path; of a union, every variant."""
     yield path, model
-    for name, field in model.model_fields.items():
+    for name, field in options_of(model).items():
         for inner in models_in(field.annotation):
             yield from sections(inner, f"{path}{name}.")
 
@@ -37,7 +37,7 @@ def options() -> set[str]:
     return {
         f"{path}{name}"
         for path, model in sections()
-        for name, field in model.model_fields.items()
+        for name, field in options_of(model).items()
         if not models_in(field.annotation)
     }
 
@@ -96,7 +96,7 @@ FIXED_IF_EXACT = [
     "moe.backend", "moe.dispatcher",
 ]  # fmt: skip
 FREE = [
-    "moe.aux_loss_coeff", "moe.capacity.replay_log", "moe.gemm", "parallel.ep", "optimizer.lr",
+    "moe.aux_loss_coeff", "moe.capacity.replay_log", "parallel.ep", "optimizer.lr",
     "data.sources.web.weight", "data.cache_dir", "batch.stages", "train.steps", "name",
     "checkpoint.retention.keep", "launch.nodes", "health.loss_spike.threshold",
 ]  # fmt: skip

@@ -70,7 +70,7 @@ RECIPE = "tools/recipes/stdlib-tiny.toml"
         ("optimizer.lr=nan", "optimizer.lr (nan): Input should be"),
         ("moe.num_experts=63", "moe.num_experts (63) must be at least parallel.ep (64)"),
         ("moe.num_experts=96", "moe.num_experts (96) must be a multiple of parallel.ep (64)"),
-        ("moe.d_model=16", "moe.d_model (16) must be model.d_model (32)"),
+        ("moe.d_model=32", "moe.d_model: no such field; it follows from model.d_model"),
         ("model.num_heads=5", "model.d_model (32) must be an even multiple of model.num_heads (5)"),
         (
             "model.num_kv_heads=3",
@@ -228,7 +228,7 @@ def test_degrees_must_fit_the_world(tmp_path):
 def test_what_ranks_share_of_an_expert_must_divide_it(tmp_path):
     spec = make_spec(tmp_path)
     with pytest.raises(
-        InputError, match=r"moe.d_model \(32\) must be a multiple of dp_shard x cp x tp / ep"
+        InputError, match=r"model.d_model \(32\) must be a multiple of dp_shard x cp x tp / ep"
     ):
         spec.topology(3)
     spec = make_spec(tmp_path, moe={"d_ff": 26})
@@ -283,8 +283,21 @@ def test_the_hash_is_of_the_resolved_spec(tmp_path):
     assert not spec.data.document_mask
     assert JobSpec.model_validate(masked.as_dict()) == masked
     assert masked.hash != spec.hash
-    assert spec.moe is not None
-    assert spec.moe.d_model == 32
+
+
+def test_the_layer_has_what_follows_from_other_sections_and_the_spec_does_not(tmp_path):
+    moe = {"dispatcher": "padded_all_to_all"}
+    spec = make_spec(tmp_path, moe=moe, batch={"micro_batch_size": 2})
+    assert (spec.moe.d_model, spec.moe.gemm, spec.moe.max_tokens_per_call) == (32, "compute", 64)
+    assert make_spec(tmp_path).moe.max_tokens_per_call == 0
+    planned = spec.with_layout(spec.parallel, 4, 1, 1)
+    assert planned.moe.max_tokens_per_call == 128
+    assert JobSpec.model_validate(planned.as_dict()) == planned
+    of_before = {"d_model": 32, "gemm": "compute", "max_tokens_per_call": 9999}
+    assert not of_before.keys() & spec.as_dict()["moe"].keys()
+    saved = spec.as_dict()
+    saved["moe"] |= of_before
+    assert stored_spec(saved) == spec.as_dict()
 
 
 def test_only_float16_scales_its_loss(tmp_path):
