@@ -135,8 +135,7 @@ class StragglerAwareConfig(_Policy):
     """Each rank has a capacity in proportion to its measured speed; what is over is rerouted."""
 
     on_resume: ClassVar[dict[str, str]] = {
-        "hysteresis": "free", "false_alarm_rate": "free", "warmup_steps": "free",
-        "replay_log": "free", "*": "fixed",
+        "hysteresis": "free", "replay_log": "free", "*": "fixed",
     }  # fmt: skip
 
     policy: Literal["straggler_aware"] = "straggler_aware"
@@ -151,12 +150,8 @@ class StragglerAwareConfig(_Policy):
     ceiling: float = Field(default=2.0, ge=1)
     """The greatest share of a rank; the mean share is 1."""
     hysteresis: float = Field(default=0.1, ge=0)
-    """The least relative change of a rank's speed that leads to a new plan."""
-    false_alarm_rate: float = Field(default=1e-6, gt=0, le=0.01)
-    """New plans per step that noise may cause while all ranks are healthy: 1e-6 is one in a million
-    steps. A lower rate takes more steps to find a slow rank."""
-    warmup_steps: int = Field(default=2, ge=0)
-    """The first steps of a process, whose times do not count."""
+    """The least relative change of a rank's speed that leads to a new plan. Noise leads to a new
+    plan once in a million steps, and the first two steps of a process do not count."""
     replay_log: str | None = None
     """The log.jsonl of an earlier run: its capacity plans are used, and measured speeds are not."""
 

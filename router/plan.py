@@ -109,7 +109,7 @@ class StragglerBalancer:
             rows: the assignments that each rank computed in the step.
             seconds: the time that each rank's experts took.
             config: the test's options, floor and ceiling.
-            ranks: the ranks of all expert groups, which share the config's ``false_alarm_rate``; 0
+            ranks: the ranks of all expert groups, which share the test's ``false_alarm_rate``; 0
                 means those of this group.
         """
         measured = self.measured.after(rows, seconds, speed_test(config, ranks))
@@ -122,9 +122,4 @@ class StragglerBalancer:
 
 def speed_test(config: StragglerAwareConfig, ranks: int = 0) -> SpeedTest:
     """The options of the test on speeds, for ``ranks`` ranks in all expert groups."""
-    return SpeedTest(
-        min_change=config.hysteresis,
-        false_alarm_rate=config.false_alarm_rate,
-        warmup_steps=config.warmup_steps,
-        ranks=ranks,
-    )
+    return SpeedTest(min_change=config.hysteresis, ranks=ranks)

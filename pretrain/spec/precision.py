@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
 from pretrain.section import OnResume, Section
 
@@ -22,9 +22,8 @@ class PrecisionConfig(Section):
     too. Parameters, gradient sums, moments, routers and the loss are in float32 in any case."""
     loss_scale: int = 1 << 16
     """For float16: the initial factor on the loss before the backward, a power of two from 1 to
-    2^127. The factor is halved where gradients overflow."""
-    loss_scale_growth_steps: int = Field(default=2000, ge=1)
-    """For float16: the loss scale doubles after this many steps in a row without an overflow."""
+    2^127. The factor is halved where gradients overflow, and doubles after 2000 steps in a row
+    without an overflow."""
 
     experts: Literal["compute", "float8"] = "compute"
     """What the GEMMs of routed experts compute in: ``compute``, the dtype above, or ``float8``,

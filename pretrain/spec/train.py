@@ -25,9 +25,6 @@ class TrainConfig(Section):
     ``ep`` and ``pp`` are, and whatever resizes the run went through; see docs/exact.md."""
     log_interval_steps: int = Field(default=10, ge=1)
     """Steps between two lines of the console."""
-    max_skipped_steps: int = Field(default=3, ge=1)
-    """A step whose loss or gradient is not finite is skipped and tried again; after this many tries
-    in a row ``health.not_finite`` acts, and by default ends the run."""
     timeout_seconds: float = Field(default=300.0, gt=0, le=1e6)
     """The run ends where a collective takes longer than this, in seconds."""
     time_limit_seconds: float | None = Field(default=None, gt=0)

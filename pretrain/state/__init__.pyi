@@ -15,6 +15,7 @@ from .names import name_in_layer as name_in_layer
 from .names import parameter_name as parameter_name
 from .names import split_layer as split_layer
 from .names import weight_names as weight_names
+from .progress import GROWTH_STEPS as GROWTH_STEPS
 from .progress import Progress as Progress
 from .rng import rng_arrays as rng_arrays
 from .rng import rng_states as rng_states

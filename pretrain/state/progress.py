@@ -7,6 +7,9 @@ from typing import Any
 
 from pretrain.parts.playbook import HealthMemory
 
+GROWTH_STEPS = 2000
+"""Steps in a row without an overflow after which the loss scale of float16 doubles."""
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -52,7 +55,7 @@ class Progress:
 
     def after_commit(self, growth_steps: int) -> Progress:
         """Double the scale once ``growth_steps`` steps in a row had no overflow, as
-        torch.amp.GradScaler does."""
+        torch.amp.GradScaler does after :data:`GROWTH_STEPS`."""
         if self.loss_scale is None:
             return self
         steps = self.steps_at_loss_scale + 1

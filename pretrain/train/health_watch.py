@@ -68,7 +68,6 @@ class HealthWatch:
             finite=finite,
             why_not_finite="" if finite else decision.why,
             attempts=0 if finite else skipped + 1,
-            max_attempts=self.job.spec.train.max_skipped_steps,
             loads_LE=self._loads(step, routing),
         )
         verdict = judge(self.config, progress.health, self._seen)

@@ -22,7 +22,7 @@ from pretrain.parts.playbook import after_skip
 from pretrain.parts.step import Action, Decision, Report, StepFacts, with_wish
 from pretrain.runtime import StopCause, StopRequest
 from pretrain.spec import learning_rate
-from pretrain.state import Progress, rng_states, set_rng_states
+from pretrain.state import GROWTH_STEPS, Progress, rng_states, set_rng_states
 from pretrain.train.attempt import Attempt
 from pretrain.train.barrier import bad_layer, decide, exchange
 from pretrain.train.data_fetches import publish_fetches
@@ -273,7 +273,7 @@ class Trainer:
             validation=None,
             health=health,
         )
-        self.progress = progress.after_commit(job.spec.precision.loss_scale_growth_steps)
+        self.progress = progress.after_commit(GROWTH_STEPS)
         self.skipped = 0
 
     def _count(self, facts: StepFacts, attempt: Attempt) -> None:

@@ -15,11 +15,12 @@ from pretrain.checkpoint.resume import restore
 from convoy.commands.pretrain import main
 from pretrain.errors import HealthError
 from pretrain.job import build_job
+from pretrain.job import rank_model
 from pretrain.observe import JsonlLog
 from pretrain.runtime.ranks import start
 from pretrain.spec.job import JobSpec
 from pretrain.state.progress import Progress
-from pretrain.job import rank_model
+from pretrain.train import trainer
 from pretrain.train.trainer import Trainer
 from tests.support.jobs import data_of, events, prepare_job, save_checkpoint
 from tests.support.layouts import Attempt, NoCheckpoints, Trained, spec_for, train
@@ -64,10 +65,10 @@ def float16(
 def test_scales_change_no_bit_in_float32(layout, compression, data, tmp_path):
     spec = spec_for(
         tmp_path, data, layout, moe={"z_loss_coeff": 1e-3},
-        precision={"loss_scale_growth_steps": 1}, parallel={"gradient_compression": compression},
+        parallel={"gradient_compression": compression},
     )  # fmt: skip
     plain = train(spec, 3)
-    scaled = train(spec, 3, loss_scale=2.0**16)
+    scaled = train(spec, 3, loss_scale=2.0**16, first=partial(grow_after, 1))
     assert [attempt.loss_scale for attempt in plain.attempts] == [None] * 3
     assert [attempt.loss_scale for attempt in scaled.attempts] == [2.0**16, 2.0**17, 2.0**18]
     assert scaled.losses == plain.losses
@@ -75,6 +76,11 @@ def test_scales_change_no_bit_in_float32(layout, compression, data, tmp_path):
     for mine, theirs in ((scaled.gradients, plain.gradients), (scaled.state, plain.state)):
         assert all(torch.equal(mine[name], value) for name, value in theirs.items())
         assert mine.keys() == theirs.keys()
+
+
+def grow_after(steps: int) -> None:
+    """On a rank: the loss scale doubles after so few steps."""
+    trainer.GROWTH_STEPS = steps
 
 
 def same_run(a: Trained, b: Trained) -> None:
@@ -107,10 +113,10 @@ def follow_the_rule(attempts: list[Attempt], scale: float, growth_steps: int) ->
 )  # fmt: skip
 def test_a_scale_that_fits_is_found_and_leaves_no_trace(layout, compression, data, tmp_path):
     growth, first = 2, 2**40
-    made = partial(float16, data=data, layout=layout, compression=compression,
-                   loss_scale_growth_steps=growth)  # fmt: skip
+    made = partial(float16, data=data, layout=layout, compression=compression)
+    grows = partial(grow_after, growth)
     spec = made(tmp_path / "a", loss_scale=first)
-    found = train(spec, 6, save_at=3)
+    found = train(spec, 6, save_at=3, first=grows)
     follow_the_rule(found.attempts, first, growth)
     outcomes = [attempt.outcome for attempt in found.attempts]
     overflows = outcomes.index("commit")
@@ -118,12 +124,12 @@ def test_a_scale_that_fits_is_found_and_leaves_no_trace(layout, compression, dat
     assert "overflow" in outcomes[overflows:], "it grows until it is too large again"
 
     low = int(found.attempts[overflows].loss_scale or 0)
-    straight = train(made(tmp_path / "b", loss_scale=low), 6)
+    straight = train(made(tmp_path / "b", loss_scale=low), 6, first=grows)
     assert straight.attempts == found.attempts[overflows:]
     assert straight.norms == found.norms
     same_run(straight, found)
 
-    resumed = train(spec, 3)
+    resumed = train(spec, 3, first=grows)
     assert resumed.attempts == found.attempts[-len(resumed.attempts) :]
     assert resumed.losses == found.losses[3:]
     same_run(resumed, found)
@@ -151,17 +157,17 @@ def poisoned_on_rank(spec: JobSpec, poison: str, rank: int) -> str:
 @pytest.mark.parametrize(
     ("poison", "skips"),
     [
-        ("loss", [("not_finite", 8.0)] * 2),
+        ("loss", [("not_finite", 8.0)] * 3),
         (
             "gradients",
-            [*(("overflow", scale) for scale in (8.0, 4.0, 2.0)), *[("not_finite", 1.0)] * 2],
+            [*(("overflow", scale) for scale in (8.0, 4.0, 2.0)), *[("not_finite", 1.0)] * 3],
         ),
     ],
 )
 def test_what_no_scale_helps_ends_the_run(poison, skips, data, tmp_path):
-    spec = float16(tmp_path / "run", data, "", loss_scale=8, max_skipped_steps=2)
+    spec = float16(tmp_path / "run", data, "", loss_scale=8)
     (message,) = run_ranks(partial(poisoned_on_rank, spec, poison), 1, group=False)
-    assert "step 2 was not finite 2 times in a row" in message
+    assert "step 2 was not finite 3 times in a row" in message
     assert [step["loss_scale"] for step in events(spec.run_path, "step")] == [8.0]
     found = events(spec.run_path, "skip")
     assert [(skip["reason"], skip["loss_scale"]) for skip in found] == skips

@@ -56,7 +56,7 @@ class NotFiniteRule(_Rule):
     infinite.
 
     The step changes nothing and is tried again with the samples that it had. The rule acts after
-    ``train.max_skipped_steps`` tries in a row. Overflows of float16 are not counted.
+    three tries in a row. Overflows of float16 are not counted.
     """
 
     RULE = "not_finite"

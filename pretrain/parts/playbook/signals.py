@@ -20,6 +20,8 @@ from pretrain.parts.playbook.config import (
 )
 from pretrain.parts.playbook.memory import HealthMemory
 
+MAX_ATTEMPTS = 3
+"""Tries in a row of a step that is not finite, after which a rule acts."""
 MIN_RISE = 0.5
 """Nats per token above the median: the least rise of the loss that is a spike."""
 MIN_RATIO = 10.0
@@ -46,8 +48,6 @@ class Seen:
     why_not_finite: str = ""
     attempts: int = 1
     """Tries of the step in a row that were not finite, this one included; 0 where it is finite."""
-    max_attempts: int = 1
-    """``train.max_skipped_steps``."""
     loads_LE: Sequence[Sequence[int]] | None = None
     """Assignments of each expert in this step, over all ranks; None where the routers are not
     checked in this step."""
@@ -68,14 +68,14 @@ class Signal:
 
 
 def not_finite(seen: Seen) -> Signal | None:
-    """The step was not finite as many times in a row as the run allows."""
-    if seen.finite or seen.attempts < seen.max_attempts:
+    """The step was not finite :data:`MAX_ATTEMPTS` times in a row."""
+    if seen.finite or seen.attempts < MAX_ATTEMPTS:
         return None
     return Signal(
         "not_finite",
         observed=seen.attempts,
         usual=0,
-        limit=seen.max_attempts,
+        limit=MAX_ATTEMPTS,
         text=f"was not finite {seen.attempts} times in a row ({seen.why_not_finite})",
     )
 

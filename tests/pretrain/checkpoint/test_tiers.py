@@ -144,7 +144,7 @@ def diverge_on_node(rank: int, spec: str, after: int) -> tuple[int, str]:
     Trainer.step = step_of_nan
     err = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
-        code = main([spec, "--set", "train.max_skipped_steps=2"])
+        code = main([spec])
     return code, err.getvalue()
 
 

@@ -62,7 +62,7 @@ class TestStragglers(Slow):
 
 class TestCapacity(Slow):
     def make(self, context: PartContext) -> Part:
-        config = StragglerAwareConfig(warmup_steps=2)
+        config = StragglerAwareConfig()
         topology = replace(context.topology, dp_replicate=1, dp_shard=WORLD, ep=WORLD)
         return CapacityPart(CapacityBalance(config, topology), context)
 

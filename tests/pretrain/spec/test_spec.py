@@ -104,10 +104,6 @@ RECIPE = "tools/recipes/stdlib-tiny.toml"
         (f"precision.loss_scale={1 << 128}", "must be a power of two from 1 to 2^127"),
         ("precision.loss_scale=2.5", "precision.loss_scale (2.5): Input should be a valid integer"),
         (
-            "precision.loss_scale_growth_steps=0",
-            "precision.loss_scale_growth_steps (0): Input should be",
-        ),
-        (
             "precision.compute=float8",
             "precision.compute (float8) must be float32, bfloat16 or float16: float8 is for",
         ),

@@ -170,7 +170,7 @@ def test_a_step_that_is_not_finite_is_tried_again_before_a_rule_acts():
     memory = full_window(config())
 
     def tried(attempts: int, memory: HealthMemory) -> Any:
-        seen = Seen(9, math.nan, math.inf, finite=False, attempts=attempts, max_attempts=3)
+        seen = Seen(9, math.nan, math.inf, finite=False, attempts=attempts)
         return judge(rules, memory, seen)
 
     assert tried(2, memory).action is None
@@ -178,7 +178,7 @@ def test_a_step_that_is_not_finite_is_tried_again_before_a_rule_acts():
     assert verdict.action == "skip"
     assert tried(3, verdict.memory).action == "stop"
     assert judge(HealthConfig(), memory, Seen(
-        9, math.nan, 1.0, finite=False, attempts=3, max_attempts=3)).action == "stop"  # fmt: skip
+        9, math.nan, 1.0, finite=False, attempts=3)).action == "stop"  # fmt: skip
 
 
 def test_the_learning_rate_is_lowered_for_some_steps():
