@@ -19,7 +19,7 @@ from pretrain.errors import InputError
 from pretrain.job import RankModel, build_model
 from pretrain.runtime import Runtime, launched_world, start
 from pretrain.spec import JobSpec, SampleConfig
-from pretrain.train import Generated, generate
+from pretrain.train import Drawing, Generated, generate
 
 
 def sample(
@@ -55,7 +55,7 @@ def sample(
     Raises InputError where the settings, the tokenizer or the layout do not fit, and
     CheckpointError where the checkpoint is not whole.
     """
-    settings = SampleConfig(tokens=tokens, temperature=temperature, top_p=top_p)
+    settings, drawing = SampleConfig(tokens=tokens), Drawing(temperature, top_p)
     runtime = start(timeout_seconds=600.0)
     try:
         root, manifest = runtime.together(lambda: _read(location, step))
@@ -66,7 +66,7 @@ def sample(
         for number, prompt in enumerate(prompts):
             each = settings.model_copy(update={"prompt": prompt})
             told = None if seen is None else partial(seen, number)
-            found.append(generate(model, words, each, told))
+            found.append(generate(model, words, each, drawing, told))
         return found
     finally:
         runtime.close()

@@ -55,7 +55,7 @@ SPEC = r"""
  "moe": {"num_experts": 32, "top_k": 2, "score_func": "softmax", "softmax_after_topk": false, "norm_topk_prob": true, "route_scale": 1.0, "input_jitter": 0.0, "routing": "top_k", "n_groups": 1, "topk_groups": 1, "topk_per_group": 2, "capacity": {"policy": "dropless", "max_tokens_per_rank": 0}, "balancing": "standard", "expert_bias": false, "bias_update_rate": 0.001, "aux_loss_coeff": 0.01, "aux_loss_scope": "micro_batch", "seq_aux_loss_coeff": 0.0, "z_loss_coeff": 0.0, "d_ff": 256, "activation": "swiglu", "ffn_bias": false, "num_shared_experts": 0, "shared_expert_gate": false, "backend": "auto", "recompute_experts": false, "dispatcher": "all_to_all", "dispatch_dtype": "compute", "overlap_chunks": 1},
  "mtp": {"loss_weight": 0.3, "stages": []},
  "parallel": {"pp": 1, "dp_replicate": 1, "dp_shard": -1, "cp": 1, "tp": 1, "ep": 8, "tp_across_nodes": false, "max_nodes_per_token": 0, "gradient_compression": "none", "pipeline": {"schedule": "1f1b", "stages_per_rank": 1}, "memory": {"zero_stage": 3, "offload_optimizer": false, "offload_activations": false, "recompute": "none", "recompute_layer_freq": 1}},
- "plan": {"auto": false, "cluster": null},
+ "plan": {"cluster": null},
  "data": {"source": "stdlib", "path": "runs/corpora/stdlib-4096", "sources": {}, "stages": [], "validation": {}, "seq_len": 256, "cache_dir": "", "cache_gib": 256.0, "shard_tokens": 67108864, "tokenizer": null, "end_token": "<|endoftext|>", "document_mask": false, "packing": "concat", "mask_boundary_labels": false, "text_field": "text", "deduplicate": false, "filter": {"min_characters": 0, "max_characters": null, "min_letter_share": 0.0, "max_repeated_line_share": 1.0}},
  "batch": {"global_batch_size": 256, "micro_batch_size": 4, "batch_size_rampup": null, "stages": []},
  "train": {"steps": 240, "seed": 0, "compile": false, "exact": false, "log_interval_steps": 10, "timeout_seconds": 300.0, "time_limit_seconds": 14400.0, "parts": []},
@@ -64,7 +64,7 @@ SPEC = r"""
  "optimizer": {"kind": "adamw", "lr": 0.006, "beta1": 0.9, "beta2": 0.95, "eps": 1e-08, "weight_decay": 0.1, "clip_norm": 1.0},
  "schedule": {"kind": "cosine", "warmup_steps": 24, "decay_steps": 0, "min_lr_ratio": 0.1},
  "eval": {"interval_steps": 80, "sequences": 128, "final_sequences": 4096},
- "checkpoint": {"path": null, "interval_steps": 80, "interval_minutes": null, "compression": "none", "broadcast_on_load": false, "reshard_on_load": true, "retention": {"keep": 2, "keep_every": 0, "keep_best": 0, "grace_seconds": 0.0}, "tiers": {"memory": false, "memory_path": "/dev/shm", "replicate_to_peer": false, "local_path": null, "shared_interval": 1}},
+ "checkpoint": {"path": null, "interval_steps": 80, "interval_minutes": null, "compression": "none", "reshard_on_load": true, "retention": {"keep": 2, "keep_every": 0, "keep_best": 0, "grace_seconds": 0.0}, "tiers": {"memory": false, "memory_path": "/dev/shm", "replicate_to_peer": false, "local_path": null, "shared_interval": 1}},
  "elastic": {"enabled": true, "warm_restart": false},
  "launch": {"nodes": "2:4", "ranks_per_node": 8, "gpus_per_node": 8, "cpus_per_rank": 8, "walltime_minutes": 240.0, "queue": "batch", "image": null, "workdir": "/shared", "python": "python3", "environment": {"NCCL_DEBUG": "WARN"}, "setup": [], "burn_in": null, "rendezvous": {}, "max_restarts": 100, "options": [], "kubernetes": {"kind": "TrainJob", "namespace": "training", "volume_claim": "shared-runs", "secret": null, "topology_label": "topology.example/rack"}},
  "stragglers": {"rebalance": false, "min_slowdown": 0.1, "patience_steps": 50, "replace": false},
@@ -74,7 +74,7 @@ SPEC = r"""
  "detection": {"stuck_seconds": 30.0, "end_stuck_run": false},
  "metrics": {"port": 9400, "host": "127.0.0.1", "all_ranks": false, "targets_dir": null, "dollars_per_rank_hour": null},
  "tracking": {"to": [], "project": "convoy"},
- "sample": {"prompt": "def main(", "tokens": 80, "temperature": 0.8, "top_p": 1.0}
+ "sample": {"prompt": "def main(", "tokens": 80}
 }
 """
 

@@ -227,12 +227,12 @@ def _layouts(spec: JobSpec) -> list[str]:
             f"layout"
         )
     lines = []
-    if spec.plan.auto:
+    if spec.plan.cluster is not None:
         from convoy.plan import automatic
 
         world = most * launch.ranks_per_node
         plan = automatic(spec, world, launch.ranks_per_node)[1]
-        return [f"{count_ranks(world)}: {plan.describe()}, by plan.auto"]
+        return [f"{count_ranks(world)}: {plan.describe()}, by plan.cluster"]
     for nodes in dict.fromkeys((least, most)):
         world = nodes * launch.ranks_per_node
         where = f"{nodes} node{'s' if nodes > 1 else ''}, {count_ranks(world)}"

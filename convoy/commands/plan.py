@@ -159,15 +159,15 @@ def _plan(args: argparse.Namespace) -> int:
         reasons,
         search_layouts,
         spec_with_plan,
+        unplanned,
         why_others_lose,
-        without_auto,
     )
     from pretrain.spec import load_spec
 
     cluster = load_cluster(args.cluster)
     gpus = cluster.gpus if args.gpus is None else int(_number("--gpus", args.gpus, 1, whole=True))
     named = [] if args.layout is None else _overrides(args.layout)
-    spec = without_auto(load_spec(args.spec, [*args.overrides, *named]))
+    spec = unplanned(load_spec(args.spec, [*args.overrides, *named]))
     imbalance = _number("--imbalance", args.imbalance, 1)
     S = spec.data.seq_len
     tokens: float = spec.batch.samples_of(spec.train.steps, S) * S
@@ -224,7 +224,7 @@ def _overrides(layout: str) -> list[str]:
     from parallel.layout import parse_topology
 
     if not layout:
-        return ["plan.auto=false"]
+        return ["plan={}"]
     try:
         parse_topology(layout)
     except ValueError as error:
@@ -233,7 +233,7 @@ def _overrides(layout: str) -> list[str]:
     overrides = [f"parallel.{name}={degree}" for name, degree in degrees.items()]
     reset = fields_of_no_axis({name: int(degree) for name, degree in degrees.items()})
     overrides += [f"parallel.{name}={json.dumps(value)}" for name, value in reset.items()]
-    return ["plan.auto=false", "parallel.dp_shard=-1", *overrides]
+    return ["plan={}", "parallel.dp_shard=-1", *overrides]
 
 
 def _check_memory(plan: Plan, cluster: Cluster) -> None:

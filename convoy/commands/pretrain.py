@@ -119,7 +119,7 @@ def _pretrain(args: argparse.Namespace) -> int:
     met_by_all = True  # until ranks act for themselves, every rank meets the same error
     try:
         spec = load_spec(args.spec, args.overrides, shrunk=args.shrink)
-        if spec.plan.auto:
+        if spec.plan.cluster is not None:
             spec = _planned(spec)
         if launched_world() == 1:  # the ranks of a launch find their corpus prepared
             prepare_corpora(spec.data, spec.model.vocab_size, say)
@@ -185,7 +185,7 @@ def _planned(spec: JobSpec) -> JobSpec:
     world = launched_world()
     spec, plan = automatic(spec, world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
     if is_first_rank():
-        say(f"plan.auto takes {plan.describe()}; planned {plan.seconds:.3g} s a step")
+        say(f"plan.cluster gives {plan.describe()}; planned {plan.seconds:.3g} s a step")
     return spec
 
 

@@ -6,7 +6,7 @@ from .assessment import Choice as Choice
 from .assessment import assess as assess
 from .auto_layout import automatic as automatic
 from .auto_layout import spec_with_plan as spec_with_plan
-from .auto_layout import without_auto as without_auto
+from .auto_layout import unplanned as unplanned
 from .calibration import calibrate as calibrate
 from .cost import Cost as Cost
 from .cost import cost_of as cost_of

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 import ckpt
 from ckpt import ArraySpec, CheckpointError, LocalArray, Location, Manifest, Tier
 from ckpt.format import objects_key
+from corpus.config import is_remote
 from parallel import Topology
 from pretrain.checkpoint.compatible import check_resumable, resolved
 from pretrain.checkpoint.initial_weights import initialize
@@ -111,15 +112,15 @@ def _load_resumable(job: Job, manifest: Manifest, root: Location) -> Progress:
 
 
 def _restore_shared(job: Job, step: int, began: float) -> tuple[Progress, Manifest]:
-    spec, runtime, root = job.spec, job.runtime, job.spec.checkpoint_path
+    runtime, root = job.runtime, job.spec.checkpoint_path
     read = partial(ckpt.read_manifest, root, step)
     manifest = runtime.together(lambda: _or_way_back(root, step, read))
     runtime.together(lambda: check_resumable(job, manifest))
-    once = spec.checkpoint.broadcast_on_load and job.topology.dp_replicate > 1
+    once = _read_once(root) and job.topology.dp_replicate > 1
     load = partial(_load, job, manifest, root, once)
     progress = runtime.together(lambda: _or_way_back(root, step, load))
     if once:
-        _spread(job.arrays(), job.dims.replicate_mesh.get_group())
+        _spread(job.arrays(), job.dims.replicate_mesh.get_group(), runtime.device)
     seconds = time.perf_counter() - began
     job.events.publish(Restored(step=step, tier="shared", seconds=seconds))
     return progress, manifest
@@ -180,12 +181,21 @@ def _or_way_back(root: Location, step: int, act: Callable[[], T]) -> T:
         ) from None
 
 
-def _spread(arrays: Sequence[LocalArray], group: dist.ProcessGroup) -> None:
+def _read_once(root: Location) -> bool:
+    """Whether one replica of the model reads for all: an object store is slower than the network
+    between ranks, and a request has a price."""
+    return is_remote(str(root))
+
+
+def _spread(
+    arrays: Sequence[LocalArray], group: dist.ProcessGroup, device: torch.device
+) -> None:
     """Let the first replica of the model broadcast what it has read to the other replicas."""
     source = dist.get_global_rank(group, 0)
     for array in arrays:
         for piece in array.pieces:
-            sent = piece.detach().contiguous()
+            # What is offloaded is on the host, and NCCL broadcasts on the device only.
+            sent = piece.detach().to(device).contiguous()
             dist.broadcast(sent, source, group=group)
             if sent.data_ptr() != piece.data_ptr():
                 piece.detach().copy_(sent)

@@ -6,6 +6,7 @@ from .layer import moe_fields as moe_fields
 from .learning_rates import is_learning_rate_jump as is_learning_rate_jump
 from .learning_rates import learning_rate as learning_rate
 from .on_resume import rule_of as rule_of
+from .plan import PlanConfig as PlanConfig
 from .precision import PrecisionConfig as PrecisionConfig
 from .read import load_spec as load_spec
 from .read import resolve_spec as resolve_spec

@@ -77,9 +77,6 @@ class CheckpointConfig(Section):
     """Minutes between two saves; in place of ``interval_steps``."""
     compression: Literal["none", "zstd"] = "none"
     """The compression of stored chunks."""
-    broadcast_on_load: bool = False
-    """With ``parallel.dp_replicate`` above 1: one replica reads the checkpoint and broadcasts the
-    arrays to the others, for a store that is slower than the network."""
     reshard_on_load: bool = False
     """Allow a resume with another layout than the layout of the checkpoint."""
     retention: Retention = Retention()

@@ -229,20 +229,21 @@ def check_verify(spec: Sections) -> None:
 
 def check_plan(spec: Sections) -> None:
     """A planned layout against layouts that a person or an elastic run chooses."""
-    if not spec.plan.auto:
+    cluster = spec.plan.cluster
+    if cluster is None:
         return
     if spec.elastic.enabled:
         raise ValueError(
-            "plan.auto (true) must be false with elastic.enabled (true): an elastic run keeps near "
-            "the layout of [parallel], which convoy plan --write can write"
+            f"plan.cluster ({cluster}) must be left out with elastic.enabled (true): an elastic "
+            f"run keeps near the layout of [parallel], which convoy plan --write can write"
         )
     open_degrees = {"dp_shard": -1}
     for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"):
         degree, default = getattr(spec.parallel, axis), open_degrees.get(axis, 1)
         if degree != default:
             raise ValueError(
-                f"parallel.{axis} ({degree}) must be left out with plan.auto (true): the planner "
-                f"chooses the degrees"
+                f"parallel.{axis} ({degree}) must be left out with plan.cluster ({cluster}): the "
+                f"planner chooses the degrees"
             )
 
 

@@ -85,11 +85,6 @@ class SampleConfig(Section):
     """The text that the model continues."""
     tokens: int = Field(default=0, ge=0)
     """The number of tokens to generate; 0 generates no text."""
-    temperature: float = Field(default=0.8, ge=0)
-    """Divides the logits before sampling; 0 always takes the token with the highest logit."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Only the likeliest tokens are drawn whose probabilities reach this sum (nucleus sampling,
-    Holtzman et al., arXiv 1904.09751)."""
 
 
 class Sections(Section):

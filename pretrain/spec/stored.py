@@ -20,7 +20,11 @@ def stored_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         spec: sections as plain JSON; sections may be missing.
     """
-    return _known(JobSpec, spec)
+    kept = _known(JobSpec, spec)
+    if "auto" in (spec.get("plan") or {}):
+        # The layout of such a spec is the one that was taken, and a cluster alone planned nothing.
+        del kept["plan"]
+    return kept
 
 
 CONSTANTS: dict[str, Any] = {

@@ -1,4 +1,5 @@
 from .entry import run as run
+from .generation import Drawing as Drawing
 from .generation import Generated as Generated
 from .generation import generate as generate
 from .profile import read_window as read_window

@@ -26,6 +26,21 @@ _UNFINISHED = "\ufffd"
 
 
 @dataclass(frozen=True)
+class Drawing:
+    """How the next token is drawn from the logits."""
+
+    temperature: float = 0.8
+    """Divides the logits; 0 always takes the token with the highest logit."""
+    top_p: float = 1.0
+    """Only the likeliest tokens are drawn whose probabilities reach this sum (nucleus sampling,
+    Holtzman et al., arXiv 1904.09751)."""
+
+
+DRAWING = Drawing()
+"""Of the text in a run's summary."""
+
+
+@dataclass(frozen=True)
 class Generated:
     """A text, and what the model computed for it."""
 
@@ -39,6 +54,7 @@ def generate(
     job: RankModel,
     tokenizer: Tokenizer,
     sample: SampleConfig,
+    drawing: Drawing = DRAWING,
     seen: Callable[[str], None] | None = None,
 ) -> Generated:
     """The prompt of ``sample`` and what the model makes of it; every rank must call.
@@ -54,10 +70,11 @@ def generate(
     Args:
         job: the model, with values.
         tokenizer: of the model.
-        sample: the prompt, and how tokens are drawn.
+        sample: the prompt, and how many tokens.
+        drawing: how tokens are drawn.
         seen: called with the text so far, where it has grown.
     """
-    writer = _Writer(job, tokenizer, sample)
+    writer = _Writer(job, tokenizer, sample, drawing)
     cache_length = job.spec.data.seq_len if writer.uses_cache else 0
     with inference(job.parallel_model), full_sequences(job.model, cache_length) as cache:
         while not writer.ended:
@@ -70,9 +87,11 @@ def generate(
 class _Writer:
     """A text that grows, equal on all ranks."""
 
-    def __init__(self, job: RankModel, tokenizer: Tokenizer, sample: SampleConfig) -> None:
+    def __init__(
+        self, job: RankModel, tokenizer: Tokenizer, sample: SampleConfig, drawing: Drawing
+    ) -> None:
         spec = job.spec
-        self.job, self.tokenizer, self.sample = job, tokenizer, sample
+        self.job, self.tokenizer, self.sample, self.drawing = job, tokenizer, sample, drawing
         self.view_length = spec.data.seq_len
         self.end_id = end_of_document(tokenizer, spec.data.end_token)
         self.token_ids: list[int] = tokenizer.encode(sample.prompt, add_special_tokens=False).ids
@@ -131,7 +150,8 @@ class _Writer:
             logits_V = output.logits[0, len(token_ids) - 1]
             if isinstance(logits_V, DTensor):
                 logits_V = logits_V.full_tensor()
-            token_id = next_token(logits_V.double().cpu(), self.sample, self._noise(len(logits_V)))
+            noise_V = self._noise(len(logits_V))
+            token_id = next_token(logits_V.double().cpu(), self.drawing, noise_V)
         return self.job.runtime.broadcast_all([token_id], self.source)[0]
 
     def _routed(self, size: int, count: int) -> RoutedTokens:
@@ -145,13 +165,13 @@ class _Writer:
 
     def _noise(self, vocab_size: int) -> Tensor | None:
         """[V] for the next token of the text: a function of the seed and the token's number."""
-        if not self.sample.temperature:
+        if not self.drawing.temperature:
             return None
         noise = Generator(Philox(key=[self.job.spec.train.seed, self.generated]))
         return torch.from_numpy(noise.gumbel(size=vocab_size))
 
 
-def next_token(logits_V: Tensor, sample: SampleConfig, noise_V: Tensor | None) -> int:
+def next_token(logits_V: Tensor, drawing: Drawing, noise_V: Tensor | None) -> int:
     """The token with the highest score: logit / temperature + noise, among the nucleus.
 
     With noise of the standard Gumbel distribution the token is drawn from the softmax of the
@@ -159,16 +179,15 @@ def next_token(logits_V: Tensor, sample: SampleConfig, noise_V: Tensor | None) -
 
     Args:
         logits_V: [V] float64.
-        sample: temperature and top_p.
+        drawing: temperature and top_p.
         noise_V: [V] float64; None with a temperature of 0.
     """
     if noise_V is None:
         return int(logits_V.argmax())
-    scaled_V = logits_V / max(sample.temperature, 1e-3)
-    if sample.top_p < 1:
-        # The nucleus: the likeliest tokens until their probabilities reach top_p (Holtzman et al.,
-        # arXiv 1904.09751).
+    scaled_V = logits_V / max(drawing.temperature, 1e-3)
+    if drawing.top_p < 1:
+        # The nucleus: the likeliest tokens until their probabilities reach top_p.
         sorted_V, order_V = scaled_V.softmax(-1).sort(descending=True, stable=True)
-        others = order_V[sorted_V.cumsum(-1) - sorted_V >= sample.top_p]
+        others = order_V[sorted_V.cumsum(-1) - sorted_V >= drawing.top_p]
         scaled_V[others] = -torch.inf
     return int((scaled_V + noise_V).argmax())

@@ -23,7 +23,7 @@ from pretrain.parallelize import RoutedTokens
 from pretrain.runtime.ranks import start
 from pretrain.spec import JobSpec, SampleConfig
 from pretrain.state import Progress
-from pretrain.train.generation import Generated, _Writer, generate, next_token
+from pretrain.train.generation import Drawing, Generated, _Writer, generate, next_token
 from tests.pretrain.model.test_documents import KINDS, decoder
 from tests.support.hf import load_ours, make_model, run, tokens
 from tests.support.jobs import make_spec, prepare_job, save_checkpoint
@@ -57,9 +57,9 @@ def test_the_nucleus_has_the_likeliest_tokens_that_reach_top_p():
     logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).double().log()
     drawn = {}
     for top_p in (1.0, 0.75, 0.7, 0.3):
-        settings = SampleConfig(temperature=1.0, top_p=top_p)
+        drawing = Drawing(temperature=1.0, top_p=top_p)
         noise = torch.from_numpy(np.random.default_rng(0).gumbel(size=(2000, 4)))
-        draws = (next_token(logits, settings, each) for each in noise)
+        draws = (next_token(logits, drawing, each) for each in noise)
         drawn[top_p] = Counter(draws)
     assert set(drawn[1.0]) == {0, 1, 2, 3}
     assert set(drawn[0.75]) == {1, 2, 3}
@@ -108,15 +108,15 @@ def _save(spec: JobSpec, rank: int) -> None:
 
 
 def _both_ways(spec: JobSpec, rank: int) -> tuple[list[Generated], list[Generated], int]:
-    job, settings = _job(spec), SampleConfig(tokens=50, temperature=0.9, top_p=0.95)
+    job, settings, drawing = _job(spec), SampleConfig(tokens=50), Drawing(0.9, 0.95)
     words = load_tokenizer(spec.data)
     each = [settings.model_copy(update={"prompt": prompt}) for prompt in PROMPTS]
-    cached = [generate(job, words, one) for one in each]
+    cached = [generate(job, words, one, drawing) for one in each]
     rows: list[int] = []
     job.model.register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[1]))
-    generate(job, words, each[0])
+    generate(job, words, each[0], drawing)
     with patch.object(MoEConfig, "independent_tokens", False):
-        again = [generate(job, words, one) for one in each]
+        again = [generate(job, words, one, drawing) for one in each]
     job.runtime.close()
     return cached, again, rows.count(1)
 

@@ -68,11 +68,11 @@ def test_a_search_is_shown_and_written(capsys, tmp_path):
 def test_a_spec_whose_layout_the_planner_chooses_can_be_planned(capsys, tmp_path):
     written = tmp_path / "planned.toml"
     data = load_spec(RECIPES / "mixtral-8x7b.toml").as_dict()
-    data |= {"parallel": {}, "plan": {"auto": True, "cluster": "h100"}}
+    data |= {"parallel": {}, "plan": {"cluster": "h100"}}
     spec = tmp_path / "spec.json"
     spec.write_text(json.dumps(data))
     shown(capsys, str(spec), "--cluster", "h100", "--gpus", "128", "--write", str(written))
-    assert not load_spec(written).plan.auto
+    assert load_spec(written).plan.cluster is None
 
 
 def test_a_plan_with_recomputation_in_some_layers_can_be_written(capsys, tmp_path):

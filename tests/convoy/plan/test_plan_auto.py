@@ -16,7 +16,7 @@ from pretrain.spec.read import load_spec
 from tests.support.jobs import data_of, events, make_spec, prepare_job, write_spec
 
 ROOT = Path(__file__).resolve().parents[3]
-AUTO = {"plan": {"auto": True, "cluster": "cpu"}}
+AUTO = {"plan": {"cluster": "cpu"}}
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
@@ -25,7 +25,7 @@ def test_the_layout_is_for_the_ranks_and_fixed(world, tmp_path):
     planned, plan = automatic(spec, world, ranks_per_node=2)
     assert planned.parallel.topology(world).world == world
     assert planned.parallel.dp_shard != -1
-    assert not planned.plan.auto
+    assert planned.plan.cluster is None
     assert planned.topology(world) == plan.work.topology
     assert planned.batch.micro_batch_size == plan.work.micro_batch_size
     assert planned.batch.global_batch_size == spec.batch.global_batch_size
@@ -36,9 +36,11 @@ def test_the_layout_is_for_the_ranks_and_fixed(world, tmp_path):
 @pytest.mark.parametrize(
     ("sections", "line"),
     [
-        ({"plan": {"auto": True}}, "plan.auto (true) needs plan.cluster"),
-        (AUTO | {"elastic": {"enabled": True}}, "must be false with elastic.enabled (true)"),
-        (AUTO | {"parallel": {"ep": 2}}, "parallel.ep (2) must be left out with plan.auto"),
+        (AUTO | {"elastic": {"enabled": True}}, "must be left out with elastic.enabled (true)"),
+        (
+            AUTO | {"parallel": {"ep": 2}},
+            "parallel.ep (2) must be left out with plan.cluster",
+        ),
     ],
 )
 def test_what_contradicts_a_planned_layout_is_refused(sections, line, tmp_path, capsys):
@@ -49,7 +51,7 @@ def test_what_contradicts_a_planned_layout_is_refused(sections, line, tmp_path, 
 
 
 def test_a_cluster_that_is_not_there_is_told_before_the_run(tmp_path, capsys):
-    spec = write_spec(tmp_path, plan={"auto": True, "cluster": "h9000"})
+    spec = write_spec(tmp_path, plan={"cluster": "h9000"})
     assert main("pretrain", [str(spec)]) == 2
     assert "plan.cluster (h9000) must be a file, or one of" in capsys.readouterr().err
 
@@ -72,11 +74,11 @@ def test_a_run_takes_the_planned_layout_and_has_the_numbers_of_the_written_one(t
             cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        assert ("plan.auto takes" in done.stdout) == (name == "auto")
+        assert ("plan.cluster gives" in done.stdout) == (name == "auto")
         losses[name] = [e["loss"] for e in events(folder / "run", "step")]
         (start,) = events(folder / "run", "start")
         saved = ckpt.read_manifest(folder / "run/checkpoints").spec
-        assert not saved["plan"]["auto"]
+        assert saved["plan"]["cluster"] is None
         degrees = {k: v for k, v in saved["parallel"].items() if k in start["topology"]}
         assert degrees == start["topology"]
     assert losses["auto"] == losses["written"]

@@ -27,7 +27,7 @@ from pretrain.parallelize.micro_batches import LocalBatch, forward_backward, nex
 from pretrain.runtime.ranks import start
 from pretrain.spec.job import JobSpec
 from pretrain.train.evaluate import evaluate
-from pretrain.train.generation import generate
+from pretrain.train.generation import Drawing, generate
 from tests.pretrain.model.test_attention import LATENT
 from tests.runs.test_layouts import SECTIONS
 from tests.support.jobs import make_spec
@@ -219,7 +219,7 @@ def evaluate_on_rank(spec: JobSpec, rank: int) -> tuple[float, int, str]:
     """Held-out loss, tokens and text, with weights of a size at which attention matters."""
     job = _job(spec)
     found = evaluate(job)
-    text = generate(job, load_tokenizer(spec.data), spec.sample).text
+    text = generate(job, load_tokenizer(spec.data), spec.sample, Drawing(temperature=0)).text
     job.runtime.close()
     return found.loss, found.tokens, text
 
@@ -268,7 +268,7 @@ def by_hand_on_rank(spec: JobSpec, rank: int) -> tuple[float, int, str]:
     "layout", [pytest.param(layout, marks=SLOW) for layout in ("pp=2", "cp=2,tp=2", "cp=2")]
 )
 def test_evaluation_and_text_are_those_of_documents_by_themselves(layout, data, tmp_path):
-    sample = {"prompt": "", "tokens": 6, "temperature": 0.0}
+    sample = {"prompt": "", "tokens": 6}
     spec, spread = (spec_for(tmp_path, data, each, sample=sample) for each in ("", layout))
     plain = spec_for(tmp_path, {**data, "document_mask": False}, "", sample=sample)
     ((loss, tokens, text),) = run_ranks(partial(by_hand_on_rank, spec), 1, group=False)

@@ -342,6 +342,12 @@ def test_a_stored_spec_is_read_without_options_that_were_dropped(tmp_path):
     assert resolved(saved)["train"] == 3, "what this version refuses stays, and is compared"
 
 
+def test_a_stored_layout_that_was_planned_is_planned_no_more(tmp_path):
+    saved = make_spec(tmp_path, parallel={"dp_shard": 2}).as_dict()
+    before = {**saved, "plan": {"auto": False, "cluster": "h100"}}
+    assert resolved(before) == saved
+
+
 def test_a_dropped_option_on_which_numbers_depend_is_told_by_its_former_value():
     now = {"moe": {"router_dtype": "float32"}, "optimizer": {"update_rms": 0.2}}
     assert other_constants(now) == {}
