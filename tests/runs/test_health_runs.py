@@ -65,9 +65,9 @@ def gone_back(text, tmp_path_factory) -> tuple[Path, Path, str]:
         folder, data=data_of(text), train={"steps": 10},
         parallel={"ep": 2}, moe={"expert_bias": True, "input_jitter": 0.01},
         health={
-            **OFF, "go_back_checkpoints": 2, "skip_steps": 1, "lr_steps": 2,
-            "grad_norm_spike": {"actions": actions, "window_steps": 4},
-            "router_collapse": {"interval_steps": 2, "checks": 2, "min_entropy_ratio": 0.999},
+            **OFF, "go_back_checkpoints": 2, "skip_steps": 1, "window_steps": 4,
+            "grad_norm_spike": {"actions": actions},
+            "router_collapse": {"patience_steps": 3, "min_entropy_ratio": 0.999},
         },
     )  # fmt: skip
     code, out, err = launch(spec, 2, *run_overrides(folder / "straight", *SPIKES))
@@ -120,7 +120,7 @@ def check_history(run: Path, spec: JobSpec) -> None:
     assert (first["step"], first["action"], first["occurrence"]) == (4, "skip", 1)
     assert (second["step"], second["action"], second["occurrence"]) == (7, "go_back+lower_lr", 2)
     assert (second["to_step"], second["skipped_samples"]) == (3, [64, 72])
-    assert (second["lr_factor"], second["lr_until_step"]) == (0.5, 9)
+    assert (second["lr_factor"], second["lr_until_step"]) == (0.5, 507)
     signals = events(run, "health_signal")
     collapses = [signal_ for signal_ in signals if signal_["rule"] == "router_collapse"]
     assert collapses
@@ -137,7 +137,7 @@ def check_history(run: Path, spec: JobSpec) -> None:
     cursors = [steps[step]["consumed_samples"] for step in range(3, 11)]
     assert cursors == [24, 32, 48, 56, 64, 80, 88, 96]
     for step, event in steps.items():
-        factor = 0.5 if 4 <= step <= 9 else 1.0
+        factor = 0.5 if step >= 4 else 1.0
         assert event["lr"] == factor * learning_rate(spec, step - 1), step
     assert len(list((run / "checkpoints/away").glob("*/step-00000006.json"))) == 1
 
@@ -150,8 +150,8 @@ def test_rules_that_see_nothing_or_only_report_change_no_bit(text, tmp_path, wor
     watched = write_spec(
         tmp_path, "watched.json", data=data_of(text), **parts, run_dir=str(tmp_path / "watched"),
         health={
-            "loss_spike": {"window_steps": 4}, "grad_norm_spike": {"window_steps": 4},
-            "router_collapse": {"interval_steps": 1, "checks": 2, "min_entropy_ratio": 0.999},
+            "window_steps": 4,
+            "router_collapse": {"patience_steps": 2, "min_entropy_ratio": 0.999},
         },
         inject=[{"kind": "nan_gradient", "step": 3, "rank": world - 1}],
     )  # fmt: skip
@@ -172,7 +172,7 @@ def test_rules_that_see_nothing_or_only_report_change_no_bit(text, tmp_path, wor
 def test_a_loss_spike_stops_a_run_with_a_report_of_committed_checkpoints(text, tmp_path):
     spec = write_spec(
         tmp_path, data=data_of(text), train={"steps": 40}, optimizer={"lr": 0.02},
-        health={"loss_spike": {"actions": ["stop"], "window_steps": 8}},
+        health={**OFF, "window_steps": 8, "loss_spike": {"actions": ["stop"]}},
         checkpoint={"interval_steps": 20},
         inject=[{"kind": "garbage_tokens", "step": 38, "rank": 0}],
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import ClassVar, Literal, Self
 
@@ -27,7 +28,9 @@ SPIKE_ACTIONS: list[ActionName] = [
 """Of spikes by default."""
 
 BLOCKS = 8
-"""Blocks of the window of ``slow_divergence``."""
+"""Blocks of steps that ``slow_divergence`` compares."""
+CHECKS = 10
+"""Checks of the routers over the steps that a collapse must last."""
 
 
 class _Rule(Section):
@@ -69,11 +72,11 @@ class NotFiniteRule(_Rule):
 class LossSpikeRule(_Rule):
     """The ``[health.loss_spike]`` section: a loss far above those of the last steps.
 
-    The rule compares the step's loss with the median of the last ``window_steps`` committed losses.
-    The limit is the median plus ``threshold`` robust standard deviations (1.4826 times the median
-    absolute deviation; Rousseeuw and Croux, 1993), and at least the median plus 0.5 nats per token.
-    The rule is silent until the window is full. Skipping such a step instead of taking its update,
-    with a window of 128 steps, is the practice of OLMo 2 (arXiv 2501.00656).
+    The rule compares the step's loss with the median of the last ``health.window_steps`` losses of
+    committed steps. The limit is the median plus ``threshold`` robust standard deviations (1.4826
+    times the median absolute deviation; Rousseeuw and Croux, 1993), and at least the median plus
+    0.5 nats per token. The rule is silent until the window is full. Skipping such a step instead of
+    taking its update, with a window of 128 steps, is the practice of OLMo 2 (arXiv 2501.00656).
     """
 
     RULE = "loss_spike"
@@ -81,8 +84,6 @@ class LossSpikeRule(_Rule):
     actions: list[ActionName] = Field(default=SPIKE_ACTIONS)
     """What is done at the first occurrence, the second, and so on; the last action repeats. An
     empty list turns the rule off."""
-    window_steps: int = Field(default=128, ge=4, le=4096)
-    """Committed steps that the loss is compared with."""
     threshold: float = Field(default=6.0, gt=0)
     """Robust standard deviations above the median."""
 
@@ -90,9 +91,9 @@ class LossSpikeRule(_Rule):
 class GradNormSpikeRule(_Rule):
     """The ``[health.grad_norm_spike]`` section: a gradient norm far above those of the last steps.
 
-    The rule compares the norm before clipping with the median of the last ``window_steps`` norms of
-    committed steps, as ``loss_spike`` compares losses; the limit is at least ten medians. The rule
-    is silent until the window is full.
+    The rule compares the norm before clipping with the median of the last ``health.window_steps``
+    norms of committed steps, as ``loss_spike`` compares losses; the limit is at least ten medians.
+    The rule is silent until the window is full.
     """
 
     RULE = "grad_norm_spike"
@@ -100,8 +101,6 @@ class GradNormSpikeRule(_Rule):
     actions: list[ActionName] = Field(default=SPIKE_ACTIONS)
     """What is done at the first occurrence, the second, and so on; the last action repeats. An
     empty list turns the rule off."""
-    window_steps: int = Field(default=128, ge=4, le=4096)
-    """Committed steps that the norm is compared with."""
     threshold: float = Field(default=10.0, gt=0)
     """Robust standard deviations above the median."""
 
@@ -109,7 +108,7 @@ class GradNormSpikeRule(_Rule):
 class SlowDivergenceRule(_Rule):
     """The ``[health.slow_divergence]`` section: a smoothed loss that rises over many steps.
 
-    The window is eight blocks of equally many steps. At the end of a block, its mean loss is
+    A block is ``health.window_steps`` committed steps. At the end of a block, its mean loss is
     compared with the lowest mean of the seven blocks before. The limit is that mean plus 0.1 nats
     per token, and at least plus 5 standard errors of the difference of the two means. After a
     signal, eight new blocks are gathered.
@@ -120,22 +119,16 @@ class SlowDivergenceRule(_Rule):
     actions: list[LimitedAction] = Field(default=["report"])
     """What is done at the first occurrence, the second, and so on; the last action repeats. An
     empty list turns the rule off."""
-    window_steps: int = Field(default=1024, ge=2 * BLOCKS, le=1 << 20)
-    """Committed steps of the eight blocks."""
-
-    @property
-    def block_steps(self) -> int:
-        """Committed steps of a block."""
-        return self.window_steps // BLOCKS
 
 
 class RouterCollapseRule(_Rule):
     """The ``[health.router_collapse]`` section: routers that send most tokens to few experts.
 
-    Every ``interval_steps`` steps the assignments of the step are summed over ranks. A layer has
-    collapsed where the entropy of its experts' loads is below ``min_entropy_ratio`` of its largest
-    value, the logarithm of the number of experts, or where more than half of its
-    experts have no token. A layer with less than ten assignments for each expert is not judged.
+    About ten times in ``patience_steps`` steps the assignments of a step are summed over ranks, and
+    each time must find a collapse. A layer has collapsed where the entropy of its experts' loads
+    is below ``min_entropy_ratio`` of its largest value, the logarithm of the number of experts, or
+    where more than half of its experts have no token. A layer with less than ten assignments for
+    each expert is not judged.
     """
 
     RULE = "router_collapse"
@@ -143,19 +136,27 @@ class RouterCollapseRule(_Rule):
     actions: list[LimitedAction] = Field(default=["report"])
     """What is done at the first occurrence, the second, and so on; the last action repeats. An
     empty list turns the rule off."""
-    interval_steps: int = Field(default=10, ge=1)
-    """Steps between two checks."""
-    checks: int = Field(default=10, ge=1)
-    """Checks in a row that must find a collapse."""
+    patience_steps: int = Field(default=100, ge=1)
+    """The steps that a collapse must last."""
     min_entropy_ratio: float = Field(default=0.5, gt=0, lt=1)
     """The entropy of the loads over its largest value."""
+
+    @property
+    def interval_steps(self) -> int:
+        """Steps between two checks."""
+        return max(1, self.patience_steps // CHECKS)
+
+    @property
+    def checks(self) -> int:
+        """Checks in a row that must find a collapse."""
+        return math.ceil(self.patience_steps / self.interval_steps)
 
 
 class HealthConfig(Section):
     """The ``[health]`` section: what a run does about its own health.
 
     Each table below is a rule: a signal with its thresholds, and ``actions`` that escalate.
-    ``report``: an event and a line. ``lower_lr``: the learning rate is lowered for some steps.
+    ``report``: an event and a line. ``lower_lr``: the learning rate is lowered for 500 steps.
     ``skip``: the step's samples are left out, and the step is taken with the next samples.
     ``go_back``: the run goes back to a committed checkpoint, and the samples of the last steps are
     left out. ``stop``: the run ends with exit code 3 and a report.
@@ -171,9 +172,11 @@ class HealthConfig(Section):
     signal; earlier steps after the checkpoint are taken again. PaLM left out 200 to 500 (arXiv
     2204.02311, section 5.1)."""
     lr_factor: float = Field(default=0.5, gt=0, lt=1)
-    """``lower_lr``: what the learning rate is multiplied by; again where it is lowered already."""
-    lr_steps: int = Field(default=500, ge=1)
-    """``lower_lr``: the steps with the lower learning rate."""
+    """``lower_lr``: what the learning rate is multiplied by; again where it is lowered already.
+    It stays lower for 500 steps."""
+    window_steps: int = Field(default=128, ge=4, le=4096)
+    """Committed steps that a loss and a gradient norm are compared with, and of a block of
+    ``slow_divergence``. A run of few steps needs a smaller window."""
     not_finite: NotFiniteRule = NotFiniteRule()
     """NaN or infinity."""
     loss_spike: LossSpikeRule = LossSpikeRule()

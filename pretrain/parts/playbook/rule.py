@@ -16,7 +16,7 @@ from pretrain.parts.playbook.signals import Seen, Signal
 
 ESCALATION_STEPS = 500
 """An occurrence counts until the run is this many steps further: the next occurrence of its rule in
-that time takes the next action."""
+that time takes the next action. A lowered learning rate stays as long."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def judge(config: HealthConfig, memory: HealthMemory, seen: Seen) -> Verdict:
         memory = replace(
             memory,
             lr_factor=memory.lr_factor_at(seen.step) * config.lr_factor,
-            lr_until_step=seen.step + config.lr_steps - 1,
+            lr_until_step=seen.step + ESCALATION_STEPS - 1,
         )
     return Verdict(tuple(signal for _, signal in chosen), action, memory)
 
@@ -89,9 +89,9 @@ def _signals(config: HealthConfig, memory: HealthMemory, seen: Seen) -> list[Sig
         found = [signals.not_finite(seen)]
     else:
         found = [
-            signals.loss_spike(config.loss_spike, memory, seen),
-            signals.grad_norm_spike(config.grad_norm_spike, memory, seen),
-            signals.slow_divergence(config.slow_divergence, memory, seen),
+            signals.loss_spike(config, memory, seen),
+            signals.grad_norm_spike(config, memory, seen),
+            signals.slow_divergence(config, memory, seen),
             signals.router_collapse(config.router_collapse, memory, seen),
         ]
     return [s for s in found if s is not None and getattr(config, s.rule).actions]
@@ -100,7 +100,7 @@ def _signals(config: HealthConfig, memory: HealthMemory, seen: Seen) -> list[Sig
 def after_commit(config: HealthConfig, verdict: Verdict, seen: Seen) -> HealthMemory:
     """The memory after the step was committed."""
     memory, rules = verdict.memory, {signal.rule for signal in verdict.signals}
-    block, blocks = signals.with_loss(config.slow_divergence, memory, seen.loss)
+    block, blocks = signals.with_loss(config, memory, seen.loss)
     if "slow_divergence" in rules:
         blocks = ()  # the next signal needs a window of its own
     checks = memory.collapsed_checks
@@ -110,8 +110,8 @@ def after_commit(config: HealthConfig, verdict: Verdict, seen: Seen) -> HealthMe
         checks = 0 if signals.collapse(config.router_collapse, seen) is None else checks + 1
     return replace(
         memory,
-        losses=(*memory.losses, seen.loss)[-config.loss_spike.window_steps :],
-        grad_norms=(*memory.grad_norms, seen.grad_norm)[-config.grad_norm_spike.window_steps :],
+        losses=(*memory.losses, seen.loss)[-config.window_steps :],
+        grad_norms=(*memory.grad_norms, seen.grad_norm)[-config.window_steps :],
         block=block,
         blocks=blocks,
         collapsed_checks=checks,

@@ -11,13 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean, variance
 
 from cluster.detect import robust_scale
-from pretrain.parts.playbook.config import (
-    BLOCKS,
-    GradNormSpikeRule,
-    LossSpikeRule,
-    RouterCollapseRule,
-    SlowDivergenceRule,
-)
+from pretrain.parts.playbook.config import BLOCKS, HealthConfig, RouterCollapseRule
 from pretrain.parts.playbook.memory import HealthMemory
 
 MAX_ATTEMPTS = 3
@@ -80,13 +74,13 @@ def not_finite(seen: Seen) -> Signal | None:
     )
 
 
-def loss_spike(rule: LossSpikeRule, memory: HealthMemory, seen: Seen) -> Signal | None:
-    """The loss is above its limit, see :class:`LossSpikeRule`."""
-    window = memory.losses[-rule.window_steps :]
-    if len(window) < rule.window_steps:
+def loss_spike(config: HealthConfig, memory: HealthMemory, seen: Seen) -> Signal | None:
+    """The loss is above its limit, see ``config.LossSpikeRule``."""
+    window = memory.losses[-config.window_steps :]
+    if len(window) < config.window_steps:
         return None
     usual, sigma = robust_scale(window)
-    limit = usual + max(MIN_RISE, rule.threshold * sigma)
+    limit = usual + max(MIN_RISE, config.loss_spike.threshold * sigma)
     if not seen.loss > limit:
         return None
     text = (
@@ -96,13 +90,13 @@ def loss_spike(rule: LossSpikeRule, memory: HealthMemory, seen: Seen) -> Signal 
     return Signal("loss_spike", seen.loss, usual, limit, text)
 
 
-def grad_norm_spike(rule: GradNormSpikeRule, memory: HealthMemory, seen: Seen) -> Signal | None:
-    """The gradient norm is above its limit, see :class:`GradNormSpikeRule`."""
-    window = memory.grad_norms[-rule.window_steps :]
-    if len(window) < rule.window_steps:
+def grad_norm_spike(config: HealthConfig, memory: HealthMemory, seen: Seen) -> Signal | None:
+    """The gradient norm is above its limit, see ``config.GradNormSpikeRule``."""
+    window = memory.grad_norms[-config.window_steps :]
+    if len(window) < config.window_steps:
         return None
     usual, sigma = robust_scale(window)
-    limit = max(MIN_RATIO * usual, usual + rule.threshold * sigma)
+    limit = max(MIN_RATIO * usual, usual + config.grad_norm_spike.threshold * sigma)
     if not seen.grad_norm > limit:
         return None
     text = (
@@ -112,10 +106,10 @@ def grad_norm_spike(rule: GradNormSpikeRule, memory: HealthMemory, seen: Seen) -
     return Signal("grad_norm_spike", seen.grad_norm, usual, limit, text)
 
 
-def slow_divergence(rule: SlowDivergenceRule, memory: HealthMemory, seen: Seen) -> Signal | None:
+def slow_divergence(config: HealthConfig, memory: HealthMemory, seen: Seen) -> Signal | None:
     """A block of steps ends here and its mean loss is above its limit, see
-    :class:`SlowDivergenceRule`."""
-    blocks = with_loss(rule, memory, seen.loss)[1]
+    ``config.SlowDivergenceRule``."""
+    blocks = with_loss(config, memory, seen.loss)[1]
     if blocks == memory.blocks or len(blocks) < BLOCKS:
         return None
     newest, error = blocks[-1]
@@ -125,18 +119,18 @@ def slow_divergence(rule: SlowDivergenceRule, memory: HealthMemory, seen: Seen) 
     if not newest > limit:
         return None
     text = (
-        f"mean loss {newest:.4f} of {rule.block_steps} steps is above {limit:.4f}; the lowest mean "
-        f"of the {BLOCKS - 1} blocks before is {lowest:.4f}"
+        f"mean loss {newest:.4f} of {config.window_steps} steps is above {limit:.4f}; the lowest "
+        f"mean of the {BLOCKS - 1} blocks before is {lowest:.4f}"
     )
     return Signal("slow_divergence", newest, lowest, limit, text)
 
 
 def with_loss(
-    rule: SlowDivergenceRule, memory: HealthMemory, loss: float
+    config: HealthConfig, memory: HealthMemory, loss: float
 ) -> tuple[tuple[float, ...], tuple[tuple[float, float], ...]]:
     """The block that is not full yet and the last full blocks, after one more committed loss."""
     block = (*memory.block, loss)
-    if len(block) < rule.block_steps:
+    if len(block) < config.window_steps:
         return block, memory.blocks
     full = fmean(block), variance(block) / len(block)
     return (), (*memory.blocks, full)[-BLOCKS:]

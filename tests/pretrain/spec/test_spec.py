@@ -324,7 +324,7 @@ def test_a_spec_written_as_toml_reads_as_the_same_spec(tmp_path, policy):
 
 
 def test_a_stored_spec_is_read_without_options_that_were_dropped(tmp_path):
-    tables = {"inject": [{"kind": "kill", "step": 1}], "health": {"lr_steps": 3}}
+    tables = {"inject": [{"kind": "kill", "step": 1}], "health": {"skip_steps": 3}}
     spec = JobSpec.model_validate(tiny(tmp_path, **tables))
     saved = json.loads(json.dumps(spec.as_dict()))
     assert stored_spec(saved) == saved

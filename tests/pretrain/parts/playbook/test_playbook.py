@@ -57,18 +57,18 @@ def noisy(count: int, level: float = 3.0, sigma: float = 0.05) -> list[float]:
 
 
 def test_a_loss_far_above_the_window_is_a_spike_and_nothing_else_is():
-    rules = config(loss_spike={"actions": ["report"], "window_steps": 32})
+    rules = config(window_steps=32, loss_spike={"actions": ["report"]})
     memory, found = run(rules, noisy(200))
     assert found == []
     assert len(memory.losses) == 32
-    limit = loss_spike(rules.loss_spike, memory, Seen(201, 9.0, 1.0)).limit
+    limit = loss_spike(rules, memory, Seen(201, 9.0, 1.0)).limit
     assert limit == pytest.approx(3.5, abs=0.1), "the least rise is more than six deviations here"
     assert judge(rules, memory, Seen(201, math.nextafter(limit, 9), 1.0)).action == "report"
     assert judge(rules, memory, Seen(201, limit, 1.0)).action is None
     assert judge(rules, memory, Seen(201, 0.0, 1.0)).action is None, "a fall is no spike"
 
-    wide = config(loss_spike={"actions": ["report"], "window_steps": 32, "threshold": 60.0})
-    limit = loss_spike(wide.loss_spike, memory, Seen(201, 9.0, 1.0)).limit
+    wide = config(window_steps=32, loss_spike={"actions": ["report"], "threshold": 60.0})
+    limit = loss_spike(wide, memory, Seen(201, 9.0, 1.0)).limit
     assert 4.0 < limit < 7.5, "sixty robust deviations of 0.05"
     few = replace(memory, losses=memory.losses[:31])
     assert judge(rules, few, Seen(32, 1e9, 1.0)).action is None, "silent until the window is full"
@@ -79,8 +79,9 @@ def test_the_spike_rules_see_no_spike_in_a_healthy_run():
     assert len(losses) == len(norms) == 240
     assert run(HealthConfig(), losses, norms)[1] == []
     # Also where windows are short, and every step after warm-up is judged.
-    short = {"actions": ["report"], "window_steps": 16}
-    assert run(config(loss_spike=short, grad_norm_spike=short), losses, norms)[1] == []
+    on = {"actions": ["report"]}
+    short = config(window_steps=16, loss_spike=on, grad_norm_spike=on)
+    assert run(short, losses, norms)[1] == []
     losses[200], norms[220] = losses[200] + 3.0, norms[220] * 15
     assert [(step, rule) for step, rule, _ in run(HealthConfig(), losses, norms)[1]] == [
         (201, "loss_spike"), (221, "grad_norm_spike"),
@@ -88,7 +89,7 @@ def test_the_spike_rules_see_no_spike_in_a_healthy_run():
 
 
 def test_a_loss_that_rises_slowly_is_seen_once_a_window():
-    rules = config(slow_divergence={"actions": ["report", "stop"], "window_steps": 80})
+    rules = config(window_steps=10, slow_divergence={"actions": ["report", "stop"]})
     rising = [2.0 + 0.005 * step + noise for step, noise in enumerate(noisy(200, 0.0, 0.02))]
     found = run(rules, rising)[1]
     assert [action for _, _, action in found] == ["report", "stop"]
@@ -99,8 +100,12 @@ def test_a_loss_that_rises_slowly_is_seen_once_a_window():
 
 
 def test_routers_collapse_where_checks_in_a_row_say_so():
-    rules = config(router_collapse={"actions": ["report"], "checks": 2, "interval_steps": 3})
-    assert [step for step in range(1, 10) if routers_are_checked(rules, step)] == [3, 6, 9]
+    seldom = config(router_collapse={"actions": ["report"], "patience_steps": 39})
+    assert [step for step in range(1, 10) if routers_are_checked(seldom, step)] == [3, 6, 9]
+    assert seldom.router_collapse.checks == 13
+    by_default = HealthConfig().router_collapse
+    assert (by_default.interval_steps, by_default.checks) == (10, 10)
+    rules = config(router_collapse={"actions": ["report"], "patience_steps": 2})
     assert not any(routers_are_checked(config(), step) for step in range(1, 10))
     even, one = [[25, 25, 25, 25]], [[25, 25, 25, 25], [97, 1, 1, 1]]
     memory, actions = HealthMemory(), []
@@ -128,8 +133,9 @@ def full_window(rules: HealthConfig) -> HealthMemory:
 
 def test_occurrences_escalate_until_the_run_is_further():
     rules = config(
-        loss_spike={"actions": SPIKES, "window_steps": 8},
-        grad_norm_spike={"actions": ["report"], "window_steps": 8},
+        window_steps=8,
+        loss_spike={"actions": SPIKES},
+        grad_norm_spike={"actions": ["report"]},
     )
     memory, actions = full_window(rules), []
     for step in (510, 510, 1010, 760, 885):  # after going back, steps come again
@@ -182,20 +188,18 @@ def test_a_step_that_is_not_finite_is_tried_again_before_a_rule_acts():
 
 
 def test_the_learning_rate_is_lowered_for_some_steps():
-    rules = config(
-        lr_factor=0.5, lr_steps=4, loss_spike={"actions": ["lower_lr"], "window_steps": 8}
-    )
+    rules = config(lr_factor=0.5, window_steps=8, loss_spike={"actions": ["lower_lr"]})
     once = judge(rules, full_window(rules), Seen(10, 9.0, 1.0)).memory
-    assert [once.lr_factor_at(step) for step in (10, 13, 14)] == [0.5, 0.5, 1.0]
+    assert [once.lr_factor_at(step) for step in (10, 509, 510)] == [0.5, 0.5, 1.0]
     twice = judge(rules, once, Seen(12, 9.0, 1.0)).memory
-    assert [twice.lr_factor_at(step) for step in (12, 15, 16)] == [0.25, 0.25, 1.0]
-    again = judge(rules, twice, Seen(16, 9.0, 1.0)).memory
-    assert again.lr_factor_at(16) == 0.5, "what is over does not count"
+    assert [twice.lr_factor_at(step) for step in (12, 511, 512)] == [0.25, 0.25, 1.0]
+    again = judge(rules, twice, Seen(512, 9.0, 1.0)).memory
+    assert again.lr_factor_at(512) == 0.5, "what is over does not count"
 
 
 def test_going_back_keeps_what_was_done_and_takes_the_history_of_then():
     now = replace(
-        full_window(config(loss_spike={"actions": ["stop"], "window_steps": 8})),
+        full_window(config(window_steps=8, loss_spike={"actions": ["stop"]})),
         occurrences=(Occurrence("loss_spike", 8),), skipped_samples=((8, 16),), lr_factor=0.5,
         lr_until_step=9, go_backs=1,
     )  # fmt: skip
@@ -231,7 +235,7 @@ def test_skipped_samples_are_passed_over_and_no_other(seed):
         ("health.not_finite.actions=['skip']", "health.not_finite.actions must end with stop"),
         ("health.not_finite.actions=['report']", "health.not_finite.actions.0 ('report')"),
         ("health.slow_divergence.actions=['skip']", "health.slow_divergence.actions.0 ('skip')"),
-        ("health.loss_spike.window_steps=1", "health.loss_spike.window_steps (1)"),
+        ("health.window_steps=1", "health.window_steps (1)"),
         ("health.loss_spikes.actions=[]", "health.loss_spikes: no such field"),
         ("health.lr_factor=1.5", "health.lr_factor (1.5)"),
     ],
