@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Sequence
 from pathlib import Path
 
-from convoy.commands.parsing import Parser, ended
+from convoy.commands.parsing import Command, argument
+from convoy.commands.results import write_json
 from pretrain.observe import say
 
 _EPILOG = """\
@@ -30,19 +29,6 @@ exit codes:
 """
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run ``convoy audit-data``; returns its exit code."""
-    parser = Parser("convoy audit-data", "Prove which samples a run consumed.", _EPILOG)
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder")
-    parser.add_argument(
-        "--tokens", type=Path, metavar="SPEC", help="compare the tokens of the spec's data as well"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the samples of every step")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    args = parser.parse_args(arguments)
-    return ended(lambda: _audit(args), debug=args.debug, stopped="nothing was changed")
-
-
 def _audit(args: argparse.Namespace) -> int:
     from convoy.audit import audit_data
     from pretrain.data import open_corpora
@@ -52,28 +38,39 @@ def _audit(args: argparse.Namespace) -> int:
     if args.tokens is not None:
         spec = load_spec(args.tokens, [])
         corpora = open_corpora(spec.data, spec.model.vocab_size)
-    found = audit_data(args.run_dir, corpora)
-    if args.json is not None:
-        steps = [
-            {"step": s.step, "first": s.samples[0], "last": s.samples[-1], "count": len(s.samples)}
-            for s in found.steps
-        ]
-        args.json.write_text(json.dumps(steps, indent=1) + "\n")
-    first = found.steps[0].samples[0] if found.steps else 0
-    last = found.steps[-1].samples[-1] if found.steps else -1
+    audit = audit_data(args.run_dir, corpora)
+    steps = [
+        {"step": s.step, "first": s.samples[0], "last": s.samples[-1], "count": len(s.samples)}
+        for s in audit.steps
+    ]
+    write_json(args.json, steps)
+    first, last = (steps[0]["first"], steps[-1]["last"]) if steps else (0, -1)
     say(
-        f"{len(found.steps):,} steps consumed {found.samples:,} samples, from {first:,} to "
-        f"{last:,}, over {found.starts} starts and {found.resizes} resizes; "
-        f"{found.left_out:,} samples were left out; "
-        f"{found.taken - len(found.steps):,} steps were taken again"
+        f"{len(steps):,} steps consumed {audit.samples:,} samples, from {first:,} to "
+        f"{last:,}, over {audit.starts} starts and {audit.resizes} resizes; "
+        f"{audit.left_out:,} samples were left out; "
+        f"{audit.taken - len(steps):,} steps were taken again"
     )
-    for one in found.shares:
-        share = one.samples / max(1, found.samples)
-        say(f"  {one.name}: {one.samples:,} samples ({share:.2%}), {one.epochs:.3f} epochs")
-    if found.checked_steps:
-        say(f"  tokens of {found.checked_steps:,} steps are those of the checksums in the log")
-    if found.problem:
-        say(f"NOT PROVED: {found.problem}")
+    for source in audit.shares:
+        share = f"{source.samples:,} samples ({source.samples / max(1, audit.samples):.2%})"
+        say(f"  {source.name}: {share}, {source.epochs:.3f} epochs")
+    if audit.checked_steps:
+        say(f"  tokens of {audit.checked_steps:,} steps are those of the checksums in the log")
+    if audit.problem:
+        say(f"NOT PROVED: {audit.problem}")
         return 1
     say("each sample exactly once and in order")
     return 0
+
+
+main = Command(
+    "convoy audit-data",
+    "Prove which samples a run consumed.",
+    _EPILOG,
+    [
+        argument("run_dir", "RUN_DIR", "the run's folder", type=Path),
+        argument("--tokens", "SPEC", "compare the tokens of the spec's data as well", type=Path),
+        argument("--json", "FILE", "write the samples of every step", type=Path),
+    ],
+    _audit,
+)

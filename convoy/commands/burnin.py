@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from convoy.commands.parsing import Parser, check_writable, ended, is_first_rank
-from convoy.commands.provenance import provenance
+from convoy.commands.parsing import (
+    Command,
+    argument,
+    flag,
+    is_first_rank,
+    json_file,
+    overrides,
+)
+from convoy.commands.results import check_writable, provenance, write_json
 from pretrain.errors import EXIT_LOST, InputError
 from pretrain.observe import complain, say
 
@@ -43,53 +48,15 @@ exit codes:
 """
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run ``convoy burn-in``; returns its exit code."""
-    parser = Parser(
-        "convoy burn-in",
-        "Find slow, broken and wrong machines among those that torchrun has started.",
-        _EPILOG,
-    )
-    parser.add_argument("spec", nargs="?", type=Path, metavar="SPEC", help="a job spec")
-    parser.add_overrides()
-    parser.add_argument(
-        "--exclude-list", type=Path, metavar="FILE", help="put bad machines on this list"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdict as JSON too")
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        metavar="DIR",
-        help="to write and read; made if missing; by default the run_dir of SPEC",
-    )
-    parser.add_argument("--slow", type=float, metavar="PERCENT",
-                        help=f"a rank is slow so far below the median, or more: {_SLOW_DEVICE:g} "
-                        f"on GPUs, {_SLOW_CPU:g} on CPUs")  # fmt: skip
-    parser.add_argument("--slow-link", type=float, default=50.0, metavar="PERCENT",
-                        help="a link is slow so far below the median, or more: 50")  # fmt: skip
-    parser.add_argument("--expect", metavar="NAME|FILE",
-                        help="a cluster file of `convoy plan`: ranks and links so far below its "
-                        "rates are slow too")  # fmt: skip
-    parser.add_argument("--memory-gib", type=float, default=1.0, metavar="N",
-                        help="to test on a CPU: 1; on a GPU 90 %% of what is free")  # fmt: skip
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="S",
-                        help="seconds that one operation may take: 60")  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="smaller transfers")
-    parser.add_debug()
-    args = parser.parse_args(arguments)
-    return ended(lambda: _burn_in(args), debug=args.debug, stopped="no machine was judged")
-
-
 def _burn_in(args: argparse.Namespace) -> int:
-    for flag in ("slow", "slow_link"):
-        value = getattr(args, flag)
-        if value is not None and not 0 < value < 100:
-            raise InputError(f"--{flag.replace('_', '-')} ({value:g}) must be between 0 and 100")
-    for flag in ("memory_gib", "timeout"):
-        if not 0 < getattr(args, flag) < 1e6:
-            raise InputError(
-                f"--{flag.replace('_', '-')} ({getattr(args, flag):g}) must be above 0"
-            )
+    for option, value, most, rule in (
+        ("--slow", args.slow, 100, "between 0 and 100"),
+        ("--slow-link", args.slow_link, 100, "between 0 and 100"),
+        ("--memory-gib", args.memory_gib, 1e6, "above 0"),
+        ("--timeout", args.timeout, 1e6, "above 0"),
+    ):
+        if value is not None and not 0 < value < most:
+            raise InputError(f"{option} ({value:g}) must be {rule}")
     if is_first_rank():  # the rank that writes the file, maybe on a disk of its own
         check_writable("--json", args.json)
     shape = _shape(args)
@@ -213,9 +180,7 @@ def _told(check: str) -> None:
 def _show(verdict: Verdict, args: argparse.Namespace) -> None:
     for line in verdict.lines():
         say(line)
-    if args.json is not None:
-        document = provenance("torch") | verdict.as_dict()
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    write_json(args.json, provenance("torch") | verdict.as_dict())
     if args.exclude_list is not None:
         verdict.write_exclusions(args.exclude_list)
 
@@ -224,3 +189,31 @@ def _leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+main = Command(
+    "convoy burn-in",
+    "Find slow, broken and wrong machines among those that torchrun has started.",
+    _EPILOG,
+    [
+        argument("spec", "SPEC", "a job spec", nargs="?", type=Path),
+        overrides(),
+        argument("--exclude-list", "FILE", "put bad machines on this list", type=Path),
+        json_file("verdict"),
+        argument("--folder", "DIR", "to write and read; made if missing; by default the run_dir of "
+                 "SPEC", type=Path),
+        argument("--slow", "PERCENT", f"a rank is slow so far below the median, or more: "
+                 f"{_SLOW_DEVICE:g} on GPUs, {_SLOW_CPU:g} on CPUs", type=float),
+        argument("--slow-link", "PERCENT", "a link is slow so far below the median, or more: 50",
+                 type=float, default=50.0),
+        argument("--expect", "NAME|FILE", "a cluster file of `convoy plan`: ranks and links so far "
+                 "below its rates are slow too"),
+        argument("--memory-gib", "N", "to test on a CPU: 1; on a GPU 90 %% of what is free",
+                 type=float, default=1.0),
+        argument("--timeout", "S", "seconds that one operation may take: 60", type=float,
+                 default=60.0),
+        flag("--quick", "smaller transfers"),
+    ],
+    _burn_in,
+    stopped="no machine was judged",
+)  # fmt: skip

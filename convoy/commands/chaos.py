@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from convoy.commands.parsing import Parser, check_writable, ended
-from convoy.commands.provenance import provenance
-from pretrain.errors import EXIT_LOST
+from convoy.commands.parsing import SPEC, Command, argument, flag, json_file, overrides
+from convoy.commands.results import check_writable, provenance, write_json
+from pretrain.errors import EXIT_LOST, InputError
 from pretrain.observe import say
 
 if TYPE_CHECKING:
@@ -41,28 +39,10 @@ exit codes:
 """
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run ``convoy chaos``; returns its exit code."""
-    parser = Parser("convoy chaos", "Run a spec under random faults.", _EPILOG)
-    parser.add_argument("spec", type=Path, metavar="SPEC", help="a job spec, in TOML or JSON")
-    parser.add_argument("out", type=Path, metavar="OUT", help="a folder for both runs, made new")
-    parser.add_overrides()
-    parser.add_argument("--faults", type=int, default=30, metavar="N", help="how many; 30")
-    parser.add_argument("--machines", type=int, default=3, metavar="N", help="how many; 3")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the faults; 0")
-    parser.add_argument("--quick", action="store_true", help="4 faults on 2 machines")
-    parser.add_argument(
-        "--limit", type=float, default=3600.0, metavar="S", help="seconds a run may take; 3600"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON too")
-    parser.add_debug()
-    args = parser.parse_args(arguments)
-    if args.quick:
-        args.faults, args.machines = 4, 2
+def _check(args: argparse.Namespace) -> None:
     for name, least in (("faults", 1), ("machines", 2)):
         if getattr(args, name) < least:
-            parser.error(f"--{name} ({getattr(args, name)}) must be at least {least}")
-    return ended(lambda: _chaos(args), debug=args.debug, stopped="the run under faults is cut off")
+            raise InputError(f"--{name} ({getattr(args, name)}) must be at least {least}")
 
 
 def _chaos(args: argparse.Namespace) -> int:
@@ -70,6 +50,8 @@ def _chaos(args: argparse.Namespace) -> int:
     from pretrain.elastic import choose_layout
     from pretrain.spec import load_spec
 
+    if args.quick:
+        args.faults, args.machines = 4, 2
     check_writable("--json", args.json)
     spec = load_spec(args.spec, args.overrides)
     layout = choose_layout(spec, args.machines, ranks_per_node=1)
@@ -85,8 +67,7 @@ def _chaos(args: argparse.Namespace) -> int:
     say(chaos_table(found))
     if len(found.faults) < len(faults):
         say(f"{len(faults) - len(found.faults)} faults found no rank: fewer ranks trained then")
-    if args.json is not None:
-        args.json.write_text(json.dumps(_as_json(args, found), indent=1) + "\n")
+    write_json(args.json, _as_json(args, found))
     return 0 if found.is_one_run else EXIT_LOST
 
 
@@ -147,3 +128,24 @@ def _as_json(args: argparse.Namespace, found: Audit) -> dict[str, Any]:
             for one in found.faults
         ],
     }
+
+
+main = Command(
+    "convoy chaos",
+    "Run a spec under random faults, and say what became of the run.",
+    _EPILOG,
+    [
+        SPEC,
+        argument("out", "OUT", "a folder for both runs, made new", type=Path),
+        overrides(),
+        argument("--faults", "N", "how many; 30", type=int, default=30),
+        argument("--machines", "N", "how many; 3", type=int, default=3),
+        argument("--seed", "N", "of the faults; 0", type=int, default=0),
+        flag("--quick", "4 faults on 2 machines"),
+        argument("--limit", "S", "seconds a run may take; 3600", type=float, default=3600.0),
+        json_file(),
+    ],
+    _chaos,
+    stopped="the run under faults is cut off",
+    check=_check,
+)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from convoy.commands.parsing import Parser, ended, subcommands
+from convoy.commands.parsing import STEP, Act, Argument, Command, Group, argument, overrides
 from pretrain.observe import human_bytes, say
 
 if TYPE_CHECKING:
@@ -37,95 +36,6 @@ to train on with. An existing target is never written to.
 {_CODES}"""
 _DENSE = "a dense checkpoint (its folder or manifest), or a dense Hugging Face folder"
 _CHECKPOINT = "a checkpoint folder, or a manifest in one"
-_STEP = "the checkpoint of step N; the newest one by default"
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run ``convoy convert``; returns its exit code."""
-    prog = "convoy convert"
-    parsers = {
-        "import": (_import_parser(), "a Hugging Face folder to a checkpoint and a spec"),
-        "export": (_export_parser(), "the weights of a checkpoint to a Hugging Face folder"),
-        "upcycle": (_upcycle_parser(), "a dense model to a MoE whose experts are copies"),
-    }
-    description = "Import from and export to Hugging Face; make a MoE of a dense model."
-    for parser, _ in parsers.values():
-        parser.add_debug()
-    name, args = subcommands(prog, description, parsers, arguments, epilog=_EPILOG)
-    act = {"import": _import, "export": _export, "upcycle": _upcycle}[name]
-    return ended(
-        lambda: act(args), debug=args.debug, stopped=f"nothing of {args.target} has been made"
-    )
-
-
-def _parser(name: str, description: str, example: str, *, source: str) -> Parser:
-    prog = f"convoy convert {name}"
-    parser = Parser(prog, description, f"example:\n  {prog} {example}\n\n{_CODES}")
-    parser.add_argument("source", type=Path, metavar="SRC", help=source)
-    parser.add_argument("target", type=Path, metavar="DST", help="a folder that does not exist")
-    return parser
-
-
-def _import_parser() -> Parser:
-    return _parser(
-        "import",
-        "Make a checkpoint and a spec of a Hugging Face folder.",
-        "HF_DIR imported",
-        source="a folder with config.json and safetensors files",
-    )
-
-
-def _export_parser() -> Parser:
-    parser = _parser(
-        "export",
-        "Write the weights of a checkpoint as a Hugging Face folder.",
-        "runs/stdlib-tiny/checkpoints exported --dtype bfloat16",
-        source=_CHECKPOINT,
-    )
-    parser.add_argument("--step", type=int, metavar="N", help=_STEP)
-    parser.add_argument(
-        "--family",
-        choices=FAMILIES,
-        metavar="FAMILY",
-        help=f"{', '.join(FAMILIES)}; by default the first that fits",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16"],
-        default="float32",
-        help="of the weights; float32 by default",
-    )
-    parser.add_argument(
-        "--max-file-bytes",
-        type=_at_least_one,
-        default=5 * 10**9,
-        metavar="N",
-        help="the most bytes of one safetensors file; 5,000,000,000 by default",
-    )
-    return parser
-
-
-def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"({text}) must be a whole number of at least 1")
-    return int(text)
-
-
-def _upcycle_parser() -> Parser:
-    parser = _parser(
-        "upcycle",
-        "Make a MoE of a dense model: each expert is a copy of the layer's MLP.",
-        "runs/dense/checkpoints grown --num-experts 8 --top-k 2",
-        source=_DENSE,
-    )
-    parser.add_argument("--num-experts", type=int, required=True, metavar="N")
-    parser.add_argument("--top-k", type=int, required=True, metavar="N")
-    parser.add_argument(
-        "--first-k-dense", type=int, default=0, metavar="N", help="layers that stay dense; 0"
-    )
-    parser.add_argument("--step", type=int, metavar="N", help=_STEP)
-    parser.add_overrides("a field of the new spec")
-    return parser
 
 
 def _import(args: argparse.Namespace) -> int:
@@ -185,3 +95,60 @@ def _tell(source: Path, target: Path, spec: JobSpec, verified: int) -> None:
         needed = "data.source" if spec.data.tokenizer else "data.source and data.tokenizer"
         say(f"set {needed} in {path}")
     say(f"train on: convoy pretrain {shlex.quote(str(path))}")
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"({text}) must be a whole number of at least 1")
+    return int(text)
+
+
+def _command(
+    act: Act, name: str, purpose: str, example: str, source: str, *arguments: Argument
+) -> Command:
+    name = f"convoy convert {name}"
+    return Command(
+        name,
+        purpose,
+        f"example:\n  {name} {example}\n\n{_CODES}",
+        [
+            argument("source", "SRC", source, type=Path),
+            argument("target", "DST", "a folder that does not exist", type=Path),
+            *arguments,
+        ],
+        act,
+        stopped="nothing of {target} has been made",
+    )
+
+
+main = Group(
+    "convoy convert",
+    "Import from and export to Hugging Face; make a MoE of a dense model.",
+    _EPILOG,
+    {
+        "import": _command(
+            _import, "import", "Make a checkpoint and a spec of a Hugging Face folder.",
+            "HF_DIR imported", "a folder with config.json and safetensors files",
+        ),
+        "export": _command(
+            _export, "export", "Write the weights of a checkpoint as a Hugging Face folder.",
+            "runs/stdlib-tiny/checkpoints exported --dtype bfloat16", _CHECKPOINT,
+            STEP,
+            argument("--family", "FAMILY", f"{', '.join(FAMILIES)}; by default the first that fits",
+                     choices=FAMILIES),
+            argument("--dtype", None, "of the weights; float32 by default",
+                     choices=["float32", "bfloat16"], default="float32"),
+            argument("--max-file-bytes", "N", "the most bytes of one safetensors file; "
+                     "5,000,000,000 by default", type=_at_least_one, default=5 * 10**9),
+        ),
+        "upcycle": _command(
+            _upcycle, "upcycle", "Make a MoE of a dense model: each expert is a copy of its MLP.",
+            "runs/dense/checkpoints grown --num-experts 8 --top-k 2", _DENSE,
+            argument("--num-experts", "N", None, type=int, required=True),
+            argument("--top-k", "N", None, type=int, required=True),
+            argument("--first-k-dense", "N", "layers that stay dense; 0", type=int, default=0),
+            STEP,
+            overrides("a field of the new spec"),
+        ),
+    },
+)  # fmt: skip

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from convoy.commands.inspect_flight import flight_parser, show_flight
-from convoy.commands.parsing import Parser, ended, subcommands
+from convoy.commands import inspect_flight
+from convoy.commands.parsing import JSON, STEP, Act, Argument, Command, Group, argument, flag
+from convoy.commands.results import say_json
 from pretrain.errors import EXIT_BAD_INPUT, InputError
 from pretrain.observe import complain, human_bytes, progress_bar, say
 
@@ -44,102 +44,6 @@ a manifest in one, which names its step.
 {_CODES}"""
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run ``convoy inspect``; returns its exit code."""
-    parsers = {
-        "show": (_show_parser(), "step, layout, size and arrays of a checkpoint"),
-        "verify": (_verify_parser(), "read every byte and compare with the checksums"),
-        "diff": (_diff_parser(), "the arrays and spec fields in which two checkpoints differ"),
-        "history": (_history_parser(), "steps, launches, resizes and changes of the spec"),
-        "gc": (_gc_parser(), "remove what no manifest needs"),
-        "flight": (flight_parser(), "the collective at which the ranks of a failed run part"),
-    }
-    name, args = subcommands(
-        "convoy inspect",
-        "Show, verify and compare checkpoints; remove garbage.",
-        parsers,
-        arguments,
-        epilog=_EPILOG,
-        default="show",
-    )
-    act = {
-        "show": _show, "verify": _verify, "diff": _diff, "history": _history, "gc": _gc,
-        "flight": show_flight,
-    }[name]  # fmt: skip
-    stopped = "the same command goes on" if name == "gc" else "nothing was changed"
-    return ended(lambda: act(args), debug=args.debug, stopped=stopped)
-
-
-def _parser(name: str, description: str, example: str) -> Parser:
-    prog = f"convoy inspect {name}"
-    parser = Parser(prog, description, f"example:\n  {prog} {example}\n\n{_CODES}")
-    parser.add_argument(
-        "checkpoint", metavar="CKPT", help="a checkpoint folder or URL, or a manifest in one"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    if name in ("show", "verify", "diff"):
-        parser.add_argument(
-            "--all", action="store_true", help=f"all rows and whole values; {_ROWS} rows by default"
-        )
-    parser.add_debug()
-    return parser
-
-
-def _add_step(parser: Parser) -> None:
-    parser.add_argument(
-        "--step", type=int, metavar="N", help="the checkpoint of step N; the newest by default"
-    )
-
-
-def _show_parser() -> Parser:
-    parser = _parser("show", "Show what is in a checkpoint.", "runs/a/checkpoints")
-    _add_step(parser)
-    return parser
-
-
-def _verify_parser() -> Parser:
-    parser = _parser("verify", "Show a checkpoint, and verify every byte.", "runs/a/checkpoints")
-    _add_step(parser)
-    return parser
-
-
-def _diff_parser() -> Parser:
-    description = "Compare two checkpoints, of any layouts. Ends with 1 where they differ."
-    parser = _parser("diff", description, "runs/a/checkpoints runs/b/checkpoints")
-    parser.add_argument("other", metavar="OTHER", help="the other checkpoint, as CKPT")
-    _add_step(parser)
-    parser.add_argument(
-        "--other-step", type=int, metavar="N", help="the step of OTHER; the newest by default"
-    )
-    return parser
-
-
-def _history_parser() -> Parser:
-    description = "Show the steps of a checkpoint folder, oldest first, and what changed in each."
-    return _parser("history", description, "runs/a/checkpoints")
-
-
-def _gc_parser() -> Parser:
-    description = (
-        "Remove interrupted saves, temporary files, and marks of checkpoints that were deleted."
-    )
-    parser = _parser("gc", description, "runs/a/checkpoints --dry-run")
-    parser.add_argument("--dry-run", action="store_true", help="list what would be removed")
-    parser.add_argument(
-        "--grace-seconds",
-        type=float,
-        default=_GRACE_SECONDS,
-        metavar="N",
-        help="keep what is younger, which may be a save in progress; a day by default",
-    )
-    parser.add_argument(
-        "--unlisted",
-        action="store_true",
-        help="also remove whole saves without a manifest here, such as those rolled back to away/",
-    )
-    return parser
-
-
 def _read(location: str, step: int | None) -> tuple[ckpt.Location, ckpt.Manifest]:
     """The checkpoint folder and the manifest that an argument and its step flag name."""
     from ckpt.format import locate, read_manifest
@@ -158,7 +62,7 @@ def _folder(location: str) -> ckpt.Location:
 def _show(args: argparse.Namespace) -> int:
     root, manifest = _read(args.checkpoint, args.step)
     if args.json:
-        say(json.dumps(summary(root, manifest), indent=1))
+        say_json(summary(root, manifest))
     else:
         show(root, manifest, whole=args.all)
     return 0
@@ -173,8 +77,7 @@ def _verify(args: argparse.Namespace) -> int:
         damage = ckpt.find_damage(root, manifest, advance)
     if args.json:
         verified = None if damage else manifest.total_bytes
-        found = summary(root, manifest) | {"verified_bytes": verified, "damage": damage}
-        say(json.dumps(found, indent=1))
+        say_json(summary(root, manifest) | {"verified_bytes": verified, "damage": damage})
     else:
         show(root, manifest, whole=args.all)
         if not damage:
@@ -300,14 +203,13 @@ def _diff(args: argparse.Namespace) -> int:
     fields = ckpt.lifecycle.spec_differences(manifest.spec, other.spec)
     code = EXIT_DIFFERS if differing or fields else 0
     if args.json:
-        found = {
+        say_json({
             "here": ckpt.open_store(root).where(manifest_key(manifest.step)),
             "there": ckpt.open_store(other_root).where(manifest_key(other.step)),
             "alike": code == 0,
             "arrays": [asdict(array) for array in arrays],
             "spec": _changes(fields),
-        }
-        say(json.dumps(found, indent=1))
+        })  # fmt: skip
         return code
     for field, before, now in fields:
         say(f"spec: {field} is {before} in CKPT, {now} in OTHER")
@@ -341,8 +243,7 @@ def _history(args: argparse.Namespace) -> int:
     if not links:
         ckpt.read_manifest(root)  # raises the error that says why there are none
     if args.json:
-        found = [asdict(link) | {"spec_changes": _changes(link.spec_changes)} for link in links]
-        say(json.dumps(found, indent=1))
+        say_json([asdict(link) | {"spec_changes": _changes(link.spec_changes)} for link in links])
     else:
         for at, link in enumerate(links):
             for line in _told(link, first=at == 0):
@@ -385,7 +286,7 @@ def _gc(args: argparse.Namespace) -> int:
     total = sum(each.bytes for each in goes)
     if args.json:
         listed = [asdict(each) | {"removed": each in removed} for each in found]
-        say(json.dumps({"dry_run": args.dry_run, "bytes": total, "garbage": listed}, indent=1))
+        say_json({"dry_run": args.dry_run, "bytes": total, "garbage": listed})
         return 0
     if found:
         rows = [("what", "name", "objects", "size", "")]
@@ -398,3 +299,61 @@ def _gc(args: argparse.Namespace) -> int:
     entries = "1 entry" if len(goes) == 1 else f"{len(goes)} entries"
     say(f"{human_bytes(total)} in {entries} {what} removed")
     return 0
+
+
+_ALL = flag("--all", f"all rows and whole values; {_ROWS} rows by default")
+
+
+def _command(
+    act: Act, name: str, purpose: str, example: str, *arguments: Argument,
+    stopped: str = "nothing was changed",
+) -> Command:  # fmt: skip
+    name = f"convoy inspect {name}"
+    checkpoint = argument("checkpoint", "CKPT", "a checkpoint folder or URL, or a manifest in one")
+    epilog = f"example:\n  {name} {example}\n\n{_CODES}"
+    return Command(name, purpose, epilog, [checkpoint, JSON, *arguments], act, stopped)
+
+
+main = Group(
+    "convoy inspect",
+    "Show, verify and compare checkpoints; remove garbage.",
+    _EPILOG,
+    {
+        "show": _command(
+            _show, "show", "Show what is in a checkpoint: step, layout, size and arrays.",
+            "runs/a/checkpoints", _ALL, STEP,
+        ),
+        "verify": _command(
+            _verify, "verify", "Show a checkpoint, and verify every byte.", "runs/a/checkpoints",
+            _ALL, STEP,
+        ),
+        "diff": _command(
+            _diff, "diff",
+            "Compare two checkpoints, of any layouts. Ends with 1 where they differ.",
+            "runs/a/checkpoints runs/b/checkpoints", _ALL,
+            argument("other", "OTHER", "the other checkpoint, as CKPT"),
+            STEP,
+            argument("--other-step", "N", "the step of OTHER; the newest by default", type=int),
+        ),
+        "history": _command(
+            _history, "history",
+            "Show the steps of a checkpoint folder, oldest first, and what changed in each.",
+            "runs/a/checkpoints",
+        ),
+        "gc": _command(
+            _gc, "gc",
+            "Remove interrupted saves, temporary files, and marks of deleted checkpoints.",
+            "runs/a/checkpoints --dry-run",
+            flag("--dry-run", "list what would be removed"),
+            argument(
+                "--grace-seconds", "N", "keep what is younger, which may be a save in progress; a "
+                "day by default", type=float, default=_GRACE_SECONDS,
+            ),
+            flag("--unlisted", "also remove whole saves without a manifest here, such as those "
+                 "rolled back to away/"),
+            stopped="the same command goes on",
+        ),
+        "flight": inspect_flight.main,
+    },
+    default="show",
+)  # fmt: skip

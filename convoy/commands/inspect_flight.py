@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from convoy.commands.parsing import Parser
+from convoy.commands.parsing import JSON, Command, argument
+from convoy.commands.results import say_json
 from pretrain.errors import InputError
 from pretrain.observe import say
 
@@ -25,27 +25,7 @@ exit codes:
 """
 
 
-def flight_parser() -> Parser:
-    """The arguments of ``convoy inspect flight``."""
-    prog = "convoy inspect flight"
-    parser = Parser(
-        prog,
-        "Show the first collective at which ranks differ, from the dumps of a failed run.",
-        f"example:\n  {prog} runs/a\n\n{_CODES}",
-    )
-    parser.add_argument(
-        "folder",
-        type=Path,
-        metavar="FOLDER",
-        help="the run's folder, or one with rank-N.json; of a run the newest dumps are read",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_debug()
-    return parser
-
-
-def show_flight(args: argparse.Namespace) -> int:
-    """Show where the ranks differ; returns the exit code."""
+def _show(args: argparse.Namespace) -> int:
     from cluster.detect import first_mismatch, read_dumps
 
     folder = _newest(args.folder)
@@ -55,8 +35,8 @@ def show_flight(args: argparse.Namespace) -> int:
         raise InputError(str(error)) from None
     mismatch = first_mismatch(dumps)
     if args.json:
-        found = None if mismatch is None else asdict(mismatch)
-        say(json.dumps({"folder": str(folder), "mismatch": found}, indent=1))
+        fields = None if mismatch is None else asdict(mismatch)
+        say_json({"folder": str(folder), "mismatch": fields})
     elif mismatch is None:
         say(f"the {len(dumps)} dumps in {folder} do not differ; the last collective of each rank:")
         _show_places(dumps)
@@ -78,11 +58,24 @@ def _show_places(dumps: list[FlightDump]) -> None:
 def _newest(folder: Path) -> Path:
     """The folder with dumps: the given one, or the newest launch of a run."""
     for parent in (folder, folder / "flight"):
-        launches = [parent, *(each for each in parent.glob("*") if each.is_dir())]
-        found = [each for each in launches if any(each.glob("rank-*.json"))]
-        if found:
-            return max(found, key=lambda each: each.stat().st_mtime)
+        launches = [parent, *(path for path in parent.glob("*") if path.is_dir())]
+        dumped = [path for path in launches if any(path.glob("rank-*.json"))]
+        if dumped:
+            return max(dumped, key=lambda path: path.stat().st_mtime)
     raise InputError(
         f"FOLDER ({folder}) must hold rank-N.json or be the folder of a run that has dumps of "
         f"collectives in flight/"
     )
+
+
+main = Command(
+    "convoy inspect flight",
+    "Show the first collective at which ranks differ, from the dumps of a failed run.",
+    f"example:\n  convoy inspect flight runs/a\n\n{_CODES}",
+    [
+        argument("folder", "FOLDER", "the run's folder, or one with rank-N.json; of a run the "
+                 "newest dumps are read", type=Path),
+        JSON,
+    ],
+    _show,
+)  # fmt: skip

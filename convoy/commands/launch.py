@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from convoy.commands.parsing import Parser, ended
-from convoy.commands.pretrain import add_spec_arguments
+from convoy.commands.parsing import SPEC, Command, argument, flag, overrides
 from pretrain.errors import InputError
 from pretrain.observe import say
 
@@ -40,26 +39,6 @@ exit codes:
   2  the spec cannot be used, the engine is not there, or the engine refuses; nothing runs
   75 stopped
 """
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run ``convoy launch``; returns its exit code."""
-    parser = Parser("convoy launch", "Render a run for an engine, and submit it.", _EPILOG)
-    add_spec_arguments(parser)
-    parser.add_argument("--on", required=True, metavar="ENGINE", dest="engine",
-                        help="torchrun, slurm, ray, kubernetes, or package.module:Class for an "
-                             "engine of your own")  # fmt: skip
-    parser.add_argument("--submit", action="store_true", help="submit the job too")
-    parser.add_argument(
-        "--shared-folders", action="store_true",
-        help="say that all nodes share run_dir and checkpoint.path, where the type of their file "
-             "system does not show it",
-    )  # fmt: skip
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write the job to a file, and print nothing"
-    )
-    args = parser.parse_args(arguments)
-    return ended(lambda: _launch(args), debug=args.debug, stopped="look whether the job was taken")
 
 
 def _launch(args: argparse.Namespace) -> int:
@@ -312,3 +291,22 @@ def check_folders(job: EngineJob, engine: Engine) -> None:
                 f"{field} ({folder}) is on {kind}, a file system of this machine alone: give a "
                 f"folder that all nodes share, or --shared-folders where they do"
             )
+
+
+main = Command(
+    "convoy launch",
+    "Render a run for Slurm, Ray, Kubernetes or torchrun, and submit it.",
+    _EPILOG,
+    [
+        SPEC,
+        overrides(),
+        argument("--on", "ENGINE", "torchrun, slurm, ray, kubernetes, or package.module:Class for "
+                 "an engine of your own", required=True, dest="engine"),
+        flag("--submit", "submit the job too"),
+        flag("--shared-folders", "say that all nodes share run_dir and checkpoint.path, where the "
+             "type of their file system does not show it"),
+        argument("--output", "FILE", "write the job to a file, and print nothing", type=Path),
+    ],
+    _launch,
+    stopped="look whether the job was taken",
+)  # fmt: skip

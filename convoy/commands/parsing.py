@@ -10,12 +10,60 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from pretrain.errors import EXIT_BAD_INPUT, EXIT_BROKEN_PIPE, EXIT_TRY_AGAIN, InputError
 from pretrain.observe import complain
+
+Act = Callable[[argparse.Namespace], int]
+
+
+class Argument(NamedTuple):
+    """What :meth:`argparse.ArgumentParser.add_argument` is told of one argument."""
+
+    name: str
+    options: dict[str, Any]
+
+
+class OneOf(NamedTuple):
+    """Arguments of which a command line has at most one."""
+
+    arguments: tuple[Argument, ...]
+    required: bool = False
+    """Whether it must have one."""
+
+
+def argument(name: str, metavar: str | None, text: str | None, **options: Any) -> Argument:
+    """An argument with a value; ``text`` is its help."""
+    return Argument(name, {"metavar": metavar, "help": text, **options})
+
+
+def flag(name: str, text: str) -> Argument:
+    """An argument without a value, false where it is left out."""
+    return Argument(name, {"action": "store_true", "help": text})
+
+
+def overrides(field: str = "a field of the spec") -> Argument:
+    """``--set SECTION.FIELD=VALUE``, any number of times, read into ``overrides``."""
+    return argument(
+        "--set", "SECTION.FIELD=VALUE", f"override {field}; may be repeated",
+        dest="overrides", action="append", default=[],
+    )  # fmt: skip
+
+
+SPEC = argument("spec", "SPEC", "a job spec, in TOML or JSON", type=Path)
+SHRINK = flag("--shrink", "make the spec's sizes small: 20 steps, on the standard library's source")
+RANKS = argument("--ranks", "N", "processes of this machine; 1", type=int, default=1)
+STEP = argument("--step", "N", "the checkpoint of step N; the newest by default", type=int)
+JSON = flag("--json", "print JSON")
+
+
+def json_file(what: str = "results") -> Argument:
+    """``--json FILE``."""
+    return argument("--json", "FILE", f"write the {what} as JSON too", type=Path)
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,42 +85,6 @@ class Parser(argparse.ArgumentParser):
             **kwargs,
         )
 
-    def add_overrides(self, field: str = "a field of the spec") -> None:
-        """``--set SECTION.FIELD=VALUE``, any number of times, read into ``overrides``."""
-        self.add_argument(
-            "--set",
-            dest="overrides",
-            action="append",
-            default=[],
-            metavar="SECTION.FIELD=VALUE",
-            help=f"override {field}; may be repeated",
-        )
-
-    def add_shrink(self) -> None:
-        """``--shrink``, for ``load_spec``."""
-        self.add_argument(
-            "--shrink",
-            action="store_true",
-            help="make the spec's sizes small: 20 steps, on the standard library's source",
-        )
-
-    def add_ranks(self) -> None:
-        """``--ranks N``, for ``check_ranks``."""
-        self.add_argument(
-            "--ranks", type=int, default=1, metavar="N", help="processes of this machine; 1"
-        )
-
-    def check_ranks(self, ranks: int) -> None:
-        """Refuse a number of processes that cannot be started."""
-        if ranks < 1:
-            self.error(f"--ranks ({ranks}) must be at least 1")
-        if ranks > 1 and "RANK" in os.environ:
-            self.error(f"--ranks ({ranks}) must be 1 under torchrun, which starts the ranks")
-
-    def add_debug(self) -> None:
-        """``--debug``, for ``ended``."""
-        self.add_argument("--debug", action="store_true", help="show the traceback of an error")
-
     def error(self, message: str) -> NoReturn:
         """Say what is wrong in one line and end with 2."""
         raise self.refusal(f"{message}; see {self.prog} --help")
@@ -84,59 +96,104 @@ class Parser(argparse.ArgumentParser):
         return SystemExit(EXIT_BAD_INPUT)
 
 
-def subcommands(
-    prog: str,
-    description: str,
-    parsers: Mapping[str, tuple[Parser, str]],
-    words: Sequence[str],
-    *,
-    epilog: str,
-    default: str | None = None,
-) -> tuple[str, argparse.Namespace]:
-    """Choose among ``parsers``, each with a line that says what it is for, and let it read.
+@dataclass(frozen=True)
+class Command:
+    """One command: called with the words behind its name, it returns its exit code."""
 
-    Where the first word names none of them, ``default`` reads all words; a word that is nearly a
-    name, and no path, is refused.
+    name: str
+    """As a person types it, ``convoy reshard layout``."""
+    purpose: str
+    """One sentence."""
+    epilog: str
+    """Examples and exit codes, shown as they are."""
+    arguments: Sequence[Argument | OneOf]
+    """All but ``--debug``, which every command has."""
+    act: Act
+    stopped: str = "nothing was changed"
+    """What Ctrl-C and SIGTERM leave, for people; may name arguments, ``{target}``."""
+    check: Callable[[argparse.Namespace], None] = lambda args: None
+    """Refuses arguments by InputError before the command acts."""
+    ends_itself: bool = False
+    """Whether ``act`` answers signals and errors, and not :func:`ended`."""
 
-    Returns the name of the subcommand and its arguments.
-    """
-    if words and words[0] in parsers:
-        return words[0], parsers[words[0]][0].parse_args(words[1:])
-    if default is not None and words and words[0] not in ("-h", "--help"):
-        meant = get_close_matches(words[0], parsers, 1, 0.75)
-        if meant and not Path(words[0]).exists():
-            raise parsers[default][0].refusal(
-                f"{words[0]} is no subcommand of {prog} and no path that exists: did you mean "
+    def __call__(self, words: Sequence[str]) -> int:
+        """Read the words, which ``act`` finds as they are in ``args.words``, and act."""
+        parser = Parser(self.name, self.purpose, self.epilog)
+        for given in (*self.arguments, flag("--debug", "show the traceback of an error")):
+            if isinstance(given, OneOf):
+                group = parser.add_mutually_exclusive_group(required=given.required)
+                for name, options in given.arguments:
+                    group.add_argument(name, **options)
+            else:
+                parser.add_argument(given.name, **given.options)
+        args = parser.parse_args(words, argparse.Namespace(words=list(words)))
+        try:
+            self.check(args)
+        except InputError as error:
+            parser.error(str(error))
+        if self.ends_itself:
+            return self.act(args)
+        stopped = self.stopped.format(**vars(args))
+        return ended(lambda: self.act(args), debug=args.debug, stopped=stopped)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Commands under one name: called with words, of which the first names a command."""
+
+    name: str
+    purpose: str
+    epilog: str
+    commands: Mapping[str, Command | Group]
+    default: str | None = None
+    """The command that takes the words where the first names none."""
+
+    def __call__(self, words: Sequence[str]) -> int:
+        """Let the command that is named, or ``default``, take the words."""
+        if words and words[0] in self.commands:
+            return self.commands[words[0]](words[1:])
+        kind = "subcommand" if " " in self.name else "command"
+        parser = Parser(
+            self.name,
+            self.purpose,
+            self._listing(kind),
+            usage=f"{self.name} {f'[{kind.upper()}]' if self.default else kind.upper()} ...",
+        )
+        if words and words[0] in ("-h", "--help"):
+            parser.print_help()
+            raise SystemExit(0)
+        if words and self.default is not None:
+            self._check_is_path(words[0], parser)
+            return self.commands[self.default](words)
+        wrong = "a command is missing" if kind == "command" else "arguments are missing"
+        if words:
+            wrong = f"{words[0]} is no {kind}"
+        raise parser.refusal(
+            f"{wrong}: the {kind}s are {', '.join(self.commands)}; see {self.name} --help"
+        )
+
+    def _listing(self, kind: str) -> str:
+        width = max(map(len, self.commands))
+        lines = [f"  {name:<{width}}  {command.purpose}" for name, command in self.commands.items()]
+        more = f"{self.name} {kind.upper()} --help has the arguments of each."
+        return "\n".join([f"{kind}s:", *lines, "", more, "", self.epilog])
+
+    def _check_is_path(self, word: str, parser: Parser) -> None:
+        """Refuse a word that is nearly the name of a command, and no path."""
+        meant = get_close_matches(word, self.commands, 1, 0.75)
+        if meant and not Path(word).exists():
+            raise parser.refusal(
+                f"{word} is no subcommand of {self.name} and no path that exists: did you mean "
                 f"{meant[0]}?"
             )
-        return default, parsers[default][0].parse_args(words)
-    width = max(map(len, parsers))
-    lines = [f"  {name:<{width}}  {what}" for name, (_, what) in parsers.items()]
-    listed = "subcommands:\n" + "\n".join(lines)
-    more = f"{prog} SUBCOMMAND --help has the arguments of each."
-    parser = Parser(
-        prog,
-        description,
-        f"{listed}\n\n{more}\n\n{epilog}",
-        usage=f"{prog} {'[SUBCOMMAND]' if default else 'SUBCOMMAND'} ...",
-    )
-    if words and words[0] in ("-h", "--help"):
-        parser.print_help()
-        raise SystemExit(0)
-    names = ", ".join(parsers)
-    wrong = f"{words[0]} is no subcommand" if words else "arguments are missing"
-    raise parser.refusal(f"{wrong}: the subcommands are {names}; see {prog} --help")
 
 
-def check_writable(flag: str, file: Path | None) -> None:
-    """Refuse a file that a command is to write, by InputError, where the file cannot be written."""
-    if file is None:
-        return
-    folder = file.absolute().parent
-    if not folder.is_dir():
-        raise InputError(f"{flag} ({file}): its folder does not exist")
-    if file.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
-        raise InputError(f"{flag} ({file}) must be a file that can be written")
+def check_ranks(args: argparse.Namespace) -> None:
+    """Refuse a number of processes, ``--ranks``, that cannot be started."""
+    if args.ranks < 1:
+        raise InputError(f"--ranks ({args.ranks}) must be at least 1")
+    if args.ranks > 1 and "RANK" in os.environ:
+        raise InputError(f"--ranks ({args.ranks}) must be 1 under torchrun, which starts the ranks")
 
 
 def is_first_rank() -> bool:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from convoy.commands.parsing import Parser, check_writable, ended, is_first_rank
-from convoy.commands.provenance import provenance
+from convoy.commands.parsing import (
+    Command,
+    argument,
+    flag,
+    is_first_rank,
+    json_file,
+    overrides,
+)
+from convoy.commands.results import check_writable, provenance, write_json
 from pretrain.errors import EXIT_LOST, InputError
 from pretrain.observe import complain, say
 
@@ -39,73 +45,18 @@ exit codes:
 """
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run ``convoy plan``; returns its exit code."""
-    parser = Parser(
-        "convoy plan",
-        "Plan a run: the best layouts, memory and time by part, days, dollars and energy.",
-        _EPILOG,
-    )
-    parser.add_argument("spec", nargs="?", type=Path, metavar="SPEC", help="a job spec")
-    parser.add_argument(
-        "--cluster", metavar="NAME_OR_FILE", help="a cluster file, or the name of a shipped one"
-    )
-    parser.add_argument("--gpus", metavar="N", help="GPUs; by default all of the cluster's")
-    parser.add_argument(
-        "--tokens", metavar="N", help="tokens to train on; by default the steps of the spec"
-    )
-    parser.add_argument(
-        "--layout", metavar="AXIS=N,...", help="plan this layout in place of a search"
-    )
-    parser.add_argument(
-        "--imbalance",
-        default="1.1",
-        metavar="X",
-        help="rows of the busiest rank's experts as a multiple of the mean (1.1)",
-    )
-    parser.add_overrides()
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plans as JSON too")
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE", help="write the spec with the best layout, as TOML"
-    )
-    parser.add_argument(
-        "--draw", type=Path, metavar="FILE",
-        help="draw the best layout over nodes and ranks: *.svg, *.png or *.pdf; needs matplotlib",
-    )  # fmt: skip
-    parser.add_argument(
-        "--calibrate", type=Path, metavar="FILE",
-        help="measure this machine, write --cluster with its rates to FILE, and end",
-    )  # fmt: skip
-    parser.add_argument(
-        "--validate", action="store_true", help="compare the planner with published runs, and end"
-    )
-    parser.add_debug()
-    args = parser.parse_args(arguments)
-    if args.calibrate is not None:
-        act = _calibrate
-    elif args.validate:
-        act = _validate
-    else:
-        act = _plan
-        if args.spec is None or args.cluster is None:
-            raise parser.refusal("convoy plan needs SPEC and --cluster; see convoy plan --help")
-    return ended(lambda: act(args), debug=args.debug, stopped="nothing was written")
-
-
 def _validate(args: argparse.Namespace) -> int:
     from convoy.plan import compare, missed_bounds, validation_table
 
     rows = compare()
     say(validation_table(rows))
-    if args.json is not None:
-        published = [
-            {"group": r.group, "run": r.run, "kind": r.kind, "published_teraflops": r.published,
-             "planned_teraflops": r.planned, "error": r.error, "tuned": r.tuned,
-             "seconds": r.step.as_dict()}
-            for r in rows
-        ]  # fmt: skip
-        document = {"bench": "planning", **provenance(), "rows": published}
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    published = [
+        {"group": r.group, "run": r.run, "kind": r.kind, "published_teraflops": r.published,
+         "planned_teraflops": r.planned, "error": r.error, "tuned": r.tuned,
+         "seconds": r.step.as_dict()}
+        for r in rows
+    ]  # fmt: skip
+    write_json(args.json, {"bench": "planning", **provenance(), "rows": published})
     missed = missed_bounds(rows)
     for line in missed:
         complain(line)
@@ -208,13 +159,11 @@ def _plan(args: argparse.Namespace) -> int:
         args.write.write_text(tomli_w.dumps(data))
     if args.draw is not None:
         draw_layout(plans[0].work.topology, cluster.gpus_per_node, args.draw)
-    if args.json is not None:
-        rows = [_document(plan, each.as_dict()) for plan, each in zip(plans, costs, strict=True)]
-        document = {
-            **provenance(), "cluster": cluster.model_dump(), "gpus": gpus, "spec": spec.as_dict(),
-            "accuracy": known.as_dict(), "plans": rows,
-        }  # fmt: skip
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    write_json(args.json, {
+        **provenance(), "cluster": cluster.model_dump(), "gpus": gpus, "spec": spec.as_dict(),
+        "accuracy": known.as_dict(),
+        "plans": [_document(plan, each.as_dict()) for plan, each in zip(plans, costs, strict=True)],
+    })  # fmt: skip
     return 0
 
 
@@ -277,3 +226,41 @@ def _document(plan: Plan, cost: dict[str, float]) -> dict[str, Any]:
         "seconds": plan.step.as_dict(),
         "cost": cost,
     }
+
+
+def _act(args: argparse.Namespace) -> int:
+    if args.calibrate is not None:
+        return _calibrate(args)
+    return _validate(args) if args.validate else _plan(args)
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.calibrate is None and not args.validate and (args.spec is None or args.cluster is None):
+        raise InputError("convoy plan needs SPEC and --cluster")
+
+
+main = Command(
+    "convoy plan",
+    "Plan a run: the best layouts, memory and time by part, days, dollars and energy.",
+    _EPILOG,
+    [
+        argument("spec", "SPEC", "a job spec", nargs="?", type=Path),
+        argument("--cluster", "NAME_OR_FILE", "a cluster file, or the name of a shipped one"),
+        argument("--gpus", "N", "GPUs; by default all of the cluster's"),
+        argument("--tokens", "N", "tokens to train on; by default the steps of the spec"),
+        argument("--layout", "AXIS=N,...", "plan this layout in place of a search"),
+        argument("--imbalance", "X", "rows of the busiest rank's experts as a multiple of the mean "
+                 "(1.1)", default="1.1"),
+        overrides(),
+        json_file("plans"),
+        argument("--write", "FILE", "write the spec with the best layout, as TOML", type=Path),
+        argument("--draw", "FILE", "draw the best layout over nodes and ranks: *.svg, *.png or "
+                 "*.pdf; needs matplotlib", type=Path),
+        argument("--calibrate", "FILE", "measure this machine, write --cluster with its rates to "
+                 "FILE, and end", type=Path),
+        flag("--validate", "compare the planner with published runs, and end"),
+    ],
+    _act,
+    stopped="nothing was written",
+    check=_check,
+)  # fmt: skip

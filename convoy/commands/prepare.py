@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 
-from convoy.commands.parsing import Parser, ended
-from convoy.commands.pretrain import add_spec_arguments
+from convoy.commands.parsing import SHRINK, SPEC, Command, OneOf, argument, flag, overrides
+from pretrain.errors import InputError
 
 _EPILOG = """\
 examples:
@@ -29,35 +28,6 @@ exit codes:
 """
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run ``convoy prepare``; returns its exit code."""
-    parser = Parser(
-        "convoy prepare", "Prepare the corpus of a spec; roll a run back; start it afresh.", _EPILOG
-    )
-    add_spec_arguments(parser)
-    parser.add_shrink()
-    modes = parser.add_mutually_exclusive_group()
-    modes.add_argument(
-        "--reset", action="store_true", help="remove the run's checkpoints, log and summary"
-    )
-    modes.add_argument(
-        "--load-step",
-        type=int,
-        metavar="N",
-        help="roll the run back to the checkpoint of step N",
-    )
-    modes.add_argument(
-        "--verify", action="store_true", help="compare every byte of the corpus with its manifest"
-    )
-    parser.add_argument(
-        "--processes", type=int, metavar="N", help="processes that read and tokenize documents"
-    )
-    args = parser.parse_args(arguments)
-    if args.processes is not None and args.processes < 1:
-        parser.error(f"--processes ({args.processes}) must be at least 1")
-    return ended(lambda: _prepare(args), debug=args.debug, stopped="the same command goes on")
-
-
 def _prepare(args: argparse.Namespace) -> int:
     from convoy.preparation import prepare, verify_data
     from pretrain.spec import load_spec
@@ -68,3 +38,30 @@ def _prepare(args: argparse.Namespace) -> int:
     else:
         prepare(spec, reset=args.reset, load_step=args.load_step, processes=args.processes)
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.processes is not None and args.processes < 1:
+        raise InputError(f"--processes ({args.processes}) must be at least 1")
+
+
+_MODES = OneOf((
+    flag("--reset", "remove the run's checkpoints, log and summary"),
+    argument("--load-step", "N", "roll the run back to the checkpoint of step N", type=int),
+    flag("--verify", "compare every byte of the corpus with its manifest"),
+))  # fmt: skip
+main = Command(
+    "convoy prepare",
+    "Prepare the corpus of a spec; roll a run back; start it afresh.",
+    _EPILOG,
+    [
+        SPEC,
+        overrides(),
+        SHRINK,
+        _MODES,
+        argument("--processes", "N", "processes that read and tokenize documents", type=int),
+    ],
+    _prepare,
+    stopped="the same command goes on",
+    check=_check,
+)

@@ -14,7 +14,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from convoy.commands.parsing import Parser, ended, is_first_rank, quick_imports
+from convoy.commands.parsing import (
+    SHRINK,
+    SPEC,
+    Command,
+    argument,
+    ended,
+    flag,
+    is_first_rank,
+    overrides,
+    quick_imports,
+)
+from convoy.commands.results import say_json
 from pretrain.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -53,51 +64,22 @@ _REPORT_SECONDS = 300.0
 _ROOT = Path(__file__).resolve().parents[2]
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run ``convoy pretrain``; returns its exit code."""
-    parser = Parser("convoy pretrain", "Train a model as a job spec says.", _EPILOG)
-    add_spec_arguments(parser)
-    parser.add_shrink()
-    parser.add_argument("--print-spec", action="store_true", help="print the resolved spec and end")
-    parser.add_argument(
-        "--plain", action="store_true", help="print lines, no drawing, on a terminal too"
-    )
-    parser.add_argument(
-        "--profile",
-        metavar="FIRST:LAST",
-        help="trace these steps with torch.profiler, into RUN_DIR/profile",
-    )
-    parser.add_argument(
-        "--report",
-        action="store_true",
-        help="when the run is done, write RUN_DIR/report.html as convoy report does",
-    )
-    args = parser.parse_args(arguments)
+def _act(args: argparse.Namespace) -> int:
     if args.print_spec:
-        return _print_spec(args)
+        return ended(lambda: _print_spec(args), debug=args.debug, stopped="nothing was changed")
     try:
         return _pretrain(args)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 
 
-def add_spec_arguments(parser: Parser) -> None:
-    """SPEC, ``--set`` and ``--debug``."""
-    parser.add_argument("spec", type=Path, metavar="SPEC", help="a job spec, in TOML or JSON")
-    parser.add_overrides()
-    parser.add_debug()
-
-
 def _print_spec(args: argparse.Namespace) -> int:
-    def show() -> int:
-        from pretrain.spec import load_spec
+    from pretrain.spec import load_spec
 
-        spec = load_spec(args.spec, args.overrides, shrunk=args.shrink)
-        if is_first_rank():
-            say(json.dumps(spec.as_dict(), indent=1))
-        return 0
-
-    return ended(show, debug=args.debug, stopped="nothing was changed")
+    spec = load_spec(args.spec, args.overrides, shrunk=args.shrink)
+    if is_first_rank():
+        say_json(spec.as_dict())
+    return 0
 
 
 def _pretrain(args: argparse.Namespace) -> int:
@@ -225,3 +207,22 @@ def _record_refusal(status: StatusFile, error: BaseException) -> None:
 
     with contextlib.suppress(InputError, OSError), lock_folder(status.run_dir, "run_dir"):
         status.fail(error)
+
+
+main = Command(
+    "convoy pretrain",
+    "Train a model as a job spec says.",
+    _EPILOG,
+    [
+        SPEC,
+        overrides(),
+        SHRINK,
+        flag("--print-spec", "print the resolved spec and end"),
+        flag("--plain", "print lines, no drawing, on a terminal too"),
+        argument("--profile", "FIRST:LAST", "trace these steps with torch.profiler, into "
+                 "RUN_DIR/profile"),
+        flag("--report", "when the run is done, write RUN_DIR/report.html as convoy report does"),
+    ],
+    _act,
+    ends_itself=True,
+)  # fmt: skip

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from convoy.commands.parsing import Parser, ended, is_first_rank
+from convoy.commands.parsing import (
+    RANKS,
+    Command,
+    OneOf,
+    argument,
+    check_ranks,
+    is_first_rank,
+    overrides,
+)
 from pretrain.errors import EXIT_LOST
 from pretrain.observe import say
 
@@ -34,21 +41,6 @@ exit codes:
   2  a run, the step or the layout cannot be used
   75 stopped
 """
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run ``convoy replay``; returns its exit code."""
-    parser = Parser("convoy replay", "Take a step of a recorded run again.", _EPILOG)
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--step", type=int, metavar="N", help="take this step again, from 1")
-    what.add_argument("--against", type=Path, metavar="OTHER", help="compare with another run")
-    parser.add_ranks()
-    parser.add_overrides("a field of the run's spec")
-    parser.add_debug()
-    args = parser.parse_args(arguments)
-    parser.check_ranks(args.ranks)
-    return ended(lambda: _act(args), debug=args.debug, stopped="nothing was changed")
 
 
 def _act(args: argparse.Namespace) -> int:
@@ -106,3 +98,22 @@ def _show(one: ReplayedStep) -> None:
 def _tell(line: str) -> None:
     if is_first_rank():
         say(line)
+
+
+_WHAT = OneOf((
+    argument("--step", "N", "take this step again, from 1", type=int),
+    argument("--against", "OTHER", "compare with another run", type=Path),
+), required=True)  # fmt: skip
+main = Command(
+    "convoy replay",
+    "Take a step of a recorded run again, on any ranks.",
+    _EPILOG,
+    [
+        argument("run_dir", "RUN_DIR", "the run's folder", type=Path),
+        _WHAT,
+        RANKS,
+        overrides("a field of the run's spec"),
+    ],
+    _act,
+    check=check_ranks,
+)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
 from pathlib import Path
 
-from convoy.commands.parsing import Parser, ended
+from convoy.commands.parsing import Command, argument
+from pretrain.errors import InputError
 from pretrain.observe import complain, say
 
 _EPILOG = """\
@@ -23,28 +24,31 @@ exit codes:
 """
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run ``convoy report``; returns its exit code."""
-    parser = Parser("convoy report", "Write a report of runs as one HTML file.", _EPILOG)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="the file; with one RUN by default RUN/report.html",
-    )
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    args = parser.parse_args(arguments)
-    if args.output is None and len(args.runs) > 1:
-        raise parser.refusal("--output is missing: several runs need the name of a file")
-    output = args.output or args.runs[0] / "report.html"
-    return ended(lambda: _write(args.runs, output), debug=args.debug, stopped="nothing changed")
-
-
-def _write(folders: Sequence[Path], output: Path) -> int:
+def _report(args: argparse.Namespace) -> int:
     from convoy.report import write_report
 
-    for note in write_report(folders, output):
+    output = args.output or args.runs[0] / "report.html"
+    for note in write_report(args.runs, output):
         complain(note)
     say(f"{output}: {output.stat().st_size / 1024:,.0f} KiB")
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.output is None and len(args.runs) > 1:
+        raise InputError("--output is missing: several runs need the name of a file")
+
+
+main = Command(
+    "convoy report",
+    "Write what became of runs as one HTML file.",
+    _EPILOG,
+    [
+        argument("runs", "RUN", "the folder of a run", nargs="+", type=Path),
+        argument(
+            "--output", "FILE", "the file; with one RUN by default RUN/report.html", type=Path
+        ),
+    ],
+    _report,
+    check=_check,
+)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from convoy.commands.parsing import Parser, ended, subcommands
+from convoy.commands.parsing import STEP, Argument, Command, Group, argument, overrides
 from pretrain.errors import InputError
 from pretrain.observe import human_bytes, progress_bar, say
 
@@ -44,104 +44,8 @@ checksums is verified while it is read, and all of DST at the end.
 {_CODES}"""
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run ``convoy reshard``; returns its exit code."""
-    parsers = {
-        "layout": (_layout_parser(), "all arrays, for another layout or in another format"),
-        "weights": (_weights_parser(), "the weights, without optimizer state, in any dtype"),
-        "surgery": (_surgery_parser(), "the weights of a model with other experts or widths"),
-    }
-    name, args = subcommands(
-        "convoy reshard",
-        "Rewrite a checkpoint for another layout, format or shape, in bounded memory.",
-        parsers,
-        arguments,
-        epilog=_EPILOG,
-        default="layout",
-    )
-    return ended(
-        lambda: _reshard(name, args), debug=args.debug, stopped="the same command goes on from here"
-    )
-
-
-def _layout_parser() -> Parser:
-    description = "Rewrite all arrays of a checkpoint, bit by bit."
-    return _parser("layout", description, "SRC DST --layout ep=4")
-
-
-def _weights_parser() -> Parser:
-    parser = _parser("weights", "Rewrite the weights alone.", "SRC DST --dtype bf16")
-    parser.add_argument("--dtype", choices=DTYPES, help="of floating-point weights; as stored")
-    return parser
-
-
-def _surgery_parser() -> Parser:
-    parser = _parser(
-        "surgery",
-        "Rewrite the weights of a model with other experts or another width.",
-        "SRC DST duplicate=2 --noise 0.01 --set moe.top_k=2",
-    )
-    parser.add_argument(
-        "surgery", metavar="KIND=NUMBERS", help="upcycle=8, drop=3,7, duplicate=2 or widen=2"
-    )
-    parser.add_argument(
-        "--noise",
-        type=float,
-        default=0.0,
-        metavar="STD",
-        help="normal noise on copies, as a multiple of a row's root mean square; 0",
-    )
-    parser.add_overrides("a field of the new spec")
-    parser.add_argument("--dtype", choices=DTYPES, help="of floating-point weights; as stored")
-    return parser
-
-
-def _parser(name: str, description: str, example: str) -> Parser:
-    prog = f"convoy reshard {name}"
-    parser = Parser(prog, description, f"example:\n  {prog} {example}\n\n{_CODES}")
-    parser.add_argument("source", metavar="SRC", help="the checkpoint to read, or its manifest")
-    parser.add_argument("target", metavar="DST", help="the folder or URL to write")
-    parser.add_argument(
-        "--layout",
-        metavar="AXIS=DEGREE,...",
-        help="the new layout; as SRC by default. A missing dp_shard is the least that ep needs",
-    )
-    parser.add_argument(
-        "--step", type=int, metavar="N", help="the checkpoint of step N; the newest by default"
-    )
-    parser.add_argument(
-        "--format", choices=["convoy", "dcp", "safetensors"], default="convoy", help="of DST"
-    )
-    parser.add_argument(
-        "--family", choices=["torchtitan", "megatron"], help="whose names and shapes SRC has"
-    )
-    parser.add_argument(
-        "--num-heads",
-        type=int,
-        metavar="N",
-        help="with --family megatron: query heads; not needed with qk_layernorm",
-    )
-    parser.add_argument(
-        "--rename",
-        action="append",
-        default=[],
-        metavar="OLD=NEW",
-        help="rename an array; with / at both ends, all arrays whose names begin with OLD",
-    )
-    parser.add_argument(
-        "--memory",
-        default="512MiB",
-        metavar="SIZE",
-        help="buffers of all workers together, at least 32MiB for each; 512MiB by default",
-    )
-    parser.add_argument(
-        "--workers", type=int, choices=range(1, 257), metavar="N", help="processes; up to 4"
-    )
-    parser.add_debug()
-    return parser
-
-
 def _reshard(name: str, args: argparse.Namespace) -> int:
+    """What the subcommand ``name`` does."""
     from ckpt.format import TREE, manifest_key
     from ckpt.read import verify
     from ckpt.rewrite import CheckpointTarget, rewrite
@@ -272,3 +176,62 @@ def _check_layout(source: Source, topology: Topology) -> None:
             f"--layout pp ({topology.pp}) must be at most model.num_layers ({layers}) of the "
             f"checkpoint"
         )
+
+
+_DTYPE = argument("--dtype", None, "of floating-point weights; as stored", choices=DTYPES)
+
+
+def _command(name: str, purpose: str, example: str, *arguments: Argument) -> Command:
+    prog = f"convoy reshard {name}"
+    return Command(
+        prog,
+        purpose,
+        f"example:\n  {prog} {example}\n\n{_CODES}",
+        [
+            argument("source", "SRC", "the checkpoint to read, or its manifest"),
+            argument("target", "DST", "the folder or URL to write"),
+            argument("--layout", "AXIS=DEGREE,...", "the new layout; as SRC by default. A missing "
+                     "dp_shard is the least that ep needs"),
+            STEP,
+            argument("--format", None, "of DST", choices=["convoy", "dcp", "safetensors"],
+                     default="convoy"),
+            argument("--family", None, "whose names and shapes SRC has",
+                     choices=["torchtitan", "megatron"]),
+            argument("--num-heads", "N", "with --family megatron: query heads; not needed with "
+                     "qk_layernorm", type=int),
+            argument("--rename", "OLD=NEW", "rename an array; with / at both ends, all arrays "
+                     "whose names begin with OLD", action="append", default=[]),
+            argument("--memory", "SIZE", "buffers of all workers together, at least 32MiB for "
+                     "each; 512MiB by default", default="512MiB"),
+            argument("--workers", "N", "processes; up to 4", type=int, choices=range(1, 257)),
+            *arguments,
+        ],
+        partial(_reshard, name),
+        stopped="the same command goes on from here",
+    )  # fmt: skip
+
+
+main = Group(
+    "convoy reshard",
+    "Rewrite a checkpoint for another layout, format or shape, in bounded memory.",
+    _EPILOG,
+    {
+        "layout": _command(
+            "layout", "Rewrite all arrays of a checkpoint, bit by bit.", "SRC DST --layout ep=4"
+        ),
+        "weights": _command(
+            "weights", "Rewrite the weights, without optimizer state, in any dtype.",
+            "SRC DST --dtype bf16", _DTYPE,
+        ),
+        "surgery": _command(
+            "surgery", "Rewrite the weights of a model with other experts or another width.",
+            "SRC DST duplicate=2 --noise 0.01 --set moe.top_k=2",
+            argument("surgery", "KIND=NUMBERS", "upcycle=8, drop=3,7, duplicate=2 or widen=2"),
+            argument("--noise", "STD", "normal noise on copies, as a multiple of a row's root mean "
+                     "square; 0", type=float, default=0.0),
+            overrides("a field of the new spec"),
+            _DTYPE,
+        ),
+    },
+    default="layout",
+)  # fmt: skip

@@ -5,11 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from convoy.commands.parsing import Parser, ended, is_first_rank
+from convoy.commands.parsing import (
+    RANKS,
+    STEP,
+    Command,
+    argument,
+    check_ranks,
+    flag,
+    is_first_rank,
+    overrides,
+)
+from pretrain.errors import InputError
 from pretrain.observe import say
 
 _EPILOG = """\
@@ -31,55 +40,24 @@ exit codes:
 """
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run ``convoy sample``; returns its exit code."""
-    parser = Parser("convoy sample", "Generate text with a checkpoint.", _EPILOG)
-    parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint folder, URL or manifest")
-    parser.add_argument(
-        "--prompt", action="append", metavar="TEXT",
-        help="the text to go on from; may be repeated; without it a document is begun",
-    )  # fmt: skip
-    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint's step; the newest")
-    parser.add_argument(
-        "--tokens", type=int, default=100, metavar="N", help="tokens to generate at most; 100"
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, metavar="T",
-        help="divides the logits; 0 takes the likeliest token; 0.8",
-    )  # fmt: skip
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P",
-        help="draw from the likeliest tokens whose probabilities reach this sum; 1",
-    )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws; 0")
-    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="the model's tokenizer.json")
-    parser.add_ranks()
-    parser.add_argument("--json", action="store_true", help="print a line of JSON for each prompt")
-    parser.add_overrides("a field of the checkpoint's spec")
-    parser.add_debug()
-    args = parser.parse_args(arguments)
-    _check(parser, args)
-    return ended(lambda: _sample(args, arguments), debug=args.debug, stopped="nothing was written")
-
-
-def _check(parser: Parser, args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace) -> None:
     rules = (
         ("--tokens", args.tokens, args.tokens >= 1, "at least 1"),
         ("--temperature", args.temperature, 0 <= args.temperature < float("inf"), "0 or more"),
         ("--top-p", args.top_p, 0 < args.top_p <= 1, "above 0 and at most 1"),
     )
-    for flag, value, holds, rule in rules:
+    for option, value, holds, rule in rules:
         if not holds:
-            parser.error(f"{flag} ({value}) must be {rule}")
-    parser.check_ranks(args.ranks)
+            raise InputError(f"{option} ({value}) must be {rule}")
+    check_ranks(args)
 
 
-def _sample(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+def _sample(args: argparse.Namespace) -> int:
     if args.ranks > 1:
         from convoy.local_ranks import run_local_ranks
 
-        return run_local_ranks(["-m", "convoy", "sample", *_of_a_rank(arguments)],
-                               args.ranks)  # fmt: skip
+        words = ["-m", "convoy", "sample", *args.words, "--ranks", "1"]
+        return run_local_ranks(words, args.ranks)
     from convoy.sampling import sample
 
     prompts = args.prompt or [""]
@@ -109,17 +87,6 @@ def _sample(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     return 0
 
 
-def _of_a_rank(arguments: Sequence[str]) -> list[str]:
-    """The command line without ``--ranks``."""
-    words = list(arguments)
-    for index, word in enumerate(words):
-        if word == "--ranks":
-            return words[:index] + words[index + 2 :]
-        if word.startswith("--ranks="):
-            return words[:index] + words[index + 1 :]
-    return words
-
-
 class _Shown:
     """Text on a terminal as it grows."""
 
@@ -132,3 +99,29 @@ class _Shown:
         sys.stdout.write(text[self._written.get(number, 0) :])
         sys.stdout.flush()
         self._written[number] = len(text)
+
+
+main = Command(
+    "convoy sample",
+    "Generate text with a checkpoint, on any ranks.",
+    _EPILOG,
+    [
+        argument("checkpoint", "CKPT", "a checkpoint folder, URL or manifest"),
+        argument("--prompt", "TEXT", "the text to go on from; may be repeated; without it a "
+                 "document is begun", action="append"),
+        STEP,
+        argument("--tokens", "N", "tokens to generate at most; 100", type=int, default=100),
+        argument("--temperature", "T", "divides the logits; 0 takes the likeliest token; 0.8",
+                 type=float, default=0.8),
+        argument("--top-p", "P", "draw from the likeliest tokens whose probabilities reach this "
+                 "sum; 1", type=float, default=1.0),
+        argument("--seed", "N", "of the draws; 0", type=int, default=0),
+        argument("--tokenizer", "FILE", "the model's tokenizer.json", type=Path),
+        RANKS,
+        flag("--json", "print a line of JSON for each prompt"),
+        overrides("a field of the checkpoint's spec"),
+    ],
+    _sample,
+    stopped="nothing was written",
+    check=_check,
+)  # fmt: skip

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from convoy.commands.parsing import Parser, check_writable, ended
-from convoy.commands.provenance import provenance
+from convoy.commands.parsing import Command, argument, flag, json_file, overrides
+from convoy.commands.results import check_writable, provenance, say_json, write_json
 from pretrain.errors import InputError
 from pretrain.observe import say
-
-if TYPE_CHECKING:
-    from convoy.plan import Scenario
 
 _EPILOG = """\
 examples:
@@ -35,35 +31,6 @@ exit codes:
 """
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run ``convoy simulate``; returns its exit code."""
-    parser = Parser(
-        "convoy simulate",
-        "Simulate a run under failures: effective training time, best interval, best spares.",
-        _EPILOG,
-    )
-    parser.add_argument(
-        "scenario", nargs="?", type=Path, metavar="SCENARIO", help="a scenario, in TOML or JSON"
-    )
-    parser.add_overrides("a field of the scenario")
-    parser.add_argument(
-        "--gpus", metavar="N,N,...", help="one or more numbers of GPUs, in place of run.gpus"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON too")
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="draw them too: *.svg, *.png or *.pdf; needs matplotlib",
-    )
-    parser.add_argument(
-        "--print-scenario", action="store_true", help="print the scenario with all fields, and end"
-    )
-    parser.add_debug()
-    args = parser.parse_args(arguments)
-    return ended(lambda: _simulate(args), debug=args.debug, stopped="nothing was written")
-
-
 def _simulate(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
@@ -73,15 +40,15 @@ def _simulate(args: argparse.Namespace) -> int:
         load_scenario(args.scenario, [*args.overrides, *size]) for size in _sizes(args.gpus)
     ]
     if args.print_scenario:
-        say(json.dumps(scenarios[0].model_dump(exclude_none=True), indent=1))
+        say_json(scenarios[0].model_dump(exclude_none=True))
         return 0
     check_writable("--json", args.json)
     if args.plot is not None:
         check_plot(args.plot)
     rows = [asdict(assess(scenario)) for scenario in scenarios]
     _show(rows)
-    if args.json is not None:
-        args.json.write_text(json.dumps(_document(scenarios[0], rows), indent=1) + "\n")
+    head = {"bench": "simulate", **provenance("numpy")}
+    write_json(args.json, head | {"scenario": scenarios[0].model_dump(), "rows": rows})
     if args.plot is not None:
         draw(rows, args.plot)
     return 0
@@ -109,11 +76,19 @@ def _show(rows: Sequence[dict[str, Any]]) -> None:
         say(causes_table(rows[0]))
 
 
-def _document(scenario: Scenario, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What ``--json`` writes: ``scenario`` is that of the first row."""
-    return {
-        "bench": "simulate",
-        **provenance("numpy"),
-        "scenario": scenario.model_dump(),
-        "rows": rows,
-    }
+main = Command(
+    "convoy simulate",
+    "Simulate a run under failures: effective training time, best interval, best spares.",
+    _EPILOG,
+    [
+        argument("scenario", "SCENARIO", "a scenario, in TOML or JSON", nargs="?", type=Path),
+        overrides("a field of the scenario"),
+        argument("--gpus", "N,N,...", "one or more numbers of GPUs, in place of run.gpus"),
+        json_file(),
+        argument("--plot", "FILE", "draw them too: *.svg, *.png or *.pdf; needs matplotlib",
+                 type=Path),
+        flag("--print-scenario", "print the scenario with all fields, and end"),
+    ],
+    _simulate,
+    stopped="nothing was written",
+)  # fmt: skip

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import argparse
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from convoy.commands.parsing import Parser, ended
+from convoy.commands.parsing import JSON, Command, argument
+from convoy.commands.results import say_json
 from pretrain.observe import say
 
 _EPILOG = """\
@@ -26,23 +26,7 @@ exit codes:
 """
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run ``convoy status``; returns its exit code."""
-    parser = Parser(
-        "convoy status",
-        "Show whether a run is running, how it ended, and where its time went.",
-        _EPILOG,
-    )
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_debug()
-    args = parser.parse_args(arguments)
-    return ended(
-        lambda: _show(args.run_dir, as_json=args.json), debug=args.debug, stopped="nothing changed"
-    )
-
-
-def _show(run_dir: Path, *, as_json: bool) -> int:
+def _show(args: argparse.Namespace) -> int:
     from parallel.layout import count_ranks
     from pretrain.observe import (
         last_step,
@@ -54,17 +38,16 @@ def _show(run_dir: Path, *, as_json: bool) -> int:
         summed,
     )
 
-    status, log = read_status(run_dir), run_dir / "log.jsonl"
+    status, log = read_status(args.run_dir), args.run_dir / "log.jsonl"
     step, ledger = last_step(log), ledger_of(read_former(log))
     sums = summed(ledger, step or 0)
-    if as_json:
-        found = status.model_dump() | {
+    if args.json:
+        say_json(status.model_dump() | {
             "step": step,
             "checkpoint": newest_checkpoint(status.checkpoint_path),
             "gone": status.is_gone,
             "ledger": asdict(sums),
-        }
-        say(json.dumps(found, indent=1))
+        })  # fmt: skip
         return 0
     if status.is_gone:
         say(f"killed: process {status.pid}, rank 0, is gone without a word; start the run again")
@@ -86,3 +69,12 @@ def _show(run_dir: Path, *, as_json: bool) -> int:
         if status.state == "running" and ledger.end is not None:
             say(f"  last line   {max(0.0, time.time() - ledger.end):.0f} s ago, not in the sums")
     return 0
+
+
+main = Command(
+    "convoy status",
+    "Show whether a run is running, how it ended, and where its time went.",
+    _EPILOG,
+    [argument("run_dir", "RUN_DIR", "the run's folder", type=Path), JSON],
+    _show,
+)
