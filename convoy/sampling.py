@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,8 @@ from corpus.location import is_there
 from corpus.tokenizer import load_tokenizer, tokenizer_at, tokenizer_fingerprint
 from pretrain.checkpoint import saved_spec
 from pretrain.errors import InputError
-from pretrain.job import RankModel, build_model
-from pretrain.runtime import Runtime, launched_world, start
+from pretrain.job import build_model
+from pretrain.runtime import launched_world, start
 from pretrain.spec import JobSpec, SampleConfig
 from pretrain.train import Drawing, Generated, generate
 
@@ -61,13 +62,18 @@ def sample(
         root, manifest = runtime.together(lambda: _read(location, step))
         spec = runtime.together(lambda: _spec_of(manifest, overrides, seed))
         words = runtime.together(lambda: _tokenizer_of(spec, manifest, tokenizer))
-        model = _load(spec, runtime, root, manifest)
-        found = []
-        for number, prompt in enumerate(prompts):
-            each = settings.model_copy(update={"prompt": prompt})
-            told = None if seen is None else partial(seen, number)
-            found.append(generate(model, words, each, drawing, told))
-        return found
+        model = build_model(spec, runtime)
+        runtime.together(lambda: ckpt.load(root, manifest, model.weights(), extra="ignore"))
+        return [
+            generate(
+                model,
+                words,
+                settings.model_copy(update={"prompt": prompt}),
+                drawing,
+                None if seen is None else partial(seen, number),
+            )
+            for number, prompt in enumerate(prompts)
+        ]
     finally:
         runtime.close()
 
@@ -91,39 +97,29 @@ def _spec_of(manifest: Manifest, overrides: Sequence[str], seed: int) -> JobSpec
     saved["init"], saved["sample"] = {}, {}
     settings = list(overrides)
     experts = (saved.get("moe") or {}).get("num_experts", 1)
-    if not any(each.startswith("parallel.") for each in settings):
-        settings.append(f"parallel.ep={_most_ranks(launched_world(), experts)}")
+    if not any(setting.startswith("parallel.") for setting in settings):
+        settings.append(f"parallel.ep={math.gcd(launched_world(), experts)}")
     return spec_on_ranks(saved, "the spec of the checkpoint", settings)
-
-
-def _most_ranks(world: int, experts: int) -> int:
-    return max(n for n in range(1, world + 1) if world % n == 0 and experts % n == 0)
 
 
 def _tokenizer_of(spec: JobSpec, manifest: Manifest, file: Path | None) -> Tokenizer:
     data = spec.data
     if file is not None:
-        found, name = tokenizer_at(file), str(file)
+        tokenizer, name = tokenizer_at(file), str(file)
     elif is_there(data.tokenizer_file):
-        found, name = load_tokenizer(data), data.tokenizer_file
+        tokenizer, name = load_tokenizer(data), data.tokenizer_file
     elif data.tokenizer is not None and is_there(data.tokenizer):
-        found, name = tokenizer_at(data.tokenizer), data.tokenizer
+        tokenizer, name = tokenizer_at(data.tokenizer), data.tokenizer
     else:
         raise InputError(
             f"the tokenizer of the corpus ({data.tokenizer_file}) is not there: name the "
             f"tokenizer.json of the model with --tokenizer"
         )
     known = manifest.state.get("tokenizer")
-    if known and known != tokenizer_fingerprint(found):
+    if known and known != tokenizer_fingerprint(tokenizer):
         raise InputError(
             f"the tokenizer {name} is not that of the checkpoint: its fingerprint is "
-            f"{tokenizer_fingerprint(found)[:12]}, the checkpoint has {known[:12]}; name the "
+            f"{tokenizer_fingerprint(tokenizer)[:12]}, the checkpoint has {known[:12]}; name the "
             f"model's tokenizer.json with --tokenizer"
         )
-    return found
-
-
-def _load(spec: JobSpec, runtime: Runtime, root: Location, manifest: Manifest) -> RankModel:
-    model = build_model(spec, runtime)
-    runtime.together(lambda: ckpt.load(root, manifest, model.weights(), extra="ignore"))
-    return model
+    return tokenizer

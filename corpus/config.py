@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
-
-from corpus.section import Section
-from corpus.weights import whole_weights
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 END_OF_DOCUMENT = "<|endoftext|>"
+MOST_SAMPLES = 100_000
+"""The longest period of a blend."""
 TOKENIZER_BYTES = 64 << 20
 """A tokenizer is trained on at most this many bytes of the training text."""
 
@@ -19,6 +20,41 @@ TOKENIZER_BYTES = 64 << 20
 def is_remote(path: str | Path) -> bool:
     """Whether a path is the URL of an object store."""
     return "://" in str(path)
+
+
+def whole_weights(field: str, weights: Mapping[str, float]) -> dict[str, int]:
+    """The smallest whole numbers in the proportions of ``weights``.
+
+    Each period of a blend has as many samples as these numbers add up to. A decimal number means
+    what it says: 0.1 and 0.2 are 1 and 2.
+
+    Raises ValueError, naming ``field``, where a weight is not above 0, or where the numbers add up
+    to more than :data:`MOST_SAMPLES`.
+    """
+    wrong = next((n for n, w in weights.items() if not (math.isfinite(w) and w > 0)), None)
+    if wrong is not None:
+        raise ValueError(f"{field}: the weight of {wrong} ({weights[wrong]}) must be above 0")
+    exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
+    common = math.lcm(*(weight.denominator for weight in exact.values()))
+    scaled = {name: int(weight * common) for name, weight in exact.items()}
+    divisor = math.gcd(*scaled.values())
+    numbers = {name: number // divisor for name, number in scaled.items()}
+    if sum(numbers.values()) > MOST_SAMPLES:
+        shown = ", ".join(f"{name}={weight}" for name, weight in weights.items())
+        raise ValueError(
+            f"{field}: the weights ({shown}) must add up to at most {MOST_SAMPLES} as whole "
+            f"numbers without a common divisor ({sum(numbers.values())}); round them to 4 digits"
+        )
+    return numbers
+
+
+class Section(BaseModel):
+    """A table of settings: frozen, without unknown fields, and without NaN and infinities."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    on_resume: ClassVar[Mapping[str, str]] = {"*": "free"}
+    """Whether a resume of a run may change a field, see :class:`pretrain.section.OnResume`."""
 
 
 class SourceConfig(Section):

@@ -19,10 +19,15 @@ MANIFEST = "manifest.json"
 MANIFEST_VERSION = 2
 
 
-class Shard(BaseModel):
-    """One file of tokens."""
+class _Record(BaseModel):
+    """Fields of a manifest."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Shard(_Record):
+    """One file of tokens."""
+
     file: str
     tokens: int
     documents: int | None = None
@@ -39,20 +44,18 @@ class Shard(BaseModel):
         return str(Path(self.file).with_suffix(".ends"))
 
 
-class Skipped(BaseModel):
+class Skipped(_Record):
     """Files that were not read, for one reason."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     files: int
     bytes: int
     names: list[str]
     """The first of them."""
 
 
-class LeftOut(BaseModel):
+class LeftOut(_Record):
     """Documents that were read and left out, for one reason."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     documents: int
     bytes: int
 
@@ -60,10 +63,8 @@ class LeftOut(BaseModel):
 _FORMER = ("val_gzip_bytes", "val_xz_bytes", "val_compressed_bytes")
 
 
-class CorpusManifest(BaseModel):
+class CorpusManifest(_Record):
     """``manifest.json`` of a prepared corpus: the settings, the shard files, and sizes in bytes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: int
     source: str

@@ -47,7 +47,7 @@ FLOORS = {
         "interop state_dict testing",
     ],
     "cluster": ["detect members", "launch burnin"],
-    "corpus": ["errors weights section", "config", "location", "documents", "tokenizer", "manifest",
+    "corpus": ["errors", "config", "location", "documents", "tokenizer", "manifest",
                "prepare"],
     "pretrain": [
         "errors section", "model data parts.playbook parts.verify", "optim", "state spec",
@@ -443,7 +443,7 @@ def test_a_layout_and_a_format_need_no_torch():
 CONFIGS = sorted(name for name in HOUSE_MODULES if is_config(name))
 
 
-PURE = {"corpus.section", "corpus.weights", "parallel.layout", "pretrain.section", "router"}
+PURE = {"parallel.layout", "pretrain.section", "router"}
 """What configs import besides: bases of sections, and arithmetic without any import."""
 
 

@@ -20,7 +20,7 @@ hangs in a collective is told from the ranks that wait for it.
 """
 
 from cluster.burnin.board import Board, MissingRanksError
-from cluster.burnin.compute import product_shape
+from cluster.burnin.measures import product_shape
 from cluster.burnin.run import BurnIn, BurnInOptions, ExpectedRates
 from cluster.burnin.verdict import Finding, RankFacts, Verdict
 

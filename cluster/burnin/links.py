@@ -18,10 +18,12 @@ import torch
 import torch.distributed as dist
 
 from cluster.burnin.board import Board
-from cluster.burnin.compute import synchronize
+from cluster.burnin.measures import synchronize
 
 _LATENCY_TRIPS = 20
 _BANDWIDTH_TRIPS = 3
+Pair = tuple[int, int]
+"""Two ranks."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,12 @@ class Link:
     """What failed, where something did."""
 
     @property
-    def pair(self) -> tuple[int, int]:
+    def pair(self) -> Pair:
         """Its ranks."""
         return self.first, self.second
 
 
-def rounds_of(nodes: Sequence[str]) -> Iterator[list[tuple[int, int]]]:
+def rounds_of(nodes: Sequence[str]) -> Iterator[list[Pair]]:
     """Pairs of ranks, round by round: every pair that is to be measured is in one round.
 
     Args:
@@ -66,7 +68,7 @@ def rounds_of(nodes: Sequence[str]) -> Iterator[list[tuple[int, int]]]:
         ]
 
 
-def _tournament(players: int, most: int) -> list[list[tuple[int, int]]]:
+def _tournament(players: int, most: int) -> list[list[Pair]]:
     """Every pair of ``players`` once, by the circle method; as many rounds as for ``most``."""
 
     def rounds(number: int) -> int:
@@ -83,110 +85,111 @@ def _tournament(players: int, most: int) -> list[list[tuple[int, int]]]:
     return [*found, *([] for _ in range(wanted - len(found)))]
 
 
-def measure_links(
-    pairs: Sequence[Sequence[tuple[int, int]]], nodes: Sequence[str], *, device: torch.device,
-    size: int,
-) -> list[Link]:  # fmt: skip
-    """The links of this rank, each reported by its first rank. Every rank calls this.
+class LinkTest:
+    """Measures links of this rank.
 
     Args:
-        pairs: of each round.
         nodes: the node of each rank.
         device: on which the tensors are.
         size: bytes in each direction.
-
-    After the first link that fails, this rank measures no other: the process group is broken then,
-    and :func:`find_broken_links` says which links are at fault.
     """
-    found: list[Link] = []
-    for first, second in _mine(pairs):
-        found.append(_measure(first, second, nodes, device, size))
-        if found[-1].error is not None:
-            break
-    return [k for k in found if k.error is not None or k.first == dist.get_rank()]
+
+    def __init__(self, nodes: Sequence[str], device: torch.device, size: int) -> None:
+        self.nodes, self.device, self.size = nodes, device, size
+
+    def measure(self, pairs: Sequence[Sequence[Pair]]) -> list[Link]:
+        """The links of this rank, each reported by its first rank. Every rank calls this with the
+        pairs of each round.
+
+        After the first link that fails, this rank measures no other: the process group is broken
+        then, and :meth:`find_broken` says which links are at fault.
+        """
+        measured: list[Link] = []
+        for pair in _mine(pairs):
+            measured.append(self._measure(pair))
+            if measured[-1].error is not None:
+                break
+        return [k for k in measured if k.error is not None or k.first == dist.get_rank()]
+
+    def find_broken(
+        self, pairs: Sequence[Sequence[Pair]], board: Board, timeout: timedelta
+    ) -> list[Link]:
+        """The links that fail, each tried in a process group of its own. Every rank calls this.
+
+        A rank with two failed links is not tried again: each failure takes up to ``timeout``.
+        """
+        broken: dict[Pair, Link] = {}
+        for one_round in pairs:
+            failures = Counter(rank for pair in broken for rank in pair)
+            tried = [pair for pair in one_round if max(failures[rank] for rank in pair) < 2]
+            mine: Link | None = None
+            for pair in _mine([tried]):
+                try:
+                    group = dist.new_group(
+                        list(pair), timeout=timeout, use_local_synchronization=True
+                    )
+                    mine = self._measure(pair, group)
+                except RuntimeError as failed:
+                    mine = self._failed(pair, failed)
+            bad = None if mine is None or mine.error is None else asdict(mine)
+            for fields in board.share("links", bad):
+                if fields is not None:
+                    link = Link(**fields)
+                    broken[link.pair] = link
+        return list(broken.values())
+
+    def _link(self, pair: Pair, rate: float, latency: float, error: str | None) -> Link:
+        within = self.nodes[pair[0]] == self.nodes[pair[1]]
+        return Link(*pair, within, rate, latency, error)
+
+    def _failed(self, pair: Pair, error: Exception) -> Link:
+        return self._link(pair, 0.0, 0.0, " ".join(str(error).split())[:200])
+
+    def _measure(self, pair: Pair, group: dist.ProcessGroup | None = None) -> Link:
+        """The link between this rank and another one; both call this."""
+        rank, first = dist.get_rank(), pair[0]
+        peer = pair[1] if rank == first else first
+        mine = torch.full((self.size,), rank % 251, dtype=torch.uint8, device=self.device)
+        theirs = torch.empty_like(mine)
+        word = torch.zeros(1, dtype=torch.int64, device=self.device)
+
+        def trip() -> float:
+            """Seconds of a round trip of 8 bytes, which the first rank begins."""
+            began = time.perf_counter()
+            for sends in (rank == first, rank != first):
+                if sends:
+                    dist.send(word, peer, group)
+                else:
+                    dist.recv(word, peer, group)
+            synchronize(self.device)
+            return time.perf_counter() - began
+
+        def exchange() -> float:
+            """Seconds in which both ranks receive all of the other's bytes."""
+            trip()  # both begin at once
+            began = time.perf_counter()
+            operations = [
+                dist.P2POp(dist.isend, mine, peer, group),
+                dist.P2POp(dist.irecv, theirs, peer, group),
+            ]
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+            synchronize(self.device)
+            return time.perf_counter() - began
+
+        try:
+            latency = min(trip() for _ in range(_LATENCY_TRIPS)) / 2
+            rate = self.size / min(exchange() for _ in range(_BANDWIDTH_TRIPS))
+        except RuntimeError as failed:
+            return self._failed(pair, failed)
+        wrong = not bool((theirs == peer % 251).all())
+        error = f"rank {rank} received other bytes than rank {peer} sent" if wrong else None
+        return self._link(pair, rate, latency, error)
 
 
-def find_broken_links(
-    pairs: Sequence[Sequence[tuple[int, int]]], nodes: Sequence[str], *, device: torch.device,
-    size: int, board: Board, timeout: timedelta,
-) -> list[Link]:  # fmt: skip
-    """The links that fail, each tried in a process group of its own. Every rank calls this.
-
-    A rank with two failed links is not tried again: each failure takes up to ``timeout``. The other
-    arguments are those of :func:`measure_links`.
-    """
-    broken: dict[tuple[int, int], Link] = {}
-    for one_round in pairs:
-        failures = Counter(rank for pair in broken for rank in pair)
-        tried = [pair for pair in one_round if max(failures[rank] for rank in pair) < 2]
-        mine: Link | None = None
-        for first, second in _mine([tried]):
-            try:
-                group = dist.new_group(
-                    [first, second], timeout=timeout, use_local_synchronization=True
-                )
-                mine = _measure(first, second, nodes, device, size, group)
-            except RuntimeError as failed:
-                mine = _failed(first, second, nodes, failed)
-        bad = None if mine is None or mine.error is None else asdict(mine)
-        for found in board.share("links", bad):
-            if found is not None:
-                broken[found["first"], found["second"]] = Link(**found)
-    return list(broken.values())
-
-
-def _mine(pairs: Sequence[Sequence[tuple[int, int]]]) -> Iterator[tuple[int, int]]:
+def _mine(pairs: Sequence[Sequence[Pair]]) -> Iterator[Pair]:
     rank = dist.get_rank()
     return (pair for one_round in pairs for pair in one_round if rank in pair)
-
-
-def _failed(first: int, second: int, nodes: Sequence[str], error: Exception) -> Link:
-    said = " ".join(str(error).split())[:200]
-    return Link(first, second, nodes[first] == nodes[second], 0.0, 0.0, said)
-
-
-def _measure(
-    first: int, second: int, nodes: Sequence[str], device: torch.device, size: int,
-    group: dist.ProcessGroup | None = None,
-) -> Link:  # fmt: skip
-    """The link between this rank and another one; both call this."""
-    rank = dist.get_rank()
-    peer = second if rank == first else first
-    mine = torch.full((size,), rank % 251, dtype=torch.uint8, device=device)
-    theirs = torch.empty_like(mine)
-    word = torch.zeros(1, dtype=torch.int64, device=device)
-
-    def trip() -> float:
-        """Seconds of a round trip of 8 bytes, which the first rank begins."""
-        began = time.perf_counter()
-        for sends in (rank == first, rank != first):
-            if sends:
-                dist.send(word, peer, group)
-            else:
-                dist.recv(word, peer, group)
-        synchronize(device)
-        return time.perf_counter() - began
-
-    def exchange() -> float:
-        """Seconds in which both ranks receive all of the other's bytes."""
-        trip()  # both begin at once
-        began = time.perf_counter()
-        operations = [
-            dist.P2POp(dist.isend, mine, peer, group), dist.P2POp(dist.irecv, theirs, peer, group)
-        ]  # fmt: skip
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-        synchronize(device)
-        return time.perf_counter() - began
-
-    try:
-        latency = min(trip() for _ in range(_LATENCY_TRIPS)) / 2
-        rate = size / min(exchange() for _ in range(_BANDWIDTH_TRIPS))
-    except RuntimeError as failed:
-        return _failed(first, second, nodes, failed)
-    wrong = not bool((theirs == peer % 251).all())
-    error = f"rank {rank} received other bytes than rank {peer} sent" if wrong else None
-    return Link(first, second, nodes[first] == nodes[second], rate, latency, error)
 
 
 def slow_links(

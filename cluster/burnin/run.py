@@ -14,19 +14,16 @@ import torch
 import torch.distributed as dist
 
 from cluster.burnin.board import Board, MissingRanksError
-from cluster.burnin.collectives import all_reduce, all_to_all
-from cluster.burnin.compute import product_rate, turns
-from cluster.burnin.links import (
-    Link,
-    find_broken_links,
-    measure_links,
-    nodes_of_links,
-    rounds_of,
-    slow_links,
+from cluster.burnin.links import Link, LinkTest, Pair, nodes_of_links, rounds_of, slow_links
+from cluster.burnin.measures import (
+    all_reduce,
+    all_to_all,
+    memory_fault,
+    product_rate,
+    storage_rates,
+    turns,
 )
-from cluster.burnin.memory import memory_fault
 from cluster.burnin.numerics import arithmetic_hash, differing, kind_of
-from cluster.burnin.storage import storage_rates
 from cluster.burnin.verdict import Finding, RankFacts, Verdict, describe_links, slow_ranks
 from cluster.members import node_name
 
@@ -104,6 +101,7 @@ class BurnIn:
         verdict = Verdict([RankFacts(**one) for one in self.board.share("start", asdict(facts))])
         self.kinds = [one.kind for one in verdict.ranks]
         self.nodes = [one.node for one in verdict.ranks]
+        self.link_test = LinkTest(self.nodes, o.device, o.link_bytes)
         checks = {
             "memory": self._memory, "numerics": self._numerics, "products": self._products,
             "training step": self._training_step, "storage": self._storage, "links": self._links,
@@ -112,15 +110,13 @@ class BurnIn:
         for name, check in checks.items():
             say(name)
             try:
-                goes_on = check(name, verdict)
+                check(name, verdict)
             except MissingRanksError as error:
                 verdict.ended_in = name
                 for rank in error.ranks:
                     verdict.blame(rank, name, f"no answer within {self.board.seconds:g} s")
-                return verdict
-            if not goes_on:
-                verdict.ended_in = name
-                return verdict
+            if verdict.ended_in is not None:
+                break
         return verdict
 
     def _ask(
@@ -143,34 +139,31 @@ class BurnIn:
                 verdict.blame(rank, name, error)
         return None if errors else [a["value"] for a in answers]
 
-    def _memory(self, name: str, verdict: Verdict) -> bool:
+    def _memory(self, name: str, verdict: Verdict) -> None:
         o = self.options
         for rank, fault in enumerate(
             self._ask(name, verdict, lambda: memory_fault(o.device, o.memory_bytes)) or ()
         ):
             if fault is not None:
                 verdict.blame(rank, name, fault)
-        return True
 
-    def _numerics(self, name: str, verdict: Verdict) -> bool:
+    def _numerics(self, name: str, verdict: Verdict) -> None:
         def hashes() -> list[str]:
             return [arithmetic_hash(self.options.device) for _ in range(_NUMERIC_REPEATS)]
 
         self._compare(name, verdict, hashes)
-        return True
 
-    def _training_step(self, name: str, verdict: Verdict) -> bool:
+    def _training_step(self, name: str, verdict: Verdict) -> None:
         step = self.options.training_step
         if step is not None:
             self._compare(name, verdict, lambda: [step(self.options.device)])
-        return True
 
     def _compare(self, name: str, verdict: Verdict, act: Callable[[], list[str]]) -> None:
         found = self._ask(name, verdict, act)
         for rank, reason in (differing(self.kinds, found) if found else {}).items():
             verdict.blame(rank, name, reason)
 
-    def _products(self, name: str, verdict: Verdict) -> bool:
+    def _products(self, name: str, verdict: Verdict) -> None:
         o = self.options
 
         def measure() -> list[float] | None:
@@ -187,7 +180,6 @@ class BurnIn:
 
         expected = None if o.expected is None else o.expected.products
         self._judge(name, verdict, measure, o.slow, expected=expected)
-        return True
 
     def _rate(self, is_mine: bool) -> float | None:
         return product_rate(self.options.device) if is_mine else None
@@ -214,10 +206,10 @@ class BurnIn:
         if expected is None and max(map(self.kinds.count, self.kinds)) < 3:
             verdict.not_judged.append(name)
 
-    def _storage(self, name: str, verdict: Verdict) -> bool:
+    def _storage(self, name: str, verdict: Verdict) -> None:
         o = self.options
         if o.folder is None:
-            return True
+            return
         folder = o.folder
 
         def make() -> None:
@@ -226,7 +218,7 @@ class BurnIn:
 
         # Only rank 0 makes the folder: a machine that does not share the folder must not have one.
         if self._ask(name, verdict, make, blames=False) is None:
-            return True
+            return
 
         def measure(which: int) -> list[float] | None:
             found = self._ask(
@@ -237,16 +229,15 @@ class BurnIn:
         slow, repeats = 1 - o.slow_storage, _STORAGE_REPEATS
         self._judge("storage write", verdict, lambda: measure(0), slow, repeats)
         self._judge("storage read", verdict, lambda: measure(1), slow, repeats)
-        return True
 
-    def _links(self, name: str, verdict: Verdict) -> bool:
+    def _links(self, name: str, verdict: Verdict) -> None:
         o = self.options
         pairs = list(rounds_of(self.nodes))
         links = self._measured(name, verdict, pairs)
-        failed = any(link.error is not None for link in links)
-        if failed:
+        if any(link.error is not None for link in links):
             self._blame_broken_links(verdict, links)
-            return False
+            verdict.ended_in = name
+            return
         expected = None if o.expected is None else o.expected.links
         bad = slow_links(links, o.slow_link, expected)
         for _ in range(_REPEATS - 1):
@@ -263,7 +254,6 @@ class BurnIn:
             few = 0 < sum(link.within_node == within for link in links) < 3
             if few and expected is None:
                 verdict.not_judged.append(what)
-        return True
 
     def _note_slow_network(
         self, verdict: Verdict, bad: list[Link], links: list[Link], expected: float
@@ -283,10 +273,7 @@ class BurnIn:
     def _blame_broken_links(self, verdict: Verdict, links: list[Link]) -> None:
         """Find the machines at fault, where something failed that needs several ranks."""
         o = self.options
-        bad = find_broken_links(
-            list(rounds_of(self.nodes)), self.nodes, device=o.device, size=o.link_bytes,
-            board=self.board, timeout=o.timeout,
-        )  # fmt: skip
+        bad = self.link_test.find_broken(list(rounds_of(self.nodes)), self.board, o.timeout)
         known = {link.pair: link for link in [*links, *bad]}
         verdict.measured["links"] = [asdict(link) for link in known.values()]
         self._blame_links(verdict, bad, list(known.values()))
@@ -299,50 +286,46 @@ class BurnIn:
             why = describe_links(node, mine, links, self.nodes, expected)
             verdict.findings.append(Finding(node, None, "links", why))
 
-    def _measured(
-        self, name: str, verdict: Verdict, pairs: list[list[tuple[int, int]]]
-    ) -> list[Link]:
+    def _measured(self, name: str, verdict: Verdict, pairs: list[list[Pair]]) -> list[Link]:
         """The links that all ranks have measured; nothing is measured for no pairs."""
-        o = self.options
-        found = self._ask(name, verdict, lambda: [
-            asdict(link)
-            for link in measure_links(pairs, self.nodes, device=o.device, size=o.link_bytes)
-        ]) if pairs else []  # fmt: skip
-        by_pair: dict[tuple[int, int], Link] = {}
-        for link in [Link(**one) for links in found or () for one in links]:
+        if not pairs:
+            return []
+        answers = self._ask(
+            name, verdict, lambda: [asdict(link) for link in self.link_test.measure(pairs)]
+        )
+        by_pair: dict[Pair, Link] = {}
+        for link in [Link(**one) for links in answers or () for one in links]:
             if link.pair not in by_pair or link.error is not None:
                 by_pair[link.pair] = link
         return list(by_pair.values())
 
-    def _all_to_all(self, name: str, verdict: Verdict) -> bool:
+    def _all_to_all(self, name: str, verdict: Verdict) -> None:
         o = self.options
-        return self._collective(name, verdict, lambda: all_to_all(o.device, o.rows, o.row_bytes))
+        self._collective(name, verdict, lambda: all_to_all(o.device, o.rows, o.row_bytes))
 
-    def _all_reduce(self, name: str, verdict: Verdict) -> bool:
+    def _all_reduce(self, name: str, verdict: Verdict) -> None:
         o = self.options
-        return self._collective(name, verdict, lambda: all_reduce(o.device, o.reduce_bytes))
+        self._collective(name, verdict, lambda: all_reduce(o.device, o.reduce_bytes))
 
     def _collective(
         self, name: str, verdict: Verdict, act: Callable[[], tuple[float, str | None]]
-    ) -> bool:
+    ) -> None:
         if dist.get_world_size() == 1:
-            return True
+            return
         # A broken link fails the collective on every rank, and only its two ends are at fault.
         found = self._ask(name, verdict, act, blames=False)
         if found is None:
             links = [Link(**one) for one in verdict.measured.get("links", ())]
             self._blame_broken_links(verdict, links)
-            return False
+            verdict.ended_in = name
+            return
         verdict.measured[name] = [rate for rate, _ in found]
         for rank, (_, wrong) in enumerate(found):
             if wrong is not None:
                 verdict.blame(rank, name, f"received {wrong}")
-        return True
 
 
-def _again(
-    bad: list[Link], links: list[Link], pairs: list[list[tuple[int, int]]]
-) -> list[list[tuple[int, int]]]:
+def _again(bad: list[Link], links: list[Link], pairs: list[list[Pair]]) -> list[list[Pair]]:
     """The rounds in which suspects are measured again: each without any other, or, where most links
     are suspects, with as many others as before."""
     suspects = {link.pair for link in bad}

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from cluster.burnin.links import Link
-from cluster.members import exclude
 
 VERSION = 1
 """Of the JSON that :meth:`Verdict.as_dict` gives."""
@@ -89,11 +87,6 @@ class Verdict:
                 f"{check} failed on {len(errors)} of {len(self.ranks)} ranks, rank {first}: "
                 f"{errors[first]}"
             )
-
-    def write_exclusions(self, path: Path) -> None:
-        """Put the bad machines on an exclude list, which launchers and rendezvous obey."""
-        for node, reason in self.bad_nodes.items():
-            exclude(path, node, reason)
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON."""

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
+from statistics import median
 from typing import NamedTuple
 
 # Public, documented names that torch.distributed does not mark as exported for type checkers.
@@ -23,7 +24,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from cluster.detect.devices import DeviceMonitor, DeviceReport
 from cluster.detect.hang import line_of
-from cluster.detect.robust import robust_scale
 from parallel import CommMonitor
 
 PUBLICATIONS_PER_SECOND = 1000
@@ -33,6 +33,9 @@ _KEPT = 64
 """Durations that are kept for each phase."""
 _FEWEST = 8
 """Durations of a phase from which on they say what is usual."""
+MAD_TO_SIGMA = 1.4826
+"""The standard deviation of a normal distribution over its median absolute deviation (Rousseeuw and
+Croux, JASA 88, 1993, section 1)."""
 
 
 class Place(NamedTuple):
@@ -73,6 +76,12 @@ class Heartbeat:
     def durations(self, phase: str) -> list[float]:
         """Seconds of the last stays in a phase, at most 64."""
         return list(self._durations.get(phase, ()))
+
+
+def robust_scale(values: Sequence[float]) -> tuple[float, float]:
+    """The median, and the standard deviation that the median absolute deviation stands for."""
+    middle = median(values)
+    return middle, MAD_TO_SIGMA * median(abs(value - middle) for value in values)
 
 
 @dataclass(frozen=True)

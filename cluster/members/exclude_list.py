@@ -37,8 +37,8 @@ def read_exclusions(path: Path) -> list[Exclusion]:
     Raises ValueError where the file is no exclude list, and OSError where it cannot be read.
     """
     try:
-        found = json.loads(path.read_text())
-        return [Exclusion(**one) for one in found["excluded"]]
+        listed = json.loads(path.read_text())["excluded"]
+        return [Exclusion(**fields) for fields in listed]
     except FileNotFoundError:
         return []
     except (ValueError, TypeError, KeyError) as error:
@@ -58,18 +58,14 @@ def exclude(path: Path, node: str, reason: str) -> None:
     with path.with_name(f".{path.name}.lock").open("w") as lock:
         with suppress(OSError):  # a file system without locks
             fcntl.lockf(lock, fcntl.LOCK_EX)
-        _add(path, node, reason)
-
-
-def _add(path: Path, node: str, reason: str) -> None:
-    known = read_exclusions(path)
-    if any(one.node == node for one in known):
-        return
-    known.append(Exclusion(node, reason, datetime.now(UTC).isoformat(timespec="seconds")))
-    text = json.dumps({"excluded": [asdict(one) for one in known]}, indent=1) + "\n"
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with draft.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+        known = read_exclusions(path)
+        if any(exclusion.node == node for exclusion in known):
+            return
+        known.append(Exclusion(node, reason, datetime.now(UTC).isoformat(timespec="seconds")))
+        text = json.dumps({"excluded": [asdict(exclusion) for exclusion in known]}, indent=1) + "\n"
+        draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        with draft.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)

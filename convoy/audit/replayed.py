@@ -1,13 +1,14 @@
-"""Steps of a recorded run once more, on any ranks, compared with the run's log."""
+"""Steps of a recorded run once more, compared with its log; and two recorded runs compared."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import ckpt
+from convoy.audit.faulty_run import arrays_that_differ
 from pretrain.checkpoint import Checkpointer, load_step, saved_spec
 from pretrain.errors import InputError
 from pretrain.job import build_job
@@ -94,11 +95,11 @@ class ReplayedStep:
 
     now: RecordedStep
     logged: RecordedStep
-    difference: str = field(init=False)
-    """What differs first, for people; empty where all bits are equal."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "difference", self.now.difference(self.logged))
+    @property
+    def difference(self) -> str:
+        """What differs first, for people; empty where all bits are equal."""
+        return self.now.difference(self.logged)
 
 
 class _NoCheckpoints:
@@ -213,3 +214,66 @@ def spec_on_ranks(saved: dict[str, Any], what: str, overrides: Sequence[str]) ->
     saved["inject"] = []
     saved["verify"] = {}
     return resolve_spec(saved, what, overrides)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two runs have in common."""
+
+    steps: tuple[int, int]
+    """The first and the last step that both logs have."""
+    differing: tuple[RecordedStep, RecordedStep] | None
+    """The first step that differs, in the one run and in the other."""
+    checkpoint: int | None
+    """The newest step whose checkpoints are compared: of both runs, and before ``differing``."""
+    arrays: list[str]
+    """The arrays of these checkpoints that differ."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing differs."""
+        return self.differing is None and not self.arrays
+
+    def lines(self) -> list[str]:
+        """What was found, for people."""
+        first, last = self.steps
+        found = []
+        if self.differing is None:
+            found.append(f"steps {first} to {last}: equal, bit for bit")
+        else:
+            one, other = self.differing
+            found.append(f"step {one.step} is the first that differs: {one.difference(other)}")
+            for name, each in (("RUN_DIR", one), ("OTHER", other)):
+                found.append(f"  {name}: loss {each.loss!r}, gradient norm {each.grad_norm!r}")
+        if self.checkpoint is None:
+            found.append("checkpoints: the runs have none of an equal step to compare")
+        elif self.arrays:
+            some = ", ".join(self.arrays[:3])
+            rest = f" and {len(self.arrays) - 3} more" if len(self.arrays) > 3 else ""
+            found.append(f"checkpoints of step {self.checkpoint}: {some}{rest} differ")
+        else:
+            found.append(f"checkpoints of step {self.checkpoint}: equal, bit for bit")
+        return found
+
+
+def compare_runs(run_dir: Path, other_dir: Path) -> Comparison:
+    """Compare the logs of two exact runs step by step, and their newest common checkpoints of
+    before the first step that differs.
+
+    Raises InputError where a run is not exact, or the runs have no step in common.
+    """
+    runs = [run_dir, other_dir]
+    logs = [recorded_steps(run, exact=True) for run in runs]
+    common = sorted(logs[0].keys() & logs[1].keys())
+    if not common:
+        raise InputError(f"{run_dir} and {other_dir} must have a step in common in their logs")
+    pairs = ((logs[0][step], logs[1][step]) for step in common)
+    differing = next((pair for pair in pairs if pair[0].difference(pair[1])), None)
+    last = common[-1] if differing is None else differing[0].step - 1
+    roots = [checkpoints_of(run) for run in runs]
+    saved = [set(ckpt.committed_steps(root)) for root in roots]
+    checkpoint = max((step for step in saved[0] & saved[1] if step <= last), default=None)
+    arrays: list[str] = []
+    if checkpoint is not None:
+        arrays = arrays_that_differ(roots[0], roots[1], checkpoint)
+    return Comparison((common[0], common[-1]), differing, checkpoint, arrays)

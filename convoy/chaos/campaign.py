@@ -10,12 +10,13 @@ import json
 import random
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from convoy.audit import Audit, arrays_that_differ, audit
-from convoy.chaos.machines import Machines, closing
+from convoy.chaos.machines import Machines
 from pretrain.errors import InputError
 from pretrain.observe import StepCommitted, last_event, read_log
 from pretrain.spec import JobSpec

@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -130,12 +128,3 @@ def _own_store() -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-@contextmanager
-def closing(machines: Machines) -> Iterator[Machines]:
-    """End all processes of a launch, however the context ends."""
-    try:
-        yield machines
-    finally:
-        machines.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 _SLOW_DEVICE, _SLOW_CPU = 10.0, 25.0
 """Percent; a CPU's cores are shared with other processes."""
 _QUICK_DIVISOR = 16
+_SMALL_STEPS = 3
 
 _EPILOG = """\
 examples:
@@ -102,7 +104,6 @@ def _options(args: argparse.Namespace, shape: dict[str, Any]) -> BurnInOptions:
     from datetime import timedelta
 
     from cluster.burnin import BurnInOptions
-    from convoy.commands.burnin_model import small_steps
     from pretrain.runtime import rank_device
 
     device = rank_device()
@@ -128,6 +129,44 @@ def _options(args: argparse.Namespace, shape: dict[str, Any]) -> BurnInOptions:
     return replace(options, **{k: getattr(options, k) // _QUICK_DIVISOR for k in sizes})
 
 
+def small_steps(device: torch.device) -> str:
+    """Train a mixture-of-experts decoder for three steps; returns a hash of its parameters.
+
+    Equal devices have equal bits: every number that goes in comes from a generator on the CPU.
+
+    Raises ValueError where the loss is not finite.
+    """
+    import torch
+    from torch.nn import functional as F
+
+    from moe import MoEConfig
+    from pretrain.model import Decoder, ModelConfig
+
+    shape = ModelConfig(
+        vocab_size=512, d_model=128, num_layers=2, num_heads=4, num_kv_heads=2, d_ff=256
+    )
+    model = Decoder(shape, MoEConfig(d_model=128, d_ff=128, num_experts=8, top_k=2))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02, generator=generator)
+    model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    for _ in range(_SMALL_STEPS):
+        tokens_BS = torch.randint(shape.vocab_size, (4, 65), generator=generator).to(device)
+        logits = model(tokens_BS[:, :-1]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens_BS[:, 1:].flatten())
+        if not bool(loss.isfinite()):
+            raise ValueError(f"the loss of a training step is {loss.item()}")
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 def _expected_rates(name_or_file: str, device: torch.device) -> ExpectedRates:
     """What a cluster file says that a rank and a link reach, with its shares of the peaks.
 
@@ -146,14 +185,8 @@ def _expected_rates(name_or_file: str, device: torch.device) -> ExpectedRates:
             f"{str(torch_dtype).removeprefix('torch.')}, in which this device computes the products"
         )
     seconds = cluster.chip.gemm_seconds(size, size, size, dtype)
-    links = {True: cluster.intra_node, False: cluster.inter_node}
-    return ExpectedRates(
-        products=2 * size**3 / seconds,
-        links={
-            within: link.gigabytes_per_second * 1e9 * link.efficiency
-            for within, link in links.items()
-        },
-    )
+    links = {True: cluster.intra_node.rate, False: cluster.inter_node.rate}
+    return ExpectedRates(products=2 * size**3 / seconds, links=links)
 
 
 def _join(device: torch.device, timeout: float) -> Board:
@@ -178,11 +211,14 @@ def _told(check: str) -> None:
 
 
 def _show(verdict: Verdict, args: argparse.Namespace) -> None:
+    from cluster.members import exclude
+
     for line in verdict.lines():
         say(line)
     write_json(args.json, provenance("torch") | verdict.as_dict())
     if args.exclude_list is not None:
-        verdict.write_exclusions(args.exclude_list)
+        for node, reason in verdict.bad_nodes.items():
+            exclude(args.exclude_list, node, reason)
 
 
 def _leave(code: int) -> None:

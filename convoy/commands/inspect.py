@@ -52,13 +52,6 @@ def _read(location: str, step: int | None) -> tuple[ckpt.Location, ckpt.Manifest
     return root, read_manifest(root, step)
 
 
-def _folder(location: str) -> ckpt.Location:
-    """The checkpoint folder of an argument, whichever step it names."""
-    from ckpt.format import locate
-
-    return locate(location)[0]
-
-
 def _show(args: argparse.Namespace) -> int:
     root, manifest = _read(args.checkpoint, args.step)
     if args.json:
@@ -237,8 +230,9 @@ def _changes(fields: Sequence[tuple[str, Any, Any]]) -> list[dict[str, Any]]:
 def _history(args: argparse.Namespace) -> int:
     """The steps, oldest first, and what changed in each."""
     import ckpt
+    from ckpt.format import locate
 
-    root = _folder(args.checkpoint)
+    root = locate(args.checkpoint)[0]
     links = ckpt.read_lineage(root)
     if not links:
         ckpt.read_manifest(root)  # raises the error that says why there are none
@@ -276,10 +270,11 @@ def _told(link: ckpt.lifecycle.Link, first: bool) -> list[str]:
 def _gc(args: argparse.Namespace) -> int:
     """Remove garbage; with ``--dry-run`` list it."""
     import ckpt
+    from ckpt.format import locate
 
     if args.grace_seconds < 0:
         raise InputError(f"--grace-seconds ({args.grace_seconds:g}) must be 0 or more")
-    root = _folder(args.checkpoint)
+    root = locate(args.checkpoint)[0]
     found = ckpt.find_garbage(root, args.grace_seconds, args.unlisted)
     removed = [] if args.dry_run else ckpt.remove_garbage(root, found)
     goes = [each for each in found if not each.stays]

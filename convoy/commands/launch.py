@@ -22,6 +22,12 @@ _FIRST_START_SECONDS, _FIRST_SAVE_SECONDS = 120.0, 60.0
 """For a start (images, imports, the corpus) and for a checkpoint, before one was measured; the
 second as the run itself reserves."""
 
+_LOCAL = {
+    "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "rootfs", "squashfs", "tmpfs",
+    "vfat", "xfs", "zfs",
+}  # fmt: skip
+"""File systems of one machine. The others are taken for shared: NFS, Lustre, GPFS, CephFS ..."""
+
 _EPILOG = """\
 examples:
   convoy launch spec.toml --on slurm                        # print the job
@@ -275,10 +281,32 @@ def check_image(image: str | None, version: str) -> None:
         )
 
 
+def local_file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str | None:
+    """The type of the file system of ``path`` where it belongs to this machine alone; otherwise
+    None. A path that does not exist yet is judged by the nearest folder above that does.
+
+    Args:
+        path: an absolute path.
+        mounts: the table of mounted file systems; what has none, a Mac, is not judged.
+    """
+    kind_there, length = None, -1
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:
+        return None
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    path = path.resolve()
+    for line in lines:
+        _device, where, kind, *_ = line.split()
+        mount = Path(where.encode().decode("unicode_escape"))
+        if path.is_relative_to(mount) and len(mount.parts) >= length:
+            kind_there, length = kind, len(mount.parts)
+    return kind_there if kind_there in _LOCAL else None
+
+
 def check_folders(job: EngineJob, engine: Engine) -> None:
     """Refuse folders of this machine alone for a run on several."""
-    from cluster.launch import local_file_system
-
     if job.nodes[1] == 1 or engine.container_workdir:
         return
     folders = {"run_dir": job.run_dir}

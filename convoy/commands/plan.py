@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,30 +96,13 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from convoy.plan import (
-        MEMORY_ERROR,
-        accuracy_lines,
-        accuracy_of,
-        check_plot,
-        cost_of,
-        draw_layout,
-        load_cluster,
-        no_layout,
-        plan_lines,
-        plan_of,
-        plans_table,
-        reasons,
-        search_layouts,
-        spec_with_plan,
-        unplanned,
-        why_others_lose,
-    )
+    import convoy.plan as planner
     from pretrain.spec import load_spec
 
-    cluster = load_cluster(args.cluster)
+    cluster = planner.load_cluster(args.cluster)
     gpus = cluster.gpus if args.gpus is None else int(_number("--gpus", args.gpus, 1, whole=True))
     named = [] if args.layout is None else _overrides(args.layout)
-    spec = unplanned(load_spec(args.spec, [*args.overrides, *named]))
+    spec = planner.unplanned(load_spec(args.spec, [*args.overrides, *named]))
     imbalance = _number("--imbalance", args.imbalance, 1)
     S = spec.data.seq_len
     tokens: float = spec.batch.samples_of(spec.train.steps, S) * S
@@ -127,42 +111,42 @@ def _plan(args: argparse.Namespace) -> int:
     check_writable("--json", args.json)
     check_writable("--write", args.write)
     if args.draw is not None:
-        check_plot(args.draw, "--draw")
+        planner.check_plot(args.draw, "--draw")
     cluster.chip.peak(spec.precision.compute)  # a cluster without this dtype is told at once
-    known = accuracy_of(spec.moe is not None, cluster)
+    known = planner.accuracy_of(spec.moe is not None, cluster)
     if args.layout is not None:
-        plans = [plan_of(spec, gpus, cluster, imbalance)]
+        plans = [planner.plan_of(spec, gpus, cluster, imbalance)]
         _check_memory(plans[0], cluster)
     else:
-        found = search_layouts(spec, gpus, cluster, imbalance)
+        found = planner.search_layouts(spec, gpus, cluster, imbalance)
         if not found.best:
-            raise no_layout(found, gpus, cluster)
+            raise planner.no_layout(found, gpus, cluster)
         plans = found.best
-        say(plans_table(plans))
+        say(planner.plans_table(plans))
         say("")
-        for line in reasons(plans[0], plans[1:]):
+        for line in planner.reasons(plans[0], plans[1:]):
             say(line)
-        say(why_others_lose(found))
-        say(accuracy_lines(plans, known, cluster))
+        say(planner.why_others_lose(found))
+        say(planner.accuracy_lines(plans, known, cluster))
         say("")
-    costs = [cost_of(plan, cluster, tokens) for plan in plans]
-    say(plan_lines(plans[0], costs[0], cluster))
+    costs = [planner.cost_of(plan, cluster, tokens) for plan in plans]
+    say(planner.plan_lines(plans[0], costs[0], cluster))
     if args.layout is not None:
-        say(accuracy_lines(plans, known, cluster))
+        say(planner.accuracy_lines(plans, known, cluster))
         if plans[0].memory.total > cluster.chip.memory_bytes:
-            said = f"planned memory may be off by {MEMORY_ERROR:.0%}"
+            said = f"planned memory may be off by {planner.MEMORY_ERROR:.0%}"
             say(f"warning: {_above_memory(plans[0], cluster)}; {said}")
     if args.write is not None:
         import tomli_w
 
-        data = spec_with_plan(spec, plans[0]).model_dump(mode="json", exclude_none=True)
+        data = planner.spec_with_plan(spec, plans[0]).model_dump(mode="json", exclude_none=True)
         args.write.write_text(tomli_w.dumps(data))
     if args.draw is not None:
-        draw_layout(plans[0].work.topology, cluster.gpus_per_node, args.draw)
+        planner.draw_layout(plans[0].work.topology, cluster.gpus_per_node, args.draw)
     write_json(args.json, {
         **provenance(), "cluster": cluster.model_dump(), "gpus": gpus, "spec": spec.as_dict(),
         "accuracy": known.as_dict(),
-        "plans": [_document(plan, each.as_dict()) for plan, each in zip(plans, costs, strict=True)],
+        "plans": [_document(plan, asdict(cost)) for plan, cost in zip(plans, costs, strict=True)],
     })  # fmt: skip
     return 0
 

@@ -81,14 +81,7 @@ def _reshard(name: str, args: argparse.Namespace) -> int:
 def _source(args: argparse.Namespace) -> Source:
     """SRC, under the names that the flags give its arrays."""
     from ckpt.format import locate
-    from convoy.convert import (
-        from_megatron,
-        from_titan,
-        open_source,
-        refuse_other_formats,
-        with_names,
-        without_tree,
-    )
+    from convoy import convert
 
     rename = {}
     for rule in args.rename:
@@ -101,14 +94,14 @@ def _source(args: argparse.Namespace) -> Source:
             f"--num-heads ({args.num_heads}) must be at least 1, and is for --family megatron"
         )
     if args.family == "megatron":
-        refuse_other_formats(Path(args.source))
+        convert.refuse_other_formats(Path(args.source))
     location, step = locate(args.source, args.step)
-    source = open_source(str(location), step, adopt=args.family != "megatron")
+    source = convert.open_source(str(location), step, adopt=args.family != "megatron")
     if args.family == "megatron":
-        source = without_tree(from_megatron(source, args.num_heads))
+        source = convert.without_tree(convert.from_megatron(source, args.num_heads))
     elif args.family:
-        source = without_tree(from_titan(source))
-    return with_names(source, rename)
+        source = convert.without_tree(convert.from_titan(source))
+    return convert.with_names(source, rename)
 
 
 def _edited(name: str, args: argparse.Namespace, source: Source) -> Source:

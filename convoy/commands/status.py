@@ -28,23 +28,15 @@ exit codes:
 
 def _show(args: argparse.Namespace) -> int:
     from parallel.layout import count_ranks
-    from pretrain.observe import (
-        last_step,
-        ledger_of,
-        ledger_table,
-        newest_checkpoint,
-        read_former,
-        read_status,
-        summed,
-    )
+    from pretrain import observe
 
-    status, log = read_status(args.run_dir), args.run_dir / "log.jsonl"
-    step, ledger = last_step(log), ledger_of(read_former(log))
-    sums = summed(ledger, step or 0)
+    status, log = observe.read_status(args.run_dir), args.run_dir / "log.jsonl"
+    step, ledger = observe.last_step(log), observe.ledger_of(observe.read_former(log))
+    sums = observe.summed(ledger, step or 0)
     if args.json:
         say_json(status.model_dump() | {
             "step": step,
-            "checkpoint": newest_checkpoint(status.checkpoint_path),
+            "checkpoint": observe.newest_checkpoint(status.checkpoint_path),
             "gone": status.is_gone,
             "ledger": asdict(sums),
         })  # fmt: skip
@@ -61,10 +53,10 @@ def _show(args: argparse.Namespace) -> int:
         say(f"  ended       {status.time}")
     if step is not None:
         say(f"  step        {step}")
-    checkpoint = newest_checkpoint(status.checkpoint_path)
+    checkpoint = observe.newest_checkpoint(status.checkpoint_path)
     if checkpoint is not None:
         say(f"  checkpoint  {checkpoint}")
-    if table := ledger_table(sums):
+    if table := observe.ledger_table(sums):
         say(table)
         if status.state == "running" and ledger.end is not None:
             say(f"  last line   {max(0.0, time.time() - ledger.end):.0f} s ago, not in the sums")

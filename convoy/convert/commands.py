@@ -29,20 +29,8 @@ from ckpt.rewrite import (
     write_checkpoint,
 )
 from ckpt.store import new_folder
-from convoy.convert.hf import (
-    FAMILIES,
-    Family,
-    HFConfig,
-    Sections,
-    expressing,
-    family_for,
-    family_of,
-    from_hf,
-    has_mtp,
-    hf_tensors,
-    open_hf,
-    to_hf,
-)
+from convoy.convert import hf
+from convoy.convert.grown import Upcycled, misfit, upcycled_spec, weight_arrays
 from convoy.convert.tokenizer import (
     TOKENIZER,
     FoundTokenizer,
@@ -50,8 +38,6 @@ from convoy.convert.tokenizer import (
     tokenizer_of_checkpoint,
     tokenizer_of_hf,
 )
-from convoy.convert.upcycled import Upcycled, upcycled_spec
-from convoy.convert.weights import misfit, weight_arrays
 from corpus.config import DataConfig
 from moe import MoEConfig
 from parallel import Topology
@@ -85,26 +71,28 @@ def import_hf(source: Path, target: Path) -> tuple[JobSpec, int]:
     return spec, _write(target, spec, weights, state, source)
 
 
-def _open_hf(source: Path) -> tuple[Sections, Source, str]:
-    config = HFConfig.read(source)
-    family = family_of(config)
+def _open_hf(source: Path) -> tuple[hf.Sections, Source, str]:
+    config = hf.HFConfig.read(source)
+    family = hf.family_of(config)
     model, moe = family.sections(config)
     try:
         spec = new_spec((model, moe), source)  # says what does not fit, before files are read
     except InputError as error:
         reason = str(error).removeprefix(f"{source}: ")
         raise InputError(f"{config.where}: {config.theirs(reason)}") from None
-    if spec.model.num_mtp_layers and not has_mtp(source, spec.model.num_layers):
+    if spec.model.num_mtp_layers and not hf.has_mtp(source, spec.model.num_layers):
         model = {**model, "num_mtp_layers": 0}
         spec = new_spec((model, moe), source)
     arrays = weight_arrays(spec.model, spec.moe)
-    tensors = hf_tensors(arrays, family.names)
+    tensors = hf.hf_tensors(arrays, family.names)
     spare = config.size("num_nextn_predict_layers", 0)
-    files = open_hf(source, tensors, spec.model.num_layers, spare)
-    return (model, moe), from_hf(files, tensors, arrays), family.model_type
+    files = hf.open_hf(source, tensors, spec.model.num_layers, spare)
+    return (model, moe), hf.from_hf(files, tensors, arrays), family.model_type
 
 
-def new_spec(sections: Sections, target: Path, tokenizer: FoundTokenizer | None = None) -> JobSpec:
+def new_spec(
+    sections: hf.Sections, target: Path, tokenizer: FoundTokenizer | None = None
+) -> JobSpec:
     """A spec to train on with, where a checkpoint brings none of its own; its ``data.source`` is
     for a person to name, and is refused until then."""
     model, moe = sections
@@ -185,7 +173,7 @@ def export_hf(
     family: str | None = None,
     dtype: torch.dtype = torch.float32,
     max_file_bytes: int = 5 * 10**9,
-) -> tuple[Family, Manifest, int, Path | str | None]:
+) -> tuple[hf.Family, Manifest, int, Path | str | None]:
     """Write a checkpoint's weights, and their tokenizer, as a Hugging Face folder; moments stay
     behind.
 
@@ -198,18 +186,18 @@ def export_hf(
     manifest = ckpt.read_manifest(root, step)
     model, moe = _sections_of(root, manifest)
     seq_len = int((stored_spec(manifest.spec).get("data") or {}).get("seq_len", _SEQ_LEN))
-    made, name = FAMILIES[family] if family else family_for(model, moe, seq_len), str(dtype)
+    made, name = hf.FAMILIES[family] if family else hf.family_for(model, moe, seq_len), str(dtype)
     try:
         config = made.config(model, moe, seq_len) | {"torch_dtype": name.removeprefix("torch.")}
     except InputError as error:
-        others = ", ".join(expressing(model, moe, seq_len)) or "no family"
+        others = ", ".join(hf.expressing(model, moe, seq_len)) or "no family"
         raise InputError(f"{error}; {others} can express this model") from None
     arrays = weight_arrays(model, moe)
     source = CheckpointSource(root, manifest)
     wrong = misfit(source, arrays, "the model of its spec")
     if wrong is not None:
         raise CheckpointError(f"checkpoint array {wrong}")
-    weights = to_hf(source, hf_tensors(arrays, made.names), name.removeprefix("torch."))
+    weights = hf.to_hf(source, hf.hf_tensors(arrays, made.names), name.removeprefix("torch."))
     found = tokenizer_of_checkpoint(root, manifest.state, _data_of(manifest), model.vocab_size)
     beside = {}
     if found is not None:

@@ -7,21 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ckpt.format import TREE
 from ckpt.rewrite import Described, Selected, Source, SourceInfo, changed
-from convoy.convert.upcycled import Upcycled, upcycled_spec
-from convoy.convert.weights import misfit, weight_arrays
-from convoy.convert.widen import Widened, widened_sections
+from convoy.convert.grown import (
+    Upcycled,
+    Values,
+    Widened,
+    misfit,
+    upcycled_spec,
+    weight_arrays,
+    widened_sections,
+)
 from parallel.layout import Box
 from pretrain.errors import InputError
 from pretrain.spec import JobSpec, resolve_spec, stored_spec
 from pretrain.state import MODEL, ROUTER, has_expert_dim, in_decoder, tokenizer_of
-
-Values = np.ndarray[Any, Any]
 
 _KINDS = ("upcycle=NUM_EXPERTS", "drop=EXPERT,...", "duplicate=COPIES", "widen=COPIES")
 
@@ -72,7 +76,7 @@ def operate(
 
     ``widen`` multiplies ``d_ff`` of the experts, or of a dense model's layers. Every hidden unit is
     there several times, and the output does not change, with ``noise`` neither; see
-    :class:`convoy.convert.widen.Widened`.
+    :class:`convoy.convert.grown.Widened`.
 
     Args:
         source: holds the spec of its model.

@@ -87,8 +87,8 @@ def calibrate(base: Cluster, device: torch.device) -> Cluster:
             "all_to_all_efficiency": exchange / 1e9 / peak,
             "latency_microseconds": latency * 1e6,
         })  # fmt: skip
-    found = base.model_copy(update={"chip": chip, "intra_node": link})
-    return Cluster.model_validate(found.model_dump())
+    measured = base.model_copy(update={"chip": chip, "intra_node": link})
+    return Cluster.model_validate(measured.model_dump())
 
 
 def _slowest(rate: float) -> float:
@@ -113,7 +113,14 @@ def _seconds(act: Callable[[], object], device: torch.device, repeats: int = _RE
         if time.perf_counter() - began > 0.02 or calls >= 1 << 16:
             break
         calls *= 2
-    found = []
+    return _median_seconds(act, device, repeats, calls)
+
+
+def _median_seconds(
+    act: Callable[[], object], device: torch.device, repeats: int, calls: int = 1
+) -> float:
+    """The median time of one of ``calls`` calls; all ranks begin each repetition together."""
+    times = []
     for _ in range(repeats):
         if dist.is_initialized():
             dist.barrier()
@@ -122,8 +129,8 @@ def _seconds(act: Callable[[], object], device: torch.device, repeats: int = _RE
         for _ in range(calls):
             act()
         _wait(device)
-        found.append((time.perf_counter() - began) / calls)
-    return statistics.median(found)
+        times.append((time.perf_counter() - began) / calls)
+    return statistics.median(times)
 
 
 def _wait(device: torch.device) -> None:
@@ -285,12 +292,4 @@ def _link_rates(device: torch.device) -> tuple[float, float, float]:
 
 def _collective_seconds(act: Callable[[], object], device: torch.device) -> float:
     """The median over repetitions of equal number on all ranks, of the slowest rank."""
-    found = []
-    for _ in range(2 * _REPEATS):
-        dist.barrier()
-        _wait(device)
-        began = time.perf_counter()
-        act()
-        _wait(device)
-        found.append(time.perf_counter() - began)
-    return _slowest_seconds(statistics.median(found))
+    return _slowest_seconds(_median_seconds(act, device, 2 * _REPEATS))

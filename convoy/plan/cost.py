@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from convoy.plan.assessment import mean_and_half_width
 from convoy.plan.hardware import Cluster, DtypeName
@@ -46,10 +46,6 @@ class Cost:
     checkpoint_gigabytes_per_second: float
     """To shared storage, so that a save of every tenth interval ends before the next begins."""
 
-    def as_dict(self) -> dict[str, float]:
-        """By name."""
-        return asdict(self)
-
 
 def cost_of(plan: Plan, cluster: Cluster, tokens: float) -> Cost:
     """What ``tokens`` take with a plan, with failures at the rates of Llama 3.
@@ -78,28 +74,26 @@ def cost_of(plan: Plan, cluster: Cluster, tokens: float) -> Cost:
     outcome = simulate_runs(scenario, [interval], [spares])
     effective = float(mean_and_half_width(outcome.effective[0])[0])
     hours = days / effective * 24 * gpus
-    whole = work.shape.parameters * (work.program.parameter_bytes + 8.0)
+    # Of compute; attention is in bfloat16 even with float8.
+    dtype: DtypeName = "bfloat16" if work.program.dtype == "float8" else work.program.dtype
+    saved = work.shape.parameters * (work.program.parameter_bytes + 8.0)
     return Cost(
         tokens=tokens,
         steps=tokens / step_tokens,
         tokens_per_second=rate,
         tokens_per_day=rate * 86_400,
         teraflops=flops / 1e12,
-        mfu=flops / cluster.chip.peak(_peak_dtype(plan)),
+        mfu=flops / cluster.chip.peak(dtype),
         effective=effective,
         days=days / effective,
         gpu_hours=hours,
         dollars=hours * cluster.dollars_per_gpu_hour,
         megawatt_hours=hours * cluster.watts_per_gpu / 1e6,
-        checkpoint_bytes=whole,
+        checkpoint_bytes=saved,
         checkpoint_interval_steps=steps_between,
         checkpoint_interval_seconds=interval,
-        checkpoint_gigabytes_per_second=whole / (10 * interval) / 1e9,
+        checkpoint_gigabytes_per_second=saved / (10 * interval) / 1e9,
     )
-
-
-def _peak_dtype(plan: Plan) -> DtypeName:  # of compute; attention is in bfloat16 even with float8
-    return "bfloat16" if plan.work.program.dtype == "float8" else plan.work.program.dtype
 
 
 def _scenario(gpus: int, cluster: Cluster, days: float, gib: float) -> Scenario:

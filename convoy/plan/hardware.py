@@ -1,32 +1,29 @@
-"""A cluster as data: chips, links, prices, and how near each comes to its peak."""
+"""A cluster as data: chips, links and prices; seconds of GEMMs and of collectives on it."""
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from convoy.plan.causes import CONFIG
+from corpus.config import Section
 from pretrain.errors import InputError
-from pretrain.spec import read_table
+from pretrain.spec import one_line, read_table
 
 DtypeName = Literal["float32", "bfloat16", "float16", "float8"]
 BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 
 
-class GemmCurve(BaseModel):
+class GemmCurve(Section):
     """The ``[chip.gemm]`` section: the share of the peak that a GEMM of some shape reaches.
 
     A GEMM is cut into tiles of its output, and ``units`` of them are computed at a time: the last
     such wave and tiles at the edges are not full. The start and the end of a tile take as long as
     ``half_depth`` more of the sum. A GEMM is never faster than its matrices are read and written.
     """
-
-    model_config = CONFIG
 
     best: dict[DtypeName, float]
     """By dtype: the largest share of the peak that any shape reaches, as measured."""
@@ -40,10 +37,8 @@ class GemmCurve(BaseModel):
     """From the end of one kernel until the next one computes."""
 
 
-class AttentionCurve(BaseModel):
+class AttentionCurve(Section):
     """The ``[chip.attention]`` section: fused attention's share of the peak."""
-
-    model_config = CONFIG
 
     best: float = Field(gt=0, le=1)
     """The share of the bfloat16 peak that forward and backward together reach on long sequences."""
@@ -51,10 +46,8 @@ class AttentionCurve(BaseModel):
     """The number of keys at which it reaches half of ``best``."""
 
 
-class Chip(BaseModel):
+class Chip(Section):
     """The ``[chip]`` section: one accelerator, or one process's share of a CPU."""
-
-    model_config = CONFIG
 
     peak_teraflops: dict[DtypeName, float]
     """By dtype: the dense peak of the data sheet, in 10^12 operations a second."""
@@ -139,10 +132,8 @@ class Chip(BaseModel):
         return seconds * (1 + curve.half_length / max(keys, 1))
 
 
-class Link(BaseModel):
+class Link(Section):
     """The ``[intra_node]`` or the ``[inter_node]`` section: what one chip is connected with."""
-
-    model_config = CONFIG
 
     gigabytes_per_second: float = Field(gt=0, le=1e6)
     """Of one chip, in one direction, in 10^9 bytes a second, by the data sheet."""
@@ -153,11 +144,19 @@ class Link(BaseModel):
     latency_microseconds: float = Field(ge=0, le=1e6)
     """From one step of a collective to the next, in microseconds."""
 
+    @property
+    def rate(self) -> float:
+        """Bytes a second of a collective of large messages."""
+        return self.gigabytes_per_second * self.efficiency * 1e9
 
-class Cluster(BaseModel):
+    @property
+    def all_to_all_rate(self) -> float:
+        """Bytes a second of an all-to-all."""
+        return self.gigabytes_per_second * self.all_to_all_efficiency * 1e9
+
+
+class Cluster(Section):
     """A CLUSTER.toml: equal nodes of equal chips."""
-
-    model_config = CONFIG
 
     name: str = Field(min_length=1)
     """What people call it."""
@@ -183,6 +182,69 @@ class Cluster(BaseModel):
     def gpus(self) -> int:
         """Chips of all nodes."""
         return self.nodes * self.gpus_per_node
+
+    def group_shape(self, size: int, stride: int) -> tuple[int, int]:
+        """(ranks on one node, nodes) of a group of ``size`` ranks that are ``stride`` apart."""
+        here = max(1, min(size, self.gpus_per_node // stride))
+        return here, -(-size // here)
+
+    # Seconds of a collective of a group of ``size`` ranks that are ``stride`` apart. Bandwidths are
+    # of one rank in one direction.
+
+    def gather_seconds(self, bytes_whole: float, size: int, stride: int, pieces: int = 1) -> float:
+        """An all-gather to, or a reduce-scatter from, ``bytes_whole`` on every rank, in ``pieces``.
+
+        By rings: every rank sends (g - 1) / g of the bytes. A ring over several nodes is as fast as
+        the slower of a rank's link within the node and the links of the group's ranks of a node to
+        another. Latency is that of a ring or of a tree, the shorter.
+        """
+        if size == 1 or bytes_whole <= 0:
+            return 0.0
+        here, nodes = self.group_shape(size, stride)
+        inner, outer = self.intra_node, self.inter_node
+        rate = inner.rate if here > 1 else math.inf
+        if nodes > 1:
+            rate = min(rate, here * outer.rate)
+        hops = pieces * self._latency(here, nodes)
+        return bytes_whole * (size - 1) / size / rate + hops
+
+    def reduce_seconds(self, bytes_whole: float, size: int, stride: int) -> float:
+        """An all-reduce: a reduce-scatter and an all-gather."""
+        return 2 * self.gather_seconds(bytes_whole, size, stride)
+
+    def exchange_seconds(
+        self, bytes_sent: float, size: int, stride: int, far_share: float = 1.0
+    ) -> float:
+        """An all-to-all in which every rank sends ``bytes_sent`` in equal parts, one to itself.
+
+        Parts for the own node and for other nodes travel at the same time. Of those for other nodes
+        ``far_share`` crosses to them, and the receiving node spreads it over its own links.
+        """
+        if size == 1 or bytes_sent <= 0:
+            return 0.0
+        here, nodes = self.group_shape(size, stride)
+        inner, outer = self.intra_node, self.inter_node
+        near = bytes_sent * (here - 1) / size
+        far = bytes_sent * (size - here) / size
+        seconds = near / inner.all_to_all_rate
+        if nodes > 1:
+            seconds += far / inner.all_to_all_rate * (far_share < 1)
+            far *= far_share
+            far_seconds = far / outer.all_to_all_rate
+            seconds = max(seconds, far_seconds)
+        return seconds + self._latency(here, nodes)
+
+    def send_seconds(self, bytes_sent: float, stride: int) -> float:
+        """From one rank to the rank ``stride`` further."""
+        link = self.intra_node if stride < self.gpus_per_node else self.inter_node
+        return bytes_sent / link.rate + link.latency_microseconds * 1e-6
+
+    def _latency(self, here: int, nodes: int) -> float:
+        inner = self.intra_node.latency_microseconds * 1e-6
+        outer = self.inter_node.latency_microseconds * 1e-6
+        ring = (here - 1) * inner + (nodes - 1) * outer
+        tree = math.ceil(math.log2(here)) * inner + math.ceil(math.log2(nodes)) * outer
+        return min(ring, 2 * tree)
 
 
 def shipped_clusters() -> list[str]:
@@ -217,24 +279,4 @@ def _read(path: Path) -> Cluster:
     try:
         return Cluster.model_validate(read_table(path, "cluster"))
     except ValidationError as error:
-        raise InputError(f"cluster {path}: {_one_line(error)}") from None
-
-
-def _one_line(error: ValidationError) -> str:
-    first = sorted(error.errors(), key=lambda each: each["type"] != "extra_forbidden")[0]
-    where = ".".join(str(part) for part in first["loc"] if part != "[key]")
-    match first["type"]:
-        case "value_error":
-            return str(first["ctx"]["error"])
-        case "missing":
-            return f"{where}: required"
-        case "extra_forbidden":
-            return f"{where}: no such field"
-    return f"{where} ({first['input']!r}): {first['msg']}"
-
-
-@lru_cache(1 << 16)
-def group_shape(size: int, stride: int, gpus_per_node: int) -> tuple[int, int]:
-    """(ranks on one node, nodes) of a group of ``size`` ranks that are ``stride`` apart."""
-    here = max(1, min(size, gpus_per_node // stride))
-    return here, -(-size // here)
+        raise InputError(f"cluster {path}: {one_line(error, Cluster)}") from None

@@ -9,7 +9,7 @@ saves in a layer's forward, one by one; docs/planning.md has the list and what w
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from operator import mul
 
@@ -20,7 +20,21 @@ from parallel.layout import Topology
 
 
 @dataclass(frozen=True)
-class Memory:
+class Parts:
+    """Numbers that add up to a whole."""
+
+    @cached_property
+    def total(self) -> float:
+        """The sum of all parts."""
+        return sum(self.as_dict().values())
+
+    def as_dict(self) -> dict[str, float]:
+        """By part."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True)
+class Memory(Parts):
     """Bytes at the peak of a step, of the rank with the most."""
 
     weights: float
@@ -40,15 +54,6 @@ class Memory:
     """Rows on their way to experts and back."""
     loss: float
     """Logits, their softmax and their gradients."""
-
-    @cached_property
-    def total(self) -> float:
-        """The sum of all parts."""
-        return float(sum(getattr(self, each.name) for each in fields(self)))
-
-    def as_dict(self) -> dict[str, float]:
-        """By part."""
-        return asdict(self)
 
     def largest(self) -> str:
         """The name of the largest part."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from ckpt.background import TierName
-from convoy.plan.causes import CONFIG, Cause, Nature
-from convoy.plan.published import llama3_causes
+from convoy.plan.causes import Cause, Nature, llama3_causes
+from corpus.config import Section
 from pretrain.errors import InputError
-from pretrain.spec import apply_override, read_table
+from pretrain.spec import apply_override, one_line, read_table
 
 MEASURED_SECONDS_PER_GIB = {
     "stall": 0.067,
@@ -45,10 +44,8 @@ SURVIVES: dict[TierName, tuple[Nature, ...]] = {
 """After which failures a tier still has every node's part of a checkpoint."""
 
 
-class RunConfig(BaseModel):
+class RunConfig(Section):
     """The ``[run]`` section: the size and the length of the run."""
-
-    model_config = CONFIG
 
     gpus: int = Field(default=16_384, ge=1, le=1_000_000)
     """GPUs that train, spares not among them."""
@@ -77,10 +74,8 @@ class RunConfig(BaseModel):
         return self.gpus // self.gpus_per_node
 
 
-class FailuresConfig(BaseModel):
+class FailuresConfig(Section):
     """The ``[failures]`` section: what fails, and how often."""
-
-    model_config = CONFIG
 
     table: Literal["llama3", "none"] = "llama3"
     """The published failures to begin with: the 419 unexpected interruptions of Llama 3 in 54 days
@@ -90,16 +85,24 @@ class FailuresConfig(BaseModel):
     scale: float = Field(default=1.0, ge=0, le=1000)
     """A factor of all rates: 2 for machines that fail twice as often."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name, cause in self.causes.items():
+            if (cause.per_gpu_hour is None) == (cause.per_node_hour is None):
+                raise ValueError(
+                    f"failures.causes.{name}: a cause has one rate: per_gpu_hour "
+                    f"({cause.per_gpu_hour}) or per_node_hour ({cause.per_node_hour})"
+                )
+        return self
+
     @property
     def all_causes(self) -> dict[str, Cause]:
         """The causes of the table and the further ones, before ``scale``."""
         return (llama3_causes() if self.table == "llama3" else {}) | self.causes
 
 
-class TierConfig(BaseModel):
+class TierConfig(Section):
     """One place of checkpoints, ``[policy.tiers.NAME]``."""
-
-    model_config = CONFIG
 
     enabled: bool = True
     """Whether saves go to the tier at all."""
@@ -119,10 +122,8 @@ class TierConfig(BaseModel):
     leaves nothing but ``shared``, the one tier that keeps older saves."""
 
 
-class TiersConfig(BaseModel):
+class TiersConfig(Section):
     """The places of checkpoints, ``[policy.tiers]``."""
-
-    model_config = CONFIG
 
     memory: TierConfig = TierConfig()
     """The memory of the own node."""
@@ -153,10 +154,8 @@ class TiersConfig(BaseModel):
         return {name: tier for name, tier in every.items() if tier.enabled}
 
 
-class PolicyConfig(BaseModel):
+class PolicyConfig(Section):
     """The ``[policy]`` section: how the run saves, notices failures, and goes on."""
-
-    model_config = CONFIG
 
     interval_seconds: Literal["best"] | float = "best"
     """Seconds of training between two saves; ``best`` searches for the best interval."""
@@ -223,10 +222,8 @@ class PolicyConfig(BaseModel):
         return self.restart_seconds if self.restart == "whole" else self.partial_restart_seconds
 
 
-class Scenario(BaseModel):
+class Scenario(Section):
     """Everything that a simulation is told."""
-
-    model_config = CONFIG
 
     run: RunConfig = RunConfig()
     """The size and the length of the run."""
@@ -285,10 +282,6 @@ class Scenario(BaseModel):
         return per_gib[f"{name} {what}"] * self.policy.state_gib_per_gpu * sharing
 
 
-# What pydantic adds to the location of a field that takes a word or a number.
-_ALTERNATIVES = ("literal['best']", "float", "int")
-
-
 def load_scenario(path: Path | None, overrides: Sequence[str] = ()) -> Scenario:
     """Read a scenario, and apply ``section.field=value`` overrides; without a file, the defaults.
 
@@ -301,33 +294,4 @@ def load_scenario(path: Path | None, overrides: Sequence[str] = ()) -> Scenario:
         return Scenario.model_validate(data)
     except ValidationError as error:
         where = "" if path is None else f"scenario {path}: "
-        raise InputError(f"{where}{_one_line(error)}") from None
-
-
-def _one_line(error: ValidationError) -> str:
-    # An unknown field explains why another one is missing.
-    first = sorted(error.errors(), key=lambda each: each["type"] != "extra_forbidden")[0]
-    names = [str(part) for part in first["loc"]]
-    while names and names[-1] in _ALTERNATIVES:
-        names.pop()
-    where = ".".join(names)
-    match first["type"]:
-        case "value_error":
-            text = str(first["ctx"]["error"])
-            return text if text.startswith(("run.", "policy.")) else f"{where}: {text}"
-        case "missing":
-            return f"{where}: required"
-        case "extra_forbidden":
-            return f"{where}: no such field{_suggestion(names)}"
-    rule = "Input should be best or a number" if names != [*first["loc"]] else first["msg"]
-    return f"{where} ({first['input']!r}): {rule}"
-
-
-def _suggestion(names: Sequence[str]) -> str:
-    model: type[BaseModel] = Scenario
-    for name in names[:-1]:
-        inner = model.model_fields[name].annotation if name in model.model_fields else Cause
-        model = inner if isinstance(inner, type) and issubclass(inner, BaseModel) else Cause
-    close = get_close_matches(names[-1], model.model_fields, 1)
-    known = ", ".join(model.model_fields)
-    return f"; did you mean {close[0]}?" if close else f"; there are {known}"
+        raise InputError(f"{where}{one_line(error, Scenario)}") from None

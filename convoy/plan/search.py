@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from convoy.plan.hardware import Cluster
+from convoy.plan.hardware import Cluster, load_cluster
 from convoy.plan.memory import Memory, memory
 from convoy.plan.shape import ModelShape
 from convoy.plan.step_time import StepTime, least_seconds, step_time
@@ -22,7 +22,7 @@ from convoy.plan.work import Program, Recompute, Work
 from parallel import ParallelConfig
 from parallel.layout import Topology, divisors
 from pretrain.errors import InputError
-from pretrain.spec import JobSpec
+from pretrain.spec import JobSpec, PlanConfig, resolve_spec
 
 IMBALANCE = 1.1
 """Rows of the busiest rank's experts as a multiple of the mean, where nothing else is said."""
@@ -334,3 +334,44 @@ def no_layout(found: Found, world: int, cluster: Cluster) -> InputError:
         f"{plan.memory.total / 2**30:.1f} GiB of {chip.memory_bytes / 2**30:.1f} GiB on a GPU, and "
         f"its largest part is {part} ({size / 2**30:.1f} GiB) with {plan.describe()}; {hint}"
     )
+
+
+def unplanned(spec: JobSpec) -> JobSpec:
+    """``spec`` without ``plan.cluster``: layouts can be tried on this spec."""
+    return spec.model_copy(update={"plan": PlanConfig()})
+
+
+def spec_with_plan(spec: JobSpec, plan: Plan) -> JobSpec:
+    """``spec`` with the layout of ``plan``, fixed: every degree is a number, and there is no
+    ``plan.cluster``.
+
+    Raises InputError where a rule of the spec refuses the plan.
+    """
+    data = spec.as_dict()
+    data["parallel"] = plan.parallel.model_dump(mode="json")
+    data["batch"]["micro_batch_size"] = plan.work.micro_batch_size
+    data["plan"] = {}
+    return resolve_spec(data, f"the plan {plan.describe()}")
+
+
+def automatic(spec: JobSpec, world: int, ranks_per_node: int) -> tuple[JobSpec, Plan]:
+    """The spec with the best layout on ``world`` ranks, and the plan.
+
+    A pure function: every rank finds the same layout.
+
+    Args:
+        spec: with ``plan.cluster``.
+        world: the number of ranks.
+        ranks_per_node: in the place of the cluster's ``gpus_per_node``.
+
+    Raises InputError where the cluster cannot be read, or no layout fits.
+    """
+    assert spec.plan.cluster is not None
+    cluster = load_cluster(spec.plan.cluster, "plan.cluster")
+    cluster = cluster.model_copy(update={"gpus_per_node": ranks_per_node})
+    cluster.chip.peak(spec.precision.compute)  # a cluster without this dtype is told at once
+    spec = unplanned(spec)
+    found = search_layouts(spec, world, cluster, IMBALANCE)
+    if not found.best:
+        raise no_layout(found, world, cluster)
+    return spec_with_plan(spec, found.best[0]), found.best[0]

@@ -6,6 +6,7 @@ F hidden size, E experts, K top_k. Arithmetic only; nothing here needs torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -24,6 +25,11 @@ class Gemm(NamedTuple):
     copies: float = 1
     router: bool = False
     """Whether it is a router's, which has a dtype of its own."""
+
+
+def flops(gemms: Iterable[Gemm]) -> float:
+    """The operations of products together."""
+    return sum(2 * g.m * g.n * g.k * g.copies for g in gemms)
 
 
 @dataclass(frozen=True)
@@ -189,14 +195,11 @@ class ModelShape:
     def token_flops(self, seq_len: int, causal: bool = True) -> float:
         """Model FLOPs of a token's forward and backward: every GEMM once and twice, and nothing
         that is recomputed. Equal to :func:`pretrain.model.forward_flops` times three."""
-        forward = sum(
-            2 * g.m * g.n * g.k * g.copies
-            for i in self.all_layers
-            for g in (*self.attention_gemms(1, 1), *self.ffn_gemms(i, 1, 1, 1))
+        forward = len(self.all_layers) * (
+            flops(self.attention_gemms(1, 1)) + self.scores_flops(seq_len, causal)
         )
-        forward += len(self.all_layers) * self.scores_flops(seq_len, causal)
-        heads = [*self.head_gemms(1, 1)]
-        return 3 * (forward + sum(2 * g.m * g.n * g.k * g.copies for g in heads))
+        forward += sum(flops(self.ffn_gemms(layer, 1, 1, 1)) for layer in self.all_layers)
+        return 3 * (forward + flops(self.head_gemms(1, 1)))
 
     # GEMMs of one micro-batch on one rank.
 

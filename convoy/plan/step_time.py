@@ -8,19 +8,18 @@ the model is wrong.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import cast
 
-from convoy.plan.collectives import exchange_seconds, gather_seconds, reduce_seconds, send_seconds
-from convoy.plan.hardware import BYTES, Chip, Cluster, DtypeName, group_shape
-from convoy.plan.memory import RankParameters, moments_kept, rank_parameters
+from convoy.plan.hardware import BYTES, Chip, Cluster, DtypeName
+from convoy.plan.memory import Parts, RankParameters, moments_kept, rank_parameters
 from convoy.plan.shape import Gemm
 from convoy.plan.work import Work
 
 
 @dataclass(frozen=True)
-class StepTime:
+class StepTime(Parts):
     """Seconds of a step. The parts add up to the step; communication counts where no computation
     hides it."""
 
@@ -45,15 +44,6 @@ class StepTime:
     bubble: float
     """The pipeline's exposed communication: waiting for other stages."""
     optimizer: float
-
-    @cached_property
-    def total(self) -> float:
-        """The sum of all parts."""
-        return float(sum(getattr(self, each.name) for each in fields(self)))
-
-    def as_dict(self) -> dict[str, float]:
-        """By part."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -138,21 +128,21 @@ def _layer_pass(work: Work, layer: int, cluster: Cluster) -> _Pass:
         # Sequence parallelism: an all-gather before and a reduce-scatter after a part whose
         # matrices tp divides; MoE layers have none, their tokens stay where they are.
         parts = 1 if shape.is_moe(layer) else 2
-        tensor = parts * 2 * gather_seconds(hidden, t.tp, 1, cluster)
+        tensor = parts * 2 * cluster.gather_seconds(hidden, t.tp, 1)
     if t.cp > 1:
         wide = shape.num_kv_heads * (shape.head_dim + shape.v_head_dim) / t.tp
         if shape.kv_lora_rank:
             wide = shape.kv_lora_rank + shape.rope_head_dim
-        context = gather_seconds(work.tokens * t.cp * wide * size, t.cp, t.tp, cluster)
+        context = cluster.gather_seconds(work.tokens * t.cp * wide * size, t.cp, t.tp)
     if t.ep > 1 and shape.is_moe(layer):
         rows = work.local_tokens * shape.top_k * work.busiest * shape.d_model
         share = 1.0
-        _, nodes = group_shape(t.ep, 1, cluster.gpus_per_node)
+        _, nodes = cluster.group_shape(t.ep, 1)
         if program.sends_once_per_node and nodes > 1:
             share = min(1.0, shape.nodes_of_token(nodes) / shape.top_k)
         there = rows * (program.dispatch_bytes or size)
-        expert = exchange_seconds(there, t.ep, 1, cluster, share)
-        expert += exchange_seconds(rows * size, t.ep, 1, cluster, share)
+        expert = cluster.exchange_seconds(there, t.ep, 1, share)
+        expert += cluster.exchange_seconds(rows * size, t.ep, 1, share)
     return _Pass(
         gemms=forward, gemms_backward=backward, even=even,
         attention=attention, attention_backward=attention_backward,
@@ -213,7 +203,9 @@ def _of_place(work: Work, place: int, cluster: Cluster) -> StepTime:
     if work.num_stages - 1 in work.stages_of(place):
         heads = shape.head_gemms(work.tokens, t.tp)
         # The head is computed in bfloat16 where layers are in float8.
-        plain = work if program.dtype != "float8" else _in_bfloat16(work)
+        plain = work
+        if program.dtype == "float8":
+            plain = work.with_(program=replace(program, dtype="bfloat16"))
         part["gemms"] += sum(_gemms(heads, plain, chip))
         passes_bytes = 8 if program.fused_elementwise else 24
         logits = (1 + shape.num_mtp_layers) * heads[0].m * heads[0].n
@@ -258,12 +250,6 @@ def _key(work: Work) -> Work:
     )  # fmt: skip
 
 
-def _in_bfloat16(work: Work) -> Work:
-    from dataclasses import replace
-
-    return work.with_(program=replace(work.program, dtype="bfloat16"))
-
-
 def bubble_share(work: Work) -> float:
     """The share of a step in which a rank waits for other stages; see
     :func:`pretrain.parallelize.bubble`."""
@@ -283,7 +269,7 @@ def _stages_seconds(work: Work, cluster: Cluster) -> float:
     t = work.topology
     sent = work.local_tokens * work.shape.d_model * work.program.activation_bytes
     sent *= 1 + work.shape.num_mtp_layers
-    each = send_seconds(sent, t.world // t.pp, cluster)
+    each = cluster.send_seconds(sent, t.world // t.pp)
     return 2 * work.stages_per_rank * each
 
 
@@ -300,16 +286,16 @@ def _data_parallel(work: Work, place: int, cluster: Cluster) -> tuple[float, flo
         # A collective for each layer, and one for embedding and head.
         parameters = n.dense if root else n.dense - n.root
         pieces = len(layers) + root
-        dense = gather_seconds(parameters * bytes_each, t.fsdp, t.tp, cluster, pieces)
-        beside = gather_seconds(n.beside * bytes_each, t.fsdp_tp, 1, cluster)
-        experts = gather_seconds(n.experts * bytes_each, t.efsdp, t.ep, cluster, max(1, moe))
+        dense = cluster.gather_seconds(parameters * bytes_each, t.fsdp, t.tp, pieces)
+        beside = cluster.gather_seconds(n.beside * bytes_each, t.fsdp_tp, 1)
+        experts = cluster.gather_seconds(n.experts * bytes_each, t.efsdp, t.ep, max(1, moe))
         # FSDP copies what it has gathered, or what it reduces, to or from one buffer.
         copied = parameters * (t.fsdp > 1) + n.beside * (t.fsdp_tp > 1) + n.experts * (t.efsdp > 1)
         copies = cluster.chip.stream_seconds(2 * copied * bytes_each)
         return dense + beside + experts + copies
 
     reduced, gathered = gather(program.gradient_bytes), gather(size)
-    once = reduce_seconds(n.stored * program.gradient_bytes, t.dp_replicate, t.fsdp_tp, cluster)
+    once = cluster.reduce_seconds(n.stored * program.gradient_bytes, t.dp_replicate, t.fsdp_tp)
     if work.zero_stage == 3:
         # Layers are gathered again in the backward; embedding and head stay gathered for it.
         return reduced + gathered + gather(size, root=False), once
@@ -326,7 +312,7 @@ def _optimizer(work: Work, place: int, cluster: Cluster) -> float:
     n, program, chip = rank_parameters(work, place), work.program, cluster.chip
     moved = n.stored * (12 + 2 * program.gradient_bytes)
     moved += 2 * program.moment_bytes * moments_kept(work, n)
-    seconds = chip.stream_seconds(moved) + reduce_seconds(4, work.topology.world, 1, cluster)
+    seconds = chip.stream_seconds(moved) + cluster.reduce_seconds(4, work.topology.world, 1)
     if program.optimizer.matrix_products(2, 2):
         seconds += _whole_matrices(work, place, n, cluster)
     return seconds
@@ -352,5 +338,5 @@ def _whole_matrices(work: Work, place: int, n: RankParameters, cluster: Cluster)
     cut = t.fsdp_tp * t.dp_replicate > 1
     there = n.matrices * BYTES[dtype] / t.dp_replicate * cut
     back = n.matrices * BYTES[dtype] * cut
-    sent = sum(exchange_seconds(each, ranks, 1, cluster) for each in (there, back))
+    sent = sum(cluster.exchange_seconds(each, ranks, 1) for each in (there, back))
     return max(total / ranks, longest) + copied + sent

@@ -1,4 +1,5 @@
-"""The planner against published runs: a table of signed errors, and the bounds that must hold."""
+"""The planner against published runs: signed errors, the bounds that must hold, and how far the
+planner may be off."""
 
 from __future__ import annotations
 
@@ -8,14 +9,14 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
-from convoy.plan.causes import CONFIG
-from convoy.plan.hardware import load_cluster
+from convoy.plan.hardware import Cluster, load_cluster
 from convoy.plan.memory import Memory, memory
 from convoy.plan.shape import ModelShape
 from convoy.plan.step_time import StepTime, step_time
 from convoy.plan.work import Program, Work
+from corpus.config import Section
 from parallel.layout import Topology
 
 Kind = Literal["dense", "moe"]
@@ -24,12 +25,13 @@ BOUNDS: dict[Kind, dict[str, float]] = {
     "moe": {"median": 0.20},
 }
 """The largest error of each kind of rows: the median of absolute values, and the worst one."""
+MEMORY_ERROR = 0.1
+"""The share by which planned memory may be off. Tests hold the plan of a peak of
+``bench/results/memory.json`` to this bound."""
 
 
-class PublishedRun(BaseModel):
+class PublishedRun(Section):
     """One row: what was published of one run."""
-
-    model_config = CONFIG
 
     name: str
     teraflops: float = Field(gt=0)
@@ -47,10 +49,8 @@ class PublishedRun(BaseModel):
     """What differs from the group's ``work``."""
 
 
-class PublishedGroup(BaseModel):
+class PublishedGroup(Section):
     """Rows of one publication."""
-
-    model_config = CONFIG
 
     name: str
     source: str
@@ -180,3 +180,54 @@ def missed_bounds(rows: list[Compared]) -> list[str]:
                     f"{bound:.0%}"
                 )
     return missed
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The planner against the published runs of one kind of model.
+
+    Errors are signed and relative, of TFLOP/s: above 0 where the plan is faster than the run was.
+    """
+
+    kind: Kind
+    rows: int
+    """Runs that were compared."""
+    rows_on_cluster: int
+    """Of these, on the same chip."""
+    bias: float
+    """The median of the errors."""
+    median_error: float
+    """The median of the errors without their signs."""
+    lowest: Compared
+    """The run with the lowest error."""
+    highest: Compared
+    """The run with the highest error."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """By name, as plain JSON."""
+        ends = {
+            name: {"group": row.group, "run": row.run, "error": row.error}
+            for name, row in (("lowest", self.lowest), ("highest", self.highest))
+        }
+        return {
+            "kind": self.kind, "rows": self.rows, "rows_on_cluster": self.rows_on_cluster,
+            "bias": self.bias, "median_error": self.median_error, **ends,
+            "memory_error": MEMORY_ERROR,
+        }  # fmt: skip
+
+
+def accuracy_of(has_experts: bool, cluster: Cluster) -> Accuracy:
+    """The planner's errors for models with or without experts."""
+    kind: Kind = "moe" if has_experts else "dense"
+    rows = sorted((row for row in compare() if row.kind == kind), key=lambda row: row.error)
+    groups = {group.name for group in published_groups() if group.cluster == cluster.name.lower()}
+    errors = [row.error for row in rows]
+    return Accuracy(
+        kind=kind,
+        rows=len(rows),
+        rows_on_cluster=sum(row.group in groups for row in rows),
+        bias=statistics.median(errors),
+        median_error=statistics.median(map(abs, errors)),
+        lowest=rows[0],
+        highest=rows[-1],
+    )

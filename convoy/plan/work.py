@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 from convoy.plan.hardware import BYTES, DtypeName
-from convoy.plan.shape import Gemm, ModelShape
+from convoy.plan.shape import ModelShape, flops
 from parallel import PipelineSchedule
 from parallel.layout import Topology
 from pretrain.optim import AdamWConfig, OptimizerFields
@@ -128,7 +127,7 @@ class Work:
     @cached_property
     def stages(self) -> list[range]:
         """The layers of every stage."""
-        return _stages(*self._division)
+        return _stages(self._division)
 
     @property
     def _division(self) -> _Division:
@@ -213,7 +212,7 @@ def _places(division: _Division) -> frozenset[int]:
 
 @lru_cache(16_384)
 def _layers(division: _Division, stages: tuple[int, ...]) -> tuple[int, ...]:
-    split, shape = _stages(*division), division.shape
+    split, shape = _stages(division), division.shape
     after = shape.all_layers[shape.num_layers :] if len(split) - 1 in stages else ()
     return (*(layer for stage in stages for layer in split[stage]), *after)
 
@@ -239,33 +238,24 @@ def _kinds(
 
 
 @lru_cache(1024)
-def _stages(
-    shape: ModelShape,
-    seq_len: int,
-    pp: int,
-    stages_per_rank: int,
-    schedule: ScheduleName,
-    dense_float8: bool,
-    experts_float8: bool,
-) -> list[range]:
-    costs = _layer_costs(shape, seq_len, dense_float8=dense_float8, experts_float8=experts_float8)
+def _stages(division: _Division) -> list[range]:
     return divide_layers(
-        costs, pp=pp, stages_per_rank=stages_per_rank, schedule=PipelineSchedule(schedule)
+        _layer_costs(division),
+        pp=division.pp,
+        stages_per_rank=division.stages_per_rank,
+        schedule=PipelineSchedule(division.schedule),
     )
 
 
-def _layer_costs(
-    shape: ModelShape, seq_len: int, *, dense_float8: bool, experts_float8: bool
-) -> LayerCosts:
+def _layer_costs(division: _Division) -> LayerCosts:
     """As :func:`pretrain.parallelize.layer_costs`, of a shape."""
-    narrow = FLOAT8_COST if dense_float8 else 1.0
-    routed = FLOAT8_COST if experts_float8 else 1.0
-
-    def flops(gemms: Iterable[Gemm]) -> float:
-        return sum(2 * g.m * g.n * g.k * g.copies for g in gemms)
+    shape = division.shape
+    narrow = FLOAT8_COST if division.dense_float8 else 1.0
+    routed = FLOAT8_COST if division.experts_float8 else 1.0
 
     def cost(layer: int) -> float:
-        around = narrow * flops(shape.attention_gemms(1, 1)) + shape.scores_flops(seq_len, True)
+        around = narrow * flops(shape.attention_gemms(1, 1))
+        around += shape.scores_flops(division.seq_len, causal=True)
         gemms = shape.ffn_gemms(layer, 1, 1, 1)
         if not shape.is_moe(layer):
             return around + narrow * flops(gemms)
@@ -275,11 +265,10 @@ def _layer_costs(
         return around + flops([router]) + routed * experts + narrow * shared
 
     num_dense = shape.first_k_dense if shape.num_experts else 0
-    last = shape.num_layers - 1
     return LayerCosts(
         num_dense=num_dense,
         num_sparse=shape.num_layers - num_dense,
         dense=cost(0),
-        sparse=cost(last),
+        sparse=cost(shape.num_layers - 1),
         end=shape.num_mtp_layers * cost(shape.num_layers) + flops(shape.head_gemms(1, 1)),
     )

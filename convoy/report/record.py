@@ -10,37 +10,8 @@ from typing import Any
 
 from ckpt import CheckpointError, committed_steps, open_store
 from ckpt.format import Manifest, read_manifest
+from pretrain import observe
 from pretrain.errors import InputError
-from pretrain.observe import (
-    HEALTH_RULES,
-    CapacityPlanned,
-    CheckpointCommitted,
-    CorruptionFound,
-    Evaluated,
-    Event,
-    FaultInjected,
-    HealthAction,
-    IntervalEnded,
-    Launched,
-    Ledger,
-    LedgerSummed,
-    LoggedEvent,
-    RankLost,
-    RankStuck,
-    Resized,
-    Restored,
-    RunDone,
-    RunFailed,
-    RunStarted,
-    RunStopped,
-    StepCommitted,
-    StepSkipped,
-    StragglerFound,
-    Summary,
-    ledger_of,
-    read_log,
-    read_status,
-)
 
 Moment = tuple[float, str, str]
 """Hours since the run's begin, the kind of the event, and a line for people."""
@@ -52,21 +23,21 @@ class RunRecord:
 
     name: str
     folder: Path
-    steps: dict[int, StepCommitted] = field(default_factory=dict)
+    steps: dict[int, observe.StepCommitted] = field(default_factory=dict)
     """The newest line of each step: a step that was taken again counts once."""
     hours: list[tuple[float, int]] = field(default_factory=list)
     """Hours since the begin, and the step, of every committed step in the order of the log."""
-    evaluations: dict[int, Evaluated] = field(default_factory=dict)
-    intervals: dict[int, IntervalEnded] = field(default_factory=dict)
+    evaluations: dict[int, observe.Evaluated] = field(default_factory=dict)
+    intervals: dict[int, observe.IntervalEnded] = field(default_factory=dict)
     shares: dict[int, list[float]] = field(default_factory=dict)
     """Planned work of each rank over the mean of its expert group, by the step of the plan."""
     goodput: list[tuple[float, float]] = field(default_factory=list)
     """Hours since the begin, and the goodput up to then."""
     moments: list[Moment] = field(default_factory=list)
-    start: RunStarted | None = None
+    start: observe.RunStarted | None = None
     """Of the newest start."""
-    ledger: Ledger = field(default_factory=lambda: ledger_of(()))
-    summary: Summary | None = None
+    ledger: observe.Ledger = field(default_factory=lambda: observe.ledger_of(()))
+    summary: observe.Summary | None = None
     manifests: list[Manifest] = field(default_factory=list)
     """Of the committed checkpoints that are left, oldest first."""
     notes: list[str] = field(default_factory=list)
@@ -104,7 +75,7 @@ def read_run(folder: Path) -> RunRecord:
     """
     path = folder / "log.jsonl"
     try:
-        log = read_log(path)
+        log = observe.read_log(path)
     except OSError as error:
         raise InputError(
             f"{folder} has no log that can be read ({path}: {error.strerror}); RUN is the folder "
@@ -113,12 +84,12 @@ def read_run(folder: Path) -> RunRecord:
     if not log.lines:
         raise InputError(f"{path} has no line that can be read: the run has not begun")
     run = RunRecord(name=folder.resolve().name, folder=folder)
-    run.ledger = ledger_of(log.lines)
+    run.ledger = observe.ledger_of(log.lines)
     if log.problems:
         more = f" and {len(log.problems) - 1} more" if len(log.problems) > 1 else ""
         run.notes.append(f"{log.problems[0]}{more}; passed over")
     _take(run, log.lines)
-    run.summary = Summary.read(folder / "summary.json")
+    run.summary = observe.Summary.read(folder / "summary.json")
     _read_checkpoints(run)
     if run.start is not None and run.start.job:
         run.name = run.start.job
@@ -130,31 +101,31 @@ def read_run(folder: Path) -> RunRecord:
     return run
 
 
-def _take(run: RunRecord, lines: list[LoggedEvent]) -> None:
+def _take(run: RunRecord, lines: list[observe.LoggedEvent]) -> None:
     begin = run.ledger.begin or 0.0
     newest, mixed = 0, 0
     for line in lines:
         event = line.event
         at = max(0.0, (line.time or begin) - begin) / 3600
         match event:
-            case StepCommitted(step=step):
+            case observe.StepCommitted(step=step):
                 mixed += step <= newest
                 newest = step
                 run.steps[step] = event
                 run.hours.append((at, step))
-            case Evaluated(step=step):
+            case observe.Evaluated(step=step):
                 run.evaluations[step] = event
-            case IntervalEnded(step=step):
+            case observe.IntervalEnded(step=step):
                 run.intervals[step] = event
-            case CapacityPlanned(step=step, plans=plans):
+            case observe.CapacityPlanned(step=step, plans=plans):
                 run.shares[step] = [
                     units * len(group) / max(1, sum(group)) for group in plans for units in group
                 ]
-            case LedgerSummed(goodput=float(goodput)):
+            case observe.LedgerSummed(goodput=float(goodput)):
                 run.goodput.append((at, goodput))
-            case Launched() | Restored():
+            case observe.Launched() | observe.Restored():
                 newest = 0
-            case RunStarted():
+            case observe.RunStarted():
                 newest, run.start = 0, event
         run.moments += ((at, kind, text) for kind, text in _moment(event))
     if mixed:
@@ -164,34 +135,36 @@ def _take(run: RunRecord, lines: list[LoggedEvent]) -> None:
         )
 
 
-def _moment(event: Event) -> Iterator[tuple[str, str]]:
+def _moment(event: observe.Event) -> Iterator[tuple[str, str]]:
     """The kind and the text of an event that the time line shows."""
     match event:
-        case RunStarted(step=step, world_size=ranks):
+        case observe.RunStarted(step=step, world_size=ranks):
             yield "start", f"start after step {step} on {ranks} ranks"
-        case Resized(step=step, before=before, after=after):
+        case observe.Resized(step=step, before=before, after=after):
             changed = {k: (before.get(k), after[k]) for k in after if before.get(k) != after[k]}
             text = ", ".join(f"{axis} {old} to {new}" for axis, (old, new) in changed.items())
             yield "resize", f"resize after step {step}: {text}"
-        case FaultInjected(step=step, text=text):
+        case observe.FaultInjected(step=step, text=text):
             yield "fault", f"step {step + 1}: injected fault: {text}"
-        case RankLost(step=step):
+        case observe.RankLost(step=step):
             yield "failure", f"after step {step}: a rank was lost"
-        case RunFailed(step=step, reason=reason, state=state):
+        case observe.RunFailed(step=step, reason=reason, state=state):
             yield "failure", f"after step {step}: {state}: {reason}"
-        case RankStuck(text=text) | CorruptionFound(text=text):
+        case observe.RankStuck(text=text) | observe.CorruptionFound(text=text):
             yield "failure", text
-        case HealthAction(step=step, text=text):
+        case observe.HealthAction(step=step, text=text):
             yield "health", f"step {step + 1}: {text}"
-        case StepSkipped(step=step, why=why, reason=reason) if reason not in HEALTH_RULES:
+        case observe.StepSkipped(step=step, why=why, reason=reason) if (
+            reason not in observe.HEALTH_RULES
+        ):
             yield "health", f"step {step} skipped: {why}"
-        case StragglerFound(rank=rank, speed=speed, since_step=since):
+        case observe.StragglerFound(rank=rank, speed=speed, since_step=since):
             yield "straggler", f"rank {rank} is slow since step {since}: {speed:.0%}"
-        case CheckpointCommitted(step=step, tier="shared"):
+        case observe.CheckpointCommitted(step=step, tier="shared"):
             yield "checkpoint", f"checkpoint of step {step}"
-        case RunStopped(step=step):
+        case observe.RunStopped(step=step):
             yield "end", f"stopped after step {step}"
-        case RunDone(step=step):
+        case observe.RunDone(step=step):
             yield "end", f"done after step {step}"
 
 
@@ -199,7 +172,7 @@ def _read_checkpoints(run: RunRecord) -> None:
     """The manifests of the run's checkpoints; a note where these cannot be read."""
     path: Path | str = run.folder / "checkpoints"
     try:
-        told = read_status(run.folder).checkpoint_path
+        told = observe.read_status(run.folder).checkpoint_path
         path = path if told is None or (Path(path).is_dir() and "://" not in told) else told
     except ValueError:
         pass  # a run of before status.json

@@ -91,17 +91,12 @@ def part_path(folder: Path, number: int, unit: Unit, settings: PartSettings) -> 
 def read_part(path: Path) -> PartCounts | None:
     """The counts of a part that is whole; None where it must be made."""
     try:
-        found = json.loads(path.with_suffix(".json").read_bytes())
-        sizes = {suffix: path.with_suffix(suffix).stat().st_size for suffix in found.pop("sizes")}
-        return PartCounts(**found) if sizes == found_sizes(path) else None
+        counts = json.loads(path.with_suffix(".json").read_bytes())
+        sizes: dict[str, int] = counts.pop("sizes")
+        is_whole = all(path.with_suffix(s).stat().st_size == size for s, size in sizes.items())
+        return PartCounts(**counts) if is_whole else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def found_sizes(path: Path) -> dict[str, int]:
-    """The bytes that the counts of a part give for its files."""
-    sizes: dict[str, int] = json.loads(path.with_suffix(".json").read_bytes())["sizes"]
-    return sizes
 
 
 class PartWriter:

@@ -10,10 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from corpus.config import DataConfig, is_remote
+from corpus.config import DataConfig, is_remote, whole_weights
 from corpus.manifest import CorpusManifest, open_corpus
 from corpus.tokenizer import end_of_document, load_tokenizer
-from corpus.weights import whole_weights
 from pretrain.data.best_fit import BestFitSequences, read_packing
 from pretrain.data.blend import Blend, Phase
 from pretrain.data.cache import ShardCache

@@ -9,6 +9,7 @@ from .on_resume import rule_of as rule_of
 from .plan import PlanConfig as PlanConfig
 from .precision import PrecisionConfig as PrecisionConfig
 from .read import load_spec as load_spec
+from .read import one_line as one_line
 from .read import resolve_spec as resolve_spec
 from .sections import SampleConfig as SampleConfig
 from .sections import TrackingConfig as TrackingConfig

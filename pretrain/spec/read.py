@@ -44,20 +44,21 @@ def resolve_spec(data: dict[str, Any], where: str, overrides: Sequence[str] = ()
     try:
         return JobSpec.model_validate(data)
     except ValidationError as error:
-        raise InputError(f"{where}: {_one_line(error)}") from None
+        raise InputError(f"{where}: {one_line(error)}") from None
 
 
-def _one_line(error: ValidationError) -> str:
+def one_line(error: ValidationError, root: type[BaseModel] = JobSpec) -> str:
+    """What is wrong with a table of the model ``root``: the field, the value and the rule."""
     # An unknown field explains why another one is missing.
     errors = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     first = errors[0]
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     if first["type"] == "value_error":
         return str(first["ctx"]["error"]) + more
-    parts, model = _walk(first["loc"])
+    parts, model = _walk(first["loc"], root)
     location = ".".join(parts)
     if first["type"] == "extra_forbidden":
-        return f"{location}: no such field{_suggestion(parts, model)}{more}"
+        return f"{location}: no such field{_suggestion(parts, model, root)}{more}"
     if first["type"] == "missing":
         return f"{location}: required{more}"
     if first["type"] == "union_tag_invalid":
@@ -65,26 +66,27 @@ def _one_line(error: ValidationError) -> str:
         field = first["ctx"]["discriminator"].strip("'")
         return f"{location}.{field} ({tag!r}): Input should be {known}{more}"
     # A field of several types has an error for each.
-    rules = [each["msg"] for each in errors if _walk(each["loc"])[0] == parts]
+    rules = [each["msg"] for each in errors if _walk(each["loc"], root)[0] == parts]
     more = f" (and {len(errors) - len(rules)} more)" if len(errors) > len(rules) else ""
     rule = " or ".join([rules[0], *(each.removeprefix("Input should be ") for each in rules[1:])])
     return f"{location} ({first['input']!r}): {rule}{more}"
 
 
-def _suggestion(parts: Sequence[str], model: type[BaseModel]) -> str:
+def _suggestion(parts: Sequence[str], model: type[BaseModel], root: type[BaseModel]) -> str:
     """A field of the section with a similar name, and where a field of this name is; otherwise
     which fields the section has."""
     field, known = parts[-1], list(options_of(model))
-    elsewhere = [path for path in _paths(JobSpec) if path.rpartition(".")[2] == field]
+    elsewhere = [path for path in _paths(root) if path.rpartition(".")[2] == field]
     close = [".".join([*parts[:-1], name]) for name in difflib.get_close_matches(field, known, 1)]
     if elsewhere or close:
         return f"; did you mean {' or '.join(close + elsewhere)}?"
     return f"; there are {', '.join(known)}"
 
 
-def _walk(location: Sequence[int | str]) -> tuple[list[str], type[BaseModel]]:
+def _walk(
+    location: Sequence[int | str], model: type[BaseModel]
+) -> tuple[list[str], type[BaseModel]]:
     """The parts of a location without the tags of unions, and the model that has the last part."""
-    model: type[BaseModel] = JobSpec
     parts: list[str] = []
     variants: list[type[BaseModel]] = []
     tag, is_value = "", False
@@ -95,7 +97,7 @@ def _walk(location: Sequence[int | str]) -> tuple[list[str], type[BaseModel]]:
             continue
         if variants:
             model = variants[0]
-        if is_value and _TYPE.fullmatch(part):
+        if (is_value and _TYPE.fullmatch(part)) or part == "[key]":
             continue
         parts.append(part)
         field = model.model_fields.get(part)

@@ -14,7 +14,6 @@ import sys
 import warnings
 from dataclasses import replace
 from datetime import timedelta
-from importlib import import_module
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -27,15 +26,14 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cluster.burnin import Board, BurnIn, BurnInOptions, ExpectedRates
-from cluster.burnin.links import Link, nodes_of_links, rounds_of, slow_links
-from cluster.burnin.memory import memory_fault
+from cluster.burnin.links import Link, LinkTest, nodes_of_links, rounds_of, slow_links
+from cluster.burnin.measures import memory_fault, storage_rates
 from cluster.burnin.numerics import arithmetic_hash, differing
-from cluster.burnin.storage import storage_rates
 from cluster.burnin.verdict import describe_links, slow_ranks
 from cluster.detect import open_store
 from cluster.members import read_exclusions
 from convoy.commands import main
-from convoy.commands.burnin_model import small_steps
+from convoy.commands.burnin import small_steps
 from pretrain.parts.faults.process import Pacer
 from tests.support.ranks import run_ranks, start_ranks
 
@@ -300,9 +298,8 @@ def burned_in(rank: int, plants: dict[str, int], nodes: int, more: dict[str, Any
         one.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 2_000_000)
 
     if "broken" in mine:
-        links_module = import_module("cluster.burnin.links")
-        links_module._measure = lambda first, second, nodes, *rest: links_module._failed(
-            first, second, nodes, RuntimeError("no route")
+        LinkTest._measure = lambda test, pair, group=None: test._failed(
+            pair, RuntimeError("no route")
         )
     if "unmounted" in mine:
         o = replace(o, folder=o.folder / "elsewhere")

@@ -29,7 +29,6 @@ from cluster.launch import (
     engine_named,
     job,
     kubernetes,
-    local_file_system,
     slurm,
 )
 from cluster.launch.node import torchrun_words
@@ -37,6 +36,7 @@ from cluster.launch.slurm import _gpus
 from cluster.launch.slurm_job import step_flags
 from cluster.launch.testing import EngineContract
 from cluster.members.rendezvous import MembersHandler, convoy_rendezvous, natural
+from convoy.commands.launch import local_file_system
 from pretrain import errors
 from pretrain.observe import status
 

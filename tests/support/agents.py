@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from convoy.chaos import Machines, closing
+from convoy.chaos import Machines
 from tests.support.jobs import events_so_far
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,5 +78,5 @@ class Agents(Machines, Watched):
 def agents(spec: Path, run_dir: Path, *, least: int, most: int, **options: Any) -> Iterator[Agents]:
     """Machines that are ended with all of their ranks, however the test ends."""
     launch = Agents(spec, run_dir, least, most, **options)
-    with closing(launch):
+    with contextlib.closing(launch):
         yield launch

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from convoy.audit.comparison import Comparison
-from convoy.audit.replayed import RecordedStep
+from convoy.audit.replayed import Comparison, RecordedStep
 from convoy.commands.command_line import main
 from pretrain.observe import Digested
 from tests.support.exact import exact_spec

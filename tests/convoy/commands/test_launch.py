@@ -111,11 +111,11 @@ def test_an_engine_that_is_not_installed_is_named(engine, program, tmp_path, cap
 
 def test_a_checkpoint_folder_of_one_machine_is_refused_for_several(tmp_path, capsys, monkeypatch):
     spec = write(tmp_path, launch={"nodes": 2})
-    monkeypatch.setattr("cluster.launch.local_file_system", lambda path: "ext4")
+    monkeypatch.setattr("convoy.commands.launch.local_file_system", lambda path: "ext4")
     message = refused(capsys, spec, "--on", "slurm", "--submit")
     assert f"run_dir ({tmp_path}/run) is on ext4, a file system of this machine alone" in message
     monkeypatch.setattr(
-        "cluster.launch.local_file_system",
+        "convoy.commands.launch.local_file_system",
         lambda path: "tmpfs" if "checkpoints" in str(path) else None,
     )
     message = refused(capsys, spec, "--on", "slurm", "--submit")

@@ -10,7 +10,6 @@ import pytest
 import tomli_w
 
 from convoy.plan import MEMORY_ERROR, validate
-from convoy.plan.collectives import exchange_seconds, gather_seconds
 from convoy.plan.hardware import load_cluster, shipped_clusters
 from convoy.plan.memory import kept_elements, memory, rank_parameters
 from convoy.plan.shape import ModelShape
@@ -273,18 +272,18 @@ def test_collectives_by_group_and_link():
     inner = 450e9 * cluster.intra_node.efficiency
     outer = 50e9 * cluster.inter_node.efficiency
     big = 1e10
-    assert gather_seconds(big, 1, 1, cluster) == 0
-    assert gather_seconds(big, 8, 1, cluster) == pytest.approx(big * 7 / 8 / inner, rel=0.01)
+    assert cluster.gather_seconds(big, 1, 1) == 0
+    assert cluster.gather_seconds(big, 8, 1) == pytest.approx(big * 7 / 8 / inner, rel=0.01)
     # A rank of each node: one network port. Eight of each: eight ports, as fast as the link.
-    assert gather_seconds(big, 8, 8, cluster) == pytest.approx(big * 7 / 8 / outer, rel=0.01)
-    assert gather_seconds(big, 64, 1, cluster) == pytest.approx(
+    assert cluster.gather_seconds(big, 8, 8) == pytest.approx(big * 7 / 8 / outer, rel=0.01)
+    assert cluster.gather_seconds(big, 64, 1) == pytest.approx(
         big * 63 / 64 / min(inner, 8 * outer), rel=0.01
     )
     # Few bytes: latency, which grows with the group.
-    assert gather_seconds(1, 1024, 1, cluster) > gather_seconds(1, 8, 1, cluster) > 4e-6
-    far = exchange_seconds(big, 64, 1, cluster)
+    assert cluster.gather_seconds(1, 1024, 1) > cluster.gather_seconds(1, 8, 1) > 4e-6
+    far = cluster.exchange_seconds(big, 64, 1)
     assert far == pytest.approx(big * 56 / 64 / (50e9 * 0.8), rel=0.01)
-    assert exchange_seconds(big, 64, 1, cluster, 0.5) < far
+    assert cluster.exchange_seconds(big, 64, 1, 0.5) < far
 
 
 def test_the_bubble_is_that_of_the_schedules():

@@ -15,7 +15,7 @@ import pytest
 
 from convoy.plan import Scenario, assess, load_scenario, simulate_runs, sizes_table
 from convoy.plan.assessment import best_interval, best_spares, mean_and_half_width
-from convoy.plan.published import LLAMA3, LLAMA3_DAYS, LLAMA3_GPUS, LLAMA3_PLANNED
+from convoy.plan.causes import LLAMA3, LLAMA3_DAYS, LLAMA3_GPUS, LLAMA3_PLANNED
 from convoy.plan.scenario import ASSUMED_SECONDS_PER_GIB, MEASURED_SECONDS_PER_GIB
 from pretrain.checkpoint import DEVICE_HOURS_PER_FAILURE, optimal_interval
 from tests.convoy.plan.test_simulate import DAY, FREE, HOUR, NOTHING_TAKES_TIME, ONLY_SHARED, make

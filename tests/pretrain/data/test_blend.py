@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convoy.preparation import prepare_corpora
-from corpus.config import DataConfig
-from corpus.weights import whole_weights
+from corpus.config import DataConfig, whole_weights
 from pretrain.data.blend import Blend, Phase, period_of
 from pretrain.data.corpora import open_corpora
 from pretrain.data.loader import Cursor, Loader

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from convoy.convert.weights import weight_arrays
+from convoy.convert.grown import weight_arrays
 from moe import MoEConfig
 from parallel import expert_parameter_names
 from pretrain.model.config import ModelConfig

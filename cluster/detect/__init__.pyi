@@ -1,0 +1,17 @@
+from .devices import DeviceMonitor as DeviceMonitor
+from .devices import DeviceReport as DeviceReport
+from .flight_recorder import FlightDump as FlightDump
+from .flight_recorder import dump_collectives as dump_collectives
+from .flight_recorder import first_mismatch as first_mismatch
+from .flight_recorder import read_dumps as read_dumps
+from .flight_recorder import turn_on_flight_recorder as turn_on_flight_recorder
+from .hang import HangReport as HangReport
+from .hang import open_store as open_store
+from .heartbeat import MAD_TO_SIGMA as MAD_TO_SIGMA
+from .heartbeat import Heartbeat as Heartbeat
+from .heartbeat import HeartbeatPublisher as HeartbeatPublisher
+from .heartbeat import PhaseLimits as PhaseLimits
+from .heartbeat import publish_seconds as publish_seconds
+from .heartbeat import robust_scale as robust_scale
+from .stuck import StuckRanks as StuckRanks
+from .stuck import StuckWatch as StuckWatch
