@@ -208,25 +208,22 @@ class DataConfig(Section):
         if not self.sources:
             return {"corpus": self.alone()}
         by_name: dict[str, DataConfig] = {}
-        for name, one in self.sources.items():
-            tokenizer = self.tokenizer
-            if by_name and tokenizer is None:
-                tokenizer = self.first.tokenizer_file
-            by_name[name] = self._of(one, tokenizer)
+        tokenizer = self.tokenizer
+        for name, source in self.sources.items():
+            by_name[name] = self._of(source, tokenizer)
+            tokenizer = tokenizer or by_name[name].tokenizer_file
         return by_name
 
     @property
     def each_validation(self) -> dict[str, DataConfig]:
         """The further sets of validation documents, likewise."""
         tokenizer = self.tokenizer or self.first.tokenizer_file
-        return {name: self._of(one, tokenizer) for name, one in self.validation.items()}
+        return {name: self._of(source, tokenizer) for name, source in self.validation.items()}
 
     @property
     def first(self) -> DataConfig:
         """The section of the first source alone; its folder has the tokenizer."""
-        if not self.sources:
-            return self.alone()
-        return self._of(next(iter(self.sources.values())), self.tokenizer)
+        return next(iter(self.each_source.values()))
 
     @property
     def tokenizer_file(self) -> str:
@@ -237,11 +234,11 @@ class DataConfig(Section):
         """Without what concerns several sources."""
         return self.model_copy(update={"sources": {}, "stages": [], "validation": {}})
 
-    def _of(self, one: SourceConfig | ValidationConfig, tokenizer: str | None) -> DataConfig:
+    def _of(self, table: SourceConfig | ValidationConfig, tokenizer: str | None) -> DataConfig:
         changes = {
-            "source": one.source,
-            "path": one.path,
+            "source": table.source,
+            "path": table.path,
             "tokenizer": tokenizer,
-            "text_field": one.text_field or self.text_field,
+            "text_field": table.text_field or self.text_field,
         }
         return self.alone().model_copy(update=changes)

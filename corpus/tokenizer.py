@@ -6,15 +6,13 @@ import hashlib
 import heapq
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from corpus.config import END_OF_DOCUMENT, DataConfig, FilterConfig, is_remote
+from corpus.config import END_OF_DOCUMENT, TOKENIZER_BYTES, DataConfig, is_remote
 from corpus.documents import Document, Unit, is_held_out, read_unit
 from corpus.errors import InputError
 from corpus.location import read_file
@@ -143,57 +141,36 @@ def _text_bytes(token: str, byte_level: bool) -> int:
     return 1 if _BYTE.fullmatch(token) else len(token.replace(_SPACE, " ").encode())
 
 
-@dataclass(frozen=True)
-class TokenizerSettings:
-    """What a tokenizer is trained with."""
+def tokenizer_of_units(units: Sequence[Unit], data: DataConfig, vocab_size: int) -> Tokenizer:
+    """A byte-level BPE tokenizer, trained on at most :data:`TOKENIZER_BYTES` of the units' texts.
 
-    text_field: str
-    filter: dict[str, Any]
-    vocab_size: int
-    tokenizer_bytes: int
-    end_token: str
-
-
-def tokenizer_of_units(units: Sequence[Unit], settings: TokenizerSettings) -> Tokenizer:
-    """A tokenizer that is trained on the texts of units; see :func:`train_tokenizer`.
+    Documents are taken in the order of their hashes: the sample is then of all folders. Held-out
+    documents are left out; where there are none, the first by its hash is, which will be held out.
 
     Raises InputError where a unit cannot be read, or has tokens and no texts.
     """
-    filtered = FilterConfig(**settings.filter)
 
     def documents() -> Iterator[Document]:
         for unit in units:
-            for document in read_unit(unit, settings.text_field):
+            for document in read_unit(unit, data.text_field):
                 if document.ids is not None:
                     raise InputError(
                         f"data.tokenizer must name the tokenizer.json of the tokens in "
                         f"{unit.files[0].path}"
                     )
-                if not document.is_empty and not filtered.reason(document.text):
+                if not document.is_empty and not data.filter.reason(document.text):
                     yield document
 
-    limit = settings.tokenizer_bytes
-    return train_tokenizer(documents(), settings.vocab_size, limit, settings.end_token)
-
-
-def train_tokenizer(
-    documents: Iterable[Document], vocab_size: int, limit: int, end_token: str
-) -> Tokenizer:
-    """Train a byte-level BPE tokenizer on at most ``limit`` bytes of the documents' text.
-
-    Documents are taken in the order of their hashes: the sample is then of all folders. Held-out
-    documents are left out; where there are none, the first by its hash is, which will be held out.
-    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[end_token],
+        special_tokens=[data.end_token],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_sample(documents, limit), trainer)
+    tokenizer.train_from_iterator(_sample(documents(), TOKENIZER_BYTES), trainer)
     tokenizer.encode_special_tokens = True
     return tokenizer
 
@@ -214,7 +191,7 @@ def _sample(documents: Iterable[Document], limit: int) -> Iterator[str]:
         # The first may have to be held out: the others must do without it.
         while size - len(heap[0][2]) - first[1] >= limit:
             size -= len(heapq.heappop(heap)[2])
-    chosen = sorted(heap, key=lambda each: -each[0])
+    chosen = sorted(heap, key=lambda entry: -entry[0])
     left = limit
     for _, _, raw in chosen if held_out else chosen[1:]:
         raw = raw[:left]

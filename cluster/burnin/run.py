@@ -98,30 +98,37 @@ class BurnIn:
         """
         o = self.options
         facts = RankFacts(self.rank, node_name(), o.local_rank, kind_of(o.device))
-        verdict = Verdict([RankFacts(**one) for one in self.board.share("start", asdict(facts))])
-        self.kinds = [one.kind for one in verdict.ranks]
-        self.nodes = [one.node for one in verdict.ranks]
+        ranks = [RankFacts(**fields) for fields in self.board.share("start", asdict(facts))]
+        self.verdict = Verdict(ranks)
+        self.kinds, self.nodes = [rank.kind for rank in ranks], [rank.node for rank in ranks]
         self.link_test = LinkTest(self.nodes, o.device, o.link_bytes)
-        checks = {
-            "memory": self._memory, "numerics": self._numerics, "products": self._products,
-            "training step": self._training_step, "storage": self._storage, "links": self._links,
-            "all-to-all": self._all_to_all, "all-reduce": self._all_reduce,
-        }  # fmt: skip
+        checks: dict[str, Callable[[str], None]] = {
+            "memory": self._memory,
+            "numerics": partial(
+                self._compare, lambda: [arithmetic_hash(o.device) for _ in range(_NUMERIC_REPEATS)]
+            ),
+            "products": self._products,
+            "training step": self._training_step,
+            "storage": self._storage,
+            "links": self._links,
+            "all-to-all": partial(
+                self._collective, lambda: all_to_all(o.device, o.rows, o.row_bytes)
+            ),
+            "all-reduce": partial(self._collective, lambda: all_reduce(o.device, o.reduce_bytes)),
+        }
         for name, check in checks.items():
             say(name)
             try:
-                check(name, verdict)
+                check(name)
             except MissingRanksError as error:
-                verdict.ended_in = name
+                self.verdict.ended_in = name
                 for rank in error.ranks:
-                    verdict.blame(rank, name, f"no answer within {self.board.seconds:g} s")
-            if verdict.ended_in is not None:
+                    self.verdict.blame(rank, name, f"no answer within {self.board.seconds:g} s")
+            if self.verdict.ended_in is not None:
                 break
-        return verdict
+        return self.verdict
 
-    def _ask(
-        self, name: str, verdict: Verdict, act: Callable[[], Any], *, blames: bool = True
-    ) -> list[Any] | None:
+    def _ask(self, name: str, act: Callable[[], Any], *, blames: bool = True) -> list[Any] | None:
         """What ``act`` returns on each rank; None where it failed on one.
 
         A failure is a finding about its rank, if ``blames`` and if another rank has not failed.
@@ -133,37 +140,31 @@ class BurnIn:
         answers = self.board.share(name, answer)
         errors = {r: a["error"] for r, a in enumerate(answers) if a["error"] is not None}
         if not blames or len(errors) == self.board.world > 1:
-            verdict.note_failure(name, errors)
+            self.verdict.note_failure(name, errors)
         else:
             for rank, error in errors.items():
-                verdict.blame(rank, name, error)
+                self.verdict.blame(rank, name, error)
         return None if errors else [a["value"] for a in answers]
 
-    def _memory(self, name: str, verdict: Verdict) -> None:
+    def _memory(self, name: str) -> None:
         o = self.options
         for rank, fault in enumerate(
-            self._ask(name, verdict, lambda: memory_fault(o.device, o.memory_bytes)) or ()
+            self._ask(name, lambda: memory_fault(o.device, o.memory_bytes)) or ()
         ):
             if fault is not None:
-                verdict.blame(rank, name, fault)
+                self.verdict.blame(rank, name, fault)
 
-    def _numerics(self, name: str, verdict: Verdict) -> None:
-        def hashes() -> list[str]:
-            return [arithmetic_hash(self.options.device) for _ in range(_NUMERIC_REPEATS)]
-
-        self._compare(name, verdict, hashes)
-
-    def _training_step(self, name: str, verdict: Verdict) -> None:
+    def _training_step(self, name: str) -> None:
         step = self.options.training_step
         if step is not None:
-            self._compare(name, verdict, lambda: [step(self.options.device)])
+            self._compare(lambda: [step(self.options.device)], name)
 
-    def _compare(self, name: str, verdict: Verdict, act: Callable[[], list[str]]) -> None:
-        found = self._ask(name, verdict, act)
-        for rank, reason in (differing(self.kinds, found) if found else {}).items():
-            verdict.blame(rank, name, reason)
+    def _compare(self, act: Callable[[], list[str]], name: str) -> None:
+        hashes = self._ask(name, act)
+        for rank, reason in (differing(self.kinds, hashes) if hashes else {}).items():
+            self.verdict.blame(rank, name, reason)
 
-    def _products(self, name: str, verdict: Verdict) -> None:
+    def _products(self, name: str) -> None:
         o = self.options
 
         def measure() -> list[float] | None:
@@ -172,20 +173,19 @@ class BurnIn:
             count = max(self.board.share(name, turns(o.local_world, o.device)))
             for turn in range(count):
                 is_mine = o.local_rank % count == turn
-                found = self._ask(name, verdict, partial(self._rate, is_mine))
-                if found is None:
+                measured = self._ask(
+                    name, partial(product_rate, o.device) if is_mine else lambda: None
+                )
+                if measured is None:
                     return None
-                rates = [old or new for old, new in zip(rates or found, found, strict=True)]
+                rates = [old or new for old, new in zip(rates or measured, measured, strict=True)]
             return rates
 
         expected = None if o.expected is None else o.expected.products
-        self._judge(name, verdict, measure, o.slow, expected=expected)
-
-    def _rate(self, is_mine: bool) -> float | None:
-        return product_rate(self.options.device) if is_mine else None
+        self._judge(name, measure, o.slow, expected=expected)
 
     def _judge(
-        self, name: str, verdict: Verdict, measure: Callable[[], list[float] | None], slow: float,
+        self, name: str, measure: Callable[[], list[float] | None], slow: float,
         repeats: int = _REPEATS, expected: float | None = None,
     ) -> None:  # fmt: skip
         """Blame ranks whose best of some measurements is slow against the others' best: what else
@@ -200,13 +200,13 @@ class BurnIn:
             suspects = slow_ranks(best, self.kinds, slow, expected)
             if not suspects:
                 break
-        verdict.measured[name] = best
+        self.verdict.measured[name] = best
         for rank, why in suspects.items():
-            verdict.blame(rank, name, why)
+            self.verdict.blame(rank, name, why)
         if expected is None and max(map(self.kinds.count, self.kinds)) < 3:
-            verdict.not_judged.append(name)
+            self.verdict.not_judged.append(name)
 
-    def _storage(self, name: str, verdict: Verdict) -> None:
+    def _storage(self, name: str) -> None:
         o = self.options
         if o.folder is None:
             return
@@ -217,112 +217,96 @@ class BurnIn:
                 folder.mkdir(parents=True, exist_ok=True)
 
         # Only rank 0 makes the folder: a machine that does not share the folder must not have one.
-        if self._ask(name, verdict, make, blames=False) is None:
+        if self._ask(name, make, blames=False) is None:
             return
 
         def measure(which: int) -> list[float] | None:
-            found = self._ask(
-                name, verdict, lambda: storage_rates(folder, self.rank, o.storage_bytes)
-            )
-            return None if found is None else [one[which] for one in found]
+            rates = self._ask(name, lambda: storage_rates(folder, self.rank, o.storage_bytes))
+            return None if rates is None else [of_rank[which] for of_rank in rates]
 
         slow, repeats = 1 - o.slow_storage, _STORAGE_REPEATS
-        self._judge("storage write", verdict, lambda: measure(0), slow, repeats)
-        self._judge("storage read", verdict, lambda: measure(1), slow, repeats)
+        self._judge("storage write", lambda: measure(0), slow, repeats)
+        self._judge("storage read", lambda: measure(1), slow, repeats)
 
-    def _links(self, name: str, verdict: Verdict) -> None:
+    def _links(self, name: str) -> None:
         o = self.options
         pairs = list(rounds_of(self.nodes))
-        links = self._measured(name, verdict, pairs)
+        links = self._measured(name, pairs)
         if any(link.error is not None for link in links):
-            self._blame_broken_links(verdict, links)
-            verdict.ended_in = name
+            self._blame_broken_links(links)
+            self.verdict.ended_in = name
             return
         expected = None if o.expected is None else o.expected.links
         bad = slow_links(links, o.slow_link, expected)
         for _ in range(_REPEATS - 1):
-            again = self._measured(name, verdict, _again(bad, links, pairs))
+            again = self._measured(name, _again(bad, links, pairs))
             rates = {link.pair: link.bytes_per_second for link in again}
             links = [replace(k, bytes_per_second=rates.get(k.pair, k.bytes_per_second))
                      for k in links]  # fmt: skip
             bad = [k for k in slow_links(links, o.slow_link, expected) if k.pair in rates]
-        verdict.measured[name] = [asdict(link) for link in links]
+        self.verdict.measured[name] = [asdict(link) for link in links]
         if expected is not None:
-            bad = self._note_slow_network(verdict, bad, links, expected[False])
-        self._blame_links(verdict, bad, links)
+            bad = self._note_slow_network(bad, links, expected[False])
+        self._blame_links(bad, links)
         for within, what in ((True, "links within a node"), (False, "links between nodes")):
             few = 0 < sum(link.within_node == within for link in links) < 3
             if few and expected is None:
-                verdict.not_judged.append(what)
+                self.verdict.not_judged.append(what)
 
-    def _note_slow_network(
-        self, verdict: Verdict, bad: list[Link], links: list[Link], expected: float
-    ) -> list[Link]:
+    def _note_slow_network(self, bad: list[Link], links: list[Link], expected: float) -> list[Link]:
         """The bad links of which a machine may be at fault; where all links between nodes are slow,
         a failure is noted, which names none."""
         between = [link.bytes_per_second for link in links if not link.within_node]
         if not between or len(between) > sum(not link.within_node for link in bad):
             return bad
-        verdict.failures.append(
+        self.verdict.failures.append(
             f"links: all {len(between)} between nodes are slow: the median is "
             f"{median(between) / 1e9:.3f} GB/s, and {expected / 1e9:.3f} GB/s are expected"
         )
         outliers = slow_links(links, self.options.slow_link)
         return [link for link in bad if link.within_node or link in outliers]
 
-    def _blame_broken_links(self, verdict: Verdict, links: list[Link]) -> None:
+    def _blame_broken_links(self, links: list[Link]) -> None:
         """Find the machines at fault, where something failed that needs several ranks."""
         o = self.options
         bad = self.link_test.find_broken(list(rounds_of(self.nodes)), self.board, o.timeout)
         known = {link.pair: link for link in [*links, *bad]}
-        verdict.measured["links"] = [asdict(link) for link in known.values()]
-        self._blame_links(verdict, bad, list(known.values()))
+        self.verdict.measured["links"] = [asdict(link) for link in known.values()]
+        self._blame_links(bad, list(known.values()))
 
-    def _blame_links(self, verdict: Verdict, bad: list[Link], links: list[Link]) -> None:
-        slow = {one.node for one in verdict.findings if one.check == "products"}
+    def _blame_links(self, bad: list[Link], links: list[Link]) -> None:
+        slow = {f.node for f in self.verdict.findings if f.check == "products"}
         for node, mine in nodes_of_links(bad, self.nodes, slow).items():
             rates = self.options.expected
             expected = None if rates is None else rates.links
             why = describe_links(node, mine, links, self.nodes, expected)
-            verdict.findings.append(Finding(node, None, "links", why))
+            self.verdict.findings.append(Finding(node, None, "links", why))
 
-    def _measured(self, name: str, verdict: Verdict, pairs: list[list[Pair]]) -> list[Link]:
+    def _measured(self, name: str, pairs: list[list[Pair]]) -> list[Link]:
         """The links that all ranks have measured; nothing is measured for no pairs."""
         if not pairs:
             return []
-        answers = self._ask(
-            name, verdict, lambda: [asdict(link) for link in self.link_test.measure(pairs)]
-        )
+        answers = self._ask(name, lambda: [asdict(link) for link in self.link_test.measure(pairs)])
         by_pair: dict[Pair, Link] = {}
-        for link in [Link(**one) for links in answers or () for one in links]:
+        for link in [Link(**fields) for of_rank in answers or () for fields in of_rank]:
             if link.pair not in by_pair or link.error is not None:
                 by_pair[link.pair] = link
         return list(by_pair.values())
 
-    def _all_to_all(self, name: str, verdict: Verdict) -> None:
-        o = self.options
-        self._collective(name, verdict, lambda: all_to_all(o.device, o.rows, o.row_bytes))
-
-    def _all_reduce(self, name: str, verdict: Verdict) -> None:
-        o = self.options
-        self._collective(name, verdict, lambda: all_reduce(o.device, o.reduce_bytes))
-
-    def _collective(
-        self, name: str, verdict: Verdict, act: Callable[[], tuple[float, str | None]]
-    ) -> None:
+    def _collective(self, act: Callable[[], tuple[float, str | None]], name: str) -> None:
         if dist.get_world_size() == 1:
             return
         # A broken link fails the collective on every rank, and only its two ends are at fault.
-        found = self._ask(name, verdict, act, blames=False)
-        if found is None:
-            links = [Link(**one) for one in verdict.measured.get("links", ())]
-            self._blame_broken_links(verdict, links)
-            verdict.ended_in = name
+        answers = self._ask(name, act, blames=False)
+        if answers is None:
+            measured = self.verdict.measured.get("links", ())
+            self._blame_broken_links([Link(**fields) for fields in measured])
+            self.verdict.ended_in = name
             return
-        verdict.measured[name] = [rate for rate, _ in found]
-        for rank, (_, wrong) in enumerate(found):
+        self.verdict.measured[name] = [rate for rate, _ in answers]
+        for rank, (_, wrong) in enumerate(answers):
             if wrong is not None:
-                verdict.blame(rank, name, f"received {wrong}")
+                self.verdict.blame(rank, name, f"received {wrong}")
 
 
 def _again(bad: list[Link], links: list[Link], pairs: list[list[Pair]]) -> list[list[Pair]]:

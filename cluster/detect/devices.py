@@ -98,6 +98,7 @@ class DeviceMonitor:
         self._look_for_slowdowns()
         use = self._asked(nvml.nvmlDeviceGetUtilizationRates, device)
         memory = self._asked(nvml.nvmlDeviceGetMemoryInfo, device)
+        energy, before = self._energy(), self._energy_before
         self._report = DeviceReport(
             self.uuid,
             utilization=None if use is None else use.gpu / 100,
@@ -105,7 +106,7 @@ class DeviceMonitor:
             temperature=self._asked(
                 nvml.nvmlDeviceGetTemperature, device, nvml.NVML_TEMPERATURE_GPU
             ),
-            energy_joules=self._energy_used(),
+            energy_joules=None if energy is None or before is None else (energy - before) / 1000,
             problems=tuple(self._problems),
         )
         return self._report
@@ -135,10 +136,6 @@ class DeviceMonitor:
         """Millijoules since the driver was loaded; devices before Volta do not count them."""
         count = self._asked(self._nvml.nvmlDeviceGetTotalEnergyConsumption, self._device)
         return None if count is None else int(count)
-
-    def _energy_used(self) -> float | None:
-        now, before = self._energy(), self._energy_before
-        return None if now is None or before is None else (now - before) / 1000
 
     def _uncorrected(self) -> int | None:
         nvml = self._nvml

@@ -285,8 +285,13 @@ def _codes(*values: int) -> dict[str, Any]:
     return {"containerName": "node", "operator": "In", "values": list(values)}
 
 
+def _given(**entries: Any) -> dict[str, Any]:
+    """The entries that have a value."""
+    return {key: value for key, value in entries.items() if value}
+
+
 def _pod(job: EngineJob) -> dict[str, Any]:
-    pods = job.launch.kubernetes
+    pods, walltime = job.launch.kubernetes, job.launch.walltime_minutes
     annotations: dict[str, str] = {}
     if job.metrics_port:
         annotations |= {
@@ -302,54 +307,51 @@ def _pod(job: EngineJob) -> dict[str, Any]:
     ]
     if pods.volume_claim:
         volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": pods.volume_claim}})
-    spec: dict[str, Any] = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": _GRACE_SECONDS,
-        **({"affinity": affinity} if (affinity := _affinity(job)) else {}),
-        "containers": [_container(job)],
-        "volumes": volumes,
+    deadline = None if walltime is None else math.ceil(walltime * 60) + _GRACE_SECONDS
+    return {
+        "metadata": _given(labels={"convoy/run": _name(job)}, annotations=annotations),
+        "spec": _given(
+            restartPolicy="Never",
+            terminationGracePeriodSeconds=_GRACE_SECONDS,
+            affinity=_affinity(job),
+            containers=[_container(job)],
+            volumes=volumes,
+            activeDeadlineSeconds=deadline,
+        ),
     }
-    if job.launch.walltime_minutes is not None:
-        spec["activeDeadlineSeconds"] = math.ceil(job.launch.walltime_minutes * 60) + _GRACE_SECONDS
-    metadata: dict[str, Any] = {"labels": {"convoy/run": _name(job)}}
-    if annotations:
-        metadata["annotations"] = annotations
-    return {"metadata": metadata, "spec": spec}
 
 
 def _container(job: EngineJob) -> dict[str, Any]:
-    pods = job.launch.kubernetes
+    pods, gpus = job.launch.kubernetes, job.launch.gpus_per_node
     mounts = [
         {"name": "shared-memory", "mountPath": "/dev/shm"},
         {"name": "spec", "mountPath": str(_FILES)},
     ]
     if pods.volume_claim:
         mounts.append({"name": "data", "mountPath": job.workdir})
-    asked = {"cpu": str(job.cpus_per_node)}
-    resources: dict[str, Any] = {"requests": asked}
-    if job.launch.gpus_per_node:
-        resources["limits"] = {"nvidia.com/gpu": str(job.launch.gpus_per_node)}
     environment: list[dict[str, Any]] = [
         {"name": key, "value": value} for key, value in job.all_environment.items()
     ]
     environment.append(
         {"name": "CONVOY_NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
     )
-    container: dict[str, Any] = {
-        "name": "node",
-        "image": job.launch.image,
-        "command": ["bash", "-c"],
-        "args": [_script(job)],
-        "workingDir": job.workdir,
-        "env": environment,
-        "resources": resources,
-        "volumeMounts": mounts,
-    }
-    if pods.secret:
-        container["envFrom"] = [{"secretRef": {"name": pods.secret}}]
-    if job.metrics_port:
-        container["ports"] = [{"name": "metrics", "containerPort": job.metrics_port}]
-    return container
+    return _given(
+        name="node",
+        image=job.launch.image,
+        command=["bash", "-c"],
+        args=[_script(job)],
+        workingDir=job.workdir,
+        env=environment,
+        resources=_given(
+            requests={"cpu": str(job.cpus_per_node)},
+            limits={"nvidia.com/gpu": str(gpus)} if gpus else None,
+        ),
+        volumeMounts=mounts,
+        envFrom=[{"secretRef": {"name": pods.secret}}] if pods.secret else None,
+        ports=[{"name": "metrics", "containerPort": job.metrics_port}]
+        if job.metrics_port
+        else None,
+    )
 
 
 def _script(job: EngineJob) -> str:

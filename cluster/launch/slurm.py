@@ -13,7 +13,6 @@ node is lost. Both begin only with all of (at least MIN) nodes.
 from __future__ import annotations
 
 import math
-import os
 import re
 import shlex
 import shutil
@@ -23,8 +22,8 @@ from pathlib import Path
 
 from cluster.launch.job import EngineJob, one_line
 from cluster.launch.node import job_variable, node_script
-from cluster.launch.slurm_job import foreign_variables, run_batch, run_node
-from cluster.launch.torchrun import exports
+from cluster.launch.slurm_job import environment_of_others, run_batch, run_node
+from cluster.launch.torchrun import first_lines
 
 _TIMEOUT = 60.0
 
@@ -55,9 +54,7 @@ class Slurm:
                     *(f"#SBATCH {option}" for option in _options(job)),
                 ]
             ),
-            "\n".join(
-                [*exports(job), *([f"cd {shlex.quote(job.workdir)} || exit 2"] * bool(job.workdir))]
-            ),
+            "\n".join(first_lines(job)),
             job_variable(job),
             node_script(job.model_copy(update={"launch": outer}), ["slurm", '"$job"', "batch"]),
         ]
@@ -172,12 +169,13 @@ def _refusal(text: str) -> str:
 
 
 def _run(words: list[str]) -> subprocess.CompletedProcess[str]:
-    # sbatch gives its environment to the job, and Slurm's own names may be of another job.
-    foreign = foreign_variables()
-    environment = {key: value for key, value in os.environ.items() if key not in foreign}
     try:
         return subprocess.run(
-            words, capture_output=True, text=True, timeout=_TIMEOUT, env=environment
+            words,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT,
+            env=environment_of_others(),
         )
     except subprocess.TimeoutExpired:
         raise ValueError(

@@ -34,10 +34,11 @@ _STARTS_IN_A_STORE = 3
 _NAMED = "export CONVOY_NODE_NAME=$SLURMD_NODENAME"  # as Slurm and the exclude list name nodes
 
 
-def foreign_variables() -> set[str]:
-    """Variables of this process's own job, which another job must not get."""
-    foreign = ("SLURM_", "SBATCH_", "SRUN_", "CONVOY_")
-    return {key for key in os.environ if key.startswith(foreign) and key != "SLURM_CONF"}
+def environment_of_others() -> dict[str, str]:
+    """The environment without the variables of this process's own job: sbatch gives it to the job
+    that it makes."""
+    own = ("SLURM_", "SBATCH_", "SRUN_", "CONVOY_")
+    return {k: v for k, v in os.environ.items() if not k.startswith(own) or k == "SLURM_CONF"}
 
 
 def run_batch(job: EngineJob) -> int:
@@ -149,9 +150,7 @@ class _Start:
         words = ["scontrol", "write", "batch_script", self.number, script]
         if subprocess.run(words, stdout=subprocess.DEVNULL, check=False).returncode:
             return 1
-        foreign = foreign_variables()
-        environment = {key: value for key, value in os.environ.items() if key not in foreign}
-        environment["CONVOY_EXCLUDED"] = excluded
+        environment = environment_of_others() | {"CONVOY_EXCLUDED": excluded}
         words = ["sbatch", f"--exclude={excluded}", script]
         return 1 if subprocess.run(words, env=environment, check=False).returncode else 0
 

@@ -14,9 +14,10 @@ _COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
 """A program in Python for the interpreter of the ranks."""
 
 
-def exports(job: EngineJob) -> list[str]:
-    """Lines of bash that set the environment of every rank."""
-    return [f"export {key}={shlex.quote(value)}" for key, value in job.all_environment.items()]
+def first_lines(job: EngineJob) -> list[str]:
+    """Lines of bash that set the environment of every rank, and go to ``launch.workdir``."""
+    lines = [f"export {key}={shlex.quote(value)}" for key, value in job.all_environment.items()]
+    return lines + [f"cd {shlex.quote(job.workdir)} || exit 2"] * bool(job.workdir)
 
 
 class Torchrun:
@@ -34,8 +35,7 @@ class Torchrun:
             *job.head(),
             f"# {job.name}: run this on each machine, from {least} to {most} of them.",
             "# Give machines of one rack numbers in sequence: CONVOY_NODE_ORDER=0, 1, ...",
-            *exports(job),
-            *([f"cd {shlex.quote(job.workdir)} || exit 2"] if job.workdir else []),
+            *first_lines(job),
             job_variable(job),
             node_script(job, ["torchrun", '"$job"'], burn_in=True),
         ]

@@ -118,6 +118,15 @@ class OutageBackend(RendezvousBackend):
             return state, token
 
 
+def _asked_again(question: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of EtcdStore that asks again while there is no answer."""
+
+    def ask(store: OutageStore, *arguments: Any) -> Any:
+        return until_answer(partial(question, store, *arguments), store.limit)
+
+    return ask
+
+
 class OutageStore(EtcdStore):
     """torchrun's store in etcd; a question without an answer is asked again for ``limit``."""
 
@@ -125,25 +134,12 @@ class OutageStore(EtcdStore):
         super().__init__(client, prefix)
         self.limit = limit
 
-    def set(self, key: Any, value: Any) -> Any:
-        """As EtcdStore."""
-        return until_answer(lambda: EtcdStore.set(self, key, value), self.limit)
-
-    def get(self, key: Any) -> Any:
-        """As EtcdStore."""
-        return until_answer(lambda: EtcdStore.get(self, key), self.limit)
-
-    def add(self, key: Any, num: int) -> Any:
-        """As EtcdStore. An answer that was lost counts twice."""
-        return until_answer(lambda: EtcdStore.add(self, key, num), self.limit)
-
-    def wait(self, keys: Any, override_timeout: timedelta | None = None) -> Any:
-        """As EtcdStore."""
-        return until_answer(lambda: EtcdStore.wait(self, keys, override_timeout), self.limit)
-
-    def check(self, keys: Any) -> Any:
-        """As EtcdStore."""
-        return until_answer(lambda: EtcdStore.check(self, keys), self.limit)
+    set = _asked_again(EtcdStore.set)
+    get = _asked_again(EtcdStore.get)
+    add = _asked_again(EtcdStore.add)
+    """An answer that was lost counts twice."""
+    wait = _asked_again(EtcdStore.wait)
+    check = _asked_again(EtcdStore.check)
 
 
 def until_answer(question: Callable[[], T], limit: timedelta) -> T:

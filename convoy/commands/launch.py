@@ -87,6 +87,7 @@ def make_job(spec: JobSpec, path: Path, overrides: Sequence[str], engine: Engine
     from cluster.launch import EngineJob
     from cluster.members import EXCLUDE_LIST, read_exclusions
     from parallel.version import VERSION
+    from pretrain.spec import resolve_spec
 
     launch = spec.launch
     more = _engine_overrides(spec, engine)
@@ -112,7 +113,7 @@ def make_job(spec: JobSpec, path: Path, overrides: Sequence[str], engine: Engine
         program=("-m", "convoy", "pretrain"),
         config=str(base / path),
         overrides=tuple(word for each in [*overrides, *more] for word in ("--set", each)),
-        config_text=_table_lines(_with(spec, more).as_dict()),
+        config_text=_table_lines(resolve_spec(spec.as_dict(), "[launch]", more).as_dict()),
         run_dir=str(run_dir),
         checkpoints=str(checkpoints),
         folders=tuple(sorted({str(folder) for folder in _data_folders(spec, base)})),
@@ -133,10 +134,9 @@ def _data_folders(spec: JobSpec, base: Path) -> Iterator[Path]:
     from corpus.config import is_remote
 
     data = spec.data
-    sources, sets = data.sources.values(), data.validation.values()
     paths = [data.path, data.source]
-    paths += [path for one in sources for path in (one.path, one.source)]
-    paths += [path for one in sets for path in (one.path, one.source)]
+    paths += [path for source in data.sources.values() for path in (source.path, source.source)]
+    paths += [path for scored in data.validation.values() for path in (scored.path, scored.source)]
     files = [data.tokenizer, spec.init.checkpoint]
     for path in filter(None, paths):
         if not is_remote(path) and (base / path).is_dir():
@@ -165,16 +165,13 @@ def check_prepared(spec: JobSpec, path: Path, engine: Engine) -> None:
         if is_remote(corpus.path):
             continue
         folder = base / corpus.path
-        if _is_seen(folder, base) and not (folder / MANIFEST).exists():
+        # Whether this machine sees where the folder would be: its parent, or the launch's folder.
+        is_seen = folder.parent.is_dir() or (folder.is_relative_to(base) and base.is_dir())
+        if is_seen and not (folder / MANIFEST).exists():
             raise InputError(
                 f"data.path ({corpus.path}) has no prepared corpus yet, and ranks prepare none: "
                 f"run convoy prepare {path} first"
             )
-
-
-def _is_seen(folder: Path, base: Path) -> bool:
-    """Whether this machine sees where a folder would be: its parent, or the launch's folder."""
-    return folder.parent.is_dir() or (folder.is_relative_to(base) and base.is_dir())
 
 
 def _engine_overrides(spec: JobSpec, engine: Engine) -> list[str]:
@@ -190,12 +187,6 @@ def _engine_overrides(spec: JobSpec, engine: Engine) -> list[str]:
     if outside and spec.metrics.port > 0 and spec.metrics.host == "127.0.0.1":
         more.append("metrics.host=0.0.0.0")
     return more
-
-
-def _with(spec: JobSpec, overrides: Sequence[str]) -> JobSpec:
-    from pretrain.spec import resolve_spec
-
-    return resolve_spec(spec.as_dict(), "[launch]", overrides)
 
 
 def _layouts(spec: JobSpec) -> list[str]:

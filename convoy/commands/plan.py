@@ -52,8 +52,9 @@ def _validate(args: argparse.Namespace) -> int:
     rows = compare()
     say(validation_table(rows))
     published = [
-        {"group": r.group, "run": r.run, "kind": r.kind, "published_teraflops": r.published,
-         "planned_teraflops": r.planned, "error": r.error, "tuned": r.tuned,
+        {"group": r.group.name, "run": r.run.name, "kind": r.group.kind,
+         "published_teraflops": r.run.teraflops, "planned_teraflops": r.planned,
+         "error": r.error, "tuned": r.run.tuned,
          "seconds": r.step.as_dict()}
         for r in rows
     ]  # fmt: skip
@@ -100,14 +101,14 @@ def _plan(args: argparse.Namespace) -> int:
     from pretrain.spec import load_spec
 
     cluster = planner.load_cluster(args.cluster)
-    gpus = cluster.gpus if args.gpus is None else int(_number("--gpus", args.gpus, 1, whole=True))
+    gpus = cluster.gpus if args.gpus is None else int(_number("--gpus", args.gpus, is_whole=True))
     named = [] if args.layout is None else _overrides(args.layout)
     spec = planner.unplanned(load_spec(args.spec, [*args.overrides, *named]))
-    imbalance = _number("--imbalance", args.imbalance, 1)
+    imbalance = _number("--imbalance", args.imbalance)
     S = spec.data.seq_len
     tokens: float = spec.batch.samples_of(spec.train.steps, S) * S
     if args.tokens is not None:
-        tokens = _number("--tokens", args.tokens, 1)
+        tokens = _number("--tokens", args.tokens)
     check_writable("--json", args.json)
     check_writable("--write", args.write)
     if args.draw is not None:
@@ -190,14 +191,14 @@ def _above_memory(plan: Plan, cluster: Cluster) -> str:
     )
 
 
-def _number(flag: str, text: str, least: float, *, whole: bool = False) -> float:
+def _number(option: str, text: str, *, is_whole: bool = False) -> float:
     try:
         value = float(text.replace("_", ""))
     except ValueError:
         value = float("nan")
-    if not least <= value < 1e18 or (whole and value != int(value)):
-        kind = "a whole number" if whole else "a number"
-        raise InputError(f"{flag} ({text}) must be {kind} of at least {least:g}")
+    if not 1 <= value < 1e18 or (is_whole and value != int(value)):
+        kind = "a whole number" if is_whole else "a number"
+        raise InputError(f"{option} ({text}) must be {kind} of at least 1")
     return value
 
 

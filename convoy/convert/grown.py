@@ -19,6 +19,7 @@ from parallel import Topology
 from parallel.layout import Box, box_shape, whole_box, within
 from pretrain.errors import InputError
 from pretrain.model import ModelConfig, first_matrix, meta_decoder
+from pretrain.parallelize import parameter_layouts
 from pretrain.spec import JobSpec, resolve_spec
 from pretrain.state import (
     EXPERT_BIAS,
@@ -28,7 +29,6 @@ from pretrain.state import (
     feed_forward,
     in_decoder,
     model_arrays,
-    parameter_layouts,
     parameter_name,
 )
 

@@ -94,8 +94,18 @@ def operate(
     before = resolve_spec(stored_spec(source.info.spec), "the checkpoint's spec")
     if noise < 0 or (noise and surgery.kind not in ("duplicate", "widen")):
         raise InputError(f"--noise ({noise}) must be 0 but with duplicate and widen, and not below")
-    operation = {"upcycle": _upcycle, "widen": _widen}.get(surgery.kind, _regroup)
-    made, spec = operation(weights, before, surgery, overrides, noise)
+    made: Source
+    if surgery.kind == "upcycle":
+        number = surgery.numbers[0]
+        spec = upcycled_spec(before.as_dict(), number, 2, 0, overrides, "the checkpoint")
+        made = Described(Upcycled(weights, spec), _informed(weights, spec, surgery, None))
+    elif surgery.kind == "widen":
+        sections = widened_sections(before.as_dict(), surgery.numbers[0])
+        spec = resolve_spec(sections, "after surgery the spec", overrides)
+        info = _informed(weights, spec, surgery, noise)
+        made = Widened(weights, info, surgery.numbers[0], noise)
+    else:
+        made, spec = _regroup(weights, before, surgery, overrides, noise)
     wrong = misfit(made, weight_arrays(spec.model, spec.moe), "the new spec's model")
     if wrong is not None:
         raise InputError(f"surgery: {wrong}")
@@ -187,20 +197,3 @@ def _regroup(
     spec = resolve_spec(sections, "after surgery the spec", overrides)
     info = _informed(source, spec, surgery, (experts, noise))
     return _Regrouped(source, info, experts, noise), spec
-
-
-def _upcycle(
-    source: Source, before: JobSpec, surgery: Surgery, overrides: Sequence[str], noise: float
-) -> tuple[Source, JobSpec]:
-    spec = upcycled_spec(before.as_dict(), surgery.numbers[0], 2, 0, overrides, "the checkpoint")
-    made = Upcycled(source, spec)
-    return Described(made, _informed(source, spec, surgery, None)), spec
-
-
-def _widen(
-    source: Source, before: JobSpec, surgery: Surgery, overrides: Sequence[str], noise: float
-) -> tuple[Source, JobSpec]:
-    copies = surgery.numbers[0]
-    sections = widened_sections(before.as_dict(), copies)
-    spec = resolve_spec(sections, "after surgery the spec", overrides)
-    return Widened(source, _informed(source, spec, surgery, noise), copies, noise), spec

@@ -212,17 +212,15 @@ class Cluster(Section):
         """An all-reduce: a reduce-scatter and an all-gather."""
         return 2 * self.gather_seconds(bytes_whole, size, stride)
 
-    def exchange_seconds(
-        self, bytes_sent: float, size: int, stride: int, far_share: float = 1.0
-    ) -> float:
-        """An all-to-all in which every rank sends ``bytes_sent`` in equal parts, one to itself.
+    def exchange_seconds(self, bytes_sent: float, size: int, far_share: float = 1.0) -> float:
+        """An all-to-all of neighbours: each sends ``bytes_sent`` in equal parts, one to itself.
 
         Parts for the own node and for other nodes travel at the same time. Of those for other nodes
         ``far_share`` crosses to them, and the receiving node spreads it over its own links.
         """
         if size == 1 or bytes_sent <= 0:
             return 0.0
-        here, nodes = self.group_shape(size, stride)
+        here, nodes = self.group_shape(size, 1)
         inner, outer = self.intra_node, self.inter_node
         near = bytes_sent * (here - 1) / size
         far = bytes_sent * (size - here) / size

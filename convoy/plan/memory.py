@@ -264,7 +264,7 @@ def _of_place(work: Work, place: int, chip: Chip) -> Memory:
     if layers:  # a rank may have only the embedding, or only the head
         # One layer at a time: what recomputation brings back, and its gradients.
         last = max(layers)
-        first = kept_elements(work, layers[0], work.recomputes(0), chip.kernels)
+        first = kept_elements(work, layers[0], work.recompute, chip.kernels)
         rebuilt = max(
             kept_elements(work, i, "none", chip.kernels) - first for i in {layers[0], last}
         )

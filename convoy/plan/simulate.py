@@ -23,7 +23,6 @@ from convoy.plan.scenario import SURVIVES, Scenario
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 LOST_PARTS = ("detection", "restart", "rework", "waiting")
 """The parts of lost time that have a cause each; ``restart`` includes booting and loading."""
@@ -221,7 +220,10 @@ class _Lanes:
         done, failed = spent >= end, spent >= to_failure
         self.phase[at[done]] = _DONE
         self.fail(at[failed & ~done])
-        self.rejoin(at[~failed & ~done])
+        # The others have just saved: they restart with the nodes that are back.
+        joined = at[~failed & ~done]
+        self.cause[joined] = len(self.causes) - 1
+        self.resume(joined)
 
     def spend(self, at: Ints, part: str) -> Ints:
         """Let the lanes ``at`` spend what is left of ``part``; a failure begins a new detection.
@@ -289,11 +291,6 @@ class _Lanes:
         restore = np.where(np.isinf(restore), min(self.restore), restore)
         self.left[at] = self.restart[self.cause[at]] + restore
         self.phase[at] = _RESTARTING
-
-    def rejoin(self, at: Ints) -> None:
-        """Restart the lanes ``at``, right after a save, with the nodes that are back."""
-        self.cause[at] = len(self.causes) - 1
-        self.resume(at)
 
     def _seconds_to_join(self, at: Ints, share: Floats) -> Floats:
         """Until the save after which a job on fewer nodes restarts with more; infinite for never.

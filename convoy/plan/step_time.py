@@ -141,8 +141,8 @@ def _layer_pass(work: Work, layer: int, cluster: Cluster) -> _Pass:
         if program.sends_once_per_node and nodes > 1:
             share = min(1.0, shape.nodes_of_token(nodes) / shape.top_k)
         there = rows * (program.dispatch_bytes or size)
-        expert = cluster.exchange_seconds(there, t.ep, 1, share)
-        expert += cluster.exchange_seconds(rows * size, t.ep, 1, share)
+        expert = cluster.exchange_seconds(there, t.ep, share)
+        expert += cluster.exchange_seconds(rows * size, t.ep, share)
     return _Pass(
         gemms=forward, gemms_backward=backward, even=even,
         attention=attention, attention_backward=attention_backward,
@@ -338,5 +338,5 @@ def _whole_matrices(work: Work, place: int, n: RankParameters, cluster: Cluster)
     cut = t.fsdp_tp * t.dp_replicate > 1
     there = n.matrices * BYTES[dtype] / t.dp_replicate * cut
     back = n.matrices * BYTES[dtype] * cut
-    sent = sum(cluster.exchange_seconds(each, ranks, 1) for each in (there, back))
+    sent = sum(cluster.exchange_seconds(each, ranks) for each in (there, back))
     return max(total / ranks, longest) + copied + sent

@@ -112,8 +112,8 @@ def accuracy_lines(plans: Sequence[Plan], known: Accuracy, cluster: Cluster) -> 
     )
     lines = [
         f"the planner against {known.rows} published {name} runs, {there} on {cluster.name}: its "
-        f"TFLOP/s are {_signed(known.bias)} in the median, {_signed(low.error)} ({low.group}, "
-        f"{low.run}) to {_signed(high.error)} ({high.group}, {high.run}); the median error is "
+        f"TFLOP/s are {_signed(known.bias)} in the median, {_signed(low.error)} ({low.name}) to "
+        f"{_signed(high.error)} ({high.name}); the median error is "
         f"{known.median_error:.0%}; see convoy plan --validate"
     ]
     close = [
@@ -147,18 +147,20 @@ def validation_table(rows: Sequence[Compared]) -> str:
     for row in rows:
         used = f"{row.memory.total / _GIB:.0f}"
         cells.append([
-            f"{row.group}, {row.run}", f"{row.published:.0f}", f"{row.planned:.0f}",
+            row.name, f"{row.run.teraflops:.0f}", f"{row.planned:.0f}",
             f"{100 * row.error:+.1f} %",
             used if row.fits else f"{used}, of {row.available / _GIB:.0f}",
-            "yes" if row.tuned else "left out",
+            "yes" if row.run.tuned else "left out",
         ])  # fmt: skip
     head = ["run", "published TFLOP/s", "planned", "error", "planned GiB", "tuned"]
     lines = [_markdown(head, cells), ""]
-    for reason in dict.fromkeys(row.exceeds_memory for row in rows if row.exceeds_memory):
-        runs = [f"{row.group}, {row.run}" for row in rows if row.exceeds_memory == reason]
+    for reason in dict.fromkeys(row.run.exceeds_memory for row in rows):
+        if not reason:
+            continue
+        runs = [row.name for row in rows if row.run.exceeds_memory == reason]
         lines.append(f"planned memory above the chip's of {'; '.join(runs)}: {reason}")
     for kind in ("dense", "moe"):
-        errors = [abs(row.error) for row in rows if row.kind == kind]
+        errors = [abs(row.error) for row in rows if row.group.kind == kind]
         lines.append(
             f"{kind}: median error {100 * statistics.median(errors):.1f} %, worst "
             f"{100 * max(errors):.1f} %, {len(errors)} rows"

@@ -93,20 +93,19 @@ class PublishedGroup(Section):
 class Compared:
     """One row of the table."""
 
-    group: str
-    run: str
-    kind: Kind
-    published: float
-    """TFLOP/s of one GPU."""
+    group: PublishedGroup
+    run: PublishedRun
     planned: float
-    """By the same convention."""
-    tuned: bool
+    """TFLOP/s of one GPU, by the group's convention."""
     step: StepTime
     memory: Memory
     available: float
     """Bytes that a rank can use."""
-    exceeds_memory: str
-    """Why ``memory`` is more than ``available``, although the run took place."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.group.name}, {self.run.name}"
 
     @property
     def fits(self) -> bool:
@@ -116,13 +115,13 @@ class Compared:
     @property
     def error(self) -> float:
         """Signed and relative: above 0 where the plan is faster than the run was."""
-        return self.planned / self.published - 1
+        return self.planned / self.run.teraflops - 1
 
 
 def published_groups() -> list[PublishedGroup]:
     """The published runs that come with Convoy."""
     text = (resources.files("convoy.plan") / "published_runs.toml").read_text()
-    return [PublishedGroup.model_validate(each) for each in tomllib.loads(text)["group"]]
+    return [PublishedGroup.model_validate(group) for group in tomllib.loads(text)["group"]]
 
 
 def step_flops(work: Work, convention: str) -> float:
@@ -152,16 +151,7 @@ def compare() -> list[Compared]:
             planned = flops / (step.total * work.topology.world) / 1e12
             rows.append(
                 Compared(
-                    group=group.name,
-                    run=run.name,
-                    kind=group.kind,
-                    published=run.teraflops,
-                    planned=planned,
-                    tuned=run.tuned,
-                    step=step,
-                    memory=memory(work, cluster.chip),
-                    available=cluster.chip.memory_bytes,
-                    exceeds_memory=run.exceeds_memory,
+                    group, run, planned, step, memory(work, cluster.chip), cluster.chip.memory_bytes
                 )
             )
     return rows
@@ -171,12 +161,12 @@ def missed_bounds(rows: list[Compared]) -> list[str]:
     """One line for every bound that the rows miss."""
     missed = []
     for kind, bounds in BOUNDS.items():
-        errors = [abs(row.error) for row in rows if row.kind == kind]
-        found = {"median": statistics.median(errors), "worst": max(errors)}
+        errors = [abs(row.error) for row in rows if row.group.kind == kind]
+        measured = {"median": statistics.median(errors), "worst": max(errors)}
         for what, bound in bounds.items():
-            if found[what] > bound:
+            if measured[what] > bound:
                 missed.append(
-                    f"{kind} rows: the {what} error is {found[what]:.1%}, and must be at most "
+                    f"{kind} rows: the {what} error is {measured[what]:.1%}, and must be at most "
                     f"{bound:.0%}"
                 )
     return missed
@@ -206,7 +196,7 @@ class Accuracy:
     def as_dict(self) -> dict[str, Any]:
         """By name, as plain JSON."""
         ends = {
-            name: {"group": row.group, "run": row.run, "error": row.error}
+            name: {"group": row.group.name, "run": row.run.name, "error": row.error}
             for name, row in (("lowest", self.lowest), ("highest", self.highest))
         }
         return {
@@ -219,13 +209,12 @@ class Accuracy:
 def accuracy_of(has_experts: bool, cluster: Cluster) -> Accuracy:
     """The planner's errors for models with or without experts."""
     kind: Kind = "moe" if has_experts else "dense"
-    rows = sorted((row for row in compare() if row.kind == kind), key=lambda row: row.error)
-    groups = {group.name for group in published_groups() if group.cluster == cluster.name.lower()}
+    rows = sorted((row for row in compare() if row.group.kind == kind), key=lambda row: row.error)
     errors = [row.error for row in rows]
     return Accuracy(
         kind=kind,
         rows=len(rows),
-        rows_on_cluster=sum(row.group in groups for row in rows),
+        rows_on_cluster=sum(row.group.cluster == cluster.name.lower() for row in rows),
         bias=statistics.median(errors),
         median_error=statistics.median(map(abs, errors)),
         lowest=rows[0],

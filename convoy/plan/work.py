@@ -175,10 +175,6 @@ class Work:
         those two lies between what they hold: see :func:`convoy.plan.memory.in_flight`."""
         return _places(self._division)
 
-    def recomputes(self, position: int) -> Recompute:
-        """How the layer at a position among a rank's layers is recomputed."""
-        return _recomputed(position, self.recompute, self.recompute_layer_freq)
-
     def with_(self, **changes: object) -> Work:
         """A copy with other fields."""
         return replace(self, **changes)  # type: ignore[arg-type]

@@ -107,8 +107,10 @@ def _why_not(path: Path, hidden: bool) -> str:
         return ""
     if path.suffix == ".bin" and is_megatron_index(path.with_suffix(".idx")):
         return "" if path.with_suffix(".idx").exists() else "binary files"
-    if path.name in {"dataset_info.json", "state.json"} and _is_of_dataset(path.parent):
-        return "metadata of a Hugging Face dataset"
+    if path.name in {"dataset_info.json", "state.json"}:
+        beside = path.parent
+        if (beside / "state.json").exists() and any(beside.glob("*.arrow")):
+            return "metadata of a Hugging Face dataset"
     if path.suffix in {".parquet", ".arrow"}:
         return ""
     if path.suffix in _COMPRESSED:
@@ -132,10 +134,6 @@ def open_raw(path: Path) -> io.BufferedReader:
     if path.suffix == ".gz":
         return cast(io.BufferedReader, gzip.open(path))
     return open_zstd(path) if path.suffix == ".zst" else path.open("rb")
-
-
-def _is_of_dataset(folder: Path) -> bool:
-    return (folder / "state.json").exists() and any(folder.glob("*.arrow"))
 
 
 Kind = Literal["text", "lines", "parquet", "arrow", "megatron"]

@@ -30,7 +30,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from ckpt.store import lock_file, publish_folder
-from corpus.config import TOKENIZER_BYTES, DataConfig, is_remote
+from corpus.config import DataConfig, is_remote
 from corpus.documents import Found, Unit, copy_source, cut_into_units, find_files, skipped_as_json
 from corpus.errors import InputError
 from corpus.location import is_there, read_file, upload
@@ -47,7 +47,7 @@ from corpus.prepare.parts import PartCounts, PartSettings, part_path, read_part
 from corpus.prepare.progress import progress
 from corpus.prepare.shards import ShardWriter, first_of_equal, read_documents, write_split
 from corpus.prepare.workers import is_full_disk, make_parts, make_tokenizer
-from corpus.tokenizer import TokenizerSettings, read_tokenizer, tokenizer_fingerprint
+from corpus.tokenizer import read_tokenizer, tokenizer_fingerprint
 
 HoldOut = Literal["some", "all"]
 Say = Callable[[str], None]
@@ -121,7 +121,8 @@ def _home(data: DataConfig) -> Path:
 
 def _in_use(data: DataConfig, manifest: CorpusManifest | None) -> str:
     line = f"using the corpus at {data.path}; data.source is not read again"
-    if manifest is not None and manifest.files is not None and _is_local(data.source):
+    is_local = data.source != "stdlib" and not is_remote(data.source)
+    if manifest is not None and manifest.files is not None and is_local:
         try:
             now = len(find_files(data.source).files)
         except InputError:
@@ -129,10 +130,6 @@ def _in_use(data: DataConfig, manifest: CorpusManifest | None) -> str:
         if now != manifest.files:
             line += f" (it had {manifest.files} files, and has {now} now)"
     return line
-
-
-def _is_local(source: str) -> bool:
-    return source != "stdlib" and not is_remote(source)
 
 
 @contextmanager
@@ -173,7 +170,11 @@ def _prepare(
     (work / "parts").mkdir(exist_ok=True)
     tokenizer_path = work / f"tokenizer-{_key(data, vocab_size, units)}.json"
     if not tokenizer_path.exists():
-        _write(tokenizer_path, _tokenizer(data, vocab_size, units).to_str().encode())
+        if data.tokenizer is None:
+            tokenizer = make_tokenizer(units, data, vocab_size)
+        else:
+            tokenizer = read_tokenizer(data.tokenizer, vocab_size, data.end_token)
+        _write(tokenizer_path, tokenizer.to_str().encode())
     text = tokenizer_path.read_bytes()
     tokenizer = Tokenizer.from_str(text.decode())
     settings = PartSettings(
@@ -204,29 +205,14 @@ def _key(data: DataConfig, vocab_size: int, units: Sequence[Unit]) -> str:
     """What a tokenizer depends on."""
     settings = json.dumps(settings_of(data, vocab_size), sort_keys=True)
     if data.tokenizer is not None:
-        settings += hashlib.sha256(_read_bytes(data.tokenizer)).hexdigest()
+        try:
+            settings += hashlib.sha256(read_file(data.tokenizer)).hexdigest()
+        except OSError as error:
+            raise InputError(
+                f"data.tokenizer ({data.tokenizer}) cannot be read: {error.strerror}"
+            ) from None
     keys = [unit.key(settings) for unit in units]
     return hashlib.sha256("".join([settings, *keys]).encode()).hexdigest()[:16]
-
-
-def _read_bytes(path: str) -> bytes:
-    try:
-        return read_file(path)
-    except OSError as error:
-        raise InputError(f"data.tokenizer ({path}) cannot be read: {error.strerror}") from None
-
-
-def _tokenizer(data: DataConfig, vocab_size: int, units: Sequence[Unit]) -> Tokenizer:
-    if data.tokenizer is not None:
-        return read_tokenizer(data.tokenizer, vocab_size, data.end_token)
-    settings = TokenizerSettings(
-        text_field=data.text_field,
-        filter=data.filter.model_dump(),
-        vocab_size=vocab_size,
-        tokenizer_bytes=TOKENIZER_BYTES,
-        end_token=data.end_token,
-    )
-    return make_tokenizer(units, settings)
 
 
 def _make_all_parts(

@@ -20,10 +20,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from corpus.config import DataConfig
 from corpus.documents import Unit
 from corpus.errors import InputError
 from corpus.prepare.parts import PartCounts, PartSettings, PartWriter
-from corpus.tokenizer import TokenizerSettings, tokenizer_of_units
+from corpus.tokenizer import tokenizer_of_units
 
 Work = Sequence[tuple[int, Unit]]
 _ALONE_BYTES = 1 << 20
@@ -38,15 +39,15 @@ def works_alone(units: Sequence[Unit]) -> bool:
     return sum(sizes) <= _ALONE_BYTES
 
 
-def make_tokenizer(units: Sequence[Unit], settings: TokenizerSettings) -> Tokenizer:
+def make_tokenizer(units: Sequence[Unit], data: DataConfig, vocab_size: int) -> Tokenizer:
     """Train a tokenizer on the texts of units.
 
     Raises InputError where a unit cannot be read or the process is lost.
     """
     if works_alone(units):
-        return tokenizer_of_units(units, settings)
+        return tokenizer_of_units(units, data, vocab_size)
     with _processes(1, None) as pool:
-        return Tokenizer.from_str(pool.submit(_train_tokenizer, units, settings).result())
+        return Tokenizer.from_str(pool.submit(_train_tokenizer, units, data, vocab_size).result())
 
 
 def make_parts(
@@ -141,8 +142,8 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _train_tokenizer(units: Sequence[Unit], settings: TokenizerSettings) -> str:
-    return tokenizer_of_units(units, settings).to_str()
+def _train_tokenizer(units: Sequence[Unit], data: DataConfig, vocab_size: int) -> str:
+    return tokenizer_of_units(units, data, vocab_size).to_str()
 
 
 def _make_part(number: int, unit: Unit) -> PartCounts:

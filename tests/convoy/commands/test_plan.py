@@ -185,7 +185,7 @@ def test_the_planners_own_errors_are_beside_the_ranking(capsys, tmp_path):
     listed = tmp_path / "plans.json"
     search = ("--gpus", "16", "--json", str(listed))
     out = shown(capsys, MIXTRAL, "--cluster", "h100", *search)
-    rows = [row for row in validate.compare() if row.kind == "moe"]
+    rows = [row for row in validate.compare() if row.group.kind == "moe"]
     errors = sorted(row.error for row in rows)
     known = json.loads(listed.read_text())["accuracy"]
     assert known["rows"] == len(rows)
@@ -195,7 +195,7 @@ def test_the_planners_own_errors_are_beside_the_ranking(capsys, tmp_path):
     for row in rows:
         if row.error in (errors[0], errors[-1]):
             way = "high" if row.error > 0 else "low"
-            assert f"{abs(row.error):.0%} too {way} ({row.group}, {row.run})" in out
+            assert f"{abs(row.error):.0%} too {way} ({row.name})" in out
     seconds = [plan["step_seconds"] for plan in json.loads(listed.read_text())["plans"]]
     close = [n for n, s in enumerate(seconds, 1) if s <= seconds[0] * (1 + median)]
     assert f"layouts {', '.join(map(str, close))} are within that error" in out

@@ -212,7 +212,8 @@ def test_activations_are_those_measured(way):
         ModelShape.of(TINY, TINY_MOE), Topology(), 512, 8, 8, program=Program(dtype="float32"),
         recompute=how, recompute_layer_freq=every,
     )  # fmt: skip
-    kept = sum(kept_elements(work, i, work.recomputes(i), "cpu") for i in range(4))
+    kinds = work.kinds_of(0).items()
+    kept = sum(count * kept_elements(work, *kind, "cpu") for kind, count in kinds)
     kept += 8 * 512 * (2048 + 2 * 256)
     assert 4 * kept == pytest.approx(measured("activations", "held_bytes")[way], rel=0.03)
 
@@ -281,9 +282,9 @@ def test_collectives_by_group_and_link():
     )
     # Few bytes: latency, which grows with the group.
     assert cluster.gather_seconds(1, 1024, 1) > cluster.gather_seconds(1, 8, 1) > 4e-6
-    far = cluster.exchange_seconds(big, 64, 1)
+    far = cluster.exchange_seconds(big, 64)
     assert far == pytest.approx(big * 56 / 64 / (50e9 * 0.8), rel=0.01)
-    assert cluster.exchange_seconds(big, 64, 1, 0.5) < far
+    assert cluster.exchange_seconds(big, 64, 0.5) < far
 
 
 def test_the_bubble_is_that_of_the_schedules():
@@ -384,10 +385,10 @@ def test_no_layout_is_faster_than_its_bound(zero):
 def test_published_runs_keep_the_bounds():
     rows = validate.compare()
     assert validate.missed_bounds(rows) == []
-    assert {row.kind for row in rows} == {"dense", "moe"}
+    assert {row.group.kind for row in rows} == {"dense", "moe"}
     assert len(rows) == 24
     # Few rows chose the constants; the rest were left out, and keep the bounds by themselves.
-    left_out = [row for row in rows if not row.tuned]
+    left_out = [row for row in rows if not row.run.tuned]
     assert len(left_out) == 21
     assert validate.missed_bounds(left_out) == []
 
