@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 
@@ -187,9 +188,7 @@ def _read_once(root: Location) -> bool:
     return is_remote(str(root))
 
 
-def _spread(
-    arrays: Sequence[LocalArray], group: dist.ProcessGroup, device: torch.device
-) -> None:
+def _spread(arrays: Sequence[LocalArray], group: dist.ProcessGroup, device: torch.device) -> None:
     """Let the first replica of the model broadcast what it has read to the other replicas."""
     source = dist.get_global_rank(group, 0)
     for array in arrays:

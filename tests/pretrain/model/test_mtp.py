@@ -20,8 +20,8 @@ from parallel import Topology
 from pretrain.checkpoint.resume import restore
 from pretrain.errors import InputError
 from pretrain.job import build_job
-from pretrain.model.decoder import Decoder
 from pretrain.model.config import MTPConfig, MTPStage
+from pretrain.model.decoder import Decoder
 from pretrain.observe import IntervalEnded
 from pretrain.observe.prometheus import Metrics
 from pretrain.parallelize.micro_batches import LocalBatch, forward_backward
