@@ -32,6 +32,7 @@ from moe import (
     AllGatherDispatcher,
     AllToAllDispatcher,
     Dispatcher,
+    DispatchSetup,
     MoEConfig,
     MoELayer,
     PaddedAllToAllDispatcher,
@@ -69,11 +70,18 @@ def subjects_of(rank: int, world: int) -> dict[str, Callable[[], None]]:
         received = exchange_counts(counts, group)
         splits = counts.tolist(), received.tolist()
         subjects[name] = raw(sum(splits[0]), splits)
+
+    def setup(**options: Any) -> DispatchSetup:
+        config = MoEConfig(d_model=D, d_ff=8, num_experts=E, top_k=K, **options)
+        return DispatchSetup(config, group, None, None, lambda _: None)
+
     dispatchers: dict[str, Dispatcher] = {
-        "convoy": AllToAllDispatcher(group),
-        "convoy in 4 chunks": AllToAllDispatcher(group, chunks=4),
-        "convoy padded_all_to_all": PaddedAllToAllDispatcher(group, T, lambda _: None),
-        "convoy all_gather": AllGatherDispatcher(group),
+        "convoy": AllToAllDispatcher(setup()),
+        "convoy in 4 chunks": AllToAllDispatcher(setup(overlap_chunks=4)),
+        "convoy padded_all_to_all": PaddedAllToAllDispatcher(
+            setup(dispatcher="padded_all_to_all", max_tokens_per_call=T)
+        ),
+        "convoy all_gather": AllGatherDispatcher(setup()),
     }
 
     def run(dispatcher: Dispatcher) -> Callable[[], None]:

@@ -30,7 +30,7 @@ from .relative_speed import SpeedTest as SpeedTest
 from .routing import Routing as Routing
 from .routing import Scored as Scored
 from .routing_top_k import TopK as TopK
-from .select import count_tokens_per_expert as count_tokens_per_expert
+from .scores import count_tokens_per_expert as count_tokens_per_expert
 from .topk import RouterOutput as RouterOutput
 from .topk import TopKRouter as TopKRouter
 from .topk import no_autocast as no_autocast

@@ -13,7 +13,7 @@ from router.capacity import Assignments, CapacityPolicy
 from router.config import CAPACITIES, DroplessConfig
 from router.groups import HoldsGroups
 from router.placement import Placement, place, rank_bins
-from router.select import count_tokens_per_expert
+from router.scores import count_tokens_per_expert
 
 
 class Dropless(HoldsGroups, CapacityPolicy):

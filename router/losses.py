@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from router.select import count_tokens_per_expert
+from router.scores import count_tokens_per_expert
 
 
 def sum_over_tokens(values_TX: Tensor, token_mask_T: Tensor | None) -> Tensor:

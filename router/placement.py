@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from router.select import count_tokens_per_expert
+from router.scores import count_tokens_per_expert
 
 
 class Placement(NamedTuple):

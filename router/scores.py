@@ -1,6 +1,6 @@
-"""Scores and probabilities of experts from logits.
+"""Scores and probabilities of experts from logits, and how many tokens an expert has.
 
-Legend: T tokens, E experts.
+Legend: T tokens, E experts, K top_k.
 """
 
 from __future__ import annotations
@@ -32,3 +32,11 @@ def score(logits_TE: Tensor, score_func: ScoreFunc) -> tuple[Tensor, Tensor]:
     low_T1 = sum_T1.detach() < TINY
     exact_TE = F.logsigmoid(logits_TE.masked_fill(~low_T1, 0)).softmax(-1)
     return scores_TE, torch.where(low_T1, exact_TE, scores_TE / sum_T1.clamp_min(TINY))
+
+
+def count_tokens_per_expert(expert_indices_TK: Tensor, num_experts: int) -> Tensor:
+    """[T, K] int64 -> [E] int64 assignments."""
+    # bincount has no deterministic CUDA kernel; adding ones as integers is exact in any order.
+    flat = expert_indices_TK.flatten()
+    counts_E = torch.zeros(num_experts, dtype=torch.int64, device=flat.device)
+    return counts_E.scatter_add_(0, flat, torch.ones_like(flat))

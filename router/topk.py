@@ -20,8 +20,7 @@ from router.config import RouterConfig
 from router.groups import HoldsGroups, LostGroup
 from router.losses import mean_over_tokens
 from router.routing import Scored, routing_of
-from router.scores import TINY, score
-from router.select import count_tokens_per_expert
+from router.scores import TINY, count_tokens_per_expert, score
 from router.unused import UnusedUpdate
 
 

@@ -6,14 +6,12 @@ Legend: T tokens, D d_model, K top_k, S rows on this rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moe.config import DISPATCHERS
-from moe.dispatch.dispatchers import DispatchedRows, Dispatcher, DispatchSetup, block_of
+from moe.dispatch.dispatchers import DispatchedRows, Dispatcher, block_of
 from moe.rows import rows_of
 from parallel.comm import PendingRows, all_gather_rows, start_gather_rows, start_scatter_sums
 from router import RouterOutput
@@ -26,15 +24,6 @@ class AllGatherDispatcher(Dispatcher):
     """
 
     traits = DISPATCHERS["all_gather"]
-    GROUPS = ("group",)
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-
-    @classmethod
-    def of(cls, setup: DispatchSetup) -> Self:
-        """See :class:`Dispatcher`."""
-        return cls(setup.group)
 
     def dispatch(self, x_TD: Tensor, routed: RouterOutput) -> Iterator[DispatchedRows]:
         """See :class:`Dispatcher`."""

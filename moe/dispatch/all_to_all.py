@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from moe.dispatch.dispatchers import (
     chunks_of,
     destinations,
 )
-from moe.dispatch.transfer import Tokens, Transfer, start_transfer
+from moe.dispatch.transfer import Tokens, Transfer, begun_ahead, start_transfer
 from moe.rows import row_map, rows_of, sort_by_expert
 from parallel.comm import Wire, exchange_counts
 from router import RouterOutput, count_tokens_per_expert
@@ -106,57 +105,36 @@ class AllToAllDispatcher(Dispatcher):
     receive no rows. In the worst case every token of every rank is sent to one rank, which receives
     as many rows as all ranks have tokens.
 
-    With a second group the dispatch is hierarchical: a row is sent to a node once, over ``group``
-    (the ranks at this rank's place in each node), and is then sent to the ranks within the node.
-
-    Args:
-        group: the ranks that share the experts; for a hierarchical dispatch only the ranks at this
-            rank's place in each node.
-        within: for a hierarchical dispatch the ranks of this node; the ranks of a node hold
-            consecutive blocks of experts.
-        chunks: parts of a call; one part is in transfer while experts compute the part before.
-        counts_units: count rows by unit, each rank's call, for exact sums; one group and one chunk.
-        wire: how rows are written on their way to experts.
+    A call is cut into chunks; one is in transfer while experts compute the chunk before.
     """
 
     traits = DISPATCHERS["all_to_all"]
     GROUPS = ("group", "within")
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        within: dist.ProcessGroup | None = None,
-        chunks: int = 1,
-        counts_units: bool = False,
-        wire: Wire | None = None,
-    ) -> None:
-        assert not counts_units or (within is None and chunks == 1), "units would be cut"
-        self.group, self.within, self.chunks = group, within, chunks
-        self.counts_units, self.wire = counts_units, wire
-
-    @classmethod
-    def of(cls, setup: DispatchSetup) -> Self:
-        """See :class:`Dispatcher`."""
-        return cls(setup.group, chunks=setup.config.overlap_chunks, wire=setup.wire)
+    def __init__(self, setup: DispatchSetup) -> None:
+        super().__init__(setup)
+        self.within: dist.ProcessGroup | None = None
+        self.chunks, self.wire = setup.config.overlap_chunks, setup.wire
+        self.counts_units = False
 
     def by_unit(self) -> AllToAllDispatcher:
         """See :class:`Dispatcher`."""
         assert self.within is None, "two groups do not keep rows apart by unit"
-        return AllToAllDispatcher(self.group, counts_units=True)
+        assert self.chunks == 1, "units would be cut"
+        self.counts_units = True
+        return self
 
     def dispatch(self, x_TD: Tensor, routed: RouterOutput) -> Iterator[DispatchedRows]:
         """See :class:`Dispatcher`."""
         experts = range(len(routed.rows_per_expert_E))
         chunks = chunks_of(x_TD, routed, self.chunks)
         planned = plan_transfers(chunks, experts, self.group, self.wire)
-        return self._dispatched(planned, planned[0].start(), experts)
+        begun = begun_ahead(planned[0].start(), (transfer.start for transfer in planned[1:]))
+        return self._dispatched(begun, experts)
 
-    def _dispatched(
-        self, planned: list[PlannedTransfer], transfer: Transfer, experts: range
-    ) -> Iterator[DispatchedRows]:
+    def _dispatched(self, begun: Iterator[Transfer], experts: range) -> Iterator[DispatchedRows]:
         mine = block_of(experts, self.group.size(), self.group.rank())
-        for next_planned in [*planned[1:], None]:
-            following = None if next_planned is None else next_planned.start()
+        for transfer in begun:
             tokens, transfers = transfer.wait(), [transfer]
             block = mine
             if self.within is not None:
@@ -166,8 +144,6 @@ class AllToAllDispatcher(Dispatcher):
             units = transfer.output_splits if self.counts_units else None
             rows = rows_of(*tokens, block, transfers[-1].num_assignments, units)
             yield DispatchedRows(rows, transfers)
-            if following is not None:
-                transfer = following
 
     def combine(self, y_SD: Tensor, dispatched: DispatchedRows) -> Callable[[], Tensor]:
         """See :class:`Dispatcher`."""
@@ -178,19 +154,21 @@ class AllToAllDispatcher(Dispatcher):
 
 
 class HierarchicalDispatcher(AllToAllDispatcher):
-    """The dispatcher ``hierarchical``: an all-to-all over the ranks at this rank's place in each
-    node, and one within the node."""
+    """The dispatcher ``hierarchical``: a row is sent to a node once, over the ranks at this rank's
+    place in each node, and is then sent to the ranks within the node, which hold consecutive blocks
+    of experts.
+
+    Raises ValueError without groups of nodes.
+    """
 
     traits = DISPATCHERS["hierarchical"]
 
-    @classmethod
-    def of(cls, setup: DispatchSetup) -> Self:
-        """See :class:`Dispatcher`. Raises ValueError without groups of nodes."""
+    def __init__(self, setup: DispatchSetup) -> None:
         if setup.across_nodes is None or setup.within_node is None:
             raise ValueError(
                 "dispatcher (hierarchical) must have expert ranks on more than one node, and "
                 "more than one on each, in equal numbers, and be given ParallelDims.ep_node_meshes "
                 "of meshes built with ranks_per_node; or use all_to_all"
             )
-        chunks = setup.config.overlap_chunks
-        return cls(setup.across_nodes, setup.within_node, chunks, wire=setup.wire)
+        super().__init__(setup)
+        self.group, self.within = setup.across_nodes, setup.within_node

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from torch import Tensor
 from moe.config import DISPATCHERS
 from moe.dispatch.dispatchers import DispatchedRows, Dispatcher, DispatchSetup, check_num_tokens
 from moe.dispatch.transfer import Tokens
-from moe.float8 import Float8Rows
 from moe.rows import rows_of
 from router import RouterOutput
 
@@ -106,26 +105,15 @@ class _Combine(torch.autograd.Function):
 class DeepEPDispatcher(Dispatcher):
     """DeepEP's exchange over a group, within a node by NVLink and between nodes by RDMA.
 
-    The experts wait for the rows: the exchange does not overlap with shared experts.
-
-    Args:
-        group: the ranks that share the experts, in equal blocks.
-        max_tokens_per_call: the most tokens of one call on any rank; DeepEP's memory is for them.
-        wire: how rows are written on their way to experts; None for the dtype of compute.
+    The experts wait for the rows: the exchange does not overlap with shared experts. DeepEP's
+    memory is for the most tokens of one call on any rank.
     """
 
     traits = DISPATCHERS["deep_ep"]
-    GROUPS = ("group",)
 
-    def __init__(
-        self, group: dist.ProcessGroup, max_tokens_per_call: int, wire: Float8Rows | None = None
-    ) -> None:
-        self.group, self.max_tokens_per_call, self.wire = group, max_tokens_per_call, wire
-
-    @classmethod
-    def of(cls, setup: DispatchSetup) -> Self:
-        """See :class:`moe.dispatch.dispatchers.Dispatcher`."""
-        return cls(setup.group, setup.config.max_tokens_per_call, setup.wire)
+    def __init__(self, setup: DispatchSetup) -> None:
+        super().__init__(setup)
+        self.max_tokens_per_call, self.wire = setup.config.max_tokens_per_call, setup.wire
 
     @classmethod
     def unavailable(cls, dtype: torch.dtype, device_type: str) -> str:

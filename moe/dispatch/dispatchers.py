@@ -63,12 +63,16 @@ class Dispatcher(HoldsGroups, ABC):
     """
 
     traits: ClassVar[DispatcherTraits] = DispatcherTraits()
+    GROUPS: ClassVar[tuple[str, ...]] = ("group",)
+
+    def __init__(self, setup: DispatchSetup) -> None:
+        self.group = setup.group
 
     @classmethod
-    @abstractmethod
     def of(cls, setup: DispatchSetup) -> Self:
-        """A dispatcher for a layer. Raises ValueError, one line, where the ranks do not allow
-        it."""
+        """A dispatcher for a layer, by default the class called with ``setup``. Raises ValueError,
+        one line, where the ranks do not allow it."""
+        return cls(setup)
 
     @classmethod
     def unavailable(cls, dtype: torch.dtype, device_type: str) -> str:
@@ -91,8 +95,8 @@ class Dispatcher(HoldsGroups, ABC):
         transfer and gives [tokens, D]."""
 
     def by_unit(self) -> Dispatcher:
-        """A dispatcher of the same ranks that counts rows by unit, each rank's call, for exact
-        sums; only for a dispatcher whose traits say that it is ``exact``."""
+        """A dispatcher of the same ranks, or this one, that counts rows by unit, each rank's call,
+        for exact sums; only for a dispatcher whose traits say that it is ``exact``."""
         raise NotImplementedError(f"{type(self).__name__} does not count rows by unit")
 
 
@@ -103,20 +107,17 @@ def dispatcher_of(setup: DispatchSetup) -> Dispatcher:
 
 
 class LocalDispatcher(Dispatcher):
-    """For one rank that holds all experts: no row is sent. ``counts_units``: a call is one unit."""
+    """For one rank that holds all experts: no row is sent. By unit, a call is one unit."""
 
-    def __init__(self, counts_units: bool = False) -> None:
-        self.counts_units = counts_units
+    GROUPS = ()
 
-    @classmethod
-    def of(cls, setup: DispatchSetup) -> Self:
-        """See :class:`Dispatcher`."""
-        del setup
-        return cls()
+    def __init__(self) -> None:
+        self.counts_units = False
 
     def by_unit(self) -> LocalDispatcher:
         """See :class:`Dispatcher`."""
-        return LocalDispatcher(counts_units=True)
+        self.counts_units = True
+        return self
 
     def dispatch(self, x_TD: Tensor, routed: RouterOutput) -> Iterator[DispatchedRows]:
         """See :class:`Dispatcher`."""

@@ -5,11 +5,10 @@ Legend: T tokens, D d_model, E experts, K top_k, S rows on this rank, R rows tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Self
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moe.config import DISPATCHERS
@@ -22,9 +21,8 @@ from moe.dispatch.dispatchers import (
     chunks_of,
     destinations,
 )
-from moe.dispatch.transfer import Tokens, Transfer, start_transfer
+from moe.dispatch.transfer import Tokens, Transfer, begun_ahead, start_transfer
 from moe.rows import row_map, rows_of, sort_by_expert
-from parallel.comm import Wire
 from router import RouterOutput, count_tokens_per_expert
 
 
@@ -34,43 +32,17 @@ class PaddedAllToAllDispatcher(Dispatcher):
     Nothing waits for an accelerator. All calls have equal shapes, until a plan of straggler-aware
     capacity changes. A rank sends the smaller of two numbers of slots to each rank:
     ``max_tokens_per_call``, or the most assignments that the capacity policy allows the experts of
-    one rank. A call may have fewer tokens.
-
-    Args:
-        group: the ranks that share the experts.
-        max_tokens_per_call: the most tokens of one call on any rank.
-        max_assignments_per_expert: from the tokens of a call to the most assignments of each
-            expert; None for no bound.
-        chunks: see :class:`AllToAllDispatcher`.
-        wire: see :class:`AllToAllDispatcher`.
+    one rank. A call may have fewer tokens. It is cut into chunks, as in
+    :class:`moe.dispatch.all_to_all.AllToAllDispatcher`.
     """
 
     traits = DISPATCHERS["padded_all_to_all"]
-    GROUPS = ("group",)
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        max_tokens_per_call: int,
-        max_assignments_per_expert: Callable[[int], Sequence[int] | None],
-        chunks: int = 1,
-        wire: Wire | None = None,
-    ) -> None:
-        self.group, self.max_tokens_per_call = group, max_tokens_per_call
-        self.max_assignments_per_expert = max_assignments_per_expert
-        self.chunks, self.wire = chunks, wire
-
-    @classmethod
-    def of(cls, setup: DispatchSetup) -> Self:
-        """See :class:`Dispatcher`."""
-        c = setup.config
-        return cls(
-            setup.group,
-            c.max_tokens_per_call,
-            setup.max_assignments_per_expert,
-            c.overlap_chunks,
-            setup.wire,
-        )
+    def __init__(self, setup: DispatchSetup) -> None:
+        super().__init__(setup)
+        self.max_tokens_per_call = setup.config.max_tokens_per_call
+        self.max_assignments_per_expert = setup.max_assignments_per_expert
+        self.chunks, self.wire = setup.config.overlap_chunks, setup.wire
 
     def dispatch(self, x_TD: Tensor, routed: RouterOutput) -> Iterator[DispatchedRows]:
         """See :class:`Dispatcher`.
@@ -80,7 +52,9 @@ class PaddedAllToAllDispatcher(Dispatcher):
         check_num_tokens(x_TD, self.max_tokens_per_call)
         experts = range(len(routed.rows_per_expert_E))
         chunks = chunks_of(x_TD, routed, self.chunks)
-        return self._dispatched(chunks, self._start_transfer(chunks[0], experts), experts)
+        later = (partial(self._start_transfer, chunk, experts) for chunk in chunks[1:])
+        begun = begun_ahead(self._start_transfer(chunks[0], experts), later)
+        return self._dispatched(zip(chunks, begun, strict=True), experts)
 
     def _slots(self, experts: range, ranks: int) -> int:
         """The rows that a rank sends to each rank, equal for all ranks."""
@@ -106,23 +80,18 @@ class PaddedAllToAllDispatcher(Dispatcher):
         return start_transfer(tokens, index, None, self.group, None, empty_R, E, wire=self.wire)
 
     def _dispatched(
-        self, chunks: list[Tokens], transfer: Transfer, experts: range
+        self, begun: Iterator[tuple[Tokens, Transfer]], experts: range
     ) -> Iterator[DispatchedRows]:
         ranks, rank = self.group.size(), self.group.rank()
         mine = block_of(experts, ranks, rank)
         most_E = self.max_assignments_per_expert(self.max_tokens_per_call)
-        for i in range(len(chunks)):
-            following = None
-            if i + 1 < len(chunks):
-                following = self._start_transfer(chunks[i + 1], experts)
+        for chunk, transfer in begun:
             tokens = transfer.wait()
             length = tokens.expert_indices_TK.numel()
             if most_E is not None:
                 length = min(length, ranks * sum(most_E[e] for e in mine))
             dispatched = rows_of(*tokens, mine, length)
-            yield DispatchedRows(dispatched, (transfer, len(chunks[i].x_TD)))
-            if following is not None:
-                transfer = following
+            yield DispatchedRows(dispatched, (transfer, len(chunk.x_TD)))
 
     def combine(self, y_SD: Tensor, dispatched: DispatchedRows) -> Callable[[], Tensor]:
         """See :class:`Dispatcher`."""

@@ -5,7 +5,7 @@ Legend: T tokens, D d_model, K top_k, N rows that are sent, S rows that arrive.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -83,6 +83,17 @@ class Transfer:
         """Begin to return sums; the result, when called, waits and adds up each token's sums."""
         back = start_all_to_all(y_SD, self.output_splits, self.input_splits, self.group)
         return lambda: sum_rows(back.wait(), self.index)
+
+
+def begun_ahead(first: Transfer, later: Iterable[Callable[[], Transfer]]) -> Iterator[Transfer]:
+    """Transfers in order, of which the first is begun: each one of ``later`` is begun before the
+    one before it is given."""
+    transfer = first
+    for start in later:
+        following = start()
+        yield transfer
+        transfer = following
+    yield transfer
 
 
 def start_transfer(

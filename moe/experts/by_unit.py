@@ -9,7 +9,7 @@ Legend: T tokens, S rows, R assignments of rows to experts, D d_model, E experts
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from torch.autograd.function import once_differentiable
 
 from moe.config import ActivationName
 from moe.experts.activation import ACTIVATIONS
-from moe.experts.packed_by_unit import packed_backward_by_unit, packed_forward_by_unit
+from moe.experts.packed import BLOCK_ROWS, Block, run_backward, run_forward
 from moe.experts.paths import one_expert, one_expert_backward
 from moe.experts.weights import ExpertWeights
+from moe.experts.workers import num_workers
 from moe.rows import RowMap, Rows, row_map
 from parallel.exact import UnitSums
 from router import RouterOutput
@@ -34,7 +35,8 @@ class _ByUnit(torch.autograd.Function):
         rows, weights = Rows(*inputs[:4]), ExpertWeights(*inputs[4:])
         products: list[Tensor] = []
         if packed:
-            out, products = packed_forward_by_unit(rows, weights, name)
+            shares = _unit_shares_of(rows, weights)
+            out, products = run_forward(ACTIVATIONS[name], rows, weights, shares)
         else:
             out = _loop_forward(rows, weights, name)
         ctx.name, ctx.packed, ctx.sums = name, packed, sums
@@ -47,8 +49,10 @@ class _ByUnit(torch.autograd.Function):
         saved, dy_SD = ctx.saved_tensors, grads[0].contiguous()
         rows, weights = Rows(*saved[:4]), ExpertWeights(*saved[4:10])
         if ctx.packed:
-            dx_SD, dweights_R = packed_backward_by_unit(
-                rows, weights, ctx.name, dy_SD, saved[10:], ctx.sums
+            shares = _unit_shares_of(rows, weights)
+            grads_of_units = _UnitGrads(weights, ctx.sums, len(shares))
+            dx_SD, dweights_R = run_backward(
+                ACTIVATIONS[ctx.name], rows, weights, shares, saved[10:], dy_SD, grads_of_units
             )
         else:
             dx_SD, dweights_R = _loop_backward(rows, weights, ctx.name, dy_SD, ctx.sums)
@@ -67,6 +71,49 @@ def experts_by_unit(
     assert rows.rows_per_expert_E.ndim == 2, "rows must be counted by unit"
     out: Tensor = _ByUnit.apply(activation, backend == "packed", sums, *rows, *weights)
     return out
+
+
+def _shares_by_unit(counts_EU: Sequence[Sequence[int]], workers: int) -> list[list[Block]]:
+    """The blocks of each worker.
+
+    A block has rows of one expert and one unit, and the first block begins with the unit's first
+    row: what is computed together depends on units alone. A worker has all rows of an expert.
+    """
+    total = max(sum(map(sum, counts_EU)), 1)
+    shares: list[list[Block]] = [[] for _ in range(workers)]
+    end = 0
+    for expert, counts in enumerate(counts_EU):
+        share = shares[min(end * workers // total, workers - 1)]
+        for count in counts:
+            start, end = end, end + count
+            for a in range(start, end, BLOCK_ROWS):
+                b = min(a + BLOCK_ROWS, end)
+                share.append(Block(expert, slice(a, b), more=a > start, last=b == end))
+    return shares
+
+
+class _UnitGrads:
+    """Each unit's gradients of each expert, added to exact sums."""
+
+    one_thread = True
+
+    def __init__(self, weights: ExpertWeights, sums: UnitSums, workers: int) -> None:
+        self.sums = sums
+        self.scratch = [weights.map(lambda p: torch.empty_like(p[0])) for _ in range(workers)]
+
+    def of(self, worker: int, expert: int) -> ExpertWeights:
+        """Where a worker adds up what a unit's rows give."""
+        return self.scratch[worker]
+
+    def end_unit(self, worker: int, expert: int) -> None:
+        """Add a unit's gradients to the sums. All rows of an expert are one worker's."""
+        self.sums.add(expert, self.scratch[worker])
+
+
+def _unit_shares_of(rows: Rows, weights: ExpertWeights) -> list[list[Block]]:
+    counts_EU = rows.rows_per_expert_E.tolist()
+    workers = num_workers(sum(map(sum, counts_EU)), *weights.w_up.shape[1:])
+    return _shares_by_unit(counts_EU, workers)
 
 
 def _blocks(rows: Rows) -> Iterator[tuple[int, slice]]:

@@ -59,12 +59,12 @@ def apply_recompute(blocks: Sequence[nn.Module], how: Recompute, every: int = 1)
         raise ValueError("apply_recompute must be called once for a block: a block has it already")
     if any(isinstance(module, FSDPModule) for block in blocks for module in block.modules()):
         raise ValueError("apply_recompute must be called before apply_fsdp or fully_shard")
-    contexts = noop_context_fn
-    if how == "selective":
-        contexts = _selective_contexts
+    contexts = _selective_contexts if how == "selective" else noop_context_fn
     for block in blocks[::every]:
         # forward is replaced: a wrapper module would change the parameters' names.
-        block.forward = _recomputed(block.forward, contexts)
+        # A partial of a bound method, and not a closure: a deep copy of a block must compute with
+        # the copy's parameters, and copy.deepcopy looks into the former alone.
+        block.forward = partial(_run_recomputed, block.forward, contexts)
         vars(block)[_RECOMPUTED] = True
 
 
@@ -75,7 +75,7 @@ def apply_activation_offload(blocks: Sequence[nn.Module]) -> None:
     selective recomputation saves stays on the device. On a CPU nothing changes.
     """
     for block in blocks:
-        block.forward = _kept_on_host(block)
+        block.forward = partial(_run_on_host, block, block.forward)  # as in apply_recompute
 
 
 class _OnHost(save_on_cpu):
@@ -97,21 +97,9 @@ class _OnHost(save_on_cpu):
 _RECOMPUTED = "_convoy_recomputed"
 
 
-# Partials of bound methods, and not closures: a deep copy of a block must compute with the copy's
-# parameters, and copy.deepcopy looks into the former alone.
-
-
-def _kept_on_host(block: nn.Module) -> Callable[..., Any]:
-    return partial(_run_on_host, block, block.forward)
-
-
 def _run_on_host(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with _OnHost(block):
         return forward(*args, **kwargs)
-
-
-def _recomputed(forward: Callable[..., Any], contexts: Callable[[], Any]) -> Callable[..., Any]:
-    return partial(_run_recomputed, forward, contexts)
 
 
 def _run_recomputed(

@@ -8,8 +8,8 @@ from .config import with_kind as with_kind
 from .muon import orthogonalized as orthogonalized
 from .registry import build_optimizer as build_optimizer
 from .schedule import ScheduleConfig as ScheduleConfig
+from .state import Surroundings as Surroundings
 from .state import moment_names as moment_names
 from .state import moments as moments
 from .state import set_lr as set_lr
 from .state import set_update_count as set_update_count
-from .surroundings import Surroundings as Surroundings

@@ -20,7 +20,7 @@ from parallel import ShardLayout, Topology, WholeMatrices, local_shard
 from pretrain.model import is_hidden_matrix
 from pretrain.optim.adamw import build_adamw
 from pretrain.optim.config import MOMENTUM, NEWTON_SCHULZ_STEPS, MuonConfig
-from pretrain.optim.surroundings import Surroundings
+from pretrain.optim.state import Surroundings
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic polynomial of a Newton-Schulz step; from Jordan's post."""

@@ -16,7 +16,7 @@ from torch import nn
 from pretrain.optim.adamw import build_adamw
 from pretrain.optim.config import OptimizerConfig, optimizer_class
 from pretrain.optim.muon import Muon
-from pretrain.optim.surroundings import Surroundings
+from pretrain.optim.state import Surroundings
 
 _BUILDERS: dict[str, Callable[[nn.Module, Any, Surroundings], torch.optim.Optimizer]] = {
     "adamw": lambda model, config, around: build_adamw(model, config, around.exact),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe import MoEConfig
-from moe.experts import packed, packed_by_unit
+from moe.experts import by_unit, packed
 from moe.experts.by_unit import experts_by_unit, fork, single_assignments
 from moe.experts.grouped import GroupedExperts
 from moe.rows import rows_of, sum_rows, take_rows
@@ -90,10 +90,10 @@ def assert_equal(found: Result, expected: Result) -> None:
 def test_a_call_has_the_bits_of_a_call_for_each_unit(
     bias: bool, backend: str, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_by_unit, "BLOCK_ROWS", 7)  # a unit has several blocks
+    monkeypatch.setattr(by_unit, "BLOCK_ROWS", 7)  # a unit has several blocks
     experts, units = make_experts(bias), make_units([20, 0, 1, 33, 2])
     apart = joined([compute(experts, [unit], backend, range(E)) for unit in units])
-    monkeypatch.setattr(packed_by_unit, "num_workers", lambda *_: workers)
+    monkeypatch.setattr(by_unit, "num_workers", lambda *_: workers)
     assert_equal(compute(experts, units, backend, range(E)), apart)
 
 
@@ -107,7 +107,7 @@ def test_the_threads_of_a_product_do_not_depend_on_the_workers(
         torch.set_num_threads(4)
         found = []
         for workers in (1, 2, 4):
-            monkeypatch.setattr(packed_by_unit, "num_workers", lambda *_, n=workers: n)
+            monkeypatch.setattr(by_unit, "num_workers", lambda *_, n=workers: n)
             found.append(compute(experts, units, "packed", range(E)))
         assert_equal(found[1], found[0])
         assert_equal(found[2], found[0])
@@ -143,7 +143,7 @@ def test_the_gradients_are_those_of_autograd() -> None:
 def test_all_rows_of_an_expert_are_one_workers() -> None:
     counts = [[3, 0, 2000], [0, 0, 0], [5, 5, 5], [1, 900, 1]]
     for workers in (1, 2, 3, 8):
-        shares = packed_by_unit._shares_by_unit(counts, workers)
+        shares = by_unit._shares_by_unit(counts, workers)
         experts = [{block.expert for block in share} for share in shares]
         assert sum(map(len, experts)) == len(set().union(*experts)) == 3
         blocks = sorted((b for share in shares for b in share), key=lambda b: b.rows.start)

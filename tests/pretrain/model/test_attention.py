@@ -10,9 +10,13 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen
 
 from parallel import Topology
 from pretrain.errors import InputError
-from pretrain.model.attention import GroupedQueryAttention, LatentAttention
+from pretrain.model.attention import (
+    GroupedQueryAttention,
+    LatentAttention,
+    rope_frequencies,
+    rotate,
+)
 from pretrain.model.config import AttentionConfig, YarnConfig
-from pretrain.model.rope import rope_frequencies, rotate
 from pretrain.parallelize.micro_batches import forward_backward
 from pretrain.spec.read import load_spec
 from tests.pretrain.model.test_parts import batches, build, parity_on_rank

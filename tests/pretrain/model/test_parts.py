@@ -18,9 +18,9 @@ from parallel import (
     scale_gradients,
 )
 from pretrain.errors import InputError
+from pretrain.model.attention import rope_frequencies, rotate
 from pretrain.model.decoder import Decoder
 from pretrain.model.init import init_parameters
-from pretrain.model.rope import rope_frequencies, rotate
 from pretrain.observe.summary import heat_map
 from pretrain.optim import AdamWConfig, ScheduleConfig, build_adamw
 from pretrain.parallelize.layouts import parameter_layouts
