@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -63,7 +63,30 @@ class LeftOut(_Record):
 _FORMER = ("val_gzip_bytes", "val_xz_bytes", "val_compressed_bytes")
 
 
-class CorpusManifest(_Record):
+class Sealed(_Record):
+    """A record that says whether it was changed since it was written."""
+
+    checksum: str = ""
+    """SHA-256 of all other fields; empty until it is sealed."""
+
+    def sealed(self) -> Self:
+        """The record with its checksum."""
+        return self.model_copy(update={"checksum": self._checksum()})
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether the checksum is that of the other fields."""
+        return self.checksum == self._checksum()
+
+    def _checksum(self) -> str:
+        return hashlib.sha256(json.dumps(self._values(), sort_keys=True).encode()).hexdigest()
+
+    def _values(self) -> dict[str, Any]:
+        """What the checksum covers."""
+        return self.model_dump(exclude={"checksum"})
+
+
+class CorpusManifest(Sealed):
     """``manifest.json`` of a prepared corpus: the settings, the shard files, and sizes in bytes."""
 
     version: int
@@ -101,8 +124,6 @@ class CorpusManifest(_Record):
     fingerprint: str
     """The version of the dataset: SHA-256 of the tokenizer and of every token, in order. A run
     refuses to resume on another corpus."""
-    checksum: str = ""
-    """SHA-256 of all other fields."""
     former: dict[str, int | None] = Field(default={}, exclude=True)
     """Fields that corpora of before have and nothing reads; their checksum covers them."""
 
@@ -125,18 +146,8 @@ class CorpusManifest(_Record):
         """Tokens that are held out."""
         return sum(shard.tokens for shard in self.val)
 
-    def sealed(self) -> CorpusManifest:
-        """The manifest with its checksum."""
-        return self.model_copy(update={"checksum": self._checksum()})
-
-    @property
-    def is_sealed(self) -> bool:
-        """Whether the checksum is that of the other fields."""
-        return self.checksum == self._checksum()
-
-    def _checksum(self) -> str:
-        values = {**self.model_dump(exclude={"checksum"}), **self.former}
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    def _values(self) -> dict[str, Any]:
+        return {**super()._values(), **self.former}
 
 
 def read_manifest(folder: Path | str) -> CorpusManifest:

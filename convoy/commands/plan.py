@@ -16,7 +16,7 @@ from convoy.commands.parsing import (
     json_file,
     overrides,
 )
-from convoy.commands.results import check_writable, provenance, write_json
+from convoy.commands.results import check_picture, check_writable, provenance, write_json
 from pretrain.errors import EXIT_LOST, InputError
 from pretrain.observe import complain, say
 
@@ -112,7 +112,7 @@ def _plan(args: argparse.Namespace) -> int:
     check_writable("--json", args.json)
     check_writable("--write", args.write)
     if args.draw is not None:
-        planner.check_plot(args.draw, "--draw")
+        check_picture("--draw", args.draw)
     cluster.chip.peak(spec.precision.compute)  # a cluster without this dtype is told at once
     known = planner.accuracy_of(spec.moe is not None, cluster)
     if args.layout is not None:

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from convoy.commands.parsing import Command, argument
+from convoy.commands.results import check_matplotlib, check_writable
 from pretrain.errors import InputError
 from pretrain.observe import complain, say
 
@@ -27,6 +28,8 @@ exit codes:
 def _report(args: argparse.Namespace) -> int:
     from convoy.report import write_report
 
+    check_writable("--output", args.output)
+    check_matplotlib("a report")
     output = args.output or args.runs[0] / "report.html"
     for note in write_report(args.runs, output):
         complain(note)

@@ -47,3 +47,22 @@ def check_writable(option: str, file: Path | None) -> None:
         raise InputError(f"{option} ({file}): its folder does not exist")
     if file.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
         raise InputError(f"{option} ({file}) must be a file that can be written")
+
+
+def check_picture(option: str, file: Path) -> None:
+    """Refuse a picture that could not be drawn, by InputError, before anything is computed."""
+    if file.suffix not in (".svg", ".png", ".pdf"):
+        raise InputError(f"{option} ({file}) must be a file named *.svg, *.png or *.pdf")
+    check_writable(option, file)
+    check_matplotlib(f"{option} ({file})")
+
+
+def check_matplotlib(what: str) -> None:
+    """Refuse ``what``, by InputError, where matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise InputError(
+            f"{what} needs matplotlib: pip install -e '.[plot]' in Convoy's checkout, or pip "
+            f"install matplotlib"
+        ) from None

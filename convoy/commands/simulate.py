@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from convoy.commands.parsing import Command, argument, flag, json_file, overrides
-from convoy.commands.results import check_writable, provenance, say_json, write_json
+from convoy.commands.results import (
+    check_picture,
+    check_writable,
+    provenance,
+    say_json,
+    write_json,
+)
 from pretrain.errors import InputError
 from pretrain.observe import say
 
@@ -34,7 +40,7 @@ exit codes:
 def _simulate(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from convoy.plan import assess, check_plot, draw, load_scenario
+    from convoy.plan import assess, draw, load_scenario
 
     scenarios = [
         load_scenario(args.scenario, [*args.overrides, *size]) for size in _sizes(args.gpus)
@@ -44,7 +50,7 @@ def _simulate(args: argparse.Namespace) -> int:
         return 0
     check_writable("--json", args.json)
     if args.plot is not None:
-        check_plot(args.plot)
+        check_picture("--plot", args.plot)
     rows = [asdict(assess(scenario)) for scenario in scenarios]
     _show(rows)
     head = {"bench": "simulate", **provenance("numpy")}

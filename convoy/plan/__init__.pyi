@@ -3,7 +3,6 @@ from .calibration import calibrate as calibrate
 from .cost import cost_of as cost_of
 from .hardware import Cluster as Cluster
 from .hardware import load_cluster as load_cluster
-from .pictures import check_plot as check_plot
 from .pictures import draw as draw
 from .pictures import draw_layout as draw_layout
 from .scenario import Scenario as Scenario

@@ -12,7 +12,6 @@ from typing import Any
 
 from convoy.plan.tables import PARTS, Row
 from parallel.layout import Topology, count_ranks
-from pretrain.errors import InputError
 
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """From the outermost to the innermost, as ranks are numbered."""
@@ -81,28 +80,6 @@ def draw_layout(topology: Topology, gpus_per_node: int, path: Path) -> None:
             side.set_visible(False)
         more = f"; {shown} of {nodes:,} nodes are drawn" if nodes > shown else ""
         axes.set_xlabel(f"{count_ranks(world)}: {topology.describe()}{more}")
-
-
-def check_plot(path: Path, flag: str = "--plot") -> None:
-    """Refuse a picture that could not be drawn, before anything is computed.
-
-    Args:
-        path: the file.
-        flag: the option that names the file, for errors.
-
-    Raises InputError: one line that names the file and the rule.
-    """
-    if path.suffix not in (".svg", ".png", ".pdf"):
-        raise InputError(f"{flag} ({path}) must be a file named *.svg, *.png or *.pdf")
-    if not path.absolute().parent.is_dir():
-        raise InputError(f"{flag} ({path}): the folder {path.absolute().parent} does not exist")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise InputError(
-            f"{flag} ({path}) needs matplotlib: pip install -e '.[plot]' in Convoy's checkout, or "
-            f"pip install matplotlib"
-        ) from None
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

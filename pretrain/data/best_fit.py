@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from corpus.config import DataConfig
 from corpus.location import is_there, new_place, read_file
-from corpus.manifest import CorpusManifest, Shard
+from corpus.manifest import CorpusManifest, Sealed, Shard
 from pretrain.data.cache import ShardCache
 from pretrain.data.sequences import Indices, ShardFiles, by_shard
 from pretrain.errors import InputError
@@ -42,10 +42,9 @@ class PackedShard(BaseModel):
     sha256: str
 
 
-class Packing(BaseModel):
+class Packing(Sealed):
     """``packing.json``: the best-fit packing of a corpus for one length of sequences."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     fingerprint: str
     seq_len: int
     shards: list[PackedShard]
@@ -53,21 +52,6 @@ class Packing(BaseModel):
     """Places of all sequences, S + 1 each, that have no token."""
     cut_documents: int
     """Documents that are longer than a sequence."""
-    checksum: str = ""
-    """SHA-256 of all other fields; empty until it is sealed."""
-
-    def sealed(self) -> Packing:
-        """The packing with its checksum."""
-        return self.model_copy(update={"checksum": self._checksum()})
-
-    @property
-    def is_sealed(self) -> bool:
-        """Whether the checksum is that of the other fields."""
-        return self.checksum == self._checksum()
-
-    def _checksum(self) -> str:
-        values = self.model_dump(exclude={"checksum"})
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     @property
     def sequences(self) -> int:

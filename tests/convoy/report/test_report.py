@@ -260,8 +260,8 @@ def test_a_long_run_keeps_its_extremes_in_few_points(tmp_path):
         (["empty"], "empty/log.jsonl has no line that can be read: the run has not begun"),
         (["run", "run", "--output", "x.html"], "RUN (run, run) must name each folder once"),
         (["run", "other"], "--output is missing: several runs need the name of a file"),
-        (["run", "--output", "nowhere/x.html"], "/nowhere is missing"),
-        (["run", "--output", "empty"], "--output (empty) must be a file, and is a folder"),
+        (["run", "--output", "nowhere/x.html"], "(nowhere/x.html): its folder does not exist"),
+        (["run", "--output", "empty"], "--output (empty) must be a file that can be written"),
     ],
 )
 def test_what_cannot_be_reported_is_one_line(tmp_path, monkeypatch, capsys, words, line):
