@@ -11,6 +11,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, Discriminator, ValidationError
 from pydantic.fields import FieldInfo
 
+from moe import MoEConfig
 from pretrain.errors import InputError
 from pretrain.spec.job import JobSpec
 from pretrain.spec.shrink import shrink
@@ -54,7 +55,7 @@ def one_line(error: ValidationError, root: type[BaseModel] = JobSpec) -> str:
     first = errors[0]
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     if first["type"] == "value_error":
-        return str(first["ctx"]["error"]) + more
+        return _in_terms_of_a_spec(str(first["ctx"]["error"])) + more
     parts, model = _walk(first["loc"], root)
     location = ".".join(parts)
     if first["type"] == "extra_forbidden":
@@ -70,6 +71,13 @@ def one_line(error: ValidationError, root: type[BaseModel] = JobSpec) -> str:
     more = f" (and {len(errors) - len(rules)} more)" if len(errors) > len(rules) else ""
     rule = " or ".join([rules[0], *(each.removeprefix("Input should be ") for each in rules[1:])])
     return f"{location} ({first['input']!r}): {rule}{more}"
+
+
+def _in_terms_of_a_spec(text: str) -> str:
+    """A rule of the layer, which names the layer's fields, with the fields that a spec has."""
+    for field, origin in MoEConfig.OF_OTHER_SECTIONS.items():
+        text = text.replace(f"moe.{field} (", f"{origin} (")
+    return text
 
 
 def _suggestion(parts: Sequence[str], model: type[BaseModel], root: type[BaseModel]) -> str:

@@ -197,7 +197,7 @@ def with_a_bad_weight(spec: JobSpec, rank: int) -> tuple[str, dict[str, list[int
          "train.compile (true) must be false with precision.dense (float8)"),
         ({"moe": {"gemm": "float8"}}, "moe.gemm: no such field; it follows from precision.experts"),
         ({"precision": FLOAT8, "moe": {"backend": "grouped_mm"}},
-         "moe.backend (grouped_mm) must be auto or loop with moe.gemm (float8)"),
+         "moe.backend (grouped_mm) must be auto or loop with precision.experts (float8)"),
         ({"precision": {"compute": "float16"}, "moe": {"dispatch_dtype": "float8"}},
          "moe.dispatch_dtype (float8) must be compute with precision.compute (float16)"),
         ({"moe": {"dispatch_dtype": "float8", "dispatcher": "all_gather"}},
