@@ -81,7 +81,7 @@ def interleave(
 
 def finish(bench: str, rows: Sequence[Row], packages: Sequence[str], path: Path | None) -> None:
     """Print a table, and write it as JSON where asked."""
-    width = max(len(row.case) for row in rows)
+    width = max((len(row.case) for row in rows), default=0)
     for row in rows:
         if row.unit != "s":
             continue

@@ -56,7 +56,7 @@ def transformers(layer: MoELayer, how: str) -> Peer:
         num_experts_per_tok=c.top_k, norm_topk_prob=True,
     )  # fmt: skip
     config._experts_implementation = how
-    block: Any = Qwen3MoeSparseMoeBlock(config).to(layer.router.weight)
+    block: Any = Qwen3MoeSparseMoeBlock(config).to(_like(layer))
     gate_EFD, up_EFD, down_EDF = _transposed(layer)
     with torch.no_grad():
         block.gate.weight.copy_(layer.router.weight)
@@ -90,9 +90,9 @@ def torchtitan(layer: MoELayer) -> Peer:
         ),
         load_balance_coeff=None,
     ).build()  # fmt: skip
-    moe = moe.to(layer.router.weight)
+    moe = moe.to(_like(layer))
     experts = moe.routed_experts.inner_experts
-    if layer.router.weight.dtype != torch.bfloat16:
+    if _like(layer).dtype != torch.bfloat16:
         experts.forward = types.MethodType(_torchtitan_experts_as_they_come, experts)
     gate_EFD, up_EFD, down_EDF = _transposed(layer)
     with torch.no_grad():
@@ -131,7 +131,7 @@ def megatron(layer: MoELayer, dispatcher: str) -> Peer:
 
     Its activation is not fused: that compiles, for seconds, and is no faster on a CPU.
     """
-    if layer.router.weight.is_cuda:
+    if _like(layer).is_cuda:
         raise LeftOut("on a CUDA device its experts are Transformer Engine's, which is not here")
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -156,7 +156,7 @@ def megatron(layer: MoELayer, dispatcher: str) -> Peer:
                 moe_token_dispatcher_type=dispatcher, gated_linear_unit=True,
                 activation_func=F.silu, add_bias_linear=False, bias_activation_fusion=False,
                 gradient_accumulation_fusion=False, use_cpu_initialization=True,
-                perform_initialization=False, params_dtype=layer.router.weight.dtype,
+                perform_initialization=False, params_dtype=_like(layer).dtype,
             ),
             moe_layer.MoESubmodules(experts=partial(SequentialMLP, submodules=linears)),
             layer_number=1,
@@ -243,6 +243,11 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def _like(layer: MoELayer) -> Tensor:
+    """A weight with the device and the dtype of the layer. The router's stays in float32."""
+    return layer.experts.w_up
 
 
 def _transposed(layer: MoELayer) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -78,7 +80,9 @@ def test_the_layer_does_not_wait_for_the_device(capacity):
     )
     x = torch.randn(256, 64, device="cuda", dtype=torch.bfloat16)
     layer(x).hidden.float().sum().backward()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mode warns once that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         layer(x).hidden.float().sum().backward()
     finally:

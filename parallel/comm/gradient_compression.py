@@ -61,6 +61,7 @@ class CompressedSum:
             }
         self._pending: list[list[tuple[Tensor, Tensor]]] = []
         """For each bucket: views of residuals, and their next values."""
+        self._lengths: dict[tuple[int, ...], Tensor] = {}
 
     def reduce(self, scale: float = 1.0) -> None:
         """Sum gradients over the group.
@@ -124,6 +125,16 @@ class CompressedSum:
         all_gather(theirs, part, self.group, "dp").wait()
         return theirs[: len(flat_N)].float()
 
+    def _block_lengths(self, lengths: tuple[int, ...], device: torch.device) -> Tensor:
+        """float32 [blocks]: how many numbers of each block are no padding.
+
+        Kept, because a copy to an accelerator makes the host wait.
+        """
+        if lengths not in self._lengths:
+            counts = [min(_BLOCK, N - start) for N in lengths for start in range(0, N, _BLOCK)]
+            self._lengths[lengths] = torch.tensor(counts, dtype=torch.float32, device=device)
+        return self._lengths[lengths]
+
     def _signs(self, flat_N: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
         """The sum over all ranks' messages, and this rank's message as numbers; [N] float32 each.
 
@@ -131,10 +142,7 @@ class CompressedSum:
         share a block, and the zeros of the padding do not count in a mean.
         """
         n, blocks = self.group.size(), len(flat_N) // _BLOCK
-        counts = torch.tensor(
-            [min(_BLOCK, N - start) for N in lengths for start in range(0, N, _BLOCK)],
-            dtype=torch.float32,
-        ).to(flat_N.device)
+        counts = self._block_lengths(tuple(lengths), flat_N.device)
         by_block = flat_N.view(blocks, _BLOCK)
         scale = by_block.abs().sum(1) / counts
         message = torch.cat([_packed(by_block >= 0), scale.view(torch.uint8)])

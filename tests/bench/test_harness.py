@@ -26,6 +26,11 @@ def test_a_written_row_has_the_ends_of_its_samples_and_none_of_them(tmp_path):
     ]  # fmt: skip
 
 
+def test_a_bench_without_a_row_writes_that_there_is_none(tmp_path):
+    finish("some", [], ["torch"], tmp_path / "some.json")
+    assert json.loads((tmp_path / "some.json").read_text())["rows"] == []
+
+
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
 def test_committed_rows_have_no_samples(path):
     rows = json.loads(path.read_text()).get("rows", [])

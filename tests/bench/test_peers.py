@@ -38,6 +38,18 @@ def test_a_peer_that_is_installed_does_the_same_work(name, routing, monkeypatch,
     check(name, results(peers[name], x_TD, grad_TD), results(convoy(layer), x_TD, grad_TD))
 
 
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_takes_the_dtype_of_the_layer(name, monkeypatch, no_group_left):
+    monkeypatch.setattr("bench.peers.PEERS", {name: PEERS[name]})
+    layer, x_TD, _ = case("natural")
+    layer = layer.to(torch.bfloat16)
+    assert layer.router.weight.dtype == torch.float32
+    peers = installed_peers(layer)
+    if not peers:
+        pytest.skip(f"{name} is not for this machine")
+    assert peers[name].call(x_TD.bfloat16()).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("what", ["router.weight", "experts.w_gate", "experts.w_down"])
 def test_a_peer_that_does_other_work_is_refused(what):
     layer, x_TD, grad_TD = case("natural")
