@@ -56,7 +56,9 @@ def experts_and_rows() -> tuple[GroupedExperts, tuple[torch.Tensor, ...]]:
 def test_fast_paths_agree_with_the_plain_one_in_bfloat16(backend):
     if backend == "megablocks" and megablocks_backend.why_no_megablocks(torch.bfloat16, "cuda"):
         pytest.skip("megablocks is not installed")
-    assert choose_backend("auto", 64, 96, torch.bfloat16, "cuda") == "grouped_mm"
+    fast = torch.cuda.get_device_capability()[0] in (9, 10)
+    expected = "grouped_mm" if fast else "loop"
+    assert choose_backend("auto", 64, 96, torch.bfloat16, "cuda") == expected
     experts, (x, source, weights, counts) = experts_and_rows()
     results = []
     for name in ("loop", backend):

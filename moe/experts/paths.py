@@ -196,8 +196,9 @@ def experts_grouped_mm(
 ) -> Tensor:
     """The backend ``grouped_mm``: three grouped GEMMs, each for all experts.
 
-    No step waits for an accelerator. Of the [R, F] tensors only the results of GEMMs are kept for
-    the backward; with ``weight_grad_store`` also h, until the weight gradients are computed.
+    No step waits for an accelerator that has a kernel for them, see :func:`has_grouped_kernel`. Of
+    the [R, F] tensors only the results of GEMMs are kept for the backward; with
+    ``weight_grad_store`` also h, until the weight gradients are computed.
     """
     counts_E, R = rows.rows_per_expert_E, len(rows.source_R)
     index = row_map(rows.source_R, len(rows.x_SD))
@@ -254,13 +255,26 @@ PATHS: dict[str, ExpertsFn] = {
 }
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def has_grouped_kernel() -> bool:
+    """Whether torch's grouped product on CUDA is one kernel on this device.
+
+    The kernel is for compute capability 9 and 10 (``aten/src/ATen/native/cuda/GroupedBlas.cpp`` of
+    torch 2.13). On other devices torch copies the groups' ends to the host and loops over the
+    groups: the host waits nine times in a layer, where the backend ``loop`` waits once.
+    """
+    if not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_capability()[0] in (9, 10)
+
+
 def choose_backend(
     backend: Backend, d_model: int, d_ff: int, dtype: torch.dtype, device_type: str
 ) -> str:
     """The backend that runs: ``loop``, ``grouped_mm``, ``megablocks`` or ``packed``.
 
     ``auto`` takes ``packed`` on a CPU and ``grouped_mm`` elsewhere, and ``loop`` where the sizes or
-    the dtype do not allow these.
+    the dtype do not allow these, or a CUDA device has no kernel for ``grouped_mm``.
 
     Raises ValueError where the requested backend cannot run: ``grouped_mm`` takes rows that
     are multiples of 16 bytes, in bfloat16, or on a CPU in float32 or float16; ``packed`` takes
@@ -291,4 +305,5 @@ def choose_backend(
         return backend
     if can_pack:
         return "packed"
-    return "grouped_mm" if can_group else "loop"
+    is_fast = device_type != "cuda" or has_grouped_kernel()
+    return "grouped_mm" if can_group and is_fast else "loop"

@@ -38,6 +38,20 @@ def test_the_path_follows_from_shapes_dtype_and_device(backend, sizes, dtype, de
     assert choose_backend(backend, *sizes, dtype, device) == expected
 
 
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [((8, 0), "loop"), ((8, 9), "loop"), ((9, 0), "grouped_mm"), ((10, 0), "grouped_mm"),
+     ((12, 0), "loop")],
+)  # fmt: skip
+def test_auto_takes_the_grouped_product_where_a_device_has_its_kernel(
+    capability, expected, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert choose_backend("auto", 16, 24, torch.bfloat16, "cuda") == expected
+    assert choose_backend("grouped_mm", 16, 24, torch.bfloat16, "cuda") == "grouped_mm"
+
+
 def test_a_path_that_was_asked_for_and_cannot_run_is_refused():
     with pytest.raises(ValueError, match=r"a dtype that it takes on cuda \(torch.bfloat16\)"):
         choose_backend("grouped_mm", 16, 24, torch.float32, "cuda")
