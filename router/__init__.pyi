@@ -19,7 +19,7 @@ from .groups import HoldsGroups as HoldsGroups
 from .groups import LostGroup as LostGroup
 from .kinds import OpenKind as OpenKind
 from .kinds import Traits as Traits
-from .kinds import with_variant as with_variant
+from .kinds import fields_of_others as fields_of_others
 from .placement import Placement as Placement
 from .plan import UNITS_PER_RANK as UNITS_PER_RANK
 from .plan import CapacityPlan as CapacityPlan

@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from router.config_errors import OneLineErrors
-from router.kinds import OpenKind, Traits, with_variant
+from router.kinds import OpenKind, Traits, fields_of_others
 
 ScoreFunc = Literal["softmax", "sigmoid"]
 DropPolicy = Literal["reroute", "probs", "position"]
@@ -306,10 +306,17 @@ class RouterConfig(BaseModel, metaclass=OneLineErrors):
     @classmethod
     def _check_capacity_fields(cls, capacity: Any) -> Any:
         """Add the default policy, and name the policies of a field that the policy lacks."""
-        capacity = with_variant(capacity, "moe.capacity", "policy", "dropless", _VARIANTS)
-        if isinstance(capacity, dict) and isinstance(capacity["policy"], str):
-            CAPACITY.check(capacity["policy"])
-        return capacity
+        if not isinstance(capacity, dict):
+            return capacity
+        policy = capacity.get("policy", "dropless")
+        if isinstance(policy, str):
+            CAPACITY.check(policy)
+        for field, others in fields_of_others(capacity, policy, _VARIANTS):
+            raise ValueError(
+                f"moe.capacity.{field} ({capacity[field]}) must be left out with "
+                f"moe.capacity.policy ({policy}); policy {' or '.join(others)} has it"
+            )
+        return {"policy": policy, **capacity}
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -9,7 +9,7 @@ are used.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -24,25 +24,16 @@ class Traits:
     """``package.module:Class``, in a table; empty in the traits of a class from outside."""
 
 
-def with_variant(
-    table: Any, section: str, key: str, default: str, variants: Mapping[str, type[BaseModel]]
-) -> Any:
-    """A table of a spec with its variant, which is ``default`` where the table has no ``key``.
-
-    Raises ValueError, one line, for a field that only other variants have.
-    """
-    if not isinstance(table, dict):
-        return table
-    name = table.get(key, default)
+def fields_of_others(
+    table: Mapping[str, Any], name: Any, variants: Mapping[str, type[BaseModel]]
+) -> Iterator[tuple[str, list[str]]]:
+    """The fields of a table that its variant ``name`` lacks and others have, each with the names of
+    these others; none for a variant that is not among ``variants``."""
     known = isinstance(name, str) and name in variants
     for field in table if known else ():
-        have = [other for other, config in variants.items() if field in config.model_fields]
-        if have and name not in have:
-            raise ValueError(
-                f"{section}.{field} ({table[field]}) must be left out with {section}.{key} "
-                f"({name}); {key} {' or '.join(have)} has it"
-            )
-    return {key: name, **table}
+        others = [other for other, config in variants.items() if field in config.model_fields]
+        if others and name not in others:
+            yield field, others
 
 
 AnyTraits = TypeVar("AnyTraits", bound=Traits)

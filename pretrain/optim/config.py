@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, field_validator
 
 from pretrain.section import OnResume, Section
-from router import with_variant
+from router import fields_of_others
 
 Product = tuple[float, float, float]
 """m, n and k of a product [m, k] x [k, n]."""
@@ -157,4 +157,12 @@ def with_kind(optimizer: Any) -> Any:
 
     Raises ValueError, one line, for a field that only other kinds have.
     """
-    return with_variant(optimizer, "optimizer", "kind", "adamw", KINDS)
+    if not isinstance(optimizer, dict):
+        return optimizer
+    name = optimizer.get("kind", "adamw")
+    for field, others in fields_of_others(optimizer, name, KINDS):
+        raise ValueError(
+            f"optimizer.{field} ({optimizer[field]}) must be left out with optimizer.kind "
+            f"({name}); kind {' or '.join(others)} has it"
+        )
+    return {"kind": name, **optimizer}
