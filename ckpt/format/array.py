@@ -41,6 +41,12 @@ def check_name(name: str) -> str:
     return name
 
 
+def groups_of(name: str) -> Iterator[str]:
+    """The groups that an array is in, from the outermost: ``a`` and ``a/b`` of ``a/b/c``."""
+    parts = name.split("/")
+    return ("/".join(parts[:depth]) for depth in range(1, len(parts)))
+
+
 def check_compression(name: str) -> None:
     """Raises ValueError for the name of no compression."""
     if name not in COMPRESSIONS:
@@ -176,9 +182,7 @@ def metadata_keys(arrays: Sequence[ArrayRecord]) -> dict[str, ArrayRecord | None
     """The keys of :func:`metadata_objects`, each with its array; None for a group."""
     keys: dict[str, ArrayRecord | None] = {"zarr.json": None}
     for record in arrays:
-        parts = record.name.split("/")
-        for depth in range(1, len(parts)):
-            keys["/".join((*parts[:depth], "zarr.json"))] = None
+        keys |= dict.fromkeys(f"{group}/zarr.json" for group in groups_of(record.name))
         keys[f"{record.name}/zarr.json"] = record
     return keys
 

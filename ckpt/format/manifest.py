@@ -27,7 +27,15 @@ from crc32c import crc32c
 from pydantic import AfterValidator, ValidationError, model_validator
 
 from ckpt.errors import CheckpointError, readable
-from ckpt.format.array import ONE_RANK, ArrayRecord, Count, check_name, dump, metadata_keys
+from ckpt.format.array import (
+    ONE_RANK,
+    ArrayRecord,
+    Count,
+    check_name,
+    dump,
+    groups_of,
+    metadata_keys,
+)
 from ckpt.format.keys import manifest_key
 from ckpt.format.object_index import ObjectRecord, Objects, Record, Stored
 from ckpt.format.packed import PackedTensor, PackPlace, StoredTensor, place
@@ -81,10 +89,8 @@ class Manifest(Record):
         if len(names) < len(self.arrays):
             raise ValueError("two arrays have one name")
         for name in names:
-            parts = name.split("/")
-            for depth in range(1, len(parts)):
-                if "/".join(parts[:depth]) in names:
-                    raise ValueError(f"{name} is inside another array")
+            if not names.isdisjoint(groups_of(name)):
+                raise ValueError(f"{name} is inside another array")
         self._check_packed(names)
         world, ranks = Topology(**self.topology).world, self.ranks
         if ranks is not None and not (ranks and len(set(ranks)) == len(ranks)):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from ckpt.errors import CheckpointError
+from ckpt.format.array import groups_of
 
 Missing = Literal["refuse", "keep"]
 """What to do about an array that a checkpoint lacks: raise an error, or keep the array's values."""
@@ -55,8 +56,7 @@ def check_names(names: Iterable[str]) -> None:
                 f"array name {name!r} must be parts of 1 to 200 bytes joined by /, none of them "
                 f"., .., zarr.json or one that begins with __: rename it"
             )
-        for depth in range(1, len(parts)):
-            above = "/".join(parts[:depth])
+        for above in groups_of(name):
             if above in every:
                 raise CheckpointError(
                     f"array {above} cannot have array {name} inside it: rename one"

@@ -7,10 +7,12 @@ and every part that the journal lists, compares, and writes the parts that are l
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
 import threading
 import time
+from collections.abc import Generator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -56,10 +58,10 @@ def rewrite(
         parts = list(target.parts())
         _check_room(target, sum(part.nbytes for part in parts if part.key not in done))
         if workers == 1:
-            receipts = _alone(target, parts, done, slab_bytes, progress)
+            made = (_one_part(target, p, done.get(p.key), slab_bytes, progress) for p in parts)
         else:
-            receipts = _together(target, parts, done, slab_bytes, workers, progress)
-        target.commit(receipts)
+            made = _together(target, parts, done, slab_bytes, workers, progress)
+        target.commit(_journaled(target, made))
     except UnfinishedError:
         raise
     except CheckpointError:
@@ -114,22 +116,21 @@ class _Journal:
         self.waiting, self.last = {}, time.monotonic()
 
 
-def _alone(
-    target: Target,
-    parts: list[Part],
-    done: dict[str, Receipt],
-    slab_bytes: int,
-    progress: Progress,
-) -> dict[str, Receipt]:
+_Made = Generator[tuple[str, Receipt, bool], None, None]
+"""What :func:`_one_part` says of each part, in the order in which parts are durable."""
+
+
+def _journaled(target: Target, made: _Made) -> dict[str, Receipt]:
+    """The receipts of all parts; those of new ones are in the journal, whatever is raised."""
     receipts, journal = {}, _Journal(target)
-    try:
-        for part in parts:
-            made = _one_part(target, part, done.get(part.key), slab_bytes, progress)
-            receipts[part.key] = made[1]
-            if made[2]:
-                journal.add(*made[:2])
-    finally:
-        journal.flush()
+    with contextlib.closing(made):
+        try:
+            for key, receipt, new in made:
+                receipts[key] = receipt
+                if new:
+                    journal.add(key, receipt)
+        finally:
+            journal.flush()
     return receipts
 
 
@@ -165,10 +166,9 @@ def _together(
     slab_bytes: int,
     workers: int,
     progress: Progress,
-) -> dict[str, Receipt]:
+) -> _Made:
     context = mp.get_context("spawn")  # not fork: threads may be running here
     written, told = context.Value("q", 0), 0
-    receipts, journal = {}, _Journal(target)
     pool = ProcessPoolExecutor(
         workers, context, initializer=_start_worker, initargs=(target, slab_bytes, written)
     )
@@ -179,10 +179,7 @@ def _together(
         while running:
             finished, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
             for future in finished:
-                key, receipt, new = future.result()
-                receipts[key] = receipt
-                if new:
-                    journal.add(key, receipt)
+                yield future.result()
             now = written.value
             progress(now - told)
             told = now
@@ -191,7 +188,5 @@ def _together(
             "a worker was killed, perhaps for want of memory; run it again"
         ) from None
     finally:
-        journal.flush()
         pool.shutdown(wait=True, cancel_futures=True)
     progress(written.value - told)
-    return receipts

@@ -14,13 +14,7 @@ MEMORY = 512 << 20
 """The bytes of memory that a rewrite may need, by default."""
 
 
-def reshard(
-    source: Location,
-    manifest: Manifest,
-    target: Location,
-    topology: Topology,
-    progress: Progress = lambda _: None,
-) -> Manifest:
+def reshard(source: Location, manifest: Manifest, target: Location, topology: Topology) -> Manifest:
     """Write the checkpoint ``manifest`` of ``source`` into ``target``, for ``topology``.
 
     Numbers are copied bit by bit and everything read is verified. The manifest is written last, as
@@ -30,7 +24,7 @@ def reshard(
     written. Raises CheckpointError where ``target`` has another checkpoint of this step, or the
     source is damaged, or the target cannot be written: see :func:`ckpt.rewrite.rewrite`.
     """
-    return write_checkpoint(CheckpointSource(source, manifest), target, topology, progress)
+    return write_checkpoint(CheckpointSource(source, manifest), target, topology)
 
 
 def write_checkpoint(

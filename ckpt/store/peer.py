@@ -31,6 +31,8 @@ _SCHEME = "peer://"
 _TIMEOUT_SECONDS = 30.0
 _PART_BYTES = 4 << 20
 _NONCE_BYTES = 32
+_PLAIN = ("names", "listing", "remove", "remove_all")
+"""Operations of a key alone, whose results are JSON."""
 # What a lost connection raises, in the system or in multiprocessing.
 _LOST = (EOFError, OSError, AuthenticationError)
 
@@ -135,14 +137,8 @@ class PeerServer:
                 data = np.empty(count, np.uint8)
                 reader.read_into(request["start"], [data])
             return {}, data.tobytes()
-        elif op == "names":
-            return {"names": store.names(key)}, None
-        elif op == "listing":
-            return {"listing": store.listing(key)}, None
-        elif op == "remove":
-            store.remove(key)
-        elif op == "remove_all":
-            store.remove_all(key)
+        elif op in _PLAIN:
+            return {"result": getattr(store, op)(key)}, None
         else:
             raise OSError(errno.ENOSYS, f"no such operation: {op}")
         return {}, None
@@ -232,24 +228,26 @@ class PeerStore(Store):
 
     @override
     def names(self, folder: str) -> list[str]:
-        with self._asking("names", folder) as connection:
-            return list(self._receive(connection, folder)["names"])
+        return list(self._plain("names", folder))
 
     @override
     def listing(self, folder: str) -> dict[str, tuple[int, float]]:
-        with self._asking("listing", folder) as connection:
-            found = self._receive(connection, folder)["listing"]
-        return {key: (size, modified) for key, (size, modified) in found.items()}
+        listing = self._plain("listing", folder)
+        return {key: (size, modified) for key, (size, modified) in listing.items()}
 
     @override
     def remove(self, key: str) -> None:
-        with self._asking("remove", key) as connection:
-            self._receive(connection, key)
+        self._plain("remove", key)
 
     @override
     def remove_all(self, folder: str) -> None:
-        with self._asking("remove_all", folder) as connection:
-            self._receive(connection, folder)
+        self._plain("remove_all", folder)
+
+    def _plain(self, op: str, key: str) -> Any:
+        """The result of one of the operations ``_PLAIN``."""
+        with self._asking(op, key) as connection:
+            answer = self._receive(connection, key)
+        return answer["result"]
 
     @contextlib.contextmanager
     def _asking(self, op: str, key: str, **more: int) -> Iterator[Connection[Any, Any]]:
