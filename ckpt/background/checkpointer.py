@@ -318,9 +318,7 @@ class AsyncCheckpointer:
         with contextlib.suppress(OSError):
             self._channel.send(Request(shutdown=Shutdown(remove_volatile=remove_volatile)))
         self._process.wait()
-        self._channel.close()
-        self._unpin()
-        self._staging.close()
+        self._disconnect()
 
     def leave(self) -> None:
         """Disconnect without a shutdown, as a crash would. The writer process finishes the saves,
@@ -328,10 +326,13 @@ class AsyncCheckpointer:
         if self.closed:
             return
         self.closed = True
+        self._disconnect()
+        self._process.returncode = 0  # this process never waits for the writer process
+
+    def _disconnect(self) -> None:
         self._channel.close()
         self._unpin()
         self._staging.close()
-        self._process.returncode = 0  # this process never waits for the writer process
 
     def _check_open(self) -> None:
         if self.closed:
@@ -343,18 +344,15 @@ class AsyncCheckpointer:
         except OSError:
             raise self._replace_writer() from None
 
-    def _receive(self, timeout_seconds: float | None) -> SaveEvent | None:
+    def _receive_event(self, timeout_seconds: float | None) -> bool:
+        """Take in one event; False where no event came in time."""
         try:
             data = self._channel.receive(timeout_seconds)
         except EOFError:
             raise self._replace_writer() from None
-        return None if data is None else SaveEvent.model_validate_json(data)
-
-    def _receive_event(self, timeout_seconds: float | None) -> bool:
-        """Take in one event; False where no event came in time."""
-        event = self._receive(timeout_seconds)
-        if event is None:
+        if data is None:
             return False
+        event = SaveEvent.model_validate_json(data)
         if event.what == "free":
             self._busy = False
         elif event.tier is not None:
@@ -366,9 +364,7 @@ class AsyncCheckpointer:
         """Start another writer process in place of one that ended; returns the error to raise."""
         code = self._process.wait()
         steps = sorted({step for step, _ in self._pending})
-        self._channel.close()
-        self._unpin()
-        self._staging.close()
+        self._disconnect()
         for (_, name), info in self._pending.items():
             self._report_failure(info, [name])
         self._pending.clear()

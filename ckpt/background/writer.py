@@ -154,10 +154,9 @@ class TierWriter:
         self.store = Retrying(open_store(tier.location))
         self._previous: Previous | None = None
         self._told = False  # whether the rank that commits reads why this rank's save failed
-        self._requests: queue.Queue[
+        self._requests = queue.Queue[
             tuple[SaveRequest, list[StagedPart], threading.Semaphore] | None
-        ]
-        self._requests = queue.Queue()
+        ]()
         self._thread = threading.Thread(target=self._run, name=tier.name, daemon=True)
         self._thread.start()
 

@@ -75,20 +75,25 @@ def described(
     with readable(path):
         data = path.read_bytes()
     try:
-        found = Description.model_validate_json(data)
-        topology = Topology(**found.topology)
+        description = Description.model_validate_json(data)
+        topology = Topology(**description.topology)
     except (ValidationError, TypeError, ValueError) as error:
         first = str(error).splitlines()[0]
         raise CheckpointError(f"{path} is not of this format: {first}; move it away") from None
-    if set(found.arrays) != set(arrays):
-        name = sorted(set(found.arrays) ^ set(arrays))[0]
+    if set(description.arrays) != set(arrays):
+        name = sorted(set(description.arrays) ^ set(arrays))[0]
         raise CheckpointError(f"{path} is of other arrays: {name} is in one of the two alone")
     info = SourceInfo(
-        identity, found.step, topology, found.state, found.spec, found.spec_hash
-    )  # fmt: skip
+        identity,
+        description.step,
+        topology,
+        description.state,
+        description.spec,
+        description.spec_hash,
+    )
     noted = {}
     for name, array in arrays.items():
-        note = found.arrays[name]
+        note = description.arrays[name]
         if len(note.splits) not in (0, len(array.shape)):
             raise CheckpointError(f"{path}: splits of {name} are not those of {array.shape}")
         noted[name] = replace(array, splits=note.splits, attributes=note.attributes)

@@ -46,9 +46,9 @@ def rewrite(
     """
     least = workers * LEAST_MEMORY
     if memory < least:
-        each = f", {LEAST_MEMORY >> 20} MiB for each of {workers} workers" if workers > 1 else ""
+        share = f", {LEAST_MEMORY >> 20} MiB for each of {workers} workers" if workers > 1 else ""
         raise CheckpointError(
-            f"memory ({memory >> 20} MiB) must be at least {least >> 20} MiB{each}"
+            f"memory ({memory >> 20} MiB) must be at least {least >> 20} MiB{share}"
         )
     slab_bytes = memory // workers // 4
     done = target.begin()
@@ -99,38 +99,26 @@ def _one_part(
         ) from None
 
 
-class _Journal:
-    """Receipts on their way to the target's journal, about one write a second."""
-
-    def __init__(self, target: Target) -> None:
-        self.target, self.waiting, self.last = target, dict[str, Receipt](), time.monotonic()
-
-    def add(self, key: str, receipt: Receipt) -> None:
-        self.waiting[key] = receipt
-        if time.monotonic() - self.last >= _JOURNAL_SECONDS:
-            self.flush()
-
-    def flush(self) -> None:
-        if self.waiting:
-            self.target.journal(self.waiting)
-        self.waiting, self.last = {}, time.monotonic()
-
-
 _Made = Generator[tuple[str, Receipt, bool], None, None]
 """What :func:`_one_part` says of each part, in the order in which parts are durable."""
 
 
 def _journaled(target: Target, made: _Made) -> dict[str, Receipt]:
-    """The receipts of all parts; those of new ones are in the journal, whatever is raised."""
-    receipts, journal = {}, _Journal(target)
+    """The receipts of all parts; those of new ones go to the journal, about one write a second, and
+    the last ones whatever is raised."""
+    receipts, waiting, last = dict[str, Receipt](), dict[str, Receipt](), time.monotonic()
     with contextlib.closing(made):
         try:
             for key, receipt, new in made:
                 receipts[key] = receipt
                 if new:
-                    journal.add(key, receipt)
+                    waiting[key] = receipt
+                if waiting and time.monotonic() - last >= _JOURNAL_SECONDS:
+                    target.journal(waiting)
+                    waiting, last = {}, time.monotonic()
         finally:
-            journal.flush()
+            if waiting:
+                target.journal(waiting)
     return receipts
 
 
@@ -168,7 +156,7 @@ def _together(
     progress: Progress,
 ) -> _Made:
     context = mp.get_context("spawn")  # not fork: threads may be running here
-    written, told = context.Value("q", 0), 0
+    written, reported = context.Value("q", 0), 0
     pool = ProcessPoolExecutor(
         workers, context, initializer=_start_worker, initargs=(target, slab_bytes, written)
     )
@@ -181,12 +169,12 @@ def _together(
             for future in finished:
                 yield future.result()
             now = written.value
-            progress(now - told)
-            told = now
+            progress(now - reported)
+            reported = now
     except BrokenProcessPool:
         raise UnfinishedError(
             "a worker was killed, perhaps for want of memory; run it again"
         ) from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-    progress(written.value - told)
+    progress(written.value - reported)

@@ -59,23 +59,23 @@ class Ranks:
         """A DeviceMesh with the ranks' numbers in this group; made once for all its tensors, as
         PyTorch lays the ranks out anew whenever it is asked. Raises ValueError where the group
         lacks some of the ranks."""
-        found = self._meshes.get(device_mesh)
-        if found is None:
+        mesh = self._meshes.get(device_mesh)
+        if mesh is None:
             grid, numbers = device_mesh.mesh, {m: rank for rank, m in enumerate(self.members)}
             every = grid.reshape(-1).tolist()
             if not set(every) <= numbers.keys():
                 raise ValueError(f"on ranks {every}: all of them must be in process_group")
-            found = RankMesh(tuple(grid.shape), tuple(numbers[rank] for rank in every))
-            self._meshes[device_mesh] = found
-        return found
+            mesh = RankMesh(tuple(grid.shape), tuple(numbers[rank] for rank in every))
+            self._meshes[device_mesh] = mesh
+        return mesh
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, on each of them."""
         if self.world == 1:
             return [value]
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value, self.group)
-        return found
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, self.group)
+        return values
 
     def share(self, value: Any, rank: int) -> Any:
         """The value of ``rank``, on each rank."""
@@ -120,16 +120,16 @@ def local(state: Any, ranks: Ranks) -> Local:
     """Read a state. Raises CheckpointError, naming the value, for anything that is not stored."""
     if not isinstance(state, dict):
         raise CheckpointError(f"state is a {type(state).__name__}: it must be a dict")
-    tree, found = flatten(state)
-    held = {
-        name: describe(path, tensor, ranks, check=True) for name, (path, tensor) in found.items()
+    tree, named = flatten(state)
+    descriptions = {
+        name: describe(path, tensor, ranks, check=True) for name, (path, tensor) in named.items()
     }
     # numpy cannot look at a tensor with the negative bit, such as the imaginary part of a conjugate
     tensors = {
         name: tensor if is_dtensor(tensor) else tensor.resolve_neg()
-        for name, (_, tensor) in found.items()
+        for name, (_, tensor) in named.items()
     }
-    return Local(tree, tensors, held)
+    return Local(tree, tensors, descriptions)
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -189,11 +189,11 @@ def _describe_dtensor(path: Path, tensor: Any, dtype: str, ranks: Ranks) -> Held
         layout = layout_of(tensor, ranks)
     except ValueError as error:
         raise CheckpointError(f"{where(path)} is {error}") from None
-    slot, found = layout.slot(ranks.rank), tuple(shard_of(tensor).shape)
+    slot, actual = layout.slot(ranks.rank), tuple(shard_of(tensor).shape)
     expected = (0,) if slot is None else layout.local_shape(slot)
-    if found != expected and not (0 in expected and 0 in found):
+    if actual != expected and not (0 in expected and 0 in actual):
         raise CheckpointError(
-            f"{where(path)} has a local shard of shape {found}: {expected} follows from its shape "
+            f"{where(path)} has a local shard of shape {actual}: {expected} follows from its shape "
             f"{layout.shape} and its placements {tensor.placements}"
         )
     return Held(layout.shape, dtype, layout.mesh, layout.placements)
@@ -246,12 +246,12 @@ def agree(state: Any, ranks: Ranks) -> tuple[Local, Agreed]:
 
 
 def _digest(mine: Local) -> bytes:
-    meshes = {held.mesh: i for i, held in enumerate(mine.held.values())}
-    held = [
-        (name, one.shape, one.dtype, meshes[one.mesh], one.placements, one.crc32c)
-        for name, one in mine.held.items()
+    meshes = {tensor.mesh: i for i, tensor in enumerate(mine.held.values())}
+    descriptions = [
+        (name, tensor.shape, tensor.dtype, meshes[tensor.mesh], tensor.placements, tensor.crc32c)
+        for name, tensor in mine.held.items()
     ]
-    said = repr((mine.tree, held, list(meshes.items())))
+    said = repr((mine.tree, descriptions, list(meshes.items())))
     return hashlib.sha256(said.encode()).digest()
 
 
@@ -267,9 +267,9 @@ def merge_layouts(said: Sequence[tuple[list[int], Mapping[str, Held]]]) -> dict[
     Raises CheckpointError where ranks differ.
     """
     holders: dict[str, list[tuple[list[int], Held]]] = {}
-    for ranks, held in said:
-        for name, one in held.items():
-            holders.setdefault(name, []).append((ranks, one))
+    for ranks, tensors in said:
+        for name, tensor in tensors.items():
+            holders.setdefault(name, []).append((ranks, tensor))
     return {name: PlacedTensor(of[0][1].dtype, _layout(name, of)) for name, of in holders.items()}
 
 

@@ -180,8 +180,8 @@ class PeerStore(Store):
 
     def __init__(self, location: str) -> None:
         key, _, rest = location.removeprefix(_SCHEME).partition("@")
-        place, _, self._prefix = rest.partition("/")
-        host, _, port = place.rpartition(":")
+        address, _, self._prefix = rest.partition("/")
+        host, _, port = address.rpartition(":")
         self._address, self._key = (host, int(port)), key.encode()
         self._mine = threading.local()
 
@@ -194,8 +194,8 @@ class PeerStore(Store):
     def write(self, key: str, parts: Iterable[memoryview | bytes]) -> None:
         with self._asking("write", key) as connection:
             try:
-                for part in parts:
-                    view = memoryview(part).cast("B")
+                for block in parts:
+                    view = memoryview(block).cast("B")
                     for start in range(0, len(view), _PART_BYTES):
                         connection.send_bytes(view[start : start + _PART_BYTES])
                 connection.send_bytes(b"")
@@ -309,8 +309,8 @@ class _PeerReader(Reader):
         self._store, self._key, self.size = store, key, size
 
     def read_into(self, start: int, parts: Sequence[Bytes]) -> None:
-        count = sum(part.nbytes for part in parts)
+        count = sum(buffer.nbytes for buffer in parts)
         data = np.frombuffer(self._store.read_range(self._key, start, count), np.uint8)
-        for part in parts:
-            part[:] = data[: part.nbytes]
-            data = data[part.nbytes :]
+        for buffer in parts:
+            buffer[:] = data[: buffer.nbytes]
+            data = data[buffer.nbytes :]

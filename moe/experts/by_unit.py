@@ -128,8 +128,8 @@ def _blocks(rows: Rows) -> Iterator[tuple[int, slice]]:
 
 def _loop_forward(rows: Rows, weights: ExpertWeights, activation: ActivationName) -> Tensor:
     out_SD = torch.zeros_like(rows.x_SD)
-    for expert, at in _blocks(rows):
-        source, weight = rows.source_R[at], rows.weights_R[at].unsqueeze(1)
+    for expert, unit in _blocks(rows):
+        source, weight = rows.source_R[unit], rows.weights_R[unit].unsqueeze(1)
         y = one_expert(ACTIVATIONS[activation], rows.x_SD[source], weight, weights.aligned(expert))
         out_SD.index_add_(0, source, y)
     return out_SD
@@ -139,9 +139,9 @@ def _loop_backward(
     rows: Rows, weights: ExpertWeights, activation: ActivationName, dy_SD: Tensor, sums: UnitSums
 ) -> tuple[Tensor, Tensor]:
     dx_SD, dweights_R = torch.zeros_like(rows.x_SD), torch.zeros_like(rows.weights_R)
-    for expert, at in _blocks(rows):
-        source, weight = rows.source_R[at], rows.weights_R[at].unsqueeze(1)
-        dx, dweights_R[at], grads = one_expert_backward(
+    for expert, unit in _blocks(rows):
+        source, weight = rows.source_R[unit], rows.weights_R[unit].unsqueeze(1)
+        dx, dweights_R[unit], grads = one_expert_backward(
             ACTIVATIONS[activation],
             rows.x_SD[source],
             weight,

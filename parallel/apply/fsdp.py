@@ -183,10 +183,10 @@ def _policies(
     return own if compute_dtype is None else MixedPrecisionPolicy(compute_dtype, torch.float32), own
 
 
-def _differs(part: nn.Module, whole: nn.Module) -> bool:
-    """Whether ``part`` has parameters of another dtype than ``whole``."""
-    dtypes = {parameter.dtype for parameter in part.parameters()}
-    return any(parameter.dtype not in dtypes for parameter in whole.parameters())
+def _differs(router: nn.Module, layer: nn.Module) -> bool:
+    """Whether a layer has parameters of another dtype than its router."""
+    dtypes = {parameter.dtype for parameter in router.parameters()}
+    return any(parameter.dtype not in dtypes for parameter in layer.parameters())
 
 
 def _set_prefetch(blocks: Sequence[nn.Module], ahead: int) -> None:

@@ -196,19 +196,19 @@ def many_objects(count: int = 30) -> MemorySource:
 
 EAGER = """
 import multiprocessing, os, signal, sys
-from ckpt.rewrite import engine
+from ckpt.rewrite import CheckpointTarget, engine
 from convoy.commands.reshard import main
 victim, at, count = sys.argv[1], int(sys.argv[2]), 0
-add, engine._JOURNAL_SECONDS = engine._Journal.add, 0.0
-def add_and_kill(self, key, receipt):
+journal, engine._JOURNAL_SECONDS = CheckpointTarget.journal, 0.0
+def journal_and_kill(self, receipts):
     global count
-    add(self, key, receipt)
-    count += 1
+    journal(self, receipts)
+    count += len(receipts)
     if count == at:
         workers = [process.pid for process in multiprocessing.active_children()]
         print(*workers, flush=True)
         os.kill(workers[0] if victim == "worker" else os.getpid(), signal.SIGKILL)
-engine._Journal.add = add_and_kill
+CheckpointTarget.journal = journal_and_kill
 sys.exit(main(sys.argv[3:]))
 """
 
