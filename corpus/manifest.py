@@ -198,10 +198,10 @@ def open_corpus(data: DataConfig, vocab_size: int, hold_out: str = "some") -> Co
     manifest = read_manifest(data.path)
     wanted = {**settings_of(data, vocab_size), "hold_out": hold_out}
     for field, value in wanted.items():
-        found = getattr(manifest, field)
-        if found != value:
+        stored = getattr(manifest, field)
+        if stored != value:
             raise InputError(
-                f"data.path ({data.path}) was prepared with {field} {found}, the spec says "
+                f"data.path ({data.path}) was prepared with {field} {stored}, the spec says "
                 f"{value}; choose another data.path or remove that one"
             )
     tokenizer = load_tokenizer(data)

@@ -22,9 +22,9 @@ hangs in a collective is told from the ranks that wait for it.
 from cluster.burnin.board import Board, MissingRanksError
 from cluster.burnin.measures import product_shape
 from cluster.burnin.run import BurnIn, BurnInOptions, ExpectedRates
-from cluster.burnin.verdict import Finding, RankFacts, Verdict
+from cluster.burnin.verdict import Verdict
 
 __all__ = [
-    "Board", "BurnIn", "BurnInOptions", "ExpectedRates", "Finding", "MissingRanksError",
-    "RankFacts", "Verdict", "product_shape",
+    "Board", "BurnIn", "BurnInOptions", "ExpectedRates", "MissingRanksError", "Verdict",
+    "product_shape",
 ]  # fmt: skip

@@ -56,15 +56,17 @@ def rounds_of(nodes: Sequence[str]) -> Iterator[list[Pair]]:
     for rank, node in enumerate(nodes):
         ranks_of.setdefault(node, []).append(rank)
     members = list(ranks_of.values())
-    for found in zip(*(_tournament(len(m), most=max(map(len, members))) for m in members),
+    for rounds in zip(*(_tournament(len(m), most=max(map(len, members))) for m in members),
                      strict=True):  # fmt: skip
         yield [
-            (ranks[a], ranks[b]) for ranks, pairs in zip(members, found, strict=True)
+            (ranks[a], ranks[b]) for ranks, pairs in zip(members, rounds, strict=True)
             for a, b in pairs
         ]  # fmt: skip
     for pairs in _tournament(len(members), most=len(members)):
         yield [
-            (one, two) for a, b in pairs for one, two in zip(members[a], members[b], strict=False)
+            (first, two)
+            for a, b in pairs
+            for first, two in zip(members[a], members[b], strict=False)
         ]
 
 
@@ -75,14 +77,14 @@ def _tournament(players: int, most: int) -> list[list[Pair]]:
         return number - 1 + number % 2
 
     seats = [*range(players), *([-1] if players % 2 else [])]
-    found = []
+    paired = []
     for _ in range(max(0, rounds(players)) if players > 1 else 0):
         half = len(seats) // 2
         pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
-        found.append([(min(p), max(p)) for p in pairs if -1 not in p])
+        paired.append([(min(p), max(p)) for p in pairs if -1 not in p])
         seats = [seats[0], seats[-1], *seats[1:-1]]
     wanted = rounds(most) if most > 1 else 0
-    return [*found, *([] for _ in range(wanted - len(found)))]
+    return [*paired, *([] for _ in range(wanted - len(paired)))]
 
 
 class LinkTest:
@@ -207,14 +209,14 @@ def slow_links(
         expected: bytes per second in each direction, by whether a link is within a node; None
             where nothing is known.
     """
-    found = [link for link in links if link.error is not None]
+    bad = [link for link in links if link.error is not None]
     for within in (True, False):
         group = [k for k in links if k.within_node == within and k.error is None]
         limit = -1.0 if expected is None else share * expected[within]
         if len(group) >= 3:
             limit = max(limit, share * median(link.bytes_per_second for link in group))
-        found += [link for link in group if link.bytes_per_second <= limit]
-    return found
+        bad += [link for link in group if link.bytes_per_second <= limit]
+    return bad
 
 
 def nodes_of_links(
@@ -231,12 +233,12 @@ def nodes_of_links(
         nodes: the node of each rank.
         slow_nodes: nodes that were found slow without a link.
     """
-    found: dict[str, list[Link]] = {}
+    named: dict[str, list[Link]] = {}
     left = list(bad)
     while left:
         counts = Counter(node for link in left for node in {nodes[link.first], nodes[link.second]})
         last_rank = {node: rank for rank, node in enumerate(nodes)}
         worst = max(counts, key=lambda n: (counts[n], n in slow_nodes, last_rank[n]))
-        found[worst] = [k for k in left if worst in (nodes[k.first], nodes[k.second])]
-        left = [link for link in left if link not in found[worst]]
-    return found
+        named[worst] = [k for k in left if worst in (nodes[k.first], nodes[k.second])]
+        left = [link for link in left if link not in named[worst]]
+    return named

@@ -65,10 +65,10 @@ class Verdict:
     @property
     def bad_nodes(self) -> dict[str, str]:
         """The machines to leave out, each with its first reason."""
-        found: dict[str, str] = {}
-        for one in self.findings:
-            found.setdefault(one.node, f"burn-in, {one.check}: {one.reason}")
-        return found
+        reasons: dict[str, str] = {}
+        for finding in self.findings:
+            reasons.setdefault(finding.node, f"burn-in, {finding.check}: {finding.reason}")
+        return reasons
 
     def blame(self, rank: int, check: str, reason: str) -> None:
         """Note a finding about a rank."""
@@ -93,37 +93,32 @@ class Verdict:
         return {
             "burn_in_version": VERSION,
             "is_sound": self.is_sound,
-            "ended_in": self.ended_in,
             "bad_nodes": self.bad_nodes,
-            "findings": [asdict(one) for one in self.findings],
-            "not_judged": self.not_judged,
-            "failures": self.failures,
-            "ranks": [asdict(one) for one in self.ranks],
-            "measured": self.measured,
+            **asdict(self),
         }
 
     def lines(self) -> list[str]:
         """For people: what was measured, and a line for each finding."""
-        found = []
+        lines = []
         for check, values in self.measured.items():
             rates = [v["bytes_per_second"] for v in values] if check == "links" else values
             rates = [rate for rate in rates if rate]
             if not rates:
                 continue
             unit, scale = ("TFLOP/s", 1e12) if check == "products" else ("GB/s", 1e9)
-            found.append(
+            lines.append(
                 f"{check:<14} median {median(rates) / scale:.3f} {unit}, "
                 f"{min(rates) / scale:.3f} to {max(rates) / scale:.3f}"
             )
         if self.not_judged:
             names = ", ".join(self.not_judged)
-            found.append(f"too few of one kind to compare, shown only: {names}")
-        found += [*self.failures, *(one.line() for one in self.findings)]
-        nodes = len({one.node for one in self.ranks})
+            lines.append(f"too few of one kind to compare, shown only: {names}")
+        lines += [*self.failures, *(finding.line() for finding in self.findings)]
+        nodes = len({rank.node for rank in self.ranks})
         ending = f"; the burn-in ended in {self.ended_in}" if self.ended_in else ""
         bad = len(self.bad_nodes)
-        found.append(f"{nodes - bad} of {nodes} machines are sound{ending}")
-        return found
+        lines.append(f"{nodes - bad} of {nodes} machines are sound{ending}")
+        return lines
 
 
 def slow_ranks(
@@ -141,15 +136,15 @@ def slow_ranks(
     groups: Mapping[str, list[int]] = defaultdict(list)
     for rank, kind in enumerate(kinds):
         groups[kind].append(rank)
-    found = {}
+    reasons = {}
     for ranks in groups.values():
         middle = median(rates[rank] for rank in ranks)
         for rank in ranks:
             if len(ranks) >= 3 and rates[rank] <= (1 - tolerance) * middle:
-                found[rank] = f"{100 * (1 - rates[rank] / middle):.0f} % slower than the median"
+                reasons[rank] = f"{100 * (1 - rates[rank] / middle):.0f} % slower than the median"
             elif expected is not None and rates[rank] <= (1 - tolerance) * expected:
-                found[rank] = f"{100 * (1 - rates[rank] / expected):.0f} % slower than expected"
-    return found
+                reasons[rank] = f"{100 * (1 - rates[rank] / expected):.0f} % slower than expected"
+    return reasons
 
 
 def describe_links(

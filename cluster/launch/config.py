@@ -7,15 +7,18 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-_MODEL = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 _NODES = re.compile(r"([1-9][0-9]*)(?::([1-9][0-9]*))?")
 
 
-class KubernetesConfig(BaseModel):
-    """The ``[launch.kubernetes]`` section: what only Kubernetes needs."""
+class _Section(BaseModel):
+    """A table of settings that a resume may change."""
 
-    model_config = _MODEL
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
     on_resume: ClassVar[str] = "free"
+
+
+class KubernetesConfig(_Section):
+    """The ``[launch.kubernetes]`` section: what only Kubernetes needs."""
 
     kind: Literal["TrainJob", "JobSet"] = "TrainJob"
     """``TrainJob``: a TrainingRuntime and a TrainJob of Kubeflow Trainer v2. ``JobSet``: a JobSet,
@@ -32,11 +35,8 @@ class KubernetesConfig(BaseModel):
     without a queue the pods prefer the rack of the first pod."""
 
 
-class LaunchConfig(BaseModel):
+class LaunchConfig(_Section):
     """The ``[launch]`` section: a run on the engine of a cluster, for ``convoy launch``."""
-
-    model_config = _MODEL
-    on_resume: ClassVar[str] = "free"
 
     nodes: int | str = 1
     """The number of nodes, or MIN:MAX: the run begins with at least MIN and goes on with at least
@@ -79,8 +79,7 @@ class LaunchConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        found = _NODES.fullmatch(str(self.nodes))
-        if found is None:
+        if _NODES.fullmatch(str(self.nodes)) is None:
             raise ValueError(f"launch.nodes ({self.nodes}) must be a number, or MIN:MAX as in 2:4")
         least, most = self.min_nodes, self.max_nodes
         if least > most:

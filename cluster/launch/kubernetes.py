@@ -200,41 +200,27 @@ def _wait_where_excluded(job: EngineJob, mark: Path) -> int | None:
 
 def objects(job: EngineJob) -> list[dict[str, Any]]:
     """The objects of the API, in the order in which they are created."""
-    name, space = _name(job), job.launch.kubernetes.namespace
-    about = {"name": name, "namespace": space}
-    spec_file = {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": f"{name}-spec", "namespace": space},
-        "data": {_SPEC: job.config_text, _JOB: job.for_nodes()},
-    }
-    labels = {"labels": {_QUEUE_LABEL: job.launch.queue}} if job.launch.queue else {}
+    name, kubeflow, most = _name(job), "trainer.kubeflow.org", job.nodes[1]
+
+    def item(api: str, kind: str, own_name: str, labels: dict[str, Any], **more: Any) -> Any:
+        space = job.launch.kubernetes.namespace
+        metadata = _given(name=own_name, namespace=space, labels=labels)
+        return {"apiVersion": api, "kind": kind, "metadata": metadata, **more}
+
+    files = {_SPEC: job.config_text, _JOB: job.for_nodes()}
+    spec_file = item("v1", "ConfigMap", f"{name}-spec", {}, data=files)
+    queue = {_QUEUE_LABEL: job.launch.queue} if job.launch.queue else {}
+    job_set = _job_set(job)
     if job.launch.kubernetes.kind == "JobSet":
-        job_set = {
-            "apiVersion": "jobset.x-k8s.io/v1alpha2",
-            "kind": "JobSet",
-            "metadata": about | labels,
-            "spec": _job_set(job),
-        }
-        return [spec_file, job_set]
-    runtime = {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainingRuntime",
-        "metadata": about | {"labels": {"trainer.kubeflow.org/framework": "torch"}},
-        "spec": {"mlPolicy": {"numNodes": job.nodes[1]}, "template": {"spec": _job_set(job)}},
+        return [spec_file, item("jobset.x-k8s.io/v1alpha2", "JobSet", name, queue, spec=job_set)]
+    version, framework = f"{kubeflow}/v1alpha1", {f"{kubeflow}/framework": "torch"}
+    template = {"mlPolicy": {"numNodes": most}, "template": {"spec": job_set}}
+    runtime = item(version, "TrainingRuntime", name, framework, spec=template)
+    run = {
+        "runtimeRef": {"apiGroup": kubeflow, "kind": "TrainingRuntime", "name": name},
+        "trainer": {"numNodes": most},
     }
-    train_job = {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": about | labels,
-        "spec": {
-            "runtimeRef": {
-                "apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": name,
-            },
-            "trainer": {"numNodes": job.nodes[1]},
-        },
-    }  # fmt: skip
-    return [spec_file, runtime, train_job]
+    return [spec_file, runtime, item(version, "TrainJob", name, queue, spec=run)]
 
 
 def _job_set(job: EngineJob) -> dict[str, Any]:

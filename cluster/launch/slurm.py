@@ -158,8 +158,8 @@ def _options(job: EngineJob) -> list[str]:
 
 def _gpus(resources: str) -> int:
     """The GPUs in what sinfo says of a node: ``gpu:h100:8(S:0-1),nic:2``."""
-    found = re.findall(r"gpu(?::[^:,(]+)*?:(\d+)", resources)
-    return sum(map(int, found))
+    counts = re.findall(r"gpu(?::[^:,(]+)*?:(\d+)", resources)
+    return sum(map(int, counts))
 
 
 def _refusal(text: str) -> str:

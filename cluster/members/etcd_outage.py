@@ -81,8 +81,8 @@ class OutageBackend(RendezvousBackend):
         began = self._end_of_outage()
         if answer is None or began is None:
             return answer
-        found, found_token, is_written = answer
-        return *self._renew(found, found_token, began), is_written
+        newest, found_token, is_written = answer
+        return *self._renew(newest, found_token, began), is_written
 
     def _ask(self, question: Callable[[], T]) -> T:
         self._asked = self._asked or datetime.now(UTC)
@@ -121,8 +121,8 @@ class OutageBackend(RendezvousBackend):
 def _asked_again(question: Callable[..., Any]) -> Callable[..., Any]:
     """A method of EtcdStore that asks again while there is no answer."""
 
-    def ask(store: OutageStore, *arguments: Any) -> Any:
-        return until_answer(partial(question, store, *arguments), store.limit)
+    def ask(store: OutageStore, *arguments: Any, **options: Any) -> Any:
+        return until_answer(partial(question, store, *arguments, **options), store.limit)
 
     return ask
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -211,21 +212,19 @@ def _consumed(
 
 
 def _check_manifests(run_dir: Path, audit: DataAudit) -> None:
-    seen: set[str] = set()
+    sources: dict[str, dict[str, Any]] = {}
     for step in audit.steps:
-        for key, source in step.opened.sources.items():
-            if key in seen:
-                continue
-            seen.add(key)
-            manifest = recorded_manifest(run_dir, key)
-            where = run_dir / "data" / f"{key}.json"
-            if manifest is None or not manifest.is_sealed or manifest.fingerprint != key:
-                raise _ProblemError(f"{where} must be the manifest of source {source['name']}")
-            if manifest.train_tokens != source["tokens"]:
-                raise _ProblemError(
-                    f"source {source['name']} has {manifest.train_tokens} tokens in {where}, and "
-                    f"{source['tokens']} in the log"
-                )
+        sources = {**step.opened.sources, **sources}
+    for key, source in sources.items():
+        manifest = recorded_manifest(run_dir, key)
+        where = run_dir / "data" / f"{key}.json"
+        if manifest is None or not manifest.is_sealed or manifest.fingerprint != key:
+            raise _ProblemError(f"{where} must be the manifest of source {source['name']}")
+        if manifest.train_tokens != source["tokens"]:
+            raise _ProblemError(
+                f"source {source['name']} has {manifest.train_tokens} tokens in {where}, and "
+                f"{source['tokens']} in the log"
+            )
 
 
 def _compare_tokens(audit: DataAudit, corpora: Corpora) -> None:
@@ -234,7 +233,7 @@ def _compare_tokens(audit: DataAudit, corpora: Corpora) -> None:
     for step in audit.steps:
         blend = Blend.from_json(step.opened.blend)
         missing = set(Blend.from_json(_phases_at(step)).sources) - {
-            one.manifest.fingerprint for one in corpora.sources
+            corpus.manifest.fingerprint for corpus in corpora.sources
         }
         if missing:
             name = step.opened.sources[min(missing)]["name"]
@@ -246,11 +245,11 @@ def _compare_tokens(audit: DataAudit, corpora: Corpora) -> None:
         rows = read_batch(sequences, order.many(np.array(step.samples, np.int64)))
         if step.checksum is None:
             continue
-        found = data_checksum([rows])
-        if found != step.checksum:
+        checksum = data_checksum([rows])
+        if checksum != step.checksum:
             raise _ProblemError(
                 f"step {step.step} had tokens with the checksum {step.checksum}; those of samples "
-                f"{step.samples[0]} to {step.samples[-1]} have {found}"
+                f"{step.samples[0]} to {step.samples[-1]} have {checksum}"
             )
         audit.checked_steps += 1
 
@@ -273,7 +272,7 @@ def _shares(audit: DataAudit) -> Iterator[SourceShare]:
         blend = blends.setdefault(id(step.opened), Blend.from_json(step.opened.blend))
         for key, places, _ in blend.draw(np.array(step.samples, np.int64)):
             counts[key] = counts.get(key, 0) + len(places)
-    for key, samples in sorted(counts.items(), key=lambda each: -each[1]):
+    for key, samples in sorted(counts.items(), key=lambda item: -item[1]):
         source = known.get(key, {"name": key[:12], "sequences": 0})
         there = source["sequences"]
         assert isinstance(there, int)

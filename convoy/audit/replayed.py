@@ -66,12 +66,12 @@ def _differing(a: Digested | None, b: Digested | None, what: str) -> tuple[list[
     """The layers, and the names within layers, in the order of the model."""
     if a is None or b is None:
         return [], []
-    one, two = asdict(a), asdict(b)
-    fields = one[f"{what}_layers"], one[f"{what}_tensors"]
-    others = two[f"{what}_layers"], two[f"{what}_tensors"]
+    ours, theirs = asdict(a), asdict(b)
+    fields = ours[f"{what}_layers"], ours[f"{what}_tensors"]
+    others = theirs[f"{what}_layers"], theirs[f"{what}_tensors"]
     layers, tensors = (
-        [name for name, value in each.items() if value != of.get(name)]
-        for each, of in zip(fields, others, strict=True)
+        [name for name, value in values.items() if value != of.get(name)]
+        for values, of in zip(fields, others, strict=True)
     )
     return layers, tensors
 
@@ -134,7 +134,7 @@ def replay(
             f"step ({step}) must be in {run_dir / 'log.jsonl'}, which has {_known(logged)}"
         )
     root = checkpoints_of(run_dir)
-    before = [each for each in ckpt.committed_steps(root) if each < step]
+    before = [saved for saved in ckpt.committed_steps(root) if saved < step]
     if not before:
         raise InputError(f"{root} must have a checkpoint of before step {step} to begin from")
     manifest = ckpt.read_manifest(root, before[-1])
@@ -145,17 +145,17 @@ def replay(
         job = build_job(spec, runtime, Events(events.append))
         progress = load_step(job, root, manifest)
         trainer = Trainer(job, progress, cast(Checkpointer, _NoCheckpoints()))
-        found = []
+        steps = []
         while trainer.progress.step < step:
             decision = trainer.step(0)
             if decision.action is not Action.COMMIT:
-                at = trainer.progress.step + 1
-                raise InputError(f"step {at} is not committed in the replay: {decision.why}")
+                number = trainer.progress.step + 1
+                raise InputError(f"step {number} is not committed in the replay: {decision.why}")
             now = _recorded(events)[trainer.progress.step]
             events.clear()
-            found.append(ReplayedStep(now, logged[now.step]))
-            seen(found[-1])
-        return found
+            steps.append(ReplayedStep(now, logged[now.step]))
+            seen(steps[-1])
+        return steps
     finally:
         runtime.close()
 
@@ -237,23 +237,27 @@ class Comparison:
     def lines(self) -> list[str]:
         """What was found, for people."""
         first, last = self.steps
-        found = []
+        lines = []
         if self.differing is None:
-            found.append(f"steps {first} to {last}: equal, bit for bit")
+            lines.append(f"steps {first} to {last}: equal, bit for bit")
         else:
-            one, other = self.differing
-            found.append(f"step {one.step} is the first that differs: {one.difference(other)}")
-            for name, each in (("RUN_DIR", one), ("OTHER", other)):
-                found.append(f"  {name}: loss {each.loss!r}, gradient norm {each.grad_norm!r}")
+            first_run, other = self.differing
+            lines.append(
+                f"step {first_run.step} is the first that differs: {first_run.difference(other)}"
+            )
+            for name, recorded in (("RUN_DIR", first_run), ("OTHER", other)):
+                lines.append(
+                    f"  {name}: loss {recorded.loss!r}, gradient norm {recorded.grad_norm!r}"
+                )
         if self.checkpoint is None:
-            found.append("checkpoints: the runs have none of an equal step to compare")
+            lines.append("checkpoints: the runs have none of an equal step to compare")
         elif self.arrays:
             some = ", ".join(self.arrays[:3])
             rest = f" and {len(self.arrays) - 3} more" if len(self.arrays) > 3 else ""
-            found.append(f"checkpoints of step {self.checkpoint}: {some}{rest} differ")
+            lines.append(f"checkpoints of step {self.checkpoint}: {some}{rest} differ")
         else:
-            found.append(f"checkpoints of step {self.checkpoint}: equal, bit for bit")
-        return found
+            lines.append(f"checkpoints of step {self.checkpoint}: equal, bit for bit")
+        return lines
 
 
 def compare_runs(run_dir: Path, other_dir: Path) -> Comparison:

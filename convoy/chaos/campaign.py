@@ -100,17 +100,17 @@ def run_campaign(
     say(f"the run under {len(faults)} faults")
     disturbed = _Launch(spec, folder / "faults", faults, machines, limit_seconds)
     disturbed.run(say)
-    found = audit(
+    result = audit(
         read_log(disturbed.log).lines,
         read_log(calm.log).lines,
         disturbed.machines_lost,
         disturbed.ended,
         is_exact=spec.train.exact,
     )
-    if not spec.train.exact or not found.samples_exact:
-        return found
+    if not spec.train.exact or not result.samples_exact:
+        return result
     differ = arrays_that_differ(disturbed.checkpoints, calm.checkpoints, spec.train.steps)
-    return replace(found, arrays=tuple(differ))
+    return replace(result, arrays=tuple(differ))
 
 
 def sections_of_run(spec: JobSpec, faults: list[DrawnFault] | None, folder: Path) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 _RENDEZVOUS = {
     "last_call_timeout": "3",
@@ -27,30 +26,18 @@ class Machines:
         logs: the folder for the output of each machine, which is made.
         least: the fewest machines that train.
         most: the most machines that train.
-        conf: more keys of ``--rdzv-conf``.
-        backend: of the rendezvous.
-        endpoint: of the rendezvous; by default a store that lives in this process.
     """
 
-    def __init__(
-        self,
-        command: list[str],
-        logs: Path,
-        *,
-        least: int,
-        most: int,
-        conf: dict[str, str] | None = None,
-        backend: str = "c10d",
-        endpoint: str | None = None,
-    ) -> None:
-        self.command, self.logs, self.backend = command, logs, backend
-        self.nodes, self.conf = f"{least}:{most}", _RENDEZVOUS | (conf or {})
+    def __init__(self, command: list[str], logs: Path, *, least: int, most: int) -> None:
+        # Here: whoever only reads a spec does without torch.distributed.
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        self.command, self.logs, self.nodes = command, logs, f"{least}:{most}"
         # Whoever serves the rendezvous must outlive every machine.
-        self._store: Any = None
-        if endpoint is None:
-            self._store = _own_store()
-            endpoint = f"127.0.0.1:{self._store.port}"
-        self.endpoint = endpoint
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.backend, self.endpoint = "c10d", f"127.0.0.1:{self._store.port}"
+        self.conf = dict(_RENDEZVOUS)
+        """Keys of ``--rdzv-conf``."""
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self._started = 0
 
@@ -83,15 +70,10 @@ class Machines:
 
     def ranks(self, number: int) -> list[int]:
         """The processes that a machine's torchrun has started; Linux only."""
-        found = []
+        processes = []
         for task in Path(f"/proc/{self.processes[number].pid}/task").iterdir():
-            found += [int(pid) for pid in (task / "children").read_text().split()]
-        return found
-
-    def kill_rank(self, number: int) -> None:
-        """SIGKILL to the rank of a machine."""
-        for pid in self.ranks(number):
-            os.kill(pid, signal.SIGKILL)
+            processes += [int(pid) for pid in (task / "children").read_text().split()]
+        return processes
 
     def lose(self, number: int) -> None:
         """SIGKILL to a machine's torchrun and rank at once."""
@@ -121,10 +103,3 @@ class Machines:
         for number in list(self.processes):
             with contextlib.suppress(OSError):
                 self.lose(number)
-
-
-def _own_store() -> Any:
-    # Here: whoever only reads a spec does without torch.distributed.
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

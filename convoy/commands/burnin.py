@@ -92,12 +92,12 @@ def _shape(args: argparse.Namespace) -> dict[str, Any]:
     from pretrain.spec import load_spec
 
     spec = load_spec(args.spec, args.overrides)
-    found: dict[str, Any] = {"folder": args.folder or spec.run_path}
+    settings: dict[str, Any] = {"folder": args.folder or spec.run_path}
     if spec.moe is not None:
         width = 4 if spec.precision.compute == "float32" else 2
-        found["rows"] = spec.batch.micro_batch_size * spec.data.seq_len * spec.moe.top_k
-        found["row_bytes"] = spec.model.d_model * width
-    return found
+        settings["rows"] = spec.batch.micro_batch_size * spec.data.seq_len * spec.moe.top_k
+        settings["row_bytes"] = spec.model.d_model * width
+    return settings
 
 
 def _options(args: argparse.Namespace, shape: dict[str, Any]) -> BurnInOptions:

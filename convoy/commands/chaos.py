@@ -56,7 +56,7 @@ def _chaos(args: argparse.Namespace) -> int:
     spec = load_spec(args.spec, args.overrides)
     layout = choose_layout(spec, args.machines, ranks_per_node=1)
     faults = draw_faults(args.seed, args.faults, spec.train.steps, layout.topology.world)
-    found = run_campaign(
+    result = run_campaign(
         spec,
         faults,
         args.out.resolve(),
@@ -64,68 +64,68 @@ def _chaos(args: argparse.Namespace) -> int:
         limit_seconds=args.limit,
         say=say,
     )
-    say(chaos_table(found))
-    if len(found.faults) < len(faults):
-        say(f"{len(faults) - len(found.faults)} faults found no rank: fewer ranks trained then")
-    write_json(args.json, _as_json(args, found))
-    return 0 if found.is_one_run else EXIT_LOST
+    say(chaos_table(result))
+    if len(result.faults) < len(faults):
+        say(f"{len(faults) - len(result.faults)} faults found no rank: fewer ranks trained then")
+    write_json(args.json, _as_json(args, result))
+    return 0 if result.is_one_run else EXIT_LOST
 
 
-def chaos_table(found: Audit) -> str:
+def chaos_table(result: Audit) -> str:
     """The results for people."""
     lines = [f"{'fault':<16}{'step':>6}{'rank':>6}{'seconds until the step was committed':>39}"]
-    for one in found.faults:
-        seconds = "never" if one.seconds is None else f"{one.seconds:.1f}"
-        lines.append(f"{one.kind:<16}{one.step:>6}{one.rank:>6}{seconds:>39}")
-    known = [one.seconds for one in found.faults if one.seconds is not None]
+    for fault in result.faults:
+        seconds = "never" if fault.seconds is None else f"{fault.seconds:.1f}"
+        lines.append(f"{fault.kind:<16}{fault.step:>6}{fault.rank:>6}{seconds:>39}")
+    known = [fault.seconds for fault in result.faults if fault.seconds is not None]
     lines += [
         "",
-        f"recovered      {found.recovered} of {len(found.faults)} faults, in "
-        f"{statistics.median(known) if known else 0:.1f} s (median); {found.starts} starts",
-        f"samples        {found.samples_problem or 'those of the undisturbed run, each once'}",
+        f"recovered      {result.recovered} of {len(result.faults)} faults, in "
+        f"{statistics.median(known) if known else 0:.1f} s (median); {result.starts} starts",
+        f"samples        {result.samples_problem or 'those of the undisturbed run, each once'}",
     ]
-    if found.losses_exact:
-        how = "bit for bit, as are gradient norms" if found.is_exact else "within 1e-5"
+    if result.losses_exact:
+        how = "bit for bit, as are gradient norms" if result.is_exact else "within 1e-5"
         lines.append(f"losses         those of the undisturbed run, {how}")
     else:
-        far = max(found.losses, key=lambda loss: abs(loss[1]))
-        by = "" if found.is_exact else " by more than 1e-5"
+        far = max(result.losses, key=lambda loss: abs(loss[1]))
+        by = "" if result.is_exact else " by more than 1e-5"
         lines.append(
-            f"losses         {len(found.losses)} differ{by}, that of step {far[0]} by {far[1]:.1e}"
+            f"losses         {len(result.losses)} differ{by}, that of step {far[0]} by {far[1]:.1e}"
         )
-    if found.is_exact:
-        differ = ", ".join(found.arrays[:3]) + (" ..." if len(found.arrays) > 3 else "")
+    if result.is_exact:
+        differ = ", ".join(result.arrays[:3]) + (" ..." if len(result.arrays) > 3 else "")
         same = "parameters and moments of the undisturbed run, bit for bit"
         lines.append(f"last state     {f'differs in {differ}' if differ else same}")
-    goodput = "unknown" if found.goodput is None else f"{found.goodput:.0%}"
+    goodput = "unknown" if result.goodput is None else f"{result.goodput:.0%}"
     lines.append(
-        f"ledger         goodput {goodput}; its phases differ by {found.ledger_error:.2%} from "
+        f"ledger         goodput {goodput}; its phases differ by {result.ledger_error:.2%} from "
         f"the wall time"
     )
     return "\n".join(lines)
 
 
-def _as_json(args: argparse.Namespace, found: Audit) -> dict[str, Any]:
+def _as_json(args: argparse.Namespace, result: Audit) -> dict[str, Any]:
     return {
         **provenance("torch"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "seed": args.seed,
         "machines": args.machines,
         "drawn": args.faults,
-        "faults": len(found.faults),
-        "recovered": found.recovered,
-        "samples_exact": found.samples_exact,
-        "exact": found.is_exact,
-        "losses_exact": found.losses_exact,
-        "arrays_that_differ": list(found.arrays),
-        "ledger_error": found.ledger_error,
-        "goodput": found.goodput,
-        "starts": found.starts,
-        "samples_problem": found.samples_problem,
-        "losses": [{"step": step, "difference": far} for step, far in found.losses],
+        "faults": len(result.faults),
+        "recovered": result.recovered,
+        "samples_exact": result.samples_exact,
+        "exact": result.is_exact,
+        "losses_exact": result.losses_exact,
+        "arrays_that_differ": list(result.arrays),
+        "ledger_error": result.ledger_error,
+        "goodput": result.goodput,
+        "starts": result.starts,
+        "samples_problem": result.samples_problem,
+        "losses": [{"step": step, "difference": far} for step, far in result.losses],
         "recoveries": [
-            {"kind": one.kind, "step": one.step, "rank": one.rank, "seconds": one.seconds}
-            for one in found.faults
+            {"kind": fault.kind, "step": fault.step, "rank": fault.rank, "seconds": fault.seconds}
+            for fault in result.faults
         ],
     }
 

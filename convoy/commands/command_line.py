@@ -31,13 +31,11 @@ CONVOY = Group(
     "convoy",
     "Pretrain mixture-of-experts models, and look after their checkpoints.",
     "Each has examples and exit codes. convoy --version prints the version.",
-    {
-        "pretrain": pretrain.main, "launch": launch.main, "prepare": prepare.main,
-        "status": status.main, "report": report.main, "inspect": inspect.main,
-        "reshard": reshard.main, "convert": convert.main, "burn-in": burnin.main,
-        "plan": plan.main, "simulate": simulate.main, "sample": sample.main,
-        "replay": replay.main, "audit-data": audit_data.main, "chaos": chaos.main,
-    },
+    [
+        pretrain.main, launch.main, prepare.main, status.main, report.main, inspect.main,
+        reshard.main, convert.main, burnin.main, plan.main, simulate.main, sample.main,
+        replay.main, audit_data.main, chaos.main,
+    ],
 )  # fmt: skip
 
 

@@ -125,12 +125,12 @@ main = Group(
     "convoy convert",
     "Import from and export to Hugging Face; make a MoE of a dense model.",
     _EPILOG,
-    {
-        "import": _command(
+    [
+        _command(
             _import, "import", "Make a checkpoint and a spec of a Hugging Face folder.",
             "HF_DIR imported", "a folder with config.json and safetensors files",
         ),
-        "export": _command(
+        _command(
             _export, "export", "Write the weights of a checkpoint as a Hugging Face folder.",
             "runs/stdlib-tiny/checkpoints exported --dtype bfloat16", _CHECKPOINT,
             STEP,
@@ -141,7 +141,7 @@ main = Group(
             argument("--max-file-bytes", "N", "the most bytes of one safetensors file; "
                      "5,000,000,000 by default", type=_at_least_one, default=5 * 10**9),
         ),
-        "upcycle": _command(
+        _command(
             _upcycle, "upcycle", "Make a MoE of a dense model: each expert is a copy of its MLP.",
             "runs/dense/checkpoints grown --num-experts 8 --top-k 2", _DENSE,
             argument("--num-experts", "N", None, type=int, required=True),
@@ -150,5 +150,5 @@ main = Group(
             STEP,
             overrides("a field of the new spec"),
         ),
-    },
+    ],
 )  # fmt: skip

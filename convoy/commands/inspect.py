@@ -111,7 +111,7 @@ def summary(root: ckpt.Location, manifest: ckpt.Manifest) -> dict[str, object]:
                 "object_shape": list(record.shard_shape),
                 "chunk_shape": list(record.chunk_shape),
                 "objects": len(objects[record.name]),
-                "bytes": sum(found.bytes for found in objects[record.name]),
+                "bytes": sum(status.bytes for status in objects[record.name]),
             }
             for record in manifest.arrays
         ],
@@ -119,11 +119,11 @@ def summary(root: ckpt.Location, manifest: ckpt.Manifest) -> dict[str, object]:
             {
                 "name": tensor.name,
                 "shape": list(tensor.shape),
-                "dtype": place.logical_dtype,
+                "dtype": packed.logical_dtype,
                 "pack": tensor.pack,
             }
-            for place in manifest.packs.values()
-            for tensor in [place.tensor]
+            for packed in manifest.packs.values()
+            for tensor in [packed.tensor]
         ],
     }
 
@@ -134,8 +134,8 @@ def show(root: ckpt.Location, manifest: ckpt.Manifest, *, whole: bool = False) -
     from ckpt.format import TREE
     from parallel.layout import Topology, count_ranks
 
-    found = summary(root, manifest)
-    say(f"{found['checkpoint']}")
+    fields = summary(root, manifest)
+    say(f"{fields['checkpoint']}")
     say(f"  step      {manifest.step}, saved {manifest.created}")
     topology = Topology(**manifest.topology)
     of_state_dict = TREE in manifest.state
@@ -156,11 +156,11 @@ def show(root: ckpt.Location, manifest: ckpt.Manifest, *, whole: bool = False) -
     steps = ", ".join(map(str, ckpt.committed_steps(root)))
     say(f"  steps     {steps if whole else _short(steps)}")
     rows = [("array", "shape", "dtype", "objects", "size")]
-    for array in found["arrays"]:  # type: ignore[attr-defined]
+    for array in fields["arrays"]:  # type: ignore[attr-defined]
         shape = " x ".join(map(str, array["shape"])) or "scalar"
         size = human_bytes(array["bytes"])
         rows.append((array["name"], shape, array["dtype"], str(array["objects"]), size))
-    for tensor in found["packed"]:  # type: ignore[attr-defined]
+    for tensor in fields["packed"]:  # type: ignore[attr-defined]
         shape = " x ".join(map(str, tensor["shape"])) or "scalar"
         rows.append((tensor["name"], shape, tensor["dtype"], f"in {tensor['pack']}", ""))
     _print_table(rows, whole=whole)
@@ -189,7 +189,7 @@ def _diff(args: argparse.Namespace) -> int:
 
     root, manifest = _read(args.checkpoint, args.step)
     other_root, other = _read(args.other, args.other_step)
-    stored = sum(each.total_bytes for each in manifest.stored)
+    stored = sum(record.total_bytes for record in manifest.stored)
     with progress_bar(stored) as advance:
         arrays = ckpt.compare(root, manifest, other_root, other, advance)
     differing = [array for array in arrays if array.what != "alike"]
@@ -239,8 +239,8 @@ def _history(args: argparse.Namespace) -> int:
     if args.json:
         say_json([asdict(link) | {"spec_changes": _changes(link.spec_changes)} for link in links])
     else:
-        for at, link in enumerate(links):
-            for line in _told(link, first=at == 0):
+        for number, link in enumerate(links):
+            for line in _told(link, first=number == 0):
                 say(line)
     for link in links:
         if link.problem:
@@ -275,20 +275,20 @@ def _gc(args: argparse.Namespace) -> int:
     if args.grace_seconds < 0:
         raise InputError(f"--grace-seconds ({args.grace_seconds:g}) must be 0 or more")
     root = locate(args.checkpoint)[0]
-    found = ckpt.find_garbage(root, args.grace_seconds, args.unlisted)
-    removed = [] if args.dry_run else ckpt.remove_garbage(root, found)
-    goes = [each for each in found if not each.stays]
-    total = sum(each.bytes for each in goes)
+    garbage = ckpt.find_garbage(root, args.grace_seconds, args.unlisted)
+    removed = [] if args.dry_run else ckpt.remove_garbage(root, garbage)
+    goes = [item for item in garbage if not item.stays]
+    total = sum(item.bytes for item in goes)
     if args.json:
-        listed = [asdict(each) | {"removed": each in removed} for each in found]
+        listed = [asdict(item) | {"removed": item in removed} for item in garbage]
         say_json({"dry_run": args.dry_run, "bytes": total, "garbage": listed})
         return 0
-    if found:
+    if garbage:
         rows = [("what", "name", "objects", "size", "")]
-        for each in found:
-            verdict = f"stays: {each.stays}" if each.stays else "removed" if removed else "would go"
-            size = human_bytes(each.bytes)
-            rows.append((each.kind, each.name, str(each.objects), size, verdict))
+        for item in garbage:
+            verdict = f"stays: {item.stays}" if item.stays else "removed" if removed else "would go"
+            size = human_bytes(item.bytes)
+            rows.append((item.kind, item.name, str(item.objects), size, verdict))
         _print_table(rows)
     what = "would be" if args.dry_run else "were"
     entries = "1 entry" if len(goes) == 1 else f"{len(goes)} entries"
@@ -313,16 +313,16 @@ main = Group(
     "convoy inspect",
     "Show, verify and compare checkpoints; remove garbage.",
     _EPILOG,
-    {
-        "show": _command(
+    [
+        _command(
             _show, "show", "Show what is in a checkpoint: step, layout, size and arrays.",
             "runs/a/checkpoints", _ALL, STEP,
         ),
-        "verify": _command(
+        _command(
             _verify, "verify", "Show a checkpoint, and verify every byte.", "runs/a/checkpoints",
             _ALL, STEP,
         ),
-        "diff": _command(
+        _command(
             _diff, "diff",
             "Compare two checkpoints, of any layouts. Ends with 1 where they differ.",
             "runs/a/checkpoints runs/b/checkpoints", _ALL,
@@ -330,12 +330,12 @@ main = Group(
             STEP,
             argument("--other-step", "N", "the step of OTHER; the newest by default", type=int),
         ),
-        "history": _command(
+        _command(
             _history, "history",
             "Show the steps of a checkpoint folder, oldest first, and what changed in each.",
             "runs/a/checkpoints",
         ),
-        "gc": _command(
+        _command(
             _gc, "gc",
             "Remove interrupted saves, temporary files, and marks of deleted checkpoints.",
             "runs/a/checkpoints --dry-run",
@@ -348,7 +348,7 @@ main = Group(
                  "rolled back to away/"),
             stopped="the same command goes on",
         ),
-        "flight": inspect_flight.main,
-    },
+        inspect_flight.main,
+    ],
     default="show",
 )  # fmt: skip

@@ -51,8 +51,8 @@ def _show_places(dumps: list[FlightDump]) -> None:
     places: dict[str, list[int]] = {}
     for dump in dumps:
         places.setdefault(dump.place(), []).append(dump.rank)
-    for place, ranks in places.items():
-        say(f"  {name_ranks(ranks)}: {place}")
+    for where, ranks in places.items():
+        say(f"  {name_ranks(ranks)}: {where}")
 
 
 def _newest(folder: Path) -> Path:

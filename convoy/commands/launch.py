@@ -112,12 +112,12 @@ def make_job(spec: JobSpec, path: Path, overrides: Sequence[str], engine: Engine
         version=VERSION,
         program=("-m", "convoy", "pretrain"),
         config=str(base / path),
-        overrides=tuple(word for each in [*overrides, *more] for word in ("--set", each)),
+        overrides=tuple(word for override in [*overrides, *more] for word in ("--set", override)),
         config_text=_table_lines(resolve_spec(spec.as_dict(), "[launch]", more).as_dict()),
         run_dir=str(run_dir),
         checkpoints=str(checkpoints),
         folders=tuple(sorted({str(folder) for folder in _data_folders(spec, base)})),
-        excluded=tuple(one.node for one in read_exclusions(run_dir / EXCLUDE_LIST)),
+        excluded=tuple(exclusion.node for exclusion in read_exclusions(run_dir / EXCLUDE_LIST)),
         metrics_port=spec.metrics.port if spec.metrics.port > 0 else None,
         notes=tuple(notes),
     )
@@ -213,9 +213,9 @@ def _layouts(spec: JobSpec) -> list[str]:
         world = nodes * launch.ranks_per_node
         where = f"{nodes} node{'s' if nodes > 1 else ''}, {count_ranks(world)}"
         if spec.elastic.enabled:
-            found = choose_layout(spec, world, launch.ranks_per_node)
-            spares = f", {found.spares} spare" if found.spares else ""
-            lines.append(f"{where}: {found.topology.describe()}{spares}")
+            choice = choose_layout(spec, world, launch.ranks_per_node)
+            spares = f", {choice.spares} spare" if choice.spares else ""
+            lines.append(f"{where}: {choice.topology.describe()}{spares}")
             continue
         topology = spec.topology(world)
         spec.check_nodes(topology, min(launch.ranks_per_node, world))

@@ -8,10 +8,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -144,14 +145,19 @@ class Group:
     name: str
     purpose: str
     epilog: str
-    commands: Mapping[str, Command | Group]
+    commands: Sequence[Command | Group]
     default: str | None = None
     """The command that takes the words where the first names none."""
 
+    @cached_property
+    def by_word(self) -> dict[str, Command | Group]:
+        """Each command by the word that names it, the last of its name."""
+        return {command.name.rpartition(" ")[2]: command for command in self.commands}
+
     def __call__(self, words: Sequence[str]) -> int:
         """Let the command that is named, or ``default``, take the words."""
-        if words and words[0] in self.commands:
-            return self.commands[words[0]](words[1:])
+        if words and words[0] in self.by_word:
+            return self.by_word[words[0]](words[1:])
         kind = "subcommand" if " " in self.name else "command"
         parser = Parser(
             self.name,
@@ -164,23 +170,23 @@ class Group:
             raise SystemExit(0)
         if words and self.default is not None:
             self._check_is_path(words[0], parser)
-            return self.commands[self.default](words)
+            return self.by_word[self.default](words)
         wrong = "a command is missing" if kind == "command" else "arguments are missing"
         if words:
             wrong = f"{words[0]} is no {kind}"
         raise parser.refusal(
-            f"{wrong}: the {kind}s are {', '.join(self.commands)}; see {self.name} --help"
+            f"{wrong}: the {kind}s are {', '.join(self.by_word)}; see {self.name} --help"
         )
 
     def _listing(self, kind: str) -> str:
-        width = max(map(len, self.commands))
-        lines = [f"  {name:<{width}}  {command.purpose}" for name, command in self.commands.items()]
+        width = max(map(len, self.by_word))
+        lines = [f"  {word:<{width}}  {command.purpose}" for word, command in self.by_word.items()]
         more = f"{self.name} {kind.upper()} --help has the arguments of each."
         return "\n".join([f"{kind}s:", *lines, "", more, "", self.epilog])
 
     def _check_is_path(self, word: str, parser: Parser) -> None:
         """Refuse a word that is nearly the name of a command, and no path."""
-        meant = get_close_matches(word, self.commands, 1, 0.75)
+        meant = get_close_matches(word, self.by_word, 1, 0.75)
         if meant and not Path(word).exists():
             raise parser.refusal(
                 f"{word} is no subcommand of {self.name} and no path that exists: did you mean "

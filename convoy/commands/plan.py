@@ -82,7 +82,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     base = load_cluster(args.cluster or "cpu")
     join_ranks(device, _CALIBRATION_TIMEOUT_SECONDS)
     try:
-        found = calibrate(base, device)
+        measured = calibrate(base, device)
     finally:
         dist.destroy_process_group()
     if is_first_rank():
@@ -90,8 +90,8 @@ def _calibrate(args: argparse.Namespace) -> int:
         heading = (
             f"# {base.name}, measured {about['date']} with torch {about['versions']['torch']}.\n"
         )
-        args.calibrate.write_text(heading + tomli_w.dumps(found.model_dump(mode="json")))
-        peaks = ", ".join(f"{k} {v:.3g} TFLOP/s" for k, v in found.chip.peak_teraflops.items())
+        args.calibrate.write_text(heading + tomli_w.dumps(measured.model_dump(mode="json")))
+        peaks = ", ".join(f"{k} {v:.3g} TFLOP/s" for k, v in measured.chip.peak_teraflops.items())
         say(f"{peaks}; written to {args.calibrate}: convoy plan SPEC --cluster {args.calibrate}")
     return 0
 
@@ -119,15 +119,15 @@ def _plan(args: argparse.Namespace) -> int:
         plans = [planner.plan_of(spec, gpus, cluster, imbalance)]
         _check_memory(plans[0], cluster)
     else:
-        found = planner.search_layouts(spec, gpus, cluster, imbalance)
-        if not found.best:
-            raise planner.no_layout(found, gpus, cluster)
-        plans = found.best
+        search = planner.search_layouts(spec, gpus, cluster, imbalance)
+        if not search.best:
+            raise planner.no_layout(search, gpus, cluster)
+        plans = search.best
         say(planner.plans_table(plans))
         say("")
         for line in planner.reasons(plans[0], plans[1:]):
             say(line)
-        say(planner.why_others_lose(found))
+        say(planner.why_others_lose(search))
         say(planner.accuracy_lines(plans, known, cluster))
         say("")
     costs = [planner.cost_of(plan, cluster, tokens) for plan in plans]
@@ -163,7 +163,7 @@ def _overrides(layout: str) -> list[str]:
         parse_topology(layout)
     except ValueError as error:
         raise InputError(f"--layout: {error}") from None
-    degrees = dict(part.replace(" ", "").split("=") for part in layout.split(","))
+    degrees = dict(pair.replace(" ", "").split("=") for pair in layout.split(","))
     overrides = [f"parallel.{name}={degree}" for name, degree in degrees.items()]
     reset = fields_of_no_axis({name: int(degree) for name, degree in degrees.items()})
     overrides += [f"parallel.{name}={json.dumps(value)}" for name, value in reset.items()]
@@ -181,13 +181,12 @@ def _check_memory(plan: Plan, cluster: Cluster) -> None:
 
 
 def _above_memory(plan: Plan, cluster: Cluster) -> str:
-    needed, room = plan.memory.total, cluster.chip.memory_bytes
-    part = plan.memory.largest()
+    memory, available = plan.memory, cluster.chip.memory_bytes / 2**30
+    name = memory.largest()
     return (
-        f"{plan.describe()} needs {needed / 2**30:.1f} GiB of {room / 2**30:.1f} GiB on a GPU of "
-        f"{cluster.name}; the largest part is {part} "
-        f"({plan.memory.as_dict()[part] / 2**30:.1f} GiB); without --layout a layout that fits is "
-        f"searched for"
+        f"{plan.describe()} needs {memory.total / 2**30:.1f} GiB of {available:.1f} GiB on a GPU "
+        f"of {cluster.name}; the largest part is {name} ({memory.as_dict()[name] / 2**30:.1f} "
+        f"GiB); without --layout a layout that fits is searched for"
     )
 
 

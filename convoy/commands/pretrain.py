@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -177,20 +175,18 @@ def _status_file(spec: Path, overrides: Sequence[str], *, shrunk: bool) -> Statu
     A spec that is refused has no resolved ``run_dir``. What its file says is taken then.
     """
     from pretrain.observe import StatusFile
+    from pretrain.spec import apply_override, read_table
 
     if not is_first_rank():
         return None
     values: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        text = spec.read_text()
-        found = json.loads(text) if spec.suffix == ".json" else tomllib.loads(text)
-        values = found if isinstance(found, dict) else {}
-        if shrunk and values:
+    with contextlib.suppress(InputError):
+        values = read_table(spec, "spec")
+        if shrunk:
             values = {"name": f"{values.get('name')}-shrunk"}
     for override in overrides:
-        field, _, value = override.partition("=")
-        if field in ("name", "run_dir"):
-            values[field] = value.strip("\"'")
+        with contextlib.suppress(InputError):
+            apply_override(values, override)
     name, run_dir = values.get("name"), values.get("run_dir")
     if isinstance(run_dir, str):
         folder = Path(run_dir)

@@ -57,23 +57,23 @@ def _replay(args: argparse.Namespace, step: int) -> int:
         return run_local_ranks(["-m", "convoy", "replay", *words], args.ranks)
     from convoy.audit import replay
 
-    found = replay(args.run_dir, step, args.overrides, _show)
-    return EXIT_LOST if any(one.difference for one in found) else 0
+    steps = replay(args.run_dir, step, args.overrides, _show)
+    return EXIT_LOST if any(replayed.difference for replayed in steps) else 0
 
 
 def _options(args: argparse.Namespace) -> list[str]:
-    overrides = [word for each in args.overrides for word in ("--set", each)]
+    overrides = [word for override in args.overrides for word in ("--set", override)]
     return [*overrides, *(["--debug"] if args.debug else [])]
 
 
 def _compare(args: argparse.Namespace) -> int:
     from convoy.audit import compare_runs
 
-    found = compare_runs(args.run_dir, args.against)
-    for line in found.lines():
+    comparison = compare_runs(args.run_dir, args.against)
+    for line in comparison.lines():
         _tell(line)
-    if found.differing is not None:
-        step = found.differing[0].step
+    if comparison.differing is not None:
+        step = comparison.differing[0].step
         _tell(f"step {step} of {args.run_dir} once more:")
         same = _replay(args, step) == 0
         _tell(
@@ -82,15 +82,15 @@ def _compare(args: argparse.Namespace) -> int:
             if same
             else f"{args.run_dir} does not compute its log again: look there"
         )
-    return 0 if found.is_equal else EXIT_LOST
+    return 0 if comparison.is_equal else EXIT_LOST
 
 
-def _show(one: ReplayedStep) -> None:
-    now, logged = one.now, one.logged
+def _show(replayed: ReplayedStep) -> None:
+    now, logged = replayed.now, replayed.logged
     _tell(f"step {now.step}: loss {now.loss!r}, gradient norm {now.grad_norm!r}")
-    if one.difference:
+    if replayed.difference:
         _tell(f"  the log has loss {logged.loss!r}, gradient norm {logged.grad_norm!r}")
-        _tell(f"  {one.difference}")
+        _tell(f"  {replayed.difference}")
     else:
         _tell("  as in the log")
 

@@ -62,7 +62,7 @@ def _reshard(name: str, args: argparse.Namespace) -> int:
     _check_layout(source, topology)
     memory = parse_bytes(args.memory)
     target = _target(args, source, topology)
-    total = sum(part.nbytes for part in target.parts())
+    total = sum(piece.nbytes for piece in target.parts())
     with progress_bar(total) as advance:
         new = rewrite(target, memory, args.workers or _workers(memory, total), advance)
     if isinstance(target, CheckpointTarget) and target.manifest is not None:
@@ -208,15 +208,15 @@ main = Group(
     "convoy reshard",
     "Rewrite a checkpoint for another layout, format or shape, in bounded memory.",
     _EPILOG,
-    {
-        "layout": _command(
+    [
+        _command(
             "layout", "Rewrite all arrays of a checkpoint, bit by bit.", "SRC DST --layout ep=4"
         ),
-        "weights": _command(
+        _command(
             "weights", "Rewrite the weights, without optimizer state, in any dtype.",
             "SRC DST --dtype bf16", _DTYPE,
         ),
-        "surgery": _command(
+        _command(
             "surgery", "Rewrite the weights of a model with other experts or another width.",
             "SRC DST duplicate=2 --noise 0.01 --set moe.top_k=2",
             argument("surgery", "KIND=NUMBERS", "upcycle=8, drop=3,7, duplicate=2 or widen=2"),
@@ -225,6 +225,6 @@ main = Group(
             overrides("a field of the new spec"),
             _DTYPE,
         ),
-    },
+    ],
     default="layout",
 )  # fmt: skip

@@ -3,7 +3,6 @@ from .commands import import_hf as import_hf
 from .commands import upcycle as upcycle
 from .megatron import from_megatron as from_megatron
 from .megatron import refuse_other_formats as refuse_other_formats
-from .sources import DTYPES as DTYPES
 from .sources import in_dtype as in_dtype
 from .sources import open_source as open_source
 from .sources import weights_only as weights_only

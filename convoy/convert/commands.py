@@ -198,15 +198,15 @@ def export_hf(
     if wrong is not None:
         raise CheckpointError(f"checkpoint array {wrong}")
     weights = hf.to_hf(source, hf.hf_tensors(arrays, made.names), name.removeprefix("torch."))
-    found = tokenizer_of_checkpoint(root, manifest.state, _data_of(manifest), model.vocab_size)
+    tokenizer = tokenizer_of_checkpoint(root, manifest.state, _data_of(manifest), model.vocab_size)
     beside = {}
-    if found is not None:
-        beside = files_of_hf(found, config["max_position_embeddings"])
-        config["eos_token_id"] = found.tokenizer.token_to_id(found.end_token)
+    if tokenizer is not None:
+        beside = files_of_hf(tokenizer, config["max_position_embeddings"])
+        config["eos_token_id"] = tokenizer.tokenizer.token_to_id(tokenizer.end_token)
     beside["config.json"] = (json.dumps(config, indent=2) + "\n").encode()
     rewrite(SafetensorsTarget(weights, target, Topology(), max_file_bytes, beside), MEMORY)
     written = sum(array.nbytes for array in weights.arrays.values())
-    return made, manifest, written, None if found is None else found.path
+    return made, manifest, written, None if tokenizer is None else tokenizer.path
 
 
 def _data_of(manifest: Manifest) -> DataConfig | None:
@@ -236,11 +236,9 @@ def _sections_of(root: Path, manifest: Manifest) -> tuple[ModelConfig, MoEConfig
         )
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(map(str, first["loc"]))
+        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         where = ckpt.open_store(root).where(manifest_key(manifest.step))
-        raise CheckpointError(
-            f"manifest {where} has no spec of this version: {field}: {first['msg']}"
-        ) from None
+        raise CheckpointError(f"manifest {where} has no spec of this version: {what}") from None
 
 
 def upcycle(

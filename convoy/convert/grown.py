@@ -55,9 +55,9 @@ def misfit(source: Source, wanted: Mapping[str, SourceArray], whose: str) -> str
         wanted: as :func:`weight_arrays` gives them.
         whose: the model that needs ``wanted``, for the error.
     """
-    found = {name: array for name, array in source.arrays.items() if name.startswith(MODEL)}
-    for name in sorted(wanted.keys() | found.keys()):
-        has, needs = found.get(name), wanted.get(name)
+    weights = {name: array for name, array in source.arrays.items() if name.startswith(MODEL)}
+    for name in sorted(wanted.keys() | weights.keys()):
+        has, needs = weights.get(name), wanted.get(name)
         if has is None or needs is None or has.shape != needs.shape:
             shapes = [None if array is None else array.shape for array in (has, needs)]
             return f"{name} has shape {shapes[0]} but {whose} needs {shapes[1]}"
@@ -196,19 +196,19 @@ class Widened:
 
     def _hidden_dim(self, name: str) -> int | None:
         """The dim of an array that is F and is widened; None where there is none."""
-        found = feed_forward(name)
-        if found is None or found.room not in self._rooms:
+        matrix = feed_forward(name)
+        if matrix is None or matrix.room not in self._rooms:
             return None
-        room, kind, which = found
+        network, kind, which = matrix
         if kind == "b":
-            return None if which == "down" else 2 if room == "moe/experts" else 1
-        if room == "moe/experts":  # [L, E, D, F], and [L, E, F, D]
+            return None if which == "down" else 2 if network == "moe/experts" else 1
+        if network == "moe/experts":  # [L, E, D, F], and [L, E, F, D]
             return 2 if which == "down" else 3
         return 2 if which == "down" else 1  # [L, F, D], and [L, D, F]
 
     def _is_shared_out(self, name: str) -> bool:
-        found = feed_forward(name)
-        return found is not None and found.room in self._rooms and found[1:] == ("w", "down")
+        matrix = feed_forward(name)
+        return matrix is not None and matrix.room in self._rooms and matrix[1:] == ("w", "down")
 
     def _shares(self, name: str, box: Box, dim: int) -> Values:
         """The factor of each number of a box of w_down, of as many dims. A unit's factor does not
@@ -220,13 +220,15 @@ class Widened:
         shares = np.full(sizes, 1 / self.copies)
         if self.noise:
             units = self.source.arrays[name].shape[dim]
-            room = self._rooms.index(feed_forward(name).room)  # type: ignore[union-attr]
-            for place in np.ndindex(*sizes[: len(lead)]):
-                at = [start + i for (start, _), i in zip(lead, place, strict=True)]
-                drawn_FN = np.random.default_rng([room, *at]).standard_normal((units, self.copies))
+            network = self._rooms.index(feed_forward(name).room)  # type: ignore[union-attr]
+            for index in np.ndindex(*sizes[: len(lead)]):
+                position = [start + i for (start, _), i in zip(lead, index, strict=True)]
+                drawn_FN = np.random.default_rng([network, *position]).standard_normal(
+                    (units, self.copies)
+                )
                 drawn_FN -= drawn_FN.mean(axis=1, keepdims=True)
-                part = drawn_FN.reshape(-1)[slice(*box[dim])] * self.noise / self.copies
-                shares[place] += part.reshape(shares[place].shape)
+                noise = drawn_FN.reshape(-1)[slice(*box[dim])] * self.noise / self.copies
+                shares[index] += noise.reshape(shares[index].shape)
         return shares
 
 

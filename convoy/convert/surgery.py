@@ -143,8 +143,8 @@ class _Regrouped:
             old = self.source.read_box(name, (box[0], (first, last), *box[2:]))
             values = old[:, [expert - first for expert in wanted]]
         else:
-            each = [self.source.read_box(name, (box[0], (e, e + 1), *box[2:])) for e in wanted]
-            values = np.concatenate(each, axis=1)
+            rows = [self.source.read_box(name, (box[0], (e, e + 1), *box[2:])) for e in wanted]
+            values = np.concatenate(rows, axis=1)
         if self.noise and in_decoder(name) == ROUTER:
             self._add_noise(name, values, box)
         return values
@@ -158,8 +158,8 @@ class _Regrouped:
                 if expert and self.experts[expert - 1] == old:
                     row_D = values_LED[i, j]
                     if box[2] != (0, size):
-                        whole = ((layer, layer + 1), (old, old + 1), (0, size))
-                        row_D = self.source.read_box(name, whole)[0, 0]
+                        row_box = ((layer, layer + 1), (old, old + 1), (0, size))
+                        row_D = self.source.read_box(name, row_box)[0, 0]
                     scale = self.noise * float(np.sqrt(np.mean(np.square(row_D, dtype=np.float64))))
                     drawn_D = np.random.default_rng([layer, expert]).standard_normal(size)
                     values_LED[i, j] += (scale * drawn_D[slice(*box[2])]).astype(values_LED.dtype)

@@ -172,8 +172,8 @@ def _elementwise_rate(device: torch.device) -> float:
         y = y + F.rms_norm(y, (width,), weight)
         loss = F.cross_entropy(logits, targets, reduction="sum")
         (y.sum() + (F.silu(gate) * up).sum() + loss).backward()
-        for each in (x, weight, gate, up, logits):
-            each.grad = None
+        for tensor in (x, weight, gate, up, logits):
+            tensor.grad = None
 
     elements = 3 * (10 * width + 5 * hidden) + 6 * vocab
     return 4 * factor * tokens * elements / _seconds(both, device, 3)
@@ -279,12 +279,12 @@ def _link_rates(device: torch.device) -> tuple[float, float, float]:
     group, world = dist.group.WORLD, dist.get_world_size()
     assert group is not None
     steps = world - 1
-    whole = torch.ones(_COLLECTIVE_BYTES * _factor(device) // 4 // world * world, device=device)
-    part, out = torch.empty(whole.numel() // world, device=device), torch.empty_like(whole)
-    sent = whole.numel() * 4 * steps / world
-    gather = _collective_seconds(lambda: all_gather(out, part, group, "world").wait(), device)
-    reduce = _collective_seconds(lambda: reduce_scatter(part, whole, group, "world").wait(), device)
-    exchange = _collective_seconds(lambda: dist.all_to_all_single(out, whole), device)
+    full = torch.ones(_COLLECTIVE_BYTES * _factor(device) // 4 // world * world, device=device)
+    shard, out = torch.empty(full.numel() // world, device=device), torch.empty_like(full)
+    sent = full.numel() * 4 * steps / world
+    gather = _collective_seconds(lambda: all_gather(out, shard, group, "world").wait(), device)
+    reduce = _collective_seconds(lambda: reduce_scatter(shard, full, group, "world").wait(), device)
+    exchange = _collective_seconds(lambda: dist.all_to_all_single(out, full), device)
     word = torch.ones(world, device=device)
     small = _collective_seconds(lambda: dist.all_reduce(word), device)
     return 2 * sent / (gather + reduce), sent / exchange, small / (2 * steps)

@@ -62,7 +62,7 @@ def cost_of(plan: Plan, cluster: Cluster, tokens: float) -> Cost:
             f"{tokens:,.0f} tokens (--tokens) take {days:,.0f} days on {gpus:,} GPUs: a plan is "
             f"for at most {_MOST_DAYS:,.0f} days; more --gpus or fewer tokens would do"
         )
-    stored = max(rank_parameters(work, place).stored for place in {0, work.topology.pp - 1})
+    stored = max(rank_parameters(work, stage).stored for stage in {0, work.topology.pp - 1})
     on_gpu = stored * (work.program.parameter_bytes + 8)
     scenario = _scenario(gpus, cluster, days, on_gpu / 2**30)
     interval = optimal_interval(scenario.policy.stall, scenario.seconds_between_failures)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from importlib import resources
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -14,6 +13,7 @@ from pretrain.errors import InputError
 from pretrain.spec import one_line, read_table
 
 DtypeName = Literal["float32", "bfloat16", "float16", "float8"]
+_CLUSTERS = Path(__file__).parent / "clusters"
 BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 
 
@@ -25,7 +25,7 @@ class GemmCurve(Section):
     ``half_depth`` more of the sum. A GEMM is never faster than its matrices are read and written.
     """
 
-    best: dict[DtypeName, float]
+    best: dict[DtypeName, Annotated[float, Field(gt=0, le=1)]]
     """By dtype: the largest share of the peak that any shape reaches, as measured."""
     tile: int = Field(ge=1, le=4096)
     """Rows and columns of one tile of the output."""
@@ -49,7 +49,7 @@ class AttentionCurve(Section):
 class Chip(Section):
     """The ``[chip]`` section: one accelerator, or one process's share of a CPU."""
 
-    peak_teraflops: dict[DtypeName, float]
+    peak_teraflops: dict[DtypeName, Annotated[float, Field(gt=0)]]
     """By dtype: the dense peak of the data sheet, in 10^12 operations a second."""
     memory_gib: float = Field(gt=0, le=100_000)
     """The size of its memory, in GiB."""
@@ -74,16 +74,11 @@ class Chip(Section):
     def _check(self) -> Self:
         if not self.peak_teraflops:
             raise ValueError("chip.peak_teraflops: needs a dtype, bfloat16 = 989.0 for example")
-        for dtype, peak in self.peak_teraflops.items():
-            if peak <= 0:
-                raise ValueError(f"chip.peak_teraflops.{dtype} ({peak}) must be above 0")
-            best = self.gemm.best.get(dtype)
-            if best is None:
+        for dtype in self.peak_teraflops:
+            if dtype not in self.gemm.best:
                 raise ValueError(
                     f"chip.gemm.best.{dtype}: required, for chip.peak_teraflops has {dtype}"
                 )
-            if not 0 < best <= 1:
-                raise ValueError(f"chip.gemm.best.{dtype} ({best}) must be above 0, and at most 1")
         if self.reserved_gib >= self.memory_gib:
             raise ValueError(
                 f"chip.reserved_gib ({self.reserved_gib:g}) must be less than chip.memory_gib "
@@ -247,8 +242,7 @@ class Cluster(Section):
 
 def shipped_clusters() -> list[str]:
     """The names of the cluster files that come with Convoy."""
-    folder = resources.files("convoy.plan") / "clusters"
-    return sorted(each.name.removesuffix(".toml") for each in folder.iterdir())
+    return sorted(path.stem for path in _CLUSTERS.glob("*.toml"))
 
 
 def load_cluster(name_or_file: str, asked_by: str = "--cluster") -> Cluster:
@@ -262,19 +256,13 @@ def load_cluster(name_or_file: str, asked_by: str = "--cluster") -> Cluster:
     """
     known = shipped_clusters()
     if name_or_file in known:
-        path = resources.files("convoy.plan") / "clusters" / f"{name_or_file}.toml"
-        with resources.as_file(path) as file:
-            return _read(Path(file))
+        name_or_file = str(_CLUSTERS / f"{name_or_file}.toml")
     file = Path(name_or_file)
     if not file.suffix and not file.exists():
         raise InputError(
             f"{asked_by} ({name_or_file}) must be a file, or one of {', '.join(known)}"
         )
-    return _read(file)
-
-
-def _read(path: Path) -> Cluster:
     try:
-        return Cluster.model_validate(read_table(path, "cluster"))
+        return Cluster.model_validate(read_table(file, "cluster"))
     except ValidationError as error:
-        raise InputError(f"cluster {path}: {one_line(error, Cluster)}") from None
+        raise InputError(f"cluster {file}: {one_line(error, Cluster)}") from None

@@ -82,11 +82,11 @@ class RankParameters:
     """Of ``stored``: hidden matrices, see :func:`pretrain.model.is_hidden_matrix`."""
 
 
-def rank_parameters(work: Work, place: int) -> RankParameters:
+def rank_parameters(work: Work, pp_rank: int) -> RankParameters:
     """The parameters of a place along pp; tp divides matrices, FSDP and ep divide the rest."""
-    stages = work.stages_of(place)
+    stages = work.stages_of(pp_rank)
     ends = 0 in stages, work.num_stages - 1 in stages
-    return _parameters(work.shape, work.topology, work.layers_of(place), ends)
+    return _parameters(work.shape, work.topology, work.layers_of(pp_rank), ends)
 
 
 @lru_cache(4096)
@@ -191,7 +191,7 @@ def kept_elements(work: Work, layer: int, how: Recompute, kernels: str) -> float
     return T * (kept + rows * (per_expert + (0 if cpu else D)))
 
 
-def in_flight(work: Work, place: int) -> list[tuple[int, ...]]:
+def in_flight(work: Work, pp_rank: int) -> list[tuple[int, ...]]:
     """Micro-batches whose activations a place along pp holds, for each stage of
     :meth:`Work.stages_of`: the counts at every moment that can be the peak.
 
@@ -205,33 +205,33 @@ def in_flight(work: Work, place: int) -> list[tuple[int, ...]]:
     if pp == 1:
         return [(1,)]
     if work.schedule in ("zbv", "dualpipev"):
-        first = 2 * pp - place
-        counts = {(first, place + 1)}
+        first = 2 * pp - pp_rank
+        counts = {(first, pp_rank + 1)}
         if work.schedule == "zbv":
-            counts = {(first - 1, place + 1), (first, place)}
+            counts = {(first - 1, pp_rank + 1), (first, pp_rank)}
         return sorted((min(m, a), min(m, b)) for a, b in counts)
     if work.schedule == "gpipe":
         return [(m,) * v]
-    return _interleaved(pp, v, m, place) if v > 1 else [(min(m, pp - place),)]
+    return _interleaved(pp, v, m, pp_rank) if v > 1 else [(min(m, pp - pp_rank),)]
 
 
 @lru_cache(4096)
-def _interleaved(pp: int, stages: int, micro_batches: int, place: int) -> list[tuple[int, ...]]:
+def _interleaved(pp: int, stages: int, micro_batches: int, pp_rank: int) -> list[tuple[int, ...]]:
     forwards = stages * micro_batches
-    ahead = min(forwards, 2 * (pp - place - 1) + (stages - 1) * pp + 1)
-    held = [0] * stages
+    ahead = min(forwards, 2 * (pp - pp_rank - 1) + (stages - 1) * pp + 1)
+    kept = [0] * stages
     for i in range(ahead):
-        held[i // pp % stages] += 1
-    moments = {tuple(held)}
+        kept[i // pp % stages] += 1
+    moments = {tuple(kept)}
     # After a group of each stage the counts repeat.
     for i in range(min(forwards - ahead, pp * stages)):
-        held[stages - 1 - i // pp % stages] -= 1
-        held[(ahead + i) // pp % stages] += 1
-        moments.add(tuple(held))
+        kept[stages - 1 - i // pp % stages] -= 1
+        kept[(ahead + i) // pp % stages] += 1
+        moments.add(tuple(kept))
     return sorted(moments)
 
 
-def loss_bytes(work: Work, held: int = 1) -> float:
+def loss_bytes(work: Work, micro_batches: int = 1) -> float:
     """Logits and what their loss makes of them, at the peak of its backward.
 
     ``held`` micro-batches' logits and log-probabilities, and the gradients of both in the loss's
@@ -239,26 +239,27 @@ def loss_bytes(work: Work, held: int = 1) -> float:
     """
     shape, program, tp = work.shape, work.program, work.topology.tp
     size = BYTES[program.loss_dtype]
-    kept = (1 + shape.num_mtp_layers) * held * (program.activation_bytes + size)
+    kept = (1 + shape.num_mtp_layers) * micro_batches * (program.activation_bytes + size)
     return work.tokens * shape.vocab_size / tp * (kept + size * (2 if tp == 1 else 3))
 
 
 def memory(work: Work, chip: Chip) -> Memory:
     """The memory of the rank with the most."""
-    return max((_of_place(work, place, chip) for place in work.places), key=lambda each: each.total)
+    plans = [_of_place(work, pp_rank, chip) for pp_rank in work.places]
+    return max(plans, key=lambda used: used.total)
 
 
-def _of_place(work: Work, place: int, chip: Chip) -> Memory:
+def _of_place(work: Work, pp_rank: int, chip: Chip) -> Memory:
     shape, t, program = work.shape, work.topology, work.program
-    n = rank_parameters(work, place)
-    whole = n.dense + n.beside + n.experts
+    n = rank_parameters(work, pp_rank)
+    parameters = n.dense + n.beside + n.experts
     T, size = work.local_tokens, program.activation_bytes
     casts = program.dtype != "float32"
     gathered, gradients = _fsdp_bytes(work, n, casts)
-    layers = work.layers_of(place)
-    by_stage = _kept_by_stage(work, place, chip.kernels)
+    layers = work.layers_of(pp_rank)
+    by_stage = _kept_by_stage(work, pp_rank, chip.kernels)
     kept = sum(by_stage)
-    flights = in_flight(work, place)
+    flights = in_flight(work, pp_rank)
     most = max(sum(map(mul, by_stage, counts)) for counts in flights)
     working = 0.0
     if layers:  # a rank may have only the embedding, or only the head
@@ -278,16 +279,16 @@ def _of_place(work: Work, place: int, chip: Chip) -> Memory:
     if t.ep > 1 and any(shape.is_moe(layer) for layer in layers):
         dispatch = T * shape.top_k * shape.d_model * size * (1 + work.busiest)
     loss = 0.0
-    if work.num_stages - 1 in work.stages_of(place):
+    if work.num_stages - 1 in work.stages_of(pp_rank):
         # Only GPipe's last stage holds more than the micro-batch whose backward comes next.
-        held = work.micro_batches if t.pp > 1 and work.schedule == "gpipe" else 1
+        count = work.micro_batches if t.pp > 1 and work.schedule == "gpipe" else 1
         heads = 1 + shape.num_mtp_layers
-        loss = loss_bytes(work, held) + heads * held * T * 2 * shape.d_model * size
+        loss = loss_bytes(work, count) + heads * count * T * 2 * shape.d_model * size
     return Memory(
         weights=n.stored * program.parameter_bytes,
         gradients=gradients if work.zero_stage == 1 else n.stored * program.gradient_bytes,
         optimizer=program.moment_bytes * moments_kept(work, n),
-        gathered=gathered if whole else 0.0,
+        gathered=gathered if parameters else 0.0,
         activations=(kept + working) * size,
         pipeline=max(most - kept, 0.0) * size,
         dispatch=dispatch,
@@ -295,21 +296,21 @@ def _of_place(work: Work, place: int, chip: Chip) -> Memory:
     )
 
 
-def _kept_by_stage(work: Work, place: int, kernels: str) -> list[float]:
+def _kept_by_stage(work: Work, pp_rank: int, kernels: str) -> list[float]:
     """What each stage of a place keeps for the backward of one micro-batch, in elements."""
     of_kind = {
         kind: kept_elements(work, *kind, kernels)
-        for kinds in work.kinds_by_stage(place)
+        for kinds in work.kinds_by_stage(pp_rank)
         for kind in kinds
     }
-    found = [
+    by_stage = [
         sum(count * of_kind[kind] for kind, count in kinds.items())
-        for kinds in work.kinds_by_stage(place)
+        for kinds in work.kinds_by_stage(pp_rank)
     ]
     if work.topology.pp > 1:  # each stage is given the embeddings for multi-token prediction
         given = work.shape.num_mtp_layers * work.local_tokens * work.shape.d_model
-        found = [kept + given for kept in found]
-    return found
+        by_stage = [kept + given for kept in by_stage]
+    return by_stage
 
 
 def _fsdp_bytes(work: Work, n: RankParameters, casts: bool) -> tuple[float, float]:
@@ -323,13 +324,13 @@ def _fsdp_bytes(work: Work, n: RankParameters, casts: bool) -> tuple[float, floa
     size = BYTES[program.dtype] if BYTES[program.dtype] > 1 else 2
     alone = t.efsdp * t.dp_replicate == 1 and not casts
     experts = 0.0 if alone else n.experts
-    whole = n.dense + n.beside + experts
+    gathered = n.dense + n.beside + experts
     grads = (n.dense + n.beside + n.experts) * program.gradient_bytes
     if t.world == t.pp and not casts:
         return 0.0, grads
     block = n.largest_block - (n.block_experts if alone else 0)
     reducing = block * (size + program.gradient_bytes)
-    kept = whole * size
+    kept = gathered * size
     if work.zero_stage == 3:
         kept = min(kept, n.root * size + 2 * block * size)
     return kept + reducing, grads

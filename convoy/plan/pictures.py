@@ -111,9 +111,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axes = panels[-1]
         bottom = [0.0] * len(rows)
         names = [f"{row['gpus']:,}" for row in rows]
-        for part in PARTS:
-            heights = [100 * row["lost"][part] for row in rows]
-            axes.bar(names, heights, bottom=bottom, label=part, width=0.6)
+        for cost in PARTS:
+            heights = [100 * row["lost"][cost] for row in rows]
+            axes.bar(names, heights, bottom=bottom, label=cost, width=0.6)
             bottom = [low + high for low, high in zip(bottom, heights, strict=True)]
         axes.set_xlabel("GPUs")
         axes.set_ylabel("lost time, % of the wall time")

@@ -148,10 +148,7 @@ class TiersConfig(Section):
     @property
     def used(self) -> dict[TierName, TierConfig]:
         """The tiers that saves go to, by name."""
-        every: dict[TierName, TierConfig] = {
-            "memory": self.memory, "peer": self.peer, "local": self.local, "shared": self.shared
-        }  # fmt: skip
-        return {name: tier for name, tier in every.items() if tier.enabled}
+        return {name: getattr(self, name) for name in SURVIVES if getattr(self, name).enabled}
 
 
 class PolicyConfig(Section):
@@ -240,12 +237,12 @@ class Scenario(Section):
                 f"run.gpus ({self.run.gpus}), {nodes} nodes, must be whole replicas of "
                 f"policy.nodes_per_replica ({unit}) nodes"
             )
-        each = self.run.days * 86_400 / self.seconds_between_failures
-        if each * self.run.repetitions > _MOST_FAILURES:
+        failures = self.run.days * 86_400 / self.seconds_between_failures
+        if failures * self.run.repetitions > _MOST_FAILURES:
             raise ValueError(
                 f"run.repetitions ({self.run.repetitions}) must be at most "
-                f"{int(_MOST_FAILURES / each)}, or run.days ({self.run.days:g}) fewer: "
-                f"{each:,.0f} failures of each run are more than can be simulated"
+                f"{int(_MOST_FAILURES / failures)}, or run.days ({self.run.days:g}) fewer: "
+                f"{failures:,.0f} failures of each run are more than can be simulated"
             )
         return self
 

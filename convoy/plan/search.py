@@ -166,9 +166,9 @@ def fields_of_no_axis(degrees: Mapping[str, int]) -> dict[str, Any]:
 
 def search_layouts(spec: JobSpec, world: int, cluster: Cluster, imbalance: float = 1.0) -> Found:
     """The best five layouts on ``world`` ranks, of different pp, cp, tp or ep."""
-    found = Found()
+    result = Found()
     candidates = sorted(
-        _candidates(spec, world, cluster, imbalance, found), key=lambda each: each[0]
+        _candidates(spec, world, cluster, imbalance, result), key=lambda candidate: candidate[0]
     )
     best: dict[tuple[int, ...], Plan] = {}
     fits: set[Topology] = set()
@@ -176,26 +176,26 @@ def search_layouts(spec: JobSpec, world: int, cluster: Cluster, imbalance: float
     for number, (bound, work) in enumerate(candidates):
         ranking = sorted(plan.seconds for plan in best.values())
         if len(ranking) >= 5 and bound >= ranking[4]:
-            found.slower = len(candidates) - number
+            result.slower = len(candidates) - number
             break
-        if found.timed >= _MOST_TIMED:
-            found.complete = False
+        if result.timed >= _MOST_TIMED:
+            result.complete = False
             break
         seen.add(work.topology)
-        for sized, parallel, used in _fitting(spec, work, cluster, found):
+        for sized, parallel, used in _fitting(spec, work, cluster, result):
             fits.add(work.topology)
-            found.timed += 1
+            result.timed += 1
             plan = Plan(sized, parallel, used, step_time(sized, cluster))
             key = plan.degrees
             if key not in best or plan.seconds < best[key].seconds:
                 best[key] = plan
-    found.too_large = len(seen - fits)
-    found.best = sorted(best.values(), key=lambda plan: plan.seconds)[:5]
-    return found
+    result.too_large = len(seen - fits)
+    result.best = sorted(best.values(), key=lambda plan: plan.seconds)[:5]
+    return result
 
 
 def _fitting(
-    spec: JobSpec, work: Work, cluster: Cluster, found: Found
+    spec: JobSpec, work: Work, cluster: Cluster, result: Found
 ) -> Iterator[tuple[Work, ParallelConfig, Memory]]:
     """For each ZeRO stage the least recomputation that the spec takes and that fits: more of it
     only costs time."""
@@ -206,16 +206,16 @@ def _fitting(
             sized = work.with_(zero_stage=zero, recompute=how, recompute_layer_freq=freq)
             used = memory(sized, chip)
             fits = used.total <= chip.memory_bytes
-            nearer = found.nearest is None or used.total < found.nearest.memory.total
+            nearer = result.nearest is None or used.total < result.nearest.memory.total
             if not fits and not nearer:
                 continue
-            parallel = _taken(spec, sized, cluster, found)
+            parallel = _taken(spec, sized, cluster, result)
             if parallel is None:
                 continue
             if fits:
                 yield sized, parallel, used
                 break
-            found.nearest = Plan(sized, parallel, used, _NOTHING)
+            result.nearest = Plan(sized, parallel, used, _NOTHING)
 
 
 def _recomputations(spec: JobSpec) -> list[tuple[Recompute, int]]:
@@ -224,12 +224,12 @@ def _recomputations(spec: JobSpec) -> list[tuple[Recompute, int]]:
     some: tuple[int, ...] = (freq, 1) if freq > 1 else (1,)
     return [
         ("none", 1),
-        *(("selective", each) for each in some),
+        *(("selective", freq) for freq in some),
         *(("full", each) for each in some),
     ]
 
 
-def _taken(spec: JobSpec, work: Work, cluster: Cluster, found: Found) -> ParallelConfig | None:
+def _taken(spec: JobSpec, work: Work, cluster: Cluster, result: Found) -> ParallelConfig | None:
     """The ``[parallel]`` section of ``work``; None where a rule of the spec refuses it."""
     try:
         parallel = parallel_of(spec, work)
@@ -237,7 +237,7 @@ def _taken(spec: JobSpec, work: Work, cluster: Cluster, found: Found) -> Paralle
             parallel, work.micro_batch_size, work.topology.world, cluster.gpus_per_node
         )
     except ValueError as error:
-        found.refused_variants[_rule(str(error))] += 1
+        result.refused_variants[_rule(str(error))] += 1
         return None
     return parallel
 
@@ -246,7 +246,7 @@ _NOTHING = StepTime(*(0.0,) * 12)
 
 
 def _candidates(
-    spec: JobSpec, world: int, cluster: Cluster, imbalance: float, found: Found
+    spec: JobSpec, world: int, cluster: Cluster, imbalance: float, result: Found
 ) -> Iterator[tuple[float, Work]]:
     """Layouts whose degrees keep the rules, each with a time that it cannot beat."""
     shape = ModelShape.of(spec.model, spec.moe)
@@ -257,9 +257,9 @@ def _candidates(
         try:
             spec.with_layout(parallel, 1, world, cluster.gpus_per_node)
         except ValueError as error:
-            found.refused[_rule(str(error))] += 1
+            result.refused[_rule(str(error))] += 1
             continue
-        found.layouts += 1
+        result.layouts += 1
         topology = Topology(**degrees)
         for mb in _micro_batches(spec, topology):
             for schedule, stages in _SCHEDULES if topology.pp > 1 else (("1f1b", 1),):
@@ -304,24 +304,24 @@ def _degree_choices(spec: JobSpec, world: int, cluster: Cluster) -> Iterator[dic
 
 
 def _micro_batches(spec: JobSpec, topology: Topology) -> Iterator[int]:
-    each = spec.batch.global_batch_size // (topology.dp_replicate * topology.dp_shard)
+    sequences = spec.batch.global_batch_size // (topology.dp_replicate * topology.dp_shard)
     size = 1
-    while size <= min(each, 16):
+    while size <= min(sequences, 16):
         yield size
         size *= 2
 
 
-def no_layout(found: Found, world: int, cluster: Cluster) -> InputError:
+def no_layout(result: Found, world: int, cluster: Cluster) -> InputError:
     """Why nothing fits, in one line: the rule, or the part of memory that is too large."""
-    if found.nearest is None:
-        refused = found.refused + found.refused_variants
+    if result.nearest is None:
+        refused = result.refused + result.refused_variants
         rules = ", ".join(f"{rule} ({count:,})" for rule, count in refused.most_common(3))
         return InputError(
             f"no layout of {world:,} GPUs keeps the rules of the spec; refused by {rules or 'all'}"
         )
-    plan, chip = found.nearest, cluster.chip
-    part = plan.memory.largest()
-    size = plan.memory.as_dict()[part]
+    plan, chip = result.nearest, cluster.chip
+    largest = plan.memory.largest()
+    size = plan.memory.as_dict()[largest]
     state = plan.memory.weights + plan.memory.gradients + plan.memory.optimizer
     times = state / chip.memory_bytes
     hint = (
@@ -332,7 +332,7 @@ def no_layout(found: Found, world: int, cluster: Cluster) -> InputError:
     return InputError(
         f"the model fits on no layout of {world:,} GPUs of {cluster.name}: the smallest needs "
         f"{plan.memory.total / 2**30:.1f} GiB of {chip.memory_bytes / 2**30:.1f} GiB on a GPU, and "
-        f"its largest part is {part} ({size / 2**30:.1f} GiB) with {plan.describe()}; {hint}"
+        f"its largest part is {largest} ({size / 2**30:.1f} GiB) with {plan.describe()}; {hint}"
     )
 
 
@@ -371,7 +371,7 @@ def automatic(spec: JobSpec, world: int, ranks_per_node: int) -> tuple[JobSpec, 
     cluster = cluster.model_copy(update={"gpus_per_node": ranks_per_node})
     cluster.chip.peak(spec.precision.compute)  # a cluster without this dtype is told at once
     spec = unplanned(spec)
-    found = search_layouts(spec, world, cluster, IMBALANCE)
-    if not found.best:
-        raise no_layout(found, world, cluster)
-    return spec_with_plan(spec, found.best[0]), found.best[0]
+    result = search_layouts(spec, world, cluster, IMBALANCE)
+    if not result.best:
+        raise no_layout(result, world, cluster)
+    return spec_with_plan(spec, result.best[0]), result.best[0]

@@ -212,10 +212,10 @@ class ModelShape:
             return [Gemm(T, q, D), Gemm(T, kv, D), Gemm(T, kv, D), Gemm(T, D, v)]
         R, P = self.kv_lora_rank, self.rope_head_dim
         wide = self.num_heads * (self.head_dim - P + self.v_head_dim) / tp
-        found = [Gemm(T / tp, R + P, D), Gemm(T, wide, R), Gemm(T, D, v)]
+        gemms = [Gemm(T / tp, R + P, D), Gemm(T, wide, R), Gemm(T, D, v)]
         if self.q_lora_rank:
-            return [Gemm(T / tp, self.q_lora_rank, D), Gemm(T, q, self.q_lora_rank), *found]
-        return [Gemm(T, q, D), *found]
+            return [Gemm(T / tp, self.q_lora_rank, D), Gemm(T, q, self.q_lora_rank), *gemms]
+        return [Gemm(T, q, D), *gemms]
 
     def head_gemms(self, tokens: float, tp: int) -> list[Gemm]:
         """The forward's GEMMs of the head, and of multi-token prediction besides its layers."""
@@ -241,13 +241,13 @@ class ModelShape:
             return [*up, Gemm(tokens, D, self.d_ff / tp)]
         T, F, E = tokens / tp, self.expert_d_ff, self.num_experts
         rows, here = T * self.top_k * ep / E * imbalance, E / ep
-        found = [Gemm(T, E, D, router=True)]
-        found += [Gemm(rows, F, D, here)] * (self.expert_products - 1) + [Gemm(rows, D, F, here)]
+        gemms = [Gemm(T, E, D, router=True)]
+        gemms += [Gemm(rows, F, D, here)] * (self.expert_products - 1) + [Gemm(rows, D, F, here)]
         if wide := self.num_shared_experts * F:
-            found += [Gemm(T, wide, D)] * (self.expert_products - 1) + [Gemm(T, D, wide)]
+            gemms += [Gemm(T, wide, D)] * (self.expert_products - 1) + [Gemm(T, D, wide)]
         if self.shared_expert_gate:
-            found.append(Gemm(T, 1, D))
-        return found
+            gemms.append(Gemm(T, 1, D))
+        return gemms
 
     # Matrices that an optimizer may update as a whole.
 

@@ -153,7 +153,7 @@ def _layer_pass(work: Work, layer: int, cluster: Cluster) -> _Pass:
 
 def step_time(work: Work, cluster: Cluster) -> StepTime:
     """The seconds of a step, by part."""
-    return max((_of_place(work, p, cluster) for p in work.places), key=lambda each: each.total)
+    return max((_of_place(work, p, cluster) for p in work.places), key=lambda step: step.total)
 
 
 def least_seconds(work: Work, cluster: Cluster) -> float:
@@ -163,81 +163,81 @@ def least_seconds(work: Work, cluster: Cluster) -> float:
     """
     shape, m, key = work.shape, work.micro_batches, _key(work)
     dense = len(shape.all_layers) - shape.num_moe_layers
-    each = 0.0
+    seconds = 0.0
     for layer, count in ((0, dense), (shape.num_layers - 1, shape.num_moe_layers)):
         if not count:
             continue
-        one = _layer_pass(key, layer, cluster)
-        compute = one.gemms + one.gemms_backward + one.attention + one.attention_backward
-        compute += 3 * one.elementwise
-        sent = 2 * (one.tensor + one.context)
-        sent += max(0.0, 2 * one.expert * (1 - work.program.hides_dispatch))
-        each += count * (compute + sent)
-    return each * m / work.topology.pp / (1 - bubble_share(work))
+        took = _layer_pass(key, layer, cluster)
+        compute = took.gemms + took.gemms_backward + took.attention + took.attention_backward
+        compute += 3 * took.elementwise
+        sent = 2 * (took.tensor + took.context)
+        sent += max(0.0, 2 * took.expert * (1 - work.program.hides_dispatch))
+        seconds += count * (compute + sent)
+    return seconds * m / work.topology.pp / (1 - bubble_share(work))
 
 
-def _of_place(work: Work, place: int, cluster: Cluster) -> StepTime:
+def _of_place(work: Work, pp_rank: int, cluster: Cluster) -> StepTime:
     shape, t, program, chip = work.shape, work.topology, work.program, cluster.chip
     m = work.micro_batches
-    part = dict.fromkeys((each.name for each in fields(StepTime)), 0.0)
+    parts = dict.fromkeys((field.name for field in fields(StepTime)), 0.0)
     key = _key(work)
-    for (layer, how), count in work.kinds_of(place).items():
+    for (layer, how), count in work.kinds_of(pp_rank).items():
         # A layer of multi-token prediction is as the last one.
-        one = _layer_pass(key, min(layer, shape.num_layers - 1), cluster)
-        part["gemms"] += count * one.even
-        part["imbalance"] += count * (one.gemms + one.gemms_backward - one.even)
-        part["attention"] += count * (one.attention + one.attention_backward)
-        part["elementwise"] += count * 3 * one.elementwise
+        took = _layer_pass(key, min(layer, shape.num_layers - 1), cluster)
+        parts["gemms"] += count * took.even
+        parts["imbalance"] += count * (took.gemms + took.gemms_backward - took.even)
+        parts["attention"] += count * (took.attention + took.attention_backward)
+        parts["elementwise"] += count * 3 * took.elementwise
         again = 0.0
         match how:
             case "full":
-                again = one.gemms + one.attention + one.elementwise
+                again = took.gemms + took.attention + took.elementwise
             case "selective":
-                again = one.elementwise
-        part["recompute"] += count * again
+                again = took.elementwise
+        parts["recompute"] += count * again
         # Both kinds of recomputation run the forward's collectives again.
         passes = count * (2 if how == "none" else 3)
-        part["tensor_parallel"] += passes * one.tensor
-        part["context_parallel"] += passes * one.context
-        part["expert_parallel"] += passes * one.expert
-    if work.num_stages - 1 in work.stages_of(place):
+        parts["tensor_parallel"] += passes * took.tensor
+        parts["context_parallel"] += passes * took.context
+        parts["expert_parallel"] += passes * took.expert
+    if work.num_stages - 1 in work.stages_of(pp_rank):
         heads = shape.head_gemms(work.tokens, t.tp)
         # The head is computed in bfloat16 where layers are in float8.
         plain = work
         if program.dtype == "float8":
             plain = work.with_(program=replace(program, dtype="bfloat16"))
-        part["gemms"] += sum(_gemms(heads, plain, chip))
+        parts["gemms"] += sum(_gemms(heads, plain, chip))
         passes_bytes = 8 if program.fused_elementwise else 24
         logits = (1 + shape.num_mtp_layers) * heads[0].m * heads[0].n
-        part["elementwise"] += chip.stream_seconds(logits * passes_bytes)
+        parts["elementwise"] += chip.stream_seconds(logits * passes_bytes)
     if program.communication_units:
         units = chip.gemm.units
         for name in ("gemms", "attention", "recompute", "imbalance"):
-            part[name] *= units / (units - program.communication_units)
-    compute = sum(part[name] for name in ("gemms", "attention", "elementwise", "recompute"))
-    hidden = min(part["expert_parallel"], compute) * program.hides_dispatch
+            parts[name] *= units / (units - program.communication_units)
+    compute = sum(parts[name] for name in ("gemms", "attention", "elementwise", "recompute"))
+    hidden = min(parts["expert_parallel"], compute) * program.hides_dispatch
     hidden *= chip.kernels != "cpu"
-    part["expert_parallel"] -= hidden
+    parts["expert_parallel"] -= hidden
     if t.pp > 1:
-        part["stages"] = _stages_seconds(work, cluster)
-    fsdp, once = _data_parallel(work, place, cluster)
+        parts["stages"] = _stages_seconds(work, cluster)
+    fsdp, once = _data_parallel(work, pp_rank, cluster)
     # Ranks of a CPU compute and communicate on one core: neither hides the other.
     if program.hides_data_parallel and chip.kernels != "cpu":
-        each = max(0.0, fsdp - compute)
+        exposed = max(0.0, fsdp - compute)
         # What is sent once a step is sent beside the first forward and the last backward of a
         # stage, and hides behind the computation which the micro-batch's own collectives leave.
         # The stages of a rank begin and end one after another, so that each has such a time.
         spread = min(m, t.pp) if t.pp > 1 and work.stages_per_rank > 1 else 1
         once = max(0.0, once - max(0.0, compute - fsdp) * spread)
     else:
-        each = fsdp
-    part = {name: seconds * m for name, seconds in part.items()}
-    busy = sum(part.values()) + each * m
-    part["data_parallel"] = each * m + once
+        exposed = fsdp
+    parts = {name: seconds * m for name, seconds in parts.items()}
+    busy = sum(parts.values()) + exposed * m
+    parts["data_parallel"] = exposed * m + once
     share = bubble_share(work)
-    part["bubble"] = busy * share / (1 - share)
-    part["optimizer"] = _optimizer(work, place, cluster)
-    return StepTime(**part)
+    parts["bubble"] = busy * share / (1 - share)
+    parts["optimizer"] = _optimizer(work, pp_rank, cluster)
+    return StepTime(**parts)
 
 
 def _key(work: Work) -> Work:
@@ -269,17 +269,17 @@ def _stages_seconds(work: Work, cluster: Cluster) -> float:
     t = work.topology
     sent = work.local_tokens * work.shape.d_model * work.program.activation_bytes
     sent *= 1 + work.shape.num_mtp_layers
-    each = cluster.send_seconds(sent, t.world // t.pp)
-    return 2 * work.stages_per_rank * each
+    seconds = cluster.send_seconds(sent, t.world // t.pp)
+    return 2 * work.stages_per_rank * seconds
 
 
-def _data_parallel(work: Work, place: int, cluster: Cluster) -> tuple[float, float]:
+def _data_parallel(work: Work, pp_rank: int, cluster: Cluster) -> tuple[float, float]:
     """Seconds of FSDP's collectives of one micro-batch, and of those once a step."""
     t, program = work.topology, work.program
-    n = rank_parameters(work, place)
+    n = rank_parameters(work, pp_rank)
     size = BYTES["bfloat16"] if program.dtype == "float8" else BYTES[program.dtype]
 
-    layers = work.layers_of(place)
+    layers = work.layers_of(pp_rank)
     moe = sum(work.shape.is_moe(layer) for layer in layers)
 
     def gather(bytes_each: float, *, root: bool = True) -> float:
@@ -305,38 +305,38 @@ def _data_parallel(work: Work, place: int, cluster: Cluster) -> tuple[float, flo
     return 0.0, once + reduced + gathered
 
 
-def _optimizer(work: Work, place: int, cluster: Cluster) -> float:
+def _optimizer(work: Work, pp_rank: int, cluster: Cluster) -> float:
     """AdamW reads a weight, its gradient and two moments and writes three of them; the gradients'
     norm reads them once more and is summed over all ranks. What needs whole matrices puts them
     together and takes them apart besides: see :class:`parallel.WholeMatrices`."""
-    n, program, chip = rank_parameters(work, place), work.program, cluster.chip
+    n, program, chip = rank_parameters(work, pp_rank), work.program, cluster.chip
     moved = n.stored * (12 + 2 * program.gradient_bytes)
     moved += 2 * program.moment_bytes * moments_kept(work, n)
     seconds = chip.stream_seconds(moved) + cluster.reduce_seconds(4, work.topology.world, 1)
     if program.optimizer.matrix_products(2, 2):
-        seconds += _whole_matrices(work, place, n, cluster)
+        seconds += _whole_matrices(work, pp_rank, n, cluster)
     return seconds
 
 
-def _whole_matrices(work: Work, place: int, n: RankParameters, cluster: Cluster) -> float:
+def _whole_matrices(work: Work, pp_rank: int, n: RankParameters, cluster: Cluster) -> float:
     """The products of updates of whole matrices, divided over the ranks of a stage, and the
     all-to-alls before and after them, exposed."""
     t, program, chip = work.topology, work.program, cluster.chip
     dtype = cast(DtypeName, program.optimizer.products_dtype(program.dtype))
-    ranks, layers = t.world // t.pp, work.layers_of(place)
+    ranks, layers = t.world // t.pp, work.layers_of(pp_rank)
     total = longest = 0.0
     for is_moe in (False, True):
         like = [layer for layer in layers if work.shape.is_moe(layer) == is_moe]
         for matrix in work.shape.hidden_matrices(like[0]) if like else []:
             products = program.optimizer.matrix_products(matrix.n, matrix.k)
             count = len(like) * matrix.copies
-            total += sum(chip.gemm_seconds(*each, dtype, count) for each in products)
-            alone = sum(chip.gemm_seconds(*each, dtype) for each in products)
+            total += sum(chip.gemm_seconds(*product, dtype, count) for product in products)
+            alone = sum(chip.gemm_seconds(*product, dtype) for product in products)
             longest = max(longest, alone)
     # A slice is read and sent, put in its place, taken out again, sent back, and added.
     copied = chip.stream_seconds(n.matrices * (6 * BYTES[dtype] + 12))
     cut = t.fsdp_tp * t.dp_replicate > 1
     there = n.matrices * BYTES[dtype] / t.dp_replicate * cut
     back = n.matrices * BYTES[dtype] * cut
-    sent = sum(cluster.exchange_seconds(each, ranks) for each in (there, back))
+    sent = sum(cluster.exchange_seconds(slices, ranks) for slices in (there, back))
     return max(total / ranks, longest) + copied + sent

@@ -33,7 +33,7 @@ def _costs(plan: Plan) -> str:
     parts = {name: s for name, s in plan.step.as_dict().items() if name != "gemms"}
     ranked = sorted(parts.items(), key=lambda item: -item[1])[:3]
     named = [f"{_words(name)} {s / plan.seconds:.0%}" for name, s in ranked]
-    return ", ".join(part for part in named if not part.endswith(" 0%"))
+    return ", ".join(name for name in named if not name.endswith(" 0%"))
 
 
 def reasons(best: Plan, others: Sequence[Plan]) -> list[str]:
@@ -53,18 +53,18 @@ def reasons(best: Plan, others: Sequence[Plan]) -> list[str]:
     return lines
 
 
-def why_others_lose(found: Found) -> str:
+def why_others_lose(search: Found) -> str:
     """What became of the layouts that are not among the best, in one line."""
-    refused = sum(found.refused.values())
-    rules = ", ".join(rule for rule, _ in found.refused.most_common(3))
+    refused = sum(search.refused.values())
+    rules = ", ".join(rule for rule, _ in search.refused.most_common(3))
     parts = [
-        f"{found.layouts:,} layouts keep the rules of the spec",
+        f"{search.layouts:,} layouts keep the rules of the spec",
         f"{refused:,} are refused" + (f" (by {rules})" if rules else ""),
-        f"{found.too_large:,} of those looked at do not fit the memory",
-        f"{found.timed:,} variants were timed",
-        f"{found.slower:,} cannot be faster even without data parallelism's communication",
+        f"{search.too_large:,} of those looked at do not fit the memory",
+        f"{search.timed:,} variants were timed",
+        f"{search.slower:,} cannot be faster even without data parallelism's communication",
     ]
-    ended = "" if found.complete else "; the search stopped at its limit of timed variants"
+    ended = "" if search.complete else "; the search stopped at its limit of timed variants"
     return "; ".join(parts) + ended
 
 
@@ -186,7 +186,7 @@ def sizes_table(rows: Sequence[Row]) -> str:
             f"{_percent(row['effective'])} ± {_percent(row['effective_ci'])}",
             _interval(row),
             _spares(row),
-            *(_percent(row["lost"][part]) for part in PARTS),
+            *(_percent(row["lost"][cost]) for cost in PARTS),
         ]
         for row in rows
     ]
@@ -200,10 +200,10 @@ def causes_table(row: Row) -> str:
     shown = [(name, lost) for name, lost in causes if lost["all"] > 0][:_MOST_CAUSES]
     hidden = [lost for _, lost in causes[len(shown) :] if lost["all"] > 0]
     if hidden:
-        rest = {part: sum(lost[part] for lost in hidden) for part in ("all", *parts)}
+        rest = {cost: sum(lost[cost] for lost in hidden) for cost in ("all", *parts)}
         shown.append((f"{len(hidden)} further causes", rest))
     cells = [
-        [name, _percent(lost["all"]), *(_percent(lost[part]) for part in parts)]
+        [name, _percent(lost["all"]), *(_percent(lost[cost]) for cost in parts)]
         for name, lost in shown
     ]
     return _markdown(["cause", "lost", *parts], cells)
@@ -225,7 +225,7 @@ def summary(row: Row) -> str:
         f"  {kind:<23}  {_interval(row)}{daly}",
         f"  {spare:<23}  {_spares(row)}; {row['nodes_in_repair']:.1f} nodes in repair on average",
         "  lost                     "
-        + ", ".join(f"{part} {_percent(row['lost'][part])}" for part in PARTS),
+        + ", ".join(f"{cost} {_percent(row['lost'][cost])}" for cost in PARTS),
     ]
     return "\n".join(lines)
 

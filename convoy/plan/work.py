@@ -92,13 +92,13 @@ class Work:
     @cached_property
     def micro_batches(self) -> int:
         """Micro-batches of a step on the rank with the most, as the schedule needs them."""
-        each = -(-self.global_batch_size // (self.replicas * self.micro_batch_size))
+        count = -(-self.global_batch_size // (self.replicas * self.micro_batch_size))
         if self.topology.pp > 1:
             if self.schedule == "dualpipev":
-                each = max(each, self.topology.pp * self.stages_per_rank)
+                count = max(count, self.topology.pp * self.stages_per_rank)
             elif self.schedule == "1f1b" and self.stages_per_rank > 1:
-                each = -(-each // self.topology.pp) * self.topology.pp
-        return each
+                count = -(-count // self.topology.pp) * self.topology.pp
+        return count
 
     @property
     def tokens(self) -> float:
@@ -133,40 +133,40 @@ class Work:
     def _division(self) -> _Division:
         """What the layers of stages depend on."""
         pp, program = self.topology.pp, self.program
-        whole = program.dtype == "float8"
+        float8 = program.dtype == "float8"
         return _Division(
             shape=self.shape,
             seq_len=self.seq_len,
             pp=pp,
             stages_per_rank=self.num_stages // pp,
             schedule=self.schedule if pp > 1 else "1f1b",
-            dense_float8=whole or program.dense_float8,
-            experts_float8=whole or program.experts_float8,
+            dense_float8=float8 or program.dense_float8,
+            experts_float8=float8 or program.experts_float8,
         )
 
-    def stages_of(self, place: int) -> list[int]:
+    def stages_of(self, pp_rank: int) -> list[int]:
         """The stages of a place along pp."""
-        return _stages_of(place, self._division)
+        return _stages_of(pp_rank, self._division)
 
-    def layers_of(self, place: int) -> tuple[int, ...]:
+    def layers_of(self, pp_rank: int) -> tuple[int, ...]:
         """The layers of a place along pp; those of multi-token prediction are on the last stage."""
-        return _layers(self._division, tuple(self.stages_of(place)))
+        return _layers(self._division, tuple(self.stages_of(pp_rank)))
 
-    def kinds_of(self, place: int) -> dict[tuple[int, Recompute], int]:
+    def kinds_of(self, pp_rank: int) -> dict[tuple[int, Recompute], int]:
         """How many layers of a place are alike: by one layer of the kind, and how a layer is
         recomputed."""
-        layers = self.layers_of(place)
+        layers = self.layers_of(pp_rank)
         return _kinds(self.shape, layers, self.recompute, self.recompute_layer_freq)
 
-    def kinds_by_stage(self, place: int) -> list[dict[tuple[int, Recompute], int]]:
+    def kinds_by_stage(self, pp_rank: int) -> list[dict[tuple[int, Recompute], int]]:
         """The same for each stage of a place, in the order of :meth:`stages_of`."""
-        found, position = [], 0
-        for stage in self.stages_of(place):
+        kinds, position = [], 0
+        for stage in self.stages_of(pp_rank):
             layers = _layers(self._division, (stage,))
             how = self.recompute, self.recompute_layer_freq
-            found.append(_kinds(self.shape, layers, *how, position))
+            kinds.append(_kinds(self.shape, layers, *how, position))
             position += len(layers)
-        return found
+        return kinds
 
     @property
     def places(self) -> frozenset[int]:
@@ -190,19 +190,19 @@ class _Division(NamedTuple):
     experts_float8: bool
 
 
-def _stages_of(place: int, division: _Division) -> list[int]:
+def _stages_of(pp_rank: int, division: _Division) -> list[int]:
     schedule, stages = PipelineSchedule(division.schedule), division.pp * division.stages_per_rank
-    return [s for s in range(stages) if place_of(s, division.pp, schedule) == place]
+    return [s for s in range(stages) if place_of(s, division.pp, schedule) == pp_rank]
 
 
 @lru_cache(1024)
 def _places(division: _Division) -> frozenset[int]:
     alike: dict[tuple[tuple[bool, ...], ...], list[int]] = {}
-    for place in range(division.pp):
-        layers = [_layers(division, (stage,)) for stage in _stages_of(place, division)]
-        kinds = tuple(tuple(division.shape.is_moe(layer) for layer in each) for each in layers)
-        alike.setdefault(kinds, []).append(place)
-    ends = {place for places in alike.values() for place in (places[0], places[-1])}
+    for pp_rank in range(division.pp):
+        layers = [_layers(division, (stage,)) for stage in _stages_of(pp_rank, division)]
+        kinds = tuple(tuple(division.shape.is_moe(layer) for layer in stage) for stage in layers)
+        alike.setdefault(kinds, []).append(pp_rank)
+    ends = {pp_rank for places in alike.values() for pp_rank in (places[0], places[-1])}
     return frozenset({0, min(1, division.pp - 1), division.pp - 1} | ends)
 
 

@@ -10,6 +10,7 @@ import io
 import math
 import re
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any
 
 import matplotlib as mpl
@@ -75,8 +76,8 @@ def thinned(points: Points) -> Points:
         return points
     kept: list[tuple[float, float]] = []
     parts = MOST_POINTS // 2
-    for part in range(parts):
-        some = points[part * len(points) // parts : (part + 1) * len(points) // parts]
+    for number in range(parts):
+        some = points[number * len(points) // parts : (number + 1) * len(points) // parts]
         finite = [point for point in some if math.isfinite(point[1])]
         ends = (min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])) if finite else ()
         kept += sorted(ends or some[:1])
@@ -99,7 +100,7 @@ def loss(runs: Sequence[RunRecord]) -> str:
     """Training loss of each step, and loss of held-out text."""
 
     def draw(axes: Axes) -> None:
-        for color, run in zip(_colors(runs), runs, strict=True):
+        for color, run in zip(cycle(COLORS), runs, strict=False):
             points = [(s, event.loss) for s, event in run.steps.items()]
             _line(axes, points, f"loss:{run.label}", color=color, linewidth=1, label=run.label)
             held_out = [(s, event.loss) for s, event in run.evaluations.items()]
@@ -119,7 +120,7 @@ def by_step(
     """One field of each committed step."""
 
     def draw(axes: Axes) -> None:
-        for color, run in zip(_colors(runs), runs, strict=True):
+        for color, run in zip(cycle(COLORS), runs, strict=False):
             points = [(s, float(getattr(event, field))) for s, event in run.steps.items()]
             if log:
                 points = [(s, v if v > 0 else math.nan) for s, v in points]
@@ -159,7 +160,7 @@ def phases(runs: Sequence[RunRecord]) -> str:
     return picture(draw, "Where the time went", size=(11, 1.7 + 0.4 * len(runs)))
 
 
-def _two_and_five(value: float, at: int | None = None) -> str:
+def _two_and_five(value: float, _: int | None = None) -> str:
     """The label of a minor tick on a logarithmic axis: 2 and 5 of each decade have one."""
     first = round(value / 10 ** math.floor(math.log10(value)), 6)
     return f"{value:g}" if first in (2, 5) else ""
@@ -176,7 +177,7 @@ def goodput(runs: Sequence[RunRecord]) -> str:
         return ""
 
     def draw(axes: Axes) -> None:
-        for color, run in zip(_colors(runs), runs, strict=True):
+        for color, run in zip(cycle(COLORS), runs, strict=False):
             _line(axes, run.goodput, f"goodput:{run.label}", color=color)
         axes.set_ylim(0, 1)
         axes.yaxis.set_major_formatter(PercentFormatter(1))
@@ -188,23 +189,22 @@ def goodput(runs: Sequence[RunRecord]) -> str:
 def timeline(run: RunRecord) -> str:
     """Steps over hours, with what happened on the way."""
 
+    def step_at(hour: float) -> int:
+        return max((point for point in run.hours if point[0] <= hour), default=(0.0, 0))[1]
+
     def draw(axes: Axes) -> None:
         points = [(hour, float(step)) for hour, step in run.hours]
         _line(axes, points, f"timeline:{run.label}", color="#444444", linewidth=1)
         for kind, (marker, color) in _MOMENTS.items():
-            places = [(hour, _step_at(run, hour)) for hour, what, _ in run.moments if what == kind]
-            if places:
-                axes.plot(*zip(*places, strict=True), marker, color=color, markersize=6,
+            moments = [(hour, step_at(hour)) for hour, what, _ in run.moments if what == kind]
+            if moments:
+                axes.plot(*zip(*moments, strict=True), marker, color=color, markersize=6,
                           label=kind, linestyle="none")  # fmt: skip
         axes.set_xlabel("hours since the run began")
         axes.set_ylabel("step")
         _legend(axes, loc="upper left", bbox_to_anchor=(1, 1))
 
     return picture(draw, f"Time line of {run.label}", size=(11, 3))
-
-
-def _step_at(run: RunRecord, hour: float) -> int:
-    return max((point for point in run.hours if point[0] <= hour), default=(0.0, 0))[1]
 
 
 def experts(run: RunRecord) -> str | None:
@@ -224,7 +224,7 @@ def rank_speeds(run: RunRecord) -> str | None:
         seconds = interval.rank_seconds or []
         if len(seconds) > 1 and min(seconds) > 0:
             mean = sum(seconds) / len(seconds)
-            columns[step] = [mean / each for each in seconds]
+            columns[step] = [mean / of_rank for of_rank in seconds]
     return _heat(columns, f"Speed of ranks of {run.label}", "over the mean", "rank")
 
 
@@ -273,10 +273,6 @@ def _heat(
         axes.figure.colorbar(mesh, ax=axes, label=unit)
 
     return picture(draw, title)
-
-
-def _colors(runs: Sequence[RunRecord]) -> list[str]:
-    return [COLORS[at % len(COLORS)] for at in range(len(runs))]
 
 
 def _legend(axes: Axes, **where: Any) -> None:

@@ -88,7 +88,7 @@ def render(runs: Sequence[RunRecord]) -> str:
             *(f'<p class="note">{escape(r.label)}: {escape(n)}</p>' for r in runs for n in r.notes),
             _figures_table(runs),
             *together,
-            *(part for run in runs for part in _one_run(run)),
+            *(element for run in runs for element in _one_run(run)),
             _data(runs),
             "</body></html>\n",
         )
@@ -153,9 +153,9 @@ def _figures_table(runs: Sequence[RunRecord]) -> str:
     values = [key_figures(run) for run in runs]
     rows = []
     for key, (text, form) in _FORMATS.items():
-        found = [each[key] for each in values]
-        if any(value is not None for value in found):
-            cells = ("-" if value is None else form.format(value) for value in found)
+        figures = [of_run[key] for of_run in values]
+        if any(value is not None for value in figures):
+            cells = ("-" if value is None else form.format(value) for value in figures)
             rows.append([text, *cells])
     return _table(["", *(run.label for run in runs)], rows, gid="key-figures")
 
@@ -188,7 +188,7 @@ def _one_run(run: RunRecord) -> Iterable[str]:
         yield f"<h3>Text of the model</h3><pre>{escape(run.summary.sample)}</pre>"
     if tokens := run.source_tokens:
         all_ = sum(tokens.values())
-        rows = [[name, f"{each:,}", f"{each / all_:.1%}"] for name, each in tokens.items()]
+        rows = [[name, f"{count:,}", f"{count / all_:.1%}"] for name, count in tokens.items()]
         yield _table(["source", "tokens", "share"], rows, caption="What was drawn")
     if run.manifests:
         yield _lineage(run)
@@ -202,10 +202,10 @@ def _one_run(run: RunRecord) -> Iterable[str]:
 def _lineage(run: RunRecord) -> str:
     rows = [
         [
-            f"{each.step:,}", each.created, Topology(**each.topology).describe(),
-            each.save_id, each.spec_hash[:12],
+            f"{manifest.step:,}", manifest.created, Topology(**manifest.topology).describe(),
+            manifest.save_id, manifest.spec_hash[:12],
         ]
-        for each in run.manifests
+        for manifest in run.manifests
     ]  # fmt: skip
     versions = ", ".join(f"{name} {v}" for name, v in run.manifests[-1].versions.items())
     origin = run.spec.get("init", {}).get("checkpoint")
@@ -230,17 +230,17 @@ def _table(
         return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
     body = "".join(line(row, "td") for row in rows)
-    told = f"<caption>{escape(caption)}</caption>" if caption else ""
-    return f'<table id="{gid}" class="{kind}">{told}{line(head, "th")}{body}</table>'
+    titled = f"<caption>{escape(caption)}</caption>" if caption else ""
+    return f'<table id="{gid}" class="{kind}">{titled}{line(head, "th")}{body}</table>'
 
 
 def _data(runs: Sequence[RunRecord]) -> str:
     """The numbers of the page for programs: ``JSON.parse`` of the element ``data``."""
-    found = [
+    numbers = [
         {"run": run.label, **key_figures(run), "ledger": asdict(summed(run.ledger, 0))}
         for run in runs
     ]
-    text = json.dumps(_finite(found), allow_nan=False).replace("<", "\\u003c")
+    text = json.dumps(_finite(numbers), allow_nan=False).replace("<", "\\u003c")
     return f'<script type="application/json" id="data">{text}</script>'
 
 
@@ -248,7 +248,7 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_finite(each) for each in value]
+        return [_finite(item) for item in value]
     return value

@@ -55,11 +55,11 @@ class RunRecord:
     @property
     def source_tokens(self) -> dict[str, int]:
         """Positions of the sequences drawn from each source; empty for one source."""
-        found: dict[str, int] = {}
+        tokens: dict[str, int] = {}
         for interval in self.intervals.values():
             for name, count in interval.source_tokens.items():
-                found[name] = found.get(name, 0) + count
-        return found
+                tokens[name] = tokens.get(name, 0) + count
+        return tokens
 
     @property
     def dollars(self) -> float | None:
@@ -106,13 +106,13 @@ def _take(run: RunRecord, lines: list[observe.LoggedEvent]) -> None:
     newest, mixed = 0, 0
     for line in lines:
         event = line.event
-        at = max(0.0, (line.time or begin) - begin) / 3600
+        hours = max(0.0, (line.time or begin) - begin) / 3600
         match event:
             case observe.StepCommitted(step=step):
                 mixed += step <= newest
                 newest = step
                 run.steps[step] = event
-                run.hours.append((at, step))
+                run.hours.append((hours, step))
             case observe.Evaluated(step=step):
                 run.evaluations[step] = event
             case observe.IntervalEnded(step=step):
@@ -122,12 +122,12 @@ def _take(run: RunRecord, lines: list[observe.LoggedEvent]) -> None:
                     units * len(group) / max(1, sum(group)) for group in plans for units in group
                 ]
             case observe.LedgerSummed(goodput=float(goodput)):
-                run.goodput.append((at, goodput))
+                run.goodput.append((hours, goodput))
             case observe.Launched() | observe.Restored():
                 newest = 0
             case observe.RunStarted():
                 newest, run.start = 0, event
-        run.moments += ((at, kind, text) for kind, text in _moment(event))
+        run.moments += ((hours, kind, text) for kind, text in _moment(event))
     if mixed:
         run.notes.append(
             f"steps come again without a restart in {mixed} lines: two starts wrote the log at one "
@@ -172,8 +172,9 @@ def _read_checkpoints(run: RunRecord) -> None:
     """The manifests of the run's checkpoints; a note where these cannot be read."""
     path: Path | str = run.folder / "checkpoints"
     try:
-        told = observe.read_status(run.folder).checkpoint_path
-        path = path if told is None or (Path(path).is_dir() and "://" not in told) else told
+        recorded = observe.read_status(run.folder).checkpoint_path
+        if recorded is not None and ("://" in recorded or not Path(path).is_dir()):
+            path = recorded
     except ValueError:
         pass  # a run of before status.json
     try:

@@ -24,7 +24,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -39,7 +39,6 @@ from corpus.manifest import (
     MANIFEST_VERSION,
     CorpusManifest,
     LeftOut,
-    Shard,
     open_corpus,
     settings_of,
 )
@@ -84,15 +83,15 @@ def prepare_corpus(
         manifest = open_corpus(data, vocab_size, hold_out)
         say(_in_use(data, manifest if count_files else None))
         return manifest
-    found = None if is_remote(data.source) else find_files(data.source)
+    files = None if is_remote(data.source) else find_files(data.source)
     home = _home(data)
     try:
         with _work_folder(home, data) as work:
             if _is_prepared(data):  # another process has prepared the corpus meanwhile
                 return open_corpus(data, vocab_size, hold_out)
-            if found is None:
-                found = find_files(str(copy_source(data.source, work / "source", say)))
-            return _prepare(data, vocab_size, found, work, say, processes, hold_out)
+            if files is None:
+                files = find_files(str(copy_source(data.source, work / "source", say)))
+            return _prepare(data, vocab_size, files, work, say, processes, hold_out)
     except OSError as error:
         more = "; free some room, and the same command goes on" if is_full_disk(error) else ""
         raise InputError(
@@ -158,15 +157,15 @@ def _work_folder(home: Path, data: DataConfig) -> Iterator[Path]:
 def _prepare(
     data: DataConfig,
     vocab_size: int,
-    found: Found,
+    files: Found,
     work: Path,
     say: Say,
     processes: int | None,
     hold_out: HoldOut,
 ) -> CorpusManifest:
-    units = list(cut_into_units(found.files, data.text_field))
+    units = list(cut_into_units(files.files, data.text_field))
     size = sum(unit.bytes for unit in units)
-    say(f"preparing {data.path}: {len(found.files):,} files, {size / 1e6:,.1f} MB")
+    say(f"preparing {data.path}: {len(files.files):,} files, {size / 1e6:,.1f} MB")
     (work / "parts").mkdir(exist_ok=True)
     tokenizer_path = work / f"tokenizer-{_key(data, vocab_size, units)}.json"
     if not tokenizer_path.exists():
@@ -175,11 +174,9 @@ def _prepare(
         else:
             tokenizer = read_tokenizer(data.tokenizer, vocab_size, data.end_token)
         _write(tokenizer_path, tokenizer.to_str().encode())
-    text = tokenizer_path.read_bytes()
-    tokenizer = Tokenizer.from_str(text.decode())
     settings = PartSettings(
         tokenizer=str(tokenizer_path),
-        tokenizer_fingerprint=tokenizer_fingerprint(tokenizer),
+        tokenizer_fingerprint=tokenizer_fingerprint(Tokenizer.from_file(str(tokenizer_path))),
         vocab_size=vocab_size,
         end_token=data.end_token,
         dtype="uint16" if vocab_size <= 1 << 16 else "uint32",
@@ -190,7 +187,7 @@ def _prepare(
     if processes is None:
         processes = 1 if size < _ALONE_BYTES else len(os.sched_getaffinity(0))
     counts = _make_all_parts(units, settings, processes, say)
-    manifest = _assemble(data, found, units, counts, settings, text, work / "corpus", hold_out)
+    manifest = _assemble(data, files, units, counts, settings, work / "corpus", hold_out)
     if is_remote(data.path):
         say(f"uploading to {data.path}")
         upload(work / "corpus", data.path, MANIFEST)
@@ -220,66 +217,61 @@ def _make_all_parts(
 ) -> list[PartCounts]:
     """The counts of all parts, those that an earlier start has made included."""
     folder = Path(settings.folder)
-    found = [read_part(part_path(folder, i, unit, settings)) for i, unit in enumerate(units)]
-    work = [(i, unit) for i, unit in enumerate(units) if found[i] is None]
+    made = [read_part(part_path(folder, i, unit, settings)) for i, unit in enumerate(units)]
+    work = [(i, unit) for i, unit in enumerate(units) if made[i] is None]
     if len(work) < len(units):
         say(f"{len(units) - len(work)} of {len(units)} parts are done already")
     with progress(sum(unit.bytes for _, unit in work), say) as advance:
 
         def done(number: int, counts: PartCounts) -> None:
-            found[number] = counts
+            made[number] = counts
             advance(units[number].bytes, counts.tokens)
 
         make_parts(work, settings, processes, done)
-    return [counts for counts in found if counts is not None]
+    return [counts for counts in made if counts is not None]
 
 
 def _assemble(
     data: DataConfig,
-    found: Found,
+    files: Found,
     units: Sequence[Unit],
     counts: Sequence[PartCounts],
     settings: PartSettings,
-    tokenizer_text: bytes,
     folder: Path,
     hold_out: HoldOut,
 ) -> CorpusManifest:
     """Write the folder of a corpus from its parts."""
     parts = [part_path(Path(settings.folder), i, unit, settings) for i, unit in enumerate(units)]
     documents = read_documents(parts)
-    left_out = _summed([each.left_out for each in counts])
+    left_out = _summed([part_counts.left_out for part_counts in counts])
     kept = first_of_equal(documents) if data.deduplicate else np.ones(len(documents), dtype=bool)
     if not kept.all():
         gone = documents[~kept]
         left_out["duplicates"] = LeftOut(documents=len(gone), bytes=int(gone["bytes"].sum()))
-    refused = _too_few(data, hold_out, int(kept.sum()), found, left_out)
+    refused = _too_few(data, hold_out, int(kept.sum()), files, left_out)
     held_out = _held_out(documents, kept, hold_out, refused)
     shutil.rmtree(folder, ignore_errors=True)  # of a start that was killed
     folder.mkdir()
-    tokenizer = Tokenizer.from_str(tokenizer_text.decode())
+    text = Path(settings.tokenizer).read_bytes()
+    tokenizer = Tokenizer.from_str(text.decode())
     tokenizer.save(str(folder / "tokenizer.json"))
-    digest = hashlib.sha256(tokenizer_text)
-    shards: dict[str, list[Shard]] = {}
-    splits = {"train": kept & ~held_out, "val": kept & held_out}
-    for split, mask in splits.items():
+    digest = hashlib.sha256(text)
+    splits: dict[str, Any] = {}
+    for split, mask in (("train", kept & ~held_out), ("val", kept & held_out)):
         writer = ShardWriter(folder, split, data.shard_tokens, digest.update)
-        shards[split] = write_split(writer, parts, documents, mask, settings.dtype)
-    sizes = {split: int(documents["bytes"][mask].sum()) for split, mask in splits.items()}
+        splits[split] = write_split(writer, parts, documents, mask, settings.dtype)
+        splits[f"{split}_documents"] = int(mask.sum())
+        splits[f"{split}_bytes"] = int(documents["bytes"][mask].sum())
     manifest = CorpusManifest(
         version=MANIFEST_VERSION,
         **settings_of(data, settings.vocab_size),
         hold_out=hold_out,
         dtype=settings.dtype,
-        train=shards["train"],
-        val=shards["val"],
-        train_documents=int(splits["train"].sum()),
-        val_documents=int(splits["val"].sum()),
-        train_bytes=sizes["train"],
-        val_bytes=sizes["val"],
-        files=len(found.files),
-        skipped=skipped_as_json(found.skipped),
+        **splits,
+        files=len(files.files),
+        skipped=skipped_as_json(files.skipped),
         left_out=left_out,
-        replaced_documents=sum(each.replaced for each in counts),
+        replaced_documents=sum(part_counts.replaced for part_counts in counts),
         tokenizer_tokens=tokenizer.get_vocab_size(),
         tokenizer_fingerprint=settings.tokenizer_fingerprint,
         fingerprint=digest.hexdigest(),
@@ -308,22 +300,22 @@ def _held_out(
 
 
 def _too_few(
-    data: DataConfig, hold_out: HoldOut, count: int, found: Found, left_out: dict[str, LeftOut]
+    data: DataConfig, hold_out: HoldOut, count: int, source: Found, left_out: dict[str, LeftOut]
 ) -> str:
     least, what = (1, "to score") if hold_out == "all" else (
         2, "one to train on and one to hold out"
     )  # fmt: skip
-    gone = [f"skipped: {len(files)} {reason}" for reason, files in found.skipped.items()]
-    gone += [f"left out: {each.documents} {reason}" for reason, each in left_out.items()]
+    gone = [f"skipped: {len(files)} {reason}" for reason, files in source.skipped.items()]
+    gone += [f"left out: {out.documents} {reason}" for reason, out in left_out.items()]
     return (
         f"data.source ({data.source}) must have at least {least} documents with text, {what}; "
         f"it has {count}" + (f" ({', '.join(gone)})" if gone else "")
     )
 
 
-def _summed(each: Sequence[dict[str, list[int]]]) -> dict[str, LeftOut]:
+def _summed(left_out: Sequence[dict[str, list[int]]]) -> dict[str, LeftOut]:
     sums: dict[str, list[int]] = {}
-    for reasons in each:
+    for reasons in left_out:
         for reason, (documents, size) in reasons.items():
             before = sums.setdefault(reason, [0, 0])
             before[0], before[1] = before[0] + documents, before[1] + size

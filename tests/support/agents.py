@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -68,10 +70,27 @@ class Watched:
 class Agents(Machines, Watched):
     """The machines of a run of ``spec``, whose folder is ``run_dir``."""
 
-    def __init__(self, spec: Path, run_dir: Path, least: int, most: int, **options: Any) -> None:
+    def __init__(
+        self,
+        spec: Path,
+        run_dir: Path,
+        least: int,
+        most: int,
+        *,
+        conf: dict[str, str] | None = None,
+        backend: str = "c10d",
+        endpoint: str | None = None,
+    ) -> None:
         self.run_dir = run_dir
         command = [str(ROOT / "tools/pretrain.py"), str(spec)]
-        super().__init__(command, run_dir.parent / "machines", least=least, most=most, **options)
+        super().__init__(command, run_dir.parent / "machines", least=least, most=most)
+        self.conf |= conf or {}
+        self.backend, self.endpoint = backend, endpoint or self.endpoint
+
+    def kill_rank(self, number: int) -> None:
+        """SIGKILL to the rank of a machine."""
+        for pid in self.ranks(number):
+            os.kill(pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager

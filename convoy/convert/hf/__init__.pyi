@@ -6,8 +6,7 @@ from .families import family_for as family_for
 from .families import family_of as family_of
 from .files import from_hf as from_hf
 from .files import has_mtp as has_mtp
+from .files import hf_tensors as hf_tensors
 from .files import open_hf as open_hf
 from .files import to_hf as to_hf
 from .model_config import HFConfig as HFConfig
-from .tensors import HFTensor as HFTensor
-from .tensors import hf_tensors as hf_tensors

@@ -18,8 +18,7 @@ from ckpt.rewrite.edits import Converted
 from ckpt.rewrite.folder_target import Checked
 from ckpt.rewrite.source import CheckpointSource, SourceArray
 from ckpt.store.posix import Files
-from convoy.convert.hf.files import from_hf
-from convoy.convert.hf.tensors import HFTensor
+from convoy.convert.hf.files import HFTensor, from_hf
 from parallel.layout import Topology
 from tests.convoy.commands.test_tools import one_error_line
 from tests.support.checkpoints import objects_folder
