@@ -49,9 +49,9 @@ _FEED_FORWARDS = {
 # gate and up are the first and the second half of one matrix, or two tensors.
 _BOTH = "gate_and_up"
 _ROLES = {"1.weight": _BOTH, "1.weight_w": "gate", "1.weight_v": "up", "2.weight": "down"}
-for _room, _name in _FEED_FORWARDS.items():
+for _network, _name in _FEED_FORWARDS.items():
     for _matrix, _role in _ROLES.items():
-        _IN_LAYER[f"{_room}linear_fc{_matrix}"] = _name.format(role=_role)
+        _IN_LAYER[f"{_network}linear_fc{_matrix}"] = _name.format(role=_role)
 
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 _EXPERT = re.compile(r"(mlp\.experts\.experts\.)(?:(\d+)\.)(.+)")
@@ -152,38 +152,38 @@ def from_megatron(source: Source, num_heads: int | None = None) -> Source:
 def _members(source: Source) -> tuple[dict[str, dict[tuple[int, ...], str]], dict[str, list[int]]]:
     """By our array, the source's arrays at every index of its first dims, see :class:`Stacked`;
     and the numbers of its layers, none where one array of the source has all layers."""
-    found: dict[str, dict[tuple[int | None, int | None], str]] = {}
+    slots: dict[str, dict[tuple[int | None, int | None], str]] = {}
     for name in source.arrays:
         if _NO_WEIGHTS.fullmatch(name):
             continue
         layer, expert, ours = _ours(name)
-        at = found.setdefault(MODEL + ours, {})
-        if (layer, expert) in at:
-            raise InputError(f"--family megatron: {name} and {at[layer, expert]} are one array")
-        at[layer, expert] = name
+        names = slots.setdefault(MODEL + ours, {})
+        if (layer, expert) in names:
+            raise InputError(f"--family megatron: {name} and {names[layer, expert]} are one array")
+        names[layer, expert] = name
     members: dict[str, dict[tuple[int, ...], str]] = {}
     layers: dict[str, list[int]] = {}
-    for ours, of in found.items():
-        numbers = sorted({layer for layer, _ in of if layer is not None})
-        experts = sorted({expert for _, expert in of if expert is not None})
+    for ours, names in slots.items():
+        numbers = sorted({layer for layer, _ in names if layer is not None})
+        experts = sorted({expert for _, expert in names if expert is not None})
         if ours.startswith(f"{MODEL}layers/"):
             layers[ours] = numbers
-        members[ours] = {_index(at, numbers, experts): name for at, name in of.items()}
-        whole = max(1, len(numbers)) * max(1, len(experts))
-        if len(of) != whole or (experts and experts != list(range(len(experts)))):
+        members[ours] = {
+            tuple(
+                known.index(number)
+                for number, known in zip(slot, (numbers, experts), strict=True)
+                if number is not None
+            ): name
+            for slot, name in names.items()
+        }
+        count = max(1, len(numbers)) * max(1, len(experts))
+        if len(names) != count or (experts and experts != list(range(len(experts)))):
             raise InputError(
-                f"--family megatron: {min(of.values())} and {len(of) - 1} others do not make up "
-                f"{whole} tensors of {len(numbers)} layers and {len(experts)} experts"
+                f"--family megatron: {min(names.values())} and {len(names) - 1} others do not make "
+                f"up {count} tensors of {len(numbers)} layers and {len(experts)} experts"
             )
-        _check_alike(source, of.values())
+        _check_alike(source, names.values())
     return members, layers
-
-
-def _index(
-    at: tuple[int | None, int | None], numbers: list[int], experts: list[int]
-) -> tuple[int, ...]:
-    pairs = zip(at, (numbers, experts), strict=True)
-    return tuple(known.index(number) for number, known in pairs if number is not None)
 
 
 def _check_alike(source: Source, names: Iterable[str]) -> None:
@@ -192,10 +192,10 @@ def _check_alike(source: Source, names: Iterable[str]) -> None:
         array = source.arrays[name]
         kinds.setdefault((array.shape, array.logical_dtype), name)
     if len(kinds) > 1:
-        (one, a), (other, b), *_ = kinds.items()
+        (first, a), (second, b), *_ = kinds.items()
         raise InputError(
-            f"--family megatron: {a} is {one[1]} {one[0]} and {b} is {other[1]} {other[0]}: layers "
-            f"must be alike"
+            f"--family megatron: {a} is {first[1]} {first[0]} and {b} is {second[1]} {second[0]}: "
+            f"layers must be alike"
         )
 
 
@@ -209,8 +209,8 @@ def _ours(name: str) -> tuple[int | None, int | None, str]:
         expert = None
         of_expert = _EXPERT.fullmatch(inner)
         if of_expert is not None:
-            room, expert, matrix = of_expert.groups()
-            inner = room + matrix
+            network, expert, matrix = of_expert.groups()
+            inner = network + matrix
         if inner in _IN_LAYER:
             numbers = [None if number is None else int(number) for number in (layer, expert)]
             return numbers[0], numbers[1], f"layers/{_IN_LAYER[inner]}"

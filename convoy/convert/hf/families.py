@@ -69,6 +69,14 @@ class Family:
             **self.write(model, moe),
         }
 
+    def refusal(self, model: ModelConfig, moe: MoEConfig | None, seq_len: int) -> InputError | None:
+        """Why the family cannot express a decoder; None where it can."""
+        try:
+            self.config(model, moe, seq_len)
+        except InputError as error:
+            return error
+        return None
+
 
 def expressed(name: str, model: ModelConfig, moe: MoEConfig | None) -> Any:
     """A field by ``section.field``, or one of the derived names that families speak of."""
@@ -294,28 +302,13 @@ def family_of(config: HFConfig) -> Family:
 
 def expressing(model: ModelConfig, moe: MoEConfig | None, seq_len: int) -> list[str]:
     """The model types that express a decoder."""
-    reasons = _reasons(model, moe, seq_len)
-    return [kind for kind, reason in reasons.items() if reason is None]
+    return [kind for kind, of in FAMILIES.items() if of.refusal(model, moe, seq_len) is None]
 
 
 def family_for(model: ModelConfig, moe: MoEConfig | None, seq_len: int) -> Family:
     """The first family that expresses a decoder. Raises InputError, with every family's reason."""
-    reasons = _reasons(model, moe, seq_len)
-    for kind, reason in reasons.items():
-        if reason is None:
+    refusals = {kind: of.refusal(model, moe, seq_len) for kind, of in FAMILIES.items()}
+    for kind, refusal in refusals.items():
+        if refusal is None:
             return FAMILIES[kind]
-    raise InputError(f"no family expresses this model: {'; '.join(map(str, reasons.values()))}")
-
-
-def _reasons(
-    model: ModelConfig, moe: MoEConfig | None, seq_len: int
-) -> dict[str, InputError | None]:
-    """By model type why the family cannot express a decoder; None where the family can."""
-    reasons: dict[str, InputError | None] = {}
-    for kind, family in FAMILIES.items():
-        reasons[kind] = None
-        try:
-            family.config(model, moe, seq_len)
-        except InputError as error:
-            reasons[kind] = error
-    return reasons
+    raise InputError(f"no family expresses this model: {'; '.join(map(str, refusals.values()))}")
