@@ -41,7 +41,7 @@ chaos: setup
 	$(PY) -m convoy prepare $(SPEC) $(ARGS)
 	$(PY) -m convoy chaos $(SPEC) $(OUT) $(ARGS) --json $(OUT).json
 
-# Many tests are one process that starts torch: two workers share them out, beside those that wait.
+# One process imports and collects; its forks run the tests.
 test: setup
 	$(PY) -m tests.lanes $(PYTEST)
 
