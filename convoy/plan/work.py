@@ -129,7 +129,7 @@ class Work:
         """The layers of every stage."""
         return _stages(self._division)
 
-    @property
+    @cached_property
     def _division(self) -> _Division:
         """What the layers of stages depend on."""
         pp, program = self.topology.pp, self.program
@@ -144,13 +144,13 @@ class Work:
             experts_float8=float8 or program.experts_float8,
         )
 
-    def stages_of(self, pp_rank: int) -> list[int]:
+    def stages_of(self, pp_rank: int) -> tuple[int, ...]:
         """The stages of a place along pp."""
-        return _stages_of(pp_rank, self._division)
+        return self._division.stages_of(pp_rank)
 
     def layers_of(self, pp_rank: int) -> tuple[int, ...]:
         """The layers of a place along pp; those of multi-token prediction are on the last stage."""
-        return _layers(self._division, tuple(self.stages_of(pp_rank)))
+        return _layers(self._division, self.stages_of(pp_rank))
 
     def kinds_of(self, pp_rank: int) -> dict[tuple[int, Recompute], int]:
         """How many layers of a place are alike: by one layer of the kind, and how a layer is
@@ -189,17 +189,23 @@ class _Division(NamedTuple):
     dense_float8: bool
     experts_float8: bool
 
+    def stages_of(self, pp_rank: int) -> tuple[int, ...]:
+        return _stages_of(pp_rank, self.pp, self.stages_per_rank, self.schedule)
 
-def _stages_of(pp_rank: int, division: _Division) -> list[int]:
-    schedule, stages = PipelineSchedule(division.schedule), division.pp * division.stages_per_rank
-    return [s for s in range(stages) if place_of(s, division.pp, schedule) == pp_rank]
+
+@lru_cache(4096)
+def _stages_of(
+    pp_rank: int, pp: int, stages_per_rank: int, schedule: ScheduleName
+) -> tuple[int, ...]:
+    kind = PipelineSchedule(schedule)
+    return tuple(s for s in range(pp * stages_per_rank) if place_of(s, pp, kind) == pp_rank)
 
 
 @lru_cache(1024)
 def _places(division: _Division) -> frozenset[int]:
     alike: dict[tuple[tuple[bool, ...], ...], list[int]] = {}
     for pp_rank in range(division.pp):
-        layers = [_layers(division, (stage,)) for stage in _stages_of(pp_rank, division)]
+        layers = [_layers(division, (stage,)) for stage in division.stages_of(pp_rank)]
         kinds = tuple(tuple(division.shape.is_moe(layer) for layer in stage) for stage in layers)
         alike.setdefault(kinds, []).append(pp_rank)
     ends = {pp_rank for places in alike.values() for pp_rank in (places[0], places[-1])}
