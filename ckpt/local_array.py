@@ -43,7 +43,8 @@ class ArraySpec:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    splits: tuple[tuple[str, ...], ...]
+    splits: tuple[tuple[str, ...], ...] = ()
+    """Empty where no dim is cut."""
     attributes: Mapping[str, Any] = field(default_factory=dict)
     stages: tuple[int, ...] = ()
     mesh: RankMesh | None = None
@@ -63,7 +64,11 @@ class ArraySpec:
         """Which rank holds which slice under ``topology``."""
         if self.mesh is not None:
             return MeshLayout(self.shape, self.mesh, self.placements)
-        return ShardLayout(self.shape, self.splits, topology, self.stages)
+        return ShardLayout(self.shape, self._splits, topology, self.stages)
+
+    @property
+    def _splits(self) -> tuple[tuple[str, ...], ...]:
+        return self.splits or ((),) * len(self.shape)
 
     def record(self, topology: Topology, compression: Compression = "none") -> ArrayRecord:
         """The array's record in the manifest of a save under ``topology``; equal on every rank."""
@@ -73,7 +78,7 @@ class ArraySpec:
             name=self.name,
             shape=self.shape,
             logical_dtype=self.logical_dtype,
-            splits=self.splits,
+            splits=self._splits,
             shard_shape=shard,
             chunk_shape=chunk,
             compression=compression,

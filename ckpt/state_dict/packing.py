@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ckpt.format import Pack, PackedTensor, PackPlan, PlacedTensor
+from ckpt.format import PackedTensor, PackPlan, PlacedTensor
 from ckpt.local_array import ArraySpec, LocalArray
 from ckpt.state_dict.held import shard_of
 from ckpt.state_dict.packed_row import GatheredRow, PackedRow
@@ -25,10 +25,14 @@ def local_arrays(
     """This rank's slices of all arrays."""
     arrays = []
     for name in made.own:
-        spec, layout = _own(name, described[name]), described[name].layout
+        layout, dtype = described[name].layout, getattr(torch, described[name].dtype)
+        spec = ArraySpec(name, layout.shape, dtype, mesh=layout.mesh, placements=layout.placements)
         arrays.append(LocalArray(spec, *pieces(layout, tensors.get(name), rank)))
     for pack in made.packs:
-        spec = _of_pack(pack)
+        spec = ArraySpec(
+            pack.name, pack.shape, getattr(torch, pack.dtype), attributes=pack.attributes,
+            mesh=pack.mesh, placements=pack.placements,
+        )  # fmt: skip
         slot = MeshLayout(pack.shape, pack.mesh, pack.placements).slot(rank)
         if slot is None:
             arrays.append(LocalArray(spec, [], []))
@@ -37,30 +41,6 @@ def local_arrays(
         direct = all(piece.is_cpu and piece.is_contiguous() for _, piece in parts)
         arrays.append((PackedRow if direct else GatheredRow)(spec, slot, parts))
     return arrays
-
-
-def _own(name: str, one: PlacedTensor) -> ArraySpec:
-    layout = one.layout
-    return ArraySpec(
-        name=name,
-        shape=layout.shape,
-        dtype=getattr(torch, one.dtype),
-        splits=((),) * len(layout.shape),
-        mesh=layout.mesh,
-        placements=layout.placements,
-    )
-
-
-def _of_pack(pack: Pack) -> ArraySpec:
-    return ArraySpec(
-        name=pack.name,
-        shape=pack.shape,
-        dtype=getattr(torch, pack.dtype),
-        splits=((), ()),
-        attributes=pack.attributes,
-        mesh=pack.mesh,
-        placements=pack.placements,
-    )
 
 
 def pieces(layout: MeshLayout, tensor: Tensor | None, rank: int) -> tuple[list[Box], list[Tensor]]:
