@@ -255,7 +255,6 @@ PATHS: dict[str, ExpertsFn] = {
 }
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def has_grouped_kernel() -> bool:
     """Whether torch's grouped product on CUDA is one kernel on this device.
 
@@ -265,7 +264,7 @@ def has_grouped_kernel() -> bool:
     """
     if not torch.cuda.is_available():
         return True
-    return torch.cuda.get_device_capability()[0] in (9, 10)
+    return torch.cuda.get_device_properties().major in (9, 10)
 
 
 def choose_backend(
