@@ -242,7 +242,6 @@ def _prepare(session: pytest.Session, channel: Channel, number: int) -> None:
     plugins.unregister(name="terminalreporter")
     # Counts and exit codes are of the process that collects.
     plugins.register(Reports(config, channel))
-    config.option.basetemp = None
     folders = config._tmp_path_factory  # type: ignore[attr-defined]
     folders._basetemp = folders.getbasetemp() / f"worker{number}"
     folders._basetemp.mkdir()

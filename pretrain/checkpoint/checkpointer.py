@@ -125,6 +125,11 @@ class Checkpointer:
         except CheckpointError as error:
             self._fail("shared", self.progress.begun, str(error))
 
+    def settle(self) -> None:
+        """Wait until no rank's writer process has anything to write; every rank must call."""
+        self.wait()
+        self.job.runtime.agree(True)
+
     def way_back(self) -> str:
         """What to do after a run that cannot go on; every rank must call, and waits for saves."""
         self.wait()
@@ -146,8 +151,7 @@ class Checkpointer:
         Raises InputError where the folder cannot be changed.
         """
         runtime, root = self.job.runtime, self.root
-        self.wait()
-        runtime.agree(True)  # from here on no writer process has anything to write
+        self.settle()
 
         def leave() -> int:
             steps = ckpt.committed_steps(root)

@@ -38,8 +38,7 @@ def go_back(
     cannot be read.
     """
     runtime, root = job.runtime, checkpointer.root
-    checkpointer.wait()
-    runtime.agree(True)  # from here on no writer process has anything to write
+    checkpointer.settle()
     step = runtime.from_first(lambda: (ckpt.committed_steps(root)[-count:] or [-1])[0])
     if step < 0:
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import io
 import os
 import pickle
 import queue
@@ -16,8 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from cluster.detect import first_mismatch, read_dumps
-from convoy.commands.pretrain import main
 from pretrain.data.loader import Loader
+from tests.support.commands import pretrain
 from tests.support.jobs import prepare_job, write_spec
 from tests.support.ranks import start_ranks
 
@@ -94,13 +93,8 @@ def on_rank(rank: int, spec: str, last, world: int) -> tuple[int, str]:
         importlib.import_module("pretrain.runtime.ranks")._BUILD_SECONDS = 10.0
     if rank == world - 1:
         last()
-    err = io.StringIO()
-    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
-        try:
-            code = main([spec])
-        except SystemExit as end:
-            code = end.code
-    return code, err.getvalue()
+    code, _, err = pretrain([spec])
+    return code, err
 
 
 def lines_of(spec: Path, last, world: int, ends: int) -> list[str]:

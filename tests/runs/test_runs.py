@@ -27,6 +27,7 @@ from pretrain.spec.read import load_spec
 from pretrain.train import evaluate as evaluation
 from pretrain.train.trainer import Trainer
 from tests.support.checkpoints import eventually, manifest_file
+from tests.support.commands import pretrain
 from tests.support.jobs import data_of, events, prepare_job, write_spec
 from tests.support.ranks import run_ranks
 
@@ -50,13 +51,7 @@ def on_rank(rank: int, arguments: list[str], stop_after: int | None) -> tuple[in
             return step(self, stop_requested)
 
         Trainer.step = step_with_signal
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code = main(arguments)
-        except SystemExit as end:
-            code = end.code
-    return code, out.getvalue(), err.getvalue()
+    return pretrain(arguments)
 
 
 def launch(spec: Path, world: int, *overrides: str, stop_after=None) -> tuple[int, str, str]:

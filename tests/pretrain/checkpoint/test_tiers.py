@@ -27,6 +27,7 @@ from pretrain.spec import load_spec
 from pretrain.spec.checkpoint import CheckpointConfig
 from pretrain.train.trainer import Trainer
 from tests.support.checkpoints import objects_folder
+from tests.support.commands import pretrain
 from tests.support.jobs import data_of, events, prepare_job, write_spec
 from tests.support.ranks import run_ranks, start_ranks
 from tests.support.s3 import BUCKET, Server, use
@@ -55,13 +56,7 @@ def on_node(rank: int, spec: str, kill_at: int, poke_at: int, block: str) -> tup
         return step(self, stop_requested)
 
     Trainer.step = step_or_die
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code = main([spec])
-        except SystemExit as end:
-            code = end.code
-    return code, out.getvalue(), err.getvalue()
+    return pretrain([spec])
 
 
 def run_to_the_end(
@@ -223,13 +218,8 @@ def on_a_full_disk(rank: int, spec: str) -> tuple[int, str]:
         return count
 
     ckpt.AsyncCheckpointer.prepare = prepare_and_fill
-    err = io.StringIO()
-    with contextlib.redirect_stderr(err):
-        try:
-            code = main([spec])
-        except SystemExit as end:
-            code = end.code
-    return code, err.getvalue()
+    code, _, err = pretrain([spec])
+    return code, err
 
 
 def test_a_full_disk_is_told_once_for_each_save(text, tmp_path):

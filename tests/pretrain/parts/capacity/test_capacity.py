@@ -23,6 +23,7 @@ from pretrain.parts.step import Wish
 from pretrain.parts.testing import context_of
 from pretrain.train.trainer import Trainer
 from router import UNITS_PER_RANK, StragglerAwareConfig
+from tests.support.commands import pretrain
 from tests.support.jobs import events, prepare_job, write_spec
 from tests.support.ranks import run_ranks
 
@@ -56,13 +57,7 @@ def on_rank(
 
     if bad_step:
         Trainer.step = step_with_a_bad_router
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code = main(arguments)
-        except SystemExit as end:
-            code = end.code
-    return code, out.getvalue(), err.getvalue()
+    return pretrain(arguments)
 
 
 def launch(folder: Path, text: Path, *overrides: str, slowness=0.0, bad_step=0, **moe: Any):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import itertools
 import json
 import os
@@ -20,7 +18,6 @@ from hypothesis import strategies as st
 
 import ckpt
 from cluster.members import read_exclusions
-from convoy.commands.pretrain import main
 from parallel import Topology
 from pretrain.data.division import Division, divide, equal_division, step_seconds
 from pretrain.data.loader import Cursor, micro_batches
@@ -28,6 +25,7 @@ from pretrain.errors import InputError
 from pretrain.job import Job
 from pretrain.parts.stragglers import GainMeter, Stragglers, StragglersConfig
 from pretrain.train.trainer import Trainer
+from tests.support.commands import pretrain
 from tests.support.jobs import events, make_spec, prepare_job, write_spec
 from tests.support.ranks import run_ranks
 
@@ -230,13 +228,7 @@ def on_rank(
             return forward_backward(self, batches, *rest)
 
         Job.forward_backward = slowly
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code = main(arguments)
-        except SystemExit as end:
-            code = end.code
-    return code, out.getvalue(), err.getvalue()
+    return pretrain(arguments)
 
 
 def launch(
