@@ -77,6 +77,32 @@ def make_parts(
             done(numbers.pop(future), future.result())
 
 
+class _Process(SpawnProcess):
+    def start(self) -> None:
+        """Start the process. A signal waits until that is done: one that came in between would
+        leave a process that nobody knows of, and that ends with a traceback."""
+        with _signals_wait():
+            super().start()
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """SIGINT and SIGTERM that come within are handled at the end."""
+    if threading.current_thread() is not threading.main_thread():  # has no signals
+        yield
+        return
+    received: list[int] = []
+    numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
+    former = {n: signal.signal(n, lambda number, _: received.append(number)) for n in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+        for number in received:
+            signal.raise_signal(number)
+
+
 class _Context(SpawnContext):
     """Spawned processes, with a list of them."""
 
@@ -85,7 +111,7 @@ class _Context(SpawnContext):
         self.processes: list[SpawnProcess] = []
 
     def Process(self, *args: Any, **kwargs: Any) -> SpawnProcess:  # type: ignore[override]
-        process = SpawnProcess(*args, **kwargs)
+        process = _Process(*args, **kwargs)
         self.processes.append(process)
         return process
 
@@ -103,7 +129,8 @@ def _processes(count: int, settings: PartSettings | None) -> Iterator[Executor]:
                 raise  # the executor ends the other processes, and waits for all
             except BaseException:
                 for process in context.processes:
-                    process.kill()
+                    if process.pid is not None:  # it was started
+                        process.kill()
                 raise
     except BrokenProcessPool:
         raise InputError(

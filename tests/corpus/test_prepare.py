@@ -512,6 +512,12 @@ def threading_kill(folder: Path) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+MODEL = {
+    "vocab_size": VOCAB, "d_model": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2,
+    "d_ff": 48, "first_k_dense": 1,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_stop_ends_a_preparation_in_the_middle_of_a_document(tmp_path, tokenizer, trained):
     """The tokenizer's library takes long for one word, and a line is long skipped."""
@@ -523,10 +529,7 @@ def test_a_stop_ends_a_preparation_in_the_middle_of_a_document(tmp_path, tokeniz
     else:
         (tmp_path / "text" / "a.jsonl.gz").write_bytes(gzip.compress(b"0" * (1 << 24)) * 200)
         data = config(tmp_path, tokenizer=str(tokenizer))
-    spec = write_spec(tmp_path, model={
-        "vocab_size": VOCAB, "d_model": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2,
-        "d_ff": 48, "first_k_dense": 1,
-    }, data=data.model_dump(mode="json"))  # fmt: skip
+    spec = write_spec(tmp_path, model=MODEL, data=data.model_dump(mode="json"))
     process = subprocess.Popen(
         [sys.executable, "-m", "convoy", "prepare", str(spec)],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -538,10 +541,38 @@ def test_a_stop_ends_a_preparation_in_the_middle_of_a_document(tmp_path, tokeniz
     finally:
         process.kill()
         process.communicate()
-    assert process.returncode == 75
+    assert process.returncode == 75, err
     assert err.endswith("stopped; the same command goes on\n")
     assert not (tmp_path / "corpus").exists()
     assert not any(map(is_running, workers))
+
+
+INTERRUPTED = """
+import signal, sys
+from multiprocessing import util
+from convoy.__main__ import main
+spawn = util.spawnv_passfds
+def interrupted(path, words, handles):
+    pid = spawn(path, words, handles)
+    if any("spawn_main" in str(word) for word in words):
+        signal.raise_signal(signal.SIGTERM)
+    return pid
+util.spawnv_passfds = interrupted
+sys.exit(main("prepare", sys.argv[1:]))
+"""
+
+
+def test_a_stop_while_a_worker_starts_ends_a_preparation(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_bytes(b"word " * (1 << 19))
+    data = config(tmp_path).model_dump(mode="json")
+    spec = write_spec(tmp_path, model=MODEL, data=data)
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(spec)],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert ended.returncode == 75, ended.stderr
+    assert ended.stderr == "error: stopped; the same command goes on\n"
 
 
 def test_a_worker_ends_with_its_preparation_in_the_middle_of_a_document(tmp_path, tokenizer):
