@@ -3,7 +3,8 @@
 #                 SPEC=, RANKS= and ARGS="--set train.steps=480" change it; writes a report at its end
 # make test       the test suite, lint and types apart (make lint, make types);
 #                 PYTEST="-k name --durations=60" are arguments of pytest
-# make check      all three
+# make test-long  the tests that take seconds of both cores each, which CI runs too
+# make check      all four
 # make test-faults    a short campaign of faults on a run, which CI runs too
 # make test-engines  runs on a real Slurm and Ray of this machine, which it installs, and a real
 #                 Prometheus and Chromium that look at runs
@@ -17,12 +18,14 @@ SPEC ?= tools/recipes/stdlib-tiny.toml
 FRESH ?= 0
 ARGS ?=
 export OMP_NUM_THREADS ?= 1
+# Interpreters start in less time where bytecode is kept; the tests are collected in half the time.
+export PYTHONDONTWRITEBYTECODE :=
 # torchrun's default shared store can leave a restart hanging; each attempt gets its own.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE := 1
 # After SIGTERM ranks finish a step and commit a checkpoint before they are killed.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 600
 
-.PHONY: setup pretrain chaos test test-all test-faults test-engines examples lint types check megablocks docs/spec.md docs/metrics.md clean
+.PHONY: setup pretrain chaos test test-long test-all test-faults test-engines examples lint types check megablocks docs/spec.md docs/metrics.md clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -45,6 +48,9 @@ chaos: setup
 test: setup
 	$(PY) -m tests.lanes $(PYTEST)
 
+test-long: setup
+	$(PY) -m tests.lanes -m "long and not slow" $(PYTEST)
+
 test-all: setup
 	$(PY) -m pytest -m ""
 
@@ -58,7 +64,7 @@ lint: setup
 types: setup
 	$(PY) -m mypy
 
-check: lint types test
+check: lint types test test-long
 
 # On a CUDA machine. The pins of megablocks 0.10 are older than its code: install without them.
 megablocks: setup

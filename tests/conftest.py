@@ -3,6 +3,7 @@
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -11,11 +12,13 @@ import torch
 
 from tests import lanes
 from tests.support import writers
-from tests.support.ranks import end_ranks
+from tests.support.ranks import end_ranks, serve_ranks, share_server
+
+LONG_TESTS = Path(__file__).with_name("long_tests.txt")
 
 writers.serve_writers()
-lanes.BEFORE_WORK.append(writers.serve_writers)
-lanes.AFTER_WORK.append(writers.end_serving)
+lanes.BEFORE_COLLECTION.append(serve_ranks)
+lanes.BEFORE_WORK.append(share_server)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,7 +27,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    lanes.mark_long(config, items, LONG_TESTS)
     seed = config.getoption("--shuffle")
     if seed is None:
         return

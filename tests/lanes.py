@@ -21,6 +21,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,32 @@ LAST_FOLDERS = ("router", "moe", "corpus")
 """Folders of many short tests: at the end of the run, no worker is left with a long one."""
 _LOST = "the worker process of this test died"
 _LENGTH = struct.Struct("!I")
+
+
+def mark_long(config: pytest.Config, items: Sequence[pytest.Item], list_of_tests: Path) -> None:
+    """Mark the listed tests as ``long``.
+
+    The list has one test a line, as pytest names the test, from the list's folder on: with its case
+    in brackets, or without for all cases. Lines with ``#`` are comments.
+
+    Raises pytest.UsageError for a line that is no test of a file that was collected whole.
+    """
+    lines = {line for line in list_of_tests.read_text().splitlines() if line[:1] != "#"}
+    unknown, files = set(lines), set()
+    folder = list_of_tests.parent
+    for item in items:
+        if not item.path.is_relative_to(folder):
+            continue
+        file = item.path.relative_to(folder).as_posix()
+        with_case = "::".join((file, *item.nodeid.split("::")[1:]))
+        without = with_case.partition("[")[0]
+        files.add(file)
+        if with_case in lines or without in lines:
+            item.add_marker("long")
+            unknown -= {with_case, without}
+    stale = sorted(line for line in unknown if line.partition("::")[0] in files)
+    if stale and not any("::" in word for word in config.args):
+        raise pytest.UsageError(f"{list_of_tests.name}: no test is named {', '.join(stale)}")
 
 
 class Channel:
@@ -107,6 +134,12 @@ class Worker:
 
 class Lanes:
     """The plugin: forks the workers after the collection, and hands their reports to pytest."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self) -> None:
+        """Start what the workers share, on another core than the collection's."""
+        for act in BEFORE_COLLECTION:
+            act()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -222,8 +255,6 @@ def _work(session: pytest.Session, channel: Channel, number: int) -> None:
             hook.pytest_runtest_protocol(item=item, nextitem=after)
             channel.send(("finished", index))
             index = following
-        for act in AFTER_WORK:
-            act()
         code = 0
     except EOFError:
         pass  # the process that collects has gone
@@ -249,10 +280,10 @@ def _prepare(session: pytest.Session, channel: Channel, number: int) -> None:
         act()
 
 
+BEFORE_COLLECTION: list[Callable[[], object]] = []
+"""Called once, in the process that collects, before it does so."""
 BEFORE_WORK: list[Callable[[], object]] = []
 """Called in each worker before its first test."""
-AFTER_WORK: list[Callable[[], object]] = []
-"""Called in each worker after its last test."""
 
 
 def main(arguments: list[str]) -> int:

@@ -107,3 +107,32 @@ def test_a_worker_takes_a_files_tests_in_order_and_helps_others_at_the_end():
     assert lane.take("b") == (4, "tests/router/c")
     assert lane.take("tests/router/c") == (2, "a")
     assert lane.take("a") is None
+
+
+LISTING = """
+import pathlib
+from tests.lanes import mark_long
+def pytest_collection_modifyitems(config, items):
+    mark_long(config, items, pathlib.Path("long_tests.txt").resolve())
+"""
+
+
+def test_a_listed_test_is_long_and_a_stale_line_ends_the_run(tmp_path):
+    text = """
+import pytest
+@pytest.mark.parametrize("case", ["one", "two"])
+def test_a(case): pass
+def test_b(): pass
+def test_c(): pass
+"""
+    files = {
+        "pytest.ini": CONFIG + "    long: x\n", "conftest.py": LISTING, "test_it.py": text,
+        "long_tests.txt": "# why\ntest_it.py::test_a[one]\ntest_it.py::test_b\nother.py::test_x\n",
+    }  # fmt: skip
+    result = run(tmp_path, files, "-v", "-m", "long")
+    assert "2 passed, 2 deselected" in result.stdout
+    assert "test_a[two]" not in result.stdout
+    result = run(tmp_path, {**files, "long_tests.txt": "test_it.py::test_gone\n"})
+    assert "long_tests.txt: no test is named test_it.py::test_gone" in result.stderr
+    assert result.returncode != 0
+    assert run(tmp_path, {}, "test_it.py::test_c").returncode == 0

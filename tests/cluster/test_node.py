@@ -19,6 +19,8 @@ from cluster.launch.slurm_job import _Start
 from parallel.version import VERSION
 from tests.cluster.test_launch import JOB, changed
 
+pytestmark = pytest.mark.waits
+
 TORCHRUN = """\
 #!/bin/bash
 # In the place of the interpreter: "torchrun" writes its words, and ends as a run's torchrun does.

@@ -23,9 +23,10 @@ from moe import (
 )
 from moe.config import DISPATCHERS
 from moe.rows import rows_of
-from moe.testing import DispatcherContract, run_ranks
+from moe.testing import DispatcherContract
 from parallel import ParallelDims, Topology, apply_expert_parallel
 from tests.moe import test_dispatch
+from tests.support.ranks import run_ranks
 
 HERE = f"{__name__}:Everything"
 

@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 # One server imports torch once; ranks fork from it, before any thread of torch exists.
@@ -26,6 +27,22 @@ _started: list[Any] = []
 # Within pytest's limit, and long: on a busy machine a rank may wait a minute for its turn.
 COLLECTIVE_TIMEOUT = timedelta(seconds=150)
 _RANKS_SECONDS = 200.0
+
+
+def serve_ranks() -> None:
+    """Start the server that ranks fork from, which takes seconds, while this process goes on."""
+    from tests.support.writers import start_serving
+
+    start_serving()
+    forkserver.ensure_running()
+
+
+def share_server() -> None:
+    """In a fork of the process that called :func:`serve_ranks`: use the server of that process.
+
+    multiprocessing would wait for the server as for a child of this process.
+    """
+    forkserver._forkserver.ensure_running = resource_tracker.ensure_running  # type: ignore[attr-defined]
 
 
 def set_rank_environment(rank: int, world: int, port: int) -> None:
