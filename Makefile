@@ -6,6 +6,7 @@
 # make test-long  the tests that take seconds of both cores each, which CI runs too
 # make check      all four
 # make test-faults    a short campaign of faults on a run, which CI runs too
+# make test-fake-gpu  the tests of a CUDA device, on a pretended one that has real numbers
 # make test-engines  runs on a real Slurm and Ray of this machine, which it installs, and a real
 #                 Prometheus and Chromium that look at runs
 # make chaos      the tiny recipe under 30 random faults, and without; OUT= is a new folder
@@ -25,7 +26,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE := 1
 # After SIGTERM ranks finish a step and commit a checkpoint before they are killed.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 600
 
-.PHONY: setup pretrain chaos test test-long test-all test-faults test-engines examples lint types check megablocks docs/spec.md docs/metrics.md clean
+.PHONY: setup pretrain chaos test test-long test-fake-gpu test-all test-faults test-engines examples lint types check megablocks docs/spec.md docs/metrics.md clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -50,6 +51,10 @@ test: setup
 
 test-long: setup
 	$(PY) -m tests.lanes -m "long and not slow" $(PYTEST)
+
+# Of float8 a CPU has no kernel.
+test-fake-gpu: setup
+	CONVOY_TEST_DEVICE=cuda $(PY) -m pytest tests/test_cuda.py -k "not float8" $(PYTEST)
 
 test-all: setup
 	$(PY) -m pytest -m ""

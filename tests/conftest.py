@@ -12,7 +12,11 @@ import torch
 
 from tests import lanes
 from tests.support import writers
+from tests.support.fake_gpu import values
 from tests.support.ranks import end_ranks, serve_ranks, share_server
+
+if values.is_wanted():
+    values.install()
 
 LONG_TESTS = Path(__file__).with_name("long_tests.txt")
 

@@ -8,6 +8,7 @@ import torch
 import torch._dynamo
 
 from pretrain.train import trainer
+from tests.support.fake_gpu import values
 from tests.support.writers import use_served_writers
 
 # What doors and open kinds import on demand: once here, and not in every rank.
@@ -42,6 +43,8 @@ trainer.peak_flops_per_second = functools.cache(trainer.peak_flops_per_second)
 trainer.peak_flops_per_second(torch.device("cpu"), torch.float32)
 
 use_served_writers()
+if values.is_wanted():
+    values.install()
 
 # A rank's garbage collector would visit every object of these modules, and copy their pages.
 gc.collect()
