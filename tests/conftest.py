@@ -12,11 +12,8 @@ import torch
 
 from tests import lanes
 from tests.support import writers
-from tests.support.fake_gpu import values
+from tests.support.fake_gpu import build, values
 from tests.support.ranks import end_ranks, serve_ranks, share_server
-
-if values.is_wanted():
-    values.install()
 
 LONG_TESTS = Path(__file__).with_name("long_tests.txt")
 
@@ -29,6 +26,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--shuffle", type=int, metavar="SEED", help="run files, and the tests in each, in any order"
     )
+
+
+def pytest_configure() -> None:
+    if values.is_wanted():
+        if why := build.why_not():
+            raise pytest.UsageError(why)
+        values.install()
 
 
 @pytest.hookimpl(tryfirst=True)

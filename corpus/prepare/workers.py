@@ -92,15 +92,16 @@ def _signals_wait() -> Iterator[None]:
         yield
         return
     received: list[int] = []
-    numbers: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
-    former = {n: signal.signal(n, lambda number, _: received.append(number)) for n in numbers}
+    former = {}
     try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            former[number] = signal.signal(number, lambda number, _: received.append(number))
         yield
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
-        for number in received:
-            signal.raise_signal(number)
+        for late in received:
+            signal.raise_signal(late)
 
 
 class _Context(SpawnContext):

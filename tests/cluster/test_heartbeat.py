@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import signal
 import threading
@@ -17,9 +16,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from cluster.detect import Heartbeat, HeartbeatPublisher, PhaseLimits, StuckWatch, open_store
 from cluster.detect.heartbeat import Pulse, publish_seconds
 from cluster.detect.stuck import find_stuck
-from convoy.commands.pretrain import main
 from parallel import CommMonitor
 from pretrain.data.loader import Loader
+from tests.support.commands import pretrain
 from tests.support.jobs import events, prepare_job, write_spec
 from tests.support.ranks import start_ranks
 
@@ -187,8 +186,7 @@ def train_on_rank(rank: int, spec: str) -> int:
         return step(self, cursor, skipped)
 
     Loader.step = stuck
-    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-        return main([spec])
+    return pretrain([spec])[0]
 
 
 def spec_of(text: Path, tmp_path: Path, **detection) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import shutil
@@ -23,6 +22,7 @@ from convoy.commands.pretrain import main as pretrain
 from convoy.commands.reshard import main as reshard
 from corpus.prepare.prepare import prepare_corpus
 from parallel.layout import Topology
+from tests.support import commands
 from tests.support.checkpoints import objects_folder, save_with_threads
 from tests.support.jobs import events, make_spec, write_corpus, write_spec
 from tests.support.processes import children, is_running
@@ -127,9 +127,7 @@ def test_inspect_shows_and_verifies(tmp_path, capsys):
 
 
 def on_rank(rank: int, arguments: list[str]) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        return pretrain(arguments), out.getvalue(), err.getvalue()
+    return commands.pretrain(arguments)
 
 
 def refused(*arguments: str | Path) -> str:

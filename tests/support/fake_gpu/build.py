@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -13,6 +14,15 @@ import torch
 
 HERE = Path(__file__).parent
 BUILT = Path(__file__).parents[3] / "build" / "fake_gpu"
+
+
+def why_not() -> str:
+    """Why there is no fake device here, and what would help; empty where there can be one."""
+    if torch.cuda.is_available():
+        return "this torch has a CUDA device: run the tests without CONVOY_TEST_DEVICE"
+    if shutil.which("g++") is None:
+        return "a fake device needs g++: install it, for instance with apt install g++"
+    return ""
 
 
 @functools.cache

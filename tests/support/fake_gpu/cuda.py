@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses import fake_tensor
-
-WAITED: list[Callable[[str], None]] = []
-"""Called with the name of each call that would make the host wait for the device."""
 
 # An H100's, as NVIDIA has published them.
 PROPERTIES = types.SimpleNamespace(
@@ -20,11 +15,6 @@ PROPERTIES = types.SimpleNamespace(
     regs_per_multiprocessor=65536, shared_memory_per_multiprocessor=233472, L2_cache_size=50 << 20,
     shared_memory_per_block=49152, shared_memory_per_block_optin=232448, gcnArchName="",
 )  # fmt: skip
-
-
-def _waits(name: str) -> None:
-    for act in WAITED:
-        act(name)
 
 
 class Stream(torch.Stream):
@@ -42,8 +32,7 @@ class Stream(torch.Stream):
     def record_event(self, event: Any = None) -> Any:
         return event or Event()
 
-    def synchronize(self) -> None:
-        _waits("Stream.synchronize")
+    def synchronize(self) -> None: ...
 
     def query(self) -> bool:
         return True
@@ -61,8 +50,7 @@ class Event:
     def query(self) -> bool:
         return True
 
-    def synchronize(self) -> None:
-        _waits("Event.synchronize")
+    def synchronize(self) -> None: ...
 
     def elapsed_time(self, other: Any) -> float:
         return 1.0
@@ -86,11 +74,10 @@ def install(devices: int) -> None:
         "memory_allocated": 0, "memory_reserved": 0, "max_memory_reserved": 0,
         "reset_peak_memory_stats": None, "empty_cache": None, "is_bf16_supported": True,
         "manual_seed": None, "manual_seed_all": None, "is_current_stream_capturing": False,
-        "check_error": None, "_is_in_bad_fork": False,
+        "check_error": None, "_is_in_bad_fork": False, "synchronize": None,
     }  # fmt: skip
     for name, value in said.items():
         setattr(torch.cuda, name, lambda *_, _value=value, **__: _value)
-    torch.cuda.synchronize = lambda device=None: _waits("torch.cuda.synchronize")
     torch.cuda.memory_stats = lambda device=None: {}
     torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
@@ -98,5 +85,3 @@ def install(devices: int) -> None:
         setattr(torch.cuda, name, kind)
     torch.cuda.device = _Device
     torch.accelerator.current_stream = lambda device=None: stream
-    fake_tensor.FakeTensorMode.avoid_device_init = property(lambda self: True)
-    fake_tensor.init_gpu_context = lambda device: None
