@@ -30,10 +30,7 @@ _RANKS_SECONDS = 200.0
 
 
 def serve_ranks() -> None:
-    """Start the server that ranks fork from, and that of their writer processes, unless they run.
-
-    The first start takes seconds, while this process goes on.
-    """
+    """Start the server that ranks fork from, which takes seconds, while this process goes on."""
     from tests.support.writers import start_serving
 
     start_serving()
@@ -91,7 +88,9 @@ def start_ranks(
     """Start the ranks and return (processes, results queue), for tests that kill them."""
     import torch.distributed as dist
 
-    serve_ranks()
+    from tests.support.writers import start_serving
+
+    start_serving()
     results = _context.Queue()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results.store = store  # for as long as somebody waits for what the ranks return
