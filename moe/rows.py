@@ -69,8 +69,8 @@ def rows_of(
         length = int(counts_E.sum())
     if rows_per_unit is not None:
         U = len(rows_per_unit)
-        sizes_U = torch.tensor(rows_per_unit, device=order.device)
-        unit_S1 = torch.arange(U, device=order.device).repeat_interleave(sizes_U).unsqueeze(1)
+        units_S = torch.arange(U).repeat_interleave(torch.tensor(rows_per_unit))
+        unit_S1 = units_S.to(order.device, non_blocking=True).unsqueeze(1)
         counts_EU = count_tokens_per_expert(local_SK * U + unit_S1, (E + 1) * U)
         counts_E = counts_EU.view(E + 1, U)[:E]
     order_R = order if length is None else order[:length]

@@ -17,6 +17,8 @@ from .config import RoutingTraits as RoutingTraits
 from .config import StragglerAwareConfig as StragglerAwareConfig
 from .groups import HoldsGroups as HoldsGroups
 from .groups import LostGroup as LostGroup
+from .host import HostRead as HostRead
+from .host import to_device as to_device
 from .kinds import OpenKind as OpenKind
 from .kinds import Traits as Traits
 from .kinds import fields_of_others as fields_of_others

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from router.capacity import Assignments, CapacityPolicy, expert_capacity
 from router.config import CAPACITIES, StragglerAwareConfig
+from router.host import to_device
 from router.placement import (
     Bins,
     Placement,
@@ -86,9 +87,9 @@ def _place_by_plan(
     # int() waits for an accelerator, as each round of place_in_rounds does.
     T = chosen_TK.shape[0] if num_tokens is None else int(num_tokens)
     experts, ranks = _capacities(factors, tuple(units), T * chosen_TK.shape[1], E)
-    bins = [Bins(torch.arange(E, device=device), torch.tensor(experts, device=device))]
+    bins = [Bins(torch.arange(E, device=device), to_device(experts, device))]
     if training:
-        bins.append(rank_bins(torch.tensor(ranks, device=device), E))
+        bins.append(rank_bins(to_device(ranks, device), E))
     return place_in_rounds(chosen_TK, choice_TE, scores_TE, bins)
 
 

@@ -5,12 +5,14 @@ Legend: T tokens, K top_k, E experts, B bins. A bin is an expert or a rank.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from router.host import HostRead
 from router.scores import count_tokens_per_expert
 
 
@@ -110,7 +112,11 @@ def place_in_rounds(
     kept_TK = _fit(chosen_TK, scores_TE, levels, [level.room_B for level in levels])
     waiting_TK = ~kept_TK & (chosen_TK < E)
     rerouted = torch.zeros((), dtype=torch.int64, device=choice_TE.device)
-    while bool(waiting_TK.any()):
+    # An accelerator is a round ahead of the host. A round in which no assignment waits changes
+    # nothing.
+    asked = deque([HostRead(waiting_TK.any())])
+    ahead = 0 if choice_TE.device.type == "cpu" else 1
+    while len(asked) <= ahead or bool(asked.popleft().wait()):
         room = [_room_left(indices_TK, kept_TK, level) for level in levels]
         full_E = torch.zeros(E, dtype=torch.bool, device=choice_TE.device)
         for level, room_B in zip(levels, room, strict=True):
@@ -130,6 +136,7 @@ def place_in_rounds(
         indices_TK = torch.where(won_TK, asked_TK, indices_TK)
         kept_TK, waiting_TK = kept_TK | won_TK, waiting_TK & ~won_TK
         rerouted = rerouted + won_TK.sum()
+        asked.append(HostRead(waiting_TK.any()))
     return Placement(torch.where(kept_TK, indices_TK, chosen_TK), ~kept_TK, rerouted)
 
 

@@ -11,7 +11,6 @@ from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from router.balancing import RoutedTokens, balancing_of
@@ -22,6 +21,7 @@ from router.losses import mean_over_tokens
 from router.routing import Scored, routing_of
 from router.scores import TINY, count_tokens_per_expert, score
 from router.unused import UnusedUpdate
+from router.wide_linear import wide_linear
 
 
 class RouterOutput(NamedTuple):
@@ -194,14 +194,14 @@ class TopKRouter(HoldsGroups, nn.Module):
                 self._idle_counts.look(self.weight)
         dtype = torch.promote_types(torch.float32, x_TD.dtype)
         with no_autocast(x_TD.device.type):
-            x_TD = x_TD.to(dtype)
             if token_mask_T is not None:
                 # Padding may be NaN, which the weight's gradient would multiply by 0.
                 x_TD = x_TD.masked_fill(~token_mask_T.unsqueeze(1), 0)
             jitter = self.config.input_jitter
             if jitter and self.training:
+                x_TD = x_TD.to(dtype)
                 x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - jitter, 1 + jitter)
-            logits_TE = F.linear(x_TD, self.weight.to(dtype))
+            logits_TE = wide_linear(x_TD, self.weight, dtype)
             return self._route(
                 logits_TE,
                 seq_len,

@@ -14,7 +14,7 @@ from moe.config import DISPATCHERS
 from moe.dispatch.dispatchers import DispatchedRows, Dispatcher, block_of
 from moe.rows import rows_of
 from parallel.comm import PendingRows, all_gather_rows, start_gather_rows, start_scatter_sums
-from router import RouterOutput
+from router import HostRead, RouterOutput
 
 
 class AllGatherDispatcher(Dispatcher):
@@ -29,8 +29,9 @@ class AllGatherDispatcher(Dispatcher):
         """See :class:`Dispatcher`."""
         experts = range(len(routed.rows_per_expert_E))
         T = len(x_TD)
-        sizes = all_gather_rows(torch.tensor([T], device=x_TD.device), self.group, "ep")
-        padding = int(sizes.max()) - T
+        own = torch.full((1,), T, dtype=torch.int64, device=x_TD.device)
+        sizes = HostRead(all_gather_rows(own, self.group, "ep"))
+        padding = int(sizes.wait().max()) - T
 
         def everywhere(rows: Tensor, fill: int = 0) -> PendingRows:
             if padding:

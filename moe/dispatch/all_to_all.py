@@ -25,7 +25,7 @@ from moe.dispatch.dispatchers import (
 from moe.dispatch.transfer import Tokens, Transfer, begun_ahead, start_transfer
 from moe.rows import row_map, rows_of, sort_by_expert
 from parallel.comm import Wire, exchange_counts
-from router import RouterOutput, count_tokens_per_expert
+from router import HostRead, RouterOutput, count_tokens_per_expert
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,17 @@ def plan_transfers(
     rows_GC = [count_tokens_per_expert(to_TK, ranks + 1)[:ranks] for to_TK in destinations_TK]
     assignments_GC = [_assignments_of_ranks(c, experts, ranks) for c in chunks]
     sent_GC2 = torch.stack([torch.stack(rows_GC, 1), torch.stack(assignments_GC, 1)], 2)
-    # One copy to the host for both tensors: the copy waits for the CUDA stream.
-    both = torch.stack([sent_GC2, exchange_counts(sent_GC2, group)]).cpu()
+    both = HostRead(torch.stack([sent_GC2, exchange_counts(sent_GC2, group)]))
+    # A device sorts while the counts travel to the host.
+    orders = [sort_by_expert(to_TK) for to_TK in destinations_TK]
     (sent_rows_GC, _), (received_rows_GC, received_assignments_GC) = (
-        (counts_GC2[..., 0], counts_GC2[..., 1]) for counts_GC2 in both
+        (counts_GC2[..., 0], counts_GC2[..., 1]) for counts_GC2 in both.wait()
     )
     planned = []
-    for i, (chunk, to_TK) in enumerate(zip(chunks, destinations_TK, strict=True)):
+    for i, (chunk, order) in enumerate(zip(chunks, orders, strict=True)):
         sent_rows_G = sent_rows_GC[:, i].tolist()
-        source_R = sort_by_expert(to_TK)[: sum(sent_rows_G)] // max(to_TK.shape[1], 1)
+        columns = max(destinations_TK[i].shape[1], 1)
+        source_R = order[: sum(sent_rows_G)] // columns
         planned.append(
             PlannedTransfer(
                 chunk,

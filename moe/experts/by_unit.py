@@ -34,12 +34,13 @@ class _ByUnit(torch.autograd.Function):
     ) -> Tensor:
         rows, weights = Rows(*inputs[:4]), ExpertWeights(*inputs[4:])
         products: list[Tensor] = []
+        counts_EU = rows.rows_per_expert_E.tolist()
         if packed:
-            shares = _unit_shares_of(rows, weights)
+            shares = _unit_shares_of(counts_EU, weights)
             out, products = run_forward(ACTIVATIONS[name], rows, weights, shares)
         else:
-            out = _loop_forward(rows, weights, name)
-        ctx.name, ctx.packed, ctx.sums = name, packed, sums
+            out = _loop_forward(rows, counts_EU, weights, name)
+        ctx.name, ctx.packed, ctx.sums, ctx.counts_EU = name, packed, sums, counts_EU
         ctx.save_for_backward(*inputs, *products)
         return out
 
@@ -49,13 +50,15 @@ class _ByUnit(torch.autograd.Function):
         saved, dy_SD = ctx.saved_tensors, grads[0].contiguous()
         rows, weights = Rows(*saved[:4]), ExpertWeights(*saved[4:10])
         if ctx.packed:
-            shares = _unit_shares_of(rows, weights)
+            shares = _unit_shares_of(ctx.counts_EU, weights)
             grads_of_units = _UnitGrads(weights, ctx.sums, len(shares))
             dx_SD, dweights_R = run_backward(
                 ACTIVATIONS[ctx.name], rows, weights, shares, saved[10:], dy_SD, grads_of_units
             )
         else:
-            dx_SD, dweights_R = _loop_backward(rows, weights, ctx.name, dy_SD, ctx.sums)
+            dx_SD, dweights_R = _loop_backward(
+                rows, ctx.counts_EU, weights, ctx.name, dy_SD, ctx.sums
+            )
         zeros = weights.map(ctx.sums.stand_in)
         return None, None, None, dx_SD, None, dweights_R, None, *zeros
 
@@ -110,25 +113,26 @@ class _UnitGrads:
         self.sums.add(expert, self.scratch[worker])
 
 
-def _unit_shares_of(rows: Rows, weights: ExpertWeights) -> list[list[Block]]:
-    counts_EU = rows.rows_per_expert_E.tolist()
+def _unit_shares_of(counts_EU: list[list[int]], weights: ExpertWeights) -> list[list[Block]]:
     workers = num_workers(sum(map(sum, counts_EU)), *weights.w_up.shape[1:])
     return _shares_by_unit(counts_EU, workers)
 
 
-def _blocks(rows: Rows) -> Iterator[tuple[int, slice]]:
+def _blocks(counts_EU: list[list[int]]) -> Iterator[tuple[int, slice]]:
     """Each expert and its rows of one unit."""
     end = 0
-    for expert, counts in enumerate(rows.rows_per_expert_E.tolist()):
+    for expert, counts in enumerate(counts_EU):
         for count in counts:
             start, end = end, end + count
             if count:
                 yield expert, slice(start, end)
 
 
-def _loop_forward(rows: Rows, weights: ExpertWeights, activation: ActivationName) -> Tensor:
+def _loop_forward(
+    rows: Rows, counts_EU: list[list[int]], weights: ExpertWeights, activation: ActivationName
+) -> Tensor:
     out_SD = torch.zeros_like(rows.x_SD)
-    for expert, unit in _blocks(rows):
+    for expert, unit in _blocks(counts_EU):
         source, weight = rows.source_R[unit], rows.weights_R[unit].unsqueeze(1)
         y = one_expert(ACTIVATIONS[activation], rows.x_SD[source], weight, weights.aligned(expert))
         out_SD.index_add_(0, source, y)
@@ -136,10 +140,15 @@ def _loop_forward(rows: Rows, weights: ExpertWeights, activation: ActivationName
 
 
 def _loop_backward(
-    rows: Rows, weights: ExpertWeights, activation: ActivationName, dy_SD: Tensor, sums: UnitSums
+    rows: Rows,
+    counts_EU: list[list[int]],
+    weights: ExpertWeights,
+    activation: ActivationName,
+    dy_SD: Tensor,
+    sums: UnitSums,
 ) -> tuple[Tensor, Tensor]:
     dx_SD, dweights_R = torch.zeros_like(rows.x_SD), torch.zeros_like(rows.weights_R)
-    for expert, unit in _blocks(rows):
+    for expert, unit in _blocks(counts_EU):
         source, weight = rows.source_R[unit], rows.weights_R[unit].unsqueeze(1)
         dx, dweights_R[unit], grads = one_expert_backward(
             ACTIVATIONS[activation],
@@ -186,7 +195,10 @@ def single_assignments(routed: RouterOutput) -> tuple[RouterOutput, RowMap]:
     """
     indices_TK = routed.expert_indices_TK
     T, K = indices_TK.shape
-    real_R = (indices_TK.flatten() < len(routed.rows_per_expert_E)).nonzero().squeeze(1)
+    if routed.dropped_TK is None:
+        real_R = torch.arange(T * K, device=indices_TK.device)
+    else:
+        real_R = (indices_TK.flatten() < len(routed.rows_per_expert_E)).nonzero().squeeze(1)
     weights_R = routed.expert_weights_TK.flatten().index_select(0, real_R)
     single = routed._replace(
         expert_indices_TK=indices_TK.flatten()[real_R].unsqueeze(1),

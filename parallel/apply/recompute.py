@@ -87,8 +87,8 @@ class _OnHost(save_on_cpu):
 
         def send(tensor: Tensor) -> Any:
             # Read at each call: FSDP replaces parameters by gathered ones during the forward.
-            owned = {local_shard(p).untyped_storage().data_ptr() for p in block.parameters()}
-            return tensor if tensor.untyped_storage().data_ptr() in owned else pack(tensor)
+            owned = {local_shard(p).untyped_storage()._cdata for p in block.parameters()}
+            return tensor if tensor.untyped_storage()._cdata in owned else pack(tensor)
 
         self.pack_hook = send
         self.unpack_hook = lambda kept: kept if isinstance(kept, Tensor) else unpack(kept)

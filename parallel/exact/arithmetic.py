@@ -25,6 +25,7 @@ RANGE_BITS = 8
 """Sums of gradients are at most 2^RANGE_BITS in magnitude; 64 bits have room for twice that."""
 _CHUNK = 1 << 14  # numbers whose intermediate results stay in a core's cache
 _ROW_CHUNK = 1 << 17  # of squares, which take many small operations
+_CHUNK_OF_DEVICES = 1 << 24  # enough for all of a GPU, with 0.2 GB of intermediate results
 
 SQUARE_QUANTA = (2.0**-12, 2.0**-38, 2.0**-64, 2.0**-90)
 """The quanta of the parts of a sum of squares. 26 bits lie between two of them: sums of up to 2^27
@@ -82,7 +83,7 @@ def add_unit(total_N: Tensor, grad_N: Tensor, limit: UnitLimit) -> None:
         limit: gets to see the gradient.
     """
     flat_N = grad_N.reshape(-1)
-    size = min(len(flat_N), _CHUNK)
+    size = min(len(flat_N), chunk_length(flat_N.device))
     scaled_N = flat_N.new_empty(size, dtype=torch.promote_types(flat_N.dtype, torch.float32))
     fixed_N = total_N.new_empty(size)
     for chunk, into in _chunks(flat_N, total_N.view(-1)):
@@ -98,7 +99,7 @@ def to_fixed_(grad_N: Tensor, limit: UnitLimit) -> Tensor:
     """A contiguous float64 tensor's numbers as multiples of 2^-FRACTION_BITS; int64 in the same
     memory, which is the result."""
     fixed_N = grad_N.view(torch.int64)
-    scaled_N = grad_N.new_empty(min(grad_N.numel(), _CHUNK))
+    scaled_N = grad_N.new_empty(min(grad_N.numel(), chunk_length(grad_N.device)))
     for chunk, into in _chunks(grad_N.view(-1), fixed_N.view(-1)):
         limit.look(chunk)
         into.copy_(torch.mul(chunk, 2.0**FRACTION_BITS, out=scaled_N[: len(chunk)]).round_())
@@ -108,14 +109,21 @@ def to_fixed_(grad_N: Tensor, limit: UnitLimit) -> Tensor:
 def from_fixed(total_N: Tensor, out_N: Tensor) -> None:
     """Write a sum of :func:`add_unit` or :func:`to_fixed_` into ``out``, a contiguous floating
     tensor, which may have the same memory."""
-    double_N = total_N.new_empty(min(total_N.numel(), _CHUNK), dtype=torch.float64)
+    size = min(total_N.numel(), chunk_length(total_N.device))
+    double_N = total_N.new_empty(size, dtype=torch.float64)
     for chunk, into in _chunks(total_N.view(-1), out_N.view(-1)):
         # The conversion rounds to the nearest number, as IEEE 754 has it; the product is exact.
         into.copy_(double_N[: len(chunk)].copy_(chunk).mul_(2.0**-FRACTION_BITS))
 
 
+def chunk_length(device: torch.device, on_host: int = _CHUNK) -> int:
+    """How many numbers an elementwise operation takes at once; no bit depends on this length."""
+    return on_host if device.type == "cpu" else _CHUNK_OF_DEVICES
+
+
 def _chunks(a_N: Tensor, b_N: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    return zip(a_N.split(_CHUNK), b_N.split(_CHUNK), strict=True)
+    size = chunk_length(a_N.device)
+    return zip(a_N.split(size), b_N.split(size), strict=True)
 
 
 def row_square_sums(x: Tensor) -> Tensor:
@@ -127,7 +135,7 @@ def row_square_sums(x: Tensor) -> Tensor:
     x_RN = x.reshape(-1, x.shape[-1] if x.ndim > 1 else 1)
     if not x_RN.numel():
         return x_RN.new_zeros(len(x_RN), dtype=torch.float64)
-    per_chunk = max(_ROW_CHUNK // x_RN.shape[1], 1)
+    per_chunk = max(chunk_length(x.device, _ROW_CHUNK) // x_RN.shape[1], 1)
     return torch.cat([_tree_sum(chunk.double().square_()) for chunk in x_RN.split(per_chunk)])
 
 

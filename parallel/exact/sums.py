@@ -145,8 +145,8 @@ class ExactSums:
         return placed_digest(tensor, box)
 
     def square_sum(self, model: nn.Module, dims: ParallelDims | None) -> Tensor:
-        """The squared global norm of the gradients, a float64 scalar of equal bits on every rank
-        and layout; every rank must call.
+        """The squared global norm of the gradients, a float64 scalar on the host, of equal bits on
+        every rank and layout; every rank must call.
 
         NaN where a unit's gradient was not finite or over the limit of exact sums.
         """
@@ -165,15 +165,16 @@ class ExactSums:
         table = torch.zeros(_CLASSES, 5, dtype=torch.float64, device=device)
         assert len(squares) <= _CLASSES
         for row, (replicas, sums) in zip(table, squares.items(), strict=False):
-            row[0], row[1:] = replicas, square_parts(torch.cat(sums))
+            row[0].fill_(replicas)
+            row[1:] = square_parts(torch.cat(sums))
         if not self.limit.take():
             table[0] = torch.nan
         rows = table if dims is None else all_gather_rows(table.flatten()).view(-1, 5)
-        parts = torch.zeros(4, dtype=torch.float64, device=device)
-        for replicas in rows[:, 0].unique():
-            if replicas != 0:
-                # The parts of n replicas are n times the same, and the quotient is exact.
-                parts += rows[rows[:, 0] == replicas, 1:].sum(0) / replicas
+        rows = rows.cpu()
+        parts = torch.zeros(4, dtype=torch.float64)
+        for replicas in {*rows[:, 0].tolist()} - {0}:
+            # The parts of n replicas are n times the same, and the quotient is exact.
+            parts += rows[:, 1:].where(rows[:, :1] == replicas, 0).sum(0) / replicas
         return from_parts(parts) if rows.isfinite().all() else parts.new_tensor(torch.nan)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel import local_shard
+from parallel import chunk_length, local_shard
 from pretrain.model import is_bias
 from pretrain.optim.config import OptimizerFields
 
@@ -24,7 +24,7 @@ class ElementwiseAdamW(torch.optim.AdamW):
     """
 
     _CHUNK = 1 << 14
-    """Numbers of one operation: of a core's cache, and too few to be cut over threads."""
+    """Numbers of one operation on a CPU: of a core's cache, and too few to be cut over threads."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -32,19 +32,22 @@ class ElementwiseAdamW(torch.optim.AdamW):
         algorithm 2)."""
         assert closure is None
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
+            parameters = [p for p in group["params"] if p.grad is not None]
+            steps = [self.state[p]["step"] for p in parameters]
+            for step in steps:
+                step += 1
+            # One copy to the host for all of them.
+            counts = torch.stack(steps).tolist() if steps else []
+            for parameter, step, count in zip(parameters, steps, counts, strict=True):
                 state = self.state[parameter]
-                state["step"] += 1
                 tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
                 flat = [local_shard(t).view(-1) for t in tensors]
-                chunks = [t.split(self._CHUNK) for t in flat]
+                chunks = [t.split(chunk_length(t.device, self._CHUNK)) for t in flat]
                 # No layout cuts the rows of a matrix; biases of experts are cut.
                 if parameter.ndim > 1 and group["weight_decay"] and not parameter.shape[-1] % 16:
-                    self._update_fused(chunks, state["step"], group)
+                    self._update_fused(chunks, step, group)
                 else:
-                    self._update(chunks, float(state["step"]), group)
+                    self._update(chunks, count, group)
 
     @staticmethod
     def _update_fused(chunks: list[Any], step: Tensor, group: dict[str, Any]) -> None:

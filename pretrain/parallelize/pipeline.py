@@ -44,6 +44,7 @@ from pretrain.parallelize.micro_batches import (
 from pretrain.parallelize.mtp import NO_MTP, MTPLoss
 from pretrain.parallelize.results import AUX_LOSSES, RoutingStats, StepResult, routing_stats
 from pretrain.parallelize.schedule import padded_count, place_of
+from router import to_device
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import _Action
@@ -102,14 +103,12 @@ class Pipeline:
         return place_of(self.num_stages - 1, self.ranks, self.schedule)
 
     def rows(self, stage: int, device: torch.device) -> Tensor:
-        """int64 indices, among the model's MoE layers, of the MoE layers of a stage of this rank.
-
-        Kept, because a copy to an accelerator makes the host wait.
-        """
+        """int64 indices, among the model's MoE layers, of the MoE layers of a stage of this
+        rank."""
         if stage not in self._rows:
             blocks = self.stages[stage].blocks
             rows = [row for row, number in enumerate(self.moe_layers) if number in blocks]
-            self._rows[stage] = torch.tensor(rows, dtype=torch.int64, device=device)
+            self._rows[stage] = to_device(rows, device)
         return self._rows[stage]
 
     def order(self, micro_batches: int) -> list[_Action]:

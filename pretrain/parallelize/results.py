@@ -87,7 +87,7 @@ def routing_stats(
     """
     means_LA = losses_of(reports)
     weights_A = means_LA.new_full((len(AUX_LOSSES),), tokens)
-    weights_A[-1] = tokens if loss_weight is None else loss_weight
+    weights_A[-1].fill_(tokens if loss_weight is None else loss_weight)
     counts_LE = torch.stack([aux.tokens_per_expert_E for aux in reports])
     return RoutingStats(
         counts_LE,

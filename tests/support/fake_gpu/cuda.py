@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,15 @@ PROPERTIES = types.SimpleNamespace(
     regs_per_multiprocessor=65536, shared_memory_per_multiprocessor=233472, L2_cache_size=50 << 20,
     shared_memory_per_block=49152, shared_memory_per_block_optin=232448, gcnArchName="",
 )  # fmt: skip
+
+
+ON_WAIT: list[Callable[[str], None]] = []
+"""Called with the name of what the host waits for."""
+
+
+def _wait(what: str) -> None:
+    for note in ON_WAIT:
+        note(what)
 
 
 class Stream(torch.Stream):
@@ -32,7 +42,8 @@ class Stream(torch.Stream):
     def record_event(self, event: Any = None) -> Any:
         return event or Event()
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        _wait("stream")
 
     def query(self) -> bool:
         return True
@@ -50,7 +61,8 @@ class Event:
     def query(self) -> bool:
         return True
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        _wait("event")
 
     def elapsed_time(self, other: Any) -> float:
         return 1.0
@@ -74,10 +86,11 @@ def install(devices: int) -> None:
         "memory_allocated": 0, "memory_reserved": 0, "max_memory_reserved": 0,
         "reset_peak_memory_stats": None, "empty_cache": None, "is_bf16_supported": True,
         "manual_seed": None, "manual_seed_all": None, "is_current_stream_capturing": False,
-        "check_error": None, "_is_in_bad_fork": False, "synchronize": None,
+        "check_error": None, "_is_in_bad_fork": False,
     }  # fmt: skip
     for name, value in said.items():
         setattr(torch.cuda, name, lambda *_, _value=value, **__: _value)
+    torch.cuda.synchronize = lambda device=None: _wait("device")
     torch.cuda.memory_stats = lambda device=None: {}
     torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     torch.cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
