@@ -28,7 +28,6 @@ from .comm.whole_matrices import WholeMatrices as WholeMatrices
 from .config import ParallelConfig as ParallelConfig
 from .config import PipelineSchedule as PipelineSchedule
 from .dtensor import local_shard as local_shard
-from .exact.arithmetic import chunk_length as chunk_length
 from .exact.arithmetic import on_loss_grid as on_loss_grid
 from .exact.sums import ExactSums as ExactSums
 from .exact.tensor_digest import digest as digest

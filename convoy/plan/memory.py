@@ -17,6 +17,7 @@ from convoy.plan.hardware import BYTES, Chip
 from convoy.plan.shape import ModelShape
 from convoy.plan.work import Recompute, Work
 from parallel.layout import Topology
+from pretrain.parallelize import CHUNK, CHUNK_OF_DEVICES
 
 
 @dataclass(frozen=True)
@@ -231,16 +232,23 @@ def _interleaved(pp: int, stages: int, micro_batches: int, pp_rank: int) -> list
     return sorted(moments)
 
 
-def loss_bytes(work: Work, micro_batches: int = 1) -> float:
+def loss_bytes(work: Work, micro_batches: int = 1, kernels: str = "cpu") -> float:
     """Logits and what their loss makes of them, at the peak of its backward.
 
-    ``held`` micro-batches' logits and log-probabilities, and the gradients of both in the loss's
-    dtype; where tp divides the vocabulary, the probabilities too.
+    The logits of ``micro_batches`` and the gradients of one's, and a chunk in float32. Where tp
+    divides the vocabulary, and in programs whose loss takes all logits at once: also all
+    log-probabilities and their gradient, and with tp the probabilities, in the loss's dtype.
     """
     shape, program, tp = work.shape, work.program, work.topology.tp
-    size = BYTES[program.loss_dtype]
-    kept = (1 + shape.num_mtp_layers) * micro_batches * (program.activation_bytes + size)
-    return work.tokens * shape.vocab_size / tp * (kept + size * (2 if tp == 1 else 3))
+    logits, own = work.tokens * shape.vocab_size / tp, program.activation_bytes
+    heads = 1 + shape.num_mtp_layers
+    if tp == 1 and program.loss_dtype is None:
+        chunk = min(logits, CHUNK if kernels == "cpu" else CHUNK_OF_DEVICES)
+        return logits * own * heads * (micro_batches + 1) + chunk * 4 * (1 if own == 4 else 2)
+    size = BYTES[program.loss_dtype or "float32"]
+    # A gradient in another dtype than the loss's is a copy.
+    gradient = own if own != size and tp == 1 else 0
+    return logits * (heads * micro_batches * (own + size) + size * (2 if tp == 1 else 3) + gradient)
 
 
 def memory(work: Work, chip: Chip) -> Memory:
@@ -283,7 +291,7 @@ def _of_place(work: Work, pp_rank: int, chip: Chip) -> Memory:
         # Only GPipe's last stage holds more than the micro-batch whose backward comes next.
         count = work.micro_batches if t.pp > 1 and work.schedule == "gpipe" else 1
         heads = 1 + shape.num_mtp_layers
-        loss = loss_bytes(work, count) + heads * count * T * 2 * shape.d_model * size
+        loss = loss_bytes(work, count, chip.kernels) + heads * count * T * 2 * shape.d_model * size
     return Memory(
         weights=n.stored * program.parameter_bytes,
         gradients=gradients if work.zero_stage == 1 else n.stored * program.gradient_bytes,

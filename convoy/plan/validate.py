@@ -84,7 +84,7 @@ class PublishedGroup(Section):
             shape=ModelShape(**sizes),
             topology=Topology(**run.layout),
             seq_len=run.seq_len or self.seq_len,
-            program=Program(**self.program),
+            program=Program(**({"loss_dtype": "float32"} | self.program)),
             **(self.work | run.work | run.batch),
         )
 

@@ -31,8 +31,8 @@ class Program:
     """Of a gradient, stored and on its way to other ranks."""
     moment_bytes: int = 4
     """Of each moment that the optimizer keeps of a parameter."""
-    loss_dtype: DtypeName = "float32"
-    """Of the logits as the loss takes them."""
+    loss_dtype: DtypeName | None = None
+    """Of the logits as the loss takes them, all at once; None: a chunk at a time in float32."""
     fused_attention: bool = True
     """Scores never reach the memory (FlashAttention)."""
     fused_elementwise: bool = False

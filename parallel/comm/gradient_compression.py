@@ -126,13 +126,12 @@ class CompressedSum:
         return theirs[: len(flat_N)].float()
 
     def _block_lengths(self, lengths: tuple[int, ...], device: torch.device) -> Tensor:
-        """float32 [blocks]: how many numbers of each block are no padding.
-
-        Kept, because a copy to an accelerator makes the host wait.
-        """
+        """float32 [blocks]: how many numbers of each block are no padding."""
         if lengths not in self._lengths:
             counts = [min(_BLOCK, N - start) for N in lengths for start in range(0, N, _BLOCK)]
-            self._lengths[lengths] = torch.tensor(counts, dtype=torch.float32, device=device)
+            table = torch.tensor(counts, dtype=torch.float32)
+            table = table.pin_memory() if device.type == "cuda" else table
+            self._lengths[lengths] = table.to(device, non_blocking=True)
         return self._lengths[lengths]
 
     def _signs(self, flat_N: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:

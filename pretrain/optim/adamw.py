@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallel import chunk_length, local_shard
+from parallel import local_shard
+from parallel.exact import chunk_length
 from pretrain.model import is_bias
 from pretrain.optim.config import OptimizerFields
 

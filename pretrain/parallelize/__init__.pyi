@@ -1,11 +1,13 @@
 from .decoder import ParallelModel as ParallelModel
 from .decoder import parallelize as parallelize
 from .layouts import parameter_layouts as parameter_layouts
+from .loss import next_token_loss as next_token_loss
+from .loss_chunks import CHUNK as CHUNK
+from .loss_chunks import CHUNK_OF_DEVICES as CHUNK_OF_DEVICES
 from .micro_batches import LocalBatch as LocalBatch
 from .micro_batches import RoutedTokens as RoutedTokens
 from .micro_batches import forward_backward as forward_backward
 from .micro_batches import mask_of as mask_of
-from .micro_batches import next_token_loss as next_token_loss
 from .mtp import NO_MTP as NO_MTP
 from .mtp import MTPLoss as MTPLoss
 from .results import AUX_LOSSES as AUX_LOSSES

@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 
 from moe import Stopwatch
 from parallel import Documents, ParallelDims, local_sequence, on_loss_grid, set_gradient_sync
 from pretrain.model import DecoderOutput
+from pretrain.parallelize.loss import next_token_loss
 from pretrain.parallelize.mtp import NO_MTP, MTPLoss, shifted
 from pretrain.parallelize.results import RoutingStats, StepResult, routing_stats
 
@@ -143,23 +142,6 @@ class LocalBatch:
     def vocabulary_parallel(self) -> AbstractContextManager[None]:
         """A context for the loss and its backward with logits sharded along the vocabulary."""
         return nullcontext() if self.tp_degree == 1 else loss_parallel()
-
-
-def next_token_loss(logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
-    """Summed negative log-likelihood in nats, a float32 scalar; targets of -1 are ignored.
-
-    Logits may be a DTensor sharded along the vocabulary; all ranks of its mesh get the same sum.
-    """
-    if isinstance(logits_BSV, DTensor):
-        # flatten() of a DTensor without elements loses the placement.
-        local_TV = logits_BSV.to_local().flatten(0, 1)
-        logits_TV: Tensor = DTensor.from_local(local_TV, logits_BSV.device_mesh, (Shard(1),))
-    else:
-        logits_TV = logits_BSV.flatten(0, 1)
-    loss = F.cross_entropy(
-        logits_TV.float(), targets_BS.flatten(), ignore_index=-1, reduction="sum"
-    )
-    return loss.to_local() if isinstance(loss, DTensor) else loss
 
 
 def depth_of(local_batch: LocalBatch) -> tuple[int, ...]:

@@ -32,13 +32,13 @@ from parallel import (
 )
 from parallel.comm import CollectiveWork, monitored
 from pretrain.model import Decoder, DecoderOutput
+from pretrain.parallelize.loss import next_token_loss
 from pretrain.parallelize.micro_batches import (
     LocalBatch,
     RoutedTokens,
     depth_of,
     mask_of,
     mtp_losses,
-    next_token_loss,
     summed_mtp_losses,
 )
 from pretrain.parallelize.mtp import NO_MTP, MTPLoss
