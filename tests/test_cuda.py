@@ -246,3 +246,37 @@ def test_muon_on_the_device_is_muon_on_the_host(held, compute, tolerance):
         moved.append([(p.detach() - was).cpu() for p, was in pairs])
     for host, other in zip(*moved, strict=True):
         assert float((host - other).norm() / host.norm()) < tolerance
+
+
+def on_rank_that_says_its_kernels(rank: int, arguments: list[str]) -> tuple[int, str, bool]:
+    code, _, err = on_rank(rank, arguments, None)
+    return code, err, torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_an_exact_run_has_deterministic_kernels_and_equal_bits_on_two_devices(tmp_path):
+    write_corpus(tmp_path / "text")
+    spec = write_spec(tmp_path, train={"exact": True, "steps": 4})
+    found = []
+    for world, layout in ((1, "dp_shard=1"), (2, "ep=2")):
+        run = tmp_path / str(world)
+        arguments = [str(spec), "--set", f"run_dir={run}", "--set", f"parallel.{layout}"]
+        for code, err, deterministic in run_ranks(
+            on_rank_that_says_its_kernels, world, arguments, group=False
+        ):
+            assert code == 0, err
+            assert deterministic
+        found.append([(e["loss"], e["grad_norm"]) for e in events(run, "step")])
+    assert found[0] == found[1]
+    assert len(found[0]) == 4
+
+
+def test_an_ordinary_run_keeps_the_fastest_kernels(tmp_path):
+    write_corpus(tmp_path / "text")
+    spec = write_spec(tmp_path, train={"steps": 2})
+    arguments = [str(spec), "--set", f"run_dir={tmp_path / 'run'}"]
+    ((code, err, deterministic),) = run_ranks(
+        on_rank_that_says_its_kernels, 1, arguments, group=False
+    )
+    assert code == 0, err
+    assert not deterministic

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
+import torch.utils.deterministic
 from torch import Tensor
 
 from ckpt import LocalArray
@@ -112,6 +114,8 @@ def build_model(
     runtime.together(lambda: _check_device(spec, runtime.device))
     if spec.train.exact:
         _check_threads(runtime)
+    if spec.train.exact or spec.verify.gradients_interval_steps:
+        use_deterministic_kernels(runtime.device)
     per_node = runtime.ranks_per_node
     if runtime.maximum(per_node) != -runtime.maximum(-per_node):
         per_node = runtime.world  # nodes of different sizes are not told apart
@@ -129,6 +133,21 @@ def build_model(
             dims, end_token, spec.data.has_masked_targets, spec.model.num_mtp_layers
         ),
     )
+
+
+def use_deterministic_kernels(device: torch.device) -> None:
+    """On CUDA have this process use kernels that give equal bits when repeated, and raise where
+    there is none; the kernels of a CPU give equal bits anyway.
+
+    Attention's backward and cuBLAS have two ways each: see PyTorch's page on reproducibility.
+    """
+    if device.type != "cuda":
+        return
+    # Read by cuBLAS at the process's first product.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # Nothing reads memory that was never written, and filling the memory would take time.
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def _check_device(spec: JobSpec, device: torch.device) -> None:

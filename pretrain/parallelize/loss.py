@@ -43,7 +43,7 @@ class _SummedNLL(torch.autograd.Function):
         ctx.save_for_backward(logits_TV, targets_T)
         nll_T = logits_TV.new_empty(len(logits_TV), dtype=torch.float32)
         for rows in _chunks(logits_TV):
-            logp_NV = F.log_softmax(logits_TV[rows], 1, dtype=torch.float32)
+            logp_NV = F.log_softmax(logits_TV[rows].float(), 1)
             nll_T[rows] = F.nll_loss(logp_NV, targets_T[rows], ignore_index=-1, reduction="none")
         return nll_T.sum()
 
@@ -56,7 +56,7 @@ class _SummedNLL(torch.autograd.Function):
         ones_T1 = torch.full_like(scale_T1, -1)
         targets_T1 = targets_T.clamp_min(0).unsqueeze(1)
         for rows in _chunks(logits_TV):
-            p_NV = F.softmax(logits_TV[rows], 1, dtype=torch.float32)
+            p_NV = F.softmax(logits_TV[rows].float(), 1)
             p_NV.scatter_add_(1, targets_T1[rows], ones_T1[rows])
             grad_TV[rows] = p_NV.mul_(scale_T1[rows])
         return grad_TV, None

@@ -282,6 +282,8 @@ Tensor& set_tensor(Tensor& self, const Tensor& from) {
   return set_storage(self, from.storage(), from.storage_offset(), from.sizes(), from.strides());
 }
 
+void record_stream(Tensor&, Stream) {}
+
 bool is_pinned(const Tensor&, std::optional<Device>) { return false; }
 
 int64_t plain_attention(
@@ -304,6 +306,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Storage_storage_offset", &set_storage);
   m.impl("set_.source_Tensor", &set_tensor);
   m.impl("is_pinned", &is_pinned);
+  m.impl("record_stream", &record_stream);
   m.impl("_fused_sdp_choice", &plain_attention);
   // These have a composite kernel, which a GPU does not take.
   m.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&on_cpu>());

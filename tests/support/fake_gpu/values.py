@@ -91,6 +91,19 @@ def _use_gloo() -> None:
         plain(backend, *arguments, **options)
 
     dist.init_process_group = init
+    start_all = dist.batch_isend_irecv
+    dist.batch_isend_irecv = lambda ops: [_WaitedForOnce(work) for work in start_all(ops)]
+
+
+class _WaitedForOnce:
+    """A send or a receive that several streams may wait for, as NCCL's; gloo's ends once."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self.work: dist.Work | None = work
+
+    def wait(self) -> bool:
+        work, self.work = self.work, None
+        return work is None or work.wait()
 
 
 def _pickle_from_the_host() -> None:
