@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
-from moe import MoELayer
+from moe import MoELayer, megablocks_state_dict
 
 
 class Peer(NamedTuple):
@@ -227,13 +227,7 @@ def megablocks(layer: MoELayer) -> Peer:
             device=weight.device,
         )
     )  # fmt: skip
-    gate_EFD, up_EFD, _ = _transposed(layer)
-    mlp = moe.experts.mlp
-    with torch.no_grad():
-        moe.router.layer.weight.copy_(weight)
-        mlp.w1.copy_(gate_EFD.reshape(mlp.w1.shape))
-        mlp.v1.copy_(up_EFD.reshape(mlp.v1.shape))
-        mlp.w2.copy_(layer.experts.w_down.reshape(mlp.w2.shape))
+    moe.load_state_dict(megablocks_state_dict(layer))
     return Peer(moe, moe.router.layer.weight, lambda x_TD: moe(x_TD.unsqueeze(1)).squeeze(1))
 
 
