@@ -86,6 +86,4 @@ def _check(layer: MoELayer) -> None:
         ("score_func", c.score_func, "softmax"),
     ):
         if value != must:
-            raise ValueError(
-                f"moe.{field} ({value}) must be {must}: MegaBlocks' dMoE has no other"
-            )
+            raise ValueError(f"moe.{field} ({value}) must be {must}: MegaBlocks' dMoE has no other")

@@ -104,7 +104,8 @@ def experts_megablocks(
     a = assignments_of(rows)
     E, R, D = len(a.counts), len(a.expert_R), rows.x_SD.shape[1]
     if not R:  # the kernels are not started for nothing; parameters get gradients of zeros
-        y_RD = _network(a.x_SD, weights, activation, _product_of_nothing, None, gate_up_EGD)
+        none_R = row_map(a.expert_R.long(), E)
+        y_RD = _network(a.x_SD, weights, activation, _product_of_nothing, none_R, gate_up_EGD)
         return sum_rows(y_RD * a.weights_R.unsqueeze(1), row_map(rows.source_R[:0], len(rows.x_SD)))
     with torch.no_grad():
         bits = max((E - 1).bit_length(), 1)

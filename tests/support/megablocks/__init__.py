@@ -9,15 +9,19 @@ Legend: T tokens, D d_model, E experts, K top_k.
 
 from __future__ import annotations
 
+import importlib
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
 import torch
 
+from bench.peers import Peer, dmoe
 from moe import MoELayer
 from moe.experts.megablocks_backend import PACKAGES
 
@@ -27,6 +31,14 @@ def is_ready() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1" and all(map(find_spec, PACKAGES))
 
 
+@cache
+def import_megablocks() -> None:
+    """Import it without its warnings, of torch's functions that it still calls."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("megablocks")
+
+
 @contextmanager
 def on_cpu(dtype: torch.dtype = torch.float32) -> Iterator[None]:
     """Inside, the backend runs on a CPU in ``dtype``.
@@ -34,6 +46,7 @@ def on_cpu(dtype: torch.dtype = torch.float32) -> Iterator[None]:
     Convoy's rule, bfloat16 on CUDA, is lifted, and where the dtype is another one that of the GEMM.
     Triton's tuner would time kernels on a GPU: the first of each kernel's configs is taken.
     """
+    import_megablocks()
     import grouped_gemm_backend as gemm
     from triton.runtime.autotuner import Autotuner
 
@@ -41,7 +54,7 @@ def on_cpu(dtype: torch.dtype = torch.float32) -> Iterator[None]:
         return tuner.fn.run(*args, **kwargs, **tuner.configs[0].all_kwargs())
 
     with (
-        mock.patch("moe.experts.paths.why_no_megablocks", lambda dtype, device_type: ""),
+        mock.patch("moe.experts.paths.why_no_megablocks", return_value=""),
         mock.patch.object(gemm, "DTYPES", {torch.bfloat16, dtype}),
         mock.patch.object(Autotuner, "run", run),
     ):
@@ -49,20 +62,11 @@ def on_cpu(dtype: torch.dtype = torch.float32) -> Iterator[None]:
         yield
 
 
-def dmoe_like(layer: MoELayer, group: Any = None) -> Any:
-    """MegaBlocks' dMoE of a layer's sizes and dtype; with ``group`` under expert parallelism."""
-    from megablocks.layers.arguments import Arguments
-    from megablocks.layers.dmoe import dMoE
-
-    c, weight = layer.config, layer.experts.w_up
-    gated = layer.experts.w_gate is not None
-    act = torch.nn.functional.silu if c.activation == "swiglu" else torch.nn.functional.gelu
-    arguments = Arguments(
-        hidden_size=c.d_model, ffn_hidden_size=c.d_ff, bias=False, return_bias=False,
-        activation_fn=act, moe_num_experts=c.num_experts, moe_top_k=c.top_k,
-        moe_normalize_expert_weights=1 if c.norm_topk_prob else None, moe_loss_weight=0.1,
-        mlp_type="glu" if gated else "mlp", mlp_impl="grouped", fp16=False,
-        bf16=weight.dtype == torch.bfloat16, device=torch.device("cpu"),
-        moe_expert_model_parallelism=group is not None, expert_parallel_group=group,
-    )  # fmt: skip
-    return dMoE(arguments)
+def dmoe_like(layer: MoELayer, **more: Any) -> Peer:
+    """MegaBlocks' dMoE with a layer's parameters; ``more`` are fields of its ``Arguments``."""
+    import_megablocks()
+    c, fields = layer.config, {}
+    if c.activation == "gelu":
+        fields = {"mlp_type": "mlp", "activation_fn": torch.nn.functional.gelu}
+    normalize = 1 if c.norm_topk_prob else None
+    return dmoe(layer, moe_normalize_expert_weights=normalize, **fields | more)

@@ -30,7 +30,7 @@ def histogram(x: Tensor, num_bins: int) -> Tensor:
     """[n] or [b, n] -> [num_bins] or [b, num_bins] int32."""
     _check(x.ndim in (1, 2) and x.dtype in _INTEGERS, "one- or two-dimensional integers")
     _check(x.is_contiguous(), "read by its address")
-    rows = x.view(-1, x.shape[-1]).long()
+    rows = (x if x.ndim == 2 else x.unsqueeze(0)).long()
     counts = torch.stack([row.bincount(minlength=num_bins)[:num_bins] for row in rows]).int()
     return counts.view(*x.shape[:-1], num_bins)
 
