@@ -67,21 +67,28 @@ def assignments_of(rows: Rows) -> Assignments:
 
     Tokens of one rank have top_k assignments each. A row from another rank has as many as experts
     of this rank want it: it is copied for each of them, as MegaBlocks does before it sends rows.
+
+    Raises ValueError for more numbers than MegaBlocks' kernels can address.
     """
-    S, N = len(rows.x_SD), len(rows.source_R)
+    (S, D), N = rows.x_SD.shape, len(rows.source_R)
     counts_E = rows.rows_per_expert_E
     places_N = torch.arange(N, device=counts_E.device)
     source_N = rows.source_R.masked_fill(places_N >= counts_E.sum(), S)
     # Places that nothing takes count for a row S, which serves where there is no other.
-    per_row = count_tokens_per_expert(source_N, S + 1)[: max(S, 1)]
-    *counts, least, most = torch.cat([counts_E, torch.stack(per_row.aminmax())]).tolist()
+    most = count_tokens_per_expert(source_N, S + 1)[: max(S, 1)].amax(0, keepdim=True)
+    *counts, most_of_a_row = torch.cat([counts_E, most]).tolist()
     R = sum(counts)
+    if R * D >= 2**31:
+        raise ValueError(
+            f"backend (megablocks) must have less than 2**31 numbers in its rows, not {R} rows of "
+            f"{D}: its kernels count in 32 bits; use smaller micro-batches or grouped_mm"
+        )
     index = row_map(rows.source_R[:R], S)
     ids_E = torch.arange(len(counts), device=counts_E.device)
     expert_R = ids_E.repeat_interleave(counts_E, output_size=R)[index.order_R].int()
     weights_R = rows.weights_R.index_select(0, index.order_R)
-    if R and least == most:
-        return Assignments(rows.x_SD, most, expert_R, weights_R, counts, None)
+    if R and S * most_of_a_row == R:
+        return Assignments(rows.x_SD, most_of_a_row, expert_R, weights_R, counts, None)
     by_row = RowMap(index.source_R[index.order_R], places_N[:R], index.ends_S1)
     x_RD = take_rows(rows.x_SD, by_row)
     return Assignments(x_RD, 1, expert_R, weights_R, counts, by_row)
@@ -111,7 +118,7 @@ def experts_megablocks(
         bits = max((E - 1).bit_length(), 1)
         bin_ids_R, indices_R = ops.sort(a.expert_R, bits)
         bins_E = ops.inclusive_cumsum(ops.histogram(a.expert_R, E), 0).view(E)
-    sizes_E = torch.tensor(a.counts)
+    sizes_E = torch.tensor(a.counts, device="cpu")
 
     def product(x: Tensor, w: Tensor) -> Tensor:
         transposed = not w.is_contiguous()

@@ -106,6 +106,15 @@ def test_megablocks_gets_the_assignments_row_after_row(source, counts, top_k):
         assert torch.equal(x_SD[a.sum_to.source_R], a.x_SD)
 
 
+def test_rows_that_megablocks_cannot_address_are_refused():
+    x_SD = torch.zeros(1, 1).expand(2**11, 2**20)
+    rows = Rows(x_SD, torch.arange(2**11), torch.ones(2**11), torch.tensor([2**11]))
+    with pytest.raises(ValueError, match=r"not 2048 rows of 1048576: its kernels count in 32 bits"):
+        assignments_of(rows)
+    less = Rows(x_SD[1:], torch.arange(2**11 - 1), torch.ones(2**11 - 1), torch.tensor([2**11 - 1]))
+    assert assignments_of(less).top_k == 1
+
+
 @given(
     st.lists(st.sampled_from([0, 0, 1, 5, 40, 700, 3000]), min_size=1, max_size=24),
     st.integers(1, 8),
