@@ -7,6 +7,7 @@
 # make check      all four
 # make test-faults    a short campaign of faults on a run, which CI runs too
 # make test-fake-gpu  the tests of a CUDA device, on a pretended one that has real numbers
+# make test-megablocks  MegaBlocks as released, on a CPU: its kernels in Triton's interpreter
 # make test-engines  runs on a real Slurm and Ray of this machine, which it installs, and a real
 #                 Prometheus and Chromium that look at runs
 # make chaos      the tiny recipe under 30 random faults, and without; OUT= is a new folder
@@ -26,7 +27,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE := 1
 # After SIGTERM ranks finish a step and commit a checkpoint before they are killed.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 600
 
-.PHONY: setup pretrain chaos test test-long test-fake-gpu test-all test-faults test-engines examples lint types check megablocks docs/spec.md docs/metrics.md clean
+.PHONY: setup pretrain chaos test test-long test-fake-gpu test-megablocks test-all test-faults test-engines examples lint types check megablocks docs/spec.md docs/metrics.md clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -56,6 +57,21 @@ test-long: setup
 test-fake-gpu: setup
 	CONVOY_TEST_DEVICE=cuda $(PY) -m pytest tests/test_cuda.py -k "not float8" $(PYTEST)
 
+# What pip builds here lacks the CUDA parts: into a folder of its own, and not into pip's cache.
+# Triton is not for the environment: torch behaves otherwise with it.
+MEGABLOCKS := "megablocks==0.10.0" "stanford-stk==0.7.1" "grouped_gemm==0.3.0"
+build/megablocks/.ready: $(VENV)/.ready
+	rm -rf $(@D)
+	$(PY) -m pip install --quiet --no-deps --target $(@D) triton==3.9.0
+	PYTHONPATH=$(CURDIR)/tests/support/megablocks/without_cuda TORCH_CUDA_ARCH_LIST=9.0 \
+	    $(PY) -m pip install --quiet --no-deps --no-build-isolation --no-cache-dir \
+	    --target $(@D) $(MEGABLOCKS)
+	touch $@
+
+test-megablocks: build/megablocks/.ready
+	PYTHONPATH=tests/support/megablocks/compiled:build/megablocks TRITON_INTERPRET=1 \
+	    $(PY) -m pytest tests/interop/test_megablocks.py $(PYTEST)
+
 test-all: setup
 	$(PY) -m pytest -m ""
 
@@ -75,8 +91,7 @@ check: lint types test test-long
 megablocks: setup
 	@$(PY) -c "import torch, sys; sys.exit(0 if torch.cuda.is_available() else \
 	    'make megablocks needs a CUDA device: megablocks does not import without one')"
-	$(PY) -m pip install --no-deps --no-build-isolation \
-	    "megablocks==0.10.0" "stanford-stk==0.7.1" "grouped_gemm==0.3.0"
+	$(PY) -m pip install --no-deps --no-build-isolation --no-cache-dir $(MEGABLOCKS)
 	$(PY) -m pip install triton
 
 docs/spec.md: setup

@@ -56,7 +56,15 @@ def main() -> int:
     python = sys.executable
     parts = {}
     if args.megablocks:
-        pip = [python, "-m", "pip", "install", "--no-deps", "--no-build-isolation"]
+        pip = [
+            python,
+            "-m",
+            "pip",
+            "install",
+            "--no-deps",
+            "--no-build-isolation",
+            "--no-cache-dir",
+        ]
         packages = ["megablocks==0.10.0", "stanford-stk==0.7.1", "grouped_gemm==0.3.0"]
         parts["megablocks"] = run("megablocks", [*pip, *packages], args.out, deadline)
     parts["tests"] = run("tests", [python, "-m", "pytest", "-v", "tests/test_cuda.py"], args.out,

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
-from moe import MoELayer
+from moe import MoELayer, megablocks_state_dict
 
 
 class Peer(NamedTuple):
@@ -211,29 +211,28 @@ def cuda_stand_ins() -> Iterator[None]:
 
 def megablocks(layer: MoELayer) -> Peer:
     """megablocks' dMoE with grouped products, on a CUDA device."""
-    weight = layer.router.weight
-    if not weight.is_cuda:
+    if not layer.router.weight.is_cuda:
         raise LeftOut("it needs a CUDA device")
+    if _like(layer).dtype != torch.bfloat16:
+        raise LeftOut("its grouped product takes bfloat16 alone")
+    return dmoe(layer)
+
+
+def dmoe(layer: MoELayer, **more: Any) -> Peer:
+    """:func:`megablocks` on any device; ``more`` are fields of megablocks' ``Arguments``."""
     from megablocks.layers.arguments import Arguments
     from megablocks.layers.dmoe import dMoE
 
-    c = layer.config
-    moe: Any = dMoE(
-        Arguments(
-            hidden_size=c.d_model, ffn_hidden_size=c.d_ff, bias=False, return_bias=False,
-            activation_fn=F.silu, moe_num_experts=c.num_experts, moe_top_k=c.top_k,
-            moe_normalize_expert_weights=1, moe_loss_weight=0, mlp_type="glu", mlp_impl="grouped",
-            fp16=weight.dtype == torch.float16, bf16=weight.dtype == torch.bfloat16,
-            device=weight.device,
-        )
-    )  # fmt: skip
-    gate_EFD, up_EFD, _ = _transposed(layer)
-    mlp = moe.experts.mlp
-    with torch.no_grad():
-        moe.router.layer.weight.copy_(weight)
-        mlp.w1.copy_(gate_EFD.reshape(mlp.w1.shape))
-        mlp.v1.copy_(up_EFD.reshape(mlp.v1.shape))
-        mlp.w2.copy_(layer.experts.w_down.reshape(mlp.w2.shape))
+    c, dtype = layer.config, _like(layer).dtype
+    fields: dict[str, Any] = {
+        "hidden_size": c.d_model, "ffn_hidden_size": c.d_ff, "bias": False, "return_bias": False,
+        "activation_fn": F.silu, "moe_num_experts": c.num_experts, "moe_top_k": c.top_k,
+        "moe_normalize_expert_weights": 1, "moe_loss_weight": 0, "mlp_type": "glu",
+        "mlp_impl": "grouped", "fp16": dtype == torch.float16, "bf16": dtype == torch.bfloat16,
+        "device": layer.router.weight.device,
+    }  # fmt: skip
+    moe: Any = dMoE(Arguments(**fields | more))
+    moe.load_state_dict(megablocks_state_dict(layer))
     return Peer(moe, moe.router.layer.weight, lambda x_TD: moe(x_TD.unsqueeze(1)).squeeze(1))
 
 

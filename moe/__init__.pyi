@@ -1,6 +1,8 @@
 from .adoption.blocks import adopt as adopt
 from .adoption.blocks import collect_aux as collect_aux
 from .adoption.blocks import restore as restore
+from .adoption.megablocks import load_megablocks_state_dict as load_megablocks_state_dict
+from .adoption.megablocks import megablocks_state_dict as megablocks_state_dict
 from .config import DISPATCHER as DISPATCHER
 from .config import DispatcherTraits as DispatcherTraits
 from .config import DroplessConfig as DroplessConfig

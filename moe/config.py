@@ -102,8 +102,9 @@ class MoEConfig(RouterConfig):
 
     backend: Backend = "auto"
     """How experts are computed. ``loop``: two or three GEMMs for each expert. ``grouped_mm``:
-    PyTorch's grouped GEMM. ``packed``: the fastest on a CPU. ``megablocks``: MegaBlocks' grouped
-    GEMM, on CUDA. ``auto``: the fastest of them that the device, the dtype and the sizes allow."""
+    PyTorch's grouped GEMM. ``packed``: the fastest on a CPU. ``megablocks``: MegaBlocks' sort,
+    gather, scatter and grouped GEMM, on CUDA in bfloat16. ``auto``: the fastest of them that the
+    device, the dtype and the sizes allow, without ``megablocks``."""
     gemm: Gemm = "compute"
     """What the routed experts' GEMMs compute in. ``compute``: the dtype of the experts' parameters,
     or autocast's. ``float8``: e4m3 with scales of tiles, see docs/layer.md; the rest of the

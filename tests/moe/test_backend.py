@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe import GroupedExperts, MoEConfig, Rows, choose_backend
+from moe import Rows, choose_backend
 from moe.experts import megablocks_backend
+from moe.experts.megablocks_backend import assignments_of
 from moe.experts.packed import _ROWS_OF_AN_EXPERT, BLOCK_ROWS, _shares
-from moe.experts.weights import ExpertWeights
 
 
 @pytest.mark.parametrize(
@@ -63,38 +61,58 @@ def test_megablocks_says_what_it_needs(monkeypatch):
     with pytest.raises(ValueError, match=r"must have bfloat16 on cuda, not torch.float32 on cpu"):
         choose_backend("megablocks", 16, 24, torch.float32, "cpu")
     monkeypatch.setattr(megablocks_backend, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"needs megablocks and grouped_gemm: run `make megablo"):
+    with pytest.raises(
+        ValueError, match=r"needs megablocks, megablocks_ops, stk.*: run `make megablo"
+    ):
+        choose_backend("megablocks", 16, 24, torch.bfloat16, "cuda")
+    monkeypatch.setattr(
+        megablocks_backend, "find_spec", lambda name: None if name == "megablocks_ops" else object()
+    )
+    with pytest.raises(ValueError, match=r"needs megablocks_ops: run `make megablocks`, or use gr"):
         choose_backend("megablocks", 16, 24, torch.bfloat16, "cuda")
     monkeypatch.setattr(megablocks_backend, "find_spec", lambda name: object())
     assert choose_backend("megablocks", 16, 24, torch.bfloat16, "cuda") == "megablocks"
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
-def test_the_megablocks_path_around_its_product_is_the_plain_one(monkeypatch, activation):
-    # The product itself runs on CUDA alone; here a loop stands in for it.
-    def gmm(a, b, batch_sizes, trans_b):
-        assert batch_sizes.device.type == "cpu"
-        assert not trans_b
-        parts = zip(a.split(batch_sizes.tolist()), b.unbind(0), strict=True)
-        return torch.cat([x @ w for x, w in parts])
+@pytest.mark.parametrize(
+    ("source", "counts", "top_k"),
+    [
+        ([0, 1, 1, 0, 2, 2], [2, 0, 4], 2),
+        ([0, 2, 1, 1], [2, 0, 2], 1),  # a row has two: each is copied for each of its experts
+        ([0, 1, 2, 9, 9], [3, 0, 0], 1),  # the last two are padding
+        ([], [0, 0, 0], 1),
+    ],
+)
+def test_megablocks_gets_the_assignments_row_after_row(source, counts, top_k):
+    # With the package itself: tests/interop/test_megablocks.py.
+    R = sum(counts)
+    x_SD, weights_R = torch.randn(3, 8), torch.rand(len(source))
+    source_R = torch.tensor(source, dtype=torch.int64)
+    a = assignments_of(Rows(x_SD, source_R, weights_R, torch.tensor(counts)))
+    assert (a.top_k, a.counts) == (top_k, counts)
+    got = {
+        (expert, weight, row)
+        for expert, weight, row in zip(
+            a.expert_R.tolist(),
+            a.weights_R.tolist(),
+            a.x_SD.repeat_interleave(a.top_k, 0)[:, 0].tolist(),
+            strict=True,
+        )
+    }
+    expert_R = [expert for expert, count in enumerate(counts) for _ in range(count)]
+    rows_R = x_SD[source_R[:R].clamp(max=2), 0].tolist()
+    assert got == set(zip(expert_R, weights_R[:R].tolist(), rows_R, strict=True))
+    if a.sum_to is not None:
+        assert torch.equal(x_SD[a.sum_to.source_R], a.x_SD)
 
-    ops = types.SimpleNamespace(gmm=gmm)
-    monkeypatch.setitem(sys.modules, "grouped_gemm", types.SimpleNamespace(ops=ops))
-    torch.manual_seed(0)
-    experts = GroupedExperts(
-        MoEConfig(num_experts=4, top_k=2, d_model=8, d_ff=12, activation=activation, ffn_bias=True)
-    )
-    for bias in (experts.b_up, experts.b_down):
-        torch.nn.init.normal_(bias)
-    x, source = torch.randn(5, 8), torch.tensor([0, 3, 1, 1, 4, 2])
-    weights, counts = torch.rand(6), torch.tensor([2, 0, 3, 0])  # the last row is padding
-    parameters = (experts.w_gate, experts.w_up, experts.w_down, experts.b_gate, experts.b_up,
-                  experts.b_down)  # fmt: skip
-    out = megablocks_backend.experts_megablocks(
-        Rows(x, source, weights, counts), ExpertWeights(*parameters), activation
-    )
-    experts.backend = "loop"
-    torch.testing.assert_close(out, experts(x, source, weights, counts), rtol=1e-5, atol=1e-6)
+
+def test_rows_that_megablocks_cannot_address_are_refused():
+    x_SD = torch.zeros(1, 1).expand(2**11, 2**20)
+    rows = Rows(x_SD, torch.arange(2**11), torch.ones(2**11), torch.tensor([2**11]))
+    with pytest.raises(ValueError, match=r"not 2048 rows of 1048576: its kernels count in 32 bits"):
+        assignments_of(rows)
+    less = Rows(x_SD[1:], torch.arange(2**11 - 1), torch.ones(2**11 - 1), torch.tensor([2**11 - 1]))
+    assert assignments_of(less).top_k == 1
 
 
 @given(

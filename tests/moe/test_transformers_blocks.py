@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-import types
 from functools import partial
 from pathlib import Path
 
@@ -58,66 +57,6 @@ def test_an_implementation_that_adopted_layers_do_not_have_is_a_warning():
     moe.restore(model).set_experts_implementation("eager")
     assert model.config._experts_implementation == "eager"
     close(logits_of(model), wanted)
-
-
-class _GroupedProduct(torch.autograd.Function):
-    """``grouped_gemm.ops.gmm`` of grouped_gemm 0.3.0, its checks and its backward, with a loop in
-    the place of the kernel."""
-
-    @staticmethod
-    def forward(ctx, a, b, batch_sizes, trans_b):
-        ctx.save_for_backward(a, b, batch_sizes)
-        ctx.trans_b = trans_b
-        return _checked_product(a, b, batch_sizes, trans_b=trans_b)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.contiguous()
-        a, b, batch_sizes = ctx.saved_tensors
-        a_grad = _checked_product(grad, b, batch_sizes, trans_b=not ctx.trans_b)
-        left, right = (grad, a) if ctx.trans_b else (a, grad)
-        sizes = batch_sizes.tolist()
-        pairs = zip(left.split(sizes), right.split(sizes), strict=True)
-        return a_grad, torch.stack([x.t() @ y for x, y in pairs]), None, None
-
-
-def _checked_product(a, b, batch_sizes, *, trans_b):
-    assert batch_sizes.device.type == "cpu"
-    assert batch_sizes.dtype == torch.int64
-    assert a.dtype == b.dtype == torch.bfloat16
-    assert a.is_contiguous()
-    assert b.is_contiguous()
-    assert a.shape[1] == b.shape[2 if trans_b else 1]
-    b = b.mT if trans_b else b
-    return torch.cat([x @ w for x, w in zip(a.split(batch_sizes.tolist()), b, strict=True)])
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_adopted_experts_run_on_megablocks_without_copies(monkeypatch, recompute):
-    seen: list[torch.Tensor] = []
-
-    def gmm(a, b, batch_sizes, trans_b=False):
-        seen.append(b)
-        return _GroupedProduct.apply(a, b, batch_sizes, trans_b)
-
-    ops = types.SimpleNamespace(gmm=gmm)
-    monkeypatch.setitem(sys.modules, "grouped_gemm", types.SimpleNamespace(ops=ops))
-    theirs, model = (moe.adopt(make_model("mixtral"), backend=b) for b in ("loop", "auto"))
-    for each in (theirs, model):
-        each.bfloat16()
-    monkeypatch.setattr("moe.experts.grouped.choose_backend", lambda name, *_: (
-        "loop" if name == "loop" else "megablocks"
-    ))  # fmt: skip
-    for layer in layers_of(model):
-        layer.experts.recompute = recompute
-    close(logits_of(model), logits_of(theirs), 2e-2)
-    stored = {p.data_ptr() for p in model.parameters()}
-    assert len(seen) == 2 * len(layers_of(model))
-    assert all(b.data_ptr() in stored for b in seen), "a weight was copied"
-    for each in (model, theirs):
-        each(tokens(), labels=tokens()).loss.backward()
-    for ours, other in zip(model.parameters(), theirs.parameters(), strict=True):
-        close(ours.grad, other.grad, 3e-2)
 
 
 @pytest.mark.parametrize("case", MOE_CASES)
