@@ -75,7 +75,7 @@ def plan_transfers(
     planned = []
     for i, (chunk, to_TK) in enumerate(zip(chunks, destinations_TK, strict=True)):
         sent_rows_G = sent_rows_GC[:, i].tolist()
-        source_R = sort_by_expert(to_TK)[: sum(sent_rows_G)] // max(to_TK.shape[1], 1)
+        source_R = sort_by_expert(to_TK, ranks + 1)[: sum(sent_rows_G)] // max(to_TK.shape[1], 1)
         planned.append(
             PlannedTransfer(
                 chunk,
