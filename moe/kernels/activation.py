@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe.config import ActivationName
 from moe.kernels.rows import columns_of
-from router.kernels import operator
+from router.kernels import OPTIONS, operator
 
 NAMES: tuple[ActivationName, ...] = ("swiglu", "geglu", "gelu", "relu2")
 """The activations that there are kernels for."""
@@ -28,7 +28,7 @@ def _launch(
         kernels.activate[(R,)](
             None if gate_RF is None else gate_RF.contiguous(), up_RF.contiguous(),
             weights_R1.contiguous(), num_real, h_RF, CURVE=_CURVES[name], F=F, BLOCK=block,
-            num_warps=warps,
+            num_warps=warps, **OPTIONS,
         )  # fmt: skip
     return h_RF
 
@@ -48,7 +48,7 @@ def _launch_backward(
             dh_RF.contiguous(), None if gate_RF is None else gate_RF.contiguous(),
             up_RF.contiguous(), weights_R1.contiguous(), num_real,
             None if gate_RF is None else dgate_RF, dup_RF, dweights_R1, h_RF,
-            CURVE=_CURVES[name], F=F, BLOCK=block, num_warps=warps,
+            CURVE=_CURVES[name], F=F, BLOCK=block, num_warps=warps, **OPTIONS,
         )  # fmt: skip
     return outputs
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from router.kernels import operator
+from router.kernels import OPTIONS, operator
 
 _TILE = 128
 
@@ -24,7 +24,7 @@ def _launch(x_ND: Tensor) -> Tensor:
         tiles = min(8, 1 << (pieces - 1).bit_length())
         kernels.pack[(N, -(-pieces // tiles))](
             x_ND.contiguous(), packed, D=D, PIECES=pieces, TILES=tiles, TILE=_TILE,
-            num_warps=max(tiles // 4, 1),
+            num_warps=max(tiles // 4, 1), **OPTIONS,
         )  # fmt: skip
     return packed
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from router.kernels import operator
+from router.kernels import OPTIONS, operator
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """The dtypes of rows."""
@@ -38,7 +38,7 @@ def _launch_take(x_SD: Tensor, source_R: Tensor, num_real: Tensor | None) -> Ten
         block, warps = columns_of(D)
         kernels.take[(R, -(-D // block))](
             x_SD.contiguous(), source_R.contiguous(), num_real, out_RD, D=D, BLOCK=block,
-            num_warps=warps,
+            num_warps=warps, **OPTIONS,
         )  # fmt: skip
     return out_RD
 
@@ -54,7 +54,7 @@ def _launch_sum(
         block, warps = columns_of(D)
         kernels.add_up[(S, -(-D // block))](
             y_RD.contiguous(), order_R.contiguous(), ends_S1.contiguous(), num_real, out_SD, D=D,
-            BLOCK=block, num_warps=warps,
+            BLOCK=block, num_warps=warps, **OPTIONS,
         )  # fmt: skip
     return out_SD
 

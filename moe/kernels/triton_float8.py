@@ -8,8 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def _e4m3(x):
-    """float32 -> the byte of float8_e4m3fn: to nearest, ties to even, and NaN past 448, as
-    c10/util/Float8_e4m3fn.h of torch 2.13 has it."""
+    """float32 -> the byte of float8_e4m3fn: to nearest, ties to even, at most 448, as
+    torch/headeronly/util/Float8_e4m3fn.h of torch 2.13 has it."""
     bits = x.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     bits = bits & 0x7FFFFFFF
@@ -18,7 +18,8 @@ def _e4m3(x):
     subnormal = low.to(tl.int32, bitcast=True) - (141 << 23)
     normal = (bits - (120 << 23) + 0x7FFFF + ((bits >> 20) & 1)) >> 20
     byte = tl.where(bits < (121 << 23), subnormal, normal)
-    byte = tl.where(bits >= (1087 << 20), 0x7F, byte)
+    byte = tl.where(bits >= (1087 << 20), 0x7E, tl.minimum(byte, 0x7E))
+    byte = tl.where(bits > 0x7F800000, 0x7F, byte)
     return (byte | sign).to(tl.uint8)
 
 
@@ -34,10 +35,11 @@ def pack(
     # In the order of whole numbers a NaN is above infinity.
     most = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     finite = most < 0x7F800000
-    # The least e with most <= 448 · 2^e; 448 is 1.75 · 2^8. Of a tile of zeros it is 0.
+    # The least e with most <= 448 · 2^e; 448 is 1.75 · 2^8. It is 0 where most / 448 is 0 in
+    # float32: up to 224 times the least number.
     exponents = (most >> 23) - 135 + ((most & 0x7FFFFF) > 0x600000).to(tl.int32)
     exponents = tl.minimum(tl.maximum(exponents, -100), 120)
-    exponents = tl.where(finite & (most > 0), exponents, 0)
+    exponents = tl.where(finite & (most > 224), exponents, 0)
     scales = ((127 - exponents) << 23).to(tl.float32, bitcast=True)
     start = packed + row * (D + PIECES)
     tl.store(start + columns, _e4m3(values * scales[:, None]), mask=columns < D)

@@ -1,5 +1,6 @@
 from .operators import LAUNCHES as LAUNCHES
 from .operators import LAUNCHERS as LAUNCHERS
+from .operators import OPTIONS as OPTIONS
 from .operators import available as available
 from .operators import operator as operator
 from .selection import MAX_EXPERTS as MAX_EXPERTS

@@ -13,6 +13,8 @@ LAUNCHES: dict[str, int] = {}
 """By the name of an operator, ``convoy::take_rows``: how many kernels a call with rows launches."""
 LAUNCHERS: dict[str, Callable[..., Any]] = {}
 """By the same name: what launches the kernels. Tests call it on tensors of a CPU."""
+OPTIONS = {"enable_fp_fusion": False}
+"""Of every launch. Products and sums are rounded each by itself, as in plain operations."""
 
 # A FRAGMENT: the namespace has operators of other files too.
 _LIBRARY = torch.library.Library("convoy", "FRAGMENT")

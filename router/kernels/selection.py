@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from router.config import RouterConfig
-from router.kernels.operators import operator
+from router.kernels.operators import OPTIONS, operator
 from router.scores import TINY, score
 
 MAX_EXPERTS = 1024
@@ -62,7 +62,7 @@ def _launch(
             out.indices_TK, out.weights_TK, out.tokens_per_expert_E, out.nonfinite_T,
             out.entropy_T, out.logsumexp_T, T, scale, E=E, K=top_k, TINY=TINY, SIGMOID=sigmoid,
             AFTER_TOPK=after_topk, NORM=norm, ROWS=rows, WIDTH=width,
-            SLOTS=_power_of_two(top_k), num_warps=4,
+            SLOTS=_power_of_two(top_k), num_warps=4, **OPTIONS,
         )  # fmt: skip
     return tuple(out)
 
@@ -91,7 +91,8 @@ def _launch_gradient(
         rows = max(_ELEMENTS // width, 1)
         kernels.select_gradient[(-(-T // rows),)](
             logits_TE, indices_TK, *grads, dlogits_TE, T, scale, E=E, K=top_k, TINY=TINY,
-            SIGMOID=sigmoid, AFTER_TOPK=after_topk, NORM=norm, ROWS=rows, WIDTH=width, num_warps=4,
+            SIGMOID=sigmoid, AFTER_TOPK=after_topk, NORM=norm, ROWS=rows, WIDTH=width,
+            num_warps=4, **OPTIONS,
         )  # fmt: skip
     return dlogits_TE
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from router.kernels.operators import operator
+from router.kernels.operators import OPTIONS, operator
 
 DIGIT_BITS = 10
 MAX_BINS = 1 << 2 * DIGIT_BITS
@@ -37,14 +37,14 @@ def _launch(bins_N: Tensor, num_bins: int, widths: list[int]) -> tuple[Tensor, T
         count_bins = not one_digit and before_N is None
         kernels.count_digits[(pieces,)](
             bins_N, before_N, table, totals, counts_B1, N, pieces,
-            FIRST=first_bit, COUNT_BINS=count_bins, SIZE=size, PIECE=PIECE, num_warps=4,
+            FIRST=first_bit, COUNT_BINS=count_bins, SIZE=size, PIECE=PIECE, num_warps=4, **OPTIONS,
         )  # fmt: skip
         kernels.starts_of_digits[(size,)](
-            table, totals, pieces, len(totals), SIZE=size, CHUNK=1024, num_warps=4
+            table, totals, pieces, len(totals), SIZE=size, CHUNK=1024, num_warps=4, **OPTIONS
         )
         kernels.scatter_by_digit[(pieces,)](
             bins_N, before_N, table, after_N, N, pieces,
-            FIRST=first_bit, SIZE=size, PIECE=PIECE, num_warps=8,
+            FIRST=first_bit, SIZE=size, PIECE=PIECE, num_warps=8, **OPTIONS,
         )  # fmt: skip
         before_N, first_bit = after_N, first_bit + bits
     return after_N, counts_B1
