@@ -7,6 +7,7 @@
 # make check      all four
 # make test-faults    a short campaign of faults on a run, which CI runs too
 # make test-fake-gpu  the tests of a CUDA device, on a pretended one that has real numbers
+# make test-kernels   the kernels for CUDA, in Triton's interpreter and compiled, without a GPU
 # make test-engines  runs on a real Slurm and Ray of this machine, which it installs, and a real
 #                 Prometheus and Chromium that look at runs
 # make chaos      the tiny recipe under 30 random faults, and without; OUT= is a new folder
@@ -26,7 +27,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE := 1
 # After SIGTERM ranks finish a step and commit a checkpoint before they are killed.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 600
 
-.PHONY: setup pretrain chaos test test-long test-fake-gpu test-all test-faults test-engines examples lint types check megablocks docs/spec.md docs/metrics.md clean
+.PHONY: setup pretrain chaos test test-long test-fake-gpu test-kernels test-all test-faults test-engines examples lint types check megablocks docs/spec.md docs/metrics.md clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -55,6 +56,20 @@ test-long: setup
 # Of float8 a CPU has no kernel.
 test-fake-gpu: setup
 	CONVOY_TEST_DEVICE=cuda $(PY) -m pytest tests/test_cuda.py -k "not float8" $(PYTEST)
+
+# Triton stays out of $(VENV): torch behaves otherwise where it is.
+TRITON := build/triton
+$(TRITON)/.ready: Makefile
+	$(MAKE) setup
+	rm -rf $(TRITON)
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(TRITON) triton==3.9.0
+	touch $@
+
+# When it is imported Triton decides whether it interprets kernels: a run for each.
+test-kernels: setup $(TRITON)/.ready
+	PYTHONPATH=$(CURDIR):$(CURDIR)/$(TRITON) TRITON_INTERPRET=1 $(PY) -m pytest -rs \
+	    tests/moe/test_kernels.py tests/router/test_kernels.py $(PYTEST)
+	PYTHONPATH=$(CURDIR):$(CURDIR)/$(TRITON) $(PY) -m pytest -rs tests/test_kernels_compiled.py $(PYTEST)
 
 test-all: setup
 	$(PY) -m pytest -m ""

@@ -1,4 +1,4 @@
-"""The kernels compiled for three generations of GPUs without one, with the arguments of launches."""
+"""The kernels compiled for three generations of GPUs without one, as launches ask for them."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ POINTERS = {
 
 def calls() -> dict[str, list[tuple[Any, ...]]]:
     """By operator, arguments as the layer gives them; of a size in use, and of an odd one."""
+
     def rows(r: int, width: int) -> torch.Tensor:
         return torch.empty(r, width, dtype=torch.bfloat16)
 
@@ -64,9 +65,10 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
 
 def launches_of(monkeypatch, name: str, arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     """What an operator launches: (kernel, arguments, constants, options)."""
+    from triton.runtime.jit import JITFunction
+
     from moe.kernels import triton_activation, triton_float8, triton_rows
     from router.kernels import triton_selection, triton_sorting
-    from triton.runtime.jit import JITFunction
 
     launch, noted = kernels.load_operators()[f"convoy::{name}"], []
     with monkeypatch.context() as patch:
@@ -89,10 +91,8 @@ class Compiled:
 
     def widest(self, access: str) -> int:
         """The bytes of the widest access of a kind to global memory: ``ld`` or ``st``."""
-        widest = 0
-        for lanes, bits in re.findall(rf"{access}\.global[.\w:]*?(?:\.v(\d))?\.[bfus](\d+)", self.ptx):
-            widest = max(widest, int(lanes or 1) * int(bits) // 8)
-        return widest
+        each = re.findall(rf"{access}\.global[.\w:]*?(?:\.v(\d))?\.[bfus](\d+)", self.ptx)
+        return max((int(lanes or 1) * int(bits) // 8 for lanes, bits in each), default=0)
 
 
 def compiled(launch: tuple[Any, ...], architecture: int, folder) -> Compiled:
@@ -129,9 +129,7 @@ def compiled(launch: tuple[Any, ...], architecture: int, folder) -> Compiled:
     (registers,) = re.findall(r"Used (\d+) registers", said)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
     assert len(spills) == 2
-    return Compiled(
-        done.asm["ptx"], int(registers), sum(map(int, spills)), done.metadata.shared
-    )
+    return Compiled(done.asm["ptx"], int(registers), sum(map(int, spills)), done.metadata.shared)
 
 
 @pytest.fixture(autouse=True)

@@ -40,8 +40,8 @@ FLOORS = {
         "layout version", "placements config", "mesh dtensor expert_parallel", "comm", "exact",
         "apply",
     ],
-    "moe": ["config", "kernels", "rows stopwatch transforms uncompiled", "float8", "experts dispatch",
-            "layer", "adoption testing"],
+    "moe": ["config", "kernels", "rows stopwatch transforms uncompiled", "float8",
+            "experts dispatch", "layer", "adoption testing"],
     "ckpt": [
         "errors", "store", "format", "lifecycle local_array", "write read", "background rewrite",
         "interop state_dict testing",

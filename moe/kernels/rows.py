@@ -43,9 +43,7 @@ def _launch_take(x_SD: Tensor, source_R: Tensor, num_real: Tensor | None) -> Ten
     return out_RD
 
 
-def _launch_sum(
-    y_RD: Tensor, order_R: Tensor, ends_S1: Tensor, num_real: Tensor | None
-) -> Tensor:
+def _launch_sum(y_RD: Tensor, order_R: Tensor, ends_S1: Tensor, num_real: Tensor | None) -> Tensor:
     from moe.kernels import triton_rows as kernels
 
     S, D = ends_S1.shape[0] - 1, y_RD.shape[1]

@@ -17,13 +17,12 @@ def _curve(z, CURVE: tl.constexpr):
     if CURVE == 0:
         sigmoid = 1 / (1 + tl.exp(-z))
         return z * sigmoid, sigmoid * (1 + z * (1 - sigmoid))
-    elif CURVE == 1:
+    if CURVE == 1:
         phi = 0.5 * (1 + tl.erf(z * 0.7071067811865476))  # 1 / sqrt(2)
         return z * phi, phi + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)  # 1 / sqrt(2 pi)
-    else:
-        # A NaN stays one.
-        rectified = tl.where(z < 0, 0.0, z)
-        return rectified * rectified, 2 * rectified
+    # A NaN stays one.
+    rectified = tl.where(z < 0, 0.0, z)
+    return rectified * rectified, 2 * rectified
 
 
 @triton.jit

@@ -24,9 +24,7 @@ def _e4m3(x):
 
 
 @triton.jit
-def pack(
-    x, packed, D: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr
-):
+def pack(x, packed, D: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr):
     """TILES pieces of a row, and their exponents."""
     row = tl.program_id(0).to(tl.int64)
     pieces = tl.program_id(1) * TILES + tl.arange(0, TILES)

@@ -1,5 +1,5 @@
-from .operators import LAUNCHES as LAUNCHES
 from .operators import LAUNCHERS as LAUNCHERS
+from .operators import LAUNCHES as LAUNCHES
 from .operators import OPTIONS as OPTIONS
 from .operators import available as available
 from .operators import operator as operator

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -35,7 +37,7 @@ def both(compute):
 def sums_in_float32(y: torch.Tensor, index: RowMap, num_real: int) -> torch.Tensor:
     """The definition: one term after another, rounded once."""
     ends, out = index.ends_S1.tolist(), []
-    for start, end in zip(ends, ends[1:], strict=False):
+    for start, end in pairwise(ends):
         total = torch.zeros(y.shape[1])
         for place in index.order_R[start:end].tolist():
             if place < num_real:

@@ -171,8 +171,6 @@ def test_more_pieces_than_a_program_adds_up_at_a_time():
 
     totals = torch.bincount(numbers, minlength=3)
     pieces = table.shape[1]
-    triton_sorting.starts_of_digits[(4,)](
-        table, totals, pieces, 3, SIZE=4, CHUNK=1024, num_warps=4
-    )
+    triton_sorting.starts_of_digits[(4,)](table, totals, pieces, 3, SIZE=4, CHUNK=1024, num_warps=4)
     assert torch.equal(table, want.int())
     assert router_kernels.MAX_BINS == 1 << 20

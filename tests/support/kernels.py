@@ -1,7 +1,8 @@
 """Kernels without a GPU: run by Triton's interpreter on tensors of a CPU, or compiled and not run.
 
 ``make test-kernels`` installs Triton beside the environment, in ``build/triton``: within it torch
-would behave otherwise. Triton decides when it is imported whether it interprets: two runs of pytest.
+would behave otherwise. Triton decides when it is imported whether it interprets: there
+are two runs of pytest.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def load_operators() -> dict[str, Callable[..., Any]]:
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """The operators take tensors of a CPU, and everybody who asks is told that there are kernels."""
+    """The operators take tensors of a CPU, and all who ask are told that there are kernels."""
     library = torch.library.Library("convoy", "IMPL")
     for name, launch in load_operators().items():
         library.impl(name.removeprefix("convoy::"), launch, "CPU")
@@ -60,9 +61,7 @@ class Launch:
         self.kernel, self.launches = kernel, launches
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(
-            *args: Any, num_warps: int, enable_fp_fusion: bool, **constants: Any
-        ) -> None:
+        def launch(*args: Any, num_warps: int, enable_fp_fusion: bool, **constants: Any) -> None:
             options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
             self.launches.append((self.kernel, args, constants, options))
 
