@@ -111,7 +111,7 @@ def compiled(launch: tuple[Any, ...], architecture: int, folder) -> Compiled:
             # Memory from CUDA's allocator begins at multiples of 512; views may not.
             if value.storage_offset() * value.dtype.itemsize % 16 == 0:
                 divisible[(place,)] = [["tt.divisibility", 16]]
-        elif name in constants or value is None or value == 1:
+        elif name in constants or value is None or (value == 1 and isinstance(value, int)):
             signature[name], constexprs[(place,)] = "constexpr", value
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"

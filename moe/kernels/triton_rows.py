@@ -12,8 +12,10 @@ def is_real(row, num_real, BLOCK: tl.constexpr):
     Triton's interpreter computes, takes no mask that is a scalar."""
     rows = tl.full((BLOCK,), 0, tl.int64) + row
     if num_real is None:
-        return rows >= 0
-    return rows < tl.load(num_real)
+        real = rows >= 0
+    else:
+        real = rows < tl.load(num_real)
+    return real
 
 
 @triton.jit

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 
 LAUNCHES: dict[str, int] = {}
 """By the name of an operator, ``convoy::take_rows``: how many kernels a call with rows launches."""
@@ -40,6 +41,15 @@ def _has_triton() -> bool:
 _has_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def on_its_device(launch: Callable[..., Any], *args: Any) -> Any:
+    """Launch where the tensors are: Triton would launch on the current device, whatever it is."""
+    device = next(a for a in args if isinstance(a, Tensor)).device
+    if device.index == torch.cuda.current_device():
+        return launch(*args)
+    with torch.cuda.device(device):
+        return launch(*args)
+
+
 def operator(
     signature: str, launch: Callable[..., Any], shapes: Callable[..., Any], launches: int
 ) -> Callable[..., Any]:
@@ -56,7 +66,7 @@ def operator(
     """
     name = signature.partition("(")[0]
     _LIBRARY.define(signature)
-    _LIBRARY.impl(name, launch, "CUDA")
+    _LIBRARY.impl(name, partial(on_its_device, launch), "CUDA")
     torch.library.register_fake(f"convoy::{name}", shapes, lib=_LIBRARY)
     LAUNCHES[f"convoy::{name}"], LAUNCHERS[f"convoy::{name}"] = launches, launch
     packet: Callable[..., Any] = getattr(torch.ops.convoy, name).default

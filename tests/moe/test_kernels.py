@@ -202,6 +202,33 @@ def test_a_layer_computes_as_without_kernels(fields):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+# torch's own: its tracer makes an instance of autograd.Function.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_layer_calls_the_same_operators(backend):
+    layer = make_layer(aux_loss_coeff=0.1, backend="grouped_mm").bfloat16()
+    x = torch.randn(33, D).bfloat16().requires_grad_()
+    torch._dynamo.reset()
+
+    with kernels.on_cpu() as calls:
+
+        def compute(function):
+            layer.zero_grad()
+            calls.clear()
+            out = function(x)
+            (out.hidden.float().square().sum() + out.aux.aux_loss).backward()
+            return dict(calls), [out.hidden, *(p.grad for p in layer.parameters())]
+
+        counts, plain = compute(layer)
+        compiled = torch.compile(layer, fullgraph=True, backend=backend)
+        compute(compiled)
+        again, numbers = compute(compiled)
+    assert counts["sort_by_bin"] == counts["take_rows"] == counts["sum_rows"] == 2
+    assert counts["activate_backward"] == counts["select_experts_backward"] == 1
+    assert again == counts
+    assert all(torch.equal(a, b) for a, b in zip(numbers, plain, strict=True))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 127, 128, 200, 384, 1152])
 def test_rows_are_packed_in_float8_bit_for_bit(dtype, width):

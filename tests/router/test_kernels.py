@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from router import RouterConfig, TopKRouter
+from router import RouterConfig, RouterOutput, TopKRouter
 from router import kernels as router_kernels
 from router.kernels import select_experts, sort_by_bin
 from tests.support import kernels
@@ -38,6 +38,10 @@ def a_router(fields, **more) -> TopKRouter:
     return router
 
 
+def takes_kernel(out: RouterOutput) -> bool:
+    return type(out.expert_weights_TK.grad_fn).__name__ == "_SelectBackward"
+
+
 def results(router: TopKRouter, x: torch.Tensor, exact: bool):
     router.exact, x = exact, x.clone().requires_grad_()
     router.zero_grad()
@@ -54,7 +58,8 @@ def test_the_kernel_routes_as_plain_operations_do(fields, tokens):
     x = torch.randn(tokens, 16)
     plain, plain_grads = results(router, x, exact=True)
     out, grads = results(router, x, exact=False)
-    assert type(out.expert_weights_TK.grad_fn).__name__ == "_SelectBackward"
+    assert takes_kernel(out)
+    assert not takes_kernel(plain)
     for name, a, b in zip(out._fields, out, plain, strict=True):
         if b is None or not b.is_floating_point():
             assert (a is None and b is None) or torch.equal(a, b), name
@@ -135,8 +140,7 @@ def test_the_gradient_has_a_gradient(fields):
      {"capacity": {"max_tokens_per_rank": 20}}],
 )  # fmt: skip
 def test_what_the_kernel_does_not_do_is_left_to_plain_operations(change):
-    out = a_router(change)(torch.randn(9, 16))
-    assert type(out.expert_weights_TK.grad_fn).__name__ != "_SelectBackward"
+    assert not takes_kernel(a_router(change)(torch.randn(9, 16)))
 
 
 @pytest.mark.parametrize("how", ["mask", "replay", "float64"])
@@ -148,10 +152,10 @@ def test_calls_that_the_kernel_does_not_do_are_left_to_plain_operations(how):
         "replay": lambda: router(x, replay_indices_TK=record),
         "float64": lambda: router.double()(x.double()),
     }[how]()
-    assert type(out.expert_weights_TK.grad_fn).__name__ != "_SelectBackward"
+    assert not takes_kernel(out)
 
 
-@pytest.mark.parametrize("bins", [1, 2, 9, 128, 1000, 1024, 1025, 5000])
+@pytest.mark.parametrize("bins", [1, 2, 9, 128, 1024, 1025, 5000])
 @pytest.mark.parametrize("length", [0, 1, 127, 128, 700])
 def test_the_sort_by_counting_is_stable_and_counts(bins, length):
     numbers = torch.randint(bins, (length,))

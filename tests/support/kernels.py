@@ -8,8 +8,10 @@ are two runs of pytest.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -41,15 +43,25 @@ def load_operators() -> dict[str, Callable[..., Any]]:
 
 
 @contextmanager
-def on_cpu() -> Iterator[None]:
-    """The operators take tensors of a CPU, and all who ask are told that there are kernels."""
+def on_cpu() -> Iterator[Counter[str]]:
+    """The operators take tensors of a CPU, and all who ask are told that there are kernels.
+
+    Gives the number of calls of each operator.
+    """
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, launch: Callable[..., Any], *args: Any) -> Any:
+        calls[name] += 1
+        return launch(*args)
+
     library = torch.library.Library("convoy", "IMPL")
     for name, launch in load_operators().items():
-        library.impl(name.removeprefix("convoy::"), launch, "CPU")
+        name = name.removeprefix("convoy::")
+        library.impl(name, partial(counted, name, launch), "CPU")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(router.kernels, "available", lambda device_type: True)
         try:
-            yield
+            yield calls
         finally:
             library._destroy()
 
