@@ -39,8 +39,9 @@ def _launch(bins_N: Tensor, num_bins: int, widths: list[int]) -> tuple[Tensor, T
             bins_N, before_N, table, totals, counts_B1, N, pieces,
             FIRST=first_bit, COUNT_BINS=count_bins, SIZE=size, PIECE=PIECE, num_warps=4, **OPTIONS,
         )  # fmt: skip
-        kernels.starts_of_digits[(size,)](
-            table, totals, pieces, len(totals), SIZE=size, CHUNK=1024, num_warps=4, **OPTIONS
+        # A program for each digit that there is: no number has a larger one.
+        kernels.starts_of_digits[(len(totals),)](
+            table, totals, pieces, SIZE=size, CHUNK=1024, num_warps=4, **OPTIONS
         )
         kernels.scatter_by_digit[(pieces,)](
             bins_N, before_N, table, after_N, N, pieces,

@@ -39,11 +39,11 @@ def count_digits(
 
 
 @triton.jit
-def starts_of_digits(table, totals, pieces, num_totals, SIZE: tl.constexpr, CHUNK: tl.constexpr):
+def starts_of_digits(table, totals, pieces, SIZE: tl.constexpr, CHUNK: tl.constexpr):
     """Where the first number of each piece with one digit goes; a program has one digit."""
     digit = tl.program_id(0)
     sizes = tl.arange(0, SIZE)
-    smaller = tl.load(totals + sizes, mask=(sizes < digit) & (sizes < num_totals), other=0)
+    smaller = tl.load(totals + sizes, mask=sizes < digit, other=0)
     start = tl.sum(smaller, 0).to(tl.int32)
     for first in range(0, pieces, CHUNK):
         columns = first + tl.arange(0, CHUNK)

@@ -137,13 +137,21 @@ def test_the_activation_and_its_gradients(name, dtype, width, real):
             assert not found[real:].any()
 
 
-def test_a_gradient_of_the_activation_that_has_a_gradient_is_plain():
-    up, weights = torch.randn(5, 8, requires_grad=True), torch.rand(5, 1)
-    with kernels.on_cpu():
-        _, dup, _, _ = activate_backward(
-            "relu2", torch.ones(5, 8), None, up, weights, torch.tensor(5)
+@pytest.mark.parametrize("name", ["relu2", "swiglu"])
+def test_the_gradient_of_the_activation_has_a_gradient(name):
+    up, gate, dh = (torch.randn(5, 8) for _ in range(3))
+    weights = torch.rand(5, 1)
+
+    def compute():
+        inputs = [t.clone().requires_grad_() for t in (gate, up, weights)]
+        first = activate_backward(
+            name, dh, inputs[0] if name in GATED else None, *inputs[1:], torch.tensor(5)
         )
-    assert dup.requires_grad
+        total = sum(grad.square().sum() for grad in first[:3] if grad is not None)
+        return torch.autograd.grad(total, inputs, allow_unused=True)
+
+    for a, b in zip(*both(compute), strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
 
 
 def some_rows(dtype=torch.float32):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -97,6 +99,8 @@ def test_equal_preferences_take_the_lowest_experts():
     config = RouterConfig(num_experts=9, top_k=4, softmax_after_topk=True)
     logits = torch.tensor([[0.0, -0.0, 1, 1, 0, -5, 1, 0, 1], [-3.0] * 9])
     assert select_experts(logits, None, config).indices_TK.tolist() == [[2, 3, 6, 8], [0, 1, 2, 3]]
+    zeros = torch.tensor([[-0.0, 0.0, -0.0, 0.0, 0.0, -0.0, 0.0, 0.0, 0.0]])
+    assert select_experts(zeros, None, config).indices_TK.tolist() == [[0, 1, 2, 3]]
     logits[0, :5] = -torch.inf  # these are flagged, and a tie as well
     assert select_experts(logits, None, config).indices_TK[0].tolist() == [0, 1, 2, 3]
     bias = torch.tensor([-torch.inf] * 7 + [0.0, 0.0])
@@ -155,8 +159,10 @@ def test_calls_that_the_kernel_does_not_do_are_left_to_plain_operations(how):
     assert not takes_kernel(out)
 
 
-@pytest.mark.parametrize("bins", [1, 2, 9, 128, 1024, 1025, 5000])
-@pytest.mark.parametrize("length", [0, 1, 127, 128, 700])
+@pytest.mark.parametrize(
+    ("bins", "length"),
+    [*product([1, 2, 9, 128], [0, 1, 127, 128, 700]), (1024, 700), (1025, 700), (5000, 700)],
+)
 def test_the_sort_by_counting_is_stable_and_counts(bins, length):
     numbers = torch.randint(bins, (length,))
     if length > 2:
@@ -175,6 +181,6 @@ def test_more_pieces_than_a_program_adds_up_at_a_time():
 
     totals = torch.bincount(numbers, minlength=3)
     pieces = table.shape[1]
-    triton_sorting.starts_of_digits[(4,)](table, totals, pieces, 3, SIZE=4, CHUNK=1024, num_warps=4)
-    assert torch.equal(table, want.int())
+    triton_sorting.starts_of_digits[(3,)](table, totals, pieces, SIZE=4, CHUNK=1024)
+    assert torch.equal(table[:3], want[:3].int())
     assert router_kernels.MAX_BINS == 1 << 20
