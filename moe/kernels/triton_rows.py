@@ -11,11 +11,7 @@ def is_real(row, num_real, BLOCK: tl.constexpr):
     """[BLOCK] whether a row is before the end of the real rows. A block: numpy 2.4, in which
     Triton's interpreter computes, takes no mask that is a scalar."""
     rows = tl.full((BLOCK,), 0, tl.int64) + row
-    if num_real is None:
-        real = rows >= 0
-    else:
-        real = rows < tl.load(num_real)
-    return real
+    return rows >= 0 if num_real is None else rows < tl.load(num_real)
 
 
 @triton.jit
