@@ -13,7 +13,7 @@ import torch
 from router import RouterConfig
 from tests.support import kernels
 
-pytestmark = kernels.needs_compiler
+kernels.need_triton(interpreter=False)
 ARCHITECTURES = (80, 90, 100)
 MOST_SHARED = 48 << 10
 """Bytes that a program may take on every device without asking for more."""
@@ -49,7 +49,7 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
                     + [(None, x, weight, real, name) for x, name in plain],
         "activate_backward": [(x, x, x, weight, real, name) for x, name in gates]
                              + [(x, None, x, weight, real, name) for x, name in plain],
-        "sort_by_bin": [(index, E + 1), (index, 9), (index, 1024)],
+        "sort_by_bin": [(index, E + 1), (index, 2), (index, 3), (index, 9), (index, 1024)],
         "sort_by_many_bins": [(index, T), (index, 1 << 20)],
         "select_experts": [(logits, None, *softmax), (wide, torch.zeros(256), *sigmoid),
                            (logits, bias, *softmax), (logits, None, *after),

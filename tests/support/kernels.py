@@ -24,14 +24,14 @@ import router.kernels
 
 _HAS_TRITON = find_spec("triton") is not None
 _INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
-needs_interpreter = [
-    pytest.mark.skipif(not (_HAS_TRITON and _INTERPRETS), reason="run by make test-kernels"),
-    # What numpy says of infinities and NaN, of which the kernels' numbers are compared.
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
-needs_compiler = pytest.mark.skipif(
-    not _HAS_TRITON or _INTERPRETS, reason="run by make test-kernels"
-)
+infinities_are_quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+"""Of numpy, in which the interpreter computes: kernels take infinities and NaN as they come."""
+
+
+def need_triton(*, interpreter: bool) -> None:
+    """Skip the file that calls this function, unless Triton is there, and interprets or not."""
+    if not _HAS_TRITON or _INTERPRETS is not interpreter:
+        pytest.skip("kernels without a GPU: run by make test-kernels", allow_module_level=True)
 
 
 def load_operators() -> dict[str, Callable[..., Any]]:
