@@ -6,7 +6,9 @@
 # make test-long  the tests that take seconds of both cores each, which CI runs too
 # make check      all four
 # make test-faults    a short campaign of faults on a run, which CI runs too
-# make test-fake-gpu  the tests of a CUDA device, on a pretended one that has real numbers
+# make test-fake-gpu  CUDA's paths without a GPU: tests on a pretended device with real numbers, and
+#                 what layers, steps and recipes launch on fake GPUs of up to 1,024 ranks
+# make test-kernels   the kernels for CUDA, in Triton's interpreter and compiled, without a GPU
 # make test-megablocks  MegaBlocks as released, on a CPU: its kernels in Triton's interpreter
 # make test-engines  runs on a real Slurm and Ray of this machine, which it installs, and a real
 #                 Prometheus and Chromium that look at runs
@@ -27,7 +29,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE := 1
 # After SIGTERM ranks finish a step and commit a checkpoint before they are killed.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 600
 
-.PHONY: setup pretrain chaos test test-long test-fake-gpu test-megablocks test-all test-faults test-engines examples lint types check megablocks docs/spec.md docs/metrics.md clean
+.PHONY: setup pretrain chaos test test-long test-fake-gpu test-kernels test-megablocks test-all test-faults test-engines examples lint types check megablocks docs/spec.md docs/metrics.md clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -60,19 +62,30 @@ test-fake-gpu: setup
 	    -k "not float8 and not (unequal and grouped_mm)" $(PYTEST)
 	$(PY) -m pytest -m "" tests/fake_gpu $(PYTEST)
 
+# Triton stays out of $(VENV): torch behaves otherwise where it is.
+TRITON := build/triton
+$(TRITON)/.ready: $(VENV)/.ready
+	rm -rf $(TRITON)
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(TRITON) triton==3.9.0
+	touch $@
+
+# When it is imported Triton decides whether it interprets kernels: a run for each.
+test-kernels: setup $(TRITON)/.ready
+	PYTHONPATH=$(CURDIR):$(CURDIR)/$(TRITON) TRITON_INTERPRET=1 $(PY) -m pytest -rs \
+	    tests/moe/test_kernels.py tests/router/test_kernels.py $(PYTEST)
+	PYTHONPATH=$(CURDIR):$(CURDIR)/$(TRITON) $(PY) -m pytest -rs tests/test_kernels_compiled.py $(PYTEST)
+
 # What pip builds here lacks the CUDA parts: into a folder of its own, and not into pip's cache.
-# Triton is not for the environment: torch behaves otherwise with it.
 MEGABLOCKS := "megablocks==0.10.0" "stanford-stk==0.7.1" "grouped_gemm==0.3.0"
 build/megablocks/.ready: $(VENV)/.ready
 	rm -rf $(@D)
-	$(PY) -m pip install --quiet --no-deps --target $(@D) triton==3.9.0
 	PYTHONPATH=$(CURDIR)/tests/support/megablocks/without_cuda TORCH_CUDA_ARCH_LIST=9.0 \
 	    $(PY) -m pip install --quiet --no-deps --no-build-isolation --no-cache-dir \
 	    --target $(@D) $(MEGABLOCKS)
 	touch $@
 
-test-megablocks: build/megablocks/.ready
-	PYTHONPATH=tests/support/megablocks/compiled:build/megablocks TRITON_INTERPRET=1 \
+test-megablocks: build/megablocks/.ready $(TRITON)/.ready
+	PYTHONPATH=tests/support/megablocks/compiled:build/megablocks:$(TRITON) TRITON_INTERPRET=1 \
 	    $(PY) -m pytest tests/interop/test_megablocks.py $(PYTEST)
 
 test-all: setup

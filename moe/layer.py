@@ -209,6 +209,7 @@ class MoELayer(nn.Module):
         """
         check_exact(self.config)
         self.experts.unit_sums = sums
+        self.router.exact = True
         self.dispatcher = self.dispatcher.by_unit()
 
     def forward(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe import kernels
 from parallel.comm import new_empty
 from router import count_tokens_per_expert
 
@@ -34,9 +35,26 @@ class Rows(NamedTuple):
     Under exact sums [E, U]: the rows of each unit, which for each expert come unit after unit."""
 
 
-def sort_by_expert(expert_indices: Tensor) -> Tensor:
-    """[...] int64 -> [N] int64: the flat assignments ordered by expert, and then by position."""
-    return expert_indices.flatten().argsort(stable=True)
+def _counts_to_sort(bins_N: Tensor, num_bins: int) -> bool:
+    return kernels.available(bins_N.device.type) and num_bins <= kernels.MAX_BINS
+
+
+def sort_by_expert(expert_indices: Tensor, num_experts: int) -> Tensor:
+    """[...] int64 in [0, num_experts) -> [N] int64: the flat assignments ordered by expert, and
+    then by position."""
+    flat_N = expert_indices.flatten()
+    if _counts_to_sort(flat_N, num_experts):
+        return kernels.sort_by_bin(flat_N, num_experts)[0]
+    return flat_N.argsort(stable=True)
+
+
+def sort_and_count(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """As :func:`sort_by_expert`; and [num_experts + 1] int64: 0, then each expert's assignments."""
+    if _counts_to_sort(expert_indices, num_experts):
+        return kernels.sort_by_bin(expert_indices.flatten(), num_experts)
+    counts_E = count_tokens_per_expert(expert_indices, num_experts)
+    counts_E1 = torch.cat([counts_E.new_zeros(1), counts_E])
+    return sort_by_expert(expert_indices, num_experts), counts_E1
 
 
 def rows_of(
@@ -63,8 +81,8 @@ def rows_of(
     E, K = len(experts), expert_indices_SK.shape[1]
     local_SK = expert_indices_SK - experts.start
     local_SK = local_SK.masked_fill((local_SK < 0) | (local_SK >= E), E)
-    order = sort_by_expert(local_SK)
-    counts_E = count_tokens_per_expert(local_SK, E + 1)[:E]
+    order, counts_E = sort_and_count(local_SK, E + 1)
+    counts_E = counts_E[1 : E + 1]
     if length is None and order.device.type == "cpu" and not torch.compiler.is_compiling():
         length = int(counts_E.sum())
     if rows_per_unit is not None:
@@ -114,12 +132,35 @@ class RowMap(NamedTuple):
 
 def row_map(source_R: Tensor, num_rows: int) -> RowMap:
     """Sort an index into ``num_rows`` rows."""
-    counts_S = count_tokens_per_expert(source_R, num_rows)
-    ends_S1 = torch.cat([counts_S.new_zeros(1), counts_S.cumsum(0)])
-    return RowMap(source_R, source_R.argsort(stable=True), ends_S1)
+    order_R, counts_S1 = sort_and_count(source_R, num_rows)
+    return RowMap(source_R, order_R, counts_S1.cumsum(0))
 
 
-def _sum(y_RD: Tensor, index: RowMap) -> Tensor:
+def _has_kernel(rows: Tensor) -> bool:
+    """Whether the kernels of rows take a tensor. Their bits are those of plain operations."""
+    is_matrix = rows.ndim == 2 and rows.dtype in kernels.DTYPES
+    return kernels.available(rows.device.type) and is_matrix
+
+
+def _zeros_past(rows_RD: Tensor, num_real: Tensor | None) -> Tensor:
+    """Zeros from row ``num_real`` on, whatever is there."""
+    if num_real is None:
+        return rows_RD
+    places_R = torch.arange(len(rows_RD), device=num_real.device)
+    return torch.where((places_R < num_real).view(-1, *[1] * (rows_RD.ndim - 1)), rows_RD, 0)
+
+
+def _take(x_SD: Tensor, source_R: Tensor, num_real: Tensor | None) -> Tensor:
+    if _has_kernel(x_SD):
+        return kernels.take_rows(x_SD, source_R, num_real)
+    out_RD = new_empty(x_SD, len(source_R), *x_SD.shape[1:])
+    return _zeros_past(torch.index_select(x_SD, 0, source_R, out=out_RD), num_real)
+
+
+def _sum(y_RD: Tensor, index: RowMap, num_real: Tensor | None) -> Tensor:
+    if _has_kernel(y_RD):
+        return kernels.sum_rows(y_RD, index.order_R, index.ends_S1, num_real)
+    y_RD = _zeros_past(y_RD.contiguous(), num_real)
     rows = len(index.ends_S1) - 1
     if not len(index.order_R) or not rows:
         return y_RD.new_zeros(rows, y_RD.shape[1])
@@ -132,9 +173,10 @@ def _sum(y_RD: Tensor, index: RowMap) -> Tensor:
 
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(x_SD: Tensor, source_R: Tensor, order_R: Tensor, ends_S1: Tensor) -> Tensor:
-        out_RD = new_empty(x_SD, len(source_R), *x_SD.shape[1:])
-        return torch.index_select(x_SD, 0, source_R, out=out_RD)
+    def forward(
+        x_SD: Tensor, source_R: Tensor, order_R: Tensor, ends_S1: Tensor, num_real: Tensor | None
+    ) -> Tensor:
+        return _take(x_SD, source_R, num_real)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -143,13 +185,16 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         # Through the other Function, so that this gradient has a gradient too.
-        return sum_rows(grads[0], RowMap(*ctx.saved_tensors)), None, None, None
+        *index, num_real = ctx.saved_tensors
+        return sum_rows(grads[0], RowMap(*index), num_real), None, None, None, None
 
 
 class _SumRows(torch.autograd.Function):
     @staticmethod
-    def forward(y_RD: Tensor, source_R: Tensor, order_R: Tensor, ends_S1: Tensor) -> Tensor:
-        return _sum(y_RD.contiguous(), RowMap(source_R, order_R, ends_S1))
+    def forward(
+        y_RD: Tensor, source_R: Tensor, order_R: Tensor, ends_S1: Tensor, num_real: Tensor | None
+    ) -> Tensor:
+        return _sum(y_RD, RowMap(source_R, order_R, ends_S1), num_real)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -157,16 +202,19 @@ class _SumRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        return take_rows(grads[0], RowMap(*ctx.saved_tensors)), None, None, None
+        *index, num_real = ctx.saved_tensors
+        return take_rows(grads[0], RowMap(*index), num_real), None, None, None, None
 
 
-def take_rows(x_SD: Tensor, index: RowMap) -> Tensor:
-    """``x[source]``: [S, D] -> [R, D]."""
-    out: Tensor = _Take.apply(x_SD, *index)
+def take_rows(x_SD: Tensor, index: RowMap, num_real: Tensor | None = None) -> Tensor:
+    """``x[source]``: [S, D] -> [R, D]. With ``num_real``, a scalar of integers, zeros from that row
+    on, whose gradients do not count and may be NaN."""
+    out: Tensor = _Take.apply(x_SD, *index, num_real)
     return out
 
 
-def sum_rows(y_RD: Tensor, index: RowMap) -> Tensor:
-    """The transpose of :func:`take_rows`, [R, D] -> [S, D]: row s sums all y of source s."""
-    out: Tensor = _SumRows.apply(y_RD, *index)
+def sum_rows(y_RD: Tensor, index: RowMap, num_real: Tensor | None = None) -> Tensor:
+    """The transpose of :func:`take_rows`, [R, D] -> [S, D]: row s sums all y of source s, but those
+    from row ``num_real`` on, which may be NaN."""
+    out: Tensor = _SumRows.apply(y_RD, *index, num_real)
     return out

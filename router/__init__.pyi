@@ -22,6 +22,7 @@ from .host import to_device as to_device
 from .kinds import OpenKind as OpenKind
 from .kinds import Traits as Traits
 from .kinds import fields_of_others as fields_of_others
+from .output import RouterOutput as RouterOutput
 from .placement import Placement as Placement
 from .plan import UNITS_PER_RANK as UNITS_PER_RANK
 from .plan import CapacityPlan as CapacityPlan
@@ -33,6 +34,5 @@ from .routing import Routing as Routing
 from .routing import Scored as Scored
 from .routing_top_k import TopK as TopK
 from .scores import count_tokens_per_expert as count_tokens_per_expert
-from .topk import RouterOutput as RouterOutput
 from .topk import TopKRouter as TopKRouter
 from .topk import no_autocast as no_autocast

@@ -35,6 +35,8 @@ class RoutedTokens(NamedTuple):
     """Tokens of each sequence, a divisor of T; None for one sequence."""
     token_group: dist.ProcessGroup | None
     """The ranks that have equal parts of the same sequences."""
+    logsumexp_T: Tensor | None = None
+    """[T] of the logits, with gradients, where the choice computed them; None elsewhere."""
 
 
 class Losses(NamedTuple):
@@ -95,7 +97,7 @@ class StandardBalancing(Balancing):
         losses = (
             load_balance_loss(t.probs_TE, t.expert_counts_E, t.token_mask_T),
             sequence,
-            z_loss(t.logits_TE, t.token_mask_T),
+            z_loss(t.logits_TE, t.token_mask_T, t.logsumexp_T),
         )
         coefficients = (c.aux_loss_coeff, c.seq_aux_loss_coeff, c.z_loss_coeff)
         terms = [factor * loss for factor, loss in zip(coefficients, losses, strict=True)]

@@ -108,14 +108,18 @@ def sequence_balance_loss(
     return weight * E * (f * p).sum() / (tokens > 0).sum().clamp(min=1)
 
 
-def z_loss(logits_TE: Tensor, token_mask_T: Tensor | None = None) -> Tensor:
+def z_loss(
+    logits_TE: Tensor, token_mask_T: Tensor | None = None, logsumexp_T: Tensor | None = None
+) -> Tensor:
     """Router z-loss, mean over tokens of logsumexp(logits)² (Zoph et al., arXiv 2202.08906, eq. 5).
 
     Args:
         logits_TE: [T, E] float32.
         token_mask_T: [T] bool, the tokens of the mean; None for all.
+        logsumexp_T: [T] of the logits, where they are known.
 
     Returns:
         A scalar; 0 for no tokens.
     """
-    return mean_over_tokens(logits_TE.logsumexp(-1).square(), token_mask_T)
+    logsumexp_T = logits_TE.logsumexp(-1) if logsumexp_T is None else logsumexp_T
+    return mean_over_tokens(logsumexp_T.square(), token_mask_T)

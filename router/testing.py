@@ -26,7 +26,8 @@ from torch import Tensor
 from router.balancing import RoutedTokens
 from router.capacity import Assignments, CapacityPolicy, capacity_policy
 from router.config import RouterConfig
-from router.topk import RouterOutput, TopKRouter
+from router.output import RouterOutput
+from router.topk import TopKRouter
 
 D, E, K = 12, 6, 2
 

@@ -7,67 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from router import kernels
 from router.balancing import RoutedTokens, balancing_of
 from router.capacity import Assignments, capacity_policy
+from router.capacity_dropless import Dropless
 from router.config import RouterConfig
 from router.groups import HoldsGroups, LostGroup
 from router.losses import mean_over_tokens
+from router.output import RouterOutput
 from router.routing import Scored, routing_of
+from router.routing_top_k import TopK
 from router.scores import TINY, count_tokens_per_expert, score
 from router.unused import UnusedUpdate
 from router.wide_linear import wide_linear
-
-
-class RouterOutput(NamedTuple):
-    """The routing of every token. FSDP and pipelining find tensors in a NamedTuple."""
-
-    logits_TE: Tensor
-    """[T, E] in the router's dtype, with gradients. The first field: transformers records the first
-    output of a router as its ``router_logits``."""
-    expert_indices_TK: Tensor
-    """[T, K] int64, best first; E, which is no expert, for padding and dropped assignments. Under
-    expert choice [T, E]: column e is e where expert e takes the token, and E elsewhere."""
-    expert_weights_TK: Tensor
-    """Float32, of the shape of ``expert_indices_TK``: the weight of each expert's output; 0 for no
-    expert; NaN for a token whose logits are not finite."""
-    topk_indices_TK: Tensor
-    """The record of the routing, which a later call replays: as ``expert_indices_TK``, but -1 - e
-    where expert e was chosen and the assignment was dropped."""
-    rows_per_expert_E: Tensor
-    """[E] int64: the assignments that each expert computes."""
-    dropped_TK: Tensor | None
-    """Bool, of the shape of ``expert_indices_TK``: the assignment is dropped. None where none
-    is."""
-    num_rerouted: Tensor
-    """Scalar int64: assignments that were rerouted from a full expert to another one."""
-    tokens_per_expert_E: Tensor
-    """[E] int64: the assignments as chosen, before capacity. The sum is T·K, or under expert choice
-    E · min(ceil(T·K / E), T)."""
-    expert_counts_E: Tensor
-    """[E] int64: the assignments that the load-balancing loss counted, of these tokens, or of all
-    ranks and of the step so far. The step's next call takes these counts."""
-    nonfinite_T: Tensor
-    """[T] bool: tokens with a NaN or an infinity among their logits. The weights of such a token,
-    and the layer's output for such a token, are NaN."""
-    num_nonfinite_tokens: Tensor
-    """Scalar int64: the number of such tokens."""
-    load_balance_loss: Tensor
-    """Scalar float32, without its coefficient."""
-    sequence_balance_loss: Tensor
-    """Scalar float32, without its coefficient; 0 where the coefficient is 0."""
-    z_loss: Tensor
-    """Scalar float32, without its coefficient."""
-    aux_loss: Tensor
-    """Scalar float32: what the model's loss gets of the balancing rule, coefficients included."""
-    entropy: Tensor
-    """Scalar float32 without a gradient: the mean over tokens of the entropy of their
-    probabilities, in nats; from 0 to log(E)."""
 
 
 def no_autocast(device_type: str) -> AbstractContextManager[object]:
@@ -100,6 +58,8 @@ class TopKRouter(HoldsGroups, nn.Module):
         """The ranks whose tokens the load-balancing loss counts together."""
         self.token_group: dist.ProcessGroup | None = None
         """The ranks that have parts of the same sequences, and therefore of one micro-batch."""
+        self.exact = False
+        """Numbers must be those of plain operations, bit for bit: no kernel computes them."""
         self.weight = nn.Parameter(torch.empty(config.num_experts, d_model))
         bias = torch.zeros(config.num_experts, dtype=torch.float32) if config.expert_bias else None
         self.register_buffer("expert_bias", bias)
@@ -218,6 +178,8 @@ class TopKRouter(HoldsGroups, nn.Module):
         prior_expert_counts_E: Tensor | None,
         token_mask_T: Tensor | None,
     ) -> RouterOutput:
+        if self._has_kernel(logits_TE) and replay_TK is None and token_mask_T is None:
+            return self._route_by_kernel(logits_TE, seq_len, prior_expert_counts_E)
         E, config, mask_T = self.config.num_experts, self.config, token_mask_T
         scores_TE, probs_TE = score(logits_TE, config.score_func)
         # Where logits are not finite scores are NaN, whatever the function: sigmoid(inf) is 1.
@@ -279,6 +241,47 @@ class TopKRouter(HoldsGroups, nn.Module):
             z_loss=losses.z,
             aux_loss=losses.total,
             entropy=mean_over_tokens(entropy_T, mask_T),
+        )
+
+    def _has_kernel(self, logits_TE: Tensor) -> bool:
+        """Whether one kernel does what :meth:`_route` does. It rounds otherwise in places."""
+        c = self.config
+        if self.exact or not kernels.available(logits_TE.device.type):
+            return False
+        takes_best = type(self.routing) is TopK and c.n_groups == 1
+        takes_all = type(self.capacity) is Dropless and not self.capacity.max_tokens_per_rank
+        fits = logits_TE.dtype == torch.float32 and c.num_experts <= kernels.MAX_EXPERTS
+        return takes_best and takes_all and fits
+
+    def _route_by_kernel(
+        self, logits_TE: Tensor, seq_len: int | None, prior_expert_counts_E: Tensor | None
+    ) -> RouterOutput:
+        chosen = kernels.select_experts(logits_TE, self.expert_bias, self.config)
+        indices_TK, counts_E = chosen.indices_TK, chosen.tokens_per_expert_E
+        expert_counts_E = self._batch_counts(counts_E, prior_expert_counts_E)
+        losses = self.balancing.losses(
+            RoutedTokens(
+                logits_TE, chosen.probs_TE, indices_TK, counts_E, expert_counts_E, None, seq_len,
+                self.token_group, chosen.logsumexp_T,
+            )
+        )  # fmt: skip
+        return RouterOutput(
+            logits_TE=logits_TE,
+            expert_indices_TK=indices_TK,
+            topk_indices_TK=indices_TK,
+            expert_weights_TK=chosen.weights_TK,
+            rows_per_expert_E=counts_E,
+            dropped_TK=None,
+            num_rerouted=counts_E.new_zeros(()),
+            tokens_per_expert_E=counts_E,
+            expert_counts_E=expert_counts_E,
+            nonfinite_T=chosen.nonfinite_T,
+            num_nonfinite_tokens=chosen.nonfinite_T.sum(),
+            load_balance_loss=losses.load_balance,
+            sequence_balance_loss=losses.sequence_balance,
+            z_loss=losses.z,
+            aux_loss=losses.total,
+            entropy=mean_over_tokens(chosen.entropy_T, None),
         )
 
     def _choose(

@@ -40,8 +40,8 @@ FLOORS = {
         "layout version", "placements config", "mesh dtensor expert_parallel", "comm", "exact",
         "apply",
     ],
-    "moe": ["config", "rows stopwatch transforms uncompiled", "float8", "experts dispatch",
-            "layer", "adoption testing"],
+    "moe": ["config", "kernels", "rows stopwatch transforms uncompiled", "float8",
+            "experts dispatch", "layer", "adoption testing"],
     "ckpt": [
         "errors", "store", "format", "lifecycle local_array", "write read", "background rewrite",
         "interop state_dict testing",
@@ -84,6 +84,8 @@ ONLY_THERE = {
     # Its grouped GEMM has its own name.
     "moe.experts.megablocks_backend": {"megablocks", "grouped_gemm"},
     "moe.dispatch.deep_ep": {"deep_ep"},
+    **{f"router.kernels.triton_{name}": {"triton"} for name in ("selection", "sorting")},
+    **{f"moe.kernels.triton_{name}": {"triton"} for name in ("activation", "float8", "rows")},
     "cluster.launch.ray": {"ray"},
 }
 KIND = r"[\w.]+:[A-Za-z]\w*"

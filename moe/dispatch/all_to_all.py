@@ -69,7 +69,7 @@ def plan_transfers(
     sent_GC2 = torch.stack([torch.stack(rows_GC, 1), torch.stack(assignments_GC, 1)], 2)
     both = HostRead(torch.stack([sent_GC2, exchange_counts(sent_GC2, group)]))
     # A device sorts while the counts travel to the host.
-    orders = [sort_by_expert(to_TK) for to_TK in destinations_TK]
+    orders = [sort_by_expert(to_TK, ranks + 1) for to_TK in destinations_TK]
     (sent_rows_GC, _), (received_rows_GC, received_assignments_GC) = (
         (counts_GC2[..., 0], counts_GC2[..., 1]) for counts_GC2 in both.wait()
     )

@@ -22,8 +22,8 @@ from moe.dispatch.dispatchers import (
     destinations,
 )
 from moe.dispatch.transfer import Tokens, Transfer, begun_ahead, start_transfer
-from moe.rows import row_map, rows_of, sort_by_expert
-from router import RouterOutput, count_tokens_per_expert
+from moe.rows import row_map, rows_of, sort_and_count
+from router import RouterOutput
 
 
 class PaddedAllToAllDispatcher(Dispatcher):
@@ -70,7 +70,8 @@ class PaddedAllToAllDispatcher(Dispatcher):
         tokens = tokens.at_least_one(E)  # empty slots need a row to refer to
         x_TD, indices_TK, _ = tokens
         to_TK = destinations(indices_TK, experts, ranks)
-        order, counts = sort_by_expert(to_TK), count_tokens_per_expert(to_TK, ranks + 1)[:ranks]
+        order, counts = sort_and_count(to_TK, ranks + 1)
+        counts = counts[1 : ranks + 1]
         slot = torch.arange(self._slots(experts, ranks), device=order.device)
         first = (counts.cumsum(0) - counts).unsqueeze(1)
         positions = (first + slot).clamp(max=len(order) - 1)

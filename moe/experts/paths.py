@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe.config import ActivationName, Backend
+from moe.experts.activate import activate, activate_backward, has_kernel
 from moe.experts.activation import ACTIVATIONS, Activation
 from moe.experts.megablocks_backend import experts_megablocks, why_no_megablocks
 from moe.experts.packed import experts_packed
@@ -159,7 +160,7 @@ class _ActivateDown(torch.autograd.Function):
         up_RF: Tensor,
         gate_RF: Tensor | None,
     ) -> Tensor:
-        h_RF = ACTIVATIONS[name].hidden(gate_RF, up_RF) * weights_R1
+        h_RF = activate(name, gate_RF, up_RF, weights_R1, ends_E[-1])
         return F.grouped_mm(h_RF, w_down_EFD, offs=ends_E)
 
     @staticmethod
@@ -169,23 +170,18 @@ class _ActivateDown(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        # Written out: torch.compile does not trace autograd.grad within a backward.
         weights_R1, ends_E, w_down_EFD, up_RF, gate_RF = ctx.saved_tensors
-        act, dy_RD = ACTIVATIONS[ctx.name], grads[0].contiguous()
-        acted_RF = act.plain(up_RF if gate_RF is None else gate_RF)
-        h_RF = acted_RF if gate_RF is None else acted_RF * up_RF
-        h_FR, dw_down = (h_RF * weights_R1).t(), None
+        dy_RD, dw_down = grads[0].contiguous(), None
+        dh_RF = F.grouped_mm(dy_RD, w_down_EFD.transpose(1, 2), offs=ends_E)
+        dgate_RF, dup_RF, dweights_R1, h_RF = activate_backward(
+            ctx.name, dh_RF, gate_RF, up_RF, weights_R1, ends_E[-1]
+        )
+        h_FR = h_RF.t()
         if ctx.put is None:
             dw_down = F.grouped_mm(h_FR, dy_RD, offs=ends_E)
         else:
             ctx.put(lambda: F.grouped_mm(h_FR, dy_RD, offs=ends_E))
-        dh_RF = F.grouped_mm(dy_RD, w_down_EFD.transpose(1, 2), offs=ends_E)
-        dweights_R1 = (dh_RF * h_RF).sum(1, keepdim=True)
-        dh_RF = dh_RF * weights_R1
-        if gate_RF is None:
-            return None, None, dweights_R1, None, dw_down, act.backward(dh_RF, up_RF), None
-        dgate_RF = act.backward(dh_RF * up_RF, gate_RF)
-        return None, None, dweights_R1, None, dw_down, dh_RF * acted_RF, dgate_RF
+        return None, None, dweights_R1, None, dw_down, dup_RF, dgate_RF
 
 
 def experts_grouped_mm(
@@ -204,11 +200,15 @@ def experts_grouped_mm(
     index = row_map(rows.source_R, len(rows.x_SD))
     ends_E = counts_E.cumsum(0).to(torch.int32)
     # A grouped GEMM does not write rows past its last group, in the forward and in the backward.
-    real_R1 = (torch.arange(R, device=counts_E.device) < ends_E[-1]).unsqueeze(1)
-    x_RD = torch.where(real_R1, take_rows(rows.x_SD, index), 0)
-    weights_R1 = torch.where(real_R1, rows.weights_R.unsqueeze(1), 0)
+    num_real = ends_E[-1]
+    x_RD = take_rows(rows.x_SD, index, num_real)
     w = weights
-    expert_R = None if w.b_up is None else _expert_of_row(ends_E, R)
+    has_biases = w.b_up is not None or w.b_down is not None
+    weights_R1 = rows.weights_R.unsqueeze(1)
+    if has_biases or not has_kernel(activation, rows.x_SD):
+        real_R1 = (torch.arange(R, device=counts_E.device) < num_real).unsqueeze(1)
+        weights_R1 = torch.where(real_R1, weights_R1, 0)
+    expert_R = _expert_of_row(ends_E, R) if has_biases else None
 
     def product(w_EDF: Tensor, bias_EF: Tensor | None) -> Tensor:
         put = None if weight_grad_store is None else weight_grad_store.put_for(w_EDF)
@@ -227,7 +227,7 @@ def experts_grouped_mm(
     y_RD: Tensor = _ActivateDown.apply(activation, put, weights_R1, ends_E, w_down, up_RF, gate_RF)
     if w.b_down is not None and expert_R is not None:
         y_RD = y_RD + weights_R1 * take_rows(w.b_down, expert_R)
-    return sum_rows(torch.where(real_R1, y_RD, 0), index)
+    return sum_rows(y_RD, index, num_real)
 
 
 def _expert_of_row(ends_E: Tensor, num_rows: int) -> RowMap:

@@ -147,7 +147,7 @@ def use_deterministic_kernels(device: torch.device) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     # Nothing reads memory that was never written, and filling the memory would take time.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _check_device(spec: JobSpec, device: torch.device) -> None:

@@ -31,6 +31,7 @@ from torch.nn.attention import bias
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
+from router import kernels
 from tests.support.fake_gpu import cuda, cuda_kernels
 from tests.support.fake_gpu.build import library
 from tests.support.fake_gpu.tally import Tally, to_list
@@ -84,6 +85,8 @@ def _change_torch() -> None:
     fake_tensor.FakeTensorMode.avoid_device_init = property(lambda self: True)
     fake_tensor.init_gpu_context = lambda device: None
     cuda_kernels.install()
+    # Torch for CUDA comes with Triton.
+    kernels.available = lambda device_type: device_type == "cuda"
     bias.causal_lower_right = _with_numbers(bias.causal_lower_right)
     _give_meshes_numbers()
     _quieten_propagation()

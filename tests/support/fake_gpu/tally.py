@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from router import kernels
+
 ROOT = str(Path(__file__).parents[3])
 BETWEEN = (str(Path(__file__).parent), str(Path(ROOT) / "router" / "host.py"))
 """Who calls for others."""
@@ -38,9 +40,6 @@ COPIES = {"_to_copy", "copy_", "_copy_from"}
 NUMBERS: dict[str, Callable[[FrameType, Tensor], Any]] = {}
 """What the device's numbers would be, by the name of the function that reads: of the function's
 frame and the tensor."""
-
-LAUNCHES: dict[str, int] = {}
-"""The kernels of one of the product's own operators, by its name with its namespace."""
 
 
 def frames() -> Iterator[FrameType]:
@@ -160,7 +159,7 @@ class Tally(TorchDispatchMode):
         return True
 
     def _kernel(self, name: str, func: Any, moved: int) -> None:
-        launches = LAUNCHES.get(f"{func.namespace}::{name}", 1)
+        launches = kernels.LAUNCHES.get(f"{func.namespace}::{name}", 1)
         self.kernels[name] += launches
         self.by_site[site()] += launches
         self.moved[name] += moved

@@ -1,0 +1,11 @@
+from .activation import NAMES as NAMES
+from .activation import activate as activate
+from .activation import activate_backward as activate_backward
+from .float8 import pack_rows as pack_rows
+from .of_router import LAUNCHES as LAUNCHES
+from .of_router import MAX_BINS as MAX_BINS
+from .of_router import available as available
+from .of_router import sort_by_bin as sort_by_bin
+from .rows import DTYPES as DTYPES
+from .rows import sum_rows as sum_rows
+from .rows import take_rows as take_rows

@@ -1,0 +1,11 @@
+from .operators import LAUNCHERS as LAUNCHERS
+from .operators import LAUNCHES as LAUNCHES
+from .operators import OPTIONS as OPTIONS
+from .operators import available as available
+from .operators import operator as operator
+from .selection import MAX_EXPERTS as MAX_EXPERTS
+from .selection import Selection as Selection
+from .selection import select_experts as select_experts
+from .selection import selection_gradient as selection_gradient
+from .sorting import MAX_BINS as MAX_BINS
+from .sorting import sort_by_bin as sort_by_bin

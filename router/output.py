@@ -1,0 +1,56 @@
+"""What a router gives.
+
+Legend: T tokens, E experts, K top_k.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class RouterOutput(NamedTuple):
+    """The routing of every token. FSDP and pipelining find tensors in a NamedTuple."""
+
+    logits_TE: Tensor
+    """[T, E] in the router's dtype, with gradients. The first field: transformers records the first
+    output of a router as its ``router_logits``."""
+    expert_indices_TK: Tensor
+    """[T, K] int64, best first; E, which is no expert, for padding and dropped assignments. Under
+    expert choice [T, E]: column e is e where expert e takes the token, and E elsewhere."""
+    expert_weights_TK: Tensor
+    """Float32, of the shape of ``expert_indices_TK``: the weight of each expert's output; 0 for no
+    expert; NaN for a token whose logits are not finite."""
+    topk_indices_TK: Tensor
+    """The record of the routing, which a later call replays: as ``expert_indices_TK``, but -1 - e
+    where expert e was chosen and the assignment was dropped."""
+    rows_per_expert_E: Tensor
+    """[E] int64: the assignments that each expert computes."""
+    dropped_TK: Tensor | None
+    """Bool, of the shape of ``expert_indices_TK``: the assignment is dropped. None where none
+    is."""
+    num_rerouted: Tensor
+    """Scalar int64: assignments that were rerouted from a full expert to another one."""
+    tokens_per_expert_E: Tensor
+    """[E] int64: the assignments as chosen, before capacity. The sum is T·K, or under expert choice
+    E · min(ceil(T·K / E), T)."""
+    expert_counts_E: Tensor
+    """[E] int64: the assignments that the load-balancing loss counted, of these tokens, or of all
+    ranks and of the step so far. The step's next call takes these counts."""
+    nonfinite_T: Tensor
+    """[T] bool: tokens with a NaN or an infinity among their logits. The weights of such a token,
+    and the layer's output for such a token, are NaN."""
+    num_nonfinite_tokens: Tensor
+    """Scalar int64: the number of such tokens."""
+    load_balance_loss: Tensor
+    """Scalar float32, without its coefficient."""
+    sequence_balance_loss: Tensor
+    """Scalar float32, without its coefficient; 0 where the coefficient is 0."""
+    z_loss: Tensor
+    """Scalar float32, without its coefficient."""
+    aux_loss: Tensor
+    """Scalar float32: what the model's loss gets of the balancing rule, coefficients included."""
+    entropy: Tensor
+    """Scalar float32 without a gradient: the mean over tokens of the entropy of their
+    probabilities, in nats; from 0 to log(E)."""
