@@ -250,8 +250,8 @@ class TopKRouter(HoldsGroups, nn.Module):
             return False
         takes_best = type(self.routing) is TopK and c.n_groups == 1
         takes_all = type(self.capacity) is Dropless and not self.capacity.max_tokens_per_rank
-        fits = logits_TE.dtype == torch.float32 and c.num_experts <= kernels.MAX_EXPERTS
-        return takes_best and takes_all and fits
+        fits = c.num_experts <= kernels.MAX_EXPERTS and c.top_k <= kernels.MAX_TOP_K
+        return takes_best and takes_all and fits and logits_TE.dtype == torch.float32
 
     def _route_by_kernel(
         self, logits_TE: Tensor, seq_len: int | None, prior_expert_counts_E: Tensor | None

@@ -53,12 +53,13 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
         "sort_by_many_bins": [(index, T), (index, 1 << 20)],
         "select_experts": [(logits, None, *softmax), (wide, torch.zeros(256), *sigmoid),
                            (logits, bias, *softmax), (logits, None, *after),
-                           (torch.zeros(T, 1024), None, *sigmoid),
+                           (torch.zeros(T, 1024), None, 32, *sigmoid[1:]),
                            (torch.zeros(T, 6), None, 2, *softmax[1:])],
         "select_experts_backward": [(logits, chosen, logits, weights, None, *softmax),
                                     (wide, chosen, wide, weights, logits[:, 0], *sigmoid),
                                     (logits, chosen, None, weights, None, *after),
-                                    (torch.zeros(T, 1024), chosen, None, weights, None, *sigmoid)],
+                                    (torch.zeros(T, 1024), chosen, None, weights, None, 32,
+                                     *sigmoid[1:])],
         "pack_rows": [(rows(T, D),), (rows(T, 7168),), (rows(T, 100),)],
     }  # fmt: skip
 

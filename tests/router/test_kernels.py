@@ -141,6 +141,7 @@ def test_the_gradient_has_a_gradient(fields):
 @pytest.mark.parametrize(
     "change",
     [{"n_groups": 2, "topk_groups": 1, "num_experts": 8, "topk_per_group": 1},
+     {"num_experts": 34, "top_k": 33}, {"num_experts": 1025},
      {"routing": "expert_choice"}, {"capacity": {"policy": "fixed"}},
      {"capacity": {"max_tokens_per_rank": 20}}],
 )  # fmt: skip
