@@ -9,9 +9,10 @@ saves in a layer's forward, one by one; docs/planning.md has the list and what w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from operator import mul
+from typing import NamedTuple
 
 from convoy.plan.hardware import BYTES, Chip
 from convoy.plan.shape import ModelShape
@@ -182,8 +183,6 @@ def kept_elements(work: Work, layer: int, how: Recompute, kernels: str) -> float
     kept = 4 * D + normed * (q + keys) + values + v + latents
     if shape.kv_lora_rank:
         kept += keys + values  # heads before the rotary part is put to them
-    if cpu:  # attention's output laid out anew
-        kept += v
     gated = 3 if work.program.fused_elementwise else 4
     if not shape.is_moe(layer):
         return T * (kept + (gated if shape.products == 3 else 2) * shape.d_ff)
@@ -253,17 +252,20 @@ def loss_bytes(work: Work, micro_batches: int = 1, kernels: str = "cpu") -> floa
 
 def memory(work: Work, chip: Chip) -> Memory:
     """The memory of the rank with the most."""
-    plans = [_of_place(work, pp_rank, chip) for pp_rank in work.places]
+    plans = [memory_of_place(work, pp_rank, chip) for pp_rank in work.places]
     return max(plans, key=lambda used: used.total)
 
 
-def _of_place(work: Work, pp_rank: int, chip: Chip) -> Memory:
+def memory_of_place(work: Work, pp_rank: int, chip: Chip) -> Memory:
+    """The memory of a rank at a place along pp.
+
+    There are two moments that can be the peak: the loss, when no layer computes, and the backward
+    of a layer, when there are no logits.
+    """
     shape, t, program = work.shape, work.topology, work.program
     n = rank_parameters(work, pp_rank)
-    parameters = n.dense + n.beside + n.experts
     T, size = work.local_tokens, program.activation_bytes
-    casts = program.dtype != "float32"
-    gathered, gradients = _fsdp_bytes(work, n, casts)
+    fsdp = _fsdp_bytes(work, n)
     layers = work.layers_of(pp_rank)
     by_stage = _kept_by_stage(work, pp_rank, chip.kernels)
     kept = sum(by_stage)
@@ -292,16 +294,24 @@ def _of_place(work: Work, pp_rank: int, chip: Chip) -> Memory:
         count = work.micro_batches if t.pp > 1 and work.schedule == "gpipe" else 1
         heads = 1 + shape.num_mtp_layers
         loss = loss_bytes(work, count, chip.kernels) + heads * count * T * 2 * shape.d_model * size
-    return Memory(
+    whole = fsdp.gradients if work.zero_stage == 1 else n.stored * program.gradient_bytes
+    always = Memory(
         weights=n.stored * program.parameter_bytes,
-        gradients=gradients if work.zero_stage == 1 else n.stored * program.gradient_bytes,
+        gradients=whole,
         optimizer=program.moment_bytes * moments_kept(work, n),
-        gathered=gathered if parameters else 0.0,
-        activations=(kept + working) * size,
+        gathered=fsdp.always,
+        activations=kept * size,
         pipeline=max(most - kept, 0.0) * size,
-        dispatch=dispatch,
-        loss=loss,
+        dispatch=0.0,
+        loss=0.0,
     )
+    in_layer = replace(
+        always,
+        gathered=fsdp.always + fsdp.in_layer,
+        activations=(kept + working) * size,
+        dispatch=dispatch,
+    )
+    return max(replace(always, loss=loss), in_layer, key=lambda used: used.total)
 
 
 def _kept_by_stage(work: Work, pp_rank: int, kernels: str) -> list[float]:
@@ -321,24 +331,34 @@ def _kept_by_stage(work: Work, pp_rank: int, kernels: str) -> list[float]:
     return by_stage
 
 
-def _fsdp_bytes(work: Work, n: RankParameters, casts: bool) -> tuple[float, float]:
-    """Bytes that FSDP gathers and reduces with, and of whole gradients under ZeRO-1.
+class _FSDPBytes(NamedTuple):
+    """Bytes of a rank's parameters as FSDP has them."""
 
-    Two layers are gathered at once, the one that computes and the next; embedding and head stay
+    always: float
+    """Gathered from a micro-batch's forward to its backward."""
+    in_layer: float
+    """Gathered for a layer's backward, and its reduction."""
+    gradients: float
+    """Whole gradients, as ZeRO-1 keeps them."""
+
+
+def _fsdp_bytes(work: Work, n: RankParameters) -> _FSDPBytes:
+    """Two layers are gathered at once, the one that computes and the next; embedding and head stay
     gathered from a micro-batch's forward to its backward. One layer's gradients wait as they were
     computed, and once more in float32 for the reduction.
     """
     t, program = work.topology, work.program
+    casts = program.dtype != "float32"
     size = BYTES[program.dtype] if BYTES[program.dtype] > 1 else 2
     alone = t.efsdp * t.dp_replicate == 1 and not casts
     experts = 0.0 if alone else n.experts
-    gathered = n.dense + n.beside + experts
+    gathered = (n.dense + n.beside + experts) * size
     grads = (n.dense + n.beside + n.experts) * program.gradient_bytes
-    if t.world == t.pp and not casts:
-        return 0.0, grads
+    if not grads or (t.world == t.pp and not casts):
+        return _FSDPBytes(0.0, 0.0, grads)
     block = n.largest_block - (n.block_experts if alone else 0)
     reducing = block * (size + program.gradient_bytes)
-    kept = gathered * size
-    if work.zero_stage == 3:
-        kept = min(kept, n.root * size + 2 * block * size)
-    return kept + reducing, grads
+    if work.zero_stage != 3:
+        return _FSDPBytes(gathered, reducing, grads)
+    root = min(gathered, n.root * size)
+    return _FSDPBytes(root, min(gathered - root, 2 * block * size) + reducing, grads)

@@ -61,10 +61,14 @@ def rotate(
     if positions_S is None:
         positions_S = torch.arange(x_BHSP.shape[-2], device=x_BHSP.device)
     angles_SP = torch.outer(positions_S.float(), frequencies)
-    cos, sin = angles_SP.cos() * scale, angles_SP.sin() * scale
-    x = x_BHSP.float()
+    angles_S1P = angles_SP.unsqueeze(1)
+    cos, sin = angles_S1P.cos() * scale, angles_S1P.sin() * scale
+    # In memory a token's heads stay together, as in projections: attention's output has the layout
+    # of its queries, and needs no copy before the output's projection.
+    x = x_BHSP.transpose(-3, -2).float()
     a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BHSP.dtype)
+    rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BHSP.dtype)
+    return rotated.transpose(-3, -2)
 
 
 def rotate_as(config: AttentionConfig, x_BHSP: Tensor, positions_S: Tensor | None = None) -> Tensor:

@@ -45,6 +45,7 @@ class _SummedNLL(torch.autograd.Function):
         for rows in _chunks(logits_TV):
             logp_NV = F.log_softmax(logits_TV[rows].float(), 1)
             nll_T[rows] = F.nll_loss(logp_NV, targets_T[rows], ignore_index=-1, reduction="none")
+            del logp_NV  # before the next chunk takes memory
         return nll_T.sum()
 
     @staticmethod
@@ -59,6 +60,7 @@ class _SummedNLL(torch.autograd.Function):
             p_NV = F.softmax(logits_TV[rows].float(), 1)
             p_NV.scatter_add_(1, targets_T1[rows], ones_T1[rows])
             grad_TV[rows] = p_NV.mul_(scale_T1[rows])
+            del p_NV  # before the next chunk takes memory
         return grad_TV, None
 
 

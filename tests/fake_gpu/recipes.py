@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from convoy.plan import load_cluster, plan_of, unplanned
+from convoy.plan import load_cluster, unplanned
+from convoy.plan.memory import memory_of_place
+from convoy.plan.search import work_of
 from parallel import ParallelDims, grad_square_sum
 from pretrain.job.rank_model import _parallelize
 from pretrain.optim import Surroundings, build_optimizer
@@ -65,7 +67,10 @@ def measure(name: str) -> dict[str, Any]:
     """The counts of a case's second step, its exact peak, and the planned one."""
     case = CASES[name]
     spec = _spec(case)
-    plan = plan_of(spec, case.ranks, load_cluster("h100"))
+    chip = load_cluster("h100").chip
+    work = work_of(spec, case.ranks)
+    place = case.rank // (case.ranks // work.topology.pp)
+    planned = memory_of_place(work, place, chip)
     shapes.start(case.ranks, case.rank)
     topology = spec.parallel.topology(case.ranks)
     dims = ParallelDims.build(topology, "cuda", ranks_per_node=shapes.DEVICES)
@@ -107,8 +112,8 @@ def measure(name: str) -> dict[str, Any]:
                 "weights": round(weights / GIB, 2),
                 "moments": round(moments / GIB, 2),
                 "peak": round(memory.peak / GIB, 2),
-                "planned": round(plan.memory.total / GIB, 2),
-                "plan": {k: round(v / GIB, 2) for k, v in plan.memory.as_dict().items()},
+                "planned": round(planned.total / GIB, 2),
+                "plan": {k: round(v / GIB, 2) for k, v in planned.as_dict().items()},
                 "at the peak": {
                     where: round(held / GIB, 2) for where, held in memory.at_peak.most_common(12)
                 },

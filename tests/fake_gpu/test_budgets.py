@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake_gpu import layers, steps
+from tests.fake_gpu import graphs, layers, steps, table
 from tests.fake_gpu.measure import budgets, measured
 from tests.support.fake_gpu.build import why_not
 
@@ -82,3 +82,16 @@ def test_exact_sums_take_at_most_twenty_times_the_kernels_of_a_plain_step():
         for name in ("exact", "fsdp 8, ep 8")
     )
     assert exact <= 20 * plain
+
+
+def test_the_page_has_the_table():
+    page = table.PAGE.read_text()
+    start, end = page.index(table.BEGIN) + len(table.BEGIN), page.index(table.END)
+    assert page[start:end].strip().split("\n") == "\n".join(table.lines()).strip().split("\n"), (
+        "python -m tests.fake_gpu.table"
+    )
+
+
+@pytest.mark.slow
+def test_layers_are_one_graph_for_a_compiler():
+    assert measured("graphs") == {name: {"graphs": 1} for name in graphs.CASES}

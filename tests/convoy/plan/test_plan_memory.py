@@ -24,8 +24,7 @@ from torch.utils._pytree import tree_iter
 
 from convoy.plan import validate
 from convoy.plan.hardware import load_cluster
-from convoy.plan.memory import _of_place as memory_of_place
-from convoy.plan.memory import in_flight, kept_elements, loss_bytes, memory
+from convoy.plan.memory import in_flight, kept_elements, loss_bytes, memory, memory_of_place
 from convoy.plan.shape import ModelShape
 from convoy.plan.step_time import _of_place as time_of_place
 from convoy.plan.step_time import step_time
