@@ -260,7 +260,7 @@ class TopKRouter(HoldsGroups, nn.Module):
         chosen = kernels.select_experts(logits_TE, self.expert_bias, self.config)
         indices_TK, counts_E = chosen.indices_TK, chosen.tokens_per_expert_E
         expert_counts_E = self._batch_counts(counts_E, prior_expert_counts_E)
-        found = balance_by_kernel(
+        balance = balance_by_kernel(
             self.balancing, logits_TE, chosen, expert_counts_E, seq_len, self.token_group
         )
         return RouterOutput(
@@ -270,16 +270,16 @@ class TopKRouter(HoldsGroups, nn.Module):
             expert_weights_TK=chosen.weights_TK,
             rows_per_expert_E=counts_E,
             dropped_TK=None,
-            num_rerouted=found.no_tokens,
+            num_rerouted=balance.no_tokens,
             tokens_per_expert_E=counts_E,
             expert_counts_E=expert_counts_E,
             nonfinite_T=chosen.nonfinite_T,
-            num_nonfinite_tokens=found.num_nonfinite,
-            load_balance_loss=found.load_balance,
-            sequence_balance_loss=found.sequence_balance,
-            z_loss=found.z,
-            aux_loss=found.total,
-            entropy=found.entropy,
+            num_nonfinite_tokens=balance.num_nonfinite,
+            load_balance_loss=balance.load_balance,
+            sequence_balance_loss=balance.sequence_balance,
+            z_loss=balance.z,
+            aux_loss=balance.total,
+            entropy=balance.entropy,
         )
 
     def _choose(

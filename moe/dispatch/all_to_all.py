@@ -98,7 +98,7 @@ def plan_transfers(
     """
     ranks = group.size()
     to_ranks = [_RowsToRanks(chunk, experts, ranks) for chunk in chunks]
-    rows_GC = [each.rows_G for each in to_ranks]
+    rows_GC = [rows.rows_G for rows in to_ranks]
     if rows_per_expert_E is not None and len(chunks) == 1:
         assignments_GC = [rows_per_expert_E.view(ranks, -1).sum(1)]
     else:
@@ -106,8 +106,8 @@ def plan_transfers(
     sent_GC2 = torch.stack([torch.stack(rows_GC, 1), torch.stack(assignments_GC, 1)], 2)
     both = HostRead(torch.stack([sent_GC2, exchange_counts(sent_GC2, group)]))
     # A device sorts while the counts travel to the host.
-    for each in to_ranks:
-        each.sort()
+    for rows in to_ranks:
+        rows.sort()
     (sent_rows_GC, _), (received_rows_GC, received_assignments_GC) = (
         (counts_GC2[..., 0], counts_GC2[..., 1]) for counts_GC2 in both.wait()
     )

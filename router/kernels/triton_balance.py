@@ -52,12 +52,12 @@ def losses(
     bad = tl.zeros((ROWS,), tl.int64)
     for first in range(0, pieces, ROWS):
         rows = first + tl.arange(0, ROWS)
-        here, at = rows < pieces, partial + rows * (E + 3)
+        here, starts = rows < pieces, partial + rows * (E + 3)
         mask = here[:, None] & (experts < E)[None, :]
-        sums += tl.load(at[:, None] + experts[None, :], mask=mask, other=0.0)
-        squares += tl.load(at + E, mask=here, other=0.0)
-        entropies += tl.load(at + E + 1, mask=here, other=0.0)
-        bad += tl.load(at + E + 2, mask=here, other=0.0).to(tl.int64)
+        sums += tl.load(starts[:, None] + experts[None, :], mask=mask, other=0.0)
+        squares += tl.load(starts + E, mask=here, other=0.0)
+        entropies += tl.load(starts + E + 1, mask=here, other=0.0)
+        bad += tl.load(starts + E + 2, mask=here, other=0.0).to(tl.int64)
     amounts = tl.load(counts + experts, mask=experts < E, other=0).to(tl.float32)
     fractions = amounts / tl.maximum(tl.sum(amounts, 0), 1.0)
     balance = E * tl.sum(fractions * (tl.sum(sums, 0) / tokens), 0)
