@@ -283,7 +283,7 @@ class MoELayer(nn.Module):
         for dispatched in parts_in_transfer:
             y_SD = self.experts(*dispatched.rows, stopwatch)
             if stopwatch is not None:
-                stopwatch.rows += dispatched.rows.rows_per_expert_E.sum()
+                stopwatch.count(dispatched.rows.rows_per_expert_E)
             returning.append(self.dispatcher.combine(y_SD, dispatched))
         parts = [part() for part in returning]
         y_TD = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -327,6 +327,10 @@ class MoELayer(nn.Module):
         return y_TD if self.shared_gate is None else y_TD * self.shared_gate(x_TD).sigmoid()
 
     def _aux(self, routed: RouterOutput, stopwatch: Stopwatch | None) -> MoEAux:
+        if routed.dropped_TK is None:
+            num_dropped = torch.zeros_like(routed.num_rerouted)
+        else:
+            num_dropped = routed.tokens_per_expert_E.sum() - routed.rows_per_expert_E.sum()
         return MoEAux(
             load_balance_loss=routed.load_balance_loss,
             sequence_balance_loss=routed.sequence_balance_loss,
@@ -335,7 +339,7 @@ class MoELayer(nn.Module):
             entropy=routed.entropy,
             tokens_per_expert_E=routed.tokens_per_expert_E,
             topk_indices_TK=routed.topk_indices_TK,
-            num_dropped=routed.tokens_per_expert_E.sum() - routed.rows_per_expert_E.sum(),
+            num_dropped=num_dropped,
             num_rerouted=routed.num_rerouted,
             num_nonfinite_tokens=routed.num_nonfinite_tokens,
             expert_counts_E=routed.expert_counts_E,

@@ -19,6 +19,28 @@ from torch import Tensor
 from moe import kernels
 from parallel.comm import new_empty
 from router import count_tokens_per_expert
+from router.kernels import SortedAssignments
+
+
+class RowMap(NamedTuple):
+    """An index into S rows, with its sorted order for sums along the index."""
+
+    source_R: Tensor
+    """[R] int64, each in [0, S)."""
+    order_R: Tensor
+    """[R] int64: the places of ``source_R`` ordered by row, and then by position. For a dtype of
+    kernels it may have more than R numbers: those from R on are skipped."""
+    ends_S1: Tensor
+    """[S + 1] int64: row s has the places order_R[ends[s] : ends[s + 1]]."""
+
+
+class SortedRows(NamedTuple):
+    """What the kernel of the sort knows of rows."""
+
+    to_rows: RowMap
+    """From the assignments to their rows."""
+    ends_E: Tensor
+    """[E] int32: where the assignments of each expert end."""
 
 
 class Rows(NamedTuple):
@@ -33,6 +55,8 @@ class Rows(NamedTuple):
     rows_per_expert_E: Tensor
     """[E] int64. Where the sum is less than R, the last places of R are padding and are ignored.
     Under exact sums [E, U]: the rows of each unit, which for each expert come unit after unit."""
+    sorted: SortedRows | None = None
+    """None where no kernel sorted the assignments."""
 
 
 def _counts_to_sort(bins_N: Tensor, num_bins: int) -> bool:
@@ -57,6 +81,19 @@ def sort_and_count(expert_indices: Tensor, num_experts: int) -> tuple[Tensor, Te
     return sort_by_expert(expert_indices, num_experts), counts_E1
 
 
+def sorts_both_ways(x_SD: Tensor, expert_indices_SK: Tensor, num_blocks: int) -> bool:
+    """Whether ``kernels.sort_assignments`` sorts the assignments of rows to blocks of experts."""
+    fits = (
+        num_blocks <= kernels.MAX_BLOCKS and 0 < expert_indices_SK.shape[1] <= kernels.MAX_COLUMNS
+    )
+    return fits and has_kernel(x_SD)
+
+
+def sorted_index(both: SortedAssignments, num_assignments: int) -> RowMap:
+    """The index of the first assignments of an order to their rows."""
+    return RowMap(both.source_N[:num_assignments], both.by_row_N, both.row_ends_S1)
+
+
 def rows_of(
     x_SD: Tensor,
     expert_indices_SK: Tensor,
@@ -79,9 +116,14 @@ def rows_of(
             otherwise None.
     """
     E, K = len(experts), expert_indices_SK.shape[1]
-    local_SK = expert_indices_SK - experts.start
-    local_SK = local_SK.masked_fill((local_SK < 0) | (local_SK >= E), E)
-    order, counts_E = sort_and_count(local_SK, E + 1)
+    both = None
+    if rows_per_unit is None and sorts_both_ways(x_SD, expert_indices_SK, E):
+        both = kernels.sort_assignments(expert_indices_SK, experts.start, 1, E)
+        order, counts_E = both.order_N, both.counts_B1
+    else:
+        local_SK = expert_indices_SK - experts.start
+        local_SK = local_SK.masked_fill((local_SK < 0) | (local_SK >= E), E)
+        order, counts_E = sort_and_count(local_SK, E + 1)
     counts_E = counts_E[1 : E + 1]
     if length is None and order.device.type == "cpu" and not torch.compiler.is_compiling():
         length = int(counts_E.sum())
@@ -92,7 +134,11 @@ def rows_of(
         counts_EU = count_tokens_per_expert(local_SK * U + unit_S1, (E + 1) * U)
         counts_E = counts_EU.view(E + 1, U)[:E]
     order_R = order if length is None else order[:length]
-    return Rows(x_SD, order_R // K, _pick(expert_weights_SK.flatten(), order_R), counts_E)
+    weights_R = _pick(expert_weights_SK.flatten(), order_R)
+    if both is None:
+        return Rows(x_SD, order_R // K, weights_R, counts_E)
+    index = sorted_index(both, len(order_R))
+    return Rows(x_SD, index.source_R, weights_R, counts_E, SortedRows(index, both.bin_ends_B[:E]))
 
 
 class _Pick(torch.autograd.Function):
@@ -119,24 +165,13 @@ def _pick(x_N: Tensor, index_R: Tensor) -> Tensor:
     return out
 
 
-class RowMap(NamedTuple):
-    """An index into S rows, with its sorted order for sums along the index."""
-
-    source_R: Tensor
-    """[R] int64, each in [0, S)."""
-    order_R: Tensor
-    """[R] int64: the places of ``source_R`` ordered by row, and then by position."""
-    ends_S1: Tensor
-    """[S + 1] int64: row s has the places order_R[ends[s] : ends[s + 1]]."""
-
-
 def row_map(source_R: Tensor, num_rows: int) -> RowMap:
     """Sort an index into ``num_rows`` rows."""
     order_R, counts_S1 = sort_and_count(source_R, num_rows)
     return RowMap(source_R, order_R, counts_S1.cumsum(0))
 
 
-def _has_kernel(rows: Tensor) -> bool:
+def has_kernel(rows: Tensor) -> bool:
     """Whether the kernels of rows take a tensor. Their bits are those of plain operations."""
     is_matrix = rows.ndim == 2 and rows.dtype in kernels.DTYPES
     return kernels.available(rows.device.type) and is_matrix
@@ -151,22 +186,26 @@ def _zeros_past(rows_RD: Tensor, num_real: Tensor | None) -> Tensor:
 
 
 def _take(x_SD: Tensor, source_R: Tensor, num_real: Tensor | None) -> Tensor:
-    if _has_kernel(x_SD):
+    if has_kernel(x_SD):
         return kernels.take_rows(x_SD, source_R, num_real)
     out_RD = new_empty(x_SD, len(source_R), *x_SD.shape[1:])
     return _zeros_past(torch.index_select(x_SD, 0, source_R, out=out_RD), num_real)
 
 
 def _sum(y_RD: Tensor, index: RowMap, num_real: Tensor | None) -> Tensor:
-    if _has_kernel(y_RD):
+    if has_kernel(y_RD):
         return kernels.sum_rows(y_RD, index.order_R, index.ends_S1, num_real)
     y_RD = _zeros_past(y_RD.contiguous(), num_real)
     rows = len(index.ends_S1) - 1
     if not len(index.order_R) or not rows:
         return y_RD.new_zeros(rows, y_RD.shape[1])
+    order_R = index.order_R
+    if len(order_R) > len(y_RD):  # the index of a kernel, for a dtype that no kernel takes
+        y_RD = torch.cat([y_RD, y_RD.new_zeros(1, y_RD.shape[1])])
+        order_R = order_R.clamp(max=len(y_RD) - 1)
     # Gathers and sums in one pass over memory, in a fixed order.
     sums_SD: Tensor = torch.embedding_bag(
-        y_RD, index.order_R, index.ends_S1, mode=0, include_last_offset=True
+        y_RD, order_R, index.ends_S1, mode=0, include_last_offset=True
     )[0]
     return sums_SD
 

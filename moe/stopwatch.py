@@ -18,6 +18,12 @@ class Stopwatch:
         self._began = 0.0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
+    def count(self, rows_per_expert: torch.Tensor) -> None:
+        """Add the assignments of an interval."""
+        rows = rows_per_expert.sum()
+        # 0 plus a tensor would be a kernel.
+        self.rows = self.rows + rows if isinstance(self.rows, torch.Tensor) else rows
+
     def __enter__(self) -> None:
         if self._cuda:
             self._events.append((_event(), _event()))

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from router import kernels
 from router.config import BALANCING, BALANCINGS, BalancingTraits, RouterConfig
-from router.losses import load_balance_loss, sequence_balance_loss, z_loss
+from router.losses import load_balance_loss, mean_over_tokens, sequence_balance_loss, z_loss
 
 
 class RoutedTokens(NamedTuple):
@@ -110,6 +111,36 @@ class StandardBalancing(Balancing):
         counts_E = tokens_per_expert_E
         direction_E = torch.sign(counts_E.sum() - counts_E * len(counts_E))
         return self.config.bias_update_rate * direction_E
+
+
+def balance_by_kernel(
+    balancing: Balancing,
+    logits_TE: Tensor,
+    chosen: kernels.Selection,
+    expert_counts_E: Tensor,
+    seq_len: int | None,
+    token_group: dist.ProcessGroup | None,
+) -> kernels.Balance:
+    """Losses and statistics of experts that a kernel chose; by another kernel where the rule is
+    ``standard`` without the sequence-wise loss. Arguments as in :class:`RoutedTokens`."""
+    is_standard = type(balancing).losses is StandardBalancing.losses
+    if is_standard and not balancing.config.seq_aux_loss_coeff:
+        return kernels.balance(chosen, expert_counts_E, balancing.config)
+    losses = balancing.losses(
+        RoutedTokens(
+            logits_TE, chosen.probs_TE, chosen.indices_TK, chosen.tokens_per_expert_E,
+            expert_counts_E, None, seq_len, token_group, chosen.logsumexp_T,
+        )
+    )  # fmt: skip
+    return kernels.Balance(
+        load_balance=losses.load_balance,
+        z=losses.z,
+        total=losses.total,
+        entropy=mean_over_tokens(chosen.entropy_T, None),
+        num_nonfinite=chosen.nonfinite_T.sum(),
+        sequence_balance=losses.sequence_balance,
+        no_tokens=expert_counts_E.new_zeros(()),
+    )
 
 
 def balancing_of(config: RouterConfig) -> Balancing:

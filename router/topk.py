@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from router import kernels
-from router.balancing import RoutedTokens, balancing_of
+from router.balancing import RoutedTokens, balance_by_kernel, balancing_of
 from router.capacity import Assignments, capacity_policy
 from router.capacity_dropless import Dropless
 from router.config import RouterConfig
@@ -215,6 +215,7 @@ class TopKRouter(HoldsGroups, nn.Module):
             weights_TK = weights_TK.masked_fill(dropped_TK, 0)
             record_TK = indices_TK.where(~dropped_TK | (indices_TK == E), -1 - indices_TK)
             indices_TK = indices_TK.masked_fill(dropped_TK, E)
+        if indices_TK is not wanted_TK:
             rows_E = count_tokens_per_expert(indices_TK, E + 1)[:E]
         expert_counts_E = self._batch_counts(counts_E, prior_expert_counts_E)
         losses = self.balancing.losses(
@@ -259,12 +260,9 @@ class TopKRouter(HoldsGroups, nn.Module):
         chosen = kernels.select_experts(logits_TE, self.expert_bias, self.config)
         indices_TK, counts_E = chosen.indices_TK, chosen.tokens_per_expert_E
         expert_counts_E = self._batch_counts(counts_E, prior_expert_counts_E)
-        losses = self.balancing.losses(
-            RoutedTokens(
-                logits_TE, chosen.probs_TE, indices_TK, counts_E, expert_counts_E, None, seq_len,
-                self.token_group, chosen.logsumexp_T,
-            )
-        )  # fmt: skip
+        balance = balance_by_kernel(
+            self.balancing, logits_TE, chosen, expert_counts_E, seq_len, self.token_group
+        )
         return RouterOutput(
             logits_TE=logits_TE,
             expert_indices_TK=indices_TK,
@@ -272,16 +270,16 @@ class TopKRouter(HoldsGroups, nn.Module):
             expert_weights_TK=chosen.weights_TK,
             rows_per_expert_E=counts_E,
             dropped_TK=None,
-            num_rerouted=counts_E.new_zeros(()),
+            num_rerouted=balance.no_tokens,
             tokens_per_expert_E=counts_E,
             expert_counts_E=expert_counts_E,
             nonfinite_T=chosen.nonfinite_T,
-            num_nonfinite_tokens=chosen.nonfinite_T.sum(),
-            load_balance_loss=losses.load_balance,
-            sequence_balance_loss=losses.sequence_balance,
-            z_loss=losses.z,
-            aux_loss=losses.total,
-            entropy=mean_over_tokens(chosen.entropy_T, None),
+            num_nonfinite_tokens=balance.num_nonfinite,
+            load_balance_loss=balance.load_balance,
+            sequence_balance_loss=balance.sequence_balance,
+            z_loss=balance.z,
+            aux_loss=balance.total,
+            entropy=balance.entropy,
         )
 
     def _choose(
@@ -309,8 +307,9 @@ class TopKRouter(HoldsGroups, nn.Module):
             return torch.ones_like(counts_E) if before_E is None else before_E.to(counts_E.device)
         micro_batch = self.config.aux_loss_scope == "micro_batch"
         group = self.token_group if micro_batch else self.balance_group
-        expert_counts_E = counts_E.clone()
+        expert_counts_E = counts_E
         if group is not None and self.config.aux_loss_coeff:
+            expert_counts_E = counts_E.clone()
             dist.all_reduce(expert_counts_E, group=group)
         if micro_batch:
             return expert_counts_E

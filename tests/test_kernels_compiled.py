@@ -36,7 +36,7 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
     softmax, sigmoid = (K, False, False, True, 1.0), (K, True, False, True, 2.5)
     after = (K, False, True, False, 1.0)
     chosen, bias, weights = torch.zeros(T, K, dtype=torch.int64), torch.zeros(E), torch.zeros(T, K)
-    wide = torch.zeros(T, 256)
+    wide, good, one = torch.zeros(T, 256), torch.zeros(T, dtype=torch.bool), torch.zeros(())
     weight = rows(R, 1)
     gates = [(rows(R, f), name) for f in (F, 1408, 50) for name in ("swiglu", "geglu")]
     plain = [(rows(R, F), name) for name in ("gelu", "relu2")]
@@ -51,6 +51,9 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
                              + [(x, None, x, weight, real, name) for x, name in plain],
         "sort_by_bin": [(index, E + 1), (index, 2), (index, 3), (index, 9), (index, 1024)],
         "sort_by_many_bins": [(index, T), (index, 1 << 20)],
+        "sort_assignments": [(chosen, 0, 1, E, False), (chosen, 16, 16, 8, True),
+                             (chosen, 5, 1, 1023, False), (chosen[:, :1], 0, 64, 2, True),
+                             (torch.zeros(T, 32, dtype=torch.int64), 0, 1, 1, True)],
         "select_experts": [(logits, None, *softmax), (wide, torch.zeros(256), *sigmoid),
                            (logits, bias, *softmax), (logits, None, *after),
                            (torch.zeros(T, 1024), None, 32, *sigmoid[1:]),
@@ -58,8 +61,17 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
         "select_experts_backward": [(logits, chosen, logits, weights, None, *softmax),
                                     (wide, chosen, wide, weights, logits[:, 0], *sigmoid),
                                     (logits, chosen, None, weights, None, *after),
+                                    (logits, chosen, logits[:1].expand(T, E), weights,
+                                     logits[:, 0].contiguous(), *softmax),
                                     (torch.zeros(T, 1024), chosen, None, weights, None, 32,
                                      *sigmoid[1:])],
+        "balance": [(logits, logits[:, 0], logits[:, 0], good, index[:E], 1e-3, 0.0),
+                    (wide, wide[:, 0], wide[:, 0], good, index[:256], 1e-3, 1e-3),
+                    (torch.zeros(T, 1024), wide[:, 0], wide[:, 0], good, index[:1024], 0.1, 0.0),
+                    (torch.zeros(T, 6), logits[:, 0], logits[:, 0], good, index[:6], 0.1, 0.0)],
+        "balance_backward": [(logits[:, 0], index[:E], None, None, one, 1e-3, 0.0),
+                             (logits[:, 0], index[:1024], one, one, one, 1e-3, 1e-3),
+                             (logits[:, 0], index[:6], one, one, None, 1e-3, 1e-3)],
         "pack_rows": [(rows(T, D),), (rows(T, 7168),), (rows(T, 100),)],
     }  # fmt: skip
 
@@ -69,12 +81,18 @@ def launches_of(monkeypatch, name: str, arguments: tuple[Any, ...]) -> list[tupl
     from triton.runtime.jit import JITFunction
 
     from moe.kernels import triton_activation, triton_float8, triton_rows
-    from router.kernels import triton_selection, triton_sorting
+    from router.kernels import (
+        triton_assignments,
+        triton_balance,
+        triton_selection,
+        triton_sorting,
+    )
 
     launch, noted = kernels.load_operators()[f"convoy::{name}"], []
     with monkeypatch.context() as patch:
         for module in (
-            triton_activation, triton_float8, triton_rows, triton_selection, triton_sorting
+            triton_activation, triton_assignments, triton_balance, triton_float8, triton_rows,
+            triton_selection, triton_sorting,
         ):  # fmt: skip
             for attribute, value in vars(module).items():
                 if isinstance(value, JITFunction):

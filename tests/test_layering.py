@@ -84,7 +84,10 @@ ONLY_THERE = {
     # Its grouped GEMM has its own name.
     "moe.experts.megablocks_backend": {"megablocks", "grouped_gemm"},
     "moe.dispatch.deep_ep": {"deep_ep"},
-    **{f"router.kernels.triton_{name}": {"triton"} for name in ("selection", "sorting")},
+    **{
+        f"router.kernels.triton_{name}": {"triton"}
+        for name in ("assignments", "balance", "selection", "sorting")
+    },
     **{f"moe.kernels.triton_{name}": {"triton"} for name in ("activation", "float8", "rows")},
     "cluster.launch.ray": {"ray"},
 }

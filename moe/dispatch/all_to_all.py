@@ -23,9 +23,39 @@ from moe.dispatch.dispatchers import (
     destinations,
 )
 from moe.dispatch.transfer import Tokens, Transfer, begun_ahead, start_transfer
-from moe.rows import row_map, rows_of, sort_by_expert
+from moe.kernels import sort_assignments
+from moe.rows import RowMap, row_map, rows_of, sort_by_expert, sorted_index, sorts_both_ways
 from parallel.comm import Wire, exchange_counts
 from router import HostRead, RouterOutput, count_tokens_per_expert
+from router.kernels import SortedAssignments
+
+
+class _RowsToRanks:
+    """The rows of a chunk that are sent to each rank, those for rank 0 first."""
+
+    def __init__(self, chunk: Tokens, experts: range, ranks: int) -> None:
+        indices_TK, self._chunk, self._ranks = chunk.expert_indices_TK, chunk, ranks
+        self._both: SortedAssignments | None = None
+        if sorts_both_ways(chunk.x_TD, indices_TK, ranks):
+            block = len(experts) // ranks
+            self._both = sort_assignments(indices_TK, experts.start, block, ranks, once=True)
+            self.rows_G = self._both.counts_B1[1 : ranks + 1]
+        else:
+            self._to_TK = destinations(indices_TK, experts, ranks)
+            self.rows_G = count_tokens_per_expert(self._to_TK, ranks + 1)[:ranks]
+        """[G] int64: the rows for each rank."""
+
+    def sort(self) -> None:
+        """Sort the rows by rank, without their number."""
+        if self._both is None:
+            self._order_N = sort_by_expert(self._to_TK, self._ranks + 1)
+
+    def index(self, num_rows: int) -> RowMap:
+        """From the rows to their tokens, once they are sorted and their number is known."""
+        if self._both is not None:
+            return sorted_index(self._both, num_rows)
+        columns = max(self._to_TK.shape[1], 1)
+        return row_map(self._order_N[:num_rows] // columns, len(self._chunk.x_TD))
 
 
 @dataclass(frozen=True)
@@ -33,8 +63,7 @@ class PlannedTransfer:
     """The transfer of a chunk, whose sizes all ranks know, not yet begun."""
 
     tokens: Tokens
-    source_R: Tensor
-    """[R] int64: the token of each row to send, the rows for rank 0 first."""
+    to_ranks: _RowsToRanks
     sent_rows_G: list[int]
     received_rows_G: list[int]
     received_assignments: int
@@ -44,7 +73,7 @@ class PlannedTransfer:
 
     def start(self) -> Transfer:
         """Begin the transfer."""
-        index = row_map(self.source_R, len(self.tokens.x_TD))
+        index = self.to_ranks.index(sum(self.sent_rows_G))
         splits = (self.sent_rows_G, self.received_rows_G)
         return start_transfer(
             self.tokens, index, splits, self.group, self.received_assignments, wire=self.wire
@@ -52,7 +81,11 @@ class PlannedTransfer:
 
 
 def plan_transfers(
-    chunks: list[Tokens], experts: range, group: dist.ProcessGroup, wire: Wire | None = None
+    chunks: list[Tokens],
+    experts: range,
+    group: dist.ProcessGroup,
+    wire: Wire | None = None,
+    rows_per_expert_E: Tensor | None = None,
 ) -> list[PlannedTransfer]:
     """A transfer for each chunk; counts are exchanged once for all chunks.
 
@@ -61,28 +94,30 @@ def plan_transfers(
         experts: the experts of the group, in equal blocks for its ranks.
         group: the ranks; every rank of the group must call.
         wire: how rows are written on their way.
+        rows_per_expert_E: [E] the assignments of all chunks to ``experts``; None where unknown.
     """
     ranks = group.size()
-    destinations_TK = [destinations(c.expert_indices_TK, experts, ranks) for c in chunks]
-    rows_GC = [count_tokens_per_expert(to_TK, ranks + 1)[:ranks] for to_TK in destinations_TK]
-    assignments_GC = [_assignments_of_ranks(c, experts, ranks) for c in chunks]
+    to_ranks = [_RowsToRanks(chunk, experts, ranks) for chunk in chunks]
+    rows_GC = [rows.rows_G for rows in to_ranks]
+    if rows_per_expert_E is not None and len(chunks) == 1:
+        assignments_GC = [rows_per_expert_E.view(ranks, -1).sum(1)]
+    else:
+        assignments_GC = [_assignments_of_ranks(c, experts, ranks) for c in chunks]
     sent_GC2 = torch.stack([torch.stack(rows_GC, 1), torch.stack(assignments_GC, 1)], 2)
     both = HostRead(torch.stack([sent_GC2, exchange_counts(sent_GC2, group)]))
     # A device sorts while the counts travel to the host.
-    orders = [sort_by_expert(to_TK, ranks + 1) for to_TK in destinations_TK]
+    for rows in to_ranks:
+        rows.sort()
     (sent_rows_GC, _), (received_rows_GC, received_assignments_GC) = (
         (counts_GC2[..., 0], counts_GC2[..., 1]) for counts_GC2 in both.wait()
     )
     planned = []
-    for i, (chunk, order) in enumerate(zip(chunks, orders, strict=True)):
-        sent_rows_G = sent_rows_GC[:, i].tolist()
-        columns = max(destinations_TK[i].shape[1], 1)
-        source_R = order[: sum(sent_rows_G)] // columns
+    for i, (chunk, rows) in enumerate(zip(chunks, to_ranks, strict=True)):
         planned.append(
             PlannedTransfer(
                 chunk,
-                source_R,
-                sent_rows_G,
+                rows,
+                sent_rows_GC[:, i].tolist(),
                 received_rows_GC[:, i].tolist(),
                 int(received_assignments_GC[:, i].sum()),
                 group,
@@ -130,7 +165,7 @@ class AllToAllDispatcher(Dispatcher):
         """See :class:`Dispatcher`."""
         experts = range(len(routed.rows_per_expert_E))
         chunks = chunks_of(x_TD, routed, self.chunks)
-        planned = plan_transfers(chunks, experts, self.group, self.wire)
+        planned = plan_transfers(chunks, experts, self.group, self.wire, routed.rows_per_expert_E)
         begun = begun_ahead(planned[0].start(), (transfer.start for transfer in planned[1:]))
         return self._dispatched(begun, experts)
 

@@ -21,7 +21,7 @@ from moe.experts.operator import experts_operator
 from moe.experts.paths import PATHS, ExpertsFn, choose_backend, experts_float8, experts_grouped_mm
 from moe.experts.weights import ExpertWeights
 from moe.float8 import Float8Tally
-from moe.rows import Rows
+from moe.rows import Rows, SortedRows
 from moe.stopwatch import Stopwatch
 from moe.transforms import in_func_transform
 from parallel.apply import WeightGradStore
@@ -94,6 +94,7 @@ class GroupedExperts(nn.Module):
         source_R: Tensor,
         weights_R: Tensor,
         rows_per_expert_E: Tensor,
+        sorted_rows: SortedRows | None = None,
         stopwatch: Stopwatch | None = None,
     ) -> Tensor:
         """The fields of :class:`moe.rows.Rows` -> [S, D], see :data:`ExpertsFn`. S may be 0.
@@ -119,7 +120,9 @@ class GroupedExperts(nn.Module):
         elif backend == "megablocks" and (gate_up := self.stored_gate_up()) is not None:
             run = partial(experts_megablocks, gate_up_EGD=gate_up)
         with no_autocast(device), nullcontext() if stopwatch is None else stopwatch:
-            rows = Rows(x_SD.to(dtype), source_R, weights_R.to(dtype), rows_per_expert_E)
+            rows = Rows(
+                x_SD.to(dtype), source_R, weights_R.to(dtype), rows_per_expert_E, sorted_rows
+            )
             weights = weights.map(lambda p: p.to(dtype))
             if torch.compiler.is_compiling() and self.gemm == "float8":
                 from moe.uncompiled import uncompiled

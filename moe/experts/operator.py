@@ -114,5 +114,5 @@ def experts_operator(
     ``packed`` keeps its products for the backward where ``keep`` is true. Every other backend
     computes them again.
     """
-    out = torch.ops.convoy.experts(*rows, *weights, activation, backend, keep)
+    out = torch.ops.convoy.experts(*rows[:4], *weights, activation, backend, keep)
     return cast(Tensor, out[0])

@@ -23,6 +23,7 @@ from moe.experts.packed import experts_packed
 from moe.experts.weights import ExpertWeights
 from moe.float8 import Float8Tally, Product, float8_matmul
 from moe.rows import RowMap, Rows, row_map, sum_rows, take_rows
+from moe.rows import has_kernel as rows_have_kernel
 from parallel.apply import PutGrad, WeightGradStore
 
 ExpertsFn = Callable[[Rows, ExpertWeights, ActivationName], Tensor]
@@ -197,8 +198,11 @@ def experts_grouped_mm(
     ``weight_grad_store`` also h, until the weight gradients are computed.
     """
     counts_E, R = rows.rows_per_expert_E, len(rows.source_R)
-    index = row_map(rows.source_R, len(rows.x_SD))
-    ends_E = counts_E.cumsum(0).to(torch.int32)
+    if rows.sorted is not None and rows_have_kernel(rows.x_SD):
+        index, ends_E = rows.sorted
+    else:
+        index = row_map(rows.source_R, len(rows.x_SD))
+        ends_E = counts_E.cumsum(0).to(torch.int32)
     # A grouped GEMM does not write rows past its last group, in the forward and in the backward.
     num_real = ends_E[-1]
     x_RD = take_rows(rows.x_SD, index, num_real)

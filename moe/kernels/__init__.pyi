@@ -4,7 +4,10 @@ from .activation import activate_backward as activate_backward
 from .float8 import pack_rows as pack_rows
 from .of_router import LAUNCHES as LAUNCHES
 from .of_router import MAX_BINS as MAX_BINS
+from .of_router import MAX_BLOCKS as MAX_BLOCKS
+from .of_router import MAX_COLUMNS as MAX_COLUMNS
 from .of_router import available as available
+from .of_router import sort_assignments as sort_assignments
 from .of_router import sort_by_bin as sort_by_bin
 from .rows import DTYPES as DTYPES
 from .rows import sum_rows as sum_rows

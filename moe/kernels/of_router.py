@@ -5,6 +5,9 @@ from __future__ import annotations
 from router import kernels
 from router.kernels import LAUNCHES as LAUNCHES
 from router.kernels import MAX_BINS as MAX_BINS
+from router.kernels import MAX_BLOCKS as MAX_BLOCKS
+from router.kernels import MAX_COLUMNS as MAX_COLUMNS
+from router.kernels import sort_assignments as sort_assignments
 from router.kernels import sort_by_bin as sort_by_bin
 
 

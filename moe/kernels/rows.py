@@ -51,8 +51,8 @@ def _launch_sum(y_RD: Tensor, order_R: Tensor, ends_S1: Tensor, num_real: Tensor
     if S and D:
         block, warps = columns_of(D)
         kernels.add_up[(S, -(-D // block))](
-            y_RD.contiguous(), order_R.contiguous(), ends_S1.contiguous(), num_real, out_SD, D=D,
-            BLOCK=block, num_warps=warps, **OPTIONS,
+            y_RD.contiguous(), order_R.contiguous(), ends_S1.contiguous(), num_real, out_SD,
+            len(y_RD), D=D, BLOCK=block, num_warps=warps, **OPTIONS,
         )  # fmt: skip
     return out_SD
 
@@ -85,7 +85,7 @@ def sum_rows(
     """[R, D] -> [S, D]: row s sums the rows order[ends[s] : ends[s + 1]] of y. No gradient.
 
     A sum is made in float32, in the order's order, and rounded once: its bits depend on its terms
-    alone. Rows from ``num_real`` on are skipped, and may be NaN.
+    alone. Rows from ``num_real`` on are skipped, and may be NaN; numbers from R on are skipped.
     """
     out_SD: Tensor = _sum(y_RD, order_R, ends_S1, num_real)
     return out_SD

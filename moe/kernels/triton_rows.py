@@ -25,13 +25,15 @@ def take(x, source, num_real, out, D: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def add_up(y, order, ends, num_real, out, D: tl.constexpr, BLOCK: tl.constexpr):
-    """out[s] = the sum of y over order[ends[s] : ends[s + 1]], one after another."""
+def add_up(y, order, ends, num_real, out, R, D: tl.constexpr, BLOCK: tl.constexpr):
+    """out[s] = the sum of y over order[ends[s] : ends[s + 1]], one after another; from R on there
+    is no y."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for i in range(tl.load(ends + row), tl.load(ends + row + 1)):
         source = tl.load(order + i)
-        mask = (columns < D) & is_real(source, num_real, BLOCK)
+        exists = tl.full((BLOCK,), 0, tl.int64) + source < R
+        mask = (columns < D) & exists & is_real(source, num_real, BLOCK)
         total += tl.load(y + source * D + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * D + columns, total.to(out.dtype.element_ty), mask=columns < D)

@@ -1,3 +1,9 @@
+from .assignments import MAX_BLOCKS as MAX_BLOCKS
+from .assignments import MAX_COLUMNS as MAX_COLUMNS
+from .assignments import SortedAssignments as SortedAssignments
+from .assignments import sort_assignments as sort_assignments
+from .balance import Balance as Balance
+from .balance import balance as balance
 from .operators import LAUNCHERS as LAUNCHERS
 from .operators import LAUNCHES as LAUNCHES
 from .operators import OPTIONS as OPTIONS

@@ -86,7 +86,9 @@ def _launch_gradient(
 
     logits_TE, indices_TK = logits_TE.contiguous(), indices_TK.contiguous()
     T, E = logits_TE.shape
-    grads = [None if g is None else g.contiguous() for g in (dprobs_TE, dweights_TK, dlogsumexp_T)]
+    equal = dprobs_TE is not None and dprobs_TE.stride()[0] == 0 and T > 0
+    dprobs = dprobs_TE[0] if equal and dprobs_TE is not None else dprobs_TE
+    grads = [None if g is None else g.contiguous() for g in (dprobs, dweights_TK, dlogsumexp_T)]
     dlogits_TE = torch.empty_like(logits_TE)
     if T:
         width = max(_power_of_two(E), 16)
@@ -94,7 +96,7 @@ def _launch_gradient(
         kernels.select_gradient[(-(-T // rows),)](
             logits_TE, indices_TK, *grads, dlogits_TE, T, scale, E=E, K=top_k, TINY=TINY,
             SIGMOID=sigmoid, AFTER_TOPK=after_topk, NORM=norm, ROWS=rows, WIDTH=width,
-            num_warps=4, **OPTIONS,
+            EQUAL=equal, num_warps=4, **OPTIONS,
         )  # fmt: skip
     return dlogits_TE
 

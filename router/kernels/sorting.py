@@ -41,7 +41,7 @@ def _launch(bins_N: Tensor, num_bins: int, widths: list[int]) -> tuple[Tensor, T
         )  # fmt: skip
         # A program for each digit that there is: no number has a larger one.
         kernels.starts_of_digits[(len(totals),)](
-            table, totals, pieces, SIZE=size, CHUNK=1024, num_warps=4, **OPTIONS
+            table, totals, pieces, None, SIZE=size, CHUNK=1024, num_warps=4, **OPTIONS
         )
         kernels.scatter_by_digit[(pieces,)](
             bins_N, before_N, table, after_N, N, pieces,

@@ -112,14 +112,17 @@ def select_gradient(
     logits, indices, dprobs, dweights, dlogsumexp, dlogits, T, scale,
     E: tl.constexpr, K: tl.constexpr, TINY: tl.constexpr, SIGMOID: tl.constexpr,
     AFTER_TOPK: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    EQUAL: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of logits from those of probabilities, weights and logarithms of sums."""
+    """The gradient of logits from those of probabilities, weights and logarithms of sums. With
+    EQUAL the probabilities of all tokens have one gradient, [E]."""
     rows, experts, mask, offsets, z, bad = _load_rows(logits, T, E, ROWS, WIDTH)
     scores, p, lse = _scores(z, (experts < E)[None, :], TINY, SIGMOID)
     dz = tl.zeros((ROWS, WIDTH), tl.float32)
     dp = tl.zeros((ROWS, WIDTH), tl.float32)
     if dprobs is not None:
-        dp = tl.load(dprobs + offsets, mask=mask, other=0.0)
+        places = tl.broadcast_to(experts[None, :], (ROWS, WIDTH)) if EQUAL else offsets
+        dp = tl.load(dprobs + places, mask=mask, other=0.0)
     if dweights is not None:
         dw = tl.zeros((ROWS, WIDTH), tl.float32)
         taken = tl.zeros((ROWS, WIDTH), tl.int32)

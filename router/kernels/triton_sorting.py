@@ -39,8 +39,9 @@ def count_digits(
 
 
 @triton.jit
-def starts_of_digits(table, totals, pieces, SIZE: tl.constexpr, CHUNK: tl.constexpr):
-    """Where the first number of each piece with one digit goes; a program has one digit."""
+def starts_of_digits(table, totals, pieces, ends, SIZE: tl.constexpr, CHUNK: tl.constexpr):
+    """Where the first number of each piece with one digit goes; a program has one digit. Into
+    ``ends``, unless it is None, where the last one of all pieces ends."""
     digit = tl.program_id(0)
     sizes = tl.arange(0, SIZE)
     smaller = tl.load(totals + sizes, mask=sizes < digit, other=0)
@@ -51,6 +52,8 @@ def starts_of_digits(table, totals, pieces, SIZE: tl.constexpr, CHUNK: tl.conste
         starts = start + tl.cumsum(amounts, 0) - amounts
         tl.store(table + digit * pieces + columns, starts, mask=columns < pieces)
         start += tl.sum(amounts, 0)
+    if ends is not None:
+        tl.store(ends + digit, start)
 
 
 @triton.jit

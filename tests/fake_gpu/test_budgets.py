@@ -67,6 +67,15 @@ def test_a_layer_without_ranks_never_waits_and_with_ranks_once(name):
     assert not any("copy" in site for half in counts.values() for site in half["waits"])
 
 
+@pytest.mark.parametrize(
+    ("name", "forward", "backward"), [("1 rank: plain", 22, 26), ("ep 8: all_to_all", 46, 34)]
+)
+def test_a_layer_launches_no_more_kernels_than_it_has_come_down_to(name, forward, backward):
+    counts = budgets("layers")[name]
+    assert counts["forward"]["kernels"] <= forward
+    assert counts["backward"]["kernels"] <= backward
+
+
 @pytest.mark.parametrize("name", steps.CASES)
 def test_no_step_copies_in_a_way_that_the_host_waits_for(name):
     """But for a sum of exact mode, and FSDP's own copies of an offloaded optimizer."""

@@ -14,6 +14,7 @@ from moe.experts.activate import activate, activate_backward
 from moe.float8.rows import Float8Rows
 from moe.kernels.rows import columns_of
 from moe.rows import RowMap, row_map, rows_of, sum_rows, take_rows
+from tests.moe.test_dispatch import DispatcherContract
 from tests.moe.test_layer import D, make_layer
 from tests.support import kernels
 
@@ -26,6 +27,23 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def _kernels_on_cpu():
     with kernels.on_cpu():
         yield
+
+
+def kernels_from_now_on(world: int) -> None:
+    del world
+    kernels.on_cpu().__enter__()
+
+
+class TestAllToAllWithKernels(DispatcherContract):
+    fields = {"backend": "grouped_mm"}
+    world = 4
+    prepare = staticmethod(kernels_from_now_on)
+
+
+class TestHierarchicalWithKernels(DispatcherContract):
+    fields = {"dispatcher": "hierarchical", "backend": "grouped_mm"}
+    world, nodes = 4, 2
+    prepare = staticmethod(kernels_from_now_on)
 
 
 def both(compute):
@@ -184,7 +202,7 @@ def test_experts_compute_as_without_kernels(activation, bias, dtype):
         rows = rows_of(inputs[0], indices, inputs[1], range(4, 9), length=69)
         y = experts(*rows)
         y.float().square().sum().backward()
-        return [y, *(t.grad for t in (*inputs, *experts.parameters())), *rows]
+        return [y, *(t.grad for t in (*inputs, *experts.parameters())), *rows[:4]]
 
     plain, fused = both(compute)
     assert int(plain[-1].sum()) < 69
@@ -195,6 +213,29 @@ def test_experts_compute_as_without_kernels(activation, bias, dtype):
         else:
             error = (a - b).float().norm() / b.float().norm().clamp(min=1e-9)
             assert error < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("length", [None, 69])
+def test_the_sort_of_rows_gives_the_index_that_is_sorted_without_it(length):
+    x, indices, weights = some_rows()
+    with kernels.on_cpu():
+        rows = rows_of(x, indices, weights, range(4, 9), length)
+        taken = take_rows(x, rows.sorted.to_rows)
+    R = int(rows.rows_per_expert_E.sum())
+    plain = row_map(rows.source_R, len(x))
+    assert len(rows.source_R) == (length or R)
+    assert torch.equal(rows.sorted.ends_E, rows.rows_per_expert_E.cumsum(0).int())
+    index = rows.sorted.to_rows
+    for row, ends in enumerate(pairwise(index.ends_S1.tolist())):
+        places = index.order_R[slice(*ends)]
+        expected = plain.order_R[plain.ends_S1[row] : plain.ends_S1[row + 1]]
+        assert torch.equal(places[places < len(rows.source_R)], expected)
+    # Numbers past the rows are skipped: by the kernel, and where no kernel takes a dtype.
+    expected = sum_rows(taken, plain)
+    with kernels.on_cpu():
+        assert torch.equal(sum_rows(taken, index), expected)
+        wide = sum_rows(taken.double(), index)
+    torch.testing.assert_close(wide, expected.double())
 
 
 @pytest.mark.parametrize("fields", [{}, {"score_func": "sigmoid", "expert_bias": True}])
@@ -232,7 +273,8 @@ def test_a_compiled_layer_calls_the_same_operators(backend):
         compiled = torch.compile(layer, fullgraph=True, backend=backend)
         compute(compiled)
         again, numbers = compute(compiled)
-    assert counts["sort_by_bin"] == counts["take_rows"] == counts["sum_rows"] == 2
+    assert counts["sort_assignments"] == 1
+    assert counts["take_rows"] == counts["sum_rows"] == 2
     assert counts["activate_backward"] == counts["select_experts_backward"] == 1
     assert again == counts
     assert all(torch.equal(a, b) for a, b in zip(numbers, plain, strict=True))

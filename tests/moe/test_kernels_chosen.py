@@ -88,11 +88,20 @@ def test_fake_tensors_go_through_each_operator():
         ops, flags = torch.ops.convoy, (2, False, False, True, 1.0)
         order, counts = ops.sort_by_bin(source, 12)
         many, counts_of_many = ops.sort_by_many_bins(source, 5000)
+        both = ops.sort_assignments(source.view(10, 3), 2, 4, 5, True)
         y = ops.take_rows(x, source, real)
         chosen = ops.select_experts(logits, None, *flags)
         dgate, dup, dweights, h = ops.activate_backward(y, y, y, weight, real, "swiglu")
+        loads = torch.empty(6, dtype=torch.int64, device="cuda")
+        balance = ops.balance(chosen[0], chosen[2], chosen[6], chosen[5], loads, 0.1, 0.1)
+        dprobs, dlogs = ops.balance_backward(chosen[2], loads, None, None, real, 0.1, 0.1)
+        assert [(t.shape, t.device.type) for t in balance] == [((), "cuda")] * 7
         results = {
+            "gradient of probabilities": (dprobs, (6,)), "of logarithms": (dlogs, (12,)),
             "sort": (order, (30,)), "counts": (counts, (13,)), "many": (many, (30,)),
+            "places": (both[0], (30,)), "sources": (both[1], (30,)), "by row": (both[2], (30,)),
+            "ends of rows": (both[3], (11,)), "counts of bins": (both[4], (7,)),
+            "ends of bins": (both[5], (6,)),
             "counts of many": (counts_of_many, (5001,)), "take": (y, (30, 40)),
             "sum": (ops.sum_rows(y, order, counts, None), (12, 40)),
             "h": (ops.activate(None, y, weight, real, "relu2"), (30, 40)),
@@ -106,6 +115,7 @@ def test_fake_tensors_go_through_each_operator():
         for name, (result, shape) in results.items():
             assert (tuple(result.shape), result.device.type) == (shape, "cuda"), name
         assert {t.dtype for t in (y, dgate, dup, dweights, h)} == {torch.bfloat16}
+        assert [t.dtype for t in both] == [torch.int64] * 5 + [torch.int32]
         assert [t.dtype for t in chosen[3:6]] == [torch.int64, torch.int64, torch.bool]
 
 

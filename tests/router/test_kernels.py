@@ -7,9 +7,10 @@ from itertools import product
 import pytest
 import torch
 
-from router import RouterConfig, RouterOutput, TopKRouter
+from router import RouterConfig, RouterOutput, StandardBalancing, TopKRouter
 from router import kernels as router_kernels
-from router.kernels import select_experts, sort_by_bin
+from router.balancing import balance_by_kernel
+from router.kernels import select_experts, sort_assignments, sort_by_bin
 from tests.support import kernels
 
 kernels.need_triton(interpreter=True)
@@ -123,6 +124,44 @@ def test_sigmoids_that_underflow_have_probabilities_and_gradients():
     assert plain.logits_TE.max() < -50
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 40, 5000])
+def test_losses_and_statistics_are_those_of_plain_operations(tokens):
+    config = RouterConfig(num_experts=20, top_k=3, aux_loss_coeff=0.3, z_loss_coeff=0.2)
+    logits = torch.randn(tokens, 20)
+    counts = torch.randint(1, 9, (20,))
+    found, grads = [], []
+    for standard in (True, False):
+        chosen = select_experts(logits, None, config)
+        inputs = [chosen.probs_TE.clone().requires_grad_(), chosen.logsumexp_T.requires_grad_()]
+        bad = torch.arange(tokens) % 3 == 0
+        chosen = chosen._replace(probs_TE=inputs[0], logsumexp_T=inputs[1], nonfinite_T=bad)
+        rule = StandardBalancing(config) if standard else OtherRule(config)
+        each = balance_by_kernel(rule, logits, chosen, counts, None, None)
+        assert (type(each.total.grad_fn).__name__ == "_BalanceBackward") is standard
+        for loss in (each.total, 2 * each.z + each.load_balance, each.total + each.load_balance):
+            grads.append(torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True))
+        found.append(each)
+    for name, a, b in zip(found[0]._fields, *found, strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), name
+        torch.testing.assert_close(a, b, msg=lambda m, n=name: f"{n} {m}")
+    for a, b in zip(grads[:3], grads[3:], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class OtherRule(StandardBalancing):
+    def losses(self, tokens):
+        return super().losses(tokens)
+
+
+@pytest.mark.parametrize("change", [{"seq_aux_loss_coeff": 0.1}, {}])
+def test_other_losses_are_left_to_plain_operations(change):
+    router = a_router(change)
+    out = router(torch.randn(9, 16))
+    assert takes_kernel(out)
+    assert (type(out.aux_loss.grad_fn).__name__ == "_BalanceBackward") is (not change)
+    assert (out.sequence_balance_loss > 0) == bool(change)
+
+
 @pytest.mark.parametrize("fields", CASES[:7], ids=str)
 def test_the_gradient_has_a_gradient(fields):
     router = a_router(fields)
@@ -175,6 +214,30 @@ def test_the_sort_by_counting_is_stable_and_counts(bins, length):
     assert counts[0] == 0
 
 
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "columns", "first", "block", "blocks"),
+    [(50, 8, 0, 1, 6), (50, 3, 4, 1, 6), (37, 8, 2, 3, 2), (700, 1, 0, 2, 4), (129, 5, 0, 8, 1),
+     (9, 32, 0, 1, 1023), (1, 2, 0, 1, 1), (0, 4, 3, 2, 2)],
+)  # fmt: skip
+def test_assignments_are_sorted_both_ways(rows, columns, first, block, blocks, once):
+    experts = torch.randint(0, first + block * blocks + 3, (rows, columns))
+    bins = torch.where(experts < first, blocks, ((experts - first) // block).clamp(max=blocks))
+    if once:
+        for row in bins:
+            for k in reversed(range(columns)):
+                row[k] = blocks if row[k] in row[:k] else row[k]
+    order = bins.flatten().argsort(stable=True)
+    found = sort_assignments(experts, first, block, blocks, once)
+    counts = torch.bincount(bins.flatten(), minlength=blocks + 1)
+    assert torch.equal(found.order_N, order)
+    assert torch.equal(found.source_N, order // columns)
+    assert torch.equal(found.by_row_N, (order // columns).argsort(stable=True))
+    assert torch.equal(found.row_ends_S1, torch.arange(rows + 1) * columns)
+    assert torch.equal(found.counts_B1, torch.cat([torch.zeros(1).long(), counts]))
+    assert torch.equal(found.bin_ends_B, counts.cumsum(0).int())
+
+
 def test_more_pieces_than_a_program_adds_up_at_a_time():
     numbers = torch.randint(3, (1030 * 128 + 5,), generator=torch.Generator().manual_seed(0))
     table = torch.stack([torch.bincount(p, minlength=4) for p in numbers.split(128)], 1).int()
@@ -183,6 +246,6 @@ def test_more_pieces_than_a_program_adds_up_at_a_time():
 
     totals = torch.bincount(numbers, minlength=3)
     pieces = table.shape[1]
-    triton_sorting.starts_of_digits[(3,)](table, totals, pieces, SIZE=4, CHUNK=1024)
+    triton_sorting.starts_of_digits[(3,)](table, totals, pieces, None, SIZE=4, CHUNK=1024)
     assert torch.equal(table[:3], want[:3].int())
     assert router_kernels.MAX_BINS == 1 << 20
