@@ -6,7 +6,8 @@ The limit is the nine dense products of the layer (three forward, six backward) 
 at once, into memory that is there already. Peers that are installed (bench/README.md) do the same
 work with the same weights, and are held to Convoy's numbers before they are timed. Routing is
 ``natural`` (random router), ``zipf`` (skewed) or ``worst`` (one set of experts for all tokens).
-A machine with a CUDA device times the size ``h200`` there, any other the rest.
+A machine with a CUDA device times the size ``h200`` there (with ``--quick`` ``h200 quick``, which
+says nothing but that the bench runs), any other the rest.
 
 Legend: T tokens, D d_model, F d_ff, E experts, K top_k, N = T·K routed rows.
 """
@@ -41,6 +42,7 @@ SIZES = {
     "small": Size(T=4096, D=512, F=512, E=32, K=4),
     "large": Size(T=4096, D=1024, F=1024, E=64, K=8),
     "h200": Size(T=16384, D=2048, F=1408, E=64, K=6, device="cuda", dtype=torch.bfloat16),
+    "h200 quick": Size(T=256, D=128, F=96, E=8, K=2, device="cuda", dtype=torch.bfloat16),
 }
 MARGINS = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
 
@@ -128,6 +130,8 @@ def main() -> None:
     args = arguments(__doc__ or "")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = [name for name in SIZES if SIZES[name].device == device]
+    if device == "cuda":
+        sizes = [name for name in sizes if name.endswith("quick") == args.quick]
     cases = [(name, routing) for name in sizes for routing in ("natural", "zipf", "worst")]
     cases = [case for case in cases if args.only in f"{case[1]} {case[0]}"]
     if args.quick:

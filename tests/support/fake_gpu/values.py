@@ -28,8 +28,18 @@ def is_wanted() -> bool:
     return os.environ.get(VARIABLE) == "cuda"
 
 
+def is_installed() -> bool:
+    """Whether :func:`install` has been called in this process."""
+    return torch.cuda.cudart is _Cudart
+
+
 def install() -> None:
-    """Have one pretended CUDA device in this process, which every rank's device index names."""
+    """Have one pretended CUDA device in this process, which every rank's device index names.
+
+    Does nothing in a process that has it.
+    """
+    if is_installed():
+        return
     lib = library("values")
     for name in ("live_bytes", "peak_bytes", "sync_count"):
         getattr(lib, name).restype = ctypes.c_longlong
