@@ -63,13 +63,14 @@ def run(part: Part, out: Path, seconds: float) -> str:
     """Run one part and keep what it says in ``NAME.log``; returns how it ended."""
     shutil.rmtree(out / part.name, ignore_errors=True)
     (out / f"{part.name}.json").unlink(missing_ok=True)
-    peers = ROOT / "build" / "peers"
-    path = [str(ROOT), *([str(peers)] if part.with_peers and peers.is_dir() else [])]
-    inherited = os.environ.get("PYTHONPATH")
     env = {
-        **os.environ, "PYTHONPATH": os.pathsep.join([*([inherited] if inherited else []), *path]),
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10",
+        **os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10",
     }  # fmt: skip
+    peers = ROOT / "build" / "peers"
+    if part.with_peers and peers.is_dir():
+        paths = [os.environ.get("PYTHONPATH", ""), str(peers)]
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     with (out / f"{part.name}.log").open("w") as log:
         process = subprocess.Popen(
             part.command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, stdout=log,

@@ -126,7 +126,8 @@ def _on_several(out: Path, many: int, quick: bool) -> list[Part]:
 def _chaos(out: Path, quick: bool) -> list[str]:
     corpus = out / "runs" / ("corpus-quick" if quick else "corpus")
     settings = [f"data.path={corpus}", "eval.interval_steps=0", "sample.tokens=0",
-                "metrics.port=-1", "train.exact=true",
+                "metrics.port=-1", "train.exact=true", "train.timeout_seconds=120",
+                "detection.end_stuck_run=true", f"detection.stuck_seconds={5 if quick else 20}",
                 f"train.steps={20 if quick else 60}", *(QUICK if quick else ())]  # fmt: skip
     # With this seed the four faults are a kill, a slow rank, a hang and a lost machine.
     return [sys.executable, "-m", "convoy", "chaos", str(RECIPE), str(out / "chaos"), "--quick",

@@ -81,7 +81,7 @@ class Machines:
             return None
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")
         every = seen.split(",") if seen else [str(n) for n in range(torch.cuda.device_count())]
-        taken = {self._devices.get(n) for n, each in self.processes.items() if each.poll() is None}
+        taken = {self._devices.get(n) for n, p in self.processes.items() if p.poll() is None}
         return next((device for device in every if device not in taken), None)
 
     def ranks(self, number: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,12 @@ def test_parts_on_several_devices_come_after_the_tests(tmp_path):
     assert names[-1] == "chaos"
     assert len(parts_of(tmp_path, 1, quick=False)) < len(names)
     assert "--gpus 4" in " ".join(parts_of(tmp_path, 6, quick=False)[1].command)
+
+
+def test_the_page_has_every_part(tmp_path):
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    named = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert named == [each.name for each in parts_of(tmp_path, 8, quick=False)]
 
 
 @pytest.mark.slow
