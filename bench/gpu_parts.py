@@ -96,6 +96,11 @@ def _on_several(out: Path, many: int, quick: bool) -> list[Part]:
                 f"--nproc-per-node={many}"]  # fmt: skip
     burn_in = ["-m", "convoy", "burn-in", "--quick", "--folder", str(out / "burn_in"),
                "--json", str(out / "burn_in.json")]  # fmt: skip
+    burnt_in = Part(
+        "burn_in", [*torchrun, *burn_in], 240,
+        "each device and each link computes and sends right, about as fast as its neighbours",
+        "the log names the device or link. That is the machine, not Convoy: docs/burnin.md.",
+    )  # fmt: skip
     return [
         Part("fsdp", _run_of_recipe(out, "fsdp", many, quick), 120,
              "FSDP over NCCL: losses and the first gradient norm are those of one device",
@@ -107,9 +112,7 @@ def _on_several(out: Path, many: int, quick: bool) -> list[Part]:
              "device",
              "where fsdp passes, rows are sent to the wrong expert or back to the wrong token: the "
              "part dispatch, and `--set moe.dispatcher=all_gather` beside it, say which."),
-        Part("burn_in", [*torchrun, *burn_in], 240,
-             "each device and each link computes and sends right, about as fast as its neighbours",
-             "the log names the device or link. That is the machine, not Convoy: docs/burnin.md."),
+        *([] if quick else [burnt_in]),  # it compares speeds, which small sizes have not
         Part("dispatch", _python(out, "dispatch", quick, "bench.dispatch"), 180,
              "time of dispatch and combine between devices, beside raw all-to-alls",
              "a dispatcher does not run over NCCL; the log names it. Choose another in "
