@@ -37,8 +37,9 @@ def parts_of(out: Path, gpus: int, *, quick: bool) -> list[Part]:
     """
     many = max(n for n in (1, 2, 4, 8) if n <= gpus)
     several = _on_several(out, many, quick) if many > 1 else []
-    tests, *rest = _on_one(out, many, quick)
-    return [tests, *several[:2], *rest, *several[2:]]
+    tests, train, *rest = _on_one(out, many, quick)
+    # FSDP and EP are compared with the run of one device.
+    return [tests, train, *several[:2], *rest, *several[2:]]
 
 
 def _python(out: Path, name: str, quick: bool, *command: str) -> list[str]:
