@@ -13,11 +13,14 @@
 # make test-engines  runs on a real Slurm and Ray of this machine, which it installs, and a real
 #                 Prometheus and Chromium that look at runs
 # make chaos      the tiny recipe under 30 random faults, and without; OUT= is a new folder
+# make gpu        on a machine with CUDA devices: all that needs them, in an hour at most, and a report
+#                 in OUT=, runs/gpu; again goes on where it stopped; GPUS= is how many, by default all
 
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 RANKS ?= 2
+CUDA_WHEELS ?= https://download.pytorch.org/whl/cu129
 SPEC ?= tools/recipes/stdlib-tiny.toml
 FRESH ?= 0
 ARGS ?=
@@ -29,24 +32,35 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE := 1
 # After SIGTERM ranks finish a step and commit a checkpoint before they are killed.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 600
 
-.PHONY: setup pretrain chaos test test-long test-fake-gpu test-kernels test-megablocks test-all test-faults test-engines examples lint types check megablocks docs/spec.md docs/metrics.md clean
+.PHONY: setup pretrain chaos gpu test test-long test-fake-gpu test-kernels test-megablocks test-all test-faults test-engines examples lint types check megablocks docs/spec.md docs/metrics.md clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,lint]"
 	touch $@
 
+# Which torch pip finds depends on the index; nothing else says that a GPU stays unused.
 setup: $(VENV)/.ready
+	@{ command -v nvidia-smi || test -e /dev/nvidia0; } >/dev/null 2>&1 || exit 0; \
+	grep -qs '^cuda.*= None' $(VENV)/lib/python*/site-packages/torch/version.py || exit 0; \
+	echo "This machine has an NVIDIA GPU, and the installed torch is built without CUDA. To change it:"; \
+	echo "  $(PY) -m pip uninstall -y torch &&" \
+	    "$(PY) -m pip install -c constraints.txt torch --index-url $(CUDA_WHEELS)"
 
 pretrain: setup
 	$(PY) -m convoy prepare $(SPEC) $(ARGS) $(if $(filter 1,$(FRESH)),--reset)
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 	    tools/pretrain.py $(SPEC) $(ARGS) --report
 
-OUT ?= runs/chaos
+chaos: OUT ?= runs/chaos
 chaos: setup
 	$(PY) -m convoy prepare $(SPEC) $(ARGS)
 	$(PY) -m convoy chaos $(SPEC) $(OUT) $(ARGS) --json $(OUT).json
+
+GPUS ?= 0
+gpu: OUT ?= runs/gpu
+gpu: setup
+	$(PY) -m bench.gpu --gpus $(GPUS) --seconds 3600 --out $(OUT)
 
 # One process imports and collects; its forks run the tests.
 test: setup
@@ -60,7 +74,8 @@ test-fake-gpu: setup
 	CONVOY_TEST_DEVICE=cuda $(PY) -m pytest tests/test_cuda.py tests/runs/test_layouts.py \
 	    tests/runs/test_exact.py tests/pretrain/parallelize/test_pipeline.py tests/pretrain/optim \
 	    -k "not float8 and not (unequal and grouped_mm)" $(PYTEST)
-	$(PY) -m pytest -m "" tests/fake_gpu --ignore tests/fake_gpu/test_memory.py $(PYTEST)
+	$(PY) -m pytest -m "" tests/fake_gpu tests/bench/test_gpu.py \
+	    --ignore tests/fake_gpu/test_memory.py $(PYTEST)
 
 # Triton stays out of $(VENV): torch behaves otherwise where it is.
 TRITON := build/triton

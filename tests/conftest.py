@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    if values.is_wanted():
+    if values.is_wanted() and not values.is_installed():
         if why := build.why_not():
             raise pytest.UsageError(why)
         values.install()

@@ -40,10 +40,14 @@ class Machines:
         """Keys of ``--rdzv-conf``."""
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self._started = 0
+        self._devices: dict[int, str] = {}
 
     def start(self, name: str | None = None) -> int:
         """Start a machine, which joins the launch; returns its number."""
+        device = self._free_device()
         number, self._started = self._started, self._started + 1
+        if device is not None:
+            self._devices[number] = device
         self.logs.mkdir(parents=True, exist_ok=True)
         conf = ",".join(f"{key}={value}" for key, value in self.conf.items())
         with (self.logs / f"machine-{number}.txt").open("wb") as log:
@@ -64,9 +68,21 @@ class Machines:
                     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
                     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "60",
                     **({} if name is None else {"CONVOY_NODE_NAME": name}),
+                    **({} if device is None else {"CUDA_VISIBLE_DEVICES": device}),
                 },
             )  # fmt: skip
         return number
+
+    def _free_device(self) -> str | None:
+        """A CUDA device that no machine has; None without one, and then machines share them."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return None
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        every = seen.split(",") if seen else [str(n) for n in range(torch.cuda.device_count())]
+        taken = {self._devices.get(n) for n, p in self.processes.items() if p.poll() is None}
+        return next((device for device in every if device not in taken), None)
 
     def ranks(self, number: int) -> list[int]:
         """The processes that a machine's torchrun has started; Linux only."""

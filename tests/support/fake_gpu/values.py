@@ -28,8 +28,18 @@ def is_wanted() -> bool:
     return os.environ.get(VARIABLE) == "cuda"
 
 
+def is_installed() -> bool:
+    """Whether :func:`install` has been called in this process."""
+    return torch.cuda.cudart is _Cudart
+
+
 def install() -> None:
-    """Have one pretended CUDA device in this process, which every rank's device index names."""
+    """Have one pretended CUDA device in this process, which every rank's device index names.
+
+    Does nothing in a process that has it.
+    """
+    if is_installed():
+        return
     lib = library("values")
     for name in ("live_bytes", "peak_bytes", "sync_count"):
         getattr(lib, name).restype = ctypes.c_longlong
@@ -39,6 +49,9 @@ def install() -> None:
     torch.cuda.max_memory_allocated = lambda device=None: lib.peak_bytes()
     torch.cuda.memory_allocated = lambda device=None: lib.live_bytes()
     torch.cuda.reset_peak_memory_stats = lambda device=None: lib.reset_peak()
+    # What takes all free memory, as a burn-in, must not take the host's.
+    torch.cuda.mem_get_info = lambda device=None: (64 << 20, cuda.PROPERTIES.total_memory)
+    torch.histc = _histogram_of_integers(torch.histc)
     torch.cuda.cudart = _Cudart
     torch.cuda.set_sync_debug_mode = _SyncDebugMode(lib)
     _resize_storages(lib)
@@ -68,6 +81,17 @@ class _SyncDebugMode:
         elif count != self.start:
             waits, self.start = count - self.start, count
             raise RuntimeError(f"called {waits} synchronizing CUDA operations")
+
+
+def _histogram_of_integers(plain: Any) -> Any:
+    """``torch.histc`` that takes integers, as on CUDA and not on a CPU."""
+
+    def histc(x: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        if x.is_floating_point():
+            return plain(x, *arguments, **options)
+        return plain(x.float(), *arguments, **options).to(x.dtype)
+
+    return histc
 
 
 def _resize_storages(lib: ctypes.CDLL) -> None:
