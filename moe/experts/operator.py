@@ -32,7 +32,7 @@ _NUM_INPUTS = 10
 
 
 def _split(inputs: Sequence[Any]) -> tuple[Rows, ExpertWeights]:
-    return Rows._make(inputs[:4]), ExpertWeights._make(inputs[4:])
+    return Rows(*inputs[:4]), ExpertWeights._make(inputs[4:])
 
 
 def _experts(*args: Any) -> tuple[Tensor, Tensor]:
