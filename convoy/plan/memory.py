@@ -294,10 +294,10 @@ def memory_of_place(work: Work, pp_rank: int, chip: Chip) -> Memory:
         count = work.micro_batches if t.pp > 1 and work.schedule == "gpipe" else 1
         heads = 1 + shape.num_mtp_layers
         loss = loss_bytes(work, count, chip.kernels) + heads * count * T * 2 * shape.d_model * size
-    whole = fsdp.gradients if work.zero_stage == 1 else n.stored * program.gradient_bytes
+    gradients = fsdp.gradients if work.zero_stage == 1 else n.stored * program.gradient_bytes
     always = Memory(
         weights=n.stored * program.parameter_bytes,
-        gradients=whole,
+        gradients=gradients,
         optimizer=program.moment_bytes * moments_kept(work, n),
         gathered=fsdp.always,
         activations=kept * size,
