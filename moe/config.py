@@ -12,8 +12,8 @@ from router import FixedCapacityConfig as FixedCapacityConfig
 from router import OpenKind, RouterConfig, Traits
 from router import StragglerAwareConfig as StragglerAwareConfig
 
-ActivationName = Literal["swiglu", "geglu", "gelu", "relu2"]
-GATED: tuple[ActivationName, ...] = ("swiglu", "geglu")
+ActivationName = Literal["swiglu", "geglu", "gelu", "relu2", "swiglu_oai"]
+GATED: tuple[ActivationName, ...] = ("swiglu", "geglu", "swiglu_oai")
 """The activation functions with a third matrix product, the gate's."""
 
 Backend = Literal["auto", "loop", "grouped_mm", "packed", "megablocks"]
@@ -91,7 +91,11 @@ class MoEConfig(RouterConfig):
     d_ff: int = Field(ge=1)
     """The hidden size of one expert."""
     activation: ActivationName = "swiglu"
-    """The activation function of experts and shared experts (Shazeer, arXiv 2002.05202)."""
+    """The activation function of experts and shared experts (Shazeer, arXiv 2002.05202).
+    ``swiglu_oai`` is gpt-oss's: gate · sigmoid(1.702 gate) · (up + 1)."""
+    activation_limit: float = Field(default=0.0, ge=0)
+    """Clamp the gate's product to at most this, and up's to between minus this and this, before the
+    activation function (gpt-oss: 7, DeepSeek-V4: 10); 0 clamps nothing."""
     ffn_bias: bool = False
     """Add biases to the matrix products of experts and shared experts."""
     num_shared_experts: int = Field(default=0, ge=0)
@@ -99,6 +103,10 @@ class MoEConfig(RouterConfig):
     hidden size num_shared_experts · d_ff (DeepSeekMoE, arXiv 2401.06066)."""
     shared_expert_gate: bool = False
     """Multiply the shared experts' output by sigmoid(x · w) with a learned vector w (Qwen2-MoE)."""
+
+    weights_on_input: bool = False
+    """Multiply an expert's input by the weight of the choice, and not its output (Llama 4). A token
+    then travels once for each of its experts, and not once for each rank."""
 
     backend: Backend = "auto"
     """How experts are computed. ``loop``: two or three GEMMs for each expert. ``grouped_mm``:
@@ -134,6 +142,12 @@ class MoEConfig(RouterConfig):
         return DISPATCHER.traits(self.dispatcher)
 
     @property
+    def activation_key(self) -> str:
+        """The activation function with its limit: a key of ``moe.experts.ACTIVATIONS``."""
+        limit = self.activation_limit
+        return f"{self.activation}@{limit!r}" if limit else self.activation
+
+    @property
     def independent_tokens(self) -> bool:
         """Whether a token's output depends on no other token that is routed with it."""
         return self.routing_traits.top_k_in_evaluation and not self.capacity.traits.bounded
@@ -143,6 +157,11 @@ class MoEConfig(RouterConfig):
         if self.shared_expert_gate and not self.num_shared_experts:
             raise ValueError(
                 "moe.shared_expert_gate (true) must have moe.num_shared_experts (0) at least 1"
+            )
+        if self.activation_limit and self.activation not in GATED:
+            raise ValueError(
+                f"moe.activation ({self.activation}) must be {', '.join(GATED)} with "
+                f"moe.activation_limit ({self.activation_limit}): there is no gate to clamp"
             )
         if self.gemm == "float8" and self.backend not in ("auto", "loop"):
             raise ValueError(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import _register_namedtuple
 
-from moe.config import ActivationName, MoEConfig, check_exact
+from moe.config import MoEConfig, check_exact
 from moe.dispatch import Dispatcher, DispatchSetup, LocalDispatcher, dispatcher_of
 from moe.experts import ACTIVATIONS, GroupedExperts, fork, single_assignments
 from moe.float8 import round_rows
@@ -98,7 +98,7 @@ class FeedForward(nn.Module):
     :mod:`moe.experts.activation`."""
 
     def __init__(
-        self, d_model: int, d_ff: int, activation: ActivationName = "swiglu", bias: bool = False
+        self, d_model: int, d_ff: int, activation: str = "swiglu", bias: bool = False
     ) -> None:
         super().__init__()
         self.activation = activation
@@ -150,7 +150,7 @@ class MoELayer(nn.Module):
         self.shared_gate: nn.Linear | None = None
         if c.num_shared_experts:
             d_ff = c.num_shared_experts * c.d_ff
-            self.shared_experts = FeedForward(c.d_model, d_ff, c.activation, c.ffn_bias)
+            self.shared_experts = FeedForward(c.d_model, d_ff, c.activation_key, c.ffn_bias)
             if c.shared_expert_gate:
                 self.shared_gate = nn.Linear(c.d_model, 1, bias=False)
         self.dispatcher: Dispatcher = LocalDispatcher()
@@ -269,9 +269,14 @@ class MoELayer(nn.Module):
         # Two numbers have one sum in float32. In bfloat16 the kernels that add a token's outputs
         # of one rank, and of several ranks, round otherwise.
         most = 2 if x_TD.dtype == torch.float32 else 1
-        if self.experts.unit_sums is not None and routed.expert_indices_TK.shape[1] > most:
+        exact = self.experts.unit_sums is not None and routed.expert_indices_TK.shape[1] > most
+        if exact or self.config.weights_on_input:
             routed, to_tokens = single_assignments(routed)
             x_TD = take_rows(x_TD, to_tokens)
+        if self.config.weights_on_input:
+            x_TD = x_TD * routed.expert_weights_TK.to(x_TD.dtype)
+            ones = torch.ones_like(routed.expert_weights_TK)
+            routed = routed._replace(expert_weights_TK=ones)
         if self.config.dispatch_dtype == "float8":
             # Also where no row travels: numbers must not depend on the layout.
             x_TD = round_rows(x_TD)

@@ -36,3 +36,4 @@ from .routing_top_k import TopK as TopK
 from .scores import count_tokens_per_expert as count_tokens_per_expert
 from .topk import TopKRouter as TopKRouter
 from .topk import no_autocast as no_autocast
+from .wide_linear import keep_wide as keep_wide

@@ -20,7 +20,7 @@ from pydantic import (
 from router.config_errors import OneLineErrors
 from router.kinds import OpenKind, Traits, fields_of_others
 
-ScoreFunc = Literal["softmax", "sigmoid"]
+ScoreFunc = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 DropPolicy = Literal["reroute", "probs", "position"]
 
 _MODEL = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -240,8 +240,11 @@ class RouterConfig(BaseModel, metaclass=OneLineErrors):
     """The number of experts that each token chooses (K)."""
 
     score_func: ScoreFunc = "softmax"
-    """Makes scores of logits: a softmax over all experts, or a sigmoid of each logit (DeepSeek-V3,
-    arXiv 2412.19437, eq. 15)."""
+    """Makes scores of logits: a softmax over all experts, a sigmoid of each logit (DeepSeek-V3,
+    arXiv 2412.19437, eq. 15), or sqrt(log(1 + exp(logit))) of each (DeepSeek-V4)."""
+    router_bias: bool = False
+    """Add a learned bias to the logit of each expert, in the choice and in the weights
+    (gpt-oss)."""
     softmax_after_topk: bool = False
     """Take the softmax over the chosen logits of a token (Mixtral), and not over all logits. With
     ``top_k`` 1 the weight is then 1, and the router learns from auxiliary losses only."""

@@ -25,7 +25,7 @@ from router.routing import Scored, routing_of
 from router.routing_top_k import TopK
 from router.scores import TINY, count_tokens_per_expert, score
 from router.unused import UnusedUpdate
-from router.wide_linear import wide_linear
+from router.wide_linear import keep_wide, wide_linear
 
 
 def no_autocast(device_type: str) -> AbstractContextManager[object]:
@@ -44,6 +44,7 @@ class TopKRouter(HoldsGroups, nn.Module):
     """
 
     GROUPS = ("balance_group", "token_group")
+    bias: Tensor | None
     expert_bias: Tensor | None
 
     def __init__(self, d_model: int, config: RouterConfig) -> None:
@@ -61,6 +62,8 @@ class TopKRouter(HoldsGroups, nn.Module):
         self.exact = False
         """Numbers must be those of plain operations, bit for bit: no kernel computes them."""
         self.weight = nn.Parameter(torch.empty(config.num_experts, d_model))
+        logit_bias = nn.Parameter(torch.empty(config.num_experts)) if config.router_bias else None
+        self.register_parameter("bias", logit_bias)
         bias = torch.zeros(config.num_experts, dtype=torch.float32) if config.expert_bias else None
         self.register_buffer("expert_bias", bias)
         self.step_counts_E: Tensor | None = None
@@ -81,13 +84,8 @@ class TopKRouter(HoldsGroups, nn.Module):
         model is cast to. In bfloat16 a step of 1e-3 would be lost on a bias of 0.5, and a small
         step of the optimizer on a weight."""
 
-        def unless_narrower(t: Tensor) -> Tensor:
-            out = fn(t)
-            wide_enough = torch.promote_types(out.dtype, torch.float32) == out.dtype
-            return out if wide_enough or out.dtype == t.dtype else t.to(out.device)
-
         before = self.expert_bias
-        super()._apply(unless_narrower, recurse)
+        super()._apply(keep_wide(fn), recurse)
         after = self.expert_bias
         if before is not None and after is not None and after.dtype != before.dtype:
             self.expert_bias = before.to(after.device)
@@ -111,8 +109,10 @@ class TopKRouter(HoldsGroups, nn.Module):
         return f"d_model={self.weight.shape[1]}, num_experts={c.num_experts}, top_k={c.top_k}"
 
     def reset_parameters(self) -> None:
-        """Normal with standard deviation 0.02, for nearly uniform initial scores."""
+        """Normal with standard deviation 0.02, for nearly uniform initial scores; biases zeros."""
         nn.init.normal_(self.weight, std=0.02)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
         if self.expert_bias is not None:
             nn.init.zeros_(self.expert_bias)
 
@@ -162,6 +162,8 @@ class TopKRouter(HoldsGroups, nn.Module):
                 x_TD = x_TD.to(dtype)
                 x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - jitter, 1 + jitter)
             logits_TE = wide_linear(x_TD, self.weight, dtype)
+            if self.bias is not None:
+                logits_TE = logits_TE + self.bias
             return self._route(
                 logits_TE,
                 seq_len,
@@ -250,6 +252,7 @@ class TopKRouter(HoldsGroups, nn.Module):
         if self.exact or not kernels.available(logits_TE.device.type):
             return False
         takes_best = type(self.routing) is TopK and c.n_groups == 1
+        takes_best = takes_best and c.score_func in kernels.SCORE_FUNCS
         takes_all = type(self.capacity) is Dropless and not self.capacity.max_tokens_per_rank
         fits = c.num_experts <= kernels.MAX_EXPERTS and c.top_k <= kernels.MAX_TOP_K
         return takes_best and takes_all and fits and logits_TE.dtype == torch.float32

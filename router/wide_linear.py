@@ -8,6 +8,7 @@ Legend: T tokens, D d_model, E experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,3 +44,14 @@ def wide_linear(x_TD: Tensor, w_ED: Tensor, dtype: torch.dtype) -> Tensor:
         return F.linear(x_TD, w_ED)
     out: Tensor = _WideLinear.apply(x_TD, w_ED, dtype)
     return out
+
+
+def keep_wide(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """``fn``, for ``nn.Module._apply``, without its casts to less than float32."""
+
+    def unless_narrower(tensor: Tensor) -> Tensor:
+        out = fn(tensor)
+        wide_enough = torch.promote_types(out.dtype, torch.float32) == out.dtype
+        return out if wide_enough or out.dtype == tensor.dtype else tensor.to(out.device)
+
+    return unless_narrower

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -121,6 +121,7 @@ def local(state: Any, ranks: Ranks) -> Local:
     if not isinstance(state, dict):
         raise CheckpointError(f"state is a {type(state).__name__}: it must be a dict")
     tree, named = flatten(state)
+    _refuse_lost_shards(named.values())
     descriptions = {
         name: describe(path, tensor, ranks, check=True) for name, (path, tensor) in named.items()
     }
@@ -130,6 +131,24 @@ def local(state: Any, ranks: Ranks) -> Local:
         for name, (_, tensor) in named.items()
     }
     return Local(tree, tensors, descriptions)
+
+
+def _refuse_lost_shards(named: Iterable[tuple[Path, Tensor]]) -> None:
+    """Refuse plain tensors that are shards: one rank's would be saved for all.
+
+    A moment is known by its path, which has its parameter's key, and as a shard by its shape.
+    """
+    pairs = list(named)
+    sharded = {path[-1]: (path, tensor) for path, tensor in pairs if is_dtensor(tensor)}
+    for path, tensor in pairs:
+        for twin_path, twin in (sharded[key] for key in path[:-1] if key in sharded):
+            shard = tuple(shard_of(twin).shape)
+            if not is_dtensor(tensor) and tuple(tensor.shape) == shard != tuple(twin.shape):
+                raise CheckpointError(
+                    f"{where(path)} is a plain tensor of the shape {shard} of this rank's shard of "
+                    f"{where(twin_path)}: it must be a DTensor, as the optimizer of the sharded "
+                    f"parameter makes it"
+                )
 
 
 def is_dtensor(tensor: Tensor) -> bool:

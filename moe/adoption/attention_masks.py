@@ -51,18 +51,25 @@ def token_mask(attention_mask: object, x: Tensor) -> Tensor | None:
 
 
 def watch_attention(decoder_layer: nn.Module, block: nn.Module, last_mask: LastMask) -> None:
-    """Put the masks that the attention beside ``block`` is called with into ``last_mask``."""
-    for module in decoder_layer.children():
+    """Put the masks that the attention beside ``block`` is called with into ``last_mask``; those of
+    the decoder layer where no attention is beside the block."""
+    beside = [module for module in decoder_layer.children() if module is not block]
+    if not any(map(_takes_mask, beside)):
+        beside = [decoder_layer]
+    for module in filter(_takes_mask, beside):
         names = list(inspect.signature(module.forward).parameters)
-        if module is not block and "attention_mask" in names:
-            # A partial and not a closure: a deep copy of the model must keep its own masks.
-            hook = partial(_keep_mask, last_mask, names.index("attention_mask"))
-            module.register_forward_pre_hook(hook, with_kwargs=True)
+        # A partial and not a closure: a deep copy of the model must keep its own masks.
+        hook = partial(_keep_mask, last_mask, names.index("attention_mask"))
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _takes_mask(module: nn.Module) -> bool:
+    return "attention_mask" in inspect.signature(module.forward).parameters
 
 
 def unwatch_attention(decoder_layer: nn.Module) -> None:
     """Remove the hooks of :func:`watch_attention`."""
-    for module in decoder_layer.children():
+    for module in (decoder_layer, *decoder_layer.children()):
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(hook, partial) and hook.func is _keep_mask:
                 del module._forward_pre_hooks[key]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from types import MethodType
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -16,7 +16,8 @@ def warn_when_set(model: nn.Module) -> None:
     """Let the method of ``transformers`` warn, for a model with adopted layers and its parts."""
     for module in model.modules():
         if callable(getattr(type(module), _NAME, None)):
-            setattr(module, _NAME, MethodType(set_experts_implementation, module))
+            # A partial and not a method: pickle has methods by their names in the object's class.
+            setattr(module, _NAME, partial(set_experts_implementation, module))
 
 
 def no_longer_warn(model: nn.Module) -> None:

@@ -26,7 +26,7 @@ def megablocks_state_dict(layer: MoELayer, prefix: str = "") -> dict[str, Tensor
     Under expert parallelism on both sides those of this rank.
 
     Args:
-        layer: without biases, shared experts and an expert bias, which dMoE has not.
+        layer: without biases, shared experts, an expert bias and limits, which dMoE has not.
         prefix: what stands before each name, such as ``"blocks.0.ffn."``.
 
     Raises ValueError for a layer that dMoE has no parameters for.
@@ -84,6 +84,9 @@ def _check(layer: MoELayer) -> None:
         ("num_shared_experts", c.num_shared_experts, 0),
         ("expert_bias", c.expert_bias, False),
         ("score_func", c.score_func, "softmax"),
+        ("router_bias", c.router_bias, False),
+        ("activation_limit", c.activation_limit, 0.0),
+        ("weights_on_input", c.weights_on_input, False),
     ):
         if value != must:
             raise ValueError(f"moe.{field} ({value}) must be {must}: MegaBlocks' dMoE has no other")

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from moe import kernels
-from moe.config import ActivationName
 from moe.experts.activation import ACTIVATIONS
 
 
-def has_kernel(name: ActivationName, rows: Tensor) -> bool:
+def has_kernel(name: str, rows: Tensor) -> bool:
     """Whether there is a kernel for rows of a device and dtype. It computes in float32 and rounds
     once, and so differs from the plain operations by their rounding."""
     is_known = name in kernels.NAMES and rows.dtype in kernels.DTYPES
@@ -21,7 +20,7 @@ def has_kernel(name: ActivationName, rows: Tensor) -> bool:
 
 
 def activate(
-    name: ActivationName,
+    name: str,
     gate_RF: Tensor | None,
     up_RF: Tensor,
     weights_R1: Tensor,
@@ -37,7 +36,7 @@ def activate(
 
 
 def activate_backward(
-    name: ActivationName,
+    name: str,
     dh_RF: Tensor,
     gate_RF: Tensor | None,
     up_RF: Tensor,
@@ -51,10 +50,12 @@ def activate_backward(
     # Written out: torch.compile does not trace autograd.grad within a backward.
     act = ACTIVATIONS[name]
     acted_RF = act.plain(up_RF if gate_RF is None else gate_RF)
-    h_RF = acted_RF if gate_RF is None else acted_RF * up_RF
+    lifted_RF = up_RF if act.lift is None else act.lift(up_RF)
+    h_RF = acted_RF if gate_RF is None else acted_RF * lifted_RF
     dweights_R1 = (dh_RF * h_RF).sum(1, keepdim=True)
     dh_RF = dh_RF * weights_R1
     if gate_RF is None:
         return None, act.backward(dh_RF, up_RF), dweights_R1, h_RF * weights_R1
-    dgate_RF = act.backward(dh_RF * up_RF, gate_RF)
-    return dgate_RF, dh_RF * acted_RF, dweights_R1, h_RF * weights_R1
+    dgate_RF = act.backward(dh_RF * lifted_RF, gate_RF)
+    dup_RF = act.up_backward(dh_RF * acted_RF, up_RF)
+    return dgate_RF, dup_RF, dweights_R1, h_RF * weights_R1

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe.config import ActivationName
 from moe.experts.activation import ACTIVATIONS
 from moe.experts.packed import BLOCK_ROWS, Block, run_backward, run_forward
 from moe.experts.paths import one_expert, one_expert_backward
@@ -29,9 +28,7 @@ from router import RouterOutput
 
 class _ByUnit(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, name: ActivationName, packed: bool, sums: UnitSums, *inputs: Any
-    ) -> Tensor:
+    def forward(ctx: Any, name: str, packed: bool, sums: UnitSums, *inputs: Any) -> Tensor:
         rows, weights = Rows(*inputs[:4]), ExpertWeights(*inputs[4:])
         products: list[Tensor] = []
         counts_EU = rows.rows_per_expert_E.tolist()
@@ -64,7 +61,7 @@ class _ByUnit(torch.autograd.Function):
 
 
 def experts_by_unit(
-    rows: Rows, weights: ExpertWeights, activation: ActivationName, backend: str, sums: UnitSums
+    rows: Rows, weights: ExpertWeights, activation: str, backend: str, sums: UnitSums
 ) -> Tensor:
     """See :data:`moe.experts.paths.ExpertsFn`, for rows that are counted by unit.
 
@@ -129,7 +126,7 @@ def _blocks(counts_EU: list[list[int]]) -> Iterator[tuple[int, slice]]:
 
 
 def _loop_forward(
-    rows: Rows, counts_EU: list[list[int]], weights: ExpertWeights, activation: ActivationName
+    rows: Rows, counts_EU: list[list[int]], weights: ExpertWeights, activation: str
 ) -> Tensor:
     out_SD = torch.zeros_like(rows.x_SD)
     for expert, unit in _blocks(counts_EU):
@@ -143,7 +140,7 @@ def _loop_backward(
     rows: Rows,
     counts_EU: list[list[int]],
     weights: ExpertWeights,
-    activation: ActivationName,
+    activation: str,
     dy_SD: Tensor,
     sums: UnitSums,
 ) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,8 @@ class GroupedExperts(nn.Module):
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
-        self.backend, self.activation, self.gemm = config.backend, config.activation, config.gemm
+        self.backend, self.gemm = config.backend, config.gemm
+        self.activation = config.activation_key
         self.recompute = config.recompute_experts
         self.float8_tally: Float8Tally | None = None
         """With products in float8: what backwards add their counts to."""

@@ -23,7 +23,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe.config import ActivationName
 from moe.experts.activation import ACTIVATIONS
 from moe.experts.weights import ExpertWeights
 from moe.rows import RowMap, Rows, row_map, sum_rows, take_rows
@@ -97,7 +96,7 @@ def assignments_of(rows: Rows) -> Assignments:
 def experts_megablocks(
     rows: Rows,
     weights: ExpertWeights,
-    activation: ActivationName,
+    activation: str,
     gate_up_EGD: Tensor | None = None,
 ) -> Tensor:
     """See :data:`moe.experts.paths.ExpertsFn`. Waits for the device once: the GEMM takes its sizes
@@ -136,7 +135,7 @@ def experts_megablocks(
 def _network(
     x_RD: Tensor,
     w: ExpertWeights,
-    activation: ActivationName,
+    activation: str,
     product: Callable[[Tensor, Tensor], Tensor],
     expert_R: RowMap | None,
     gate_up_EGD: Tensor | None,

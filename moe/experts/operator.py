@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from moe.config import ActivationName
 from moe.experts.activation import ACTIVATIONS
 from moe.experts.packed import packed_backward, packed_forward
 from moe.experts.paths import PATHS, loop_backward
@@ -107,7 +106,7 @@ _backward_operator.register_fake(_backward_shapes)
 
 
 def experts_operator(
-    rows: Rows, weights: ExpertWeights, activation: ActivationName, backend: str, keep: bool
+    rows: Rows, weights: ExpertWeights, activation: str, backend: str, keep: bool
 ) -> Tensor:
     """As the backend's :data:`moe.experts.paths.ExpertsFn`, in one operator.
 

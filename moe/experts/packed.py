@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from moe.config import ActivationName
 from moe.experts.activation import ACTIVATIONS, Activation
 from moe.experts.weights import ExpertWeights
 from moe.experts.workers import num_workers, run_workers
@@ -112,7 +111,7 @@ def run_forward(
             else:
                 _product(x, w.w_gate, w.b_gate, products[1])
                 act.forward_out(products[1], out=h)
-                h.mul_(up)
+                h.mul_(up if act.lift is None else act.lift(up))
             # Weighted here, which is the same and spares keeping y for the weights' gradient.
             torch.mm(h.mul_(weight.unsqueeze(1)), w.w_down, out=y)
             if w.b_down is not None:
@@ -150,13 +149,14 @@ def run_backward(
             dh, a, b = wide[:, :n].unbind(0)
             x, dy = narrow[:, :n].unbind(0)
             up, gate = kept[number][0], kept[number][-1]
+            lifted = up if act.lift is None else act.lift(up)
             torch.index_select(rows.x_SD, 0, source, out=x)
             torch.index_select(dy_SD, 0, source, out=dy)
             torch.mm(dy, w.w_down.t(), out=dh)
             # b becomes h, first without its weights, whose gradient is h's product with dh.
             if act.gated:
                 act.forward_out(gate, out=a)
-                torch.mul(a, up, out=b)
+                torch.mul(a, lifted, out=b)
             else:
                 act.forward_out(up, out=b)
             dweight = dweights_R[block.rows]
@@ -170,7 +170,9 @@ def run_backward(
             dh.mul_(weight)
             if act.gated:
                 torch.mul(dh, a, out=b)
-                act.backward_out(dh.mul_(up), gate, grad_input=a)
+                if act.lift is not None:
+                    b = act.up_backward(b, up)
+                act.backward_out(dh.mul_(lifted), gate, grad_input=a)
             else:
                 act.backward_out(dh, up, grad_input=b)
             _accumulate(x, b, to.w_up, more)
@@ -278,7 +280,7 @@ class _Packed(torch.autograd.Function):
     """Gives the products as well: under torch.func a Function keeps inputs and outputs alone."""
 
     @staticmethod
-    def forward(name: ActivationName, shares: _Shares, *inputs: Any) -> tuple[Tensor, ...]:
+    def forward(name: str, shares: _Shares, *inputs: Any) -> tuple[Tensor, ...]:
         rows, weights = Rows(*inputs[:4]), ExpertWeights(*inputs[4:])
         out, products = run_forward(ACTIVATIONS[name], rows, weights, shares)
         return out, *products
@@ -309,7 +311,7 @@ class _Gradients(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(name: ActivationName, shares: _Shares, dy_SD: Tensor, *saved: Any) -> Any:
+    def forward(name: str, shares: _Shares, dy_SD: Tensor, *saved: Any) -> Any:
         rows, weights = Rows(*saved[:4]), ExpertWeights(*saved[4:10])
         grads = _Grads(weights, rows.rows_per_expert_E.tolist(), shares)
         dx_SD, dweights_R = run_backward(
@@ -332,15 +334,13 @@ def _shares_of(rows: Rows, weights: ExpertWeights) -> _Shares:
     return tuple(map(tuple, shares))
 
 
-def experts_packed(rows: Rows, weights: ExpertWeights, activation: ActivationName) -> Tensor:
+def experts_packed(rows: Rows, weights: ExpertWeights, activation: str) -> Tensor:
     """See :data:`moe.experts.paths.ExpertsFn`. Keeps the [R, F] products; no second derivatives."""
     out: Tensor = _Packed.apply(activation, _shares_of(rows, weights), *rows[:4], *weights)[0]
     return out
 
 
-def packed_forward(
-    rows: Rows, weights: ExpertWeights, activation: ActivationName
-) -> tuple[Tensor, Tensor]:
+def packed_forward(rows: Rows, weights: ExpertWeights, activation: str) -> tuple[Tensor, Tensor]:
     """The output, and the products as one tensor [1 or 2, R, F], for :func:`packed_backward`."""
     act = ACTIVATIONS[activation]
     whole_GRF = rows.x_SD.new_empty(1 + act.gated, len(rows.source_R), weights.w_up.shape[2])
@@ -349,7 +349,7 @@ def packed_forward(
 
 
 def packed_backward(
-    rows: Rows, weights: ExpertWeights, activation: ActivationName, dy_SD: Tensor, whole_GRF: Tensor
+    rows: Rows, weights: ExpertWeights, activation: str, dy_SD: Tensor, whole_GRF: Tensor
 ) -> tuple[Tensor, Tensor, ExpertWeights]:
     """The gradients of the rows, of the assignments' weights and of the parameters."""
     shares = _shares_of(rows, weights)

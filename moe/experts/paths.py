@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moe.config import ActivationName, Backend
+from moe.config import Backend
 from moe.experts.activate import activate, activate_backward, has_kernel
 from moe.experts.activation import ACTIVATIONS, Activation
 from moe.experts.megablocks_backend import experts_megablocks, why_no_megablocks
@@ -26,7 +26,7 @@ from moe.rows import RowMap, Rows, row_map, sum_rows, take_rows
 from moe.rows import has_kernel as rows_have_kernel
 from parallel.apply import PutGrad, WeightGradStore
 
-ExpertsFn = Callable[[Rows, ExpertWeights, ActivationName], Tensor]
+ExpertsFn = Callable[[Rows, ExpertWeights, str], Tensor]
 """(rows, weights, activation) -> [S, D]: for each row the sum over its assignments of weight ·
 (h w_down + b_down), h as :mod:`moe.experts.activation` has it; zeros for a row that no expert
 takes.
@@ -37,7 +37,7 @@ for the backward."""
 def experts_loop(
     rows: Rows,
     weights: ExpertWeights,
-    activation: ActivationName,
+    activation: str,
     product: Product = torch.matmul,
 ) -> Tensor:
     """The backend ``loop``: three GEMMs per expert, in any dtype and shape, and on any device.
@@ -72,7 +72,7 @@ def one_expert(
 
 
 def loop_backward(
-    rows: Rows, weights: ExpertWeights, activation: ActivationName, dy_SD: Tensor
+    rows: Rows, weights: ExpertWeights, activation: str, dy_SD: Tensor
 ) -> tuple[Tensor, Tensor, ExpertWeights]:
     """The gradients of x_SD, weights_R and the parameters without autograd, from the inputs alone:
     of :func:`experts_loop`, and so of every backend."""
@@ -103,12 +103,13 @@ def one_expert_backward(
     gate = None if w.w_gate is None else _plus(x @ w.w_gate, w.b_gate)
     z = up if gate is None else gate
     acted = act.plain(z)
-    h = acted if gate is None else acted * up
+    lifted = up if act.lift is None else act.lift(up)
+    h = acted if gate is None else acted * lifted
     dh = dy @ w.w_down.t()
     dweight = (dh * h).sum(1)
     dh = dh * weight
-    dz = act.backward(dh if gate is None else dh * up, z)
-    dup = dz if gate is None else dh * acted
+    dz = act.backward(dh if gate is None else dh * lifted, z)
+    dup = dz if gate is None else act.up_backward(dh * acted, up)
     dx = dup @ w.w_up.t()
     dw_gate = db_gate = db_up = db_down = None
     if w.w_gate is not None:
@@ -153,7 +154,7 @@ class _ActivateDown(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        name: ActivationName,
+        name: str,
         put: PutGrad | None,
         weights_R1: Tensor,
         ends_E: Tensor,
@@ -188,7 +189,7 @@ class _ActivateDown(torch.autograd.Function):
 def experts_grouped_mm(
     rows: Rows,
     weights: ExpertWeights,
-    activation: ActivationName,
+    activation: str,
     weight_grad_store: WeightGradStore | None = None,
 ) -> Tensor:
     """The backend ``grouped_mm``: three grouped GEMMs, each for all experts.
@@ -206,7 +207,7 @@ def experts_grouped_mm(
     # A grouped GEMM does not write rows past its last group, in the forward and in the backward.
     num_real = ends_E[-1]
     x_RD = take_rows(rows.x_SD, index, num_real)
-    w = weights
+    w = weights.map(_with_dense_rows)
     has_biases = w.b_up is not None or w.b_down is not None
     weights_R1 = rows.weights_R.unsqueeze(1)
     if has_biases or not has_kernel(activation, rows.x_SD):
@@ -234,6 +235,11 @@ def experts_grouped_mm(
     return sum_rows(y_RD, index, num_real)
 
 
+def _with_dense_rows(weight: Tensor) -> Tensor:
+    """The weights where rows or columns are dense, as a grouped GEMM takes them; else a copy."""
+    return weight if weight.ndim < 3 or 1 in weight.stride()[1:] else weight.contiguous()
+
+
 def _expert_of_row(ends_E: Tensor, num_rows: int) -> RowMap:
     places_R = torch.arange(num_rows, device=ends_E.device, dtype=ends_E.dtype)
     expert_R = torch.searchsorted(ends_E, places_R, right=True)
@@ -243,7 +249,7 @@ def _expert_of_row(ends_E: Tensor, num_rows: int) -> RowMap:
 def experts_float8(
     rows: Rows,
     weights: ExpertWeights,
-    activation: ActivationName,
+    activation: str,
     tally: Float8Tally | None = None,
 ) -> Tensor:
     """The backend ``loop`` with products in float8: no grouped product of torch 2.13 has their

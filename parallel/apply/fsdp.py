@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from pickle import PicklingError
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -99,6 +100,7 @@ def apply_fsdp(
 
     def shard(module: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
         fully_shard(module, mesh=mesh, **defaults | options)
+        type(module).__reduce_ex__ = _refuse_pickle  # type: ignore[method-assign, assignment]
         sharded.append((cast(FSDPModule, module), mesh))
 
     alone = _shard_moe_layers(
@@ -123,6 +125,15 @@ def apply_fsdp(
     if prefetch:
         _set_prefetch(blocks, prefetch)
     return model
+
+
+def _refuse_pickle(module: nn.Module, protocol: int) -> NoReturn:
+    """In the place of an error of pickle about a class that FSDP makes for each class of modules.
+    A deep copy is refused by FSDP itself."""
+    raise PicklingError(
+        f"{type(module).__name__} is under FSDP and cannot be pickled: save its state_dict(), as "
+        f"with ckpt.save_state_dict"
+    )
 
 
 def _shard_moe_layers(

@@ -11,6 +11,7 @@ from .operators import available as available
 from .operators import operator as operator
 from .selection import MAX_EXPERTS as MAX_EXPERTS
 from .selection import MAX_TOP_K as MAX_TOP_K
+from .selection import SCORE_FUNCS as SCORE_FUNCS
 from .selection import Selection as Selection
 from .selection import select_experts as select_experts
 from .selection import selection_gradient as selection_gradient

@@ -18,6 +18,8 @@ MAX_EXPERTS = 1024
 """The most experts: a program holds all of them for a token."""
 MAX_TOP_K = 32
 """The most choices, which are written out one after another in the program's text."""
+SCORE_FUNCS = ("softmax", "sigmoid")
+"""The score functions that the kernel knows."""
 _ELEMENTS = 1024
 """Logits of one program, eight for each of its threads."""
 _FLAGS = "int top_k, bool sigmoid, bool after_topk, bool norm, float scale"

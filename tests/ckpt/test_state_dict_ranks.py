@@ -241,6 +241,41 @@ def test_moments_of_one_rank_under_fsdp_are_no_plain_tensors(root):
     run_ranks(on_one_rank, 1, root)
 
 
+def moments_that_are_shards(rank: int, root: Path) -> tuple[str, str]:
+    """Plain moments of the parameters' shards, as a loader that knows no DTensors makes them."""
+    model = built(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, 1)
+    state, sound = training_state(model, optimizer), training_state(model, optimizer)
+    state["optim"]["state"] = {
+        # Equal on both ranks: no checksum tells them apart.
+        key: {
+            name: torch.zeros_like(value.to_local()) if isinstance(value, DTensor) else value
+            for name, value in moments.items()
+        }
+        for key, moments in state["optim"]["state"].items()
+    }
+    try:
+        ckpt.save_state_dict(root, state, step=1)
+    except ckpt.CheckpointError as error:
+        saved = str(error)
+    ckpt.save_state_dict(root, sound, step=2)
+    try:
+        ckpt.load_state_dict(root, state)
+    except ckpt.CheckpointError as error:
+        return saved, str(error)
+    raise AssertionError("nothing was refused")
+
+
+def test_plain_moments_of_sharded_parameters_are_refused(root):
+    for saved, loaded in run_ranks(moments_that_are_shards, 2, root):
+        assert "['exp_avg'] is a plain tensor of the shape" in saved
+        assert "must be a DTensor, as the optimizer of the sharded parameter makes it" in saved
+        assert "has shape" in loaded
+        assert "in the checkpoint" in loaded
+        assert "\n" not in saved + loaded
+
+
 def odd_strides(rank: int, root: Path) -> None:
     state = {
         "one": torch.arange(2.0)[::2],

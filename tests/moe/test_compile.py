@@ -27,6 +27,9 @@ CASES: list[dict[str, Any]] = [
     {"capacity": {"policy": "fixed", "drop_policy": "position", "capacity_factor": 0.9}},
     {"capacity": {"policy": "straggler_aware"}}, {"capacity": {"max_tokens_per_rank": 20}},
     {"routing": "expert_choice"}, {"routing": "sinkhorn"},
+    {"activation": "swiglu_oai", "activation_limit": 0.5, "router_bias": True,
+     "backend": "grouped_mm", "cast": True, "weights_on_input": True,
+     "score_func": "sqrtsoftplus"},
 ]  # fmt: skip
 
 

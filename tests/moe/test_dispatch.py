@@ -71,6 +71,11 @@ class TestAllToAllWithDrops(DispatcherContract):
     fields = {"capacity": {"policy": "fixed", "capacity_factor": 0.75, "drop_policy": "probs"}}
 
 
+class TestAllToAllWithWeightsOnInput(DispatcherContract):
+    fields = {"weights_on_input": True, "router_bias": True, "activation": "swiglu_oai",
+              "activation_limit": 1.0, "score_func": "sqrtsoftplus"}  # fmt: skip
+
+
 class TestAllToAllInFloat8(DispatcherContract):
     fields = {"dispatch_dtype": "float8", "overlap_chunks": 2}
 

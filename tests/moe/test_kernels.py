@@ -182,7 +182,7 @@ def some_rows(dtype=torch.float32):
     return x, indices, weights
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+@pytest.mark.parametrize("activation", ["swiglu", "relu2", "swiglu_oai"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_compute_as_without_kernels(activation, bias, dtype):

@@ -117,16 +117,20 @@ def test_a_summed_output_has_a_gradient():
 
 def some_experts(activation: str, bias: bool, dtype=torch.float32) -> GroupedExperts:
     torch.manual_seed(1)
-    experts = GroupedExperts(
-        MoEConfig(num_experts=E, top_k=2, d_model=D, d_ff=F, activation=activation, ffn_bias=bias)
-    )
+    name, _, limit = activation.partition("@")
+    sizes = {"num_experts": E, "top_k": 2, "d_model": D, "d_ff": F}
+    fields = {"activation": name, "activation_limit": float(limit or 0), "ffn_bias": bias}
+    experts = GroupedExperts(MoEConfig(**sizes, **fields))
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return experts.to(dtype)
 
 
+FORMULAS = ["swiglu", "geglu", "gelu", "relu2", "swiglu_oai", "swiglu_oai@0.5", "swiglu@0.4"]
+
+
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("activation", ["swiglu", "geglu", "gelu", "relu2"])
+@pytest.mark.parametrize("activation", FORMULAS)
 @pytest.mark.parametrize("backend", ["loop", "grouped_mm", "packed"])
 def test_every_path_is_the_formula(backend, activation, bias):
     # Rows that no expert takes, one that three take, an expert without rows, padding at the end.
@@ -151,12 +155,18 @@ def test_every_path_is_the_formula(backend, activation, bias):
             gate = up
             if experts.w_gate is not None:
                 gate = one @ experts.w_gate[e] + (experts.b_gate[e] if bias else 0)
+            name, _, limit = activation.partition("@")
+            if limit:
+                gate = torch.where(gate > float(limit), float(limit), gate)
+                up = torch.where(up.abs() > float(limit), float(limit) * up.sign(), up)
             act = {
+                "swiglu_oai": lambda z: z / (1 + torch.exp(-1.702 * z)),
                 "swiglu": lambda z: z / (1 + torch.exp(-z)),
                 "geglu": lambda z: z * (1 + torch.erf(z / 2**0.5)) / 2,
                 "gelu": lambda z: z * (1 + torch.erf(z / 2**0.5)) / 2,
                 "relu2": lambda z: torch.where(z > 0, z, 0) ** 2,
-            }[activation](gate)
+            }[name](gate)
+            up = up + 1 if name == "swiglu_oai" else up
             h = act * up if experts.w_gate is not None else act
             out = h @ experts.w_down[e] + (experts.b_down[e] if bias else 0)
             sums[source[r]] = sums[source[r]] + weights[r] * out
@@ -377,3 +387,43 @@ def test_shared_experts_have_a_gate_and_the_layers_activation():
 def test_print_says_which_path_auto_picks():
     assert "backend=auto (packed for torch.float32 on cpu)" in repr(make_layer())
     assert "backend=auto (grouped_mm for torch.bfloat16 on cpu)" in repr(make_layer().bfloat16())
+
+
+@pytest.mark.parametrize("backend", ["loop", "grouped_mm", "packed"])
+@pytest.mark.parametrize("fields", [{"top_k": 3}, {"top_k": 1, "norm_topk_prob": False}])
+def test_weights_multiply_the_input_where_the_config_says_so(backend, fields):
+    """Llama 4: each expert gets weight · x, and its output is added as it is."""
+    layer = make_layer(
+        backend=backend, weights_on_input=True, score_func="sigmoid", ffn_bias=True, **fields
+    )
+    for bias in (layer.experts.b_gate, layer.experts.b_up, layer.experts.b_down):
+        torch.nn.init.normal_(bias)
+    x = torch.randn(11, D, requires_grad=True)
+    out, grad = layer(x), torch.randn(11, D)
+    inputs = [x, *layer.parameters()]
+    actual = torch.autograd.grad(out.hidden, inputs, grad, allow_unused=True)
+    weights = out.aux.tokens_per_expert_E
+    assert weights.sum() == 11 * fields["top_k"]
+
+    scores, e = (x @ layer.router.weight.T).sigmoid(), layer.experts
+    rows = []
+    for t, token in enumerate(x.unbind()):
+        best = scores[t].topk(fields["top_k"])
+        total = best.values.sum() if layer.config.norm_topk_prob else 1
+        y = torch.zeros(D)
+        for i, score in zip(best.indices, best.values, strict=True):
+            z = token * (score / total)
+            gate, up = z @ e.w_gate[i] + e.b_gate[i], z @ e.w_up[i] + e.b_up[i]
+            y = y + (gate / (1 + torch.exp(-gate)) * up) @ e.w_down[i] + e.b_down[i]
+        rows.append(y)
+    expected = torch.stack(rows)
+    close(out.hidden, expected)
+    wanted = torch.autograd.grad(expected, inputs, grad, allow_unused=True)
+    for a, b in zip(actual, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_limit_needs_a_gate():
+    with pytest.raises(ValueError, match=r"activation \(relu2\) must be swiglu, geglu") as error:
+        make_layer(activation="relu2", activation_limit=7.0)
+    assert "\n" not in str(error.value)

@@ -37,6 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "straggler": {"capacity": {"policy": "straggler_aware"}},
     "bounded": {"capacity": {"policy": "dropless", "max_tokens_per_rank": 20}},
     "float8_rows": {"dispatch_dtype": "float8"},
+    "on_input": {"weights_on_input": True, "router_bias": True, "score_func": "sqrtsoftplus"},
     "loop": {"backend": "loop"},
     "grouped": {"backend": "grouped_mm"},
 }

@@ -27,6 +27,8 @@ def make_router(seed: int = 0, **fields: object) -> TopKRouter:
     router = TopKRouter(D, RouterConfig(**{"num_experts": E, "top_k": 3, **fields}))
     with torch.no_grad():
         router.weight.mul_(30)
+        if router.bias is not None:
+            router.bias.normal_()
     return router
 
 
@@ -38,9 +40,13 @@ def literal(router: TopKRouter, x: torch.Tensor) -> tuple[list[list[int]], list[
     all_chosen, all_weights = [], []
     for token in x.double():
         logits = [float(token @ row) for row in weight]
+        if router.bias is not None:
+            logits = [z + b for z, b in zip(logits, router.bias.tolist(), strict=True)]
         total = sum(math.exp(z) for z in logits)
         if c.score_func == "softmax":
             scores = [math.exp(z) / total for z in logits]
+        elif c.score_func == "sqrtsoftplus":
+            scores = [math.sqrt(math.log1p(math.exp(z))) for z in logits]
         else:
             scores = [1 / (1 + math.exp(-z)) for z in logits]
         choice = [s + b for s, b in zip(scores, bias, strict=True)]
@@ -68,6 +74,9 @@ def literal(router: TopKRouter, x: torch.Tensor) -> tuple[list[list[int]], list[
         {},
         {"norm_topk_prob": False},
         {"score_func": "sigmoid"},
+        {"score_func": "sqrtsoftplus", "expert_bias": True, "route_scale": 1.5},
+        {"router_bias": True, "softmax_after_topk": True},
+        {"router_bias": True, "score_func": "sigmoid", "n_groups": 4, "topk_groups": 2},
         {"score_func": "sigmoid", "norm_topk_prob": False, "route_scale": 2.5},
         {"softmax_after_topk": True},
         {"top_k": 1, "norm_topk_prob": False},

@@ -46,6 +46,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "multi-token prediction": {
         "model": {"num_mtp_layers": 2}, "data": {"document_mask": True},
     },
+    "weights on inputs": {
+        "moe": {"weights_on_input": True, "activation": "swiglu_oai", "activation_limit": 0.5,
+                "ffn_bias": True, "router_bias": True},
+    },
     "experts choose": {"moe": {"routing": "expert_choice", "expert_bias": False}},
     "sinkhorn": {"moe": {"routing": "sinkhorn", "expert_bias": False}},
     "bfloat16": {"precision": {"compute": "bfloat16"}, "moe": {"top_k": 3}},

@@ -105,6 +105,9 @@ _MOE = {
     "moe.capacity.policy": ("dropless",),
     "moe.capacity.max_tokens_per_rank": (0,),
     "moe.activation": ("swiglu",),
+    "moe.activation_limit": (0.0,),
+    "moe.weights_on_input": (False,),
+    "moe.router_bias": (False,),
     "moe.ffn_bias": (False,),
     "moe.shared_expert_gate": (False,),
     "moe.routing": ("top_k",),  # or another one that is the plain choice in evaluation

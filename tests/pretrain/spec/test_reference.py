@@ -54,7 +54,7 @@ def test_no_module_with_a_section_imports_torch():
 
 def test_there_are_no_more_options_than_these():
     """Each new one needs one to go, or a reason to raise this number."""
-    assert len(options()) <= 218
+    assert len(options()) <= 221  # three are parts of published models: gpt-oss, Llama 4
 
 
 def test_every_field_says_what_it_means():
