@@ -6,6 +6,7 @@ from ckpt.rewrite.description import is_described as is_described
 from ckpt.rewrite.edits import Converted as Converted
 from ckpt.rewrite.edits import Described as Described
 from ckpt.rewrite.edits import Extent as Extent
+from ckpt.rewrite.edits import Joined as Joined
 from ckpt.rewrite.edits import Rows as Rows
 from ckpt.rewrite.edits import Selected as Selected
 from ckpt.rewrite.edits import Stacked as Stacked

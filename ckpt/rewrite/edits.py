@@ -197,6 +197,46 @@ class Rows:
         return out
 
 
+class Joined:
+    """Arrays made of several arrays of a source, one after another along the last dim but one.
+
+    Args:
+        source: what has the arrays.
+        pieces: by the new name, the source's arrays, of one dtype and of equal other dims; a single
+            one stays as it is.
+    """
+
+    def __init__(self, source: Source, pieces: Mapping[str, tuple[str, ...]]) -> None:
+        self.source, self.pieces = source, dict(pieces)
+        self.info = changed(source.info, ("joined", sorted(pieces.items())))
+        self.arrays: dict[str, SourceArray] = {}
+        for name, of in self.pieces.items():
+            array = source.arrays[of[0]]
+            if len(of) > 1:
+                *first, _, columns = array.shape
+                count = sum(source.arrays[piece].shape[-2] for piece in of)
+                array = _reshaped(array, (*first, count, columns))
+            self.arrays[name] = array
+
+    def read_box(self, name: str, box: Box) -> np.ndarray[Any, Any]:
+        """See :class:`Source`."""
+        of = self.pieces[name]
+        if len(of) == 1:
+            return self.source.read_box(of[0], box)
+        *first, (low, high), columns = box
+        out = np.empty(box_shape(box), self.arrays[name].dtype)
+        start = 0
+        for piece in of:
+            stop = start + self.source.arrays[piece].shape[-2]
+            begin, end = max(low, start), min(high, stop)
+            if begin < end:
+                rows = (begin - start, end - start)
+                values = self.source.read_box(piece, (*first, rows, columns))
+                out[..., begin - low : end - low, :] = values
+            start = stop
+        return out
+
+
 class Described:
     """A source with another ``info`` and, where ``arrays`` are given, others' splits and
     attributes for arrays that it has; arrays that are not given are left out."""

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from pretrain.spec import JobSpec
 
 FAMILIES = (
-    "qwen3_moe", "olmoe", "mixtral", "deepseek_v3", "deepseek_v2", "dots1", "llama", "mistral",
-    "qwen3",
+    "qwen3_moe", "olmoe", "mixtral", "deepseek_v3", "deepseek_v2", "dots1", "qwen2_moe", "glm4_moe",
+    "glm4_moe_lite", "solar_open", "minimax_m2", "hy_v3", "ernie4_5_moe", "flex_olmo",
+    "granitemoe", "granitemoeshared", "mellum", "qwen3", "mistral", "llama", "qwen2", "ernie4_5",
+    "olmo2", "granite",
 )  # fmt: skip
 
 _CODES = """\

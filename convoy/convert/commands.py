@@ -79,14 +79,14 @@ def _open_hf(source: Path) -> tuple[hf.Sections, Source, str]:
         spec = new_spec((model, moe), source)  # says what does not fit, before files are read
     except InputError as error:
         reason = str(error).removeprefix(f"{source}: ")
-        raise InputError(f"{config.where}: {config.theirs(reason)}") from None
+        raise InputError(f"{config.where}: {config.theirs(reason, family.names)}") from None
     if spec.model.num_mtp_layers and not hf.has_mtp(source, spec.model.num_layers):
         model = {**model, "num_mtp_layers": 0}
         spec = new_spec((model, moe), source)
     arrays = weight_arrays(spec.model, spec.moe)
-    tensors = hf.hf_tensors(arrays, family.names)
+    tensors = hf.hf_tensors(arrays, family.tensors)
     spare = config.size("num_nextn_predict_layers", 0)
-    files = hf.open_hf(source, tensors, spec.model.num_layers, spare)
+    files = hf.open_hf(source, tensors, spec.model.num_layers, spare, family.ignored)
     return (model, moe), hf.from_hf(files, tensors, arrays), family.model_type
 
 
@@ -186,7 +186,9 @@ def export_hf(
     manifest = ckpt.read_manifest(root, step)
     model, moe = _sections_of(root, manifest)
     seq_len = int((stored_spec(manifest.spec).get("data") or {}).get("seq_len", _SEQ_LEN))
-    made, name = hf.FAMILIES[family] if family else hf.family_for(model, moe, seq_len), str(dtype)
+    came_from = manifest.state.get("imported_from")
+    made = hf.FAMILIES[family] if family else hf.family_for(model, moe, seq_len, came_from)
+    name = str(dtype)
     try:
         config = made.config(model, moe, seq_len) | {"torch_dtype": name.removeprefix("torch.")}
     except InputError as error:
@@ -197,7 +199,7 @@ def export_hf(
     wrong = misfit(source, arrays, "the model of its spec")
     if wrong is not None:
         raise CheckpointError(f"checkpoint array {wrong}")
-    weights = hf.to_hf(source, hf.hf_tensors(arrays, made.names), name.removeprefix("torch."))
+    weights = hf.to_hf(source, hf.hf_tensors(arrays, made.tensors), name.removeprefix("torch."))
     tokenizer = tokenizer_of_checkpoint(root, manifest.state, _data_of(manifest), model.vocab_size)
     beside = {}
     if tokenizer is not None:

@@ -101,7 +101,7 @@ def _parameters(
     largest = (0.0, 0.0)
     for layer in layers:
         replicated = shape.attention_replicated + 2 * shape.d_model + shape.mtp_parameters(layer)
-        norms += shape.attention_norms / (t.tp if shape.qk_norm == "all_heads" else 1)
+        norms += shape.attention_vectors(t.tp)
         norms += (2 if layer < shape.num_layers else 5) * shape.d_model
         own = (shape.attention_parameters - shape.attention_replicated) / t.tp + replicated
         others = here = 0.0

@@ -62,6 +62,7 @@ class ModelShape:
     rope_head_dim: int = 0
     """With latent attention: the part of a head with rotary positions."""
     qk_norm: str = "none"
+    attention_bias: str = "none"
     tie_embeddings: bool = False
     num_mtp_layers: int = 0
     """Layers of multi-token prediction; their numbers come after those of ``num_layers``."""
@@ -88,8 +89,9 @@ class ModelShape:
             first_k_dense=model.first_k_dense,
             q_lora_rank=model.q_lora_rank,
             kv_lora_rank=model.kv_lora_rank,
-            rope_head_dim=model.qk_rope_head_dim,
+            rope_head_dim=model.qk_rope_head_dim if model.latent else 0,
             qk_norm=model.qk_norm,
+            attention_bias=model.attention_bias,
             tie_embeddings=model.tie_embeddings,
             num_mtp_layers=model.num_mtp_layers,
             **experts,
@@ -127,14 +129,28 @@ class ModelShape:
             kv = D * (self.kv_lora_rank + self.rope_head_dim) + self.kv_lora_rank
             kv += self.kv_lora_rank * H * (C - self.rope_head_dim + self.v_head_dim)
             return q + kv + H * self.v_head_dim * D
-        norms = {"none": 0, "head": 2 * C, "all_heads": (H + self.num_kv_heads) * C}[self.qk_norm]
-        return D * C * 2 * (H + self.num_kv_heads) + norms
+        heads = (H + self.num_kv_heads) * C
+        norms = {"none": 0, "head": 2 * C, "all_heads": heads}[self.qk_norm]
+        return 2 * D * heads + norms + self.projection_biases + self.output_bias
 
-    @cached_property
-    def attention_norms(self) -> int:
-        """Of these, the weights of norms."""
+    @property
+    def projection_biases(self) -> int:
+        """The biases of one layer's queries, keys and values."""
+        biased = self.attention_bias != "none"
+        return biased * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def output_bias(self) -> int:
+        """The bias of one layer's attention output."""
+        return self.d_model if self.attention_bias == "all" else 0
+
+    def attention_vectors(self, tp: int) -> float:
+        """Of these, the weights of norms and the biases that one of ``tp`` ranks has."""
         matrices = sum(int(gemm.n * gemm.k) for gemm in self.attention_gemms(1, 1))
-        return self.attention_parameters - matrices
+        vectors = self.attention_parameters - matrices
+        norms: float = vectors - self.projection_biases - self.output_bias
+        norms /= tp if self.qk_norm == "all_heads" else 1
+        return norms + self.output_bias + self.projection_biases / tp
 
     @cached_property
     def attention_replicated(self) -> int:
@@ -142,7 +158,7 @@ class ModelShape:
         if self.kv_lora_rank:
             q = self.q_lora_rank * (self.d_model + 1)
             return q + self.d_model * (self.kv_lora_rank + self.rope_head_dim) + self.kv_lora_rank
-        return 2 * self.head_dim if self.qk_norm == "head" else 0
+        return (2 * self.head_dim if self.qk_norm == "head" else 0) + self.output_bias
 
     @cached_property
     def dense_parameters(self) -> int:

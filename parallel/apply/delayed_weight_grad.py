@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -85,16 +85,16 @@ class WeightGradStore:
 def apply_delayed_weight_grad(model: nn.Module) -> WeightGradStore:
     """Let the layers of ``model`` delay their weights' gradients; returns the store that they use.
 
-    Layers that can: linear layers without a bias, and modules with an attribute
-    ``weight_grad_store``. All other weights get their gradients in the first pass: embeddings,
-    norms, routers, and experts except on the ``grouped_mm`` path, because the other paths compute
-    both kinds of gradients together. Call before :func:`parallel.apply_tensor_parallel`.
+    Layers that can: linear layers, and modules with an attribute ``weight_grad_store``. All other
+    parameters get their gradients in the first pass: biases, embeddings, norms, routers, and
+    experts except on the ``grouped_mm`` path, because the other paths compute both kinds of
+    gradients together. Call before :func:`parallel.apply_tensor_parallel`.
     """
     store = WeightGradStore()
     for module in model.modules():
-        names = [name for name, _ in module.named_parameters(recurse=False)]
+        names = {name for name, _ in module.named_parameters(recurse=False)}
         linear_layer = type(module) is nn.Linear or hasattr(module, "product")
-        if linear_layer and names == ["weight"]:
+        if linear_layer and "weight" in names <= {"weight", "bias"}:
             vars(module)["weight_grad_store"] = store
             # A deep copy of a partial has the copied module; a closure would have this one.
             module.forward = partial(linear, module=module)
@@ -104,7 +104,13 @@ def apply_delayed_weight_grad(model: nn.Module) -> WeightGradStore:
 
 
 def linear(x: Tensor, module: nn.Module) -> Tensor:
-    """x W^T with the local shard of the module's weight.
+    """x W^T + b with the local shards of the module's weight and, where it has one, bias."""
+    bias = module.bias
+    return linear_product(x, module, None if bias is None else local_shard(cast(Tensor, bias)))
+
+
+def linear_product(x: Tensor, module: nn.Module, bias: Tensor | None = None) -> Tensor:
+    """x W^T + ``bias`` with the local shard of the module's weight.
 
     A module with a method ``product(x, weight, put)`` computes both kinds of products itself.
     """
@@ -114,27 +120,29 @@ def linear(x: Tensor, module: nn.Module) -> Tensor:
     put = None if store is None else store.put_for(weight)
     product: Callable[..., Tensor] | None = getattr(module, "product", None)
     if product is not None:
-        return product(x, weight, put)
+        y = product(x, weight, put)
+        return y if bias is None else y + bias.to(y.dtype)
     if put is None:
-        return F.linear(x, weight)
+        return F.linear(x, weight, bias)
     # Autograd calls the backward below only for the gradient of x: the weight is detached.
     assert x.requires_grad
-    out: Tensor = _Linear.apply(x, weight.detach(), put)
+    out: Tensor = _Linear.apply(x, weight.detach(), bias, put)
     return out
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, put: PutGrad) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, put: PutGrad) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.put = put
-        return F.linear(x, weight)
+        return F.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         # Without detach() the stored function would keep the graph that made x.
         grad_TF, x_TD = grads[0].flatten(0, -2), x.detach().flatten(0, -2)
         ctx.put(lambda: grad_TF.t() @ x_TD)
-        return grads[0] @ weight, None, None
+        dbias = grad_TF.sum(0) if ctx.needs_input_grad[2] else None
+        return grads[0] @ weight, None, dbias, None

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from parallel.apply.delayed_weight_grad import linear
+from parallel.apply.delayed_weight_grad import linear, linear_product
 from parallel.comm import start_gather_rows, start_scatter_sums
 
 TensorParallelStyle = Literal[
@@ -36,8 +36,9 @@ TensorParallelStyle = Literal[
 
 - ``gathered``: no own parameters are sharded; the input [B, S, D] is gathered to [B, W, D], and
   further arguments must be equal on all ranks.
-- ``columns``: a linear layer [B, W, D] -> [B, W, F / ranks].
-- ``rows``: a linear layer after ``columns``, [B, W, F / ranks] -> [B, S, D].
+- ``columns``: a linear layer [B, W, D] -> [B, W, F / ranks]; its bias is sharded as its outputs.
+- ``rows``: a linear layer after ``columns``, [B, W, F / ranks] -> [B, S, D]; its bias is whole on
+  every rank.
 - ``shared``: a linear layer before ``columns``, [B, W, D] -> [B, W, F], replicated on every rank.
 - ``norm``: an RMSNorm of local activations, its weight replicated on every rank.
 - ``embedding``: [B, W] token ids -> [B, S, D], the vocabulary sharded.
@@ -51,9 +52,9 @@ def apply_tensor_parallel(
     """Shard the modules that ``plan`` names over ``tp_mesh``; before :func:`parallel.apply_fsdp`.
 
     No values are sent: all ranks must have built equal values, or be on the meta device. A sharded
-    parameter's gradient needs no sum over tp. Gradients of ``norm`` and ``shared`` weights are
-    partial sums, which FSDP sums before sharding. Gradients of parameters outside the plan are each
-    rank's own.
+    parameter's gradient needs no sum over tp. Gradients of replicated parameters, which are
+    ``norm`` and ``shared`` weights and ``rows`` biases, are partial sums, which FSDP sums before
+    sharding. Gradients of parameters outside the plan are each rank's own.
 
     Raises ValueError for a weight that is sharded already.
     """
@@ -70,11 +71,12 @@ def apply_tensor_parallel(
                 f"apply_tensor_parallel must be called once, and before apply_fsdp: {name}.weight "
                 f"is sharded"
             )
-        placement = _PLACEMENT.get(how, Shard(0))
-        weight = distribute_tensor(
-            module.get_parameter("weight"), tp_mesh, [placement], src_data_rank=None
-        )
-        module.register_parameter("weight", nn.Parameter(weight))
+        for parameter, values in list(module.named_parameters(recurse=False)):
+            placement = _PLACEMENT.get(how, Shard(0))
+            if parameter == "bias" and how == "rows":
+                placement = Replicate()
+            sharded = distribute_tensor(values, tp_mesh, [placement], src_data_rank=None)
+            module.register_parameter(parameter, nn.Parameter(sharded))
         module.forward = partial(_FORWARD[how], module, ranks)
     return model
 
@@ -118,19 +120,21 @@ def _columns(module: nn.Module, ranks: _TensorParallelRanks, x_BWD: Tensor) -> T
 
 
 def _rows(module: nn.Module, ranks: _TensorParallelRanks, x_BWF: Tensor) -> Tensor:
-    return scatter_sequence(linear(x_BWF, module), ranks.group)
+    y_BSD = scatter_sequence(linear_product(x_BWF, module), ranks.group)
+    bias: Tensor | None = getattr(module, "bias", None)
+    return y_BSD if bias is None else y_BSD + _replicated(bias).to(y_BSD.dtype)
 
 
-def _replicated_weight(module: nn.Module) -> Tensor:
-    """A replicated weight; each rank's tokens or heads give a partial sum of the gradient."""
-    assert isinstance(module.weight, DTensor)
-    return module.weight.to_local(grad_placements=[Partial()])
+def _replicated(parameter: object) -> Tensor:
+    """A replicated parameter; each rank's tokens or heads give a partial sum of the gradient."""
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local(grad_placements=[Partial()])
 
 
 def _norm(module: nn.Module, ranks: _TensorParallelRanks, x: Tensor) -> Tensor:
     assert isinstance(module, nn.RMSNorm)
     normalize: Callable[..., Tensor] | None = getattr(module, "normalize", None)
-    weight = _replicated_weight(module)
+    weight = _replicated(module.weight)
     if normalize is not None:
         return normalize(x, weight)
     return F.rms_norm(x, module.normalized_shape, weight, module.eps)
@@ -138,7 +142,7 @@ def _norm(module: nn.Module, ranks: _TensorParallelRanks, x: Tensor) -> Tensor:
 
 def _shared(module: nn.Module, ranks: _TensorParallelRanks, x_BWD: Tensor) -> Tensor:
     product: Callable[..., Tensor] = getattr(module, "product", F.linear)
-    return product(x_BWD, _replicated_weight(module))
+    return product(x_BWD, _replicated(module.weight))
 
 
 def _embedding(module: nn.Module, ranks: _TensorParallelRanks, tokens_BW: Tensor) -> Tensor:

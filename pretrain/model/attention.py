@@ -72,10 +72,22 @@ def rotate(
 
 
 def rotate_as(config: AttentionConfig, x_BHSP: Tensor, positions_S: Tensor | None = None) -> Tensor:
-    """Rotary position embedding with a config's frequencies, magnitude and pairs."""
+    """Rotary position embedding with a config's frequencies, magnitude and pairs; of all numbers of
+    a head."""
     frequencies = rope_frequencies(x_BHSP.shape[-1], config.rope_theta, config.yarn, x_BHSP.device)
     scale = 1.0 if config.yarn is None else config.yarn.rotary_scale
     return rotate(x_BHSP, frequencies, scale, config.rope_interleaved, positions_S)
+
+
+def rotate_head(config: AttentionConfig, x_BHSC: Tensor, positions_S: Tensor) -> Tensor:
+    """The same of a head's first ``qk_rope_head_dim`` numbers; of all where that is 0."""
+    rotary = config.qk_rope_head_dim or x_BHSC.shape[-1]
+    if rotary == x_BHSC.shape[-1]:
+        return rotate_as(config, x_BHSC, positions_S)
+    x_BHSP, rest = x_BHSC.tensor_split((rotary,), dim=-1)
+    # In memory a token's heads stay together, as in `rotate`.
+    parts = rotate_as(config, x_BHSP, positions_S).transpose(-3, -2), rest.transpose(-3, -2)
+    return torch.cat(parts, dim=-1).transpose(-3, -2)
 
 
 class _CausalAttention(nn.Module):
@@ -102,10 +114,11 @@ class GroupedQueryAttention(_CausalAttention):
         super().__init__()
         self.config = c = config
         q, kv = c.num_heads * c.qk_head_dim, c.num_kv_heads * c.qk_head_dim
-        self.wq = nn.Linear(c.d_model, q, bias=False)
-        self.wk = nn.Linear(c.d_model, kv, bias=False)
-        self.wv = nn.Linear(c.d_model, kv, bias=False)
-        self.wo = nn.Linear(q, c.d_model, bias=False)
+        bias = c.attention_bias != "none"
+        self.wq = nn.Linear(c.d_model, q, bias=bias)
+        self.wk = nn.Linear(c.d_model, kv, bias=bias)
+        self.wv = nn.Linear(c.d_model, kv, bias=bias)
+        self.wo = nn.Linear(q, c.d_model, bias=c.attention_bias == "all")
         sizes = {"none": None, "head": (c.qk_head_dim,) * 2, "all_heads": (q, kv)}[c.qk_norm]
         self.q_norm = RMSNorm(sizes[0], c.norm_eps) if sizes else None
         self.k_norm = RMSNorm(sizes[1], c.norm_eps) if sizes else None
@@ -118,8 +131,8 @@ class GroupedQueryAttention(_CausalAttention):
         """
         S, c = x_BSD.shape[1], self.config
         at = self.context.positions(S, x_BSD.device)
-        q_BHSC = rotate_as(c, self._normed(self.wq(x_BSD), self.q_norm), at)
-        k_BGSC = rotate_as(c, self._normed(self.wk(x_BSD), self.k_norm), at)
+        q_BHSC = rotate_head(c, self._normed(self.wq(x_BSD), self.q_norm), at)
+        k_BGSC = rotate_head(c, self._normed(self.wk(x_BSD), self.k_norm), at)
         v_BSGC = self._normed(self.wv(x_BSD), None).transpose(1, 2)
         k_BWGC, v_BWGC = self.context.gather(k_BGSC.transpose(1, 2), v_BSGC)
         k_BGWC, v_BGWC = k_BWGC.transpose(1, 2), v_BWGC.transpose(1, 2)

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from pretrain.section import OnResume, Section, check_order
 
 QKNorm = Literal["none", "head", "all_heads"]
+AttentionBias = Literal["none", "qkv", "all"]
 
 
 class YarnConfig(Section):
@@ -72,6 +73,26 @@ class YarnConfig(Section):
         return size * math.log(wavelength) / (2 * math.log(theta))
 
 
+class MultipliersConfig(Section):
+    """The ``[model.multipliers]`` section: constant factors in the decoder, as Granite has them.
+
+    They are the four of maximal update parametrization with a depth factor (Yang et al., arXiv
+    2203.03466, table 3; Granite's names end in ``_multiplier`` and ``_scaling``).
+    """
+
+    on_resume = OnResume.FIXED
+
+    embedding: float = Field(default=1.0, gt=0)
+    """What embeddings are multiplied by before the first layer."""
+    attention: float = Field(default=0.0, ge=0)
+    """What inner products of queries and keys are multiplied by; 0 takes 1 / sqrt(head size)."""
+    residual: float = Field(default=1.0, gt=0)
+    """What the output of attention, and that of a feed-forward, is multiplied by before it is added
+    to the residual stream."""
+    logits: float = Field(default=1.0, gt=0)
+    """What logits are divided by."""
+
+
 class AttentionConfig(Section):
     """The attention fields of the ``[model]`` section."""
 
@@ -87,6 +108,9 @@ class AttentionConfig(Section):
     """The size of one head; d_model / num_heads by default."""
     qk_norm: QKNorm = "head"
     """RMSNorm of queries and keys: of each head, or of all heads as one vector."""
+    attention_bias: AttentionBias = "none"
+    """Biases of attention's projections: of those of queries, keys and values, or of the output's
+    too."""
     kv_lora_rank: int = Field(default=0, ge=0)
     """Above 0: multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), whose keys
     and values come from a latent vector of this size. 0: grouped-query attention."""
@@ -95,7 +119,8 @@ class AttentionConfig(Section):
     qk_nope_head_dim: int = Field(default=0, ge=0)
     """With latent attention: the part of a query and key head without rotary positions."""
     qk_rope_head_dim: int = Field(default=0, ge=0)
-    """With latent attention: the part of a query and key head with rotary positions."""
+    """The part of a query and key head with rotary positions. With latent attention the last
+    numbers of a head; otherwise the first ones, and 0 rotates the whole head."""
     v_head_dim: int = Field(default=0, ge=0)
     """With latent attention: the size of a value head."""
     rope_theta: float = Field(default=10000.0, gt=1)
@@ -104,6 +129,8 @@ class AttentionConfig(Section):
     """Rotary pairs are neighbours (2i, 2i + 1), and not (i, i + half)."""
     yarn: YarnConfig | None = None
     """Scaling of the rotary frequencies for long sequences; none without this table."""
+    multipliers: MultipliersConfig | None = None
+    """Constant factors; none without this table."""
     norm_eps: float = Field(default=1e-6, gt=0)
     """Added to the mean square in every RMSNorm of the decoder's layers."""
 
@@ -131,7 +158,12 @@ class AttentionConfig(Section):
                 f"model.head_dim ({self.head_dim}) must be even: rotary embedding turns pairs "
                 f"within a head"
             )
-        for field in ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        if self.qk_rope_head_dim % 2 or self.qk_rope_head_dim > self.qk_head_dim:
+            raise ValueError(
+                f"model.qk_rope_head_dim ({self.qk_rope_head_dim}) must be even and at most the "
+                f"size of a head ({self.qk_head_dim}): rotary embedding turns pairs within a head"
+            )
+        for field in ("q_lora_rank", "qk_nope_head_dim", "v_head_dim"):
             if getattr(self, field):
                 raise ValueError(
                     f"model.{field} ({getattr(self, field)}) must be 0 where model.kv_lora_rank "
@@ -160,10 +192,14 @@ class AttentionConfig(Section):
             )
         if self.head_dim is not None:
             raise ValueError(f"model.head_dim ({self.head_dim}) must be left out {latent}")
-        if self.qk_norm != "none":
-            raise ValueError(
-                f"model.qk_norm ({self.qk_norm}) must be none {latent}: the latents are normed"
-            )
+        for field, why in (
+            ("qk_norm", "the latents are normed"),
+            ("attention_bias", "its projections have no biases"),
+        ):
+            if getattr(self, field) != "none":
+                raise ValueError(
+                    f"model.{field} ({getattr(self, field)}) must be none {latent}: {why}"
+                )
 
     @property
     def latent(self) -> bool:
@@ -181,6 +217,8 @@ class AttentionConfig(Section):
     def softmax_scale(self) -> float:
         """The factor of attention logits."""
         scale = 1 / math.sqrt(self.qk_head_dim)
+        if self.multipliers is not None and self.multipliers.attention:
+            scale = self.multipliers.attention
         return scale if self.yarn is None else scale * self.yarn.logit_scale
 
 
@@ -198,6 +236,9 @@ class ModelConfig(AttentionConfig):
     num_mtp_layers: int = Field(default=0, ge=0, le=8)
     """Layers of multi-token prediction after the last layer: each predicts one token further than
     the one before (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
+    norm_after: bool = False
+    """Norm the outputs of attention and of the feed-forward, and not their inputs (OLMo 2, arXiv
+    2501.00656, section 3.2)."""
     tie_embeddings: bool = False
     """Use the embedding matrix as the output matrix too."""
     max_seq_len: int = Field(default=0, ge=0)

@@ -1,4 +1,4 @@
-"""The reference decoder: pre-norm attention and a MoE or dense feed-forward in every layer.
+"""The reference decoder: attention and a MoE or dense feed-forward in every layer.
 
 Legend: B batch, S sequence, D d_model, V vocab.
 """
@@ -32,10 +32,12 @@ class DecoderOutput(NamedTuple):
 
 class Block(nn.Module):
     """One layer: y = x + attention(norm(x)), then y + ffn(norm(y)), where ffn is a MoE or a dense
-    MLP."""
+    MLP. With ``norm_after`` y = x + norm(attention(x)), then y + norm(ffn(y))."""
 
     def __init__(self, config: ModelConfig, moe: MoEConfig | None) -> None:
         super().__init__()
+        self.norm_after = config.norm_after
+        self.residual = 1.0 if config.multipliers is None else config.multipliers.residual
         self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
         self.attention = build_attention(config)
         self.ffn_norm = RMSNorm(config.d_model, config.norm_eps)
@@ -53,13 +55,21 @@ class Block(nn.Module):
 
         ``token_mask`` is [B, S] bool for the MoE layer, false for padding.
         """
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), documents)
-        h_BSD = self.ffn_norm(x_BSD)
+        aux: MoEAux | None = None
+        h_BSD = x_BSD if self.norm_after else self.attention_norm(x_BSD)
+        x_BSD = self._add(x_BSD, self.attention(h_BSD, documents), self.attention_norm)
+        h_BSD = x_BSD if self.norm_after else self.ffn_norm(x_BSD)
         if self.moe is not None:
-            hidden, aux = self.moe(h_BSD, None, prior_expert_counts_E, token_mask)
-            return x_BSD + hidden, aux
-        assert self.ffn is not None
-        return x_BSD + self.ffn(h_BSD), None
+            h_BSD, aux = self.moe(h_BSD, None, prior_expert_counts_E, token_mask)
+        else:
+            assert self.ffn is not None
+            h_BSD = self.ffn(h_BSD)
+        return self._add(x_BSD, h_BSD, self.ffn_norm), aux
+
+    def _add(self, x_BSD: Tensor, y_BSD: Tensor, norm: nn.Module) -> Tensor:
+        """The residual stream with a sublayer's output."""
+        y_BSD = norm(y_BSD) if self.norm_after else y_BSD
+        return x_BSD + (y_BSD if self.residual == 1 else y_BSD * self.residual)
 
 
 class MTPLayer(Block):
@@ -192,7 +202,7 @@ class Decoder(nn.Module):
         ``token_mask`` is bool, of the shape of a layer's hidden states without their last dim, and
         false for padding, which MoE layers leave out; None where all inputs are tokens.
         """
-        x_BSD = tokens_BS if self.embed is None else self.embed(tokens_BS)
+        x_BSD = tokens_BS if self.embed is None else self._embedded(tokens_BS)
         # tensor_split, because split() and chunk() give one piece of an empty micro-batch.
         x_BSD, *later = x_BSD.tensor_split(1 + depth) if depth else (x_BSD,)
         reports: list[MoEAux] = []
@@ -216,7 +226,16 @@ class Decoder(nn.Module):
             mtp_logits.append(self._logits(normed_BSD))
         return DecoderOutput(logits, tuple(reports), tuple(mtp_logits))
 
+    def _embedded(self, tokens_BS: Tensor) -> Tensor:
+        assert self.embed is not None
+        x_BSD: Tensor = self.embed(tokens_BS)
+        factors = self.config.multipliers
+        return x_BSD if factors is None else x_BSD * factors.embedding
+
     def _logits(self, x_BSD: Tensor) -> Tensor:
+        if self.config.multipliers is not None:
+            # There are fewer hidden states than logits.
+            x_BSD = x_BSD / self.config.multipliers.logits
         if self.head is not None:
             logits: Tensor = self.head(x_BSD)
             return logits

@@ -255,8 +255,10 @@ def tensor_parallel_plan(model: Decoder) -> dict[str, TensorParallelStyle]:
 def tp_dim(name: str) -> int | None:
     """The dim that tensor parallelism shards of a parameter outside MoE layers, by its name; None
     where the parameter is replicated."""
-    style = _STYLES.get(name.removesuffix(".weight").rpartition(".")[2])
-    return {None: None, "shared": None, "rows": 1}.get(style, 0)
+    module, _, parameter = name.rpartition(".")
+    style = _STYLES.get(module.rpartition(".")[2])
+    rows = None if parameter == "bias" else 1
+    return {None: None, "shared": None, "rows": rows}.get(style, 0)
 
 
 _STYLES: dict[str, TensorParallelStyle] = {

@@ -68,7 +68,7 @@ def test_the_nucleus_has_the_likeliest_tokens_that_reach_top_p():
     assert drawn[0.7][1] / 2000 == pytest.approx(0.4 / 0.7, abs=0.05)
 
 
-@pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3", "glm4_moe", "granitemoeshared"])
 def test_greedy_tokens_with_a_cache_are_those_of_transformers(case, tmp_path):
     theirs, prompt = make_model(case), tokens()[:1, :10]
     theirs.save_pretrained(tmp_path / "theirs")

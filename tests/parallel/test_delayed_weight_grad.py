@@ -50,6 +50,7 @@ def decoder(model: ModelConfig, how: str, **fields: object) -> Decoder:
         (MODEL, {"backend": "grouped_mm", "recompute_experts": True, "activation": "gelu"}),
         (MODEL, {"backend": "grouped_mm", "ffn_bias": True}),
         (LATENT, {"backend": "grouped_mm"}),
+        (MODEL.model_copy(update={"attention_bias": "all"}), {"backend": "loop"}),
     ],
 )
 def test_two_passes_give_the_bits_of_one(model, fields, how):
@@ -67,7 +68,7 @@ def test_two_passes_give_the_bits_of_one(model, fields, how):
         f"{name}.{weight}"
         for name, module in later.named_modules()
         for weight, p in module.named_parameters(recurse=False)
-        if (type(module) is nn.Linear and module.bias is None)
+        if (type(module) is nn.Linear and weight == "weight")
         or (name.endswith("experts") and p.ndim == 3 and fields["backend"] == "grouped_mm")
     }
     assert waiting

@@ -18,6 +18,7 @@ from pretrain.observe import Events, IntervalEnded, Metrics
 from pretrain.runtime.ranks import start
 from pretrain.spec.job import JobSpec
 from pretrain.train import trainer
+from tests.support.exact import FEATURES
 from tests.support.jobs import data_of, make_spec, prepare_job, tiny
 from tests.support.layouts import NoCheckpoints, Trained, relative_error, spec_for, train
 from tests.support.ranks import run_ranks
@@ -229,9 +230,11 @@ def test_experts_follow_the_precision_and_a_resolved_spec_is_a_spec(tmp_path):
 
 
 @pytest.mark.slow
-def test_tensor_parallel_ranks_cut_weights_between_blocks(data, tmp_path):
+@pytest.mark.parametrize("more", [{}, slow(FEATURES)])
+def test_tensor_parallel_ranks_cut_weights_between_blocks(more, data, tmp_path):
     wide = sections()
     wide["model"] = {"d_model": 32, "num_heads": 4, "num_kv_heads": 4, "head_dim": 64, "d_ff": 256}
+    wide["model"] |= more
     alone = train(spec_for(tmp_path, data, "", run_dir=str(tmp_path / "a"), **wide), 3)
     found = train(spec_for(tmp_path, data, "tp=2", run_dir=str(tmp_path / "b"), **wide), 3)
     # The routers of two ranks have other tokens each, and the experts' gradients other tiles.

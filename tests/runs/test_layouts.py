@@ -23,6 +23,7 @@ from pretrain.model.decoder import meta_decoder
 from pretrain.parallelize.decoder import compile_regions
 from pretrain.runtime.ranks import start
 from pretrain.spec.job import JobSpec
+from tests.support.exact import FEATURES
 from tests.support.jobs import data_of, prepare_job
 from tests.support.layouts import (
     Trained,
@@ -211,6 +212,31 @@ def test_latent_attention_trains_as_in_one_process(layout, q_lora_rank, data, tm
     alone = train(spec_for(tmp_path, data, "", **sections), 4)
     trained = train(spec_for(tmp_path, data, layout, **sections), 4)
     assert trained.losses == pytest.approx(alone.losses, rel=1e-5)
+    check_gradients(trained, alone)
+
+
+@pytest.mark.parametrize(
+    ("layout", "memory"),
+    [
+        ("tp=2", {}),
+        pytest.param("cp=2,tp=2,ep=2", {"recompute": "selective"}, marks=SLOW),
+        pytest.param("pp=2,tp=2 zbv", {}, marks=SLOW),
+        pytest.param("pp=2 zbv", {"recompute": "full"}, marks=SLOW),
+        pytest.param("pp=2,dp_shard=2,ep=2", {}, marks=SLOW),
+        pytest.param("cp=2", {}, marks=SLOW),
+    ],
+)
+@pytest.mark.parametrize("norm_after", [True, pytest.param(False, marks=SLOW)])
+def test_features_of_model_families_train_as_in_one_process(
+    layout, memory, norm_after, data, tmp_path
+):
+    model = {**SECTIONS["model"], **FEATURES, "norm_after": norm_after, "first_k_dense": 1}
+    sections = {**SECTIONS, "model": model}
+    alone = train(spec_for(tmp_path, data, "", **sections), 4)
+    parallel = {"memory": memory}
+    trained = train(spec_for(tmp_path, data, layout, parallel=parallel, **sections), 4)
+    assert trained.losses == pytest.approx(alone.losses, rel=1e-5)
+    assert "layers.1.attention.wo.bias" in trained.gradients
     check_gradients(trained, alone)
 
 

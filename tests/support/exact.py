@@ -19,6 +19,11 @@ LATENT = {
     "num_kv_heads": 4, "qk_norm": "none", "kv_lora_rank": 8, "q_lora_rank": 12,
     "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
 }  # fmt: skip
+FEATURES: dict[str, Any] = {
+    "attention_bias": "all", "qk_rope_head_dim": 4, "rope_interleaved": True, "norm_after": True,
+    "multipliers": {"embedding": 3.0, "attention": 0.3, "residual": 0.7, "logits": 1.5},
+}  # fmt: skip
+"""What the decoder has for model families alone, see convoy/convert/hf/."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "top_k 2": {},
     "top_k 4": {"moe": {"top_k": 4}},
@@ -38,6 +43,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
             "aux_loss_scope": "previous_step",
         },
     },
+    "features of families": {"model": FEATURES},
     "recomputed layers": {"parallel": {"memory": {"recompute": "full"}}},
     "recomputed products": {"parallel": {"memory": {"recompute": "selective"}}},
     "recomputed experts": {"moe": {"recompute_experts": True}},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 import ckpt
 from convoy.commands.command_line import main
+from convoy.convert.hf.families import FAMILIES
 from moe import MoEConfig
 from parallel import Topology
 from pretrain.model.config import ModelConfig
@@ -39,6 +41,15 @@ DEEPSEEK = {
     "n_routed_experts": 12, "num_experts_per_tok": 4, "n_shared_experts": 2, "kv_lora_rank": 16,
     "q_lora_rank": 20, "qk_rope_head_dim": 8, "qk_nope_head_dim": 6, "v_head_dim": 10,
     "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7, "first_k_dense_replace": 1,
+}  # fmt: skip
+GLM = {
+    "intermediate_size": 40, "moe_intermediate_size": 12, "n_routed_experts": 12,
+    "num_experts_per_tok": 4, "n_shared_experts": 2, "n_group": 3, "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+}  # fmt: skip
+GRANITE = {
+    "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.7,
+    "logits_scaling": 1.5,
 }  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {
@@ -84,11 +95,84 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
         "n_group": 3, "topk_group": 2,
     }),
+    "qwen2_moe": ("Qwen2Moe", {
+        **SIZES, **ROPE, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12,
+        "intermediate_size": 36, "shared_expert_intermediate_size": 24, "mlp_only_layers": [0],
+    }),
+    "glm4_moe": ("Glm4Moe", {
+        **SIZES, **GLM, "head_dim": 12, "attention_bias": True, "use_qk_norm": True,
+        "rope_parameters": {**YARN, "partial_rotary_factor": 0.5},
+    }),
+    "glm4_moe-whole": ("Glm4Moe", {
+        **SIZES, **GLM, "head_dim": 12, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0,
+        "rope_parameters": {**ROPE["rope_parameters"], "partial_rotary_factor": 1.0},
+    }),
+    "glm4_moe_lite": ("Glm4MoeLite", {
+        **DEEPSEEK, **ROPE, "mlp_layer_types": ["dense", "dense", "sparse"],
+    }),
+    "solar_open": ("SolarOpen", {
+        **SIZES, **ROPE, **GLM, "head_dim": 10, "attention_bias": True,
+    }),
+    "minimax_m2": ("MiniMaxM2", {
+        **SIZES, "head_dim": 12, "intermediate_size": 16, "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "rope_parameters": {**ROPE["rope_parameters"], "partial_rotary_factor": 2 / 3},
+    }),
+    "hy_v3": ("HYV3", {
+        **SIZES, **ROPE, "head_dim": 12, "num_experts": 8, "num_experts_per_tok": 3,
+        "intermediate_size": 40, "moe_intermediate_size": 12, "num_shared_experts": 2,
+        "router_scaling_factor": 1.7, "attention_bias": True,
+    }),
+    "ernie4_5_moe": ("Ernie4_5_Moe", {
+        **SIZES, **ROPE, "moe_num_experts": 8, "moe_k": 3, "moe_num_shared_experts": 2,
+        "moe_intermediate_size": 12, "intermediate_size": 36, "moe_layer_start_index": 1,
+    }),
+    "ernie4_5_moe-plain": ("Ernie4_5_Moe", {
+        **SIZES, **ROPE, "moe_num_experts": 8, "moe_k": 3, "moe_num_shared_experts": 0,
+        "moe_intermediate_size": 12, "moe_layer_start_index": 0, "tie_word_embeddings": False,
+    }),
+    "flex_olmo": ("FlexOlmo", {
+        **SIZES, **ROPE, **MOE, "intermediate_size": 20, "attention_bias": True,
+    }),
+    "granitemoe": ("GraniteMoe", {
+        **SIZES, **ROPE, **GRANITE, "num_local_experts": 6, "num_experts_per_tok": 2,
+        "intermediate_size": 12,
+    }),
+    "granitemoeshared": ("GraniteMoeShared", {
+        **SIZES, **ROPE, **GRANITE, "num_local_experts": 6, "num_experts_per_tok": 2,
+        "intermediate_size": 12, "shared_intermediate_size": 24, "tie_word_embeddings": True,
+        "attention_bias": True,
+    }),
+    "mellum": ("Mellum", {
+        **SIZES, **MOE, "head_dim": 12, "moe_intermediate_size": 20, "intermediate_size": 36,
+        "mlp_layer_types": ["dense", "sparse", "sparse"], "rope_parameters": {
+            "full_attention": YARN, "sliding_attention": ROPE["rope_parameters"],
+        },
+    }),
     "llama": ("Llama", {**SIZES, **ROPE, "intermediate_size": 36, "head_dim": 10}),
     "mistral": ("Mistral", {**SIZES, **ROPE, "intermediate_size": 36, "sliding_window": None}),
+    "llama-biased": ("Llama", {
+        **SIZES, **ROPE, "intermediate_size": 36, "attention_bias": True,
+    }),
     "qwen3": ("Qwen3", {**SIZES, **ROPE, "intermediate_size": 36, "head_dim": 12}),
+    "qwen2": ("Qwen2", {**SIZES, **ROPE, "intermediate_size": 36}),
+    "ernie4_5": ("Ernie4_5", {**SIZES, **ROPE, "intermediate_size": 36, "head_dim": 12}),
+    "olmo2": ("Olmo2", {**SIZES, **ROPE, "intermediate_size": 36}),
+    "granite": ("Granite", {**SIZES, **ROPE, **GRANITE, "intermediate_size": 36}),
 }  # fmt: skip
-MOE_CASES = [name for name in CASES if name not in ("llama", "mistral", "qwen3")]
+MOE_CASES = [name for name in CASES if FAMILIES[name.partition("-")[0]].sparse]
+SHORT = (
+    "olmoe",
+    "qwen3_moe",
+    "deepseek_v3",
+    "deepseek_v2",
+    "glm4_moe",
+    "ernie4_5_moe",
+    "flex_olmo",
+    "granitemoeshared",
+    "qwen3",
+)
+"""Of every kind of attention, router and file, for the default suite."""
 
 
 def make_model(case: str, **changes: Any) -> PreTrainedModel:
@@ -157,9 +241,9 @@ def run(*arguments: object) -> int:
     return main("convert", [str(argument) for argument in arguments])
 
 
-def make_folders(root: Path) -> Path:
-    """Every case, saved as CASE and imported as CASE-ours."""
-    for case in CASES:
+def make_folders(root: Path, cases: Iterable[str] = CASES) -> Path:
+    """Each case, saved as CASE and imported as CASE-ours."""
+    for case in cases:
         make_model(case).save_pretrained(root / case)
         assert run("import", root / case, root / f"{case}-ours") == 0
     return root

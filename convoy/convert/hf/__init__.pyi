@@ -1,12 +1,14 @@
 from .families import FAMILIES as FAMILIES
-from .families import Family as Family
-from .families import Sections as Sections
 from .families import expressing as expressing
 from .families import family_for as family_for
 from .families import family_of as family_of
+from .family import Family as Family
+from .family import Sections as Sections
 from .files import from_hf as from_hf
 from .files import has_mtp as has_mtp
-from .files import hf_tensors as hf_tensors
 from .files import open_hf as open_hf
 from .files import to_hf as to_hf
 from .model_config import HFConfig as HFConfig
+from .others import NOT_CONVERTED as NOT_CONVERTED
+from .tensors import HFTensor as HFTensor
+from .tensors import hf_tensors as hf_tensors

@@ -1,12 +1,11 @@
-"""The weights of a Hugging Face folder: its tensors, and which part of Convoy's arrays each one is;
-its safetensors files as a source, and a source as such files."""
+"""The weights of a Hugging Face folder: its safetensors files as a source, and a source as such
+files."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from ckpt.interop import (
     SAFETENSORS_DTYPES,
@@ -17,6 +16,8 @@ from ckpt.interop import (
 from ckpt.rewrite import (
     MEMORY,
     Converted,
+    Joined,
+    Rows,
     Source,
     SourceArray,
     Stacked,
@@ -24,118 +25,17 @@ from ckpt.rewrite import (
     Unstacked,
     row_major_boxes,
 )
+from convoy.convert.hf.tensors import HFTensor
 from pretrain.errors import InputError
-from pretrain.state import MODEL, MTP, is_expert_matrix, name_in_layer, parameter_name
+from pretrain.state import EXPERT_BIAS, in_decoder
 
-_NAMES = {
-    "embed.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "head.weight": "lm_head.weight",
-}
-_LAYER_NAMES = {
-    "attention_norm.weight": "input_layernorm.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "attention.wq.weight": "self_attn.q_proj.weight",
-    "attention.wk.weight": "self_attn.k_proj.weight",
-    "attention.wv.weight": "self_attn.v_proj.weight",
-    "attention.wo.weight": "self_attn.o_proj.weight",
-    "attention.q_norm.weight": "self_attn.q_norm.weight",
-    "attention.k_norm.weight": "self_attn.k_norm.weight",
-    "attention.wq_a.weight": "self_attn.q_a_proj.weight",
-    "attention.q_a_norm.weight": "self_attn.q_a_layernorm.weight",
-    "attention.wq_b.weight": "self_attn.q_b_proj.weight",
-    "attention.wkv_a.weight": "self_attn.kv_a_proj_with_mqa.weight",
-    "attention.kv_a_norm.weight": "self_attn.kv_a_layernorm.weight",
-    "attention.wkv_b.weight": "self_attn.kv_b_proj.weight",
-    "ffn.w_gate.weight": "mlp.gate_proj.weight",
-    "ffn.w_up.weight": "mlp.up_proj.weight",
-    "ffn.w_down.weight": "mlp.down_proj.weight",
-    "moe.router.weight": "mlp.gate.weight",
-    "moe.router.expert_bias": "mlp.gate.e_score_correction_bias",
-    "moe.shared_experts.w_gate.weight": "mlp.shared_experts.gate_proj.weight",
-    "moe.shared_experts.w_up.weight": "mlp.shared_experts.up_proj.weight",
-    "moe.shared_experts.w_down.weight": "mlp.shared_experts.down_proj.weight",
-    # One tensor for each expert, transposed: Convoy's are [in, out].
-    "moe.experts.w_gate": "mlp.experts.{expert}.gate_proj.weight",
-    "moe.experts.w_up": "mlp.experts.{expert}.up_proj.weight",
-    "moe.experts.w_down": "mlp.experts.{expert}.down_proj.weight",
-    # Of a layer of multi-token prediction.
-    "embed_norm.weight": "enorm.weight",
-    "hidden_norm.weight": "hnorm.weight",
-    "projection.weight": "eh_proj.weight",
-    "norm.weight": "shared_head.norm.weight",
-}
-_COPIES = {"embed_tokens.weight": ("model/embed/weight",),
-           "shared_head.head.weight": ("model/head/weight", "model/embed/weight")}  # fmt: skip
-"""What each layer of multi-token prediction has again, and the array that it is: the first of these
-that the decoder has."""
 _MTP_OWN = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
 """What no other layer has."""
 _READABLE = ("F32", "BF16", "F16")
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_EXPERT_BIAS = "e_score_correction_bias"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq")
+_BUFFERS = r".*\.rotary_emb\.inv_freq"
 _IN_FILES = {logical: name for name, logical in SAFETENSORS_DTYPES.items()}
-
-
-class HFTensor(NamedTuple):
-    """One tensor of a Hugging Face checkpoint, and which part of Convoy's arrays it is."""
-
-    name: str
-    array: str
-    """In the logical tree, such as ``model/layers/ffn/w_up/weight``."""
-    place: tuple[int, ...]
-    """Index of the first dims of the array: none, the layer, or the layer and the expert."""
-    shape: tuple[int, ...]
-    """In the file."""
-    transposed: bool
-    """Whether the file has the part of the array with its two dims swapped."""
-    copy: bool = False
-    """Whether another tensor has the same numbers: an import does not need this one."""
-
-
-def hf_tensors(arrays: Mapping[str, SourceArray], names: Mapping[str, str]) -> list[HFTensor]:
-    """Every tensor of the checkpoint of a decoder: the embedding, layer after layer, the head.
-
-    Layers of multi-token prediction have the numbers after the decoder's last, as in DeepSeek-V3,
-    and each has copies of embedding and head.
-
-    Args:
-        arrays: the decoder's, with the attribute ``layers`` where layers are stacked.
-        names: the family's own names of tensors, by the parameter's name within a layer.
-    """
-    tensors: list[tuple[int, HFTensor]] = []
-    num_layers = len(arrays[f"{MODEL}layers/attention_norm/weight"].attributes["layers"])
-    for array, about in arrays.items():
-        inner = name_in_layer(array)
-        if inner is None:
-            first = -1 if array.startswith("model/embed/") else 1 << 30
-            hf_name = _NAMES[parameter_name(array)]
-            tensors.append((first, HFTensor(hf_name, array, (), about.shape, False)))
-            continue
-        hf_name = names.get(inner) or _LAYER_NAMES[inner]
-        after = num_layers if array.startswith(MTP) else 0
-        for i, number in enumerate(about.attributes["layers"]):
-            layer = after + number
-            prefix = f"model.layers.{layer}."
-            if not is_expert_matrix(array):
-                tensor = HFTensor(prefix + hf_name, array, (i,), about.shape[1:], False)
-                tensors.append((layer, tensor))
-                continue
-            _, experts, rows, columns = about.shape
-            for expert in range(experts):
-                name = prefix + hf_name.format(expert=expert)
-                tensor = HFTensor(name, array, (i, expert), (columns, rows), True)
-                tensors.append((layer, tensor))
-    mtp = arrays.get(f"{MTP}layers/attention_norm/weight")
-    for number in [] if mtp is None else mtp.attributes["layers"]:
-        for inner, originals in _COPIES.items():
-            array = next(name for name in originals if name in arrays)
-            name, layer = f"model.layers.{num_layers + number}.{inner}", num_layers + number
-            copy = HFTensor(name, array, (), arrays[array].shape, False, copy=True)
-            tensors.append((layer, copy))
-    return [tensor for _, tensor in sorted(tensors, key=lambda pair: pair[0])]
 
 
 def has_mtp(folder: Path, num_layers: int) -> bool:
@@ -151,12 +51,17 @@ def has_mtp(folder: Path, num_layers: int) -> bool:
 
 
 def open_hf(
-    folder: Path, expected: Sequence[HFTensor], num_layers: int, spare_layers: int
+    folder: Path,
+    expected: Sequence[HFTensor],
+    num_layers: int,
+    spare_layers: int,
+    ignored: str | None = None,
 ) -> SafetensorsSource:
     """The tensors of a folder's safetensors files, by the names that they have there.
 
     ``spare_layers`` after ``num_layers`` are not looked at where nothing of them is expected: those
-    of multi-token prediction, of a family that Convoy has without. Copies may be missing.
+    of multi-token prediction, of a family that Convoy has without. Neither are tensors whose names
+    match ``ignored``. Copies may be missing.
 
     Raises InputError, naming the file, where there are no such files, and for tensors that are
     missing, unexpected, or of another shape or dtype; and CheckpointError for files that are not
@@ -173,11 +78,12 @@ def open_hf(
             )
         raise InputError(f"{folder} has no {SAFETENSORS_SINGLE} and no {SAFETENSORS_INDEX}")
     source = SafetensorsSource(folder)
-    wanted = {tensor.name: tensor for tensor in expected if not tensor.copy}
-    originals = {t.array: t.name for t in wanted.values() if not t.place}
+    wanted = dict(tensor.in_files for tensor in expected if not tensor.copy)
+    originals = {t.array: t.name for t in expected if not t.indices and not t.copy}
     copies = {t.name: originals[t.array] for t in expected if t.copy}
     if any(int(match[1]) >= num_layers for match in map(_LAYER.match, wanted) if match):
         spare_layers = 0
+    unread = re.compile(f"{_BUFFERS}|{ignored}" if ignored else _BUFFERS)
     for name in source.arrays:
         path = source.places[name].path
         if name.endswith("weight_scale_inv"):
@@ -186,30 +92,29 @@ def open_hf(
         spare = layer and 0 <= int(layer[1]) - num_layers < spare_layers
         if name in copies:
             _check_same(source, name, copies[name], "multi-token prediction shares it")
-        elif name not in wanted and not spare and not _BUFFERS.fullmatch(name):
+        elif name not in wanted and not spare and not unread.fullmatch(name):
             _check_duplicate(source, name, path, wanted)
-    for tensor in wanted.values():
-        _check_tensor(source, tensor, folder)
+    for name, shape in wanted.items():
+        _check_tensor(source, name, shape, folder)
     return source
 
 
-def _check_tensor(source: SafetensorsSource, tensor: HFTensor, folder: Path) -> None:
-    name = tensor.name
+def _check_tensor(
+    source: SafetensorsSource, name: str, shape: tuple[int, ...], folder: Path
+) -> None:
     if name not in source.arrays:
         hint = "; config.json does not tie it" if name == _HEAD else ""
         raise InputError(f"{folder}: tensor {name} is missing{hint}")
     where, array = f"{source.places[name].path}: {name}", source.arrays[name]
-    if array.shape != tensor.shape:
-        raise InputError(
-            f"{where} has shape {list(array.shape)}, config.json needs {list(tensor.shape)}"
-        )
+    if array.shape != shape:
+        raise InputError(f"{where} has shape {list(array.shape)}, config.json needs {list(shape)}")
     dtype = _IN_FILES[array.logical_dtype]
     if dtype not in _READABLE:
         raise InputError(f"{where} has dtype {dtype}, one of {', '.join(_READABLE)} is read")
 
 
 def _check_duplicate(
-    source: SafetensorsSource, name: str, path: Path, wanted: Mapping[str, HFTensor]
+    source: SafetensorsSource, name: str, path: Path, wanted: Mapping[str, object]
 ) -> None:
     """A tied head may be stored, if it is the embedding."""
     if name != _HEAD or _EMBED not in source.arrays or _EMBED not in wanted:
@@ -236,8 +141,10 @@ def from_hf(
     matrices transposed, numbers in the files' dtypes."""
     members: dict[str, dict[tuple[int, ...], str]] = {}
     for tensor in (tensor for tensor in tensors if not tensor.copy):
-        members.setdefault(tensor.array, {})[tensor.place] = tensor.name
-    turned = Transposed(source, [tensor.name for tensor in tensors if tensor.transposed])
+        members.setdefault(tensor.array, {})[tensor.indices] = tensor.name
+    turned = Transposed(
+        _parts(source, tensors), [tensor.name for tensor in tensors if tensor.transposed]
+    )
     return Stacked(turned, members, {name: array.attributes for name, array in arrays.items()})
 
 
@@ -247,8 +154,47 @@ def to_hf(source: Source, tensors: Sequence[HFTensor], dtype: str) -> Source:
     Experts' biases stay in float32, as those of DeepSeek do: in bfloat16 other experts would be
     chosen.
     """
-    single = Unstacked(source, {tensor.name: (tensor.array, tensor.place) for tensor in tensors})
+    single = Unstacked(source, {tensor.name: (tensor.array, tensor.indices) for tensor in tensors})
     turned = Transposed(single, [tensor.name for tensor in tensors if tensor.transposed])
-    biases = [tensor.name for tensor in tensors if tensor.name.endswith(_EXPERT_BIAS)]
-    others = [tensor.name for tensor in tensors if not tensor.name.endswith(_EXPERT_BIAS)]
-    return Converted(Converted(turned, biases, "float32"), others, dtype)
+    biases = [tensor.name for tensor in tensors if in_decoder(tensor.array) == EXPERT_BIAS]
+    others = [tensor.name for tensor in tensors if in_decoder(tensor.array) != EXPERT_BIAS]
+    return _wholes(Converted(Converted(turned, biases, "float32"), others, dtype), tensors)
+
+
+def _parts(files: Source, tensors: Sequence[HFTensor]) -> Source:
+    """The files' tensors as ``tensors``, those that are within larger ones cut out of them."""
+    if all(tensor.within is None for tensor in tensors):
+        return files
+    members: dict[str, tuple[str, tuple[int, ...]]] = {}
+    rows: dict[str, tuple[str, tuple[tuple[int, int], ...] | None]] = {}
+    for tensor in (tensor for tensor in tensors if not tensor.copy):
+        within = tensor.within
+        if within is None:
+            members[tensor.name], rows[tensor.name] = (tensor.name, ()), (tensor.name, None)
+            continue
+        led = f"{within.tensor} {list(within.lead)}"
+        members[led] = (within.tensor, within.lead)
+        count = tensor.shape[0]
+        extent = (
+            ((within.piece * count, (within.piece + 1) * count),) if within.pieces > 1 else None
+        )
+        rows[tensor.name] = (led, extent)
+    return Rows(Unstacked(files, members), rows)
+
+
+def _wholes(source: Source, tensors: Sequence[HFTensor]) -> Source:
+    """The inverse of :func:`_parts`: what the files have, in the order of ``tensors``."""
+    if all(tensor.within is None for tensor in tensors):
+        return source
+    joined: dict[str, dict[int, str]] = {}
+    members: dict[str, dict[tuple[int, ...], str]] = {}
+    for tensor in tensors:
+        within = tensor.within
+        if within is None:
+            joined[tensor.name], members[tensor.name] = {0: tensor.name}, {(): tensor.name}
+            continue
+        led = f"{within.tensor} {list(within.lead)}"
+        joined.setdefault(led, {})[within.piece] = tensor.name
+        members.setdefault(within.tensor, {})[within.lead] = led
+    parts = {name: tuple(of[i] for i in sorted(of)) for name, of in joined.items()}
+    return Stacked(Joined(source, parts), members, {})

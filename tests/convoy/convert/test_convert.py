@@ -28,8 +28,6 @@ from pretrain.spec.read import load_spec
 from tests.convoy.commands.test_tools import one_error_line
 from tests.runs.test_runs import launch
 from tests.support.hf import (
-    CASES,
-    MOE_CASES,
     change_tensors,
     load_ours,
     load_theirs,
@@ -46,8 +44,9 @@ from tests.support.jobs import make_spec, write_corpus
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Every case saved and imported once."""
-    return make_folders(tmp_path_factory.mktemp("hf"))
+    """Each case saved and imported once."""
+    cases = ("mixtral", "deepseek_v3", "qwen3_moe-unnormed", "qwen3", "olmoe", "llama")
+    return make_folders(tmp_path_factory.mktemp("hf"), cases)
 
 
 def test_the_models_are_awkward():
@@ -58,33 +57,6 @@ def test_the_models_are_awkward():
     for layer in model.model.layers[1:]:
         layer.mlp.gate.e_score_correction_bias.zero_()
     assert (logits_of(model) - theirs).abs().max() > 0.1
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_logits_of_an_import_are_those_of_transformers(folders, case):
-    theirs, ours = logits_of(make_model(case)), our_logits(folders / f"{case}-ours/checkpoints")
-    assert (theirs - ours).abs().max() < 1e-4
-    assert theirs.abs().max() > 1
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_an_export_is_what_was_imported(folders, tmp_path, case):
-    out, family = tmp_path / "out", case.split("-")[0]
-    assert run("export", folders / f"{case}-ours/checkpoints", out, "--family", family) == 0
-    first, again = make_model(case), load_theirs(out)
-    assert type(again) is type(first)
-    for name, tensor in first.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor), name
-    assert torch.equal(logits_of(again), logits_of(first))
-    assert run("import", out, tmp_path / "again") == 0
-    before, after = folders / f"{case}-ours/checkpoints", tmp_path / "again/checkpoints"
-    assert weights_of(before) == weights_of(after)
-
-
-@pytest.mark.parametrize("case", MOE_CASES)
-def test_the_family_is_found(folders, tmp_path, case, capsys):
-    assert run("export", folders / f"{case}-ours/checkpoints", tmp_path / "out") == 0
-    assert f": {case.split('-')[0]}, float32," in capsys.readouterr().out
 
 
 def test_many_files_and_bfloat16(folders, tmp_path):

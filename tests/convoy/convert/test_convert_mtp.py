@@ -193,3 +193,34 @@ def test_other_families_have_no_multi_token_prediction(folder, tmp_path, capsys,
     source = folder / "ours/checkpoints"
     assert run("export", source, tmp_path / "out", "--family", family) == 2
     assert "model.num_mtp_layers (2) must be 0" in one_error_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("case", ["glm4_moe", "glm4_moe_lite"])
+def test_glm_has_the_same_modules_under_the_same_names(case, tmp_path):
+    """As its released files have them; transformers leaves them out."""
+    folder, generator = tmp_path / "hf", torch.Generator().manual_seed(3)
+    make_model(case).save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    last, module = f"model.layers.{LAYERS - 1}.", f"model.layers.{LAYERS}."
+    more = {
+        name.replace(last, module): value + 0.1 * torch.randn(value.shape, generator=generator)
+        for name, value in stored.items()
+        if name.startswith(last)
+    }
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        more[f"{module}{name}.weight"] = 1 + 0.5 * torch.randn(32, generator=generator)
+    more[f"{module}eh_proj.weight"] = torch.randn(32, 64, generator=generator) / 8
+    more[f"{module}embed_tokens.weight"] = stored["model.embed_tokens.weight"].clone()
+    more[f"{module}shared_head.head.weight"] = stored["lm_head.weight"].clone()
+    change_tensors(folder, dict(more))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    assert run("import", folder, tmp_path / "ours") == 0
+    assert load_spec(tmp_path / "ours/spec.toml").model.num_mtp_layers == 1
+    assert run("export", tmp_path / "ours/checkpoints", tmp_path / "out") == 0
+    again = load_file(tmp_path / "out/model.safetensors")
+    assert again.keys() == stored.keys() | more.keys()
+    for name, value in {**stored, **more}.items():
+        assert torch.equal(again[name], value), name
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert (written["model_type"], written["num_nextn_predict_layers"]) == (case, 1)

@@ -18,7 +18,8 @@ from ckpt.rewrite.edits import Converted
 from ckpt.rewrite.folder_target import Checked
 from ckpt.rewrite.source import CheckpointSource, SourceArray
 from ckpt.store.posix import Files
-from convoy.convert.hf.files import HFTensor, from_hf
+from convoy.convert.hf.files import from_hf
+from convoy.convert.hf.tensors import HFTensor
 from parallel.layout import Topology
 from tests.convoy.commands.test_tools import one_error_line
 from tests.support.checkpoints import objects_folder
@@ -28,7 +29,10 @@ from tests.support.sources import MemorySource
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return make_folders(tmp_path_factory.mktemp("hf"))
+    cases = (
+        "mixtral", "olmoe", "deepseek_v3", "qwen3", "qwen3_moe", *(case for case, *_ in BAD_CONFIGS)
+    )  # fmt: skip
+    return make_folders(tmp_path_factory.mktemp("hf"), dict.fromkeys(cases))
 
 
 BAD_CONFIGS = [
@@ -56,7 +60,25 @@ BAD_CONFIGS = [
     ("mistral", {"rope_parameters": {"rope_theta": 9.0, "mrope_section": [1]}},
      "rope_parameters: mrope_section ([1]) must be left out: it is not known"),
     ("mistral", {"tie_word_embeddings": True}, "lm_head.weight must be model.embed_tokens.weight"),
-    ("llama", {"attention_bias": True}, "attention_bias (true) must be false"),
+    ("llama", {"mlp_bias": True}, "mlp_bias (true) must be false"),
+    ("llama", {"attention_bias": True}, "tensor model.layers.0.self_attn.q_proj.bias is missing"),
+    ("deepseek_v3", {"attention_bias": True}, "attention_bias (true) must be false"),
+    ("mixtral", {"model_type": "gpt_oss"},
+     "config.json: model_type (gpt_oss) is not converted: its attention has sinks and sliding"),
+    ("mixtral", {"model_type": "inkling_mm_model"}, "model_type (inkling_mm_model) is not convert"),
+    ("mixtral", {"model_type": "llama4_text"}, "model_type (llama4_text) is not converted: its at"),
+    ("qwen2_moe", {"shared_expert_intermediate_size": 30},
+     "shared_expert_intermediate_size (30) must be a multiple of moe_intermediate_size (12)"),
+    ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]},
+     'mlp_layer_types (["sparse", "dense", "sparse"]) must be dense for first layers, then sparse'),
+    ("mellum", {"layer_types": ["full_attention", "full_attention", "sliding_attention"]},
+     "must be full_attention alone"),
+    ("ernie4_5_moe", {"moe_layer_end_index": 1}, "moe_layer_end_index (1) must be -1 or 2"),
+    ("glm4_moe", {"rope_parameters": {"rope_theta": 9.0, "partial_rotary_factor": 0.75}},
+     "model.qk_rope_head_dim (9) must be even and at most the size of a head (12)"),
+    ("hy_v3", {"num_experts_per_tok": 1}, "num_experts_per_tok (1) must be at least 2 with"),
+    ("granitemoe", {"intermediate_size": 11},
+     "input_linear.weight has shape [6, 24, 32], config.json needs [6, 22, 32]"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv (8.0) must be null"),
     ("olmoe", {"intermediate_size": 21}, "has shape [20, 32], config.json needs [21, 32]"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step (2) must be 1"),

@@ -38,8 +38,12 @@ LATENT_MOE = MoEConfig(
 GROUPED = ModelConfig(
     vocab_size=512, d_model=64, num_layers=5, num_heads=8, num_kv_heads=2, d_ff=96, head_dim=16
 )
+FEATURES = GROUPED.model_copy(
+    update={"attention_bias": "all", "qk_rope_head_dim": 8, "norm_after": True}
+)
 MTP = LATENT.model_copy(update={"num_mtp_layers": 2})
-MODELS = [(TINY, TINY_MOE), (LATENT, LATENT_MOE), (MTP, LATENT_MOE), (GROUPED, None)]
+MODELS = [(TINY, TINY_MOE), (LATENT, LATENT_MOE), (MTP, LATENT_MOE), (FEATURES, LATENT_MOE),
+          (GROUPED, None)]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------
@@ -163,7 +167,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("topology", LAYOUTS, ids=Topology.describe)
-@pytest.mark.parametrize(("model", "moe"), MODELS[:3])
+@pytest.mark.parametrize(("model", "moe"), MODELS[:4])
 def test_a_rank_stores_what_the_layouts_of_a_run_say(model, moe, topology):
     work = Work(ModelShape.of(model, moe), topology, 128, 8, 1)
     meta = meta_decoder(model, moe)

@@ -158,6 +158,9 @@ def test_a_tied_latent_model_on_ranks_is_the_model_in_one_process(tmp_path):
     ("changes", "message"),
     [
         ({"head_dim": 7}, "model.head_dim (7) must be even"),
+        ({"qk_rope_head_dim": 3}, "model.qk_rope_head_dim (3) must be even and at most the size"),
+        ({"qk_rope_head_dim": 34}, "must be even and at most the size of a head (8): rotary"),
+        ({**LATENT, "attention_bias": "qkv"}, "model.attention_bias (qkv) must be none with model"),
         ({"v_head_dim": 8}, "model.v_head_dim (8) must be 0 where model.kv_lora_rank is 0"),
         ({"yarn": YARN}, "model.yarn.mscale (0.8) must be 0 where model.kv_lora_rank is 0"),
         ({"yarn": {**YARN, "mscale": 0.0}}, "model.yarn.mscale (0.0) and model.yarn.mscale_all_di"),

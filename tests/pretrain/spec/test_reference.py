@@ -54,7 +54,8 @@ def test_no_module_with_a_section_imports_torch():
 
 def test_there_are_no_more_options_than_these():
     """Each new one needs one to go, or a reason to raise this number."""
-    assert len(options()) <= 221  # three are parts of published models: gpt-oss, Llama 4
+    # Nine are parts of published models: gpt-oss, Llama 4; GLM-4.5, OLMo 2, and four of Granite.
+    assert len(options()) <= 227
 
 
 def test_every_field_says_what_it_means():
