@@ -107,6 +107,49 @@ class FilterConfig(Section):
         return ""
 
 
+class RoleConfig(Section):
+    """The ``[data.chat.roles.NAME]`` section: the text around a message of one role."""
+
+    before: str = ""
+    """What comes before the content; the spelling of a special token is that token."""
+    after: str = ""
+    """What comes after the content, likewise."""
+
+
+def chatml_roles() -> dict[str, RoleConfig]:
+    """The roles of ChatML, as Qwen's and many other models have them."""
+    roles = ("system", "user", "assistant", "tool")
+    return {
+        role: RoleConfig(before=f"<|im_start|>{role}\n", after="<|im_end|>\n") for role in roles
+    }
+
+
+class ChatConfig(Section):
+    """The ``[data.chat]`` section: documents are conversations, and their answers are the targets.
+
+    A document is then a line of JSON whose field ``data.text_field`` is a list of messages, each
+    ``{"role": ..., "content": ...}``. An empty table is ChatML.
+    """
+
+    begin: str = ""
+    """What comes before the first message."""
+    roles: dict[str, RoleConfig] = Field(default_factory=chatml_roles, min_length=1)
+    """The roles that messages may have."""
+    answers: list[str] = Field(default=["assistant"], min_length=1)
+    """The roles whose contents are targets, with what comes after them. Messages after the last of
+    these are left out, and so are conversations without any."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        strange = next((role for role in self.answers if role not in self.roles), None)
+        if strange is not None:
+            raise ValueError(
+                f"data.chat.answers ({strange}) must be a role of [data.chat.roles]; there are "
+                f"{', '.join(self.roles)}"
+            )
+        return self
+
+
 class DataConfig(Section):
     """The ``[data]`` section: the corpus, its tokenizer and its sequences."""
 
@@ -152,7 +195,10 @@ class DataConfig(Section):
     """The first token of a document is no target of the document before it in its sequence."""
     text_field: str = Field(default="text", min_length=1)
     """The field of a line of JSON, or the column of a Parquet or Arrow file, that has the text. A
-    column of lists of integers has token ids of ``tokenizer``."""
+    column of lists of integers has token ids of ``tokenizer``. With ``[data.chat]``, the field of a
+    line of JSON that has the messages."""
+    chat: ChatConfig | None = None
+    """Documents are conversations; without this table they are texts."""
     deduplicate: bool = False
     """Leave out documents whose text is equal to that of an earlier document of the source."""
     filter: FilterConfig = FilterConfig()
@@ -183,6 +229,7 @@ class DataConfig(Section):
                 )
             whole_weights("data.stages.weights", stage.weights)
             start = stage.from_tokens
+        self._check_chat()
         paths = [s.path for s in self.sources.values()]
         paths += [s.path for s in self.validation.values()]
         remote = next((path for path in [*paths, self.path] if is_remote(path)), None)
@@ -195,6 +242,25 @@ class DataConfig(Section):
         if twice is not None:
             raise ValueError(f"data: the path {twice} must be of one source only")
         return self
+
+    def _check_chat(self) -> None:
+        if self.chat is None:
+            return
+        if self.packing != "best_fit" or not self.document_mask:
+            raise ValueError(
+                f"data.packing ({self.packing}) must be best_fit and data.document_mask "
+                f"({str(self.document_mask).lower()}) must be true with [data.chat]: a "
+                f"conversation is then in one sequence, and sees no other one"
+            )
+        texts = {"begin": self.chat.begin}
+        for name, role in self.chat.roles.items():
+            texts |= {f"roles.{name}.before": role.before, f"roles.{name}.after": role.after}
+        for name, text in texts.items():
+            if self.end_token in text:
+                raise ValueError(
+                    f"data.chat.{name} must not have data.end_token ({self.end_token}): the token "
+                    f"ends a document, and comes after the last answer by itself"
+                )
 
     @property
     def has_masked_targets(self) -> bool:

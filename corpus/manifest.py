@@ -7,7 +7,15 @@ import json
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from corpus.config import END_OF_DOCUMENT, TOKENIZER_BYTES, DataConfig, is_remote
 from corpus.errors import InputError
@@ -100,6 +108,9 @@ class CorpusManifest(Sealed):
     deduplicate: bool = False
     filter: dict[str, Any] = {}
     """The fields of ``[data.filter]`` that are not at their defaults."""
+    chat: dict[str, Any] | None = None
+    """``[data.chat]``, where documents are conversations: a token that is no target is stored as
+    its bitwise complement, which is negative."""
     hold_out: str = "some"
     """Whether ``some`` documents are held out, or ``all``, as in a validation set."""
     dtype: str
@@ -148,6 +159,13 @@ class CorpusManifest(Sealed):
 
     def _values(self) -> dict[str, Any]:
         return {**super()._values(), **self.former}
+
+    @model_serializer(mode="wrap")
+    def _without_chat(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = dump(self)
+        if self.chat is None:  # corpora of texts keep the checksum that they had
+            values.pop("chat", None)
+        return values
 
 
 def read_manifest(folder: Path | str) -> CorpusManifest:
@@ -246,4 +264,5 @@ def settings_of(data: DataConfig, vocab_size: int) -> dict[str, Any]:
         "text_field": data.text_field,
         "deduplicate": data.deduplicate,
         "filter": data.filter.model_dump(exclude_defaults=True),
+        "chat": None if data.chat is None else data.chat.model_dump(),
     }

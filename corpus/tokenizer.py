@@ -152,7 +152,7 @@ def tokenizer_of_units(units: Sequence[Unit], data: DataConfig, vocab_size: int)
 
     def documents() -> Iterator[Document]:
         for unit in units:
-            for document in read_unit(unit, data.text_field):
+            for document in read_unit(unit, data.text_field, data.chat):
                 if document.ids is not None:
                     raise InputError(
                         f"data.tokenizer must name the tokenizer.json of the tokens in "

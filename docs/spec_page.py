@@ -176,6 +176,8 @@ def _default(field: FieldInfo) -> str:
         return "none"
     if isinstance(value, BaseModel):
         return "as below"
+    if isinstance(value, dict) and any(isinstance(inner, BaseModel) for inner in value.values()):
+        return ", ".join(f"`{name}`" for name in value)
     return f"`{json.dumps(value)}`"
 
 

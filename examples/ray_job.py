@@ -56,7 +56,7 @@ SPEC = r"""
  "mtp": {"loss_weight": 0.3, "stages": []},
  "parallel": {"pp": 1, "dp_replicate": 1, "dp_shard": -1, "cp": 1, "tp": 1, "ep": 8, "tp_across_nodes": false, "max_nodes_per_token": 0, "gradient_compression": "none", "pipeline": {"schedule": "1f1b", "stages_per_rank": 1}, "memory": {"zero_stage": 3, "offload_optimizer": false, "offload_activations": false, "recompute": "none", "recompute_layer_freq": 1}},
  "plan": {"cluster": null},
- "data": {"source": "stdlib", "path": "runs/corpora/stdlib-4096", "sources": {}, "stages": [], "validation": {}, "seq_len": 256, "cache_dir": "", "cache_gib": 256.0, "shard_tokens": 67108864, "tokenizer": null, "end_token": "<|endoftext|>", "document_mask": false, "packing": "concat", "mask_boundary_labels": false, "text_field": "text", "deduplicate": false, "filter": {"min_characters": 0}},
+ "data": {"source": "stdlib", "path": "runs/corpora/stdlib-4096", "sources": {}, "stages": [], "validation": {}, "seq_len": 256, "cache_dir": "", "cache_gib": 256.0, "shard_tokens": 67108864, "tokenizer": null, "end_token": "<|endoftext|>", "document_mask": false, "packing": "concat", "mask_boundary_labels": false, "text_field": "text", "chat": null, "deduplicate": false, "filter": {"min_characters": 0}},
  "batch": {"global_batch_size": 256, "micro_batch_size": 4, "batch_size_rampup": null, "stages": []},
  "train": {"steps": 240, "seed": 0, "compile": false, "exact": false, "log_interval_steps": 10, "timeout_seconds": 300.0, "time_limit_seconds": 14400.0, "parts": []},
  "precision": {"compute": "float32", "loss_scale": 65536, "experts": "compute", "dense": "compute"},

@@ -22,7 +22,7 @@ from moe.stopwatch import Stopwatch
 from moe.transforms import in_vmap
 from parallel.dtensor import whole_parameters
 from parallel.exact import UnitSums
-from router import LostGroup, RouterOutput, TopKRouter
+from router import LostGroup, RouterOutput, TopKRouter, routed_tokens, token_rows_of
 
 
 class MoEAux(NamedTuple):
@@ -249,7 +249,14 @@ class MoELayer(nn.Module):
         routed = self.router(
             x_for[0], seq_len, replay_indices_TK, prior_expert_counts_E, token_mask_T
         )
-        y_TD, stopwatch = self._call(self._compute, *x_for[1:], routed)
+        token_rows = token_rows_of(token_mask_T)
+        if token_rows is None:
+            y_TD, stopwatch = self._call(self._compute, *x_for[1:], routed)
+        else:
+            x_ND = [token_rows.of(x) for x in x_for[1:]] if exact else [token_rows.of(x_TD)] * 2
+            tokens = routed_tokens(routed, token_rows)
+            y_ND, stopwatch = self._call(self._compute, *x_ND, tokens)
+            y_TD = token_rows.back(y_ND, 0)
         on_host = x.device.type == "cpu" and not torch.compiler.is_compiling()
         if not on_host or routed.num_nonfinite_tokens:
             y_TD = y_TD.masked_fill(routed.nonfinite_T.unsqueeze(1), torch.nan)

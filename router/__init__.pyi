@@ -23,6 +23,8 @@ from .kinds import OpenKind as OpenKind
 from .kinds import Traits as Traits
 from .kinds import fields_of_others as fields_of_others
 from .output import RouterOutput as RouterOutput
+from .output import routed_tokens as routed_tokens
+from .padding import token_rows_of as token_rows_of
 from .placement import Placement as Placement
 from .plan import UNITS_PER_RANK as UNITS_PER_RANK
 from .plan import CapacityPlan as CapacityPlan

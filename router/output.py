@@ -5,9 +5,12 @@ Legend: T tokens, E experts, K top_k.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+
+from router.padding import TokenRows
 
 
 class RouterOutput(NamedTuple):
@@ -54,3 +57,31 @@ class RouterOutput(NamedTuple):
     entropy: Tensor
     """Scalar float32 without a gradient: the mean over tokens of the entropy of their
     probabilities, in nats; from 0 to log(E)."""
+
+
+_OF_TOKENS = ("logits_TE", "expert_indices_TK", "expert_weights_TK", "topk_indices_TK",
+              "dropped_TK", "nonfinite_T")  # fmt: skip
+"""The fields with a row for each token."""
+
+
+def routed_with_padding(routed: RouterOutput, token_rows: TokenRows) -> RouterOutput:
+    """The routing of tokens and padding, from that of the tokens: padding has no expert, weights
+    and logits of 0, and is in no count."""
+    if token_rows.has_no_padding:
+        return routed
+    E = len(routed.rows_per_expert_E)
+    if routed.dropped_TK is None:
+        none_TK = torch.zeros_like(routed.expert_indices_TK, dtype=torch.bool)
+        routed = routed._replace(dropped_TK=none_TK)
+    padding = {"expert_indices_TK": E, "topk_indices_TK": E, "dropped_TK": True}
+    rows = {n: token_rows.back(getattr(routed, n), padding.get(n, 0)) for n in _OF_TOKENS}
+    return routed._replace(**rows)
+
+
+def routed_tokens(routed: RouterOutput, token_rows: TokenRows) -> RouterOutput:
+    """The routing of the tokens without that of padding."""
+    rows: dict[str, Any] = {}
+    for name in _OF_TOKENS:
+        rows_T = getattr(routed, name)
+        rows[name] = None if rows_T is None else token_rows.of(rows_T)
+    return routed._replace(**rows)

@@ -20,7 +20,8 @@ from router.capacity_dropless import Dropless
 from router.config import RouterConfig
 from router.groups import HoldsGroups, LostGroup
 from router.losses import mean_over_tokens
-from router.output import RouterOutput
+from router.output import RouterOutput, routed_with_padding
+from router.padding import token_rows_of
 from router.routing import Scored, routing_of
 from router.routing_top_k import TopK
 from router.scores import TINY, count_tokens_per_expert, score
@@ -142,6 +143,24 @@ class TopKRouter(HoldsGroups, nn.Module):
         ``prior_expert_counts_E`` or a ``token_mask_T`` of another shape.
         """
         self._check_mask(token_mask_T, x_TD)
+        token_rows = token_rows_of(token_mask_T)
+        # The sequence-wise loss must know where a sequence begins.
+        if token_rows is not None and not self.config.seq_aux_loss_coeff:
+            if replay_indices_TK is not None:
+                self._check_replay(replay_indices_TK, len(x_TD))
+                replay_indices_TK = token_rows.of(replay_indices_TK)
+            tokens = token_rows.of(x_TD), None, replay_indices_TK, prior_expert_counts_E
+            return routed_with_padding(self._routed(*tokens, None), token_rows)
+        return self._routed(x_TD, seq_len, replay_indices_TK, prior_expert_counts_E, token_mask_T)
+
+    def _routed(
+        self,
+        x_TD: Tensor,
+        seq_len: int | None,
+        replay_indices_TK: Tensor | None,
+        prior_expert_counts_E: Tensor | None,
+        token_mask_T: Tensor | None,
+    ) -> RouterOutput:
         if prior_expert_counts_E is not None:
             self._check_counts("prior_expert_counts_E", prior_expert_counts_E)
         if seq_len and not torch.compiler.is_compiling() and len(x_TD) % seq_len:

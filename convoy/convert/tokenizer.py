@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from convoy.convert.hf import HFConfig
-from corpus.config import END_OF_DOCUMENT, DataConfig
+from corpus.config import END_OF_DOCUMENT, ChatConfig, DataConfig
+from corpus.documents import jinja_template
 from corpus.location import is_there
 from corpus.tokenizer import read_tokenizer, tokenizer_fingerprint
 from pretrain.errors import InputError
@@ -28,6 +29,8 @@ class FoundTokenizer(NamedTuple):
     end_token: str
     """The token that ends a document."""
     tokenizer: Tokenizer
+    chat: ChatConfig | None = None
+    """How conversations are written, where the weights were trained on conversations."""
 
     @property
     def fingerprint(self) -> str:
@@ -97,7 +100,10 @@ def tokenizer_of_checkpoint(
         if is_there(path):
             try:
                 made = FoundTokenizer(
-                    path, data.end_token, read_tokenizer(path, vocab_size, data.end_token)
+                    path,
+                    data.end_token,
+                    read_tokenizer(path, vocab_size, data.end_token),
+                    data.chat,
                 )
             except InputError:
                 continue
@@ -114,6 +120,8 @@ def files_of_hf(found: FoundTokenizer, longest: int) -> dict[str, bytes]:
         "model_max_length": longest,
         "clean_up_tokenization_spaces": False,
     }
+    if found.chat is not None:
+        config["chat_template"] = jinja_template(found.chat)
     return {
         TOKENIZER: found.tokenizer.to_str(pretty=True).encode(),
         "tokenizer_config.json": (json.dumps(config, indent=2) + "\n").encode(),

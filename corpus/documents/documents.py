@@ -16,7 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
+from corpus.config import ChatConfig
 from corpus.documents.columns import column_documents
+from corpus.documents.conversation import Conversation, conversation_of, text_of
 from corpus.documents.files import cut_into_units, find_files, open_raw
 from corpus.documents.megatron import megatron_documents
 from corpus.documents.unit import FileRef, Unit
@@ -39,6 +41,8 @@ class Document:
     text: str = ""
     ids: np.ndarray | None = None
     """Token ids, where the source has tokens."""
+    conversation: Conversation | None = None
+    """The pieces of ``text``, where documents are conversations; none without an answer."""
     replaced: bool = False
     """Whether bytes that are not UTF-8 were replaced by U+FFFD."""
     too_long: str = ""
@@ -75,12 +79,16 @@ def find_documents(source: str, text_field: str = "text") -> Iterator[Document]:
                 yield document
 
 
-def read_unit(unit: Unit, text_field: str) -> Iterator[Document]:
+def read_unit(unit: Unit, text_field: str, chat: ChatConfig | None = None) -> Iterator[Document]:
     """The documents of a unit in order, empty ones too.
 
     Raises InputError where a file cannot be read or is cut off, or a line is no JSON object with a
-    text in ``text_field``.
+    text in ``text_field``, or with messages where ``chat`` says how they are written.
     """
+    if chat is not None and unit.kind != "lines":
+        raise InputError(
+            f"data.source: {unit.files[0].path} must be lines of JSON (.jsonl) with [data.chat]"
+        )
     if unit.kind == "megatron":
         for name, ids in megatron_documents(unit):
             yield _tokenized(name, ids)
@@ -97,7 +105,7 @@ def read_unit(unit: Unit, text_field: str) -> Iterator[Document]:
         for file in unit.files:
             with _readable(file) as stream:
                 if unit.kind == "lines":
-                    yield from _lines(file, stream, unit, text_field)
+                    yield from _lines(file, stream, unit, text_field, chat)
                 else:
                     yield _whole(file, stream)
 
@@ -143,7 +151,11 @@ def _readable(file: FileRef) -> Iterator[io.BufferedReader]:
 
 
 def _lines(
-    file: FileRef, stream: io.BufferedReader, unit: Unit, text_field: str
+    file: FileRef,
+    stream: io.BufferedReader,
+    unit: Unit,
+    text_field: str,
+    chat: ChatConfig | None,
 ) -> Iterator[Document]:
     at, number = unit.start, unit.first
     if unit.start:
@@ -164,16 +176,34 @@ def _lines(
             continue
         decoded, replaced = _decoded(line)
         try:
-            text = json.loads(decoded)[text_field]
+            value = json.loads(decoded)[text_field]
         except (ValueError, KeyError, TypeError):
-            text = None
-        if not isinstance(text, str):
+            value = None
+        name = f"{file.name}#{number}"
+        if chat is not None:
+            yield _conversation(name, value, chat, replaced, f"{file.path} line {number}")
+            continue
+        if not isinstance(value, str):
             raise InputError(
                 f"data.source: {file.path} line {number} must be a JSON object with a text in "
                 f"the field {text_field} (data.text_field)"
             )
-        text, broken = _encodable(text)
-        yield Document(f"{file.name}#{number}", text, replaced=replaced or broken)
+        text, broken = _encodable(value)
+        yield Document(name, text, replaced=replaced or broken)
+
+
+def _conversation(
+    name: str, value: object, chat: ChatConfig, replaced: bool, where: str
+) -> Document:
+    try:
+        # A conversation without halves of surrogate pairs, as a text.
+        plain, broken = _encodable(json.dumps(value, ensure_ascii=False))
+        pieces = conversation_of(json.loads(plain), chat)
+    except ValueError as error:
+        raise InputError(
+            f"data.source: {where}, in the field of data.text_field: {error}"
+        ) from None
+    return Document(name, text_of(pieces), conversation=pieces, replaced=replaced or broken)
 
 
 def _skip_line(begin: bytes, stream: io.BufferedReader) -> int:

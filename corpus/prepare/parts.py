@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from corpus.config import FilterConfig
+from corpus.config import ChatConfig, FilterConfig
 from corpus.documents import Document, Unit, is_held_out, read_unit
 from corpus.errors import InputError
+from corpus.prepare.conversations import ConversationEncoder
 from corpus.tokenizer import bytes_per_token, end_of_document
 
 DOCUMENT = np.dtype(
@@ -52,6 +53,7 @@ class PartSettings:
     end_token: str
     dtype: str
     text_field: str
+    chat: dict[str, Any] | None
     filter: dict[str, Any]
     folder: str
     """Where parts are written."""
@@ -112,6 +114,9 @@ class PartWriter:
         self.tokenizer.encode_special_tokens = True
         self.end = end_of_document(self.tokenizer, settings.end_token)
         self.filter = FilterConfig(**settings.filter)
+        self.chat = None if settings.chat is None else ChatConfig(**settings.chat)
+        if self.chat is not None:
+            self.conversations = ConversationEncoder(self.tokenizer.to_str())
         self._lengths: np.ndarray | None = None
 
     def make(self, number: int, unit: Unit) -> PartCounts:
@@ -145,13 +150,12 @@ class PartWriter:
         documents = self._kept(unit, counts)
         while batch := _batch(documents):
             rows = np.zeros(len(batch), DOCUMENT)
-            texts = [d.text for d in batch if d.ids is None]
-            encoded = iter(self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+            encoded = iter(self._encoded(batch))
             pieces: list[np.ndarray] = []
             end = np.array([self.end], self.settings.dtype)
             for row, document in zip(rows, batch, strict=True):
                 if document.ids is None:
-                    ids = np.array(next(encoded).ids, self.settings.dtype)
+                    ids = next(encoded).astype(self.settings.dtype)
                     raw = document.text.encode()
                     size = len(raw)
                 else:
@@ -168,10 +172,21 @@ class PartWriter:
             counts.bytes += int(rows["bytes"].sum())
             yield ids, rows
 
+    def _encoded(self, batch: Sequence[Document]) -> Iterable[np.ndarray]:
+        """The token ids of the documents that have none."""
+        if self.chat is not None:
+            return self.conversations.encode([d.conversation or () for d in batch])
+        texts = [document.text for document in batch if document.ids is None]
+        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return (np.array(encoding.ids, self.settings.dtype) for encoding in encodings)
+
     def _kept(self, unit: Unit, counts: PartCounts) -> Iterator[Document]:
-        for document in read_unit(unit, self.settings.text_field):
+        for document in read_unit(unit, self.settings.text_field, self.chat):
             if document.too_long:
                 counts.leave_out(document.too_long, document.too_long_bytes)
+                continue
+            if document.conversation == ():
+                counts.leave_out("conversations without an answer", 0)
                 continue
             if document.is_empty:
                 counts.leave_out("empty", 0)

@@ -179,8 +179,9 @@ def _prepare(
         tokenizer_fingerprint=tokenizer_fingerprint(Tokenizer.from_file(str(tokenizer_path))),
         vocab_size=vocab_size,
         end_token=data.end_token,
-        dtype="uint16" if vocab_size <= 1 << 16 else "uint32",
+        dtype=_dtype(data, vocab_size),
         text_field=data.text_field,
+        chat=None if data.chat is None else data.chat.model_dump(),
         filter=data.filter.model_dump(),
         folder=str(work / "parts"),
     )
@@ -196,6 +197,12 @@ def _prepare(
     for line in summary_lines(manifest):
         say(line)
     return manifest
+
+
+def _dtype(data: DataConfig, vocab_size: int) -> str:
+    if data.chat is not None:
+        return "int32"  # has complements of tokens that are no targets
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 def _key(data: DataConfig, vocab_size: int, units: Sequence[Unit]) -> str:

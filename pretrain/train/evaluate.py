@@ -81,7 +81,7 @@ def evaluate(
     nats = sum(one.loss * one.tokens for one in sources)
     loads = [torch.tensor(one.tokens_per_expert_LE) for one in sources]
     return Evaluation(
-        loss=nats / tokens,
+        loss=nats / max(tokens, 1),
         bits_per_byte=nats / math.log(2) / max(size, 1),
         tokens=tokens,
         text_bytes=size,
@@ -145,7 +145,7 @@ def _score(
     # the last ones.
     loads = loads[: len(job.evaluated_moe_layers)]
     return Evaluation(
-        loss=nats / tokens,
+        loss=nats / max(tokens, 1),  # of conversations, few sequences may have no answer
         bits_per_byte=nats / math.log(2) / max(text_bytes, 1),
         tokens=int(tokens),
         text_bytes=int(text_bytes),

@@ -55,7 +55,8 @@ def test_no_module_with_a_section_imports_torch():
 def test_there_are_no_more_options_than_these():
     """Each new one needs one to go, or a reason to raise this number."""
     # Nine are parts of published models: gpt-oss, Llama 4; GLM-4.5, OLMo 2, and four of Granite.
-    assert len(options()) <= 227
+    # Conversations have four.
+    assert len(options()) <= 231
 
 
 def test_every_field_says_what_it_means():
