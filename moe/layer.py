@@ -243,6 +243,12 @@ class MoELayer(nn.Module):
             # Padding may be NaN, which the gradients of shared experts would multiply by 0.
             x_TD = x_TD.masked_fill(~token_mask_T.unsqueeze(1), 0)
 
+        if not hasattr(self.experts, "unit_sums"):
+            raise ValueError(
+                f"experts ({type(self.experts).__name__}) must be the layer's own: peft's "
+                f"target_parameters wraps them and makes a dense product for each expert; call "
+                f"moe.add_lora(model, on=['experts']) instead"
+            )
         seq_len = x.shape[-2] if x.ndim > 1 else 1
         exact = self.experts.unit_sums is not None
         x_for = fork(x_TD, 3) if exact else (x_TD,) * 3

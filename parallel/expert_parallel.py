@@ -82,6 +82,13 @@ def _are_sharded(module: ExpertParallelModule, ep_mesh: DeviceMesh) -> bool:
 
 
 def _check_divides(module: ExpertParallelModule, ranks: int) -> None:
+    experts = {name: p.shape[0] for name, p in module.experts.named_parameters()}
+    if len(set(experts.values())) > 1:
+        raise ValueError(
+            f"experts ({type(module.experts).__name__}) must have the expert as the first dim of "
+            f"each parameter, not {' and '.join(f'{n} [{s}, ...]' for n, s in experts.items())}: "
+            f"adapters of peft do not, use moe.add_lora"
+        )
     for parameter in module.experts.parameters():
         if parameter.shape[0] % ranks:
             raise ValueError(

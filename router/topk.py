@@ -65,6 +65,8 @@ class TopKRouter(HoldsGroups, nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, d_model))
         logit_bias = nn.Parameter(torch.empty(config.num_experts)) if config.router_bias else None
         self.register_parameter("bias", logit_bias)
+        self.lora: nn.Module | None = None
+        """An adapter: a module that gives the weight to compute with, [E, D] -> [E, D]."""
         bias = torch.zeros(config.num_experts, dtype=torch.float32) if config.expert_bias else None
         self.register_buffer("expert_bias", bias)
         self.step_counts_E: Tensor | None = None
@@ -180,7 +182,8 @@ class TopKRouter(HoldsGroups, nn.Module):
             if jitter and self.training:
                 x_TD = x_TD.to(dtype)
                 x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - jitter, 1 + jitter)
-            logits_TE = wide_linear(x_TD, self.weight, dtype)
+            weight_ED = self.weight if self.lora is None else self.lora(self.weight)
+            logits_TE = wide_linear(x_TD, weight_ED, dtype)
             if self.bias is not None:
                 logits_TE = logits_TE + self.bias
             return self._route(

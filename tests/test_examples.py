@@ -63,6 +63,29 @@ def test_a_loop_of_ones_own_goes_on_with_fewer_ranks(tmp_path):
     assert float(then[0].split()[-1]) < float(first[0].split()[-1])
 
 
+def said_by(name: str) -> list[str]:
+    said = io.StringIO()
+    with redirect_stdout(said):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return said.getvalue().splitlines()
+
+
+def test_a_router_in_a_module_of_ones_own_learns_with_equal_loads():
+    first, last = said_by("router_only.py")
+    assert float(last.split()[3]) < float(first.split()[3]) < 0.3
+    loads = [int(load.strip("[],")) for load in last.split()[5:]]
+    assert sum(loads) == 2 * 256
+    assert max(loads) < 1.2 * min(loads)
+
+
+def test_a_dense_model_becomes_a_mixture_of_experts():
+    replaced, differs, moved, upcycled = said_by("dense_to_moe.py")
+    assert replaced.startswith("replaced: loss 0.")
+    assert float(differs.split()[-1]) < 1e-5
+    assert moved == "19 of 19 parameters moved, 4 of 4 experts"
+    assert float(upcycled.split()[-1]) < float(replaced.split()[-1])
+
+
 @pytest.mark.slow
 def test_a_loop_of_ones_own_goes_on_with_other_ranks(tmp_path):
     parts = own_loop(tmp_path / "a", 1, 20) + own_loop(tmp_path / "a", 2, 40)

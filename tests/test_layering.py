@@ -41,7 +41,7 @@ FLOORS = {
         "apply",
     ],
     "moe": ["config", "kernels", "rows stopwatch transforms uncompiled", "float8",
-            "experts dispatch", "layer", "adoption testing"],
+            "experts dispatch", "layer", "adapters adoption testing"],
     "ckpt": [
         "errors", "store", "format", "lifecycle local_array", "write read", "background rewrite",
         "interop state_dict testing",

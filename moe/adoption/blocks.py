@@ -19,6 +19,7 @@ from moe.adoption.experts import AdoptedExperts, parameter
 from moe.adoption.experts_implementation import no_longer_warn, warn_when_set
 from moe.adoption.families import SUPPORTED
 from moe.adoption.kinds import Kind, value
+from moe.adoption.listening import listening_layers
 from moe.adoption.reading import config_of, is_moe_block
 from moe.adoption.routers import inner, plain, router_of, share_hooks
 from moe.config import MoEConfig
@@ -218,6 +219,8 @@ def restore(model: Model) -> Model:
     """
     layers = _adopted_layers(model)
     for name, layer in layers:
+        if any(getattr(module, "is_adapter", False) for module in layer.modules()):
+            raise ValueError(f"{name} must have no adapters to be restored: call moe.merge_lora")
         if any(hasattr(parameter, "to_local") for parameter in layer.parameters()):
             raise ValueError(
                 f"{name} must not be sharded to be restored: gather the model with "
@@ -232,7 +235,8 @@ def restore(model: Model) -> Model:
 
 @contextmanager
 def collect_aux(model: nn.Module) -> Iterator[list[MoEAux]]:
-    """Collect the ``MoEOutput.aux`` of every adopted layer, in the order of their calls.
+    """Collect the ``MoEOutput.aux`` of every layer of :func:`adopt`, :func:`moe.replace_mlp` and
+    :func:`moe.upcycle`, in the order of their calls.
 
     With activation checkpointing, use ``use_reentrant=False`` and call ``backward`` after the
     ``with`` statement: a layer that is computed again within it is collected again.
@@ -244,7 +248,7 @@ def collect_aux(model: nn.Module) -> Iterator[list[MoEAux]]:
         (loss + sum(aux.aux_loss for aux in auxes)).backward()
     """
     collected: list[MoEAux] = []
-    layers = [layer for _, layer in _adopted_layers(model)]
+    layers: list[Any] = listening_layers(model)
     for layer in layers:
         layer._listeners.append(collected)
     try:

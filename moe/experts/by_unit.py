@@ -25,6 +25,8 @@ from moe.rows import RowMap, Rows, row_map
 from parallel.exact import UnitSums
 from router import RouterOutput
 
+_NUM_INPUTS = 4 + len(ExpertWeights._fields)
+
 
 class _ByUnit(torch.autograd.Function):
     @staticmethod
@@ -45,12 +47,18 @@ class _ByUnit(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         saved, dy_SD = ctx.saved_tensors, grads[0].contiguous()
-        rows, weights = Rows(*saved[:4]), ExpertWeights(*saved[4:10])
+        rows, weights = Rows(*saved[:4]), ExpertWeights(*saved[4:_NUM_INPUTS])
         if ctx.packed:
             shares = _unit_shares_of(ctx.counts_EU, weights)
             grads_of_units = _UnitGrads(weights, ctx.sums, len(shares))
             dx_SD, dweights_R = run_backward(
-                ACTIVATIONS[ctx.name], rows, weights, shares, saved[10:], dy_SD, grads_of_units
+                ACTIVATIONS[ctx.name],
+                rows,
+                weights,
+                shares,
+                saved[_NUM_INPUTS:],
+                dy_SD,
+                grads_of_units,
             )
         else:
             dx_SD, dweights_R = _loop_backward(

@@ -5,6 +5,7 @@ Legend: S rows, R assignments of rows to experts, D d_model, F d_ff, E experts o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import cast
@@ -43,6 +44,10 @@ class GroupedExperts(nn.Module):
         self.weight_grad_store: WeightGradStore | None = None
         self.unit_sums: UnitSums | None = None
         """Under exact sums: where each unit's weight gradients go."""
+        self.lora: nn.Module | None = None
+        """Adapters: a module that calls a function with its matrices, the last fields of
+        :class:`ExpertWeights` by name, before other arguments. The function runs inside of the
+        module's call: FSDP may have gathered the matrices for this call alone."""
         self.make_parameters(config.num_experts, config.d_model, config.d_ff, config.ffn_bias)
         self.reset_parameters()
 
@@ -62,8 +67,11 @@ class GroupedExperts(nn.Module):
 
     def local_weights(self) -> ExpertWeights:
         """The parameters of this rank's experts; FSDP has gathered them when ``forward`` runs."""
-        parameters = (self.w_gate, self.w_up, self.w_down, self.b_gate, self.b_up, self.b_down)
-        return ExpertWeights._make(None if p is None else local_shard(p) for p in parameters)
+        own = (self.w_gate, self.w_up, self.w_down, self.b_gate, self.b_up, self.b_down)
+        gate, up, down, *biases = (None if p is None else local_shard(p) for p in own)
+        assert up is not None
+        assert down is not None
+        return ExpertWeights(gate, up, down, *biases)
 
     def stored_gate_up(self) -> Tensor | None:
         """[E, 2 F, D] of which the gate and up weights are views; None where they are not."""
@@ -102,7 +110,26 @@ class GroupedExperts(nn.Module):
 
         ``stopwatch`` runs in this method, after FSDP has gathered the parameters.
         """
-        weights = self.local_weights()
+        rows = (x_SD, source_R, weights_R, rows_per_expert_E, sorted_rows, stopwatch)
+        if self.lora is None:
+            return self._compute({}, *rows)
+        if torch.compiler.is_compiling():
+            from moe.uncompiled import uncompiled
+
+            return cast(Tensor, uncompiled(self.lora, self._compute, *rows))
+        return cast(Tensor, self.lora(self._compute, *rows))
+
+    def _compute(
+        self,
+        adapters: Mapping[str, Tensor],
+        x_SD: Tensor,
+        source_R: Tensor,
+        weights_R: Tensor,
+        rows_per_expert_E: Tensor,
+        sorted_rows: SortedRows | None,
+        stopwatch: Stopwatch | None,
+    ) -> Tensor:
+        weights = self.local_weights()._replace(**adapters)
         # The dtype of compute is the weights' dtype, which FSDP has cast under mixed precision, or
         # autocast's dtype: autocast does not cast grouped GEMMs by itself.
         device, dtype = x_SD.device.type, weights.w_up.dtype
@@ -110,6 +137,11 @@ class GroupedExperts(nn.Module):
             dtype = torch.get_autocast_dtype(device)
         _, d_model, d_ff = weights.w_up.shape
         backend = choose_backend(self.backend, d_model, d_ff, dtype, device)
+        if adapters and (self.unit_sums is not None or backend == "megablocks"):
+            raise ValueError(
+                f"adapters of experts must have moe.backend ({backend}) auto, loop, grouped_mm or "
+                f"packed, and train.exact (false)"
+            )
         run: ExpertsFn = PATHS[backend]
         if self.gemm == "float8":
             run = partial(experts_float8, tally=self.float8_tally)

@@ -31,7 +31,7 @@ _NUM_INPUTS = 10
 
 
 def _split(inputs: Sequence[Any]) -> tuple[Rows, ExpertWeights]:
-    return Rows(*inputs[:4]), ExpertWeights._make(inputs[4:])
+    return Rows(*inputs[:4]), ExpertWeights(*inputs[4:])
 
 
 def _experts(*args: Any) -> tuple[Tensor, Tensor]:
@@ -113,5 +113,7 @@ def experts_operator(
     ``packed`` keeps its products for the backward where ``keep`` is true. Every other backend
     computes them again.
     """
-    out = torch.ops.convoy.experts(*rows[:4], *weights, activation, backend, keep)
+    assert not weights.have_adapters
+    base = weights[: weights.num_base]
+    out = torch.ops.convoy.experts(*rows[:4], *base, activation, backend, keep)
     return cast(Tensor, out[0])

@@ -106,14 +106,17 @@ def run_forward(
             x, y, h, up = scratch_x[:n], scratch_y[:n], scratch_h[:n], products[0]
             torch.index_select(rows.x_SD, 0, source, out=x)
             _product(x, w.w_up, w.b_up, up)
+            _add_adapter(x, w.up_a, w.up_b, up)
             if w.w_gate is None:
                 act.forward_out(up, out=h)
             else:
                 _product(x, w.w_gate, w.b_gate, products[1])
+                _add_adapter(x, w.gate_a, w.gate_b, products[1])
                 act.forward_out(products[1], out=h)
                 h.mul_(up if act.lift is None else act.lift(up))
             # Weighted here, which is the same and spares keeping y for the weights' gradient.
             torch.mm(h.mul_(weight.unsqueeze(1)), w.w_down, out=y)
+            _add_adapter(h, w.down_a, w.down_b, y)
             if w.b_down is not None:
                 y.addr_(weight, w.b_down)
             sums[worker].index_add_(0, source, y)
@@ -153,6 +156,7 @@ def run_backward(
             torch.index_select(rows.x_SD, 0, source, out=x)
             torch.index_select(dy_SD, 0, source, out=dy)
             torch.mm(dy, w.w_down.t(), out=dh)
+            _add_adapter(dy, w.down_b, w.down_a, dh)
             # b becomes h, first without its weights, whose gradient is h's product with dh.
             if act.gated:
                 act.forward_out(gate, out=a)
@@ -166,6 +170,7 @@ def run_backward(
                 _accumulate(dy, weight, to.b_down, more)
             weight = weight.unsqueeze(1)
             _accumulate(b.mul_(weight), dy, to.w_down, more)
+            _accumulate_adapter(b, dy, (w.down_a, w.down_b), (to.down_a, to.down_b), more)
             # b becomes the gradient of up, and a that of gate.
             dh.mul_(weight)
             if act.gated:
@@ -176,12 +181,16 @@ def run_backward(
             else:
                 act.backward_out(dh, up, grad_input=b)
             _accumulate(x, b, to.w_up, more)
+            _accumulate_adapter(x, b, (w.up_a, w.up_b), (to.up_a, to.up_b), more)
             torch.mm(b, w.w_up.t(), out=dy)  # no longer needed: it becomes the gradient of x
+            _add_adapter(b, w.up_b, w.up_a, dy)
             if to.b_up is not None:
                 _accumulate(b, torch.ones_like(weight[:, 0]), to.b_up, more)
             if w.w_gate is not None:
                 _accumulate(x, a, to.w_gate, more)
+                _accumulate_adapter(x, a, (w.gate_a, w.gate_b), (to.gate_a, to.gate_b), more)
                 dy.addmm_(a, w.w_gate.t())
+                _add_adapter(a, w.gate_b, w.gate_a, dy)
                 if to.b_gate is not None:
                     _accumulate(a, torch.ones_like(weight[:, 0]), to.b_gate, more)
             sums[worker].index_add_(0, source, dy)
@@ -212,9 +221,28 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
         torch.addmm(bias, a, b, out=out)
 
 
+def _add_adapter(x: Tensor, a: Tensor | None, b: Tensor | None, out: Tensor) -> None:
+    """out += (x a) b^T; nothing for a matrix without an adapter."""
+    if a is not None and b is not None:
+        out.addmm_(x @ a, b.t())
+
+
+_Pair = tuple[Tensor | None, Tensor | None]
+
+
+def _accumulate_adapter(x: Tensor, dy: Tensor, pair: _Pair, to: _Pair, more: bool) -> None:
+    """The gradients of an adapter's a and b, whose product with x is (x a) b^T."""
+    a, b = pair
+    if a is not None and b is not None:
+        _accumulate(x, dy @ b, to[0], more)
+        _accumulate(dy, x @ a, to[1], more)
+
+
 def _accumulate(a: Tensor, b: Tensor, to: Tensor | None, more: bool) -> None:
-    """to = a^T b, or to += a^T b; b is a matrix or a vector."""
-    assert to is not None
+    """to = a^T b, or to += a^T b; b is a matrix or a vector. Nothing for a frozen parameter, which
+    has no ``to``."""
+    if to is None:
+        return
     if b.ndim == 1:
         torch.addmv(to, a.t(), b, beta=int(more), out=to)
     else:
@@ -274,6 +302,8 @@ class _Grads:
 
 
 _Shares = tuple[tuple[Block, ...], ...]
+_NUM_INPUTS = 4 + len(ExpertWeights._fields)
+"""Of rows and parameters, as autograd has them."""
 
 
 class _Packed(torch.autograd.Function):
@@ -296,9 +326,10 @@ class _Packed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         if grads[0] is None:  # no gradient comes to the output
-            return (None,) * (2 + 10)
+            return (None,) * (2 + _NUM_INPUTS)
+        trainable = ctx.needs_input_grad[2 + 4 :]
         dx_SD, dweights_R, *dparameters = _Gradients.apply(
-            ctx.name, ctx.shares, grads[0], *ctx.saved_tensors
+            ctx.name, ctx.shares, trainable, grads[0], *ctx.saved_tensors
         )
         return None, None, dx_SD, None, dweights_R, None, *dparameters
 
@@ -311,11 +342,21 @@ class _Gradients(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(name: str, shares: _Shares, dy_SD: Tensor, *saved: Any) -> Any:
-        rows, weights = Rows(*saved[:4]), ExpertWeights(*saved[4:10])
-        grads = _Grads(weights, rows.rows_per_expert_E.tolist(), shares)
+    def forward(
+        name: str,
+        shares: _Shares,
+        trainable: tuple[bool, ...],
+        dy_SD: Tensor,
+        *saved: Any,
+    ) -> Any:
+        rows, weights = Rows(*saved[:4]), ExpertWeights(*saved[4:_NUM_INPUTS])
+        kept = saved[_NUM_INPUTS:]
+        # Of a frozen parameter no gradient is computed, and none has memory.
+        with_grad = (p if t else None for p, t in zip(weights, trainable, strict=True))
+        counts = rows.rows_per_expert_E.tolist()
+        grads = _Grads(ExpertWeights._make(with_grad), counts, shares)
         dx_SD, dweights_R = run_backward(
-            ACTIVATIONS[name], rows, weights, shares, saved[10:], dy_SD.contiguous(), grads
+            ACTIVATIONS[name], rows, weights, shares, kept, dy_SD.contiguous(), grads
         )
         return dx_SD, dweights_R, *grads.add_up()
 

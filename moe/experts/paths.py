@@ -65,10 +65,18 @@ def one_expert(
     product: Product = torch.matmul,
 ) -> Tensor:
     """The output of some rows of one expert, [n, D]."""
-    gate = None if w.w_gate is None else _plus(product(x_nD, w.w_gate), w.b_gate)
-    h = act.hidden(gate, _plus(product(x_nD, w.w_up), w.b_up)) * weight_n1
-    y = product(h, w.w_down)
+    gate = None
+    if w.w_gate is not None:
+        gate = _adapted(_plus(product(x_nD, w.w_gate), w.b_gate), x_nD, w.gate_a, w.gate_b)
+    up = _adapted(_plus(product(x_nD, w.w_up), w.b_up), x_nD, w.up_a, w.up_b)
+    h = act.hidden(gate, up) * weight_n1
+    y = _adapted(product(h, w.w_down), h, w.down_a, w.down_b)
     return y if w.b_down is None else y + weight_n1 * w.b_down
+
+
+def _adapted(y: Tensor, x: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor:
+    """A product of one expert with what its adapter adds."""
+    return y if a is None or b is None else y + (x @ a) @ b.t()
 
 
 def loop_backward(
@@ -179,11 +187,52 @@ class _ActivateDown(torch.autograd.Function):
             ctx.name, dh_RF, gate_RF, up_RF, weights_R1, ends_E[-1]
         )
         h_FR = h_RF.t()
-        if ctx.put is None:
-            dw_down = F.grouped_mm(h_FR, dy_RD, offs=ends_E)
-        else:
+        if ctx.put is not None:
             ctx.put(lambda: F.grouped_mm(h_FR, dy_RD, offs=ends_E))
+        elif ctx.needs_input_grad[4]:
+            dw_down = F.grouped_mm(h_FR, dy_RD, offs=ends_E)
         return None, None, dweights_R1, None, dw_down, dup_RF, dgate_RF
+
+
+class _Activate(torch.autograd.Function):
+    """h = weight · act(gate) * up, which is kept: an adapter's product and the base's need it."""
+
+    @staticmethod
+    def forward(
+        name: str,
+        weights_R1: Tensor,
+        num_real: Tensor,
+        up_RF: Tensor,
+        gate_RF: Tensor | None,
+    ) -> Tensor:
+        return activate(name, gate_RF, up_RF, weights_R1, num_real)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.name, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        weights_R1, num_real, up_RF, gate_RF = ctx.saved_tensors
+        dgate_RF, dup_RF, dweights_R1, _ = activate_backward(
+            ctx.name, grads[0], gate_RF, up_RF, weights_R1, num_real
+        )
+        return None, dweights_R1, None, dup_RF, dgate_RF
+
+
+def _grouped_adapted(
+    y_RF: Tensor, x_RD: Tensor, a_EDL: Tensor | None, b_EFL: Tensor | None, ends_E: Tensor
+) -> Tensor:
+    """As :func:`_adapted`, for all experts: two more grouped GEMMs."""
+    if a_EDL is None or b_EFL is None:
+        return y_RF
+    # Rows of a grouped GEMM are multiples of 16 bytes: a rank that is not gets zeros.
+    missing = -a_EDL.shape[2] % (16 // a_EDL.element_size())
+    if missing:
+        a_EDL, b_EFL = F.pad(a_EDL, (0, missing)), F.pad(b_EFL, (0, missing))
+    low_RL = F.grouped_mm(x_RD, a_EDL, offs=ends_E)
+    return y_RF + F.grouped_mm(low_RL, b_EFL.mT, offs=ends_E)
 
 
 def experts_grouped_mm(
@@ -215,21 +264,37 @@ def experts_grouped_mm(
         weights_R1 = torch.where(real_R1, weights_R1, 0)
     expert_R = _expert_of_row(ends_E, R) if has_biases else None
 
-    def product(w_EDF: Tensor, bias_EF: Tensor | None) -> Tensor:
-        put = None if weight_grad_store is None else weight_grad_store.put_for(w_EDF)
+    def put_for(w_EDF: Tensor, *others: Tensor | None) -> PutGrad | None:
+        # Without another gradient autograd would not call the backward that puts this one.
+        waits = any(tensor is not None and tensor.requires_grad for tensor in others)
+        return weight_grad_store.put_for(w_EDF) if weight_grad_store and waits else None
+
+    def product(x_RD: Tensor, w_EDF: Tensor) -> Tensor:
+        put = put_for(w_EDF, x_RD)
         if put is None:
-            y_RF = F.grouped_mm(x_RD, w_EDF, offs=ends_E)
-        else:
-            y_RF = _PutAside.apply(x_RD, w_EDF.detach(), ends_E, put)
+            return F.grouped_mm(x_RD, w_EDF, offs=ends_E)
+        y_RF: Tensor = _PutAside.apply(x_RD, w_EDF.detach(), ends_E, put)
+        return y_RF
+
+    def biased(y_RF: Tensor, bias_EF: Tensor | None) -> Tensor:
         if bias_EF is None or expert_R is None:
             return y_RF
         return torch.where(real_R1, y_RF + take_rows(bias_EF, expert_R), 0)
 
-    up_RF = product(w.w_up, w.b_up)
-    gate_RF = None if w.w_gate is None else product(w.w_gate, w.b_gate)
-    put = None if weight_grad_store is None else weight_grad_store.put_for(w.w_down)
-    w_down = w.w_down if put is None else w.w_down.detach()
-    y_RD: Tensor = _ActivateDown.apply(activation, put, weights_R1, ends_E, w_down, up_RF, gate_RF)
+    up_RF = _grouped_adapted(product(x_RD, w.w_up), x_RD, w.up_a, w.up_b, ends_E)
+    up_RF, gate_RF = biased(up_RF, w.b_up), None
+    if w.w_gate is not None:
+        gate_RF = _grouped_adapted(product(x_RD, w.w_gate), x_RD, w.gate_a, w.gate_b, ends_E)
+        gate_RF = biased(gate_RF, w.b_gate)
+    if w.down_a is None:
+        put = put_for(w.w_down, weights_R1, up_RF, gate_RF)
+        down = w.w_down if put is None else w.w_down.detach()
+        y_RD: Tensor = _ActivateDown.apply(
+            activation, put, weights_R1, ends_E, down, up_RF, gate_RF
+        )
+    else:
+        h_RF: Tensor = _Activate.apply(activation, weights_R1, num_real, up_RF, gate_RF)
+        y_RD = _grouped_adapted(product(h_RF, w.w_down), h_RF, w.down_a, w.down_b, ends_E)
     if w.b_down is not None and expert_R is not None:
         y_RD = y_RD + weights_R1 * take_rows(w.b_down, expert_R)
     return sum_rows(y_RD, index, num_real)

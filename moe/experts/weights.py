@@ -1,6 +1,6 @@
 """The parameters of a rank's experts, as the backends take them.
 
-Legend: E experts of this rank, D d_model, F d_ff.
+Legend: E experts of this rank, D d_model, F d_ff, L rank of adapters.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from torch import Tensor
 
 
 class ExpertWeights(NamedTuple):
-    """y = act(x w_gate + b_gate) * (x w_up + b_up) w_down + b_down, for each expert."""
+    """y = act(x w_gate + b_gate) * (x w_up + b_up) w_down + b_down, for each expert.
+
+    A matrix with an adapter is w + a b^T: its product is x w + (x a) b^T, and no [D, F] is made of
+    a and b (LoRA, arXiv 2106.09685, section 4.1). The scale of the adapter is a factor of b.
+    """
 
     w_gate: Tensor | None
     """[E, D, F]; None where the activation has no gate."""
@@ -26,6 +30,28 @@ class ExpertWeights(NamedTuple):
     """[E, F]."""
     b_down: Tensor | None = None
     """[E, D]."""
+    gate_a: Tensor | None = None
+    """[E, D, L]; None for a matrix without an adapter."""
+    gate_b: Tensor | None = None
+    """[E, F, L]."""
+    up_a: Tensor | None = None
+    """[E, D, L]."""
+    up_b: Tensor | None = None
+    """[E, F, L]."""
+    down_a: Tensor | None = None
+    """[E, F, L]."""
+    down_b: Tensor | None = None
+    """[E, D, L]."""
+
+    @property
+    def num_base(self) -> int:
+        """The number of fields that are not of adapters."""
+        return self._fields.index("gate_a")
+
+    @property
+    def have_adapters(self) -> bool:
+        """Whether a matrix has an adapter."""
+        return any(tensor is not None for tensor in self[self.num_base :])
 
     def map(self, function: Callable[[Tensor], Tensor]) -> ExpertWeights:
         """Apply a function to each parameter that is not None."""

@@ -1,3 +1,4 @@
+from .linear import Float8Linear as Float8Linear
 from .linear import Float8Tally as Float8Tally
 from .linear import Product as Product
 from .linear import float8_matmul as float8_matmul

@@ -117,15 +117,15 @@ def linear_product(x: Tensor, module: nn.Module, bias: Tensor | None = None) -> 
     assert isinstance(module.weight, Tensor)
     weight = local_shard(module.weight)
     store: WeightGradStore | None = vars(module).get("weight_grad_store")
-    put = None if store is None else store.put_for(weight)
+    # Autograd calls a delayed backward only for the gradient of x. An x without one, as behind
+    # frozen embeddings, leaves the weight's gradient to be computed at once.
+    put = None if store is None or not x.requires_grad else store.put_for(weight)
     product: Callable[..., Tensor] | None = getattr(module, "product", None)
     if product is not None:
         y = product(x, weight, put)
         return y if bias is None else y + bias.to(y.dtype)
     if put is None:
         return F.linear(x, weight, bias)
-    # Autograd calls the backward below only for the gradient of x: the weight is detached.
-    assert x.requires_grad
     out: Tensor = _Linear.apply(x, weight.detach(), bias, put)
     return out
 

@@ -103,6 +103,7 @@ def apply_fsdp(
         type(module).__reduce_ex__ = _refuse_pickle  # type: ignore[method-assign, assignment]
         sharded.append((cast(FSDPModule, module), mesh))
 
+    _shard_adapters(model, dims, shard=shard, alone_here=alone_here)
     alone = _shard_moe_layers(
         model, dims, shard=shard, alone_here=alone_here, policy=own_policy, casts=casts
     )
@@ -178,6 +179,35 @@ def _shard_moe_layers(
             # other tokens: FSDP over the mesh of both axes sums the gradients over tp as well.
             shard(module, beside, ignored_params=alone)
     return alone
+
+
+def _shard_adapters(
+    model: nn.Module, dims: ParallelDims, *, shard: Callable[..., None], alone_here: bool
+) -> None:
+    """Shard adapters by themselves where parameters of other dtypes are trained beside them, as
+    norms in bfloat16: FSDP reduces gradients of one dtype together.
+
+    Frozen parameters may have any dtype. Routers are left out: they are sharded by themselves where
+    their dtype is another one, and their adapters are in float32 as they are.
+    """
+    layers = list(expert_modules(model))
+    of_experts = {id(layer.experts) for layer in layers}
+    routers = {id(getattr(layer, "router", None)) for layer in layers}
+    in_moe = {id(m) for layer in layers for m in cast(nn.Module, layer).modules()}
+    in_routers = {id(p) for m in model.modules() if id(m) in routers for p in m.parameters()}
+    trained = (p for p in model.parameters() if p.requires_grad and id(p) not in in_routers)
+    if len({parameter.dtype for parameter in trained}) < 2:
+        return
+    for module in model.modules():
+        adapter = getattr(module, "lora", None)
+        if not isinstance(adapter, nn.Module) or id(module) in routers:
+            continue
+        if id(module) not in of_experts:
+            over_tp = dims.topology.tp > 1 and id(module) in in_moe
+            shard(adapter, dims.fsdp_tp_mesh if over_tp else dims.fsdp_mesh)
+        elif not alone_here:
+            cut = {"shard_placement_fn": lambda _: Shard(FSDP_EXPERT_DIM)}
+            shard(adapter, dims.efsdp_mesh, **cut)
 
 
 def _policies(

@@ -24,7 +24,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 
 from parallel.apply.delayed_weight_grad import linear, linear_product
 from parallel.comm import start_gather_rows, start_scatter_sums
@@ -71,14 +78,24 @@ def apply_tensor_parallel(
                 f"apply_tensor_parallel must be called once, and before apply_fsdp: {name}.weight "
                 f"is sharded"
             )
-        for parameter, values in list(module.named_parameters(recurse=False)):
+        for parameter, _ in list(module.named_parameters(recurse=False)):
             placement = _PLACEMENT.get(how, Shard(0))
             if parameter == "bias" and how == "rows":
                 placement = Replicate()
-            sharded = distribute_tensor(values, tp_mesh, [placement], src_data_rank=None)
-            module.register_parameter(parameter, nn.Parameter(sharded))
+            _distribute(module, parameter, tp_mesh, placement)
+        lora = getattr(module, "lora", None)
+        if isinstance(lora, nn.Module):
+            # y = x W^T + (x a^T) b^T: a has the columns of W, and b has its rows.
+            _distribute(lora, "a", tp_mesh, Shard(1) if how == "rows" else Replicate())
+            _distribute(lora, "b", tp_mesh, Shard(0) if how == "columns" else Replicate())
         module.forward = partial(_FORWARD[how], module, ranks)
     return model
+
+
+def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    old = module.get_parameter(name)
+    cut = distribute_tensor(old, mesh, [placement], src_data_rank=None)
+    module.register_parameter(name, nn.Parameter(cut, requires_grad=old.requires_grad))
 
 
 def gather_sequence(x_BSD: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -112,7 +112,7 @@ class ExactSums:
             for model in self._unsharded:
                 experts = expert_parameter_names(model)
                 for name, parameter in model.named_parameters():
-                    if name not in experts:
+                    if name not in experts and parameter.requires_grad:
                         self._watch(parameter)
 
     def _watch(self, parameter: nn.Parameter) -> None:
@@ -131,7 +131,7 @@ class ExactSums:
 
     @staticmethod
     def _finish_experts(sums: UnitSums) -> None:
-        parameters = list(sums.experts.parameters())
+        parameters = [p for p in sums.experts.parameters() if p.requires_grad]
         totals = sums.take()
         for i, parameter in enumerate(parameters):
             parameter.grad = torch.zeros_like(parameter)

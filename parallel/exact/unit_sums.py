@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from itertools import compress
 from typing import Any
 
 import torch
@@ -20,14 +21,17 @@ class UnitSums:
     """Exact sums of the gradients of one layer's experts, of the experts that are here.
 
     Args:
-        experts: the module whose parameters have the expert as their first dim.
+        experts: the module whose parameters have the expert as their first dim. Which of them are
+            frozen is read here.
         limit: gets to see every gradient.
         by_fsdp: FSDP sums the gradients over ranks.
     """
 
     def __init__(self, experts: nn.Module, limit: UnitLimit, by_fsdp: bool) -> None:
         self.experts, self.limit, self.by_fsdp = experts, limit, by_fsdp
-        self._shapes = [local_shard(p).shape for p in experts.parameters()]
+        self._trainable = [p.requires_grad for p in experts.parameters()]
+        trainable = (p for p in experts.parameters() if p.requires_grad)
+        self._shapes = [local_shard(p).shape for p in trainable]
         self._totals: list[Tensor] | None = None
         self._lock = threading.Lock()  # several threads compute experts
 
@@ -39,8 +43,10 @@ class UnitSums:
 
     def add(self, expert: int, grads: Iterable[Tensor | None]) -> None:
         """Add a unit's gradients of one expert, in the order of the module's parameters; None for
-        parameters that the module lacks. Threads may call, each for other experts."""
-        found = [grad for grad in grads if grad is not None]
+        parameters that the module lacks. Those of frozen parameters are left out. Threads may call,
+        each for other experts."""
+        present = (grad for grad in grads if grad is not None)
+        found = list(compress(present, self._trainable))
         with self._lock:
             if self._totals is None:
                 self._totals = [
@@ -56,7 +62,7 @@ class UnitSums:
         return parameter.new_zeros(()).expand_as(parameter) if self.by_fsdp else None
 
     def take(self) -> list[Tensor] | None:
-        """The sums, of the local shapes of the parameters, which begin anew; None where nothing was
-        added."""
+        """The sums, of the local shapes of the trainable parameters, which begin anew; None where
+        nothing was added."""
         totals, self._totals = self._totals, None
         return totals

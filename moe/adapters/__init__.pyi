@@ -1,0 +1,10 @@
+from .lora import add_lora as add_lora
+from .lora import load_lora_state_dict as load_lora_state_dict
+from .lora import lora_state_dict as lora_state_dict
+from .lora import merge_lora as merge_lora
+from .moved import MovedReport as MovedReport
+from .moved import ParameterWatch as ParameterWatch
+from .moved import Unmoved as Unmoved
+from .moved import watch_parameters as watch_parameters
+from .peft_format import PeftAdapter as PeftAdapter
+from .peft_format import peft_adapter as peft_adapter
