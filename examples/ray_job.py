@@ -62,6 +62,7 @@ SPEC = r"""
  "precision": {"compute": "float32", "loss_scale": 65536, "experts": "compute", "dense": "compute"},
  "init": {"checkpoint": null, "rename": {}, "strict": true},
  "optimizer": {"kind": "adamw", "lr": 0.006, "beta1": 0.9, "beta2": 0.95, "eps": 1e-08, "weight_decay": 0.1, "clip_norm": 1.0},
+ "tune": null,
  "schedule": {"kind": "cosine", "warmup_steps": 24, "decay_steps": 0, "min_lr_ratio": 0.1},
  "eval": {"interval_steps": 80, "sequences": 128, "final_sequences": 4096},
  "checkpoint": {"path": null, "interval_steps": 80, "interval_minutes": null, "compression": "none", "reshard_on_load": true, "retention": {"keep": 2, "keep_every": 0, "keep_best": 0, "grace_seconds": 0.0}, "tiers": {"memory": false, "memory_path": "/dev/shm", "replicate_to_peer": false, "local_path": null, "shared_interval": 1}},

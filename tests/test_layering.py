@@ -50,7 +50,7 @@ FLOORS = {
     "corpus": ["errors", "config", "location", "documents", "tokenizer", "manifest",
                "prepare"],
     "pretrain": [
-        "errors section", "model data parts.playbook parts.verify", "optim", "state spec",
+        "errors section", "model data parts.playbook parts.verify tune", "optim", "state spec",
         "parallelize runtime observe", "elastic parts.step parts.faults",
         "parts.capacity parts.stragglers parts.rank_watch parts.testing",
         "job", "checkpoint", "train",

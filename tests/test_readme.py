@@ -31,7 +31,7 @@ PAGES = {
 }  # fmt: skip
 RECIPE = "tools/recipes/stdlib-tiny.toml"
 # A program of its own in test_docs_checkpoint_format.py.
-NOT_HERE = {"docs/checkpoint-format.md"}
+NOT_HERE = {"docs/checkpoint-format.md", "docs/tuning.md"}
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
@@ -157,6 +157,16 @@ RUN = {
 
 # Run by another test, which is named.
 ELSEWHERE = {
+    **dict.fromkeys(
+        (
+            "python talks.py",
+            "convoy prepare tune.toml",
+            "torchrun --standalone --nproc-per-node 2 tools/pretrain.py tune.toml",
+            "convoy convert export runs/tuned/checkpoints tuned-hf",
+            "python ask.py",
+        ),
+        "tests/test_docs_tuning.py",
+    ),
     "convoy report runs/stdlib-tiny runs/other --output report.html": (
         "tests/convoy/report/test_report.py"
     ),

@@ -21,7 +21,6 @@ from ckpt.format import TREE, manifest_key
 from ckpt.interop import SafetensorsTarget
 from ckpt.rewrite import (
     MEMORY,
-    CheckpointSource,
     Converted,
     Described,
     Source,
@@ -31,6 +30,7 @@ from ckpt.rewrite import (
 from ckpt.store import new_folder
 from convoy.convert import hf
 from convoy.convert.grown import Upcycled, misfit, upcycled_spec, weight_arrays
+from convoy.convert.merged import merged_source
 from convoy.convert.tokenizer import (
     TOKENIZER,
     FoundTokenizer,
@@ -195,7 +195,7 @@ def export_hf(
         others = ", ".join(hf.expressing(model, moe, seq_len)) or "no family"
         raise InputError(f"{error}; {others} can express this model") from None
     arrays = weight_arrays(model, moe)
-    source = CheckpointSource(root, manifest)
+    source = merged_source(root, manifest)
     wrong = misfit(source, arrays, "the model of its spec")
     if wrong is not None:
         raise CheckpointError(f"checkpoint array {wrong}")
@@ -271,9 +271,9 @@ def upcycle(
         manifest = ckpt.read_manifest(source, step)
         _check_has_spec(source, manifest)
         resolved = resolve_spec(stored_spec(manifest.spec), f"the spec of step {manifest.step}")
-        base, weights, kind = resolved.as_dict(), CheckpointSource(source, manifest), "checkpoint"
+        base, weights, kind = resolved.as_dict(), merged_source(source, manifest), "checkpoint"
         known = tokenizer_of(manifest.state)
-    base |= {"name": _name_for(target), "run_dir": None}
+    base |= {"name": _name_for(target), "run_dir": None, "tune": None}
     base["init"]["checkpoint"] = str(target.absolute() / "checkpoints")
     base["checkpoint"]["path"] = None
     sizes = num_experts, top_k, first_k_dense

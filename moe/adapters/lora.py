@@ -31,6 +31,7 @@ def add_lora(
     *,
     also_train: Sequence[str] = (),
     dtype: torch.dtype | None = None,
+    allow_no_target: bool = False,
 ) -> Model:
     """Give a model adapters, and freeze all else: only adapters are trained.
 
@@ -57,6 +58,7 @@ def add_lora(
             as ``*.router.weight`` or ``*norm*``.
         dtype: of the adapters' parameters; None for float32, or the weight's where that is wider.
             Products are in the dtype in which the weight's product is.
+        allow_no_target: a word or a pattern may fit nothing, as in a stage of a pipeline.
 
     Returns:
         The model.
@@ -80,12 +82,12 @@ def add_lora(
             f"{adapted[0] or 'the module'} must have no adapter: call add_lora once, or merge_lora "
             f"before"
         )
-    targets = chosen(targets_of(model), on)
+    targets = chosen(targets_of(model), on, allow_no_target)
     for target in targets:
         _check(target)
     names = [name for name, _ in model.named_parameters()]
     for pattern in also_train:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not allow_no_target and not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"also_train ({pattern}) must be a pattern of a parameter's name")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(fnmatchcase(name, pattern) for pattern in also_train))

@@ -42,13 +42,15 @@ def targets_of(model: nn.Module) -> list[Target]:
     return targets
 
 
-def chosen(targets: Sequence[Target], on: Sequence[str]) -> list[Target]:
+def chosen(
+    targets: Sequence[Target], on: Sequence[str], allow_no_target: bool = False
+) -> list[Target]:
     """The targets whose kind or name ``on`` has. A word that is no kind is a pattern of names.
 
-    Raises ValueError for a word that fits no target, with what there is.
+    Raises ValueError for a word that fits no target, with what there is, unless that is allowed.
     """
     for word in on:
-        if not any(_fits(target, word) for target in targets):
+        if not allow_no_target and not any(_fits(target, word) for target in targets):
             kinds = [kind for kind in KINDS if any(t.kind == kind for t in targets)]
             raise ValueError(
                 f"on ({word}) must be {' or '.join(kinds) or 'a kind of layer'} that the model "

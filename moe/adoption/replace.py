@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import permutations
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moe.adoption.attention_masks import watch_attention
 from moe.adoption.dense import DenseMLP, Matrix, chosen_mlps, output_in_float64
 from moe.adoption.listening import InPlaceMoE
-from moe.config import GATED, MoEConfig
+from moe.config import GATED, ActivationName, MoEConfig
 from moe.experts import ACTIVATIONS
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -213,7 +213,7 @@ def _shape_of(mlp: DenseMLP) -> _Shape:
         )
     shapes = [
         _Shape(name, ups[0] if len(ups) == 2 else None, ups[-1], mlp.down)
-        for name in ACTIVATIONS
+        for name in get_args(ActivationName)
         for ups in permutations(mlp.ups)
         if (name in GATED) == (len(ups) == 2)
     ]

@@ -12,6 +12,7 @@ from pretrain.errors import InputError
 from pretrain.job import Job
 from pretrain.spec import stored_spec
 from pretrain.state import Progress, seed_rng
+from pretrain.tune import is_adapter
 
 
 def initialize(job: Job) -> Progress:
@@ -34,10 +35,10 @@ def _load_initial(job: Job, checkpoint: str) -> None:
     manifest = runtime.together(lambda: ckpt.read_manifest(root, step))
     tokenizer = job.corpora.tokenizer_fingerprint
     runtime.together(lambda: _check_tokenizer(spec.data, tokenizer, root, manifest))
-    arrays = job.weights()
+    arrays = [array for array in job.weights() if not is_adapter(array.spec.name)]
     missing: Missing = "refuse" if spec.init.strict else "keep"
-    if missing == "keep":
-        job.initialize()
+    if missing == "keep" or spec.tune is not None:
+        job.initialize()  # of adapters a checkpoint to begin with has none
     rename = spec.init.rename
     kept = runtime.together(lambda: _load_weights(root, manifest, arrays, rename, missing))
     for name in kept:
@@ -88,6 +89,10 @@ def _load_weights(
     try:
         saved = renamed([a.name for a in manifest.arrays], rename)
         stray = sorted(n for n in saved if n.startswith("model/") and n not in names)
+        if stray and is_adapter(stray[0]):
+            raise CheckpointError(
+                "checkpoint has adapters: merge them by convoy convert export and import"
+            )
         if stray:
             raise CheckpointError(f"checkpoint array {stray[0]} has no place in the model")
         return ckpt.load(root, manifest, arrays, rename, missing, extra="ignore")

@@ -198,6 +198,7 @@ def _parallelize(spec: JobSpec, dims: ParallelDims) -> ParallelModel:
             compiled=spec.train.compile,
             exact_units=_exact_units(spec),
             dense_float8=spec.precision.dense == "float8",
+            tuned=spec.tune,
         )
     except ValueError as error:
         raise InputError(str(error)) from None

@@ -22,10 +22,10 @@ def init_parameters(
 ) -> None:
     """Fill every parameter of a parallelized, materialized model in place.
 
-    Norm weights are ones; biases and buffers are zeros. The elements of a matrix are normal with
-    standard deviation fan_in ** -0.5. For matrices whose output is added to the residual stream the
-    deviation is divided by sqrt(2 · num_layers), as in GPT-2. The embedding and the routers have
-    the standard deviation 0.02.
+    Norm weights are ones; biases, buffers and the second matrices of adapters are zeros. The
+    elements of a matrix are normal with standard deviation fan_in ** -0.5. For matrices whose
+    output is added to the residual stream the deviation is divided by sqrt(2 · num_layers), as in
+    GPT-2. The embedding and the routers have the standard deviation 0.02.
 
     Args:
         model: on its device; parameters may be DTensors.
@@ -42,7 +42,7 @@ def init_parameters(
             box = layouts[name].box(rank)
             local = local_shard(parameter)
             shape = tuple(parameter.shape)
-            if is_bias(name):
+            if is_bias(name) or is_second_of_adapter(name):
                 local.zero_()
             elif name in experts:
                 rest = tuple(slice(*extent) for extent in box[1:])
@@ -91,7 +91,15 @@ def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
     return min(shape[-2:]) > 1
 
 
+def is_second_of_adapter(name: str) -> bool:
+    """Whether a parameter is the second matrix of an adapter: with zeros the adapter adds nothing
+    (LoRA, Hu et al., arXiv 2106.09685, section 4.1)."""
+    return ".lora." in name and name.endswith("b")
+
+
 def _std(name: str, fan_in: int, num_layers: int) -> float:
+    if ".lora." in name:  # the variance of moe.add_lora's uniform numbers
+        return 1 / math.sqrt(3 * fan_in)
     last = name.removesuffix(".weight").rsplit(".", 1)[-1]
     if last in ("embed", "router"):
         return 0.02

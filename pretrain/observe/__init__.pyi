@@ -67,6 +67,7 @@ from .status import outcome_of as outcome_of
 from .status import read_status as read_status
 from .step_events import Evaluated as Evaluated
 from .step_events import IntervalEnded as IntervalEnded
+from .step_events import Moved as Moved
 from .step_events import RoutingReport as RoutingReport
 from .step_events import StepCommitted as StepCommitted
 from .step_events import StepSkipped as StepSkipped

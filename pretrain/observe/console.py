@@ -31,7 +31,13 @@ from pretrain.observe.rank_events import (
     StragglerFound,
     StragglerGain,
 )
-from pretrain.observe.step_events import Evaluated, IntervalEnded, StepCommitted, StepSkipped
+from pretrain.observe.step_events import (
+    Evaluated,
+    IntervalEnded,
+    Moved,
+    StepCommitted,
+    StepSkipped,
+)
 
 FAILURES_IN_A_ROW = 3
 """From so many failures of a tier on, the console says that the tier is out of order."""
@@ -157,6 +163,8 @@ def _line(event: Event) -> str | None:
             more = ", ".join(f"{name} {each:.4f}" for name, each in sets.items())
             line = f"validation at step {step}: {bits:.4f} bits per byte"
             return f"{line} ({more})" if more else line
+        case Moved(step=step, report=report):
+            return f"step {step}: {report[0]}"
         case CheckpointCommitted(step=step, tier="shared", seconds=seconds):
             return f"checkpoint of step {step} committed in {seconds:.2f} s"
         case RunStopped(step=step, cause=cause):

@@ -48,6 +48,7 @@ from pretrain.observe.step_events import (
     STEP,
     Evaluated,
     IntervalEnded,
+    Moved,
     StepCommitted,
     StepSkipped,
 )
@@ -208,7 +209,7 @@ EVENTS: dict[str, type[Event]] = {
         StragglerEnded, MicroBatchesPlanned, StragglerGain, HealthSignal, HealthAction,
         FaultInjected, Launched, RankLost, RunFailed, LedgerSummed, Verified, CorruptionFound,
         RankStuck, RankMoves, RankLossOdd, DeviceProblem, DevicesSampled, DataFetched,
-        Digested,
+        Digested, Moved,
     )
 }  # fmt: skip
 """Every event by its name in the log."""

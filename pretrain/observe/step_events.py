@@ -316,6 +316,23 @@ class IntervalEnded(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Moved(Event):
+    """What the first step of a start has moved, where ``[tune]`` says what learns."""
+
+    name: ClassVar[str] = "moved"
+    parameters: int
+    """Parameters of the model, adapters among them."""
+    moved_parameters: int
+    """Those of which something has moved."""
+    experts: int
+    """Of all layers."""
+    trained_experts: int
+    """Those that had a gradient."""
+    report: list[str]
+    """Lines for people: what has not moved, and why."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluated(Event):
     """Held-out sequences were scored."""
 

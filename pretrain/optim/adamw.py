@@ -92,7 +92,7 @@ def build_adamw(
     decays = {
         parameter: parameter.ndim >= 2 and not is_bias(name)
         for name, parameter in model.named_parameters()
-        if name not in without
+        if parameter.requires_grad and name not in without
     }
     optimizer = (ElementwiseAdamW if exact else torch.optim.AdamW)(
         [

@@ -68,7 +68,7 @@ class Muon(torch.optim.Optimizer):
         self.matrices = {
             name: parameter
             for name, parameter in model.named_parameters()
-            if is_hidden_matrix(name, parameter.shape)
+            if parameter.requires_grad and is_hidden_matrix(name, parameter.shape)
         }
         group = {"params": list(self.matrices.values()), "weight_decay": config.weight_decay}
         super().__init__([group], {"lr": config.lr})

@@ -43,7 +43,7 @@ def moments(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dic
     """
     found: dict[str, dict[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
-        for key, value in optimizer.state[parameter].items():
+        for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
                 found.setdefault(key, {})[name] = value
     return dict(sorted(found.items()))
@@ -67,11 +67,15 @@ def moment_names(
         model: the parameters of this rank, which may be those of a pipeline stage.
         whole: the whole model, on any device.
     """
-    names = [name for name, _ in whole.named_parameters()]
+    learning = [(name, p) for name, p in whole.named_parameters() if p.requires_grad]
     if not isinstance(optimizer, KeepsDifferentMoments):
-        return dict.fromkeys(moments(optimizer, model), names)
+        # A stage of a pipeline may have nothing that learns, and knows the names all the same.
+        own = tuple(moments(optimizer, model))
+        if isinstance(optimizer, torch.optim.AdamW):
+            own = ("exp_avg", "exp_avg_sq")
+        return {key: [name for name, _ in learning] for key in own}
     found: dict[str, list[str]] = {}
-    for name, parameter in whole.named_parameters():
+    for name, parameter in learning:
         for key in optimizer.moments_of(name, parameter):
             found.setdefault(key, []).append(name)
     return dict(sorted(found.items()))

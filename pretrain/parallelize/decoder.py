@@ -37,6 +37,7 @@ from pretrain.parallelize.layouts import parameter_layouts
 from pretrain.parallelize.pipeline import Pipeline
 from pretrain.parallelize.schedule import place_of
 from pretrain.parallelize.stages import stage_layers
+from pretrain.tune import TuneConfig, tune
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ def parallelize(
     compiled: bool = False,
     exact_units: int | None = None,
     dense_float8: bool = False,
+    tuned: TuneConfig | None = None,
 ) -> ParallelModel:
     """Build this rank's part of a decoder, parallelized, on the meta device.
 
@@ -88,6 +90,7 @@ def parallelize(
         exact_units: sum gradients exactly, of at most so many micro-batches in a step; None sums
             in float32.
         dense_float8: compute attention's projections, dense layers and shared experts in float8.
+        tuned: which parameters learn; None for all.
 
     Raises ValueError where the model has fewer layers than stages, or where the number of experts
     is not a multiple of the ranks.
@@ -110,6 +113,8 @@ def parallelize(
     with torch.device("meta"):
         numbers = chain.from_iterable(layers[stage] for stage in local)
         model = Decoder(config, moe, numbers, first=0 in local, last=final in local)
+    tune(meta_model, tuned, whole_model=True)
+    tune(model, tuned, whole_model=False)
     float8 = _use_float8(model, moe, dense_float8)
     stages = {0: model}
     if num_stages > 1:
@@ -255,6 +260,11 @@ def tensor_parallel_plan(model: Decoder) -> dict[str, TensorParallelStyle]:
 def tp_dim(name: str) -> int | None:
     """The dim that tensor parallelism shards of a parameter outside MoE layers, by its name; None
     where the parameter is replicated."""
+    adapted, _, matrix = name.partition(".lora.")
+    if matrix:  # a has the columns of the weight, and b has its rows
+        style = _STYLES.get(adapted.rpartition(".")[2])
+        cut = {"rows": ("a", 1), "columns": ("b", 0)}.get(style or "")
+        return cut[1] if cut is not None and cut[0] == matrix else None
     module, _, parameter = name.rpartition(".")
     style = _STYLES.get(module.rpartition(".")[2])
     rows = None if parameter == "bias" else 1

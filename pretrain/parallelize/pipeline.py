@@ -27,6 +27,7 @@ from parallel import (
     PipelineSchedule,
     WeightGradStore,
     finish_backward,
+    free_gathered,
     on_loss_grid,
     set_gradient_sync,
 )
@@ -407,6 +408,11 @@ class _Step:
         last = stage == self.pipeline.num_stages - 1
         grad = None if last else self._wait_for("B", stage, turn)
         extra = [loss for loss in extra if loss.requires_grad]
+        if not root.requires_grad:
+            # The first stages of a tuned model may have nothing that learns. What the forward has
+            # gathered is freed at the end of a backward, and there is none.
+            free_gathered(self.pipeline.stages[stage])
+            return
         torch.autograd.backward([root, *extra], [grad, *[None] * len(extra)])
         if stage:
             assert x.grad is not None

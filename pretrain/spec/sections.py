@@ -25,6 +25,7 @@ from pretrain.spec.elastic import ElasticConfig
 from pretrain.spec.plan import PlanConfig
 from pretrain.spec.precision import PrecisionConfig
 from pretrain.spec.train import EvalConfig, TrainConfig
+from pretrain.tune.config import TuneConfig
 
 
 class MetricsConfig(Section):
@@ -119,6 +120,8 @@ class Sections(Section):
     """Initial weights."""
     optimizer: OptimizerConfig
     """The optimizer, whose ``kind`` names the variant; ``adamw`` by default."""
+    tune: TuneConfig | None = None
+    """Parameters that learn; without this table all do."""
     schedule: ScheduleConfig = ScheduleConfig()
     """The learning rate over the steps."""
     eval: EvalConfig = EvalConfig()

@@ -34,6 +34,7 @@ from pretrain.train.interval_stats import (
     is_communication_timed,
     seconds_and_bytes,
 )
+from pretrain.train.moved import FirstStep
 from pretrain.train.profile import StepProfiler
 from pretrain.train.verify import Verifier
 
@@ -63,6 +64,9 @@ class Trainer:
         self.faults, self.watch = faults or Faults(), HealthWatch(job)
         self.verifier = Verifier(job, checkpointer)
         self.digests = StepDigests(job)
+        self.first_step = FirstStep(
+            job.parallel_model, job.optimizer, spec.tune, job.events.publish
+        )
         self.progress = self.verifier.begin(progress)
         self.flops_per_token = forward_flops(spec.model, spec.moe, spec.data.seq_len).training
         peak_flops = peak_flops_per_second(runtime.device, compute_dtype(spec.precision))
@@ -262,6 +266,7 @@ class Trainer:
         job.optimizer.step()
         if job.compressed is not None:
             job.compressed.commit()
+        self.first_step.see(before.step + 1)
         first = before.train_loss_first
         progress = replace(
             before,
@@ -334,7 +339,9 @@ class Trainer:
             everywhere_LE = routing.everywhere_LE
             if moves:
                 for row, router in zip(self.job.router_rows, self.job.routers, strict=True):
-                    router.update_bias(everywhere_LE[row])
+                    # A router that is frozen by [tune] chooses as it did.
+                    if any(parameter.requires_grad for parameter in router.parameters()):
+                        router.update_bias(everywhere_LE[row])
             if counts:
                 self.job.set_step_counts(everywhere_LE)
                 self.progress = replace(self.progress, expert_counts=everywhere_LE.tolist())

@@ -16,10 +16,10 @@ from torch import Tensor
 from parallel import ParallelDims, local_shard
 from pretrain.checkpoint.resume import restore
 from pretrain.job import build_job
+from pretrain.parts.step import Action
 from pretrain.runtime import Runtime
 from pretrain.runtime.ranks import start
 from pretrain.spec.job import JobSpec
-from pretrain.parts.step import Action
 from pretrain.train.trainer import Trainer
 from tests.support.jobs import data_of, prepare_job
 from tests.support.layouts import NoCheckpoints, spec_for

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import ckpt
+from convoy.commands.command_line import main
 from parallel.exact import arithmetic as exact
 from pretrain.checkpoint.compatible import check_resumable
 from pretrain.checkpoint.resume import restore
-from convoy.commands.command_line import main
 from pretrain.data import Cursor
 from pretrain.errors import InputError
 from pretrain.job import Job, build_job

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from convoy.commands.pretrain import main
 from parallel import local_shard
 from pretrain.checkpoint.resume import restore
-from convoy.commands.pretrain import main
 from pretrain.errors import HealthError
-from pretrain.job import build_job
-from pretrain.job import rank_model
+from pretrain.job import build_job, rank_model
 from pretrain.observe import JsonlLog
 from pretrain.runtime.ranks import start
 from pretrain.spec.job import JobSpec

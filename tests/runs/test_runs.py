@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
 import itertools
 import os
 import re
@@ -19,7 +17,6 @@ from ckpt.format import encode_manifest
 from parallel import Topology
 from pretrain.checkpoint import resume
 from pretrain.checkpoint.compatible import resolved
-from convoy.commands.pretrain import main
 from pretrain.data import read_batch
 from pretrain.observe.summary import Summary
 from pretrain.runtime.locks import lock_run

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from parallel import PipelineSchedule
 from corpus.prepare import prepare_corpus
+from parallel import PipelineSchedule
 from pretrain.parallelize import decoder
 from pretrain.parallelize.stages import stage_layers
 from tests.support.jobs import data_of, make_spec, write_corpus

@@ -177,7 +177,7 @@ def _gradients(job: Job, scale: float) -> Slices:
     return [
         (name, job.layouts[name].shape, job.layouts[name].box(job.runtime.rank),
          local_shard(parameter.grad) / scale)
-        for name, parameter in job.model.named_parameters()
+        for name, parameter in job.model.named_parameters() if parameter.requires_grad
     ]  # fmt: skip
 
 
