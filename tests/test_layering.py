@@ -57,7 +57,7 @@ FLOORS = {
     ],
     "convoy": [
         "local_ranks", "preparation plan convert.hf report audit", "sampling convert chaos",
-        "commands",
+        "doctor", "commands",
     ],
 }  # fmt: skip
 """The rooms of each package from the ground up. A room imports rooms of lower floors only."""

@@ -1,9 +1,15 @@
 from .dcp_reader import DcpSource as DcpSource
 from .dcp_reader import is_dcp as is_dcp
 from .dcp_writer import DcpTarget as DcpTarget
+from .safe_pickle import Inert as Inert
 from .safetensors_reader import SAFETENSORS_DTYPES as SAFETENSORS_DTYPES
 from .safetensors_reader import SAFETENSORS_INDEX as SAFETENSORS_INDEX
 from .safetensors_reader import SAFETENSORS_SINGLE as SAFETENSORS_SINGLE
 from .safetensors_reader import SafetensorsSource as SafetensorsSource
 from .safetensors_reader import is_safetensors as is_safetensors
 from .safetensors_writer import SafetensorsTarget as SafetensorsTarget
+from .sharded_safetensors import ShardedSafetensorsSource as ShardedSafetensorsSource
+from .torch_file import TensorInFile as TensorInFile
+from .torch_file import read_torch_file as read_torch_file
+from .torch_writer import Numbers as Numbers
+from .torch_writer import write_torch_file as write_torch_file

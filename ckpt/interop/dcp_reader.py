@@ -12,11 +12,7 @@ The format has no checksums of the numbers: what is read is only as good as the 
 from __future__ import annotations
 
 import hashlib
-import io
 import math
-import os
-import zipfile
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +20,8 @@ import numpy as np
 
 from ckpt.errors import CheckpointError, readable
 from ckpt.format import STORAGE_DTYPES
-from ckpt.interop.plain_array import read_plain
 from ckpt.interop.safe_pickle import Inert, admitted, read_pickle
+from ckpt.interop.torch_file import TensorInFile, find_numbers, plain_class, read_torch_file
 from ckpt.rewrite import SourceArray, described, is_described
 from parallel.layout import Box, box_shape, intersect, whole_box, within
 
@@ -52,33 +48,6 @@ _METADATA_CLASSES = admitted(
         "pathlib": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"),
     }
 )  # fmt: skip
-_STORAGES = {
-    "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16", "LongStorage": "int64", "IntStorage": "int32",
-    "ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8", "BoolStorage": "bool",
-}  # fmt: skip
-_TENSOR_CLASSES = admitted(
-    {
-        "torch._utils": ("_rebuild_tensor_v2", "_rebuild_tensor_v3"),
-        "torch": tuple(_STORAGES),
-        "torch.storage": ("UntypedStorage",),
-    }
-)
-_LONGEST_PICKLE = 1 << 20
-
-
-def _plain(module: str, name: str) -> str | type | None:
-    """A pickled dtype reads as the dtype's name, and an OrderedDict as a dict."""
-    if (module, name) == ("collections", "OrderedDict"):
-        return dict
-    return name if module == "torch" and (name in STORAGE_DTYPES or name in _OTHER_DTYPES) else None
-
-
-# Known, to be refused by name.
-_OTHER_DTYPES = {
-    "uint16", "uint32", "uint64", "complex32", "complex64", "complex128", "float8_e4m3fnuz",
-    "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2", "quint8", "qint8", "qint32",
-}  # fmt: skip
 
 
 class _Chunk(NamedTuple):
@@ -88,19 +57,11 @@ class _Chunk(NamedTuple):
     length: int
 
 
-class _Plain(NamedTuple):
-    """The numbers of a chunk in a file: the byte where the numbers begin, and the order in which
-    the chunk's dims lie there."""
-
-    offset: int
-    order: tuple[int, ...]
-
-
 class DcpSource:
     """A :class:`ckpt.rewrite.Source` of a torch.distributed.checkpoint folder.
 
-    ``left_out`` names what is no tensor (learning rates, counts, lists): pickles, which are not
-    read. Raises CheckpointError, naming the file, for metadata that names anything unexpected,
+    ``left_out`` names what is no tensor (learning rates, counts, lists): :meth:`read_object` reads
+    one. Raises CheckpointError, naming the file, for metadata that names anything unexpected,
     chunks that do not make up their tensor, and dtypes that have no place in a checkpoint.
     """
 
@@ -110,8 +71,13 @@ class DcpSource:
             data = path.read_bytes()
         try:
             tensors, places, self.left_out = _entries(read_pickle(
-                data, str(path), _METADATA_CLASSES, _plain
+                data, str(path), _METADATA_CLASSES, plain_class
             ))  # fmt: skip
+            self._objects = {
+                name: _place(folder, name, (), places)
+                for name in self.left_out
+                if (name, ()) in places
+            }
             self.chunks = {
                 name: [_place(folder, name, box, places) for box in boxes]
                 for name, (_, boxes) in tensors.items()
@@ -143,14 +109,21 @@ class DcpSource:
             if common is None:
                 continue
             sizes = box_shape(chunk.box)
-            plain = _find_numbers(chunk.path, chunk.offset, chunk.length, name, sizes,
-                                  array.logical_dtype)  # fmt: skip
-            inner = [(part.start, part.stop) for part in within(common, chunk.box)]
-            lying = tuple(sizes[dim] for dim in plain.order), tuple(inner[d] for d in plain.order)
-            values = read_plain(chunk.path, plain.offset, lying[0], array.dtype, lying[1])
-            back = [plain.order.index(dim) for dim in range(len(sizes))]
-            out[within(common, box)] = values.transpose(back)
+            numbers = find_numbers(chunk.path, chunk.offset, chunk.length, name, sizes,
+                                   array.logical_dtype)  # fmt: skip
+            inner = tuple((part.start, part.stop) for part in within(common, chunk.box))
+            tensor = TensorInFile(chunk.path, sizes, array.logical_dtype, numbers)
+            out[within(common, box)] = tensor.read(inner)
         return out
+
+    def read_object(self, name: str) -> Any:
+        """What is no tensor: see :func:`ckpt.interop.torch_file.read_torch_file`.
+
+        Raises CheckpointError, naming the file, where it cannot be read as data, and KeyError for a
+        name that is not in ``left_out`` or has no bytes.
+        """
+        chunk = self._objects[name]
+        return read_torch_file(chunk.path, chunk.offset, chunk.length)
 
 
 def is_dcp(path: Path) -> bool:
@@ -217,96 +190,3 @@ def _check_tiling(path: Path, name: str, shape: tuple[int, ...], boxes: list[Box
         if any(intersect(box, other) is not None for other in open_boxes):
             raise CheckpointError(f"{path}: chunks of {name} lie over each other")
         open_boxes.append(box)
-
-
-class _Part(io.RawIOBase):
-    """A stretch of a file, as a file."""
-
-    def __init__(self, handle: int, offset: int, length: int) -> None:
-        self.handle, self.offset, self.length, self.at = handle, offset, length, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.length}[whence]
-        self.at = max(0, base + offset)
-        return self.at
-
-    def tell(self) -> int:
-        return self.at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer)[: max(0, self.length - self.at)]
-        count = os.preadv(self.handle, [view], self.offset + self.at) if view else 0
-        self.at += count
-        return count
-
-
-@lru_cache(maxsize=65536)
-def _find_numbers(
-    path: Path, offset: int, length: int, name: str, sizes: tuple[int, ...], logical_dtype: str
-) -> _Plain:
-    """Where in ``path`` the numbers of a chunk are: what its archive says of itself, checked."""
-    where = f"{path}: the chunk of {name} at byte {offset}"
-    with readable(path):
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        part = _Part(handle, offset, length)
-        with zipfile.ZipFile(io.BufferedReader(part, 4096)) as archive:
-            members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-            pickled = members["data.pkl"]
-            if pickled.compress_type != zipfile.ZIP_STORED or pickled.file_size > _LONGEST_PICKLE:
-                raise CheckpointError(f"{where} is no tensor")
-            if "byteorder" in members and archive.read(members["byteorder"])[:6] != b"little":
-                raise CheckpointError(f"{where} is not little-endian")
-            told = read_pickle(archive.read(pickled), where, _TENSOR_CLASSES, _plain)
-            key, start, order = _told(told, where, sizes, logical_dtype)
-            numbers = members[f"data/{key}"]
-            part.seek(numbers.header_offset)
-            header = part.read(30)
-            at = numbers.header_offset + 30 + int.from_bytes(header[26:28], "little")
-            at += int.from_bytes(header[28:30], "little")
-            itemsize = np.dtype(STORAGE_DTYPES[logical_dtype]).itemsize
-            needed = (start + math.prod(sizes)) * itemsize
-            if numbers.compress_type != zipfile.ZIP_STORED or numbers.file_size < needed:
-                raise CheckpointError(f"{where} has fewer numbers than it says")
-            if header[:4] != b"PK\x03\x04" or at + needed > length:
-                raise CheckpointError(f"{where} is not whole")
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (zipfile.BadZipFile, KeyError, NotImplementedError, ValueError) as error:
-        raise CheckpointError(f"{where} is not as torch.save writes it: {error}") from None
-    finally:
-        os.close(handle)
-    return _Plain(offset + at + start * itemsize, order)
-
-
-def _told(
-    told: Any, where: str, sizes: tuple[int, ...], logical_dtype: str
-) -> tuple[str, int, tuple[int, ...]]:
-    """The storage's key, the first element in it, and the order in which dims lie there."""
-    if not isinstance(told, Inert) or not type(told).__name__.startswith("_rebuild_tensor_v"):
-        raise CheckpointError(f"{where} is no tensor")
-    try:
-        (_, kind, key, _, _), start, shape, strides, *rest = told.args
-        dtype = _STORAGES.get(kind.__name__, rest[2] if len(rest) > 2 else None)
-        shape, strides = tuple(map(int, shape)), tuple(map(int, strides))
-        start = int(start)
-    except (TypeError, ValueError, AttributeError):
-        raise CheckpointError(f"{where} is no tensor") from None
-    if (shape, dtype) != (sizes, logical_dtype) or start < 0:
-        raise CheckpointError(
-            f"{where} is {dtype} {shape}, the metadata says {logical_dtype} {sizes}"
-        )
-    # Dims of one index have any stride. Those of the others must leave no holes.
-    order = tuple(sorted(range(len(sizes)), key=lambda d: (sizes[d] > 1, -strides[d], d)))
-    expected = 1
-    for dim in reversed(order):
-        if sizes[dim] > 1 and all(sizes) and strides[dim] != expected:
-            raise CheckpointError(f"{where} has strides {strides}: it is not contiguous")
-        expected *= max(sizes[dim], 1)
-    return str(key), start, order

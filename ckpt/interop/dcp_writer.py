@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -12,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -35,6 +37,7 @@ from parallel.layout import Box, Topology, box_shape, whole_box
 CHUNK_BYTES = 8 << 20
 """The most that a chunk has: torch.save writes, and torch.load reads, a whole one."""
 FILE_BYTES = 512 << 20
+_OBJECTS = "__1_0.distcp"
 
 
 class _Chunk(NamedTuple):
@@ -47,10 +50,26 @@ class DcpTarget(FolderTarget):
 
     ``torch.distributed.checkpoint.load({name: tensor})`` fills tensors, DTensors among them, by
     the arrays' own names.
+
+    Args:
+        source, folder, topology: as in FolderTarget.
+        objects: values that are no tensors, by name; they fit in memory.
+        beside: as in FolderTarget.
     """
 
-    def __init__(self, source: Source, folder: Path, topology: Topology) -> None:
-        super().__init__(source, folder, topology, f"dcp {CHUNK_BYTES} {FILE_BYTES}")
+    def __init__(
+        self,
+        source: Source,
+        folder: Path,
+        topology: Topology,
+        objects: Mapping[str, Any] | None = None,
+        beside: Mapping[str, bytes] | None = None,
+    ) -> None:
+        self.objects = dict(sorted((objects or {}).items()))
+        options = f"dcp {CHUNK_BYTES} {FILE_BYTES}"
+        if self.objects:
+            options += f" {self.objects}"
+        super().__init__(source, folder, topology, options, beside)
         sizes = (
             (_Chunk(name, box), _elements(box) * array.dtype.itemsize)
             for name, array in sorted(source.arrays.items())
@@ -92,6 +111,11 @@ class DcpTarget(FolderTarget):
                 places[index] = _StorageInfo(file, begin, length)
                 sizes = torch.Size(box_shape(box))
                 chunks[name].append(ChunkStorageMetadata(offsets, sizes))
+        saved, spans = _saved(self.objects)
+        for name, (begin, length) in spans.items():
+            places[MetadataIndex(name)] = _StorageInfo(_OBJECTS, begin, length)
+        if spans:
+            self.put(_OBJECTS, saved)
         tensors: dict[str, STORAGE_TYPES] = {
             name: TensorStorageMetadata(
                 TensorProperties(dtype=getattr(torch, array.logical_dtype)),
@@ -100,6 +124,7 @@ class DcpTarget(FolderTarget):
             )
             for name, array in self.source.arrays.items()
         }
+        tensors |= {name: BytesStorageMetadata() for name in self.objects}
         metadata = Metadata(
             tensors,
             planner_data={name: (name,) for name in tensors},
@@ -108,6 +133,18 @@ class DcpTarget(FolderTarget):
             version=CURRENT_DCP_VERSION,
         )
         self.put(METADATA, pickle.dumps(metadata))
+
+
+def _saved(objects: Mapping[str, Any]) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """Objects end to end as torch.save writes each, and where each begins and how long it is."""
+    out, spans = io.BytesIO(), {}
+    for name, value in objects.items():
+        begin = out.tell()
+        made = io.BytesIO()
+        torch.save(value, made)
+        out.write(made.getvalue())
+        spans[name] = begin, out.tell() - begin
+    return out.getvalue(), spans
 
 
 def _chunk_boxes(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:

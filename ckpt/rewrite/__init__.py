@@ -1,6 +1,7 @@
 """Making one checkpoint from another in bounded memory; an interrupted rewrite resumes."""
 
 from ckpt.rewrite.checkpoint_target import CheckpointTarget as CheckpointTarget
+from ckpt.rewrite.combined_target import CombinedTarget as CombinedTarget
 from ckpt.rewrite.description import described as described
 from ckpt.rewrite.description import is_described as is_described
 from ckpt.rewrite.edits import Converted as Converted

@@ -53,8 +53,8 @@ class FolderTarget(Locked):
             beside = {DESCRIPTION: Description.of(source, topology).encode()}
         self.beside = dict(beside)
         text = f"{source.info.identity} {topology} {options} {sorted(self.beside.items())}"
-        self._made = hashlib.sha256(text.encode()).hexdigest()
-        self.work = self.folder.with_name(f".{self.folder.name}.{self._made[:12]}")
+        self.made = hashlib.sha256(text.encode()).hexdigest()
+        self.work = self.folder.with_name(f".{self.folder.name}.{self.made[:12]}")
 
     def begin(self) -> dict[str, Receipt] | None:
         """See :class:`ckpt.rewrite.Target`; every file of an earlier call is read."""
@@ -73,7 +73,7 @@ class FolderTarget(Locked):
         record: object = None
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):
             record = json.loads((self.folder / _RECORD).read_bytes())
-        if not isinstance(record, dict) or record.get("rewrite") != self._made:
+        if not isinstance(record, dict) or record.get("rewrite") != self.made:
             raise CheckpointError(
                 f"{self.folder} must not exist: choose another folder, or remove it"
             )
@@ -97,14 +97,14 @@ class FolderTarget(Locked):
 
     def write(self, key: str, slab_bytes: int, progress: Progress) -> Receipt:
         """See :class:`ckpt.rewrite.Target`."""
-        path = self.work / key
+        path = self._path(key)
         path.unlink(missing_ok=True)
         with path.open("xb") as file:
             checked = Checked(file, progress)
             more = self.fill(checked, key, slab_bytes)
             file.flush()
             os.fsync(file.fileno())
-        FILES.sync_folder(self.work)
+        FILES.sync_folder(path.parent)
         return {"bytes": checked.nbytes, "crc32c": checked.value, **more}
 
     def fill(self, file: Checked, key: str, slab_bytes: int) -> dict[str, Any]:
@@ -140,18 +140,28 @@ class FolderTarget(Locked):
 
     def _record(self, receipts: dict[str, Receipt]) -> bytes:
         files: dict[str, object] = {key: [r["bytes"], r["crc32c"]] for key, r in receipts.items()}
-        others = (path for path in self.work.iterdir() if path.name not in files)
-        files |= {path.name: file_crc32c(path) for path in others}
-        record = {"rewrite": self._made, "files": files}
+        there = (path for path in self.work.rglob("*") if path.is_file())
+        names = {path.relative_to(self.work).as_posix(): path for path in there}
+        files |= {name: file_crc32c(path) for name, path in names.items() if name not in files}
+        record = {"rewrite": self.made, "files": files}
         return (json.dumps(record, sort_keys=True) + "\n").encode()
 
     def discard(self) -> None:
         """See :class:`ckpt.rewrite.Target`."""
         shutil.rmtree(self.work, ignore_errors=True)
 
+    def _path(self, name: str) -> Path:
+        """Where a file is written; folders that its name has are made."""
+        path = self.work / name
+        if path.parent != self.work and not path.parent.is_dir():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for folder in (path.parent, *path.parent.relative_to(self.work).parents):
+                FILES.sync_folder(self.work / folder)
+        return path
+
     def put(self, name: str, data: bytes) -> None:
         """Write a small file durably, in the place of one that an earlier call left."""
-        with (self.work / name).open("wb") as file:
+        with self._path(name).open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""``convoy convert``: weights from and to Hugging Face, and dense models made sparse."""
+"""``convoy convert``: checkpoints from and to other projects, and dense models made sparse."""
 
 from __future__ import annotations
 
@@ -31,11 +31,20 @@ examples:
   convoy convert import HF_DIR imported
   convoy convert export runs/stdlib-tiny/checkpoints exported --family qwen3_moe
   convoy convert upcycle HF_DIR_OF_A_DENSE_MODEL grown --num-experts 8 --top-k 2
+  convoy convert move outputs/checkpoint/step-1000 moved --to megatron --num-heads 32
+  convoy convert certificate moved outputs/checkpoint/step-1000
 
 import and upcycle make a folder with checkpoints/, weights without optimizer state, and spec.toml
 to train on with. An existing target is never written to.
 
 {_CODES}"""
+FORMATS = ("torchtitan", "megatron", "deepspeed", "automodel", "huggingface", "convoy")
+_MOVE_CODES = """\
+exit codes:
+  0   done, and equal by every hash
+  2   the source cannot be used, or the target cannot hold or be written
+  75  stopped: the same command goes on from there
+"""
 _DENSE = "a dense checkpoint (its folder or manifest), or a dense Hugging Face folder"
 _CHECKPOINT = "a checkpoint folder, or a manifest in one"
 
@@ -74,6 +83,47 @@ def _export(args: argparse.Namespace) -> int:
         say("no tokenizer is in it: that of the weights was not found where the spec has it")
     else:
         say(f"its tokenizer is that of {tokenizer}")
+    return 0
+
+
+def _move(args: argparse.Namespace) -> int:
+    from convoy.commands.reshard import parse_bytes
+    from convoy.convert.formats import move
+
+    made = move(
+        args.source,
+        args.target,
+        args.to,
+        num_heads=args.num_heads,
+        step=args.step,
+        spec=args.spec,
+        samples=args.samples,
+        leave=args.leave,
+        memory=parse_bytes(args.memory),
+        workers=args.workers,
+    )
+    source, target = made.source, made.target
+    nbytes = sum(array.nbytes for array in target.arrays.values())
+    say(
+        f"step {target.info.step}: {source.form}:{source.kind} -> {target.form}:{target.kind}, "
+        f"{len(target.arrays)} arrays, {human_bytes(nbytes)}, equal by {made.certificate}"
+    )
+    if made.behind:
+        say(f"left behind: {', '.join(made.behind)}")
+    return 0
+
+
+def _certificate(args: argparse.Namespace) -> int:
+    from convoy.convert.formats import differences, hashes_of
+
+    first, second = (hashes_of(path, args.num_heads) for path in (args.first, args.second))
+    lines = differences(first, second)
+    for line in lines[:20]:
+        say(line)
+    if lines:
+        say(f"{len(lines)} of {len(first.keys() | second.keys())} pieces differ")
+        return 1
+    say(f"{args.first} and {args.second}: {len(first)} pieces are equal")
     return 0
 
 
@@ -123,9 +173,26 @@ def _command(
     )
 
 
+_HEADS = argument(
+    "--num-heads", "N", "query heads, where neither a spec nor a norm of queries says", type=int
+)
+_CERTIFICATE = Command(
+    "convoy convert certificate",
+    "Compare two checkpoints of any formats, each expert's matrices by their hashes.",
+    "example:\n  convoy convert certificate moved runs/a/checkpoints\n\n"
+    "exit codes:\n  0   equal\n  1   something differs\n  2   one of them cannot be read\n",
+    [
+        argument("first", "A", "a checkpoint's folder, or a certificate.json", type=Path),
+        argument("second", "B", "the other", type=Path),
+        _HEADS,
+    ],
+    _certificate,
+    stopped="nothing was written",
+)
+
 main = Group(
     "convoy convert",
-    "Import from and export to Hugging Face; make a MoE of a dense model.",
+    "Checkpoints from and to other projects; make a MoE of a dense model.",
     _EPILOG,
     [
         _command(
@@ -152,5 +219,30 @@ main = Group(
             STEP,
             overrides("a field of the new spec"),
         ),
+        Command(
+            "convoy convert move",
+            "Make a checkpoint of another project's format, with its moments, and verify it.",
+            f"example:\n  convoy convert move SRC DST --to torchtitan\n\n{_MOVE_CODES}",
+            [
+                argument("source", "SRC", f"a checkpoint of {', '.join(FORMATS)}", type=Path),
+                argument("target", "DST", "a folder that does not exist", type=Path),
+                argument("--to", "FORMAT[:KIND]", ", ".join(FORMATS), required=True),
+                _HEADS,
+                STEP,
+                argument("--spec", "FILE", "a spec, for what SRC does not say of its model and its "
+                         "optimizer", type=Path),
+                argument("--samples", "N", "sequences that the run has trained on, where SRC does "
+                         "not say", type=_at_least_one),
+                argument("--leave", None, "what may stay behind", choices=["moments",
+                         "expert_bias"], action="append", default=[]),
+                argument("--memory", "SIZE", "buffers of all workers together; 256MiB by default",
+                         default="256MiB"),
+                argument("--workers", "N", "processes; 1 by default", type=int,
+                         choices=range(1, 257), default=1),
+            ],
+            _move,
+            stopped="the same command goes on from here",
+        ),
+        _CERTIFICATE,
     ],
 )  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from convoy.commands import inspect_flight
+from convoy.commands import inspect_doctor, inspect_flight
 from convoy.commands.parsing import JSON, STEP, Act, Argument, Command, Group, argument, flag
 from convoy.commands.results import say_json
 from pretrain.errors import EXIT_BAD_INPUT, InputError
@@ -24,7 +24,7 @@ _ROWS = 40  # of a table
 _CODES = """\
 exit codes:
   0   done
-  1   diff: the checkpoints differ
+  1   diff: the checkpoints differ; doctor: a known corruption
   2   no checkpoint, or one that is damaged
   75  stopped
 """
@@ -36,6 +36,7 @@ examples:
   convoy inspect diff runs/a/checkpoints runs/b/checkpoints
   convoy inspect history s3://bucket/run
   convoy inspect gc runs/a/checkpoints --dry-run
+  convoy inspect doctor HF_DIR
   convoy inspect flight runs/a
 
 convoy inspect CKPT is convoy inspect show CKPT. CKPT is a checkpoint folder, s3://BUCKET/PREFIX, or
@@ -348,6 +349,7 @@ main = Group(
                  "rolled back to away/"),
             stopped="the same command goes on",
         ),
+        inspect_doctor.main,
         inspect_flight.main,
     ],
     default="show",

@@ -31,8 +31,6 @@ _EPILOG = f"""\
 examples:
   convoy reshard runs/a/checkpoints /scratch/a-8 --layout dp_shard=8,ep=4
   convoy reshard runs/a/checkpoints DIR --format safetensors
-  convoy reshard DCP_DIR DST --family torchtitan
-  convoy reshard DCP_DIR DST --family megatron --num-heads 32
   convoy reshard DCP_DIR DST --rename tok_embeddings/=model/embed/
   convoy reshard weights runs/a/checkpoints DST --dtype bf16
   convoy reshard surgery runs/a/checkpoints DST duplicate=2 --set moe.top_k=2
@@ -89,18 +87,8 @@ def _source(args: argparse.Namespace) -> Source:
         if not equals or old in rename:
             raise InputError(f"--rename ({rule}) must be OLD=NEW, each OLD once")
         rename[old] = new
-    if args.num_heads is not None and (args.family != "megatron" or args.num_heads < 1):
-        raise InputError(
-            f"--num-heads ({args.num_heads}) must be at least 1, and is for --family megatron"
-        )
-    if args.family == "megatron":
-        convert.refuse_other_formats(Path(args.source))
     location, step = locate(args.source, args.step)
-    source = convert.open_source(str(location), step, adopt=args.family != "megatron")
-    if args.family == "megatron":
-        source = convert.without_tree(convert.from_megatron(source, args.num_heads))
-    elif args.family:
-        source = convert.without_tree(convert.from_titan(source))
+    source = convert.open_source(str(location), step)
     return convert.with_names(source, rename)
 
 
@@ -188,10 +176,6 @@ def _command(name: str, purpose: str, example: str, *arguments: Argument) -> Com
             STEP,
             argument("--format", None, "of DST", choices=["convoy", "dcp", "safetensors"],
                      default="convoy"),
-            argument("--family", None, "whose names and shapes SRC has",
-                     choices=["torchtitan", "megatron"]),
-            argument("--num-heads", "N", "with --family megatron: query heads; not needed with "
-                     "qk_layernorm", type=int),
             argument("--rename", "OLD=NEW", "rename an array; with / at both ends, all arrays "
                      "whose names begin with OLD", action="append", default=[]),
             argument("--memory", "SIZE", "buffers of all workers together, at least 32MiB for "

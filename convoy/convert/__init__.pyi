@@ -1,14 +1,10 @@
 from .commands import export_hf as export_hf
 from .commands import import_hf as import_hf
 from .commands import upcycle as upcycle
-from .megatron import from_megatron as from_megatron
-from .megatron import refuse_other_formats as refuse_other_formats
 from .sources import in_dtype as in_dtype
 from .sources import open_source as open_source
 from .sources import weights_only as weights_only
 from .sources import with_dots as with_dots
 from .sources import with_names as with_names
-from .sources import without_tree as without_tree
 from .surgery import operate as operate
 from .surgery import parse_surgery as parse_surgery
-from .torchtitan import from_titan as from_titan

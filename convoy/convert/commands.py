@@ -64,14 +64,16 @@ def import_hf(source: Path, target: Path) -> tuple[JobSpec, int]:
     An import that stops half-way leaves nothing.
     """
     refuse_existing(target)
-    sections, weights, kind = _open_hf(source)
+    sections, weights, kind = open_hf_folder(source)
     tokenizer = tokenizer_of_hf(source, sections[0]["vocab_size"])
     spec = new_spec(sections, target, tokenizer)
     state = {"imported_from": kind, "tokenizer": tokenizer.fingerprint if tokenizer else ""}
     return spec, _write(target, spec, weights, state, source)
 
 
-def _open_hf(source: Path) -> tuple[hf.Sections, Source, str]:
+def open_hf_folder(source: Path) -> tuple[hf.Sections, Source, str]:
+    """The sections of a Hugging Face folder, its weights under Convoy's names in the files'
+    dtypes, and the family. Raises as :func:`import_hf`."""
     config = hf.HFConfig.read(source)
     family = hf.family_of(config)
     model, moe = family.sections(config)
@@ -263,7 +265,7 @@ def upcycle(
     refuse_existing(target)
     weights: Source
     if (source / "config.json").exists():
-        (model, moe), weights, kind = _open_hf(source)
+        (model, moe), weights, kind = open_hf_folder(source)
         tokenizer = tokenizer_of_hf(source, model["vocab_size"])
         base = new_spec((model, moe), target, tokenizer).as_dict()
         known = {"tokenizer": tokenizer.fingerprint if tokenizer else ""}

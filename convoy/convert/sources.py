@@ -32,11 +32,10 @@ from pretrain.state import array_path, split_layer, tokenizer_of, weight_names
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-def open_source(location: str, step: int | None = None, *, adopt: bool = True) -> Source:
+def open_source(location: str, step: int | None = None) -> Source:
     """A checkpoint, a torch.distributed.checkpoint folder, or safetensors.
 
-    With ``adopt``, arrays of other projects get names and shapes as Convoy has them, see
-    :func:`adopted`. A folder that a reshard wrote has a description of its arrays, and is taken as
+    Arrays of other projects get names and shapes as Convoy has them, see :func:`adopted`. A folder that a reshard wrote has a description of its arrays, and is taken as
     it is.
 
     Raises CheckpointError where the location is none of the three, or cannot be read.
@@ -54,7 +53,7 @@ def open_source(location: str, step: int | None = None, *, adopt: bool = True) -
     if TREE in foreign.info.state:  # a reshard wrote it, with dots in the names
         names = dotted_names(foreign.info.state[TREE])
         return Selected(foreign, {name: dotted for dotted, name in names.items()})
-    return adopted(foreign) if adopt and not foreign.described else foreign
+    return foreign if foreign.described else adopted(foreign)
 
 
 def adopted(source: Source) -> Source:
@@ -105,11 +104,6 @@ def with_dots(source: Source) -> Source:
     """The tensors of a state dict under the names that other formats have: keys joined by dots."""
     tree = source.info.state.get(TREE)
     return source if tree is None else Selected(source, dotted_names(tree))
-
-
-def without_tree(source: Source) -> Source:
-    """Arrays that are no longer those of a state dict, as a model of another family's are not."""
-    return _with_tree(source, None) if TREE in source.info.state else source
 
 
 def _with_tree(source: Source, tree: Node | None) -> Source:

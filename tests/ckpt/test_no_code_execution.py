@@ -20,6 +20,7 @@ PICKLES = {
     # It says what a pickle holds and executes nothing of the pickle.
     "ckpt/interop/safe_pickle.py": "pickle.Unpickler",
     "ckpt/interop/dcp_writer.py": "pickle.dumps",
+    "ckpt/interop/torch_writer.py": "pickle.Pickler",
 }
 RUNS_WHAT_IT_READS = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "runpy"}
 

@@ -8,6 +8,10 @@ KIND is the layout of the checkpoint's keys: ``stacked`` (all layers alike in on
 its TransformerConfig. FOLDER gets ``checkpoint`` and ``expected.pt``: a batch of tokens [2, 24],
 the logits of it [2, 24, vocabulary], and losses of steps that begin there, before each of them.
 
+With ``trained=true`` some steps of AdamW come first, ``checkpoint`` has the optimizer's and the
+scheduler's state, and ``expected.pt`` the losses of further steps, ``continued``. ``resume="FOLDER"``
+goes on from such a checkpoint, and gives ``resumed.pt``.
+
 ``only_save=true`` leaves ``expected.pt`` out. ``from="CHECKPOINT"`` takes the weights of a
 checkpoint instead, on the ranks that torchrun started, and only saves: with
 ``tensor_model_parallel_size=2`` and so on, as another layout of ranks does.
@@ -123,6 +127,95 @@ def sharded(model: Any, kind: str) -> dict[str, Any]:
     return state
 
 
+class Trained:
+    """AdamW and Megatron's schedule; its own optimizer in float32 around it, made without the CUDA
+    device that its constructor asks for."""
+
+    def __init__(self, model: nn.Module) -> None:
+        from megatron.core.optimizer import OptimizerConfig
+        from megatron.core.optimizer.optimizer import FP32Optimizer
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+        self.model = model
+        marks = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+        matrices = [p for p in model.parameters() if p.ndim > 1]
+        others = [p for p in model.parameters() if p.ndim <= 1]
+        self.adam = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": 0.1, "wd_mult": 1.0, **marks},
+                {"params": others, "weight_decay": 0.0, "wd_mult": 0.0, **marks},
+            ],
+            lr=1e-2, betas=(0.9, 0.95),
+        )  # fmt: skip
+        self.optimizer = object.__new__(FP32Optimizer)
+        self.optimizer.optimizer, self.optimizer.config = self.adam, OptimizerConfig(lr=1e-2)
+        self.optimizer.is_stub_optimizer = False
+        self.optimizer.init_state_fn = init_state
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer, init_lr=0.0, max_lr=1e-2, min_lr=1e-3, lr_warmup_steps=4,
+            lr_decay_steps=40, lr_decay_style="cosine", start_wd=0.1, end_wd=0.1,
+            wd_incr_steps=40, wd_incr_style="constant",
+        )  # fmt: skip
+
+    def sharded(self, kind: str, loading: bool = False) -> dict[str, Any]:
+        model = sharded(self.model, kind)
+        return {
+            "model": model,
+            "iteration": STEPS,
+            "optimizer": self.optimizer.sharded_state_dict(model, is_loading=loading),
+            "opt_param_scheduler": self.scheduler.state_dict(),
+        }
+
+    def load(self, kind: str, checkpoint: str) -> None:
+        from megatron.core import dist_checkpointing
+
+        state = dist_checkpointing.load(self.sharded(kind, loading=True), checkpoint)
+        assert state["iteration"] == STEPS
+        self.model.load_state_dict(state["model"])
+        optimizer = state["optimizer"]
+        step = float(optimizer["state"].pop("common_step"))
+        for of in optimizer["state"].values():
+            of["step"] = torch.tensor(step)
+        self.adam.load_state_dict(optimizer)
+        self.scheduler.load_state_dict(state["opt_param_scheduler"])
+
+    def steps(self) -> list[float]:
+        """The losses of some steps, before each of them."""
+        tokens_BS, losses = batch(), []
+        for _ in range(STEPS):
+            self.adam.zero_grad()
+            logits_TV = logits(self.model, tokens_BS[:, :-1]).flatten(0, 1)
+            loss = F.cross_entropy(logits_TV, tokens_BS[:, 1:].flatten())
+            loss.backward()
+            self.adam.step()
+            self.scheduler.step(len(tokens_BS))
+            losses.append(loss.item())
+        return losses
+
+
+def init_state(adam: torch.optim.Optimizer, config: Any = None) -> None:
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            if not adam.state[parameter]:
+                adam.state[parameter] = {
+                    name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")
+                }
+
+
+def train_and_save(model: nn.Module, kind: str, folder: Path, resume: str | None) -> None:
+    from megatron.core import dist_checkpointing
+
+    run = Trained(model)
+    if resume is not None:
+        run.load(kind, resume)
+        torch.save({"continued": run.steps()}, folder / "resumed.pt")
+        return
+    run.steps()
+    (folder / "checkpoint").mkdir(exist_ok=True)
+    dist_checkpointing.save(run.sharded(kind), str(folder / "checkpoint"))
+    torch.save({"continued": run.steps()}, folder / "expected.pt")
+
+
 def main(kind: str, folder: Path, *changes: str) -> None:
     from megatron.core import dist_checkpointing
 
@@ -132,8 +225,13 @@ def main(kind: str, folder: Path, *changes: str) -> None:
     pairs = [change.partition("=") for change in changes]
     values = {name: json.loads(value) for name, _, value in pairs}
     source, only_save = values.pop("from", None), values.pop("only_save", False)
+    trained, resume = values.pop("trained", False), values.pop("resume", None)
     with cuda_stand_ins(), more_stand_ins():
         model = build(kind, values)
+        if trained or resume:
+            train_and_save(model, kind, folder, resume)
+            dist.destroy_process_group()
+            return
         if source is not None:
             state = {"model": sharded(model, kind)}
             model.load_state_dict(dist_checkpointing.load(state, source)["model"])
@@ -143,23 +241,28 @@ def main(kind: str, folder: Path, *changes: str) -> None:
     dist.destroy_process_group()
 
 
-def computed(model: nn.Module) -> dict[str, Any]:
-    """What the model makes of a batch, and of some steps on it."""
-    tokens_BS = torch.randint(VOCAB, (2, 24), generator=torch.Generator().manual_seed(1))
+def batch() -> torch.Tensor:
+    """Tokens, [2, 24]."""
+    return torch.randint(VOCAB, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+def logits(model: nn.Module, tokens_BS: torch.Tensor) -> torch.Tensor:
+    S = tokens_BS.shape[1]
     positions_BS = torch.arange(24).expand(2, 24)
     later_SS = torch.ones(24, 24, dtype=torch.bool).triu(1)[None, None]
+    found: torch.Tensor = model(tokens_BS, positions_BS[:, :S], later_SS[..., :S, :S])
+    return found.float()
 
-    def logits(tokens: torch.Tensor) -> torch.Tensor:
-        S = tokens.shape[1]
-        found: torch.Tensor = model(tokens, positions_BS[:, :S], later_SS[..., :S, :S])
-        return found.float()
 
+def computed(model: nn.Module) -> dict[str, Any]:
+    """What the model makes of a batch, and of some steps on it."""
+    tokens_BS = batch()
     with torch.no_grad():
-        logits_BSV = logits(tokens_BS)
+        logits_BSV = logits(model, tokens_BS)
     losses, optimizer = [], torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(STEPS):
         optimizer.zero_grad()
-        logits_TV = logits(tokens_BS[:, :-1]).flatten(0, 1)
+        logits_TV = logits(model, tokens_BS[:, :-1]).flatten(0, 1)
         loss = F.cross_entropy(logits_TV, tokens_BS[:, 1:].flatten())
         loss.backward()
         optimizer.step()

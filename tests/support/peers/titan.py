@@ -1,11 +1,13 @@
 """A tiny MoE model of torchtitan, trained for some steps and saved, all by torchtitan's own code.
 
-    python -m tests.support.peers.titan KIND FOLDER
+    python -m tests.support.peers.titan KIND FOLDER [BEGIN]
 
 KIND is ``deepseek_v3``, with latent attention, a dense first layer and shared experts, or ``qwen3``
 with grouped-query attention in one fused product. FOLDER gets ``checkpoint/step-N`` and
 ``expected.pt``: a batch of tokens [2, 24], the logits of it [2, 24, vocabulary] after these steps,
-and the losses of further steps with a new optimizer, before each of them.
+the losses of further steps (``continued``), and those of steps with a new optimizer (``losses``),
+before each of them. With BEGIN, a folder with ``checkpoint/step-N``, the run goes on from there, and
+FOLDER gets ``resumed.pt``, with ``continued`` alone.
 """
 
 from __future__ import annotations
@@ -96,57 +98,101 @@ def prepared(model: nn.Module) -> nn.Module:
     return model
 
 
-def main(kind: str, folder: Path) -> None:
-    from torchtitan.components.checkpointer.dcp import CheckpointManager
-    from torchtitan.components.optimizer import (
-        LRSchedulersContainer,
-        default_adamw,
-        register_moe_load_balancing_hook,
-    )
+class Run:
+    """A model with torchtitan's optimizer, schedule and hook that balances experts."""
 
-    torch.set_num_threads(1)
-    model = prepared({"deepseek_v3": deepseek_v3, "qwen3": qwen3}[kind]())
-    config = default_adamw(lr=1e-2)
-    config.implementation = "for-loop"
-    optimizers = config.build(model_parts=[model])
-    schedulers = LRSchedulersContainer.Config(warmup_steps=1, total_steps=10).build(
-        optimizers=optimizers, training_steps=10
-    )
-    one_rank = types.SimpleNamespace(
-        get_optional_mesh=lambda name: None, ep_enabled=False, tp=1
-    )  # fmt: skip
-    register_moe_load_balancing_hook(optimizers, [model], one_rank)
-    tokens_BS = torch.randint(VOCAB, (2, 24), generator=torch.Generator().manual_seed(1))
+    def __init__(self, kind: str) -> None:
+        from torchtitan.components.optimizer import (
+            LRSchedulersContainer,
+            default_adamw,
+            register_moe_load_balancing_hook,
+        )
 
-    def backward() -> float:
-        logits_TV = model(tokens_BS[:, :-1]).float().flatten(0, 1)
-        loss = F.cross_entropy(logits_TV, tokens_BS[:, 1:].flatten())
+        self.model = prepared({"deepseek_v3": deepseek_v3, "qwen3": qwen3}[kind]())
+        config = default_adamw(lr=1e-2)
+        config.implementation = "for-loop"
+        self.optimizers = config.build(model_parts=[self.model])
+        self.schedulers = LRSchedulersContainer.Config(warmup_steps=1, total_steps=10).build(
+            optimizers=self.optimizers, training_steps=10
+        )
+        one_rank = types.SimpleNamespace(
+            get_optional_mesh=lambda name: None, ep_enabled=False, tp=1
+        )  # fmt: skip
+        register_moe_load_balancing_hook(self.optimizers, [self.model], one_rank)
+        self.tokens_BS = torch.randint(
+            VOCAB, (2, 24), generator=torch.Generator().manual_seed(1)
+        )
+        self.counters = Counters()
+
+    def manager(self, folder: Path) -> Any:
+        from torchtitan.components.checkpointer.dcp import CheckpointManager
+
+        return CheckpointManager(
+            CheckpointManager.Config(
+                enable=True, interval=STEPS, keep_latest_k=0, exclude_from_loading=["dataloader"]
+            ),
+            dataloader=None, model_parts=[self.model], optimizers=self.optimizers,
+            lr_schedulers=self.schedulers, states={"train_state": self.counters},
+            sd_adapter=None, base_folder=str(folder),
+        )  # fmt: skip
+
+    def backward(self) -> float:
+        logits_TV = self.model(self.tokens_BS[:, :-1]).float().flatten(0, 1)
+        loss = F.cross_entropy(logits_TV, self.tokens_BS[:, 1:].flatten())
         loss.backward()
         return loss.item()
 
-    for _ in range(STEPS):
-        backward()
-        optimizers.step()
-        schedulers.step()
-        optimizers.zero_grad()
-    manager = CheckpointManager(
-        CheckpointManager.Config(enable=True, interval=STEPS, keep_latest_k=0),
-        dataloader=None, model_parts=[model], optimizers=optimizers, lr_schedulers=schedulers,
-        states={}, sd_adapter=None, base_folder=str(folder),
-    )  # fmt: skip
+    def steps(self) -> list[float]:
+        """The losses of some steps, before each of them."""
+        losses = []
+        for _ in range(STEPS):
+            losses.append(self.backward())
+            self.optimizers.step()
+            self.schedulers.step()
+            self.optimizers.zero_grad()
+            self.counters.step += 1
+            self.counters.ntokens_seen += 46
+        return losses
+
+
+class Counters:
+    """What torchtitan's trainer saves of itself."""
+
+    step = 0
+    ntokens_seen = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step, "ntokens_seen": self.ntokens_seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step, self.ntokens_seen = state["step"], state["ntokens_seen"]
+
+
+def main(kind: str, folder: Path, begin: Path | None = None) -> None:
+    torch.set_num_threads(1)
+    run = Run(kind)
+    if begin is not None:
+        manager = run.manager(begin)
+        assert manager.load(step=STEPS)
+        assert (run.counters.step, run.counters.ntokens_seen) == (STEPS, 46 * STEPS)
+        torch.save({"continued": run.steps()}, folder / "resumed.pt")
+        return
+    run.steps()
+    manager = run.manager(folder)
     assert manager.save(STEPS)
     manager.close()
+    start = {name: value.clone() for name, value in run.model.state_dict().items()}
     with torch.no_grad():
-        logits_BSV = model(tokens_BS).float()
-    losses, new = [], torch.optim.AdamW(model.parameters(), lr=1e-3)
+        logits_BSV = run.model(run.tokens_BS).float()
+    found = {"tokens": run.tokens_BS, "logits": logits_BSV, "continued": run.steps()}
+    run.model.load_state_dict(start)
+    losses, new = [], torch.optim.AdamW(run.model.parameters(), lr=1e-3)
     for _ in range(STEPS):
         new.zero_grad()
-        losses.append(backward())
+        losses.append(run.backward())
         new.step()
-    torch.save(
-        {"tokens": tokens_BS, "logits": logits_BSV, "losses": losses}, folder / "expected.pt"
-    )
+    torch.save({**found, "losses": losses}, folder / "expected.pt")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], *map(Path, sys.argv[2:]))

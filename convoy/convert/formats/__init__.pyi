@@ -1,0 +1,16 @@
+from .certificate import CERTIFICATE as CERTIFICATE
+from .certificate import differences as differences
+from .certificate import hashes as hashes
+from .certificate import read_certificate as read_certificate
+from .move import LEAVE as LEAVE
+from .move import Move as Move
+from .move import hashes_of as hashes_of
+from .move import move as move
+from .opened import Opened as Opened
+from .registry import FORMATS as FORMATS
+from .registry import open_foreign as open_foreign
+from .rules import Kind as Kind
+from .rules import Naming as Naming
+from .rules import Rule as Rule
+from .rules import lay_out as lay_out
+from .state import Training as Training
