@@ -32,7 +32,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE := 1
 # After SIGTERM ranks finish a step and commit a checkpoint before they are killed.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 600
 
-.PHONY: setup pretrain chaos gpu test test-long test-fake-gpu test-kernels test-megablocks test-all test-faults test-engines examples lint types check megablocks docs/spec.md docs/metrics.md clean
+.PHONY: setup pretrain chaos gpu test test-long test-fake-gpu test-kernels test-megablocks test-all test-faults test-engines examples lint types check megablocks docs/spec.md docs/families.md docs/metrics.md clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -127,6 +127,9 @@ megablocks: setup
 
 docs/spec.md: setup
 	$(PY) -m docs.spec_page > $@
+
+docs/families.md: setup
+	$(PY) -m docs.families_page > $@
 
 docs/metrics.md: setup
 	$(PY) -m docs.metrics_table

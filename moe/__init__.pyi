@@ -7,6 +7,7 @@ from .adapters.moved import ParameterWatch as ParameterWatch
 from .adapters.moved import Unmoved as Unmoved
 from .adapters.moved import watch_parameters as watch_parameters
 from .adapters.peft_format import PeftAdapter as PeftAdapter
+from .adapters.peft_format import load_peft_adapter as load_peft_adapter
 from .adapters.peft_format import peft_adapter as peft_adapter
 from .adoption.blocks import adopt as adopt
 from .adoption.blocks import collect_aux as collect_aux

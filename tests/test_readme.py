@@ -202,11 +202,18 @@ ELSEWHERE = {
         "tests/test_docs_data.py",
     ),
     "convoy inspect flight runs/stdlib-tiny": "tests/cluster/test_flight_recorder.py",
-    "convoy reshard outputs/checkpoint/step-1000 weights --family torchtitan": (
+    "convoy convert move outputs/checkpoint/step-1000 weights --to convoy": (
         "tests/interop/test_torchtitan.py"
     ),
-    "convoy reshard checkpoints/iter_0001000 weights --family megatron --num-heads 32": (
+    "convoy convert move checkpoints/iter_0001000 weights --to convoy --num-heads 32": (
         "tests/interop/test_megatron.py"
+    ),
+    **dict.fromkeys(
+        (
+            "convoy convert move SRC DST --to megatron --num-heads 32",
+            "convoy convert certificate SRC DST",
+        ),
+        "tests/convoy/convert/test_formats.py",
     ),
     "convoy reshard DCP_DIR moved-checkpoints": "tests/ckpt/test_interop.py",
     "convoy convert upcycle SRC OUT --num-experts 8 --top-k 2": (

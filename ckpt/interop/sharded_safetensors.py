@@ -48,15 +48,17 @@ class ShardedSafetensorsSource:
             for name, array in source.arrays.items():
                 start = offsets.get(name) or [0] * len(array.shape)
                 if len(start) != len(array.shape):
-                    raise CheckpointError(f"{file}: the offsets of {name} are not those of its dims")
+                    raise CheckpointError(
+                        f"{file}: the offsets of {name} are not those of its dims"
+                    )
                 box = tuple((o, o + size) for o, size in zip(start, array.shape, strict=True))
                 self.pieces.setdefault(name, []).append(_Piece(box, source))
                 dtypes.setdefault(name, set()).add(array.logical_dtype)
         arrays = {}
         for name, pieces in self.pieces.items():
-            shape = tuple(max(stop for _, stop in dim) for dim in zip(*(p.box for p in pieces)))
-            volume = sum(math.prod(box_shape(piece.box)) for piece in pieces)
             boxes = [piece.box for piece in pieces]
+            shape = tuple(max(stop for _, stop in dim) for dim in zip(*boxes, strict=True))
+            volume = sum(math.prod(box_shape(piece.box)) for piece in pieces)
             lie_over = any(
                 intersect(a, b) is not None for i, a in enumerate(boxes) for b in boxes[:i]
             )
@@ -65,9 +67,7 @@ class ShardedSafetensorsSource:
                     f"{folder}: the pieces of {name} do not make up one array of shape {shape}"
                 )
             arrays[name] = SourceArray(shape, next(iter(dtypes[name])))
-        self.info, self.arrays = described(
-            folder, f"safetensors-{stamp.hexdigest()[:16]}", arrays
-        )
+        self.info, self.arrays = described(folder, f"safetensors-{stamp.hexdigest()[:16]}", arrays)
 
     def read_box(self, name: str, box: Box) -> np.ndarray[Any, Any]:
         """See :class:`ckpt.rewrite.Source`."""
@@ -75,7 +75,7 @@ class ShardedSafetensorsSource:
         for piece in self.pieces[name]:
             common = intersect(piece.box, box)
             if common is not None:
-                inner = tuple((part.start, part.stop) for part in within(common, piece.box))
+                inner = tuple((cut.start, cut.stop) for cut in within(common, piece.box))
                 out[within(common, box)] = piece.source.read_box(name, inner)
         return out
 

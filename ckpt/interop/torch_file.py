@@ -102,7 +102,9 @@ class TensorInFile(NamedTuple):
         """The numbers of a box, as they are stored."""
         dtype, order = np.dtype(STORAGE_DTYPES[self.logical_dtype]), self.numbers.order
         lying = [self.shape[dim] for dim in order]
-        values = read_plain(self.path, self.numbers.offset, lying, dtype, [box[d] for d in order])
+        values = read_plain(
+            self.path, self.numbers.offset, lying, dtype, tuple(box[d] for d in order)
+        )
         return values.transpose([order.index(dim) for dim in range(len(order))])
 
     def item(self) -> Any:
@@ -121,15 +123,15 @@ def _archive(
     with readable(path):
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        part = _Part(handle, offset, length)
-        with zipfile.ZipFile(io.BufferedReader(part, 4096)) as archive:
+        stretch = _Part(handle, offset, length)
+        with zipfile.ZipFile(io.BufferedReader(stretch, 4096)) as archive:
             members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             pickled = members["data.pkl"]
             if pickled.compress_type != zipfile.ZIP_STORED or pickled.file_size > longest:
                 raise CheckpointError(f"{where} is no tensor")
             if "byteorder" in members and archive.read(members["byteorder"])[:6] != b"little":
                 raise CheckpointError(f"{where} is not little-endian")
-            yield part, archive, members
+            yield stretch, archive, members
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
     except (zipfile.BadZipFile, KeyError, NotImplementedError, ValueError) as error:
@@ -138,17 +140,17 @@ def _archive(
         os.close(handle)
 
 
-def _locate(part: _Part, member: zipfile.ZipInfo, needed: int, length: int, where: str) -> int:
+def _locate(stretch: _Part, member: zipfile.ZipInfo, needed: int, length: int, where: str) -> int:
     """The byte, within the archive, where a member's bytes begin; ``needed`` of them are there."""
-    part.seek(member.header_offset)
-    header = part.read(30)
-    at = member.header_offset + 30 + int.from_bytes(header[26:28], "little")
-    at += int.from_bytes(header[28:30], "little")
+    stretch.seek(member.header_offset)
+    header = stretch.read(30)
+    begin = member.header_offset + 30 + int.from_bytes(header[26:28], "little")
+    begin += int.from_bytes(header[28:30], "little")
     if member.compress_type != zipfile.ZIP_STORED or member.file_size < needed:
         raise CheckpointError(f"{where} has fewer numbers than it says")
-    if header[:4] != b"PK\x03\x04" or at + needed > length:
+    if header[:4] != b"PK\x03\x04" or begin + needed > length:
         raise CheckpointError(f"{where} is not whole")
-    return at
+    return begin
 
 
 @lru_cache(maxsize=65536)
@@ -158,7 +160,7 @@ def find_numbers(
     """Where in ``path`` the numbers of a tensor are that was saved by itself: what its archive says
     of itself, checked against what is expected."""
     where = f"{path}: the chunk of {name} at byte {offset}"
-    with _archive(path, offset, length, where, _LONGEST_PICKLE) as (part, archive, members):
+    with _archive(path, offset, length, where, _LONGEST_PICKLE) as (stretch, archive, members):
         data = archive.read(members["data.pkl"])
         tensor = _tensor(read_pickle(data, where, _TENSOR_CLASSES, plain_class), where)
         if (tensor.shape, tensor.logical_dtype) != (sizes, logical_dtype):
@@ -168,8 +170,8 @@ def find_numbers(
             )
         itemsize = np.dtype(STORAGE_DTYPES[logical_dtype]).itemsize
         needed = (tensor.start + math.prod(sizes)) * itemsize
-        at = _locate(part, members[f"data/{tensor.key}"], needed, length, where)
-    return StoredNumbers(offset + at + tensor.start * itemsize, tensor.order)
+        begin = _locate(stretch, members[f"data/{tensor.key}"], needed, length, where)
+    return StoredNumbers(offset + begin + tensor.start * itemsize, tensor.order)
 
 
 def read_torch_file(path: Path, offset: int = 0, length: int | None = None) -> Any:
@@ -183,7 +185,7 @@ def read_torch_file(path: Path, offset: int = 0, length: int | None = None) -> A
     where = f"{path}: the object at byte {offset}" if offset else str(path)
     with readable(path):
         length = path.stat().st_size - offset if length is None else length
-    with _archive(path, offset, length, where, _LONGEST_TREE) as (part, archive, members):
+    with _archive(path, offset, length, where, _LONGEST_TREE) as (stretch, archive, members):
         data = archive.read(members["data.pkl"])
         tree = read_pickle(data, where, _TENSOR_CLASSES, _tables, plain_class, _Anything())
 
@@ -208,8 +210,8 @@ def read_torch_file(path: Path, offset: int = 0, length: int | None = None) -> A
                 raise CheckpointError(f"{where} has a tensor of dtype {tensor.logical_dtype}")
             itemsize = np.dtype(dtype).itemsize
             needed = (tensor.start + math.prod(tensor.shape)) * itemsize
-            at = _locate(part, members[f"data/{tensor.key}"], needed, length, where)
-            numbers = StoredNumbers(offset + at + tensor.start * itemsize, tensor.order)
+            begin = _locate(stretch, members[f"data/{tensor.key}"], needed, length, where)
+            numbers = StoredNumbers(offset + begin + tensor.start * itemsize, tensor.order)
             return TensorInFile(path, tensor.shape, tensor.logical_dtype, numbers)
 
         return placed(tree)

@@ -17,8 +17,8 @@ from typing import IO, Any, NamedTuple, cast
 
 import torch
 
-from ckpt.rewrite import Checked
 from ckpt.interop.torch_file import STORAGES
+from ckpt.rewrite import Checked
 
 _STORAGE_OF = {logical: name for name, logical in STORAGES.items()}
 

@@ -28,5 +28,6 @@ from ckpt.rewrite.source import SourceArray as SourceArray
 from ckpt.rewrite.source import SourceInfo as SourceInfo
 from ckpt.rewrite.source import changed as changed
 from ckpt.rewrite.target import Part as Part
+from ckpt.rewrite.target import Progress as Progress
 from ckpt.rewrite.target import Receipt as Receipt
 from ckpt.rewrite.target import Target as Target

@@ -44,9 +44,9 @@ class CombinedTarget(FolderTarget):
     def parts(self) -> Sequence[Part]:
         """See :class:`ckpt.rewrite.Target`."""
         return [
-            Part(f"{name}/{part.key}" if name else part.key, part.nbytes)
+            Part(f"{name}/{piece.key}" if name else piece.key, piece.nbytes)
             for name, member in self.members.items()
-            for part in member.parts()
+            for piece in member.parts()
         ]
 
     def fill(self, file: Checked, key: str, slab_bytes: int) -> dict[str, Any]:

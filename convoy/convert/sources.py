@@ -35,8 +35,8 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 def open_source(location: str, step: int | None = None) -> Source:
     """A checkpoint, a torch.distributed.checkpoint folder, or safetensors.
 
-    Arrays of other projects get names and shapes as Convoy has them, see :func:`adopted`. A folder that a reshard wrote has a description of its arrays, and is taken as
-    it is.
+    Arrays of other projects get names and shapes as Convoy has them, see :func:`adopted`. A folder
+    that a reshard wrote has a description of its arrays, and is taken as it is.
 
     Raises CheckpointError where the location is none of the three, or cannot be read.
     """

@@ -7,4 +7,5 @@ from .moved import ParameterWatch as ParameterWatch
 from .moved import Unmoved as Unmoved
 from .moved import watch_parameters as watch_parameters
 from .peft_format import PeftAdapter as PeftAdapter
+from .peft_format import load_peft_adapter as load_peft_adapter
 from .peft_format import peft_adapter as peft_adapter

@@ -12,13 +12,14 @@ Legend: E experts, D d_model, F d_ff, L rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from moe.adapters.lora import adapters_of, lora_state_dict
+from moe.adapters.lora import adapters_of, load_lora_state_dict, lora_state_dict
 from moe.adapters.matrices import Adapter, MatrixAdapter
 from moe.adapters.targets import moe_layers
 from moe.experts import GroupedExperts
@@ -136,3 +137,94 @@ def _check_layout(name: str, experts: GroupedExperts) -> None:
             f"[E, D, F], as models of transformers that moe.adopt has adopted: peft cannot adapt "
             f"others; use moe.lora_state_dict"
         )
+
+
+def load_peft_adapter(
+    model: nn.Module, tensors: Mapping[str, Tensor], config: Mapping[str, Any]
+) -> None:
+    """Load what ``peft`` has stored into a model with adapters, in place; the inverse of
+    :func:`peft_adapter`.
+
+    The model has adapters of :func:`moe.add_lora` on what the file has adapters of, with its rank
+    ``r``. The file's scale is kept: where the model's alpha is another one, B is multiplied by the
+    quotient. The one A that ``peft`` trains for an expert's gate and up is loaded as the A of both.
+
+    Args:
+        model: an adopted or a dense model of ``transformers``, sharded or not.
+        tensors: of ``adapter_model.safetensors``.
+        config: of ``adapter_config.json``.
+
+    Raises ValueError, and changes nothing, for modules that one has adapters of and the other has
+    not, for other ranks, and for kinds of adapters that are not plain LoRA.
+    """
+    for field in ("use_dora", "use_rslora", "modules_to_save", "lora_bias"):
+        if config.get(field):
+            raise ValueError(f"{field} ({config[field]}) must be off: only plain LoRA is loaded")
+    left = {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}
+    state: dict[str, Tensor] = {}
+    for name, module, adapter in adapters_of(model):
+        if isinstance(module, GroupedExperts):
+            _check_layout(name, module)
+            loaded = {
+                **_fused(left, name, adapter, _scale_of(config, f"{name}.gate_up_proj")),
+                **_down(left, name, adapter, _scale_of(config, f"{name}.down_proj")),
+            }
+        else:
+            a, b = _pair(left, name)
+            loaded = {"a": a, "b": b * (_scale_of(config, name) / adapter.scale)}
+        state |= {f"{name}.lora.{short}": tensor for short, tensor in loaded.items()}
+    if left:
+        raise ValueError(
+            f"{min(left)} ({len(left)} such tensors) has no adapter in the model: call "
+            f"moe.add_lora with on=(...) that names its module"
+        )
+    own = lora_state_dict(model)
+    load_lora_state_dict(model, {n: t for n, t in own.items() if n not in state} | state)
+
+
+def _pair(left: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
+    keys = [f"{name}.lora_{which}.weight" for which in "AB"]
+    for key in keys:
+        if key not in left:
+            raise ValueError(
+                f"{key} must be in the file: the model has an adapter there that peft has not"
+            )
+    a, b = (left.pop(key).float() for key in keys)
+    return a, b
+
+
+def _scale_of(config: Mapping[str, Any], name: str) -> float:
+    """alpha / r of one module or parameter; patterns are regular expressions, as in peft."""
+
+    def of(patterns: Any, otherwise: float) -> float:
+        for pattern, number in (patterns or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", name):
+                return float(number)
+        return otherwise
+
+    rank = of(config.get("rank_pattern"), config["r"])
+    return of(config.get("alpha_pattern"), config["lora_alpha"]) / rank
+
+
+def _apart(a: Tensor, b: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """[E, D, L] and [E, F, L] of the matrices with the experts side by side."""
+    a_EDL = a.reshape(num_experts, -1, a.shape[1]).mT
+    b_EFL = b.reshape(len(b), -1, num_experts).permute(2, 0, 1)
+    return a_EDL, b_EFL
+
+
+def _down(left: dict[str, Tensor], name: str, adapter: Adapter, scale: float) -> dict[str, Tensor]:
+    a_EFL, b_EDL = _apart(*_pair(left, name), adapter.get_parameter("down_a").shape[0])
+    return {"down_a": a_EFL, "down_b": b_EDL * (scale / adapter.scale)}
+
+
+def _fused(left: dict[str, Tensor], name: str, adapter: Adapter, scale: float) -> dict[str, Tensor]:
+    E, rank = adapter.get_parameter("down_a").shape[0], adapter.rank
+    a_EDL, b_EGL = _apart(*_pair(left, f"{name}.base_layer"), E)
+    gate_EFL, up_EFL = (b_EGL * (scale / adapter.scale)).chunk(2, 1)
+    gate_a = up_a = a_EDL
+    # Twice the rank, where the one half is the gate's and the other is up's: see peft_adapter.
+    if a_EDL.shape[2] == 2 * rank and not (gate_EFL[..., rank:].any() or up_EFL[..., :rank].any()):
+        gate_a, up_a = a_EDL[..., :rank], a_EDL[..., rank:]
+        gate_EFL, up_EFL = gate_EFL[..., :rank], up_EFL[..., rank:]
+    return {"gate_a": gate_a, "gate_b": gate_EFL, "up_a": up_a, "up_b": up_EFL}

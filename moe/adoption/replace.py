@@ -212,10 +212,12 @@ def _shape_of(mlp: DenseMLP) -> _Shape:
             f"{mlp.name} ({type(mlp.module).__name__}) must give one tensor of its input's shape"
         )
     shapes = [
-        _Shape(name, ups[0] if len(ups) == 2 else None, ups[-1], mlp.down)
+        _Shape(name, ups[0] if len(ups) == 2 else None, ups[-1], down)
         for name in get_args(ActivationName)
-        for ups in permutations(mlp.ups)
+        for *ups, down in permutations((*mlp.ups, mlp.down))
+        # Of square matrices each may be the last one.
         if (name in GATED) == (len(ups) == 2)
+        and (down.inputs, down.outputs) == (mlp.d_ff, mlp.d_model)
     ]
     for shape in shapes:
         difference = (_output(shape, x_TD) - wanted_TD).norm()

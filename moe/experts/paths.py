@@ -276,16 +276,14 @@ def experts_grouped_mm(
         y_RF: Tensor = _PutAside.apply(x_RD, w_EDF.detach(), ends_E, put)
         return y_RF
 
-    def biased(y_RF: Tensor, bias_EF: Tensor | None) -> Tensor:
-        if bias_EF is None or expert_R is None:
-            return y_RF
-        return torch.where(real_R1, y_RF + take_rows(bias_EF, expert_R), 0)
-
     up_RF = _grouped_adapted(product(x_RD, w.w_up), x_RD, w.up_a, w.up_b, ends_E)
-    up_RF, gate_RF = biased(up_RF, w.b_up), None
+    gate_RF = None
+    if w.b_up is not None and expert_R is not None:
+        up_RF = torch.where(real_R1, up_RF + take_rows(w.b_up, expert_R), 0)
     if w.w_gate is not None:
         gate_RF = _grouped_adapted(product(x_RD, w.w_gate), x_RD, w.gate_a, w.gate_b, ends_E)
-        gate_RF = biased(gate_RF, w.b_gate)
+        if w.b_gate is not None and expert_R is not None:
+            gate_RF = torch.where(real_R1, gate_RF + take_rows(w.b_gate, expert_R), 0)
     if w.down_a is None:
         put = put_for(w.w_down, weights_R1, up_RF, gate_RF)
         down = w.w_down if put is None else w.w_down.detach()

@@ -113,9 +113,10 @@ def parallelize(
     with torch.device("meta"):
         numbers = chain.from_iterable(layers[stage] for stage in local)
         model = Decoder(config, moe, numbers, first=0 in local, last=final in local)
+    float8 = _use_float8(model, moe, dense_float8)
+    # After that: an adapter's products are not in float8.
     tune(meta_model, tuned, whole_model=True)
     tune(model, tuned, whole_model=False)
-    float8 = _use_float8(model, moe, dense_float8)
     stages = {0: model}
     if num_stages > 1:
         stages = {s: model.part(layers[s], first=s == 0, last=s == final) for s in local}

@@ -235,6 +235,17 @@ def test_plain_modules_are_upcycled(case):
     assert [int(aux.tokens_per_expert_E.sum()) for aux in auxes] == [30, 30]
 
 
+@pytest.mark.parametrize("gate_first", [True, False])
+def test_square_matrices_need_the_name_of_a_feed_forward_module(gate_first):
+    torch.manual_seed(0)
+    dense, x = nn.ModuleDict({"mlp": SwiGLU(gate_first, square=True)}), torch.randn(5, 8)
+    wanted = dense["mlp"](x)
+    model = moe.upcycle(dense, num_experts=4, top_k=2)
+    close(model["mlp"](x), wanted)
+    with pytest.raises(ValueError, match="Tower must have feed-forward modules"):
+        moe.upcycle(Tower(SwiGLU(gate_first, square=True)), num_experts=4, top_k=2)
+
+
 def one_line(error: pytest.ExceptionInfo[ValueError]) -> str:
     (line,) = str(error.value).splitlines()
     return line

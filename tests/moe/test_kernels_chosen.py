@@ -136,6 +136,13 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(current, monkeypatc
     assert entered == ([] if current == 1 else [1])
 
 
+@pytest.mark.parametrize("score_func", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_scores_that_the_kernel_does_not_know_are_left_to_plain_operations(score_func, monkeypatch):
+    monkeypatch.setattr(router.kernels, "available", lambda device_type: device_type == "cpu")
+    layer = make_layer(score_func=score_func)
+    assert layer.router._has_kernel(torch.randn(3, 6)) == (score_func != "sqrtsoftplus")
+
+
 def test_exact_sums_keep_the_router_to_plain_operations():
     layer = make_layer()
     assert not layer.router.exact

@@ -182,6 +182,7 @@ def test_the_gradient_has_a_gradient(fields):
     [{"n_groups": 2, "topk_groups": 1, "num_experts": 8, "topk_per_group": 1},
      {"num_experts": 34, "top_k": 33}, {"num_experts": 1025},
      {"routing": "expert_choice"}, {"capacity": {"policy": "fixed"}},
+     {"score_func": "sqrtsoftplus"},
      {"capacity": {"max_tokens_per_rank": 20}}],
 )  # fmt: skip
 def test_what_the_kernel_does_not_do_is_left_to_plain_operations(change):

@@ -55,7 +55,7 @@ KINDS = {
 class Automodel(Declared):
     """See :class:`convoy.convert.formats.opened.Format`."""
 
-    name, kinds, schedule = "automodel", KINDS, True
+    name, kinds = "automodel", KINDS
 
     def is_one(self, path: Path) -> bool:
         """See Format."""
@@ -88,16 +88,17 @@ class Automodel(Declared):
         parameters = Parameters.of(layout.links, _MOMENT)
         steps, objects = flat_optimizer.write("optim", parameters, training, self.name)
         objects |= {f"sched.{word}": value for word, value in _schedule(training).items()}
-        parts = [("", Selected(theirs, {n: n for n in moments})), ("", Fixed(steps, "steps"))]
+        parts: list[tuple[str, Source]] = [
+            ("", Selected(theirs, {name: name for name in moments})),
+            ("", Fixed(steps, f"steps {training.updates}")),
+        ]
         model: SafetensorsTarget | DcpTarget
         if kind == "hf":
             model = SafetensorsTarget(weights, folder / _MODEL, Topology(), beside={})
         else:
             model = DcpTarget(weights, folder / _MODEL, Topology(), beside={})
         together = Together(parts, theirs.info)
-        optimizer = DcpTarget(
-            together, folder / _OPTIMIZER, Topology(), objects=objects, beside={}
-        )
+        optimizer = DcpTarget(together, folder / _OPTIMIZER, Topology(), objects=objects, beside={})
         beside = {_COUNTERS: saved({"step": training.step, "epoch": 0})}
         return CombinedTarget(theirs, folder, {_MODEL: model, _OPTIMIZER: optimizer}, beside)
 
@@ -118,14 +119,14 @@ def _training(
         return Training(step)
     parameters = Parameters.of(links, _MOMENT)
     fields = flat_optimizer.read(optimizer, "optim", parameters, where)
-    found = {ours: value_of(optimizer, f"sched.{theirs}") for ours, theirs in SCHEDULE.items()}
+    shape = {ours: value_of(optimizer, f"sched.{theirs}") for ours, theirs in SCHEDULE.items()}
     position = value_of(optimizer, "sched.num_steps")
     if not step and fields["updates"]:
         step = fields["updates"]
     return Training(
         step,
         position=None if position is None else int(position),
-        schedule={ours: value for ours, value in found.items() if value is not None},
+        schedule={ours: value for ours, value in shape.items() if value is not None},
         **fields,
     )
 

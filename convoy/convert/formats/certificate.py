@@ -69,17 +69,17 @@ def _hash(source: Source, name: str, piece: Box) -> str:
         values = source.read_box(name, box)
         if array.logical_dtype in FLOATS and array.logical_dtype != "float64":
             values = to_float32(values, array.logical_dtype)
-        made.update(np.ascontiguousarray(values).reshape(-1).view("u1"))
+        made.update(np.ascontiguousarray(values).reshape(-1).view("u1").data)
     return made.hexdigest()
 
 
-def certificate_of(source: Opened, found: Mapping[str, str]) -> dict[str, Any]:
+def certificate_of(source: Opened, sha256: Mapping[str, str]) -> dict[str, Any]:
     """What a certificate says of one checkpoint."""
     return {
         "format": source.form,
         "kind": source.kind,
         "training": source.training.as_json(),
-        "sha256": dict(found),
+        "sha256": dict(sha256),
     }
 
 
@@ -100,12 +100,12 @@ def write_certificate(
         "spec": dict(source.info.spec),
         "state": dict(source.info.state),
     }
-    part = path.with_name(f".{CERTIFICATE}.part")
-    with part.open("w") as file:
+    unfinished = path.with_name(f".{CERTIFICATE}.part")
+    with unfinished.open("w") as file:
         file.write(json.dumps(value, indent=1, sort_keys=True) + "\n")
         file.flush()
         os.fsync(file.fileno())
-    part.replace(path)
+    unfinished.replace(path)
     return path
 
 

@@ -38,7 +38,7 @@ _STATE, _TRAINING = "optimizer", "training.json"
 class HuggingFace:
     """See :class:`convoy.convert.formats.opened.Format`."""
 
-    name, schedule = "huggingface", True
+    name = "huggingface"
 
     @property
     def kinds(self) -> Mapping[str, hf.Family]:
@@ -67,7 +67,9 @@ class HuggingFace:
         stored = SafetensorsSource(path / _STATE)
         sources: list[tuple[str, Source]] = [("", weights)]
         for moment in ADAM:
-            names = {n.removeprefix(f"{moment}/"): n for n in stored.arrays if n.startswith(moment + "/")}
+            names = {
+                n.removeprefix(f"{moment}/"): n for n in stored.arrays if n.startswith(moment + "/")
+            }
             tensors = [t for t in _tensors(weights.arrays, hf.FAMILIES[kind]) if t.name in names]
             ours = hf.from_hf(Selected(stored, names), tensors, weights.arrays)
             renamed = {n.replace(MODEL, f"{OPTIMIZER}{moment}/", 1): n for n in ours.arrays}
@@ -92,7 +94,9 @@ class HuggingFace:
         seq_len = (source.info.spec.get("data") or {}).get("seq_len", _SEQ_LEN)
         config = family.config(model, moe, seq_len) | {"torch_dtype": dtype}
         beside = {"config.json": (json.dumps(config, indent=2) + "\n").encode()}
-        members: dict[str, FolderTarget] = {"": SafetensorsTarget(weights, folder, Topology(), beside={})}
+        members: dict[str, FolderTarget] = {
+            "": SafetensorsTarget(weights, folder, Topology(), beside={})
+        }
         there = {split_slot(name)[0] for name in source.arrays}
         moments = [
             (f"{moment}/", _theirs(source, f"{OPTIMIZER}{moment}/", family, "float32"))
@@ -109,7 +113,7 @@ class HuggingFace:
 
 
 def _tensors(arrays: Mapping[str, SourceArray], family: hf.Family) -> list[Any]:
-    return hf.hf_tensors(arrays, family.names)
+    return hf.hf_tensors(arrays, family.tensors)
 
 
 def _theirs(source: Source, slot: str, family: hf.Family, dtype: str) -> Source:

@@ -124,7 +124,7 @@ SCHEDULE = {
 class Megatron(Declared):
     """See :class:`convoy.convert.formats.opened.Format`."""
 
-    name, kinds, schedule = "megatron", KINDS, True
+    name, kinds = "megatron", KINDS
 
     def is_one(self, path: Path) -> bool:
         """See Format. Raises InputError for a checkpoint of megatron-core in another format."""
@@ -149,7 +149,7 @@ class Megatron(Declared):
             else:
                 behind.append(name)
         for name in names:
-            _refuse(name)
+            refuse(name)
         state = _common(source, path)
 
         def training(links: list[Link]) -> Training:
@@ -199,7 +199,8 @@ def refuse_other_formats(folder: Path) -> None:
         )
 
 
-def _refuse(name: str) -> None:
+def refuse(name: str) -> None:
+    """Raises InputError for an array of a model that Convoy lacks, naming the option."""
     for pattern, option, needed in REFUSED:
         if re.fullmatch(pattern, name):
             raise InputError(f"{name} is of a model with {option}; it must be {needed}")
@@ -259,7 +260,12 @@ def _state(training: Training, parameters: Parameters) -> dict[str, Any]:
             "trained on: name them with --samples"
         )
     decays = sorted(set(training.decay.values()), reverse=True)
-    scheduler = {"num_steps": training.samples or 0, "start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": 0}
+    scheduler = {
+        "num_steps": training.samples or 0,
+        "start_wd": 0.0,
+        "end_wd": 0.0,
+        "wd_incr_steps": 0,
+    }
     if decays:
         scheduler |= {"start_wd": decays[0], "end_wd": decays[0]}
     shape = {theirs: training.schedule.get(ours) for ours, theirs in SCHEDULE.items()}

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.format import TREE
-from ckpt.rewrite import Selected, rewrite
-from ckpt.rewrite.target import Progress
+from ckpt.rewrite import Progress, Selected, rewrite
 from convoy.convert.formats.certificate import (
     certificate_of,
     check_equal,
@@ -131,6 +130,7 @@ def _completed(opened: Opened, spec: Path | None, samples: int | None) -> Opened
 
 def _left(opened: Opened, leave: Sequence[str]) -> tuple[Opened, list[str]]:
     """Without what is left behind on purpose, and what of it there was."""
+
     def stays(name: str) -> bool:
         moments = "moments" in leave and split_slot(name)[0] != MODEL
         return moments or ("expert_bias" in leave and name == EXPERT_BIAS)
@@ -183,6 +183,6 @@ def _check_holds(form: Format, kind: str, source: Opened, num_heads: int | None)
 def hashes_of(path: Path, num_heads: int | None = None) -> dict[str, str]:
     """The hashes of a checkpoint of any format, or those that a certificate has of one."""
     if path.is_file() and path.suffix == ".json" and path.parent.name != "manifests":
-        found = read_certificate(path)["after"]["sha256"]
-        return {str(label): str(value) for label, value in found.items()}
+        known = read_certificate(path)["after"]["sha256"]
+        return {str(label): str(value) for label, value in known.items()}
     return hashes(open_foreign(path, num_heads=num_heads))

@@ -62,11 +62,15 @@ class Opened:
 class Format(Protocol):
     """One project's checkpoints, read and written by one declaration for each kind."""
 
-    name: str
-    kinds: Mapping[str, Any]
-    """By name, the ways in which the format names and lays out a model."""
-    schedule: bool
-    """Whether the shape of the learning-rate schedule is kept."""
+    @property
+    def name(self) -> str:
+        """The word for ``--to``."""
+        ...
+
+    @property
+    def kinds(self) -> Mapping[str, Any]:
+        """By name, the ways in which the format names and lays out a model."""
+        ...
 
     def is_one(self, path: Path) -> bool:
         """Whether a folder looks like a checkpoint of this format."""
@@ -89,7 +93,6 @@ class Declared:
     """The part of a :class:`Format` that follows from its declarations."""
 
     kinds: Mapping[str, Kind]
-    schedule = False
 
     def without_place(self, source: Opened, kind: str, num_heads: int | None) -> list[str]:
         """See Format."""

@@ -18,7 +18,6 @@ from convoy.convert.formats.state import Training
 from convoy.convert.grown import weight_arrays
 from parallel.layout import Topology
 from pretrain.spec import JobSpec, resolve_spec, stored_spec
-from pretrain.errors import InputError
 from pretrain.state import MODEL
 
 _TRAINING, _MOVED = "training", "moved_from"
@@ -27,7 +26,7 @@ _TRAINING, _MOVED = "training", "moved_from"
 class Own:
     """See :class:`convoy.convert.formats.opened.Format`."""
 
-    name, schedule = "convoy", True
+    name = "convoy"
     kinds: Mapping[str, Any] = {"arrays": None}
 
     def is_one(self, path: Path) -> bool:
@@ -85,14 +84,18 @@ def _training(stored: CheckpointSource) -> Training:
         return Training(info.step)
     made = Training(
         info.step,
-        updates=info.step if any(split_slot(n)[0] not in ("", MODEL) for n in stored.arrays) else None,
+        updates=info.step
+        if any(split_slot(n)[0] not in ("", MODEL) for n in stored.arrays)
+        else None,
         tokens=info.state.get("tokens_seen"),
         samples=info.state.get("consumed_samples"),
         position=info.step,
     )
     if not info.spec.get("model"):
         return made
-    return with_spec(made, resolve_spec(stored_spec(info.spec), "the checkpoint's spec"), stored.arrays)
+    return with_spec(
+        made, resolve_spec(stored_spec(info.spec), "the checkpoint's spec"), stored.arrays
+    )
 
 
 def with_spec(training: Training, spec: JobSpec, arrays: Mapping[str, Any]) -> Training:

@@ -164,7 +164,7 @@ def _share(
         if rest or inner not in (None, size):
             raise InputError(
                 f"{where} has {total} rows for a hidden size of {inner}: gate and up must lie side "
-                f"by side, as with gated_linear_unit (--swiglu)"
+                f"by side; of Megatron, gated_linear_unit must be true (--swiglu)"
             )
         return size
     wo = ours.get(f"{slot}layers/attention/wo/weight")
@@ -204,9 +204,9 @@ def _check_whole(ours: Mapping[str, SourceArray], where: str) -> None:
         set[int]().union(*(of for name, of in layers.items() if mark in name))
         for mark in ("/layers/moe/", "/layers/ffn/")
     )
-    for name, found in layers.items():
+    for name, own in layers.items():
         needed = sparse if "/moe/" in name else dense if "/ffn/" in name else every
-        missing = sorted(needed - found)
+        missing = sorted(needed - own)
         if missing:
             raise InputError(f"{where}: layer {missing[0]} of {name} is missing")
     if every and every != set(range(len(every))):

@@ -19,7 +19,7 @@ from pretrain.errors import InputError
 _ALL: tuple[Format, ...] = (
     Torchtitan(), Megatron(), DeepSpeed(), Automodel(), HuggingFace(), Own(),
 )  # fmt: skip
-FORMATS: dict[str, Format] = {each.name: each for each in _ALL}
+FORMATS: dict[str, Format] = {form.name: form for form in _ALL}
 
 
 def open_foreign(

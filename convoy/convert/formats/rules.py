@@ -1,9 +1,9 @@
 """Declarations: how a project calls the arrays of a decoder, and how it lays them out.
 
 A declaration is a list of rules. It is read in one direction: from the arrays of ours to those of
-theirs, their names, shapes and links. To read a checkpoint of theirs, its names tell what arrays of
-ours there are (:mod:`convoy.convert.formats.recognition`), the declaration says of these what theirs
-must be, and the checkpoint must be just that.
+theirs, their names, shapes and links. To read a checkpoint of theirs, its names tell what arrays
+of ours there are (:mod:`convoy.convert.formats.recognition`), the declaration says of these what
+theirs must be, and the checkpoint must be just that.
 
 Legend: L layers, E experts, D d_model, F d_ff, H query heads, G key-value heads, C head size.
 """
@@ -210,9 +210,11 @@ def _lay_one(
     for (layer, number), expert in product(layers.items() if 0 in gone else ((0, 0),), experts):
         name = template.format(layer=number, expert=expert)
         made.arrays[name] = SourceArray(tuple(shape[d] for d in axes), parts[0][1].logical_dtype)
-        at = {0: layer, 1: expert}
+        index = {0: layer, 1: expert}
         for (ours, array), extents in zip(parts, rows, strict=True):
-            own = [(at[d], at[d] + 1) if d in gone else (0, array.shape[d]) for d in range(dims)]
+            own = [
+                (index[d], index[d] + 1) if d in gone else (0, array.shape[d]) for d in range(dims)
+            ]
             their, start = list(own), 0
             for extent in extents or ((0, 0),):
                 if extents:

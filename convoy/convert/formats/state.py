@@ -36,7 +36,7 @@ class Training:
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Training:
         """The inverse; what is not known is left out."""
-        names = {each.name for each in fields(Training)}
+        names = {known.name for known in fields(Training)}
         known = {key: value for key, value in values.items() if key in names}
         optimizer = dict(known.get("optimizer") or {})
         if "betas" in optimizer:

@@ -42,8 +42,8 @@ def _rules(head: str, experts: dict[str, str], bias: str, attention: tuple[Rule,
             *attention,
             Rule(_L + "attention.wo.weight", "layers/attention/wo/weight"),
             *(
-                Rule(f"{_L}{room}.{matrix}.weight", f"layers/{ours}/{role}/weight")
-                for room, ours in feed_forwards.items()
+                Rule(f"{_L}{network}.{matrix}.weight", f"layers/{ours}/{role}/weight")
+                for network, ours in feed_forwards.items()
                 for matrix, role in _ROLES.items()
             ),
             Rule(_L + "moe.router.gate.weight", "layers/moe/router/weight"),

@@ -53,6 +53,7 @@ COMMANDS = [
     ["inspect", "show"], ["inspect", "verify"], ["inspect", "diff"], ["inspect", "history"],
     ["inspect", "gc"], ["reshard", "layout"], ["reshard", "weights"], ["reshard", "surgery"],
     ["convert", "import"], ["convert", "export"], ["convert", "upcycle"],
+    ["convert", "move"], ["convert", "certificate"],
 ]  # fmt: skip
 
 

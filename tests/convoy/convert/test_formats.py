@@ -23,6 +23,7 @@ from convoy.convert.formats import FORMATS, differences, hashes, lay_out, move, 
 from convoy.convert.formats.links import Linked
 from convoy.convert.formats.recognition import recognize
 from pretrain.errors import InputError
+from tests.support.peers import documented
 from tests.support.sources import MemorySource, assert_same, random_box, whole
 from tests.support.trained import LAYOUTS, checkpoint, cut_finely
 
@@ -61,7 +62,8 @@ def test_a_declaration_read_backwards_is_its_own_inverse(tmp_path_factory, to, l
     ours = checkpoint(tmp_path_factory.getbasetemp(), layout)
     made = lay_out(KINDS[to], ours.arrays, 4)
     if made.unnamed:
-        assert "stacked" in to and "dense" in layout, made.unnamed
+        assert "stacked" in to, made.unnamed
+        assert "dense" in layout, made.unnamed
         return
     theirs = Linked(ours, made.links, made.arrays, "theirs", ours.info)
     read = recognize(KINDS[to], theirs.arrays, "test", 4)
@@ -201,9 +203,9 @@ class TestRefusals:
         left = {n: a for n, a in made.arrays.items() if n != gone}
         with pytest.raises(InputError, match="missing"):
             recognize(KINDS[name], left, "here", 4)
-        with pytest.raises(InputError, match="here: array odd.weight is of no model"):
-            odd = SourceArray((1,), "float32")
-            recognize(KINDS[name], {**made.arrays, "odd.weight": odd}, "here", 4)
+        odd = {**made.arrays, "odd.weight": SourceArray((1,), "float32")}
+        with pytest.raises(InputError, match=r"here: array odd\.weight is of no model"):
+            recognize(KINDS[name], odd, "here", 4)
 
     def test_heads_that_cannot_be_told_must_be_named(self, tmp_path):
         ours = checkpoint(tmp_path, "plain")
@@ -230,7 +232,9 @@ class TestRefusals:
 
         folder = written(checkpoint(tmp_path, "plain"), "deepspeed", tmp_path / "a")
         torch.save(torch.tensor(7.0), folder / "zero/model.norm.weight/step.pt")
-        with pytest.raises(InputError, match="model.norm.weight have seen 7 updates and those of"):
+        with pytest.raises(
+            InputError, match=r"model\.norm\.weight have seen 7 updates and those of"
+        ):
             open_foreign(folder)
 
     def test_a_model_of_another_kind_is_refused(self, tmp_path):
@@ -390,3 +394,16 @@ def test_after_a_kill_the_same_call_makes_the_same_bytes(to, tmp_path, monkeypat
     for name in names - {Path(".rewrite.json")}:
         if (tmp_path / "c" / name).is_file():
             assert (tmp_path / "b" / name).read_bytes() == (tmp_path / "c" / name).read_bytes()
+
+
+def test_the_commands_of_the_page(tmp_path, capsys):
+    """Those of docs/moving-over.md, word by word."""
+    source = checkpoint(tmp_path, "plain")
+    written(source, "torchtitan", tmp_path / "a")
+    places = {"SRC": tmp_path / "a", "DST": tmp_path / "b"}
+    words = documented("SRC DST --to megatron", places)
+    assert words[-1] == "32"
+    assert main(arguments=[*words[:-1], "4", "--samples", "320"]) == 0
+    said = capsys.readouterr().out
+    assert "step 40: torchtitan:fused -> megatron:layers" in said
+    assert main(arguments=documented("certificate SRC DST", places)) == 0

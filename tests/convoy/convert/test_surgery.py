@@ -15,6 +15,7 @@ import ckpt
 from ckpt.rewrite.edits import Described, Selected
 from ckpt.rewrite.reshard import write_checkpoint
 from ckpt.rewrite.source import CheckpointSource, Source
+from convoy.commands.command_line import main
 from convoy.commands.pretrain import main as pretrain
 from convoy.commands.reshard import main as reshard
 from convoy.convert.surgery import operate, parse_surgery
@@ -220,7 +221,7 @@ PLACES = {
 def test_torchtitans_weights_are_those_that_an_import_gives(folders, tmp_path, version):
     """The names are torchtitan's, by its own table of what they are in Hugging Face's files."""
     places, theirs = PLACES[version], make_model("qwen3_moe-unnormed").state_dict()
-    tensors = {"optimizer.state.norm.weight.exp_avg": torch.ones(4)}
+    tensors: dict[str, torch.Tensor] = {}
     plain = {
         "model.embed_tokens.weight": "tok_embeddings.weight", "model.norm.weight": "norm.weight",
         "lm_head.weight": f"{places['head']}.weight",
@@ -249,8 +250,12 @@ def test_torchtitans_weights_are_those_that_an_import_gives(folders, tmp_path, v
         else:
             tensors[f"layers.{match[1]}.{in_layer[match[2]]}.weight"] = tensor
     dcp.save({**tensors, "train_state": {"step": 3}}, checkpoint_id=tmp_path / "theirs")
-    flags = ["--family", "torchtitan", "--layout", "ep=1"]
-    assert reshard([str(tmp_path / "theirs"), str(tmp_path / "out"), *flags]) == 0
+
+    def moved(name: str, target: str) -> int:
+        places = str(tmp_path / name), str(tmp_path / target)
+        return main(arguments=["convert", "move", *places, "--to", "convoy"])
+
+    assert moved("theirs", "out") == 0
     found, imported = (
         ckpt.open(root)
         for root in (tmp_path / "out", folders / "qwen3_moe-unnormed-ours/checkpoints")
@@ -261,7 +266,7 @@ def test_torchtitans_weights_are_those_that_an_import_gives(folders, tmp_path, v
         assert np.array_equal(found[name][...], array[...]), name
     tensors["layers.0.odd.weight"] = torch.ones(2)
     dcp.save(tensors, checkpoint_id=tmp_path / "odd")
-    assert reshard([str(tmp_path / "odd"), str(tmp_path / "other"), *flags]) == 2
+    assert moved("odd", "other") == 2
 
 
 def test_a_run_begins_with_renamed_weights_and_fresh_ones_when_told(folders, tmp_path, capsys):

@@ -125,6 +125,35 @@ def test_the_format_of_peft():
     assert seen == len(adapter.tensors)
 
 
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_what_is_stored_for_peft_is_loaded_again(case):
+    model = adapted(case)
+    wanted, stored = logits_of(model), moe.peft_adapter(model)
+    other = moe.adopt(make_model(case))
+    has_dense = case != "mixtral"
+    moe.add_lora(other, rank=3, alpha=9, on=EVERYTHING[: 3 + has_dense])  # of another scale
+    moe.load_peft_adapter(other, *stored)
+    close(logits_of(other), wanted, 1e-4)
+
+
+def test_an_adapter_of_another_kind_or_of_other_modules_is_refused():
+    stored = moe.peft_adapter(adapted("mixtral"))
+    model = with_lora("mixtral")
+    before = moe.lora_state_dict(model, full=True)
+    key = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    fewer = {name: tensor for name, tensor in stored.tensors.items() if name != key}
+    for tensors, config, message in (
+        (fewer, {}, "q_proj.lora_A.weight must be in the file"),
+        (stored.tensors | {"base_model.model.x": torch.ones(2)}, {}, "x (1 such tensors) has no"),
+        (stored.tensors, {"use_dora": True}, "use_dora (True) must be off"),
+        (stored.tensors | {key: torch.ones(4, 32)}, {}, "must have the model's shape"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)) as error:
+            moe.load_peft_adapter(model, tensors, stored.config | config)
+        assert "\n" not in str(error.value)
+    assert all(torch.equal(t, before[n]) for n, t in moe.lora_state_dict(model).items())
+
+
 def test_what_peft_has_no_place_for_is_refused():
     model = moe.add_lora(moe.adopt(make_model("mixtral")), also_train=["*.gate.weight"])
     with pytest.raises(ValueError, match="is trained whole") as error:

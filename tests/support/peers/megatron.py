@@ -9,8 +9,8 @@ its TransformerConfig. FOLDER gets ``checkpoint`` and ``expected.pt``: a batch o
 the logits of it [2, 24, vocabulary], and losses of steps that begin there, before each of them.
 
 With ``trained=true`` some steps of AdamW come first, ``checkpoint`` has the optimizer's and the
-scheduler's state, and ``expected.pt`` the losses of further steps, ``continued``. ``resume="FOLDER"``
-goes on from such a checkpoint, and gives ``resumed.pt``.
+scheduler's state, and ``expected.pt`` the losses of further steps, ``continued``.
+``resume="FOLDER"`` goes on from such a checkpoint, and gives ``resumed.pt``.
 
 ``only_save=true`` leaves ``expected.pt`` out. ``from="CHECKPOINT"`` takes the weights of a
 checkpoint instead, on the ranks that torchrun started, and only saves: with

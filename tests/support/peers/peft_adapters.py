@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import moe
@@ -58,6 +58,22 @@ def files(folder: Path) -> None:
         moe.merge_lora(model).save_pretrained(into / "merged")
         torch.testing.assert_close(logits_of(load_theirs(into / "merged")), wanted,
                                    rtol=1e-4, atol=1e-4)  # fmt: skip
+
+
+def loaded(folder: Path) -> None:
+    """An adapter that peft has made, with its one A for gate and up, computes as in peft."""
+    config = LoraConfig(
+        r=4, lora_alpha=6, target_modules=["q_proj", "v_proj"],
+        target_parameters=[*EXPERTS, "mlp.gate.weight"],
+    )  # fmt: skip
+    theirs = randomized(get_peft_model(make_model("mixtral"), config))
+    wanted = theirs(tokens()).logits
+    theirs.save_pretrained(folder)
+    model = moe.adopt(make_model("mixtral"))
+    moe.add_lora(model, rank=4, alpha=16, on=["experts", "router", "*.q_proj", "*.v_proj"])
+    stored = json.loads((folder / "adapter_config.json").read_text())
+    moe.load_peft_adapter(model, load_file(folder / "adapter_model.safetensors"), stored)
+    torch.testing.assert_close(logits_of(model), wanted, rtol=1e-4, atol=1e-4)
 
 
 def refused(_: Path) -> None:
@@ -169,4 +185,6 @@ def _train_plain(model: Any) -> list[float]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"files": files, "ranks": ranks, "attention": attention}[sys.argv[1]](Path(sys.argv[2]))
+    {"files": files, "loaded": loaded, "ranks": ranks, "attention": attention}[sys.argv[1]](
+        Path(sys.argv[2])
+    )

@@ -6,8 +6,8 @@ KIND is ``deepseek_v3``, with latent attention, a dense first layer and shared e
 with grouped-query attention in one fused product. FOLDER gets ``checkpoint/step-N`` and
 ``expected.pt``: a batch of tokens [2, 24], the logits of it [2, 24, vocabulary] after these steps,
 the losses of further steps (``continued``), and those of steps with a new optimizer (``losses``),
-before each of them. With BEGIN, a folder with ``checkpoint/step-N``, the run goes on from there, and
-FOLDER gets ``resumed.pt``, with ``continued`` alone.
+before each of them. With BEGIN, a folder with ``checkpoint/step-N``, the run goes on from there,
+and FOLDER gets ``resumed.pt``, with ``continued`` alone.
 """
 
 from __future__ import annotations
@@ -119,9 +119,7 @@ class Run:
             get_optional_mesh=lambda name: None, ep_enabled=False, tp=1
         )  # fmt: skip
         register_moe_load_balancing_hook(self.optimizers, [self.model], one_rank)
-        self.tokens_BS = torch.randint(
-            VOCAB, (2, 24), generator=torch.Generator().manual_seed(1)
-        )
+        self.tokens_BS = torch.randint(VOCAB, (2, 24), generator=torch.Generator().manual_seed(1))
         self.counters = Counters()
 
     def manager(self, folder: Path) -> Any:

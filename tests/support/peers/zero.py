@@ -4,13 +4,14 @@
 
 FOLDER gets ``universal``, the universal checkpoint that DeepSpeed's own tool makes after these
 steps, ``hf``, the model as transformers saves it, and ``expected.pt``: losses of further steps
-(``continued``). With BEGIN, a folder with a universal checkpoint ``universal``, the run goes on from
-there, and FOLDER gets ``resumed.pt``, with ``continued`` alone.
+(``continued``). With BEGIN, a folder with a universal checkpoint ``universal``, the run goes on
+from there, and FOLDER gets ``resumed.pt``, with ``continued`` alone.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -92,5 +93,7 @@ def main(folder: Path, begin: Path | None = None) -> None:
 
 if __name__ == "__main__":
     os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ["PEER_PORT"]}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     main(*map(Path, sys.argv[1:]))
