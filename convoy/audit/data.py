@@ -59,12 +59,29 @@ class DataAudit:
     resizes: int = 0
     left_out: int = 0
     """Samples that the divergence playbook left out."""
+    first_step: int = 0
+    """The step that the run began after, and ``first_sample`` its first sample."""
+    first_sample: int = 0
     shares: list[SourceShare] = field(default_factory=list)
     checked_steps: int = 0
     """Steps whose tokens were read again and compared."""
     problem: str = ""
     """The first step that did not take the samples that it must have, or a manifest that is not
     the run's; empty where there is none."""
+
+    @property
+    def step(self) -> int:
+        """The number of the newest step."""
+        return self.first_step + len(self.steps)
+
+    @property
+    def next_sample(self) -> int:
+        """The sample after those of the steps."""
+        return self.steps[-1].samples[-1] + 1 if self.steps else self.first_sample
+
+    def go_back(self, step: int) -> None:
+        """Forget the steps after one."""
+        del self.steps[max(step - self.first_step, 0) :]
 
     @property
     def samples(self) -> int:
@@ -117,7 +134,9 @@ def _follow(events: Sequence[Event], path: Path, audit: DataAudit) -> None:
     for event in events:
         if isinstance(event, DataOpened):
             audit.starts += 1
-            del audit.steps[event.step :]
+            if opened is None:
+                audit.first_step, audit.first_sample = event.first_step, event.first_sample
+            audit.go_back(event.step)
             _check_start(opened, event, audit)
             opened = event
         elif isinstance(event, Resized):
@@ -125,7 +144,7 @@ def _follow(events: Sequence[Event], path: Path, audit: DataAudit) -> None:
         elif isinstance(event, StepSkipped | HealthAction) and event.skipped_samples:
             left_out.append((event.skipped_samples[0], event.skipped_samples[1]))
             if isinstance(event, HealthAction) and event.to_step is not None:
-                del audit.steps[event.to_step :]
+                audit.go_back(event.to_step)
         elif isinstance(event, StepCommitted):
             if opened is None:
                 raise InputError(
@@ -146,7 +165,7 @@ def _follow(events: Sequence[Event], path: Path, audit: DataAudit) -> None:
     audit.left_out = sum(map(len, ranges)) + sum(
         step.samples[-1] - step.samples[0] + 1 - len(step.samples) for step in audit.steps
     )
-    audit.left_out += audit.steps[0].samples[0] if audit.steps else 0
+    audit.left_out += audit.steps[0].samples[0] - audit.first_sample if audit.steps else 0
 
 
 def _drawn_from(one: ConsumedStep) -> str:
@@ -157,12 +176,11 @@ def _drawn_from(one: ConsumedStep) -> str:
 
 def _check_start(before: DataOpened | None, now: DataOpened, audit: DataAudit) -> None:
     """A start must go on where the steps before it end, with their data."""
-    ended = audit.steps[-1].samples[-1] + 1 if audit.steps else 0
     where = f"the start after step {now.step}"
-    if len(audit.steps) != now.step or now.sample < ended:
+    if audit.step != now.step or now.sample < audit.next_sample:
         raise _ProblemError(
             f"{where} goes on with sample {now.sample}; the log has {len(audit.steps)} steps "
-            f"before it, up to sample {ended}"
+            f"before it, up to sample {audit.next_sample}"
         )
     if before is None:
         return
@@ -189,16 +207,14 @@ def _consumed(
 ) -> ConsumedStep:
     """The samples of a committed step. Raises _ProblemError where they are not the next ones."""
     # A start and a rollback have removed the steps that they take again.
-    if event.step <= len(audit.steps):
+    if event.step <= audit.step:
         raise _ProblemError(
-            f"step {event.step} comes again after step {len(audit.steps)}, without a start or a "
+            f"step {event.step} comes again after step {audit.step}, without a start or a "
             f"rollback between the two"
         )
-    if len(audit.steps) != event.step - 1:
-        raise _ProblemError(
-            f"step {event.step} comes after step {len(audit.steps)}: a step is missing"
-        )
-    at = audit.steps[-1].samples[-1] + 1 if audit.steps else 0
+    if audit.step != event.step - 1:
+        raise _ProblemError(f"step {event.step} comes after step {audit.step}: a step is missing")
+    at = audit.next_sample
     count = event.samples or event.target_tokens // opened.seq_len
     # The playbook may leave out more later: what a range says holds from its line on.
     expected = kept_samples(at, count, merged(left_out))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import ckpt
 from ckpt import CheckpointError, LocalArray, Location, Manifest
@@ -10,6 +11,7 @@ from ckpt.format import Missing, renamed
 from corpus.config import DataConfig
 from pretrain.errors import InputError
 from pretrain.job import Job
+from pretrain.optim import set_update_count
 from pretrain.spec import stored_spec
 from pretrain.state import Progress, seed_rng
 from pretrain.tune import is_adapter
@@ -21,21 +23,26 @@ def initialize(job: Job) -> Progress:
     Every rank must call. Raises InputError or CheckpointError where the weights cannot be had.
     """
     spec, runtime = job.spec, job.runtime
+    progress = Progress(loss_scale=spec.precision.first_loss_scale)
     if spec.init.checkpoint is None:
         job.initialize()
     else:
-        _load_initial(job, spec.init.checkpoint)
-    seed_rng(spec.train.seed, 0, runtime.rank)
-    return Progress(loss_scale=spec.precision.first_loss_scale)
+        progress = _load_initial(job, spec.init.checkpoint, progress)
+    seed_rng(spec.train.seed, progress.step, runtime.rank)
+    return progress
 
 
-def _load_initial(job: Job, checkpoint: str) -> None:
+def _load_initial(job: Job, checkpoint: str, progress: Progress) -> Progress:
     spec, runtime = job.spec, job.runtime
     root, step = runtime.together(lambda: _located(checkpoint))
     manifest = runtime.together(lambda: ckpt.read_manifest(root, step))
     tokenizer = job.corpora.tokenizer_fingerprint
     runtime.together(lambda: _check_tokenizer(spec.data, tokenizer, root, manifest))
-    arrays = [array for array in job.weights() if not is_adapter(array.spec.name)]
+    goes_on = spec.init.state == "training"
+    if goes_on:
+        progress = runtime.together(lambda: _progress_of(root, manifest, progress))
+    named = job.arrays() if goes_on else job.weights()
+    arrays = [array for array in named if not is_adapter(array.spec.name)]
     missing: Missing = "refuse" if spec.init.strict else "keep"
     if missing == "keep" or spec.tune is not None:
         job.initialize()  # of adapters a checkpoint to begin with has none
@@ -43,7 +50,10 @@ def _load_initial(job: Job, checkpoint: str) -> None:
     kept = runtime.together(lambda: _load_weights(root, manifest, arrays, rename, missing))
     for name in kept:
         job.events.note(f"{name} is not in init.checkpoint and is initialized at random")
-    job.events.note(f"initial weights are those of step {manifest.step} in {root}")
+    what = "the training goes on from" if goes_on else "initial weights are those of"
+    job.events.note(f"{what} step {manifest.step} in {root}")
+    if goes_on:
+        set_update_count(job.optimizer, progress.step)
     saved = stored_spec(manifest.spec)
     for section in ("model", "moe"):
         before, now = saved.get(section), spec.as_dict()[section]
@@ -51,6 +61,37 @@ def _load_initial(job: Job, checkpoint: str) -> None:
             job.events.note(
                 f"spec differs from that of init.checkpoint: {field} was {was}, is {here}"
             )
+    return progress
+
+
+def _progress_of(root: Location, manifest: Manifest, progress: Progress) -> Progress:
+    """Where the training of a checkpoint is: of a run's own, or of one that was another trainer's.
+
+    Raises InputError for weights alone.
+    """
+    state = manifest.state
+    moved = state.get("training")
+    if moved is not None:
+        steps, updates = moved.get("step"), moved.get("updates")
+        tokens, samples = moved.get("tokens"), moved.get("samples")
+    else:
+        steps = updates = manifest.step if state.get("kind") == "training" else None
+        tokens, samples = state.get("tokens_seen"), state.get("consumed_samples")
+    if updates is None or updates != steps:
+        raise InputError(
+            f"init.state (training) needs a checkpoint with moments of its step, and {root} has "
+            f"{'weights alone' if updates is None else f'moments of {updates} updates'} at step "
+            f"{manifest.step}; set init.state to weights"
+        )
+    samples = samples or 0
+    return replace(
+        progress,
+        step=manifest.step,
+        tokens_seen=tokens or 0,
+        consumed_samples=samples,
+        first_step=manifest.step,
+        first_sample=samples,
+    )
 
 
 def _check_tokenizer(

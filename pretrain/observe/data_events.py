@@ -21,6 +21,10 @@ class DataOpened(Event):
     seq_len: int
     sources: dict[str, dict[str, Any]]
     """By fingerprint: ``name``, ``path``, ``sequences`` and ``tokens`` of each source."""
+    first_step: int = 0
+    """The step that the run began after, and ``first_sample`` its first sample: not 0 where the run
+    goes on with another run's training."""
+    first_sample: int = 0
     blend: list[dict[str, Any]]
     """The phases of the blend in order: ``from_sample``, and ``weights`` by fingerprint."""
 

@@ -17,8 +17,12 @@ class InitConfig(Section):
 
     checkpoint: str | None = None
     """A checkpoint folder, ``s3://BUCKET/PREFIX``, or a manifest in one, which names its step. The
-    run starts at step 0 with the weights of that step, or of the newest checkpoint, and a new
-    optimizer state; without this field weights are random."""
+    run starts with the weights of that step, or of the newest checkpoint; without this field
+    weights are random."""
+    state: Literal["weights", "training"] = "weights"
+    """What is taken of ``checkpoint``: the weights, for a run that starts at step 0 with a new
+    optimizer state; or all of the training, so that the run goes on where the checkpoint is, with
+    its moments, its step, and the learning rate and the samples that come next."""
     rename: dict[str, str] = Field(default_factory=dict)
     """Array names in ``checkpoint``, with their names in the model; both may be prefixes that end
     in /."""

@@ -247,6 +247,18 @@ def check_plan(spec: Sections) -> None:
             )
 
 
+def check_init(spec: Sections) -> None:
+    """What a run begins from."""
+    if spec.init.state == "weights":
+        return
+    if spec.init.checkpoint is None:
+        raise ValueError("init.state (training) needs init.checkpoint: there is no other training")
+    if spec.tune is not None:
+        raise ValueError(
+            "init.state (training) must be weights with [tune]: what is frozen has no moments"
+        )
+
+
 ALL_CHECKS = (
     check_moe,
     check_pipeline,
@@ -261,5 +273,6 @@ ALL_CHECKS = (
     check_verify,
     check_exact,
     check_plan,
+    check_init,
 )
 """In the order in which a spec is checked."""

@@ -21,6 +21,11 @@ class Progress:
     consumed_samples: int = 0
     """The index of the next sample: the sequences of all committed steps, and the samples before it
     that ``health.skipped_samples`` leaves out."""
+    first_step: int = 0
+    """The step that the run began after: that of ``init.checkpoint`` with ``init.state``
+    ``training``."""
+    first_sample: int = 0
+    """The first sample that the run took, likewise."""
     train_loss_first: float | None = None
     train_loss_last: float | None = None
     validation: float | None = None

@@ -44,6 +44,8 @@ def publish_started(job: Job, progress: Progress, url: str | None, layout: Chose
         DataOpened(
             step=progress.step,
             sample=progress.consumed_samples,
+            first_step=progress.first_step,
+            first_sample=progress.first_sample,
             seed=job.spec.train.seed,
             seq_len=job.spec.data.seq_len,
             sources=job.corpora.described(),

@@ -55,8 +55,8 @@ def test_no_module_with_a_section_imports_torch():
 def test_there_are_no_more_options_than_these():
     """Each new one needs one to go, or a reason to raise this number."""
     # Nine are parts of published models: gpt-oss, Llama 4; GLM-4.5, OLMo 2, and four of Granite.
-    # Conversations have four, and tuning has four.
-    assert len(options()) <= 235
+    # Conversations have four, tuning has four, and a run that goes on with another's training one.
+    assert len(options()) <= 236
 
 
 def test_every_field_says_what_it_means():
