@@ -60,7 +60,7 @@ SPEC = r"""
  "batch": {"global_batch_size": 256, "micro_batch_size": 4, "batch_size_rampup": null, "stages": []},
  "train": {"steps": 240, "seed": 0, "compile": false, "exact": false, "log_interval_steps": 10, "timeout_seconds": 300.0, "time_limit_seconds": 14400.0, "parts": []},
  "precision": {"compute": "float32", "loss_scale": 65536, "experts": "compute", "dense": "compute"},
- "init": {"checkpoint": null, "rename": {}, "strict": true},
+ "init": {"checkpoint": null, "state": "weights", "rename": {}, "strict": true},
  "optimizer": {"kind": "adamw", "lr": 0.006, "beta1": 0.9, "beta2": 0.95, "eps": 1e-08, "weight_decay": 0.1, "clip_norm": 1.0},
  "tune": null,
  "schedule": {"kind": "cosine", "warmup_steps": 24, "decay_steps": 0, "min_lr_ratio": 0.1},
