@@ -120,6 +120,8 @@ def _certificate(args: argparse.Namespace) -> int:
     lines = differences(first, second)
     for line in lines[:20]:
         say(line)
+    if len(lines) > 20:
+        say(f"... and {len(lines) - 20} more")
     if lines:
         say(f"{len(lines)} of {len(first.keys() | second.keys())} pieces differ")
         return 1

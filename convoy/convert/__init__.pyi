@@ -1,6 +1,7 @@
 from .commands import export_hf as export_hf
 from .commands import import_hf as import_hf
 from .commands import upcycle as upcycle
+from .merged import merged_source as merged_source
 from .sources import in_dtype as in_dtype
 from .sources import open_source as open_source
 from .sources import weights_only as weights_only

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.errors import CheckpointError
-from ckpt.format import read_manifest
+from ckpt.format import Manifest, read_manifest
 from ckpt.interop import DcpSource, SafetensorsSource, is_dcp, is_safetensors
-from ckpt.rewrite import CheckpointSource, Source
-from convoy.convert import with_dots
+from ckpt.rewrite import Selected, Source
+from convoy.convert import merged_source, with_dots
 from convoy.doctor.folders import (
     AutomodelFolders,
     DeepSpeedFiles,
@@ -22,6 +22,7 @@ from convoy.doctor.folders import (
 )
 from convoy.doctor.patient import Declared, Patient
 from pretrain.errors import InputError
+from pretrain.state import MODEL
 
 _EXPERTS = (
     "num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts", "num_routed_experts",
@@ -63,8 +64,17 @@ def open_patient(location: str, step: int | None = None) -> Patient:
             return Patient(foreign, _of_convoy(foreign))
         of = _of_dcp(foreign, path) if isinstance(foreign, DcpSource) else _of_config(path)
         return Patient(foreign, of)
-    source = with_dots(CheckpointSource(location, read_manifest(location, step)))
+    source = with_dots(weights_of_tuned(location, read_manifest(location, step)))
     return Patient(source, _of_convoy(source))
+
+
+def weights_of_tuned(location: str, manifest: Manifest) -> Source:
+    """A checkpoint of Convoy; of a tuned run the weights, with its adapters added to them. Which
+    moments a tuned run has depends on what it tunes."""
+    source = merged_source(location, manifest)
+    if not manifest.spec.get("tune"):
+        return source
+    return Selected(source, {name: name for name in source.arrays if name.startswith(MODEL)})
 
 
 def _of_dcp(source: DcpSource, path: Path) -> Declared:
@@ -163,5 +173,5 @@ def _of_convoy(source: Source) -> Declared:
         bias_limit=_LATITUDE * max(rate, _RATE) * source.info.step if limited else None,
         step=source.info.step if training else 0,
         exact_steps=False,
-        moments_expected=training,
+        moments_expected=training and not spec.get("tune"),
     )

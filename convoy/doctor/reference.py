@@ -40,6 +40,7 @@ REPLACED = Check(
 )
 CHECKS = (SWAPPED, REPLACED)
 _SAME, _OTHER = 0.6, 0.3  # correlations
+_NOTHING = 0.1  # a correlation of experts that were never the same; tuned ones keep more
 
 
 class _Match(NamedTuple):
@@ -156,7 +157,8 @@ def _match(layer: Layer, other: Layer, expert: int) -> _Match:
             best, score = candidate, worst
     if score > _SAME:
         return _Match("moved", best, tuple(off), score)
-    return _Match("unknown" if score < _OTHER else "unsure", best, tuple(off), score)
+    in_common = max(score, *same.values())
+    return _Match("unknown" if in_common < _NOTHING else "unsure", best, tuple(off), score)
 
 
 def _with(vitals: Vitals, other: Vitals | None) -> float:

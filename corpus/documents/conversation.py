@@ -46,7 +46,7 @@ def conversation_of(messages: object, chat: ChatConfig) -> Conversation:
     have a role without a text around it, or call tools.
     """
     if not isinstance(messages, list) or not messages:
-        raise ValueError("must have a list of messages")
+        raise ValueError("the list of messages must have some")
     segments = [Segment(chat.begin, False, False)]
     kept = 0
     for number, message in enumerate(messages, 1):

@@ -180,9 +180,15 @@ def _lines(
         except (ValueError, KeyError, TypeError):
             value = None
         name = f"{file.name}#{number}"
-        if chat is not None:
-            yield _conversation(name, value, chat, replaced, f"{file.path} line {number}")
+        where = f"{file.path} line {number}"
+        if chat is not None and isinstance(value, list):
+            yield _conversation(name, value, chat, replaced, where)
             continue
+        if chat is not None:
+            raise InputError(
+                f"data.source: {where} must be a JSON object with a list of messages in the field "
+                f"{text_field} (data.text_field)"
+            )
         if not isinstance(value, str):
             raise InputError(
                 f"data.source: {file.path} line {number} must be a JSON object with a text in "
@@ -200,9 +206,7 @@ def _conversation(
         plain, broken = _encodable(json.dumps(value, ensure_ascii=False))
         pieces = conversation_of(json.loads(plain), chat)
     except ValueError as error:
-        raise InputError(
-            f"data.source: {where}, in the field of data.text_field: {error}"
-        ) from None
+        raise InputError(f"data.source: {where}: {error}") from None
     return Document(name, text_of(pieces), conversation=pieces, replaced=replaced or broken)
 
 

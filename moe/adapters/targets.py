@@ -56,6 +56,12 @@ def chosen(
                 f"on ({word}) must be {' or '.join(kinds) or 'a kind of layer'} that the model "
                 f"has, or a pattern of module names such as *.q_proj; linear layers here: "
                 f"{_named([t.name for t in targets if t.kind in ('attention', 'dense')])}"
+                + (
+                    "; moe.adopt gives a model of transformers experts and routers that can have "
+                    "adapters"
+                    if word in ("experts", "router")
+                    else ""
+                )
             )
     return [target for target in targets if any(_fits(target, word) for word in on)]
 

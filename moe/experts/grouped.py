@@ -139,8 +139,9 @@ class GroupedExperts(nn.Module):
         backend = choose_backend(self.backend, d_model, d_ff, dtype, device)
         if adapters and (self.unit_sums is not None or backend == "megablocks"):
             raise ValueError(
-                f"adapters of experts must have moe.backend ({backend}) auto, loop, grouped_mm or "
-                f"packed, and train.exact (false)"
+                f"adapters of experts must have moe.backend auto, loop, grouped_mm or packed, and "
+                f"no train.exact; the backend is {backend}, and exact sums are "
+                f"{'off' if self.unit_sums is None else 'on'}"
             )
         run: ExpertsFn = PATHS[backend]
         if self.gemm == "float8":

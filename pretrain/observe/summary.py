@@ -120,6 +120,8 @@ def how_to_train_on(spec: JobSpec, step: int, root: Path | str) -> str:
         step: the last step.
         root: the run's checkpoints.
     """
+    if spec.tune is not None and spec.tune.lora is not None:
+        return f"convoy convert export {root} HF_DIR writes the weights with their adapters"
     more = f"--set train.steps={2 * step}"
     before, longer = learning_rate(spec, step), learning_rate(spec, step, 2 * step)
     if not is_learning_rate_jump(before, longer):

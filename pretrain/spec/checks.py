@@ -259,6 +259,23 @@ def check_init(spec: Sections) -> None:
         )
 
 
+def check_tune(spec: Sections) -> None:
+    """What adapters of experts do not go with."""
+    lora = None if spec.tune is None else spec.tune.lora
+    if lora is None or "experts" not in lora.on or spec.moe is None:
+        return
+    if spec.train.exact:
+        raise ValueError(
+            "train.exact (true) must be false where tune.lora.on has experts: their adapters have "
+            "no exact sums; attention and dense layers may have adapters"
+        )
+    if spec.moe.backend == "megablocks":
+        raise ValueError(
+            "moe.backend (megablocks) must be auto, loop, grouped_mm or packed where tune.lora.on "
+            "has experts: MegaBlocks has no products of adapters"
+        )
+
+
 ALL_CHECKS = (
     check_moe,
     check_pipeline,
@@ -274,5 +291,6 @@ ALL_CHECKS = (
     check_exact,
     check_plan,
     check_init,
+    check_tune,
 )
 """In the order in which a spec is checked."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -52,7 +53,8 @@ def _check_patterns(model: nn.Module, config: TuneConfig) -> None:
     names = [name for name, _ in model.named_parameters()]
     for pattern in config.learn:
         if not any(fnmatchcase(name, pattern) for name in names):
+            near = get_close_matches(pattern, names, 3, 0.0)
             raise ValueError(
                 f"tune.learn ({pattern}) must be the name of a parameter, or a pattern of names; "
-                f"the model has {', '.join(names[:3])} and {max(len(names) - 3, 0)} more"
+                f"the most alike of {len(names)} names are {', '.join(near)}"
             )

@@ -219,8 +219,8 @@ def test_a_tokenizer_is_trained_on_the_texts_of_conversations(tokenizer, tmp_pat
 @pytest.mark.parametrize(
     ("talk", "rule"),
     [
-        ("a text", "must have a list of messages"),
-        ([], "must have a list of messages"),
+        ("a text", r"must be a JSON object with a list of messages in the field messages \(data"),
+        ([], "the list of messages must have some"),
         ([["user", "x"]], "message 1 must be an object with a role and a content"),
         ([message("user", "x"), message("judge", "y")], "message 2 has the role judge, and "
          r"\[data.chat.roles\] has system, user, assistant, tool"),
@@ -232,7 +232,7 @@ def test_a_tokenizer_is_trained_on_the_texts_of_conversations(tokenizer, tmp_pat
 )  # fmt: skip
 def test_a_line_that_is_no_conversation_is_refused(tokenizer, tmp_path, talk, rule):
     data = data_for(tmp_path / "talks", tokenizer, [TALKS[0], talk])
-    with pytest.raises(InputError, match=f"talks.jsonl line 2, .*data.text_field: .*{rule}"):
+    with pytest.raises(InputError, match=f"talks.jsonl line 2:? .*{rule}"):
         prepare_corpus(data, VOCAB, [].append)
     assert not Path(data.path).exists()
 

@@ -119,12 +119,8 @@ def test_adapters_are_tuned_on_two_ranks_and_transformers_has_what_they_learnt(
     kinds = ("exp_avg", "exp_avg_sq")
     assert moments == {f"optimizer/{k}/{n.removeprefix('model/')}" for k in kinds for n in adapters}
 
-    assert (
-        main(
-            arguments=["convert", "export", str(tmp_path / "run/checkpoints"), str(tmp_path / "hf")]
-        )
-        == 0
-    )
+    tuned, exported = str(tmp_path / "run" / "checkpoints"), str(tmp_path / "hf")
+    assert main(arguments=["convert", "export", tuned, exported]) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     manifest = read_manifest(data["path"])
@@ -140,6 +136,9 @@ def test_adapters_are_tuned_on_two_ranks_and_transformers_has_what_they_learnt(
         count += int((targets >= 0).sum())
     scored = [event for event in events(tmp_path / "run", "eval") if event["whole"]]
     assert scored[-1]["loss"] == pytest.approx(nats / count, rel=1e-4)
+    # The doctor knows that a tuned run has moments of its adapters alone, and adds these.
+    for first, other in ((tuned, str(base)), (tuned, exported), (exported, str(base))):
+        assert main(arguments=["inspect", "doctor", first, "--against", other]) == 0
     # What is asked of the model by the template that the export has is what it was trained on.
     (talk,) = (talk for talk in SUMS if talk[0]["content"] == "What is 3 + 4?")
     asked = tokenizer.apply_chat_template(talk[:1], add_generation_prompt=True, tokenize=False)
@@ -169,8 +168,11 @@ def test_what_cannot_be_tuned_is_refused(data, base, tmp_path, capfd):
         ({}, "tune must have learn or a table"),
         ({"learn": ["layers.*.nothing"]}, "tune.learn (layers.*.nothing) must be the name of a"),
         ({"lora": {"on": ["sideways"]}}, "tune.lora: on (sideways) must be experts or router or"),
+        ({"lora": {}, "exact": True}, "train.exact (true) must be false where tune.lora.on has"),
     ):
-        spec = write_spec(tmp_path, data=data, init={"checkpoint": str(base)}, tune=tune)
+        train = {"exact": tune.pop("exact", False)}
+        init = {"checkpoint": str(base)}
+        spec = write_spec(tmp_path, data=data, init=init, tune=tune, train=train)
         code, _, err = launch(spec, 1)
         assert code == 2
         assert message in err
