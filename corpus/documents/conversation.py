@@ -59,6 +59,8 @@ def conversation_of(messages: object, chat: ChatConfig) -> Conversation:
         ]
         kept = len(segments) if is_answer else kept
     segments = [segment for segment in segments[:kept] if segment.text]
+    if not any(segment.is_target for segment in segments):
+        return ()
     grouped = groupby(segments, key=lambda segment: segment.is_target)
     return tuple(Piece(tuple(group)) for _, group in grouped)
 
@@ -97,6 +99,7 @@ def jinja_template(chat: ChatConfig) -> str:
 
     def quoted(text: str) -> str:
         escaped = text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
+        escaped = escaped.replace("\r", "\\r")
         return f"'{escaped}'"
 
     parts = [

@@ -46,10 +46,16 @@ class ConversationEncoder:
         ]
 
     def _ids(self, piece: Piece, ids: Sequence[int]) -> np.ndarray:
-        if any(s.is_content and self._spelled.search(s.text) for s in piece.segments):
+        if any(s.is_content and self._spells(s.text) for s in piece.segments):
             ids = [number for segment in piece.segments for number in self._segment(segment)]
         array = np.array(ids, np.int64)
         return array if piece.is_target else ~array
+
+    def _spells(self, text: str) -> bool:
+        """Whether a text spells a special token, as it is or as the tokenizer normalizes it."""
+        normalizer = self._plain.normalizer
+        texts = [text] if normalizer is None else [text, normalizer.normalize_str(text)]
+        return any(self._spelled.search(spelled) for spelled in texts)
 
     def _segment(self, segment: Segment) -> list[int]:
         tokenizer = self._plain if segment.is_content else self._special

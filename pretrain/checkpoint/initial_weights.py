@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import ckpt
 from ckpt import CheckpointError, LocalArray, Location, Manifest
 from ckpt.format import Missing, renamed
 from corpus.config import DataConfig
+from pretrain.data import Blend, Corpora
 from pretrain.errors import InputError
 from pretrain.job import Job
 from pretrain.optim import set_update_count
-from pretrain.spec import stored_spec
-from pretrain.state import Progress, seed_rng
+from pretrain.spec import JobSpec, stored_spec
+from pretrain.state import Progress, blend_of, read_run_state, seed_rng
 from pretrain.tune import is_adapter
 
 
@@ -26,6 +28,9 @@ def initialize(job: Job) -> Progress:
     progress = Progress(loss_scale=spec.precision.first_loss_scale)
     if spec.init.checkpoint is None:
         job.initialize()
+        if spec.tune is not None:
+            text = "without init.checkpoint what [tune] freezes has random values"
+            job.events.note(text, problem=True)
     else:
         progress = _load_initial(job, spec.init.checkpoint, progress)
     seed_rng(spec.train.seed, progress.step, runtime.rank)
@@ -40,10 +45,10 @@ def _load_initial(job: Job, checkpoint: str, progress: Progress) -> Progress:
     runtime.together(lambda: _check_tokenizer(spec.data, tokenizer, root, manifest))
     goes_on = spec.init.state == "training"
     if goes_on:
-        progress = runtime.together(lambda: _progress_of(root, manifest, progress))
+        progress = runtime.together(lambda: _progress_of(spec, root, manifest, progress))
     named = job.arrays() if goes_on else job.weights()
     arrays = [array for array in named if not is_adapter(array.spec.name)]
-    missing: Missing = "refuse" if spec.init.strict else "keep"
+    missing: Missing = "refuse" if spec.init.strict or goes_on else "keep"
     if missing == "keep" or spec.tune is not None:
         job.initialize()  # of adapters a checkpoint to begin with has none
     rename = spec.init.rename
@@ -54,6 +59,17 @@ def _load_initial(job: Job, checkpoint: str, progress: Progress) -> Progress:
     job.events.note(f"{what} step {manifest.step} in {root}")
     if goes_on:
         set_update_count(job.optimizer, progress.step)
+        state = None if "training" in manifest.state else read_run_state(manifest)
+        counts = None if state is None else state.progress.expert_counts
+        scope = None if spec.moe is None else spec.moe.aux_loss_scope
+        if counts is not None and scope == "previous_step":
+            job.set_step_counts(counts)
+            progress = replace(progress, expert_counts=counts)
+        if state is not None and _same_data(manifest, blend_of(state), job.corpora):
+            job.continue_blend(blend_of(state), progress.consumed_samples)
+        elif state is not None:
+            job.events.note("the data is not that of init.checkpoint: samples begin anew")
+            progress = replace(progress, consumed_samples=0, first_sample=0)
     saved = stored_spec(manifest.spec)
     for section in ("model", "moe"):
         before, now = saved.get(section), spec.as_dict()[section]
@@ -64,11 +80,25 @@ def _load_initial(job: Job, checkpoint: str, progress: Progress) -> Progress:
     return progress
 
 
-def _progress_of(root: Location, manifest: Manifest, progress: Progress) -> Progress:
+def _same_data(manifest: Manifest, blend: Blend, corpora: Corpora) -> bool:
+    """Whether a run has the sequences that a checkpoint's own run has drawn from."""
+    before: Mapping[str, Any] = stored_spec(manifest.spec).get("data") or {}
+    now = corpora.data.model_dump(mode="json")
+    known = {corpus.manifest.fingerprint for corpus in corpora.sources}
+    alike = all(before.get(name) == now[name] for name in ("seq_len", "packing"))
+    return alike and set(blend.sources) <= known
+
+
+def _progress_of(spec: JobSpec, root: Location, manifest: Manifest, progress: Progress) -> Progress:
     """Where the training of a checkpoint is: of a run's own, or of one that was another trainer's.
 
-    Raises InputError for weights alone.
+    Raises InputError for weights alone, and where the run would have no step.
     """
+    if manifest.step >= spec.train.steps:
+        raise InputError(
+            f"train.steps ({spec.train.steps}) must be above the step of init.checkpoint "
+            f"({manifest.step}) with init.state (training)"
+        )
     state = manifest.state
     moved = state.get("training")
     if moved is not None:

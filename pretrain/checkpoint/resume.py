@@ -27,7 +27,6 @@ from pretrain.checkpoint.node_tiers import NodeTiers
 from pretrain.checkpoint.progress import newest_shared_step
 from pretrain.checkpoint.rolling_back import complete_roll_back, with_memory_of_roll_back
 from pretrain.checkpoint.run_id import run_id, save_id
-from pretrain.data import Blend, Phase
 from pretrain.errors import InputError
 from pretrain.job import Job
 from pretrain.observe import Events, Resized, Restored, SpecChanged, human_bytes
@@ -35,7 +34,7 @@ from pretrain.optim import set_update_count
 from pretrain.spec import JobSpec, is_learning_rate_jump, learning_rate
 from pretrain.state import (
     Progress,
-    RunState,
+    blend_of,
     read_run_state,
     rng_arrays,
     rng_states,
@@ -239,7 +238,7 @@ def _load(job: Job, manifest: Manifest, root: Location, once: bool = False) -> P
             if wish is not None:
                 job.act(wish)
     progress, scale = state.progress, job.spec.precision.first_loss_scale
-    job.continue_blend(_blend_of(state), progress.consumed_samples)
+    job.continue_blend(blend_of(state), progress.consumed_samples)
     if job.spec.moe is None or job.spec.moe.aux_loss_scope != "previous_step":
         progress = replace(progress, expert_counts=None)
     elif progress.expert_counts is not None:
@@ -249,13 +248,6 @@ def _load(job: Job, manifest: Manifest, root: Location, once: bool = False) -> P
         progress = replace(progress, loss_scale=scale, steps_at_loss_scale=0)
     set_update_count(job.optimizer, progress.step)
     return progress
-
-
-def _blend_of(state: RunState) -> Blend:
-    """What the run has drawn its samples from."""
-    if state.blend is None:
-        return Blend((Phase.of(0, {state.corpus: 1}),))
-    return Blend.from_json(state.blend)
 
 
 def _saved(manifest: Manifest, prefix: str) -> dict[str, tuple[int, ...]]:

@@ -157,6 +157,12 @@ def _write(data: DataConfig, corpus: CorpusManifest, folder: Path) -> None:
     for shard in corpus.train:
         ends = np.frombuffer(read_file(f"{data.path}/{shard.ends_file}"), "<i8")
         pieces, cuts = cut(ends, shard.tokens, length)
+        if data.chat is not None:
+            # A piece of a long conversation may have no answer: a step must have some.
+            tokens = np.frombuffer(read_file(f"{data.path}/{shard.file}"), corpus.dtype)
+            pairs = pieces.tolist()
+            has_answer = [bool((tokens[start + 1 : start + n] >= 0).any()) for start, n in pairs]
+            pieces = pieces[np.array(has_answer, bool)]
         sequence, count = best_fit(pieces[:, 1], length)
         rows = np.empty(len(pieces), PIECE)
         rows["sequence"], rows["start"], rows["tokens"] = sequence, pieces[:, 0], pieces[:, 1]
@@ -201,6 +207,45 @@ def read_packing_at(folder: str, corpus: CorpusManifest) -> Packing:
     if packing.fingerprint != corpus.fingerprint or not folder.endswith(f"-{packing.seq_len}"):
         raise InputError(f"{folder} is of another corpus; remove it to pack the corpus anew")
     return packing
+
+
+class WholeDocuments:
+    """The held-out documents of one corpus, each in sequences of its own, padded with -1.
+
+    Documents that are longer than a sequence are cut as by :func:`cut`: what is scored has the
+    context that training has.
+
+    Raises InputError where a file is not as long as it must be.
+    """
+
+    def __init__(
+        self, data: DataConfig, corpus: CorpusManifest, cache: ShardCache | None = None
+    ) -> None:
+        self.seq_len = data.seq_len
+        self._tokens = ShardFiles(data, corpus, corpus.val, cache=cache)
+        self._tokens.check_lengths()
+        pieces = []
+        for number, shard in enumerate(corpus.val):
+            ends = np.frombuffer(read_file(f"{data.path}/{shard.ends_file}"), "<i8")
+            own, _ = cut(ends, shard.tokens, data.seq_len + 1)
+            pieces.append(np.insert(own, 0, number, axis=1))
+        self._pieces = np.concatenate(pieces) if pieces else np.empty((0, 3), np.int64)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def read(self, indices: Indices) -> np.ndarray:
+        """See :meth:`pretrain.data.sequences.Sequences.read`."""
+        wanted = self._pieces[np.asarray(indices, np.int64)]
+        rows = np.full((len(wanted), self.seq_len + 1), -1, np.int64)
+        shards = by_shard(wanted[:, 0])
+        for numbers, tokens in zip(
+            shards.values(), self._tokens.in_turn(list(shards)), strict=True
+        ):
+            for row in numbers:
+                _, start, size = wanted[row].tolist()
+                rows[row, :size] = tokens[start : start + size]
+        return rows
 
 
 class BestFitSequences:

@@ -13,7 +13,7 @@ from typing import Any
 from corpus.config import DataConfig, is_remote, whole_weights
 from corpus.manifest import CorpusManifest, open_corpus
 from corpus.tokenizer import end_of_document, load_tokenizer
-from pretrain.data.best_fit import BestFitSequences, read_packing
+from pretrain.data.best_fit import BestFitSequences, WholeDocuments, read_packing
 from pretrain.data.blend import Blend, Phase
 from pretrain.data.cache import ShardCache
 from pretrain.data.order import BlendedOrder, GlobalOrder
@@ -140,6 +140,11 @@ class Corpora:
 
     def held_out_sequences(self) -> dict[str, Sequences]:
         """The sequences of each set that is scored, by name."""
+        if self.data.chat is not None:
+            return {
+                corpus.name: WholeDocuments(corpus.data, corpus.manifest, self.cache)
+                for corpus in (*self.sources, *self.validation)
+            }
         return {
             one.name: PackedSequences(one.data, one.manifest, "val", whole=True, cache=self.cache)
             for one in (*self.sources, *self.validation)

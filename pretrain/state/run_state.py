@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from ckpt import CheckpointError, Manifest
+from pretrain.data import Blend, Phase
 from pretrain.state.progress import Progress
 
 
@@ -114,3 +115,10 @@ def run_id_of(manifest: Manifest) -> str:
 
 
 _PROGRESS = TypeAdapter(Progress)
+
+
+def blend_of(state: RunState) -> Blend:
+    """What a run has drawn its samples from."""
+    if state.blend is None:
+        return Blend((Phase.of(0, {state.corpus: 1}),))
+    return Blend.from_json(state.blend)

@@ -27,7 +27,7 @@ class LoraConfig(Section):
 class TuneConfig(Section):
     """The ``[tune]`` section: only some parameters learn. Without this table all do.
 
-    A run with this table begins from ``init.checkpoint``.
+    A run with this table begins from ``init.checkpoint``, or what is frozen has random values.
     """
 
     on_resume = OnResume.FIXED

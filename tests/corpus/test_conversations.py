@@ -11,7 +11,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 from convoy.convert.tokenizer import FoundTokenizer, files_of_hf
 from corpus.config import END_OF_DOCUMENT, ChatConfig, DataConfig, RoleConfig, chatml_roles
@@ -30,7 +38,7 @@ CHAT = ChatConfig()
 TAGS = {
     "begin": "<|begin|>",
     "roles": {
-        "human": {"before": "Human: ", "after": "\n\n"},
+        "human": {"before": "Human: ", "after": "\r\n\n"},
         "bot": {"before": "Bot's answer: ", "after": "<|im_end|>\n"},
     },
     "answers": ["bot"],
@@ -148,6 +156,32 @@ def test_a_content_cannot_end_its_turn(tokenizer):
     assert plain.count(tokenizer.token_to_id("<|im_start|>")) == 2
     assert plain.count(tokenizer.token_to_id("<|im_end|>")) == 2
     assert tokenizer.decode(plain, skip_special_tokens=False).count(trick) == 2
+
+
+def test_a_content_is_looked_at_as_the_tokenizer_normalizes_it(tokenizer):
+    again = Tokenizer.from_str(tokenizer.to_str())
+    again.normalizer = normalizers.NFKC()
+    again.add_special_tokens([AddedToken("<|stop|>", special=True, normalized=True)])
+    chat = ChatConfig(roles={"user": RoleConfig(), "assistant": RoleConfig(after="<|stop|>")})
+    trick = "x\uff1c|stop|\uff1ey"  # wide brackets, which the normalizer makes plain ones
+    talk = [message("user", trick), message("assistant", trick)]
+    (ids,) = ConversationEncoder(again.to_str()).encode([conversation_of(talk, chat)])
+    assert np.where(ids < 0, ~ids, ids).tolist().count(again.token_to_id("<|stop|>")) == 1
+
+
+def test_an_answer_without_text_is_none():
+    chat = ChatConfig(roles={"user": RoleConfig(), "assistant": RoleConfig()})
+    assert conversation_of([message("user", "x"), message("assistant", "")], chat) == ()
+
+
+def test_pieces_of_long_conversations_have_an_answer_each(tokenizer, tmp_path):
+    long = [message("user", "What? " * 200), message("assistant", "That.")]
+    data = data_for(tmp_path / "talks", tokenizer, [long] * 4 + TALKS[:6], seq_len=32)
+    manifest = prepare_corpus(data, VOCAB, [].append)
+    pack_corpus(data, manifest, [].append)
+    sequences = open_corpora(data, VOCAB).train_sequences()
+    batch = read_batch(sequences, range(len(sequences)))
+    assert bool((batch[:, 1:] >= 0).any(1).all())
 
 
 CONTENTS = st.text(st.characters(codec="utf-8"), max_size=12)

@@ -77,6 +77,44 @@ def test_the_other_steps_have_the_bits_that_they_would_have_had(way, run, data, 
     assert "each sample exactly once and in order" in capsys.readouterr().out
 
 
+def test_the_loads_of_experts_and_the_blend_go_on(data, tmp_path):
+    """The loss over the loads of the step before, and a blend that had other weights before."""
+    text = Path(data["source"])
+    names = sorted(path.name for path in text.iterdir())
+    for number, half in enumerate((names[::2], names[1::2])):
+        (tmp_path / f"text{number}").mkdir()
+        for name in half:
+            (tmp_path / f"text{number}" / name).write_bytes((text / name).read_bytes())
+
+    def sections(weight: float) -> dict[str, Any]:
+        sources = {
+            f"s{n}": {"source": str(tmp_path / f"text{n}"), "path": str(tmp_path / f"corpus{n}"),
+                      "weight": weight if n else 1.0} for n in range(2)
+        }  # fmt: skip
+        own = {"data": {"sources": sources, "source": "", "path": ""}, "model": MODEL}
+        return own | {"moe": {"aux_loss_scope": "previous_step", "aux_loss_coeff": 0.5}}
+
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    assert main(arguments=["prepare", str(write_spec(first, **sections(1.0)))]) == 0
+    short = [write_spec(first, **sections(weight)) for weight in (1.0,)]
+    assert launch(short[0], 1, "train.steps=3", "schedule.kind=constant")[0] == 0
+    again = write_spec(first, **sections(3.0))
+    assert launch(again, 1, "schedule.kind=constant")[0] == 0
+    # From step 3 of the checkpoint of step 6 on: the blend had other weights before.
+    init = {"checkpoint": str(first / "run" / "checkpoints"), "state": "training"}
+    spec = write_spec(second, **sections(3.0), init=init)
+    assert launch(spec, 1, "train.steps=9", "schedule.kind=constant")[0] == 0
+    assert launch(again, 1, "train.steps=9", "schedule.kind=constant")[0] == 0
+    there = {event["step"]: event["loss"] for event in events(first / "run", "step")}
+    here = {event["step"]: event["loss"] for event in events(second / "run", "step")}
+    assert here == {step: there[step] for step in (7, 8, 9)}
+    code, _, err = launch(spec, 1, "train.steps=6", f"run_dir={tmp_path / 'third'}")
+    assert code == 2
+    assert "train.steps (6) must be above the step of init.checkpoint (9)" in err
+
+
 def test_what_has_no_training_is_refused(run, data, tmp_path):
     hf, weights = str(tmp_path / "hf"), str(tmp_path / "weights")
     assert main(arguments=["convert", "export", str(run / "checkpoints"), hf]) == 0

@@ -19,8 +19,10 @@ from convoy.commands.prepare import main as prepare
 from corpus.config import DataConfig
 from corpus.manifest import read_manifest
 from pretrain.data.best_fit import read_packing
+from pretrain.data.corpora import open_corpora
+from pretrain.model import meta_decoder
 from tests.runs.test_runs import launch
-from tests.support.jobs import events, write_spec
+from tests.support.jobs import events, make_spec, write_spec
 
 SUMS = [
     [
@@ -147,6 +149,32 @@ def test_adapters_are_tuned_on_two_ranks_and_transformers_has_what_they_learnt(
     said = model.generate(**prompt, max_new_tokens=4, do_sample=False)[0].tolist()
     # The end token ends what the model says.
     assert len(said) - prompt["input_ids"].shape[1] == 4 or said[-1] == tokenizer.eos_token_id
+
+
+def test_held_out_answers_are_scored_with_their_questions(data):
+    own = DataConfig.model_validate({**data, "seq_len": 40, "shard_tokens": 20_000})
+    corpora = open_corpora(own, 320)
+    (sequences,) = corpora.held_out_sequences().values()
+    manifest, rows = corpora.sources[0].manifest, sequences.read(range(len(sequences)))
+    assert len(rows) == manifest.val_documents
+    tokens = np.fromfile(Path(data["path"]) / manifest.val[0].file, "<i4")
+    texts = [row[: int((row != -1).nonzero()[0][-1]) + 1] for row in rows]
+    assert np.concatenate(texts).tolist() == tokens.tolist()
+
+
+def test_a_rate_that_rounds_updates_away_is_no_error(data, base, tmp_path):
+    fields = {
+        "data": data, "init": {"checkpoint": str(base)}, "optimizer": {"lr": 1e-8},
+        "tune": {"learn": ["*norm*", "head.weight"]}, "parallel": {"pp": 2},
+        "schedule": {"warmup_steps": 0},
+    }  # fmt: skip
+    spec = write_spec(tmp_path, **fields)
+    code, _, err = launch(spec, 2)
+    assert code == 0, err
+    (moved,) = events(tmp_path / "run", "moved")
+    made = make_spec(tmp_path, **fields)
+    names = [name for name, _ in meta_decoder(made.model, made.moe).named_parameters()]
+    assert moved["parameters"] == len(names), "those of both stages"
 
 
 def test_a_tuned_run_resumes_to_the_bit_on_another_layout(data, base, tmp_path):

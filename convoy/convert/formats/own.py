@@ -17,6 +17,7 @@ from convoy.convert.formats.rules import split_slot
 from convoy.convert.formats.state import Training
 from convoy.convert.grown import weight_arrays
 from parallel.layout import Topology
+from pretrain.model import is_bias
 from pretrain.spec import JobSpec, resolve_spec, stored_spec
 from pretrain.state import MODEL
 
@@ -106,7 +107,9 @@ def with_spec(training: Training, spec: JobSpec, arrays: Mapping[str, Any]) -> T
     optimizer = {"lr": lr, "initial_lr": own.lr, "betas": [own.beta1, own.beta2], "eps": own.eps}
     names = {split_slot(name)[1]: array for name, array in arrays.items()}
     decay = {
-        path: 0.0 if path.endswith(("norm/weight", "expert_bias")) else own.weight_decay
+        path: 0.0
+        if path.endswith(("norm/weight", "expert_bias", "sinks")) or is_bias(path.replace("/", "."))
+        else own.weight_decay
         for path in names
     }
     shape: dict[str, Any] = {
