@@ -99,6 +99,13 @@ def _matching(manifest: Manifest, array: LocalArray, names: Mapping[str, str]) -
     for what, a, b in zip(("shape", "dtype", "attributes"), found, wanted, strict=True):
         if a != b:
             raise CheckpointError(
-                f"checkpoint array {spec.name} has {what} {a} but the model needs {b}"
+                f"checkpoint array {spec.name} has {what} {_short(a)} but the model needs "
+                f"{_short(b)}"
             )
     return record
+
+
+def _short(value: object) -> str:
+    """A value in an error: a forged manifest may have numbers of thousands of digits."""
+    text = str(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
