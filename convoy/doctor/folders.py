@@ -13,33 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.errors import CheckpointError
-from ckpt.interop import (
-    DcpSource,
-    SafetensorsSource,
-    ShardedSafetensorsSource,
-    TensorInFile,
-    is_dcp,
-    is_safetensors,
-    read_torch_file,
-)
+from ckpt.interop import DcpSource, TensorInFile, is_dcp, read_torch_file
 from ckpt.rewrite import Source, SourceArray, SourceInfo
+from convoy.convert.formats import common_state, universal_files, weights_of
 from parallel.layout import Box
 
 _ZERO, _STATES = "zero", "mp_rank_00_model_states.pt"
 _MODEL, _OPTIMIZER, _COUNTERS = "model", "optim", "step_scheduler.pt"
-_COMMON, _COMMON_FILE = "common_state/shard_0_1", "common.pt"
 
 
 def is_deepspeed(path: Path) -> bool:
     """Whether a folder looks like a universal checkpoint of DeepSpeed."""
     return (path / _ZERO).is_dir()
-
-
-def is_automodel(path: Path) -> bool:
-    """Whether a folder looks like a checkpoint of NeMo Automodel."""
-    model = path / _MODEL
-    return model.is_dir() and (is_safetensors(model) or is_dcp(model))
 
 
 class DeepSpeedFiles:
@@ -49,14 +34,10 @@ class DeepSpeedFiles:
     def __init__(self, folder: Path) -> None:
         self._tensors: dict[str, TensorInFile] = {}
         stamps = []
-        for path in sorted((folder / _ZERO).glob("*/*.pt")):
-            value = read_torch_file(path)
-            tensor = value.get("param") if isinstance(value, dict) else value
-            if path.stem != "step" and not isinstance(tensor, TensorInFile):
-                raise CheckpointError(f"{path} has no tensor under the key param")
-            if isinstance(tensor, TensorInFile):
-                self._tensors[f"{_ZERO}/{path.parent.name}/{path.stem}"] = tensor
-            stamps.append((path.parent.name, path.stem, path.stat().st_mtime_ns))
+        for file in universal_files(folder):
+            if isinstance(file.value, TensorInFile):
+                self._tensors[f"{_ZERO}/{file.parameter}/{file.key}"] = file.value
+            stamps.append(file.stamp)
         states = read_torch_file(folder / _STATES) if (folder / _STATES).is_file() else {}
         self.states: Mapping[str, Any] = states if isinstance(states, dict) else {}
         for name, tensor in (self.states.get("module") or {}).items():
@@ -82,14 +63,7 @@ class AutomodelFolders:
     """A :class:`ckpt.rewrite.Source`: the weights of ``model`` and the moments of ``optim``."""
 
     def __init__(self, folder: Path) -> None:
-        model = folder / _MODEL
-        sources: list[Source] = []
-        if is_dcp(model):
-            sources.append(DcpSource(model))
-        elif is_safetensors(model / "consolidated"):
-            sources.append(SafetensorsSource(model / "consolidated"))
-        else:
-            sources.append(ShardedSafetensorsSource(model))
+        sources: list[Source] = [weights_of(folder / _MODEL)]
         if is_dcp(folder / _OPTIMIZER):
             sources.append(DcpSource(folder / _OPTIMIZER))
         self._home = {name: source for source in sources for name in source.arrays}
@@ -107,14 +81,7 @@ class AutomodelFolders:
 
 def megatron_steps(source: DcpSource, folder: Path) -> tuple[int | None, int | None]:
     """The iteration of a Megatron checkpoint, and the updates that its optimizer has counted."""
-    state: Any = None
-    if _COMMON in source.left_out:
-        state = source.read_object(_COMMON)
-    elif (folder / _COMMON_FILE).is_file():
-        state = read_torch_file(folder / _COMMON_FILE)
-    state = state[0] if isinstance(state, list) and state else state
-    if not isinstance(state, dict):
-        return None, None
+    state = common_state(source, folder)
     iteration = state.get("iteration")
     counts = _updates(state.get("optimizer"))
     return (

@@ -13,10 +13,10 @@ from ckpt.format import Manifest, read_manifest
 from ckpt.interop import DcpSource, SafetensorsSource, is_dcp, is_safetensors
 from ckpt.rewrite import Selected, Source
 from convoy.convert import merged_source, with_dots
+from convoy.convert.formats import is_automodel
 from convoy.doctor.folders import (
     AutomodelFolders,
     DeepSpeedFiles,
-    is_automodel,
     is_deepspeed,
     megatron_steps,
 )
@@ -43,8 +43,8 @@ def open_patient(location: str, step: int | None = None) -> Patient:
     Raises CheckpointError or InputError, one line each, where it cannot be read.
     """
     path = Path(location)
-    folder = is_deepspeed(path) or is_automodel(path)
-    if folder and step is not None:
+    of_files = is_dcp(path) or is_safetensors(path)
+    if step is not None and (of_files or is_deepspeed(path) or is_automodel(path)):
         raise InputError(f"--step ({step}) is for checkpoint folders; {path} holds one step alone")
     if is_deepspeed(path):
         files = DeepSpeedFiles(path)
@@ -54,11 +54,7 @@ def open_patient(location: str, step: int | None = None) -> Patient:
     if is_automodel(path):
         folders = AutomodelFolders(path)
         return Patient(folders, Declared("NeMo Automodel", step=folders.step))
-    if is_dcp(path) or is_safetensors(path):
-        if step is not None:
-            raise InputError(
-                f"--step ({step}) is for checkpoint folders; {path} holds one step alone"
-            )
+    if of_files:
         foreign = DcpSource(path) if is_dcp(path) else SafetensorsSource(path)
         if foreign.described:  # Convoy wrote it, and says of what
             return Patient(foreign, _of_convoy(foreign))

@@ -1,7 +1,11 @@
+from .automodel import is_automodel as is_automodel
+from .automodel import weights_of as weights_of
 from .certificate import CERTIFICATE as CERTIFICATE
 from .certificate import differences as differences
 from .certificate import hashes as hashes
 from .certificate import read_certificate as read_certificate
+from .deepspeed import universal_files as universal_files
+from .megatron import common_state as common_state
 from .move import LEAVE as LEAVE
 from .move import Move as Move
 from .move import hashes_of as hashes_of

@@ -59,12 +59,11 @@ class Automodel(Declared):
 
     def is_one(self, path: Path) -> bool:
         """See Format."""
-        model = path / _MODEL
-        return model.is_dir() and (is_safetensors(model) or is_dcp(model))
+        return is_automodel(path)
 
     def open(self, path: Path, num_heads: int | None, step: int | None = None) -> Opened:
         """See Format."""
-        sources: list[tuple[str, Source]] = [("", _weights(path / _MODEL))]
+        sources: list[tuple[str, Source]] = [("", weights_of(path / _MODEL))]
         optimizer = DcpSource(path / _OPTIMIZER) if is_dcp(path / _OPTIMIZER) else None
         if optimizer is not None:
             names = [name for name in optimizer.arrays if re.fullmatch(_MOMENT, name)]
@@ -103,7 +102,14 @@ class Automodel(Declared):
         return CombinedTarget(theirs, folder, {_MODEL: model, _OPTIMIZER: optimizer}, beside)
 
 
-def _weights(model: Path) -> Source:
+def is_automodel(path: Path) -> bool:
+    """Whether a folder looks like a checkpoint of NeMo Automodel."""
+    model = path / _MODEL
+    return model.is_dir() and (is_safetensors(model) or is_dcp(model))
+
+
+def weights_of(model: Path) -> Source:
+    """The weights in the folder ``model``: DCP, safetensors, or safetensors that are cut."""
     if is_dcp(model):
         return DcpSource(model)
     if is_safetensors(model / "consolidated"):

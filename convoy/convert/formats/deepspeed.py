@@ -14,7 +14,7 @@ import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -62,6 +62,31 @@ _EXPERTS = re.compile(r".*\.mlp\.experts\.w[123]")
 _BUFFER = re.compile(r".*e_score_correction_bias")
 
 
+class UniversalFile(NamedTuple):
+    """One file of ``zero``."""
+
+    parameter: str
+    key: str
+    """``fp32``, a moment, or ``step``."""
+    value: Any
+    """A :class:`ckpt.interop.TensorInFile`; of the key ``step`` it may be a number."""
+    stamp: tuple[str, int, int]
+    """Differs where the file does."""
+
+
+def universal_files(folder: Path) -> Iterator[UniversalFile]:
+    """The files of ``zero``, in order. Raises CheckpointError, naming the file, for one that cannot
+    be read or has no tensor."""
+    for path in sorted((folder / _ZERO).glob("*/*.pt")):
+        value = read_torch_file(path)
+        value = value.get("param") if isinstance(value, dict) else value
+        if path.stem != "step" and not isinstance(value, TensorInFile):
+            raise CheckpointError(f"{path} has no tensor under the key param")
+        parameter, status = path.parent.name, path.stat()
+        stamp = f"{parameter}/{path.stem}", status.st_size, status.st_mtime_ns
+        yield UniversalFile(parameter, path.stem, value, stamp)
+
+
 class _Source:
     """The tensors of ``zero``, and the buffers; each is a file, or a part of one."""
 
@@ -69,18 +94,13 @@ class _Source:
         self.tensors: dict[str, TensorInFile] = {}
         stamp = []
         self.steps: dict[str, int] = {}
-        for path in sorted((folder / _ZERO).glob("*/*.pt")):
-            value = read_torch_file(path)
-            name, status = f"{path.parent.name}/{path.stem}", path.stat()
-            stamp.append((name, status.st_size, status.st_mtime_ns))
-            if path.stem == "step":
-                number = value.item() if isinstance(value, TensorInFile) else value
-                self.steps[path.parent.name] = int(number)
-                continue
-            tensor = value.get("param") if isinstance(value, dict) else value
-            if not isinstance(tensor, TensorInFile):
-                raise CheckpointError(f"{path} has no tensor under the key param")
-            self.tensors[name] = tensor
+        for file in universal_files(folder):
+            stamp.append(file.stamp)
+            if file.key == "step":
+                number = file.value.item() if isinstance(file.value, TensorInFile) else file.value
+                self.steps[file.parameter] = int(number)
+            else:
+                self.tensors[f"{file.parameter}/{file.key}"] = file.value
         self.states: Mapping[str, Any] = read_torch_file(folder / _STATES)
         for name, tensor in (self.states.get("module") or {}).items():
             if _BUFFER.fullmatch(name) and isinstance(tensor, TensorInFile):

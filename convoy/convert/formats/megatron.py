@@ -150,7 +150,7 @@ class Megatron(Declared):
                 behind.append(name)
         for name in names:
             refuse(name)
-        state = _common(source, path)
+        state = common_state(source, path)
 
         def training(links: list[Link]) -> Training:
             return _training(state, Parameters.of(links, _MOMENT))
@@ -206,15 +206,15 @@ def refuse(name: str) -> None:
             raise InputError(f"{name} is of a model with {option}; it must be {needed}")
 
 
-def _common(source: DcpSource, path: Path) -> Mapping[str, Any]:
-    """What Megatron keeps of the run: up to 0.15 in a file, from then on as an object."""
+def common_state(source: DcpSource, path: Path) -> Mapping[str, Any]:
+    """What Megatron keeps of the run: up to 0.15 in a file, from then on as an object; empty where
+    there is neither."""
     state: Any = None
     if _COMMON in source.left_out:
         state = source.read_object(_COMMON)
     elif (path / _COMMON_FILE).is_file():
         state = read_torch_file(path / _COMMON_FILE)
-    if isinstance(state, list):
-        state = state[0]
+    state = state[0] if isinstance(state, list) and state else state
     return state if isinstance(state, dict) else {}
 
 

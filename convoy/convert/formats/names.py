@@ -6,33 +6,18 @@ Legend: L layers, E experts, D d_model, F d_ff.
 from __future__ import annotations
 
 from convoy.convert.formats.rules import Rule
+from convoy.convert.hf import LAYER_NAMES
 
 GATE, UP, DOWN = (f"layers/moe/experts/w_{role}" for role in ("gate", "up", "down"))
 """The matrices of experts, [L, E, D, F] and, down, [L, E, F, D]."""
 _L = "model.layers.{layer}."
+_OWN_RULES = ("moe.router.", "moe.experts.")
 _IN_LAYER = {
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attention/wq",
-    "self_attn.k_proj": "attention/wk",
-    "self_attn.v_proj": "attention/wv",
-    "self_attn.o_proj": "attention/wo",
-    "self_attn.q_norm": "attention/q_norm",
-    "self_attn.k_norm": "attention/k_norm",
-    "self_attn.q_a_proj": "attention/wq_a",
-    "self_attn.q_a_layernorm": "attention/q_a_norm",
-    "self_attn.q_b_proj": "attention/wq_b",
-    "self_attn.kv_a_proj_with_mqa": "attention/wkv_a",
-    "self_attn.kv_a_layernorm": "attention/kv_a_norm",
-    "self_attn.kv_b_proj": "attention/wkv_b",
-    "mlp.gate_proj": "ffn/w_gate",
-    "mlp.up_proj": "ffn/w_up",
-    "mlp.down_proj": "ffn/w_down",
-    "mlp.shared_experts.gate_proj": "moe/shared_experts/w_gate",
-    "mlp.shared_experts.up_proj": "moe/shared_experts/w_up",
-    "mlp.shared_experts.down_proj": "moe/shared_experts/w_down",
-    "mlp.shared_expert_gate": "moe/shared_gate",
+    theirs: ours.replace(".", "/")
+    for ours, theirs in LAYER_NAMES.items()
+    if not ours.startswith(_OWN_RULES) and not ours.endswith(".bias")
 }
+"""Of each tensor within a layer, the array. No format takes biases of attention."""
 ROUTER_BIAS = "layers/moe/router/expert_bias"
 
 
@@ -43,7 +28,7 @@ def decoder(router: str = "mlp.gate", bias: str = "mlp.gate.e_score_correction_b
         Rule("model.embed_tokens.weight", "embed/weight"),
         Rule("model.norm.weight", "norm/weight"),
         Rule("lm_head.weight", "head/weight"),
-        *(Rule(f"{_L}{name}.weight", f"layers/{ours}/weight") for name, ours in _IN_LAYER.items()),
+        *(Rule(f"{_L}{theirs}", f"layers/{ours}") for theirs, ours in _IN_LAYER.items()),
         Rule(f"{_L}{router}.weight", "layers/moe/router/weight"),
         Rule(f"{_L}{bias}", ROUTER_BIAS, of="buffer"),
     )

@@ -10,5 +10,6 @@ from .files import open_hf as open_hf
 from .files import to_hf as to_hf
 from .model_config import HFConfig as HFConfig
 from .others import NOT_CONVERTED as NOT_CONVERTED
+from .tensors import LAYER_NAMES as LAYER_NAMES
 from .tensors import HFTensor as HFTensor
 from .tensors import hf_tensors as hf_tensors

@@ -13,7 +13,7 @@ _NAMES = {
     "norm.weight": "model.norm.weight",
     "head.weight": "lm_head.weight",
 }
-_LAYER_NAMES = {
+LAYER_NAMES = {
     "attention_norm.weight": "input_layernorm.weight",
     "ffn_norm.weight": "post_attention_layernorm.weight",
     "attention.wq.weight": "self_attn.q_proj.weight",
@@ -45,7 +45,9 @@ _LAYER_NAMES = {
     "moe.experts.w_gate": "mlp.experts.{expert}.gate_proj.weight",
     "moe.experts.w_up": "mlp.experts.{expert}.up_proj.weight",
     "moe.experts.w_down": "mlp.experts.{expert}.down_proj.weight",
-    # Of a layer of multi-token prediction.
+}
+"""Of most families: a tensor within a layer, by the parameter's name there."""
+_MTP_NAMES = {
     "embed_norm.weight": "enorm.weight",
     "hidden_norm.weight": "hnorm.weight",
     "projection.weight": "eh_proj.weight",
@@ -125,7 +127,7 @@ def hf_tensors(arrays: Mapping[str, SourceArray], names: Mapping[str, str | In])
             hf_name = _NAMES[parameter_name(array)]
             tensors.append((first, HFTensor(hf_name, array, (), about.shape, False)))
             continue
-        called = names.get(inner) or _LAYER_NAMES[inner]
+        called = names.get(inner) or LAYER_NAMES.get(inner) or _MTP_NAMES[inner]
         after = num_layers if array.startswith(MTP) else 0
         for i, number in enumerate(about.attributes["layers"]):
             layer = after + number
