@@ -239,7 +239,8 @@ class MoELayer(nn.Module):
         self._check_input(x, token_mask)
         x_TD = x.reshape(x.numel() // x.shape[-1], x.shape[-1])
         token_mask_T = None if token_mask is None else token_mask.reshape(-1)
-        if token_mask_T is not None:
+        token_rows = token_rows_of(token_mask_T)
+        if token_mask_T is not None and token_rows is None:
             # Padding may be NaN, which the gradients of shared experts would multiply by 0.
             x_TD = x_TD.masked_fill(~token_mask_T.unsqueeze(1), 0)
 
@@ -255,7 +256,6 @@ class MoELayer(nn.Module):
         routed = self.router(
             x_for[0], seq_len, replay_indices_TK, prior_expert_counts_E, token_mask_T
         )
-        token_rows = token_rows_of(token_mask_T)
         if token_rows is None:
             y_TD, stopwatch = self._call(self._compute, *x_for[1:], routed)
         else:
@@ -266,7 +266,7 @@ class MoELayer(nn.Module):
         on_host = x.device.type == "cpu" and not torch.compiler.is_compiling()
         if not on_host or routed.num_nonfinite_tokens:
             y_TD = y_TD.masked_fill(routed.nonfinite_T.unsqueeze(1), torch.nan)
-        if token_mask_T is not None:
+        if token_mask_T is not None and token_rows is None:
             y_TD = y_TD.masked_fill(~token_mask_T.unsqueeze(1), 0)
         # A reshape that autograd does not record as a view: nothing else refers to y_TD, and FSDP
         # warns of views where only this layer is wrapped.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +15,7 @@ from moe.adapters.matrices import (
     MatrixAdapter,
     RouterAdapter,
 )
-from moe.adapters.targets import Target, chosen, moe_layers, targets_of
+from moe.adapters.targets import Target, chosen, fits_any, moe_layers, targets_of
 from moe.experts import GroupedExperts
 from router import TopKRouter
 
@@ -87,10 +86,10 @@ def add_lora(
         _check(target)
     names = [name for name, _ in model.named_parameters()]
     for pattern in also_train:
-        if not allow_no_target and not any(fnmatchcase(name, pattern) for name in names):
+        if not allow_no_target and not any(fits_any(name, [pattern]) for name in names):
             raise ValueError(f"also_train ({pattern}) must be a pattern of a parameter's name")
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(any(fnmatchcase(name, pattern) for pattern in also_train))
+        parameter.requires_grad_(fits_any(name, also_train))
     for target in targets:
         _adapt(target.module, rank, alpha, dtype)
     return model

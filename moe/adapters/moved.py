@@ -6,9 +6,8 @@ Legend: E experts, N rows: the experts of a parameter of experts, and 1 of any o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from moe.adapters.lora import adapters_of
+from moe.adapters.targets import fits_any
 from parallel import digest
 from parallel.dtensor import local_shard
 from parallel.expert_parallel import expert_modules
@@ -47,6 +47,11 @@ class Unmoved(NamedTuple):
     """One of :data:`REASONS`."""
     experts: tuple[int, ...] | None
     """The experts, by their numbers over all ranks; None for a parameter of no experts."""
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the step cannot have trained it: no gradient led to an update."""
+        return self.reason in (FROZEN, NOT_IN_OPTIMIZER, NO_GRADIENT)
 
 
 @dataclass
@@ -122,24 +127,20 @@ class MovedReport:
         wrong = [
             _described(entry)
             for entry in self.unmoved
-            if entry.reason not in (ZERO_GRADIENT, WAITS)
+            if (entry.is_silent or entry.reason == UNCHANGED)
             and not (self.has_adapters and _frozen_by_lora(entry))
-            and not _fits(entry.name, allowed)
+            and not fits_any(entry.name, allowed)
         ]
         wrong += [
             f"{name} (0 of {total} experts trained)"
             for name, (trained, total) in self.experts.items()
-            if not trained and not _fits(name, allowed)
+            if not trained and not fits_any(name, allowed)
         ]
         if wrong:
             raise ValueError(
                 f"{len(wrong)} parameters or layers do not train: {_listed(wrong, 6)}; freeze on "
                 f"purpose with check(allowed=[...])"
             )
-
-
-def _fits(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _frozen_by_lora(entry: Unmoved) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -64,6 +64,11 @@ def chosen(
                 )
             )
     return [target for target in targets if any(_fits(target, word) for word in on)]
+
+
+def fits_any(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name fits one of some patterns, as ``*.router.weight``."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def moe_layers(model: nn.Module) -> Iterator[tuple[str, MoELayer]]:

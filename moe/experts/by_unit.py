@@ -17,15 +17,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moe.experts.activation import ACTIVATIONS
-from moe.experts.packed import BLOCK_ROWS, Block, run_backward, run_forward
+from moe.experts.packed import BLOCK_ROWS, NUM_INPUTS, Block, run_backward, run_forward
 from moe.experts.paths import one_expert, one_expert_backward
 from moe.experts.weights import ExpertWeights
 from moe.experts.workers import num_workers
 from moe.rows import RowMap, Rows, row_map
 from parallel.exact import UnitSums
 from router import RouterOutput
-
-_NUM_INPUTS = 4 + len(ExpertWeights._fields)
 
 
 class _ByUnit(torch.autograd.Function):
@@ -47,7 +45,7 @@ class _ByUnit(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         saved, dy_SD = ctx.saved_tensors, grads[0].contiguous()
-        rows, weights = Rows(*saved[:4]), ExpertWeights(*saved[4:_NUM_INPUTS])
+        rows, weights = Rows(*saved[:4]), ExpertWeights(*saved[4:NUM_INPUTS])
         if ctx.packed:
             shares = _unit_shares_of(ctx.counts_EU, weights)
             grads_of_units = _UnitGrads(weights, ctx.sums, len(shares))
@@ -56,7 +54,7 @@ class _ByUnit(torch.autograd.Function):
                 rows,
                 weights,
                 shares,
-                saved[_NUM_INPUTS:],
+                saved[NUM_INPUTS:],
                 dy_SD,
                 grads_of_units,
             )

@@ -302,7 +302,7 @@ class _Grads:
 
 
 _Shares = tuple[tuple[Block, ...], ...]
-_NUM_INPUTS = 4 + len(ExpertWeights._fields)
+NUM_INPUTS = 4 + len(ExpertWeights._fields)
 """Of rows and parameters, as autograd has them."""
 
 
@@ -326,7 +326,7 @@ class _Packed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         if grads[0] is None:  # no gradient comes to the output
-            return (None,) * (2 + _NUM_INPUTS)
+            return (None,) * (2 + NUM_INPUTS)
         trainable = ctx.needs_input_grad[2 + 4 :]
         dx_SD, dweights_R, *dparameters = _Gradients.apply(
             ctx.name, ctx.shares, trainable, grads[0], *ctx.saved_tensors
@@ -349,8 +349,8 @@ class _Gradients(torch.autograd.Function):
         dy_SD: Tensor,
         *saved: Any,
     ) -> Any:
-        rows, weights = Rows(*saved[:4]), ExpertWeights(*saved[4:_NUM_INPUTS])
-        kept = saved[_NUM_INPUTS:]
+        rows, weights = Rows(*saved[:4]), ExpertWeights(*saved[4:NUM_INPUTS])
+        kept = saved[NUM_INPUTS:]
         # Of a frozen parameter no gradient is computed, and none has memory.
         with_grad = (p if t else None for p, t in zip(weights, trainable, strict=True))
         counts = rows.rows_per_expert_E.tolist()

@@ -15,7 +15,7 @@ from pretrain.errors import InputError
 from pretrain.job import Job
 from pretrain.optim import set_update_count
 from pretrain.spec import JobSpec, stored_spec
-from pretrain.state import Progress, blend_of, read_run_state, seed_rng
+from pretrain.state import Progress, RunState, blend_of, read_run_state, seed_rng
 from pretrain.tune import is_adapter
 
 
@@ -45,7 +45,8 @@ def _load_initial(job: Job, checkpoint: str, progress: Progress) -> Progress:
     runtime.together(lambda: _check_tokenizer(spec.data, tokenizer, root, manifest))
     goes_on = spec.init.state == "training"
     if goes_on:
-        progress = runtime.together(lambda: _progress_of(spec, root, manifest, progress))
+        state = runtime.together(lambda: read_run_state(manifest))
+        progress = runtime.together(lambda: _progress_of(spec, root, manifest, state, progress))
     named = job.arrays() if goes_on else job.weights()
     arrays = [array for array in named if not is_adapter(array.spec.name)]
     missing: Missing = "refuse" if spec.init.strict or goes_on else "keep"
@@ -59,12 +60,7 @@ def _load_initial(job: Job, checkpoint: str, progress: Progress) -> Progress:
     job.events.note(f"{what} step {manifest.step} in {root}")
     if goes_on:
         set_update_count(job.optimizer, progress.step)
-        state = None if "training" in manifest.state else read_run_state(manifest)
-        counts = None if state is None else state.progress.expert_counts
-        scope = None if spec.moe is None else spec.moe.aux_loss_scope
-        if counts is not None and scope == "previous_step":
-            job.set_step_counts(counts)
-            progress = replace(progress, expert_counts=counts)
+        progress = job.continue_step_counts(progress)
         if state is not None and _same_data(manifest, blend_of(state), job.corpora):
             job.continue_blend(blend_of(state), progress.consumed_samples)
         elif state is not None:
@@ -89,8 +85,11 @@ def _same_data(manifest: Manifest, blend: Blend, corpora: Corpora) -> bool:
     return alike and set(blend.sources) <= known
 
 
-def _progress_of(spec: JobSpec, root: Location, manifest: Manifest, progress: Progress) -> Progress:
-    """Where the training of a checkpoint is: of a run's own, or of one that was another trainer's.
+def _progress_of(
+    spec: JobSpec, root: Location, manifest: Manifest, state: RunState | None, progress: Progress
+) -> Progress:
+    """Where the training of a checkpoint is: of a run's own, or of one that was another trainer's,
+    which has no ``state``.
 
     Raises InputError for weights alone, and where the run would have no step.
     """
@@ -99,26 +98,25 @@ def _progress_of(spec: JobSpec, root: Location, manifest: Manifest, progress: Pr
             f"train.steps ({spec.train.steps}) must be above the step of init.checkpoint "
             f"({manifest.step}) with init.state (training)"
         )
-    state = manifest.state
-    moved = state.get("training")
-    if moved is not None:
+    if state is None:
+        moved = manifest.state.get("training") or {}
         steps, updates = moved.get("step"), moved.get("updates")
-        tokens, samples = moved.get("tokens"), moved.get("samples")
+        tokens, samples, counts = moved.get("tokens") or 0, moved.get("samples") or 0, None
     else:
-        steps = updates = manifest.step if state.get("kind") == "training" else None
-        tokens, samples = state.get("tokens_seen"), state.get("consumed_samples")
+        there, steps, updates = state.progress, manifest.step, manifest.step
+        tokens, samples, counts = there.tokens_seen, there.consumed_samples, there.expert_counts
     if updates is None or updates != steps:
         raise InputError(
             f"init.state (training) needs a checkpoint with moments of its step, and {root} has "
             f"{'weights alone' if updates is None else f'moments of {updates} updates'} at step "
             f"{manifest.step}; set init.state to weights"
         )
-    samples = samples or 0
     return replace(
         progress,
         step=manifest.step,
-        tokens_seen=tokens or 0,
+        tokens_seen=tokens,
         consumed_samples=samples,
+        expert_counts=counts,
         first_step=manifest.step,
         first_sample=samples,
     )

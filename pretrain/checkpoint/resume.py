@@ -239,10 +239,7 @@ def _load(job: Job, manifest: Manifest, root: Location, once: bool = False) -> P
                 job.act(wish)
     progress, scale = state.progress, job.spec.precision.first_loss_scale
     job.continue_blend(blend_of(state), progress.consumed_samples)
-    if job.spec.moe is None or job.spec.moe.aux_loss_scope != "previous_step":
-        progress = replace(progress, expert_counts=None)
-    elif progress.expert_counts is not None:
-        job.set_step_counts(progress.expert_counts)
+    progress = job.continue_step_counts(progress)
     if scale is None or progress.loss_scale is None:
         # One of the two runs is not in float16: the loss scale begins anew.
         progress = replace(progress, loss_scale=scale, steps_at_loss_scale=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -23,7 +23,7 @@ from pretrain.parallelize import (
 )
 from pretrain.parts.capacity import CapacityBalance, CapacityPart
 from pretrain.parts.step import Part, PartContext, Wish
-from pretrain.state import residual_arrays, rng_arrays, training_arrays
+from pretrain.state import Progress, residual_arrays, rng_arrays, training_arrays
 from router import TopKRouter
 
 
@@ -96,6 +96,16 @@ class Job(RankModel):
         """Give routers the loads of the step before, [MoE layers, experts] over all ranks."""
         for row, router in zip(self.router_rows, self.routers, strict=True):
             router.set_step_counts(torch.as_tensor(counts_LE[row], device=self.runtime.device))
+
+    def continue_step_counts(self, progress: Progress) -> Progress:
+        """The progress of a checkpoint, whose loads the routers get where the loss of the next step
+        counts them; without them elsewhere."""
+        counts = progress.expert_counts
+        if self.spec.moe is None or self.spec.moe.aux_loss_scope != "previous_step":
+            return replace(progress, expert_counts=None)
+        if counts is not None:
+            self.set_step_counts(counts)
+        return progress
 
     def continue_blend(self, blend: Blend, cursor: int) -> None:
         """Draw the samples before ``cursor`` as another blend says, and later ones as the spec

@@ -61,12 +61,11 @@ class FirstStep:
             )
         )
         # A small rate may round an update away, and some expert may have no token: no errors.
-        silent = ("frozen", "not in the optimizer", "no gradient")
         learning = {name for name, p in self._whole_model.named_parameters() if p.requires_grad}
         wrong = [
             f"{entry.name} ({entry.reason})"
             for entry in report.unmoved
-            if entry.reason in silent and (entry.name in learning or tune.learns(entry.name))
+            if entry.is_silent and (entry.name in learning or tune.learns(entry.name))
         ]
         if wrong:
             raise InputError(
