@@ -102,7 +102,7 @@ class Corpora:
     def order(self, blend: Blend, sequences: Sequences, seed: int) -> GlobalOrder | BlendedOrder:
         """The global order over :meth:`train_sequences`."""
         keys = [one.manifest.fingerprint for one in self.sources]
-        if blend.sources == keys:  # always this one
+        if len(keys) == 1 and blend.sources == keys:  # always this one
             return GlobalOrder(len(sequences), seed)
         each = sequences.each if isinstance(sequences, ConcatenatedSequences) else [sequences]
         sizes = {key: len(one) for key, one in zip(keys, each, strict=True)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -210,8 +211,11 @@ def test_sources_share_one_tokenizer_and_are_opened_again(blended):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_the_loader_draws_the_blend_whatever_the_ranks(blended, ranks):
+@pytest.mark.parametrize("direction", [1, -1])
+def test_the_loader_draws_the_blend_whatever_the_ranks(blended, ranks, direction):
+    """In either order of the sources: in one of them their fingerprints rise."""
     _, corpora = blended
+    corpora = replace(corpora, sources=corpora.sources[::direction])
     sequences, blend = corpora.train_sequences(), corpora.blend()
     order = corpora.order(blend, sequences, 7)
     assert [p.from_sample for p in blend.phases] == [0, 100]
