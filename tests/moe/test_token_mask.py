@@ -124,6 +124,21 @@ def test_padding_changes_nothing_of_the_tokens(case, padding, where, monkeypatch
     torch.testing.assert_close(again.hidden, got.hidden)
 
 
+@pytest.mark.parametrize("case", ["dropless", "probs", "expert_choice"])
+def test_the_router_says_of_padding_what_it_says_where_the_mask_is_carried(case, monkeypatch):
+    router = make_layer(**CASES[case]).router
+    x, mask = make_input(D, [3, 0, 6])
+    tokens = x.flatten(0, 1), None, None, None, mask.flatten()
+    host = router(*tokens)
+    carry_the_mask(monkeypatch)
+    carried = router(*tokens)
+    padding = ~mask.flatten()
+    for name in ("expert_indices_TK", "topk_indices_TK", "dropped_TK", "nonfinite_T"):
+        assert torch.equal(getattr(host, name), getattr(carried, name)), name
+    assert host.dropped_TK[padding].all()
+    assert torch.allclose(host.expert_weights_TK, carried.expert_weights_TK)
+
+
 def test_the_loss_of_a_sequence_counts_its_tokens():
     layer = make_layer(seq_aux_loss_coeff=0.1)
     x, mask = make_input(D, [3, 0, 10])

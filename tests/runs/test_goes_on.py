@@ -77,8 +77,20 @@ def test_the_other_steps_have_the_bits_that_they_would_have_had(way, run, data, 
     assert "each sample exactly once and in order" in capsys.readouterr().out
 
 
-def test_the_loads_of_experts_and_the_blend_go_on(data, tmp_path):
-    """The loss over the loads of the step before, and a blend that had other weights before."""
+def test_the_loads_of_experts_go_on(data, tmp_path):
+    """The loss over the loads of the step before is that of the run that did not stop."""
+    moe = {"aux_loss_scope": "previous_step", "aux_loss_coeff": 0.5}
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    assert launch(write_spec(first, data=data, model=MODEL, moe=moe), 1)[0] == 0
+    init = {"checkpoint": str(first / "run/checkpoints/manifests/step-00000003.json")}
+    spec = write_spec(second, data=data, model=MODEL, moe=moe, init=init | {"state": "training"})
+    assert launch(spec, 1)[0] == 0
+    assert [event["loss"] for event in events(second / "run", "step")] == losses(first / "run")[3:]
+
+
+def test_a_blend_goes_on_with_the_weights_that_it_had(data, tmp_path):
     text = Path(data["source"])
     names = sorted(path.name for path in text.iterdir())
     for number, half in enumerate((names[::2], names[1::2])):
@@ -91,18 +103,17 @@ def test_the_loads_of_experts_and_the_blend_go_on(data, tmp_path):
             f"s{n}": {"source": str(tmp_path / f"text{n}"), "path": str(tmp_path / f"corpus{n}"),
                       "weight": weight if n else 1.0} for n in range(2)
         }  # fmt: skip
-        own = {"data": {"sources": sources, "source": "", "path": ""}, "model": MODEL}
-        return own | {"moe": {"aux_loss_scope": "previous_step", "aux_loss_coeff": 0.5}}
+        return {"data": {"sources": sources, "source": "", "path": ""}, "model": MODEL}
 
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.mkdir()
     assert main(arguments=["prepare", str(write_spec(first, **sections(1.0)))]) == 0
-    short = [write_spec(first, **sections(weight)) for weight in (1.0,)]
-    assert launch(short[0], 1, "train.steps=3", "schedule.kind=constant")[0] == 0
+    short = write_spec(first, **sections(1.0))
+    assert launch(short, 1, "train.steps=3", "schedule.kind=constant")[0] == 0
     again = write_spec(first, **sections(3.0))
     assert launch(again, 1, "schedule.kind=constant")[0] == 0
-    # From step 3 of the checkpoint of step 6 on: the blend had other weights before.
+    # From step 6 on: the blend had other weights before step 3.
     init = {"checkpoint": str(first / "run" / "checkpoints"), "state": "training"}
     spec = write_spec(second, **sections(3.0), init=init)
     assert launch(spec, 1, "train.steps=9", "schedule.kind=constant")[0] == 0

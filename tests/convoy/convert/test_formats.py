@@ -13,15 +13,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt import CheckpointError
 from ckpt.rewrite import SourceArray, rewrite
 from convoy.commands.command_line import main
-from convoy.convert.formats import FORMATS, differences, hashes, lay_out, move, open_foreign
+from convoy.convert.formats import (
+    FORMATS,
+    differences,
+    hashes,
+    lay_out,
+    move,
+    open_foreign,
+    universal_files,
+)
 from convoy.convert.formats.links import Linked
 from convoy.convert.formats.recognition import recognize
+from convoy.doctor import open_patient
 from pretrain.errors import InputError
 from tests.support.peers import documented
 from tests.support.sources import MemorySource, assert_same, random_box, whole
@@ -407,3 +417,19 @@ def test_the_commands_of_the_page(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "step 40: torchtitan:fused -> megatron:layers" in said
     assert main(arguments=documented("certificate SRC DST", places)) == 0
+
+
+def test_a_file_of_deepspeed_without_a_tensor_is_named(tmp_path):
+    zero = tmp_path / "zero" / "model.norm.weight"
+    zero.mkdir(parents=True)
+    torch.save({"param": torch.ones(3), "cat_dim": 0}, zero / "fp32.pt")
+    torch.save(torch.tensor(2.0), zero / "step.pt")
+    torch.save({"global_steps": 2}, tmp_path / "mp_rank_00_model_states.pt")
+    assert [(file.key, file.parameter) for file in universal_files(tmp_path)] == [
+        ("fp32", zero.name), ("step", zero.name),
+    ]  # fmt: skip
+    torch.save({"cat_dim": 0}, zero / "exp_avg.pt")
+    message = "exp_avg.pt has no tensor under the key param"
+    for read in (open_foreign, lambda folder: open_patient(str(folder))):
+        with pytest.raises(CheckpointError, match=message):
+            read(tmp_path)
