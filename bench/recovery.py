@@ -6,7 +6,7 @@ The subjects take turns. ``limit`` starts 2 Python processes that import torch a
 group, and stops the clock when both have joined. ``restart`` trains the tiny recipe on 2 ranks
 under torchrun with ``--max-restarts`` and checkpoints in the node's memory, kills one rank with
 SIGKILL, and stops the clock when the log has the next step. ``warm`` does what ``restart`` does,
-with ``elastic.warm_restart``. A second table has the seconds of the parts of each
+with ``elastic.recovery`` ``warm``. A second table has the seconds of the parts of each
 recovery:
 
 - ``detect``: from the SIGKILL to the start of the new process of rank 0;
@@ -138,7 +138,7 @@ def main() -> None:
     """Measure, print, and write JSON where asked."""
     args = arguments(__doc__ or "")
     samples = 2 if args.quick else args.samples
-    subjects = {"restart": (), "warm": ("elastic.warm_restart=true",)}
+    subjects = {"restart": (), "warm": ("elastic.recovery=warm",)}
     bare: list[float] = []
     parts: dict[str, list[dict[str, float]]] = {name: [] for name in subjects}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:

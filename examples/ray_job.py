@@ -66,7 +66,7 @@ SPEC = r"""
  "schedule": {"kind": "cosine", "warmup_steps": 24, "decay_steps": 0, "min_lr_ratio": 0.1},
  "eval": {"interval_steps": 80, "sequences": 128, "final_sequences": 4096},
  "checkpoint": {"path": null, "interval_steps": 80, "interval_minutes": null, "compression": "none", "reshard_on_load": true, "retention": {"keep": 2, "keep_every": 0, "keep_best": 0, "grace_seconds": 0.0}, "tiers": {"memory": false, "memory_path": "/dev/shm", "replicate_to_peer": false, "local_path": null, "shared_interval": 1}},
- "elastic": {"enabled": true, "warm_restart": false},
+ "elastic": {"enabled": true, "recovery": "restart"},
  "launch": {"nodes": "2:4", "ranks_per_node": 8, "gpus_per_node": 8, "cpus_per_rank": 8, "walltime_minutes": 240.0, "queue": "batch", "image": null, "workdir": "/shared", "python": "python3", "environment": {"NCCL_DEBUG": "WARN"}, "setup": [], "burn_in": null, "rendezvous": {}, "max_restarts": 100, "options": [], "kubernetes": {"kind": "TrainJob", "namespace": "training", "volume_claim": "shared-runs", "secret": null, "topology_label": "topology.example/rack"}},
  "stragglers": {"rebalance": false, "min_slowdown": 0.1, "patience_steps": 50, "replace": false},
  "health": {"go_back_checkpoints": 1, "skip_steps": 100, "lr_factor": 0.5, "window_steps": 128, "not_finite": {"actions": ["stop"]}, "loss_spike": {"actions": ["skip", "skip", "skip", "go_back", "go_back+lower_lr", "stop"], "threshold": 6.0}, "grad_norm_spike": {"actions": ["skip", "skip", "skip", "go_back", "go_back+lower_lr", "stop"], "threshold": 10.0}, "slow_divergence": {"actions": ["report"]}, "router_collapse": {"actions": ["report"], "patience_steps": 100, "min_entropy_ratio": 0.5}},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from parallel.crossing import installed_crossing, run_rank
 from parallel.layout import Topology, count_ranks
 
 
@@ -23,7 +24,8 @@ class ParallelDims:
 
     topology: Topology
     replicate_mesh: DeviceMesh
-    """[dp_replicate]: the ranks that hold replicas of this rank's shards."""
+    """[dp_replicate]: the ranks that hold replicas of this rank's shards. Where replicas come and
+    leave this rank alone: see :attr:`replicate_group`."""
     fsdp_mesh: DeviceMesh
     """[fsdp]: the ranks that dense parameters are sharded over."""
     efsdp_mesh: DeviceMesh
@@ -70,6 +72,9 @@ class ParallelDims:
                 "started"
             )
         world = dist.get_world_size()
+        full = topology
+        if installed_crossing() is not None:
+            topology = replace(topology, dp_replicate=1)  # the default group has one replica
         if topology.world != world:
             raise ValueError(
                 f"topology ({topology.describe()} = {count_ranks(topology.world)}) "
@@ -94,7 +99,7 @@ class ParallelDims:
             by_node = _split(root, replica | nodes)
             node_meshes = by_node["ep_across"], by_node["ep_within"]
         return ParallelDims(
-            topology=topology,
+            topology=full,
             replicate_mesh=dense["dp_replicate"],
             fsdp_mesh=dense["fsdp"],
             efsdp_mesh=expert["efsdp"],
@@ -111,7 +116,15 @@ class ParallelDims:
     @cached_property
     def dp_rank(self) -> int:
         """This rank's index among the ranks that get different sequences."""
-        return self.topology.dp_rank(dist.get_rank())
+        return self.topology.dp_rank(run_rank())
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup:
+        """The ranks of ``replicate_mesh``; of the present epoch, where replicas come and leave."""
+        crossing = installed_crossing()
+        if crossing is None or crossing.column is None:
+            return self.replicate_mesh.get_group()
+        return crossing.column
 
     @property
     def reads_first(self) -> bool:

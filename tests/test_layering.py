@@ -37,8 +37,8 @@ PACKAGES = {
 """The packages that each package may import."""
 FLOORS = {
     "parallel": [
-        "layout version", "placements config", "mesh dtensor expert_parallel", "comm", "exact",
-        "apply",
+        "layout version", "placements config crossing", "mesh dtensor expert_parallel", "comm",
+        "exact", "apply",
     ],
     "moe": ["config", "kernels", "rows stopwatch transforms uncompiled", "float8",
             "experts dispatch", "layer", "adapters adoption testing"],
@@ -75,7 +75,7 @@ OUTSIDE = {
 }
 RANK_ROOTS = {
     "pretrain.train.entry": "a rank",
-    "pretrain.elastic.warm": "the process that warm ranks are forked from",
+    "pretrain.elastic.recovery": "the process that ranks are forked from",
     "pretrain.observe.metrics_server": "the process of a rank that answers scrapes",
     "pretrain.spec.read": "what makes a rank's JobSpec of a file",
 }

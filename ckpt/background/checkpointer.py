@@ -61,7 +61,8 @@ class AsyncCheckpointer:
 
     :meth:`save` returns as soon as the arrays are copied to host memory. :meth:`poll` and
     :meth:`wait` report which saves were committed and which failed; a checkpoint is never committed
-    in part. Call :meth:`ready` once before the first save, and :meth:`close` at the end.
+    in part. Call :meth:`ready` once, which the first save does otherwise, and :meth:`close` at the
+    end.
 
     Args:
         tiers: the places that every save is written to, unless the save names some of them.
@@ -110,7 +111,7 @@ class AsyncCheckpointer:
 
     def _start(self) -> None:
         ours, theirs = socketpair()
-        self._staging, self._busy = Staging(), False
+        self._staging, self._busy, self._is_ready = Staging(), False, False
         # Bytes at the begin of the staging memory that a save may have written to.
         self._filled = 0
         handles = theirs.fileno(), self._staging.handle
@@ -145,6 +146,7 @@ class AsyncCheckpointer:
         event = None if data is None else SaveEvent.model_validate_json(data)
         if event is None or event.what != "ready":
             raise CheckpointError(f"the writer process of rank {self.rank} did not start")
+        self._is_ready = True
         # A replacement of this writer process serves the folder at the same port.
         self._hello = self._hello.model_copy(update={"port": event.port})
         return event.port
@@ -189,6 +191,8 @@ class AsyncCheckpointer:
         return time.perf_counter() - began
 
     def _request(self, info: SaveInfo, arrays: Sequence[LocalArray], names: list[TierName]) -> None:
+        if not self._is_ready:
+            self.ready()
         plan, buffer = self._prepare(info.topology, arrays)
         self._filled = max(self._filled, plan.bytes)
         chunks = [
@@ -228,6 +232,12 @@ class AsyncCheckpointer:
             if tier.name in names:
                 with contextlib.suppress(OSError):
                     write_failure(open_store(tier.location), info, self.rank)
+
+    def abandon(self) -> None:
+        """Give the saves up that are not done: a rank of theirs is gone for good."""
+        for (_, name), info in self._pending.items():
+            self._report_failure(info, [name])
+        self._pending.clear()
 
     def prepare(self, topology: Topology, arrays: Sequence[LocalArray]) -> int:
         """Allocate the host memory that saves of such arrays need, before a save needs the memory;

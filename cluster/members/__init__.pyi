@@ -1,3 +1,9 @@
+from .epochs import Epoch as Epoch
+from .epochs import Journal as Journal
+from .epochs import JournalWatch as JournalWatch
+from .epochs import Life as Life
+from .epochs import Word as Word
+from .epochs import decide as decide
 from .exclude_list import EXCLUDE_LIST as EXCLUDE_LIST
 from .exclude_list import exclude as exclude
 from .exclude_list import node_name as node_name

@@ -35,6 +35,7 @@ from pretrain.errors import (
 from pretrain.observe import complain, say
 
 if TYPE_CHECKING:
+    from pretrain.elastic import Seat
     from pretrain.observe import StatusFile
     from pretrain.spec import JobSpec
 
@@ -88,7 +89,7 @@ def _pretrain(args: argparse.Namespace) -> int:
         from ckpt import CheckpointError
         from ckpt.errors import OtherRankError
         from convoy.preparation import prepare_corpora
-        from pretrain.elastic import launched_layout, with_warm_restarts
+        from pretrain.elastic import launched_layout, with_recovery
         from pretrain.observe import outcome_of
         from pretrain.runtime import end_torchrun, launched_world, torchrun_process
         from pretrain.spec import load_spec
@@ -106,11 +107,11 @@ def _pretrain(args: argparse.Namespace) -> int:
         layout = launched_layout(spec)
         window = read_window(args.profile, spec.train.steps) if args.profile else None
 
-        def train() -> int:
-            return run(spec, layout, status, plain=args.plain, profile=window)
+        def train(seat: Seat | None) -> int:
+            return run(spec, layout, status, plain=args.plain, profile=window, seat=seat)
 
         met_by_all = False
-        code = with_warm_restarts(spec, train)
+        code = with_recovery(spec, layout, train)
         if args.report and code == EXIT_DONE and is_first_rank():
             write_report_apart(spec.run_path.resolve())
         return code

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from moe.adapters.lora import adapters_of
 from moe.adapters.targets import fits_any
 from parallel import digest
+from parallel.crossing import run_rank
 from parallel.dtensor import local_shard
 from parallel.expert_parallel import expert_modules
 from parallel.placements import MeshLayout, RankMesh
@@ -323,7 +324,7 @@ def _global_rows(parameter: Tensor) -> list[int]:
         RankMesh(tuple(mesh.shape), tuple(mesh.flatten().tolist())),
         cuts,
     )
-    spans = sorted({box[0] for box in layout.boxes(dist.get_rank())})
+    spans = sorted({box[0] for box in layout.boxes(run_rank())})
     return [row for start, stop in spans for row in range(start, stop)]
 
 

@@ -119,7 +119,7 @@ def apply_fsdp(
     set_sums(
         model,
         sharded,
-        replicas=dims.replicate_mesh.get_group() if sums_replicas else None,
+        replicas=dims.replicate_group if sums_replicas else None,
         exact=exact,
         keeps_gathered=not reshard_after_forward,
     )

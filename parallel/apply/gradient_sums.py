@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from parallel.comm import all_gather, all_reduce, reduce_scatter
+from parallel.crossing import installed_crossing
 from parallel.exact import ExactSums, FixedPointBuffer, from_fixed
 
 _SUMS = "_convoy_gradient_sums"
@@ -143,6 +144,9 @@ class _ReplicaSum:
 
     Exact sums use this class for one replica too, to hold the sums of micro-batches in 64 bits.
 
+    Where replicas come and leave, a sum that fails lets the backward end, with wrong gradients:
+    the ranks of a replica must stay in step. :func:`parallel.crossing.check_sums` raises the error.
+
     Args:
         group: the ranks that hold replicas of this rank's shards; None for one replica.
     """
@@ -181,13 +185,23 @@ class _ReplicaSum:
             if self.seen is not None:
                 self.seen(reduced)
             if self.sums and self.group is not None:
-                all_reduce(reduced, self.group, "dp").wait()
+                self._sum(reduced, self.group)
             if buffer is not None:
                 from_fixed(reduced, gradients)
         else:
             # FSDP adds `reduced` to the gradient: zeros until the step's last backward.
             self._unsummed[module] = reduced.clone()
             reduced.zero_()
+
+    def _sum(self, reduced: Tensor, group: dist.ProcessGroup) -> None:
+        crossing = installed_crossing()
+        if crossing is None or crossing.column is None:
+            all_reduce(reduced, group, "dp").wait()
+        elif crossing.error is None:
+            try:
+                all_reduce(reduced, crossing.column, "dp").wait()
+            except RuntimeError as error:
+                crossing.error = error
 
 
 class _Allocate:

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from parallel.comm.comm_watch import CollectiveKind, CollectiveWork, Parallelism, monitored
 from parallel.comm.host_buffers import new_empty
+from parallel.crossing import group_of
 
 _Send = Callable[[Tensor], tuple[Tensor, CollectiveWork]]
 """Starts a collective of the sent rows; returns the buffer for the received rows, and the work."""
@@ -204,7 +205,8 @@ def all_gather_rows(
     row_V: Tensor, group: dist.ProcessGroup | None = None, of: Parallelism = "world"
 ) -> Tensor:
     """Gather [V] of each rank of ``group``, or of all ranks, to [ranks, V] in rank order."""
-    ranks = dist.get_world_size(group)
+    group = group_of(group)
+    ranks = group.size()
     rows = row_V.new_empty(ranks * row_V.numel())
     all_gather(rows, row_V.contiguous(), group, of).wait()
     return rows.view(ranks, -1)
@@ -236,7 +238,7 @@ def all_reduce(
         CollectiveKind("all_reduce", of),
         x,
         group,
-        lambda: dist.all_reduce(x, group=group, async_op=True),
+        lambda: dist.all_reduce(x, group=group_of(group), async_op=True),
     )
 
 
@@ -248,7 +250,7 @@ def all_gather(
         CollectiveKind("all_gather", of),
         x,
         group,
-        lambda: _all_gather(out, x, group=group, async_op=True),
+        lambda: _all_gather(out, x, group=group_of(group), async_op=True),
     )
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel.crossing import across, group_of, ranks_of
 from parallel.layout import name_ranks
 
 
@@ -136,6 +137,10 @@ class CommMonitor:
             done = self._cuda_works.popleft()
             self.add(done.kind, done.stats())
 
+    def forget(self) -> None:
+        """Forget a collective that has failed, and whose group is no more."""
+        self._last, self.waiting = None, False
+
     @property
     def exposed_seconds(self) -> float:
         """The exposed seconds of all collectives since the last ``take``. With ``time_cuda`` the
@@ -174,7 +179,7 @@ class CommMonitor:
         if self._last is None:
             return "no collective"
         (op, name), group, number = self._last
-        ranks = name_ranks(dist.get_process_group_ranks(group), most=8)
+        ranks = name_ranks(ranks_of(group), most=8)
         return f"{op} of {name}, number {number} among {ranks}"
 
 
@@ -212,12 +217,11 @@ def monitored(
         group: the ranks; all ranks where None.
         begin: starts the collective and returns its work. The caller must wait for the work.
     """
-    group = group or dist.group.WORLD
-    assert group is not None
+    group = group_of(group)
     if _installed is None or group.size() == 1:
-        work: CollectiveWork = begin()
+        work: CollectiveWork = across(group, begin)
         return work
-    return _installed.start(kind, tensor, group, begin)
+    return _installed.start(kind, tensor, group, lambda: across(group, begin))
 
 
 _POINT_TO_POINT = ("send", "recv")

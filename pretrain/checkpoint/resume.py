@@ -120,7 +120,7 @@ def _restore_shared(job: Job, step: int, began: float) -> tuple[Progress, Manife
     load = partial(_load, job, manifest, root, once)
     progress = runtime.together(lambda: _or_way_back(root, step, load))
     if once:
-        _spread(job.arrays(), job.dims.replicate_mesh.get_group(), runtime.device)
+        _spread(job.arrays(), job.dims.replicate_group, runtime.device)
     seconds = time.perf_counter() - began
     job.events.publish(Restored(step=step, tier="shared", seconds=seconds))
     return progress, manifest
@@ -221,7 +221,7 @@ def _load(job: Job, manifest: Manifest, root: Location, once: bool = False) -> P
     stray = sorted(a.name for a in manifest.arrays if a.name not in names)
     if stray:
         raise CheckpointError(f"checkpoint array {stray[0]} has no place in the model")
-    if once and job.dims.replicate_mesh.get_local_rank():
+    if once and job.topology.place(job.runtime.rank).dp_replicate:
         of_model = {array.spec.name for array in job.arrays()}
         arrays = [array for array in arrays if array.spec.name not in of_model]
     ckpt.load(root, manifest, arrays, extra="ignore")  # what is left out has been named above

@@ -1,6 +1,10 @@
 from .layout import ChosenLayout as ChosenLayout
 from .layout import choose_layout as choose_layout
 from .layout import launched_layout as launched_layout
+from .membership import Membership as Membership
+from .membership import Seat as Seat
+from .membership import Standing as Standing
+from .recovery import why_not_healed as why_not_healed
+from .recovery import with_recovery as with_recovery
 from .spares import stand_by as stand_by
 from .spares import with_spares as with_spares
-from .warm import with_warm_restarts as with_warm_restarts

@@ -1,10 +1,10 @@
 """Warm restarts: a lost rank starts again from a process that has imported everything.
 
-With ``elastic.warm_restart``, the process that torchrun starts for a rank imports what training
-needs and forks. The child trains. The parent waits; when the child of any rank ends by an error or
-a signal, the parents of all ranks end their children, agree in a store of their own, and fork
-again. The new children form new process groups and resume from the newest checkpoint, as after a
-restart by torchrun. Nothing is imported again, and torchrun notices nothing.
+With ``elastic.recovery`` ``warm``, the process that torchrun starts for a rank imports what
+training needs and forks. The child trains. The parent waits; when the child of any rank ends by an
+error or a signal, the parents of all ranks end their children, agree in a store of their own, and
+fork again. The new children form new process groups and resume from the newest checkpoint, as
+after a restart by torchrun. Nothing is imported again, and torchrun notices nothing.
 
 torchrun's own restart follows where the parents do not agree: a machine is gone, a parent was
 killed, the exclude list has changed, or the children have failed ``--max-restarts`` times.
@@ -20,7 +20,6 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -29,7 +28,7 @@ from types import FrameType
 # Public, documented names that torch.distributed does not mark as exported for type checkers.
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from cluster.members import EXCLUDE_LIST, read_exclusions
+from cluster.members import read_exclusions
 from pretrain.errors import (
     EXIT_BAD_INPUT,
     EXIT_DONE,
@@ -44,36 +43,17 @@ from pretrain.runtime import (
     end_with_parent,
     launched_rank,
     launched_world,
-    torchrun_process,
 )
-from pretrain.spec import JobSpec
 
-_FINAL = {EXIT_DONE, EXIT_BAD_INPUT, EXIT_HEALTH, EXIT_TRY_AGAIN, EXIT_INTERRUPTED}
+FINAL = {EXIT_DONE, EXIT_BAD_INPUT, EXIT_HEALTH, EXIT_TRY_AGAIN, EXIT_INTERRUPTED}
 """Exit codes after which another start would end as this one did."""
 _AGREE_SECONDS = 10.0
 """As long as all parents may take to agree on a new start."""
 _GRACE_SECONDS = 30.0
 """As long as torchrun waits between its SIGTERM and its SIGKILL."""
-_POLL_SECONDS = 0.02
+POLL_SECONDS = 0.02
 _QUESTIONS_PER_SECOND = 20_000
 """Of all parents together, to the store."""
-
-
-def with_warm_restarts(spec: JobSpec, train: Callable[[], int]) -> int:
-    """Call ``train`` in a child process, again after each failure of a rank; returns its exit code.
-
-    Where ``elastic.warm_restart`` is off, the process was not started by torchrun, or the system
-    cannot fork, ``train`` is called once, in this process. Each child returns from this function
-    too: what follows must be what follows ``train``.
-    """
-    torchrun = torchrun_process()
-    if not spec.elastic.warm_restart or torchrun is None or not hasattr(os, "fork"):
-        return train()
-    import torch._dynamo  # noqa: F401 - torch's optimizers import it when they are made
-
-    join = timedelta(seconds=spec.train.timeout_seconds)  # as ranks without a parent join
-    code = WarmRank(torchrun, spec.run_path / EXCLUDE_LIST, join=join).run()
-    return train() if code is None else code
 
 
 class WarmRank:
@@ -90,43 +70,50 @@ class WarmRank:
         self.torchrun, self.exclude_list, self.join = torchrun, exclude_list, join
         self.rank, self.world = launched_rank(), launched_world()
         self.restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-        self._pause = max(5 * _POLL_SECONDS, self.world / _QUESTIONS_PER_SECOND)
+        self.pause = max(5 * POLL_SECONDS, self.world / _QUESTIONS_PER_SECOND)
         """Between two questions to the store."""
         self._excluded = self._read_excluded()
         self._child: int | None = None
         self._stop_at: float | None = None
         """When to kill a child that was asked to stop; None: the child was not asked."""
         self._servers: list[int] = []
+        self.prefix = "warm"
+        """Of the keys of this round."""
 
     def run(self) -> int | None:
         """Fork children until one ends for good; None in a child, in parents its exit code."""
         # A child inherits these handlers, and sets its own before it does anything else.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self._forward)
+            signal.signal(number, self.forward)
         try:
-            store = self._connect()
+            store = self.connect()
             for start in range(self.restarts + 1):
                 port = self._agree(store, start)
                 if not port:
                     return EXIT_LOST
-                if self._fork(port):
+                os.environ["MASTER_PORT"] = str(port)
+                if self.fork():
                     return None
                 code = self._watch(store, start)
-                if code in _FINAL or self._stop_at is not None or start == self.restarts:
-                    self._wait_for_others(store, start)
+                if code in FINAL or self._stop_at is not None or start == self.restarts:
+                    self.wait_for_others(store, start)
                     return code if code >= 0 else 128 - code
                 if self.rank == 0:
                     why = store.get(f"{start}/failed").decode()
                     say(f"{why}; all ranks start again ({start + 1} of at most {self.restarts})")
         except RuntimeError:  # of the store: the first parent is gone
-            self._end_child()
+            self.end_child()
         finally:
             if self._child != 0:
-                for server in self._servers:
-                    _kill(server)
+                self.end_servers()
         return EXIT_LOST
 
-    def _connect(self) -> Store:
+    def end_servers(self) -> None:
+        """End the processes that serve this process's stores."""
+        for server in self._servers:
+            _kill(server)
+
+    def connect(self) -> Store:
         """The store of the parents of one round of torchrun's, in which no child asks anything."""
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         outlives_round = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
@@ -134,7 +121,9 @@ class WarmRank:
             self._serve(port)
         store = TCPStore(host, port, is_master=False, timeout=self.join)
         # A store that rank 0 serves ends with this round: its keys are of no other round.
-        return PrefixStore(f"warm/{self._name_round(store)}", store) if outlives_round else store
+        if outlives_round:
+            self.prefix = f"warm/{self._name_round(store)}"
+        return PrefixStore(self.prefix, store)
 
     def _name_round(self, store: Store) -> str:
         """A name that the parents of this round agree on, and that no other round has.
@@ -160,7 +149,7 @@ class WarmRank:
             for call in words - answered:
                 store.set(f"warm/answer/{call.decode()}", name)
             answered |= words
-            time.sleep(self._pause)
+            time.sleep(self.pause)
             here = store.add(f"warm/{name}/here", 0)
         return name
 
@@ -178,7 +167,7 @@ class WarmRank:
                 served = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
                 os.write(writes, str(served.port).encode())
                 while os.getppid() == parent:
-                    time.sleep(_POLL_SECONDS)
+                    time.sleep(POLL_SECONDS)
             finally:
                 os._exit(0)
         self._servers.append(server)
@@ -198,7 +187,7 @@ class WarmRank:
             while start and store.add(f"{start}/ready", 0) < self.world:
                 if time.monotonic() > until or self._stop_at is not None:
                     break
-                time.sleep(_POLL_SECONDS)
+                time.sleep(POLL_SECONDS)
             all_here = store.add(f"{start}/ready", 0) == self.world
             agreed = (all_here or not start) and self._read_excluded() == self._excluded
             store.set(f"{start}/port", str(self._serve(0) if agreed else 0))
@@ -209,7 +198,7 @@ class WarmRank:
             return {one.node for one in read_exclusions(self.exclude_list)}
         return None
 
-    def _fork(self, port: int) -> bool:
+    def fork(self) -> bool:
         """Fork a child that trains; True in the child."""
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -220,7 +209,6 @@ class WarmRank:
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ |= {
-            "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": str(True),  # every rank is a client of the store
             TORCHRUN_PID: str(self.torchrun),
         }
@@ -231,26 +219,23 @@ class WarmRank:
         """Wait until this rank's child has ended, or another rank's child has failed."""
         next_question = time.monotonic()
         while True:
-            code = self._exit_code()
+            code = self.exit_code()
             if code is not None:
-                if code not in _FINAL and self._stop_at is None:
+                if code not in FINAL and self._stop_at is None:
                     how = f"signal {-code}" if code < 0 else f"exit code {code}"
                     # The first word stands: the loss of a rank makes other ranks fail.
                     store.compare_set(f"{start}/failed", "", f"rank {self.rank} ended by {how}")
                 return code
             now = time.monotonic()
-            if os.getppid() != self.torchrun:  # torchrun was killed; its part is left to do
-                if self._stop_at is None:
-                    self._forward(signal.SIGTERM, None)
-                elif now > self._stop_at:
-                    return self._end_child()
+            if os.getppid() != self.torchrun and self.ends_with_torchrun(now):
+                return self.end_child()
             if now >= next_question and self._stop_at is None:
-                next_question = now + self._pause
+                next_question = now + self.pause
                 if store.check([f"{start}/failed"]):
-                    return self._end_child()
-            time.sleep(_POLL_SECONDS)
+                    return self.end_child()
+            time.sleep(POLL_SECONDS)
 
-    def _wait_for_others(self, store: Store, start: int) -> None:
+    def wait_for_others(self, store: Store, start: int | str) -> None:
         """Serve the stores until the children of all ranks have ended: a child that loses its store
         in its last moments would fail."""
         store.add(f"{start}/ended", 1)
@@ -258,9 +243,30 @@ class WarmRank:
         while self._servers and time.monotonic() < until:
             if store.add(f"{start}/ended", 0) == self.world or store.check([f"{start}/failed"]):
                 return
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
-    def _exit_code(self) -> int | None:
+    def ends_with_torchrun(self, now: float) -> bool:
+        """torchrun was killed, and its part is left to do: ask the child to end; True once the
+        child has had its time."""
+        if self._stop_at is None:
+            self.forward(signal.SIGTERM, None)
+            return False
+        return now > self._stop_at
+
+    @property
+    def stops(self) -> bool:
+        """Whether the child was asked to end."""
+        return self._stop_at is not None
+
+    def child_is_stopped(self) -> bool:
+        """Whether a signal has stopped the child, which the system then shows as T."""
+        with suppress(OSError, IndexError):
+            return (
+                Path(f"/proc/{self._child}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+            )
+        return False
+
+    def exit_code(self) -> int | None:
         """The child's exit code, below 0 for a signal; None while the child runs."""
         assert self._child is not None
         pid, status = os.waitpid(self._child, os.WNOHANG)
@@ -269,14 +275,14 @@ class WarmRank:
         self._child = None
         return os.waitstatus_to_exitcode(status)
 
-    def _end_child(self) -> int:
+    def end_child(self) -> int:
         """SIGKILL to the child, so that it holds no lock and no port when the next one starts."""
         if self._child:
             _kill(self._child)
             self._child = None
         return -signal.SIGKILL
 
-    def _forward(self, number: int, frame: FrameType | None) -> None:
+    def forward(self, number: int, frame: FrameType | None) -> None:
         """A signal to this process is meant for the child."""
         if number != signal.SIGUSR1 and self._stop_at is None:
             self._stop_at = time.monotonic() + _GRACE_SECONDS

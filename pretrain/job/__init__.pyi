@@ -1,3 +1,6 @@
+from .build import Built as Built
+from .build import assemble as assemble
+from .build import build as build
 from .build import build_job as build_job
 from .job import Job as Job
 from .rank_model import RankModel as RankModel

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from cluster.members import EXCLUDE_LIST, exclude, node_name
 from corpus.tokenizer import end_of_document, load_tokenizer
 from parallel import CompressedSum, Topology
-from pretrain.data import Division, Loader, open_corpora
+from pretrain.data import Corpora, Division, Loader, Sequences, open_corpora
 from pretrain.errors import InputError
 from pretrain.job.job import Job
-from pretrain.job.rank_model import build_model
+from pretrain.job.rank_model import RankModel, build_model
 from pretrain.observe import Events
 from pretrain.optim import Surroundings, build_optimizer
 from pretrain.parts.capacity import CapacityPart
@@ -20,6 +23,17 @@ from pretrain.parts.step import Part, PartContext, named_part
 from pretrain.parts.stragglers import StragglersPart
 from pretrain.runtime import Runtime, starts_again_without_machine
 from pretrain.spec import JobSpec
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a process builds once, whatever replicas come and leave."""
+
+    model: RankModel
+    optimizer: torch.optim.Optimizer
+    corpora: Corpora
+    train: Sequences
+    held_out: dict[str, Sequences]
 
 
 def build_job(
@@ -34,12 +48,42 @@ def build_job(
 
     Raises InputError where the corpus is not the spec's, or the layer has no path for its sizes.
     """
+    built = build(spec, runtime, topology)
+    return assemble(built, runtime, built.model.topology, events)
+
+
+def build(spec: JobSpec, runtime: Runtime, topology: Topology | None = None) -> Built:
+    """Build what a process keeps; see :func:`build_job`."""
     corpora = runtime.together(lambda: open_corpora(spec.data, spec.model.vocab_size))
     train, held_out = runtime.together(
         lambda: (corpora.train_sequences(), corpora.held_out_sequences())
     )
-    built = build_model(spec, runtime, topology, runtime.together(lambda: _end_token(spec)))
-    topology, dims, parallel_model = built.topology, built.dims, built.parallel_model
+    model = build_model(spec, runtime, topology, runtime.together(lambda: _end_token(spec)))
+    optimizer = build_optimizer(
+        model.parallel_model.local_model,
+        spec.optimizer,
+        Surroundings(
+            layouts=model.layouts,
+            dims=model.dims,
+            device=runtime.device,
+            compute=spec.precision.compute,
+            exact=spec.train.exact,
+        ),
+    )
+    return Built(model, optimizer, corpora, train, held_out)
+
+
+def assemble(
+    built: Built, runtime: Runtime, topology: Topology, events: Events | None = None
+) -> Job:
+    """The job of what was built, on ``topology``, which may have another number of replicas than
+    the model was built with; every rank must call."""
+    spec, corpora, train, optimizer = built.model.spec, built.corpora, built.train, built.optimizer
+    dims = replace(built.model.dims, topology=topology)
+    layouts = {
+        name: replace(layout, topology=topology) for name, layout in built.model.layouts.items()
+    }
+    parallel_model = replace(built.model.parallel_model, layouts=layouts)
     loader = Loader(
         train,
         corpora.order(corpora.blend(), train, spec.train.seed),
@@ -51,34 +95,23 @@ def build_job(
     )
     loader.blend = corpora.blend()
     loader.division = _division(spec, topology)
-    optimizer = build_optimizer(
-        parallel_model.local_model,
-        spec.optimizer,
-        Surroundings(
-            layouts=parallel_model.layouts,
-            dims=dims,
-            device=runtime.device,
-            compute=spec.precision.compute,
-            exact=spec.train.exact,
-        ),
-    )
     machines = tuple(runtime.gather_texts(node_name()))
     events = Events() if events is None else events
     context = _context(runtime, topology, events, spec.run_path, machines)
     how, compressed = spec.parallel.gradient_compression, None
     if how != "none":
-        compressed = CompressedSum(parallel_model.local_model, dims.replicate_mesh.get_group(), how)
+        compressed = CompressedSum(parallel_model.local_model, dims.replicate_group, how)
     job = Job(
         spec=spec,
         runtime=runtime,
         topology=topology,
         dims=dims,
         parallel_model=parallel_model,
-        local_batch=built.local_batch,
+        local_batch=replace(built.model.local_batch, dims=dims),
         corpora=corpora,
         optimizer=optimizer,
         loader=loader,
-        held_out=held_out,
+        held_out=built.held_out,
         blend=corpora.blend(),
         parts=_parts(spec, runtime, context, loader.division),
         compressed=compressed,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ckpt import LocalArray
 from parallel import CompressedSum
+from parallel.crossing import check_sums, gate
 from pretrain.data import Blend, Corpora, Loader, Sequences
 from pretrain.errors import InputError
 from pretrain.job.rank_model import RankModel
@@ -128,6 +129,7 @@ class Job(RankModel):
         """Gradients of one step's loss, see :func:`pretrain.parallelize.micro_batches`, times
         ``loss_scale``, a power of two: that rounds nothing. ``mtp`` is what :meth:`mtp_loss` says
         of the step."""
+        gate()
         divisor = planned_tokens / (loss_scale or 1.0)
         once = self.spec.parallel.memory.zero_stage == 1
         local_batch, device = self.local_batch, self.runtime.device
@@ -139,6 +141,7 @@ class Job(RankModel):
         result = through(
             batches, divisor, device=device, local_batch=local_batch, reduce_once=once, mtp=mtp
         )
+        check_sums()
         if exact is not None:
             exact.finish()
         return result

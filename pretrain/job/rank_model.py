@@ -12,6 +12,7 @@ from torch import Tensor
 from ckpt import LocalArray
 from moe import DISPATCHER, choose_backend, why_no_float8
 from parallel import Documents, ParallelDims, ShardLayout, Topology, grad_square_sum
+from parallel.crossing import gate
 from pretrain.errors import InputError
 from pretrain.model import Decoder, DecoderOutput, init_parameters
 from pretrain.parallelize import (
@@ -65,6 +66,7 @@ class RankModel:
 
         ``routed`` are the tokens that MoE layers route; None where all inputs are tokens.
         """
+        gate()
         pipeline = self.parallel_model.pipeline
         if pipeline is not None:
             return pipeline.forward(inputs_BS, self.local_batch, documents, routed)

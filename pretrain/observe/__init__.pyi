@@ -19,6 +19,7 @@ from .event import Events as Events
 from .event import Notice as Notice
 from .events import Launched as Launched
 from .events import LedgerSummed as LedgerSummed
+from .events import Regrouped as Regrouped
 from .events import Resized as Resized
 from .events import RunDone as RunDone
 from .events import RunFailed as RunFailed

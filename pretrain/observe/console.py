@@ -15,7 +15,7 @@ from pretrain.observe.checkpoint_events import (
 )
 from pretrain.observe.data_events import DataFetched
 from pretrain.observe.event import Event, Notice
-from pretrain.observe.events import Resized, RunStarted, RunStopped, SpecChanged
+from pretrain.observe.events import Regrouped, Resized, RunStarted, RunStopped, SpecChanged
 from pretrain.observe.metric import Metric, measurements
 from pretrain.observe.rank_events import (
     HEALTH_RULES,
@@ -121,12 +121,26 @@ def _problem(event: Event, rank: int) -> str | None:
     return None
 
 
+def regrouped_text(event: Regrouped) -> str:
+    """Who left and why, who came, and what trains on, in one line."""
+    parts = [f"replica {gone['replica']} left ({gone['why']})" for gone in event.left]
+    parts += [f"replica {seat} came" for seat in event.joined]
+    what = "; ".join(parts) or "replicas met"
+    count = f"{event.replicas} replica{'s' if event.replicas > 1 else ''}"
+    return (
+        f"{what}: {count} on {event.world_size} ranks go on after step {event.step} "
+        f"({event.seconds:.2f} s, epoch {event.epoch})"
+    )
+
+
 def _line(event: Event) -> str | None:
     match event:
         case RunStarted():
             return _greeting(event)
         case Restored(step=step, tier=tier) if tier != "shared":
             return f"restored step {step} from tier {tier}"
+        case Regrouped():
+            return regrouped_text(event)
         case Resized(step=step, before=before, after=after, epoch=epoch):
             old, new = Topology(**before).describe(), Topology(**after).describe()
             return f"resized after step {step}: {old} -> {new} (topology epoch {epoch})"

@@ -130,6 +130,31 @@ class Resized(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Regrouped(Event):
+    """Replicas have left or come, while the others went on."""
+
+    name: ClassVar[str] = "regrouped"
+    epoch: int
+    """Counts the changes of this launch; the first epoch is 1."""
+    left: list[dict[str, Any]]
+    """The replicas that are gone: ``replica``, its seat in the launch, ``start``, how often its
+    processes were started before, and ``why``."""
+    joined: list[int]
+    """The seats of the replicas that got the run's state."""
+    replicas: int = metric(
+        "convoy_replicas", "gauge", "replicas", "Replicas of the model that train.",
+        note="only where replicas have left or come")  # fmt: skip
+    """From this step on."""
+    world_size: int
+    topology: dict[str, int]
+    """Degrees of the parallel axes from this step on."""
+    seconds: float = metric(
+        "convoy_regroup_seconds_total", "counter", "seconds",
+        "Seconds in which no step was taken because replicas left or came.")  # fmt: skip
+    """From the end of the epoch before, as this rank met it, to here."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SpecChanged(Event):
     """A field of the spec differs from the checkpoint that the run resumes from."""
 
@@ -203,8 +228,8 @@ class RunDone(Event):
 EVENTS: dict[str, type[Event]] = {
     kind.name: kind
     for kind in (
-        RunStarted, Restored, Resized, SpecChanged, DataOpened, Notice, StepCommitted, StepSkipped,
-        CapacityPlanned, IntervalEnded, Evaluated, SaveBegun, SaveIntervalChosen,
+        RunStarted, Restored, Regrouped, Resized, SpecChanged, DataOpened, Notice, StepCommitted,
+        StepSkipped, CapacityPlanned, IntervalEnded, Evaluated, SaveBegun, SaveIntervalChosen,
         CheckpointCommitted, CheckpointFailed, RunStopped, RunDone, StragglerFound,
         StragglerEnded, MicroBatchesPlanned, StragglerGain, HealthSignal, HealthAction,
         FaultInjected, Launched, RankLost, RunFailed, LedgerSummed, Verified, CorruptionFound,

@@ -54,6 +54,8 @@ class Report:
     data_checksum: float = 0.0
     """Of the sequences that this rank brought to the step, see
     :func:`pretrain.data.data_checksum`; 0 on all but one of the ranks that read the same."""
+    regroup_wanted: float = 0.0
+    """Whether a replica waits to be taken in."""
 
 
 class Action(Enum):
@@ -102,6 +104,8 @@ class Decision:
     Where it is 1 already there is nothing to be halved, and no overflow."""
     data_checksum: int = 0
     """Of the sequences of the step, over all ranks."""
+    regroup: bool = False
+    """A replica waits to be taken in after this step."""
     skipped_for: SkipReason | None = None
     """Why a finite step is skipped; None where no part asked for that."""
 

@@ -18,6 +18,7 @@ from .ranks import Runtime as Runtime
 from .ranks import join_ranks as join_ranks
 from .ranks import rank_device as rank_device
 from .ranks import start as start
+from .ranks import start_replica as start_replica
 from .signals import StopCause as StopCause
 from .signals import StopRequest as StopRequest
 from .start_parts import StartParts as StartParts

@@ -6,20 +6,22 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 # A public, documented name that torch.distributed does not mark as exported for type checkers.
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from ckpt.errors import CheckpointError
-from cluster.detect import HangReport, Heartbeat, turn_on_flight_recorder
+from cluster.detect import HangReport, Heartbeat, open_store, turn_on_flight_recorder
 from parallel import CommMonitor
 from parallel.comm import install_monitor
+from parallel.crossing import across, world_group
 from pretrain.errors import EXIT_BAD_INPUT, EXIT_LOST, InputError
 from pretrain.runtime.launcher import launched_rank, launched_world
 from pretrain.runtime.memory import keep_freed_memory
@@ -58,6 +60,8 @@ class Runtime:
     """What this process's start is spent on."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     """The place of this process's training thread."""
+    store: Callable[[str], Store] = open_store
+    """Opens the store of all ranks, under a prefix."""
     build_seconds: float = _BUILD_SECONDS
     """As long ranks wait for each other where all build the same, see :meth:`building`."""
 
@@ -74,8 +78,16 @@ class Runtime:
     def agree(self, ok: bool) -> bool:
         """A barrier; True on all ranks where ``ok`` is True on all ranks."""
         word = torch.tensor(int(ok))
-        dist.all_reduce(word, dist.ReduceOp.MIN, group=self.control_group)
+        self._reduce(word, dist.ReduceOp.MIN)
         return bool(word.item())
+
+    def _reduce(self, word: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        self._wait(partial(dist.all_reduce, word, op))
+
+    def _wait(self, begin: Callable[..., Any], group: dist.ProcessGroup | None = None) -> None:
+        """Do a collective of the control group, or of another one."""
+        group = self.control_group if group is None else group
+        across(group, lambda: begin(group=group, async_op=True)).wait()
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -102,7 +114,7 @@ class Runtime:
             error = caught
         code = EXIT_BAD_INPUT if isinstance(error, InputError | CheckpointError) else EXIT_LOST
         word = torch.tensor((self.rank if error else self.world) << 8 | code)
-        dist.all_reduce(word, dist.ReduceOp.MIN, group=self.control_group)
+        self._reduce(word, dist.ReduceOp.MIN)
         failed, code = divmod(int(word), 1 << 8)
         if failed == self.rank and error is not None:
             raise error
@@ -129,7 +141,7 @@ class Runtime:
     def broadcast_all(self, values: Sequence[int], source: int = 0) -> list[int]:
         """The values of rank ``source``, on every rank; as many of each rank."""
         words = torch.tensor(values, dtype=torch.int64)
-        dist.broadcast(words, source, group=self.control_group)
+        self._wait(partial(dist.broadcast, words, group_src=source))
         return [int(word) for word in words]
 
     def sum_in_training(self, values: torch.Tensor) -> torch.Tensor:
@@ -139,25 +151,25 @@ class Runtime:
         group would wait for an hour, as it must where one rank prepares a corpus.
         """
         moved = values.to(self.device, copy=True)
-        dist.all_reduce(moved)
+        self._wait(partial(dist.all_reduce, moved), world_group())
         return moved.cpu()
 
     def maximum_in_training(self, value: float) -> float:
         """The largest value of any rank, as :meth:`sum_in_training` exchanges values."""
         word = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(word, dist.ReduceOp.MAX)
+        self._wait(partial(dist.all_reduce, word, dist.ReduceOp.MAX), world_group())
         return float(word)
 
     def maximum(self, value: float) -> float:
         """The largest value of any rank."""
         word = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(word, dist.ReduceOp.MAX, group=self.control_group)
+        self._reduce(word, dist.ReduceOp.MAX)
         return float(word)
 
     def total(self, value: float) -> float:
         """The sum over ranks."""
         word = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(word, group=self.control_group)
+        self._reduce(word)
         return float(word)
 
     def gather_pairs(self, pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
@@ -167,7 +179,7 @@ class Runtime:
         own = torch.full((most, 2), -1, dtype=torch.int64)
         own[: len(pairs)] = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
         rows = [torch.empty_like(own) for _ in range(self.world)]
-        dist.all_gather(rows, own, group=self.control_group)
+        self._wait(partial(dist.all_gather, rows, own))
         return [[(a, b) for a, b in row.tolist() if a >= 0] for row in rows]
 
     def gather_texts(self, text: str) -> list[str]:
@@ -176,8 +188,23 @@ class Runtime:
         own = torch.zeros(int(self.maximum(len(data))), dtype=torch.uint8)
         own[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
         rows = [torch.empty_like(own) for _ in range(self.world)]
-        dist.all_gather(rows, own, group=self.control_group)
+        self._wait(partial(dist.all_gather, rows, own))
         return [bytes(row.tolist()).rstrip(b"\0").decode() for row in rows]
+
+    def in_epoch(
+        self,
+        rank: int,
+        world: int,
+        *,
+        control: dist.ProcessGroup,
+        launch_id: str,
+        store: Callable[[str], Store],
+    ) -> Runtime:
+        """This process in an epoch of a run whose replicas come and leave; see
+        :class:`parallel.Crossing`."""
+        return replace(
+            self, rank=rank, world=world, control_group=control, launch_id=launch_id, store=store
+        )
 
     def close(self) -> None:
         """Stop the monitor and the hang report, and destroy the process groups."""
@@ -220,6 +247,39 @@ def join_ranks(device: torch.device, timeout_seconds: float, world: int | None =
         dist.init_process_group(backend, rank=launched_rank(), world_size=world, timeout=timeout)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def start_replica(timeout_seconds: float, rank: int, world: int) -> Runtime:
+    """This rank in its replica, whose ranks have the default process group already.
+
+    Such a runtime serves to build; :meth:`Runtime.in_epoch` makes that of all replicas.
+
+    Args:
+        timeout_seconds: as for :func:`start`.
+        rank: in the replica.
+        world: the ranks of the replica.
+    """
+    parts = StartParts()
+    parts.mark("imports")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    else:
+        device = torch.device("cpu")
+        keep_freed_memory()
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+    assert isinstance(control, dist.ProcessGroup)
+    monitor = CommMonitor(time_cuda=times_cuda(os.environ))
+    install_monitor(monitor)
+    parts.mark("rendezvous")
+    return Runtime(
+        rank=rank,
+        world=world,
+        device=device,
+        control_group=control,
+        launch_id="",
+        comm_monitor=monitor,
+        start_parts=parts,
+    )
 
 
 def start(timeout_seconds: float, world: int | None = None) -> Runtime:

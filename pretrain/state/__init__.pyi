@@ -23,6 +23,7 @@ from .rng import seed_rng as seed_rng
 from .rng import set_rng_states as set_rng_states
 from .run_state import RunState as RunState
 from .run_state import blend_of as blend_of
+from .run_state import parse_run_state as parse_run_state
 from .run_state import read_run_state as read_run_state
 from .run_state import run_id_of as run_id_of
 from .run_state import tokenizer_of as tokenizer_of

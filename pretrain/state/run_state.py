@@ -60,9 +60,16 @@ def read_run_state(manifest: Manifest) -> RunState | None:
 
     Raises CheckpointError where the state is of neither form, or of another step than the manifest.
     """
-    state = manifest.state
-    if state.get("kind") != "training":
+    if manifest.state.get("kind") != "training":
         return None
+    return parse_run_state(manifest.state, manifest.step)
+
+
+def parse_run_state(state: Mapping[str, Any], step: int) -> RunState:
+    """The run state that :meth:`RunState.as_dict` gave after ``step`` steps.
+
+    Raises CheckpointError where the state is of another form, or of another step.
+    """
     names = {each.name for each in fields(Progress)}
     try:
         progress = _PROGRESS.validate_python({k: v for k, v in state.items() if k in names})
@@ -86,11 +93,11 @@ def read_run_state(manifest: Manifest) -> RunState | None:
     except (ValidationError, KeyError, TypeError) as error:
         first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise CheckpointError(
-            f"the state of the checkpoint of step {manifest.step} cannot be read: {first}"
+            f"the state of the checkpoint of step {step} cannot be read: {first}"
         ) from None
-    if progress.step != manifest.step:
+    if progress.step != step:
         raise CheckpointError(
-            f"state.step ({progress.step}) must be the step of the manifest ({manifest.step})"
+            f"state.step ({progress.step}) must be the step of the manifest ({step})"
         )
     return RunState(
         progress,

@@ -17,6 +17,9 @@ from parallel import all_gather_rows
 from pretrain.parallelize import RoutingStats
 from pretrain.parts.step import Action, Decision, Report
 
+Rows = tuple[list[Report], dict[str, list[float]]]
+"""Every rank's report, and the columns of parts by name, in rank order."""
+
 
 def bad_layer(layers: Sequence[int], routing: RoutingStats | None) -> int:
     """The first of the MoE layers with logits that are not finite, or -1."""
@@ -26,7 +29,7 @@ def bad_layer(layers: Sequence[int], routing: RoutingStats | None) -> int:
 
 def exchange(
     report: Report, device: torch.device, columns: Mapping[str, float] | None = None
-) -> tuple[list[Report], dict[str, list[float]]]:
+) -> Rows:
     """Every rank's report and columns, in rank order. Each rank of the default group must call.
 
     Args:
@@ -69,6 +72,7 @@ def decide(
         stop=any(r.stop_requested for r in reports),
         stop_cause=int(max(r.stop_requested for r in reports)),
         save=any(r.save_requested for r in reports),
+        regroup=any(r.regroup_wanted for r in reports),
         step_seconds=max(r.step_seconds for r in reports),
         data_wait_seconds=max(r.data_wait_seconds for r in reports),
         bad_router=min(bad) if bad else None,

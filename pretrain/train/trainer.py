@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
 from parallel import scale_gradients
+from parallel.crossing import RegroupError, installed_crossing
 from pretrain.checkpoint import Checkpointer
 from pretrain.data import Cursor, Loader, data_checksum
+from pretrain.elastic import Standing
+from pretrain.errors import LostRankError
 from pretrain.job import Job, compute_dtype
 from pretrain.model import forward_flops, peak_flops_per_second
 from pretrain.observe import Evaluated, StepCommitted, StepSkipped
 from pretrain.optim import set_lr
 from pretrain.parallelize import RoutingStats
 from pretrain.parts.faults import Faults
-from pretrain.parts.playbook import after_skip
+from pretrain.parts.playbook import after_skip, routers_are_checked
 from pretrain.parts.step import Action, Decision, Report, StepFacts, with_wish
 from pretrain.runtime import StopCause, StopRequest
 from pretrain.spec import learning_rate
 from pretrain.state import GROWTH_STEPS, Progress, rng_states, set_rng_states
 from pretrain.train.attempt import Attempt
-from pretrain.train.barrier import bad_layer, decide, exchange
+from pretrain.train.barrier import Rows, bad_layer, decide, exchange
 from pretrain.train.data_fetches import publish_fetches
 from pretrain.train.digests import StepDigests
 from pretrain.train.evaluate import StoppedEvaluationError, evaluate
@@ -48,6 +51,8 @@ class Trainer:
         checkpointer: what saves the run.
         faults: what happens on purpose at the places of a step.
         profiler: the trace of some steps; None for none.
+        standing: what this rank would bring to a meeting of replicas.
+        wants_meeting: whether a replica waits to be taken in.
     """
 
     def __init__(
@@ -57,6 +62,8 @@ class Trainer:
         checkpointer: Checkpointer,
         faults: Faults | None = None,
         profiler: StepProfiler | None = None,
+        standing: Standing | None = None,
+        wants_meeting: Callable[[], bool] = lambda: False,
     ) -> None:
         self.job, self.checkpointer = job, checkpointer
         spec, runtime = job.spec, job.runtime
@@ -77,6 +84,13 @@ class Trainer:
         self.interval = IntervalStats(self.progress.consumed_samples)
         self.starts_again = False
         """Whether the run must end after this step, for a start without a slow machine."""
+        self.standing, self.wants_meeting = standing or Standing(), wants_meeting
+        self.attempt: Attempt | None = None
+        """The newest try of a step."""
+        self.rows: Rows | None = None
+        """What the newest barrier exchanged."""
+        self.committed: tuple[Decision, Attempt] | None = None
+        """The newest step that was committed."""
         self.stop_cause = StopCause.NONE
         """Why the last step was the last one, where a rank asked to stop."""
 
@@ -88,6 +102,8 @@ class Trainer:
         """
         spec, checkpointer = self.job.spec, self.checkpointer
         stopped = False
+        if self.standing.done_step < self.progress.step and self.standing.ready:
+            self.between_steps(stop)  # which another epoch has begun, and its end broke off
         while self.progress.step < spec.train.steps and not stopped:
             decision = self.step(stop.cause)
             self.profiler.end_step()
@@ -118,9 +134,23 @@ class Trainer:
             self.verifier.compare_parameters(self.progress, saves=due)
             if due:
                 checkpointer.save(self.progress, last)
+            self.standing.done_step = step
+            if decision.regroup and not last:
+                raise RegroupError("a replica comes back")
         self._beat("finish")
         checkpointer.finish(self.progress)
         return stopped and self.progress.step < spec.train.steps
+
+    def between_steps(self, stop: StopRequest) -> None:
+        """Evaluate and save again after the newest step, where that is due."""
+        step, every = self.progress.step, self.job.spec.eval.interval_steps
+        last = step == self.job.spec.train.steps
+        if every and (last or step % every == 0):
+            self.validate(stop)
+        if self.checkpointer.due(step, requested=False, last=last):
+            self._beat("save")
+            self.checkpointer.save(self.progress, last)
+        self.standing.done_step = step
 
     def step(self, stop_requested: int) -> Decision:
         """One step: data, backward, barrier, and the acts that all ranks decide alike.
@@ -131,21 +161,22 @@ class Trainer:
         CorruptionError where a check of ``[verify]`` fails.
         """
         before = self.progress
-        attempt = self._read(before)
+        self.attempt = attempt = self._read(before)
         self._backward(attempt, before)
-        facts = self._barrier(attempt, before, stop_requested)
+        self._exchange(attempt, stop_requested)
+        facts = self.advance()
         decision = facts.decision
-        self._beat("optimizer")
         if decision.action is Action.COMMIT:
-            self._commit(facts, attempt)
-            self._count(facts, attempt)
+            self.digests.see_parameters()
         if decision.overflow:
             self.progress = self.progress.after_overflow()
             set_rng_states(attempt.random, self.job.runtime.device)
         self.job.optimizer.zero_grad()
         attempt.end(self.job.runtime.comm_monitor.take())
         if decision.action is Action.SKIP:
+            self.standing.ready, ready = False, self.standing.ready
             self._skip(decision, attempt)
+            self.standing.ready = ready
             return decision
         self._publish_commit(decision, attempt)
         self.verifier.compare_digests(self.digests.publish(self.progress.step), self.progress)
@@ -186,13 +217,44 @@ class Trainer:
             job.compressed.reduce(scale or 1.0)
         self.faults.gradients(job.model)
         self.digests.see_gradients()
+        routing, health = attempt.result.routing, self.job.spec.health
+        if routing is not None and (
+            self._uses_loads or routers_are_checked(health, before.step + 1)
+        ):
+            _ = routing.everywhere_LE  # here: after the barrier no rank waits for another
 
-    def _barrier(self, attempt: Attempt, before: Progress, stop_requested: int) -> StepFacts:
-        """What all ranks bring, and the one decision; rules of health come before other parts."""
+    def _exchange(self, attempt: Attempt, stop_requested: int) -> None:
+        """Bring this rank's vector to the barrier, and take all ranks'."""
         self._beat("barrier")
         report, parts = self._report(attempt, stop_requested), self.job.parts
         own = {f"{p.name}.{k}": float(v) for p in parts for k, v in p.report(report).items()}
-        reports, columns = exchange(report, self.job.runtime.device, own)
+        self.rows = exchange(report, self.job.runtime.device, own)
+        self.standing.turn += 1
+
+    def advance(self, rows: Rows | None = None) -> StepFacts:
+        """Move the state on as the newest barrier says, without any other rank.
+
+        Args:
+            rows: what the barrier exchanged, where another rank has them and this one has not.
+        """
+        if rows is not None:
+            self.rows = rows
+            self.standing.turn += 1
+        before, attempt = self.progress, self.attempt
+        assert attempt is not None
+        facts = self._decide(attempt, before)
+        self._beat("optimizer")
+        if facts.decision.action is Action.COMMIT:
+            self._commit(facts, attempt)
+            self._count(facts, attempt)
+        elif rows is not None:
+            raise LostRankError(f"step {before.step + 1} was not committed while a rank was lost")
+        return facts
+
+    def _decide(self, attempt: Attempt, before: Progress) -> StepFacts:
+        """The one decision of all ranks; rules of health come before other parts."""
+        assert self.rows is not None
+        (reports, columns), parts = self.rows, self.job.parts
         decision = decide(reports, attempt.planned, before.loss_scale)
         decision = self.watch.judged(decision, before, self.skipped, attempt.result.routing)
         facts = StepFacts(before.step + 1, reports, decision, columns)
@@ -250,6 +312,7 @@ class Trainer:
             expert_seconds=result.expert_seconds,
             bad_layer=bad_layer(self.job.moe_layers, result.routing),
             data_checksum=data_checksum(attempt.batches) if self.job.dims.reads_first else 0.0,
+            regroup_wanted=self.wants_meeting(),
         )
 
     def _commit(self, facts: StepFacts, attempt: Attempt) -> None:
@@ -266,7 +329,8 @@ class Trainer:
         job.optimizer.step()
         if job.compressed is not None:
             job.compressed.commit()
-        self.first_step.see(before.step + 1)
+        if installed_crossing() is None:  # it asks the other ranks, which a commit must not
+            self.first_step.see(before.step + 1)
         first = before.train_loss_first
         progress = replace(
             before,
@@ -279,15 +343,22 @@ class Trainer:
             health=health,
         )
         self.progress = progress.after_commit(GROWTH_STEPS)
+        self.committed = decision, attempt
         self.skipped = 0
 
     def _count(self, facts: StepFacts, attempt: Attempt) -> None:
         """Add a committed step to the interval, and move biases by the step's loads."""
-        self.digests.see_parameters()
         self.interval.add_reports(facts.reports)
         self.interval.add_mtp(attempt.result.mtp_loss_sums_K, attempt.mtp)
         if attempt.result.routing is not None:
             self._balance(attempt.result.routing, facts.reports)
+
+    def publish_newest(self) -> None:
+        """Publish the newest committed step, which the end of an epoch has kept from the log."""
+        if self.committed is not None:
+            decision, attempt = self.committed
+            attempt.end(attempt.traffic)
+            self._publish_commit(decision, attempt)
 
     def _publish_commit(self, decision: Decision, attempt: Attempt) -> None:
         """Publish a committed step, and add the step to the interval."""
@@ -384,6 +455,16 @@ class Trainer:
             memory = before.health if verdict is None else verdict.memory
             health = after_skip(memory, before.consumed_samples, cursor.sample_index)
             self.progress = replace(before, health=health, consumed_samples=cursor.sample_index)
+
+    @property
+    def _uses_loads(self) -> bool:
+        """Whether a committed step needs the loads of all ranks."""
+        moe = self.job.spec.moe
+        if moe is None:
+            return False
+        return bool(moe.expert_bias and moe.bias_update_rate) or (
+            moe.aux_loss_scope == "previous_step"
+        )
 
     def mfu(self, tokens: int, seconds: float) -> float:
         """Model FLOPs utilization (Chowdhery et al., arXiv 2204.02311, appendix B)."""

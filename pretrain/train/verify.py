@@ -85,7 +85,7 @@ class Verifier:
             # Of the step as it is: every pass has the weights of all its micro-batches.
             batches, _, planned = read(self.job.loader)
             self._mtp = self.job.mtp_loss(batches, planned, progress.consumed_samples)
-        device, group = self.job.runtime.device, self.job.dims.replicate_mesh.get_group()
+        device, group = self.job.runtime.device, self.job.dims.replicate_group
         if self.rotation is None:
             self._random = {
                 name: all_gather_rows(state.to(device), group, "dp").cpu()

@@ -21,7 +21,6 @@ from cluster.detect import (
     StuckRanks,
     StuckWatch,
     dump_collectives,
-    open_store,
     publish_seconds,
 )
 from pretrain.errors import EXIT_LOST
@@ -66,7 +65,7 @@ def watch_ranks(
     end = _end_process if config.end_stuck_run else None
     with ExitStack() as held:
         publisher = HeartbeatPublisher(
-            open_store("heartbeat"),
+            runtime.store("heartbeat"),
             runtime.rank,
             heartbeat=runtime.heartbeat,
             monitor=runtime.comm_monitor,
@@ -78,7 +77,7 @@ def watch_ranks(
         held.callback(publisher.close)
         if runtime.is_first:
             watch = StuckWatch(
-                open_store("heartbeat"),
+                runtime.store("heartbeat"),
                 runtime.world,
                 seconds=seconds,
                 silence_limit=max(limits.least_seconds, _SILENT_PUBLICATIONS * seconds),

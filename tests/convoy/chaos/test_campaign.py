@@ -138,7 +138,7 @@ def test_a_campaign_runs_what_the_spec_says(tmp_path, capsys):
         data=data_of(prepare_job(tmp_path / "job")),
         train={"steps": 40},
         checkpoint={"interval_steps": 7, "path": str(tmp_path / "elsewhere")},
-        elastic={"warm_restart": True},
+        elastic={"recovery": "warm"},
         inject=[own],
     )
     out = tmp_path / "out"
@@ -152,7 +152,7 @@ def test_a_campaign_runs_what_the_spec_says(tmp_path, capsys):
     drawn = [DrawnFault("kill", 5, 1), DrawnFault("machine_lost", 8, 0)]
     sections = sections_of_run(load_spec(path), drawn, out)
     assert sections["inject"] == [*expected["inject"], drawn[0].table()]
-    assert sections["elastic"] == {"enabled": True, "warm_restart": True}
+    assert sections["elastic"] == {"enabled": True, "recovery": "warm"}
 
 
 @pytest.mark.parametrize("flag", ["--faults", "--machines"])
@@ -223,7 +223,7 @@ def test_a_campaign_of_an_exact_run_has_equal_bits(tmp_path, capsys):
         batch={"global_batch_size": BATCH, "micro_batch_size": 1},
         train={"steps": 20, "timeout_seconds": 10.0},
         checkpoint={"interval_steps": 2},
-        elastic={"warm_restart": True},
+        elastic={"recovery": "warm"},
     )
     arguments = [str(spec), str(tmp_path / "out"), "--faults", "3", "--machines", "2",
                  "--seed", "7", "--set", "train.exact=true"]  # fmt: skip

@@ -243,7 +243,7 @@ def _spec(folder: Path, job: Path, *, warm: bool, steps: int = 40) -> Path:
         parallel={"dp_shard": 2, "ep": 2},
         train={"steps": steps, "timeout_seconds": 30.0, "log_interval_steps": 1},
         checkpoint={"interval_steps": 4},
-        elastic={"enabled": True, "warm_restart": warm},
+        elastic={"enabled": True, "recovery": "warm" if warm else "restart"},
     )
 
 
