@@ -6,7 +6,7 @@ an evaluation, while replicas meet, or while a replica gets its state. After eac
 are waited for. Then losses, gradient norms, digests of gradients and parameters, sample counters
 and a checkpoint's moments are compared with a run on one rank.
 
-``--samples 1000`` has 1,000 faults, in three quarters of an hour on two cores.
+``--samples 1000`` has 1,000 faults, in an hour on two cores; ``--only pp=2`` has one layout's.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from __future__ import annotations
 import random
 import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -69,7 +71,7 @@ def strike(run: HealingRun, where: str, rng: random.Random, result: Result) -> N
         run.wait(lambda: [e for e in log.of("step", since) if e["step"] % 5 == 0], "no evaluation")
     else:
         time.sleep(rng.random() * 0.3)
-    moment = run.strike(rank, number)
+    moment = run.strike(rank, number, before[rank])
     result.faults += 1
     hit = {run.replica_of(rank)}
     second = None
@@ -77,13 +79,14 @@ def strike(run: HealingRun, where: str, rng: random.Random, result: Result) -> N
         time.sleep(rng.random() * 0.06)
         second = rng.choice([r for r in sorted(before) if run.replica_of(r) not in hit])
     elif where == "join":
-        run.wait(lambda: log.of("regrouped", moment), "no replica has left")
+        run.first_step_after_regroup(moment)
         time.sleep(0.3 + rng.random() * 0.8)  # as long as building takes, more or less
         rest = run.trainers()
         second = rng.choice(sorted(rest)) if run.topology.dp_replicate > 2 else rank
-    if second is not None and second in run.trainers():
+    process = None if second is None else run.trainers().get(second)
+    if second is not None and process is not None:
         hit.add(run.replica_of(second))
-        run.strike(second)
+        run.strike(second, process=process)
         result.faults += 1
     result.seconds.append(run.first_step_after_regroup(moment))
     after = run.trainers()
@@ -123,6 +126,10 @@ def judge(folder: Path, reference: Path, result: Result) -> None:
     log, other = LogTail(folder / "run"), LogTail(reference / "run")
     result.problems += differences(log, other)
     result.problems += [f"step {step} is lost or repeated" for step in lost_or_repeated(log)]
+    words = [sys.executable, "-m", "convoy", "audit-data", str(folder / "run")]
+    audit = subprocess.run(words, capture_output=True, text=True, check=False)
+    if audit.returncode:
+        result.problems.append(f"audit-data: {audit.stdout[-300:]} {audit.stderr[-300:]}")
     stores = [open_store(path / "run" / "checkpoints") for path in (folder, reference)]
     common = set(committed_steps(stores[0])) & set(committed_steps(stores[1]))
     if not common:
@@ -155,12 +162,13 @@ def main() -> None:
         root = Path(temporary)
         job = prepare_job(root)
         layouts = LAYOUTS[:2] if args.quick else LAYOUTS
+        layouts = [d for d in layouts if args.only in Topology(**d).describe()]
         results: dict[str, Result] = {}
         for i, degrees in enumerate(layouts):
             name = Topology(**degrees).describe()
             results[name] = campaign(root / str(i), job, degrees, -(-total // len(layouts)), i)
             one = results[name]
-            print(name, one.faults, "faults", len(one.problems), "problems", flush=True)
+            print(name, one.faults, "faults", *one.problems, flush=True)
         steps = max(
             LogTail(root / str(i) / "run").of("step")[-1]["step"] for i in range(len(layouts))
         )

@@ -234,9 +234,8 @@ class AsyncCheckpointer:
                     write_failure(open_store(tier.location), info, self.rank)
 
     def abandon(self) -> None:
-        """Give the saves up that are not done: a rank of theirs is gone for good."""
-        for (_, name), info in self._pending.items():
-            self._report_failure(info, [name])
+        """Wait no longer for the saves that are not done, which
+        :func:`ckpt.lifecycle.remove_uncommitted` makes the writer processes give up."""
         self._pending.clear()
 
     def prepare(self, topology: Topology, arrays: Sequence[LocalArray]) -> int:

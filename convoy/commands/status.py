@@ -31,7 +31,9 @@ def _show(args: argparse.Namespace) -> int:
     from pretrain import observe
 
     status, log = observe.read_status(args.run_dir), args.run_dir / "log.jsonl"
-    step, ledger = observe.last_step(log), observe.ledger_of(observe.read_former(log))
+    former = observe.read_former(log)
+    step, ledger = observe.last_step(log), observe.ledger_of(former)
+    changes = [line.event for line in former if isinstance(line.event, observe.Regrouped)]
     sums = observe.summed(ledger, step or 0)
     if args.json:
         say_json(status.model_dump() | {
@@ -39,6 +41,7 @@ def _show(args: argparse.Namespace) -> int:
             "checkpoint": observe.newest_checkpoint(status.checkpoint_path),
             "gone": status.is_gone,
             "ledger": asdict(sums),
+            "regrouped": asdict(changes[-1]) if changes else None,
         })  # fmt: skip
         return 0
     if status.is_gone:
@@ -53,6 +56,8 @@ def _show(args: argparse.Namespace) -> int:
         say(f"  ended       {status.time}")
     if step is not None:
         say(f"  step        {step}")
+    if changes:
+        say(f"  replicas    {observe.regrouped_text(changes[-1])}")
     checkpoint = observe.newest_checkpoint(status.checkpoint_path)
     if checkpoint is not None:
         say(f"  checkpoint  {checkpoint}")

@@ -175,21 +175,29 @@ class PolicyConfig(Section):
     ``train.timeout_seconds``."""
     silent_seconds: float = Field(default=3600.0, ge=0)
     """From the first wrong number until a check notices; the steps in between are worth nothing."""
-    restart: Literal["whole", "partial"] = "whole"
-    """``whole``: every process starts anew. ``partial``: the surviving processes stay."""
+    restart: Literal["whole", "partial", "heal"] = "whole"
+    """``whole``: every process starts anew. ``partial``: the surviving processes stay. ``heal``:
+    only the processes of a replica of ``nodes_per_replica`` nodes start anew, as long as others
+    are left; these go on with the step."""
     restart_seconds: float = Field(default=300.0, ge=0)
     """A whole restart: scheduler, start of Python, joining the group; loading the state not
     counted."""
     partial_restart_seconds: float = Field(default=60.0, ge=0)
-    """A partial restart; loading the state not counted."""
+    """A partial restart, and the start of one replica's processes; loading the state not
+    counted."""
+    heal_seconds: float = Field(default=1.0, ge=0)
+    """With ``heal``: from the end of a process until the other replicas train again, the step that
+    is taken again not counted."""
+    step_seconds: float = Field(default=10.0, ge=0)
+    """A step of the run. With ``heal`` a failure costs one."""
     reboot_seconds: float = Field(default=600.0, ge=0)
     """The boot of a node, before the restart."""
     when_short: Literal["wait", "elastic"] = "wait"
     """What the run does when no spare is left: ``wait`` for a repaired node, or ``elastic``: go on
     with fewer nodes at proportional speed."""
     nodes_per_replica: int = Field(default=1, ge=1)
-    """With ``elastic``: the run grows and shrinks by this many nodes, those of one replica of the
-    model."""
+    """With ``elastic`` and ``heal``: the run grows and shrinks by this many nodes, those of one
+    replica of the model."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -216,7 +224,12 @@ class PolicyConfig(Section):
     @property
     def restart_base_seconds(self) -> float:
         """Seconds of a restart without a boot and without loading the state."""
-        return self.restart_seconds if self.restart == "whole" else self.partial_restart_seconds
+        return self.partial_restart_seconds if self.restart == "partial" else self.restart_seconds
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether the run goes on with fewer replicas."""
+        return self.when_short == "elastic" or self.restart == "heal"
 
 
 class Scenario(Section):
@@ -232,7 +245,7 @@ class Scenario(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         unit, nodes = self.policy.nodes_per_replica, self.run.nodes
-        if self.policy.when_short == "elastic" and nodes % unit:
+        if self.policy.shrinks and nodes % unit:
             raise ValueError(
                 f"run.gpus ({self.run.gpus}), {nodes} nodes, must be whole replicas of "
                 f"policy.nodes_per_replica ({unit}) nodes"

@@ -134,15 +134,27 @@ class _Lanes:
         tiers = list(policy.tiers.used.items())
         self.wall, self.work = wall_seconds, work_seconds
         self.nodes, self.stall, self.repair = run.nodes, policy.stall, policy.repair_hours * 3600
-        self.unit = policy.nodes_per_replica if policy.when_short == "elastic" else run.nodes
+        self.unit = policy.nodes_per_replica if policy.shrinks else run.nodes
         # [K] What each cause needs; the last one is that of rejoining.
         seconds = {"crash": policy.crash_seconds, "hang": policy.hang_seconds,
                    "silent": policy.silent_seconds}  # fmt: skip
         self.causes = (*causes, REJOINING)
         self.detection = np.array([*(seconds[c.detection] for c in causes.values()), 0.0])
+        self.crashes = np.array([*(c.detection == "crash" for c in causes.values()), False])
         self.replaces = np.array([*(c.nature == "replace" for c in causes.values()), False])
         boots = np.array([*(c.nature == "reboot" for c in causes.values()), False])
         self.restart = policy.restart_base_seconds + policy.reboot_seconds * boots
+        # [K] What a failure costs that other replicas survive: they wait for the regroup, the step
+        # and the copy of the state, and one replica is absent while its processes start. The
+        # absence counts as the time in which all nodes would have trained as much.
+        self.heals = np.array(
+            [policy.restart == "heal" and self.detection[k] != seconds["silent"]
+             for k in range(len(self.causes))]
+        )  # fmt: skip
+        self.joins = scenario.tier_seconds("peer", "restore") if policy.restart == "heal" else 0.0
+        absent = policy.partial_restart_seconds + policy.reboot_seconds * boots
+        pause = policy.heal_seconds + policy.step_seconds + self.joins
+        self.heal = pause + absent * self.unit / run.nodes
         # [tiers, K] Whether a tier has the state after a failure. A save of wrong numbers is in
         # every tier that keeps the newest save only.
         self.survives = np.array([
@@ -174,6 +186,7 @@ class _Lanes:
         self.phase = np.full(lanes, _TRAINING)
         self.clock, self.position = np.zeros(lanes), np.zeros(lanes)
         self.cause, self.left = np.zeros(lanes, np.int64), np.zeros(lanes)
+        self.healed = np.zeros(lanes, bool)  # whether the newest failure left the state
         self.failures = np.zeros(lanes, np.int64)
         self.exposure = self.draws.gaps[self.repetition, 0]  # until the next failure
         # The beginning of the run is as good as a save on the shared storage.
@@ -223,6 +236,7 @@ class _Lanes:
         # The others have just saved: they restart with the nodes that are back.
         joined = at[~failed & ~done]
         self.cause[joined] = len(self.causes) - 1
+        self.healed[joined] = self.heals[-1]
         self.resume(joined)
 
     def spend(self, at: Ints, part: str) -> Ints:
@@ -257,13 +271,17 @@ class _Lanes:
         self.exposure[at] = self.draws.gaps[repetition, number + 1]
         lost_node = at[self.replaces[cause]]
         self.repairs.push(lost_node, self.clock[lost_node] + self.repair)
+        healed = self.heals[cause] & (self.active[at] >= 2 * self.unit)
+        self.healed[at] = healed
         newest = np.full(len(at), -np.inf)
         for saved, survives in zip(self.saved, self.survives, strict=True):
             saved[at[~survives[cause]]] = -np.inf
             newest = np.maximum(newest, saved[at])
+        newest = np.where(healed, self.position[at], newest)
         self.lost["rework"][at, cause] += self.position[at] - newest
         self.position[at] = newest
-        self.left[at] = self.detection[cause]
+        detection = np.where(healed & self.crashes[cause], 0.0, self.detection[cause])
+        self.left[at] = detection
         self.phase[at] = _DETECTING
 
     def resume(self, at: Ints) -> None:
@@ -289,7 +307,9 @@ class _Lanes:
             restore = np.where(has, np.minimum(restore, seconds), restore)
         # Who rejoins after a save finds its state, however far the tiers have written it.
         restore = np.where(np.isinf(restore), min(self.restore), restore)
-        self.left[at] = self.restart[self.cause[at]] + restore
+        cause, rejoins = self.cause[at], self.cause[at] == len(self.causes) - 1
+        heal = np.where(rejoins, self.joins, self.heal[cause])
+        self.left[at] = np.where(self.healed[at], heal, self.restart[cause] + restore)
         self.phase[at] = _RESTARTING
 
     def _seconds_to_join(self, at: Ints, share: Floats) -> Floats:
@@ -303,7 +323,7 @@ class _Lanes:
         if not len(small):
             return found
         lanes, share = at[small], share[small]
-        cost = self.restart[-1] + min(self.restore)
+        cost = self.joins if self.heals[-1] else self.restart[-1] + min(self.restore)
         gain = self.unit / self.nodes * self.mean / share  # of one unit of nodes
         units = np.maximum(np.floor(cost / gain) + 1, 1)
         pays = units * self.unit <= self.nodes - self.active[lanes]

@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,6 +28,8 @@ from parallel.crossing import Crossing, RegroupError, install_crossing
 from pretrain.errors import EXIT_LOST
 
 _PAUSE = 0.005
+_WORD_SECONDS = 2.0
+"""After which a failed collective is not due to a rank that has ended."""
 _LOOKS_PER_SECOND = 20_000
 """Of all ranks together, at the launch's store."""
 _GOES_ON, _MEETS = 0, 1
@@ -98,6 +100,8 @@ class Membership:
         self.epoch: Epoch | None = None
         self.standing = Standing()
         self.crossing = Crossing(device, timeout)
+        self._patience = timeout.total_seconds() / 4
+        """As long as the members of an epoch may take to come to a meeting."""
         self._known = _Known()
         self._members: tuple[Life, ...] = ()
         self._talk: Any = None
@@ -154,13 +158,26 @@ class Membership:
                 self.over(error)
 
     def over(self, error: BaseException) -> None:
-        """An error ended the epoch. Wait for the word of the store that a member is gone; where
-        none comes, this replica is at fault, and leaves."""
-        until = time.monotonic() + self.timeout.total_seconds()
-        while self.crossing.why is None:
-            if time.monotonic() > until:
-                self._leave(f"{error}".splitlines()[0])
+        """A collective of this rank has failed, and so the epoch is over.
+
+        As a rule the store says soon which member is gone. Otherwise a rank hangs: this rank ends
+        the epoch for all, and whoever does not come to the meeting is gone.
+        """
+        until = time.monotonic() + _WORD_SECONDS
+        while self.crossing.why is None and time.monotonic() < until:
             time.sleep(_PAUSE)
+        if self.crossing.why is None:
+            assert self.epoch is not None
+            why = f"rank {self.rank}: {error}".splitlines()[0]
+            with suppress(RuntimeError):  # the launch's store may be gone
+                self.journal.write(over=self.epoch.number, why=why)
+            self.crossing.interrupt(why)
+
+    def lose(self, ranks: Sequence[int], why: str) -> None:
+        """Go on without the replicas of some ranks of this epoch; any thread may call."""
+        assert self.epoch is not None
+        for number in sorted({self.topology.place(rank).dp_replicate for rank in ranks}):
+            self.journal.declare_gone(self.epoch.lives[number], why)
 
     def _leave(self, why: str) -> NoReturn:
         with suppress(RuntimeError):  # the launch's store may be gone
@@ -179,6 +196,14 @@ class Membership:
         """This rank in the present epoch."""
         assert self.epoch is not None
         return self.rank_of(self.epoch.lives.index(self.seat.life), self.index)
+
+    @property
+    def speaks_for_source(self) -> bool:
+        """Whether this is the first rank of the replica that has the run's newest state."""
+        epoch = self.epoch
+        if epoch is None or epoch.source is None or self.index:
+            return False
+        return epoch.lives[epoch.source] == self.seat.life
 
     def rank_of(self, number: int, index: int) -> int:
         """The rank at ``index`` of a replica, in the present epoch."""
@@ -218,6 +243,8 @@ class Membership:
                 interrupts = life in self._members
             else:
                 interrupts = False
+            if "over" in entry:
+                interrupts = self.epoch is not None and entry["over"] == self.epoch.number
             if "waiting" in entry:
                 life = Life(*entry["waiting"])
                 if life not in self._members:
@@ -305,7 +332,7 @@ class Membership:
                 gone[life] = why
             elif self.store.check([key]):
                 words[life] = Word(*json.loads(self.store.get(key)))
-            elif waited > self.timeout.total_seconds() and self.epoch is not None:
+            elif waited > self._patience and self.epoch is not None:
                 self.journal.declare_gone(life, "it did not come to the meeting")
         if self.epoch is None and before is not None and len(gone) < len(before.lives):
             return None  # its members decide

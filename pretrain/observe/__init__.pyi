@@ -7,6 +7,7 @@ from .console import Console as Console
 from .console import complain as complain
 from .console import human_bytes as human_bytes
 from .console import progress_bar as progress_bar
+from .console import regrouped_text as regrouped_text
 from .console import say as say
 from .data_events import DataFetched as DataFetched
 from .data_events import DataOpened as DataOpened

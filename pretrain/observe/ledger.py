@@ -27,6 +27,7 @@ from pretrain.observe.event import Event
 from pretrain.observe.events import (
     Launched,
     LedgerSummed,
+    Regrouped,
     RunDone,
     RunFailed,
     RunStarted,
@@ -44,7 +45,7 @@ PHASES: dict[str, str] = {
     "evaluation": "held-out sequences were scored, and the summary's text was generated",
     "skipped": "steps that changed nothing, because a number was not finite",
     "rework": "steps that were taken again after the run went back to a checkpoint",
-    "restart": "from the start of the process of rank 0 to the first step",
+    "restart": "from the start of rank 0's process to the first step, and while replicas regroup",
     "hang": "from the last line of the log to the notice that a rank was lost",
     "down": "from a failure to the start of the next process; a step that was cut off is in it",
     "idle": "from the end of a run that was stopped or done to the start of the next process",
@@ -202,7 +203,7 @@ class LedgerAccount:
             return
         before = self._state
         former = self._ranks
-        if isinstance(event, Launched | RunStarted):
+        if isinstance(event, Launched | RunStarted | Regrouped):
             self._ranks = event.world_size
             self._ranks += event.spares if isinstance(event, RunStarted) else 0
         rest = self._rest(event)
@@ -252,6 +253,9 @@ class LedgerAccount:
             case LedgerSummed():
                 return "other"
             case Restored() | RunStarted():
+                return "restart"
+            case Regrouped():
+                self._cause = "lost_rank"
                 return "restart"
             case RankLost():
                 self._cause = "lost_rank"

@@ -62,6 +62,8 @@ class Runtime:
     """The place of this process's training thread."""
     store: Callable[[str], Store] = open_store
     """Opens the store of all ranks, under a prefix."""
+    lose: Callable[[Sequence[int], str], None] | None = None
+    """Lets the run go on without the replicas of some ranks, for a reason; None where it cannot."""
     build_seconds: float = _BUILD_SECONDS
     """As long ranks wait for each other where all build the same, see :meth:`building`."""
 
@@ -199,11 +201,18 @@ class Runtime:
         control: dist.ProcessGroup,
         launch_id: str,
         store: Callable[[str], Store],
+        lose: Callable[[Sequence[int], str], None],
     ) -> Runtime:
         """This process in an epoch of a run whose replicas come and leave; see
         :class:`parallel.Crossing`."""
         return replace(
-            self, rank=rank, world=world, control_group=control, launch_id=launch_id, store=store
+            self,
+            rank=rank,
+            world=world,
+            control_group=control,
+            launch_id=launch_id,
+            store=store,
+            lose=lose,
         )
 
     def close(self) -> None:

@@ -71,8 +71,8 @@ def run_epochs(
                 during.callback(carried.end)
                 with errors_end_epochs(members):
                     duties.take(runtime)
+                    writer = epoch_writer(members, spec, runtime, carried)
                     job = epoch_job(members, built, runtime, duties.events, carried)
-                    writer = epoch_writer(spec, runtime, carried)
                     opened = duties.open(runtime, members.topology, built.corpora)
                     within = InEpoch(members, epoch, carried, job)
                     begin = partial(begin_epoch, within)

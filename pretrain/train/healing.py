@@ -14,7 +14,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckpt import AsyncCheckpointer
+from ckpt import AsyncCheckpointer, open_store
+from ckpt.lifecycle import remove_uncommitted
 from cluster.members import Epoch
 from parallel import digest
 from parallel.crossing import RegroupError, across
@@ -112,14 +113,22 @@ def epoch_runtime(members: Membership, epoch: Epoch, replica: Runtime) -> Runtim
         control=crossing.control,
         launch_id=launch if epoch.number == 1 else f"{launch}e{epoch.number}",
         store=members.epoch_store,
+        lose=members.lose,
     )
 
 
-def epoch_writer(spec: JobSpec, runtime: Runtime, carried: Carried) -> AsyncCheckpointer:
+def epoch_writer(
+    members: Membership, spec: JobSpec, runtime: Runtime, carried: Carried
+) -> AsyncCheckpointer:
     """This rank's writer process, another one where the rank has got another number."""
     writer = carried.writer
     if writer is not None:
         writer.abandon()
+        if members.speaks_for_source:
+            # A rank of such a save may be gone: nobody must wait for its part.
+            for tier in writer.tiers:
+                with suppress(OSError):
+                    remove_uncommitted(open_store(tier.location))
     if writer is None or writer.rank != runtime.rank:
         if writer is not None:
             writer.leave()
@@ -147,6 +156,10 @@ def begin_epoch(within: InEpoch) -> Progress:
         progress = restore(job, carried.writer.tiers)
         standing.ready, standing.turn, standing.done_step = True, 0, progress.step
         carried.blend, carried.progress = job.loader.blend, progress
+        if epoch.left:
+            lost = "; ".join(f"replica {life.seat} left ({why})" for life, why in epoch.left)
+            text = f"{lost}: no replica had the run's state, and all begin again"
+            job.events.note(text, step=progress.step, problem=True)
         return progress
     settle(members, epoch, carried)
     job.optimizer.zero_grad()  # of a step that was broken off, or that is committed by now

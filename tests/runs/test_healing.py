@@ -141,3 +141,33 @@ def test_where_all_replicas_are_lost_the_run_goes_on_from_its_checkpoint(tmp_pat
     reference = alone(tmp_path / "alone", job, 30)
     assert differences(run.log, LogTail(reference.run)) == []
     assert lost_or_repeated(run.log) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_rank_that_hangs_costs_its_replica_alone(tmp_path, job, watched):
+    """With and without the watch over heartbeats: a time-out of a collective finds the rank too."""
+    folder = tmp_path / "healed"
+    spec = healing_spec(
+        folder,
+        job,
+        {"dp_replicate": 2},
+        train={"timeout_seconds": 12.0},
+        detection={"stuck_seconds": 1.0 if watched else 1000.0},
+        inject=[{"kind": "hang", "step": 20, "rank": 1}],
+    )
+    run = HealingRun(folder, spec, Topology(dp_replicate=2))
+    try:
+        before = run.wait_for_all()
+        run.wait(lambda: [e for e in run.log.of("regrouped") if e["joined"]], "nobody came")
+        assert run.trainers()[0] == before[0]
+        run.wait(lambda: run.log.of("step")[-1]["step"] > 30, "no steps")
+        run.stop()
+    finally:
+        run.close()
+    reference = alone(tmp_path / "alone", job, 30)
+    assert differences(run.log, LogTail(reference.run)) == []
+    assert lost_or_repeated(run.log) == []
+    left = next(e for e in run.log.of("regrouped") if e["left"])["left"][0]
+    assert left["replica"] == 1

@@ -17,6 +17,8 @@ from parallel import Topology
 from tests.support.jobs import data_of, write_spec
 from tests.support.processes import children, kill_with_descendants
 
+CHANGES = ("start", "regrouped")
+"""The events that say which ranks train from now on."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -62,7 +64,7 @@ class HealingRun:
     def __init__(self, folder: Path, spec: Path, topology: Topology) -> None:
         self.topology, self.run = topology, folder / "run"
         self.log = LogTail(self.run)
-        self.output = folder / "output.txt"
+        self.output, self.struck = folder / "output.txt", 0.0
         with self.output.open("wb") as output:
             self.torchrun = subprocess.Popen(
                 [sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -108,22 +110,29 @@ class HealingRun:
         """Wait until every replica trains; gives the processes."""
 
         def all_train() -> dict[int, int]:
-            changes = self.log.of("regrouped")
-            full = not changes or changes[-1]["replicas"] == self.topology.dp_replicate
+            newest = [e for e in self.log.look() if e["event"] in CHANGES][-1:]
+            full = bool(newest) and newest[0]["world_size"] == self.topology.world
+            full = full and newest[0]["time"] > self.struck
             trainers = self.trainers()
             return trainers if full and len(trainers) == self.topology.world else {}
 
         return self.wait(all_train, "not every replica trains")
 
-    def strike(self, rank: int, number: int = signal.SIGKILL) -> float:
-        """A signal to the process that trains as a rank; the moment."""
-        process, moment = self.trainers()[rank], time.time()
-        os.kill(process, number)
+    def strike(self, rank: int, number: int = signal.SIGKILL, process: int | None = None) -> float:
+        """A signal to the process that trains as a rank, now or as known before; the moment."""
+        process = self.trainers()[rank] if process is None else process
+        moment = self.struck = time.time()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
         return moment
 
     def first_step_after_regroup(self, moment: float) -> float:
         """Seconds from a fault to the first step that was finished after it without its replica."""
-        change = self.wait(lambda: self.log.of("regrouped", moment), "no replica has left")[0]
+
+        def changes() -> list[dict[str, Any]]:
+            return [e for e in self.log.look() if e["event"] in CHANGES and e["time"] > moment]
+
+        change = self.wait(changes, "no replica has left")[0]
         step = self.wait(lambda: self.log.of("step", change["time"]), "no step")[0]
         return step["time"] - moment
 

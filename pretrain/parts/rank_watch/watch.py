@@ -62,7 +62,14 @@ def watch_ranks(
         runtime.hang_report.before_answer = lambda: _dump(folder, runtime)
     limits = PhaseLimits.of_run(config.stuck_seconds, timeout_seconds)
     seconds = publish_seconds(runtime.world, timeout_seconds)
-    end = _end_process if config.end_stuck_run else None
+    # Where replicas heal, the processes of a stuck replica are ended from outside.
+    end = _end_process if config.end_stuck_run and runtime.lose is None else None
+
+    def tell(stuck: StuckRanks) -> None:
+        publish(_stuck(stuck, config))
+        if runtime.lose is not None:
+            runtime.lose(stuck.ranks, stuck.describe())
+
     with ExitStack() as held:
         publisher = HeartbeatPublisher(
             runtime.store("heartbeat"),
@@ -81,7 +88,7 @@ def watch_ranks(
                 runtime.world,
                 seconds=seconds,
                 silence_limit=max(limits.least_seconds, _SILENT_PUBLICATIONS * seconds),
-                tell=lambda stuck: publish(_stuck(stuck, config)),
+                tell=tell,
                 tell_moving=lambda ranks: publish(
                     RankMoves(step=runtime.heartbeat.place.step, ranks=ranks)
                 ),

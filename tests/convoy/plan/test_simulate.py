@@ -226,6 +226,42 @@ def test_what_a_failure_takes_depends_on_the_tiers(failures_at, cause, tiers, re
     assert found["waiting"] == found["smaller"] == 0
 
 
+HEALS = {"restart": "heal", "nodes_per_replica": 2, "heal_seconds": 1, "step_seconds": 7,
+         "partial_restart_seconds": 60}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cause", "restart"),
+    [
+        # All wait for the regroup, the step and the copy from a peer; one replica of four is absent
+        # while its processes start, and while its machine boots.
+        (RESTART, 1 + 7 + 4 + 60 / 4),
+        (REBOOT, 1 + 7 + 4 + (60 + 500) / 4),
+        (REPLACE, 1 + 7 + 4 + 60 / 4),
+    ],
+)
+def test_a_failure_that_other_replicas_survive_costs_no_save(failures_at, cause, restart):
+    failures_at((1025.0, cause))
+    found = hand(policy_of(**HEALS))
+    assert found["detection"] == found["rework"] == found["waiting"] == found["smaller"] == 0
+    assert found["restart"] == pytest.approx(restart)
+
+
+def test_without_a_spare_a_run_that_heals_trains_on_fewer_replicas(failures_at):
+    failures_at((1025.0, REPLACE))
+    found = hand(policy_of(**HEALS, repair_hours=0.5), spares=0)
+    # Half an hour on three of four replicas; then the copy to the replica that comes.
+    assert found["restart"] == pytest.approx(27 + 4)
+    assert found["smaller"] == pytest.approx(1800 / 4 * 100 / 110, rel=0.05)
+
+
+def test_the_only_replica_starts_again_from_a_save(failures_at):
+    failures_at((1025.0, RESTART))
+    found = hand(policy_of(**HEALS | {"nodes_per_replica": 8}))
+    assert (found["detection"], found["rework"]) == (5, pytest.approx(35))
+    assert found["restart"] == pytest.approx(50 + 2)
+
+
 def test_a_save_that_is_not_durable_yet_is_lost(failures_at):
     failures_at((1000.0, REPLACE))  # 10 s after the save at 990, and a peer needs 20
     assert hand(policy_of())["rework"] == pytest.approx(110)

@@ -10,7 +10,7 @@ import os
 import signal
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +32,7 @@ from pretrain.observe import (
     Metrics,
     RankLost,
     RankStuck,
+    Regrouped,
     Restored,
     RunDone,
     RunFailed,
@@ -351,6 +352,23 @@ def test_seconds_are_lost_to_what_caused_them(tmp_path):
     assert "lost to     lost_rank 43.0 s, killed 5.0 s, first_start 2.0 s" in text
     assert "restarts    1 after killed, 1 after lost_rank" in text
     assert "last start  imports 1.0 s, first_step 6.0 s" in text
+
+
+def test_the_seconds_in_which_replicas_regroup_are_lost_to_the_lost_rank():
+    def step(number: int) -> StepCommitted:
+        return replace(example(StepCommitted), step=number, seconds=1.0, exposed_seconds={})
+
+    left = {"replica": 1, "start": 0, "why": "killed"}
+    change = replace(example(Regrouped), left=[left], world_size=4)
+    lines = [
+        (100.0, replace(example(Launched), process_start=99.0, world_size=8)),
+        (102.0, step(1)),
+        (105.0, change),
+        (106.0, step(2)),
+    ]
+    ledger = ledger_of([LoggedEvent(event, time) for time, event in lines])
+    assert ledger.lost_seconds["lost_rank"] == 3.0
+    assert ledger.restarts == dict.fromkeys(ledger.restarts, 0), "no rank has started again"
 
 
 def test_a_line_that_a_kill_cut_off_takes_no_other_line_with_it(tmp_path):
