@@ -53,6 +53,8 @@ class Crossing:
         """Why the epoch is over; None while it lasts."""
         self.error: RuntimeError | None = None
         """Why gradients of the epoch are not summed over replicas."""
+        self.waits = False
+        """Whether the training thread waits for a collective."""
         self._lock = threading.Lock()
         self._waiting: set[threading.Event] = set()
         self._left: list[Any] = []
@@ -119,7 +121,9 @@ class Crossing:
             self.check()
             work.wait()
             return
+        self.waits = True
         ended = self._wait_for(lambda done: work.get_future().add_done_callback(done))
+        self.waits = False
         if not ended and not work.is_completed():
             self._left.append((work, group))
             raise RegroupError(self.why)
@@ -231,6 +235,17 @@ def gate() -> None:
     """
     if _installed is not None:
         _installed.gate()
+
+
+def check_epoch() -> None:
+    """Raise RegroupError where the epoch is over."""
+    if _installed is not None:
+        _installed.check()
+
+
+def waits_over_replicas() -> bool:
+    """Whether the training thread waits in a collective over replicas."""
+    return _installed is not None and _installed.waits
 
 
 def check_sums() -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -107,6 +108,8 @@ class AsyncCheckpointer:
         self._pinned: tuple[int, int] | None = None
         self._pending: dict[tuple[int, TierName], SaveInfo] = {}
         self._events: list[SaveEvent] = []
+        self._abandoned: Counter[tuple[int, TierName]] = Counter()
+        """Saves that were given up, whose events are to come."""
         self._start()
 
     def _start(self) -> None:
@@ -192,7 +195,7 @@ class AsyncCheckpointer:
 
     def _request(self, info: SaveInfo, arrays: Sequence[LocalArray], names: list[TierName]) -> None:
         if not self._is_ready:
-            self.ready()
+            self._ready_late()
         plan, buffer = self._prepare(info.topology, arrays)
         self._filled = max(self._filled, plan.bytes)
         chunks = [
@@ -226,6 +229,14 @@ class AsyncCheckpointer:
         self._busy = True
         self._send(Request(save=request))
 
+    def _ready_late(self) -> None:
+        try:
+            self.ready()
+        except CheckpointError:
+            if self._process.poll() is None:
+                raise
+            raise self._replace_writer() from None
+
     def _report_failure(self, info: SaveInfo, names: Sequence[TierName]) -> None:
         """Tell the other ranks' writer processes that this rank's objects will not come."""
         for tier in self.tiers:
@@ -235,7 +246,9 @@ class AsyncCheckpointer:
 
     def abandon(self) -> None:
         """Wait no longer for the saves that are not done, which
-        :func:`ckpt.lifecycle.remove_uncommitted` makes the writer processes give up."""
+        :func:`ckpt.lifecycle.remove_uncommitted` makes the writer processes give up. What becomes
+        of them is not reported any more."""
+        self._abandoned += Counter(self._pending.keys())
         self._pending.clear()
 
     def prepare(self, topology: Topology, arrays: Sequence[LocalArray]) -> int:
@@ -364,6 +377,8 @@ class AsyncCheckpointer:
         event = SaveEvent.model_validate_json(data)
         if event.what == "free":
             self._busy = False
+        elif event.tier is not None and self._abandoned[event.step, event.tier] > 0:
+            self._abandoned[event.step, event.tier] -= 1
         elif event.tier is not None:
             self._pending.pop((event.step, event.tier), None)
             self._events.append(event)
@@ -372,6 +387,7 @@ class AsyncCheckpointer:
     def _replace_writer(self) -> CheckpointError:
         """Start another writer process in place of one that ended; returns the error to raise."""
         code = self._process.wait()
+        self._abandoned.clear()
         steps = sorted({step for step, _ in self._pending})
         self._disconnect()
         for (_, name), info in self._pending.items():

@@ -25,6 +25,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from cluster.detect.devices import DeviceMonitor, DeviceReport
 from cluster.detect.hang import line_of
 from parallel import CommMonitor
+from parallel.crossing import waits_over_replicas
 
 PUBLICATIONS_PER_SECOND = 1000
 """Of all ranks together: more would be a load on the store."""
@@ -204,6 +205,11 @@ class HeartbeatPublisher:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
+    def _waits_in(self) -> str:
+        if self.monitor.waiting:
+            return self.monitor.describe()
+        return "a collective of all ranks" if waits_over_replicas() else ""
+
     def pulse(self, *, over: bool = False) -> Pulse:
         """What this rank publishes next."""
         now, place, started = time.monotonic(), self.heartbeat.place, self.monitor.started
@@ -220,7 +226,7 @@ class HeartbeatPublisher:
             step=place.step,
             still_seconds=round(still, 3),
             limit_seconds=round(limit, 3),
-            waits_in=self.monitor.describe() if self.monitor.waiting else "",
+            waits_in=self._waits_in(),
             at=line_of(self._main) if still > limit / 2 else "",
             over=over,
             device=None if self.device is None else self.device.report(),

@@ -24,6 +24,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -238,8 +239,8 @@ class JournalWatch:
                 self._next, since = self._next + 1, now
                 self._seen(entry)
             elif now - since > _HOLE_SECONDS:
-                if self._store.add("journal", 0) > self._next:
-                    self._next += 1
+                with suppress(RuntimeError):  # the next look tells of a lost store
+                    self._next += self._store.add("journal", 0) > self._next
                 since = now
             else:
                 time.sleep(self._pause)

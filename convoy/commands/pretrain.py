@@ -97,6 +97,7 @@ def _pretrain(args: argparse.Namespace) -> int:
 
     torchrun = torchrun_process()
     status = _status_file(args.spec, args.overrides, shrunk=args.shrink)
+    comes_back: list[Seat] = []
     met_by_all = True  # until ranks act for themselves, every rank meets the same error
     try:
         spec = load_spec(args.spec, args.overrides, shrunk=args.shrink)
@@ -108,6 +109,10 @@ def _pretrain(args: argparse.Namespace) -> int:
         window = read_window(args.profile, spec.train.steps) if args.profile else None
 
         def train(seat: Seat | None) -> int:
+            if status is not None and seat is not None and seat.life.start:
+                status.began = True  # the run has a status, which a replica that comes leaves
+            if seat is not None and seat.life.start:
+                comes_back.append(seat)
             return run(spec, layout, status, plain=args.plain, profile=window, seat=seat)
 
         met_by_all = False
@@ -126,7 +131,8 @@ def _pretrain(args: argparse.Namespace) -> int:
         if is_first_rank() if met_by_all else not isinstance(error, OtherRankError):
             complain(str(error))
         code = outcome_of(error)[1]
-        end_torchrun(torchrun, code)
+        if not comes_back:  # the other replicas go on
+            end_torchrun(torchrun, code)
         return code
 
 

@@ -21,6 +21,7 @@ from ckpt import ArraySpec, CheckpointError, LocalArray, Location, Manifest, Tie
 from ckpt.format import objects_key
 from corpus.config import is_remote
 from parallel import Topology
+from parallel.crossing import across
 from pretrain.checkpoint.compatible import check_resumable, resolved
 from pretrain.checkpoint.initial_weights import initialize
 from pretrain.checkpoint.node_tiers import NodeTiers
@@ -189,12 +190,12 @@ def _read_once(root: Location) -> bool:
 
 def _spread(arrays: Sequence[LocalArray], group: dist.ProcessGroup, device: torch.device) -> None:
     """Let the first replica of the model broadcast what it has read to the other replicas."""
-    source = dist.get_global_rank(group, 0)
     for array in arrays:
         for piece in array.pieces:
             # What is offloaded is on the host, and NCCL broadcasts on the device only.
             sent = piece.detach().to(device).contiguous()
-            dist.broadcast(sent, source, group=group)
+            begin = partial(dist.broadcast, sent, group=group, group_src=0, async_op=True)
+            across(group, begin).wait()
             if sent.data_ptr() != piece.data_ptr():
                 piece.detach().copy_(sent)
 

@@ -100,7 +100,7 @@ class Membership:
         self.epoch: Epoch | None = None
         self.standing = Standing()
         self.crossing = Crossing(device, timeout)
-        self._patience = timeout.total_seconds() / 4
+        self.patience = timeout.total_seconds() / 4
         """As long as the members of an epoch may take to come to a meeting."""
         self._known = _Known()
         self._members: tuple[Life, ...] = ()
@@ -139,9 +139,9 @@ class Membership:
             try:
                 epoch = self._meet()
             except RuntimeError as error:  # of a rank of this replica, or of the store
-                self._leave(f"{error}".splitlines()[0])
+                self.leave(f"{error}".splitlines()[0])
             if self.seat.life not in epoch.lives:
-                self._leave("it is not among the members of the next epoch")
+                self.leave("it is not among the members of the next epoch")
             self._begin(epoch)
             number = epoch.lives.index(self.seat.life)
             topology = self.topology
@@ -179,7 +179,8 @@ class Membership:
         for number in sorted({self.topology.place(rank).dp_replicate for rank in ranks}):
             self.journal.declare_gone(self.epoch.lives[number], why)
 
-    def _leave(self, why: str) -> NoReturn:
+    def leave(self, why: str) -> NoReturn:
+        """End this process: its replica starts again."""
         with suppress(RuntimeError):  # the launch's store may be gone
             self.journal.declare_gone(self.seat.life, why)
         raise SystemExit(EXIT_LOST)
@@ -223,6 +224,8 @@ class Membership:
 
     def _begin(self, epoch: Epoch) -> None:
         self.epoch = epoch
+        if self.index == 0:
+            self.store.set(f"joined/{self.seat.life.key}", "")
         with self._known.lock:
             self._members = epoch.lives
         self.crossing.begin()
@@ -332,7 +335,7 @@ class Membership:
                 gone[life] = why
             elif self.store.check([key]):
                 words[life] = Word(*json.loads(self.store.get(key)))
-            elif waited > self._patience and self.epoch is not None:
+            elif waited > self.patience and self.epoch is not None:
                 self.journal.declare_gone(life, "it did not come to the meeting")
         if self.epoch is None and before is not None and len(gone) < len(before.lives):
             return None  # its members decide

@@ -29,6 +29,8 @@ def why_not_healed(spec: JobSpec, layout: ChosenLayout) -> str:
         return "moe.aux_loss_scope (global_batch) must be micro_batch or previous_step"
     if spec.optimizer.kind == "muon":
         return "optimizer.kind (muon) shares its matrices among replicas"
+    if moe is not None and getattr(moe.capacity, "replay_log", None):
+        return "moe.capacity.replay_log has the plans of other ranks"
     if tiers.memory or tiers.replicate_to_peer or tiers.local_path:
         return "checkpoint.tiers must be off"
     return ""

@@ -22,7 +22,7 @@ from cluster.members import Journal, Life
 from parallel import Topology
 from pretrain.elastic.membership import Seat
 from pretrain.elastic.warm import FINAL, POLL_SECONDS, WarmRank
-from pretrain.errors import EXIT_LOST
+from pretrain.errors import EXIT_BAD_INPUT, EXIT_HEALTH, EXIT_LOST
 from pretrain.observe import say
 
 _STOPPED_SECONDS = 0.5
@@ -80,18 +80,31 @@ class SeatKeeper(WarmRank):
             code = self._wait_for_team(store, journal, life)
             if code is not None:
                 return code
+            if self.has_new_exclusions:
+                return EXIT_LOST  # torchrun starts the ranks anew, without the machines
             if self.fork():
                 self.seat = Seat(life, self.replicas, self.prefix)
                 return None
             code = self._watch_life(journal, life)
-            if code in FINAL or self.stops:
-                journal.end(code)
+            if self.stops or (code in FINAL and not self._others_go_on(store, life, code)):
+                if code in FINAL:
+                    journal.end(code)
                 return code if code >= 0 else 128 - code
+            journal.declare_gone(life, f"rank {self.rank} ended by exit code {code}")
         say(f"the processes of rank {self.rank} have failed {self.restarts + 1} times; the run "
             f"goes on without this replica")  # fmt: skip
         while (code := journal.end_code()) is None and not self.stops:
             time.sleep(self.pause)
         return EXIT_LOST if code is None else code
+
+    @staticmethod
+    def _others_go_on(store: Store, life: Life, code: int) -> bool:
+        """Whether a life that ended with an error was no member of the run yet, which goes on."""
+        return (
+            code in (EXIT_BAD_INPUT, EXIT_HEALTH)
+            and store.check(["members/1"])
+            and not store.check([f"joined/{life.key}"])
+        )
 
     def _wait_for_team(self, store: Store, journal: Journal, life: Life) -> int | None:
         """Wait for the parents of the replica's other ranks; the run's exit code where it ends

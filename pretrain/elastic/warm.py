@@ -254,6 +254,11 @@ class WarmRank:
         return now > self._stop_at
 
     @property
+    def has_new_exclusions(self) -> bool:
+        """Whether the exclude list has changed since the ranks were started."""
+        return self._read_excluded() != self._excluded
+
+    @property
     def stops(self) -> bool:
         """Whether the child was asked to end."""
         return self._stop_at is not None

@@ -14,6 +14,7 @@ from dataclasses import astuple
 import torch
 
 from parallel import all_gather_rows
+from parallel.crossing import check_epoch
 from pretrain.parallelize import RoutingStats
 from pretrain.parts.step import Action, Decision, Report
 
@@ -41,6 +42,8 @@ def exchange(
     own = (*astuple(report), *columns.values())
     row = torch.tensor(own, dtype=torch.float64, device=device)
     rows = all_gather_rows(row).cpu().tolist()
+    if device.type == "cuda":
+        check_epoch()  # a group that was aborted may have left anything in the rows
     size = len(own) - len(columns)
     reports = [Report(*values[:size]) for values in rows]
     by_name = {name: [row[size + i] for row in rows] for i, name in enumerate(columns)}

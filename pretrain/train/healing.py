@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckpt import AsyncCheckpointer, open_store
+from ckpt import AsyncCheckpointer, CheckpointError, open_store
 from ckpt.lifecycle import remove_uncommitted
 from cluster.members import Epoch
 from parallel import digest
@@ -30,7 +30,7 @@ from parallel.crossing import RegroupError, across
 from pretrain.checkpoint import restore, start_saver
 from pretrain.data import Blend
 from pretrain.elastic import Membership
-from pretrain.errors import EXIT_LOST, LostRankError
+from pretrain.errors import CorruptionError, HealthError, LostRankError
 from pretrain.job import Built, Job, assemble
 from pretrain.observe import Events, Regrouped, StepCommitted, last_event
 from pretrain.optim import set_update_count
@@ -91,7 +91,7 @@ def errors_end_epochs(members: Membership) -> Iterator[None]:
     """Raise RegroupError in the place of an error of a collective."""
     try:
         yield
-    except RegroupError:
+    except (RegroupError, CheckpointError, CorruptionError, HealthError):
         raise
     except RuntimeError as error:
         if not is_lost(error):
@@ -122,7 +122,7 @@ def epoch_writer(
 ) -> AsyncCheckpointer:
     """This rank's writer process, another one where the rank has got another number."""
     writer = carried.writer
-    if writer is not None:
+    if writer is not None and members.epoch is not None and members.epoch.left:
         writer.abandon()
         if members.speaks_for_source:
             # A rank of such a save may be gone: nobody must wait for its part.
@@ -144,6 +144,8 @@ def epoch_job(
     job = assemble(built, runtime, members.topology, events)
     if carried.blend is not None:
         job.set_blend(carried.blend)
+    if job.balance is not None:
+        job.balance.apply(job.routers, runtime.rank)
     return job
 
 
@@ -153,6 +155,8 @@ def begin_epoch(within: InEpoch) -> Progress:
     standing = members.standing
     if epoch.source is None:
         assert carried.writer is not None
+        # After the writer processes of earlier starts, which may still commit a save.
+        job.runtime.together(carried.writer.ready)
         progress = restore(job, carried.writer.tiers)
         standing.ready, standing.turn, standing.done_step = True, 0, progress.step
         carried.blend, carried.progress = job.loader.blend, progress
@@ -176,7 +180,7 @@ def begin_epoch(within: InEpoch) -> Progress:
         if logged is None or logged.step < progress.step:
             carried.trainer.job = job
             carried.trainer.publish_newest()
-    carried.trainer, carried.progress = None, progress
+    carried.progress = progress
     job.events.publish(
         Regrouped(
             step=progress.step,
@@ -199,24 +203,27 @@ def settle(members: Membership, epoch: Epoch, carried: Carried) -> None:
     standing, trainer = members.standing, carried.trainer
     if not epoch.some_behind or not standing.ready:
         return
-    assert trainer is not None
     store = members.epoch_store("rows")
-    number = epoch.lives.index(members.seat.life)
-    if (number, members.index) == (epoch.source, epoch.source_index):
-        assert trainer.rows is not None
-        reports, columns = trainer.rows
-        store.set("rows", json.dumps([[asdict(report) for report in reports], columns]))
-    if standing.turn < epoch.turn:
-        while not store.check(["rows"]):
-            members.crossing.check()
-            time.sleep(0.005)
-        reports, columns = json.loads(store.get("rows"))
-        rows: Rows = ([Report(**report) for report in reports], columns)
-        try:
-            trainer.advance(rows)
-        except LostRankError as error:
-            members.journal.declare_gone(members.seat.life, str(error))
-            raise SystemExit(EXIT_LOST) from error
+    if standing.turn == epoch.turn:
+        # A rank that has come since has the state, and no rows.
+        if trainer is not None and trainer.rows is not None:
+            reports, columns = trainer.rows
+            text = json.dumps([[asdict(report) for report in reports], columns])
+            store.compare_set("rows", "", text)
+        return
+    assert trainer is not None
+    until = time.monotonic() + members.patience
+    while not store.check(["rows"]):
+        members.crossing.check()
+        if time.monotonic() > until:
+            members.leave("no living rank has the newest barrier's vector")
+        time.sleep(0.005)
+    reports, columns = json.loads(store.get("rows"))
+    rows: Rows = ([Report(**report) for report in reports], columns)
+    try:
+        trainer.advance(rows)
+    except LostRankError as error:
+        members.leave(str(error))
 
 
 def hand_over(within: InEpoch, progress: Progress | None) -> Progress:
@@ -253,9 +260,7 @@ def hand_over(within: InEpoch, progress: Progress | None) -> Progress:
     rows = _gather(total, column, len(epoch.lives))
     if comes:
         if int(rows[epoch.source]) != int(total):
-            why = "its copy of the run's state has another digest"
-            members.journal.declare_gone(members.seat.life, why)
-            raise SystemExit(EXIT_LOST)
+            members.leave("its copy of the run's state has another digest")
         values = json.loads(text)
         state = parse_run_state(values, int(values["step"]))
         progress = state.progress

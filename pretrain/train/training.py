@@ -161,7 +161,10 @@ def train_job(
             writer,
             stop=stop,
             history=History.of(former),
-            progress=CheckpointProgress.after(progress.step, shared_step),
+            # A save that the end of an epoch broke off is begun again.
+            progress=CheckpointProgress.after(
+                progress.step if begins else shared_step, shared_step
+            ),
         )
         faults = faults_of(spec, runtime, events, writer.writer_process_id)
         sinks.callback(faults.close)
@@ -205,7 +208,9 @@ def _failure_published(events: Events, trainer: Callable[[], Trainer | None]) ->
     except RegroupError:
         raise
     except BaseException as error:
-        if installed_crossing() is not None and isinstance(error, RuntimeError) and is_lost(error):
+        known = isinstance(error, CheckpointError | CorruptionError | HealthError)
+        lost = isinstance(error, RuntimeError) and not known and is_lost(error)
+        if installed_crossing() is not None and lost:
             raise
         state, _, reason = outcome_of(error)
         begun = trainer()

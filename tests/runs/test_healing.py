@@ -171,3 +171,43 @@ def test_a_rank_that_hangs_costs_its_replica_alone(tmp_path, job, watched):
     assert lost_or_repeated(run.log) == []
     left = next(e for e in run.log.of("regrouped") if e["left"])["left"][0]
     assert left["replica"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"verify": {"parameters_interval_steps": 2, "gradients_interval_steps": 3}},
+        {"moe": {"num_experts": 4, "top_k": 2, "d_ff": 24, "expert_bias": True,
+                 "bias_update_rate": 0.01}},
+    ],
+    ids=["verify", "bias"],
+)  # fmt: skip
+def test_what_a_run_does_besides_survives_too(tmp_path, job, sections):
+    """Checks of ``[verify]`` go on, and routers' biases move as if nothing had happened."""
+    degrees, folder = {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, tmp_path / "healed"
+    run = HealingRun(folder, healing_spec(folder, job, degrees, **sections), Topology(**degrees))
+    try:
+        for rank in (3, 0):
+            run.wait_for_all()
+            run.first_step_after_regroup(run.strike(rank))
+        run.wait_for_all()
+        step = run.log.of("step")[-1]["step"]
+        run.wait(lambda: run.log.of("step")[-1]["step"] > step + 8, "no steps")
+        run.stop()
+    finally:
+        run.close()
+    assert not run.log.of("corruption")
+    if "verify" in sections:
+        assert run.log.of("verified")
+    steps = len(run.log.of("step"))
+    spec = healing_spec(tmp_path / "alone", job, {}, **sections)
+    reference = HealingRun(tmp_path / "alone", spec, Topology())
+    try:
+        reference.wait(lambda: len(reference.log.of("digest")) >= steps, "the reference is slow")
+        reference.stop()
+    finally:
+        reference.close()
+    assert differences(run.log, reference.log) == []
+    check_moments(run.run, reference.run)

@@ -236,3 +236,29 @@ def living(namespaces: set[str]) -> list[str]:
         except OSError:
             continue
     return found
+
+
+@pytest.mark.parametrize("way", ["unplug", "silence"])
+def test_the_replica_of_another_host_goes_on_when_a_link_is_cut(tmp_path, job, way):
+    """No connection is reset where a link is cut: heartbeats tell that the replica is gone."""
+    spec = write_spec(
+        tmp_path,
+        data=data_of(job),
+        parallel={"dp_replicate": 2, "dp_shard": 1},
+        train={"steps": 100_000, "exact": True, "timeout_seconds": 30.0, "log_interval_steps": 1},
+        detection={"stuck_seconds": 4.0},
+        elastic={"enabled": True, "recovery": "heal"},
+    )
+    run = tmp_path / "run"
+    with network("host-a", "host-b") as hosts:
+        launch = Launch(hosts, pretrain(spec), run, nodes="2")
+        launch.start("host-a")
+        launch.start("host-b")
+        launch.wait_for_step(12, starts=1)
+        getattr(hosts.hosts["host-b"], way)()
+        launch.wait(lambda: any(e["left"] for e in launch.events("regrouped")))
+        step = launch.events("step")[-1]["step"]
+        launch.wait_for_step(step + 20, starts=1)
+    assert len(events(run, "start")) == 1
+    (change,) = [e for e in events(run, "regrouped") if e["left"]]
+    assert (change["left"][0]["replica"], change["replicas"]) == (1, 1)
