@@ -50,8 +50,7 @@ def watch_notices(
     """
     path = os.environ.get("CONVOY_NOTICE_FILE")
     began = runtime.start_parts.began
-    own = os.environ.get("LOCAL_RANK", str(runtime.rank % runtime.ranks_per_node))
-    if path and own == "0":
+    if path and runtime.rank % runtime.ranks_per_node == 0:
         _watch_file(NoticeFile(Path(path), since=began), path, events, stop, until)
     if runtime.is_first:
         deadline = _deadline(limit_seconds, began, events)
