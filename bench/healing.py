@@ -167,8 +167,7 @@ def main() -> None:
         for i, degrees in enumerate(layouts):
             name = Topology(**degrees).describe()
             results[name] = campaign(root / str(i), job, degrees, -(-total // len(layouts)), i)
-            one = results[name]
-            print(name, one.faults, "faults", *one.problems, flush=True)
+            print(name, results[name].faults, "faults", *results[name].problems, flush=True)
         steps = max(
             LogTail(root / str(i) / "run").of("step")[-1]["step"] for i in range(len(layouts))
         )

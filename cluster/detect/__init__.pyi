@@ -6,6 +6,7 @@ from .flight_recorder import first_mismatch as first_mismatch
 from .flight_recorder import read_dumps as read_dumps
 from .flight_recorder import turn_on_flight_recorder as turn_on_flight_recorder
 from .hang import HangReport as HangReport
+from .hang import is_of_collective as is_of_collective
 from .hang import open_store as open_store
 from .heartbeat import MAD_TO_SIGMA as MAD_TO_SIGMA
 from .heartbeat import Heartbeat as Heartbeat

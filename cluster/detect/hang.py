@@ -55,6 +55,11 @@ def open_store(prefix: str) -> Store:
     return store
 
 
+def is_of_collective(error: RuntimeError) -> bool:
+    """Whether an error says that it comes from a collective."""
+    return isinstance(error, dist.DistError) or any(w in str(error) for w in ("gloo", "NCCL"))
+
+
 class HangReport:
     """Makes this rank's report, and answers reports of other ranks from a thread.
 
@@ -94,11 +99,7 @@ class HangReport:
 
     def is_lost(self, error: RuntimeError) -> bool:
         """Whether ``error`` comes from a collective."""
-        return (
-            self.monitor.waiting
-            or isinstance(error, dist.DistError)
-            or any(word in str(error) for word in ("gloo", "NCCL"))
-        )
+        return self.monitor.waiting or is_of_collective(error)
 
     def report(self, error: RuntimeError) -> str | None:
         """One line for people: this rank's collective and ``error``, and where other ranks are.

@@ -15,7 +15,7 @@ The store has
 - ``journal/I``: each change, in order, for those who wait for a change.
 - ``end``: the exit code of the run.
 
-:func:`decide` is the whole rule; ``tests/cluster/members/test_epochs_model.py`` explores it.
+:func:`decide` is the whole rule; ``tests/cluster/test_epochs_model.py`` explores it.
 """
 
 from __future__ import annotations
@@ -57,8 +57,6 @@ class Word:
     """The most step barriers that one of its ranks has passed."""
     least_turn: int = 0
     """The fewest."""
-    index: int = 0
-    """The first of its ranks that has passed ``turn`` barriers."""
     done_step: int = 0
     """The last step after which all its ranks did what is due between steps."""
 
@@ -73,8 +71,6 @@ class Epoch:
     source: int | None
     """The number of a replica that has the run's newest state; None: the newest checkpoint has it.
     """
-    source_index: int = 0
-    """The rank of that replica which has passed the most barriers."""
     turn: int = 0
     """The barriers that the run has passed."""
     some_behind: bool = False
@@ -154,7 +150,6 @@ def decide(
         number,
         members,
         source=members.index(ahead[0]),
-        source_index=words[ahead[0]].index,
         turn=turn,
         some_behind=any(words[life].least_turn < turn for life in ready),
         done_step=min(words[life].done_step for life in ready),
@@ -177,10 +172,6 @@ class Journal:
         """Append a change."""
         number = self.store.add("journal", 1)
         self.store.set(f"journal/{number}", json.dumps(entry))
-
-    def length(self) -> int:
-        """The number of changes so far."""
-        return self.store.add("journal", 0)
 
     def declare_gone(self, life: Life, why: str) -> None:
         """Say that a life is gone; where somebody has said so already, nothing changes."""

@@ -4,6 +4,7 @@ from .layout import launched_layout as launched_layout
 from .membership import Membership as Membership
 from .membership import Seat as Seat
 from .membership import Standing as Standing
+from .membership import broadcast_text as broadcast_text
 from .recovery import why_not_healed as why_not_healed
 from .recovery import with_recovery as with_recovery
 from .spares import stand_by as stand_by

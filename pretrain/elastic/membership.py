@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -24,7 +25,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from cluster.members import Epoch, Journal, JournalWatch, Life, Word, decide
 from parallel import Topology
-from parallel.crossing import Crossing, RegroupError, install_crossing
+from parallel.crossing import Crossing, RegroupError, across, install_crossing
 from pretrain.errors import EXIT_LOST
 
 _PAUSE = 0.005
@@ -270,7 +271,6 @@ class Membership:
             ready=all(row[0] for row in rows),
             turn=max(turns),
             least_turn=min(turns),
-            index=turns.index(max(turns)),
             done_step=min(row[2] for row in rows),
         )
         text = ""
@@ -365,13 +365,19 @@ class Membership:
 
     def _tell(self, text: str) -> str:
         """The first rank's text, on every rank of this replica."""
-        if self.ranks == 1:
-            return text
-        data = text.encode()
-        size = torch.tensor([len(data)])
-        dist.broadcast(size, group_src=0, group=self._talk)
-        sent = torch.zeros(int(size), dtype=torch.uint8)
-        if self.index == 0:
-            sent = torch.tensor(list(data), dtype=torch.uint8)
-        dist.broadcast(sent, group_src=0, group=self._talk)
-        return bytes(sent.tolist()).decode()
+        return text if self.ranks == 1 else broadcast_text(text, self._talk, 0)
+
+
+def broadcast_text(text: str, group: dist.ProcessGroup, source: int) -> str:
+    """The text of rank ``source`` of a group, on every rank of the group."""
+
+    def broadcast(sent: torch.Tensor) -> None:
+        begin = partial(dist.broadcast, sent, group=group, group_src=source, async_op=True)
+        across(group, begin).wait()
+
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    size = torch.tensor([len(data)])
+    broadcast(size)
+    sent = data if group.rank() == source else torch.zeros(int(size), dtype=torch.uint8)
+    broadcast(sent)
+    return bytes(sent.tolist()).decode()

@@ -90,7 +90,8 @@ class SeatKeeper(WarmRank):
                 if code in FINAL:
                     journal.end(code)
                 return code if code >= 0 else 128 - code
-            journal.declare_gone(life, f"rank {self.rank} ended by exit code {code}")
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            journal.declare_gone(life, f"rank {self.rank} ended by {how}")
         say(f"the processes of rank {self.rank} have failed {self.restarts + 1} times; the run "
             f"goes on without this replica")  # fmt: skip
         while (code := journal.end_code()) is None and not self.stops:
@@ -126,9 +127,6 @@ class SeatKeeper(WarmRank):
         while True:
             code = self.exit_code()
             if code is not None:
-                if code not in FINAL and not self.stops:
-                    how = f"signal {-code}" if code < 0 else f"exit code {code}"
-                    journal.declare_gone(life, f"rank {self.rank} ended by {how}")
                 return code
             now = time.monotonic()
             if os.getppid() != self.torchrun and self.ends_with_torchrun(now):

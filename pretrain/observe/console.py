@@ -125,10 +125,10 @@ def regrouped_text(event: Regrouped) -> str:
     """Who left and why, who came, and what trains on, in one line."""
     parts = [f"replica {gone['replica']} left ({gone['why']})" for gone in event.left]
     parts += [f"replica {seat} came" for seat in event.joined]
-    what = "; ".join(parts) or "replicas met"
+    changes = "; ".join(parts) or "replicas met"
     count = f"{event.replicas} replica{'s' if event.replicas > 1 else ''}"
     return (
-        f"{what}: {count} on {event.world_size} ranks go on after step {event.step} "
+        f"{changes}: {count} on {event.world_size} ranks go on after step {event.step} "
         f"({event.seconds:.2f} s, epoch {event.epoch})"
     )
 

@@ -15,6 +15,7 @@ from .notices import NoticeFile as NoticeFile
 from .notices import TimeLimit as TimeLimit
 from .notices import slurm_end as slurm_end
 from .ranks import Runtime as Runtime
+from .ranks import backend_of as backend_of
 from .ranks import join_ranks as join_ranks
 from .ranks import rank_device as rank_device
 from .ranks import start as start

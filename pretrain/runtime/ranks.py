@@ -246,10 +246,15 @@ def rank_device() -> torch.device:
     return device
 
 
+def backend_of(device: torch.device) -> str:
+    """The backend of the default process group: gloo on the host, and on CUDA NCCL beside."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
 def join_ranks(device: torch.device, timeout_seconds: float, world: int | None = None) -> None:
     """Make the default process group: of the first ``world`` ranks that torchrun has started, by
     default all, or of one rank without torchrun."""
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = backend_of(device)
     timeout = timedelta(seconds=timeout_seconds)
     if "RANK" in os.environ:
         world = launched_world() if world is None else world
@@ -258,7 +263,18 @@ def join_ranks(device: torch.device, timeout_seconds: float, world: int | None =
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
-def start_replica(timeout_seconds: float, rank: int, world: int) -> Runtime:
+def _open_control(timeout_seconds: float) -> tuple[dist.ProcessGroup, CommMonitor]:
+    """The group for decisions on the host, and the monitor of collectives, installed."""
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+    assert isinstance(control, dist.ProcessGroup)
+    monitor = CommMonitor(time_cuda=times_cuda(os.environ))
+    install_monitor(monitor)
+    return control, monitor
+
+
+def start_replica(
+    timeout_seconds: float, rank: int, world: int, *, device: torch.device
+) -> Runtime:
     """This rank in its replica, whose ranks have the default process group already.
 
     Such a runtime serves to build; :meth:`Runtime.in_epoch` makes that of all replicas.
@@ -267,18 +283,13 @@ def start_replica(timeout_seconds: float, rank: int, world: int) -> Runtime:
         timeout_seconds: as for :func:`start`.
         rank: in the replica.
         world: the ranks of the replica.
+        device: of this rank.
     """
     parts = StartParts()
     parts.mark("imports")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
-    else:
-        device = torch.device("cpu")
+    if device.type == "cpu":
         keep_freed_memory()
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-    assert isinstance(control, dist.ProcessGroup)
-    monitor = CommMonitor(time_cuda=times_cuda(os.environ))
-    install_monitor(monitor)
+    control, monitor = _open_control(timeout_seconds)
     parts.mark("rendezvous")
     return Runtime(
         rank=rank,
@@ -313,13 +324,10 @@ def start(timeout_seconds: float, world: int | None = None) -> Runtime:
     join_ranks(device, timeout_seconds, world)
     # All ranks come here at once: a rank that is lost meanwhile must not be waited for as long as
     # for a rank that works alone.
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-    assert isinstance(control, dist.ProcessGroup)
+    control, monitor = _open_control(timeout_seconds)
     token = torch.tensor(secrets.randbits(62), dtype=torch.int64)
     dist.broadcast(token, 0, group=control)
     control.set_timeout(_CONTROL_TIMEOUT)
-    monitor = CommMonitor(time_cuda=times_cuda(os.environ))
-    install_monitor(monitor)
     hang_report = HangReport.start(rank, world, monitor=monitor, timeout_seconds=timeout_seconds)
     parts.mark("rendezvous")
     return Runtime(

@@ -22,6 +22,7 @@ from pretrain.runtime import (
     Runtime,
     StopCause,
     StopRequest,
+    backend_of,
     launched_rank,
     lock_run,
     rank_device,
@@ -59,8 +60,10 @@ def run_epochs(
     members = Membership(seat, layout.topology, launched_rank(), device=device, timeout=timeout)
     with ExitStack() as until:
         until.callback(members.close)
-        members.join_replica("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
-        replica = start_replica(spec.train.timeout_seconds, members.index, members.ranks)
+        members.join_replica(backend_of(device))
+        replica = start_replica(
+            spec.train.timeout_seconds, members.index, members.ranks, device=device
+        )
         built = build(spec, replica, layout.topology)
         replica.start_parts.mark("build")
         carried, duties = Carried(), FirstRank(spec, until, plain=plain)

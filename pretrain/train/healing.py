@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -24,12 +24,13 @@ import torch.distributed as dist
 
 from ckpt import AsyncCheckpointer, CheckpointError, open_store
 from ckpt.lifecycle import remove_uncommitted
+from cluster.detect import is_of_collective
 from cluster.members import Epoch
-from parallel import digest
+from parallel import all_gather_rows, digest
 from parallel.crossing import RegroupError, across
 from pretrain.checkpoint import restore, start_saver
 from pretrain.data import Blend
-from pretrain.elastic import Membership
+from pretrain.elastic import Membership, broadcast_text
 from pretrain.errors import CorruptionError, HealthError, LostRankError
 from pretrain.job import Built, Job, assemble
 from pretrain.observe import Events, Regrouped, StepCommitted, last_event
@@ -80,10 +81,14 @@ class InEpoch:
         return self.epoch.source is None
 
 
-def is_lost(error: RuntimeError) -> bool:
+def is_lost(error: BaseException) -> bool:
     """Whether an error comes from a collective."""
-    words = ("gloo", "NCCL", "Connection", "Broken pipe", "TCPStore")
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
+    if not isinstance(error, RuntimeError):
+        return False
+    if isinstance(error, RegroupError | CheckpointError | CorruptionError | HealthError):
+        return False
+    of_store = ("Connection", "Broken pipe", "TCPStore")
+    return is_of_collective(error) or any(word in str(error) for word in of_store)
 
 
 @contextmanager
@@ -91,8 +96,6 @@ def errors_end_epochs(members: Membership) -> Iterator[None]:
     """Raise RegroupError in the place of an error of a collective."""
     try:
         yield
-    except (RegroupError, CheckpointError, CorruptionError, HealthError):
-        raise
     except RuntimeError as error:
         if not is_lost(error):
             raise
@@ -247,17 +250,18 @@ def hand_over(within: InEpoch, progress: Progress | None) -> Progress:
             blend=None if job.loader.blend is None else job.loader.blend.as_json(),
         )
         text = json.dumps(state.as_dict())
-    text = _broadcast_text(text, column, epoch.source)
+    text = broadcast_text(text, column, epoch.source)
     pieces = [piece.detach() for array in job.arrays() for piece in array.pieces]
     total = torch.zeros(1, dtype=torch.int64)
     for bucket in _buckets(pieces):
         words = _words(bucket, runtime.device)
         # Of ranks that do not come this is a copy: what breaks off changes nothing.
-        _wait(column, partial(dist.broadcast, words, group_src=epoch.source))
+        begin = partial(dist.broadcast, words, group=column, group_src=epoch.source, async_op=True)
+        across(column, begin).wait()
         total = total * _FACTOR + digest([words]).cpu()
         if comes:
             _take(bucket, words)
-    rows = _gather(total, column, len(epoch.lives))
+    rows = all_gather_rows(total, column, "dp")
     if comes:
         if int(rows[epoch.source]) != int(total):
             members.leave("its copy of the run's state has another digest")
@@ -298,24 +302,3 @@ def _take(pieces: Sequence[torch.Tensor], words: torch.Tensor) -> None:
     for piece, row in zip(pieces, rows, strict=True):
         # A clone is aligned for any dtype.
         piece.copy_(row.clone().view(piece.dtype).view(piece.shape))
-
-
-def _gather(own: torch.Tensor, column: Any, size: int) -> list[torch.Tensor]:
-    rows = [torch.empty_like(own) for _ in range(size)]
-    _wait(column, partial(dist.all_gather, rows, own))
-    return rows
-
-
-def _broadcast_text(text: str, column: Any, source: int) -> str:
-    data = text.encode()
-    size = torch.tensor([len(data)])
-    _wait(column, partial(dist.broadcast, size, group_src=source))
-    sent = torch.zeros(int(size), dtype=torch.uint8)
-    if text:
-        sent = torch.tensor(list(data), dtype=torch.uint8)
-    _wait(column, partial(dist.broadcast, sent, group_src=source))
-    return bytes(sent.tolist()).decode()
-
-
-def _wait(group: Any, begin: Callable[..., Any]) -> None:
-    across(group, lambda: begin(group=group, async_op=True)).wait()

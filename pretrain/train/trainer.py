@@ -71,9 +71,11 @@ class Trainer:
         self.faults, self.watch = faults or Faults(), HealthWatch(job)
         self.verifier = Verifier(job, checkpointer)
         self.digests = StepDigests(job)
-        self.first_step = FirstStep(
-            job.parallel_model, job.optimizer, spec.tune, job.events.publish
-        )
+        self.first_step: FirstStep | None = None
+        if installed_crossing() is None:  # it asks the other ranks, which a commit must not
+            self.first_step = FirstStep(
+                job.parallel_model, job.optimizer, spec.tune, job.events.publish
+            )
         self.progress = self.verifier.begin(progress)
         self.flops_per_token = forward_flops(spec.model, spec.moe, spec.data.seq_len).training
         peak_flops = peak_flops_per_second(runtime.device, compute_dtype(spec.precision))
@@ -329,7 +331,7 @@ class Trainer:
         job.optimizer.step()
         if job.compressed is not None:
             job.compressed.commit()
-        if installed_crossing() is None:  # it asks the other ranks, which a commit must not
+        if self.first_step is not None:
             self.first_step.see(before.step + 1)
         first = before.train_loss_first
         progress = replace(

@@ -208,9 +208,7 @@ def _failure_published(events: Events, trainer: Callable[[], Trainer | None]) ->
     except RegroupError:
         raise
     except BaseException as error:
-        known = isinstance(error, CheckpointError | CorruptionError | HealthError)
-        lost = isinstance(error, RuntimeError) and not known and is_lost(error)
-        if installed_crossing() is not None and lost:
+        if installed_crossing() is not None and is_lost(error):
             raise
         state, _, reason = outcome_of(error)
         begun = trainer()

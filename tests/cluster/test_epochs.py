@@ -11,7 +11,7 @@ from cluster.members import Epoch, Journal, JournalWatch, Life, Word, decide
 from cluster.members.epochs import renumber
 
 A, B, C, D = (Life(seat, 0) for seat in range(4))
-READY = Word(ready=True, turn=7, least_turn=7, index=0, done_step=7)
+READY = Word(ready=True, turn=7, least_turn=7, done_step=7)
 
 
 def epoch(*lives: Life) -> Epoch:
@@ -44,13 +44,13 @@ def test_every_living_member_is_waited_for():
 
 def test_a_replica_that_waits_gets_the_state_of_the_one_that_has_passed_most_barriers():
     words = {
-        A: Word(ready=True, turn=7, least_turn=7, index=0, done_step=7),
-        B: Word(ready=True, turn=8, least_turn=7, index=3, done_step=6),
+        A: Word(ready=True, turn=7, least_turn=7, done_step=7),
+        B: Word(ready=True, turn=8, least_turn=7, done_step=6),
     }
     back = Life(2, 1)
     after = decide(epoch(A, B, C), words, {C: "killed"}, [back])
     assert after.lives == (A, B, back)
-    assert (after.source, after.source_index, after.turn) == (1, 3, 8)
+    assert (after.source, after.turn) == (1, 8)
     assert (after.some_behind, after.done_step, after.joined) == (True, 6, (back,))
 
 
@@ -87,22 +87,22 @@ def client(server: TCPStore) -> TCPStore:
     return TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=20))
 
 
-def test_the_first_word_about_a_life_stands_and_is_told_once():
+def test_the_first_word_about_a_life_stands_and_is_ended_once():
     server = serve()
     entries: list[dict] = []
-    told = threading.Event()
+    ended = threading.Event()
 
     def see(entry: dict) -> None:
         entries.append(entry)
         if "end" in entry:
-            told.set()
+            ended.set()
 
     watch = JournalWatch(client(server), see, lambda why: None, 0.01)
     journal = Journal(client(server))
     journal.declare_gone(A, "killed")
     journal.declare_gone(A, "its collective failed")
     journal.write(end=True)
-    assert told.wait(20)
+    assert ended.wait(20)
     watch.close()
     assert entries == [{"gone": [0, 0], "why": "killed"}, {"end": True}]
     assert (journal.why_gone(A), journal.why_gone(B)) == ("killed", None)
@@ -127,7 +127,7 @@ def test_a_change_whose_writer_died_before_it_wrote_is_passed_over(monkeypatch):
     assert entries == [{"waiting": [1, 1]}]
 
 
-def test_the_loss_of_the_store_is_told():
+def test_the_loss_of_the_store_is_ended():
     server = serve()
     lost = threading.Event()
     watch = JournalWatch(client(server), lambda entry: None, lambda why: lost.set(), 0.01)
