@@ -161,7 +161,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         job = prepare_job(root)
-        layouts = LAYOUTS[:2] if args.quick else LAYOUTS
+        layouts = list(LAYOUTS[:2] if args.quick else LAYOUTS)
         layouts = [d for d in layouts if args.only in Topology(**d).describe()]
         results: dict[str, Result] = {}
         for i, degrees in enumerate(layouts):
