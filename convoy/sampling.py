@@ -59,8 +59,8 @@ def sample(
     settings, drawing = SampleConfig(tokens=tokens), Drawing(temperature, top_p)
     runtime = start(timeout_seconds=600.0)
     try:
-        root, manifest = runtime.together(lambda: _read(location, step))
-        spec = runtime.together(lambda: _spec_of(manifest, overrides, seed))
+        root, manifest = runtime.together(lambda: read_checkpoint(location, step))
+        spec = runtime.together(lambda: forward_spec(manifest, overrides, seed))
         words = runtime.together(lambda: _tokenizer_of(spec, manifest, tokenizer))
         model = build_model(spec, runtime)
         runtime.together(lambda: ckpt.load(root, manifest, model.weights(), extra="ignore"))
@@ -78,7 +78,11 @@ def sample(
         runtime.close()
 
 
-def _read(location: Location, step: int | None) -> tuple[Location, Manifest]:
+def read_checkpoint(location: Location, step: int | None) -> tuple[Location, Manifest]:
+    """The folder or URL of a checkpoint, and its manifest: the newest one without ``step``.
+
+    Raises InputError and CheckpointError where there is no such checkpoint.
+    """
     try:
         root, named = ckpt.format.locate(location, step)
     except ValueError as error:
@@ -86,14 +90,21 @@ def _read(location: Location, step: int | None) -> tuple[Location, Manifest]:
     return root, ckpt.read_manifest(root, named)
 
 
-def _spec_of(manifest: Manifest, overrides: Sequence[str], seed: int) -> JobSpec:
+def forward_spec(manifest: Manifest, overrides: Sequence[str], seed: int | None = None) -> JobSpec:
+    """The spec of a checkpoint for forwards alone, on one replica that all ranks shard, with
+    experts over as many ranks as divide them, unless ``overrides`` have another layout.
+
+    Raises InputError where the checkpoint has no spec, or the layout does not fit.
+    """
     if not manifest.spec:
         raise InputError(
             f"the checkpoint of step {manifest.step} must hold a job spec: `convoy convert import` "
             f"makes a checkpoint with one"
         )
     saved: dict[str, Any] = saved_spec(manifest)
-    saved["train"] |= {"seed": seed, "compile": False, "exact": False}
+    saved["train"] |= {"compile": False, "exact": False}
+    if seed is not None:
+        saved["train"]["seed"] = seed
     saved["init"], saved["sample"] = {}, {}
     settings = list(overrides)
     experts = (saved.get("moe") or {}).get("num_experts", 1)

@@ -43,3 +43,7 @@ from .layer import MoELayer as MoELayer
 from .layer import MoEOutput as MoEOutput
 from .rows import Rows as Rows
 from .stopwatch import Stopwatch as Stopwatch
+from .traces.file import RoutingTrace as RoutingTrace
+from .traces.file import read_trace as read_trace
+from .traces.file import write_trace as write_trace
+from .traces.recorder import RoutingRecorder as RoutingRecorder

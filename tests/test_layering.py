@@ -41,7 +41,7 @@ FLOORS = {
         "exact", "apply",
     ],
     "moe": ["config", "kernels", "rows stopwatch transforms uncompiled", "float8",
-            "experts dispatch", "layer", "adapters adoption testing"],
+            "experts dispatch", "layer", "adapters adoption testing traces"],
     "ckpt": [
         "errors", "store", "format", "lifecycle local_array", "write read", "background rewrite",
         "interop state_dict testing",
@@ -57,7 +57,7 @@ FLOORS = {
     ],
     "convoy": [
         "local_ranks", "preparation plan convert.hf report audit", "sampling convert chaos",
-        "doctor", "commands",
+        "doctor tracing", "commands",
     ],
 }  # fmt: skip
 """The rooms of each package from the ground up. A room imports rooms of lower floors only."""
@@ -90,6 +90,8 @@ ONLY_THERE = {
     },
     **{f"moe.kernels.triton_{name}": {"triton"} for name in ("activation", "float8", "rows")},
     "cluster.launch.ray": {"ray"},
+    # A trace is read by numpy alone.
+    **{f"moe.traces.{name}": {"numpy"} for name in ("file", "recorder")},
 }
 KIND = r"[\w.]+:[A-Za-z]\w*"
 """The class of an open kind, ``package.module:Class``."""

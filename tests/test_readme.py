@@ -120,6 +120,9 @@ RUN = {
         process=True,
     ),
     "convoy sample runs/stdlib-tiny/checkpoints --prompt import --tokens 80": Run(process=True),
+    "convoy trace runs/stdlib-tiny/checkpoints natural.npz --calls 4 --senders 2 --routes": Run(
+        process=True
+    ),
     "convoy status runs/stdlib-tiny": Run(),
     "convoy report runs/stdlib-tiny": Run(),
     "convoy inspect runs/stdlib-tiny/checkpoints": Run(),

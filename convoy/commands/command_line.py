@@ -23,6 +23,7 @@ from convoy.commands import (
     sample,
     simulate,
     status,
+    trace,
 )
 from convoy.commands.parsing import Group
 from pretrain.observe import say
@@ -34,7 +35,7 @@ CONVOY = Group(
     [
         pretrain.main, launch.main, prepare.main, status.main, report.main, inspect.main,
         reshard.main, convert.main, burnin.main, plan.main, simulate.main, sample.main,
-        replay.main, audit_data.main, chaos.main,
+        trace.main, replay.main, audit_data.main, chaos.main,
     ],
 )  # fmt: skip
 

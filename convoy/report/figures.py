@@ -9,15 +9,20 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
-from itertools import cycle
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import cycle, groupby
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from numpy.typing import NDArray
 
 from convoy.report.record import RunRecord
 from pretrain.observe import PHASES
@@ -37,6 +42,9 @@ _MOMENTS = {
 }  # fmt: skip
 MOST_POINTS = 2000
 """Points of a line in a picture; of more, the lowest and the highest of each part are kept."""
+MOST_CELLS = 256
+"""Columns, and rows, of a picture of experts' loads: more steps are taken as means, and of more
+experts the largest load of neighbours is drawn."""
 STYLE: Any = {
     "svg.fonttype": "none", "svg.hashsalt": "convoy", "path.simplify": False, "font.size": 9,
     "font.family": "sans-serif", "font.sans-serif": ["Helvetica", "Arial", "DejaVu Sans"],
@@ -215,6 +223,68 @@ def experts(run: RunRecord) -> str | None:
         columns, f"Load of the busiest expert of {run.label}", "over the layer's mean", "MoE layer",
         names=layers, least=1.0,
     )  # fmt: skip
+
+
+def expert_loads(run: RunRecord) -> list[str]:
+    """Load of every expert over steps: of the first, the middle and the last MoE layer, and of the
+    layer that was most unequal in most intervals; none for logs without loads."""
+    logged = {s: i.expert_loads for s, i in run.intervals.items() if i.expert_loads}
+    if not logged:
+        return []
+    most_unequal = Counter(
+        max(by_layer, key=lambda layer: max(by_layer[layer])) for by_layer in logged.values()
+    )
+    always = set.intersection(*map(set, logged.values())) or set(most_unequal)
+    layers = sorted(always, key=int)
+    chosen = {
+        layers[0],
+        layers[(len(layers) - 1) // 2],
+        layers[-1],
+        most_unequal.most_common()[0][0],
+    }
+    pictures = []
+    for layer in sorted(chosen, key=int):
+        of_layer = {s: by_layer[layer] for s, by_layer in logged.items() if layer in by_layer}
+        title = f"Load of experts in layer {layer} of {run.label}"
+        pictures.append(picture(partial(draw_loads, loads=of_layer, title=title), title))
+    return pictures
+
+
+def draw_loads(axes: Axes, *, loads: Mapping[int, Sequence[int]], title: str) -> None:
+    """Percent of the mean [E] by step, as colors on a logarithmic scale."""
+    edges, columns = _binned(loads)
+    num_experts = max(map(len, loads.values()))
+    beside = math.ceil(num_experts / MOST_CELLS)
+    rows = np.arange(0, num_experts, beside)
+    cells = np.maximum.reduceat(np.stack(columns, 1), rows, axis=0) / 100
+    colors = mpl.colormaps["coolwarm"].with_extremes(under="black")
+    mesh = axes.pcolormesh(
+        edges, [*rows, num_experts], cells.clip(min=1e-3), cmap=colors, norm=LogNorm(1 / 8, 8),
+        rasterized=True,
+    )  # fmt: skip
+    mesh.set_gid(re.sub(r"\W+", "-", title.lower()))
+    axes.grid(visible=False)
+    _steps(axes)
+    axes.set_ylabel("expert" if beside == 1 else f"expert (the largest of {beside})")
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    ticks = [0.125, 0.25, 0.5, 1, 2, 4, 8]
+    axes.figure.colorbar(
+        mesh, ax=axes, extend="both", ticks=ticks, format=FuncFormatter(lambda v, _: f"{v:g}"),
+        label="over the mean (black: < 1/8)",
+    ).minorticks_off()  # fmt: skip
+
+
+def _binned(
+    loads: Mapping[int, Sequence[int]],
+) -> tuple[list[int], list[NDArray[np.float64]]]:
+    """The steps between columns, and the columns: means over equal spans of steps."""
+    steps = sorted(loads)
+    begin = steps[0] - (steps[1] - steps[0] if len(steps) > 1 else 1)
+    span = (steps[-1] - begin) / MOST_CELLS
+    bins = [list(some) for _, some in groupby(steps, lambda step: math.ceil((step - begin) / span))]
+    edges = [begin, *(some[-1] for some in bins)]
+    return edges, [np.mean([loads[step] for step in some], axis=0) for some in bins]
 
 
 def rank_speeds(run: RunRecord) -> str | None:

@@ -175,7 +175,10 @@ def _one_run(run: RunRecord) -> Iterable[str]:
         )
     if run.hours:
         yield figures.timeline(run)
-    heats = [figures.experts(run), figures.rank_speeds(run), figures.capacity_shares(run)]
+    heats = [
+        figures.experts(run), *figures.expert_loads(run), figures.rank_speeds(run),
+        figures.capacity_shares(run),
+    ]  # fmt: skip
     yield '<div class="grid">' + "".join(heat for heat in heats if heat) + "</div>"
     if table := ledger_table(summed(run.ledger, 0)):
         yield f"<pre>{escape(table)}</pre>"

@@ -56,6 +56,8 @@ ROWS: dict[str, list[Panel]] = {
     "Experts": [
         ("Expert load, largest over mean", "none", 8,
          "convoy_moe_expert_load_imbalance_ratio # layer {{layer}}"),
+        ("Expert load over its layer's mean, over all layers", "none", 8,
+         "convoy_moe_expert_load_ratio # {{quantile}}"),
         ("Router entropy", "none", 8, "convoy_moe_router_entropy_nats # layer {{layer}}"),
         ("Dead experts", "none", 8, "convoy_moe_dead_experts # layer {{layer}}"),
         ("Assignments dropped and rerouted a second", "none", 8,

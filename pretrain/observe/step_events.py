@@ -275,6 +275,15 @@ class IntervalEnded(Event):
         note="in this start: allocated on its GPU, or else resident")  # fmt: skip
     layer_imbalances: list[float] | None = None
     """Largest over mean load of an expert, of each MoE layer."""
+    load_quantiles: dict[str, float] = metric("convoy_moe_expert_load_ratio", "gauge", "ratio",
+        "Load of an expert over its layer's mean: quantiles over the experts of all layers.",
+        labels=("quantile",), tracker="moe/expert_load_{}", default_factory=dict,
+        note="`quantile` is `p50`, `p90`, `p99` or `max`, whatever the number of experts and "
+        "layers; of the last log interval")  # fmt: skip
+    """By ``p50``, ``p90``, ``p99`` and ``max``; empty without MoE layers."""
+    expert_loads: dict[str, list[int]] = field(default_factory=dict)
+    """The load of each expert in percent of its layer's mean, by the number of the layer: of some
+    layers, and of some intervals of a long run."""
     rank_seconds: list[float] | None = metric("convoy_rank_compute_seconds", "gauge", "seconds",
         "Time of a rank in the mean step of a log interval, without waits in collectives.",
         labels=("rank",), default=None,

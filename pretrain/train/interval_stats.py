@@ -18,6 +18,7 @@ from pretrain.parallelize import AUX_LOSSES, MTPLoss, RoutingStats, bubble
 from pretrain.parts.step import Report
 from pretrain.runtime import Runtime, peak_memory_bytes
 from pretrain.state import Progress
+from pretrain.train.expert_loads import load_quantiles, loads, logged_loads
 
 _MOST_LOGGED_RANKS = 256
 
@@ -97,6 +98,8 @@ class IntervalStats:
         stages, routing = timed and job.parallel_model.pipeline is not None, self._routing(job)
         p, pp = job.spec.parallel.pipeline, job.topology.pp
         underflow, overflow = _float8(job.parallel_model.float8, runtime)
+        loads_LE = loads([] if routing is None else routing.tokens_per_expert)
+        every = job.spec.train.log_interval_steps
         return IntervalEnded(
             step=progress.step,
             loss=loss,
@@ -123,6 +126,8 @@ class IntervalStats:
             dropped=None if routing is None else sum(routing.dropped),
             rerouted=None if routing is None else sum(routing.rerouted),
             layer_imbalances=_imbalances(routing),
+            load_quantiles=load_quantiles(loads_LE),
+            expert_loads=logged_loads(loads_LE, job.moe_layers, -(-progress.step // every)),
             rank_seconds=(
                 [sum_ / self.steps for sum_ in self.rank_seconds]
                 if 0 < len(self.rank_seconds) <= _MOST_LOGGED_RANKS

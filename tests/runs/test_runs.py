@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,6 +75,16 @@ def fingerprints(run: Path) -> dict[str, int]:
     return {key: record.checksum for key, record in manifest.objects.items()}
 
 
+def check_expert_loads(intervals: list[dict[str, Any]]) -> None:
+    """The loads that the log has of each interval say what its other fields say."""
+    for interval in intervals:
+        assert list(interval["expert_loads"]) == ["1", "2"], "the MoE layers"
+        largest = [max(loads) for loads in interval["expert_loads"].values()]
+        assert largest == pytest.approx([100 * x for x in interval["layer_imbalances"]], abs=0.51)
+        assert interval["load_quantiles"]["max"] == pytest.approx(max(interval["layer_imbalances"]))
+        assert list(interval["load_quantiles"]) == ["p50", "p90", "p99", "max"]
+
+
 @pytest.mark.parametrize(
     ("world", "parallel", "moe"),
     [
@@ -103,6 +114,7 @@ def test_a_stopped_and_resumed_run_is_bitwise_the_uninterrupted_one(
     per_token = [e["mfu"] / e["tokens_per_second"] for e in events(straight, "interval")]
     assert per_token == pytest.approx([per_token[0]] * 3)
     assert per_token[0] > 0
+    check_expert_loads(events(straight, "interval"))
 
     code, out, _ = launch(spec, world, f"run_dir={resumed}", stop_after=4)
     assert code == 75

@@ -14,11 +14,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from convoy.commands.command_line import main
 from convoy.commands.pretrain import write_report_apart
-from convoy.report.record import read_run
+from convoy.report.record import RunRecord, read_run
 from pretrain.observe import (
     CapacityPlanned,
     Evaluated,
@@ -40,6 +41,10 @@ from tests.support.jobs import data_of, prepare_job, write_spec
 from tests.support.ranks import run_ranks
 
 matplotlib = pytest.importorskip("matplotlib")
+from matplotlib.collections import QuadMesh  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+
+from convoy.report import figures  # noqa: E402
 
 LOSSES = [9.0, 7.5, 8.25, 5.0, 4.0, 3.5]
 
@@ -94,6 +99,7 @@ def write_run(folder: Path, losses: list[float] = LOSSES, job: str = "a") -> Pat
                     step=step, loss=loss, lr=0.1, grad_norm=1.0, tokens_per_second=50.0, mfu=0.1,
                     seconds=2.0, communication_seconds={}, exposed_seconds={},
                     layer_imbalances=[1.5, 2.0], rank_seconds=[1.0] * ranks,
+                    expert_loads={"2": [150, 50], "4": [200, 0]},
                 )
             )  # fmt: skip
         events.publish(CapacityPlanned(step=first + 1, plans=[[1100, 948]]))
@@ -188,6 +194,7 @@ def test_the_page_has_the_numbers_of_two_runs_and_needs_nothing_else(tmp_path, c
     for words in (
         "resize after step 3: dp_shard 2 to 4, ep 2 to 4", "step 4: injected fault: SIGKILL to <1>",
         "after step 3: a rank was lost", "Load of the busiest expert of a", "Speed of ranks of a",
+        "Load of experts in layer 2 of a", "Load of experts in layer 4 of b",
         "Capacity shares of a", "3.5000", "Where the time went", "00000003-",
     ):  # fmt: skip
         assert words in said, words
@@ -251,6 +258,58 @@ def test_a_long_run_keeps_its_extremes_in_few_points(tmp_path):
     assert (31_234.0, 99.0) in kept
     assert list(kept) == sorted(kept)
     assert thinned(values[:100]) == values[:100]
+
+
+def loads_of_run(loads_by_step: dict[int, dict[str, list[int]]]) -> RunRecord:
+    run = RunRecord("a", Path("a"), label="a")
+    for step, loads in loads_by_step.items():
+        run.intervals[step] = IntervalEnded(
+            step=step, loss=1.0, lr=0.1, grad_norm=1.0, tokens_per_second=50.0, mfu=0.1,
+            seconds=2.0, communication_seconds={}, exposed_seconds={}, expert_loads=loads,
+        )  # fmt: skip
+    return run
+
+
+def titles(pictures: list[str]) -> list[str]:
+    return [re.findall(r'aria-label="([^"]*)"', text)[0] for text in pictures]
+
+
+def test_loads_are_drawn_of_the_outer_and_middle_layers_and_the_most_unequal_one():
+    even = {layer: [100] * 4 for layer in ("3", "8", "13", "18", "23")}
+    # Layer 9 is the most unequal of two intervals, and layer 18 of one.
+    loads = {10: even | {"9": [400, 0, 0, 0]}, 20: even | {"18": [150, 50, 100, 100]},
+             30: even | {"9": [300, 100, 0, 0]}, 40: {}}  # fmt: skip
+    run = loads_of_run(loads)
+    drawn = titles(figures.expert_loads(run))
+    assert drawn == [f"Load of experts in layer {n} of a" for n in (3, 9, 13, 23)]
+    assert figures.expert_loads(loads_of_run({10: {}})) == []
+    few = {step: {"1": [150, 50]} for step in (10, 20)}
+    assert len(figures.expert_loads(loads_of_run(few))) == 1
+
+
+def test_the_colors_of_loads_are_means_over_steps_and_the_largest_of_neighbours():
+    def cells(loads: dict[int, list[int]]) -> tuple[np.ndarray, np.ndarray]:
+        axes = Figure().subplots()
+        figures.draw_loads(axes, loads=loads, title="loads")
+        (mesh,) = [one for one in axes.collections if isinstance(one, QuadMesh)]
+        return mesh.get_array(), mesh.get_coordinates()
+
+    colors, places = cells({10: [150, 50, 0], 20: [300, 0, 0], 40: [100, 100, 100]})
+    assert colors.tolist() == [[1.5, 3, 1], [0.5, 0.001, 1], [0.001, 0.001, 1]]
+    assert places[0, :, 0].tolist() == [0, 10, 20, 40]
+    assert places[:, 0, 1].tolist() == [0, 1, 2, 3]
+    # Twice as many steps, and experts, as there are cells.
+    most = figures.MOST_CELLS
+    colors, _ = cells({step: [100, 100 + step % 2 * 100] * most for step in range(2 * most)})
+    assert colors.shape == (most, most)
+    assert colors.max() == colors.min() == 1.5
+
+
+def test_a_picture_of_many_loads_is_small():
+    rng = np.random.default_rng(0)
+    loads = {step: {"1": rng.integers(0, 900, 256).tolist()} for step in range(300)}
+    (text,) = figures.expert_loads(loads_of_run(loads))
+    assert len(text) < 600_000, "noise is the worst case; loads of a run take a third"
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,8 @@ FULL = {
     "bubble": 0.25, "bubble_formula": 0.2, "load_imbalance": 1.41, "router_entropy": 0.5,
     "dropped": 3, "rerouted": 4000, "layer_imbalances": [1.0, 2.5],
     "float8_underflow": {"experts.gradients": 0.125, "dense.inputs": 0.5},
-    "float8_overflow": {"experts.gradients": 2},
+    "float8_overflow": {"experts.gradients": 2}, "expert_loads": {"1": [200, 0]},
+    "load_quantiles": {"p50": 1.0, "p90": 1.5, "p99": 1.75, "max": 2.0},
 }  # fmt: skip
 
 

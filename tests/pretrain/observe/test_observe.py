@@ -75,6 +75,7 @@ EXAMPLES = {
     "str | None": "there",
     "dict[str, int]": {"ep": 2},
     "dict[str, float]": {"ep": 0.5},
+    "dict[str, list[int]]": {"3": [120, 80]},
     "list[str]": ["memory"],
     "list[float]": [0.5, 1.5],
     "list[int]": [5, 3],
