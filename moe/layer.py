@@ -1,6 +1,6 @@
 """The MoE layer: route, dispatch, experts, combine.
 
-Legend: T tokens, S rows of this rank's experts, D d_model, E experts, K top_k.
+Legend: T tokens, S rows of this rank's experts, D d_model, E experts, K top_k, M bins of margins.
 """
 
 from __future__ import annotations
@@ -52,6 +52,9 @@ class MoEAux(NamedTuple):
     """Scalar int64: tokens with a NaN or an infinity among their logits; their outputs are NaN."""
     expert_counts_E: Tensor
     """[E] int64: the ``prior_expert_counts_E`` of the step's next call."""
+    margins_EM: Tensor | None
+    """[E, M] int64: what ``router.update_bias`` takes in the place of ``tokens_per_expert_E``,
+    where the balancing rule needs margins, as ``quantile``; None elsewhere, and in evaluation."""
     stopwatch: Stopwatch | None
     """The assignments that this rank's experts computed in the forward, and the time in seconds;
     None in a compiled or exported layer, which reads no clock."""
@@ -361,5 +364,6 @@ class MoELayer(nn.Module):
             num_rerouted=routed.num_rerouted,
             num_nonfinite_tokens=routed.num_nonfinite_tokens,
             expert_counts_E=routed.expert_counts_E,
+            margins_EM=routed.margins_EM,
             stopwatch=stopwatch,
         )

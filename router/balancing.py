@@ -1,6 +1,6 @@
 """What keeps experts evenly loaded: a loss, or a step of a bias for each expert.
 
-Legend: T tokens, E experts, K top_k.
+Legend: T tokens, E experts, K top_k, M bins of margins.
 """
 
 from __future__ import annotations
@@ -70,13 +70,27 @@ class Balancing(ABC):
         Several ranks that share sequences must all call collectives, or none.
         """
 
+    def margins(self, preferences_TE: Tensor, token_mask_T: Tensor | None) -> Tensor:
+        """[E, M] int64, without a gradient: a histogram of one call in training.
+
+        M is ``margin_bins`` of the traits; a rule with such bins must have this method, and of
+        others it is not called. :meth:`bias_change` gets the sum over a step's calls and ranks.
+
+        Args:
+            preferences_TE: the values of the choice, biases included.
+            token_mask_T: [T] bool, false for padding, which must not be counted; None where all
+                are tokens.
+        """
+        raise ValueError(f"{type(self).__name__} must have a method margins: it has margin_bins")
+
     @abstractmethod
-    def bias_change(self, tokens_per_expert_E: Tensor) -> Tensor:
+    def bias_change(self, counts: Tensor) -> Tensor:
         """[E] what is added to each expert's bias after a step, without a gradient.
 
         Args:
-            tokens_per_expert_E: [E] the assignments of the step on all ranks. The result must
-                depend on them alone: biases stay equal on all ranks.
+            counts: [E] the assignments of the step on all ranks, or the ``margins`` [E, M] of a
+                rule with ``margin_bins``. The result must depend on them alone: biases stay equal
+                on all ranks.
         """
 
 
@@ -104,12 +118,11 @@ class StandardBalancing(Balancing):
         terms = [factor * loss for factor, loss in zip(coefficients, losses, strict=True)]
         return Losses(*losses, total=terms[0] + terms[1] + terms[2])
 
-    def bias_change(self, tokens_per_expert_E: Tensor) -> Tensor:
+    def bias_change(self, counts: Tensor) -> Tensor:
         """b_i += u · sign(mean(n) - n_i) (Wang et al., arXiv 2408.15664, algorithm 1; DeepSeek-V3,
         arXiv 2412.19437, section 2.1.2)."""
         # n_i is compared with the mean in integers, E · n_i with the sum: exact for any counts.
-        counts_E = tokens_per_expert_E
-        direction_E = torch.sign(counts_E.sum() - counts_E * len(counts_E))
+        direction_E = torch.sign(counts.sum() - counts * len(counts))
         return self.config.bias_update_rate * direction_E
 
 

@@ -59,8 +59,15 @@ ROUTING = OpenKind("moe.routing", "Routing of package router", ROUTINGS)
 class BalancingTraits(Traits):
     """What rules between options ask of a balancing rule."""
 
+    margin_bins: int = 0
+    """The rule moves biases by a histogram of so many bins for each expert, and not by the loads
+    of experts; 0 for a rule that needs the loads alone."""
 
-BALANCINGS = {"standard": BalancingTraits("router.balancing:StandardBalancing")}
+
+BALANCINGS = {
+    "standard": BalancingTraits("router.balancing:StandardBalancing"),
+    "quantile": BalancingTraits("router.balancing_quantile:QuantileBalancing", margin_bins=192),
+}
 """The balancing rules of this repository, one line each."""
 
 BALANCING = OpenKind("moe.balancing", "Balancing of package router", BALANCINGS)
@@ -274,13 +281,17 @@ class RouterConfig(BaseModel, metaclass=OneLineErrors):
     """The capacity of experts and ranks; a table whose ``policy`` names the variant."""
 
     balancing: Annotated[str, AfterValidator(BALANCING.check), BALANCING] = "standard"
-    """What keeps experts evenly loaded. ``standard``: the options below. Or a class derived from
-    ``router.Balancing``, with losses and bias steps of its own."""
+    """What keeps experts evenly loaded. ``standard``: the options below. ``quantile``: each step
+    sets each expert's bias so that every expert would have had an equal part of the step's tokens
+    (Su, kexue.fm/archives/11619); ``expert_bias`` is then true and ``aux_loss_coeff`` 0 where the
+    spec does not say. Or a class derived from ``router.Balancing``, with losses and bias steps of
+    its own."""
     expert_bias: bool = False
     """Balance experts without a loss: a bias for each expert is added to the scores for the choice
     and not to the weights (Wang et al., arXiv 2408.15664)."""
     bias_update_rate: float = Field(default=0.001, ge=0)
-    """The amount by which one step raises or lowers each bias; 0 freezes the biases."""
+    """The amount by which one step raises or lowers each bias; 0 freezes the biases. Of
+    ``balancing`` quantile the steps have no rate."""
     aux_loss_coeff: float = Field(default=0.01, ge=0)
     """The coefficient of the load-balancing loss (Fedus et al., arXiv 2101.03961, eqs. 4-6)."""
     aux_loss_scope: Literal["micro_batch", "global_batch", "previous_step"] = "micro_batch"
@@ -301,9 +312,28 @@ class RouterConfig(BaseModel, metaclass=OneLineErrors):
         return ROUTING.traits(self.routing)
 
     @property
+    def balancing_traits(self) -> BalancingTraits:
+        """What other rules may ask of the balancing rule."""
+        return BALANCING.traits(self.balancing)
+
+    @property
+    def moves_biases(self) -> bool:
+        """Whether each step moves the biases of experts."""
+        return bool(self.expert_bias and self.bias_update_rate)
+
+    @property
     def max_experts_per_token(self) -> int:
         """K, or E where experts choose."""
         return self.num_experts if self.routing_traits.experts_choose else self.top_k
+
+    @model_validator(mode="before")
+    @classmethod
+    def _balance_by_margins_alone(cls, fields: Any) -> Any:
+        """Biases, and no loss, are the defaults of a rule that moves biases by margins."""
+        name = fields.get("balancing") if isinstance(fields, dict) else None
+        if not isinstance(name, str) or not BALANCING.traits(name).margin_bins:
+            return fields
+        return {"expert_bias": True, "aux_loss_coeff": 0.0, **fields}
 
     @field_validator("capacity", mode="before")
     @classmethod
@@ -325,7 +355,27 @@ class RouterConfig(BaseModel, metaclass=OneLineErrors):
     def _check(self) -> Self:
         self._check_choice()
         self._check_groups()
+        self._check_margins()
         return self
+
+    def _check_margins(self) -> None:
+        if not self.balancing_traits.margin_bins:
+            return
+        rates = (0.0, type(self).model_fields["bias_update_rate"].default)
+        for wrong, field, must, why in (
+            (not self.expert_bias, "expert_bias", "true", "the rule moves biases alone"),
+            (self.bias_update_rate not in rates, "bias_update_rate", "left out, or 0 to freeze "
+             "the biases", "the rule has no rate"),
+            (self.n_groups > 1, "n_groups", "1", "experts of other groups have no margin"),
+            (self.top_k == self.num_experts, "top_k", f"below moe.num_experts "
+             f"({self.num_experts})", "every expert has every token"),
+        ):  # fmt: skip
+            if wrong:
+                value = str(getattr(self, field)).lower()
+                raise ValueError(
+                    f"moe.{field} ({value}) must be {must} with moe.balancing "
+                    f"({self.balancing}): {why}"
+                )
 
     def _check_choice(self) -> None:
         if self.top_k > self.num_experts:

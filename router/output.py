@@ -1,6 +1,6 @@
 """What a router gives.
 
-Legend: T tokens, E experts, K top_k.
+Legend: T tokens, E experts, K top_k, M bins of margins.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ class RouterOutput(NamedTuple):
     expert_counts_E: Tensor
     """[E] int64: the assignments that the load-balancing loss counted, of these tokens, or of all
     ranks and of the step so far. The step's next call takes these counts."""
+    margins_EM: Tensor | None
+    """[E, M] int64: what ``update_bias`` needs in the place of ``tokens_per_expert_E``, where the
+    balancing rule has ``margin_bins`` (M) and moves biases; None elsewhere, and in evaluation."""
     nonfinite_T: Tensor
     """[T] bool: tokens with a NaN or an infinity among their logits. The weights of such a token,
     and the layer's output for such a token, are NaN."""

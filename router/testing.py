@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from router.balancing import RoutedTokens
+from router.balancing import Balancing, RoutedTokens
 from router.capacity import Assignments, CapacityPolicy, capacity_policy
 from router.config import RouterConfig
 from router.output import RouterOutput
@@ -183,8 +183,12 @@ class BalancingContract:
 
     def test_a_bias_never_moves_towards_the_load(self) -> None:
         """No bias moves where loads are equal; otherwise an expert that is below the mean does not
-        fall, and one above does not rise."""
+        fall, and one above does not rise. A rule that moves biases by margins may move all of them
+        alike besides, on which no choice depends."""
         rule = self.router().balancing
+        if rule.traits.margin_bins:
+            self._check_margins(rule)
+            return
         assert not rule.bias_change(torch.full((E,), 7)).any()
         assert not rule.bias_change(torch.zeros(E, dtype=torch.int64)).any()
         for seed in range(8):
@@ -196,6 +200,29 @@ class BalancingContract:
             above_E = counts_E * E > counts_E.sum()
             assert (change_E[above_E] <= 0).all()
             assert (change_E[~above_E] >= 0).all()
+
+    def _check_margins(self, rule: Balancing) -> None:
+        shape = (E, rule.traits.margin_bins)
+        equal_TE = torch.eye(E) + torch.eye(E).roll(1, 1) / 2
+        for balanced in (torch.zeros(shape).long(), rule.margins(equal_TE.repeat(4, 1), None)):
+            change_E = rule.bias_change(balanced)
+            assert (change_E == change_E[0]).all()
+        for seed in range(8):
+            generator = torch.Generator().manual_seed(seed)
+            preferences_TE = torch.rand(97, E, generator=generator) + torch.arange(E) * 0.2
+            tokens_T = torch.rand(97, generator=generator) < 0.7
+            margins = rule.margins(preferences_TE, tokens_T)
+            assert margins.shape == shape
+            assert margins.dtype == torch.int64
+            tokens = preferences_TE[tokens_T].tensor_split((5, 5))
+            divided = torch.stack([rule.margins(some_TE, None) for some_TE in tokens]).sum(0)
+            assert torch.equal(margins, divided), "margins depend on how tokens are divided"
+            change_E = rule.bias_change(margins)
+            assert change_E.shape == (E,)
+            assert change_E.isfinite().all()
+            chosen_TK = preferences_TE[tokens_T].topk(K, dim=1).indices
+            above_E = chosen_TK.flatten().bincount(minlength=E) * E > chosen_TK.numel()
+            assert change_E[above_E].max() <= change_E[~above_E].min()
 
 
 def draw_choices(T: int, num_experts: int, top_k: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """The router: scores of all experts for each token, and the experts that each token takes.
 
-Legend: T tokens, D d_model, E experts, K top_k.
+Legend: T tokens, D d_model, E experts, K top_k, M bins of margins.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from router import kernels
 from router.balancing import RoutedTokens, balance_by_kernel, balancing_of
 from router.capacity import Assignments, capacity_policy
 from router.capacity_dropless import Dropless
+from router.checks import check_counts, check_counts_of_step, check_mask, check_replay
 from router.config import RouterConfig
 from router.groups import HoldsGroups, LostGroup
 from router.losses import mean_over_tokens
@@ -69,12 +70,13 @@ class TopKRouter(HoldsGroups, nn.Module):
         """An adapter: a module that gives the weight to compute with, [E, D] -> [E, D]."""
         bias = torch.zeros(config.num_experts, dtype=torch.float32) if config.expert_bias else None
         self.register_buffer("expert_bias", bias)
+        self._bins = config.balancing_traits.margin_bins
         self.step_counts_E: Tensor | None = None
         """[E] int64: what the load-balancing loss of the scope ``previous_step`` counts; see
         :meth:`set_step_counts`. Not part of the state dict."""
         self._idle = UnusedUpdate(
             "expert_bias (true)",
-            "update_bias(tokens_per_expert_E)",
+            "update_bias(margins_EM)" if self._bins else "update_bias(tokens_per_expert_E)",
             ", or set bias_update_rate (0) to keep the biases as they are",
         )
         self._idle_counts = UnusedUpdate(
@@ -144,12 +146,12 @@ class TopKRouter(HoldsGroups, nn.Module):
         expert numbers out of range; for a ``seq_len`` that does not divide T, and for
         ``prior_expert_counts_E`` or a ``token_mask_T`` of another shape.
         """
-        self._check_mask(token_mask_T, x_TD)
+        check_mask(token_mask_T, x_TD)
         token_rows = token_rows_of(token_mask_T)
         # The sequence-wise loss must know where a sequence begins.
         if token_rows is not None and not self.config.seq_aux_loss_coeff:
             if replay_indices_TK is not None:
-                self._check_replay(replay_indices_TK, len(x_TD))
+                check_replay(replay_indices_TK, len(x_TD), self.config)
                 replay_indices_TK = token_rows.of(replay_indices_TK)
             tokens = token_rows.of(x_TD), None, replay_indices_TK, prior_expert_counts_E
             return routed_with_padding(self._routed(*tokens, None), token_rows)
@@ -164,12 +166,12 @@ class TopKRouter(HoldsGroups, nn.Module):
         token_mask_T: Tensor | None,
     ) -> RouterOutput:
         if prior_expert_counts_E is not None:
-            self._check_counts("prior_expert_counts_E", prior_expert_counts_E)
+            check_counts("prior_expert_counts_E", prior_expert_counts_E, self.config)
         if seq_len and not torch.compiler.is_compiling() and len(x_TD) % seq_len:
             raise ValueError(f"seq_len ({seq_len}) must divide the number of tokens ({len(x_TD)})")
         if self.training and torch.is_grad_enabled():
             c = self.config
-            if c.expert_bias and c.bias_update_rate:
+            if c.moves_biases:
                 self._idle.look(self.weight)
             if c.aux_loss_scope == "previous_step" and c.aux_loss_coeff:
                 self._idle_counts.look(self.weight)
@@ -208,11 +210,7 @@ class TopKRouter(HoldsGroups, nn.Module):
         scores_TE, probs_TE = score(logits_TE, config.score_func)
         # Where logits are not finite scores are NaN, whatever the function: sigmoid(inf) is 1.
         bad_T = ~logits_TE.detach().isfinite().all(-1)
-        sound_TE = logits_TE.detach().masked_fill(bad_T.unsqueeze(1), 0)
-        sound_scores_TE = score(sound_TE, config.score_func)[0]
-        preferences_TE = self.routing.preferences(
-            Scored(sound_TE, sound_scores_TE, self.expert_bias, mask_T, self.training)
-        )
+        preferences_TE = self._preferences(logits_TE, bad_T, mask_T)
         if mask_T is not None:
             bad_T = bad_T & mask_T
         wanted_TK, kept_TK = self._choose(preferences_TE, replay_TK, mask_T)
@@ -259,6 +257,7 @@ class TopKRouter(HoldsGroups, nn.Module):
             num_rerouted=placed.num_rerouted,
             tokens_per_expert_E=counts_E,
             expert_counts_E=expert_counts_E,
+            margins_EM=self._margins(preferences_TE, mask_T),
             nonfinite_T=bad_T,
             num_nonfinite_tokens=bad_T.sum(),
             load_balance_loss=losses.load_balance,
@@ -267,6 +266,21 @@ class TopKRouter(HoldsGroups, nn.Module):
             aux_loss=losses.total,
             entropy=mean_over_tokens(entropy_T, mask_T),
         )
+
+    def _preferences(self, logits_TE: Tensor, bad_T: Tensor, token_mask_T: Tensor | None) -> Tensor:
+        """[T, E] the values of the choice; of tokens with ``bad_T`` those of logits of 0."""
+        sound_TE = logits_TE.detach().masked_fill(bad_T.unsqueeze(1), 0)
+        scores_TE = score(sound_TE, self.config.score_func)[0]
+        return self.routing.preferences(
+            Scored(sound_TE, scores_TE, self.expert_bias, token_mask_T, self.training)
+        )
+
+    def _margins(self, preferences_TE: Tensor, token_mask_T: Tensor | None) -> Tensor | None:
+        """The histogram of a balancing rule that needs one, where biases will move."""
+        if not (self._bins and self.training and self.config.moves_biases):
+            return None
+        with torch.no_grad():
+            return self.balancing.margins(preferences_TE, token_mask_T)
 
     def _has_kernel(self, logits_TE: Tensor) -> bool:
         """Whether one kernel does what :meth:`_route` does. It rounds otherwise in places."""
@@ -288,6 +302,10 @@ class TopKRouter(HoldsGroups, nn.Module):
         balance = balance_by_kernel(
             self.balancing, logits_TE, chosen, expert_counts_E, seq_len, self.token_group
         )
+        margins_EM = None
+        if self._bins:
+            preferences_TE = self._preferences(logits_TE, chosen.nonfinite_T, None)
+            margins_EM = self._margins(preferences_TE, None)
         return RouterOutput(
             logits_TE=logits_TE,
             expert_indices_TK=indices_TK,
@@ -298,6 +316,7 @@ class TopKRouter(HoldsGroups, nn.Module):
             num_rerouted=balance.no_tokens,
             tokens_per_expert_E=counts_E,
             expert_counts_E=expert_counts_E,
+            margins_EM=margins_EM,
             nonfinite_T=chosen.nonfinite_T,
             num_nonfinite_tokens=balance.num_nonfinite,
             load_balance_loss=balance.load_balance,
@@ -316,7 +335,7 @@ class TopKRouter(HoldsGroups, nn.Module):
         if replay_TK is None:
             wanted_TK = kept_TK = self.routing.choose(preferences_TE, token_mask_T)
         else:
-            self._check_replay(replay_TK, len(preferences_TE))
+            check_replay(replay_TK, len(preferences_TE), self.config)
             wanted_TK = replay_TK.where(replay_TK >= 0, -1 - replay_TK)
             kept_TK = replay_TK.masked_fill(replay_TK < 0, E)
         if token_mask_T is None:
@@ -344,51 +363,23 @@ class TopKRouter(HoldsGroups, nn.Module):
             else expert_counts_E + prior_expert_counts_E
         )
 
-    def _check_mask(self, token_mask_T: Tensor | None, x_TD: Tensor) -> None:
-        if token_mask_T is None:
-            return
-        tokens = x_TD.shape[0]
-        if token_mask_T.shape != (tokens,) or token_mask_T.dtype != torch.bool:
-            raise ValueError(
-                f"token_mask ({list(token_mask_T.shape)}, {token_mask_T.dtype}) must be bool, with "
-                f"one element for each of {tokens} tokens: true for a token, false for padding"
-            )
-
-    def _check_replay(self, replay_TK: Tensor, tokens: int) -> None:
-        E, K = self.config.num_experts, self.config.max_experts_per_token
-        if replay_TK.shape != (tokens, K) or replay_TK.dtype != torch.int64:
-            raise ValueError(
-                f"replay_indices_TK ({list(replay_TK.shape)}, {replay_TK.dtype}) must be "
-                f"[{tokens}, {K}] int64: the tokens, and top_k or, where experts choose, "
-                f"num_experts"
-            )
-        # On an accelerator this check would wait for the device; compiled, it would end the graph.
-        compiling = torch.compiler.is_compiling()
-        if replay_TK.device.type == "cpu" and not compiling and replay_TK.numel():
-            low, high = replay_TK.min(), replay_TK.max()
-            if low < -E or high > E:
-                raise ValueError(
-                    f"replay_indices_TK ({int(low)} to {int(high)}) must be below "
-                    f"num_experts ({E}), {E} for no expert, or -1 - e for a dropped expert e"
-                )
-
     @torch.no_grad()
-    def update_bias(self, tokens_per_expert_E: Tensor) -> None:
+    def update_bias(self, counts: Tensor) -> None:
         """Raise the bias of experts below the mean load and lower the others', once per step, as
         the balancing rule says. Biases have no gradient.
 
         Args:
-            tokens_per_expert_E: [E] the assignments of the whole step, all-reduced over all ranks:
-                biases stay equal on all ranks.
+            counts: [E] the ``tokens_per_expert_E`` of the whole step, all-reduced over all ranks:
+                biases stay equal on all ranks. With a balancing rule that has ``margin_bins``, as
+                ``quantile``, [E, M] the ``margins_EM`` of the step, all-reduced likewise.
 
-        Raises ValueError for a router without biases, and for a count of another number of experts.
+        Raises ValueError for a router without biases, and for counts of another shape.
         """
         if self.expert_bias is None:
             raise ValueError("expert_bias (false) must be true for update_bias")
-        self._check_counts("tokens_per_expert_E", tokens_per_expert_E)
+        check_counts_of_step(counts, self.config)
         self._idle.steps = None
-        counts_E = tokens_per_expert_E.to(self.expert_bias.device)
-        self.expert_bias += self.balancing.bias_change(counts_E)
+        self.expert_bias += self.balancing.bias_change(counts.to(self.expert_bias.device))
 
     def set_step_counts(self, tokens_per_expert_E: Tensor) -> None:
         """Set what the load-balancing loss of the scope ``previous_step`` counts, once per step.
@@ -408,15 +399,6 @@ class TopKRouter(HoldsGroups, nn.Module):
                 f"aux_loss_scope ({self.config.aux_loss_scope}) must be previous_step for "
                 f"set_step_counts"
             )
-        self._check_counts("tokens_per_expert_E", tokens_per_expert_E)
+        check_counts("tokens_per_expert_E", tokens_per_expert_E, self.config)
         self._idle_counts.steps = None
         self.step_counts_E = tokens_per_expert_E.detach().clone()
-
-    def _check_counts(self, name: str, counts_E: Tensor) -> None:
-        E = self.config.num_experts
-        if not isinstance(counts_E, Tensor):
-            raise ValueError(f"{name} ({type(counts_E).__name__}) must be a tensor [{E}]")
-        if counts_E.shape != (E,):
-            raise ValueError(
-                f"{name} ({list(counts_E.shape)}) must be [{E}], a count for each of num_experts"
-            )

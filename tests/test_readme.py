@@ -256,6 +256,7 @@ OUTSIDE = {
     "OMP_NUM_THREADS=1 .venv/bin/python -m bench.learning one-curve",
     "OMP_NUM_THREADS=1 .venv/bin/python -m bench.learning moe-dense",
     "OMP_NUM_THREADS=1 .venv/bin/python -m bench.learning balancing",
+    "OMP_NUM_THREADS=1 .venv/bin/python -m bench.learning quantile",
     "PYTHONPATH=build/peers OMP_NUM_THREADS=1 .venv/bin/python -m bench.moe_layer --only small",
     "PYTHONPATH=build/peers OMP_NUM_THREADS=2 .venv/bin/python -m bench.moe_layer --only large "
     "--samples 3",

@@ -2,10 +2,11 @@
 
     python -m bench.learning STUDY [--quick] [--runs DIR]
 
-STUDY is half-hour, moe-dense, balancing or one-curve. Runs are kept in DIR (runs/learning/STUDY): a
-second call trains what is missing, and goes on where a run was stopped. The table goes to
-bench/results/learning-STUDY.json and the picture to docs/images/learning-STUDY.svg; with --quick
-both go to DIR. Nothing here is timed: other work on the machine changes no figure.
+STUDY is half-hour, moe-dense, balancing, quantile or one-curve. Runs are kept in DIR
+(runs/learning/STUDY): a second call trains what is missing, and goes on where a run was stopped.
+The table goes to bench/results/learning-STUDY.json and the picture to
+docs/images/learning-STUDY.svg; with --quick both go to DIR. Nothing here is timed: other work on
+the machine changes no figure.
 """
 
 from __future__ import annotations

@@ -57,6 +57,15 @@ _SMALL = ("model.d_model=128", "model.num_layers=3", "model.num_heads=4", "model
 _TINY = ("eval.final_sequences=1000",)
 _DENSE = Subject("dense, equal active FLOPs", ("parallel.ep=1",), without=("moe",))
 _ONCE = ("eval.interval_steps=40", "eval.sequences=64", "train.log_interval_steps=1")
+_BIAS = Subject(
+    "bias",
+    (
+        "moe.aux_loss_coeff=0.0",
+        "moe.score_func=sigmoid",
+        "moe.expert_bias=true",
+        "moe.bias_update_rate=0.01",
+    ),
+)
 
 STUDIES = {
     "half-hour": Study(
@@ -80,15 +89,15 @@ STUDIES = {
             Subject("none", ("moe.aux_loss_coeff=0.0",)),
             Subject("Switch loss", ("moe.aux_loss_coeff=0.01",)),
             Subject("global batch", ("moe.aux_loss_coeff=0.01", "moe.aux_loss_scope=global_batch")),
-            Subject(
-                "bias",
-                (
-                    "moe.aux_loss_coeff=0.0",
-                    "moe.score_func=sigmoid",
-                    "moe.expert_bias=true",
-                    "moe.bias_update_rate=0.01",
-                ),
-            ),
+            _BIAS,
+        ),
+        {"tiny recipe": _TINY},
+    ),
+    "quantile": Study(
+        "Biases of experts: moved at a rate, or by quantiles",
+        (
+            _BIAS,
+            Subject("quantile", ("moe.score_func=sigmoid", "moe.balancing=quantile")),
         ),
         {"tiny recipe": _TINY},
     ),

@@ -90,6 +90,9 @@ class Pipeline:
         config = next(iter(self.stages.values())).config
         self.moe_layers = [] if moe is None else config.moe_layers
         self.num_experts = 0 if moe is None else moe.num_experts
+        self.margin_bins = 0
+        if moe is not None and moe.moves_biases:
+            self.margin_bins = moe.balancing_traits.margin_bins
         self._orders: dict[int, list[_Action]] = {}
         self._rows: dict[int, Tensor] = {}
 
@@ -140,7 +143,7 @@ class Pipeline:
         empty = micro_batches[0][:0]
         return [*micro_batches, *[empty] * (count - len(micro_batches))]
 
-    def no_routing(self, device: torch.device) -> RoutingStats | None:
+    def no_routing(self, device: torch.device, training: bool = False) -> RoutingStats | None:
         """Stats of no tokens, for a sum over ranks; None for a model without MoE layers."""
         if not self.moe_layers:
             return None
@@ -149,7 +152,11 @@ class Pipeline:
         sums = torch.zeros(L, dtype=torch.float64, device=device)
         losses = sums.new_zeros(L, len(AUX_LOSSES))
         zeros_L = counts.new_zeros(L)
-        return RoutingStats(counts, sums, counts.new_zeros(L, 2), zeros_L, losses, zeros_L)
+        margins = None
+        if training and self.margin_bins:
+            margins = counts.new_zeros(L, self.num_experts, self.margin_bins)
+        moved_L2 = counts.new_zeros(L, 2)
+        return RoutingStats(counts, sums, moved_L2, zeros_L, losses, zeros_L, margins)
 
     def peer(self, stage: int) -> int:
         """The global rank of a stage of this pipeline."""
@@ -256,7 +263,7 @@ class _Step:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         self.mtp, self.mtp_loss_sums_K = mtp, self.loss_sum.new_zeros(len(mtp.weights))
         self.target_tokens = 0
-        self.routing = pipeline.no_routing(device)
+        self.routing = pipeline.no_routing(device, training=True)
         self.stopwatches: list[Stopwatch] = []
         self.counts: dict[int, list[Tensor]] = {}
         self.order = pipeline.order(len(batches))

@@ -1,6 +1,7 @@
 """Results of one forward and backward of a step.
 
-Legend: L MoE layers, E experts, A auxiliary losses, K layers of multi-token prediction.
+Legend: L MoE layers, E experts, A auxiliary losses, K layers of multi-token prediction, M bins of
+margins.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ class RoutingStats:
     last over targets, as in the model's loss."""
     tokens_L: Tensor
     """[L] int64, the tokens that these sums are over."""
+    margins_LEM: Tensor | None = None
+    """[L, E, M] int64, the histograms of a balancing rule that moves biases by margins; None for
+    other rules, and in evaluation."""
 
     @cached_property
     def everywhere_LE(self) -> Tensor:
@@ -44,9 +48,13 @@ class RoutingStats:
 
         The sum is made at the first use, by a collective: every rank must use it, or none.
         """
-        counts_LE = self.tokens_per_expert_LE.clone()
-        all_reduce(counts_LE).wait()
-        return counts_LE
+        return _summed_everywhere(self.tokens_per_expert_LE)
+
+    @cached_property
+    def margins_everywhere_LEM(self) -> Tensor:
+        """[L, E, M] int64, ``margins_LEM`` summed over all ranks, as ``everywhere_LE``."""
+        assert self.margins_LEM is not None
+        return _summed_everywhere(self.margins_LEM)
 
     def plus(self, before: RoutingStats | None) -> RoutingStats:
         """The sum with ``before``, or self where ``before`` is None."""
@@ -59,7 +67,9 @@ class RoutingStats:
             self.nonfinite_L + before.nonfinite_L,
             self.aux_loss_sum_LA + before.aux_loss_sum_LA,
             self.tokens_L + before.tokens_L,
-        )
+            None if self.margins_LEM is None or before.margins_LEM is None
+            else self.margins_LEM + before.margins_LEM,
+        )  # fmt: skip
 
     def placed(self, rows: Tensor, num_layers: int) -> RoutingStats:
         """Stats of all ``num_layers`` MoE layers: zeros but at the int64 indices ``rows``."""
@@ -75,7 +85,14 @@ class RoutingStats:
             spread(self.nonfinite_L),
             spread(self.aux_loss_sum_LA),
             spread(self.tokens_L),
+            None if self.margins_LEM is None else spread(self.margins_LEM),
         )
+
+
+def _summed_everywhere(counts: Tensor) -> Tensor:
+    counts = counts.clone()
+    all_reduce(counts).wait()
+    return counts
 
 
 def routing_stats(
@@ -89,6 +106,7 @@ def routing_stats(
     weights_A = means_LA.new_full((len(AUX_LOSSES),), tokens)
     weights_A[-1].fill_(tokens if loss_weight is None else loss_weight)
     counts_LE = torch.stack([aux.tokens_per_expert_E for aux in reports])
+    margins = [aux.margins_EM for aux in reports if aux.margins_EM is not None]
     return RoutingStats(
         counts_LE,
         on_loss_grid(tokens * torch.stack([aux.entropy for aux in reports]).double()),
@@ -96,6 +114,7 @@ def routing_stats(
         torch.stack([aux.num_nonfinite_tokens for aux in reports]),
         on_loss_grid(weights_A * means_LA),
         counts_LE.new_full((len(reports),), tokens),
+        torch.stack(margins) if margins else None,
     )
 
 

@@ -224,6 +224,8 @@ class Trainer:
             self._uses_loads or routers_are_checked(health, before.step + 1)
         ):
             _ = routing.everywhere_LE  # here: after the barrier no rank waits for another
+        if routing is not None and routing.margins_LEM is not None:
+            _ = routing.margins_everywhere_LEM
 
     def _exchange(self, attempt: Attempt, stop_requested: int) -> None:
         """Bring this rank's vector to the barrier, and take all ranks'."""
@@ -406,18 +408,18 @@ class Trainer:
         moe = self.job.spec.moe
         if moe is None:
             return
-        moves = bool(moe.expert_bias and moe.bias_update_rate)
-        counts = moe.aux_loss_scope == "previous_step"
-        if moves or counts:
+        if moe.moves_biases:
+            by_layer = routing.everywhere_LE
+            if moe.balancing_traits.margin_bins:
+                by_layer = routing.margins_everywhere_LEM
+            for row, router in zip(self.job.router_rows, self.job.routers, strict=True):
+                # A router that is frozen by [tune] chooses as it did.
+                if any(parameter.requires_grad for parameter in router.parameters()):
+                    router.update_bias(by_layer[row])
+        if moe.aux_loss_scope == "previous_step":
             everywhere_LE = routing.everywhere_LE
-            if moves:
-                for row, router in zip(self.job.router_rows, self.job.routers, strict=True):
-                    # A router that is frozen by [tune] chooses as it did.
-                    if any(parameter.requires_grad for parameter in router.parameters()):
-                        router.update_bias(everywhere_LE[row])
-            if counts:
-                self.job.set_step_counts(everywhere_LE)
-                self.progress = replace(self.progress, expert_counts=everywhere_LE.tolist())
+            self.job.set_step_counts(everywhere_LE)
+            self.progress = replace(self.progress, expert_counts=everywhere_LE.tolist())
 
     def _skip(self, decision: Decision, attempt: Attempt) -> None:
         """Publish a step that changed nothing, and do what the playbook or a part says about it."""
@@ -464,9 +466,8 @@ class Trainer:
         moe = self.job.spec.moe
         if moe is None:
             return False
-        return bool(moe.expert_bias and moe.bias_update_rate) or (
-            moe.aux_loss_scope == "previous_step"
-        )
+        by_loads = moe.moves_biases and not moe.balancing_traits.margin_bins
+        return by_loads or moe.aux_loss_scope == "previous_step"
 
     def mfu(self, tokens: int, seconds: float) -> float:
         """Model FLOPs utilization (Chowdhery et al., arXiv 2204.02311, appendix B)."""

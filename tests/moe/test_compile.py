@@ -26,7 +26,7 @@ CASES: list[dict[str, Any]] = [
     {"capacity": {"policy": "fixed", "capacity_factor": 0.9}, "seq_aux_loss_coeff": 0.1},
     {"capacity": {"policy": "fixed", "drop_policy": "position", "capacity_factor": 0.9}},
     {"capacity": {"policy": "straggler_aware"}}, {"capacity": {"max_tokens_per_rank": 20}},
-    {"routing": "expert_choice"}, {"routing": "sinkhorn"},
+    {"routing": "expert_choice"}, {"routing": "sinkhorn"}, {"balancing": "quantile"},
     {"activation": "swiglu_oai", "activation_limit": 0.5, "router_bias": True,
      "backend": "grouped_mm", "cast": True, "weights_on_input": True,
      "score_func": "sqrtsoftplus"},

@@ -21,6 +21,7 @@ CASES = [
     {"score_func": "sigmoid"}, {"score_func": "sigmoid", "norm_topk_prob": False},
     {"score_func": "sigmoid", "expert_bias": True, "route_scale": 2.5},
     {"expert_bias": True, "top_k": 5}, {"num_experts": 3}, {"num_experts": 40, "top_k": 8},
+    {"balancing": "quantile"}, {"balancing": "quantile", "score_func": "sigmoid", "top_k": 5},
 ]  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from router import (
     Scored,
     StandardBalancing,
 )
-from router.config import ROUTINGS
+from router.config import BALANCINGS, ROUTINGS
 from router.testing import BalancingContract, CapacityPolicyContract, RoutingContract
 
 HERE = __name__
@@ -114,6 +114,10 @@ class TestStandard(BalancingContract):
     fields = {"seq_aux_loss_coeff": 0.1, "z_loss_coeff": 0.01, "expert_bias": True}
 
 
+class TestQuantile(BalancingContract):
+    fields = {"balancing": "quantile", "z_loss_coeff": 0.01}
+
+
 class TestBalancingFromOutside(BalancingContract):
     fields = {"balancing": f"{HERE}:Proportional", "expert_bias": True}
 
@@ -126,6 +130,13 @@ class TestCapacityFromOutside(CapacityPolicyContract):
 def test_every_routing_has_a_contract_class():
     tested = {kind.fields["routing"] for kind in RoutingContract.__subclasses__() if kind.fields}
     assert tested >= set(ROUTINGS)
+
+
+def test_every_balancing_rule_has_a_contract_class():
+    tested = {
+        kind.fields.get("balancing", "standard") for kind in BalancingContract.__subclasses__()
+    }
+    assert tested >= set(BALANCINGS)
 
 
 def train(fields: dict[str, Any], steps: int = 6) -> tuple[MoELayer, list[float]]:
@@ -143,7 +154,8 @@ def train(fields: dict[str, Any], steps: int = 6) -> tuple[MoELayer, list[float]
         optimizer.step()
         optimizer.zero_grad()
         if layer.config.expert_bias:
-            layer.router.update_bias(aux.tokens_per_expert_E)
+            counts = aux.tokens_per_expert_E if aux.margins_EM is None else aux.margins_EM
+            layer.router.update_bias(counts)
         losses.append(float(loss.detach()))
     return layer, losses
 
@@ -174,7 +186,8 @@ def test_kinds_from_outside_train_in_a_layer():
         ({"routing": f"{HERE}:Nobody"}, r"must be importable .* no attribute 'Nobody'"),
         ({"routing": f"{HERE}:HERE"}, r"a class with traits, .* Routing of package router"),
         ({"routing": f"{HERE}:AtMost"}, r"a class with traits, .* Routing of package router"),
-        ({"balancing": "none"}, r"balancing \(none\) must be standard or package.module:Class"),
+        ({"balancing": "none"}, r"balancing \(none\) must be standard, quantile or "
+         r"package.module:Class"),
         ({"capacity": {"policy": f"{HERE}:Tanh"}}, "derived from CapacityPolicy of package router"),
         ({"capacity": {"policy": f"{HERE}:AtMost"}}, r"capacity.limit .*Field required"),
         ({"capacity": {"policy": f"{HERE}:AtMost", "limit": "x"}}, r"capacity.limit \('x'\)"),
