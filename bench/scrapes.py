@@ -213,7 +213,8 @@ def interval(layers: int, ranks: int) -> IntervalEnded:
         routing=RoutingReport(
             layers=list(range(layers)), tokens_per_expert=[[1] * 8] * layers,
             entropies=[1.0] * layers, dropped=[1] * layers, rerouted=[1] * layers,
-            bias_abs_max=1.0, rank_imbalance=1.0, aux_losses=losses, aux_loss=1.0,
+            copied=[1] * layers, bias_abs_max=1.0, rank_imbalance=1.0, aux_losses=losses,
+            aux_loss=1.0,
         ),
     )  # fmt: skip
 

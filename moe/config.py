@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from router import CapacityTraits, OpenKind, RouterConfig, Traits
 from router import DroplessConfig as DroplessConfig
 from router import FixedCapacityConfig as FixedCapacityConfig
-from router import OpenKind, RouterConfig, Traits
 from router import StragglerAwareConfig as StragglerAwareConfig
 
 ActivationName = Literal["swiglu", "geglu", "gelu", "relu2", "swiglu_oai"]
@@ -76,7 +76,7 @@ class MoEConfig(RouterConfig):
     on_resume: ClassVar[dict[str, str]] = RouterConfig.on_resume | {
         "backend": "fixed if exact", "dispatcher": "fixed if exact", "gemm": "free",
         "recompute_experts": "free", "dispatch_dtype": "free", "overlap_chunks": "free",
-        "max_tokens_per_call": "free",
+        "max_tokens_per_call": "free", "copies": "free",
     }  # fmt: skip
 
     OF_OTHER_SECTIONS: ClassVar[dict[str, str]] = {
@@ -136,6 +136,12 @@ class MoEConfig(RouterConfig):
     """For ``padded_all_to_all`` and ``deep_ep``: the most tokens that one rank brings to one
     call."""
 
+    copies: int = Field(default=0, ge=0)
+    """The most experts of other ranks of which one rank computes a copy, in one call. Rows of hot
+    experts, and with ``straggler_aware`` capacity rows of slow ranks, are then computed by copies
+    on ranks that would wait: no token is moved to another expert, and none is dropped for its rank.
+    0 makes no copies."""
+
     @property
     def dispatcher_traits(self) -> DispatcherTraits:
         """What other rules may ask of the dispatcher."""
@@ -150,7 +156,13 @@ class MoEConfig(RouterConfig):
     @property
     def independent_tokens(self) -> bool:
         """Whether a token's output depends on no other token that is routed with it."""
-        return self.routing_traits.top_k_in_evaluation and not self.capacity.traits.bounded
+        return self.routing_traits.top_k_in_evaluation and not self.capacity_traits.bounded
+
+    @property
+    def capacity_traits(self) -> CapacityTraits:
+        """What other rules may ask of the capacity: with copies, ranks have none."""
+        traits = self.capacity.traits
+        return traits.with_copies if self.copies else traits
 
     @model_validator(mode="after")
     def _check_moe(self) -> Self:
@@ -180,6 +192,17 @@ class MoEConfig(RouterConfig):
                 f"moe.dispatch_dtype (float8) must be compute with moe.dispatcher "
                 f"({self.dispatcher}), which does not pack rows"
             )
+        if self.copies and self.overlap_chunks > 1:
+            raise ValueError(
+                f"moe.overlap_chunks ({self.overlap_chunks}) must be 1 with moe.copies "
+                f"({self.copies}): a copy's parameters would travel once for each chunk"
+            )
+        bound = getattr(self.capacity, "max_tokens_per_rank", 0)
+        if self.copies and bound:
+            raise ValueError(
+                f"moe.capacity.max_tokens_per_rank ({bound}) must be 0 with moe.copies "
+                f"({self.copies}): copies take what the bound would move to other experts"
+            )
         if self.overlap_chunks > 1 and not traits.takes_chunks:
             raise ValueError(
                 f"moe.overlap_chunks ({self.overlap_chunks}) must be 1 with moe.dispatcher "
@@ -198,7 +221,7 @@ def check_exact(c: MoEConfig) -> None:
     scope = c.aux_loss_scope
     for wrong, field, value, must, why in (
         (c.input_jitter, "input_jitter", c.input_jitter, "0", "each rank draws its own noise"),
-        (c.capacity.traits.depends_on_ranks and not bound, "capacity.policy", c.capacity.policy,
+        (c.capacity_traits.depends_on_ranks and not bound, "capacity.policy", c.capacity.policy,
          "dropless or fixed", "capacities are those of ranks"),
         (bound, "capacity.max_tokens_per_rank", bound, "0",
          "which experts share a rank depends on the layout"),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import _register_namedtuple
 
 from moe.config import MoEConfig, check_exact
+from moe.copies import Copies, Lending
 from moe.dispatch import Dispatcher, DispatchSetup, LocalDispatcher, dispatcher_of
 from moe.experts import ACTIVATIONS, GroupedExperts, fork, single_assignments
 from moe.float8 import round_rows
@@ -48,6 +49,8 @@ class MoEAux(NamedTuple):
     """Scalar int64: dropped assignments."""
     num_rerouted: Tensor
     """Scalar int64: assignments that were rerouted from a full expert to another one."""
+    num_copied: Tensor
+    """Scalar int64: assignments of this call's tokens that copies of experts compute."""
     num_nonfinite_tokens: Tensor
     """Scalar int64: tokens with a NaN or an infinity among their logits; their outputs are NaN."""
     expert_counts_E: Tensor
@@ -126,6 +129,10 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
+def _no_bound(num_tokens: int) -> None:
+    """See :class:`moe.dispatch.DispatchSetup`."""
+
+
 class MoELayer(nn.Module):
     """A mixture-of-experts feed-forward layer for any PyTorch model.
 
@@ -156,7 +163,9 @@ class MoELayer(nn.Module):
             self.shared_experts = FeedForward(c.d_model, d_ff, c.activation_key, c.ffn_bias)
             if c.shared_expert_gate:
                 self.shared_gate = nn.Linear(c.d_model, 1, bias=False)
+        self.router.capacity.has_copies = c.copies > 0
         self.dispatcher: Dispatcher = LocalDispatcher()
+        self.copies: Copies | None = None
         self._call: Callable[..., Any] = _call
 
     def reset_parameters(self) -> None:
@@ -198,10 +207,12 @@ class MoELayer(nn.Module):
         self.router.use_expert_group(group)
         # The sizes of an exchange are data of the host: no compiler can trace it.
         self._call = uncompiled
-        most = self.router.capacity.max_assignments_per_expert
-        self.dispatcher = dispatcher_of(
-            DispatchSetup(self.config, group, across_nodes, within_node, most)
-        )
+        c, most = self.config, self.router.capacity.max_assignments_per_expert
+        if c.copies:
+            per_node = 0 if within_node is None else within_node.size()
+            self.copies = Copies(group, c.copies, per_node)
+            most = _no_bound  # places have no capacity of their own
+        self.dispatcher = dispatcher_of(DispatchSetup(c, group, across_nodes, within_node, most))
 
     def use_exact_sums(self, sums: UnitSums) -> None:
         """Compute each micro-batch by itself, and add its experts' gradients to ``sums``;
@@ -213,6 +224,8 @@ class MoELayer(nn.Module):
         check_exact(self.config)
         self.experts.unit_sums = sums
         self.router.exact = True
+        if self.copies is not None:
+            self.copies.keeps_units = True
         self.dispatcher = self.dispatcher.by_unit()
 
     def forward(
@@ -260,11 +273,11 @@ class MoELayer(nn.Module):
             x_for[0], seq_len, replay_indices_TK, prior_expert_counts_E, token_mask_T
         )
         if token_rows is None:
-            y_TD, stopwatch = self._call(self._compute, *x_for[1:], routed)
+            y_TD, stopwatch, copied = self._call(self._compute, *x_for[1:], routed)
         else:
             x_ND = [token_rows.of(x) for x in x_for[1:]] if exact else [token_rows.of(x_TD)] * 2
             tokens = routed_tokens(routed, token_rows)
-            y_ND, stopwatch = self._call(self._compute, *x_ND, tokens)
+            y_ND, stopwatch, copied = self._call(self._compute, *x_ND, tokens)
             y_TD = token_rows.back(y_ND, 0)
         on_host = x.device.type == "cpu" and not torch.compiler.is_compiling()
         if not on_host or routed.num_nonfinite_tokens:
@@ -274,14 +287,17 @@ class MoELayer(nn.Module):
         # A reshape that autograd does not record as a view: nothing else refers to y_TD, and FSDP
         # warns of views where only this layer is wrapped.
         hidden = torch.ops.aten._unsafe_view(y_TD.to(x.dtype), x.shape)
-        return MoEOutput(hidden, self._aux(routed, stopwatch))
+        return MoEOutput(hidden, self._aux(routed, stopwatch, copied))
 
     def _compute(
         self, x_TD: Tensor, shared_x_TD: Tensor, routed: RouterOutput
-    ) -> tuple[Tensor, Stopwatch | None]:
-        """Dispatch, experts, combine: [T, D] -> [T, D]. ``shared_x_TD`` is ``x_TD`` for the shared
-        experts."""
+    ) -> tuple[Tensor, Stopwatch | None, int]:
+        """Dispatch, experts, combine: [T, D] -> [T, D]; and the assignments that copies compute.
+        ``shared_x_TD`` is ``x_TD`` for the shared experts."""
         to_tokens: RowMap | None = None
+        lending: Lending | None = None
+        if self.copies is not None:
+            routed, lending = self.copies.balanced(routed, self.router.capacity.shares)
         # Two numbers have one sum in float32. In bfloat16 the kernels that add a token's outputs
         # of one rank, and of several ranks, round otherwise.
         most = 2 if x_TD.dtype == torch.float32 else 1
@@ -302,14 +318,15 @@ class MoELayer(nn.Module):
         stopwatch = None if torch.compiler.is_compiling() else Stopwatch(x_TD.device)
         returning = []
         for dispatched in parts_in_transfer:
-            y_SD = self.experts(*dispatched.rows, stopwatch)
+            y_SD = self.experts(*dispatched.rows, stopwatch, lending)
             if stopwatch is not None:
                 stopwatch.count(dispatched.rows.rows_per_expert_E)
             returning.append(self.dispatcher.combine(y_SD, dispatched))
         parts = [part() for part in returning]
         y_TD = parts[0] if len(parts) == 1 else torch.cat(parts)
         y_TD = y_TD if to_tokens is None else sum_rows(y_TD, to_tokens)
-        return y_TD if shared_TD is None else y_TD + shared_TD, stopwatch
+        y_TD = y_TD if shared_TD is None else y_TD + shared_TD
+        return y_TD, stopwatch, 0 if lending is None else lending.copied
 
     def _check_input(self, x: Tensor, token_mask: Tensor | None) -> None:
         own = next(self.experts.parameters()).dtype
@@ -347,11 +364,12 @@ class MoELayer(nn.Module):
         y_TD: Tensor = self.shared_experts(x_TD)
         return y_TD if self.shared_gate is None else y_TD * self.shared_gate(x_TD).sigmoid()
 
-    def _aux(self, routed: RouterOutput, stopwatch: Stopwatch | None) -> MoEAux:
-        if routed.dropped_TK is None:
-            num_dropped = torch.zeros_like(routed.num_rerouted)
-        else:
+    def _aux(self, routed: RouterOutput, stopwatch: Stopwatch | None, copied: int) -> MoEAux:
+        num_dropped = num_copied = torch.zeros_like(routed.num_rerouted)
+        if routed.dropped_TK is not None:
             num_dropped = routed.tokens_per_expert_E.sum() - routed.rows_per_expert_E.sum()
+        if copied:
+            num_copied = num_copied + copied
         return MoEAux(
             load_balance_loss=routed.load_balance_loss,
             sequence_balance_loss=routed.sequence_balance_loss,
@@ -362,6 +380,7 @@ class MoELayer(nn.Module):
             topk_indices_TK=routed.topk_indices_TK,
             num_dropped=num_dropped,
             num_rerouted=routed.num_rerouted,
+            num_copied=num_copied,
             num_nonfinite_tokens=routed.num_nonfinite_tokens,
             expert_counts_E=routed.expert_counts_E,
             margins_EM=routed.margins_EM,

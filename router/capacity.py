@@ -6,6 +6,7 @@ Legend: T tokens, K top_k, E experts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -57,10 +58,18 @@ class CapacityPolicy(ABC):
 
     def __init__(self, config: Any, *, num_experts: int, top_k: int) -> None:
         self.config, self.num_experts, self.top_k = config, num_experts, top_k
+        self.has_copies = False
+        """Whether copies of experts balance ranks: a bound on ranks then moves no assignment."""
 
     def use_expert_group(self, group: dist.ProcessGroup) -> None:
         """Set the ranks that hold the experts, in equal blocks; most policies need not know."""
         del group
+
+    @property
+    def shares(self) -> Sequence[int] | None:
+        """The shares of all assignments that ranks should compute, in any unit; None for equal
+        ones."""
+        return None
 
     def max_assignments_per_expert(self, num_tokens: int) -> list[int] | None:
         """[E] the most assignments of each expert in a call of up to ``num_tokens`` tokens; None

@@ -12,7 +12,7 @@ from torch import Tensor
 from router.capacity import Assignments, CapacityPolicy
 from router.config import CAPACITIES, DroplessConfig
 from router.groups import HoldsGroups
-from router.placement import Placement, place, rank_bins
+from router.placement import Placement, as_chosen, place, rank_bins
 from router.scores import count_tokens_per_expert
 
 
@@ -48,8 +48,7 @@ class Dropless(HoldsGroups, CapacityPolicy):
         if self.max_tokens_per_rank:
             bins = rank_bins(self._capacity_of_ranks(chosen_TK, E), E)
             return place(chosen_TK, asked.choice_TE, asked.scores_TE, [bins])
-        none = torch.zeros((), dtype=torch.int64, device=chosen_TK.device)
-        return Placement(chosen_TK, None, none)
+        return as_chosen(chosen_TK)
 
     def _capacity_of_ranks(self, expert_indices_TK: Tensor, num_experts: int) -> Tensor:
         """[ranks] int64: the most assignments that this rank may send to each rank."""

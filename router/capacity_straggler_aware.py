@@ -19,6 +19,7 @@ from router.host import to_device
 from router.placement import (
     Bins,
     Placement,
+    as_chosen,
     as_outputs,
     place_in_rounds,
     placement_shapes,
@@ -30,19 +31,20 @@ from router.plan import CapacityPlan, largest_remainder
 class StragglerAwareCapacity(CapacityPolicy):
     """Each rank takes a share of a call's assignments by :class:`router.plan.CapacityPlan`.
 
-    Of T tokens a rank takes its share of ceil(T·K · rank_capacity_factor) assignments. Each expert
+    Of T tokens a rank takes its share of T·K assignments. Each expert
     of the rank takes an equal part of the rank's share of T·K · capacity_factor, rounded up.
     Assignments beyond either bound go to the token's next-best expert with room, and are dropped
     only where no expert has room. Shares are equal until a plan is set, and without an expert
     group. Evaluation applies the bounds of experts and not the bounds of ranks: there is no
-    training step that a slow rank could delay.
+    training step that a slow rank could delay. With copies of experts no assignment is moved or
+    dropped: copies take what is beyond a rank's share.
     """
 
     traits = CAPACITIES["straggler_aware"]
 
     def __init__(self, config: StragglerAwareConfig, *, num_experts: int, top_k: int) -> None:
         super().__init__(config, num_experts=num_experts, top_k=top_k)
-        self._factors = config.capacity_factor, config.rank_capacity_factor
+        self._factor = config.capacity_factor
         self.plan = CapacityPlan.equal(1)
 
     def use_expert_group(self, group: dist.ProcessGroup) -> None:
@@ -50,20 +52,29 @@ class StragglerAwareCapacity(CapacityPolicy):
         if len(self.plan.units) != group.size():
             self.plan = CapacityPlan.equal(group.size())
 
+    @property
+    def shares(self) -> Sequence[int]:
+        """See :class:`CapacityPolicy`."""
+        return self.plan.units
+
     def max_assignments_per_expert(self, num_tokens: int) -> list[int] | None:
         """See :class:`CapacityPolicy`."""
+        if self.has_copies:
+            return None
         return list(self.capacities(num_tokens)[0])
 
     def capacities(self, num_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The most assignments of each expert, and of each rank, in a call."""
         assignments = num_tokens * self.top_k
-        return _capacities(self._factors, self.plan.units, assignments, self.num_experts)
+        return _capacities(self._factor, self.plan.units, assignments, self.num_experts)
 
     def placed(self, asked: Assignments) -> Placement:
         """See :class:`CapacityPolicy`."""
+        if self.has_copies:
+            return as_chosen(asked.expert_indices_TK)
         arguments = (
             asked.expert_indices_TK, asked.choice_TE, asked.scores_TE, self.plan.units,
-            *self._factors, asked.training, asked.num_tokens,
+            self._factor, asked.training, asked.num_tokens,
         )  # fmt: skip
         if torch.compiler.is_compiling():
             # One operator, as in place(); it computes the capacities too, as the number of tokens
@@ -78,15 +89,13 @@ def _place_by_plan(
     scores_TE: Tensor,
     units: Sequence[int],
     capacity_factor: float,
-    rank_capacity_factor: float,
     training: bool,
     num_tokens: Tensor | None = None,
 ) -> Placement:
     device, E = choice_TE.device, choice_TE.shape[1]
-    factors = capacity_factor, rank_capacity_factor
     # int() waits for an accelerator, as each round of place_in_rounds does.
     T = chosen_TK.shape[0] if num_tokens is None else int(num_tokens)
-    experts, ranks = _capacities(factors, tuple(units), T * chosen_TK.shape[1], E)
+    experts, ranks = _capacities(capacity_factor, tuple(units), T * chosen_TK.shape[1], E)
     bins = [Bins(torch.arange(E, device=device), to_device(experts, device))]
     if training:
         bins.append(rank_bins(to_device(ranks, device), E))
@@ -95,16 +104,13 @@ def _place_by_plan(
 
 @lru_cache(maxsize=64)
 def _capacities(
-    factors: tuple[float, float], units: tuple[int, ...], assignments: int, num_experts: int
+    factor: float, units: tuple[int, ...], assignments: int, num_experts: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    def total(factor: float) -> int:
-        return expert_capacity(assignments, 1, 1, factor)
-
-    per_rank = num_experts // len(units)
+    per_rank, total = num_experts // len(units), expert_capacity(assignments, 1, 1, factor)
     all_units = sum(units) * per_rank
     # Rounded up: an expert takes at least one token, however few tokens there are.
-    per_expert = [-(-total(factors[0]) * u // all_units) for u in units]
-    ranks = largest_remainder(total(factors[1]), tuple(Fraction(u) for u in units))
+    per_expert = [-(-total * u // all_units) for u in units]
+    ranks = largest_remainder(assignments, tuple(Fraction(u) for u in units))
     return tuple(n for n in per_expert for _ in range(per_rank)), tuple(ranks)
 
 
@@ -113,6 +119,6 @@ torch.library.custom_op(
     lambda *args: as_outputs(_place_by_plan(*args)),
     mutates_args=(),
     schema="(Tensor chosen_TK, Tensor choice_TE, Tensor scores_TE, int[] units, "
-    "float capacity_factor, float rank_capacity_factor, bool training, Tensor? num_tokens=None) -> "
+    "float capacity_factor, bool training, Tensor? num_tokens=None) -> "
     "(Tensor, Tensor, Tensor)",
 ).register_fake(placement_shapes)

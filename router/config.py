@@ -81,13 +81,24 @@ class CapacityTraits(Traits):
     """An assignment may be moved to another expert, or dropped."""
     depends_on_ranks: bool = True
     """Which assignments these are depends on the number of ranks."""
+    lossless_with_copies: bool = False
+    """Where copies of experts compute what is too much for a rank, no assignment is moved or
+    dropped."""
+
+    @property
+    def with_copies(self) -> CapacityTraits:
+        """The traits where copies of experts balance ranks."""
+        if not self.lossless_with_copies:
+            return self
+        return replace(self, bounded=False, depends_on_ranks=False)
 
 
 CAPACITIES = {
     "dropless": CapacityTraits("router.capacity_dropless:Dropless", bounded=False,
                                depends_on_ranks=False),
     "fixed": CapacityTraits("router.capacity_fixed:FixedCapacity", depends_on_ranks=False),
-    "straggler_aware": CapacityTraits("router.capacity_straggler_aware:StragglerAwareCapacity"),
+    "straggler_aware": CapacityTraits("router.capacity_straggler_aware:StragglerAwareCapacity",
+                                      lossless_with_copies=True),
 }  # fmt: skip
 """The capacity policies of this repository, one line each, and a config model below."""
 
@@ -147,11 +158,9 @@ class StragglerAwareConfig(_Policy):
 
     policy: Literal["straggler_aware"] = "straggler_aware"
     """Names this variant."""
-    capacity_factor: float = Field(default=1.25, gt=0)
+    capacity_factor: float = Field(default=1.25, ge=1)
     """The experts of a rank with a share of 1 take at most ceil(T·K / E · capacity_factor) of the T
     tokens of a call each, with K = ``top_k`` and E = ``num_experts``."""
-    rank_capacity_factor: float = Field(default=1.0, ge=1)
-    """All ranks of an expert group together take this multiple of T·K assignments."""
     floor: float = Field(default=0.25, ge=0.01, le=1)
     """The least share of a rank; the mean share is 1."""
     ceiling: float = Field(default=2.0, ge=1)
@@ -161,16 +170,6 @@ class StragglerAwareConfig(_Policy):
     plan once in a million steps, and the first two steps of a process do not count."""
     replay_log: str | None = None
     """The log.jsonl of an earlier run: its capacity plans are used, and measured speeds are not."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.capacity_factor < self.rank_capacity_factor:
-            raise ValueError(
-                f"moe.capacity.capacity_factor ({self.capacity_factor}) must be at least "
-                f"moe.capacity.rank_capacity_factor ({self.rank_capacity_factor}): experts would "
-                f"be full before their ranks"
-            )
-        return self
 
 
 class OtherCapacityConfig(_Policy):

@@ -39,12 +39,12 @@ class HostRead:
         return self._host.cpu()
 
 
-def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+def to_device(numbers: Sequence[int] | Tensor, device: torch.device) -> Tensor:
     """int64 numbers of the host on a device; the host does not wait."""
+    host = torch.as_tensor(numbers, dtype=torch.int64, device="cpu")
     if device.type != "cuda":
-        return torch.tensor(numbers, dtype=torch.int64, device=device)
-    host = torch.tensor(numbers, dtype=torch.int64, device="cpu").pin_memory()
-    return host.to(device, non_blocking=True)
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 def _copies(device: torch.device) -> torch.cuda.Stream:

@@ -27,6 +27,12 @@ class Placement(NamedTuple):
     """Scalar int64: assignments that were moved to another expert than the chosen one."""
 
 
+def as_chosen(chosen_TK: Tensor) -> Placement:
+    """Every assignment stays where it was chosen."""
+    none = torch.zeros((), dtype=torch.int64, device=chosen_TK.device)
+    return Placement(chosen_TK, None, none)
+
+
 class Bins(NamedTuple):
     """The bins of one level of capacity: single experts, or all experts of a rank."""
 

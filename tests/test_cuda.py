@@ -93,19 +93,26 @@ def test_the_layer_does_not_wait_for_the_device(capacity):
 
 def on_two_devices(rank: int) -> None:
     torch.cuda.set_device(rank)
-    for dispatcher in ("all_to_all", "all_gather"):
-        one_on_devices(dispatcher)
+    for dispatcher, copies in (("all_to_all", 0), ("all_gather", 0), ("all_to_all", 2)):
+        one_on_devices(dispatcher, copies)
 
 
-def one_on_devices(dispatcher: str) -> None:
+def one_on_devices(dispatcher: str, copies: int) -> None:
     dims = ParallelDims.build(Topology(dp_shard=2, ep=2), "cuda")
     torch.manual_seed(0)
-    config = MoEConfig(d_model=64, d_ff=96, num_experts=8, top_k=2, dispatcher=dispatcher)
+    config = MoEConfig(
+        d_model=64, d_ff=96, num_experts=8, top_k=2, dispatcher=dispatcher, copies=copies
+    )
     plain, layer = MoELayer(config).cuda(), MoELayer(config).cuda()
     layer.load_state_dict(plain.state_dict())
     apply_expert_parallel(layer, dims.ep_mesh)
     x = torch.randn(50, 64, device="cuda")
-    torch.testing.assert_close(layer(x).hidden, plain(x).hidden, rtol=1e-4, atol=1e-4)
+    routes = torch.tensor([[0, 1]], device="cuda").expand(50, 2).clone()  # of the first device
+    for replay in (None, routes):
+        out, expected = layer(x, replay), plain(x, replay)
+        torch.testing.assert_close(out.hidden, expected.hidden, rtol=1e-4, atol=1e-4)
+        out.hidden.square().sum().backward()
+    assert copies == 0 or int(out.aux.num_copied) > 0
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -40,7 +40,7 @@ FLOORS = {
         "layout version", "placements config crossing", "mesh dtensor expert_parallel", "comm",
         "exact", "apply",
     ],
-    "moe": ["config", "kernels", "rows stopwatch transforms uncompiled", "float8",
+    "moe": ["config", "kernels", "rows stopwatch transforms uncompiled", "float8 copies",
             "experts dispatch", "layer", "adapters adoption testing traces"],
     "ckpt": [
         "errors", "store", "format", "lifecycle local_array", "write read", "background rewrite",

@@ -65,8 +65,8 @@ CONFIGS = {
         "FixedCapacityConfig: capacity_factor (0): Input should be greater than 0",
     ),
     "straggler-aware": (
-        lambda: StragglerAwareConfig(rank_capacity_factor=2.0),
-        "StragglerAwareConfig: capacity_factor (1.25) must be at least rank_capacity_factor (2.0)",
+        lambda: StragglerAwareConfig(capacity_factor=0.5),
+        "StragglerAwareConfig: capacity_factor (0.5): Input should be greater than or equal to 1",
     ),
 }
 CALLS = {

@@ -151,6 +151,10 @@ RUN = {
     "convoy plan tools/recipes/mixtral-8x7b.toml --cluster h100 --gpus 128": Run(
         (("tools/recipes/mixtral-8x7b.toml", str(ROOT / "tools/recipes/mixtral-8x7b.toml")),)
     ),
+    "convoy plan tools/recipes/mixtral-8x7b.toml --cluster h100 --gpus 128 --layout pp=2,ep=8 "
+    "--loads zipf:1.2": Run(
+        (("tools/recipes/mixtral-8x7b.toml", str(ROOT / "tools/recipes/mixtral-8x7b.toml")),)
+    ),
     "convoy plan tools/recipes/mixtral-8x7b.toml --cluster h100 --gpus 128 --layout "
     "pp=2,ep=8 --tokens 2e12 --json plan.json": Run(
         (("tools/recipes/mixtral-8x7b.toml", str(ROOT / "tools/recipes/mixtral-8x7b.toml")),)

@@ -8,19 +8,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from moe.config import MoEConfig
+from moe.copies import Lending
 from moe.experts.activation import ACTIVATIONS
 from moe.experts.by_unit import experts_by_unit
 from moe.experts.megablocks_backend import experts_megablocks
 from moe.experts.operator import experts_operator
 from moe.experts.paths import PATHS, ExpertsFn, choose_backend, experts_float8, experts_grouped_mm
 from moe.experts.weights import ExpertWeights
+from moe.experts.with_copies import Backends, experts_with_copies
 from moe.float8 import Float8Tally
 from moe.rows import Rows, SortedRows
 from moe.stopwatch import Stopwatch
@@ -105,12 +108,14 @@ class GroupedExperts(nn.Module):
         rows_per_expert_E: Tensor,
         sorted_rows: SortedRows | None = None,
         stopwatch: Stopwatch | None = None,
+        lending: Lending | None = None,
     ) -> Tensor:
         """The fields of :class:`moe.rows.Rows` -> [S, D], see :data:`ExpertsFn`. S may be 0.
 
-        ``stopwatch`` runs in this method, after FSDP has gathered the parameters.
+        ``stopwatch`` runs in this method, after FSDP has gathered the parameters. With ``lending``
+        the rows are those of own experts, and then those of copies.
         """
-        rows = (x_SD, source_R, weights_R, rows_per_expert_E, sorted_rows, stopwatch)
+        rows = (x_SD, source_R, weights_R, rows_per_expert_E, sorted_rows, stopwatch, lending)
         if self.lora is None:
             return self._compute({}, *rows)
         if torch.compiler.is_compiling():
@@ -128,6 +133,7 @@ class GroupedExperts(nn.Module):
         rows_per_expert_E: Tensor,
         sorted_rows: SortedRows | None,
         stopwatch: Stopwatch | None,
+        lending: Lending | None,
     ) -> Tensor:
         weights = self.local_weights()._replace(**adapters)
         # The dtype of compute is the weights' dtype, which FSDP has cast under mixed precision, or
@@ -143,37 +149,76 @@ class GroupedExperts(nn.Module):
                 f"no train.exact; the backend is {backend}, and exact sums are "
                 f"{'off' if self.unit_sums is None else 'on'}"
             )
-        run: ExpertsFn = PATHS[backend]
-        if self.gemm == "float8":
-            run = partial(experts_float8, tally=self.float8_tally)
-        elif self.unit_sums is not None:
-            backend = "packed" if backend == "packed" else "loop"
-            run = partial(experts_by_unit, backend=backend, sums=self.unit_sums)
-        elif run is experts_grouped_mm:
-            run = partial(experts_grouped_mm, weight_grad_store=self.weight_grad_store)
-        elif backend == "megablocks" and (gate_up := self.stored_gate_up()) is not None:
-            run = partial(experts_megablocks, gate_up_EGD=gate_up)
-        with no_autocast(device), nullcontext() if stopwatch is None else stopwatch:
+        with no_autocast(device):
             rows = Rows(
                 x_SD.to(dtype), source_R, weights_R.to(dtype), rows_per_expert_E, sorted_rows
             )
             weights = weights.map(lambda p: p.to(dtype))
-            if torch.compiler.is_compiling() and self.gemm == "float8":
-                from moe.uncompiled import uncompiled
+            watch = nullcontext() if stopwatch is None else stopwatch
+            if lending is not None:
+                run = self._with_copies(backend, lending.num_copies)
+                return experts_with_copies(rows, weights, self.activation, lending, run, watch)
+            with watch:
+                return self._run(backend, dtype, rows, weights)
 
-                return cast(Tensor, uncompiled(run, rows, weights, self.activation))
-            if torch.compiler.is_compiling() and not self._is_traced(backend, dtype):
-                return experts_operator(
-                    rows, weights, self.activation, backend, keep=not self.recompute
-                )
-            # torch.func refuses what checkpoint does; without it the numbers are equal.
-            if not (self.recompute and torch.is_grad_enabled()) or in_func_transform():
-                return run(rows, weights, self.activation)
-            # Experts use no random numbers: no random state need be restored.
+    def _run(self, backend: str, dtype: torch.dtype, rows: Rows, weights: ExpertWeights) -> Tensor:
+        run: ExpertsFn = PATHS[backend]
+        if self.gemm == "float8":
+            run = partial(experts_float8, tally=self.float8_tally)
+        elif self.unit_sums is not None:
+            run = self._by_unit(backend, self.unit_sums)
+        elif run is experts_grouped_mm:
+            run = partial(experts_grouped_mm, weight_grad_store=self.weight_grad_store)
+        elif backend == "megablocks" and (gate_up := self.stored_gate_up()) is not None:
+            run = partial(experts_megablocks, gate_up_EGD=gate_up)
+        if torch.compiler.is_compiling() and self.gemm == "float8":
+            from moe.uncompiled import uncompiled
+
+            return cast(Tensor, uncompiled(run, rows, weights, self.activation))
+        if torch.compiler.is_compiling() and not self._is_traced(backend, dtype):
+            return experts_operator(
+                rows, weights, self.activation, backend, keep=not self.recompute
+            )
+        return self._recomputed(run)(rows, weights, self.activation)
+
+    @staticmethod
+    def _by_unit(backend: str, sums: UnitSums) -> ExpertsFn:
+        backend = "packed" if backend == "packed" else "loop"
+        return partial(experts_by_unit, backend=backend, sums=sums)
+
+    def _recomputed(self, run: ExpertsFn) -> ExpertsFn:
+        """The backend, which keeps only its input for the backward where ``recompute`` says so."""
+        # torch.func refuses what checkpoint does; without it the numbers are equal.
+        if not (self.recompute and torch.is_grad_enabled()) or in_func_transform():
+            return run
+
+        def flat(spec: TreeSpec, *leaves: Any) -> Tensor:
+            return run(*tree_unflatten(leaves, spec))
+
+        def recomputed(*arguments: Any) -> Tensor:
+            # Of its arguments, a checkpoint leaves tensors to a checkpoint around it, and only
+            # those that are not in a tuple. Experts use no random numbers to be restored.
+            leaves, spec = tree_flatten(arguments)
             out: Tensor = checkpoint(
-                run, rows, weights, self.activation, use_reentrant=False, preserve_rng_state=False
+                flat, spec, *leaves, use_reentrant=False, preserve_rng_state=False
             )
             return out
+
+        return recomputed
+
+    def _with_copies(self, backend: str, num_copies: int) -> Backends:
+        """What computes own experts, and copies: neither delays gradients of weights, and own
+        weights are those that get the copies' gradients too."""
+        if self.unit_sums is not None:
+            sums, of_copies = self.unit_sums, self.unit_sums.for_copies(num_copies)
+            return Backends(
+                self._by_unit(backend, sums), self._by_unit(backend, of_copies), sums, of_copies
+            )
+        run: ExpertsFn = PATHS[backend]
+        if self.gemm == "float8":
+            run = partial(experts_float8, tally=self.float8_tally)
+        run = self._recomputed(run)
+        return Backends(run, run)
 
     def _is_traced(self, backend: str, dtype: torch.dtype) -> bool:
         """Whether a compiler sees the single products: torch.compile has grouped_mm in bfloat16."""

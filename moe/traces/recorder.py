@@ -121,7 +121,7 @@ class RoutingRecorder:
                              f"{_MOST_EXPERTS}: record with routes=False")  # fmt: skip
         self._sizes = now
         self._steps.append(step)
-        self._counts.append([r.tokens_per_expert_E.detach().cpu().numpy() for r in layers])
+        self._counts.append([r.tokens_per_expert_E.detach().cpu().numpy().copy() for r in layers])
         if self._with_routes:
             rows = [r.topk_indices_TK.detach().cpu().numpy().astype(np.int16) for r in layers]
             self._tokens.append([len(chosen) for chosen in rows])

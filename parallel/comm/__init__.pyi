@@ -4,6 +4,7 @@ from .collectives import all_gather as all_gather
 from .collectives import all_gather_rows as all_gather_rows
 from .collectives import all_reduce as all_reduce
 from .collectives import exchange_counts as exchange_counts
+from .collectives import exchange_rows as exchange_rows
 from .collectives import reduce_scatter as reduce_scatter
 from .collectives import start_all_to_all as start_all_to_all
 from .collectives import start_gather_rows as start_gather_rows

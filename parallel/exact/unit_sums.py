@@ -5,6 +5,7 @@ A unit is a micro-batch; see :mod:`parallel.exact.sums`. This file loads neither
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterable
 from itertools import compress
@@ -46,15 +47,37 @@ class UnitSums:
         parameters that the module lacks. Those of frozen parameters are left out. Threads may call,
         each for other experts."""
         present = (grad for grad in grads if grad is not None)
-        found = list(compress(present, self._trainable))
+        chosen = list(compress(present, self._trainable))
+        if not chosen:
+            return
+        for total, grad in zip(self._begun(chosen[0].device), chosen, strict=True):
+            add_unit(total[expert], grad, self.limit)
+
+    def _begun(self, device: torch.device) -> list[Tensor]:
         with self._lock:
             if self._totals is None:
                 self._totals = [
-                    torch.zeros(shape, dtype=torch.int64, device=grad.device)
-                    for shape, grad in zip(self._shapes, found, strict=True)
+                    torch.zeros(shape, dtype=torch.int64, device=device) for shape in self._shapes
                 ]
-        for total, grad in zip(self._totals, found, strict=True):
-            add_unit(total[expert], grad, self.limit)
+            return self._totals
+
+    def for_copies(self, number: int) -> UnitSums:
+        """Sums for copies of other ranks' experts, whose owners :meth:`add_totals`."""
+        sums = copy.copy(self)
+        sums._shapes = [torch.Size([number, *shape[1:]]) for shape in self._shapes]
+        sums._totals, sums._lock = None, threading.Lock()
+        return sums
+
+    def totals(self, device: torch.device) -> list[Tensor]:
+        """As :meth:`take`, with zeros where nothing was added."""
+        self._begun(device)
+        return self.take() or []
+
+    def add_totals(self, expert: int, totals: Iterable[Tensor]) -> None:
+        """Add the sums of a copy of one expert, int64, in the order of trainable parameters."""
+        given = list(totals)
+        for own, total in zip(self._begun(given[0].device), given, strict=True):
+            own[expert].add_(total)
 
     def stand_in(self, parameter: Tensor) -> Tensor | None:
         """What autograd gets in the place of a gradient."""

@@ -182,6 +182,11 @@ class RoutingReport:
     rerouted: list[int] = metric("convoy_moe_rerouted_tokens_total", "counter", "assignments",
         "Assignments that took another expert.", labels=_LAYER,
         value=_by_layer(lambda r: r.rerouted))  # fmt: skip
+    copied: list[int] = metric("convoy_moe_copied_tokens_total", "counter", "assignments",
+        "Assignments that a copy of their expert computed.", labels=_LAYER,
+        value=_by_layer(lambda r: r.copied or [0] * len(r.layers)),
+        default_factory=list)  # fmt: skip
+    """Empty in logs of versions without copies."""
     aux_losses: dict[str, list[float]] = measured(
         _aux_loss("load_balance", "Load-balancing loss", "1 where the load is even"),
         _aux_loss("sequence_balance", "Load-balancing loss within sequences",
@@ -263,6 +268,8 @@ class IntervalEnded(Event):
         default=None)  # fmt: skip
     rerouted: int | None = metric(
         unit="assignments", short="rerouted {:,.0f}", hides_zero=True, default=None)  # fmt: skip
+    copied: int | None = metric(
+        unit="assignments", short="copied {:,.0f}", hides_zero=True, default=None)  # fmt: skip
     padding: float | None = metric(
         unit="ratio", tracker="data/padding", short="padding {:.1%}", default=None)  # fmt: skip
     """Share of the positions of sequences that have no target; None where all have one."""

@@ -155,8 +155,8 @@ class Pipeline:
         margins = None
         if training and self.margin_bins:
             margins = counts.new_zeros(L, self.num_experts, self.margin_bins)
-        moved_L2 = counts.new_zeros(L, 2)
-        return RoutingStats(counts, sums, moved_L2, zeros_L, losses, zeros_L, margins)
+        moved_L3 = counts.new_zeros(L, 3)
+        return RoutingStats(counts, sums, moved_L3, zeros_L, losses, zeros_L, margins)
 
     def peer(self, stage: int) -> int:
         """The global rank of a stage of this pipeline."""

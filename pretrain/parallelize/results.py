@@ -29,8 +29,9 @@ class RoutingStats:
     """[L, E] int64, routed tokens of each expert."""
     entropy_sum_L: Tensor
     """[L] float64, entropies in nats of the routers' probabilities, summed over tokens."""
-    moved_L2: Tensor
-    """[L, 2] int64, assignments that an expert at capacity dropped, and rerouted."""
+    moved_L3: Tensor
+    """[L, 3] int64, assignments that an expert at capacity dropped, and rerouted, and those that a
+    copy of their expert computed."""
     nonfinite_L: Tensor
     """[L] int64, tokens with router logits that are not finite."""
     aux_loss_sum_LA: Tensor
@@ -63,7 +64,7 @@ class RoutingStats:
         return RoutingStats(
             self.tokens_per_expert_LE + before.tokens_per_expert_LE,
             self.entropy_sum_L + before.entropy_sum_L,
-            self.moved_L2 + before.moved_L2,
+            self.moved_L3 + before.moved_L3,
             self.nonfinite_L + before.nonfinite_L,
             self.aux_loss_sum_LA + before.aux_loss_sum_LA,
             self.tokens_L + before.tokens_L,
@@ -81,7 +82,7 @@ class RoutingStats:
         return RoutingStats(
             spread(self.tokens_per_expert_LE),
             spread(self.entropy_sum_L),
-            spread(self.moved_L2),
+            spread(self.moved_L3),
             spread(self.nonfinite_L),
             spread(self.aux_loss_sum_LA),
             spread(self.tokens_L),
@@ -110,7 +111,7 @@ def routing_stats(
     return RoutingStats(
         counts_LE,
         on_loss_grid(tokens * torch.stack([aux.entropy for aux in reports]).double()),
-        torch.stack([torch.stack([aux.num_dropped, aux.num_rerouted]) for aux in reports]),
+        torch.stack([torch.stack([a.num_dropped, a.num_rerouted, a.num_copied]) for a in reports]),
         torch.stack([aux.num_nonfinite_tokens for aux in reports]),
         on_loss_grid(weights_A * means_LA),
         counts_LE.new_full((len(reports),), tokens),

@@ -29,6 +29,7 @@ def stored_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 CONSTANTS: dict[str, Any] = {
     "moe.router_dtype": "float32",
+    "moe.capacity.rank_capacity_factor": 1.0,
     "optimizer.update_rms": 0.2,
     "optimizer.newton_schulz_steps": 5,
     "optimizer.newton_schulz_dtype": None,
@@ -40,9 +41,9 @@ def other_constants(spec: Mapping[str, Any]) -> dict[str, Any]:
     """The dropped options of :data:`CONSTANTS` that a stored spec has at another value."""
     others = {}
     for path, constant in CONSTANTS.items():
-        section, _, field = path.partition(".")
-        table = spec.get(section)
-        value = table.get(field, constant) if isinstance(table, Mapping) else constant
+        value: Any = spec
+        for name in path.split("."):
+            value = value.get(name, constant) if isinstance(value, Mapping) else constant
         if value != constant:
             others[path] = value
     return others

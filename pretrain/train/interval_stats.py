@@ -125,6 +125,7 @@ class IntervalStats:
             router_entropy=None if routing is None else min(routing.entropies),
             dropped=None if routing is None else sum(routing.dropped),
             rerouted=None if routing is None else sum(routing.rerouted),
+            copied=None if routing is None else sum(routing.copied),
             layer_imbalances=_imbalances(routing),
             load_quantiles=load_quantiles(loads_LE),
             expert_loads=logged_loads(loads_LE, job.moe_layers, -(-progress.step // every)),
@@ -183,7 +184,7 @@ class IntervalStats:
         entropies = runtime.sum_in_training(self.routing.entropy_sum_L) / tokens_L
         biases = [r.expert_bias for r in job.routers if r.expert_bias is not None]
         bias = runtime.maximum_in_training(max((float(b.abs().max()) for b in biases), default=-1))
-        moved = runtime.sum_in_training(self.routing.moved_L2).tolist()
+        moved_3L = runtime.sum_in_training(self.routing.moved_L3).T.tolist()
         sums = runtime.sum_in_training(self.routing.aux_loss_sum_LA).T.tolist()
         losses = {
             name: [total / tokens for total, tokens in zip(column, tokens_L.tolist(), strict=True)]
@@ -196,8 +197,9 @@ class IntervalStats:
             layers=job.moe_layers,
             tokens_per_expert=rows,
             entropies=entropies.tolist(),
-            dropped=[dropped for dropped, _ in moved],
-            rerouted=[rerouted for _, rerouted in moved],
+            dropped=moved_3L[0],
+            rerouted=moved_3L[1],
+            copied=moved_3L[2],
             bias_abs_max=None if bias < 0 else bias,
             rank_imbalance=_imbalance(self.rank_rows, job.topology.pp),
         )

@@ -69,6 +69,7 @@ EXPERT_PARALLEL: dict[str, dict[str, Any]] = {
     "max_tokens_per_rank": {
         "capacity": {"policy": "dropless", "max_tokens_per_rank": 2 * TOKENS * 8}
     },
+    "even rows, with copies": {"copies": 2},
     "straggler_aware": {"capacity": {"policy": "straggler_aware"}},
 }  # fmt: skip
 ONE_NODE = {name: each for name, each in EXPERT_PARALLEL.items() if "hierarchical" not in name}

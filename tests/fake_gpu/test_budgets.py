@@ -56,13 +56,14 @@ def test_a_step_keeps_its_budget(name, all_steps):
 
 @pytest.mark.parametrize("name", layers.CASES)
 def test_a_layer_without_ranks_never_waits_and_with_ranks_once(name):
-    """But for those that say why: loops over experts, two hops, bounded capacity."""
+    """But for those that say why: loops over experts, two hops, bounded capacity, copies."""
     counts = budgets("layers")[name]
     waits = sum((counts["forward"]["waits"] | counts["backward"]["waits"]).values())
     most = 0 if name.startswith("1 rank") or "padded" in name else 1
     loops = any(word in name for word in ("float32", "float16", "loop", "float8 experts"))
     bounded = any(word in name for word in ("reroute", "max_tokens_per_rank", "straggler_aware"))
     most += loops + bounded + ("hierarchical" in name) + ("2 chunks" in name and "hier" in name)
+    most += "copies" in name
     assert waits <= most
     assert not any("copy" in site for half in counts.values() for site in half["waits"])
 

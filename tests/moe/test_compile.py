@@ -202,5 +202,5 @@ def test_torch_checks_the_operators(backend):
     scores = torch.rand(3, 4)
     room = [torch.arange(4)], [torch.tensor([2, 2, 2, 2])]
     torch.library.opcheck(torch.ops.convoy.place, (chosen, scores, scores, *room))
-    plan = [60, 40], 1.25, 1.0, True
+    plan = [60, 40], 1.25, True
     torch.library.opcheck(torch.ops.convoy.place_by_plan, (chosen, scores, scores, *plan))

@@ -14,6 +14,7 @@ import torch
 
 import ckpt
 from convoy.commands.command_line import main
+from moe.copies import CopyPlan, balance, plan_copies
 from parallel.exact import arithmetic as exact
 from pretrain.checkpoint.compatible import check_resumable
 from pretrain.checkpoint.resume import restore
@@ -23,6 +24,7 @@ from pretrain.job import Job, build_job
 from pretrain.runtime.ranks import start
 from pretrain.spec.job import JobSpec
 from pretrain.train.evaluate import evaluate
+from router import UNITS_PER_RANK, CapacityPlan
 from tests.support.exact import BY_THREE, CELLS, exact_spec, sections_of
 from tests.support.jobs import data_of, prepare_job
 from tests.support.layouts import Trained, bits_that_differ, spec_for, train
@@ -75,6 +77,36 @@ def test_a_layout_has_the_bits_of_one_process(
 def use_coarse_grid() -> None:
     """Round gradients so that a sum that is rounded, in the place of its parts, has other bits."""
     exact.FRACTION_BITS = 24
+
+
+def first_rank_is_slow() -> None:
+    """Plans give the first of two ranks a quarter of the rows, as if it had been measured."""
+    CapacityPlan.equal = staticmethod(  # type: ignore[method-assign]
+        lambda ranks: (
+            CapacityPlan((UNITS_PER_RANK // 2, 3 * UNITS_PER_RANK // 2))
+            if ranks == 2
+            else CapacityPlan((UNITS_PER_RANK,) * ranks)
+        )
+    )
+
+    def plan(rows_E: Any, shares: Any, *more: Any) -> CopyPlan:
+        made = plan_copies(rows_E, shares, *more)
+        slow, fast = made.loads(rows_E)
+        assert made.num_copies, "there is nothing to see"
+        assert slow < 0.4 * fast
+        return made
+
+    balance.plan_copies = plan
+
+
+def test_a_slow_ranks_rows_are_copied_and_no_bit_changes(
+    alone: Alone, data: dict[str, str], tmp_path: Path
+) -> None:
+    sections: dict[str, Any] = {"moe": {"top_k": 4}}
+    expected = alone.trained("top_k 4", 3, **sections)
+    sections["moe"] |= {"copies": 4, "capacity": {"policy": "straggler_aware"}}
+    spec = exact_spec(tmp_path, data, "dp_shard=2,ep=2", **sections)
+    assert bits_that_differ(train(spec, 3, first=first_rank_is_slow), expected) == []
 
 
 @pytest.mark.slow

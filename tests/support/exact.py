@@ -27,6 +27,7 @@ FEATURES: dict[str, Any] = {
 VARIANTS: dict[str, dict[str, Any]] = {
     "top_k 2": {},
     "top_k 4": {"moe": {"top_k": 4}},
+    "copies": {"moe": {"top_k": 4, "copies": 2}},
     "latent attention": {"model": LATENT, "moe": {"score_func": "sigmoid", "top_k": 3}},
     "document masks": {"data": {"document_mask": True}},
     "capacity that reroutes": {"moe": {"capacity": {"policy": "fixed", "capacity_factor": 1.0}}},
@@ -67,7 +68,7 @@ LAYOUTS = [
     "dp_replicate=2,dp_shard=2,ep=2", "pp=2,dp_shard=2,ep=2", "pp=2,dp_replicate=2",
 ]  # fmt: skip
 FEW = ["dp_shard=2,ep=2", "dp_shard=3,ep=3", "dp_shard=4,ep=2", "pp=2,dp_replicate=2"]
-"""For variants other than the first two."""
+"""For variants other than the first three."""
 SCHEDULED = ["pp=2", "pp=2,dp_shard=2,ep=2", "pp=2,dp_replicate=2"]
 SCHEDULES = ["gpipe", "1f1b", "zbv", "dualpipev"]
 # Three ranks divide the experts and the sizes.
@@ -75,8 +76,8 @@ BY_THREE = {"model": {"d_model": 48, "d_ff": 48}, "moe": {"num_experts": 12}}
 
 
 CELLS = [
-    *((variant, layout) for variant in list(VARIANTS)[:2] for layout in LAYOUTS),
-    *((variant, layout) for variant in list(VARIANTS)[2:] for layout in FEW),
+    *((variant, layout) for variant in list(VARIANTS)[:3] for layout in LAYOUTS),
+    *((variant, layout) for variant in list(VARIANTS)[3:] for layout in FEW),
     ("multi-token prediction", "pp=2,dp_shard=2,ep=2 zbv"),
     *(("top_k 2", f"{layout} {schedule}") for layout in SCHEDULED for schedule in SCHEDULES),
 ]

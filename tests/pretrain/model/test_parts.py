@@ -347,7 +347,7 @@ def test_masked_labels_change_no_coefficient_and_padding_is_no_token(tmp_path):
     assert result.routing is not None
     assert wanted.routing is not None
     assert result.routing.tokens_L.tolist() == [plain.numel()] * 2
-    for name in ("tokens_per_expert_LE", "aux_loss_sum_LA", "entropy_sum_L", "moved_L2"):
+    for name in ("tokens_per_expert_LE", "aux_loss_sum_LA", "entropy_sum_L", "moved_L3"):
         ours, theirs = getattr(result.routing, name), getattr(wanted.routing, name)
         torch.testing.assert_close(
             ours, theirs, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"

@@ -103,7 +103,7 @@ def interval(step: int, **fields: object) -> IntervalEnded:
 
 ROUTING = RoutingReport(
     layers=[1, 2], tokens_per_expert=[[4, 0], [2, 2]], entropies=[0.5, 0.6], dropped=[3, 0],
-    rerouted=[4, 0], bias_abs_max=0.25, rank_imbalance=1.5, aux_loss=0.03125,
+    rerouted=[4, 0], copied=[5, 6], bias_abs_max=0.25, rank_imbalance=1.5, aux_loss=0.03125,
     aux_losses={"load_balance": [1.5, 1.0], "sequence_balance": [0.0, 0.25], "z": [2.0, 3.0]},
 )  # fmt: skip
 FULL = {

@@ -305,7 +305,7 @@ def test_metrics_have_the_agreed_names_and_are_served(tmp_path):
         metrics(StepSkipped(**taken, step=2, reason=reason, overflow=reason == "overflow"))
     routing = RoutingReport(
         layers=[1, 2], tokens_per_expert=[[4, 0], [2, 2]], entropies=[0.5, 0.6], dropped=[3, 0],
-        rerouted=[4, 0], bias_abs_max=0.25, rank_imbalance=1.5, aux_loss=0.03125,
+        rerouted=[4, 0], copied=[5, 6], bias_abs_max=0.25, rank_imbalance=1.5, aux_loss=0.03125,
         aux_losses={"load_balance": [1.5, 1.0], "sequence_balance": [0.0, 0.0], "z": [2.0, 3.0]},
     )  # fmt: skip
     metrics(
