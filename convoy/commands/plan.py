@@ -21,15 +21,18 @@ from pretrain.errors import EXIT_LOST, InputError
 from pretrain.observe import complain, say
 
 if TYPE_CHECKING:
-    from convoy.plan import Cluster, Plan
+    from convoy.plan import Cluster, LoadProfile, Plan
+    from pretrain.spec import JobSpec
 
 _CALIBRATION_TIMEOUT_SECONDS = 600.0
+_IMBALANCE = "1.1"
 _EPILOG = """\
 examples:
   convoy plan tools/recipes/mixtral-8x7b.toml --cluster h100 --gpus 128
   convoy plan tools/recipes/deepseek-v3.toml --cluster h800 --gpus 2048 --json plan.json
   convoy plan mine.toml --cluster my-cluster.toml --layout pp=2,ep=8 --tokens 2e12
   convoy plan mine.toml --cluster h100 --gpus 64 --write planned.toml
+  convoy plan mine.toml --cluster h100 --gpus 64 --layout ep=8 --loads zipf:1.2
   torchrun --nproc-per-node 2 -m convoy plan --calibrate here.toml
   convoy plan --validate
 
@@ -104,7 +107,8 @@ def _plan(args: argparse.Namespace) -> int:
     gpus = cluster.gpus if args.gpus is None else int(_number("--gpus", args.gpus, is_whole=True))
     named = [] if args.layout is None else _overrides(args.layout)
     spec = planner.unplanned(load_spec(args.spec, [*args.overrides, *named]))
-    imbalance = _number("--imbalance", args.imbalance)
+    loads = _loads(args, spec, cluster)
+    imbalance = loads or _number("--imbalance", args.imbalance or _IMBALANCE)
     S = spec.data.seq_len
     tokens: float = spec.batch.samples_of(spec.train.steps, S) * S
     if args.tokens is not None:
@@ -132,6 +136,12 @@ def _plan(args: argparse.Namespace) -> int:
         say("")
     costs = [planner.cost_of(plan, cluster, tokens) for plan in plans]
     say(planner.plan_lines(plans[0], costs[0], cluster))
+    gains = []
+    if loads is not None:
+        work = plans[0].work
+        gains = planner.gains_of(work, cluster) if work.topology.ep > 1 else []
+        say("")
+        say(planner.gains_lines(work, gains, cluster))
     if args.layout is not None:
         say(planner.accuracy_lines(plans, known, cluster))
         if plans[0].memory.total > cluster.chip.memory_bytes:
@@ -144,12 +154,31 @@ def _plan(args: argparse.Namespace) -> int:
         args.write.write_text(tomli_w.dumps(data))
     if args.draw is not None:
         planner.draw_layout(plans[0].work.topology, cluster.gpus_per_node, args.draw)
+    copies = {} if loads is None else {
+        "loads": loads.source, "copies": [asdict(gain) for gain in gains],
+    }  # fmt: skip
     write_json(args.json, {
         **provenance(), "cluster": cluster.model_dump(), "gpus": gpus, "spec": spec.as_dict(),
-        "accuracy": known.as_dict(),
+        "accuracy": known.as_dict(), **copies,
         "plans": [_document(plan, asdict(cost)) for plan, cost in zip(plans, costs, strict=True)],
     })  # fmt: skip
     return 0
+
+
+def _loads(args: argparse.Namespace, spec: JobSpec, cluster: Cluster) -> LoadProfile | None:
+    """The loads of ``--loads``. Raises InputError where they cannot be used."""
+    from convoy.plan import load_profile
+
+    if args.loads is None:
+        return None
+    if args.imbalance is not None:
+        raise InputError(
+            f"--imbalance ({args.imbalance}) must be left out with --loads ({args.loads}), which "
+            f"says how uneven ranks are"
+        )
+    if spec.moe is None:
+        raise InputError(f"--loads ({args.loads}) must be left out: the spec has no [moe]")
+    return load_profile(args.loads, spec.moe.num_experts, spec.moe.top_k, cluster.gpus_per_node)
 
 
 def _overrides(layout: str) -> list[str]:
@@ -181,6 +210,10 @@ def _check_memory(plan: Plan, cluster: Cluster) -> None:
 
 
 def _above_memory(plan: Plan, cluster: Cluster) -> str:
+    from convoy.plan import hot_rank
+
+    if said := hot_rank(plan.work, plan.describe(), cluster):
+        return said
     memory, available = plan.memory, cluster.chip.memory_bytes / 2**30
     name = memory.largest()
     return (
@@ -234,7 +267,10 @@ main = Command(
         argument("--tokens", "N", "tokens to train on; by default the steps of the spec"),
         argument("--layout", "AXIS=N,...", "plan this layout in place of a search"),
         argument("--imbalance", "X", "rows of the busiest rank's experts as a multiple of the mean "
-                 "(1.1)", default="1.1"),
+                 f"({_IMBALANCE})"),
+        argument("--loads", "PROFILE", "loads of experts, in place of --imbalance: zipf:EXPONENT, "
+                 "a routing trace, or a run's log.jsonl or summary.json; says what moe.copies "
+                 "would gain"),
         overrides(),
         json_file("plans"),
         argument("--write", "FILE", "write the spec with the best layout, as TOML", type=Path),

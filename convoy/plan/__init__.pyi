@@ -1,8 +1,13 @@
 from .assessment import assess as assess
 from .calibration import calibrate as calibrate
 from .cost import cost_of as cost_of
+from .gains import Gain as Gain
+from .gains import gains_of as gains_of
+from .gains import hot_rank as hot_rank
 from .hardware import Cluster as Cluster
 from .hardware import load_cluster as load_cluster
+from .loads import LoadProfile as LoadProfile
+from .loads import load_profile as load_profile
 from .pictures import draw as draw
 from .pictures import draw_layout as draw_layout
 from .scenario import Scenario as Scenario
@@ -19,6 +24,7 @@ from .simulate import Outcome as Outcome
 from .simulate import simulate_runs as simulate_runs
 from .tables import accuracy_lines as accuracy_lines
 from .tables import causes_table as causes_table
+from .tables import gains_lines as gains_lines
 from .tables import plan_lines as plan_lines
 from .tables import plans_table as plans_table
 from .tables import reasons as reasons

@@ -140,8 +140,13 @@ def moments_kept(work: Work, n: RankParameters) -> float:
     return matrices + (n.stored - n.matrices) * len(optimizer.other_moments)
 
 
-def kept_elements(work: Work, layer: int, how: Recompute, kernels: str) -> float:
+def kept_elements(
+    work: Work, layer: int, how: Recompute, kernels: str, busiest: float | None = None
+) -> float:
     """Elements that a layer keeps for the backward of one micro-batch on one rank.
+
+    ``busiest`` has the rows of the rank's experts as a multiple of the mean; None takes
+    :attr:`Work.busiest_in_stage`.
 
     ``none``, for a token: the inputs and outputs of both norms (4 D); queries and keys before and
     after rotation where they are normed, once where not, values, and the output of attention; a
@@ -155,7 +160,8 @@ def kept_elements(work: Work, layer: int, how: Recompute, kernels: str) -> float
     T, D = work.local_tokens, shape.d_model
     if layer >= shape.num_layers:
         more = {"full": 1, "selective": 2, "none": 8 if kernels == "cpu" else 5}[how]
-        return kept_elements(work, shape.num_layers - 1, how, kernels) + more * T * D
+        last = kept_elements(work, shape.num_layers - 1, how, kernels, busiest)
+        return last + more * T * D
     if how == "full":
         return T * D
     q, v = shape.num_heads * shape.head_dim, shape.num_heads * shape.v_head_dim
@@ -168,7 +174,7 @@ def kept_elements(work: Work, layer: int, how: Recompute, kernels: str) -> float
     if shape.kv_lora_rank:
         latents = 2 * (shape.q_lora_rank + shape.kv_lora_rank) + shape.rope_head_dim
     cpu = kernels == "cpu"
-    rows = work.busiest * shape.top_k
+    rows = (work.busiest_in_stage if busiest is None else busiest) * shape.top_k
     F, two = shape.expert_d_ff, shape.products - 1
     wide = shape.num_shared_experts * F
     if how == "selective":
@@ -275,19 +281,21 @@ def memory_of_place(work: Work, pp_rank: int, chip: Chip) -> Memory:
     if layers:  # a rank may have only the embedding, or only the head
         # One layer at a time: what recomputation brings back, and its gradients.
         last = max(layers)
+        most_rows = work.busiest_in_layer
         first = kept_elements(work, layers[0], work.recompute, chip.kernels)
         rebuilt = max(
-            kept_elements(work, i, "none", chip.kernels) - first for i in {layers[0], last}
+            kept_elements(work, i, "none", chip.kernels, most_rows) - first
+            for i in {layers[0], last}
         )
         widest = float(shape.products * shape.d_ff)
         if shape.is_moe(last):
-            widest = shape.top_k * work.busiest * (shape.expert_d_ff * 2 + shape.d_model)
+            widest = shape.top_k * most_rows * (shape.expert_d_ff * 2 + shape.d_model)
         working = T * (widest + 2 * shape.d_model)
         if work.recompute != "none":
             working += max(rebuilt, 0)
     dispatch = 0.0
     if t.ep > 1 and any(shape.is_moe(layer) for layer in layers):
-        dispatch = T * shape.top_k * shape.d_model * size * (1 + work.busiest)
+        dispatch = T * shape.top_k * shape.d_model * size * (1 + work.busiest_in_layer)
     loss = 0.0
     if work.num_stages - 1 in work.stages_of(pp_rank):
         # Only GPipe's last stage holds more than the micro-batch whose backward comes next.
@@ -307,11 +315,22 @@ def memory_of_place(work: Work, pp_rank: int, chip: Chip) -> Memory:
     )
     in_layer = replace(
         always,
-        gathered=fsdp.always + fsdp.in_layer,
+        gathered=fsdp.always + fsdp.in_layer + _copies_bytes(work) * (dispatch > 0),
         activations=(kept + working) * size,
         dispatch=dispatch,
     )
     return max(replace(always, loss=loss), in_layer, key=lambda used: used.total)
+
+
+def _copies_bytes(work: Work) -> float:
+    """Copies of experts while a layer computes: a rank that has copies holds their parameters and,
+    in the backward, their gradients and what it sends of these; an owner has a buffer of what it
+    sends, or of what comes back."""
+    group = work.group_loads
+    if group is None:
+        return 0.0
+    expert = work.shape.expert_parameters * work.program.activation_bytes
+    return expert * max(3 * group.most_borrowed, group.most_lent)
 
 
 def _kept_by_stage(work: Work, pp_rank: int, kernels: str) -> list[float]:

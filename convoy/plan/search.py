@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
+from convoy.plan.gains import hot_rank
 from convoy.plan.hardware import Cluster, load_cluster
+from convoy.plan.loads import LoadProfile
 from convoy.plan.memory import Memory, memory
 from convoy.plan.shape import ModelShape
 from convoy.plan.step_time import StepTime, least_seconds, step_time
@@ -99,15 +101,19 @@ def program_of(spec: JobSpec) -> Program:
     )
 
 
-def work_of(spec: JobSpec, world: int, imbalance: float = 1.0) -> Work:
+def work_of(spec: JobSpec, world: int, imbalance: float | LoadProfile = 1.0) -> Work:
     """A spec's own layout on ``world`` ranks. Raises InputError where the layout cannot be."""
     return _work(spec, spec.topology(world), ModelShape.of(spec.model, spec.moe), imbalance)
 
 
-def _work(spec: JobSpec, topology: Topology, shape: ModelShape, imbalance: float) -> Work:
-    parallel, factor = spec.parallel, 0.0
+def _work(
+    spec: JobSpec, topology: Topology, shape: ModelShape, imbalance: float | LoadProfile
+) -> Work:
+    parallel, factor, lossless = spec.parallel, 0.0, False
+    even = spec.moe is None or isinstance(imbalance, LoadProfile)
     if spec.moe is not None:
         factor = getattr(spec.moe.capacity, "capacity_factor", 0.0)
+        lossless = spec.moe.capacity.traits.lossless_with_copies
     return Work(
         shape=shape,
         topology=topology,
@@ -119,14 +125,20 @@ def _work(spec: JobSpec, topology: Topology, shape: ModelShape, imbalance: float
         zero_stage=parallel.memory.zero_stage,
         recompute=parallel.memory.recompute,
         recompute_layer_freq=parallel.memory.recompute_layer_freq,
-        imbalance=imbalance if spec.moe is not None else 1.0,
+        imbalance=1.0 if even else cast(float, imbalance),
         capacity_factor=factor,
+        lossless_with_copies=lossless,
+        loads=imbalance if isinstance(imbalance, LoadProfile) else None,
+        copies=0 if spec.moe is None else spec.moe.copies,
         program=program_of(spec),
     )
 
 
-def plan_of(spec: JobSpec, world: int, cluster: Cluster, imbalance: float = 1.0) -> Plan:
-    """The plan of a spec's own layout, whether it fits the memory or not.
+def plan_of(
+    spec: JobSpec, world: int, cluster: Cluster, imbalance: float | LoadProfile = 1.0
+) -> Plan:
+    """The plan of a spec's own layout, whether it fits the memory or not. ``imbalance`` has the
+    rows of the busiest rank's experts as a multiple of the mean, or the loads of all experts.
 
     Raises InputError where the layout cannot be.
     """
@@ -164,8 +176,11 @@ def fields_of_no_axis(degrees: Mapping[str, int]) -> dict[str, Any]:
     return fields
 
 
-def search_layouts(spec: JobSpec, world: int, cluster: Cluster, imbalance: float = 1.0) -> Found:
-    """The best five layouts on ``world`` ranks, of different pp, cp, tp or ep."""
+def search_layouts(
+    spec: JobSpec, world: int, cluster: Cluster, imbalance: float | LoadProfile = 1.0
+) -> Found:
+    """The best five layouts on ``world`` ranks, of different pp, cp, tp or ep. ``imbalance`` as in
+    :func:`plan_of`."""
     result = Found()
     candidates = sorted(
         _candidates(spec, world, cluster, imbalance, result), key=lambda candidate: candidate[0]
@@ -246,7 +261,7 @@ _NOTHING = StepTime(*(0.0,) * 12)
 
 
 def _candidates(
-    spec: JobSpec, world: int, cluster: Cluster, imbalance: float, result: Found
+    spec: JobSpec, world: int, cluster: Cluster, imbalance: float | LoadProfile, result: Found
 ) -> Iterator[tuple[float, Work]]:
     """Layouts whose degrees keep the rules, each with a time that it cannot beat."""
     shape = ModelShape.of(spec.model, spec.moe)
@@ -320,6 +335,8 @@ def no_layout(result: Found, world: int, cluster: Cluster) -> InputError:
             f"no layout of {world:,} GPUs keeps the rules of the spec; refused by {rules or 'all'}"
         )
     plan, chip = result.nearest, cluster.chip
+    if said := hot_rank(plan.work, plan.describe(), cluster):
+        return InputError(f"the model fits on no layout of {world:,} GPUs: {said}")
     largest = plan.memory.largest()
     size = plan.memory.as_dict()[largest]
     state = plan.memory.weights + plan.memory.gradients + plan.memory.optimizer

@@ -15,7 +15,12 @@ from typing import cast
 from convoy.plan.hardware import BYTES, Chip, Cluster, DtypeName
 from convoy.plan.memory import Parts, RankParameters, moments_kept, rank_parameters
 from convoy.plan.shape import Gemm
+from convoy.plan.transfers import backward_wait, forward_wait, transfers_of
 from convoy.plan.work import Work
+
+PLAN_SECONDS_PER_RANK = 2.5e-6
+"""Of :func:`moe.copies.plan_copies` with 256 experts, for each rank of the group: measured with 64,
+128 and 256 ranks, see ``bench/results/balance-simulated.json``."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class StepTime(Parts):
     data_parallel: float
     """FSDP's gathers and reductions, and sums over replicas."""
     imbalance: float
-    """Experts that wait for the busiest rank's."""
+    """Experts that wait for the busiest rank's, and for parameters and gradients of copies."""
     bubble: float
     """The pipeline's exposed communication: waiting for other stages."""
     optimizer: float
@@ -59,6 +64,10 @@ class _Pass:
     tensor: float
     context: float
     expert: float
+    waits: float
+    """For the parameters of copies, in the forward."""
+    waits_backward: float
+    """For their parameters and their gradients, in the backward."""
 
 
 def _gemms(gemms: list[Gemm], work: Work, chip: Chip) -> tuple[float, float]:
@@ -143,12 +152,52 @@ def _layer_pass(work: Work, layer: int, cluster: Cluster) -> _Pass:
         there = rows * (program.dispatch_bytes or size)
         expert = cluster.exchange_seconds(there, t.ep, share)
         expert += cluster.exchange_seconds(rows * size, t.ep, share)
+    waits, waits_backward = _copy_waits(work, layer, cluster)
     return _Pass(
         gemms=forward, gemms_backward=backward, even=even,
         attention=attention, attention_backward=attention_backward,
         elementwise=_elementwise(work, layer, chip),
         tensor=tensor, context=context, expert=expert,
+        waits=waits, waits_backward=waits_backward,
     )  # fmt: skip
+
+
+def _copy_waits(work: Work, layer: int, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of a layer's forward and backward in which no rank computes because of copies.
+
+    In the forward ranks also gather the counts of all experts, and every rank makes the plan.
+    """
+    group, shape = work.group_loads, work.shape
+    if group is None or not work.copies or not shape.is_moe(layer):
+        return 0.0, 0.0
+    ep = work.topology.ep
+    forward, backward, _ = layer_seconds(work, cluster)
+    transfers = transfers_of(group, *copy_seconds(work, cluster))
+    counts = cluster.gather_seconds(8.0 * shape.num_experts * ep, ep, 1)
+    planned = counts + PLAN_SECONDS_PER_RANK * ep
+    return (
+        planned + forward_wait(group, transfers, forward),
+        backward_wait(group, transfers, backward),
+    )
+
+
+def layer_seconds(work: Work, cluster: Cluster) -> tuple[float, float, float]:
+    """Seconds of one layer's routed experts on a rank with the mean rows, forward and backward, and
+    of its attention's backward."""
+    shape, t = work.shape, work.topology
+    _, *gemms = shape.ffn_gemms(shape.num_layers - 1, work.tokens, t.tp, t.ep)
+    forward, backward = _gemms(gemms[: shape.expert_products], work, cluster.chip)
+    return forward, backward, _attention(work, cluster.chip)[1]
+
+
+def copy_seconds(work: Work, cluster: Cluster) -> tuple[float, float]:
+    """Seconds in which one expert travels within a node, and between nodes."""
+    size = work.shape.expert_parameters * work.program.activation_bytes
+    near, far = (
+        size / link.all_to_all_rate + link.latency_microseconds * 1e-6
+        for link in (cluster.intra_node, cluster.inter_node)
+    )
+    return near, far
 
 
 def step_time(work: Work, cluster: Cluster) -> StepTime:
@@ -186,12 +235,13 @@ def _of_place(work: Work, pp_rank: int, cluster: Cluster) -> StepTime:
         took = _layer_pass(key, min(layer, shape.num_layers - 1), cluster)
         parts["gemms"] += count * took.even
         parts["imbalance"] += count * (took.gemms + took.gemms_backward - took.even)
+        parts["imbalance"] += count * (took.waits + took.waits_backward)
         parts["attention"] += count * (took.attention + took.attention_backward)
         parts["elementwise"] += count * 3 * took.elementwise
         again = 0.0
         match how:
             case "full":
-                again = took.gemms + took.attention + took.elementwise
+                again = took.gemms + took.attention + took.elementwise + took.waits
             case "selective":
                 again = took.elementwise
         parts["recompute"] += count * again

@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from convoy.plan.cost import Cost
+from convoy.plan.gains import Gain
 from convoy.plan.hardware import Cluster
 from convoy.plan.search import Found, Plan
 from convoy.plan.validate import Accuracy, Compared, missed_bounds
+from convoy.plan.work import Work
 
 _GIB = 2**30
 _MOST_CAUSES = 10
@@ -126,6 +128,29 @@ def accuracy_lines(plans: Sequence[Plan], known: Accuracy, cluster: Cluster) -> 
             f"them before a long run"
         )
     return "\n".join(lines)
+
+
+def gains_lines(work: Work, gains: Sequence[Gain], cluster: Cluster) -> str:
+    """What ``moe.copies`` would do to one layout, as a Markdown table, and what is best."""
+    if not gains:
+        return "without parallel.ep every rank has all experts: loads of experts cost nothing"
+    rows = []
+    for gain in gains:
+        fits = gain.memory <= cluster.chip.memory_bytes
+        rows.append([
+            f"{gain.copies}", f"{gain.hottest:.3f}", f"{gain.hottest_call:.3f}",
+            f"{gain.seconds:.4g}", f"{gains[0].seconds / gain.seconds - 1:+.1%}",
+            f"{gain.memory / _GIB:.1f}" + ("" if fits else ", too much"),
+        ])  # fmt: skip
+    head = ["moe.copies", "hottest rank over the mean", "at most", "seconds of a step",
+            "tokens a second", "GiB of a GPU"]  # fmt: skip
+    best = min(gains, key=lambda gain: (gain.seconds, gain.copies))
+    share = gains[0].seconds / best.seconds - 1
+    said = f"moe.copies = {best.copies} is {share:.1%} faster than no copies"
+    if best.copies == 0:
+        said = "copies gain nothing: their transfers take longer than what they save"
+    source = "" if work.loads is None else f" by --loads {work.loads.source}"
+    return f"{_markdown(head, rows)}\n\n{said}{source}, with ep = {work.topology.ep}"
 
 
 def _signed(error: float) -> str:

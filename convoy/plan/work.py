@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 from convoy.plan.hardware import BYTES, DtypeName
+from convoy.plan.loads import GroupLoads, LoadProfile
 from convoy.plan.shape import ModelShape, flops
 from parallel import PipelineSchedule
 from parallel.layout import Topology
@@ -82,6 +83,13 @@ class Work:
     """Rows of the busiest rank's experts as a multiple of the mean."""
     capacity_factor: float = 0.0
     """Rows of an expert as a multiple of the mean, at most; 0 drops no token."""
+    lossless_with_copies: bool = False
+    """Whether the capacity bounds nothing where there are copies."""
+    loads: LoadProfile | None = None
+    """The loads of experts, in place of ``imbalance``."""
+    copies: int = 0
+    """The most copies of other ranks' experts that a rank computes in one call: ``moe.copies``.
+    Counts with ``loads``."""
     program: Program = field(default_factory=Program)
 
     @property
@@ -111,13 +119,40 @@ class Work:
         return self.tokens / self.topology.tp
 
     @property
+    def group_loads(self) -> GroupLoads | None:
+        """The loads of an expert group; None without ``loads``, and where every rank has all
+        experts."""
+        if self.loads is None or self.topology.ep == 1:
+            return None
+        bounds = not (self.copies and self.lossless_with_copies)
+        factor = self.capacity_factor if bounds else 0.0
+        return self.loads.of_group(self.topology.ep, self.copies, factor)
+
+    @property
     def busiest(self) -> float:
-        """Rows of the busiest rank's experts as a multiple of the mean, capacity applied."""
+        """Rows of the busiest rank's experts as a multiple of the mean, capacity applied. With
+        ``loads`` the mean over calls."""
         if self.topology.ep == 1:
             return 1.0  # every rank has all experts, and computes its own tokens
+        if (group := self.group_loads) is not None:
+            return group.hottest
         if self.capacity_factor:
             return min(self.imbalance, self.capacity_factor)
         return self.imbalance
+
+    @property
+    def busiest_in_layer(self) -> float:
+        """The same in the call with the most rows, for the memory of one layer."""
+        group = self.group_loads
+        return self.busiest if group is None else group.hottest_call
+
+    @property
+    def busiest_in_stage(self) -> float:
+        """The same in the mean over the layers of a rank, for what all of them keep."""
+        group = self.group_loads
+        if group is None:
+            return self.busiest
+        return group.hottest_stage(-(-self.shape.num_moe_layers // self.topology.pp))
 
     @property
     def num_stages(self) -> int:
