@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 import ckpt
+from moe.copies import balance
 from moe.experts.grouped import GroupedExperts
 from parallel import Topology, WeightGradStore
 from pretrain.checkpoint.resume import restore
@@ -111,6 +113,41 @@ def test_a_layout_trains_as_one_process_does(layout: str, runs):
         if name.startswith("model/"):
             error = relative_error(trained.state[name], expected)
             assert error <= 1e-4, f"{name}: {error}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    [
+        ("cp=2,ep=2", "none"), ("tp=2,ep=2", "full"), ("dp_shard=4,ep=2", "selective"),
+        ("dp_shard=2,cp=2,tp=2,ep=4", "none"), ("pp=2,dp_shard=2,ep=2", "full"),
+        ("pp=2,dp_shard=2,ep=2 zbv", "none"), ("pp=2,dp_shard=2,ep=2 dualpipev", "none"),
+    ],
+)  # fmt: skip
+def test_with_copies_a_layout_trains_as_one_process_does(layout, recompute, runs, data, tmp_path):
+    sections = copy.deepcopy(SECTIONS)
+    sections["moe"]["copies"] = 2
+    sections["parallel"] = {"memory": {"recompute": recompute}}
+    alone, trained = runs("dp_shard=1").trained, train(
+        spec_for(tmp_path, data, layout, **sections), STEPS, first=count_copies
+    )  # fmt: skip
+    assert trained.losses == pytest.approx(alone.losses, rel=1e-5)
+    assert trained.norms == pytest.approx(alone.norms, rel=1e-4)
+    check_gradients(trained, alone)
+
+
+def count_copies() -> None:
+    """End the run where the first calls of this process with tokens make no copies."""
+    plan, numbers = balance.plan_copies, list[int]()
+
+    def counted(*arguments: Any) -> Any:
+        made = plan(*arguments)
+        if sum(arguments[0]):
+            numbers.append(made.num_copies)
+        assert len(numbers) < 8 or sum(numbers) > 0, "there is nothing to see"
+        return made
+
+    balance.plan_copies = counted
 
 
 @pytest.mark.parametrize(
