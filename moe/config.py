@@ -222,7 +222,7 @@ def check_exact(c: MoEConfig) -> None:
     for wrong, field, value, must, why in (
         (c.input_jitter, "input_jitter", c.input_jitter, "0", "each rank draws its own noise"),
         (c.capacity_traits.depends_on_ranks and not bound, "capacity.policy", c.capacity.policy,
-         "dropless or fixed", "capacities are those of ranks"),
+         "dropless or fixed, or moe.copies above 0", "capacities are those of ranks"),
         (bound, "capacity.max_tokens_per_rank", bound, "0",
          "which experts share a rank depends on the layout"),
         (scope == "global_batch" and c.aux_loss_coeff, "aux_loss_scope", scope,

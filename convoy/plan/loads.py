@@ -229,7 +229,12 @@ def load_profile(text: str, num_experts: int, top_k: int, ranks_per_node: int) -
     Raises InputError: one line that names the value and the rule.
     """
     kind, _, value = text.partition(":")
-    if kind == "zipf" and value:
+    if not text:
+        raise InputError(
+            "--loads () must be zipf:EXPONENT, a routing trace, or a run's log.jsonl or "
+            "summary.json"
+        )
+    if kind == "zipf":
         try:
             exponent = float(value)
         except ValueError:

@@ -170,6 +170,11 @@ def _read_file(path: Path) -> tuple[int, RoutingTrace]:
         meta = json.loads(str(arrays["meta"]))
         if meta["format"] != FORMAT:
             raise ValueError(f"format ({meta['format']}) must be {FORMAT}")
+        missing = sorted({"counts", "step"} - arrays.keys())
+        if missing:
+            raise ValueError(f"{missing[0]} is missing")
+        if arrays["counts"].size and arrays["counts"].min() < 0:
+            raise ValueError(f"counts ({arrays['counts'].min()}) must be at least 0")
     except FileNotFoundError:
         raise
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:

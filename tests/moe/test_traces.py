@@ -181,3 +181,26 @@ def test_a_trace_is_read_without_torch(tmp_path):
     record(tmp_path, layers(), 1)
     text = "import sys, moe; moe.read_trace(sys.argv[1]); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", text, str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda arrays: arrays.pop("counts"), "must be a whole routing trace: counts is missing"),
+        (
+            lambda arrays: arrays.update(counts=arrays["counts"].astype(int) - 2),
+            r"counts \(-1\) must be at least 0",
+        ),
+    ],
+)
+def test_counts_that_cannot_be_are_refused(change, said, tmp_path):
+    counts = np.ones((1, 1, 1, 4), np.int64)
+    trace = RoutingTrace(counts_CLSE=counts, step_C=np.array([1]), top_k=2, layers=(0,),
+                         senders=(0,))  # fmt: skip
+    write_trace(tmp_path / "good.npz", trace)
+    with np.load(tmp_path / "good.npz") as file:
+        arrays = {name: file[name].copy() for name in file.files}
+    change(arrays)
+    np.savez(tmp_path / "bad.npz", **arrays)
+    with pytest.raises(ValueError, match=said):
+        read_trace(tmp_path / "bad.npz")

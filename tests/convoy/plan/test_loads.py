@@ -171,6 +171,8 @@ def test_a_trace_has_the_counts_of_every_call_of_all_senders(tmp_path):
     [
         ("zipf:many", "must have an exponent from 0 to 4, as zipf:1.2"),
         ("zipf:-1", "must have an exponent from 0 to 4"),
+        ("zipf:", "must have an exponent from 0 to 4"),
+        ("", "must be zipf:EXPONENT, a routing trace, or a run's log.jsonl"),
         ("nowhere/log.jsonl", "must be a routing trace, a run's log.jsonl or summary.json, or zip"),
         ("nowhere.npz", "must be a routing trace: "),
     ],

@@ -94,7 +94,7 @@ def test_plans_follow_speed_resume_and_are_replayed(tmp_path, text):
     resumed = tmp_path / "resumed"
     code, _, err = launch(resumed, text, "train.steps=10", slowness=3.0)
     assert code == 0, err
-    saved = ckpt.read_manifest(resumed / "run" / "checkpoints").state["capacity"]
+    saved = ckpt.read_manifest(resumed / "run" / "checkpoints").state["parts"]["capacity"]
     assert saved["plans"] == [[1536, 512]]
     code, _, err = launch(resumed, text, steps, slowness=3.0)
     assert code == 0, err
