@@ -23,9 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import Row, arguments, finish
-from ckpt import committed_steps, compare, open_store, read_manifest
 from parallel import Topology
-from tests.support.healing import HealingRun, LogTail, differences, healing_spec, lost_or_repeated
+from tests.support.healing import (
+    HealingRun,
+    LogTail,
+    arrays_in_common,
+    differences,
+    healing_spec,
+    lost_or_repeated,
+)
 from tests.support.jobs import prepare_job
 
 LAYOUTS: tuple[dict[str, int], ...] = (
@@ -105,9 +111,7 @@ def campaign(folder: Path, job: Path, degrees: dict[str, int], faults: int, seed
         while result.faults < faults:
             strike(run, WHERE[turn % len(WHERE)], rng, result)
             turn += 1
-        run.wait_for_all()
-        step = run.log.of("step")[-1]["step"]
-        run.wait(lambda: run.log.of("step")[-1]["step"] > step + 11, "no steps")
+        run.train_on(11)
         run.stop()
     except AssertionError as error:
         result.hangs += 1
@@ -130,15 +134,12 @@ def judge(folder: Path, reference: Path, result: Result) -> None:
     audit = subprocess.run(words, capture_output=True, text=True, check=False)
     if audit.returncode:
         result.problems.append(f"audit-data: {audit.stdout[-300:]} {audit.stderr[-300:]}")
-    stores = [open_store(path / "run" / "checkpoints") for path in (folder, reference)]
-    common = set(committed_steps(stores[0])) & set(committed_steps(stores[1]))
-    if not common:
+    arrays = arrays_in_common(folder / "run", reference / "run")
+    if not arrays:
         result.problems.append("no common checkpoint")
         return
-    manifests = [read_manifest(store, max(common)) for store in stores]
-    arrays = compare(stores[0], manifests[0], stores[1], manifests[1])
-    wrong = [a.name for a in arrays if a.what != "alike" and not a.name.startswith("rng/")]
-    result.problems += [f"array {name} of step {max(common)} differs" for name in wrong]
+    wrong = [name for name, what in arrays.items() if what != "alike"]
+    result.problems += [f"array {name} of the newest common checkpoint differs" for name in wrong]
     result.checkpoints_alike = not wrong
 
 

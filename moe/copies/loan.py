@@ -66,10 +66,11 @@ class Loan:
         self, lending: Lending, parameters: Sequence[Tensor], buffer: Tensor | None = None
     ) -> None:
         self.lending = lending
-        self._own = [p.detach() for p in parameters]
+        self.own = [p.detach() for p in parameters]
+        """The parameters without a graph, until :meth:`release`."""
         if buffer is None:
             # Memory of its own: it is given back and taken again under tensors that refer to it.
-            first, numbers = self._own[0], lending.num_copies * self._per_expert
+            first, numbers = self.own[0], lending.num_copies * self._per_expert
             buffer = torch.empty(numbers, dtype=first.dtype, device=first.device)
         self.buffer = buffer
         """The parameters of copies, flat."""
@@ -80,19 +81,19 @@ class Loan:
 
     @property
     def _per_expert(self) -> int:
-        return sum(p[0].numel() for p in self._own)
+        return sum(p[0].numel() for p in self.own)
 
     def start(self) -> None:
         """Begin the transfer of parameters."""
-        pieces = [p[e].flatten() for lent in self.lending.lent for e in lent for p in self._own]
-        self._sent = torch.cat(pieces) if pieces else self._own[0].new_empty(0)
+        pieces = [p[e].flatten() for lent in self.lending.lent for e in lent for p in self.own]
+        self._sent = torch.cat(pieces) if pieces else self.own[0].new_empty(0)
         self.buffer.untyped_storage().resize_(self.buffer.numel() * self.buffer.itemsize)
         self._exchange(self.buffer, self._per_expert, there=True)
 
     def borrowed(self) -> list[Tensor]:
         """[C, ...] of each parameter; views of memory that :meth:`wait` fills."""
         flat_CP = self.buffer.view(self.lending.num_copies, self._per_expert)
-        return _fields(flat_CP, [p.shape[1:] for p in self._own])
+        return _fields(flat_CP, [p.shape[1:] for p in self.own])
 
     def wait(self) -> None:
         """Wait for the transfer that was begun last."""
@@ -104,7 +105,7 @@ class Loan:
         """Free the memory of borrowed parameters, and refer to no parameter any more: who refers to
         the buffer may fill it again by another loan. Gradients can still be sent back."""
         self.buffer.untyped_storage().resize_(0)
-        self.buffer, self._own = self.buffer.new_empty(0), []
+        self.buffer, self.own = self.buffer.new_empty(0), []
 
     def start_back(self, grads: Sequence[Tensor | None], like: Sequence[Tensor]) -> None:
         """Begin to send gradients to the owners.

@@ -60,7 +60,7 @@ def experts_with_copies(
     """
     own_rows, copied_rows = _divide(rows, lending)
     own = [p for p in weights if p is not None]
-    given, loan = [p.detach() for p in own], Loan(lending, own)
+    loan = Loan(lending, own)
     loan.start()
     borrowed = loan.borrowed()
     trainable = [torch.is_grad_enabled() and p.requires_grad for p in own]
@@ -80,7 +80,7 @@ def experts_with_copies(
             copied = run.copies(copied_rows, _weights_like(weights, borrowed), activation)
         y_SD = y_SD + copied
     if y_SD.requires_grad:
-        y_SD = _BorrowAgain.apply(lending, loan.buffer, y_SD, *given)
+        y_SD = _BorrowAgain.apply(lending, loan.buffer, y_SD, *loan.own)
         loan.release()
     return y_SD
 

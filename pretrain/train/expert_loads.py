@@ -26,7 +26,8 @@ def loads(tokens_per_expert: Sequence[Sequence[int]]) -> NDArray[np.float64]:
     if not tokens_per_expert:
         return np.zeros((0, 1))
     counts_LE = np.asarray(tokens_per_expert, np.float64)
-    loads_LE: NDArray[np.float64] = counts_LE / counts_LE.mean(1, keepdims=True).clip(min=1e-9)
+    sums_L1 = counts_LE.sum(1, keepdims=True).clip(min=1)
+    loads_LE: NDArray[np.float64] = counts_LE * counts_LE.shape[1] / sums_L1
     return loads_LE
 
 

@@ -99,6 +99,7 @@ class IntervalStats:
         p, pp = job.spec.parallel.pipeline, job.topology.pp
         underflow, overflow = _float8(job.parallel_model.float8, runtime)
         loads_LE = loads([] if routing is None else routing.tokens_per_expert)
+        imbalances = loads_LE.max(1).tolist()
         every = job.spec.train.log_interval_steps
         return IntervalEnded(
             step=progress.step,
@@ -121,12 +122,12 @@ class IntervalStats:
             bubble_formula=(
                 bubble(pp, p.stages_per_rank, self.micro_batches, p.schedule) if stages else None
             ),
-            load_imbalance=None if routing is None else max(_imbalances(routing) or [1.0]),
+            load_imbalance=None if routing is None else max(imbalances, default=1.0),
             router_entropy=None if routing is None else min(routing.entropies),
             dropped=None if routing is None else sum(routing.dropped),
             rerouted=None if routing is None else sum(routing.rerouted),
             copied=None if routing is None else sum(routing.copied),
-            layer_imbalances=_imbalances(routing),
+            layer_imbalances=None if routing is None else imbalances,
             load_quantiles=load_quantiles(loads_LE),
             expert_loads=logged_loads(loads_LE, job.moe_layers, -(-progress.step // every)),
             rank_seconds=(
@@ -249,12 +250,6 @@ def _mean_losses(moe: MoEConfig | None, routing: RoutingReport | None) -> dict[s
         for name, losses in routing.aux_losses.items()
         if coefficients[name]
     }
-
-
-def _imbalances(routing: RoutingReport | None) -> list[float] | None:
-    if routing is None:
-        return None
-    return [max(row) * len(row) / sum(row) for row in routing.tokens_per_expert]
 
 
 def _imbalance(rank_rows: list[float], stages: int) -> float:

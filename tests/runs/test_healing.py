@@ -6,14 +6,15 @@ import random
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ckpt import committed_steps, compare, open_store, read_manifest
 from parallel import Topology
 from tests.support.healing import (
     HealingRun,
     LogTail,
+    arrays_in_common,
     differences,
     healing_spec,
     lost_or_repeated,
@@ -27,9 +28,9 @@ def job(tmp_path_factory) -> Path:
     return prepare_job(tmp_path_factory.mktemp("job"))
 
 
-def alone(folder: Path, job: Path, steps: int) -> HealingRun:
+def alone(folder: Path, job: Path, steps: int, **sections: Any) -> HealingRun:
     """The run on one rank, until some step."""
-    reference = HealingRun(folder, healing_spec(folder, job, {}), Topology())
+    reference = HealingRun(folder, healing_spec(folder, job, {}, **sections), Topology())
     try:
         reference.wait(
             lambda: len(reference.log.of("digest")) >= steps, "the reference is slow", 300
@@ -42,16 +43,9 @@ def alone(folder: Path, job: Path, steps: int) -> HealingRun:
 
 def check_moments(run: Path, reference: Path) -> None:
     """Parameters, moments and buffers of the newest common checkpoint have equal bits."""
-    stores = [open_store(folder / "checkpoints") for folder in (run, reference)]
-    common = set(committed_steps(stores[0])) & set(committed_steps(stores[1]))
-    assert common
-    step = max(common)
-    manifests = [read_manifest(store, step) for store in stores]
-    found = compare(stores[0], manifests[0], stores[1], manifests[1])
-    names = {each.name for each in found if not each.name.startswith("rng/")}
-    assert any(name.startswith("optimizer") or "exp_avg" in name for name in names), names
-    wrong = [e for e in found if e.what != "alike" and not e.name.startswith("rng/")]
-    assert not wrong
+    arrays = arrays_in_common(run, reference)
+    assert any(name.startswith("optimizer") or "exp_avg" in name for name in arrays), arrays
+    assert set(arrays.values()) == {"alike"}, arrays
 
 
 @pytest.mark.timeout(400)
@@ -107,9 +101,7 @@ def test_losses_of_many_ranks_in_turn_change_no_bit(tmp_path, job, degrees, numb
             for other, process in before.items():
                 if run.replica_of(other) != run.replica_of(rank):
                     assert after[other] == process
-        run.wait_for_all()
-        step = run.log.of("step")[-1]["step"]
-        run.wait(lambda: run.log.of("step")[-1]["step"] > step + 12, "no steps")
+        run.train_on(12)
         run.stop()
     finally:
         run.close()
@@ -192,22 +184,13 @@ def test_what_a_run_does_besides_survives_too(tmp_path, job, sections):
         for rank in (3, 0):
             run.wait_for_all()
             run.first_step_after_regroup(run.strike(rank))
-        run.wait_for_all()
-        step = run.log.of("step")[-1]["step"]
-        run.wait(lambda: run.log.of("step")[-1]["step"] > step + 8, "no steps")
+        run.train_on(8)
         run.stop()
     finally:
         run.close()
     assert not run.log.of("corruption")
     if "verify" in sections:
         assert run.log.of("verified")
-    steps = len(run.log.of("step"))
-    spec = healing_spec(tmp_path / "alone", job, {}, **sections)
-    reference = HealingRun(tmp_path / "alone", spec, Topology())
-    try:
-        reference.wait(lambda: len(reference.log.of("digest")) >= steps, "the reference is slow")
-        reference.stop()
-    finally:
-        reference.close()
+    reference = alone(tmp_path / "alone", job, len(run.log.of("step")), **sections)
     assert differences(run.log, reference.log) == []
     check_moments(run.run, reference.run)

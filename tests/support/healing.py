@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ckpt import committed_steps, compare, open_store, read_manifest
 from parallel import Topology
 from tests.support.jobs import data_of, write_spec
 from tests.support.processes import children, kill_with_descendants
@@ -136,6 +137,12 @@ class HealingRun:
         step = self.wait(lambda: self.log.of("step", change["time"]), "no step")[0]
         return step["time"] - moment
 
+    def train_on(self, steps: int) -> None:
+        """Wait until every replica trains, and for more than so many steps after the newest."""
+        self.wait_for_all()
+        newest = self.log.of("step")[-1]["step"]
+        self.wait(lambda: self.log.of("step")[-1]["step"] > newest + steps, "no steps")
+
     def stop(self) -> None:
         """Let the run commit a checkpoint and end."""
         self.torchrun.send_signal(signal.SIGTERM)
@@ -183,3 +190,15 @@ def lost_or_repeated(run: LogTail) -> list[int]:
                 wrong.append(event["step"])
             expected = event["step"] + 1
     return wrong
+
+
+def arrays_in_common(run: Path, reference: Path) -> dict[str, str]:
+    """How the arrays of the newest checkpoint that two runs have in common compare, by name, those
+    of random numbers left out; empty without such a checkpoint."""
+    stores = [open_store(folder / "checkpoints") for folder in (run, reference)]
+    common = set(committed_steps(stores[0])) & set(committed_steps(stores[1]))
+    if not common:
+        return {}
+    manifests = [read_manifest(store, max(common)) for store in stores]
+    arrays = compare(stores[0], manifests[0], stores[1], manifests[1])
+    return {array.name: array.what for array in arrays if not array.name.startswith("rng/")}
