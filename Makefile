@@ -6,6 +6,8 @@
 # make test-long  the tests that take seconds of both cores each, which CI runs too
 # make check      all four
 # make test-faults    a short campaign of faults on a run, which CI runs too
+# make museum     published defects of other trainers, shown not to be here: docs/museum.md
+# make museum-prove   each of these cases is seen to fail where its defect is put into a copy of Convoy
 # make test-fake-gpu  CUDA's paths without a GPU: tests on a pretended device with real numbers, and
 #                 what layers, steps and recipes launch on fake GPUs of up to 1,024 ranks
 # make test-kernels   the kernels for CUDA, in Triton's interpreter and compiled, without a GPU
@@ -32,7 +34,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE := 1
 # After SIGTERM ranks finish a step and commit a checkpoint before they are killed.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 600
 
-.PHONY: setup pretrain chaos gpu test test-long test-fake-gpu test-kernels test-megablocks test-all test-faults test-engines examples lint types check megablocks docs/spec.md docs/families.md docs/metrics.md clean
+.PHONY: setup pretrain chaos gpu test test-long museum museum-prove test-fake-gpu test-kernels test-megablocks test-all test-faults test-engines examples lint types check megablocks docs/spec.md docs/families.md docs/metrics.md docs/museum.md clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -68,6 +70,12 @@ test: setup
 
 test-long: setup
 	$(PY) -m tests.lanes -m "long and not slow" $(PYTEST)
+
+museum: setup
+	$(PY) -m tests.lanes tests/museum -m museum $(PYTEST)
+
+museum-prove: setup
+	$(PY) -m tests.museum --prove
 
 # Of float8 a CPU has no kernel, and grouped_mm takes no float32 on CUDA.
 test-fake-gpu: setup
@@ -130,6 +138,9 @@ docs/spec.md: setup
 
 docs/families.md: setup
 	$(PY) -m docs.families_page > $@
+
+docs/museum.md: setup
+	$(PY) -m docs.museum_page > $@
 
 docs/metrics.md: setup
 	$(PY) -m docs.metrics_table
