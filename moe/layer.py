@@ -168,6 +168,13 @@ class MoELayer(nn.Module):
         self.copies: Copies | None = None
         self._call: Callable[..., Any] = _call
 
+    def extra_repr(self) -> str:
+        """What ``print`` shows beside the parts of the layer: copies, where there are any."""
+        if not self.config.copies:
+            return ""
+        group = "" if self.copies is not None else ", which begin with an expert group"
+        return f"copies={self.config.copies}{group}"
+
     def reset_parameters(self) -> None:
         """Draw all parameters as the constructor does, and in its order; biases become zeros.
 

@@ -402,12 +402,15 @@ class RouterConfig(BaseModel, metaclass=OneLineErrors):
                 f"moe.expert_bias (false) must be true with moe.bias_update_rate "
                 f"({self.bias_update_rate}): there are no biases to update"
             )
-        if (self.expert_bias and not traits.takes_biases) or (
-            self.n_groups > 1 and not traits.takes_groups
-        ):
+        names = []
+        if self.expert_bias and not traits.takes_biases:
+            is_quantile = self.balancing == "quantile"
+            names.append("moe.balancing (quantile)" if is_quantile else "moe.expert_bias (true)")
+        if self.n_groups > 1 and not traits.takes_groups:
+            names.append(f"moe.n_groups ({self.n_groups})")
+        if names:
             raise ValueError(
-                f"moe.routing ({self.routing}) must be top_k with moe.expert_bias "
-                f"({str(self.expert_bias).lower()}) or moe.n_groups ({self.n_groups})"
+                f"moe.routing ({self.routing}) must be top_k with {' and '.join(names)}"
             )
         if traits.experts_choose and self.capacity.traits.bounded:
             bound = getattr(self.capacity, "max_tokens_per_rank", 0)

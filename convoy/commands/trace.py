@@ -32,6 +32,8 @@ def _check(args: argparse.Namespace) -> None:
     for option, value in (("--calls", args.calls), ("--senders", args.senders)):
         if value < 1:
             raise InputError(f"{option} ({value}) must be at least 1")
+    if args.file.suffix != ".npz":
+        raise InputError(f"FILE ({args.file}) must end in .npz, by which a trace is known")
     check_writable("FILE", args.file)
     if args.file.exists():
         raise InputError(f"FILE ({args.file}) must not exist: choose another name, or remove it")

@@ -81,7 +81,8 @@ def hot_rank(work: Work, described: str, cluster: Cluster) -> str:
 def _remedies(work: Work, chip: Chip) -> list[str]:
     """Changes of one field each with which the hottest rank of a layout fits the memory."""
     t, tried = work.topology, []
-    tried += [(f"moe.copies = {n}", work.with_(copies=n)) for n in COPIES if n > work.copies][:3]
+    more = [n for n in COPIES if n > work.copies and not work.copies_refused]
+    tried += [(f"moe.copies = {n}", work.with_(copies=n)) for n in more[:3]]
     if work.micro_batch_size > 1:
         half = work.micro_batch_size // 2
         tried.append((f"batch.micro_batch_size = {half}", work.with_(micro_batch_size=half)))

@@ -49,15 +49,19 @@ class LoadProfile:
         """E."""
         return int(self.counts_SLE.shape[2])
 
-    def of_group(self, ep: int, copies: int = 0, capacity_factor: float = 0.0) -> GroupLoads:
+    def of_group(
+        self, ep: int, copies: int = 0, capacity_factor: float = 0.0, reroutes: bool = False
+    ) -> GroupLoads:
         """The loads of a group of ``ep`` ranks.
 
         Args:
             ep: G, divides E.
             copies: the most copies of one rank, as ``moe.copies``.
             capacity_factor: rows of an expert as a multiple of the mean, at most; 0 for no bound.
+            reroutes: whether rows beyond the bound go to experts that have room; else they are
+                dropped.
         """
-        return _of_group(self, ep, copies, capacity_factor)
+        return _of_group(self, ep, copies, capacity_factor, reroutes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,14 +131,16 @@ class GroupLoads:
 
 
 @lru_cache(256)
-def _of_group(profile: LoadProfile, ep: int, copies: int, factor: float) -> GroupLoads:
+def _of_group(
+    profile: LoadProfile, ep: int, copies: int, factor: float, reroutes: bool
+) -> GroupLoads:
     S, L, E = profile.counts_SLE.shape
     assert E % ep == 0, f"{ep} ranks do not divide {E} experts"
     counts_NE = profile.counts_SLE.reshape(S * L, E)
     mean_N = counts_NE.sum(axis=1).clip(min=1) / ep
     if factor:
         most_N = np.ceil(mean_N * ep / E * factor).astype(np.int64)
-        counts_NE = np.minimum(counts_NE, most_N[:, None])
+        counts_NE = _bounded(counts_NE, most_N, reroutes)
     own_NG = counts_NE.reshape(S * L, ep, E // ep).sum(axis=2).astype(np.float64)
     copied_NG = np.zeros_like(own_NG)
     node = profile.ranks_per_node
@@ -159,6 +165,20 @@ def _of_group(profile: LoadProfile, ep: int, copies: int, factor: float) -> Grou
         taker_C=taker_C,
         is_near_C=owner_C // node == taker_C // node,
     )
+
+
+def _bounded(counts_NE: Counts, most_N: Counts, reroutes: bool) -> Counts:
+    """[N, E] at most ``most_N`` rows of an expert. What is beyond goes to other experts in
+    proportion to their room, as far as there is room."""
+    kept_NE = np.minimum(counts_NE, most_N[:, None])
+    if not reroutes:
+        return kept_NE
+    beyond_N = (counts_NE - kept_NE).sum(axis=1)
+    room_NE = (most_N[:, None] - kept_NE).cumsum(axis=1)
+    moved_N = np.minimum(beyond_N, room_NE[:, -1])
+    # Differences of whole parts of a running sum: their sum is moved_N.
+    taken_NE = room_NE * moved_N[:, None] // room_NE[:, -1:].clip(min=1)
+    return np.asarray(kept_NE + np.diff(taken_NE, axis=1, prepend=0))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -212,7 +232,7 @@ def zipf_loads(
 
 
 def load_profile(text: str, num_experts: int, top_k: int, ranks_per_node: int) -> LoadProfile:
-    """The profile that ``--loads`` names: ``zipf:EXPONENT``, a routing trace, a run's
+    """The profile that ``--loads`` names: ``zipf:EXPONENT``, a routing trace, a run's folder or
     ``log.jsonl``, or a run's ``summary.json``.
 
     A trace has the counts of every call, those of all senders together. A log has of each layer the
@@ -245,8 +265,10 @@ def load_profile(text: str, num_experts: int, top_k: int, ranks_per_node: int) -
             )
         return zipf_loads(exponent, num_experts, top_k, ranks_per_node)
     path = Path(text)
+    if path.is_dir() and (path / "log.jsonl").exists():
+        path = path / "log.jsonl"
     if path.suffix == ".npz" or path.is_dir():
-        counts_SLE = _trace_counts(path)
+        counts_SLE = _trace_counts(path, top_k)
     elif path.suffix == ".json":
         counts_SLE = _summary_counts(path)
     else:
@@ -259,11 +281,16 @@ def load_profile(text: str, num_experts: int, top_k: int, ranks_per_node: int) -
     return LoadProfile(text, counts_SLE, ranks_per_node)
 
 
-def _trace_counts(path: Path) -> Counts:
+def _trace_counts(path: Path, top_k: int) -> Counts:
     try:
         trace = read_trace(path)
     except (OSError, ValueError) as error:
         raise InputError(f"--loads ({path}) must be a routing trace: {error}") from None
+    if trace.top_k != top_k:
+        raise InputError(
+            f"--loads ({path}) has the choices of {trace.top_k} experts by a token, and moe.top_k "
+            f"is {top_k}: take a trace of a model with the planned top_k, or zipf:EXPONENT"
+        )
     counts_SLE: Counts = trace.counts_CLSE.sum(axis=2)
     if not counts_SLE.any():
         raise InputError(f"--loads ({path}) must have calls with tokens: no expert has a row")

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from pydantic import ValidationError
+
 from convoy.plan.gains import hot_rank
 from convoy.plan.hardware import Cluster, load_cluster
 from convoy.plan.loads import LoadProfile
@@ -21,6 +23,7 @@ from convoy.plan.memory import Memory, memory
 from convoy.plan.shape import ModelShape
 from convoy.plan.step_time import StepTime, least_seconds, step_time
 from convoy.plan.work import Program, Recompute, Work
+from moe import MoEConfig
 from parallel import ParallelConfig
 from parallel.layout import Topology, divisors
 from pretrain.errors import InputError
@@ -109,11 +112,13 @@ def work_of(spec: JobSpec, world: int, imbalance: float | LoadProfile = 1.0) -> 
 def _work(
     spec: JobSpec, topology: Topology, shape: ModelShape, imbalance: float | LoadProfile
 ) -> Work:
-    parallel, factor, lossless = spec.parallel, 0.0, False
+    parallel, factor, lossless, reroutes, refused = spec.parallel, 0.0, False, False, ""
     even = spec.moe is None or isinstance(imbalance, LoadProfile)
     if spec.moe is not None:
         factor = getattr(spec.moe.capacity, "capacity_factor", 0.0)
         lossless = spec.moe.capacity.traits.lossless_with_copies
+        reroutes = getattr(spec.moe.capacity, "drop_policy", "reroute") == "reroute"
+        refused = _why_no_copies(spec.moe)
     return Work(
         shape=shape,
         topology=topology,
@@ -127,11 +132,22 @@ def _work(
         recompute_layer_freq=parallel.memory.recompute_layer_freq,
         imbalance=1.0 if even else cast(float, imbalance),
         capacity_factor=factor,
+        reroutes=reroutes,
         lossless_with_copies=lossless,
+        copies_refused=refused,
         loads=imbalance if isinstance(imbalance, LoadProfile) else None,
         copies=0 if spec.moe is None else spec.moe.copies,
         program=program_of(spec),
     )
+
+
+def _why_no_copies(moe: MoEConfig) -> str:
+    """The rule by which a spec takes no copies; empty where it takes them."""
+    try:
+        type(moe).model_validate(moe.model_dump() | {"copies": max(moe.copies, 1)})
+    except ValidationError as error:
+        return error.errors()[0]["msg"].removeprefix("Value error, ")
+    return ""
 
 
 def plan_of(

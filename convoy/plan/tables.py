@@ -130,6 +130,10 @@ def accuracy_lines(plans: Sequence[Plan], known: Accuracy, cluster: Cluster) -> 
     return "\n".join(lines)
 
 
+_EQUAL = 0.01
+"""Steps whose times differ by less are taken for equal: of those the fewest copies are best."""
+
+
 def gains_lines(work: Work, gains: Sequence[Gain], cluster: Cluster) -> str:
     """What ``moe.copies`` would do to one layout, as a Markdown table, and what is best."""
     if not gains:
@@ -144,13 +148,18 @@ def gains_lines(work: Work, gains: Sequence[Gain], cluster: Cluster) -> str:
         ])  # fmt: skip
     head = ["moe.copies", "hottest rank over the mean", "at most", "seconds of a step",
             "tokens a second", "GiB of a GPU"]  # fmt: skip
-    best = min(gains, key=lambda gain: (gain.seconds, gain.copies))
+    least = min(gain.seconds for gain in gains) * (1 + _EQUAL)
+    best = min((gain for gain in gains if gain.seconds <= least), key=lambda gain: gain.copies)
     share = gains[0].seconds / best.seconds - 1
     said = f"moe.copies = {best.copies} is {share:.1%} faster than no copies"
     if best.copies == 0:
         said = "copies gain nothing: their transfers take longer than what they save"
+        if least < gains[0].seconds * (1 + _EQUAL):
+            said = f"copies gain nothing that the planner can tell ({_EQUAL:.0%})"
     source = "" if work.loads is None else f" by --loads {work.loads.source}"
-    return f"{_markdown(head, rows)}\n\n{said}{source}, with ep = {work.topology.ep}"
+    text = f"{_markdown(head, rows)}\n\n{said}{source}, with ep = {work.topology.ep}"
+    refused = best.copies and work.copies_refused
+    return f"{text}\nthe spec takes no copies: {refused}" if refused else text
 
 
 def _signed(error: float) -> str:

@@ -82,9 +82,13 @@ class Work:
     imbalance: float = 1.0
     """Rows of the busiest rank's experts as a multiple of the mean."""
     capacity_factor: float = 0.0
-    """Rows of an expert as a multiple of the mean, at most; 0 drops no token."""
+    """Rows of an expert as a multiple of the mean, at most; 0 for no bound."""
+    reroutes: bool = False
+    """Whether rows beyond the capacity go to experts that have room; else they are dropped."""
     lossless_with_copies: bool = False
     """Whether the capacity bounds nothing where there are copies."""
+    copies_refused: str = ""
+    """Why the spec takes no copies, in one line; empty where it takes them."""
     loads: LoadProfile | None = None
     """The loads of experts, in place of ``imbalance``."""
     copies: int = 0
@@ -126,7 +130,7 @@ class Work:
             return None
         bounds = not (self.copies and self.lossless_with_copies)
         factor = self.capacity_factor if bounds else 0.0
-        return self.loads.of_group(self.topology.ep, self.copies, factor)
+        return self.loads.of_group(self.topology.ep, self.copies, factor, self.reroutes)
 
     @property
     def busiest(self) -> float:

@@ -183,7 +183,7 @@ def _read_file(path: Path) -> tuple[int, RoutingTrace]:
     if meta["version"] > VERSION:
         raise ValueError(f"{path}: version ({meta['version']}) must be at most {VERSION}: a newer "
                          f"Convoy wrote the trace")  # fmt: skip
-    return meta["first_call"], RoutingTrace(
+    trace = RoutingTrace(
         counts_CLSE=arrays["counts"].astype(np.int64),
         step_C=arrays["step"],
         top_k=meta["top_k"],
@@ -195,6 +195,23 @@ def _read_file(path: Path) -> tuple[int, RoutingTrace]:
         tokens_CLS=arrays.get("tokens"),
         routes_NK=arrays.get("routes"),
     )
+    _check_routes(trace, path)
+    return meta["first_call"], trace
+
+
+def _check_routes(trace: RoutingTrace, path: Path) -> None:
+    """Raise ValueError where the routes are not those that were counted."""
+    if trace.tokens_CLS is None or trace.routes_NK is None:
+        return
+    E, blocks = trace.num_experts, trace.tokens_CLS.size
+    chosen_NK = np.where(trace.routes_NK < 0, -1 - trace.routes_NK, trace.routes_NK)
+    if chosen_NK.max(initial=0) > E:
+        raise ValueError(f"{path}: an expert in routes ({chosen_NK.max()}) must be at most {E}")
+    block_N = np.repeat(np.arange(blocks), trace.tokens_CLS.reshape(-1))
+    slots_NK = block_N[:, None] * (E + 1) + chosen_NK
+    counts = np.bincount(slots_NK.reshape(-1), minlength=blocks * (E + 1)).reshape(blocks, E + 1)
+    if not np.array_equal(counts[:, :E].reshape(trace.counts_CLSE.shape), trace.counts_CLSE):
+        raise ValueError(f"{path}: counts must be those of the experts in routes")
 
 
 def _check_alike(traces: Sequence[RoutingTrace], names: Sequence[str], path: Path) -> None:

@@ -104,6 +104,7 @@ def test_a_layout_that_splits_layers_or_sequences_is_refused(saved, senders, ove
         (["--set", "parallel.tp=2"], "world size (1) must be a multiple of"),
         (["--set", "data.path=elsewhere"], "elsewhere"),
         (["THERE"], "must not exist: choose another name"),
+        (["trace.txt"], "FILE (trace.txt) must end in .npz, by which a trace is known"),
         (["nowhere/trace.npz"], "its folder does not exist"),
     ],
 )

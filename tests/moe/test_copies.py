@@ -402,6 +402,13 @@ def test_parameters_travel_twice_and_leave_no_memory():
     run_ranks(lends, 2)
 
 
+def test_print_shows_copies():
+    fields = {"d_model": 8, "d_ff": 8, "num_experts": 4, "top_k": 2}
+    assert "copies" not in repr(MoELayer(MoEConfig(**fields)))
+    shown = repr(MoELayer(MoEConfig(**fields, copies=3)))
+    assert "copies=3, which begin with an expert group" in shown
+
+
 def test_what_copies_do_not_go_with():
     sizes = {"d_model": D, "d_ff": 8, "num_experts": E, "top_k": K, "copies": 1}
     with pytest.raises(ValueError, match=r"overlap_chunks .2. must be 1 with copies .1."):

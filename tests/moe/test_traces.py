@@ -130,6 +130,24 @@ def test_a_file_takes_its_name_when_it_is_whole(tmp_path, monkeypatch):
     assert not list((tmp_path / "other").iterdir()), "neither a file nor what was begun"
 
 
+def test_routes_that_were_not_counted_are_refused(tmp_path):
+    record(tmp_path, layers(), 2, routes=True)
+    trace = read_trace(tmp_path)
+    experts = trace.num_experts
+    for name, change, text in (
+        ("other", (trace.routes_NK[0, 0] + 1) % experts, "counts must be those of the experts"),
+        ("none", experts, "counts must be those of the experts"),
+        ("beyond", experts + 1, rf"in routes \({experts + 1}\) must be at most {experts}"),
+    ):
+        routes_NK = trace.routes_NK.copy()
+        routes_NK[0, 0] = change
+        file = tmp_path / name / "trace.npz"
+        file.parent.mkdir()
+        write_trace(file, replace(trace, routes_NK=routes_NK))
+        with pytest.raises(ValueError, match=text):
+            read_trace(file)
+
+
 def test_files_that_do_not_go_together_are_refused(tmp_path):
     record(tmp_path / "a", layers(), 3)
     with pytest.raises(FileExistsError, match="no trace of sender 0"):

@@ -142,8 +142,11 @@ def test_one_line_balances_by_biases_alone():
         ({"bias_update_rate": 0.01}, r"bias_update_rate \(0.01\) must be left out, or 0 to freeze"),
         ({"n_groups": 2}, r"n_groups \(2\) must be 1 with balancing \(quantile\)"),
         ({"top_k": E}, r"top_k \(8\) must be below num_experts \(8\) with balancing"),
-        ({"routing": "sinkhorn"}, r"routing \(sinkhorn\) must be top_k with expert_bias \(true\)"),
-        ({"routing": "expert_choice"}, r"must be top_k with expert_bias \(true\)"),
+        (
+            {"routing": "sinkhorn"},
+            r"routing \(sinkhorn\) must be top_k with balancing \(quantile\)",
+        ),
+        ({"routing": "expert_choice"}, r"must be top_k with balancing \(quantile\)"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(fields, message):

@@ -10,6 +10,7 @@ import pytest
 
 from convoy.commands.command_line import main
 from convoy.plan import gains_of, hot_rank, load_cluster, load_profile, no_layout, plan_of
+from convoy.plan.gains import Gain, _remedies
 from convoy.plan.loads import (
     GroupLoads,
     LoadProfile,
@@ -21,6 +22,7 @@ from convoy.plan.memory import memory
 from convoy.plan.search import Found
 from convoy.plan.shape import ModelShape
 from convoy.plan.step_time import copy_seconds, least_seconds, step_time
+from convoy.plan.tables import gains_lines
 from convoy.plan.transfers import backward_wait, forward_wait, transfers_of
 from convoy.plan.work import Work
 from moe import MoEConfig, RoutingTrace, write_trace
@@ -164,6 +166,8 @@ def test_a_trace_has_the_counts_of_every_call_of_all_senders(tmp_path):
     assert loads.counts_SLE.tolist() == (counts[:, :, 0] + counts[:, :, 1]).tolist()
     with pytest.raises(InputError, match=r"the loads of 4 experts, and moe\.num_experts is 8"):
         load_profile(str(tmp_path / "routes.npz"), 8, 2, 8)
+    with pytest.raises(InputError, match=r"choices of 2 experts by a token, and moe\.top_k is 3"):
+        load_profile(str(tmp_path / "routes.npz"), 4, 3, 8)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +192,7 @@ def test_the_log_and_the_summary_of_a_run_are_load_profiles(tmp_path):
     spec, folder = write_spec(prepare_job(tmp_path), train=train), tmp_path / "run"
     assert main("pretrain", [str(spec)]) == 0
     log = load_profile(str(folder / "log.jsonl"), 4, 2, 8)
+    assert (load_profile(str(folder), 4, 2, 8).counts_SLE == log.counts_SLE).all()
     recorded = [e["layer_imbalances"] for e in events(folder, "interval")]
     hottest = log.counts_SLE.max(axis=2) * 4 / log.counts_SLE.sum(axis=2)
     assert hottest.shape == np.array(recorded).shape
@@ -239,6 +244,39 @@ def test_a_capacity_that_copies_replace_bounds_no_rows():
     assert bounded.busiest < make(HOT).busiest
     assert bounded.with_(copies=2).busiest < 0.9, "what is beyond the capacity is dropped"
     assert bounded.with_(copies=2, lossless_with_copies=True).busiest >= 1
+
+
+def test_rows_beyond_a_capacity_go_where_there_is_room_or_are_dropped():
+    counts = profile([50, 40, 2, 2, 2, 2, 1, 1])
+    dropped = counts.of_group(4, capacity_factor=1.25)
+    moved = counts.of_group(4, capacity_factor=1.25, reroutes=True)
+    # At most 16 rows of an expert, of 100 over 4 ranks.
+    assert (dropped.own_NG * 25).tolist() == [[32, 4, 4, 2]]
+    assert moved.own_NG.sum() == pytest.approx(4)
+    assert (moved.own_NG * 25).max() == pytest.approx(32)
+    # Two experts have no room to their bound of 1.0 times the mean, and the others take it all.
+    full = profile([1, 1, 1, 1, 1, 1, 1, 93]).of_group(4, capacity_factor=1.0, reroutes=True)
+    assert full.hottest == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_spec_that_takes_no_copies_is_told_so():
+    chunks = load_spec(Path(MIXTRAL), ["moe.overlap_chunks=2"])
+    work = plan_of(chunks, 16, load_cluster("h100"), load_profile("zipf:1.2", 8, 2, 8)).work
+    assert work.copies_refused.startswith("moe.overlap_chunks (2) must be 1 with moe.copies (1)")
+    gains = [Gain(0, 2.0, 2.0, 2.0, 1e9), Gain(1, 1.2, 1.2, 1.0, 1e9)]
+    said = gains_lines(work, gains, load_cluster("h100")).splitlines()
+    assert said[-2].startswith("moe.copies = 1 is 100.0% faster")
+    assert said[-1] == f"the spec takes no copies: {work.copies_refused}"
+    assert "moe.copies" not in " ".join(_remedies(work, load_cluster("h100").chip))
+
+
+def test_the_fewest_copies_of_equal_steps_are_best():
+    seconds = {0: 1.3, 1: 1.004, 2: 1.0, 4: 1.001}
+    gains = [Gain(n, 1.0, 1.0, s, 1e9) for n, s in seconds.items()]
+    said = gains_lines(make(HOT), gains, load_cluster("h100"))
+    assert "moe.copies = 1 is 29.5% faster than no copies" in said
+    said = gains_lines(make(HOT), gains[1:2] + gains[2:], load_cluster("h100"))
+    assert "moe.copies = 1 is 0.0% faster" in said
 
 
 def test_gains_count_the_transfers_at_the_links_rates():
