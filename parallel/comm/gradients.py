@@ -25,14 +25,16 @@ def grad_square_sum(model: nn.Module, dims: ParallelDims | None) -> Tensor:
             "dims (None) must be the model's ParallelDims: its parameters are sharded over ranks"
         )
     ranks = 1 if dims is None else dims.topology.world // dims.topology.pp
-    by_replicas: dict[int, list[Tensor]] = {}
+    alike: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     for parameter in model.parameters():
         if parameter.grad is not None:
-            replicas = ranks // num_shards(parameter)
-            by_replicas.setdefault(replicas, []).append(local_shard(parameter.grad))
+            replicas, grad = ranks // num_shards(parameter), local_shard(parameter.grad)
+            # A norm in float16 is infinite from 65,520 on, and one in bfloat16 has three digits.
+            dtype = torch.promote_types(grad.dtype, torch.float32)
+            alike.setdefault((replicas, dtype), []).append(grad)
     total = torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
-    for replicas, grads in by_replicas.items():
-        norms = torch.stack(torch._foreach_norm(grads)).double()
+    for (replicas, dtype), grads in alike.items():
+        norms = torch.stack(torch._foreach_norm(grads, dtype=dtype)).double()
         total += norms.square().sum() / replicas
     return total
 

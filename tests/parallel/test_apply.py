@@ -218,3 +218,13 @@ def uneven_experts(rank: int):
 
 def test_experts_must_divide_and_the_world_must_match():
     run_ranks(uneven_experts, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_norm_of_a_model_in_few_bits_is_a_number_of_many(dtype):
+    model = nn.Sequential(nn.Linear(D, 4096, bias=False), nn.Linear(4096, D, bias=False)).to(dtype)
+    for parameter in model.parameters():
+        parameter.grad = 300 + 100 * torch.randn_like(parameter)
+    expected = float(torch.cat([p.grad.double().flatten() for p in model.parameters()]).norm())
+    assert expected > torch.finfo(torch.float16).max
+    assert clip_grad_norm(model, None, 1e9) == pytest.approx(expected, rel=1e-4)
