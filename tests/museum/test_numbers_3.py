@@ -16,12 +16,14 @@ from parallel import ParallelDims, Topology
 from pretrain.parallelize import LocalBatch
 from tests.museum.cases import Edit, case
 from tests.museum.shared_numbers import (
+    ROUTER,
     Step,
     W,
     alone,
     batch_of,
     errors,
     on_ranks,
+    plain_decoder,
     router_on_rank,
 )
 from tests.support.ranks import run_ranks
@@ -75,10 +77,11 @@ def test_gradients_below_a_layer_are_summed_over_tensor_parallel_ranks():
     Edit("pretrain/model/init.py", 'f"{seed}/{name}"', 'f"{torch.initial_seed()}/{name}"'),
 )
 def test_tensor_parallel_ranks_begin_with_one_router():
-    """Ranks whose generators differ begin with equal routers."""
+    """Ranks whose random generators differ begin with the router of one process."""
     step = Step("tp=2", BATCHES)
     first, second = run_ranks(partial(router_on_rank, step), 2)
     assert torch.equal(first, second)
+    assert torch.equal(first, plain_decoder(step).get_parameter(ROUTER))
 
 
 @case(
