@@ -30,6 +30,7 @@ CONFIG = MoEConfig(d_model=32, d_ff=24, num_experts=4, top_k=2)
     "NVIDIA/Megatron-LM#1482",
     "In training in bfloat16 the biases that balance experts became bfloat16 too, in which their "
     "small updates can be lost.",
+    Edit("router/topk.py", "super()._apply(keep_wide(fn), recurse)", "super()._apply(fn, recurse)"),
     Edit("router/topk.py", "self.expert_bias = before.to(after.device)", "pass"),
 )
 def test_small_updates_of_biases_are_kept_in_a_layer_in_bfloat16():
@@ -157,9 +158,11 @@ def data(tmp_path_factory) -> dict[str, str]:
     "Parameters were trained in bfloat16, where a small step from 1.0 rounds back to 1.0: in all "
     "published models the weights of norms were exactly 1.0.",
     Edit(
-        "pretrain/job/rank_model.py",
-        'stage.to_empty(device=torch.device("cpu") if offload else device)',
-        'stage.to_empty(device=torch.device("cpu") if offload else device).bfloat16()',
+        "pretrain/train/trainer.py",
+        "job.optimizer.step()",
+        "job.optimizer.step()\n"
+        "        for parameter in job.model.parameters():\n"
+        "            parameter.data.copy_(parameter.data.bfloat16())",
     ),
 )
 def test_weights_of_norms_leave_one_in_a_run_in_bfloat16(data, tmp_path):
