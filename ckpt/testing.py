@@ -145,6 +145,13 @@ class StoreContract:
         store.remove("no/such")
         store.remove_all("no")
 
+    def test_a_folder_is_no_object(self, store: Store) -> None:
+        store.write("folder/key", [b"data"])
+        for act in (store.read, lambda key: store.open(key).__enter__()):
+            with pytest.raises(FileNotFoundError) as error:
+                act("folder")
+            assert "folder" in error.value.filename
+
     def test_names_are_those_directly_below(self, store: Store) -> None:
         keys = ["a/b/c/d", "a/b/e", "a/f", "a/.g", "ab/c", "a/f.json"]
         for key in keys:

@@ -89,7 +89,10 @@ class LocalStore(Store):
         # Opening a pipe in place of the file would otherwise wait for a writer.
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
+            mode = os.fstat(handle).st_mode
+            if stat.S_ISDIR(mode):
+                raise FileNotFoundError(errno.ENOENT, "is a folder, not an object", str(path))
+            if not stat.S_ISREG(mode):
                 raise OSError(errno.EINVAL, "is not a regular file", str(path))
             yield _LocalReader(handle)
         finally:

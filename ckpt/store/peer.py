@@ -128,7 +128,8 @@ class PeerServer:
         elif op == "publish":
             store.publish(key, connection.recv_bytes())
         elif op == "size":
-            return {"size": (self.folder / key).stat().st_size}, None
+            with store.open(key) as reader:
+                return {"size": reader.size}, None
         elif op == "read":
             with store.open(key) as reader:
                 count = reader.size if request["count"] < 0 else request["count"]
