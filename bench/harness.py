@@ -101,7 +101,7 @@ def finish(bench: str, rows: Sequence[Row], packages: Sequence[str], path: Path 
     head = {
         "bench": bench,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": f"{_processor()}, {torch.get_num_threads()} threads, {device}",
+        "machine": f"{processor()}, {torch.get_num_threads()} threads, {device}",
         "versions": versions,
     }
     path.write_text(table_text(head, {"rows": [row.summary() for row in rows]}))
@@ -116,7 +116,8 @@ def table_text(head: dict[str, Any], lists: dict[str, list[dict[str, Any]]]) -> 
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The processor's name and its vector instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))

@@ -1,0 +1,1 @@
+"""Test suites that others wrote, over Convoy through adapters: ``python -m tests.foreign``."""
