@@ -12,6 +12,8 @@
 #                 what layers, steps and recipes launch on fake GPUs of up to 1,024 ranks
 # make test-kernels   the kernels for CUDA, in Triton's interpreter and compiled, without a GPU
 # make test-megablocks  MegaBlocks as released, on a CPU: its kernels in Triton's interpreter
+# make test-foreign  suites that others wrote, over Convoy: the quick parts of those that packages have;
+#                 FOREIGN= are arguments of python -m tests.foreign, such as FOREIGN=sample-order
 # make test-engines  runs on a real Slurm and Ray of this machine, which it installs, and a real
 #                 Prometheus and Chromium that look at runs
 # make chaos      the tiny recipe under 30 random faults, and without; OUT= is a new folder
@@ -34,7 +36,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE := 1
 # After SIGTERM ranks finish a step and commit a checkpoint before they are killed.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 600
 
-.PHONY: setup pretrain chaos gpu test test-long museum museum-prove test-fake-gpu test-kernels test-megablocks test-all test-faults test-engines examples lint types check megablocks docs/spec.md docs/families.md docs/metrics.md docs/museum.md clean
+.PHONY: setup pretrain chaos gpu test test-long museum museum-prove test-fake-gpu test-kernels test-megablocks test-all test-faults test-engines examples lint types check megablocks docs/spec.md docs/families.md docs/metrics.md docs/museum.md test-foreign clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -110,6 +112,11 @@ build/megablocks/.ready: $(VENV)/.ready
 test-megablocks: build/megablocks/.ready $(TRITON)/.ready
 	PYTHONPATH=tests/support/megablocks/compiled:build/megablocks:$(TRITON) TRITON_INTERPRET=1 \
 	    $(PY) -m pytest tests/interop/test_megablocks.py $(PYTEST)
+
+# Fetched into build/foreign, and never committed.
+FOREIGN ?= --quick
+test-foreign: setup
+	$(PY) -m tests.foreign $(FOREIGN)
 
 test-all: setup
 	$(PY) -m pytest -m ""

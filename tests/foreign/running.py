@@ -36,7 +36,7 @@ def run_suite(
 
     With a folder ``keep`` what a part did is kept there, and a part that is there is not run again.
 
-    Raises ValueError for a wrong line of the exclusions, and NotHereError where the tests are missing.
+    Raises ValueError for a wrong line of the exclusions, and NotHereError for missing tests.
     """
     exclusions = read_exclusions(suite.exclusions)
     source, packages = source_of(suite, checkout), packages_of(suite)

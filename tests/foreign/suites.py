@@ -96,3 +96,17 @@ ROUTER_REPLAY = Suite(
     shim=True,
 )
 SUITES[ROUTER_REPLAY.name] = ROUTER_REPLAY
+
+TORCH_CHECKPOINTS = Suite(
+    name="torch-checkpoints",
+    about="PyTorch's tests of resharding, on four ranks, with checkpoints of ckpt",
+    folder=HERE / "torch_checkpoints",
+    wheels=("expecttest==0.3.0",),
+    repository="pytorch/pytorch",
+    commit="0554fa805623c950ec6246323985320324459ab4",
+    paths=("test/distributed/checkpoint/test_dtensor_resharding.py",),
+    files=("test/distributed/checkpoint/test_dtensor_resharding.py",),
+    theirs=True,
+    shim=True,
+)
+SUITES[TORCH_CHECKPOINTS.name] = TORCH_CHECKPOINTS
