@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         begin = time.monotonic()
         try:
             result = run_suite(
-                suite, parts, checkout=options.source, jobs=options.jobs,
+                suite, parts, checkouts=options.source, jobs=options.jobs,
                 arguments=["-k", options.only] if options.only else [], keep=options.keep,
             )  # fmt: skip
         except NotHereError as reason:
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         seconds = time.monotonic() - begin
         _tell(suite, result, seconds)
         good &= result.good
-        rows.append(_row(suite, result, parts, seconds))
+        rows.append(_row(suite, result, parts))
     print(f"together: {sum(row['passed'] for row in rows)} passed over Convoy")
     if options.json:
         options.json.write_text(_table(rows))
@@ -63,7 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     add("suites", nargs="*", metavar="SUITE", help=f"of {names}; by default all")
     add("--quick", action="store_true", help="the quick parts of each suite only")
     add("--part", action="append", help="of one suite, such as a model family")
-    add("--source", type=Path, metavar="DIR", help="a checkout, for tests that no package has")
+    add("--source", type=Path, metavar="DIR", action="append", default=[],
+        help="a checkout, for tests that no package has; may be given several times")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="the table, as JSON")
     add("--keep", type=Path, metavar="DIR", help="keep what parts did, and run no part kept there")
     add("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
@@ -97,11 +98,11 @@ def _tell(suite: Suite, result: Tally, seconds: float) -> None:
         print(f"  stale exclusion: {line}")
 
 
-def _row(suite: Suite, result: Tally, parts: list[str], seconds: float) -> dict[str, Any]:
+def _row(suite: Suite, result: Tally, parts: list[str]) -> dict[str, Any]:
     origin = suite.sdist or (f"{suite.repository}@{suite.commit}" if suite.repository else "")
     return {
         "suite": suite.name, "about": suite.about, "origin": origin or "an installed package",
-        "parts": [part for part in parts if part], **result.row(), "seconds": round(seconds),
+        "parts": [part for part in parts if part], **result.row(),
     }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.foreign.suites import Suite
@@ -18,19 +19,22 @@ class NotHereError(Exception):
     """Tests that are in no package, and no checkout was given. The message says what to do."""
 
 
-def source_of(suite: Suite, checkout: Path | None) -> Path | None:
-    """The folder with a suite's tests; None where they are in an installed package."""
+def source_of(suite: Suite, checkouts: Sequence[Path]) -> Path | None:
+    """The folder with a suite's tests; None where they are in an installed package.
+
+    Raises NotHereError where they are in no package, and in none of ``checkouts``.
+    """
     if suite.sdist:
         return _sdist(suite.sdist)
     if not suite.repository:
         return None
-    wanted = f"--source with a checkout of {suite.repository} at {suite.commit}"
-    if checkout is None:
-        raise NotHereError(f"{suite.name} must have {wanted}: its tests are in no package")
-    missing = [path for path in suite.paths if not (checkout / path).exists()]
-    if missing:
-        raise NotHereError(f"{suite.name} must have {wanted}: {checkout} has no {missing[0]}")
-    return checkout.resolve()
+    for checkout in checkouts:
+        if all((checkout / path).exists() for path in suite.files):
+            return checkout.resolve()
+    raise NotHereError(
+        f"{suite.name} must have --source with a checkout of {suite.repository} at {suite.commit}: "
+        f"no package has {suite.files[0]}"
+    )
 
 
 def packages_of(suite: Suite) -> Path:

@@ -27,7 +27,7 @@ def run_suite(
     suite: Suite,
     parts: Sequence[str],
     *,
-    checkout: Path | None = None,
+    checkouts: Sequence[Path] = (),
     jobs: int = 1,
     arguments: Sequence[str] = (),
     keep: Path | None = None,
@@ -39,7 +39,7 @@ def run_suite(
     Raises ValueError for a wrong line of the exclusions, and NotHereError for missing tests.
     """
     exclusions = read_exclusions(suite.exclusions)
-    source, packages = source_of(suite, checkout), packages_of(suite)
+    source, packages = source_of(suite, checkouts), packages_of(suite)
     complete = set(parts) == set(suite.parts) and not arguments
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(jobs) as pool:
 
@@ -84,11 +84,10 @@ def _run_part(
     }
     if source:
         env[SOURCE] = str(source)
-    plugins = [argument for name in suite.plugins for argument in ("-p", name)]
     command = [
         sys.executable, "-m", "pytest", "-c", str(HERE / "foreign.ini"), "--rootdir", str(top),
         "--confcutdir", str(top), "-p", "no:cacheprovider", "-p", "tests.foreign.recorder",
-        *plugins, *files, *arguments,
+        *files, *arguments,
     ]  # fmt: skip
     with output.open("w") as file:
         code = subprocess.run(

@@ -22,8 +22,6 @@ class Suite:
     theirs: bool = False
     shim: bool = False
     """Whether modules in the adapter's folder ``shim`` stand for modules that the tests import."""
-    plugins: tuple[str, ...] = ()
-    """Modules of the adapter that pytest loads."""
     wheels: tuple[str, ...] = ()
     """What pytest needs besides, by pinned version."""
     sdist: str = ""
@@ -31,8 +29,6 @@ class Suite:
     repository: str = ""
     commit: str = ""
     """Of the repository that has the tests, where no package does: a reader gets it."""
-    paths: tuple[str, ...] = ()
-    """The files of the repository that the suite needs."""
     parts: tuple[str, ...] = ("",)
     """What runs in a process each; ``FOREIGN_PART`` is its name there."""
     quick: tuple[str, ...] | None = None
@@ -90,7 +86,6 @@ ROUTER_REPLAY = Suite(
     folder=HERE / "router_replay",
     repository="NVIDIA-NeMo/Automodel",
     commit="36044ad3d139363fb6c73c24af2e7c6b65ec52f6",
-    paths=("tests/unit_tests/moe/test_router_replay.py",),
     files=("tests/unit_tests/moe/test_router_replay.py",),
     theirs=True,
     shim=True,
@@ -104,7 +99,6 @@ TORCH_CHECKPOINTS = Suite(
     wheels=("expecttest==0.3.0",),
     repository="pytorch/pytorch",
     commit="0554fa805623c950ec6246323985320324459ab4",
-    paths=("test/distributed/checkpoint/test_dtensor_resharding.py",),
     files=("test/distributed/checkpoint/test_dtensor_resharding.py",),
     theirs=True,
     shim=True,

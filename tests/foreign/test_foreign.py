@@ -61,12 +61,12 @@ def suite(tmp_path: Path) -> Suite:
     (adapter / "exclusions.txt").write_text(EXCLUSIONS)
     return Suite(
         name="fake", about="a fake", folder=adapter, repository="some/fake", commit="abc123",
-        paths=("cases.py",), theirs=True,
+        theirs=True,
     )  # fmt: skip
 
 
 def run(suite: Suite, **options: object):
-    return run_suite(suite, suite.parts, checkout=suite.folder.parent / "checkout", **options)
+    return run_suite(suite, suite.parts, checkouts=[suite.folder.parent / "checkout"], **options)
 
 
 def exclude(suite: Suite, *lines: str) -> None:
@@ -141,9 +141,9 @@ def test_what_a_part_did_is_kept(suite, tmp_path):
 
 
 def test_tests_that_are_missing_are_one_line(suite, tmp_path, monkeypatch, capsys):
-    for checkout in (None, tmp_path / "adapter"):
+    for checkouts in ([], [tmp_path / "adapter"]):
         with pytest.raises(NotHereError, match="checkout of some/fake at abc123"):
-            run_suite(suite, [""], checkout=checkout)
+            run_suite(suite, [""], checkouts=checkouts)
     monkeypatch.setattr(command, "SUITES", {"fake": suite})
     assert command.main([]) == 0
     assert command.main(["fake"]) == 1
@@ -156,6 +156,6 @@ def test_every_suite_says_where_its_tests_are_from():
         assert not (suite.sdist and suite.repository)
         for requirement in (suite.sdist, *suite.wheels):
             assert not requirement or "==" in requirement, requirement
-        assert not suite.repository or (len(suite.commit) == 40 and suite.paths)
+        assert not suite.repository or len(suite.commit) == 40
         assert set(suite.quick or ()) <= set(suite.parts)
         assert dataclasses.replace(suite) == suite
