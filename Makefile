@@ -12,8 +12,8 @@
 #                 what layers, steps and recipes launch on fake GPUs of up to 1,024 ranks
 # make test-kernels   the kernels for CUDA, in Triton's interpreter and compiled, without a GPU
 # make test-megablocks  MegaBlocks as released, on a CPU: its kernels in Triton's interpreter
-# make test-foreign  suites that others wrote, over Convoy: the quick parts of those that packages have;
-#                 FOREIGN= are arguments of python -m tests.foreign, such as FOREIGN=sample-order
+# make test-foreign  suites that others wrote, over Convoy: those that packages have; FOREIGN= are
+#                 arguments of python -m tests.foreign, such as FOREIGN=sample-order
 # make test-engines  runs on a real Slurm and Ray of this machine, which it installs, and a real
 #                 Prometheus and Chromium that look at runs
 # make chaos      the tiny recipe under 30 random faults, and without; OUT= is a new folder
@@ -114,7 +114,7 @@ test-megablocks: build/megablocks/.ready $(TRITON)/.ready
 	    $(PY) -m pytest tests/interop/test_megablocks.py $(PYTEST)
 
 # Fetched into build/foreign, and never committed.
-FOREIGN ?= --quick
+FOREIGN ?=
 test-foreign: setup
 	$(PY) -m tests.foreign $(FOREIGN)
 

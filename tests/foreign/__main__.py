@@ -61,7 +61,6 @@ def _parser() -> argparse.ArgumentParser:
     names = ", ".join(SUITES)
     add = parser.add_argument
     add("suites", nargs="*", metavar="SUITE", help=f"of {names}; by default all")
-    add("--quick", action="store_true", help="the quick parts of each suite only")
     add("--part", action="append", help="of one suite, such as a model family")
     add("--source", type=Path, metavar="DIR", action="append", default=[],
         help="a checkout, for tests that no package has; may be given several times")  # fmt: skip
@@ -74,12 +73,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _parts(suite: Suite, options: argparse.Namespace) -> list[str]:
     if options.part:
-        unknown = set(options.part) - set(suite.parts)
+        known = (*suite.parts, *suite.more)
+        unknown = set(options.part) - set(known)
         if unknown:
-            sys.exit(f"--part ({min(unknown)}) must be of {suite.name}: {', '.join(suite.parts)}")
+            sys.exit(f"--part ({min(unknown)}) must be of {suite.name}: {', '.join(known)}")
         return list(options.part)
-    if options.quick and suite.quick is not None:
-        return list(suite.quick)
     return list(suite.parts)
 
 

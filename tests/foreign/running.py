@@ -81,6 +81,8 @@ def _run_part(
         "TMPDIR": str(scratch),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
+        # Of PyTorch's cases on several ranks, in seconds: a busy machine starts ranks slowly.
+        "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "800",
     }
     if source:
         env[SOURCE] = str(source)
