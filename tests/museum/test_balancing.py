@@ -17,7 +17,7 @@ from moe import MoELayer
 from parallel import apply_recompute
 from router import RouterOutput
 from tests.museum.cases import Edit, case
-from tests.museum.shared_routing import layer_of, routed, router_of, tokens
+from tests.museum.shared_routing import layer_of, routed, tokens
 from tests.support.hf import make_model
 from tests.support.hf import tokens as token_ids
 
@@ -52,7 +52,7 @@ def test_the_loss_tells_even_loads_from_uneven_ones():
     losses = []
     for logits_TE in (even_TE, uneven_TE):
         got = routed(logits_TE, top_k=1, norm_topk_prob=False)
-        losses.append(float(got.load_balance_loss))
+        losses.append(got.load_balance_loss.item())
         assert losses[-1] == pytest.approx(_switch_loss(got, logits_TE), rel=1e-5)
     assert losses[0] == pytest.approx(1.0, rel=1e-5)
     assert losses[1] > 3.0
@@ -68,8 +68,8 @@ def test_each_coefficient_is_applied_once():
     layer = layer_of(aux_loss_coeff=0.1, seq_aux_loss_coeff=0.02, z_loss_coeff=0.003)
     aux = layer(tokens()).aux
     parts = (aux.load_balance_loss, aux.sequence_balance_loss, aux.z_loss)
-    wanted = sum(c * float(loss) for c, loss in zip((0.1, 0.02, 0.003), parts, strict=True))
-    assert float(aux.aux_loss) == pytest.approx(wanted, rel=1e-5)
+    wanted = sum(c * loss.item() for c, loss in zip((0.1, 0.02, 0.003), parts, strict=True))
+    assert aux.aux_loss.item() == pytest.approx(wanted, rel=1e-5)
 
 
 @case(
@@ -88,7 +88,7 @@ def test_layers_are_balanced_one_by_one():
     for used in range(3):
         layer = layer_of(num_experts=3, top_k=1, norm_topk_prob=False, router_bias=True)
         layer.router.bias.data[used] = 20.0
-        loss = float(layer(tokens()).aux.load_balance_loss)
+        loss = layer(tokens()).aux.load_balance_loss.item()
         assert loss == pytest.approx(3.0, rel=1e-3), f"layer {used} of 3"
 
 
@@ -148,7 +148,7 @@ def test_padding_is_in_no_loss_of_an_adopted_model():
         padded = torch.nn.functional.pad(ids_BS, (pads, 0))
         with moe.collect_aux(model) as auxes:
             model(padded, attention_mask=torch.nn.functional.pad(mask_BS, (pads, 0)))
-        losses.append([float(aux.load_balance_loss) for aux in auxes])
+        losses.append([aux.load_balance_loss.item() for aux in auxes])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
@@ -215,9 +215,32 @@ def test_a_coefficient_that_was_asked_for_is_used_in_every_family():
             model(token_ids())
         assert auxes
         for aux in auxes:
-            assert float(aux.aux_loss) == pytest.approx(0.5 * float(aux.load_balance_loss))
+            assert aux.aux_loss.item() == pytest.approx(0.5 * aux.load_balance_loss.item())
 
 
-def test_the_router_of_the_cases_has_the_logits_that_it_is_given():
-    logits_TE = tokens(5, 4)
-    assert torch.equal(router_of(4, top_k=2)(logits_TE).logits_TE, logits_TE)
+@case(
+    "pytorch/torchtitan#4148",
+    "Forwards in evaluation were added to the loads of experts, and moved the biases of the next "
+    "training step.",
+    Edit(
+        "router/topk.py",
+        COUNTS,
+        COUNTS + "\n        self.seen = getattr(self, 'seen', 0) + counts_E",
+    ),
+    Edit(
+        "router/topk.py",
+        "self.balancing.bias_change(counts.to(self.expert_bias.device))",
+        "self.balancing.bias_change(self.seen)",
+    ),
+)
+def test_evaluation_moves_no_bias():
+    """Biases move by a training step's loads, whatever experts an evaluation used in between."""
+    layer = layer_of(expert_bias=True, bias_update_rate=0.001).train()
+    loads_E = layer(tokens()).aux.tokens_per_expert_E
+    idle = int(loads_E.argmin())
+    assert int(loads_E[idle]) < 12
+    layer.eval()
+    liked_D = layer.router.weight.detach()[idle] * 100
+    assert int(layer(liked_D.repeat(500, 1)).aux.tokens_per_expert_E[idle]) == 500
+    layer.train().router.update_bias(loads_E)
+    assert layer.router.expert_bias[idle] > 0

@@ -70,7 +70,7 @@ def _weights_by_hand(logits_TE: Tensor, indices_TK: Tensor) -> Tensor:
 def test_the_balancing_bias_is_not_in_the_weights():
     """A bias changes which experts a token takes, and the weights are of the scores without it."""
     logits_TE = tokens(32, 6)
-    plain = routed(logits_TE, top_k=2, score_func="sigmoid")
+    plain = routed(logits_TE, [0.0] * 6, top_k=2, score_func="sigmoid")
     biased = routed(logits_TE, [0.6, 0, 0, -0.6, 0, 0.3], top_k=2, score_func="sigmoid")
     assert not torch.equal(plain.expert_indices_TK, biased.expert_indices_TK)
     wanted_TK = _weights_by_hand(logits_TE, biased.expert_indices_TK)
@@ -172,7 +172,7 @@ def test_routed_outputs_are_scaled_once():
     Edit("router/config.py", "if self.top_k == 1 and self.norm_topk_prob:", "if False:"),
 )
 def test_a_router_that_could_not_learn_is_refused():
-    """A normalized weight of a single expert is refused; without normalization the router learns."""
+    """A normalized weight of one expert is refused; without normalization the router learns."""
     with pytest.raises(ValueError, match="router would get no gradient"):
         MoEConfig(d_model=16, d_ff=24, num_experts=4, top_k=1)
     layer = layer_of(top_k=1, norm_topk_prob=False, aux_loss_coeff=0.0)
