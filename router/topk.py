@@ -20,6 +20,7 @@ from router.capacity_dropless import Dropless
 from router.checks import check_counts, check_counts_of_step, check_mask, check_replay
 from router.config import RouterConfig
 from router.groups import HoldsGroups, LostGroup
+from router.kept_choices import Choice, KeptChoices
 from router.losses import mean_over_tokens
 from router.output import RouterOutput, routed_with_padding
 from router.padding import token_rows_of
@@ -46,6 +47,8 @@ class TopKRouter(HoldsGroups, nn.Module):
     """
 
     GROUPS = ("balance_group", "token_group")
+    kept_choices: KeptChoices | None = None
+    """Where calls keep their choices, or take them from; see :meth:`keeping_choices`."""
     bias: Tensor | None
     expert_bias: Tensor | None
 
@@ -213,14 +216,8 @@ class TopKRouter(HoldsGroups, nn.Module):
         preferences_TE = self._preferences(logits_TE, bad_T, mask_T)
         if mask_T is not None:
             bad_T = bad_T & mask_T
-        wanted_TK, kept_TK = self._choose(preferences_TE, replay_TK, mask_T)
+        wanted_TK, placed = self._chosen(preferences_TE, scores_TE, bad_T, replay_TK, mask_T)
         counts_E = count_tokens_per_expert(wanted_TK, E + 1)[:E]
-        # Tokens whose logits are not finite give way to all others.
-        priority_TE = scores_TE.detach().masked_fill(bad_T.unsqueeze(1), -1)
-        num_tokens = None if mask_T is None else mask_T.sum()
-        placed = self.capacity.placed(
-            Assignments(kept_TK, preferences_TE, priority_TE, self.training, num_tokens)
-        )
         indices_TK, dropped_TK = placed.expert_indices_TK, placed.dropped_TK
         gaps = replay_TK is not None or mask_T is not None
         if gaps or self.routing.traits.experts_choose:
@@ -325,6 +322,35 @@ class TopKRouter(HoldsGroups, nn.Module):
             aux_loss=balance.total,
             entropy=balance.entropy,
         )
+
+    def keeping_choices(self) -> tuple[KeptChoices, KeptChoices]:
+        """Contexts of a forward, and of the forward that computes it again: that one takes the
+        experts of the first. ``parallel.apply_recompute`` enters them. Kernels, which break ties in
+        one way, and compiled routers choose again."""
+        choices: list[Choice] = []
+        return KeptChoices(self, choices, again=False), KeptChoices(self, choices, again=True)
+
+    def _chosen(
+        self,
+        preferences_TE: Tensor,
+        scores_TE: Tensor,
+        bad_T: Tensor,
+        replay_TK: Tensor | None,
+        mask_T: Tensor | None,
+    ) -> Choice:
+        """The experts of each token, and where capacity places them."""
+
+        def choose() -> Choice:
+            wanted_TK, kept_TK = self._choose(preferences_TE, replay_TK, mask_T)
+            # Tokens whose logits are not finite give way to all others.
+            priority_TE = scores_TE.detach().masked_fill(bad_T.unsqueeze(1), -1)
+            num_tokens = None if mask_T is None else mask_T.sum()
+            asked = Assignments(kept_TK, preferences_TE, priority_TE, self.training, num_tokens)
+            return Choice(wanted_TK, self.capacity.placed(asked))
+
+        if torch.compiler.is_compiling() or self.kept_choices is None:
+            return choose()
+        return self.kept_choices.of_call(choose)
 
     def _choose(
         self, preferences_TE: Tensor, replay_TK: Tensor | None, token_mask_T: Tensor | None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,8 @@ def apply_recompute(blocks: Sequence[nn.Module], how: Recompute, every: int = 1)
     """Let blocks save their inputs, and run their forward again in the backward.
 
     Gradients are bitwise equal to those without recomputation. Collectives of the forward run twice
-    as well, in equal order on all ranks.
+    as well, in equal order on all ranks. A router takes the experts of the first forward again,
+    also where a device would break ties of scores otherwise.
 
     Args:
         blocks: the blocks in the order of the forward; before :func:`parallel.apply_fsdp`.
@@ -64,7 +66,7 @@ def apply_recompute(blocks: Sequence[nn.Module], how: Recompute, every: int = 1)
         # forward is replaced: a wrapper module would change the parameters' names.
         # A partial of a bound method, and not a closure: a deep copy of a block must compute with
         # the copy's parameters, and copy.deepcopy looks into the former alone.
-        block.forward = partial(_run_recomputed, block.forward, contexts)
+        block.forward = partial(_run_recomputed, block, block.forward, contexts)
         vars(block)[_RECOMPUTED] = True
 
 
@@ -103,15 +105,52 @@ def _run_on_host(block: nn.Module, forward: Callable[..., Any], *args: Any, **kw
 
 
 def _run_recomputed(
-    forward: Callable[..., Any], contexts: Callable[[], Any], *args: Any, **kwargs: Any
+    block: nn.Module,
+    forward: Callable[..., Any],
+    contexts: Callable[[], Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    if not torch.compiler.is_compiling():  # torch.compile knows the contexts of torch alone
+        contexts = partial(_keeping_choices, block, contexts)
     # early_stop=False: another rank may need more of its forward than this rank, and would then
     # wait for this rank in a collective that this rank skips.
     return checkpoint(
         forward, *args, use_reentrant=False, context_fn=contexts, early_stop=False, **kwargs
     )
+
+
+class _All:
+    """Several contexts in one, which may be entered more than once."""
+
+    def __init__(self, contexts: Sequence[AbstractContextManager[Any]]) -> None:
+        self.contexts = contexts
+
+    def __enter__(self) -> None:
+        for context in self.contexts:
+            context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for context in reversed(self.contexts):
+            context.__exit__(*error)
+
+
+def _keeping_choices(block: nn.Module, contexts: Callable[[], Any]) -> tuple[Any, Any]:
+    """``contexts``, and those in which routers of a block keep their choices and take them again.
+
+    A router is a module with a method ``keeping_choices``, as :class:`router.TopKRouter` has it.
+    """
+    pairs = [contexts()]
+    for module in block.modules():
+        keeping = getattr(module, "keeping_choices", None)
+        if callable(keeping):
+            pairs.append(keeping())
+    if len(pairs) == 1:
+        return cast(tuple[Any, Any], pairs[0])
+    first, again = zip(*pairs, strict=True)
+    return _All(first), _All(again)
 
 
 def _selective_contexts() -> tuple[Any, Any]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from moe import MoEConfig
+from moe import MoEConfig, MoELayer
 from parallel import apply_activation_offload, apply_recompute
 from pretrain.model.config import ModelConfig
 from pretrain.model.decoder import Decoder
 from pretrain.model.flops import forward_flops
+from router import TopK
 
 B, S = 2, 24
 MODEL = ModelConfig(vocab_size=300, d_model=32, num_layers=4, num_heads=4, num_kv_heads=2,
@@ -129,3 +132,52 @@ def test_a_second_backward_through_the_same_forward_says_so():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="backward an extra time"):
         loss.backward()
+
+
+class Turning(TopK):
+    """Breaks ties otherwise at every call, as a device may that computes a layer again."""
+
+    turned = False
+
+    def choose(self, preferences_TE, token_mask_T):
+        self.turned = not self.turned
+        chosen_TK = super().choose(preferences_TE.flip(-1) if self.turned else preferences_TE, None)
+        return preferences_TE.shape[1] - 1 - chosen_TK if self.turned else chosen_TK
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+@pytest.mark.parametrize(
+    "capacity", [{}, {"policy": "fixed", "capacity_factor": 1.0}], ids=["dropless", "fixed"]
+)
+def test_a_recomputed_router_takes_the_experts_of_its_first_forward(how, capacity):
+    config = MoEConfig(
+        d_model=16, d_ff=24, num_experts=6, top_k=2, capacity=capacity,
+        routing=f"{__name__}:Turning", z_loss_coeff=0.1,
+    )  # fmt: skip
+    found = []
+    for way in ("none", how):
+        torch.manual_seed(3)
+        layer = MoELayer(config)
+        layer.router.weight.data.zero_()
+        apply_recompute([layer], way)
+        copied = copy.deepcopy(layer)
+        hidden, aux = copied(torch.randn(40, 16))
+        (hidden.square().sum() + aux.aux_loss).backward()
+        assert layer.router.kept_choices is copied.router.kept_choices is None
+        found.append({name: p.grad for name, p in copied.named_parameters()})
+        assert all(p.grad is None for p in layer.parameters())
+    for name, wanted in found[0].items():
+        assert torch.equal(found[1][name], wanted), name
+
+
+def test_a_graph_that_is_kept_takes_its_choices_twice():
+    config = MoEConfig(d_model=16, d_ff=24, num_experts=6, top_k=2, routing=f"{__name__}:Turning")
+    layer = MoELayer(config)
+    layer.router.weight.data.zero_()
+    apply_recompute([layer], "full")
+    loss = layer(torch.randn(40, 16)).hidden.square().sum()
+    loss.backward(retain_graph=True)
+    once = {name: p.grad.clone() for name, p in layer.named_parameters()}
+    loss.backward()
+    for name, p in layer.named_parameters():
+        torch.testing.assert_close(p.grad, 2 * once[name])
