@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe import MoEConfig, MoELayer
-from router import RouterConfig, RouterOutput, TopKRouter
+from router import RouterConfig, RouterOutput, TopK, TopKRouter
 
 
 def router_of(num_experts: int, **fields: Any) -> TopKRouter:
@@ -75,3 +75,16 @@ def by_loops(layer: MoELayer, x_TD: Tensor, weight_of: Any) -> Tensor:
 def normalized(scores: Tensor, chosen: list[int], expert: int) -> Tensor:
     """The part of an expert's score in the sum of the chosen experts' scores."""
     return scores[expert] / sum(scores[e] for e in chosen)
+
+
+class Turning(TopK):
+    """Top-k on a device that breaks ties of scores otherwise at every call."""
+
+    turned = False
+
+    def choose(self, preferences_TE: Tensor, token_mask_T: Tensor | None) -> Tensor:
+        """The last of tied experts, and at the next call the first."""
+        self.turned = not self.turned
+        if not self.turned:
+            return super().choose(preferences_TE, token_mask_T)
+        return preferences_TE.shape[1] - 1 - super().choose(preferences_TE.flip(-1), token_mask_T)

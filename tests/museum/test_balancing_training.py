@@ -132,8 +132,8 @@ def _switch_loss(logits_TE: Tensor, top_k: int) -> float:
 
 @case(
     "huggingface/transformers#28255",
-    "Mixtral's loss multiplied mean loads by mean probabilities over the wrong dimensions, and "
-    "hardly changed with the routing.",
+    "Mixtral's loss took the loads of experts from a wrong sum, and was not the fraction of tokens "
+    "times the mean probability.",
     Edit(
         "router/losses.py",
         "torch.dot(f_E, mean_over_tokens(probs_TE, token_mask_T))",
@@ -151,7 +151,6 @@ def test_the_loss_of_an_adopted_model_is_that_of_its_formula():
         model(token_ids())
     got = [aux.load_balance_loss.item() for aux in auxes]
     assert got == pytest.approx(wanted, rel=1e-3)
-    assert max(got) > 1.1
 
 
 @case(

@@ -66,8 +66,7 @@ def _check(ranks: list[dict[str, Tensor]], wanted: dict[str, Tensor]) -> None:
 
 @case(
     "NVIDIA-NeMo/Automodel#935",
-    "A rank whose experts got no token left the graph, and training hung in the backward of the "
-    "ranks that waited for it.",
+    "Training hung where one expert-parallel rank had no expert that a token chose.",
     Edit(
         "moe/experts/grouped.py",
         "        weights = self.local_weights()._replace(**adapters)\n",

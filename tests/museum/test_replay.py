@@ -133,20 +133,13 @@ def test_a_route_of_fewer_experts_is_replayed_with_those_alone():
     "NVIDIA-NeMo/Automodel#3140",
     "Tokens with tied scores took other experts when the layer was computed again in the backward, "
     "and buffers no longer had the shape of the forward's.",
-    Edit(
-        "router/routing_top_k.py",
-        "return preferences_TE.topk(self.config.top_k, dim=-1).indices",
-        "K, E = self.config.top_k, preferences_TE.shape[1]\n"
-        "        self.turned = not getattr(self, 'turned', False)\n"
-        "        turned_TK = E - 1 - preferences_TE.flip(-1).topk(K, dim=-1).indices\n"
-        "        return turned_TK if self.turned else preferences_TE.topk(K, dim=-1).indices",
-    ),
+    Edit("router/topk.py", "return self.kept_choices.of_call(choose)", "return choose()"),
 )
 def test_tied_tokens_take_the_same_experts_when_they_are_computed_again():
-    """With all scores tied full recomputation gives the very gradients of a run without it."""
+    """Recomputation takes the forward's experts where a device breaks ties otherwise each time."""
     gradients = []
     for how in ("none", "full"):
-        layer = layer_of()
+        layer = layer_of(routing="tests.museum.shared_routing:Turning")
         layer.router.weight.data.zero_()
         apply_recompute([layer], how)
         layer(tokens()).hidden.square().sum().backward()
