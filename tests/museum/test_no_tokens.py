@@ -24,8 +24,11 @@ OF_RANK_0 = torch.tensor([20.0, 20.0, 0.0, 0.0])
 
 
 def _layer(liked_E: Tensor, **fields: Any) -> MoELayer:
-    """A layer whose router adds a bias to the logits of four experts."""
-    layer = layer_of(router_bias=True, aux_loss_coeff=0.0, **fields)
+    """A layer whose router adds a bias to the logits of four experts.
+
+    Weights are not scaled to a sum of 1: what is added to all of them would not be seen.
+    """
+    layer = layer_of(router_bias=True, norm_topk_prob=False, aux_loss_coeff=0.0, **fields)
     layer.router.bias.data.copy_(liked_E)
     return layer
 
