@@ -179,7 +179,7 @@ def test_goes_of_a_few_steps_go_on_in_the_data():
 @case(
     "huggingface/datasets#7656",
     "A mapped stream did not pass its place on to a checkpoint, so that a resume left out many "
-    "samples that had been read and not been trained on.",
+    "samples.",
     Edit(
         LOADER,
         "return batches, after",

@@ -132,7 +132,7 @@ def starts(tmp_path_factory):
 def test_a_second_resume_goes_on_in_the_data(starts):
     """A run that is resumed a second time trains on the samples that follow."""
     _, taken, expected = starts
-    assert np.array_equal(taken[2], expected[2])
+    assert np.array_equal(taken[2], expected[2]), "other samples than those that follow"
 
 
 @case(
@@ -150,7 +150,7 @@ def test_a_second_resume_goes_on_in_the_data(starts):
 def test_a_resumed_run_trains_on_the_very_next_samples(starts):
     """The first step after a resume trains on the samples after those of the last step before."""
     _, taken, expected = starts
-    assert np.array_equal(taken[1][:BATCH], expected[1][:BATCH])
+    assert np.array_equal(taken[1][:BATCH], expected[1][:BATCH]), "samples were passed over"
 
 
 @case(
@@ -167,4 +167,4 @@ def test_a_resume_in_the_second_epoch_keeps_its_order(starts):
     """A run that resumes within its second epoch trains on the rest of that epoch, in order."""
     count, taken, expected = starts
     assert sum(map(len, taken[:2])) > count, "the resume is in the second epoch"
-    assert np.array_equal(taken[2], expected[2])
+    assert np.array_equal(taken[2], expected[2]), "other samples than those that follow"

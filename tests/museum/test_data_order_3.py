@@ -61,7 +61,7 @@ def test_no_held_out_document_is_trained_on(corpora):
     files = {path.read_text(errors="replace") for path in Path(corpora.data.source).iterdir()}
     assert found["train"]
     assert found["val"]
-    assert not found["train"] & found["val"]
+    assert len(found["train"] & found["val"]) == 0
     assert found["train"] | found["val"] == files
 
 
