@@ -188,7 +188,9 @@ def test_the_newest_checkpoint_is_a_written_one_while_a_save_is_under_way(tmp_pa
 @case(
     "google/orbax#605",
     "A save in the background failed, and the training went on without a word of it.",
-    Edit("ckpt/state_dict/saver.py", 'if event.what == "failed" and', 'if event.what == "lost" and'),
+    Edit(
+        "ckpt/state_dict/saver.py", 'if event.what == "failed" and', 'if event.what == "lost" and'
+    ),
 )
 def test_a_background_save_that_fails_is_an_error_of_the_next_call(tmp_path):
     """A background save that could not be written is an error of the next save, which names the
