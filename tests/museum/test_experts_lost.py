@@ -12,11 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import ckpt
+from ckpt.rewrite.reshard import write_checkpoint
 from convoy.commands.command_line import main
+from parallel import Topology
 from tests.museum.cases import Edit, case
 from tests.museum.shared_experts import (
     MIXTRAL,
@@ -28,6 +30,7 @@ from tests.museum.shared_experts import (
     write_mixtral,
 )
 from tests.support.ranks import run_ranks
+from tests.support.trained import checkpoint
 
 _OWN_CELL = "if flat_index(coordinates, grid) % count == index:"
 
@@ -148,14 +151,10 @@ def _assert_experts(out: Path, tensors: dict[str, Tensor]) -> None:
     Edit(
         "convoy/convert/hf/files.py",
         "    for name, shape in wanted.items():\n",
-        "    for name, shape in {n: s for n, s in wanted.items() if n in source.arrays}.items():\n",
-    ),
-    Edit(
-        "convoy/convert/hf/files.py",
-        "        members.setdefault(tensor.array, {})[tensor.indices] = tensor.name\n",
-        "        other = {True: tensor.name, False: tensor.name.replace('.2.', '.0.')}\n"
-        "        same = other[tensor.name in source.arrays]\n"
-        "        members.setdefault(tensor.array, {})[tensor.indices] = same\n",
+        "    for name in wanted.keys() - source.arrays.keys():\n"
+        "        for known in (source.arrays, source.places):\n"
+        "            known[name] = known[name.replace('.2.', '.0.')]\n"
+        "    for name, shape in wanted.items():\n",
     ),
 )
 def test_an_import_without_an_expert_is_refused(tmp_path, capsys):
@@ -190,3 +189,34 @@ def test_square_experts_are_imported_as_they_are_meant(tmp_path):
     tensors = write_mixtral(tmp_path / "theirs", D=16, F=16)
     assert _import(tmp_path / "theirs", tmp_path / "ours") == 0
     _assert_experts(tmp_path / "ours", tensors)
+
+
+@case(
+    "pytorch/torchtitan#3554",
+    "Converted to the names of transformers and back, a model lost the biases by which its routers "
+    "balance the experts.",
+    Edit(
+        "convoy/convert/hf/tensors.py",
+        "        inner = name_in_layer(array)\n        if inner is None:\n            first =",
+        "        inner = name_in_layer(array)\n"
+        "        if inner == 'moe.router.expert_bias':\n            continue\n"
+        "        if inner is None:\n            first =",
+    ),
+)
+def test_an_export_has_the_biases_that_balance_the_experts(tmp_path, capsys):
+    """An export has the routers' biases bit by bit, and a family of models that has no such biases
+    is refused by name."""
+    opened = checkpoint(tmp_path, "shared experts and a bias")
+    root = tmp_path / "ours"
+    write_checkpoint(opened.source, root, Topology())
+    assert main("convert", ["export", str(root), str(tmp_path / "theirs")]) == 0
+    tensors = load_file(tmp_path / "theirs" / "model.safetensors")
+    biases = ckpt.open(root)["model/layers/moe/router/expert_bias"][:]
+    for layer_number, bias in enumerate(biases):
+        name = f"model.layers.{layer_number}.mlp.gate.e_score_correction_bias"
+        assert name in tensors
+        assert np.array_equal(tensors[name].numpy(), bias, equal_nan=True)
+    capsys.readouterr()
+    words = ["export", str(root), str(tmp_path / "other"), "--family", "qwen3_moe"]
+    assert main("convert", words) == 2
+    assert "moe." in capsys.readouterr().err
