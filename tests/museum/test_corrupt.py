@@ -91,6 +91,32 @@ def test_a_flipped_bit_is_an_error(tmp_path):
 
 
 @case(
+    "NVIDIA/Megatron-LM#5281",
+    "After a lost node a run took its checkpoint from another node's memory, where it was corrupt; "
+    "nothing checked the copy, and the run failed and restarted from the copy without an end.",
+    Edit(
+        "ckpt/format/shard_reader.py",
+        'if crc32c(b"".join(checks.values())) != expected.checksum:',
+        "if False:",
+    ),
+)
+def test_a_stale_copy_in_memory_is_refused_and_the_shared_one_loads(tmp_path):
+    """A copy of a checkpoint in memory in which a file is that of an earlier save is refused, with
+    the file's name, although each of its checksums is right; the shared copy loads."""
+    shared, memory = tmp_path / "shared", tmp_path / "memory"
+    tier = ckpt.Tier(name="memory", location=str(memory))
+    values = [torch.full((1 << 18,), float(step)) for step in (1, 2)]
+    with ckpt.AsyncSaver(shared, tiers=[tier]) as saver:
+        for step, value in enumerate(values, 1):
+            saver.save({"w": value}, step=step)
+    (old,), (new,) = ((memory / "objects").glob(f"0000000{step}-*/**/c.*") for step in (1, 2))
+    new.write_bytes(old.read_bytes())
+    with pytest.raises(ckpt.CheckpointError, match="is damaged: it is not the one that"):
+        _loaded(memory)
+    assert torch.equal(_loaded(shared)["w"], values[1])
+
+
+@case(
     "Lightning-AI/pytorch-lightning#688",
     "A checkpoint was written under its own name, so that a process that was killed in a save left "
     "half a checkpoint as the newest one.",
