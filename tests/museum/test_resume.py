@@ -51,7 +51,7 @@ def on_one(job) -> Ran:
 
 def _moments(states: list[Ran], when: str) -> dict[str, Tensor]:
     """The moments of all ranks together, by name."""
-    values = whole([getattr(each, when).arrays for each in states])
+    values = whole([getattr(ran, when).arrays for ran in states])
     return {name: value for name, value in values.items() if name.startswith("optimizer/")}
 
 
@@ -116,8 +116,8 @@ def test_the_steps_after_a_resume_are_those_of_a_run_without_one(job, resumed):
     assert resumed[0].rates == job[1][0].rates[SAVED_AT:]
     assert resumed[0].ended.updates == {float(STEPS)}
     _assert_equal(
-        whole([each.ended.arrays for each in resumed]),
-        whole([each.ended.arrays for each in job[1]]),
+        whole([ran.ended.arrays for ran in resumed]),
+        whole([ran.ended.arrays for ran in job[1]]),
     )
 
 
@@ -133,7 +133,7 @@ def test_the_steps_after_a_resume_are_those_of_a_run_without_one(job, resumed):
 )
 def test_each_rank_resumes_with_its_own_random_numbers(job, resumed):
     """Each rank resumes with the random state that it had itself, which no other rank has."""
-    saved = [each.saved.random for each in job[1] if each.saved is not None]
+    saved = [ran.saved.random for ran in job[1] if ran.saved is not None]
     assert not torch.equal(saved[0], saved[1])
     for ran, wanted in zip(resumed, saved, strict=True):
         assert torch.equal(ran.begun.random, wanted)
@@ -217,7 +217,7 @@ def test_a_reshard_cuts_moments_as_it_cuts_weights(job, tmp_path):
     source, target = job[0] / "run" / "checkpoints", tmp_path / "one"
     assert main("reshard", [str(source), str(target), "--layout", "dp_shard=1"]) == 0
     opened, layers = ckpt.open(target), "layers/moe/experts/"
-    wanted = whole([each.saved.arrays for each in job[1] if each.saved is not None])
+    wanted = whole([ran.saved.arrays for ran in job[1] if ran.saved is not None])
     for tree in ("model/", "optimizer/exp_avg/", "optimizer/exp_avg_sq/"):
         for name in ("w_gate", "w_up", "w_down"):
             values = wanted[f"{tree}{layers}{name}"]
