@@ -76,8 +76,8 @@ def run(rank: int, spec: JobSpec, saves: bool) -> Ran:
     runtime = start(spec.train.timeout_seconds)
     job = build_job(spec, runtime)
     progress = restore(job)
-    torch.rand(rank if saves else 0)
     training = Trainer(job, progress, NoCheckpoints())  # type: ignore[arg-type]
+    torch.rand(rank + 1 if saves else 0)  # what a model with dropout would have drawn
 
     def state() -> State:
         updates = {float(of["step"]) for of in job.optimizer.state.values()}
