@@ -141,7 +141,8 @@ def test_a_save_after_a_resume_has_the_trained_weights(tmp_path):
     Edit(
         "ckpt/state_dict/packing.py",
         "[shard[place] for place in places]",
-        "[shard[place] + 0 if tensor.ndim and tensor.shape[0] % 2 else shard[place] for place in places]",
+        "[shard[place] + 0 if shard.ndim and tensor.shape[0] % 2 else shard[place]\n"
+        "     for place in places]",
     ),
 )
 def test_weights_that_ranks_share_unevenly_are_resumed(tmp_path):
