@@ -6,6 +6,8 @@ import argparse
 import os
 import platform
 import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +18,24 @@ from pretrain.observe import say
 
 if TYPE_CHECKING:
     from convoy.audit import Audit
+    from convoy.chaos import Piece
 
 _EPILOG = """\
 examples:
   convoy prepare spec.toml && convoy chaos spec.toml OUT
   convoy chaos spec.toml OUT --quick
   convoy chaos spec.toml OUT --faults 100 --machines 4 --seed 7 --json chaos.json
+  convoy chaos spec.toml OUT --kills 200 --set train.exact=true --json kills.json \
+      --layout "parallel.dp_shard=2 parallel.ep=2 elastic.recovery=warm" \
+      --layout "parallel.dp_replicate=2 elastic.recovery=heal"
 
 The machines are torchrun processes of this computer with one rank each. The spec runs twice: first
 undisturbed, then under faults that the seed decides: ranks and machines are killed, hang, lose
 their network, are slow, have a full disk, or compute a gradient that is not finite.
+
+With --kills there are only SIGKILLs, to ranks of one torchrun: within steps, in saves, and while
+ranks start again. Each --layout is a piece of its own. A second start with the same OUT goes on
+with the pieces that are missing. An exact layout is compared with the spec on one rank.
 
 exit codes:
   0  the run went on after every fault, took the samples of the undisturbed run, each once, and its
@@ -43,9 +53,15 @@ def _check(args: argparse.Namespace) -> None:
     for name, least in (("faults", 1), ("machines", 2)):
         if getattr(args, name) < least:
             raise InputError(f"--{name} ({getattr(args, name)}) must be at least {least}")
+    if args.kills is not None and args.kills < 1:
+        raise InputError(f"--kills ({args.kills}) must be at least 1")
+    if (args.kills is None) != (not args.layouts):
+        raise InputError("--kills and --layout must be given together")
 
 
 def _chaos(args: argparse.Namespace) -> int:
+    if args.kills is not None:
+        return _kills(args)
     from convoy.chaos import draw_faults, run_campaign
     from pretrain.elastic import choose_layout
     from pretrain.spec import load_spec
@@ -69,6 +85,52 @@ def _chaos(args: argparse.Namespace) -> int:
         say(f"{len(faults) - len(result.faults)} faults found no rank: fewer ranks trained then")
     write_json(args.json, _as_json(args, result))
     return 0 if result.is_one_run else EXIT_LOST
+
+
+def _kills(args: argparse.Namespace) -> int:
+    from convoy.chaos import run_pieces, totals
+
+    check_writable("--json", args.json)
+    pieces = run_pieces(
+        args.spec,
+        args.overrides,
+        args.layouts,
+        args.out.resolve(),
+        kills=args.kills,
+        seed=args.seed,
+        limit_seconds=args.limit,
+        say=say,
+    )
+    say(kills_table(pieces))
+    head = {**provenance("torch"), "machine": _machine(), "seed": args.seed}
+    rows = [asdict(piece) for piece in pieces]
+    write_json(args.json, head | {"totals": totals(pieces), "rows": rows})
+    return 0 if all(piece.is_one_run for piece in pieces) else EXIT_LOST
+
+
+_COLUMNS = {
+    "kills": "kills", "starts": "starts", "healed": "healed", "steps": "steps",
+    "taken_again": "steps_taken_again", "lost": "lost_samples", "repeated": "repeated_samples",
+    "other_bits": "differing_steps", "hangs": "hangs", "leftover": "leftover_processes",
+}  # fmt: skip
+"""Columns of the table, and the piece's fields."""
+
+
+def kills_table(pieces: Sequence[Piece]) -> str:
+    """The pieces for people."""
+    width = max(len(piece.layout) for piece in pieces)
+    lines = [f"{'layout':<{width}}" + "".join(f"{name:>12}" for name in _COLUMNS)]
+    for piece in pieces:
+        values = (getattr(piece, field) for field in _COLUMNS.values())
+        lines.append(f"{piece.layout:<{width}}" + "".join(f"{value:>12,}" for value in values))
+    wrong = [f"{piece.layout}: {problem}" for piece in pieces for problem in piece.problems]
+    sums = (sum(getattr(piece, field) for piece in pieces) for field in _COLUMNS.values())
+    lines.append(f"{'all':<{width}}" + "".join(f"{value:>12,}" for value in sums))
+    return "\n".join([*lines, "", *(wrong or ["nothing lost, nothing wrong"])])
+
+
+def _machine() -> str:
+    return f"{platform.machine()}, {os.cpu_count()} cores"
 
 
 def chaos_table(result: Audit) -> str:
@@ -108,7 +170,7 @@ def chaos_table(result: Audit) -> str:
 def _as_json(args: argparse.Namespace, result: Audit) -> dict[str, Any]:
     return {
         **provenance("torch"),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "machine": _machine(),
         "seed": args.seed,
         "machines": args.machines,
         "drawn": args.faults,
@@ -142,7 +204,12 @@ main = Command(
         argument("--machines", "N", "how many; 3", type=int, default=3),
         argument("--seed", "N", "of the faults; 0", type=int, default=0),
         flag("--quick", "4 faults on 2 machines"),
-        argument("--limit", "S", "seconds a run may take; 3600", type=float, default=3600.0),
+        argument("--limit", "S", "seconds a run may take; with --kills, seconds that a run may go "
+                 "without a step of all ranks; 3600", type=float, default=3600.0),
+        argument("--kills", "N", "SIGKILLs and nothing else, divided among the layouts", type=int),
+        argument("--layout", "OVERRIDES", "what --kills run: fields of the spec with their values, "
+                 "with spaces between; may be repeated", dest="layouts", action="append",
+                 default=[]),
         json_file(),
     ],
     _chaos,
