@@ -121,17 +121,27 @@ def run_launcher(words: Sequence[str], *, forward_stop: bool) -> int:
 
 
 def make_mark(job: EngineJob, name: str) -> Path:
-    """A new empty file in RUN_DIR/launch: what the run writes in this start is newer.
+    """A new file in RUN_DIR/launch, which names the ``status.json`` of the moment: the run writes
+    another one in this start. No clock is asked, which may have been set back meanwhile.
 
     Raises ValueError where the folder cannot be written.
     """
     mark = Path(job.run_dir, "launch", f"start-{name}")
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.write_text("")
+        mark.write_text(_version(Path(job.run_dir, STATUS_FILE)))
     except OSError as error:
         raise ValueError(f"{mark} cannot be written: {error.strerror}") from None
     return mark
+
+
+def _version(path: Path) -> str:
+    """Differs for each file that was ever there; empty where none is there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ""
+    return f"{found.st_ino} {found.st_mtime_ns} {found.st_size}"
 
 
 def status_since(job: EngineJob, mark: Path) -> dict[str, Any] | None:
@@ -141,7 +151,7 @@ def status_since(job: EngineJob, mark: Path) -> dict[str, Any] | None:
     """
     path = Path(job.run_dir, STATUS_FILE)
     try:
-        if path.stat().st_mtime_ns <= mark.stat().st_mtime_ns:
+        if _version(path) == mark.read_text():
             return None
         status: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cluster.launch import EngineJob, engine_named
-from cluster.launch.node import main, status_since, torchrun_words
+from cluster.launch.node import main, make_mark, status_since, torchrun_words
 from cluster.launch.slurm_job import _Start
 from parallel.version import VERSION
 from tests.cluster.test_launch import JOB, changed
@@ -224,16 +224,32 @@ def test_a_broken_exclude_list_is_bad_input(job, tmp_path):
     assert err.count("\n") == 1
 
 
-def test_a_status_counts_from_the_mark_on(job, tmp_path):
-    mark, status = tmp_path / "mark", tmp_path / "run" / "status.json"
-    mark.touch()
-    assert status_since(job, mark) is None, "of a former start"
-    status.write_text('{"exit_code": 0}')
+def write_status(job, code: int) -> Path:
+    """As the run does: another file takes the place of the one that was there."""
+    status = Path(job.run_dir) / "status.json"
+    status.with_suffix(".new").write_text(json.dumps({"exit_code": code}))
+    status.with_suffix(".new").replace(status)
+    return status
+
+
+def test_a_status_counts_from_the_mark_on(job):
+    mark = make_mark(job, "first")
+    assert status_since(job, mark) is None, "there is none"
+    write_status(job, 0)
     assert status_since(job, mark) == {"exit_code": 0}
-    os.utime(status, ns=(1, mark.stat().st_mtime_ns))
-    assert status_since(job, mark) is None, "of the same moment"
-    status.unlink()
+    mark = make_mark(job, "second")
+    assert status_since(job, mark) is None, "of a former start"
+    write_status(job, 75).unlink()
     assert status_since(job, mark) is None
+
+
+@pytest.mark.parametrize("hours", [-5, 0, 5])
+def test_a_status_counts_where_the_clock_was_set_meanwhile(job, hours):
+    write_status(job, 0)
+    mark = make_mark(job, "mark")
+    status = write_status(job, 75)
+    os.utime(status, (mark.stat().st_mtime + 3600 * hours,) * 2)
+    assert status_since(job, mark) == {"exit_code": 75}
 
 
 # ------------------------------------------------------------------------------------------------
