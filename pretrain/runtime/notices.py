@@ -74,8 +74,8 @@ def must_stop(now: float, deadline: float, *, step_seconds: float, save_seconds:
     The step after it would end at ``now + 2 * step_seconds``, and a save would follow.
 
     Args:
-        now: Unix time.
-        deadline: Unix time at which the process must have ended.
+        now: the time by some clock.
+        deadline: the time by this clock at which the process must have ended.
         step_seconds: from the begin of a step to the begin of the next one.
         save_seconds: from the end of a step until its checkpoint is committed.
     """
@@ -90,18 +90,17 @@ class TimeLimit:
     until a second step was measured.
 
     Args:
-        deadline: Unix time at which the process must have ended.
-        began: Unix time at which the process was started.
-        now: a clock in Unix time.
+        deadline: the time by the clock ``now`` at which the process must have ended.
+        seconds: the whole limit, from the start of the process to the deadline.
+        now: a clock that nobody sets. The wall clock may jump by hours: a step would seem to last
+            as long, and the run would stop long before its limit, or go on after it.
     """
 
     def __init__(
-        self, deadline: float, *, began: float, now: Callable[[], float] = time.time
+        self, deadline: float, *, seconds: float, now: Callable[[], float] = time.monotonic
     ) -> None:
         self.deadline, self._now = deadline, now
-        self.first_save_seconds = min(
-            _FIRST_SAVE_SECONDS, _FIRST_SAVE_SHARE * max(0.0, deadline - began)
-        )
+        self.first_save_seconds = min(_FIRST_SAVE_SECONDS, _FIRST_SAVE_SHARE * max(0.0, seconds))
         self._last_begin: float | None = None
         self._steps = 0
         self._step_seconds = 0.0
@@ -115,6 +114,11 @@ class TimeLimit:
         if not self._commits:
             return self.first_save_seconds
         return 2 * (max(self._stalls, default=0.0) + max(self._commits))
+
+    @property
+    def left_seconds(self) -> float:
+        """From now to the deadline."""
+        return self.deadline - self._now()
 
     def note_stall(self, seconds: float) -> None:
         """Note what training waited for the copy of a save."""

@@ -53,9 +53,12 @@ def watch_notices(
     if path and runtime.rank % runtime.ranks_per_node == 0:
         _watch_file(NoticeFile(Path(path), since=began), path, events, stop, until)
     if runtime.is_first:
-        deadline = _deadline(limit_seconds, began, events)
+        now = time.time()
+        deadline = _deadline(limit_seconds, began, events, now)
         if deadline is not None:
-            _watch_time(TimeLimit(deadline, began=began), deadline, events, stop, former)
+            # From here on a clock counts that nobody sets.
+            limit = TimeLimit(time.monotonic() + deadline - now, seconds=deadline - began)
+            _watch_time(limit, events, stop, former)
 
 
 def _watch_file(
@@ -70,11 +73,12 @@ def _watch_file(
     stop.watch(lambda: StopCause.NOTICE_FILE if file.seen else StopCause.NONE, urgent=True)
 
 
-def _deadline(seconds: float | None, began: float, events: Events) -> float | None:
-    """The earlier of the spec's limit and the end of the Slurm job; None without any."""
+def _deadline(seconds: float | None, began: float, events: Events, now: float) -> float | None:
+    """The Unix time of the earlier of the spec's limit and the end of the Slurm job; None without
+    any."""
     ends = [] if seconds is None else [began + seconds]
     slurm = slurm_end(os.environ)
-    if slurm is not None and slurm <= time.time():
+    if slurm is not None and slurm <= now:
         events.note(f"SLURM_JOB_END_TIME ({slurm:.0f}) has passed: the run takes it for no limit")
     elif slurm is not None:
         ends.append(slurm)
@@ -83,7 +87,6 @@ def _deadline(seconds: float | None, began: float, events: Events) -> float | No
 
 def _watch_time(
     limit: TimeLimit,
-    deadline: float,
     events: Events,
     stop: StopRequest,
     former: Sequence[LoggedEvent],
@@ -96,7 +99,7 @@ def _watch_time(
     def cause() -> StopCause:
         due = limit.begin_step()
         if due and first[0]:
-            left = deadline - time.time()
+            left = limit.left_seconds
             events.note(
                 f"the time limit is {left:.0f} s away at the first step of this start, which is "
                 f"not enough for more steps and a checkpoint: one step is taken and saved; raise "

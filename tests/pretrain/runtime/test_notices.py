@@ -130,7 +130,7 @@ def test_a_run_ends_before_its_limit_and_not_long_before(
     """A save is begun after every fourth step, and is committed while later steps run."""
     clock, taken = [warm_up], 0
     limit = 5 * warm_up + steps * step + 12 * (stall + commit) + 10
-    measured = TimeLimit(limit, began=0.0, now=lambda: clock[0])
+    measured = TimeLimit(limit, seconds=limit, now=lambda: clock[0])
     written_at = 0.0
 
     def save() -> None:
@@ -156,13 +156,13 @@ def test_a_run_ends_before_its_limit_and_not_long_before(
 
 
 def test_a_first_save_has_a_share_of_the_limit():
-    assert TimeLimit(1_000.0, began=900.0).save_seconds == 10.0
-    assert TimeLimit(1e6, began=0.0).save_seconds == 60.0
-    assert TimeLimit(5.0, began=10.0).save_seconds == 0.0
+    assert TimeLimit(1_000.0, seconds=100.0).save_seconds == 10.0
+    assert TimeLimit(1e6, seconds=1e6).save_seconds == 60.0
+    assert TimeLimit(5.0, seconds=-5.0).save_seconds == 0.0
 
 
 def test_saves_are_measured_where_the_run_is_resumed_from():
-    limit = TimeLimit(1e6, began=0.0)
+    limit = TimeLimit(1e6, seconds=1e6)
     shared = {"tier": "shared", "write_seconds": 1.0}
     note_save(limit, SaveBegun(step=1, stall_seconds=2.0, tiers=["memory", "shared"]))
     assert limit.save_seconds == 60.0, "nothing is committed"
@@ -177,8 +177,10 @@ def test_saves_are_measured_where_the_run_is_resumed_from():
     assert limit.save_seconds == 8.0, "what is long ago is forgotten"
 
 
-def watched(monkeypatch, *, slurm: str | None, limit: float | None, began: float):
-    """What rank 0 is told, and the cause at its first two steps."""
+def watched(
+    monkeypatch, *, slurm: str | None, limit: float | None, began: float, jump: float = 0.0
+):
+    """What rank 0 is told, and the cause at its first two steps. The wall clock jumps before."""
     if slurm is None:
         monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
     else:
@@ -197,7 +199,10 @@ def watched(monkeypatch, *, slurm: str | None, limit: float | None, began: float
                 runtime, events, stop, limit_seconds=limit, former=[LoggedEvent(save, 1.0)],
                 until=until,
             )  # fmt: skip
-        return told, [stop.cause, stop.cause]
+        with monkeypatch.context() as patch:
+            wall = time.time
+            patch.setattr(time, "time", lambda: wall() + jump)
+            return told, [stop.cause, stop.cause]
     finally:
         stop.restore()
 
@@ -222,6 +227,16 @@ def test_the_earlier_limit_counts_and_a_limit_that_has_passed_is_told(monkeypatc
     assert told == ["SLURM_JOB_END_TIME (1700000000) has passed: the run takes it for no limit"]
     told, causes = watched(monkeypatch, slurm="soon", limit=None, began=now)
     assert (told, causes) == ([], never)
+
+
+@pytest.mark.parametrize("jump", [5 * 3600.0, -5 * 3600.0])
+def test_a_wall_clock_that_jumps_moves_no_limit(monkeypatch, jump):
+    now = time.time()
+    for slurm in (None, str(int(now) + 15_000)):
+        _, causes = watched(monkeypatch, slurm=slurm, limit=15_000.0, began=now, jump=jump)
+        assert causes == [StopCause.NONE] * 2
+    _, causes = watched(monkeypatch, slurm=None, limit=20.0, began=now - 3600, jump=jump)
+    assert causes == [StopCause.TIME_LIMIT] * 2
 
 
 @pytest.mark.parametrize("text", ["", "x", "-5", "1e9", "١٢"])
