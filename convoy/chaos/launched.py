@@ -1,4 +1,4 @@
-"""A launch of all ranks of a run by one torchrun of this machine, watched by its log; Linux only."""
+"""A launch of all ranks of a run by one torchrun, watched by the run's log; Linux only."""
 
 from __future__ import annotations
 

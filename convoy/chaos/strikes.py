@@ -92,7 +92,7 @@ class Striker:
         for rank in self.draw.sample(sorted(ranks), min(count, len(ranks))):
             parent, trains = ranks[rank]
             hit = [pid for pid in {parent, trains} if with_parent or pid == trains]
-            killed += any([_sigkill(pid) for pid in hit])
+            killed += max(map(_sigkill, hit))
             self.parents += parent in hit
         if killed:
             self._struck = time.time()
@@ -112,5 +112,5 @@ def _sigkill(process: int) -> bool:
 
 def _names(folder: Path) -> set[str]:
     with contextlib.suppress(OSError):
-        return set(os.listdir(folder))
+        return {entry.name for entry in folder.iterdir()}
     return set()

@@ -204,12 +204,24 @@ main = Command(
         argument("--machines", "N", "how many; 3", type=int, default=3),
         argument("--seed", "N", "of the faults; 0", type=int, default=0),
         flag("--quick", "4 faults on 2 machines"),
-        argument("--limit", "S", "seconds a run may take; with --kills, seconds that a run may go "
-                 "without a step of all ranks; 3600", type=float, default=3600.0),
+        argument(
+            "--limit",
+            "S",
+            "seconds a run may take; with --kills, seconds that a run may go "
+            "without a step of all ranks; 3600",
+            type=float,
+            default=3600.0,
+        ),
         argument("--kills", "N", "SIGKILLs and nothing else, divided among the layouts", type=int),
-        argument("--layout", "OVERRIDES", "what --kills run: fields of the spec with their values, "
-                 "with spaces between; may be repeated", dest="layouts", action="append",
-                 default=[]),
+        argument(
+            "--layout",
+            "OVERRIDES",
+            "what --kills run: fields of the spec with their values, "
+            "with spaces between; may be repeated",
+            dest="layouts",
+            action="append",
+            default=[],
+        ),
         json_file(),
     ],
     _chaos,
