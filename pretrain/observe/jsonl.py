@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -25,43 +26,77 @@ from pretrain.observe.events import EVENTS, RunDone, RunStarted, RunStopped
 from pretrain.observe.step_events import StepCommitted
 
 _TAIL_BYTES = 1 << 16
+_MOST_WAITING_BYTES = 64 << 20
+"""Of lines that cannot be written: more than a day of steps of one second each."""
 
 
 class JsonlLog:
     """A sink that appends events to a file.
 
+    Lines that a full disk does not take are kept, and written before the next line: a run whose
+    disk has room again has a log without gaps. The run goes on meanwhile.
+
     Raises InputError where the file cannot be opened.
     """
 
     def __init__(self, path: Path, now: Callable[[], float] = time.time) -> None:
-        self._now = now
+        self.path, self._now = path, now
         self.last_time = 0.0
         """The time of the newest event."""
+        self._waiting = bytearray()
+        self._failing = False
+        self._writing = threading.Lock()
         try:
-            torn = _is_torn(path)
-            self._file = path.open("a", buffering=1)
-            if torn:
-                self._file.write("\n")
+            if _is_torn(path):
+                self._waiting += b"\n"
+            self._file: int | None = os.open(
+                path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666
+            )
         except OSError as error:
             raise InputError(f"run_dir: {path} cannot be written: {error.strerror}") from None
 
     def __call__(self, event: Event) -> None:
-        """Append one event. A full disk ends the log, and not the run."""
+        """Append one event."""
         self.last_time = round(self._now(), 3)
-        if self._file.closed:
+        if self._file is None:
             return
         line = {"event": event.name, "time": self.last_time, **logged(event)}
+        self._waiting += json.dumps(line, allow_nan=False).encode() + b"\n"
         try:
-            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._write(self._file)
         except OSError as error:
             # Training is worth more than its log; what matters is in the checkpoints.
-            say(f"{self._file.name} cannot be written ({error.strerror}); logging ends here")
-            self.close()
+            if len(self._waiting) > _MOST_WAITING_BYTES:
+                say(f"{self.path} cannot be written ({error.strerror}); logging ends here")
+                self._waiting.clear()
+                self.close()
+            elif not self._failing:
+                self._failing = True
+                say(f"{self.path} cannot be written ({error.strerror}); its lines wait for room")
+
+    def _write(self, file: int) -> None:
+        """Write what waits; of a line that a full disk has taken a part of, the rest.
+
+        One thread writes at a time. Another one does not wait for a write that hangs.
+        """
+        if not self._writing.acquire(blocking=False):
+            return
+        try:
+            while self._waiting:
+                count = os.write(file, bytes(self._waiting))
+                del self._waiting[:count]
+            self._failing = False
+        finally:
+            self._writing.release()
 
     def close(self) -> None:
         """Append no more events."""
-        with contextlib.suppress(OSError):  # what could not be written is still in its buffer
-            self._file.close()
+        if self._file is None:
+            return
+        with contextlib.suppress(OSError):  # what could not be written is lost
+            self._write(self._file)
+        os.close(self._file)
+        self._file = None
 
 
 def _is_torn(path: Path) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import math
+import os
 import re
 import signal
 import socket
@@ -40,6 +42,7 @@ from pretrain.observe.events import (
     LOG_VERSION,
     Launched,
     Notice,
+    RunDone,
     RunStarted,
     RunStopped,
     SpecChanged,
@@ -130,6 +133,52 @@ def test_lines_that_are_no_events_are_problems_and_a_cut_last_line_is_none(tmp_p
     assert [problem.partition(": line ")[2][0] for problem in log.problems] == ["1", "3", "4"]
     with pytest.raises(FileNotFoundError):
         read_log(tmp_path / "none")
+
+
+def test_lines_wait_for_room_on_a_full_disk(tmp_path, monkeypatch, capsys):
+    write, room = os.write, [10_000]
+
+    def full(file: int, data: bytes) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        count = write(file, bytes(data[: room[0]]))
+        room[0] -= count
+        return count
+
+    path = tmp_path / "log.jsonl"
+    log = JsonlLog(path)
+    monkeypatch.setattr("pretrain.observe.jsonl.os.write", full)
+    for step in range(1, 31):
+        if step == 11:
+            room[0] = 20  # a line is cut off
+        elif step == 21:
+            assert read_log(path).problems == []
+            assert [event.step for event in read_log(path).events] == list(range(1, 11))
+            room[0] = 10_000
+        log(RunDone(step=step))
+    log.close()
+    found = read_log(path)
+    assert found.problems == []
+    assert [event.step for event in found.events] == list(range(1, 31))
+    said = capsys.readouterr().out
+    assert said.count("its lines wait for room") == 1
+
+
+def test_a_log_without_room_for_ever_ends_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
+    def full(file: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    log = JsonlLog(tmp_path / "log.jsonl")
+    monkeypatch.setattr("pretrain.observe.jsonl._MOST_WAITING_BYTES", 500)
+    monkeypatch.setattr("pretrain.observe.jsonl.os.write", full)
+    for step in range(100):
+        log(RunDone(step=step))
+    log.close()
+    assert (tmp_path / "log.jsonl").read_bytes() == b""
+    said = capsys.readouterr().out.splitlines()
+    assert [line.rpartition("; ")[2] for line in said] == [
+        "its lines wait for room", "logging ends here",
+    ]  # fmt: skip
 
 
 def test_a_log_that_cannot_be_opened_is_an_input_error(tmp_path):
