@@ -10,6 +10,7 @@ from ckpt.lifecycle.reachable import reachable as reachable
 from ckpt.lifecycle.removal import REMOVED as REMOVED
 from ckpt.lifecycle.removal import committed_save_ids as committed_save_ids
 from ckpt.lifecycle.removal import first_problem as first_problem
+from ckpt.lifecycle.removal import has_manifest as has_manifest
 from ckpt.lifecycle.removal import mark_for_removal as mark_for_removal
 from ckpt.lifecycle.removal import remove_objects as remove_objects
 from ckpt.lifecycle.retention import plan_retention as plan_retention

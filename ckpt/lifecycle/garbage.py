@@ -11,10 +11,12 @@ from typing import Literal
 
 from ckpt.errors import CheckpointError
 from ckpt.format import committed_steps, manifest_key, objects_key, pending_key, read_manifest
-from ckpt.lifecycle.removal import mark_for_removal, remove_objects
+from ckpt.lifecycle.removal import has_manifest, mark_for_removal, remove_objects
 from ckpt.store import Location, Store, open_store
 
 _PENDING = pending_key("").rpartition("/")[2]
+_SAVE_ID = re.compile(r"(\d{8,18})-")
+"""Save ids of runs begin with the step; other programs may name their saves otherwise."""
 _DRAFT = re.compile(r"\.step-\d{8,}\.json\.[0-9a-f]{8}")
 
 GarbageKind = Literal["draft", "mark", "uncommitted", "unlisted"]
@@ -63,8 +65,8 @@ def find_garbage(
     # List objects before manifests: a save committed in between then has a manifest in the list.
     names = store.names("objects")
     drafts = [name for name in store.names("manifests") if _DRAFT.fullmatch(name)]
-    committed, damaged = _committed(store)
     pending = {n.removeprefix(_PENDING) for n in names if n.startswith(_PENDING)}
+    committed, damaged = _committed(store, pending)
     saves = {n for n in names if not n.startswith(".")}
 
     def described(kind: GarbageKind, name: str, listing: Iterable[tuple[int, float]]) -> Garbage:
@@ -111,7 +113,8 @@ def remove_garbage(root: Location, garbage: Iterable[Garbage]) -> list[Garbage]:
         if each.kind == "uncommitted":
             mark_for_removal(store, each.name)
     # A save committed since then did not see its mark, and is kept; a later commit sees the mark.
-    committed, damaged = _committed(store)
+    names = [each.name for each in goes if each.kind == "uncommitted"]
+    committed, damaged = _committed(store, names)
     for each in goes:
         if each.kind == "draft":
             store.remove(f"manifests/{each.name}")
@@ -138,12 +141,22 @@ def remove_uncommitted(root: Location) -> list[str]:
     return []
 
 
-def _committed(store: Store) -> tuple[set[str], str]:
-    """The save ids of all readable manifests, and the path of the first damaged one."""
+def _committed(store: Store, pending: Iterable[str]) -> tuple[set[str], str]:
+    """The save ids of all readable manifests, and the path of the first damaged one.
+
+    A list of manifests may lag behind. So those of pending saves are asked for by name too.
+    """
     committed, damaged = set(), ""
     for step in committed_steps(store):
         try:
             committed.add(read_manifest(store, step).save_id)
         except CheckpointError:
             damaged = damaged or store.where(manifest_key(step))
+    for save_id in set(pending) - committed:
+        step_of = _SAVE_ID.match(save_id)
+        try:
+            if step_of and has_manifest(store, int(step_of[1]), save_id):
+                committed.add(save_id)
+        except CheckpointError:
+            damaged = damaged or store.where(manifest_key(int(step_of[1])))
     return committed, damaged

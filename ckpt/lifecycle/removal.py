@@ -8,6 +8,8 @@ import errno
 from ckpt.format import (
     Manifest,
     committed_steps,
+    decode_manifest,
+    manifest_key,
     objects_key,
     pending_key,
     read_manifest,
@@ -43,6 +45,20 @@ def mark_for_removal(store: Store, save_id: str) -> None:
 def committed_save_ids(store: Store) -> set[str]:
     """The save ids of all manifests. Raises CheckpointError where a manifest is damaged."""
     return {read_manifest(store, step).save_id for step in committed_steps(store)}
+
+
+def has_manifest(store: Store, step: int, save_id: str) -> bool:
+    """Whether a save is the committed checkpoint of a step.
+
+    The manifest is asked for by its name: the lists of an object store may lag behind what was put
+    there. Raises CheckpointError where the manifest is damaged, and OSError.
+    """
+    key = manifest_key(step)
+    try:
+        data = store.read(key)
+    except FileNotFoundError:
+        return False
+    return decode_manifest(data, store.where(key)).save_id == save_id
 
 
 def remove_objects(store: Store, save_id: str) -> None:

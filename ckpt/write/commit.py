@@ -32,6 +32,7 @@ from ckpt.lifecycle import (
     REMOVED,
     committed_save_ids,
     first_problem,
+    has_manifest,
     mark_for_removal,
     remove_objects,
 )
@@ -276,5 +277,6 @@ def discard(root: Location, info: SaveInfo) -> None:
     store = open_store(root)
     # Where a manifest is damaged or cannot be read, the objects stay, marked as pending.
     with contextlib.suppress(CheckpointError, OSError):
-        if info.save_id not in committed_save_ids(store):
+        listed = committed_save_ids(store)
+        if info.save_id not in listed and not has_manifest(store, info.step, info.save_id):
             remove_objects(store, info.save_id)

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -93,13 +94,18 @@ def use(port: int) -> Iterator[None]:
 
 
 Fault = Callable[[str, str], int | str | None]
-"""Of a method and a path: a status to answer in the server's place, "lose" to let the server do it
-and close the connection without an answer, or None."""
+"""Of a method and a path: a status to answer in the server's place; "drop" to close the connection;
+"lose" to let the server do it and close the connection without an answer; "twice" to let the server
+do it twice and give the second answer; "slow" to wait before; "stale" to answer with what the first
+such request was answered; or None."""
+SLOW_SECONDS = 0.3
 
 
 @contextlib.contextmanager
 def proxy(port: int, fault: Fault) -> Iterator[int]:
     """Forward requests to ``port``; gives its own port."""
+
+    first: dict[str, tuple[int, list[tuple[str, str]], bytes]] = {}
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -110,18 +116,32 @@ def proxy(port: int, fault: Fault) -> Iterator[int]:
             if isinstance(verdict, int):
                 self.answer(verdict, [], b"")
                 return
+            if verdict == "drop":
+                self.hang_up()
+                return
+            if verdict == "slow":
+                time.sleep(SLOW_SECONDS)
+            if verdict == "twice":
+                self.ask(body)
+            answer = self.ask(body)
+            before = first.setdefault(f"{self.command} {self.path}", answer)
+            if verdict == "lose":
+                self.hang_up()
+            else:
+                self.answer(*(before if verdict == "stale" else answer))
+
+        def ask(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
             connection = http.client.HTTPConnection("127.0.0.1", port)
             try:
                 connection.request(self.command, self.path, body, dict(self.headers))
                 answer = connection.getresponse()
-                data = answer.read()
+                return answer.status, answer.getheaders(), answer.read()
             finally:
                 connection.close()
-            if verdict == "lose":
-                self.close_connection = True
-                self.connection.shutdown(socket.SHUT_RDWR)
-                return
-            self.answer(answer.status, answer.getheaders(), data)
+
+        def hang_up(self) -> None:
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RDWR)
 
         def answer(self, status: int, headers: list[tuple[str, str]], data: bytes) -> None:
             self.send_response_only(status)
