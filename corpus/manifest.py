@@ -234,9 +234,12 @@ def open_corpus(data: DataConfig, vocab_size: int, hold_out: str = "some") -> Co
 
 def record_manifest(run: Path, manifest: CorpusManifest) -> None:
     """Keep a manifest with a run, under its fingerprint: what the run was trained on stays known
-    where the corpus is removed or prepared anew."""
+    where the corpus is removed or prepared anew.
+
+    A file that a cut of power has torn is written again.
+    """
     path = run / "data" / f"{manifest.fingerprint}.json"
-    if not path.exists():
+    if recorded_manifest(run, manifest.fingerprint) is None:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(".draft")
         draft.write_text(json.dumps({**manifest.model_dump(), **manifest.former}, indent=1) + "\n")

@@ -359,5 +359,9 @@ def summary_lines(manifest: CorpusManifest) -> Iterator[str]:
 
 def _write(path: Path, raw: bytes) -> None:
     draft = path.with_name(f".{path.name}.draft")
-    draft.write_bytes(raw)
+    with draft.open("wb") as file:
+        file.write(raw)
+        file.flush()
+        # After a cut of power the name may be there without the bytes: no start would get past it.
+        os.fsync(file.fileno())
     draft.replace(path)

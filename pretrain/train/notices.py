@@ -53,11 +53,11 @@ def watch_notices(
     if path and runtime.rank % runtime.ranks_per_node == 0:
         _watch_file(NoticeFile(Path(path), since=began), path, events, stop, until)
     if runtime.is_first:
-        now = time.time()
-        deadline = _deadline(limit_seconds, began, events, now)
-        if deadline is not None:
-            # From here on a clock counts that nobody sets.
-            limit = TimeLimit(time.monotonic() + deadline - now, seconds=deadline - began)
+        age = runtime.start_parts.age
+        left = _seconds_left(limit_seconds, age, events)
+        if left is not None:
+            # Counted by a clock that nobody sets. That of Slurm's end is asked here alone.
+            limit = TimeLimit(time.monotonic() + left, seconds=left + age)
             _watch_time(limit, events, stop, former)
 
 
@@ -73,15 +73,14 @@ def _watch_file(
     stop.watch(lambda: StopCause.NOTICE_FILE if file.seen else StopCause.NONE, urgent=True)
 
 
-def _deadline(seconds: float | None, began: float, events: Events, now: float) -> float | None:
-    """The Unix time of the earlier of the spec's limit and the end of the Slurm job; None without
-    any."""
-    ends = [] if seconds is None else [began + seconds]
-    slurm = slurm_end(os.environ)
+def _seconds_left(seconds: float | None, age: float, events: Events) -> float | None:
+    """Seconds to the earlier of the spec's limit and the end of the Slurm job; None without any."""
+    ends = [] if seconds is None else [seconds - age]
+    slurm, now = slurm_end(os.environ), time.time()
     if slurm is not None and slurm <= now:
         events.note(f"SLURM_JOB_END_TIME ({slurm:.0f}) has passed: the run takes it for no limit")
     elif slurm is not None:
-        ends.append(slurm)
+        ends.append(slurm - now)
     return min(ends, default=None)
 
 

@@ -187,9 +187,8 @@ def watched(
         monkeypatch.setenv("SLURM_JOB_END_TIME", slurm)
     monkeypatch.delenv("CONVOY_NOTICE_FILE", raising=False)
     told = []
-    runtime = SimpleNamespace(
-        rank=0, is_first=True, ranks_per_node=1, start_parts=SimpleNamespace(began=began)
-    )
+    parts = SimpleNamespace(began=began, age=time.time() - began)
+    runtime = SimpleNamespace(rank=0, is_first=True, ranks_per_node=1, start_parts=parts)
     events = Events(lambda event: told.append(event.text))
     stop = StopRequest()
     try:
@@ -227,6 +226,16 @@ def test_the_earlier_limit_counts_and_a_limit_that_has_passed_is_told(monkeypatc
     assert told == ["SLURM_JOB_END_TIME (1700000000) has passed: the run takes it for no limit"]
     told, causes = watched(monkeypatch, slurm="soon", limit=None, began=now)
     assert (told, causes) == ([], never)
+
+
+@pytest.mark.parametrize("jump", [5 * 3600.0, -5 * 3600.0])
+def test_a_wall_clock_that_jumps_changes_no_part_of_a_start(monkeypatch, jump):
+    parts, wall = StartParts(), time.time
+    parts.mark("imports")
+    monkeypatch.setattr(time, "time", lambda: wall() + jump)
+    parts.mark("build")
+    age = time.clock_gettime(time.CLOCK_BOOTTIME)  # the machine is older than the process
+    assert 0.0 <= parts.seconds["build"] < parts.age < age
 
 
 @pytest.mark.parametrize("jump", [5 * 3600.0, -5 * 3600.0])
