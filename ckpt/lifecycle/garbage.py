@@ -113,7 +113,7 @@ def remove_garbage(root: Location, garbage: Iterable[Garbage]) -> list[Garbage]:
         if each.kind == "uncommitted":
             mark_for_removal(store, each.name)
     # A save committed since then did not see its mark, and is kept; a later commit sees the mark.
-    names = [each.name for each in goes if each.kind == "uncommitted"]
+    names = [save.name for save in goes if save.kind == "uncommitted"]
     committed, damaged = _committed(store, names)
     for each in goes:
         if each.kind == "draft":

@@ -138,10 +138,10 @@ def make_mark(job: EngineJob, name: str) -> Path:
 def _version(path: Path) -> str:
     """Differs for each file that was ever there; empty where none is there."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return ""
-    return f"{found.st_ino} {found.st_mtime_ns} {found.st_size}"
+    return f"{status.st_ino} {status.st_mtime_ns} {status.st_size}"
 
 
 def status_since(job: EngineJob, mark: Path) -> dict[str, Any] | None:

@@ -101,21 +101,21 @@ def run_pieces(
     pieces = []
     given = [(text, load_spec(path, [*overrides, *text.split()])) for text in layouts]
     for number, (text, spec) in enumerate(given):
-        place = folder / f"{number:02d}"
-        done = place / DONE
+        piece_folder = folder / f"{number:02d}"
+        done = piece_folder / DONE
         if done.exists():
             pieces.append(Piece(**json.loads(done.read_text())))
             continue
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(piece_folder, ignore_errors=True)
         share = -(-kills // len(layouts))
         began = time.monotonic()
         say(f"{text}: {share} kills")
-        piece = _Run(spec, text, place, limit_seconds).strike(share, seed + number)
-        calm = folder / "undisturbed" if piece.exact else place / "undisturbed"
+        piece = _Run(spec, text, piece_folder, limit_seconds).strike(share, seed + number)
+        calm = folder / "undisturbed" if piece.exact else piece_folder / "undisturbed"
         base = load_spec(path, list(overrides)) if piece.exact else spec
         try:
             undisturbed_run(base, calm, piece.steps, limit_seconds)
-            judge(piece, spec, place / "run", calm / "run")
+            judge(piece, spec, piece_folder / "run", calm / "run")
         except (HangError, ckpt.CheckpointError, OSError) as error:
             piece.problems.append(f"the comparison: {error}")
         piece.seconds = time.monotonic() - began
@@ -204,16 +204,16 @@ def judge(piece: Piece, spec: JobSpec, run: Path, calm: Path) -> None:
         line for line in read_events(calm / "log.jsonl").lines
         if not (isinstance(line.event, StepCommitted) and line.event.step > piece.steps)
     ]  # fmt: skip
-    found = audit(lines, expected, is_exact=piece.exact)
+    result = audit(lines, expected, is_exact=piece.exact)
     bits = audit(lines, expected, is_exact=True)
     piece.differing_steps = len({step for step, _ in bits.losses})
     piece.starts = sum(isinstance(line.event, RunStarted) for line in lines) - 1
     piece.healed = sum(isinstance(e, Regrouped) and bool(e.left) for e in (x.event for x in lines))
     _follow(piece, lines, spec.batch.global_batch_size)
-    if found.samples_problem:
-        piece.problems.append(found.samples_problem)
-    if not found.is_one_run:
-        piece.problems.append(f"{len(found.losses)} losses differ from the undisturbed run's")
+    if result.samples_problem:
+        piece.problems.append(result.samples_problem)
+    if not result.is_one_run:
+        piece.problems.append(f"{len(result.losses)} losses differ from the undisturbed run's")
     data = audit_data(run, open_corpora(spec.data, spec.model.vocab_size))
     if data.problem:
         piece.problems.append(f"convoy audit-data: {data.problem}")

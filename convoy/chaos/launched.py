@@ -92,14 +92,14 @@ class Launch:
     def ranks(self) -> dict[int, tuple[int, int]]:
         """Of each rank the process that torchrun has started, and the process that trains, which
         may be another one: with ``elastic.recovery`` ``warm`` or ``heal`` it is forked."""
-        found = {}
+        processes = {}
         for parent in children(self.torchrun.pid):
             with contextlib.suppress(OSError, StopIteration):
                 words = Path(f"/proc/{parent}/environ").read_bytes().split(b"\0")
                 rank = int(next(w for w in words if w.startswith(b"RANK=")).partition(b"=")[2])
                 forked = [pid for pid in children(parent) if not _is_helper(pid)]
-                found[rank] = parent, max(forked, key=_started, default=parent)
-        return found
+                processes[rank] = parent, max(forked, key=_started, default=parent)
+        return processes
 
     def wait(self, ready: Callable[[], Any], what: str) -> Any:
         """What ``ready`` returns once it is true.
@@ -144,13 +144,13 @@ class Launch:
 
     def _processes(self) -> list[int]:
         """The processes that have the launch's id in their environment."""
-        found, word = [], f"TORCHELASTIC_RUN_ID={self.id}".encode()
+        left, word = [], f"TORCHELASTIC_RUN_ID={self.id}".encode()
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with contextlib.suppress(OSError):
                     if word in (entry / "environ").read_bytes().split(b"\0"):
-                        found.append(int(entry.name))
-        return found
+                        left.append(int(entry.name))
+        return left
 
     def close(self) -> None:
         """Kill all processes that are left."""
@@ -165,11 +165,11 @@ class Launch:
 
 def children(pid: int) -> list[int]:
     """The processes that a process has started and that have not ended."""
-    found: list[int] = []
+    started: list[int] = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
-            found += map(int, (task / "children").read_text().split())
-    return [child for child in found if is_running(child)]
+            started += map(int, (task / "children").read_text().split())
+    return [child for child in started if is_running(child)]
 
 
 def is_running(pid: int) -> bool:
