@@ -153,10 +153,12 @@ def _committed(store: Store, pending: Iterable[str]) -> tuple[set[str], str]:
         except CheckpointError:
             damaged = damaged or store.where(manifest_key(step))
     for save_id in set(pending) - committed:
-        step_of = _SAVE_ID.match(save_id)
+        if (match := _SAVE_ID.match(save_id)) is None:
+            continue
+        step = int(match[1])
         try:
-            if step_of and has_manifest(store, int(step_of[1]), save_id):
+            if has_manifest(store, step, save_id):
                 committed.add(save_id)
         except CheckpointError:
-            damaged = damaged or store.where(manifest_key(int(step_of[1])))
+            damaged = damaged or store.where(manifest_key(step))
     return committed, damaged

@@ -190,11 +190,14 @@ def undisturbed_run(spec: JobSpec, folder: Path, steps: int, limit_seconds: floa
     ):
         return
     with closing(_launch(spec, folder, limit_seconds)) as launch:
-        seen = launch.watched
-        while seen.step < steps:
-            now = seen.step
-            launch.wait(lambda now=now: seen.step > now, "a step of the undisturbed run")
+        while launch.watched.step < steps:
+            _wait_for_step(launch)
         launch.stop()
+
+
+def _wait_for_step(launch: Launch) -> None:
+    step = launch.watched.step
+    launch.wait(lambda: launch.watched.step > step, "a step of the undisturbed run")
 
 
 def judge(piece: Piece, spec: JobSpec, run: Path, calm: Path) -> None:
