@@ -40,6 +40,7 @@ class Piece:
     exact: bool
     """The run has ``train.exact``, and is compared with the spec on one rank."""
     recovery: str
+    seed: int = 0
     kills: int = 0
     kills_by_moment: dict[str, int] = field(default_factory=dict)
     kills_of_several_ranks: int = 0
@@ -111,6 +112,7 @@ def run_pieces(
         began = time.monotonic()
         say(f"{text}: {share} kills")
         piece = _Run(spec, text, piece_folder, limit_seconds).strike(share, seed + number)
+        piece.seed = seed + number
         calm = folder / "undisturbed" if piece.exact else piece_folder / "undisturbed"
         base = load_spec(path, list(overrides)) if piece.exact else spec
         try:

@@ -102,7 +102,7 @@ def _kills(args: argparse.Namespace) -> int:
         say=say,
     )
     say(kills_table(pieces))
-    head = {**provenance("torch"), "machine": _machine(), "seed": args.seed}
+    head = {**provenance("torch"), "machine": _machine()}
     rows = [asdict(piece) for piece in pieces]
     write_json(args.json, head | {"totals": totals(pieces), "rows": rows})
     return 0 if all(piece.is_one_run for piece in pieces) else EXIT_LOST
