@@ -66,7 +66,7 @@ def fault(server: Server, root: str, kind: int | str, hits: range) -> bool:
     with proxy(server.port, At(kind, hits)) as port, use(port):
         try:
             work(root)
-        except ckpt.CheckpointError as error:
+        except (ckpt.CheckpointError, OSError) as error:  # the latter of a clean-up
             said = str(error)
     done = not said
     assert "\n" not in said
