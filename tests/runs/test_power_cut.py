@@ -134,7 +134,7 @@ def test_a_run_goes_on_after_a_cut_of_power(tmp_path):
             ckpt.verify(root, ckpt.read_manifest(root, step))
         assert_can_be_read(base / "run")
         states[0] += 1
-        if states[0] % 60 == 0:
+        if states[0] % 40 == 0:
             goes_on(base)
 
     def goes_on(base: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_run_goes_on_after_a_cut_of_power(tmp_path):
 
     with memory_folder() as memory:
         room = Path(memory) / "disk"
-        crash_everywhere(log, disk, 1, False, every=2, survived=survived, room=room)
+        crash_everywhere(log, disk, 1, False, every=7, survived=survived, room=room)
         assert states[0] > 60
         with pytest.raises((AssertionError, ValueError)):
             crash_everywhere(without("sync")(log), disk, 2, False, survived=survived, room=room)
