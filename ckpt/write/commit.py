@@ -257,9 +257,10 @@ def commit(
             f"move {key.rpartition('/')[2]} away"
         ) from None
     marks = store.names(pending_key(info.save_id))
-    if REMOVED in marks or (not marks and first_problem(store, manifest)):
+    begun = f"rank-{info.writers[0]}.begun" in marks
+    if REMOVED in marks or (not begun and first_problem(store, manifest)):
         # A later start listed the manifests before this one was there: it removes the objects, and
-        # then the marks.
+        # then the marks. Receipts may have come after that.
         store.remove(key)
         raise SaveAbandonedError(_ABANDONED)
     with contextlib.suppress(OSError):  # the save is committed; the next start removes the mark

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, NoReturn
 from ckpt.errors import CheckpointError, OtherRankError
 from ckpt.format import Manifest, ObjectLayout
 from ckpt.store import Location, Store, open_store
-from ckpt.write.commit import SaveInfo, begin, commit, discard, read_receipts, write_receipt
+from ckpt.write.commit import (
+    SaveInfo,
+    abandonment_reported,
+    begin,
+    check_not_abandoned,
+    commit,
+    discard,
+    read_receipts,
+    write_receipt,
+)
 from ckpt.write.objects import sync, write_metadata, write_objects
 from ckpt.write.ownership import own_cells
 
@@ -54,16 +63,19 @@ def save(
     failure: Exception | None = None
     try:
         begin(store, info, rank)
-        receipt = write_metadata(store, info, records) if rank == info.writers[0] else {}
-        todo = []
-        for array, record in zip(arrays, records, strict=True):
-            layout = array.spec.layout(info.topology)
-            for coordinates in own_cells(record, layout, rank, info.ranks):
-                todo.append((ObjectLayout(record, coordinates), array.read_into))
-        todo.sort(key=lambda one: -one[0].length)  # largest first: no thread ends with a large one
-        receipt |= write_objects(store, info, todo)
-        sync(store, info, receipt)
-        write_receipt(store, info, rank, receipt)
+        with abandonment_reported(store, info, rank):
+            receipt = write_metadata(store, info, records) if rank == info.writers[0] else {}
+            todo = []
+            for array, record in zip(arrays, records, strict=True):
+                layout = array.spec.layout(info.topology)
+                for coordinates in own_cells(record, layout, rank, info.ranks):
+                    todo.append((ObjectLayout(record, coordinates), array.read_into))
+            # Largest first: no thread ends with a large one.
+            todo.sort(key=lambda one: -one[0].length)
+            receipt |= write_objects(store, info, todo)
+            sync(store, info, receipt)
+            check_not_abandoned(store, info, rank)
+            write_receipt(store, info, rank, receipt)
     except Exception as error:  # of any kind: the other ranks must learn that this one failed
         failure = error
     if not agree(failure is None):
@@ -72,7 +84,8 @@ def save(
     manifest: Manifest | None = None
     if rank == info.writers[0]:
         try:
-            manifest = commit(store, info, records, read_receipts(store, info))
+            with abandonment_reported(store, info, rank):
+                manifest = commit(store, info, records, read_receipts(store, info))
         except Exception as error:
             failure = error
     if not agree(failure is None):

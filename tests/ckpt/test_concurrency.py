@@ -84,6 +84,44 @@ def test_two_saves_of_different_steps_at_once_are_both_whole(root):
     assert_nothing_left_over(root)
 
 
+class StartsAgain(UnsyncedFiles):
+    """A later start removes what is uncommitted, before an operation of a save."""
+
+    def __init__(self, root: Path, number: int) -> None:
+        self.root, self.number, self.count = root, number, 0
+        self._lock = threading.Lock()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in OPERATIONS:
+            with self._lock:
+                if self.count == self.number:
+                    ckpt.lifecycle.remove_uncommitted(self.root)
+                self.count += 1
+        return super().__getattribute__(name)
+
+
+OPERATIONS = {name for name in vars(Files) if not name.startswith("_")}
+
+
+def test_a_later_start_that_cleans_up_during_a_save_leaves_no_half_of_it(tmp_path):
+    number, refused = 0, 0
+    while True:
+        root = tmp_path / f"{number}"
+        files = StartsAgain(root, number)
+        error = save_alone(root, 5, "5-x", 5, files)
+        steps = ckpt.committed_steps(root)
+        assert steps == ([] if error else [5]), (number, error)
+        for step in steps:
+            assert_whole(root, step)
+        ckpt.lifecycle.remove_uncommitted(root)
+        assert_nothing_left_over(root)
+        if files.count <= number:
+            break
+        number, refused = number + 1, refused + bool(error)
+    assert number > 40
+    assert refused > number / 3
+
+
 def save_the_same_steps(rank: int, root: Path, count: int) -> list[str]:
     errors = []
     for step in range(count):
