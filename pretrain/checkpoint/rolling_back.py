@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 import ckpt
-from ckpt import Location
+from ckpt import CheckpointError, Location, Store
 from pretrain.checkpoint.run_id import BEGINNING, RUN, new_id
 from pretrain.errors import InputError
 from pretrain.parts.playbook import HealthMemory
@@ -72,6 +72,7 @@ def complete_roll_back(location: Location, say: Callable[[str], None]) -> None:
     later = [s for s in ckpt.committed_steps(store) if s > record["rolled_back_to"]]
     for step in reversed(later):
         key = ckpt.format.manifest_key(step)
+        _forget_marks(store, step)
         with contextlib.suppress(FileExistsError):  # moved by half when it was interrupted
             store.publish(f"away/{name}/{key.rpartition('/')[2]}", store.read(key))
         store.remove(key)
@@ -80,6 +81,16 @@ def complete_roll_back(location: Location, say: Callable[[str], None]) -> None:
             f"`convoy inspect gc --unlisted` removes the objects that only such manifests list"
         )
     store.remove(_ROLLING_BACK)
+
+
+def _forget_marks(store: Store, step: int) -> None:
+    """Remove the marks that a kill has left of a committed save. Without a manifest beside them,
+    the next start would remove the save's objects, which ``away/`` promises."""
+    with contextlib.suppress(CheckpointError):  # nobody knows the save of a damaged manifest
+        marks = ckpt.format.pending_key(ckpt.read_manifest(store, step).save_id)
+        if store.names(marks):
+            store.remove_all(marks)
+            store.sync([marks])
 
 
 def with_memory_of_roll_back(location: Location, progress: Progress) -> Progress:
