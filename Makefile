@@ -8,6 +8,8 @@
 # make test-faults    a short campaign of faults on a run, which CI runs too
 # make museum     published defects of other trainers, shown not to be here: docs/museum.md
 # make museum-prove   each of these cases is seen to fail where its defect is put into a copy of Convoy
+# make fuzz       random lives of checkpoints, of elastic runs and of their replicas, for SECONDS=300;
+#                 MACHINE= is one of the machines; a failure becomes a file of tests/fuzz/seeds
 # make test-fake-gpu  CUDA's paths without a GPU: tests on a pretended device with real numbers, and
 #                 what layers, steps and recipes launch on fake GPUs of up to 1,024 ranks
 # make test-kernels   the kernels for CUDA, in Triton's interpreter and compiled, without a GPU
@@ -36,7 +38,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE := 1
 # After SIGTERM ranks finish a step and commit a checkpoint before they are killed.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 600
 
-.PHONY: setup pretrain chaos gpu test test-long museum museum-prove test-fake-gpu test-kernels test-megablocks test-all test-faults test-engines examples lint types check megablocks docs/spec.md docs/families.md docs/metrics.md docs/museum.md test-foreign clean
+.PHONY: setup pretrain chaos gpu test test-long museum museum-prove test-fake-gpu test-kernels test-megablocks test-all test-faults test-engines examples lint types check megablocks docs/spec.md docs/families.md docs/metrics.md docs/museum.md test-foreign fuzz clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -120,6 +122,10 @@ test-foreign: setup
 
 test-all: setup
 	$(PY) -m pytest -m ""
+
+SECONDS ?= 300
+fuzz: setup
+	$(PY) -m tests.fuzz --seconds $(SECONDS) $(if $(MACHINE),--machine $(MACHINE))
 
 test-faults: setup
 	$(PY) -m pytest -m slow tests/convoy/chaos/test_campaign.py -k short
