@@ -39,6 +39,11 @@ class CheckpointLife(CheckpointWorld):
 
     name = "checkpoint-folder"
 
+    def __init__(self) -> None:
+        super().__init__()
+        for layout in (1, 0):  # so that even short lives have something to lose
+            self.save(layout, 0, 1 + layout, writer=False, fault="none", moment=0)
+
     # --------------------------------------------------------------------------------------------
     # Saves.
 

@@ -23,6 +23,7 @@ from pretrain.errors import HealthError, InputError
 from pretrain.observe import HealthAction, StepSkipped
 from pretrain.runtime import StopCause
 from pretrain.spec import JobSpec
+from pretrain.state import Progress
 from tests.fuzz.machine import World, action, check_refusal
 from tests.fuzz.simulated_run import SEQUENCES, Answers, Pause, Rank, simulated
 from tests.support.checkpoints import memory_folder
@@ -107,6 +108,11 @@ class Step:
     """A committed step of the present history."""
 
     samples: tuple[int, ...]
+
+
+def left_out(progress: Progress) -> set[int]:
+    """The samples that no step takes."""
+    return {n for start, stop in progress.health.skipped_samples for n in range(start, stop)}
 
 
 class ElasticSteps(World):
@@ -245,7 +251,7 @@ class ElasticSteps(World):
             self.went_back(now.step, newest_before)
         else:
             assert now.step == before.step, "a try is one step at most"
-        self.check_left_out(first_event, before.consumed_samples != now.consumed_samples)
+        self.check_left_out(first_event, before, now)
         self.after_step(outcomes[0])
 
     def _restored(self, job: Any) -> Any:
@@ -297,14 +303,13 @@ class ElasticSteps(World):
         read = sorted(batch for rows in counts for batch in rows)
         assert read == sorted(wanted), "each micro-batch of the step is read once"
 
-    def expected_samples(self, progress: Any) -> list[int]:
+    def expected_samples(self, progress: Progress) -> list[int]:
         """The samples of the next step, by the spec and the model's history."""
         assert self.spec is not None
-        left_out = {n for start, stop in progress.health.skipped_samples
-                    for n in range(start, stop)}  # fmt: skip
+        omitted = left_out(progress)
         trained = {sample for step in self.history.values() for sample in step.samples}
         first = 0
-        while first in trained or first in left_out:
+        while first in trained or first in omitted:
             first += 1
         batch, tokens = self.spec.batch, first * self.spec.data.seq_len
         size = batch.global_batch_size
@@ -313,17 +318,20 @@ class ElasticSteps(World):
                 size = stage.global_batch_size
         samples, sample = [], first
         while len(samples) < size:
-            if sample not in left_out:
+            if sample not in omitted:
                 samples.append(sample)
             sample += 1
         return samples
 
-    def check_left_out(self, first_event: int, moved: bool) -> None:
-        """What the playbook leaves out is published."""
+    def check_left_out(self, first_event: int, before: Progress, now: Progress) -> None:
+        """What the playbook leaves out was bad, is published, and is more than before: a run that
+        leaves out what it has left out already would go in a circle."""
         for event in self.events[first_event:]:
             if isinstance(event, StepSkipped | HealthAction) and event.skipped_samples:
                 assert self.spiked, "samples are left out, and no step was bad"
-                assert moved
+                samples = set(range(*event.skipped_samples))
+                assert samples <= left_out(now), "samples are said to be left out, and are not"
+                assert left_out(now) > left_out(before), "nothing new is left out"
 
     # --------------------------------------------------------------------------------------------
     # Saves.
@@ -370,8 +378,7 @@ class ElasticSteps(World):
         assert trained == sorted(set(trained)), "each sample once, and in order"
         for rank in self.ranks:
             progress = rank.trainer.progress
-            skipped = [n for start, stop in progress.health.skipped_samples
-                       for n in range(start, stop)]  # fmt: skip
+            skipped = sorted(left_out(progress))
             assert not set(trained) & set(skipped), "a sample is trained, and left out"
             taken = sorted([*trained, *(n for n in skipped if n < progress.consumed_samples)])
             assert taken == list(range(progress.consumed_samples)), "a sample is missing"

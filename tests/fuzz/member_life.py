@@ -130,10 +130,12 @@ class MemberLife(World):
 
     @action(seat=SEAT)
     def replica_comes(self, seat: int) -> None:
-        """The processes of a seat start again."""
+        """The processes of a seat start again; its keeper has said that those before are gone."""
         if seat in self.alive:
             return
         life = Life(seat, self.starts[seat])
+        if life.start:
+            Journal(self.store).declare_gone(Life(seat, life.start - 1), "ended")
         self.starts[seat] += 1
         self.alive[seat] = Replica(life, self.store)
 
@@ -284,10 +286,7 @@ class MemberLife(World):
     def keepers(self) -> None:
         """Each seat's keeper starts its processes again, and says which life is gone."""
         for seat in range(SEATS):
-            if seat not in self.alive:
-                life = Life(seat, self.starts[seat] - 1)
-                Journal(self.store).declare_gone(life, "ended")
-                self.replica_comes(seat)
+            self.replica_comes(seat)
         for replica in self.in_epoch():
             lives = replica.epoch.lives
             if any(replica.journal.why_gone(life) is not None for life in lives):
