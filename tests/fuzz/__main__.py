@@ -21,11 +21,18 @@ from tests.fuzz.worlds import WORLDS
 EXAMPLES = 10
 """Of one call of hypothesis, between two looks at the clock."""
 
+SAY_SECONDS = 60
+"""Between two lines about what was run so far."""
+
 
 def fuzz(world_class: type[World], seconds: float, first: int) -> tuple[Tally, Path | None]:
     """Run one machine; returns what was run, and the seed of a failure."""
     tally, until, number = Tally(), time.monotonic() + seconds, first
+    said = time.monotonic()
     while time.monotonic() < until:
+        if time.monotonic() > said + SAY_SECONDS:
+            said = time.monotonic()
+            print(f"{world_class.name}: {tally.examples} examples so far", flush=True)
         try:
             explore(world_class, examples=EXAMPLES, seed=number, tally=tally)
         except Exception as error:
@@ -61,10 +68,12 @@ def describe(name: str, tally: Tally, seconds: float) -> str:
     )
 
 
-def count_broken() -> int:
-    """How many examples a machine needs for each defect; the exit code."""
+def count_broken(words: str) -> int:
+    """How many examples a machine needs for each defect that has the words; the exit code."""
     unseen = 0
     for what, defect in BROKEN.items():
+        if words not in what:
+            continue
         count = examples_until_seen(defect, most=400)
         unseen += not count
         print(
@@ -80,7 +89,10 @@ def main(words: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=300.0, help="of all machines together")
     parser.add_argument("--machine", choices=sorted(WORLDS), help="one machine; all by default")
     parser.add_argument("--seed", type=int, default=time.time_ns() % 10**9, help="of the draws")
-    parser.add_argument("--broken", action="store_true", help="break the product, and count")
+    parser.add_argument(
+        "--broken", nargs="?", const="", metavar="WORDS",
+        help="break the product, and count the examples that each machine needs to see it",
+    )  # fmt: skip
     parser.add_argument("--replay", type=Path, help="perform the sequence of a file, and end")
     given = parser.parse_args(words)
     if given.replay is not None:
@@ -88,8 +100,8 @@ def main(words: list[str]) -> int:
         replay(WORLDS[seed.world], seed.steps)
         print(f"{given.replay}: {len(seed.steps)} actions, and every rule holds")
         return 0
-    if given.broken:
-        return count_broken()
+    if given.broken is not None:
+        return count_broken(given.broken)
     names = [given.machine] if given.machine else sorted(WORLDS)
     print(f"seed {given.seed}", flush=True)
     failures = 0

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
-from ckpt.lifecycle import removal, retention
+from ckpt.lifecycle import garbage, removal, retention
 from ckpt.rewrite import checkpoint_target
-from ckpt.write import commit as commit_module
 from cluster.members import epochs
 from pretrain.checkpoint import progress as checkpoint_progress
+from pretrain.checkpoint import resume
 from pretrain.data import loader as loader_module
 from pretrain.data.loader import Cursor, Loader
+from pretrain.elastic import membership
 from pretrain.parts.playbook import rule as playbook_rule
+from pretrain.train import health_watch
 from tests.fuzz.machine import Tally, explore
 from tests.fuzz.worlds import WORLDS
 
@@ -52,14 +55,13 @@ def _retain_forgets_the_best() -> contextlib.AbstractContextManager[Any]:
 
 def _clean_up_takes_the_committed() -> contextlib.AbstractContextManager[Any]:
     """A clean-up takes a mark for a save that was broken off, whatever manifests say."""
-    from ckpt.lifecycle import garbage
-
     return mock.patch.object(garbage, "_committed", return_value=(set(), ""))
 
 
 def _commit_ignores_abandonment() -> contextlib.AbstractContextManager[Any]:
     """A commit does not look whether a later start has removed the save."""
-    from ckpt.write import save as save_module
+    commit_module = import_module("ckpt.write.commit")
+    save_module = import_module("ckpt.write.save")
 
     @contextlib.contextmanager
     def both() -> Iterator[None]:
@@ -122,7 +124,6 @@ def _two_ranks_read_one_micro_batch() -> contextlib.AbstractContextManager[Any]:
 
 def _start_takes_the_oldest() -> contextlib.AbstractContextManager[Any]:
     """A start resumes from the oldest checkpoint that there is."""
-    from pretrain.checkpoint import resume
 
     def oldest(runtime: Any, root: Any) -> int:
         steps = checkpoint_progress.ckpt.committed_steps
@@ -133,13 +134,9 @@ def _start_takes_the_oldest() -> contextlib.AbstractContextManager[Any]:
 
 def _going_back_forgets_what_was_skipped() -> contextlib.AbstractContextManager[Any]:
     """After going back, samples of the bad steps are taken again."""
-    from pretrain.train import health_watch
-
     real = playbook_rule.after_going_back
 
     def forgets(now: Any, then: Any) -> Any:
-        from dataclasses import replace
-
         return replace(real(now, then), skipped_samples=((0, 1),))
 
     return mock.patch.object(health_watch, "after_going_back", forgets)
@@ -147,10 +144,6 @@ def _going_back_forgets_what_was_skipped() -> contextlib.AbstractContextManager[
 
 def _source_is_behind() -> contextlib.AbstractContextManager[Any]:
     """The source of an epoch is its first member, whatever it has."""
-    from dataclasses import replace
-
-    from pretrain.elastic import membership
-
     real = epochs.decide
 
     def first(*given: Any) -> Any:
@@ -164,8 +157,6 @@ def _source_is_behind() -> contextlib.AbstractContextManager[Any]:
 
 def _dead_members_stay() -> contextlib.AbstractContextManager[Any]:
     """A life that is gone is taken for one that has come."""
-    from pretrain.elastic import membership
-
     real = epochs.decide
 
     def blind(before: Any, words: Any, gone: Any, waiting: Any, seats: Any) -> Any:
