@@ -159,7 +159,7 @@ class ElasticLife(ElasticSteps):
         self.torchrun.waiting.add(name)
         self.look()
 
-    @action(when=lambda world: world.spec is not None, number=MACHINE, lands=st.booleans())
+    @action(when=lambda world: world.alive, number=MACHINE, lands=st.booleans())
     def machine_dies(self, number: int, lands: bool) -> None:
         """A machine is gone; a save that was begun may still land, or is lost with it."""
         name = f"n{number}"
@@ -198,7 +198,7 @@ class ElasticLife(ElasticSteps):
         if len(read_exclusions(path)) < 2:
             exclude(path, f"n{number}", "a person says so")
 
-    @action(when=lambda world: world.spec is not None)
+    @action(when=lambda world: world.torchrun.waiting)
     def look(self) -> None:
         """torchrun asks whether somebody waits, on each machine."""
         if self.spec is None:
@@ -207,16 +207,8 @@ class ElasticLife(ElasticSteps):
             if self.why_down and self.waiting_words and self.torchrun.waiting:
                 self.restart()
             return
-        waiting = self.torchrun.waiting
-        members = list(self.torchrun.members)
-        wanted = {name: self.handlers[name].num_nodes_waiting() for name in members}
-        if not any(wanted.values()):
-            return
-        assert waiting, "all start again, and nobody waits"
-        self.restart()
-        if self.running:
-            again = [self.handlers[name].num_nodes_waiting() for name in self.torchrun.members]
-            assert not any(again), "all would start again, and nothing has happened"
+        if any(self.handlers[name].num_nodes_waiting() for name in self.torchrun.members):
+            self.restart()
 
     @action(when=lambda world: world.spec is not None and not world.running,
             back=st.integers(-1, 2))  # fmt: skip

@@ -137,6 +137,7 @@ class ElasticSteps(World):
         self.committed: list[int] = []
         self.events: list[Any] = []
         self.spiked = False
+        self.lost_saves = 0
         self.draws = 0
 
     def close(self) -> None:
@@ -238,6 +239,9 @@ class ElasticSteps(World):
                 except HealthError as error:
                     check_refusal(error, True)
                     outcomes.append("health")
+                except ckpt.CheckpointError as error:
+                    check_refusal(error, self.lost_saves, "is not saved")
+                    outcomes.append("unsaved")
         self.see_saves()
         assert len(set(map(str, outcomes))) == 1, f"ranks go on differently: {outcomes}"
         states = [replace(r.trainer.progress, train_seconds=0.0) for r in self.ranks]
@@ -272,6 +276,9 @@ class ElasticSteps(World):
             return
         if outcome == "health":
             self.ranks, self.why_down = [], "the playbook has stopped the run"
+            return
+        if outcome == "unsaved":
+            self.ranks, self.why_down = [], "the save of the last step has failed"
             return
         step = self.ranks[0].trainer.progress.step
         last = [step] if step else []
@@ -366,6 +373,7 @@ class ElasticSteps(World):
         """The disk is full."""
         if self.spec is not None and self.writers.queue:
             self.writers.lose()
+            self.lost_saves += 1
 
     def check(self) -> None:
         """See the head of elastic_life.py."""
@@ -374,6 +382,9 @@ class ElasticSteps(World):
         if not self.running:
             assert self.why_down, "a run without ranks says why"
         assert ckpt.committed_steps(self.root) == self.committed
+        if self.running and not self.torchrun.waiting:
+            asked = [self.handlers[name].num_nodes_waiting() for name in self.torchrun.members]
+            assert not any(asked), "all would start again, and nobody waits"
         trained = [sample for _, step in sorted(self.history.items()) for sample in step.samples]
         assert trained == sorted(set(trained)), "each sample once, and in order"
         for rank in self.ranks:

@@ -129,8 +129,8 @@ class SimulatedRuntime:
         return act()
 
     def agree(self, passed: bool) -> bool:
-        """A rank alone says no in no simulation."""
-        return passed
+        """Rank 0's vote, on every rank: it alone learns what became of saves."""
+        return bool(self.from_first(lambda: int(passed)))
 
     def gather_texts(self, text: str) -> list[str]:
         """The machines of all ranks: nothing else is asked for."""
