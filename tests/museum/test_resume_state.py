@@ -171,3 +171,27 @@ def test_ranks_resume_from_the_newest_step_that_all_of_them_have(tmp_path):
     for step, values in run_ranks(load_newest, 2, str(tmp_path)):
         assert step == 1
         assert torch.equal(values, torch.ones(3))
+
+
+@case(
+    "deepspeedai/DeepSpeed#8499",
+    "A load that named an earlier checkpoint, and left the optimizer out, gave that checkpoint's "
+    "name and counters, and the weights of the newest one.",
+    Edit(
+        "ckpt/state_dict/load.py",
+        "step = _newest(store, ranks) if step is None else step",
+        "step = _newest(store, ranks)",
+    ),
+)
+def test_a_load_without_the_optimizer_takes_the_step_that_it_names(tmp_path):
+    """A load that names an earlier step, and leaves the optimizer out, has the weights of that
+    step, and returns its number."""
+    model, optimizer = _made(0)
+    weights = {}
+    for step in (1, 2):
+        weights[step] = _learn(model, optimizer, 1)
+        ckpt.save_state_dict(tmp_path, _state(model, optimizer), step=step)
+    for step in (1, 2):
+        state: dict[str, Any] = {"model": {}}
+        assert ckpt.load_state_dict(tmp_path, state, step=step, ignore=["optim/*"]) == step
+        assert torch.equal(state["model"]["weight"], weights[step])
