@@ -142,9 +142,6 @@ RUN = {
     f"convoy prepare {RECIPE} --load-step 160": Run((("160", "2"),)),
     "convoy inspect gc runs/stdlib-tiny/checkpoints --unlisted --dry-run": Run(),
     "convoy inspect gc runs/stdlib-tiny/checkpoints --unlisted": Run(),
-    "convoy chaos spec.toml runs/kills --kills 200 --set train.exact=true --json kills.json "
-    "--layout parallel.dp_shard=2 parallel.ep=2 elastic.recovery=warm "
-    "--layout parallel.dp_replicate=2 elastic.recovery=heal": ("tests/convoy/chaos/test_kills.py"),
     f"convoy launch {RECIPE} --on torchrun --set launch.ranks_per_node=2": Run(),
     f"convoy launch {RECIPE} --on slurm --set launch.nodes=2": Run(),
     f"convoy launch {RECIPE} --on ray --set launch.ranks_per_node=2": Run(),
@@ -183,6 +180,9 @@ ELSEWHERE = {
     "convoy report runs/stdlib-tiny runs/other --output report.html": (
         "tests/convoy/report/test_report.py"
     ),
+    "convoy chaos spec.toml runs/kills --kills 200 --set train.exact=true --json kills.json "
+    "--layout parallel.dp_shard=2 parallel.ep=2 elastic.recovery=warm "
+    "--layout parallel.dp_replicate=2 elastic.recovery=heal": "tests/convoy/chaos/test_kills.py",
     f"convoy chaos {RECIPE} runs/chaos --faults 30 --machines 3 --json chaos.json": (
         "tests/convoy/chaos/test_campaign.py"
     ),
