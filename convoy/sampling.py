@@ -102,7 +102,7 @@ def forward_spec(manifest: Manifest, overrides: Sequence[str], seed: int | None 
             f"makes a checkpoint with one"
         )
     saved: dict[str, Any] = saved_spec(manifest)
-    saved["train"] |= {"compile": False, "exact": False}
+    saved["train"]["compile"] = False
     if seed is not None:
         saved["train"]["seed"] = seed
     saved["init"], saved["sample"] = {}, {}

@@ -15,6 +15,8 @@ from .config import FixedCapacityConfig as FixedCapacityConfig
 from .config import RouterConfig as RouterConfig
 from .config import RoutingTraits as RoutingTraits
 from .config import StragglerAwareConfig as StragglerAwareConfig
+from .few_rows import LEAST_ROWS as LEAST_ROWS
+from .few_rows import with_enough_rows as with_enough_rows
 from .groups import HoldsGroups as HoldsGroups
 from .groups import LostGroup as LostGroup
 from .host import HostRead as HostRead

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from router.config import ScoreFunc
+from router.few_rows import with_enough_rows
 
 TINY = 1e-20
 _LOW = -40.0
@@ -26,7 +27,8 @@ def score(logits_TE: Tensor, score_func: ScoreFunc) -> tuple[Tensor, Tensor]:
         probs_TE = logits_TE.softmax(-1)
         return probs_TE, probs_TE
     sigmoid = score_func == "sigmoid"
-    scores_TE = logits_TE.sigmoid() if sigmoid else sqrt_softplus(logits_TE)
+    function = torch.sigmoid if sigmoid else sqrt_softplus
+    scores_TE = with_enough_rows(function, logits_TE, whole_vectors=True)
     sum_T1 = scores_TE.sum(-1, keepdim=True)
     # softmax(log score) is score / sum without an underflow. Where the quotient is exact
     # enough it stays: its bits are those of earlier runs. Logits are zeroed before, and not only

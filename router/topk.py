@@ -19,6 +19,7 @@ from router.capacity import Assignments, capacity_policy
 from router.capacity_dropless import Dropless
 from router.checks import check_counts, check_counts_of_step, check_mask, check_replay
 from router.config import RouterConfig
+from router.few_rows import with_enough_rows
 from router.groups import HoldsGroups, LostGroup
 from router.kept_choices import Choice, KeptChoices
 from router.losses import mean_over_tokens
@@ -188,7 +189,7 @@ class TopKRouter(HoldsGroups, nn.Module):
                 x_TD = x_TD.to(dtype)
                 x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - jitter, 1 + jitter)
             weight_ED = self.weight if self.lora is None else self.lora(self.weight)
-            logits_TE = wide_linear(x_TD, weight_ED, dtype)
+            logits_TE = with_enough_rows(lambda x: wide_linear(x, weight_ED, dtype), x_TD)
             if self.bias is not None:
                 logits_TE = logits_TE + self.bias
             return self._route(

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -23,7 +24,7 @@ from moe.experts.weights import ExpertWeights
 from moe.experts.workers import num_workers
 from moe.rows import RowMap, Rows, row_map
 from parallel.exact import UnitSums
-from router import RouterOutput
+from router import LEAST_ROWS, RouterOutput
 
 
 class _ByUnit(torch.autograd.Function):
@@ -137,7 +138,9 @@ def _loop_forward(
     out_SD = torch.zeros_like(rows.x_SD)
     for expert, unit in _blocks(counts_EU):
         source, weight = rows.source_R[unit], rows.weights_R[unit].unsqueeze(1)
-        y = one_expert(ACTIVATIONS[activation], rows.x_SD[source], weight, weights.aligned(expert))
+        more = (0, 0, 0, -len(source) % LEAST_ROWS)
+        x, weight = F.pad(rows.x_SD[source], more), F.pad(weight, more)
+        y = one_expert(ACTIVATIONS[activation], x, weight, weights.aligned(expert))[: len(source)]
         out_SD.index_add_(0, source, y)
     return out_SD
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moe.experts.activation import ACTIVATIONS, Activation
@@ -25,6 +26,7 @@ from moe.experts.weights import ExpertWeights
 from moe.experts.workers import num_workers, run_workers
 from moe.rows import Rows
 from parallel.comm import empty_like, new_empty, zeros_like
+from router import LEAST_ROWS, with_enough_rows
 
 BLOCK_ROWS = 1024
 _ROWS_OF_AN_EXPERT = 32
@@ -108,14 +110,14 @@ def run_forward(
             _product(x, w.w_up, w.b_up, up)
             _add_adapter(x, w.up_a, w.up_b, up)
             if w.w_gate is None:
-                act.forward_out(up, out=h)
+                _activate(act, up, h)
             else:
                 _product(x, w.w_gate, w.b_gate, products[1])
                 _add_adapter(x, w.gate_a, w.gate_b, products[1])
-                act.forward_out(products[1], out=h)
+                _activate(act, products[1], h)
                 h.mul_(up if act.lift is None else act.lift(up))
             # Weighted here, which is the same and spares keeping y for the weights' gradient.
-            torch.mm(h.mul_(weight.unsqueeze(1)), w.w_down, out=y)
+            _product(h.mul_(weight.unsqueeze(1)), w.w_down, None, y)
             _add_adapter(h, w.down_a, w.down_b, y)
             if w.b_down is not None:
                 y.addr_(weight, w.b_down)
@@ -159,10 +161,10 @@ def run_backward(
             _add_adapter(dy, w.down_b, w.down_a, dh)
             # b becomes h, first without its weights, whose gradient is h's product with dh.
             if act.gated:
-                act.forward_out(gate, out=a)
+                _activate(act, gate, a)
                 torch.mul(a, lifted, out=b)
             else:
-                act.forward_out(up, out=b)
+                _activate(act, up, b)
             dweight = dweights_R[block.rows]
             torch.linalg.vecdot(dh, b, out=dweight)
             if w.b_down is not None:
@@ -202,10 +204,10 @@ def run_backward(
 
 
 def _longest(shares: Sequence[Sequence[Block]]) -> int:
-    """Of the blocks, in rows; a multiple of 16, so that each scratch matrix begins at a cache
+    """Of the blocks, in rows; a multiple of 32, so that each scratch matrix begins at a cache
     line's start, as bits of a product may depend on that."""
     longest = max((block.length for share in shares for block in share), default=0)
-    return -(-longest // 16) * 16
+    return -(-longest // LEAST_ROWS) * LEAST_ROWS
 
 
 def _add_up(sums: Sequence[Tensor]) -> Tensor:
@@ -215,7 +217,9 @@ def _add_up(sums: Sequence[Tensor]) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    if bias is None:
+    if len(a) < LEAST_ROWS:
+        out.copy_(with_enough_rows(lambda x: x @ b if bias is None else torch.addmm(bias, x, b), a))
+    elif bias is None:
         torch.mm(a, b, out=out)
     else:
         torch.addmm(bias, a, b, out=out)
@@ -224,7 +228,27 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
 def _add_adapter(x: Tensor, a: Tensor | None, b: Tensor | None, out: Tensor) -> None:
     """out += (x a) b^T; nothing for a matrix without an adapter."""
     if a is not None and b is not None:
-        out.addmm_(x @ a, b.t())
+        if 0 < len(x) < LEAST_ROWS:
+            more = (0, 0, 0, LEAST_ROWS - len(x))
+            sums = F.pad(out, more).addmm_(F.pad(x, more) @ a, b.t())
+            out.copy_(sums[: len(x)])
+        else:
+            out.addmm_(x @ a, b.t())
+
+
+def _activate(act: Activation, x_nF: Tensor, out_nF: Tensor) -> None:
+    """The activation, with equal bits of a number at any place.
+
+    PyTorch computes what is left behind the last whole vector by other instructions.
+    """
+    n, F_ = x_nF.shape
+    left = n % LEAST_ROWS if F_ % LEAST_ROWS else 0
+    act.forward_out(x_nF[: n - left], out=out_nF[: n - left])
+    if left:
+        x = F.pad(x_nF[n - left :], (0, 0, 0, LEAST_ROWS - left))
+        out = torch.empty_like(x)
+        act.forward_out(x, out=out)
+        out_nF[n - left :] = out[:left]
 
 
 _Pair = tuple[Tensor | None, Tensor | None]

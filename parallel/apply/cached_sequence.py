@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from parallel.apply.context_parallel import FullSequence, sequence_contexts
 from parallel.apply.document_mask import AttentionCall
 
+KEYS_OF_A_BLOCK = 512
+"""``kvSplitSize`` of FlashAttention for CPUs in PyTorch 2.13, aten/src/ATen/native/cpu."""
+
 
 class SequenceCache:
     """How many tokens the attention modules of a model keep.
@@ -29,11 +32,25 @@ class SequenceCache:
 
     Args:
         max_tokens: for which there is room.
+        like_whole: compute with as many keys as a forward of a whole sequence of ``max_tokens``
+            tokens does: see :meth:`num_keys`.
     """
 
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
+    def __init__(self, max_tokens: int, like_whole: bool = False) -> None:
+        self.max_tokens, self.like_whole = max_tokens, like_whole
         self.length = 0
+
+    def num_keys(self, tokens: int) -> int:
+        """How many keys attention computes with, of which the first ``tokens`` are those so far.
+
+        How a sum over keys rounds depends on their number. PyTorch's kernel for CPUs takes blocks
+        of :data:`KEYS_OF_A_BLOCK` keys, the last one shorter, and a masked key adds zero. So a
+        query has the bits of a whole sequence's forward where its last block is whole.
+        """
+        if not self.like_whole:
+            return tokens
+        blocks = -(-tokens // KEYS_OF_A_BLOCK)
+        return max(tokens, min(blocks * KEYS_OF_A_BLOCK, self.max_tokens))
 
     def keep(self, tokens: int) -> None:
         """Keep the first ``tokens`` tokens of those so far; with 0 the next forward begins a
@@ -61,7 +78,8 @@ class CachedSequence:
     def gather(self, *tensors_BSX: Tensor) -> tuple[Tensor, ...]:
         """[B, S, ...] of this forward -> [B, W, ...] of all tokens so far, for each tensor."""
         start, count = self.cache.length, tensors_BSX[0].shape[1]
-        size = max(self.cache.max_tokens, start + count)  # padding needs room too
+        num_keys = self.cache.num_keys(start + count)
+        size = max(self.cache.max_tokens, num_keys)  # padding needs room too
         if not self._kept or self._kept[0].shape[1] < size:
             before, self._kept = self._kept, []
             for x in tensors_BSX:
@@ -70,19 +88,21 @@ class CachedSequence:
                 kept[:, : old.shape[1]] = old
         for kept, x in zip(self._kept, tensors_BSX, strict=True):
             kept[:, start : start + count] = x
-        return tuple(kept[:, : start + count] for kept in self._kept)
+        return tuple(kept[:, :num_keys] for kept in self._kept)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Causal attention of this forward's queries to all tokens so far: [B, H, S, V]. All tokens
         are of one document."""
         assert call.documents is None
         S, W = call.q_BHSC.shape[2], call.k_BGWC.shape[2]
-        seen_SW = torch.ones(S, W, dtype=torch.bool, device=call.q_BHSC.device).tril(W - S)
-        return call.computed(seen_SW)
+        seen_SW = torch.ones(S, W, dtype=torch.bool, device=call.q_BHSC.device)
+        return call.computed(seen_SW.tril(self.cache.length))
 
 
 @contextmanager
-def full_sequences(model: nn.Module, kept_tokens: int = 0) -> Iterator[SequenceCache]:
+def full_sequences(
+    model: nn.Module, kept_tokens: int = 0, *, like_whole: bool = False
+) -> Iterator[SequenceCache]:
     """Inside the ``with`` block every rank computes on full sequences, of any length.
 
     For forwards without gradients.
@@ -91,10 +111,12 @@ def full_sequences(model: nn.Module, kept_tokens: int = 0) -> Iterator[SequenceC
         model: whose attention modules take part.
         kept_tokens: of so many tokens keys and values are kept, for forwards of the tokens that
             follow, of a constant number of sequences. With 0 each forward has whole sequences.
+        like_whole: give each token the bits that it has in a forward of a whole sequence of
+            ``kept_tokens`` tokens, on a CPU. Each forward must then have at least 32 tokens.
 
     Returns:
         What says which tokens are kept; nothing is kept until its ``keep`` is called.
     """
-    cache = SequenceCache(kept_tokens)
+    cache = SequenceCache(kept_tokens, like_whole)
     with sequence_contexts(model, lambda: CachedSequence(cache) if kept_tokens else FullSequence()):
         yield cache

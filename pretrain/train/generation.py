@@ -5,6 +5,7 @@ Legend: V vocabulary, B batch, S tokens of a forward.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from pretrain.job import RankModel
 from pretrain.parallelize import RoutedTokens
 from pretrain.spec import SampleConfig
 from pretrain.train.evaluate import inference
+from router import LEAST_ROWS
 
 _UNFINISHED = "\ufffd"
 """What a decoder writes for the first bytes of a letter."""
@@ -48,6 +50,11 @@ class Generated:
     """The prompt and what the model makes of it."""
     tokens: int
     """Tokens that were generated, the end of a document among them."""
+    token_ids: tuple[int, ...]
+    """The text's tokens, and the end of a document where the model has ended the text."""
+    log_probs: tuple[float, ...]
+    """The natural logarithm of the model's probability of each generated token, whatever the
+    temperature was."""
 
 
 def generate(
@@ -64,6 +71,10 @@ def generate(
     there are more, the view goes on from the newer half. The text ends where the model ends a
     document.
 
+    On a CPU the log-probabilities of an exact run are those of a forward of training, bit for bit:
+    of a sequence that begins as the view does. For that ``data.seq_len`` must be a multiple of 32,
+    ``data.document_mask`` false, and tokens must not depend on others that are routed with them.
+
     Keys and values of earlier tokens are kept, unless a token's output depends on the tokens that
     are routed with it: then every token is computed again for each new one.
 
@@ -76,12 +87,15 @@ def generate(
     """
     writer = _Writer(job, tokenizer, sample, drawing)
     cache_length = job.spec.data.seq_len if writer.uses_cache else 0
-    with inference(job.parallel_model), full_sequences(job.model, cache_length) as cache:
+    contexts = full_sequences(job.model, cache_length, like_whole=writer.like_whole)
+    with inference(job.parallel_model), contexts as cache:
         while not writer.ended:
             cache.keep(writer.write(cache.length))
             if seen is not None and not (text := writer.text).endswith(_UNFINISHED):
                 seen(text)
-    return Generated(writer.text, writer.generated)
+    return Generated(
+        writer.text, len(writer.log_probs), tuple(writer.all_ids), tuple(writer.log_probs)
+    )
 
 
 class _Writer:
@@ -99,10 +113,17 @@ class _Writer:
         # before, and so not in view where documents do not see each other.
         self.begins = not self.token_ids
         self.token_ids = self.token_ids or [self.end_id]
+        self.all_ids = list(self.token_ids)
         self.view_start = max(0, len(self.token_ids) - self.view_length)
         self.uses_cache = spec.moe is None or spec.moe.independent_tokens
+        self.like_whole = (
+            spec.train.exact
+            and self.uses_cache
+            and not spec.data.document_mask  # keys are then those of a document, of any length
+            and self.view_length % LEAST_ROWS == 0
+        )
         self.ended = sample.tokens == 0
-        self.generated = 0
+        self.log_probs: list[float] = []
         # The first rank of those that have logits.
         pipeline = job.parallel_model.pipeline
         stage_place = 0 if pipeline is None else pipeline.last_place
@@ -122,9 +143,10 @@ class _Writer:
             Of how many tokens they are to be kept.
         """
         self.job.runtime.heartbeat.beat("evaluate", self.job.spec.train.steps)
-        token_id = self._next_token_id(self.token_ids[self.view_start + num_cached :])
-        self.generated += 1
-        self.ended = token_id == self.end_id or self.generated >= self.sample.tokens
+        token_id, log_prob = self._next_token(self.token_ids[self.view_start + num_cached :])
+        self.log_probs.append(log_prob)
+        self.ended = token_id == self.end_id or len(self.log_probs) >= self.sample.tokens
+        self.all_ids.append(token_id)
         if token_id != self.end_id:
             self.token_ids.append(token_id)
         begins, self.begins = self.begins, False
@@ -136,23 +158,40 @@ class _Writer:
             return 0
         if self.ended or not self.uses_cache:
             return 0
-        return len(self.token_ids) - self.view_start - 1  # the last token is not computed yet
+        in_view = len(self.token_ids) - self.view_start
+        # The last token is not computed yet; of a forward's fewest rows the others are once more.
+        return max(0, in_view - LEAST_ROWS) if self.like_whole else in_view - 1
 
-    def _next_token_id(self, token_ids: list[int]) -> int:
-        """The token behind ``token_ids`` and what is kept of earlier tokens, on all ranks."""
-        # Ranks of tensor parallelism have equal parts; padding is no token for MoE layers.
-        padding = [self.end_id] * (-len(token_ids) % self.job.topology.tp)
-        inputs_BS = torch.tensor([[*token_ids, *padding]], device=self.job.runtime.device)
-        routed = self._routed(inputs_BS.numel(), len(token_ids)) if padding else None
+    def _next_token(self, token_ids: list[int]) -> tuple[int, float]:
+        """The token behind ``token_ids`` and what is kept of earlier tokens, on all ranks; and its
+        log-probability."""
+        inputs_BS, routed = self._padded(token_ids)
         output, _ = self.job.forward(inputs_BS, routed=routed)
-        token_id = -1
+        token_id, log_prob = -1, 0.0
         if output is not None:
             logits_V = output.logits[0, len(token_ids) - 1]
             if isinstance(logits_V, DTensor):
                 logits_V = logits_V.full_tensor()
             noise_V = self._noise(len(logits_V))
             token_id = next_token(logits_V.double().cpu(), self.drawing, noise_V)
-        return self.job.runtime.broadcast_all([token_id], self.source)[0]
+            log_prob = float(logits_V.float().log_softmax(-1)[token_id])
+        token_id, bits = self.job.runtime.broadcast_all(
+            [token_id, int.from_bytes(struct.pack("<d", log_prob), "little", signed=True)],
+            self.source,
+        )
+        return token_id, struct.unpack("<d", bits.to_bytes(8, "little", signed=True))[0]
+
+    def _padded(self, token_ids: list[int]) -> tuple[Tensor, RoutedTokens | None]:
+        """[1, S] the tokens of a forward, and which of them MoE layers route."""
+        if self.like_whole:
+            # Of fewer rows, products have other bits.
+            padding = [self.end_id] * (LEAST_ROWS - len(token_ids))
+            return torch.tensor([[*token_ids, *padding]], device=self.job.runtime.device), None
+        # Ranks of tensor parallelism have equal parts; padding is no token for MoE layers.
+        padding = [self.end_id] * (-len(token_ids) % self.job.topology.tp)
+        inputs_BS = torch.tensor([[*token_ids, *padding]], device=self.job.runtime.device)
+        routed = self._routed(inputs_BS.numel(), len(token_ids)) if padding else None
+        return inputs_BS, routed
 
     def _routed(self, size: int, count: int) -> RoutedTokens:
         """What this rank's MoE layers route of ``size`` positions, of which the first ``count`` are
@@ -167,7 +206,7 @@ class _Writer:
         """[V] for the next token of the text: a function of the seed and the token's number."""
         if not self.drawing.temperature:
             return None
-        noise = Generator(Philox(key=[self.job.spec.train.seed, self.generated]))
+        noise = Generator(Philox(key=[self.job.spec.train.seed, len(self.log_probs)]))
         return torch.from_numpy(noise.gumbel(size=vocab_size))
 
 

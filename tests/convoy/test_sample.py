@@ -125,7 +125,9 @@ def test_text_with_a_cache_is_that_of_the_sequence_computed_again(saved):
     """Of more tokens than the view has."""
     ((cached, again, of_one_token),) = run_ranks(partial(_both_ways, make_spec(saved)), 1,
                                                  group=False)  # fmt: skip
-    assert cached == again
+    assert [one.token_ids for one in cached] == [one.token_ids for one in again]
+    for one, other in zip(cached, again, strict=True):
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-4)
     assert [one.tokens for one in cached] == [50] * 3
     assert of_one_token > 40, "tokens are computed once, but where the view moves"
 
@@ -208,9 +210,9 @@ def test_padding_to_the_degree_of_tensor_parallelism_is_no_token(rank):
         forward=lambda x, routed=None: calls.append((x, routed)) or (None, None),
     )
     writer = _Writer.__new__(_Writer)
-    writer.job, writer.end_id, writer.source = job, 7, 0
+    writer.job, writer.end_id, writer.source, writer.like_whole = job, 7, 0, False
     for token_ids in ([1, 2, 3, 4], [1, 2, 3]):
-        writer._next_token_id(token_ids)
+        writer._next_token(token_ids)
     (even, nothing), (odd, routed) = calls
     assert (even.tolist(), nothing) == ([[1, 2, 3, 4]], None)
     assert odd.tolist() == [[1, 2, 3, 7]]

@@ -115,7 +115,7 @@ def test_no_dense_product_of_an_adapter_is_made(backend):
     """Of the adapters' sizes only: nothing of [E, D, F] or of one expert's [D, F] comes to be."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    E, d_model, F = 4, 32, 40
+    E, d_model, F = 4, 24, 40
     layer = MoELayer(MoEConfig(d_model=d_model, d_ff=F, num_experts=E, top_k=2, backend=backend))
     randomized(moe.add_lora(layer, rank=8, on=["experts"]))
     x = torch.randn(7, d_model, requires_grad=True)
