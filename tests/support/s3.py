@@ -98,7 +98,7 @@ Fault = Callable[[str, str], int | str | None]
 "lose" to let the server do it and close the connection without an answer; "twice" to let the server
 do it twice and give the second answer; "slow" to wait before; "stale" to answer with what the first
 such request was answered; or None."""
-SLOW_SECONDS = 0.3
+SLOW_SECONDS = 0.1
 
 
 @contextlib.contextmanager
