@@ -8,6 +8,7 @@ theirs. Writer processes see each other only through the receipts in the stores.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import signal
@@ -45,6 +46,9 @@ from ckpt.write import (
 
 _OWNER = ".owner"
 _POLL_SECONDS = (0.005, 0.5)  # between two looks at the receipts: the first pause, and the longest
+# How long the rank that commits waits for the other ranks' parts of a save that has failed, where
+# the others cannot be told.
+_UNTOLD_SECONDS = 60.0
 # How long to wait for the other ranks' parts once the trainer is gone.
 _ORPHANED_SECONDS, _HURRIED_SECONDS = 60.0, 5.0
 
@@ -205,12 +209,13 @@ class TierWriter:
             raise
         except BaseException as error:
             number = error.errno if isinstance(error, OSError) else None
+            limit = _UNTOLD_SECONDS
             with contextlib.suppress(OSError):
                 write_failure(self.store, info, rank, number)
-                self._told = number is not None and not commits
+                self._told, limit = number is not None and not commits, math.inf
             if commits:
                 with contextlib.suppress(CheckpointError, OSError):  # report the first error
-                    self._await_receipts(request)
+                    self._await_receipts(request, own=False, limit_seconds=limit)
                     discard(self.store, info)
             raise
         finally:
@@ -238,23 +243,32 @@ class TierWriter:
                 traceback.print_exc()
         return SaveEvent(what="committed", **about)
 
-    def _await_receipts(self, request: SaveRequest, check: bool = False) -> bool:
+    def _await_receipts(
+        self,
+        request: SaveRequest,
+        check: bool = False,
+        own: bool = True,
+        limit_seconds: float = math.inf,
+    ) -> bool:
         """Wait until every rank has left a receipt or a failure; whether all left receipts.
 
         Raises CheckpointError where a rank leaves neither in time. The objects of the other ranks
         then stay until the next start: that rank may still be writing. With ``check``, raises
-        SaveAbandonedError where the save is abandoned meanwhile.
+        SaveAbandonedError where the save is abandoned meanwhile. Without ``own`` this rank is not
+        waited for: a disk may be too full for the mark of its failure.
         """
         info, began = request.info_in(self.tier), time.monotonic()
+        writers = [rank for rank in info.writers if own or rank != self.process.hello.rank]
         pause, longest = _POLL_SECONDS
         while True:
             if check:
                 check_not_abandoned(self.store, info, self.process.hello.rank)
             finished = finished_ranks(self.store, info)
-            waiting = [rank for rank in info.writers if rank not in finished]
+            waiting = [rank for rank in writers if rank not in finished]
             if not waiting:
                 return all(finished.values())
-            if not self.process.others_may_come(began):
+            late = time.monotonic() - began > limit_seconds
+            if late or not self.process.others_may_come(began):
                 raise CheckpointError(f"rank {waiting[0]} did not finish its part in time")
             time.sleep(pause)
             pause = min(2 * pause, longest)

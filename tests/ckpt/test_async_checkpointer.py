@@ -175,6 +175,23 @@ def test_compressed_in_the_background(tmp_path):
     assert_holds(tmp_path, 1)
 
 
+def test_a_disk_too_full_for_the_mark_of_a_failure_holds_no_save_up(tmp_path, monkeypatch):
+    """The rank that commits does not wait for its own mark, which never comes."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "rank-0")
+
+    store, about = ckpt.open_store(tmp_path), info(7, PAIR)
+    begin(store, about, 1)
+    store.write(f"objects/{about.save_id}/part", [b"of the other rank"])
+    write_receipt(store, about, 1, {})
+    monkeypatch.setattr(writer, "sync", full)
+    monkeypatch.setattr(writer, "write_failure", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_in_tier(tmp_path, 0)
+    assert list((tmp_path / "objects").iterdir()) == [], "what there was is removed"
+
+
 @pytest.mark.usefixtures("real_writers")
 def test_a_failure_is_told_leaves_nothing_and_the_next_save_works(saver, tmp_path):
     saver.save(info(1, Topology()), arrays_of(1))
