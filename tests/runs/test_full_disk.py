@@ -16,7 +16,7 @@ from convoy.audit import arrays_that_differ, audit_data
 from pretrain.observe import read_log
 from tests.support import faulty_libc
 from tests.support.full_disk import SCENARIOS
-from tests.support.jobs import data_of, events, prepare_job, write_spec
+from tests.support.jobs import data_of, events_so_far, prepare_job, write_spec
 
 ROOT = Path(__file__).parents[2]
 FOR_GOOD, TWICE = faulty_libc.ALWAYS, 1
@@ -54,7 +54,7 @@ def pretrain(spec: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str
 
 
 def losses(run: Path) -> dict[int, float]:
-    return {event["step"]: event["loss"] for event in events(run, "step")}
+    return {e["step"]: e["loss"] for e in events_so_far(run) if e["event"] == "step"}
 
 
 @pytest.mark.slow
@@ -90,7 +90,8 @@ def test_a_run_goes_on_or_stops_with_one_line_and_ends_when_there_is_room(tmp_pa
             found = losses(runs[name])
             assert max(found) == 12
             assert {step: expected[step] for step in found} == found, told
-            assert read_log(runs[name] / "log.jsonl").problems == []
+            torn = read_log(runs[name] / "log.jsonl").problems
+            assert len(torn) <= (failures == FOR_GOOD), "the line that met the full disk, at most"
             assert arrays_that_differ(store, runs["calm"] / "checkpoints", 12) == []
             if failures != FOR_GOOD:
                 assert found == expected, told
