@@ -128,6 +128,8 @@ class CheckpointTarget(Locked):
                 begin(store, self.info, 0)
             except FileExistsError:
                 self._resumed = True
+            # Without a mark, objects are those of a manifest that somebody has moved away.
+            self._resumed |= bool(store.names(objects_key(self.info.save_id)))
             if isinstance(store, LocalStore):
                 self.lock(Path(store.where(f"{pending}/lock")), Path(store.where()))
             found: dict[str, Receipt] = {}

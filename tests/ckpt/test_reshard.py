@@ -400,6 +400,20 @@ def test_too_little_memory_is_refused(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+def test_a_reshard_whose_manifest_was_moved_away_is_made_again(tmp_path):
+    """Its objects are there, without a mark: they have the name of the new one."""
+    source = many_objects(3)
+    target, topology = tmp_path / "target", Topology(dp_shard=2)
+    first = write_checkpoint(source, target, topology)
+    manifest = target / "manifests" / f"step-{first.step:08d}.json"
+    manifest.rename(tmp_path / "away.json")
+    again = write_checkpoint(source, target, topology)
+    assert again.save_id == first.save_id
+    assert ckpt.committed_steps(target) == [first.step]
+    assert ckpt.verify(target, again) == first.total_bytes
+    assert_same(source, read(target))
+
+
 def test_other_options_are_another_save(tmp_path):
     source = many_objects(2)
     names = {name: name for name in source.arrays}
