@@ -234,6 +234,11 @@ class CheckpointLife(CheckpointWorld):
             return
         expected = Saved(self._id_of(source, manifest, layout), saved.seed, saved.score)
         target.damaged.pop(expected.save_id, None)  # objects that were left are written again
+        # The objects of a manifest that was moved away are those of this checkpoint from now on.
+        stay = [entry for entry in target.away if entry[2].save_id != expected.save_id]
+        if len(stay) < len(target.away):
+            target.orphans.add(expected.save_id)
+        target.away = stay
         after = {**target.steps, step: expected}
         outcome = self.run(target, act, after, fault, moment)
         if outcome in ("refused", "killed"):

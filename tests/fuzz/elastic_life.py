@@ -46,7 +46,7 @@ class ElasticLife(ElasticSteps):
     # --------------------------------------------------------------------------------------------
     # The launch.
 
-    @action(when=lambda world: world.spec is None, variant=st.integers(0, len(VARIANTS) - 1),
+    @action(first=True, variant=st.integers(0, len(VARIANTS) - 1),
             machines=st.integers(1, MACHINES), scale_up=st.sampled_from(SCALE_UP),
             least=st.integers(1, 2))  # fmt: skip
     def begin(self, variant: int, machines: int, scale_up: str, least: int) -> None:

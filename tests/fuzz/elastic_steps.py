@@ -154,6 +154,11 @@ class ElasticSteps(World):
         assert self.spec is not None
         return Path(self.spec.checkpoint_path)
 
+    @property
+    def asked(self) -> bool:
+        """Whether a save is asked for already."""
+        return any(rank.stop.save_requested for rank in self.ranks)
+
     def restart(self) -> None:
         """All ranks end, and those that are there start again."""
         raise NotImplementedError
@@ -179,7 +184,7 @@ class ElasticSteps(World):
             if self.running:
                 self.step(kind, rank % len(self.ranks))
 
-    @action(when=lambda world: world.running, rank=st.integers(0, 9))
+    @action(when=lambda world: world.running and not world.asked, rank=st.integers(0, 9))
     def ask_for_a_save(self, rank: int) -> None:
         """SIGUSR1 to one rank."""
         if self.running:

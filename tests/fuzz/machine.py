@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
+    initialize,
     precondition,
     rule,
     run_state_machine_as_test,
@@ -33,17 +34,21 @@ F = TypeVar("F", bound=Callable[..., None])
 
 
 def action(
-    when: Callable[[Any], object] = lambda world: True, **arguments: st.SearchStrategy[Any]
+    when: Callable[[Any], object] = lambda world: True,
+    *,
+    first: bool = False,
+    **arguments: st.SearchStrategy[Any],
 ) -> Callable[[F], F]:
     """Mark a method of a world as an action.
 
     Args:
         when: whether the action does something in a world; otherwise hypothesis draws another one.
+        first: whether every sequence begins with the action.
         arguments: what may be drawn for each argument.
     """
 
     def mark(method: F) -> F:
-        method.arguments, method.when = arguments, when  # type: ignore[attr-defined]
+        method.arguments, method.when, method.first = arguments, when, first  # type: ignore[attr-defined]
         return method
 
     return mark
@@ -139,6 +144,8 @@ def machine_of(world_class: type[World], tally: Tally) -> type[RuleBasedStateMac
             self.perform(name, arguments)
 
         act.__name__ = act.__qualname__ = name
+        if method.first:
+            return initialize(**method.arguments)(act)
         useful = precondition(lambda self: method.when(self.world))
         return useful(rule(**method.arguments)(act))
 
