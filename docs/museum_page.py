@@ -67,19 +67,18 @@ def _table(cases: list[Case]) -> list[str]:
 
 def _peers(table: dict[str, Any]) -> str:
     lines = ["| report | release | answer | mended release | answer |", "|---|---|---|---|---|"]
-    for row in table["rows"]:
+    for row in sorted(table["rows"], key=lambda row: row["thread"].lower()):
+        if not row["verdict"].startswith("seen wrong"):
+            continue
         name = row["thread"].partition("/")[2]
         url = f"https://github.com/{row['thread'].replace('#', '/issues/')}"
         wrong, fixed = row["wrong"], row["fixed"]
-        mended = (
-            f"{fixed['release']} | {_cell(fixed['seen'])}"
-            if fixed
-            else f"{_cell(row['no_fix'])} | "
-        )
-        lines.append(
-            f"| [{name}]({url}) | {wrong['release']} | {_cell(wrong['seen'])} | {mended} |"
-        )
-    head = _PEERS.format(date=table["date"], torch=table["versions"]["torch"])
+        mended = f"none: {_cell(row['no_fix'])} | "
+        if fixed:
+            mended = f"{fixed['requirements'][0]} | {_cell(fixed['seen'])}"
+        release = wrong["requirements"][0]
+        lines.append(f"| [{name}]({url}) | {release} | {_cell(wrong['seen'])} | {mended} |")
+    head = _PEERS.format(date=table["date"][:10], torch=table["versions"]["torch"])
     return "\n".join([head, *lines]) + "\n"
 
 
