@@ -203,16 +203,12 @@ class ElasticSteps(World):
             tokens = sum(len(batch) for batch in attempt.batches) * self.spec.data.seq_len
             tokens = tokens if rank.job.dims.reads_first else 0
             usual = 2.0 + 0.01 * (self.draws % 3)
-            loss = {"nan": float("nan"), "spike": 60.0}.get(kind, usual)
+            loss = 60.0 if kind == "spike" else usual
+            is_nan = kind == "nan" and rank.rank == bad
             attempt.result = SimpleNamespace(
-                loss_sum=(loss if rank.rank == bad and tokens else usual) * tokens
-                if kind != "spike"
-                else loss * tokens,
-                target_tokens=tokens, routing=None, expert_rows=0.0, expert_seconds=0.0,
-                mtp_loss_sums_K=[],
+                loss_sum=float("nan") if is_nan else loss * tokens, target_tokens=tokens,
+                routing=None, expert_rows=0.0, expert_seconds=0.0, mtp_loss_sums_K=[],
             )  # fmt: skip
-            if kind == "nan" and rank.rank == bad:
-                attempt.result.loss_sum = float("nan")
             if rank.machine in self.noticed:
                 rank.stop.cause = StopCause.NOTICE_FILE
             report = rank.trainer._report(attempt, int(rank.stop.cause))
@@ -392,12 +388,14 @@ class ElasticSteps(World):
             assert not any(asked), "all would start again, and nobody waits"
         trained = [sample for _, step in sorted(self.history.items()) for sample in step.samples]
         assert trained == sorted(set(trained)), "each sample once, and in order"
+        if not self.ranks:
+            return
+        progress = self.ranks[0].trainer.progress
+        skipped = left_out(progress)
+        assert not skipped & set(trained), "a sample is trained, and left out"
+        taken = sorted([*trained, *(n for n in skipped if n < progress.consumed_samples)])
+        assert taken == list(range(progress.consumed_samples)), "a sample is missing"
+        assert sorted(self.history) == list(range(1, progress.step + 1))
         for rank in self.ranks:
-            progress = rank.trainer.progress
-            skipped = sorted(left_out(progress))
-            assert not set(trained) & set(skipped), "a sample is trained, and left out"
-            taken = sorted([*trained, *(n for n in skipped if n < progress.consumed_samples)])
-            assert taken == list(range(progress.consumed_samples)), "a sample is missing"
-            assert sorted(self.history) == list(range(1, progress.step + 1))
-            assert float(rank.job.optimizer.weight) == progress.step, "weights of another step"
-            break
+            weight = float(rank.job.optimizer.weight)
+            assert weight == progress.step, "weights of another step"
