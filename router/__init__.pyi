@@ -16,6 +16,7 @@ from .config import RouterConfig as RouterConfig
 from .config import RoutingTraits as RoutingTraits
 from .config import StragglerAwareConfig as StragglerAwareConfig
 from .few_rows import LEAST_ROWS as LEAST_ROWS
+from .few_rows import padded_rows as padded_rows
 from .few_rows import with_enough_rows as with_enough_rows
 from .groups import HoldsGroups as HoldsGroups
 from .groups import LostGroup as LostGroup

@@ -21,6 +21,12 @@ LEAST_ROWS = 32
 """A function of fewer rows is computed with this many. Rows of any length then fill vectors."""
 
 
+def padded_rows(x_nD: Tensor) -> Tensor:
+    """``x_nD`` with zeros below, to a multiple of :data:`LEAST_ROWS` rows."""
+    missing = -x_nD.shape[0] % LEAST_ROWS
+    return F.pad(x_nD, (0, 0, 0, missing)) if missing else x_nD
+
+
 def with_enough_rows(
     function: Callable[[Tensor], Tensor], x_nD: Tensor, *, whole_vectors: bool = False
 ) -> Tensor:
@@ -30,11 +36,9 @@ def with_enough_rows(
     function of single numbers, a multiple of them. No rows stay no rows.
     """
     n = x_nD.shape[0]
-    if x_nD.device.type != "cpu" or torch.compiler.is_compiling():
+    if x_nD.device.type != "cpu" or torch.compiler.is_compiling() or n == 0:
         return function(x_nD)
-    if whole_vectors and x_nD.numel() % LEAST_ROWS == 0:
-        return function(x_nD)
-    if n == 0 or (n >= LEAST_ROWS and not whole_vectors):
+    if x_nD.numel() % LEAST_ROWS == 0 if whole_vectors else n >= LEAST_ROWS:
         return function(x_nD)
     # A copy: FSDP warns of modules whose outputs are views.
-    return function(F.pad(x_nD, (0, 0, 0, -n % LEAST_ROWS)))[:n].clone()
+    return function(padded_rows(x_nD))[:n].clone()

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -24,7 +23,7 @@ from moe.experts.weights import ExpertWeights
 from moe.experts.workers import num_workers
 from moe.rows import RowMap, Rows, row_map
 from parallel.exact import UnitSums
-from router import LEAST_ROWS, RouterOutput
+from router import RouterOutput, padded_rows
 
 
 class _ByUnit(torch.autograd.Function):
@@ -138,10 +137,9 @@ def _loop_forward(
     out_SD = torch.zeros_like(rows.x_SD)
     for expert, unit in _blocks(counts_EU):
         source, weight = rows.source_R[unit], rows.weights_R[unit].unsqueeze(1)
-        more = (0, 0, 0, -len(source) % LEAST_ROWS)
-        x, weight = F.pad(rows.x_SD[source], more), F.pad(weight, more)
-        y = one_expert(ACTIVATIONS[activation], x, weight, weights.aligned(expert))[: len(source)]
-        out_SD.index_add_(0, source, y)
+        x, w = padded_rows(rows.x_SD[source]), weights.aligned(expert)
+        y = one_expert(ACTIVATIONS[activation], x, padded_rows(weight), w)
+        out_SD.index_add_(0, source, y[: len(source)])
     return out_SD
 
 

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moe.experts.activation import ACTIVATIONS, Activation
@@ -26,7 +25,7 @@ from moe.experts.weights import ExpertWeights
 from moe.experts.workers import num_workers, run_workers
 from moe.rows import Rows
 from parallel.comm import empty_like, new_empty, zeros_like
-from router import LEAST_ROWS, with_enough_rows
+from router import LEAST_ROWS, padded_rows, with_enough_rows
 
 BLOCK_ROWS = 1024
 _ROWS_OF_AN_EXPERT = 32
@@ -229,9 +228,7 @@ def _add_adapter(x: Tensor, a: Tensor | None, b: Tensor | None, out: Tensor) -> 
     """out += (x a) b^T; nothing for a matrix without an adapter."""
     if a is not None and b is not None:
         if 0 < len(x) < LEAST_ROWS:
-            more = (0, 0, 0, LEAST_ROWS - len(x))
-            sums = F.pad(out, more).addmm_(F.pad(x, more) @ a, b.t())
-            out.copy_(sums[: len(x)])
+            out.copy_(padded_rows(out).addmm_(padded_rows(x) @ a, b.t())[: len(x)])
         else:
             out.addmm_(x @ a, b.t())
 
@@ -241,14 +238,14 @@ def _activate(act: Activation, x_nF: Tensor, out_nF: Tensor) -> None:
 
     PyTorch computes what is left behind the last whole vector by other instructions.
     """
-    n, F_ = x_nF.shape
-    left = n % LEAST_ROWS if F_ % LEAST_ROWS else 0
-    act.forward_out(x_nF[: n - left], out=out_nF[: n - left])
+    left = len(x_nF) % LEAST_ROWS if x_nF.shape[1] % LEAST_ROWS else 0
+    cut = len(x_nF) - left
+    act.forward_out(x_nF[:cut], out=out_nF[:cut])
     if left:
-        x = F.pad(x_nF[n - left :], (0, 0, 0, LEAST_ROWS - left))
+        x = padded_rows(x_nF[cut:])
         out = torch.empty_like(x)
         act.forward_out(x, out=out)
-        out_nF[n - left :] = out[:left]
+        out_nF[cut:] = out[:left]
 
 
 _Pair = tuple[Tensor | None, Tensor | None]

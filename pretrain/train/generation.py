@@ -5,7 +5,6 @@ Legend: V vocabulary, B batch, S tokens of a forward.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -175,23 +174,21 @@ class _Writer:
             noise_V = self._noise(len(logits_V))
             token_id = next_token(logits_V.double().cpu(), self.drawing, noise_V)
             log_prob = float(logits_V.float().log_softmax(-1)[token_id])
-        token_id, bits = self.job.runtime.broadcast_all(
-            [token_id, int.from_bytes(struct.pack("<d", log_prob), "little", signed=True)],
-            self.source,
-        )
-        return token_id, struct.unpack("<d", bits.to_bytes(8, "little", signed=True))[0]
+        bits = torch.tensor(log_prob, dtype=torch.float64).view(torch.int64)
+        token_id, sent = self.job.runtime.broadcast_all([token_id, int(bits)], self.source)
+        return token_id, float(torch.tensor(sent).view(torch.float64))
 
     def _padded(self, token_ids: list[int]) -> tuple[Tensor, RoutedTokens | None]:
         """[1, S] the tokens of a forward, and which of them MoE layers route."""
+        # Of fewer rows, products have other bits. Ranks of tensor parallelism have equal parts.
+        missing = -len(token_ids) % self.job.topology.tp
         if self.like_whole:
-            # Of fewer rows, products have other bits.
-            padding = [self.end_id] * (LEAST_ROWS - len(token_ids))
-            return torch.tensor([[*token_ids, *padding]], device=self.job.runtime.device), None
-        # Ranks of tensor parallelism have equal parts; padding is no token for MoE layers.
-        padding = [self.end_id] * (-len(token_ids) % self.job.topology.tp)
+            missing = max(0, LEAST_ROWS - len(token_ids))
+        padding = [self.end_id] * missing
         inputs_BS = torch.tensor([[*token_ids, *padding]], device=self.job.runtime.device)
-        routed = self._routed(inputs_BS.numel(), len(token_ids)) if padding else None
-        return inputs_BS, routed
+        if self.like_whole or not padding:
+            return inputs_BS, None
+        return inputs_BS, self._routed(inputs_BS.numel(), len(token_ids))  # padding is no token
 
     def _routed(self, size: int, count: int) -> RoutedTokens:
         """What this rank's MoE layers route of ``size`` positions, of which the first ``count`` are

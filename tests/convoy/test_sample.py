@@ -17,16 +17,13 @@ from convoy.commands.command_line import main
 from corpus.tokenizer import load_tokenizer
 from moe import MoEConfig
 from parallel import Topology, full_sequences, parse_topology
-from pretrain.checkpoint.resume import restore
-from pretrain.job import build_job
 from pretrain.parallelize import RoutedTokens
-from pretrain.runtime.ranks import start
 from pretrain.spec import JobSpec, SampleConfig
 from pretrain.state import Progress
 from pretrain.train.generation import Drawing, Generated, _Writer, generate, next_token
 from tests.pretrain.model.test_documents import KINDS, decoder
 from tests.support.hf import load_ours, make_model, run, tokens
-from tests.support.jobs import make_spec, prepare_job, save_checkpoint
+from tests.support.jobs import make_spec, prepare_job, restored_job, save_loud
 from tests.support.ranks import run_ranks
 
 SLOW = pytest.mark.slow
@@ -87,28 +84,12 @@ def test_greedy_tokens_with_a_cache_are_those_of_transformers(case, tmp_path):
 def saved(tmp_path_factory) -> Path:
     """A job's folder with a checkpoint of random weights."""
     folder = prepare_job(tmp_path_factory.mktemp("sample"))
-    run_ranks(partial(_save, make_spec(folder)), 1, group=False)
+    run_ranks(partial(save_loud, make_spec(folder), 8.0, Progress(step=3)), 1, group=False)
     return folder
 
 
-def _job(spec: JobSpec):
-    job = build_job(spec, start(spec.train.timeout_seconds))
-    restore(job)
-    return job
-
-
-def _save(spec: JobSpec, rank: int) -> None:
-    job = _job(spec)
-    with torch.no_grad():
-        for name, parameter in job.model.named_parameters():
-            if "norm" not in name:
-                parameter.mul_(8)
-    save_checkpoint(job, Progress(step=3))
-    job.runtime.close()
-
-
 def _both_ways(spec: JobSpec, rank: int) -> tuple[list[Generated], list[Generated], int]:
-    job, settings, drawing = _job(spec), SampleConfig(tokens=50), Drawing(0.9, 0.95)
+    job, settings, drawing = restored_job(spec), SampleConfig(tokens=50), Drawing(0.9, 0.95)
     words = load_tokenizer(spec.data)
     each = [settings.model_copy(update={"prompt": prompt}) for prompt in PROMPTS]
     cached = [generate(job, words, one, drawing) for one in each]

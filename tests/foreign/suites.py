@@ -40,9 +40,6 @@ class Suite:
         return self.folder / "exclusions.txt"
 
 
-SUITES: dict[str, Suite] = {}
-
-
 ADOPTED_MODELS = Suite(
     name="adopted-models",
     about="transformers' ModelTesterMixin, with every model passed through moe.adopt",
@@ -65,7 +62,6 @@ ADOPTED_MODELS = Suite(
         "Cohere2-MoE",
     ),
 )
-SUITES[ADOPTED_MODELS.name] = ADOPTED_MODELS
 
 ZARR_STORES = Suite(
     name="zarr-stores",
@@ -73,7 +69,6 @@ ZARR_STORES = Suite(
     folder=HERE / "zarr_stores",
     wheels=("pytest-asyncio==1.5.0",),
 )
-SUITES[ZARR_STORES.name] = ZARR_STORES
 
 SAMPLE_ORDER = Suite(
     name="sample-order",
@@ -84,7 +79,6 @@ SAMPLE_ORDER = Suite(
     theirs=True,
     shim=True,
 )
-SUITES[SAMPLE_ORDER.name] = SAMPLE_ORDER
 
 ROUTER_REPLAY = Suite(
     name="router-replay",
@@ -96,7 +90,6 @@ ROUTER_REPLAY = Suite(
     theirs=True,
     shim=True,
 )
-SUITES[ROUTER_REPLAY.name] = ROUTER_REPLAY
 
 TORCH_CHECKPOINTS = Suite(
     name="torch-checkpoints",
@@ -109,4 +102,8 @@ TORCH_CHECKPOINTS = Suite(
     theirs=True,
     shim=True,
 )
-SUITES[TORCH_CHECKPOINTS.name] = TORCH_CHECKPOINTS
+
+SUITES = {
+    suite.name: suite
+    for suite in (ADOPTED_MODELS, ZARR_STORES, SAMPLE_ORDER, ROUTER_REPLAY, TORCH_CHECKPOINTS)
+}

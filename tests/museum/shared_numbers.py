@@ -181,3 +181,9 @@ def errors(outcome: Outcome, expected: Outcome) -> dict[str, float]:
     """The gradients of an outcome that are not those expected."""
     wrong = {n: error(g, expected.gradients[n]) for n, g in outcome.gradients.items()}
     return {name: value for name, value in wrong.items() if not value < 1e-4}
+
+
+def errors_of_ranks(step: Step) -> list[dict[str, float]]:
+    """Of each rank, the gradients that are not those of one process."""
+    expected = alone(step)
+    return [errors(outcome, expected) for outcome in on_ranks(step)]

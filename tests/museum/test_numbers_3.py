@@ -22,6 +22,7 @@ from tests.museum.shared_numbers import (
     alone,
     batch_of,
     errors,
+    errors_of_ranks,
     on_ranks,
     plain_decoder,
     router_on_rank,
@@ -66,8 +67,7 @@ def test_norms_learn_from_the_tokens_of_all_tensor_parallel_ranks():
 def test_gradients_below_a_layer_are_summed_over_tensor_parallel_ranks():
     """Every parameter below layers with sharded GEMMs has the gradient of one process."""
     step = Step("tp=2", BATCHES)
-    expected = alone(step)
-    assert [errors(outcome, expected) for outcome in on_ranks(step)] == [{}] * 2
+    assert errors_of_ranks(step) == [{}] * 2
 
 
 @case(
@@ -97,8 +97,7 @@ def test_tensor_parallel_ranks_begin_with_one_router():
 def test_gradients_do_not_grow_with_context_parallelism():
     """Two ranks that share sequences have the gradients of one process."""
     step = Step("cp=2", BATCHES)
-    expected = alone(step)
-    assert [errors(outcome, expected) for outcome in on_ranks(step)] == [{}] * 2
+    assert errors_of_ranks(step) == [{}] * 2
 
 
 @case(
@@ -171,5 +170,4 @@ def test_stages_of_a_pipeline_clip_by_one_norm():
 def test_a_pipeline_has_the_gradients_of_one_process():
     """Gradients of two stages with several micro-batches are those of one process."""
     step = Step("pp=2", BATCHES)
-    expected = alone(step)
-    assert [errors(outcome, expected) for outcome in on_ranks(step)] == [{}] * 2
+    assert errors_of_ranks(step) == [{}] * 2

@@ -11,14 +11,11 @@ import pytest
 import torch
 
 from corpus.tokenizer import load_tokenizer
-from pretrain.checkpoint.resume import restore
-from pretrain.job import Job, build_job
-from pretrain.runtime.ranks import start
 from pretrain.spec import JobSpec, SampleConfig
 from pretrain.state import Progress
 from pretrain.train.generation import Drawing, Generated, generate
 from tests.support.exact import LATENT, exact_spec
-from tests.support.jobs import data_of, prepare_job, save_checkpoint
+from tests.support.jobs import data_of, prepare_job, restored_job, save_loud
 from tests.support.layouts import topology_of
 from tests.support.ranks import run_ranks
 
@@ -42,24 +39,8 @@ def spec_of(folder: Path, data: dict[str, str], variant: str, layout: str) -> Jo
     return exact_spec(folder, data, layout, **VARIANTS[variant], **{"data": {"seq_len": SEQ_LEN}})
 
 
-def _job(spec: JobSpec) -> Job:
-    job = build_job(spec, start(spec.train.timeout_seconds))
-    restore(job)
-    return job
-
-
-def _save(spec: JobSpec, rank: int) -> None:
-    job = _job(spec)
-    with torch.no_grad():
-        for name, parameter in job.model.named_parameters():
-            if "norm" not in name:
-                parameter.mul_(6)
-    save_checkpoint(job, Progress(step=1))
-    job.runtime.close()
-
-
 def _sampled(spec: JobSpec, tokens: int, rank: int) -> list[Generated]:
-    job, words = _job(spec), load_tokenizer(spec.data)
+    job, words = restored_job(spec), load_tokenizer(spec.data)
     settings = [SampleConfig(tokens=tokens, prompt=prompt) for prompt in PROMPTS]
     texts = [generate(job, words, one_prompt, Drawing(1.0, 1.0)) for one_prompt in settings]
     job.runtime.close()
@@ -69,7 +50,7 @@ def _sampled(spec: JobSpec, tokens: int, rank: int) -> list[Generated]:
 def _trained(spec: JobSpec, texts: list[list[int]], rank: int) -> list[list[float]]:
     """The log-probability of each token but the first in forwards of training, in batches with
     other sequences."""
-    job = _job(spec)
+    job = restored_job(spec)
     job.model.train()
     wanted = []
     for number, text in enumerate(texts):
@@ -88,7 +69,7 @@ def _trained(spec: JobSpec, texts: list[list[int]], rank: int) -> list[list[floa
 def check(folder: Path, data: dict[str, str], variant: str, layouts: list[str], tokens: int) -> int:
     """Compare layouts with a forward of training on one rank; returns how many tokens."""
     spec = partial(spec_of, folder, data, variant)
-    run_ranks(partial(_save, spec("dp_shard=1")), 1, group=False)
+    run_ranks(partial(save_loud, spec("dp_shard=1"), 6.0, Progress(step=1)), 1, group=False)
     samples = {
         layout: run_ranks(
             partial(_sampled, spec(layout), tokens), topology_of(layout).world, group=False

@@ -8,11 +8,15 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import ckpt
 from corpus.documents.documents import Document, is_held_out
 from corpus.prepare.prepare import prepare_corpus
 from pretrain.checkpoint.contents import save_info
-from pretrain.job import Job
+from pretrain.checkpoint.resume import restore
+from pretrain.job import Job, build_job
+from pretrain.runtime.ranks import start
 from pretrain.spec.job import JobSpec
 from pretrain.spec.read import load_spec
 from pretrain.state import Progress
@@ -85,6 +89,25 @@ def save_checkpoint(job: Job, progress: Progress) -> None:
     """Commit the state as it is after ``progress.step`` steps, while every rank waits."""
     root, arrays = job.spec.checkpoint_path, job.checkpoint_arrays()
     ckpt.save(root, save_info(job, progress), arrays, job.runtime.rank, job.runtime.agree)
+
+
+def restored_job(spec: JobSpec) -> Job:
+    """The job of this rank, from the spec's newest checkpoint."""
+    job = build_job(spec, start(spec.train.timeout_seconds))
+    restore(job)
+    return job
+
+
+def save_loud(spec: JobSpec, factor: float, progress: Progress, rank: int) -> None:
+    """A checkpoint of first values whose weights are ``factor`` times as large: of small weights
+    every token is about as likely."""
+    job = restored_job(spec)
+    with torch.no_grad():
+        for name, parameter in job.model.named_parameters():
+            if "norm" not in name:
+                parameter.mul_(factor)
+    save_checkpoint(job, progress)
+    job.runtime.close()
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
