@@ -29,6 +29,8 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the cases and run none")
     options = parser.parse_args()
     cases = [case for case in all_cases() if _matches(case, options.k)]
+    if not cases:
+        parser.error(f"-k ({options.k}) must be words of a case; --list shows the cases")
     if options.list:
         for case in cases:
             print(f"{case.thread}  {case.claim}  [{' '.join(case.wrong)}]")

@@ -29,6 +29,11 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2, help="cases at a time; default 2")
     asked = parser.parse_args()
     cases = [c for c in all_cases() if not asked.words or _has_word(c, asked.words)]
+    if not cases:
+        parser.error(
+            f"words ({' '.join(asked.words)}) must be in a case's file, test or thread; without "
+            f"words all cases are listed"
+        )
     if not asked.prove:
         for shown in cases:
             print(f"{shown.thread}: {shown.claim}")
