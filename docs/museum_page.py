@@ -29,7 +29,8 @@ make museum-prove   # shows that each case can fail
 
 `make museum-prove` puts each defect, or its nearest relative, into a copy of Convoy: an edit of a
 few words, which is written above the case. The case must fail there. An edit whose text Convoy no
-longer has fails the default test suite, so that no proof goes stale.
+longer has fails the default test suite, so that no proof goes stale. `bench/results/museum.json`
+has what each case said of its defect.
 
 The name of a project leads to the report. "Here" is what Convoy's test holds true, and leads to the
 test. A case does not say that the project has the defect today: most of these defects are mended.

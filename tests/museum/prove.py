@@ -29,6 +29,8 @@ _NOT_A_CLAIM = re.compile(
     r"|TypeError|AttributeError)\b"
 )
 """What an edit with a mistake gives, instead of the defect."""
+_TEMPORARY = re.compile(r"/\S*/museum-\w+/pytest-of-\w+/pytest-\d+/")
+"""Folders of one proof, which say nothing to a reader."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ def _read(case: Case, report: Path) -> Proof:
 def _last_line(failure: ElementTree.Element) -> str:
     """What was raised, in one line; of ranks, the last line of the first traceback."""
     text = failure.text or ""
+    text = _TEMPORARY.sub("", text)
     lines = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")]
     if not lines:
         return "a failure without a word"
