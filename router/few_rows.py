@@ -22,8 +22,8 @@ LEAST_ROWS = 32
 
 
 def padded_rows(x_nD: Tensor) -> Tensor:
-    """``x_nD`` with zeros below, to a multiple of :data:`LEAST_ROWS` rows."""
-    missing = -x_nD.shape[0] % LEAST_ROWS
+    """``x_nD`` with zeros below, on a CPU to a multiple of :data:`LEAST_ROWS` rows."""
+    missing = -x_nD.shape[0] % LEAST_ROWS if x_nD.device.type == "cpu" else 0
     return F.pad(x_nD, (0, 0, 0, missing)) if missing else x_nD
 
 
