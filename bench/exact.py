@@ -50,7 +50,8 @@ from tests.support.layouts import Trained, bits_that_differ, train
 
 RECIPE = Path(__file__).resolve().parent.parent / "tools" / "recipes" / "stdlib-tiny.toml"
 CASES = {"1 rank": "dp_shard=1", "2 ranks dp_shard=2,ep=2": "dp_shard=2,ep=2",
-         "2 ranks dp_replicate=2": "dp_replicate=2"}  # fmt: skip
+         "2 ranks dp_replicate=2": "dp_replicate=2", "2 ranks cp=2,ep=2": "cp=2,ep=2",
+         "2 ranks tp=2,ep=2": "tp=2,ep=2"}  # fmt: skip
 SUBJECTS = {"limit": False, "exact": True}
 QUICK = [("top_k 4", "dp_shard=2,ep=2"), ("top_k 2", "pp=2 zbv")]
 
@@ -96,7 +97,7 @@ class Step:
             exact.begin()
         forward_backward(
             self.model, self.batches, self.planned, device=torch.device("cpu"),
-            local_batch=LocalBatch(self.dims),
+            local_batch=LocalBatch(self.dims, exact=exact is not None),
         )  # fmt: skip
         if exact is None:
             square = grad_square_sum(self.model, self.dims)

@@ -276,6 +276,9 @@ class MoELayer(nn.Module):
         seq_len = x.shape[-2] if x.ndim > 1 else 1
         exact = self.experts.unit_sums is not None
         x_for = fork(x_TD, 3) if exact else (x_TD,) * 3
+        if self.router.micro_batch is not None and token_rows is None:
+            # The shared experts' gradients need to know where a sequence ends.
+            x_for = *x_for[:2], x_for[2].view(x.shape)
         routed = self.router(
             x_for[0], seq_len, replay_indices_TK, prior_expert_counts_E, token_mask_T
         )
@@ -369,7 +372,8 @@ class MoELayer(nn.Module):
             return None
         x_TD = x_TD.to(self.shared_experts.w_up.weight.dtype)
         y_TD: Tensor = self.shared_experts(x_TD)
-        return y_TD if self.shared_gate is None else y_TD * self.shared_gate(x_TD).sigmoid()
+        y_TD = y_TD if self.shared_gate is None else y_TD * self.shared_gate(x_TD).sigmoid()
+        return y_TD.view(-1, y_TD.shape[-1]) if y_TD.ndim > 2 else y_TD
 
     def _aux(self, routed: RouterOutput, stopwatch: Stopwatch | None, copied: int) -> MoEAux:
         num_dropped = num_copied = torch.zeros_like(routed.num_rerouted)

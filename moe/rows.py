@@ -101,6 +101,7 @@ def rows_of(
     experts: range,
     length: int | None = None,
     rows_per_unit: Sequence[int] | None = None,
+    positions_S: Tensor | None = None,
 ) -> Rows:
     """Sort the assignments of [S, D] rows to ``experts``; other assignments are left out.
 
@@ -114,6 +115,8 @@ def rows_of(
             size must not depend on values.
         rows_per_unit: under exact sums the rows of each micro-batch, which come one after another;
             otherwise None.
+        positions_S: [S] int64 the position of each row's token in its micro-batch, where several
+            ranks have sent parts of one; None where rows are in the order of tokens already.
     """
     E, K = len(experts), expert_indices_SK.shape[1]
     both = None
@@ -124,6 +127,9 @@ def rows_of(
         local_SK = expert_indices_SK - experts.start
         local_SK = local_SK.masked_fill((local_SK < 0) | (local_SK >= E), E)
         order, counts_E = sort_and_count(local_SK, E + 1)
+    if positions_S is not None:
+        assert rows_per_unit is not None
+        order = _in_token_order(local_SK, positions_S, rows_per_unit)
     counts_E = counts_E[1 : E + 1]
     if length is None and order.device.type == "cpu" and not torch.compiler.is_compiling():
         length = int(counts_E.sum())
@@ -139,6 +145,15 @@ def rows_of(
         return Rows(x_SD, order_R // K, weights_R, counts_E)
     index = sorted_index(both, len(order_R))
     return Rows(x_SD, index.source_R, weights_R, counts_E, SortedRows(index, both.bin_ends_B[:E]))
+
+
+def _in_token_order(local_SK: Tensor, positions_S: Tensor, rows_per_unit: Sequence[int]) -> Tensor:
+    """The flat assignments ordered by expert, by unit, and by the position of their token."""
+    last = int(positions_S.max()) + 1 if len(positions_S) else 1
+    units_S = torch.arange(len(rows_per_unit)).repeat_interleave(torch.tensor(rows_per_unit))
+    places_S = units_S.to(positions_S.device) * last + positions_S
+    keys_SK = local_SK * (len(rows_per_unit) * last) + places_S.unsqueeze(1)
+    return keys_SK.flatten().argsort(stable=True)
 
 
 class _Pick(torch.autograd.Function):

@@ -109,8 +109,6 @@ class ParallelConfig(Section):
     same ranks folded as ``efsdp x ep`` (parallel folding, arXiv 2504.14960).
     """
 
-    on_resume = {"tp": "fixed if exact", "cp": "fixed if exact", "*": "free"}
-
     pp: int = Field(default=1, ge=1)
     """Pipeline-parallel degree."""
     dp_replicate: int = Field(default=1, ge=1)
@@ -121,7 +119,8 @@ class ParallelConfig(Section):
     cp: int = Field(default=1, ge=1)
     """Context-parallel degree: ranks that share a sequence in attention."""
     tp: int = Field(default=1, ge=1)
-    """Tensor-parallel degree (Shoeybi et al., arXiv 1909.08053)."""
+    """Tensor-parallel degree (Shoeybi et al., arXiv 1909.08053). With ``train.exact`` these
+    ranks share sequences instead of GEMMs."""
     ep: int = Field(default=1, ge=1)
     """Expert-parallel degree: ranks that share the experts of a layer."""
     tp_across_nodes: bool = False

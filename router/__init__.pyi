@@ -7,6 +7,7 @@ from .capacity import CapacityPolicy as CapacityPolicy
 from .capacity_dropless import Dropless as Dropless
 from .capacity_fixed import FixedCapacity as FixedCapacity
 from .capacity_straggler_aware import StragglerAwareCapacity as StragglerAwareCapacity
+from .config import LEAST_ROWS as LEAST_ROWS
 from .config import BalancingTraits as BalancingTraits
 from .config import CapacityConfig as CapacityConfig
 from .config import CapacityTraits as CapacityTraits
@@ -15,7 +16,6 @@ from .config import FixedCapacityConfig as FixedCapacityConfig
 from .config import RouterConfig as RouterConfig
 from .config import RoutingTraits as RoutingTraits
 from .config import StragglerAwareConfig as StragglerAwareConfig
-from .few_rows import LEAST_ROWS as LEAST_ROWS
 from .few_rows import padded_rows as padded_rows
 from .few_rows import with_enough_rows as with_enough_rows
 from .groups import HoldsGroups as HoldsGroups
@@ -25,6 +25,8 @@ from .host import to_device as to_device
 from .kinds import OpenKind as OpenKind
 from .kinds import Traits as Traits
 from .kinds import fields_of_others as fields_of_others
+from .micro_batch import Places as Places
+from .micro_batch import SharedMicroBatch as SharedMicroBatch
 from .output import RouterOutput as RouterOutput
 from .output import routed_tokens as routed_tokens
 from .padding import token_rows_of as token_rows_of

@@ -23,6 +23,9 @@ from router.kinds import OpenKind, Traits, fields_of_others
 ScoreFunc = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 DropPolicy = Literal["reroute", "probs", "position"]
 
+LEAST_ROWS = 32
+"""A function of fewer rows is computed with this many; see :mod:`router.few_rows`. Rows of any
+length then fill vectors."""
 _MODEL = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 

@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LEAST_ROWS = 32
-"""A function of fewer rows is computed with this many. Rows of any length then fill vectors."""
+from router.config import LEAST_ROWS
 
 
 def padded_rows(x_nD: Tensor) -> Tensor:

@@ -5,11 +5,13 @@ Legend: T tokens, E experts, K top_k, M bins of margins.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from router.micro_batch import Places
 from router.padding import TokenRows
 
 
@@ -60,11 +62,24 @@ class RouterOutput(NamedTuple):
     entropy: Tensor
     """Scalar float32 without a gradient: the mean over tokens of the entropy of their
     probabilities, in nats; from 0 to log(E)."""
+    places: Places | None = None
+    """Where these tokens are in a micro-batch that ranks share under exact sums: losses and means
+    are then of the whole micro-batch. None elsewhere."""
 
 
 _OF_TOKENS = ("logits_TE", "expert_indices_TK", "expert_weights_TK", "topk_indices_TK",
               "dropped_TK", "nonfinite_T")  # fmt: skip
 """The fields with a row for each token."""
+
+
+def own_part(routed: RouterOutput, places: Places) -> RouterOutput:
+    """The routing of a rank's tokens, from that of the micro-batch that ranks share. What is
+    counted by rank is left to the caller."""
+    rows: dict[str, Any] = {}
+    for name in _OF_TOKENS:
+        rows_T = getattr(routed, name)
+        rows[name] = None if rows_T is None else rows_T.index_select(0, places.positions_T)
+    return routed._replace(places=places, **rows)
 
 
 def routed_with_padding(routed: RouterOutput, token_rows: TokenRows) -> RouterOutput:
@@ -77,8 +92,10 @@ def routed_with_padding(routed: RouterOutput, token_rows: TokenRows) -> RouterOu
         none_TK = torch.zeros_like(routed.expert_indices_TK, dtype=torch.bool)
         routed = routed._replace(dropped_TK=none_TK)
     padding = {"expert_indices_TK": E, "topk_indices_TK": E, "dropped_TK": True}
-    rows = {n: token_rows.back(getattr(routed, n), padding.get(n, 0)) for n in _OF_TOKENS}
-    return routed._replace(**rows)
+    rows: dict[str, Any] = {
+        n: token_rows.back(getattr(routed, n), padding.get(n, 0)) for n in _OF_TOKENS
+    }
+    return routed._replace(places=_at(routed.places, lambda x: token_rows.back(x, 0)), **rows)
 
 
 def routed_tokens(routed: RouterOutput, token_rows: TokenRows) -> RouterOutput:
@@ -87,4 +104,8 @@ def routed_tokens(routed: RouterOutput, token_rows: TokenRows) -> RouterOutput:
     for name in _OF_TOKENS:
         rows_T = getattr(routed, name)
         rows[name] = None if rows_T is None else token_rows.of(rows_T)
-    return routed._replace(**rows)
+    return routed._replace(places=_at(routed.places, token_rows.of), **rows)
+
+
+def _at(places: Places | None, rows: Callable[[Tensor], Tensor]) -> Places | None:
+    return None if places is None else places._replace(positions_T=rows(places.positions_T))

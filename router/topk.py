@@ -23,7 +23,8 @@ from router.few_rows import with_enough_rows
 from router.groups import HoldsGroups, LostGroup
 from router.kept_choices import Choice, KeptChoices
 from router.losses import mean_over_tokens
-from router.output import RouterOutput, routed_with_padding
+from router.micro_batch import Places, SharedMicroBatch, whole_micro_batch
+from router.output import RouterOutput, own_part, routed_with_padding
 from router.padding import token_rows_of
 from router.routing import Scored, routing_of
 from router.routing_top_k import TopK
@@ -65,6 +66,9 @@ class TopKRouter(HoldsGroups, nn.Module):
         """The ranks whose tokens the load-balancing loss counts together."""
         self.token_group: dist.ProcessGroup | None = None
         """The ranks that have parts of the same sequences, and therefore of one micro-batch."""
+        self.micro_batch: SharedMicroBatch | None = None
+        """The ranks that have parts of the same sequences, where numbers must be those of one
+        rank: each of them then routes the whole micro-batch, and takes its own tokens' part."""
         self.exact = False
         """Numbers must be those of plain operations, bit for bit: no kernel computes them."""
         self.weight = nn.Parameter(torch.empty(config.num_experts, d_model))
@@ -112,6 +116,12 @@ class TopKRouter(HoldsGroups, nn.Module):
         this method."""
         self.token_group = group
 
+    def use_micro_batch(self, shared: SharedMicroBatch | None) -> None:
+        """Set the ranks over which sequences are spread, where numbers must be those of one rank;
+        ``parallel.apply.apply_exact_context`` calls this method. None where this rank has the
+        sequences whole."""
+        self.micro_batch = shared
+
     def extra_repr(self) -> str:
         """The fields that ``print`` shows."""
         c = self.config
@@ -153,7 +163,8 @@ class TopKRouter(HoldsGroups, nn.Module):
         check_mask(token_mask_T, x_TD)
         token_rows = token_rows_of(token_mask_T)
         # The sequence-wise loss must know where a sequence begins.
-        if token_rows is not None and not self.config.seq_aux_loss_coeff:
+        shared = self.micro_batch is not None
+        if token_rows is not None and not self.config.seq_aux_loss_coeff and not shared:
             if replay_indices_TK is not None:
                 check_replay(replay_indices_TK, len(x_TD), self.config)
                 replay_indices_TK = token_rows.of(replay_indices_TK)
@@ -189,6 +200,20 @@ class TopKRouter(HoldsGroups, nn.Module):
                 x_TD = x_TD.to(dtype)
                 x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - jitter, 1 + jitter)
             weight_ED = self.weight if self.lora is None else self.lora(self.weight)
+            if self.micro_batch is not None:
+                assert seq_len is not None
+                shared, B = self.micro_batch, len(x_TD) // seq_len
+                x_BSD = x_TD.view(B, seq_len, x_TD.shape[1])
+                logits_BSE = shared.linear(x_BSD, weight_ED, None, dtype)
+                if self.bias is not None:
+                    logits_BSE = shared.of_tokens(torch.add, logits_BSE, self.bias)
+                micro_batch = whole_micro_batch(
+                    shared, logits_BSE, replay_indices_TK, token_mask_T,
+                    keeps_padding=bool(self.config.seq_aux_loss_coeff),
+                )  # fmt: skip
+                routed = self._route(*micro_batch.inputs(prior_expert_counts_E))
+                own_rows = micro_batch.own_rows
+                return routed if own_rows is None else routed_with_padding(routed, own_rows)
             logits_TE = with_enough_rows(lambda x: wide_linear(x, weight_ED, dtype), x_TD)
             if self.bias is not None:
                 logits_TE = logits_TE + self.bias
@@ -207,6 +232,7 @@ class TopKRouter(HoldsGroups, nn.Module):
         replay_TK: Tensor | None,
         prior_expert_counts_E: Tensor | None,
         token_mask_T: Tensor | None,
+        places: Places | None = None,
     ) -> RouterOutput:
         if self._has_kernel(logits_TE) and replay_TK is None and token_mask_T is None:
             return self._route_by_kernel(logits_TE, seq_len, prior_expert_counts_E)
@@ -245,7 +271,7 @@ class TopKRouter(HoldsGroups, nn.Module):
             )
         )  # fmt: skip
         entropy_T = -(probs_TE.detach() * probs_TE.detach().clamp_min(TINY).log()).sum(-1)
-        return RouterOutput(
+        routed = RouterOutput(
             logits_TE=logits_TE,
             expert_indices_TK=indices_TK,
             topk_indices_TK=record_TK,
@@ -263,6 +289,17 @@ class TopKRouter(HoldsGroups, nn.Module):
             z_loss=losses.z,
             aux_loss=losses.total,
             entropy=mean_over_tokens(entropy_T, mask_T),
+        )
+        if places is None:
+            return routed
+        routed, own_T = own_part(routed, places), places.positions_T
+        return routed._replace(
+            rows_per_expert_E=count_tokens_per_expert(routed.expert_indices_TK, E + 1)[:E],
+            tokens_per_expert_E=count_tokens_per_expert(wanted_TK[own_T], E + 1)[:E],
+            margins_EM=self._margins(preferences_TE[own_T], None),
+            num_nonfinite_tokens=routed.nonfinite_T.sum(),
+            # Of the whole micro-batch, which the rank of its first token counts.
+            num_rerouted=placed.num_rerouted * (own_T[:1] == 0).sum(),
         )
 
     def _preferences(self, logits_TE: Tensor, bad_T: Tensor, token_mask_T: Tensor | None) -> Tensor:

@@ -167,9 +167,11 @@ class AllToAllDispatcher(Dispatcher):
         chunks = chunks_of(x_TD, routed, self.chunks)
         planned = plan_transfers(chunks, experts, self.group, self.wire, routed.rows_per_expert_E)
         begun = begun_ahead(planned[0].start(), (transfer.start for transfer in planned[1:]))
-        return self._dispatched(begun, experts)
+        return self._dispatched(begun, experts, 1 if routed.places is None else routed.places.parts)
 
-    def _dispatched(self, begun: Iterator[Transfer], experts: range) -> Iterator[DispatchedRows]:
+    def _dispatched(
+        self, begun: Iterator[Transfer], experts: range, parts: int
+    ) -> Iterator[DispatchedRows]:
         mine = block_of(experts, self.group.size(), self.group.rank())
         for transfer in begun:
             tokens, transfers = transfer.wait(), [transfer]
@@ -178,8 +180,14 @@ class AllToAllDispatcher(Dispatcher):
                 transfers.append(plan_transfers([tokens], mine, self.within, self.wire)[0].start())
                 tokens = transfers[-1].wait()
                 block = block_of(mine, self.within.size(), self.within.rank())
-            units = transfer.output_splits if self.counts_units else None
-            rows = rows_of(*tokens, block, transfers[-1].num_assignments, units)
+            units = None
+            if self.counts_units:
+                splits = transfer.output_splits
+                assert splits is not None
+                units = [sum(splits[i : i + parts]) for i in range(0, len(splits), parts)]
+            rows = rows_of(
+                *tokens[:3], block, transfers[-1].num_assignments, units, tokens.positions_T
+            )
             yield DispatchedRows(rows, transfers)
 
     def combine(self, y_SD: Tensor, dispatched: DispatchedRows) -> Callable[[], Tensor]:

@@ -132,7 +132,7 @@ class DeepEPDispatcher(Dispatcher):
         E, num_tokens = len(routed.rows_per_expert_E), len(x_TD)
         tokens = Tokens(x_TD, routed.expert_indices_TK, routed.expert_weights_TK)
         # DeepEP does not say that a rank may send nothing.
-        x_TD, indices_TK, weights_TK = tokens.at_least_one(E)
+        x_TD, indices_TK, weights_TK, _ = tokens.at_least_one(E)
         no_expert_TK = indices_TK >= E
         x_SD, indices_SK, weights_SK, handle = _Dispatch.apply(
             x_TD, indices_TK.masked_fill(no_expert_TK, -1), weights_TK.float(), self._sender(E)

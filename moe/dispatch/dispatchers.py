@@ -162,7 +162,13 @@ def chunks_of(x_TD: Tensor, routed: RouterOutput, number: int) -> list[Tokens]:
     """Consecutive parts, of an equal number on every rank; the last parts may be empty."""
     size = -(-len(x_TD) // number)
     cuts = [slice(i * size, (i + 1) * size) for i in range(number)]
+    positions_T = None if routed.places is None else routed.places.positions_T
     return [
-        Tokens(x_TD[cut], routed.expert_indices_TK[cut], routed.expert_weights_TK[cut])
+        Tokens(
+            x_TD[cut],
+            routed.expert_indices_TK[cut],
+            routed.expert_weights_TK[cut],
+            None if positions_T is None else positions_T[cut],
+        )
         for cut in cuts
     ]

@@ -68,7 +68,7 @@ class PaddedAllToAllDispatcher(Dispatcher):
     def _start_transfer(self, tokens: Tokens, experts: range) -> Transfer:
         ranks, E = self.group.size(), len(experts)
         tokens = tokens.at_least_one(E)  # empty slots need a row to refer to
-        x_TD, indices_TK, _ = tokens
+        x_TD, indices_TK, *_ = tokens
         to_TK = destinations(indices_TK, experts, ranks)
         order, counts = sort_and_count(to_TK, ranks + 1)
         counts = counts[1 : ranks + 1]
@@ -91,7 +91,7 @@ class PaddedAllToAllDispatcher(Dispatcher):
             length = tokens.expert_indices_TK.numel()
             if most_E is not None:
                 length = min(length, ranks * sum(most_E[e] for e in mine))
-            dispatched = rows_of(*tokens, mine, length)
+            dispatched = rows_of(*tokens[:3], mine, length)
             yield DispatchedRows(dispatched, (transfer, len(chunk.x_TD)))
 
     def combine(self, y_SD: Tensor, dispatched: DispatchedRows) -> Callable[[], Tensor]:

@@ -23,10 +23,14 @@ class Tokens(NamedTuple):
     x_TD: Tensor
     expert_indices_TK: Tensor
     expert_weights_TK: Tensor
+    positions_T: Tensor | None = None
+    """[T] int64: of each row's token in a micro-batch that ranks share; see
+    :class:`router.Places`."""
 
     def at_least_one(self, no_expert: int) -> Tokens:
         """These, or one row that no expert takes where there are none."""
-        x_TD, indices_TK, weights_TK = self
+        x_TD, indices_TK, weights_TK, positions_T = self
+        assert positions_T is None, "a row that no expert takes has no position"
         if len(x_TD):
             return self
         return Tokens(
@@ -73,11 +77,16 @@ class Transfer:
     num_assignments: int | None
     """The assignments of the rows that arrive to this rank's experts; None where the number is
     unknown."""
+    has_positions: bool = False
+    """Whether the tokens' positions travel behind the experts' numbers."""
 
     def wait(self) -> Tokens:
         """The tokens that arrive, once the transfer is complete."""
         x_SD, weights_SK = self.rows.wait(), self.weights.wait()
-        return Tokens(x_SD, self.experts.indices_NK, weights_SK)
+        numbers = self.experts.indices_NK
+        if not self.has_positions:
+            return Tokens(x_SD, numbers, weights_SK)
+        return Tokens(x_SD, numbers[:, :-1], weights_SK, numbers[:, -1])
 
     def start_return(self, y_SD: Tensor) -> Callable[[], Tensor]:
         """Begin to return sums; the result, when called, waits and adds up each token's sums."""
@@ -122,7 +131,13 @@ def start_transfer(
     if empty_R is not None:
         indices_RK = indices_RK.masked_fill(empty_R.unsqueeze(1), no_expert)
     sent, received = splits or (None, None)
+    has_positions = tokens.positions_T is not None
+    if tokens.positions_T is not None:
+        positions_R = tokens.positions_T.index_select(0, index.source_R)
+        indices_RK = torch.cat([indices_RK, positions_R.unsqueeze(1)], 1)
     experts, weights_RK = _WithExperts(indices_RK), take_rows(tokens.expert_weights_TK, index)
     rows = start_all_to_all(take_rows(tokens.x_TD, index), sent, received, group, wire)
     weights = start_all_to_all(weights_RK, sent, received, group, experts)
-    return Transfer(index, sent, received, group, rows, weights, experts, num_assignments)
+    return Transfer(
+        index, sent, received, group, rows, weights, experts, num_assignments, has_positions
+    )

@@ -204,7 +204,11 @@ def single_assignments(routed: RouterOutput) -> tuple[RouterOutput, RowMap]:
     else:
         real_R = (indices_TK.flatten() < len(routed.rows_per_expert_E)).nonzero().squeeze(1)
     weights_R = routed.expert_weights_TK.flatten().index_select(0, real_R)
+    places = routed.places
+    if places is not None:
+        places = places._replace(positions_T=places.positions_T[real_R // max(K, 1)])
     single = routed._replace(
+        places=places,
         expert_indices_TK=indices_TK.flatten()[real_R].unsqueeze(1),
         expert_weights_TK=weights_R.unsqueeze(1),
         dropped_TK=None,

@@ -4,3 +4,6 @@ from .context_parallel import ShardedSequence as ShardedSequence
 from .delayed_weight_grad import PutGrad as PutGrad
 from .delayed_weight_grad import WeightGradStore as WeightGradStore
 from .document_mask import AttentionCall as AttentionCall
+from .exact_context import apply_exact_context as apply_exact_context
+from .exact_sequence import ExactSequence as ExactSequence
+from .fsdp import begin_gradients as begin_gradients

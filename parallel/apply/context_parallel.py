@@ -77,7 +77,7 @@ class ShardedSequence:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedSequence:
         # A process group is a handle of this process, which copies of a module share.
-        return ShardedSequence(self.group)
+        return type(self)(self.group)
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """As in :class:`SequenceContext`."""
@@ -146,13 +146,19 @@ def local_sequence(x_BW: Tensor, cp_mesh: DeviceMesh) -> Tensor:
 
 @contextmanager
 def sequence_contexts(model: nn.Module, make: Callable[[], SequenceContext]) -> Iterator[None]:
-    """Inside the ``with`` block each module with ``use_sequence_group`` has a new context."""
+    """Inside the ``with`` block each module with ``use_sequence_group`` has a new context, and
+    those with ``use_micro_batch`` share none."""
     modules: list[Any] = [m for m in model.modules() if hasattr(m, "use_sequence_group")]
-    before = [module.context for module in modules]
+    routers: list[Any] = [m for m in model.modules() if hasattr(m, "use_micro_batch")]
+    before, shared = [m.context for m in modules], [router.micro_batch for router in routers]
     for module in modules:
         module.context = make()
+    for router in routers:
+        router.use_micro_batch(None)
     try:
         yield
     finally:
         for module, context in zip(modules, before, strict=True):
             module.context = context
+        for router, micro_batch in zip(routers, shared, strict=True):
+            router.use_micro_batch(micro_batch)

@@ -23,8 +23,10 @@ _SAMPLES = 16
 seeds differ in each."""
 
 
-def check_equal_weights(model: nn.Module, dims: ParallelDims) -> None:
+def check_equal_weights(model: nn.Module, dims: ParallelDims, all_over_tp: bool = False) -> None:
     """Refuse weights that differ between the ranks that are about to share them.
+
+    With ``all_over_tp`` tensor-parallel ranks share every parameter, as in exact runs.
 
     A few values of each parameter are compared. Parameters on the meta device have no values, and
     are passed over. Every rank of ``dims`` within a pipeline stage must call.
@@ -33,8 +35,10 @@ def check_equal_weights(model: nn.Module, dims: ParallelDims) -> None:
     one of these ranks.
     """
     experts = expert_parameter_names(model)
-    over_tp = moe_parameter_names(model) - experts if dims.topology.tp > 1 else set()
     names = [name for name, _ in model.named_parameters()]
+    over_tp: set[str] = set()
+    if dims.topology.tp > 1:
+        over_tp = {*names} - experts if all_over_tp else moe_parameter_names(model) - experts
     checksums = dict(zip(names, _checksums(model.parameters()), strict=True))
     for mesh, mine in (
         (dims.replicate_mesh, names),

@@ -66,7 +66,8 @@ def apply_fsdp(
             optimizer then runs on the CPU. Parameters must be made on the CPU, buffers on the
             device.
         exact: sum gradients exactly; a backward is then of one micro-batch, and is reduced by
-            itself. Not with ``sum_replicas`` false or ``offload``.
+            itself. Parameters are sharded over tensor-parallel ranks too. Not with
+            ``sum_replicas`` false or ``offload``.
 
     A MoE layer's router in another dtype than the rest of its layer, as after ``model.bfloat16()``,
     is sharded by itself: FSDP gathers parameters of one dtype together.
@@ -88,7 +89,7 @@ def apply_fsdp(
         if exact is not None:
             exact.use_unsharded(model)
         return model
-    check_equal_weights(model, dims)
+    check_equal_weights(model, dims, all_over_tp=exact is not None)
     policy, own_policy = _policies(compute_dtype, exact is not None)
     host = CPUOffloadPolicy(torch.cuda.is_available()) if offload else OffloadPolicy()
     defaults: dict[str, Any] = {
@@ -110,7 +111,7 @@ def apply_fsdp(
     for block in (*blocks, model):
         shard(
             block,
-            dims.fsdp_mesh,
+            dims.fsdp_mesh if exact is None else dims.fsdp_tp_mesh,
             reshard_after_forward=reshard_after_forward and block is not model,
             shard_placement_fn=lambda _: Shard(FSDP_DENSE_DIM),
             ignored_params=alone,
@@ -252,12 +253,20 @@ def set_gradient_sync(model: nn.Module, *, sync: bool, last: bool) -> None:
         last: the next backward is the step's last: reduce-scatter, and sum over replicas as well.
     """
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(sync or last)
         sums = sums_of(model)
+        model.set_requires_gradient_sync(sync or last or (sums is not None and sums.exact))
         if sums is not None and sums.keeps_gathered:
             model.set_reshard_after_backward(last)
-        if sums is not None and sums.over_replicas is not None:
-            sums.over_replicas.expect(last)
+        if sums is not None:
+            sums.expect(sync=sync, last=last)
+
+
+def begin_gradients(model: nn.Module) -> None:
+    """Begin a step's backwards: gradients that an abandoned step has left unsummed are forgotten.
+    A model without FSDP is not changed."""
+    sums = sums_of(model)
+    if sums is not None:
+        sums.begin()
 
 
 def finish_backward(model: nn.Module, *, sync: bool, last: bool) -> None:

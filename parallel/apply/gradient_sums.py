@@ -35,6 +35,25 @@ class GradientSums:
     keeps_gathered: bool
     """Whether gathered parameters stay until the step's last backward."""
 
+    @property
+    def exact(self) -> bool:
+        """Whether each micro-batch's gradients must be seen by themselves."""
+        return any(reduction.buffer is not None for reduction in self.within_replica)
+
+    def begin(self) -> None:
+        """Begin a step: whatever an abandoned step has left is forgotten."""
+        for reduction in self.within_replica:
+            reduction.kept = None
+        if self.over_replicas is not None:
+            self.over_replicas.begin()
+
+    def expect(self, *, sync: bool, last: bool) -> None:
+        """Set what the next backward is: see :func:`parallel.apply.fsdp.set_gradient_sync`."""
+        for reduction in self.within_replica:
+            reduction.keeps = not (sync or last)
+        if self.over_replicas is not None:
+            self.over_replicas.expect(last)
+
 
 def sums_of(model: nn.Module) -> GradientSums | None:
     """The sums of a model; None without FSDP."""
@@ -162,10 +181,15 @@ class _ReplicaSum:
         self.sums = True
         """Whether the step's last backward sums over replicas."""
 
+    def begin(self) -> None:
+        """Begin a step: whatever an abandoned step has left is forgotten."""
+        self._unsummed.clear()
+        self.last = True
+
     def expect(self, last: bool) -> None:
         """Set whether the next backward is the step's last."""
         if self.last:
-            self._unsummed.clear()  # a new step; an abandoned step must leave no gradients
+            self._unsummed.clear()  # a new step, where nobody has said so
         self.last = last
 
     def __call__(self, module: int, reduced: Tensor) -> None:
@@ -229,6 +253,10 @@ class _ReduceScatter(_Allocate):
         self.seen: Seen | None = None
         self.buffer: FixedPointBuffer | None = None
         """Under exact sums."""
+        self.keeps = False
+        """Under exact sums: whether the next gradients wait for the step's last backward."""
+        self.kept: Tensor | None = None
+        """The sum over micro-batches that waits."""
 
     def __call__(
         self,
@@ -243,4 +271,11 @@ class _ReduceScatter(_Allocate):
             output_tensor = output_tensor.view(torch.int64)
         if self.seen is not None:
             self.seen(input_tensor)
+        if self.kept is not None:
+            input_tensor += self.kept
+            self.kept = None
+        if self.buffer is not None and self.keeps:
+            self.kept = input_tensor
+            output_tensor.zero_()
+            return
         reduce_scatter(output_tensor, input_tensor, group, "dp", op).wait()

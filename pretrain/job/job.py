@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ckpt import LocalArray
 from parallel import CompressedSum
+from parallel.apply import begin_gradients
 from parallel.crossing import check_sums, gate
 from pretrain.data import Blend, Corpora, Loader, Sequences
 from pretrain.errors import InputError
@@ -136,6 +137,8 @@ class Job(RankModel):
         exact, pipeline = self.parallel_model.exact, self.parallel_model.pipeline
         alone = partial(forward_backward, self.model)
         through = alone if pipeline is None else pipeline.forward_backward
+        for stage in self.parallel_model.stages.values():
+            begin_gradients(stage)
         if exact is not None:
             exact.begin()
         result = through(

@@ -132,7 +132,11 @@ def build_model(
         dims=dims,
         parallel_model=parallel_model,
         local_batch=LocalBatch(
-            dims, end_token, spec.data.has_masked_targets, spec.model.num_mtp_layers
+            dims,
+            end_token,
+            spec.data.has_masked_targets,
+            spec.model.num_mtp_layers,
+            spec.train.exact,
         ),
     )
 

@@ -194,8 +194,11 @@ class LatentAttention(_CausalAttention):
         W = latent_BWR.shape[1]
         kv = self.wkv_b(self.kv_a_norm(latent_BWR)).view(B, W, H, N + V).transpose(1, 2)
         k_BHWN, v_BHWV = kv.split((N, V), dim=-1)
-        k_BHWP = rotate_as(c, k_BWP.unsqueeze(1)).expand(B, H, W, P)
-        q_BHSP = rotate_as(c, q_BHSP, self.context.positions(S, x_BSD.device))
+        at_S = self.context.positions(S, x_BSD.device)
+        # Where nothing was gathered, keys are of this rank's tokens.
+        at_W = at_S if W == S else None
+        k_BHWP = rotate_as(c, k_BWP.unsqueeze(1), at_W).expand(B, H, W, P)
+        q_BHSP = rotate_as(c, q_BHSP, at_S)
         q_BHSC, k_BHWC = torch.cat((q_BHSN, q_BHSP), -1), torch.cat((k_BHWN, k_BHWP), -1)
         y_BHSV = self.context.attend(
             AttentionCall(q_BHSC, k_BHWC, v_BHWV, c.softmax_scale, documents)

@@ -5,7 +5,7 @@ Legend: B batch, S sequence, D d_model, V vocab.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -240,7 +240,8 @@ class Decoder(nn.Module):
             logits: Tensor = self.head(x_BSD)
             return logits
         assert self.embed is not None, "tied matrices are on one rank"
-        return F.linear(x_BSD, self.embed.weight)
+        project: Callable[..., Tensor] = getattr(self.embed, "project", F.linear)
+        return project(x_BSD, self.embed.weight)
 
 
 def meta_decoder(model: ModelConfig, moe: MoEConfig | None) -> Decoder:

@@ -63,8 +63,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, model: nn.Module, config: MuonConfig, around: Surroundings) -> None:
-        assert not around.exact, "check_exact refuses it"
-        self.config = config
+        self.config, self.exact = config, around.exact
         self.matrices = {
             name: parameter
             for name, parameter in model.named_parameters()
@@ -74,7 +73,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__([group], {"lr": config.lr})
         for parameter in self.matrices.values():
             self.state[parameter] = {MOMENTUM: torch.zeros_like(parameter)}
-        self.adamw = build_adamw(model, config, without=self.matrices)
+        self.adamw = build_adamw(model, config, around.exact, without=self.matrices)
         # One optimizer to its callers: rates are set, and states are found, in one place.
         self.param_groups += self.adamw.param_groups
         self.state.update(self.adamw.state)
@@ -101,18 +100,35 @@ class Muon(torch.optim.Optimizer):
             name: torch.zeros_like(weights[name]) if p.grad is None else _stacked(p.grad)
             for name, p in self.matrices.items()
         }
-        torch._foreach_lerp_(list(means.values()), list(gradients.values()), 1 - momentum)
+        # Operations that round once each: a number then has equal bits in every slice of a tensor.
+        torch._foreach_mul_(list(means.values()), momentum)
+        for name, mean in means.items():
+            mean.add_(gradients[name] * (1 - momentum))
         torch._foreach_mul_(list(weights.values()), 1 - lr * decay)
 
         def ahead(name: str, experts: slice) -> Tensor:
-            return gradients[name][experts].lerp(means[name][experts], momentum)
+            own = gradients[name][experts] * (1 - momentum)
+            return own.add_(means[name][experts] * momentum)
 
         def update(name: str, experts: slice, direction: Tensor) -> None:
             scale = UPDATE_RMS * math.sqrt(max(self.matrices[name].shape[-2:]))
             weight = weights[name][experts]
-            weight.add_(direction.to(weight), alpha=-lr * scale)
+            weight.sub_(direction.to(weight) * (lr * scale))
 
-        self._whole.apply(lambda x: orthogonalized(x, NEWTON_SCHULZ_STEPS), ahead, update)
+        self._whole.apply(_one_by_one if self.exact else _together, ahead, update)
+
+
+def _together(x_BMN: Tensor) -> Tensor:
+    return orthogonalized(x_BMN, NEWTON_SCHULZ_STEPS)
+
+
+def _one_by_one(x_BMN: Tensor) -> Tensor:
+    """How a product of matrices rounds may depend on how many are computed together, and on where
+    they begin in memory."""
+    out = torch.empty_like(x_BMN)
+    for matrix, result in zip(x_BMN.split(1), out.split(1), strict=True):
+        result.copy_(_together(matrix.clone()))
+    return out
 
 
 def _stacked(x: Tensor) -> Tensor:

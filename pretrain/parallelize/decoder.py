@@ -32,6 +32,7 @@ from parallel import (
     apply_recompute,
     apply_tensor_parallel,
 )
+from parallel.apply import apply_exact_context
 from pretrain.model import Block, Decoder, ModelConfig, meta_decoder
 from pretrain.parallelize.layouts import parameter_layouts
 from pretrain.parallelize.pipeline import Pipeline
@@ -137,7 +138,7 @@ def parallelize(
         meta_model=meta_model,
         local_model=model,
         stages=stages,
-        layouts=decoder_layouts(meta_model, layers, dims.topology, schedule),
+        layouts=decoder_layouts(meta_model, layers, dims.topology, schedule, exact is not None),
         pipeline=pipeline,
         exact=exact,
         float8=float8,
@@ -165,8 +166,11 @@ def _apply_layouts(
     delays = parallel.pipeline.schedule.folds_into_v and exact is None
     weight_grads = apply_delayed_weight_grad(model) if delays else None
     apply_expert_parallel(model, dims.ep_mesh, dims.ep_node_meshes, allow_no_experts=True)
-    apply_tensor_parallel(model, dims.tp_mesh, tensor_parallel_plan(model))
-    apply_context_parallel(model, dims.cp_mesh, dims.token_mesh)
+    if exact is None:
+        apply_tensor_parallel(model, dims.tp_mesh, tensor_parallel_plan(model))
+        apply_context_parallel(model, dims.cp_mesh, dims.token_mesh)
+    else:
+        apply_exact_context(model, dims.token_mesh)
     blocks = list(model.blocks.values())
     if compiled:
         compile_regions(blocks, dims.topology)
@@ -219,7 +223,11 @@ def compile_regions(blocks: Sequence[Block], topology: Topology) -> None:
 
 
 def decoder_layouts(
-    model: Decoder, stages: Sequence[range], topology: Topology, schedule: PipelineSchedule
+    model: Decoder,
+    stages: Sequence[range],
+    topology: Topology,
+    schedule: PipelineSchedule,
+    exact: bool = False,
 ) -> dict[str, ShardLayout]:
     """The layout of every parameter and buffer, by name; without process groups.
 
@@ -228,6 +236,7 @@ def decoder_layouts(
         stages: the layers of every pipeline stage.
         topology: the degrees.
         schedule: decides the place along pp of each stage.
+        exact: of an exact run, in which FSDP shards parameters over tensor-parallel ranks too.
     """
     place = {
         i: place_of(stage, topology.pp, schedule)
@@ -241,7 +250,7 @@ def decoder_layouts(
             return place[int(number)]
         return place_of(0 if first == "embed" else len(stages) - 1, topology.pp, schedule)
 
-    return parameter_layouts(model, topology, tp_dim, place_of_name)
+    return parameter_layouts(model, topology, None if exact else tp_dim, place_of_name)
 
 
 def tensor_parallel_plan(model: Decoder) -> dict[str, TensorParallelStyle]:

@@ -19,7 +19,7 @@ from parallel.layout import dense_splits, expert_splits, spread_splits
 def parameter_layouts(
     model: nn.Module,
     topology: Topology,
-    tp_dim: Callable[[str], int | None] = lambda _: None,
+    tp_dim: Callable[[str], int | None] | None = lambda _: None,
     stage: Callable[[str], int] = lambda _: 0,
 ) -> dict[str, ShardLayout]:
     """The placement of every parameter and buffer, by name; buffers are whole on every rank.
@@ -27,7 +27,8 @@ def parameter_layouts(
     Args:
         model: as one process would have the model, on any device.
         topology: the degrees.
-        tp_dim: by name, the dim of a dense parameter that tensor parallelism cuts.
+        tp_dim: by name, the dim of a dense parameter that tensor parallelism cuts; None where FSDP
+            shards it over these ranks too.
         stage: by name, the place along pp that has a parameter or buffer.
     """
     experts, of_moe = expert_parameter_names(model), moe_parameter_names(model)
@@ -37,9 +38,10 @@ def parameter_layouts(
             return ((),) * parameter.ndim
         if name in experts:
             return expert_splits(parameter.ndim)
-        if topology.tp > 1 and name in of_moe:
+        if topology.tp > 1 and (tp_dim is None or name in of_moe):
             return spread_splits(parameter.ndim)
-        return dense_splits(parameter.ndim, tp_dim(name) if topology.tp > 1 else None)
+        cut = tp_dim(name) if topology.tp > 1 and tp_dim is not None else None
+        return dense_splits(parameter.ndim, cut)
 
     return {
         name: ShardLayout(

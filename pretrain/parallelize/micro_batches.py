@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from moe import Stopwatch
-from parallel import Documents, ParallelDims, local_sequence, on_loss_grid, set_gradient_sync
+from parallel import (
+    Documents,
+    ParallelDims,
+    local_sequence,
+    on_loss_grid,
+    set_gradient_sync,
+)
+from parallel.apply import ExactSequence
 from pretrain.model import DecoderOutput
 from pretrain.parallelize.loss import next_token_loss
 from pretrain.parallelize.mtp import NO_MTP, MTPLoss, shifted
@@ -33,6 +41,9 @@ class RoutedTokens(NamedTuple):
     loss_weight: float
     """What the mean of an auxiliary loss over these tokens is multiplied by: the targets of the
     micro-batch, times this rank's part of the micro-batch's tokens."""
+    counted_weight: float
+    """The same for sums over ranks of what was computed. Under exact sums every rank computes the
+    losses of the whole micro-batch, with a gradient for its own tokens, and one counts them."""
 
     def mask_on(self, device: torch.device) -> Tensor | None:
         """``token_mask_BS`` on a device."""
@@ -45,7 +56,7 @@ class LocalBatch:
     """This rank's part of a micro-batch.
 
     A context-parallel rank takes a part of every sequence; a MoE layer on a tensor-parallel rank
-    takes a part of those tokens.
+    takes a part of those tokens. In an exact run both kinds of ranks take parts of sequences.
     """
 
     dims: ParallelDims | None = None
@@ -55,6 +66,19 @@ class LocalBatch:
     """Whether some tokens of training batches are no targets."""
     num_mtp_layers: int = 0
     """Layers of multi-token prediction that training computes."""
+    exact: bool = False
+    """Whether ranks that share a sequence compute numbers with the bits of one rank."""
+
+    @cached_property
+    def sequence(self) -> ExactSequence | None:
+        """The ranks that share a sequence, where numbers have the bits of one rank."""
+        if self.dims is None or not self.exact or self.dims.token_mesh.size() == 1:
+            return None
+        return ExactSequence(self.dims.token_mesh.get_group())
+
+    def next_token_loss(self, logits_BSV: Tensor, targets_BS: Tensor) -> Tensor:
+        """See :func:`pretrain.parallelize.loss.next_token_loss`."""
+        return next_token_loss(logits_BSV, targets_BS, self.sequence)
 
     def inputs_and_targets(self, batch: Tensor) -> tuple[Tensor, Tensor]:
         """[B, W + 1] token ids -> [B, S] each: this rank's inputs, and the next token of each.
@@ -89,7 +113,7 @@ class LocalBatch:
             targets_BS = targets_BS.clamp_min(-1)
         if self.dims is None:
             return inputs_BS, targets_BS
-        mesh = self.dims.cp_mesh
+        mesh = self.dims.token_mesh if self.exact else self.dims.cp_mesh
         return local_sequence(inputs_BS, mesh), local_sequence(targets_BS, mesh)
 
     def documents(self, inputs_BW: Tensor) -> Documents | None:
@@ -110,34 +134,48 @@ class LocalBatch:
         """
         inputs_BW, targets_BW = batch[:, :-1], batch[:, 1:]
         targets = int((targets_BW >= 0).sum()) if self.masked_targets else targets_BW.numel()
-        if not bool((batch[:, -1] == -1).any()):
-            tokens = inputs_BW.numel()
-            own_tokens = tokens if self.dims is None else tokens // self.dims.cp_mesh.size()
-            own_tokens //= self.tp_degree
-            return RoutedTokens(None, own_tokens, own_tokens * targets / max(tokens, 1))
-        # A token 0 that is no target is -1 too: only the end of a sequence is padding.
-        token_mask_BW = (batch != -1).flip(1).cumsum(1).flip(1)[:, :-1] > 0
-        mask_BS = token_mask_BW
+        mask_BW: Tensor | None = None
+        if bool((batch[:, -1] == -1).any()):
+            # A token 0 that is no target is -1 too: only the end of a sequence is padding.
+            mask_BW = (batch != -1).flip(1).cumsum(1).flip(1)[:, :-1] > 0
+            mask_BW = None if bool(mask_BW.all()) else mask_BW
+        tokens = inputs_BW.numel() if mask_BW is None else int(mask_BW.sum())
+        if self.dims is not None and self.exact:
+            mask_BS = None if mask_BW is None else local_sequence(mask_BW, self.dims.token_mesh)
+            counts = int(self.owns_loss)
+            return RoutedTokens(mask_BS, counts * tokens, targets, counts * targets)
+        mask_BS, parts = mask_BW, 1
         if self.dims is not None:
-            mask_BS = local_sequence(mask_BS, self.dims.cp_mesh)
-            mask_BS = mask_BS.chunk(self.tp_degree, 1)[self.dims.tp_mesh.get_local_rank()]
-        own_tokens, tokens = int(mask_BS.sum()), int(token_mask_BW.sum())
-        return RoutedTokens(mask_BS, own_tokens, own_tokens * targets / max(tokens, 1))
+            parts = self.dims.cp_mesh.size() * self.tp_degree
+            if mask_BW is not None:
+                mask_BS = local_sequence(mask_BW, self.dims.cp_mesh)
+                mask_BS = mask_BS.chunk(self.tp_degree, 1)[self.dims.tp_mesh.get_local_rank()]
+        own_tokens = tokens // parts if mask_BS is None else int(mask_BS.sum())
+        weight = own_tokens * targets / max(tokens, 1)
+        return RoutedTokens(mask_BS, own_tokens, weight, weight)
 
-    def count_targets(self, targets_BS: Tensor) -> int:
-        """The targets of :meth:`inputs_and_targets` that count."""
-        return int((targets_BS >= 0).sum()) if self.masked_targets else targets_BS.numel()
+    def counted_targets(self, batch: Tensor, targets_BS: Tensor) -> Tensor:
+        """The targets that a rank that :attr:`owns_loss` counts: those of
+        :meth:`inputs_and_targets`, or of the full sequences, as the loss is."""
+        return targets_BS if self.sequence is None else batch[:, 1:].clamp_min(-1)
+
+    def count_targets(self, batch: Tensor, targets_BS: Tensor) -> int:
+        """How many of :meth:`counted_targets` count."""
+        counted = self.counted_targets(batch, targets_BS)
+        return int((counted >= 0).sum()) if self.masked_targets else counted.numel()
 
     @property
     def tp_degree(self) -> int:
         """The number of ranks that share the tokens of ``inputs_and_targets``."""
-        return 1 if self.dims is None else self.dims.topology.tp
+        return 1 if self.dims is None or self.exact else self.dims.topology.tp
 
     @property
     def owns_loss(self) -> bool:
-        """Whether this rank adds its loss to sums over ranks: one of each tp group, whose ranks all
-        compute the same loss."""
-        return self.dims is None or self.dims.tp_mesh.get_local_rank() == 0
+        """Whether this rank adds its loss to sums over ranks: one of those that all compute the
+        same loss, as the ranks of a tp group do."""
+        if self.sequence is not None:
+            return self.sequence.is_first
+        return self.tp_degree == 1 or self.dims is None or self.dims.tp_mesh.get_local_rank() == 0
 
     def vocabulary_parallel(self) -> AbstractContextManager[None]:
         """A context for the loss and its backward with logits sharded along the vocabulary."""
@@ -155,9 +193,12 @@ def mask_of(routed: RoutedTokens, device: torch.device) -> dict[str, Tensor]:
     return {} if mask_BS is None else {"token_mask": mask_BS}
 
 
-def mtp_losses(out: DecoderOutput, targets: Sequence[Tensor]) -> list[Tensor]:
-    """The summed loss of each layer of multi-token prediction, see :func:`next_token_loss`."""
-    return [next_token_loss(*pair) for pair in zip(out.mtp_logits, targets, strict=True)]
+def mtp_losses(
+    out: DecoderOutput, targets: Sequence[Tensor], local_batch: LocalBatch
+) -> list[Tensor]:
+    """The summed loss of each layer of multi-token prediction."""
+    pairs = zip(out.mtp_logits, targets, strict=True)
+    return [local_batch.next_token_loss(*pair) for pair in pairs]
 
 
 def summed_mtp_losses(losses: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -214,10 +255,10 @@ def forward_backward(
                 *depth_of(local_batch),
                 **mask_of(routed, device),
             )
-            nll = next_token_loss(out.logits, targets_BS)
+            nll = local_batch.next_token_loss(out.logits, targets_BS)
             # As a pipeline's stages do it: in float32 another order of the factors is another loss.
             loss = nll / divisor
-            mtp_nlls = mtp_losses(out, later)
+            mtp_nlls = mtp_losses(out, later, local_batch)
             for mtp_nll, weight in zip(mtp_nlls, mtp.weights, strict=True):
                 loss = loss + weight / divisor * mtp_nll
             for aux in out.aux:
@@ -227,9 +268,9 @@ def forward_backward(
         if local_batch.owns_loss:
             loss_sum += on_loss_grid(nll.detach())
             mtp_loss_sums_K += summed_mtp_losses(mtp_nlls, like=mtp_loss_sums_K)
-            target_tokens += local_batch.count_targets(targets_BS)
+            target_tokens += local_batch.count_targets(batch, targets_BS)
         if out.aux:
-            stats = routing_stats(out.aux, routed.tokens, routed.loss_weight)
+            stats = routing_stats(out.aux, routed.tokens, routed.counted_weight)
             routing = stats.plus(routing)
             stopwatches += [aux.stopwatch for aux in out.aux if aux.stopwatch is not None]
     return StepResult(loss_sum, target_tokens, routing, tuple(stopwatches), mtp_loss_sums_K)

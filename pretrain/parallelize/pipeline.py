@@ -33,7 +33,6 @@ from parallel import (
 )
 from parallel.comm import CollectiveWork, monitored
 from pretrain.model import Decoder, DecoderOutput
-from pretrain.parallelize.loss import next_token_loss
 from pretrain.parallelize.micro_batches import (
     LocalBatch,
     RoutedTokens,
@@ -177,7 +176,7 @@ class Pipeline:
         """
         if routed is None:
             tokens = inputs_BS.numel() // local_batch.tp_degree
-            routed = RoutedTokens(None, tokens, tokens)
+            routed = RoutedTokens(None, tokens, tokens, tokens)
         mask = mask_of(routed, inputs_BS.device)
         out: DecoderOutput | None = None
         x, routing = inputs_BS, self.no_routing(inputs_BS.device)
@@ -235,7 +234,7 @@ class Pipeline:
             return before
         # A forward without multi-token prediction has no reports of its layers, which come last.
         rows = self.rows(stage, out.logits.device)[: len(out.aux)]
-        stats = routing_stats(out.aux, routed.tokens, routed.loss_weight)
+        stats = routing_stats(out.aux, routed.tokens, routed.counted_weight)
         return stats.placed(rows, len(self.moe_layers)).plus(before)
 
 
@@ -369,15 +368,16 @@ class _Step:
         extra = [routed.loss_weight / self.divisor * aux.aux_loss for aux in out.aux]
         root = out.logits
         if stage == self.pipeline.num_stages - 1:
-            nll = next_token_loss(out.logits, targets_BS)
+            nll = self.local_batch.next_token_loss(out.logits, targets_BS)
             root = nll / self.divisor
-            mtp_nlls = mtp_losses(out, later)
+            mtp_nlls = mtp_losses(out, later, self.local_batch)
             for mtp_nll, weight in zip(mtp_nlls, self.mtp.weights, strict=True):
                 root = root + weight / self.divisor * mtp_nll
             if self.local_batch.owns_loss:
                 self.loss_sum += on_loss_grid(nll.detach())
                 self.mtp_loss_sums_K += summed_mtp_losses(mtp_nlls, like=self.mtp_loss_sums_K)
-                self.target_tokens += self.local_batch.count_targets(targets_BS)
+                batch = self.batches[turn]
+                self.target_tokens += self.local_batch.count_targets(batch, targets_BS)
         else:
             self._hand_over("F", stage, turn, root.detach().contiguous(), peer=stage + 1)
         self.saved[stage, turn] = x, root, extra

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from moe import check_exact as check_exact_moe
 from pretrain.spec.sections import Sections
+from router import LEAST_ROWS
 
 
 def check_exact(spec: Sections) -> None:
@@ -15,18 +16,10 @@ def check_exact(spec: Sections) -> None:
         return
     parallel, memory = spec.parallel, spec.parallel.memory
     for wrong, field, value, must, why in (
-        (parallel.tp > 1, "parallel.tp", parallel.tp, "1",
-         "tensor parallelism cuts the sums inside products"),
-        (parallel.cp > 1, "parallel.cp", parallel.cp, "1",
-         "context parallelism cuts the sums inside attention"),
         (parallel.gradient_compression != "none", "parallel.gradient_compression",
          parallel.gradient_compression, "none", "the rounding is that of sums within a replica"),
-        (memory.zero_stage == 1, "parallel.memory.zero_stage", 1, "2 or 3",
-         "gradients of several micro-batches would be added before they are rounded"),
         (memory.offload_optimizer, "parallel.memory.offload_optimizer", "true", "false",
          "sums in host memory are not exact yet"),
-        (spec.optimizer.kind == "muon", "optimizer.kind", "muon", "adamw",
-         "how a product of matrices rounds depends on how many are computed together"),
         (spec.train.compile, "train.compile", "true", "false",
          "a compiled kernel depends on the shapes that were seen before"),
         (spec.precision.compute == "float16", "precision.compute", "float16",
@@ -40,3 +33,40 @@ def check_exact(spec: Sections) -> None:
             raise ValueError(f"{field} ({value}) must be {must} with train.exact (true): {why}")
     if spec.moe is not None:
         check_exact_moe(spec.moe)
+    if parallel.cp * parallel.tp > 1:
+        _check_sequences(spec)
+
+
+def _check_sequences(spec: Sections) -> None:
+    """Refuse what cannot have one rank's bits where ranks share a sequence."""
+    ranks, model, moe = spec.parallel.cp * spec.parallel.tp, spec.model, spec.moe
+    rows, multiple = 2 * ranks * LEAST_ROWS, f"a multiple of {ranks}"
+    heads = "attention exchanges heads for tokens"
+    values = model.v_head_dim or model.qk_head_dim
+    sizes = "bits of other heads depend on how many are computed together"
+    for wrong, field, value, must, why in (
+        (model.num_heads % ranks, "model.num_heads", model.num_heads, multiple, heads),
+        (model.num_kv_heads % ranks, "model.num_kv_heads", model.num_kv_heads, multiple, heads),
+        (model.qk_head_dim % 4, "model.qk_head_dim", model.qk_head_dim, "a multiple of 4", sizes),
+        (values != model.qk_head_dim and (values % 4 or model.qk_head_dim < 12),
+         "model.v_head_dim", values, f"qk_head_dim ({model.qk_head_dim}), or a multiple of 4 with "
+         f"qk_head_dim of at least 12", sizes),
+        (spec.data.seq_len % rows, "data.seq_len", spec.data.seq_len, f"a multiple of {rows}",
+         f"how fewer rows than {LEAST_ROWS} round depends on their number, and a rank has two "
+         f"pieces of a sequence"),
+        (spec.data.packing == "best_fit", "data.packing", spec.data.packing, "concat",
+         "padding is taken out of sums over tokens, and a rank has a part of each sequence's"),
+        (spec.data.mask_boundary_labels, "data.mask_boundary_labels", "true", "false",
+         "a masked last token looks like padding"),
+        (moe is not None and spec.parallel.ep % ranks, "parallel.ep", spec.parallel.ep,
+         multiple, "an expert's rows of a micro-batch must meet on one rank"),
+        (moe is not None and moe.copies, "moe.copies", moe and moe.copies, "0",
+         "a copy would have a part of a micro-batch's rows"),
+        (spec.tune is not None and spec.tune.lora is not None, "tune.lora", "given", "left out",
+         "adapters' gradients are not of the whole micro-batch yet"),
+    ):  # fmt: skip
+        if wrong:
+            raise ValueError(
+                f"{field} ({value}) must be {must} with train.exact (true) and parallel.cp x tp "
+                f"({spec.parallel.cp} x {spec.parallel.tp}): {why}"
+            )

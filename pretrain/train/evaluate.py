@@ -16,7 +16,7 @@ from corpus.tokenizer import bytes_per_token, load_tokenizer
 from parallel import free_gathered, on_loss_grid
 from pretrain.data import Sequences, read_batch
 from pretrain.job import Job
-from pretrain.parallelize import ParallelModel, RoutingStats, next_token_loss
+from pretrain.parallelize import ParallelModel, RoutingStats
 from pretrain.runtime import Runtime, StopCause, StopRequest
 
 
@@ -130,8 +130,9 @@ def _score(
                 routing = stats.plus(routing)
             if out is None:
                 continue
-            nll = next_token_loss(out.logits, targets_BS.to(job.runtime.device))
-            real = targets_BS[targets_BS >= 0]
+            nll = part.next_token_loss(out.logits, targets_BS.to(job.runtime.device))
+            counted = part.counted_targets(batch, targets_BS)
+            real = counted[counted >= 0]
             if part.owns_loss:
                 sums += torch.tensor(
                     [float(on_loss_grid(nll)), real.numel(), int(lengths[real].sum())],

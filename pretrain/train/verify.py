@@ -294,7 +294,7 @@ class _Rotation:
 
     @classmethod
     def of(cls, t: Topology, *, exact: bool) -> _Rotation | None:
-        if not exact or t.dp_shard == 1 or t.pp > 1:
+        if not exact or t.dp_shard == 1 or t.pp * t.cp * t.tp > 1:
             return None
         dp = t.dp_replicate * t.dp_shard
         stride = t.ep if dp > t.ep else 1

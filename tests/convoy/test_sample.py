@@ -16,7 +16,7 @@ import torch
 from convoy.commands.command_line import main
 from corpus.tokenizer import load_tokenizer
 from moe import MoEConfig
-from parallel import Topology, full_sequences, parse_topology
+from parallel import full_sequences, parse_topology
 from pretrain.parallelize import RoutedTokens
 from pretrain.spec import JobSpec, SampleConfig
 from pretrain.state import Progress
@@ -186,7 +186,7 @@ def test_padding_to_the_degree_of_tensor_parallelism_is_no_token(rank):
     calls: list[tuple[torch.Tensor, RoutedTokens | None]] = []
     job = SimpleNamespace(
         runtime=SimpleNamespace(device=torch.device("cpu"), broadcast_all=lambda ids, _: ids),
-        topology=Topology(tp=2),
+        local_batch=SimpleNamespace(tp_degree=2),
         dims=SimpleNamespace(tp_mesh=SimpleNamespace(get_local_rank=lambda: rank)),
         forward=lambda x, routed=None: calls.append((x, routed)) or (None, None),
     )

@@ -29,7 +29,7 @@ from tests.support.jobs import data_of, prepare_job
 from tests.support.layouts import spec_for
 
 FILE = "pretrain/parallelize/micro_batches.py"
-MEAN = "loss = nll / max(local_batch.count_targets(targets_BS), 1)"
+MEAN = "loss = nll / max(local_batch.count_targets(batch, targets_BS), 1)"
 
 
 @case(

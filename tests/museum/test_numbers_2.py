@@ -108,7 +108,7 @@ def test_gradients_of_experts_do_not_grow_with_expert_parallelism():
     ),
     Edit(
         "pretrain/parallelize/layouts.py",
-        "if topology.tp > 1 and name in of_moe:",
+        "if topology.tp > 1 and (tp_dim is None or name in of_moe):",
         "if topology.tp > 9 and name in of_moe:",
     ),
 )

@@ -21,7 +21,7 @@ from tests.support.jobs import data_of, prepare_job
 from tests.support.layouts import spec_for
 
 MUON = MuonConfig(lr=0.02, weight_decay=0.0)
-APPLY = "self._whole.apply(lambda x: orthogonalized(x, NEWTON_SCHULZ_STEPS), ahead, update)"
+APPLY = "self._whole.apply(_one_by_one if self.exact else _together, ahead, update)"
 
 
 @pytest.fixture

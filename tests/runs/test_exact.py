@@ -15,6 +15,7 @@ import torch
 import ckpt
 from convoy.commands.command_line import main
 from moe.copies import CopyPlan, balance, plan_copies
+from parallel import CollectiveKind, monitor_collectives
 from parallel.exact import arithmetic as exact
 from pretrain.checkpoint.compatible import check_resumable
 from pretrain.checkpoint.resume import restore
@@ -25,7 +26,7 @@ from pretrain.runtime.ranks import start
 from pretrain.spec.job import JobSpec
 from pretrain.train.evaluate import evaluate
 from router import UNITS_PER_RANK, CapacityPlan
-from tests.support.exact import BY_THREE, CELLS, exact_spec, sections_of
+from tests.support.exact import BY_THREE, CELLS, LATENT, OF_SHARED, exact_spec, sections_of
 from tests.support.jobs import data_of, prepare_job
 from tests.support.layouts import Trained, bits_that_differ, spec_for, train
 from tests.support.ranks import run_ranks
@@ -56,7 +57,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, data: dict[str, str]) -> Alo
     return Alone(tmp_path_factory.mktemp("alone"), data)
 
 
-EVERYDAY = {("top_k 4", "dp_shard=2,ep=2")}
+EVERYDAY = {("top_k 4", "dp_shard=2,ep=2"), ("top_k 4", "cp=2,ep=2"), ("top_k 2", "tp=2,ep=2")}
 TABLE = [
     pytest.param(variant, layout, id=f"{variant} on {layout}",
                  marks=() if (variant, layout) in EVERYDAY else pytest.mark.slow)
@@ -72,6 +73,9 @@ def test_a_layout_has_the_bits_of_one_process(
     expected = alone.trained(name, 3, **sections)
     trained = train(exact_spec(tmp_path, data, layout, **sections), 3)
     assert bits_that_differ(trained, expected) == []
+
+
+LONG = {"seq_len": 512}
 
 
 def use_coarse_grid() -> None:
@@ -125,9 +129,10 @@ def test_every_micro_batch_is_rounded_by_itself(
 def test_tied_embeddings_have_the_bits_of_one_process(
     alone: Alone, data: dict[str, str], tmp_path: Path
 ) -> None:
-    tied = {"model": {"tie_embeddings": True}}
+    tied = {"model": {**OF_SHARED["model"], "tie_embeddings": True}, "data": OF_SHARED["data"]}
     expected = alone.trained("tied", 3, **tied)
-    for i, layout in enumerate(("dp_shard=2,ep=2", "dp_replicate=2,dp_shard=2,ep=2")):
+    layouts = ("dp_shard=2,ep=2", "dp_replicate=2,dp_shard=2,ep=2", "cp=2,ep=2", "tp=4,ep=4")
+    for i, layout in enumerate(layouts):
         trained = train(exact_spec(tmp_path / str(i), data, layout, **tied), 3)
         assert bits_that_differ(trained, expected) == []
 
@@ -144,20 +149,25 @@ def test_auxiliary_losses_have_the_same_bits(data: dict[str, str], tmp_path: Pat
 @pytest.mark.slow
 def test_a_dense_model_has_the_bits_of_one_process(data: dict[str, str], tmp_path: Path) -> None:
     def dense(folder: Path, layout: str) -> Trained:
-        return train(spec_for(folder, data, layout, moe=None, train={"exact": True}), 3)
+        sections: dict[str, Any] = {"moe": None, "train": {"exact": True}}
+        sections["model"] = OF_SHARED["model"]
+        return train(spec_for(folder, {**data, **OF_SHARED["data"]}, layout, **sections), 3)
 
     expected = dense(tmp_path, "")
-    for layout in ("dp_shard=3", "dp_replicate=2,dp_shard=2", "pp=2"):
-        assert bits_that_differ(dense(tmp_path, layout), expected) == []
+    for layout in ("dp_shard=3", "dp_replicate=2,dp_shard=2", "pp=2", "cp=2,tp=2", "pp=2,tp=2"):
+        assert bits_that_differ(dense(tmp_path, layout), expected) == [], layout
 
 
 @pytest.mark.slow
 def test_a_history_of_resizes_has_the_bits_of_one_process(
     data: dict[str, str], tmp_path: Path
 ) -> None:
-    sections = {**copy.deepcopy(BY_THREE), "eval": {"interval_steps": 0}}
+    sections: dict[str, Any] = {**copy.deepcopy(BY_THREE), "eval": {"interval_steps": 0}}
+    # Sizes that four ranks that share sequences divide, and three.
+    for section, values in OF_SHARED.items():
+        sections[section] = {**sections.get(section, {}), **values}
+    history = ["", "dp_shard=4,ep=2", "dp_shard=3,ep=3", "tp=2,ep=2", "pp=2,cp=2,ep=2"]
     expected = train(exact_spec(tmp_path / "alone", data, "", **sections), 60)
-    history = ["", "dp_shard=4,ep=2", "dp_shard=3,ep=3", "pp=2", "dp_replicate=2,dp_shard=2,ep=2"]
     losses, norms, digests = [], [], []
     for layout in history:
         last = train(exact_spec(tmp_path / "resized", data, layout, **sections), 12, save_at=12)
@@ -169,6 +179,32 @@ def test_a_history_of_resizes_has_the_bits_of_one_process(
     state = Trained(losses, norms, expected.gradients, last.state, {}, [], last.progress,
                     digests)  # fmt: skip
     assert bits_that_differ(state, expected) == []
+
+
+def reduced_on_rank(spec: JobSpec, rank: int) -> int:
+    """How often this rank's gradients are reduced within a replica, in a step of two
+    micro-batches."""
+    runtime = start(spec.train.timeout_seconds)
+    job = build_job(spec, runtime)
+    restore(job)
+    batches, _ = job.loader.step(Cursor())
+    assert len(batches) == 2
+    with monitor_collectives() as monitor:
+        job.forward_backward(batches, 10 * spec.data.seq_len)
+    runtime.close()
+    return monitor.take()[CollectiveKind("reduce_scatter", "dp")].count
+
+
+@pytest.mark.long
+def test_gradients_that_are_kept_travel_once_a_step(data: dict[str, str], tmp_path: Path) -> None:
+    def reduced(stage: int) -> list[int]:
+        kept = {"parallel": {"memory": {"zero_stage": stage}}}
+        spec = exact_spec(tmp_path / str(stage), data, "dp_shard=2,ep=2", **kept)
+        return run_ranks(partial(reduced_on_rank, spec), 2, group=False)
+
+    once, every_time = reduced(1), reduced(2)
+    assert once[0] > 0
+    assert [2 * each for each in once] == every_time
 
 
 def evaluate_on_rank(spec: JobSpec, rank: int) -> tuple[float, float, int]:
@@ -185,26 +221,42 @@ def test_the_held_out_loss_has_the_bits_of_one_process(
     data: dict[str, str], tmp_path: Path
 ) -> None:
     def held_out(layout: str, ranks: int) -> list[tuple[float, float, int]]:
-        spec = exact_spec(tmp_path, data, layout)
+        spec = exact_spec(tmp_path, data, layout, **OF_SHARED)
         return run_ranks(partial(evaluate_on_rank, spec), ranks, group=False)
 
     expected = held_out("", 1)
-    for layout, ranks in (("dp_shard=2,ep=2", 2), ("dp_replicate=3", 3), ("pp=2", 2)):
+    for layout, ranks in (("dp_shard=2,ep=2", 2), ("dp_replicate=3", 3), ("pp=2", 2),
+                          ("cp=2,ep=2", 2), ("pp=2,tp=2,ep=2", 4)):  # fmt: skip
         assert held_out(layout, ranks) == expected * ranks
 
 
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"parallel": {"tp": 2}}, "parallel.tp (2) must be 1"),
-        ({"parallel": {"cp": 2}}, "parallel.cp (2) must be 1"),
+        ({"parallel": {"tp": 2, "ep": 2}}, "data.seq_len (32) must be a multiple of 128"),
+        ({"parallel": {"cp": 4}, "data": LONG}, "model.num_kv_heads (2) must be a multiple of 4"),
+        ({"parallel": {"cp": 8}, "data": LONG}, "model.num_heads (4) must be a multiple of 8"),
+        ({"parallel": {"cp": 2}, "data": LONG}, "parallel.ep (1) must be a multiple of 2"),
+        ({"parallel": {"cp": 2, "ep": 2}, "data": LONG, "moe": {"copies": 2}},
+         "moe.copies (2) must be 0"),
+        ({"parallel": {"cp": 2, "ep": 2}, "data": LONG, "model": {"head_dim": 10}},
+         "model.qk_head_dim (10) must be a multiple of 4"),
+        ({"parallel": {"tp": 2, "ep": 2},
+          "data": {**LONG, "packing": "best_fit", "document_mask": True}},
+         "data.packing (best_fit) must be concat"),
+        ({"parallel": {"tp": 2, "ep": 2}, "data": {**LONG, "mask_boundary_labels": True}},
+         "data.mask_boundary_labels (true) must be false"),
+        ({"parallel": {"cp": 2, "ep": 2}, "data": LONG, "model": {**LATENT, "v_head_dim": 6}},
+         "model.v_head_dim (6) must be qk_head_dim (12), or a multiple of 4"),
+        ({"parallel": {"cp": 2, "ep": 2}, "data": LONG,
+          "model": {**LATENT, "qk_nope_head_dim": 4, "v_head_dim": 12}},
+         "model.v_head_dim (12) must be qk_head_dim (8), or a multiple of 4 with qk_head_dim of"),
+        ({"parallel": {"tp": 2, "ep": 2}, "data": LONG, "tune": {"lora": {}}},
+         "tune.lora (given) must be left out"),
         ({"parallel": {"dp_replicate": 2, "gradient_compression": "bfloat16"}},
          "parallel.gradient_compression (bfloat16) must be none"),
-        ({"parallel": {"memory": {"zero_stage": 1}}},
-         "parallel.memory.zero_stage (1) must be 2 or 3"),
         ({"parallel": {"memory": {"offload_optimizer": True}}},
          "parallel.memory.offload_optimizer (true) must be false"),
-        ({"optimizer": {"kind": "muon"}}, "optimizer.kind (muon) must be adamw"),
         ({"train": {"compile": True}}, "train.compile (true) must be false"),
         ({"precision": {"compute": "float16"}},
          "precision.compute (float16) must be float32 or bfloat16"),
@@ -304,8 +356,11 @@ def replay_on_rank(arguments: list[str], rank: int) -> int:
 
 
 @pytest.mark.slow
-def test_a_step_of_two_ranks_is_replayed_on_one(data: dict[str, str], tmp_path: Path) -> None:
-    spec = exact_spec(tmp_path, data, "dp_shard=2,ep=2", train={"steps": 5},
+@pytest.mark.parametrize("layout", ["dp_shard=2,ep=2", "cp=2,ep=2", "tp=2,ep=2"])
+def test_a_step_of_two_ranks_is_replayed_on_one(
+    layout: str, data: dict[str, str], tmp_path: Path
+) -> None:
+    spec = exact_spec(tmp_path, data, layout, train={"steps": 5}, **OF_SHARED,
                       checkpoint={"interval_steps": 2, "retention": {"keep": 5}},
                       metrics={"port": -1})  # fmt: skip
     train_it = partial(pretrain_on_rank, tmp_path / "spec.json")
@@ -313,7 +368,22 @@ def test_a_step_of_two_ranks_is_replayed_on_one(data: dict[str, str], tmp_path: 
     run, before = spec.run_path, sorted(p.name for p in spec.run_path.rglob("*"))
     for step, ranks, more in (
         (4, 1, []),  # two steps after the checkpoint of step 2
-        (5, 2, ["--set", "parallel.dp_replicate=2", "--set", "parallel.dp_shard=1"]),
+        (
+            5,
+            2,
+            [
+                "--set",
+                "parallel.dp_replicate=2",
+                "--set",
+                "parallel.dp_shard=1",
+                "--set",
+                "parallel.cp=1",
+                "--set",
+                "parallel.tp=1",
+                "--set",
+                "parallel.ep=1",
+            ],
+        ),
     ):
         replay_it = partial(replay_on_rank, [str(run), "--step", str(step), *more])
         assert run_ranks(replay_it, ranks, group=False) == [0] * ranks

@@ -49,6 +49,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "recomputed products": {"parallel": {"memory": {"recompute": "selective"}}},
     "recomputed experts": {"moe": {"recompute_experts": True}},
     "gathered parameters kept": {"parallel": {"memory": {"zero_stage": 2}}},
+    "gradients kept": {"parallel": {"memory": {"zero_stage": 1}}},
+    "muon": {"optimizer": {"kind": "muon"}},
+    "muon in bfloat16": {
+        "optimizer": {"kind": "muon"}, "precision": {"compute": "bfloat16"}, "model": LATENT,
+    },
     "loop": {"moe": {"backend": "loop", "top_k": 3, "ffn_bias": True}},
     "multi-token prediction": {
         "model": {"num_mtp_layers": 2}, "data": {"document_mask": True},
@@ -71,6 +76,16 @@ FEW = ["dp_shard=2,ep=2", "dp_shard=3,ep=3", "dp_shard=4,ep=2", "pp=2,dp_replica
 """For variants other than the first three."""
 SCHEDULED = ["pp=2", "pp=2,dp_shard=2,ep=2", "pp=2,dp_replicate=2"]
 SCHEDULES = ["gpipe", "1f1b", "zbv", "dualpipev"]
+SHARED = [
+    "cp=2,ep=2", "tp=2,ep=2", "dp_shard=2,cp=2,ep=2", "dp_shard=2,tp=2,ep=4",
+    "pp=2,cp=2,ep=2", "dp_replicate=2,tp=2,ep=2", "cp=2,tp=2,ep=4", "tp=4,ep=4",
+]  # fmt: skip
+"""Layouts in which ranks share sequences."""
+FEW_SHARED = ["cp=2,ep=2", "dp_shard=2,tp=2,ep=4", "cp=2,tp=2,ep=4"]
+"""For variants other than the first two."""
+SCHEDULED_SHARED = ["pp=2,cp=2,ep=2", "pp=2,tp=2,ep=2"]
+# Four ranks divide the heads, and the pieces of a sequence have enough tokens.
+OF_SHARED = {"model": {"num_kv_heads": 4}, "data": {"seq_len": 256}}
 # Three ranks divide the experts and the sizes.
 BY_THREE = {"model": {"d_model": 48, "d_ff": 48}, "moe": {"num_experts": 12}}
 
@@ -80,17 +95,23 @@ CELLS = [
     *((variant, layout) for variant in list(VARIANTS)[3:] for layout in FEW),
     ("multi-token prediction", "pp=2,dp_shard=2,ep=2 zbv"),
     *(("top_k 2", f"{layout} {schedule}") for layout in SCHEDULED for schedule in SCHEDULES),
+    *((variant, layout) for variant in list(VARIANTS)[:2] for layout in SHARED),
+    *((variant, layout) for variant in list(VARIANTS)[3:] for layout in FEW_SHARED),
+    *(("top_k 2", f"{layout} {schedule}") for layout in SCHEDULED_SHARED for schedule in SCHEDULES),
 ]
 """Variants and layouts whose bits are compared with one process."""
 
 
 def sections_of(variant: str, layout: str) -> tuple[str, dict[str, Any]]:
     """The sections of a variant on a layout, and a name for what one process does with them."""
-    sections, by_three = copy.deepcopy(VARIANTS[variant]), "=3" in layout
-    if by_three:
-        for section, values in BY_THREE.items():
-            sections[section] = {**values, **sections.get(section, {})}
-    return (f"{variant} by three" if by_three else variant), sections
+    sections = copy.deepcopy(VARIANTS[variant])
+    shared, by_three = "cp=" in layout or "tp=" in layout, "=3" in layout
+    for section, values in (OF_SHARED if shared else BY_THREE if by_three else {}).items():
+        sections[section] = {**values, **sections.get(section, {})}
+    if shared and sections["model"].get("d_model") == 40:
+        sections["model"]["head_dim"] = 12  # heads of 10 are refused
+    name = f"{variant} in shared sequences" if shared else variant
+    return (f"{variant} by three" if by_three else name), sections
 
 
 def exact_spec(folder: Path, data: dict[str, str], layout: str, /, **sections: Any) -> JobSpec:

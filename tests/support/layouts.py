@@ -188,7 +188,7 @@ def empty_arrays(spec: JobSpec, topology: Topology, rank: int) -> list[LocalArra
         spec.model, spec.moe, seq_len=spec.data.seq_len, pp=p.pp,
         stages_per_rank=p.pipeline.stages_per_rank, schedule=p.pipeline.schedule,
     )  # fmt: skip
-    layouts = decoder_layouts(decoder, stages, topology, p.pipeline.schedule)
+    layouts = decoder_layouts(decoder, stages, topology, p.pipeline.schedule, spec.train.exact)
     tensors = dict(chain(decoder.named_parameters(), decoder.named_buffers()))
     parameters = dict(decoder.named_parameters())
 

@@ -309,8 +309,6 @@ def test_wrong_fields_are_refused_in_a_line(tmp_path: Path):
     assert (
         "optimizer.momentum (0.9) must be left out with optimizer.kind (adamw); kind muon" in text
     )
-    text = refused(tmp_path, optimizer={"kind": "muon"}, train={"exact": True})
-    assert "optimizer.kind (muon) must be adamw with train.exact (true)" in text
 
 
 def test_products_of_an_update():

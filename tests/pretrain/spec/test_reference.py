@@ -94,12 +94,13 @@ FIXED = [
     "optimizer.kind", "train.seed",
 ]  # fmt: skip
 FIXED_IF_EXACT = [
-    "train.exact", "batch.micro_batch_size", "precision.compute", "parallel.tp", "parallel.cp",
+    "train.exact", "batch.micro_batch_size", "precision.compute",
     "moe.backend", "moe.dispatcher",
 ]  # fmt: skip
 FREE = [
     "moe.aux_loss_coeff", "moe.capacity.replay_log", "parallel.ep", "optimizer.lr",
     "data.sources.web.weight", "data.cache_dir", "batch.stages", "train.steps", "name",
+    "parallel.tp", "parallel.cp",
     "checkpoint.retention.keep", "launch.nodes", "health.loss_spike.threshold",
 ]  # fmt: skip
 

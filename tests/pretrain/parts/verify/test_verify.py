@@ -240,11 +240,11 @@ def break_gradients(step: int, times: int) -> None:
         flip(wrong, 20)
         return wrong
 
-    def loss_with_fault(logits, targets):
+    def loss_with_fault(logits, targets, sequence):
         if here[0] and left[0] and logits.numel():
             left[0] -= 1
             logits.register_hook(broken)
-        return loss(logits, targets)
+        return loss(logits, targets, sequence)
 
     Trainer.step, module.next_token_loss = step_with_fault, loss_with_fault
 

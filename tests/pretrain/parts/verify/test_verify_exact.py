@@ -17,7 +17,7 @@ from tests.pretrain.parts.verify.test_verify import (
     losses,
     spec_of,
 )
-from tests.support.jobs import prepare_job
+from tests.support.jobs import data_of, prepare_job
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +41,15 @@ def exact_of(folder: Path, text: Path, parallel: dict[str, int], **sections: Any
         (2, {"dp_shard": 2, "ep": 2}),
         (4, {"dp_shard": 4, "ep": 2}),
         (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}),
+        (4, {"dp_shard": 2, "tp": 2, "ep": 2}),
+        (4, {"dp_replicate": 2, "cp": 2, "ep": 2}),
     ],
 )
 def test_a_micro_batch_computed_elsewhere_has_its_bits(
     world: int, parallel: dict[str, int], text: Path, tmp_path: Path
 ) -> None:
-    spec = exact_of(tmp_path, text, parallel)
+    data = {**data_of(text), "seq_len": 128}
+    spec = exact_of(tmp_path, text, parallel, data=data)
     without, checked = tmp_path / "without", tmp_path / "checked"
     assert launch(spec, world, None, f"run_dir={checked}") == (0, "")
     off = "verify.gradients_interval_steps=0"
@@ -100,6 +103,8 @@ def test_only_exact_runs_that_shard_rotate() -> None:
     assert rotation(False, dp_shard=4) is None
     assert rotation(True, dp_replicate=4) is None
     assert rotation(True, dp_shard=4, pp=2) is None
+    assert rotation(True, dp_shard=2, cp=2) is None
+    assert rotation(True, dp_shard=2, tp=2) is None
     assert rotation(True, dp_shard=4) == _Rotation(1, Topology(dp_replicate=4), experts=True)
     assert rotation(True, dp_shard=4, ep=2) == _Rotation(
         2, Topology(dp_replicate=2, dp_shard=2), experts=True
