@@ -180,10 +180,11 @@ class _Writer:
 
     def _padded(self, token_ids: list[int]) -> tuple[Tensor, RoutedTokens | None]:
         """[1, S] the tokens of a forward, and which of them MoE layers route."""
-        # Of fewer rows, products have other bits. Ranks of tensor parallelism have equal parts.
-        missing = -len(token_ids) % self.job.topology.tp
-        if self.like_whole:
-            missing = max(0, LEAST_ROWS - len(token_ids))
+        # Ranks of tensor parallelism have equal parts. Of few rows, products have other bits, and
+        # attention takes blocks of queries, of which the last one must not be short.
+        missing = -len(token_ids) % (
+            LEAST_ROWS if self.like_whole else self.job.local_batch.tp_degree
+        )
         padding = [self.end_id] * missing
         inputs_BS = torch.tensor([[*token_ids, *padding]], device=self.job.runtime.device)
         if self.like_whole or not padding:
@@ -193,11 +194,11 @@ class _Writer:
     def _routed(self, size: int, count: int) -> RoutedTokens:
         """What this rank's MoE layers route of ``size`` positions, of which the first ``count`` are
         tokens."""
-        dims, tp = self.job.dims, self.job.topology.tp
+        dims, tp = self.job.dims, self.job.local_batch.tp_degree
         mask_BS = (torch.arange(size) < count).unsqueeze(0)
-        mask_BS = mask_BS.chunk(tp, 1)[dims.tp_mesh.get_local_rank()]
+        mask_BS = mask_BS.chunk(tp, 1)[dims.tp_mesh.get_local_rank() if tp > 1 else 0]
         own_tokens = int(mask_BS.sum())
-        return RoutedTokens(mask_BS, own_tokens, own_tokens)
+        return RoutedTokens(mask_BS, own_tokens, own_tokens, own_tokens)
 
     def _noise(self, vocab_size: int) -> Tensor | None:
         """[V] for the next token of the text: a function of the seed and the token's number."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from corpus.tokenizer import load_tokenizer
 from pretrain.spec import JobSpec, SampleConfig
@@ -19,7 +20,7 @@ from tests.support.jobs import data_of, prepare_job, restored_job, save_loud
 from tests.support.layouts import topology_of
 from tests.support.ranks import run_ranks
 
-SEQ_LEN = 96
+SEQ_LEN = 128
 PROMPTS = ["import os", "def f(x):\n    return", "", "class A:\n" * 4]
 VARIANTS: dict[str, dict[str, Any]] = {
     "grouped": {},
@@ -27,7 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16": {"precision": {"compute": "bfloat16"}, "moe": {"top_k": 3, "ffn_bias": True}},
     "loop": {"moe": {"backend": "loop", "top_k": 3}},
 }
-LAYOUTS = ["dp_shard=1", "dp_shard=2,ep=2", "pp=2", "dp_replicate=2"]
+LAYOUTS = ["dp_shard=1", "dp_shard=2,ep=2", "pp=2", "dp_replicate=2", "cp=2,ep=2", "tp=2,ep=2"]
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +40,18 @@ def spec_of(folder: Path, data: dict[str, str], variant: str, layout: str) -> Jo
     return exact_spec(folder, data, layout, **VARIANTS[variant], **{"data": {"seq_len": SEQ_LEN}})
 
 
+def _prompt_of(words: Tokenizer, count: int) -> str:
+    """A text of so many tokens."""
+    text = "".join(chr(ord("a") + i % 26) + " " for i in range(200))
+    lengths = (n for n in range(len(text)) if len(words.encode(text[:n])) == count)
+    return text[: next(lengths)]
+
+
 def _sampled(spec: JobSpec, tokens: int, rank: int) -> list[Generated]:
     job, words = restored_job(spec), load_tokenizer(spec.data)
-    settings = [SampleConfig(tokens=tokens, prompt=prompt) for prompt in PROMPTS]
+    # Behind a block of 32 queries attention has one of few, whose products have other bits.
+    prompts = [*PROMPTS, *(_prompt_of(words, 32 + few) for few in (1, 2, 3))]
+    settings = [SampleConfig(tokens=tokens, prompt=prompt) for prompt in prompts]
     texts = [generate(job, words, one_prompt, Drawing(1.0, 1.0)) for one_prompt in settings]
     job.runtime.close()
     return texts
