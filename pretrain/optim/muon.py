@@ -100,22 +100,32 @@ class Muon(torch.optim.Optimizer):
             name: torch.zeros_like(weights[name]) if p.grad is None else _stacked(p.grad)
             for name, p in self.matrices.items()
         }
-        # Operations that round once each: a number then has equal bits in every slice of a tensor.
-        torch._foreach_mul_(list(means.values()), momentum)
-        for name, mean in means.items():
-            mean.add_(gradients[name] * (1 - momentum))
+        if self.exact:
+            for name, mean in means.items():
+                mean.copy_(_between(mean, gradients[name], 1 - momentum))
+        else:
+            torch._foreach_lerp_(list(means.values()), list(gradients.values()), 1 - momentum)
         torch._foreach_mul_(list(weights.values()), 1 - lr * decay)
+        between = _between if self.exact else torch.lerp
 
         def ahead(name: str, experts: slice) -> Tensor:
-            own = gradients[name][experts] * (1 - momentum)
-            return own.add_(means[name][experts] * momentum)
+            return between(gradients[name][experts], means[name][experts], momentum)
 
         def update(name: str, experts: slice, direction: Tensor) -> None:
             scale = UPDATE_RMS * math.sqrt(max(self.matrices[name].shape[-2:]))
             weight = weights[name][experts]
-            weight.sub_(direction.to(weight) * (lr * scale))
+            if self.exact:
+                weight.sub_(direction.to(weight) * (lr * scale))
+            else:
+                weight.add_(direction.to(weight), alpha=-lr * scale)
 
         self._whole.apply(_one_by_one if self.exact else _together, ahead, update)
+
+
+def _between(x: Tensor, y: Tensor, share: float) -> Tensor:
+    """``x`` moved to ``y`` by a share, by operations that round once each: a number has equal bits
+    in every slice of a tensor."""
+    return (x * (1 - share)).add_(y * share)
 
 
 def _together(x_BMN: Tensor) -> Tensor:
