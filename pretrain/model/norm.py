@@ -37,7 +37,9 @@ class RMSNorm(nn.RMSNorm):
         """The same with another weight, as tensor parallelism needs."""
         assert self.eps is not None
         if not self.sums_rows(x):
-            return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+            # Where the norm is several operations, the view adds their gradients up before others
+            # of x are added: with one order of addition, whatever else uses x.
+            return F.rms_norm(x.view_as(x), self.normalized_shape, weight, self.eps)
         out: Tensor = _Normalize.apply(x, weight, self.eps, self.row_sum)[0]
         return out
 

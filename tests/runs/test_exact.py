@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from pretrain.spec.job import JobSpec
 from pretrain.train.evaluate import evaluate
 from router import UNITS_PER_RANK, CapacityPlan
 from tests.support.exact import BY_THREE, CELLS, LATENT, OF_SHARED, exact_spec, sections_of
+from tests.support.fake_gpu.values import VARIABLE
 from tests.support.jobs import data_of, prepare_job
 from tests.support.layouts import Trained, bits_that_differ, spec_for, train
 from tests.support.ranks import run_ranks
@@ -70,6 +72,8 @@ def test_a_layout_has_the_bits_of_one_process(
     variant: str, layout: str, alone: Alone, data: dict[str, str], tmp_path: Path
 ) -> None:
     name, sections = sections_of(variant, layout)
+    if "seq_len" in sections.get("data", {}) and VARIABLE in os.environ:
+        pytest.skip("attention's plain path, which a pretended device takes, has no bits by head")
     expected = alone.trained(name, 3, **sections)
     trained = train(exact_spec(tmp_path, data, layout, **sections), 3)
     assert bits_that_differ(trained, expected) == []
