@@ -122,23 +122,17 @@ def rows_of(
     both = None
     if rows_per_unit is None and sorts_both_ways(x_SD, expert_indices_SK, E):
         both = kernels.sort_assignments(expert_indices_SK, experts.start, 1, E)
-        order, counts_E = both.order_N, both.counts_B1
+        order, counts_E = both.order_N, both.counts_B1[1 : E + 1]
     else:
         local_SK = expert_indices_SK - experts.start
         local_SK = local_SK.masked_fill((local_SK < 0) | (local_SK >= E), E)
-        order, counts_E = sort_and_count(local_SK, E + 1)
-    if positions_S is not None:
-        assert rows_per_unit is not None
-        order = _in_token_order(local_SK, positions_S, rows_per_unit)
-    counts_E = counts_E[1 : E + 1]
+        if rows_per_unit is None:
+            order, counts_E = sort_and_count(local_SK, E + 1)
+            counts_E = counts_E[1 : E + 1]
+        else:
+            order, counts_E = _by_unit(local_SK, E, rows_per_unit, positions_S)
     if length is None and order.device.type == "cpu" and not torch.compiler.is_compiling():
         length = int(counts_E.sum())
-    if rows_per_unit is not None:
-        U = len(rows_per_unit)
-        units_S = torch.arange(U).repeat_interleave(torch.tensor(rows_per_unit))
-        unit_S1 = units_S.to(order.device, non_blocking=True).unsqueeze(1)
-        counts_EU = count_tokens_per_expert(local_SK * U + unit_S1, (E + 1) * U)
-        counts_E = counts_EU.view(E + 1, U)[:E]
     order_R = order if length is None else order[:length]
     weights_R = _pick(expert_weights_SK.flatten(), order_R)
     if both is None:
@@ -147,13 +141,19 @@ def rows_of(
     return Rows(x_SD, index.source_R, weights_R, counts_E, SortedRows(index, both.bin_ends_B[:E]))
 
 
-def _in_token_order(local_SK: Tensor, positions_S: Tensor, rows_per_unit: Sequence[int]) -> Tensor:
-    """The flat assignments ordered by expert, by unit, and by the position of their token."""
+def _by_unit(
+    local_SK: Tensor, E: int, rows_per_unit: Sequence[int], positions_S: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The flat assignments ordered by expert, unit and the position of their token; and [E, U]: how
+    many an expert has of each unit. Assignments to expert E come last, and are not counted."""
+    U = len(rows_per_unit)
+    units_S = torch.arange(U).repeat_interleave(torch.tensor(rows_per_unit))
+    bins_SK = local_SK * U + units_S.to(local_SK.device, non_blocking=True).unsqueeze(1)
+    counts_EU = count_tokens_per_expert(bins_SK, (E + 1) * U).view(E + 1, U)[:E]
+    if positions_S is None:
+        return sort_by_expert(local_SK, E + 1), counts_EU
     last = int(positions_S.max()) + 1 if len(positions_S) else 1
-    units_S = torch.arange(len(rows_per_unit)).repeat_interleave(torch.tensor(rows_per_unit))
-    places_S = units_S.to(positions_S.device) * last + positions_S
-    keys_SK = local_SK * (len(rows_per_unit) * last) + places_S.unsqueeze(1)
-    return keys_SK.flatten().argsort(stable=True)
+    return (bins_SK * last + positions_S.unsqueeze(1)).flatten().argsort(stable=True), counts_EU
 
 
 class _Pick(torch.autograd.Function):

@@ -75,11 +75,8 @@ _OF_TOKENS = ("logits_TE", "expert_indices_TK", "expert_weights_TK", "topk_indic
 def own_part(routed: RouterOutput, places: Places) -> RouterOutput:
     """The routing of a rank's tokens, from that of the micro-batch that ranks share. What is
     counted by rank is left to the caller."""
-    rows: dict[str, Any] = {}
-    for name in _OF_TOKENS:
-        rows_T = getattr(routed, name)
-        rows[name] = None if rows_T is None else rows_T.index_select(0, places.positions_T)
-    return routed._replace(places=places, **rows)
+    own = _of_tokens(routed, lambda rows_T: rows_T.index_select(0, places.positions_T))
+    return own._replace(places=places)
 
 
 def routed_with_padding(routed: RouterOutput, token_rows: TokenRows) -> RouterOutput:
@@ -95,17 +92,20 @@ def routed_with_padding(routed: RouterOutput, token_rows: TokenRows) -> RouterOu
     rows: dict[str, Any] = {
         n: token_rows.back(getattr(routed, n), padding.get(n, 0)) for n in _OF_TOKENS
     }
-    return routed._replace(places=_at(routed.places, lambda x: token_rows.back(x, 0)), **rows)
+    return routed._replace(places=_moved(routed.places, lambda x: token_rows.back(x, 0)), **rows)
 
 
 def routed_tokens(routed: RouterOutput, token_rows: TokenRows) -> RouterOutput:
     """The routing of the tokens without that of padding."""
-    rows: dict[str, Any] = {}
-    for name in _OF_TOKENS:
-        rows_T = getattr(routed, name)
-        rows[name] = None if rows_T is None else token_rows.of(rows_T)
-    return routed._replace(places=_at(routed.places, token_rows.of), **rows)
+    return _of_tokens(routed, token_rows.of)._replace(places=_moved(routed.places, token_rows.of))
 
 
-def _at(places: Places | None, rows: Callable[[Tensor], Tensor]) -> Places | None:
+def _of_tokens(routed: RouterOutput, rows: Callable[[Tensor], Tensor]) -> RouterOutput:
+    """``rows`` of each field with a row for each token."""
+    fields = {name: getattr(routed, name) for name in _OF_TOKENS}
+    chosen: dict[str, Any] = {n: None if x is None else rows(x) for n, x in fields.items()}
+    return routed._replace(**chosen)
+
+
+def _moved(places: Places | None, rows: Callable[[Tensor], Tensor]) -> Places | None:
     return None if places is None else places._replace(positions_T=rows(places.positions_T))

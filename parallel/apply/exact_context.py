@@ -21,7 +21,7 @@ and in bfloat16, from 8 columns on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallel.apply.exact_sequence import ExactSequence
+from parallel.apply.tensor_parallel import norm_function
 from parallel.expert_parallel import expert_modules
 
 _BLOCK = 32
@@ -270,16 +271,10 @@ def _embedding(module: nn.Module, sequence: SharedSequence, tokens_BS: Tensor) -
     return out
 
 
-def _plain_norm(shape: Sequence[int], eps: float | None, x: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(x, shape, weight, eps)
-
-
 def _norm(module: nn.Module, sequence: SharedSequence, x: Tensor) -> Tensor:
     assert isinstance(module, nn.RMSNorm)
-    normalize: Callable[[Tensor, Tensor], Tensor] | None = getattr(module, "normalize", None)
-    if normalize is None:
-        normalize = partial(_plain_norm, module.normalized_shape, module.eps)
-    elif getattr(module, "sums_rows", lambda _: False)(x):
+    normalize = norm_function(module)
+    if getattr(module, "sums_rows", lambda _: False)(x):
         return normalize(x, module.weight)
     return sequence.of_tokens(normalize, x, module.weight)
 

@@ -16,7 +16,7 @@ without sequences is ordinary here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -149,12 +149,20 @@ def _replicated(parameter: object) -> Tensor:
 
 
 def _norm(module: nn.Module, ranks: _TensorParallelRanks, x: Tensor) -> Tensor:
+    return norm_function(module)(x, _replicated(module.weight))
+
+
+def norm_function(module: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """The function of an input and of a weight that an ``nn.RMSNorm`` computes: its ``normalize``,
+    where the module has one."""
     assert isinstance(module, nn.RMSNorm)
-    normalize: Callable[..., Tensor] | None = getattr(module, "normalize", None)
-    weight = _replicated(module.weight)
-    if normalize is not None:
-        return normalize(x, weight)
-    return F.rms_norm(x, module.normalized_shape, weight, module.eps)
+    plain = partial(_rms_norm, module.normalized_shape, module.eps)
+    normalize: Callable[[Tensor, Tensor], Tensor] = getattr(module, "normalize", plain)
+    return normalize
+
+
+def _rms_norm(shape: Sequence[int], eps: float | None, x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, shape, weight, eps)
 
 
 def _shared(module: nn.Module, ranks: _TensorParallelRanks, x_BWD: Tensor) -> Tensor:

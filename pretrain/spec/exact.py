@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from moe import check_exact as check_exact_moe
 from pretrain.spec.sections import Sections
 from router import LEAST_ROWS
@@ -15,7 +17,7 @@ def check_exact(spec: Sections) -> None:
     if not spec.train.exact:
         return
     parallel, memory = spec.parallel, spec.parallel.memory
-    for wrong, field, value, must, why in (
+    _refuse("train.exact (true)", (
         (parallel.gradient_compression != "none", "parallel.gradient_compression",
          parallel.gradient_compression, "none", "the rounding is that of sums within a replica"),
         (memory.offload_optimizer, "parallel.memory.offload_optimizer", "true", "false",
@@ -28,9 +30,7 @@ def check_exact(spec: Sections) -> None:
          "a scale is of rows that other micro-batches may have brought"),
         (spec.precision.dense == "float8", "precision.dense", "float8", "compute",
          "sums of products in float8 are not by micro-batch yet"),
-    ):  # fmt: skip
-        if wrong:
-            raise ValueError(f"{field} ({value}) must be {must} with train.exact (true): {why}")
+    ))  # fmt: skip
     if spec.moe is not None:
         check_exact_moe(spec.moe)
     if parallel.cp * parallel.tp > 1:
@@ -44,7 +44,8 @@ def _check_sequences(spec: Sections) -> None:
     heads = "attention exchanges heads for tokens"
     values = model.v_head_dim or model.qk_head_dim
     sizes = "bits of other heads depend on how many are computed together"
-    for wrong, field, value, must, why in (
+    given = f"train.exact (true) and parallel.cp x tp ({spec.parallel.cp} x {spec.parallel.tp})"
+    _refuse(given, (
         (model.num_heads % ranks, "model.num_heads", model.num_heads, multiple, heads),
         (model.num_kv_heads % ranks, "model.num_kv_heads", model.num_kv_heads, multiple, heads),
         (model.qk_head_dim % 4, "model.qk_head_dim", model.qk_head_dim, "a multiple of 4", sizes),
@@ -64,9 +65,12 @@ def _check_sequences(spec: Sections) -> None:
          "a copy would have a part of a micro-batch's rows"),
         (spec.tune is not None and spec.tune.lora is not None, "tune.lora", "given", "left out",
          "adapters' gradients are not of the whole micro-batch yet"),
-    ):  # fmt: skip
-        if wrong:
-            raise ValueError(
-                f"{field} ({value}) must be {must} with train.exact (true) and parallel.cp x tp "
-                f"({spec.parallel.cp} x {spec.parallel.tp}): {why}"
-            )
+    ))  # fmt: skip
+
+
+def _refuse(given: str, rules: Iterable[tuple[object, str, object, str, str]]) -> None:
+    """Raise ValueError for the first rule that is broken: of each whether it is, the field, its
+    value, what the value must be with what is ``given``, and why."""
+    for broken, field, value, must, why in rules:
+        if broken:
+            raise ValueError(f"{field} ({value}) must be {must} with {given}: {why}")

@@ -62,7 +62,7 @@ def test_gradients_have_the_bits_of_one_rank(ranks: int) -> None:
     (expected,) = run_ranks(alone, 1, ranks)
     by_rank = run_ranks(on_rank, ranks, ranks)
     for case, one_rank in enumerate(expected):
-        parts = [found[case] for found in by_rank]
+        parts = [cases[case] for cases in by_rank]
         assert parts[0].keys() == one_rank.keys()
         for name in one_rank.keys() - {"tokens", "out"}:
             gradients = torch.stack([part[name] for part in parts])
@@ -90,13 +90,13 @@ def attended(rank: int, ranks: int, length: int) -> tuple[Tensor, ...]:
 def test_attention_has_the_bits_of_one_rank(ranks: int) -> None:
     length = 64 * ranks
     (expected,) = run_ranks(attended, 1, 1, length)
-    found = run_ranks(attended, ranks, ranks, length)
+    by_rank = run_ranks(attended, ranks, ranks, length)
     for rank in range(ranks):
         piece = length // (2 * ranks)
         numbers = (rank, 2 * ranks - 1 - rank)
-        at = torch.cat([torch.arange(n * piece, (n + 1) * piece) for n in numbers])
-        for got, whole in zip(found[rank], expected, strict=True):
-            assert torch.equal(got, whole[:, :, at])
+        own_S = torch.cat([torch.arange(n * piece, (n + 1) * piece) for n in numbers])
+        for shared_BHSC, alone_BHWC in zip(by_rank[rank], expected, strict=True):
+            assert torch.equal(shared_BHSC, alone_BHWC[:, :, own_S])
 
 
 def refused_on_rank(rank: int) -> str:

@@ -3,14 +3,13 @@ have the bits of one process."""
 
 from __future__ import annotations
 
-import copy
 import random
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
-from tests.support.exact import OF_SHARED, VARIANTS, exact_spec
+from tests.support.exact import VARIANTS, exact_spec, sections_of_shared
 from tests.support.jobs import data_of, prepare_job
 from tests.support.layouts import Trained, bits_that_differ, train
 
@@ -18,7 +17,6 @@ SEEDS = range(40)
 STEPS = 2
 """On each layout of a history."""
 HISTORY = 3
-ODD = "biases, gates, odd sizes"
 
 
 class Drawn(NamedTuple):
@@ -54,16 +52,6 @@ def drawn(seed: int) -> Drawn:
     return Drawn(variant, [layout(draw, variant != "copies") for _ in range(HISTORY)])
 
 
-def sections_of(variant: str) -> dict[str, Any]:
-    """The sections of a variant, of sizes that every layout divides."""
-    sections = copy.deepcopy(VARIANTS[variant])
-    for section, values in OF_SHARED.items():
-        sections[section] = {**values, **sections.get(section, {})}
-    if variant == ODD:
-        sections["model"]["head_dim"] = 12  # heads of 10 are refused where ranks share sequences
-    return sections
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return data_of(prepare_job(tmp_path_factory.mktemp("fuzz")))
@@ -89,14 +77,14 @@ def test_a_random_history_has_the_bits_of_one_process(
     seed: int, data: dict[str, str], alone: dict[str, Trained], tmp_path: Path
 ) -> None:
     run = drawn(seed)
-    sections = sections_of(run.variant)
+    sections = sections_of_shared(run.variant)
     if run.variant not in alone:
         spec = exact_spec(tmp_path / "alone", data, "", **sections)
         alone[run.variant] = train(spec, STEPS * HISTORY)
     expected = alone[run.variant]
     losses, norms, digests = [], [], []
-    for each in run.layouts:
-        spec = exact_spec(tmp_path / "resized", data, each, **sections)
+    for resized in run.layouts:
+        spec = exact_spec(tmp_path / "resized", data, resized, **sections)
         last = train(spec, STEPS, save_at=STEPS)
         losses += last.losses
         norms += last.norms

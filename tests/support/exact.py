@@ -104,14 +104,27 @@ CELLS = [
 
 def sections_of(variant: str, layout: str) -> tuple[str, dict[str, Any]]:
     """The sections of a variant on a layout, and a name for what one process does with them."""
-    sections = copy.deepcopy(VARIANTS[variant])
-    shared, by_three = "cp=" in layout or "tp=" in layout, "=3" in layout
-    for section, values in (OF_SHARED if shared else BY_THREE if by_three else {}).items():
-        sections[section] = {**values, **sections.get(section, {})}
-    if shared and sections["model"].get("d_model") == 40:
+    if "cp=" in layout or "tp=" in layout:
+        return f"{variant} in shared sequences", sections_of_shared(variant)
+    if "=3" in layout:
+        return f"{variant} by three", _over(BY_THREE, variant)
+    return variant, copy.deepcopy(VARIANTS[variant])
+
+
+def sections_of_shared(variant: str) -> dict[str, Any]:
+    """The sections of a variant, of sizes that ranks divide which share sequences."""
+    sections = _over(OF_SHARED, variant)
+    if sections["model"].get("d_model") == 40:
         sections["model"]["head_dim"] = 12  # heads of 10 are refused
-    name = f"{variant} in shared sequences" if shared else variant
-    return (f"{variant} by three" if by_three else name), sections
+    return sections
+
+
+def _over(sizes: dict[str, Any], variant: str) -> dict[str, Any]:
+    """The sections of a variant, laid over ``sizes``."""
+    sections = copy.deepcopy(VARIANTS[variant])
+    for section, values in sizes.items():
+        sections[section] = {**values, **sections.get(section, {})}
+    return sections
 
 
 def exact_spec(folder: Path, data: dict[str, str], layout: str, /, **sections: Any) -> JobSpec:
