@@ -100,32 +100,18 @@ class Muon(torch.optim.Optimizer):
             name: torch.zeros_like(weights[name]) if p.grad is None else _stacked(p.grad)
             for name, p in self.matrices.items()
         }
-        if self.exact:
-            for name, mean in means.items():
-                mean.copy_(_between(mean, gradients[name], 1 - momentum))
-        else:
-            torch._foreach_lerp_(list(means.values()), list(gradients.values()), 1 - momentum)
+        torch._foreach_lerp_(list(means.values()), list(gradients.values()), 1 - momentum)
         torch._foreach_mul_(list(weights.values()), 1 - lr * decay)
-        between = _between if self.exact else torch.lerp
 
         def ahead(name: str, experts: slice) -> Tensor:
-            return between(gradients[name][experts], means[name][experts], momentum)
+            return gradients[name][experts].lerp(means[name][experts], momentum)
 
         def update(name: str, experts: slice, direction: Tensor) -> None:
             scale = UPDATE_RMS * math.sqrt(max(self.matrices[name].shape[-2:]))
             weight = weights[name][experts]
-            if self.exact:
-                weight.sub_(direction.to(weight) * (lr * scale))
-            else:
-                weight.add_(direction.to(weight), alpha=-lr * scale)
+            weight.add_(direction.to(weight), alpha=-lr * scale)
 
         self._whole.apply(_one_by_one if self.exact else _together, ahead, update)
-
-
-def _between(x: Tensor, y: Tensor, share: float) -> Tensor:
-    """``x`` moved to ``y`` by a share, by operations that round once each: a number has equal bits
-    in every slice of a tensor."""
-    return (x * (1 - share)).add_(y * share)
 
 
 def _together(x_BMN: Tensor) -> Tensor:
@@ -133,8 +119,8 @@ def _together(x_BMN: Tensor) -> Tensor:
 
 
 def _one_by_one(x_BMN: Tensor) -> Tensor:
-    """How a product of matrices rounds may depend on how many are computed together, and on where
-    they begin in memory."""
+    """As :func:`_together`, with equal bits of a matrix beside any others: small products round
+    otherwise where they begin elsewhere in a cache line."""
     out = torch.empty_like(x_BMN)
     for matrix, result in zip(x_BMN.split(1), out.split(1), strict=True):
         result.copy_(_together(matrix.clone()))

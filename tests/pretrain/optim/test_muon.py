@@ -30,6 +30,7 @@ from pretrain.optim import (
     build_optimizer,
     orthogonalized,
 )
+from pretrain.optim.muon import _one_by_one
 from pretrain.parallelize.layouts import parameter_layouts
 from pretrain.spec.job import JobSpec
 from pretrain.state.arrays import training_arrays
@@ -51,6 +52,28 @@ def decoder() -> Decoder:
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     return model
+
+
+@pytest.mark.parametrize("size", [7, 33, 100, 4099])
+def test_a_slices_numbers_have_the_bits_of_the_whole(size: int) -> None:
+    """Exact runs rely on that: FSDP cuts a tensor where the layout says."""
+    torch.manual_seed(0)
+    x, y = torch.randn(2, size)
+    for start in range(0, size, max(size // 9, 1)):
+        for stop in (start + 1, start + 5, start + 13, size):
+            a, b = x[start:stop].clone(), y[start:stop].clone()
+            for share in (0.05, 0.95):
+                assert torch.equal(a.lerp(b, share), x.lerp(y, share)[start:stop])
+            assert torch.equal(a.add(b, alpha=-0.0123), x.add(y, alpha=-0.0123)[start:stop])
+
+
+@pytest.mark.parametrize("shape", [(7, 9), (16, 32), (33, 21)])
+def test_a_matrix_of_an_exact_run_has_its_bits_beside_others(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    x_BMN = torch.randn(8, *shape)
+    updates_BMN = _one_by_one(x_BMN)
+    for matrix, update in zip(x_BMN.split(1), updates_BMN.split(1), strict=True):
+        assert torch.equal(update, orthogonalized(matrix.clone(), 5))
 
 
 def gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
