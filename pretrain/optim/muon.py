@@ -121,10 +121,7 @@ def _together(x_BMN: Tensor) -> Tensor:
 def _one_by_one(x_BMN: Tensor) -> Tensor:
     """As :func:`_together`, with equal bits of a matrix beside any others: small products round
     otherwise where they begin elsewhere in a cache line."""
-    out = torch.empty_like(x_BMN)
-    for matrix, result in zip(x_BMN.split(1), out.split(1), strict=True):
-        result.copy_(_together(matrix.clone()))
-    return out
+    return torch.cat([_together(matrix) for matrix in x_BMN.split(1)])
 
 
 def _stacked(x: Tensor) -> Tensor:

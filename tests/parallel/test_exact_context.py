@@ -100,40 +100,51 @@ def test_attention_has_the_bits_of_one_rank(ranks: int) -> None:
             assert torch.equal(shared_BHSC, alone_BHWC[:, :, own_S])
 
 
-ROUTER = RouterConfig(
-    num_experts=6, top_k=2, aux_loss_coeff=0.1, seq_aux_loss_coeff=0.1, z_loss_coeff=0.1,
-    capacity=FixedCapacityConfig(capacity_factor=1.0),
-)  # fmt: skip
 COUNTS = ("tokens_per_expert_E", "rows_per_expert_E", "num_rerouted", "num_nonfinite_tokens")
 LOSSES = ("load_balance_loss", "sequence_balance_loss", "z_loss", "aux_loss", "entropy")
 
 
-def routed_on_rank(rank: int, ranks: int, length: int, padded: bool) -> RouterOutput:
-    """A router's output for this rank's tokens, of a micro-batch that ends in padding or not."""
+def routed_on_rank(
+    rank: int, ranks: int, length: int, padded: bool, coefficient: float
+) -> RouterOutput:
+    """A router's output for this rank's tokens, of a micro-batch that ends in padding or not.
+    Without a sequence-wise loss padding is taken out."""
     torch.manual_seed(7)
-    router, x_BWD = TopKRouter(D, ROUTER), torch.randn(B, length, D)
+    config = RouterConfig(
+        num_experts=6, top_k=2, aux_loss_coeff=0.1, seq_aux_loss_coeff=coefficient,
+        z_loss_coeff=0.1, capacity=FixedCapacityConfig(capacity_factor=1.0),
+    )  # fmt: skip
+    router, x_BWD = TopKRouter(D, config), torch.randn(B, length, D)
     mask_BW = torch.ones(B, length, dtype=torch.bool)
     mask_BW[0, length // 3 :] = not padded
     mesh = ParallelDims.build(Topology(cp=ranks), "cpu").token_mesh
     apply_exact_context(router, mesh)
     x_BSD, mask_BS = local_sequence(x_BWD, mesh), local_sequence(mask_BW, mesh)
+    mask_T = mask_BS.flatten() if padded else None
     with torch.no_grad():
-        out = router(
-            x_BSD.flatten(0, 1), length // ranks, None, None, mask_BS.flatten() if padded else None
-        )
-    return out._replace(places=None)
+        out: RouterOutput = router(x_BSD.flatten(0, 1), length // ranks, None, None, mask_T)
+        return out
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_a_shared_micro_batch_is_routed_as_on_one_rank(padded: bool) -> None:
+@pytest.mark.parametrize(("padded", "coefficient"), [(False, 0.1), (True, 0.1), (True, 0.0)])
+def test_a_shared_micro_batch_is_routed_as_on_one_rank(padded: bool, coefficient: float) -> None:
     length = 128
-    (alone,) = run_ranks(routed_on_rank, 1, 1, length, padded)
-    by_rank = run_ranks(routed_on_rank, 2, 2, length, padded)
+    (alone,) = run_ranks(routed_on_rank, 1, 1, length, padded, coefficient)
+    by_rank = run_ranks(routed_on_rank, 2, 2, length, padded, coefficient)
     assert int(alone.num_rerouted) > 0
     for name in COUNTS:  # of their own tokens: ranks add them up
         assert torch.equal(sum(getattr(out, name) for out in by_rank), getattr(alone, name)), name
     for out in by_rank:  # of the whole micro-batch
         assert all(torch.equal(getattr(out, name), getattr(alone, name)) for name in LOSSES)
+    # An expert's rows come into the order of these places, padding left out.
+    places = []
+    for out in by_rank:
+        assert out.places is not None
+        tokens_T = (out.expert_indices_TK < 6).any(1)
+        places += out.places.positions_T[tokens_T | (out.topk_indices_TK < 0).any(1)].tolist()
+    assert len(set(places)) == len(places)
+    if not coefficient:
+        assert sorted(places) == list(range(len(places)))
     experts_BWK = alone.expert_indices_TK.view(B, length, -1)
     for rank, out in enumerate(by_rank):
         first, second = experts_BWK.chunk(4, 1)[rank], experts_BWK.chunk(4, 1)[3 - rank]
