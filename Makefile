@@ -99,16 +99,18 @@ $(TRITON)/.ready: $(VENV)/.ready
 # When it is imported Triton decides whether it interprets kernels: a run for each.
 test-kernels: setup $(TRITON)/.ready
 	PYTHONPATH=$(CURDIR):$(CURDIR)/$(TRITON) TRITON_INTERPRET=1 $(PY) -m pytest -rs \
-	    tests/moe/test_kernels.py tests/router/test_kernels.py $(PYTEST)
+	    tests/moe/test_kernels.py tests/router/test_kernels.py \
+	    tests/pretrain/model/test_rotary_kernel.py $(PYTEST)
 	PYTHONPATH=$(CURDIR):$(CURDIR)/$(TRITON) $(PY) -m pytest -rs tests/test_kernels_compiled.py $(PYTEST)
 
 # What pip builds here lacks the CUDA parts: into a folder of its own, and not into pip's cache.
-MEGABLOCKS := "megablocks==0.10.0" "stanford-stk==0.7.1" "grouped_gemm==0.3.0"
+MEGABLOCKS := "megablocks==0.10.0"
+WITH_MEGABLOCKS := "stanford-stk==0.7.1" "grouped_gemm==0.3.0"
 build/megablocks/.ready: $(VENV)/.ready
 	rm -rf $(@D)
 	PYTHONPATH=$(CURDIR)/tests/support/megablocks/without_cuda TORCH_CUDA_ARCH_LIST=9.0 \
 	    $(PY) -m pip install --quiet --no-deps --no-build-isolation --no-cache-dir \
-	    --target $(@D) $(MEGABLOCKS)
+	    --target $(@D) $(MEGABLOCKS) $(WITH_MEGABLOCKS)
 	touch $@
 
 test-megablocks: build/megablocks/.ready $(TRITON)/.ready
@@ -139,11 +141,17 @@ types: setup
 
 check: lint types test test-long
 
-# On a CUDA machine. The pins of megablocks 0.10 are older than its code: install without them.
+# On a CUDA machine. The pins of megablocks 0.10 are older than its code: install without them. CUDA 13's
+# CUB has no argument debug_synchronous.
+megablocks: SOURCE := build/megablocks-source
 megablocks: setup
 	@$(PY) -c "import torch, sys; sys.exit(0 if torch.cuda.is_available() else \
 	    'make megablocks needs a CUDA device: megablocks does not import without one')"
-	$(PY) -m pip install --no-deps --no-build-isolation --no-cache-dir $(MEGABLOCKS)
+	rm -rf $(SOURCE)
+	$(PY) -m pip download --no-deps --no-build-isolation --no-binary megablocks --dest $(SOURCE) $(MEGABLOCKS)
+	tar -xzf $(SOURCE)/megablocks-*.tar.gz -C $(SOURCE) --strip-components 1
+	sed -z -i 's/stream,[[:space:]]*debug_synchronous)/stream)/g' $(SOURCE)/csrc/cumsum.h
+	$(PY) -m pip install --no-deps --no-build-isolation --no-cache-dir ./$(SOURCE) $(WITH_MEGABLOCKS)
 	$(PY) -m pip install triton
 
 docs/spec.md: setup

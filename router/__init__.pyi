@@ -1,3 +1,5 @@
+from .autocast import autocast_dtype as autocast_dtype
+from .autocast import no_autocast as no_autocast
 from .balancing import Balancing as Balancing
 from .balancing import Losses as Losses
 from .balancing import RoutedTokens as RoutedTokens
@@ -42,5 +44,4 @@ from .routing import Scored as Scored
 from .routing_top_k import TopK as TopK
 from .scores import count_tokens_per_expert as count_tokens_per_expert
 from .topk import TopKRouter as TopKRouter
-from .topk import no_autocast as no_autocast
 from .wide_linear import keep_wide as keep_wide

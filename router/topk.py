@@ -6,7 +6,6 @@ Legend: T tokens, D d_model, E experts, K top_k, M bins of margins.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Self
 
 import torch
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from router import kernels
+from router.autocast import no_autocast
 from router.balancing import RoutedTokens, balance_by_kernel, balancing_of
 from router.capacity import Assignments, capacity_policy
 from router.capacity_dropless import Dropless
@@ -31,13 +31,6 @@ from router.routing_top_k import TopK
 from router.scores import TINY, count_tokens_per_expert, score
 from router.unused import UnusedUpdate
 from router.wide_linear import keep_wide, wide_linear
-
-
-def no_autocast(device_type: str) -> AbstractContextManager[object]:
-    """A context without autocast, on devices that have autocast."""
-    if not torch.amp.is_autocast_available(device_type):
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)
 
 
 class TopKRouter(HoldsGroups, nn.Module):

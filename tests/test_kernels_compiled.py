@@ -38,6 +38,7 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
     chosen, bias, weights = torch.zeros(T, K, dtype=torch.int64), torch.zeros(E), torch.zeros(T, K)
     wide, good, one = torch.zeros(T, 256), torch.zeros(T, dtype=torch.bool), torch.zeros(())
     weight = rows(R, 1)
+    heads, turns, few = rows(T, D).view(2, T // 2, 16, 128), torch.zeros(T, 64), torch.zeros(T, 20)
     gates = [(rows(R, f), name) for f in (F, 1408, 50) for name in ("swiglu", "geglu")]
     plain = [(rows(R, F), name) for name in ("gelu", "relu2")]
     return {
@@ -73,6 +74,9 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
                              (logits[:, 0], index[:1024], one, one, one, 1e-3, 1e-3),
                              (logits[:, 0], index[:6], one, one, None, 1e-3, 1e-3)],
         "pack_rows": [(rows(T, D),), (rows(T, 7168),), (rows(T, 100),)],
+        "rotate": [(heads, turns, turns, False, False, back) for back in (False, True)]
+                  + [(heads[..., 16:56], few, few, True, False, False),
+                     (heads[..., :40].contiguous(), few, few, False, True, True)],
     }  # fmt: skip
 
 
@@ -81,6 +85,7 @@ def launches_of(monkeypatch, name: str, arguments: tuple[Any, ...]) -> list[tupl
     from triton.runtime.jit import JITFunction
 
     from moe.kernels import triton_activation, triton_float8, triton_rows
+    from pretrain.kernels import triton_rotary
     from router.kernels import (
         triton_assignments,
         triton_balance,
@@ -91,8 +96,8 @@ def launches_of(monkeypatch, name: str, arguments: tuple[Any, ...]) -> list[tupl
     launch, noted = kernels.load_operators()[f"convoy::{name}"], []
     with monkeypatch.context() as patch:
         for module in (
-            triton_activation, triton_assignments, triton_balance, triton_float8, triton_rows,
-            triton_selection, triton_sorting,
+            triton_activation, triton_assignments, triton_balance, triton_float8, triton_rotary,
+            triton_rows, triton_selection, triton_sorting,
         ):  # fmt: skip
             for attribute, value in vars(module).items():
                 if isinstance(value, JITFunction):

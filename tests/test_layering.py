@@ -50,7 +50,8 @@ FLOORS = {
     "corpus": ["errors", "config", "location", "documents", "tokenizer", "manifest",
                "prepare"],
     "pretrain": [
-        "errors section", "model data parts.playbook parts.verify tune", "optim", "state spec",
+        "errors section", "kernels", "model data parts.playbook parts.verify tune", "optim",
+        "state spec",
         "parallelize runtime observe", "elastic parts.step parts.faults",
         "parts.capacity parts.stragglers parts.rank_watch parts.testing",
         "job", "checkpoint", "train",
@@ -89,6 +90,7 @@ ONLY_THERE = {
         for name in ("assignments", "balance", "selection", "sorting")
     },
     **{f"moe.kernels.triton_{name}": {"triton"} for name in ("activation", "float8", "rows")},
+    "pretrain.kernels.triton_rotary": {"triton"},
     "cluster.launch.ray": {"ray"},
     # A trace is read by numpy alone.
     **{f"moe.traces.{name}": {"numpy"} for name in ("file", "recorder")},

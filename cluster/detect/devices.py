@@ -1,7 +1,7 @@
 """The health of a rank's NVIDIA GPU, by NVML: Xid errors, ECC errors, throttling, and use.
 
-NVML is asked through the package nvidia-ml-py, where that and a driver are there. No GPU has run
-this file: tests hand in an object with NVML's functions.
+NVML is asked through the package nvidia-ml-py, where that and a driver are there. Tests hand in an
+object with NVML's functions: no GPU has failed in a run of this file.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from moe.transforms import in_func_transform
 from parallel.apply import WeightGradStore
 from parallel.dtensor import local_shard
 from parallel.exact import UnitSums
-from router import no_autocast
+from router import autocast_dtype, no_autocast
 
 
 class GroupedExperts(nn.Module):
@@ -138,9 +138,8 @@ class GroupedExperts(nn.Module):
         weights = self.local_weights()._replace(**adapters)
         # The dtype of compute is the weights' dtype, which FSDP has cast under mixed precision, or
         # autocast's dtype: autocast does not cast grouped GEMMs by itself.
-        device, dtype = x_SD.device.type, weights.w_up.dtype
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
+        device = x_SD.device.type
+        dtype = autocast_dtype(device) or weights.w_up.dtype
         _, d_model, d_ff = weights.w_up.shape
         backend = choose_backend(self.backend, d_model, d_ff, dtype, device)
         if adapters and (self.unit_sums is not None or backend == "megablocks"):

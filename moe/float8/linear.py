@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from parallel.apply import PutGrad
+from router import autocast_dtype
 
 TILE = 128
 E4M3_MAX = 448.0
@@ -298,9 +299,7 @@ class Float8Linear(nn.Linear):
     def product(self, x: Tensor, weight: Tensor, put: PutGrad | None = None) -> Tensor:
         """x w^T with a weight, or a shard of it, that the caller has; ``parallel``'s functions for
         linear layers call this method where there is one."""
-        device = x.device.type
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-            x = x.to(torch.get_autocast_dtype(device))
+        x = x.to(autocast_dtype(x.device.type) or x.dtype)
         return float8_linear(x, weight if put is None else weight.detach(), self.tally, put)
 
 

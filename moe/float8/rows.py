@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe import kernels
-from moe.float8.linear import E4M3_MAX, TILE
+from moe.float8.linear import TILE
 
 _BIAS = 127
+_LEAST, _MOST = -100, 120
+"""The exponents of scales."""
 _NOT_FINITE = 255
 """The exponent of a tile with a NaN or an infinity: all of it arrives as NaN."""
 
@@ -33,9 +35,10 @@ class Float8Rows:
         N, D = x_ND.shape
         x_NPt = F.pad(x_ND.float(), (0, -D % TILE)).view(N, -(-D // TILE), TILE)
         amax_NP = x_NPt.abs().amax(2)
-        mantissa, exponent = torch.frexp(amax_NP / E4M3_MAX)
-        # Of a power of two the mantissa is 1/2.
-        exponent = (exponent - (mantissa == 0.5).int()).clamp(-100, 120)
+        # The least e with amax <= 448 · 2^e, as 448 is 0.875 · 2^9. Without a division: on CUDA
+        # torch multiplies by 1 / 448, which is rounded. frexp takes no zero here.
+        mantissa, exponent = torch.frexp(amax_NP.clamp_min(2.0**_LEAST))
+        exponent = (exponent - 9 + (mantissa > 0.875).int()).clamp(_LEAST, _MOST)
         values = torch.ldexp(x_NPt, -exponent.unsqueeze(2)).to(torch.float8_e4m3fn)
         bytes_ND = values.view(torch.uint8).flatten(1)[:, :D]
         exponent = (exponent + _BIAS).masked_fill(~amax_NP.isfinite(), _NOT_FINITE)

@@ -33,11 +33,10 @@ def pack(x, packed, D: tl.constexpr, PIECES: tl.constexpr, TILES: tl.constexpr, 
     # In the order of whole numbers a NaN is above infinity.
     most = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     finite = most < 0x7F800000
-    # The least e with most <= 448 · 2^e; 448 is 1.75 · 2^8. It is 0 where most / 448 is 0 in
-    # float32: up to 224 times the least number.
+    # The least e with most <= 448 · 2^e; 448 is 1.75 · 2^8.
     exponents = (most >> 23) - 135 + ((most & 0x7FFFFF) > 0x600000).to(tl.int32)
     exponents = tl.minimum(tl.maximum(exponents, -100), 120)
-    exponents = tl.where(finite & (most > 224), exponents, 0)
+    exponents = tl.where(finite, exponents, 0)
     scales = ((127 - exponents) << 23).to(tl.float32, bitcast=True)
     start = packed + row * (D + PIECES)
     tl.store(start + columns, _e4m3(values * scales[:, None]), mask=columns < D)

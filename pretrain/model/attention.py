@@ -7,87 +7,18 @@ rest, V of a value; R kv_lora_rank.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel import Documents
 from parallel.apply import AttentionCall, FullSequence, SequenceContext, ShardedSequence
-from pretrain.model.config import AttentionConfig, YarnConfig
+from pretrain.model.config import AttentionConfig
 from pretrain.model.norm import RMSNorm
+from pretrain.model.rotary import rotate, rotate_head, turns_of
 
 _LATENT_NORM_EPS = 1e-6
 """The epsilon of the norms of latents, from DeepSeek-V3; ``norm_eps`` is for the other norms."""
-
-
-def rope_frequencies(
-    size: int, theta: float, yarn: YarnConfig | None, device: torch.device
-) -> Tensor:
-    """Radians per position of every pair of a rotary part, [size / 2] float32.
-
-    Pair i has theta ** (-2i / size) (Su et al., arXiv 2104.09864, section 3.2.2). With ``yarn`` the
-    frequencies of slow pairs are divided by ``yarn.factor``, those of fast pairs are kept, and a
-    linear ramp blends both for the pairs between (arXiv 2309.00071, section 3.2). The ends of the
-    ramp are integers, as in the authors' code.
-    """
-    exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
-    frequencies = 1.0 / theta**exponents
-    if yarn is None:
-        return frequencies
-    low: float = max(math.floor(yarn.turns_dim(yarn.beta_fast, size, theta)), 0)
-    high: float = min(math.ceil(yarn.turns_dim(yarn.beta_slow, size, theta)), size - 1)
-    if low == high:
-        high += 0.001
-    dims = torch.arange(size // 2, dtype=torch.float32, device=device)
-    slowed = ((dims - low) / (high - low)).clamp(0, 1)
-    return frequencies / yarn.factor * slowed + frequencies * (1 - slowed)
-
-
-def rotate(
-    x_BHSP: Tensor,
-    frequencies: Tensor,
-    scale: float = 1.0,
-    interleaved: bool = False,
-    positions_S: Tensor | None = None,
-) -> Tensor:
-    """Rotary position embedding (Su et al., arXiv 2104.09864, eq. 34), times ``scale``.
-
-    Pairs are (i, i + P/2), or with ``interleaved`` (2i, 2i + 1). In both cases the first half of
-    the result has the first members of the pairs. Queries and keys are permuted in the same way,
-    and their inner products do not change. Positions are 0 to S - 1 where ``positions_S`` is None.
-    """
-    if positions_S is None:
-        positions_S = torch.arange(x_BHSP.shape[-2], device=x_BHSP.device)
-    angles_SP = torch.outer(positions_S.float(), frequencies)
-    angles_S1P = angles_SP.unsqueeze(1)
-    cos, sin = angles_S1P.cos() * scale, angles_S1P.sin() * scale
-    # In memory a token's heads stay together, as in projections: attention's output has the layout
-    # of its queries, and needs no copy before the output's projection.
-    x = x_BHSP.transpose(-3, -2).float()
-    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
-    rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_BHSP.dtype)
-    return rotated.transpose(-3, -2)
-
-
-def rotate_as(config: AttentionConfig, x_BHSP: Tensor, positions_S: Tensor | None = None) -> Tensor:
-    """Rotary position embedding with a config's frequencies, magnitude and pairs; of all numbers of
-    a head."""
-    frequencies = rope_frequencies(x_BHSP.shape[-1], config.rope_theta, config.yarn, x_BHSP.device)
-    scale = 1.0 if config.yarn is None else config.yarn.rotary_scale
-    return rotate(x_BHSP, frequencies, scale, config.rope_interleaved, positions_S)
-
-
-def rotate_head(config: AttentionConfig, x_BHSC: Tensor, positions_S: Tensor) -> Tensor:
-    """The same of a head's first ``qk_rope_head_dim`` numbers; of all where that is 0."""
-    rotary = config.qk_rope_head_dim or x_BHSC.shape[-1]
-    if rotary == x_BHSC.shape[-1]:
-        return rotate_as(config, x_BHSC, positions_S)
-    x_BHSP, rest = x_BHSC.tensor_split((rotary,), dim=-1)
-    # In memory a token's heads stay together, as in `rotate`.
-    parts = rotate_as(config, x_BHSP, positions_S).transpose(-3, -2), rest.transpose(-3, -2)
-    return torch.cat(parts, dim=-1).transpose(-3, -2)
 
 
 class _CausalAttention(nn.Module):
@@ -130,9 +61,9 @@ class GroupedQueryAttention(_CausalAttention):
         its document.
         """
         S, c = x_BSD.shape[1], self.config
-        at = self.context.positions(S, x_BSD.device)
-        q_BHSC = rotate_head(c, self._normed(self.wq(x_BSD), self.q_norm), at)
-        k_BGSC = rotate_head(c, self._normed(self.wk(x_BSD), self.k_norm), at)
+        by, pairs = turns_of(c, self.context.positions(S, x_BSD.device)), c.rope_interleaved
+        q_BHSC = rotate_head(self._normed(self.wq(x_BSD), self.q_norm), by, pairs)
+        k_BGSC = rotate_head(self._normed(self.wk(x_BSD), self.k_norm), by, pairs)
         v_BSGC = self._normed(self.wv(x_BSD), None).transpose(1, 2)
         k_BWGC, v_BWGC = self.context.gather(k_BGSC.transpose(1, 2), v_BSGC)
         k_BGWC, v_BGWC = k_BWGC.transpose(1, 2), v_BWGC.transpose(1, 2)
@@ -194,11 +125,11 @@ class LatentAttention(_CausalAttention):
         W = latent_BWR.shape[1]
         kv = self.wkv_b(self.kv_a_norm(latent_BWR)).view(B, W, H, N + V).transpose(1, 2)
         k_BHWN, v_BHWV = kv.split((N, V), dim=-1)
-        at_S = self.context.positions(S, x_BSD.device)
-        # Where nothing was gathered, keys are of this rank's tokens.
-        at_W = at_S if W == S else None
-        k_BHWP = rotate_as(c, k_BWP.unsqueeze(1), at_W).expand(B, H, W, P)
-        q_BHSP = rotate_as(c, q_BHSP, at_S)
+        by_S = by_W = turns_of(c, self.context.positions(S, x_BSD.device))
+        if W != S:  # where nothing was gathered, keys are of this rank's tokens
+            by_W = turns_of(c, torch.arange(W, device=x_BSD.device))
+        k_BHWP = rotate(k_BWP.unsqueeze(1), by_W, c.rope_interleaved).expand(B, H, W, P)
+        q_BHSP = rotate(q_BHSP, by_S, c.rope_interleaved)
         q_BHSC, k_BHWC = torch.cat((q_BHSN, q_BHSP), -1), torch.cat((k_BHWN, k_BHWP), -1)
         y_BHSV = self.context.attend(
             AttentionCall(q_BHSC, k_BHWC, v_BHWV, c.softmax_scale, documents)

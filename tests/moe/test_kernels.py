@@ -20,26 +20,35 @@ from tests.support import kernels
 
 kernels.need_triton(interpreter=True)
 pytestmark = kernels.infinities_are_quiet
+of_ranks = pytest.mark.skipif(kernels.ON_DEVICE, reason="ranks have tensors of a CPU")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+@pytest.fixture(autouse=True)
+def _kernels_when_asked():
+    with kernels.only_when_asked():
+        yield
+
+
 @pytest.fixture
-def _kernels_on_cpu():
-    with kernels.on_cpu():
+def _kernels_in_use(_kernels_when_asked):
+    with kernels.in_use():
         yield
 
 
 def kernels_from_now_on(world: int) -> None:
     del world
-    kernels.on_cpu().__enter__()
+    kernels.in_use().__enter__()
 
 
+@of_ranks
 class TestAllToAllWithKernels(DispatcherContract):
     fields = {"backend": "grouped_mm"}
     world = 4
     prepare = staticmethod(kernels_from_now_on)
 
 
+@of_ranks
 class TestHierarchicalWithKernels(DispatcherContract):
     fields = {"dispatcher": "hierarchical", "backend": "grouped_mm"}
     world, nodes = 4, 2
@@ -49,7 +58,7 @@ class TestHierarchicalWithKernels(DispatcherContract):
 def both(compute):
     """What plain operations give, and what kernels give."""
     plain = compute()
-    with kernels.on_cpu():
+    with kernels.in_use():
         return plain, compute()
 
 
@@ -67,12 +76,12 @@ def sums_in_float32(y: torch.Tensor, index: RowMap, num_real: int) -> torch.Tens
 
 def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """As the interpreter rounds: to bfloat16 towards 0, where a device rounds to nearest."""
-    if dtype == torch.bfloat16:
+    if dtype == torch.bfloat16 and not kernels.ON_DEVICE:
         x = (x.view(torch.int32) & ~0xFFFF).view(torch.float32)
     return x.to(dtype)
 
 
-@pytest.mark.usefixtures("_kernels_on_cpu")
+@pytest.mark.usefixtures("_kernels_in_use")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 5, 64, 300, 1028])
 @pytest.mark.parametrize("real", [30, 37, 0])
@@ -100,7 +109,7 @@ def test_kernels_of_rows_have_the_bits_of_plain_operations(dtype):
     assert all(torch.equal(a, b) for a, b in zip(*both(compute), strict=True))
 
 
-@pytest.mark.usefixtures("_kernels_on_cpu")
+@pytest.mark.usefixtures("_kernels_in_use")
 def test_no_rows_and_no_sources():
     x, none = torch.randn(4, 8), torch.empty(0, dtype=torch.int64)
     index = row_map(none, 4)
@@ -109,7 +118,7 @@ def test_no_rows_and_no_sources():
     assert sum_rows(x[:0], row_map(none, 0)).shape == (0, 8)
 
 
-@pytest.mark.usefixtures("_kernels_on_cpu")
+@pytest.mark.usefixtures("_kernels_in_use")
 def test_rows_have_gradients_of_gradients():
     index = row_map(torch.tensor([3, 0, 3, 1, 2]), 5)
     num_real = torch.tensor(4)
@@ -139,7 +148,7 @@ def test_the_activation_and_its_gradients(name, dtype, width, real):
     h[:real].backward(dh[:real].double())
     for rows in (gate, up, dh, weights):
         rows[real:] = torch.nan  # what a grouped GEMM leaves past its last group
-    with kernels.on_cpu(), torch.no_grad():
+    with kernels.in_use(), torch.no_grad():
         inputs = gate if gated else None, up, weights, num_real
         again = activate(name, *inputs)
         dgate, dup, dweights, h_again = activate_backward(name, dh, *inputs)
@@ -186,6 +195,8 @@ def some_rows(dtype=torch.float32):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_compute_as_without_kernels(activation, bias, dtype):
+    if kernels.ON_DEVICE and dtype == torch.float32:
+        pytest.skip("torch has no grouped product of float32 there")
     x, indices, weights = some_rows(dtype)
     config = MoEConfig(
         d_model=16, d_ff=24, num_experts=5, top_k=2, activation=activation, ffn_bias=bias,
@@ -218,12 +229,13 @@ def test_experts_compute_as_without_kernels(activation, bias, dtype):
 @pytest.mark.parametrize("length", [None, 69])
 def test_the_sort_of_rows_gives_the_index_that_is_sorted_without_it(length):
     x, indices, weights = some_rows()
-    with kernels.on_cpu():
+    with kernels.in_use():
         rows = rows_of(x, indices, weights, range(4, 9), length)
         taken = take_rows(x, rows.sorted.to_rows)
     R = int(rows.rows_per_expert_E.sum())
     plain = row_map(rows.source_R, len(x))
-    assert len(rows.source_R) == (length or R)
+    # Without a length the host knows the number of rows on a CPU alone.
+    assert len(rows.source_R) == (length or (indices.numel() if kernels.ON_DEVICE else R))
     assert torch.equal(rows.sorted.ends_E, rows.rows_per_expert_E.cumsum(0).int())
     index = rows.sorted.to_rows
     for row, ends in enumerate(pairwise(index.ends_S1.tolist())):
@@ -232,7 +244,7 @@ def test_the_sort_of_rows_gives_the_index_that_is_sorted_without_it(length):
         assert torch.equal(places[places < len(rows.source_R)], expected)
     # Numbers past the rows are skipped: by the kernel, and where no kernel takes a dtype.
     expected = sum_rows(taken, plain)
-    with kernels.on_cpu():
+    with kernels.in_use():
         assert torch.equal(sum_rows(taken, index), expected)
         wide = sum_rows(taken.double(), index)
     torch.testing.assert_close(wide, expected.double())
@@ -260,7 +272,7 @@ def test_a_compiled_layer_calls_the_same_operators(backend):
     x = torch.randn(33, D).bfloat16().requires_grad_()
     torch._dynamo.reset()
 
-    with kernels.on_cpu() as calls:
+    with kernels.in_use() as calls:
 
         def compute(function):
             layer.zero_grad()
@@ -278,6 +290,14 @@ def test_a_compiled_layer_calls_the_same_operators(backend):
     assert counts["activate_backward"] == counts["select_experts_backward"] == 1
     assert again == counts
     assert all(torch.equal(a, b) for a, b in zip(numbers, plain, strict=True))
+
+
+def without_lost_tiles(packed: torch.Tensor) -> torch.Tensor:
+    """Packed rows, with zeros for the numbers of a tile that arrives as NaN, whatever they are."""
+    pieces = -(-packed.shape[1] // 129)
+    numbers, exponents = packed.split([packed.shape[1] - pieces, pieces], 1)
+    lost = (exponents == 255).repeat_interleave(128, 1)[:, : numbers.shape[1]]
+    return torch.cat([numbers.masked_fill(lost, 0), exponents], 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -300,11 +320,11 @@ def test_rows_are_packed_in_float8_bit_for_bit(dtype, width):
     x[13] = -x[7]
     x[14], x[15] = 224 * 2.0**-149, 225 * 2.0**-149
     x = x.to(dtype)
-    if dtype == torch.bfloat16:
+    if dtype == torch.bfloat16 and not kernels.ON_DEVICE:
         # The interpreter, which knows no bfloat16, loses its subnormal numbers.
         x = x.masked_fill(x.abs() < 2.0**-126, 0)
     plain, packed = both(lambda: Float8Rows().pack(x))
-    assert torch.equal(plain, packed)
+    assert torch.equal(*(without_lost_tiles(each) for each in (plain, packed)))
     plain, packed = both(lambda: Float8Rows().pack(x[:0]))
     assert torch.equal(plain, packed)
 
@@ -312,7 +332,7 @@ def test_rows_are_packed_in_float8_bit_for_bit(dtype, width):
 def test_every_number_of_float16_is_packed_bit_for_bit():
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16).view(512, 128)
     plain, packed = both(lambda: Float8Rows().pack(x))
-    assert torch.equal(plain, packed)
+    assert torch.equal(*(without_lost_tiles(each) for each in (plain, packed)))
 
 
 def test_columns_of_a_program_leave_threads_sixteen_bytes_of_bfloat16():

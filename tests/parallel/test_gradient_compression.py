@@ -18,6 +18,7 @@ from parallel import (
     monitor_collectives,
     set_gradient_sync,
 )
+from parallel.apply import gradient_sums
 from parallel.comm import gradient_compression
 from tests.support.ranks import run_ranks
 
@@ -201,6 +202,12 @@ def given_up(rank: int) -> list[float]:
 def test_a_step_that_is_given_up_keeps_no_gathered_parameters():
     for losses in run_ranks(given_up, 2):
         assert losses == pytest.approx([(6 * 0.5 + 0.5) * 0.5 * 5 + 0.5, 1.75 * 0.25 * 5 + 0.25])
+
+
+def test_a_torch_that_leaves_gradients_out_of_the_sum_is_refused():
+    # torch 2.11 has no such method, and gives wrong gradients.
+    with pytest.raises(RuntimeError, match=r"replicas .* must have torch 2.12 or later, not 2"):
+        gradient_sums._sum_also_unused(object())
 
 
 class TwoLayers(nn.Module):

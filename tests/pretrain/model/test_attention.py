@@ -10,13 +10,9 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen
 
 from parallel import Topology
 from pretrain.errors import InputError
-from pretrain.model.attention import (
-    GroupedQueryAttention,
-    LatentAttention,
-    rope_frequencies,
-    rotate,
-)
+from pretrain.model.attention import GroupedQueryAttention, LatentAttention
 from pretrain.model.config import AttentionConfig, YarnConfig
+from pretrain.model.rotary import rope_frequencies, rotate, turns
 from pretrain.parallelize.micro_batches import forward_backward
 from pretrain.spec.read import load_spec
 from tests.pretrain.model.test_parts import batches, build, parity_on_rank
@@ -119,10 +115,10 @@ def test_heads_of_any_size_and_their_norms_are_those_of_transformers():
 
 def test_pairs_side_by_side_are_the_same_rotation_of_other_dims():
     x = torch.randn(1, 1, 9, 8)
-    frequencies = rope_frequencies(8, 100.0, None, CPU)
+    by = turns(rope_frequencies(8, 100.0, None, CPU), torch.arange(9))
     apart = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
-    assert torch.equal(rotate(x, frequencies, 1.0, True), rotate(apart, frequencies))
-    assert not torch.equal(rotate(x, frequencies, 1.0, True), rotate(x, frequencies))
+    assert torch.equal(rotate(x, by, True), rotate(apart, by))
+    assert not torch.equal(rotate(x, by, True), rotate(x, by))
 
 
 def test_yarn_keeps_fast_pairs_and_slows_slow_ones():

@@ -18,9 +18,9 @@ from parallel import (
     scale_gradients,
 )
 from pretrain.errors import InputError
-from pretrain.model.attention import rope_frequencies, rotate
 from pretrain.model.decoder import Decoder
 from pretrain.model.init import init_parameters
+from pretrain.model.rotary import rope_frequencies, rotate, turns
 from pretrain.observe.summary import heat_map
 from pretrain.optim import AdamWConfig, ScheduleConfig, build_adamw
 from pretrain.parallelize.layouts import parameter_layouts
@@ -127,8 +127,8 @@ def test_the_decoder_is_causal_and_positions_matter(tmp_path):
 def test_rotation_keeps_lengths_and_depends_on_distance_alone():
     x = torch.randn(1, 1, 1, 8).expand(1, 1, 16, 8)
     y = torch.randn(1, 1, 1, 8).expand(1, 1, 16, 8)
-    frequencies = rope_frequencies(8, 10000.0, None, torch.device("cpu"))
-    q, k = rotate(x, frequencies), rotate(y, frequencies)
+    by = turns(rope_frequencies(8, 10000.0, None, torch.device("cpu")), torch.arange(16))
+    q, k = rotate(x, by), rotate(y, by)
     torch.testing.assert_close(q.norm(dim=-1), x.norm(dim=-1))
     dots = (q[0, 0] @ k[0, 0].T).diagonal(3)
     torch.testing.assert_close(dots, dots[:1].expand_as(dots))

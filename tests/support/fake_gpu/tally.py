@@ -36,6 +36,8 @@ WAITING = {
     "repeat_interleave", "bincount", "nonzero",
 }  # fmt: skip
 COPIES = {"_to_copy", "copy_", "_copy_from"}
+SEVERAL = {"_grouped_mm": 2}
+"""Operators of several kernels. A grouped GEMM has one that finds its groups, as an H200 shows."""
 
 NUMBERS: dict[str, Callable[[FrameType, Tensor], Any]] = {}
 """What the device's numbers would be, by the name of the function that reads: of the function's
@@ -138,6 +140,8 @@ class Tally(TorchDispatchMode):
             return
         if not on_device or name in FREE or func.is_view or func.namespace == "prim":
             return
+        if name == "copy_" and args[0] is args[1]:
+            return  # torch does nothing
         if name in COPIES and self._copied(name, func, args, kwargs, out):
             return
         if name in WAITING and kwargs.get("output_size") is None:
@@ -159,7 +163,7 @@ class Tally(TorchDispatchMode):
         return True
 
     def _kernel(self, name: str, func: Any, moved: int) -> None:
-        launches = kernels.LAUNCHES.get(f"{func.namespace}::{name}", 1)
+        launches = kernels.LAUNCHES.get(f"{func.namespace}::{name}", SEVERAL.get(name, 1))
         self.kernels[name] += launches
         self.by_site[site()] += launches
         self.moved[name] += moved
