@@ -4,9 +4,9 @@
 
 Forward and backward of a linear layer and of 8 experts, with gradients of the input and of all
 weights. On a CUDA device (compute capability 9.0) the limit is bfloat16, and ``plain`` is the
-definition in plain operations on the same device, which float8 must agree with to 1 %. On a CPU the
-limit is float32, and float8 is the emulation, whose slowness is what is measured. Not yet run on an
-accelerator.
+definition in plain operations on the same device, which float8 must agree with to 1 %, and experts
+to 3 %: the kernel's last bits change what is rounded to float8 next. On a CPU the limit is float32,
+and float8 is the emulation, whose slowness is what is measured.
 """
 
 from __future__ import annotations
@@ -26,19 +26,23 @@ CPU_SIZES = {"tokens": 1024, "d_model": 512, "d_ff": 512}
 QUICK_SIZES = {"tokens": 256, "d_model": 256, "d_ff": 256}
 
 
+NEAR = {"linear": 1e-2, "experts": 3e-2}
+"""How far float8 may be from its definition, as a share of the norm."""
+
+
 def subjects(
-    make: Callable[[bool], nn.Module], x: Tensor, device: torch.device
+    name: str, make: Callable[[bool], nn.Module], x: Tensor, dy: Tensor, device: torch.device
 ) -> dict[str, Callable[[], None]]:
     """``limit``, ``float8`` and on CUDA ``plain``: a forward and a backward of each."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    x = x.to(device, dtype).requires_grad_()
+    x, dy = x.to(device, dtype).requires_grad_(), dy.to(device, dtype)
 
     def run(module: nn.Module) -> list[Tensor]:
         module.zero_grad()
         x.grad = None
         out: Any = module(x)
         hidden = out if isinstance(out, Tensor) else out.hidden
-        hidden.float().square().sum().backward()
+        hidden.backward(dy)
         return [hidden.detach(), *(p.grad for p in module.parameters() if p.grad is not None)]
 
     plain, rough = make(False).to(device, dtype), make(True).to(device, dtype)
@@ -58,8 +62,10 @@ def subjects(
         found["plain"] = by_definition
         for ours, right in zip(run(rough), by_definition(), strict=True):
             error = float((ours.float() - right.float()).norm() / right.float().norm())
-            if not error < 1e-2:
-                raise SystemExit(f"float8 differs from its definition by {error} of the norm")
+            if not error < NEAR[name]:
+                raise SystemExit(
+                    f"{name}: float8 differs from its definition by {error} of the norm"
+                )
     return found
 
 
@@ -91,7 +97,8 @@ def main() -> int:
         case = f"{name}, {sizes['tokens']} x {sizes['d_model']} x {sizes['d_ff']}"
         torch.manual_seed(1)
         x = torch.randn(sizes["tokens"], sizes["d_model"])
-        made = subjects(lambda in_float8, make=make: make(sizes, in_float8), x, device)  # type: ignore[misc]
+        dy = torch.randn(sizes["tokens"], sizes["d_ff" if name == "linear" else "d_model"])
+        made = subjects(name, lambda in_float8, make=make: make(sizes, in_float8), x, dy, device)  # type: ignore[misc]
         rows += interleave(case, "forward and backward", made, 3 if args.quick else args.samples)
     finish("float8", rows, ["torch"], args.json)
     return 0

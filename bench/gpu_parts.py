@@ -39,7 +39,18 @@ def parts_of(out: Path, gpus: int, *, quick: bool) -> list[Part]:
     several = _on_several(out, many, quick) if many > 1 else []
     tests, train, *rest = _on_one(out, many, quick)
     # FSDP and EP are compared with the run of one device.
-    return [tests, train, *several[:2], *rest, *several[2:]]
+    return [tests, *([] if quick else [_kernels()]), train, *several[:2], *rest, *several[2:]]
+
+
+def _kernels() -> Part:
+    files = ["tests/router/test_kernels.py", "tests/moe/test_kernels.py",
+             "tests/pretrain/model/test_rotary_kernel.py"]  # fmt: skip
+    return Part(
+        "kernels", [sys.executable, "-m", "pytest", "-v", "-rs", *files], 180,
+        "Convoy's kernels in Triton compute what plain operations do on the device",
+        "a kernel is compiled wrongly for this device, or plain operations round otherwise: run "
+        "the named test alone. The log says by how much the numbers differ.",
+    )  # fmt: skip
 
 
 def _python(out: Path, name: str, quick: bool, *command: str) -> list[str]:
@@ -58,6 +69,11 @@ def _on_one(out: Path, many: int, quick: bool) -> list[Part]:
     if quick:
         tests += ["-k", "the_layer or backward or ordinary or two_devices"]
     steps = _python(out, "step", quick, "bench.train_gpu", "--samples", "5")
+    counts = Part(
+        "counts", _python(out, "counts", quick, "bench.gpu_counts"), 90,
+        "kernels and waits of a layer are those that the fake GPU counts, and how long they take",
+        "no failure of the layer: the profiler does not run on this device.",
+    )  # fmt: skip
     return [
         Part("tests", tests, 240, "numbers on the device are those on the host; a run resumes with "
              "equal bits; the layer does not wait for the device",
@@ -89,6 +105,7 @@ def _on_one(out: Path, many: int, quick: bool) -> list[Part]:
              "products in float8 agree with their definition, and their time",
              "the layout of the scales or the kernel is wrong here: leave `precision.experts` and "
              "`precision.dense` at their defaults."),
+        *([] if quick else [counts]),
     ]  # fmt: skip
 
 

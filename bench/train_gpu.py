@@ -2,19 +2,22 @@
 
     python -m bench.train_gpu [--quick] [--json FILE]
 
-A decoder of 16 layers with 64 experts of which a token takes 8 (6.8 billion parameters, 1.1 of them
-active; 8 or 4 layers where the device's memory would not hold them) in bfloat16 with float32
-parameters, gradients and moments: forward, loss, backward, gradient norm and AdamW, of
-micro-batches of 2 x 4,096 tokens, under ways to compute activations again.
+A decoder of 8 layers with 64 experts of which a token takes 8 (3.5 billion parameters, .7 of them
+active; 4 layers where three quarters of the device's memory would not hold the parameters' state)
+in bfloat16 with float32 parameters, gradients and moments: forward, loss, backward, gradient norm
+and AdamW, of two micro-batches of sequences of 4,096 tokens. Cases differ in what is computed again
+and in the sequences of a micro-batch: where few tokens are computed at a time, the host launches
+kernels more slowly than the device runs them.
 The limit is the device's data sheet; a row's share of it is the model FLOPs utilization.
 ``--quick``, and a machine without CUDA, take a model of 4 small layers, which tells nothing but
-that the bench runs. Not yet run on an accelerator.
+that the bench runs.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,47 +36,64 @@ from pretrain.model import (
 from pretrain.optim import AdamWConfig, build_adamw
 from pretrain.parallelize import LocalBatch, forward_backward, parallelize
 
-LARGE = ModelConfig(vocab_size=50304, d_model=2048, num_layers=16, num_heads=16, num_kv_heads=4)
+LARGE = ModelConfig(vocab_size=50304, d_model=2048, num_layers=8, num_heads=16, num_kv_heads=4)
 LARGE_MOE = MoEConfig(d_model=2048, d_ff=1024, num_experts=64, top_k=8)
 SMALL = ModelConfig(vocab_size=512, d_model=64, num_layers=4, num_heads=4, num_kv_heads=2)
 SMALL_MOE = MoEConfig(d_model=64, d_ff=64, num_experts=8, top_k=2)
-WAYS = ("full", "selective")
-"""The one that needs least memory first: the other may not fit."""
 
 
+class Way(NamedTuple):
+    """How a step is computed."""
+
+    recompute: str
+    sequences: int
+    """Of a micro-batch."""
+    compiled: bool = False
+
+
+WAYS = (
+    Way("full", 2), Way("full", 8), Way("selective", 2), Way("none", 2), Way("full", 2, True),
+)  # fmt: skip
+MICRO_BATCHES = 2
 BYTES = 16
 """Of a parameter in float32 with its gradient and two moments."""
-MOST = 0.8
+MOST = 0.75
 """The share of a device's memory for them; activations have the rest."""
 
 
 def large(memory: int) -> ModelConfig:
-    """The model with as many layers as ``memory`` bytes hold, of 16, 8 and 4."""
-    for layers in (16, 8):
-        model = LARGE.model_copy(update={"num_layers": layers})
-        with torch.device("meta"):
-            parameters = sum(p.numel() for p in Decoder(model, LARGE_MOE).parameters())
-        if BYTES * parameters <= MOST * memory:
-            return model
-    return LARGE.model_copy(update={"num_layers": 4})
+    """The model with as many layers as ``memory`` bytes hold, of 8 and 4."""
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Decoder(LARGE, LARGE_MOE).parameters())
+    fits = BYTES * parameters <= MOST * memory
+    return LARGE if fits else LARGE.model_copy(update={"num_layers": 4})
+
+
+def length(model: ModelConfig) -> int:
+    """Tokens of a sequence."""
+    return 64 if model is SMALL else 4096
 
 
 def steps(
-    way: str, model: ModelConfig, device: torch.device, samples: int
+    way: Way, model: ModelConfig, device: torch.device, samples: int
 ) -> tuple[list[float], float]:
     """Seconds of every step after two that do not count, and the model FLOPs of one."""
     small = model is SMALL
     moe = SMALL_MOE if small else LARGE_MOE
-    b, s = (2, 64) if small else (2, 4096)
+    b, s = way.sequences, length(model)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    parallel = ParallelConfig.model_validate({"dp_shard": 1, "memory": {"recompute": way}})
+    parallel = ParallelConfig.model_validate(
+        {"dp_shard": 1, "memory": {"recompute": way.recompute}}
+    )
     dims = ParallelDims.build(Topology(), device.type)
-    parallel_model = parallelize(model, moe, parallel=parallel, dims=dims, seq_len=s, dtype=dtype)
+    parallel_model = parallelize(
+        model, moe, parallel=parallel, dims=dims, seq_len=s, dtype=dtype, compiled=way.compiled
+    )
     parallel_model.local_model.to_empty(device=device)
     init_parameters(parallel_model.local_model, parallel_model.layouts, 0, 0, model.num_layers)
     optimizer = build_adamw(parallel_model.local_model, AdamWConfig(lr=1e-9))
-    batches = torch.randint(model.vocab_size, (2 * b, s + 1)).split(b)
-    tokens, times = 2 * b * s, []
+    batches = torch.randint(model.vocab_size, (MICRO_BATCHES * b, s + 1)).split(b)
+    tokens, times = MICRO_BATCHES * b * s, []
     for turn in range(samples + 2):
         began = time.perf_counter()
         optimizer.zero_grad()
@@ -100,21 +120,22 @@ def main() -> int:
     peak = peak_flops_per_second(device, torch.bfloat16 if cuda else torch.float32)
     rows = []
     for way in WAYS:
+        name = f"{way.recompute}, {way.sequences} sequences{', compiled' if way.compiled else ''}"
         try:
             times, flops = steps(way, model, device, 3 if args.quick else args.samples)
         except torch.cuda.OutOfMemoryError:
-            print(f"{way}: does not fit")
+            print(f"{name}: does not fit")
             continue
         finally:
             if cuda:
                 torch.cuda.empty_cache()
-        tokens = 4 * (64 if small else 4096)
+        tokens = MICRO_BATCHES * way.sequences * length(model)
         rates = [tokens / seconds for seconds in times]
         mfu = flops / statistics.median(times) / peak
         case = f"{model.num_layers} layers, d_model {model.d_model}"
-        rows.append(Row(case, f"convoy {way}", "tokens_per_second", statistics.median(rates),
-                        "tokens/s", mfu, rates))  # fmt: skip
-        print(f"{case}  {way:<10} {rows[-1].value:12,.0f} tokens/s   MFU {mfu:.1%}")
+        rows.append(Row(case, name, "tokens_per_second", statistics.median(rates), "tokens/s",
+                        mfu, rates))  # fmt: skip
+        print(f"{case}  {name:<28} {rows[-1].value:12,.0f} tokens/s   MFU {mfu:.1%}", flush=True)
     dist.destroy_process_group()
     finish("train_gpu", rows, ["torch", "numpy"], args.json)
     return 0 if rows else 1
