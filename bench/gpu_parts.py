@@ -39,7 +39,7 @@ def parts_of(out: Path, gpus: int, *, quick: bool) -> list[Part]:
     several = _on_several(out, many, quick) if many > 1 else []
     tests, train, *rest = _on_one(out, many, quick)
     # FSDP and EP are compared with the run of one device.
-    return [tests, *([] if quick else [_kernels()]), train, *several[:2], *rest, *several[2:]]
+    return [tests, train, *several[:2], *rest, *several[2:]]
 
 
 def _kernels() -> Part:
@@ -97,6 +97,7 @@ def _on_one(out: Path, many: int, quick: bool) -> list[Part]:
              "`train.exact` gives equal bits, twice on one device or on one and on several",
              "a product's bits depend on what is beside it, or a kernel is not deterministic. See "
              "the part grouped_mm and docs/exact.md; do not use `train.exact` on this device."),
+        *([] if quick else [_kernels()]),
         Part("grouped_mm", _python(out, "grouped_mm", quick, "bench.grouped_mm"), 60,
              "whether bits of a group of a grouped product depend on the other groups",
              "grouped_mm raises for a size or layout: set `moe.backend = \"loop\"`. Shares below 1 "

@@ -38,7 +38,8 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
     chosen, bias, weights = torch.zeros(T, K, dtype=torch.int64), torch.zeros(E), torch.zeros(T, K)
     wide, good, one = torch.zeros(T, 256), torch.zeros(T, dtype=torch.bool), torch.zeros(())
     weight = rows(R, 1)
-    heads, turns, few = rows(T, D).view(2, T // 2, 16, 128), torch.zeros(T, 64), torch.zeros(T, 20)
+    heads = rows(T, D).view(2, T // 2, 16, 128)
+    turns, few = torch.zeros(T // 2, 64), torch.zeros(T // 2, 20)
     gates = [(rows(R, f), name) for f in (F, 1408, 50) for name in ("swiglu", "geglu")]
     plain = [(rows(R, F), name) for name in ("gelu", "relu2")]
     return {

@@ -19,7 +19,6 @@ from parallel.crossing import installed_crossing
 from parallel.exact import ExactSums, FixedPointBuffer, from_fixed
 
 _SUMS = "_convoy_gradient_sums"
-_ALSO_UNUSED = "set_reduce_scatter_unused_params"
 
 Seen = Callable[[Tensor], None]
 """Gets gradients that are about to be summed, and must not change or keep them."""
@@ -87,14 +86,13 @@ def set_sums(
             fsdp.set_all_reduce_hook(partial(over, number))
             # The hook must run for every module in the step's last backward, also for a module
             # that this backward did not use.
-            if replicas is not None or hasattr(fsdp, _ALSO_UNUSED):
-                _sum_also_unused(fsdp)
+            _sum_also_unused(fsdp)
         if mesh.size() > 1:  # of one rank the average is the sum, and FSDP would divide by 1
             fsdp.set_gradient_divide_factor(1.0)
         # Otherwise FSDP asks gloo for a reduction with a divide factor, which gloo lacks.
         fsdp.set_force_sum_reduction_for_comms(True)
         fsdp.set_custom_all_gather(cast(Any, _AllGather()))
-        within.append(_ReduceScatter() if mesh.size() > 1 else _SumOfOne())
+        within.append(_ReduceScatter())
         fsdp.set_custom_reduce_scatter(cast(Any, within[-1]))
         if exact is not None and over is not None:
             buffer = exact.buffer_of(cast(nn.Module, fsdp), mesh.size())
@@ -105,14 +103,14 @@ def set_sums(
 
 def _sum_also_unused(fsdp: FSDPModule) -> None:
     """Raises RuntimeError where torch, before 2.12, would leave gradients without their sum."""
-    try:
-        getattr(fsdp, _ALSO_UNUSED)(True)
-    except AttributeError:
+    set_wanted = getattr(fsdp, "set_reduce_scatter_unused_params", None)
+    if set_wanted is None:
         raise RuntimeError(
-            f"replicas (parallel.dp_replicate) must have torch 2.12 or later, not "
-            f"{torch.__version__}, which leaves out the gradient of a module that the step's last "
-            "micro-batch does not use; take dp_shard, or a newer torch"
-        ) from None
+            "replicas (parallel.dp_replicate) and exact sums (train.exact) must have torch 2.12 or "
+            f"later, not {torch.__version__}, which leaves out the gradient of a module that the "
+            "step's last micro-batch does not use; take dp_shard without them, or a newer torch"
+        )
+    set_wanted(True)
 
 
 @contextmanager
@@ -294,21 +292,3 @@ class _ReduceScatter(_Allocate):
             output_tensor.zero_()
             return
         reduce_scatter(output_tensor, input_tensor, group, "dp", op).wait()
-
-
-class _SumOfOne(_ReduceScatter):
-    """Where one rank has all of the parameters, its gradients are the sum.
-
-    FSDP allocates the input of each reduce-scatter, then the output, into which it copies the input
-    of one rank. Here both are one tensor, which a copy into itself leaves as it is.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._input: Tensor | None = None
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        both, self._input = self._input, None
-        if both is None or both.shape != torch.Size(size) or both.dtype != dtype:
-            both = self._input = super().allocate(size, dtype=dtype, device=device)
-        return both

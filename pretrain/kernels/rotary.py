@@ -20,7 +20,7 @@ _NUMBERS = 1024
 
 def has_kernel(x_BSHP: Tensor) -> bool:
     """Whether the kernel takes a tensor."""
-    takes = x_BSHP.dim() == 4 and x_BSHP.dtype in DTYPES and x_BSHP.stride(-1) == 1
+    takes = x_BSHP.dim() == 4 and x_BSHP.dtype in DTYPES
     return takes and kernels.available(x_BSHP.device.type)
 
 
@@ -30,6 +30,8 @@ def _launch(
     from pretrain.kernels import triton_rotary
 
     B, S, H, P = x_BSHP.shape
+    assert cos_SP.shape == sin_SP.shape == (S, P // 2), "a turn for each position and pair"
+    x_BSHP = x_BSHP if x_BSHP.stride(-1) == 1 else x_BSHP.contiguous()
     out_BSHP = x_BSHP.new_empty(B, S, H, P)
     if out_BSHP.numel():
         half = 1 << (P // 2 - 1).bit_length()
@@ -64,8 +66,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         from_pairs, to_pairs, back = ctx.flags
-        dy = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
-        dx = _Rotate.apply(dy, *ctx.saved_tensors, to_pairs, from_pairs, not back)
+        dx = _Rotate.apply(grads[0], *ctx.saved_tensors, to_pairs, from_pairs, not back)
         return dx, None, None, None, None, None
 
 
@@ -74,7 +75,7 @@ def rotate(x_BSHP: Tensor, cos_SP: Tensor, sin_SP: Tensor, interleaved: bool) ->
     token's position; computed in float32 and rounded once, with the bits of plain operations.
 
     Args:
-        x_BSHP: numbers of one head lie side by side in memory.
+        x_BSHP: is copied first where the numbers of a head do not lie side by side.
         cos_SP: [S, P / 2] float32, as ``sin_SP``; they get no gradient.
         sin_SP: [S, P / 2].
         interleaved: pairs are (2i, 2i + 1), and not (i, i + P / 2). Those of the result never are.

@@ -14,7 +14,7 @@ def rotate(
     """(a, b) -> (a cos - b sin, b cos + a sin), or with BACK by the opposite angle."""
     token = tl.program_id(0).to(tl.int64)
     position = token % S
-    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    heads = tl.program_id(1).to(tl.int64) * HEADS + tl.arange(0, HEADS)[:, None]
     pairs = tl.arange(0, HALF)[None, :]
     c = tl.load(cos + position * (P // 2) + pairs, mask=pairs < P // 2, other=0.0)
     s = tl.load(sin + position * (P // 2) + pairs, mask=pairs < P // 2, other=0.0)

@@ -56,6 +56,14 @@ def test_the_kernel_has_the_bits_of_plain_operations(interleaved, size, heads, c
     assert all(torch.equal(a, b) for a, b in zip(*both(compute), strict=True))
 
 
+def test_numbers_apart_in_memory_and_turns_of_other_positions():
+    by, x = some_turns(6, 5), torch.randn(1, 2, 5, 12)[..., ::2]
+    plain, found = both(lambda: rotate(x, by))
+    assert torch.equal(plain, found)
+    with kernels.in_use(), pytest.raises(AssertionError, match="a turn for each position"):
+        rotate(torch.randn(1, 2, 9, 6), by)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_halves_of_precision_are_rounded_once(dtype):
     by, x = some_turns(16, 9), torch.randn(3, 2, 9, 24).to(dtype)
