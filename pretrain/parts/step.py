@@ -9,11 +9,12 @@ order.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, fields, replace
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
+import numpy as np
 import torch
 
 from parallel import Topology
@@ -56,6 +57,42 @@ class Report:
     :func:`pretrain.data.data_checksum`; 0 on all but one of the ranks that read the same."""
     regroup_wanted: float = 0.0
     """Whether a replica waits to be taken in."""
+
+
+_FIELDS = tuple(each.name for each in fields(Report))
+
+
+class Reports(Sequence[Report]):
+    """The reports of all ranks, in rank order: a sequence, and columns without a loop over ranks.
+
+    Args:
+        rows: [ranks, fields of :class:`Report`] float64, which nobody may change.
+    """
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self.rows = rows
+
+    @classmethod
+    def of(cls, reports: Iterable[Report]) -> Reports:
+        """Of reports in rank order."""
+        return cls(np.array([astuple(report) for report in reports], dtype=np.float64))
+
+    def column(self, name: str) -> np.ndarray:
+        """[ranks] float64: one field of every report."""
+        column: np.ndarray = self.rows[:, _FIELDS.index(name)]
+        return column
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Report: ...
+    @overload
+    def __getitem__(self, index: slice) -> Reports: ...
+    def __getitem__(self, index: int | slice) -> Report | Reports:
+        if isinstance(index, slice):
+            return Reports(self.rows[index])
+        return Report(*self.rows[index].tolist())
 
 
 class Action(Enum):
@@ -138,11 +175,11 @@ class StepFacts:
 
     step: int
     """The number of the step, from 1."""
-    reports: Sequence[Report]
+    reports: Reports
     """Of all ranks, in rank order."""
     decision: Decision
-    columns: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """What parts have brought to the barrier, by ``PART.COLUMN``, in rank order."""
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """What parts have brought to the barrier, by ``PART.COLUMN``: [ranks] float64."""
     next_micro_batches: int = 0
     """Micro-batches of the next step, over all ranks; known after a committed step."""
     capacity_changed: bool = False

@@ -13,11 +13,21 @@ import json
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from parallel import Topology
 from pretrain.observe import Event
-from pretrain.parts.step import Action, Decision, Part, PartContext, Report, StepFacts, Wish
+from pretrain.parts.step import (
+    Action,
+    Decision,
+    Part,
+    PartContext,
+    Report,
+    Reports,
+    StepFacts,
+    Wish,
+)
 
 WORLD = 4
 
@@ -82,7 +92,9 @@ class PartContract:
         wishes = []
         for step, reports in enumerate(self.steps() if steps is None else steps, before + 1):
             columns = _columns(part, reports)
-            facts = StepFacts(step, reports, _decision(reports), columns, next_micro_batches=8)
+            facts = StepFacts(
+                step, Reports.of(reports), _decision(reports), columns, next_micro_batches=8
+            )
             wishes += [part.judge(facts) or Wish(), part.after(facts) or Wish()]
         return wishes
 
@@ -100,9 +112,9 @@ def context_of(rank: int, published: list[Event]) -> PartContext:
     )
 
 
-def _columns(part: Part, reports: Sequence[Report]) -> dict[str, list[float]]:
+def _columns(part: Part, reports: Sequence[Report]) -> dict[str, np.ndarray]:
     rows = [part.report(report) for report in reports]
-    return {f"{part.name}.{name}": [float(row[name]) for row in rows] for name in rows[0]}
+    return {f"{part.name}.{k}": np.array([float(row[k]) for row in rows]) for k in rows[0]}
 
 
 def _report(*, loss: float) -> Report:

@@ -11,14 +11,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 
+import numpy as np
 import torch
 
 from parallel import all_gather_rows
 from parallel.crossing import check_epoch
 from pretrain.parallelize import RoutingStats
-from pretrain.parts.step import Action, Decision, Report
+from pretrain.parts.step import Action, Decision, Report, Reports
 
-Rows = tuple[list[Report], dict[str, list[float]]]
+Rows = tuple[Reports, dict[str, np.ndarray]]
 """Every rank's report, and the columns of parts by name, in rank order."""
 
 
@@ -41,18 +42,14 @@ def exchange(
     columns = columns or {}
     own = (*astuple(report), *columns.values())
     row = torch.tensor(own, dtype=torch.float64, device=device)
-    rows = all_gather_rows(row).cpu().tolist()
+    rows = all_gather_rows(row).cpu().numpy()
     if device.type == "cuda":
         check_epoch()  # a group that was aborted may have left anything in the rows
     size = len(own) - len(columns)
-    reports = [Report(*values[:size]) for values in rows]
-    by_name = {name: [row[size + i] for row in rows] for i, name in enumerate(columns)}
-    return reports, by_name
+    return Reports(rows[:, :size]), {name: rows[:, size + i] for i, name in enumerate(columns)}
 
 
-def decide(
-    reports: Sequence[Report], planned_tokens: int, loss_scale: float | None = None
-) -> Decision:
+def decide(reports: Reports, planned_tokens: int, loss_scale: float | None = None) -> Decision:
     """One decision from all reports; a pure function of them.
 
     Args:
@@ -60,26 +57,44 @@ def decide(
         planned_tokens: what gradients have been divided by already.
         loss_scale: what they had been multiplied by; None but in float16.
     """
-    tokens = sum(r.target_tokens for r in reports)
-    loss = sum(r.loss_sum for r in reports) / max(tokens, 1.0)
-    square = sum(r.grad_square_sum for r in reports)
+    column = reports.column
+    tokens = sum_in_order(column("target_tokens"))
+    loss = sum_in_order(column("loss_sum")) / max(tokens, 1.0)
+    square = sum_in_order(column("grad_square_sum"))
     norm = math.sqrt(square) * planned_tokens / max(tokens, 1.0) if square >= 0 else math.nan
-    bad = [(int(r.bad_layer), rank) for rank, r in enumerate(reports) if r.bad_layer >= 0]
-    sound = math.isfinite(loss) and tokens > 0 and not bad
+    bad = _bad_router(column("bad_layer"))
+    sound = math.isfinite(loss) and tokens > 0 and bad is None
     finite = sound and math.isfinite(norm)
+    causes = column("stop_requested")
     return Decision(
         action=Action.COMMIT if finite else Action.SKIP,
         loss=loss,
         grad_norm=norm,
         target_tokens=int(tokens),
-        stop=any(r.stop_requested for r in reports),
-        stop_cause=int(max(r.stop_requested for r in reports)),
-        save=any(r.save_requested for r in reports),
-        regroup=any(r.regroup_wanted for r in reports),
-        step_seconds=max(r.step_seconds for r in reports),
-        data_wait_seconds=max(r.data_wait_seconds for r in reports),
-        bad_router=min(bad) if bad else None,
+        stop=bool(causes.any()),
+        stop_cause=int(causes.max()),
+        save=bool(column("save_requested").any()),
+        regroup=bool(column("regroup_wanted").any()),
+        step_seconds=float(column("step_seconds").max()),
+        data_wait_seconds=float(column("data_wait_seconds").max()),
+        bad_router=bad,
         loss_scale=loss_scale,
-        data_checksum=int(sum(r.data_checksum for r in reports)),
+        data_checksum=int(sum_in_order(column("data_checksum"))),
         overflow=sound and not finite and loss_scale is not None and loss_scale > 1,
     )
+
+
+def sum_in_order(numbers: np.ndarray) -> float:
+    """The sum of one number after another. :func:`numpy.sum` has other bits on other processors,
+    and Python's ``sum`` in other versions; the ranks of a run must have equal bits."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return float(np.add.accumulate(numbers)[-1])
+
+
+def _bad_router(layers: np.ndarray) -> tuple[int, int] | None:
+    """The first layer that is bad anywhere, and the first rank on which that layer is bad."""
+    ranks = np.flatnonzero(layers >= 0)
+    if not len(ranks):
+        return None
+    rank = int(ranks[np.argmin(layers[ranks])])
+    return int(layers[rank]), rank

@@ -15,10 +15,11 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -35,7 +36,7 @@ from pretrain.errors import CorruptionError, HealthError, LostRankError
 from pretrain.job import Built, Job, assemble
 from pretrain.observe import Events, Regrouped, StepCommitted, last_event
 from pretrain.optim import set_update_count
-from pretrain.parts.step import Report
+from pretrain.parts.step import Reports
 from pretrain.runtime import Runtime
 from pretrain.spec import JobSpec
 from pretrain.state import Progress, RunState, blend_of, parse_run_state, seed_rng
@@ -211,7 +212,8 @@ def settle(members: Membership, epoch: Epoch, carried: Carried) -> None:
         # A rank that has come since has the state, and no rows.
         if trainer is not None and trainer.rows is not None:
             reports, columns = trainer.rows
-            text = json.dumps([[asdict(report) for report in reports], columns])
+            lists = {name: column.tolist() for name, column in columns.items()}
+            text = json.dumps([reports.rows.tolist(), lists])
             store.compare_set("rows", "", text)
         return
     assert trainer is not None
@@ -222,7 +224,7 @@ def settle(members: Membership, epoch: Epoch, carried: Carried) -> None:
             members.leave("no living rank has the newest barrier's vector")
         time.sleep(0.005)
     reports, columns = json.loads(store.get("rows"))
-    rows: Rows = ([Report(**report) for report in reports], columns)
+    rows: Rows = (Reports(np.array(reports)), {k: np.array(v) for k, v in columns.items()})
     try:
         trainer.advance(rows)
     except LostRankError as error:

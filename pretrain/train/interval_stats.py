@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +15,7 @@ from pretrain.data import Blend, Corpora
 from pretrain.job import Job
 from pretrain.observe import IntervalEnded, RoutingReport
 from pretrain.parallelize import AUX_LOSSES, MTPLoss, RoutingStats, bubble
-from pretrain.parts.step import Report
+from pretrain.parts.step import Reports
 from pretrain.runtime import Runtime, peak_memory_bytes
 from pretrain.state import Progress
 from pretrain.train.expert_loads import load_quantiles, loads, logged_loads
@@ -39,9 +39,9 @@ class IntervalStats:
     traffic: dict[str, CommStats] = field(default_factory=dict)
     """Collectives of this rank, by parallelism."""
     routing: RoutingStats | None = None
-    rank_rows: list[float] = field(default_factory=list)
+    rank_rows: np.ndarray = field(default_factory=lambda: np.zeros(0))
     """Routed tokens that each rank's experts computed."""
-    rank_seconds: list[float] = field(default_factory=list)
+    rank_seconds: np.ndarray = field(default_factory=lambda: np.zeros(0))
     """Of each rank, without its waits in collectives, with its waits for batches."""
     steps: int = 0
     mtp_loss_sums_K: Tensor | None = None
@@ -66,14 +66,11 @@ class IntervalStats:
             self.traffic[name] = stats.plus(self.traffic.get(name, CommStats()))
         return groups
 
-    def add_reports(self, reports: Sequence[Report]) -> None:
+    def add_reports(self, reports: Reports) -> None:
         """Add what all ranks brought to the barrier of a committed step."""
         self.steps += 1
-        before = self.rank_seconds or [0.0] * len(reports)
-        self.rank_seconds = [
-            sum_ + max(0.0, report.step_seconds - report.exposed_seconds)
-            for sum_, report in zip(before, reports, strict=True)
-        ]
+        own = reports.column("step_seconds") - reports.column("exposed_seconds")
+        self.rank_seconds = _plus(self.rank_seconds, np.maximum(own, 0.0))
 
     def add_mtp(self, loss_sums_K: Tensor, mtp: MTPLoss) -> None:
         """Add the losses of multi-token prediction of a committed step."""
@@ -82,11 +79,10 @@ class IntervalStats:
         counts = self.mtp_targets or [0] * len(mtp.targets)
         self.mtp_targets = [a + b for a, b in zip(counts, mtp.targets, strict=True)]
 
-    def add_routing(self, routing: RoutingStats, rank_rows: list[float]) -> None:
+    def add_routing(self, routing: RoutingStats, rank_rows: np.ndarray) -> None:
         """Add what the routers of this rank did, and what each rank's experts computed."""
         self.routing = routing.plus(self.routing)
-        before = self.rank_rows or [0.0] * len(rank_rows)
-        self.rank_rows = [a + b for a, b in zip(before, rank_rows, strict=True)]
+        self.rank_rows = _plus(self.rank_rows, rank_rows)
 
     def event(
         self, job: Job, progress: Progress, *, loss: float, grad_norm: float, mfu: float
@@ -131,7 +127,7 @@ class IntervalStats:
             load_quantiles=load_quantiles(loads_LE),
             expert_loads=logged_loads(loads_LE, job.moe_layers, -(-progress.step // every)),
             rank_seconds=(
-                [sum_ / self.steps for sum_ in self.rank_seconds]
+                (self.rank_seconds / self.steps).tolist()
                 if 0 < len(self.rank_seconds) <= _MOST_LOGGED_RANKS
                 else None
             ),
@@ -252,8 +248,12 @@ def _mean_losses(moe: MoEConfig | None, routing: RoutingReport | None) -> dict[s
     }
 
 
-def _imbalance(rank_rows: list[float], stages: int) -> float:
+def _plus(before: np.ndarray, more: np.ndarray) -> np.ndarray:
+    """Sums over steps; before the first step there are none."""
+    return before + more if len(before) else more.copy()
+
+
+def _imbalance(rank_rows: np.ndarray, stages: int) -> float:
     """The largest over the mean load of a rank, among ranks that have the same layers."""
-    size = len(rank_rows) // stages
-    groups = [rank_rows[i : i + size] for i in range(0, len(rank_rows), size)]
-    return max(max(group) * size / max(sum(group), 1) for group in groups)
+    groups = rank_rows.reshape(stages, -1)
+    return float((groups.max(1) * groups.shape[1] / np.maximum(groups.sum(1), 1)).max())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
@@ -22,7 +22,7 @@ from pretrain.optim import set_lr
 from pretrain.parallelize import RoutingStats
 from pretrain.parts.faults import Faults
 from pretrain.parts.playbook import after_skip, routers_are_checked
-from pretrain.parts.step import Action, Decision, Report, StepFacts, with_wish
+from pretrain.parts.step import Action, Decision, Report, Reports, StepFacts, with_wish
 from pretrain.runtime import StopCause, StopRequest
 from pretrain.spec import learning_rate
 from pretrain.state import GROWTH_STEPS, Progress, rng_states, set_rng_states
@@ -402,9 +402,9 @@ class Trainer:
             )
         )
 
-    def _balance(self, routing: RoutingStats, reports: Sequence[Report]) -> None:
+    def _balance(self, routing: RoutingStats, reports: Reports) -> None:
         """Move biases by the whole step's loads."""
-        self.interval.add_routing(routing, [report.expert_rows for report in reports])
+        self.interval.add_routing(routing, reports.column("expert_rows"))
         moe = self.job.spec.moe
         if moe is None:
             return

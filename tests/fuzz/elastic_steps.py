@@ -21,6 +21,7 @@ from pretrain.data.order import GlobalOrder
 from pretrain.elastic import ChosenLayout, choose_layout
 from pretrain.errors import HealthError, InputError
 from pretrain.observe import HealthAction, StepSkipped
+from pretrain.parts.step import Reports
 from pretrain.runtime import StopCause
 from pretrain.spec import JobSpec
 from pretrain.state import Progress
@@ -198,7 +199,7 @@ class ElasticSteps(World):
         samples = self.expected_samples(before)
         self.check_batches(samples)
         self.draws += 1
-        reports, columns = [], dict[str, list[float]]()
+        reports = []
         for rank, attempt in zip(self.ranks, attempts, strict=True):
             tokens = sum(len(batch) for batch in attempt.batches) * self.spec.data.seq_len
             tokens = tokens if rank.job.dims.reads_first else 0
@@ -218,7 +219,7 @@ class ElasticSteps(World):
             reports.append(replace(report, step_seconds=seconds, grad_square_sum=square))
         self.spiked |= bool(kind)
         for rank in self.ranks:
-            rank.trainer.rows = (list(reports), columns)
+            rank.trainer.rows = (Reports.of(reports), {})
         self.act(samples)
 
     def act(self, samples: list[int]) -> None:

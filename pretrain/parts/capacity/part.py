@@ -43,8 +43,8 @@ class CapacityPart(Part):
 
     def after(self, facts: StepFacts) -> Wish | None:
         """Wish for new plans where a rank's experts have changed their speed."""
-        rows = [report.expert_rows for report in facts.reports]
-        seconds = [report.expert_seconds for report in facts.reports]
+        column = facts.reports.column
+        rows, seconds = column("expert_rows").tolist(), column("expert_seconds").tolist()
         if not self.balance.after(facts.step, rows, seconds):
             return None
         self.context.publish(

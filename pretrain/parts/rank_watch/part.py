@@ -24,8 +24,7 @@ class OddLosses(Part):
 
     def judge(self, facts: StepFacts) -> Wish | None:
         """Publish ranks with odd losses in a try of a step; nothing is wished for."""
-        sums = [report.loss_sum for report in facts.reports]
-        tokens = [report.target_tokens for report in facts.reports]
+        sums, tokens = map(facts.reports.column, ("loss_sum", "target_tokens"))
         for group in self._groups:
             for outlier in group.after(sums, tokens):
                 self.context.publish(

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from cluster.detect import MAD_TO_SIGMA
 
@@ -67,24 +68,21 @@ class LossOutliers:
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        self.ranks = tuple(ranks)
+        self.ranks = np.array(ranks)
         self._window: deque[np.ndarray] = deque(maxlen=WINDOW)
         self._quiet_until: dict[int, int] = {}
         self._step = 0
         self._sigma = 0.0
 
-    def after(
-        self, loss_sums: Sequence[float], target_tokens: Sequence[float]
-    ) -> list[LossOutlier]:
+    def after(self, loss_sums: ArrayLike, target_tokens: ArrayLike) -> list[LossOutlier]:
         """Take in a step; returns the ranks that are odd and were not reported lately.
 
         Args:
-            loss_sums: of all ranks of the run, in nats.
-            target_tokens: of all ranks; a rank without any is not compared.
+            loss_sums: [ranks of the run], in nats.
+            target_tokens: [ranks of the run]; a rank without any is not compared.
         """
         self._step += 1
-        sums = np.array([loss_sums[rank] for rank in self.ranks], dtype=np.float64)
-        tokens = np.array([target_tokens[rank] for rank in self.ranks], dtype=np.float64)
+        sums, tokens = (np.asarray(x)[self.ranks] for x in (loss_sums, target_tokens))
         there = tokens > 0
         losses = np.where(there, sums / np.maximum(tokens, 1.0), np.nan)
         finite = np.isfinite(losses)
@@ -92,7 +90,7 @@ class LossOutliers:
             return []
         usual = float(np.median(losses[finite]))
         found = {
-            at: LossOutlier(self.ranks[at], float(losses[at]), usual, math.inf, 1)
+            at: LossOutlier(int(self.ranks[at]), float(losses[at]), usual, math.inf, 1)
             for at in map(int, np.flatnonzero(there & ~finite))
         }
         if finite.sum() >= _FEWEST_RANKS:
@@ -100,7 +98,7 @@ class LossOutliers:
             residuals = np.where(finite, (losses - usual) * scale, np.nan)
             self._window.append(residuals)
             for at, z, steps in self._odd(usual):
-                found[at] = LossOutlier(self.ranks[at], float(losses[at]), usual, z, steps)
+                found[at] = LossOutlier(int(self.ranks[at]), float(losses[at]), usual, z, steps)
         return [each for at, each in found.items() if self._is_new(at)]
 
     def _odd(self, usual: float) -> list[tuple[int, float, int]]:

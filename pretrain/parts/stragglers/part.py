@@ -85,12 +85,12 @@ class StragglersPart(Part):
         return Wish(division=division, starts_again=self._starts_again)
 
     def _answer_all(self, facts: StepFacts, speeds: Stragglers) -> None:
-        reports, step, publish = facts.reports, facts.step, self.context.publish
+        column, step, publish = facts.reports.column, facts.step, self.context.publish
         findings = speeds.after(
             step,
-            [report.target_tokens for report in reports],
-            [report.expert_rows for report in reports],
-            [report.step_seconds - report.exposed_seconds for report in reports],
+            column("target_tokens"),
+            column("expert_rows"),
+            column("step_seconds") - column("exposed_seconds"),
         )
         for straggler in findings.ended:
             publish(

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 from parallel import Topology
 from pretrain.parts.stragglers.config import StragglersConfig
@@ -81,6 +83,8 @@ class Stragglers:
         self.division_speeds: tuple[float, ...] | None = None
         """For each data-parallel rank the speed by which micro-batches are divided; None for equal
         parts."""
+        self._dp_ranks = np.array([topology.dp_rank(rank) for rank in range(topology.world)])
+        self._dp_size = topology.dp_replicate * topology.dp_shard
         self.test = SpeedTest(
             min_change=config.min_slowdown,
             ranks=topology.world,
@@ -88,22 +92,20 @@ class Stragglers:
 
     def dp_rank(self, rank: int) -> int:
         """The index of a rank among the ranks that get different sequences."""
-        return self.topology.dp_rank(rank)
+        return int(self._dp_ranks[rank])
 
     @property
     def dp_speeds(self) -> tuple[float, ...]:
         """For each data-parallel rank the speed of its slowest rank; an ordinary rank has 1."""
-        speeds = [math.inf] * (self.topology.dp_replicate * self.topology.dp_shard)
-        for rank, speed in enumerate(self._levels):
-            at = self.dp_rank(rank)
-            speeds[at] = min(speeds[at], speed)
-        return tuple(round(speed, 4) for speed in speeds)
+        speeds = np.full(self._dp_size, math.inf)
+        np.minimum.at(speeds, self._dp_ranks, self._levels)
+        return tuple(round(speed, 4) for speed in speeds.tolist())
 
     @property
     def _levels(self) -> list[float]:
         return [level for group in self.groups for level in group.levels]
 
-    def work(self, tokens: Sequence[float], rows: Sequence[float]) -> list[float]:
+    def work(self, tokens: ArrayLike, rows: ArrayLike) -> np.ndarray:
         """FLOPs of each rank in a step, up to a factor that the ranks of a stage share.
 
         Args:
@@ -111,22 +113,14 @@ class Stragglers:
                 together report those of its micro-batches.
             rows: assignments that each rank's experts computed.
         """
-        units = [0.0] * (self.topology.dp_replicate * self.topology.dp_shard)
-        for rank, count in enumerate(tokens):
-            units[self.dp_rank(rank)] += count
+        own = np.bincount(self._dp_ranks, np.asarray(tokens), self._dp_size)[self._dp_ranks]
         shared = self.topology.cp * self.topology.tp * self.topology.pp
-        work = []
-        for rank, count in enumerate(rows):
-            own = units[self.dp_rank(rank)]
-            # A rank without tokens of its own shows no speed: only the overhead of its layers.
-            flops = self.token_flops * own / shared + self.row_flops * count
-            work.append(flops if own else 0.0)
-        return work
+        # A rank without tokens of its own shows no speed: only the overhead of its layers.
+        flops: np.ndarray = self.token_flops * own / shared + self.row_flops * np.asarray(rows)
+        return np.where(own != 0, flops, 0.0)
 
-    def after(
-        self, step: int, tokens: Sequence[float], rows: Sequence[float], seconds: Sequence[float]
-    ) -> Findings:
-        """Take in a committed step; all sequences are in rank order.
+    def after(self, step: int, tokens: ArrayLike, rows: ArrayLike, seconds: ArrayLike) -> Findings:
+        """Take in a committed step; all arrays are in rank order.
 
         Args:
             step: the committed step.
@@ -134,11 +128,12 @@ class Stragglers:
             rows: as in :meth:`work`.
             seconds: each rank's seconds of the step, waiting in collectives excluded.
         """
-        work, n = self.work(tokens, rows), self.per_stage
+        work, own = self.work(tokens, rows).tolist(), np.asarray(seconds).tolist()
+        n = self.per_stage
         shifts: dict[int, Shift] = {}
         for stage, group in enumerate(self.groups):
             part = slice(stage * n, (stage + 1) * n)
-            self.groups[stage] = group.after(work[part], seconds[part], self.test)
+            self.groups[stage] = group.after(work[part], own[part], self.test)
             shifts |= {stage * n + shift.rank: shift for shift in self.groups[stage].shifts}
         before = self.slow
         if shifts:

@@ -31,7 +31,7 @@ from pretrain.parallelize.micro_batches import (
     next_token_loss,
 )
 from pretrain.parallelize.results import RoutingStats, StepResult
-from pretrain.parts.step import Action, Report
+from pretrain.parts.step import Action, Decision, Report, Reports
 from pretrain.state.arrays import training_arrays
 from pretrain.state.progress import Progress
 from pretrain.train.barrier import decide
@@ -213,17 +213,21 @@ def report(**fields) -> Report:
     return Report(**{**values, **fields})
 
 
+def decided(reports: list[Report], planned: int, loss_scale: float | None = None) -> Decision:
+    return decide(Reports.of(reports), planned, loss_scale)
+
+
 def test_the_barrier_decides_from_all_reports():
-    decision = decide([report(), report(loss_sum=40.0, step_seconds=3.0)], 20)
+    decision = decided([report(), report(loss_sum=40.0, step_seconds=3.0)], 20)
     assert decision.action is Action.COMMIT
     assert decision.loss == 3.0
     assert decision.grad_norm == pytest.approx(math.sqrt(8))
     assert decision.step_seconds == 3.0
     assert not decision.stop
-    assert decide([report(), report(stop_requested=1)], 20).stop
+    assert decided([report(), report(stop_requested=1)], 20).stop
     assert not decision.save
-    assert decide([report(save_requested=1), report()], 20).save
-    half = decide([report(), report(target_tokens=0, loss_sum=0)], 20)
+    assert decided([report(save_requested=1), report()], 20).save
+    half = decided([report(), report(target_tokens=0, loss_sum=0)], 20)
     assert half.loss == 2.0, "the mean is over the targets there were"
     assert half.grad_norm == pytest.approx(2 * math.sqrt(8))
 
@@ -234,12 +238,12 @@ def test_the_barrier_decides_from_all_reports():
      {"grad_square_sum": math.inf}],
 )  # fmt: skip
 def test_one_rank_that_is_not_finite_makes_all_skip(fields):
-    assert decide([report(), report(**fields)], 20).action is Action.SKIP
-    assert decide([report(target_tokens=0), report(target_tokens=0)], 20).action is Action.SKIP
+    assert decided([report(), report(**fields)], 20).action is Action.SKIP
+    assert decided([report(target_tokens=0), report(target_tokens=0)], 20).action is Action.SKIP
 
 
 def test_a_router_that_is_not_finite_is_named_although_the_loss_is():
-    decision = decide([report(bad_layer=3), report(), report(bad_layer=2)], 30)
+    decision = decided([report(bad_layer=3), report(), report(bad_layer=2)], 30)
     assert decision.action is Action.SKIP
     assert decision.why == "router logits of layer 2 are not finite on rank 2"
 
@@ -258,7 +262,7 @@ def test_a_router_that_is_not_finite_is_named_although_the_loss_is():
     ],
 )
 def test_an_overflow_is_of_gradients_alone(scale, fields, reason):
-    decision = decide([report(), report(**fields)], 20, scale)
+    decision = decided([report(), report(**fields)], 20, scale)
     assert decision.action is Action.SKIP
     assert decision.reason == reason
     assert decision.overflow == (reason == "overflow")

@@ -12,7 +12,7 @@ from parallel import Topology
 from pretrain.observe import RankLossOdd
 from pretrain.parts.rank_watch import LossOutliers
 from pretrain.parts.rank_watch.part import OddLosses
-from pretrain.parts.step import Action, Decision, Report, StepFacts
+from pretrain.parts.step import Action, Decision, Report, Reports, StepFacts
 from pretrain.parts.testing import context_of
 
 TOKENS = 1000.0
@@ -101,7 +101,8 @@ def test_places_of_context_parallelism_are_compared_apart():
     for step, row in enumerate(losses_of(80, 12)):
         row[1::2] -= 1.0
         row[4] += 0.3
-        watch.judge(StepFacts(step + 1, [report(loss) for loss in row], DECISION))
+        reports = Reports.of(report(loss) for loss in row)
+        watch.judge(StepFacts(step + 1, reports, DECISION))
     assert {event.rank for event in published} == {4}
     assert published[0].step < 32
     assert published[0].usual_loss < published[0].loss

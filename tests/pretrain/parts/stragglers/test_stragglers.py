@@ -150,19 +150,19 @@ def test_speed_is_work_over_time_and_not_time():
         tokens, rows = [4.0, 8.0, 16.0, 8.0], [30.0, 10.0, 70.0, 10.0]
         times = [10 * t + r for t, r in zip(tokens, rows, strict=True)]
         assert not found.after(step, tokens, rows, times).changed
-    assert found.work([4.0, 0.0], [1.0, 1.0])[0] == 41.0
+    assert found.work([4.0, 0.0, 0.0, 0.0], [1.0] * 4)[0] == 41.0
 
 
 def test_a_rank_without_tokens_shows_no_speed():
     found = stragglers(Topology(dp_replicate=2))
-    assert found.work([8.0, 0.0], [3.0, 3.0]) == [83.0, 0.0]
+    assert found.work([8.0, 0.0], [3.0, 3.0]).tolist() == [83.0, 0.0]
 
 
 def test_ranks_that_share_sequences_share_their_work_and_the_slowest_counts():
     topology = Topology(dp_shard=2, tp=2)
     found = stragglers(topology)
     # The first rank of a tensor-parallel pair reports the tokens of both.
-    assert found.work([8.0, 0.0, 8.0, 0.0], [0.0] * 4) == [40.0] * 4
+    assert found.work([8.0, 0.0, 8.0, 0.0], [0.0] * 4).tolist() == [40.0] * 4
     for step in range(1, 12):
         found.after(step, [8.0, 0.0, 8.0, 0.0], [0.0] * 4, [1.0, 1.0, 1.0, 2.0])
     assert found.dp_speeds == (1.0, 0.5)
